@@ -1,0 +1,324 @@
+// The one table of control requests between a guest and the host service, and what each carries.
+//
+// A request is a VMCI datagram from the guest to (host_context, control_port). It travels in the guest's control queue pair,
+// or, where descriptors go along or the pair does not exist yet, as one packet on the guest's socket. Every request has
+// exactly one reply with the same sequence number; `status` is 0 or an errno value and the reply's body is only meaningful
+// with 0. Versions: another major is refused at attach, naming both; a newer minor is accepted.
+#pragma once
+
+#include <cstdint>
+
+#include "vmci_channel/queue_pair.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vrdma/attributes.hpp"
+#include "vrdma/ids.hpp"
+#include "vrdma/wire.hpp"
+
+namespace vrdma::control {
+
+constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
+constexpr std::uint16_t version_major = 1;
+constexpr std::uint16_t version_minor = 0;
+
+constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
+constexpr std::uint32_t control_port = 28249; // where the service answers control requests
+
+// Head of every datagram: in a record its first 32 bytes, on the socket its first 32 bytes too.
+struct Head {
+  RecordHead record;  // tag: destination (context << 32 | port); word: bytes of body; control's user bits: Request | reply bit
+  std::uint32_t source_context;
+  std::uint32_t source_port;
+  std::uint32_t sequence;
+  std::int32_t status;
+};
+static_assert(WireRecord<Head> && sizeof(Head) == 32);
+constexpr std::uint32_t reply_bit = 1u << 16;
+constexpr std::uint32_t body_bytes_max = record_slots_max * slot_bytes - sizeof(Head);  // 4064
+constexpr std::uint64_t address_of(std::uint32_t context, std::uint32_t port) {
+  return (static_cast<std::uint64_t>(context) << 32) | port;
+}
+
+struct Empty {};
+
+// --- attach, descriptors --------------------------------------------------------------------------------------
+enum LinkLayer : std::uint32_t { link_layer_default = 0, link_layer_infiniband = 1, link_layer_ethernet = 2 };
+
+struct AttachRequest {
+  std::uint32_t magic;
+  std::uint16_t major, minor;
+  std::uint32_t link_layer;  // LinkLayer
+  std::uint32_t pid;         // as the guest sees itself
+  char name[32];             // NUL-padded; empty: the service picks one
+};
+// Descriptors of the reply, in order: arena (memfd), service page (memfd, read only), doorbell (eventfd), wake (pipe, read end).
+struct AttachReply {
+  std::uint16_t major, minor;
+  std::uint32_t guest;            // VMCI context id
+  std::uint64_t arena_bytes;
+  std::uint64_t control_offset;   // of the control queue pair in the arena
+  vmci::QueuePairGeometry control_geometry;
+  std::uint64_t doorbell_offset;  // of the guest's ReadyWords: member 0 the control pair, others QpReply::doorbell
+  std::uint32_t shard;            // index into ServicePage::shards
+  std::int32_t service_pid;       // as the guest's pid namespace sees it, 0 if it does not
+  char name[32];
+  char service_version[32];
+};
+
+// One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
+struct AddBackingRequest {
+  std::uint64_t bytes;  // 0: all of it
+  std::uint32_t flags;  // backing_window: file offset = the guest's virtual address, mapped piecewise on demand
+  std::uint32_t reserved;
+};
+constexpr std::uint32_t backing_window = 1;
+struct AddBackingReply {
+  std::uint32_t backing;
+  std::uint32_t reserved;
+};
+struct RemoveBackingRequest {
+  std::uint32_t backing;
+  std::uint32_t reserved;
+};
+// Reply descriptor: the read end of the pipe that carries EventRecords of this context.
+struct OpenContextRequest {
+  std::uint32_t reserved[2];
+};
+struct OpenContextReply {
+  std::uint32_t context;
+  std::uint32_t reserved;
+};
+// Reply descriptor: the read end of the pipe that carries CompletionRecords.
+struct CreateChannelRequest {
+  std::uint32_t context;
+  std::uint32_t reserved;
+};
+struct HandleReply {
+  std::uint32_t handle;
+  std::uint32_t reserved;
+};
+struct HandleRequest {
+  std::uint32_t handle;
+  std::uint32_t reserved;
+};
+
+// What the pipes carry; one record is one event (16 bytes, written whole).
+struct CompletionRecord {
+  std::uint32_t cq;
+  std::uint32_t arm_sequence;
+  std::uint64_t reserved;
+};
+struct AsyncRecord {
+  std::uint32_t event;   // enum ibv_event_type
+  std::uint32_t handle;  // the QP, CQ or SRQ; 0 for port and device events
+  std::uint64_t reserved;
+};
+static_assert(sizeof(CompletionRecord) == 16 && sizeof(AsyncRecord) == 16);
+
+// --- device ---------------------------------------------------------------------------------------------------
+struct GidEntry {
+  Gid gid;
+  std::uint32_t type;  // enum ibv_gid_type: 0 IB, 1 RoCE v1, 2 RoCE v2; meaningful where gid is not zero
+  std::uint32_t ndev_ifindex;
+};
+struct DeviceReply {
+  std::uint64_t node_guid;  // network order
+  std::uint64_t sys_image_guid;
+  std::uint32_t generation;  // ServicePage::device_generation when this was true
+  std::uint32_t link_layer;  // LinkLayer, never default
+  std::uint16_t lid, sm_lid;
+  std::uint8_t port_state, max_mtu, active_mtu, sm_sl;  // enum ibv_port_state, ibv_mtu
+  std::uint32_t qp_max, cq_max, srq_max, mr_max, pd_max;
+  std::uint32_t qp_wr_max, srq_wr_max, cqe_max, sge_max, inline_max, rd_atomic_max, comp_vectors;
+  std::uint64_t mr_bytes_max;
+  std::uint16_t pkeys[16];  // network order; 0 where empty
+  GidEntry gids[16];
+  char fw_version[32];
+};
+
+// --- protection domains and memory ----------------------------------------------------------------------------
+struct CreatePdRequest {
+  std::uint32_t context;
+  std::uint32_t reserved;
+};
+// Where [address, address + bytes) of the guest's memory is reached. backing_process: by process_vm_* or the guest's own thread.
+struct Extent {
+  std::uint64_t address;
+  std::uint64_t bytes;
+  std::uint64_t backing_offset;
+  std::uint32_t backing;
+  std::uint32_t reserved;
+};
+constexpr std::uint32_t backing_process = 0xffffffff;
+// Appends to the guest's list that the next reg_mr or rereg_mr takes and clears.
+constexpr std::uint32_t stage_extents_max = 120;
+struct StageExtentsRequest {
+  std::uint32_t count;
+  std::uint32_t clear_first;
+  Extent extents[stage_extents_max];
+};
+struct RegMrRequest {
+  std::uint32_t pd;
+  std::uint32_t access;  // enum ibv_access_flags
+  std::uint64_t address, bytes, iova;
+};
+struct RegMrReply {
+  std::uint32_t handle;
+  std::uint32_t key;  // lkey and rkey
+};
+// enum ibv_rereg_mr_flags in `flags`; the fields that it does not name are ignored. The MR is gone if it fails after checks.
+struct ReregMrRequest {
+  std::uint32_t mr, flags;
+  std::uint32_t pd, access;
+  std::uint64_t address, bytes, iova;
+};
+
+// --- completion queues ----------------------------------------------------------------------------------------
+struct CreateCqRequest {
+  std::uint32_t context, cqe, channel /* 0: none */, comp_vector;
+};
+struct CreateCqReply {
+  std::uint32_t cq, cqe;
+  std::uint64_t offset;  // of the CqShared in the arena
+};
+struct ResizeCqRequest {
+  std::uint32_t cq, cqe;
+};
+struct ResizeCqReply {
+  std::uint32_t cqe, reserved;
+};
+
+enum ArmState : std::uint32_t { arm_none = 0, arm_solicited = 1, arm_next = 2, arm_fired = 3 };
+constexpr std::uint32_t hot_lanes = 4;
+constexpr std::uint32_t no_lane = 0xffffffff;
+
+// A CQ in the arena. The first line is the guest's to write, except that the service moves `arm` to arm_fired.
+struct alignas(128) CqShared {
+  std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
+  std::uint32_t arm;              // sequence << 2 | ArmState; the guest arms, the service claims by compare-and-swap
+  std::uint32_t hot[hot_lanes];   // lanes that the guest looks at without being told; no_lane: none
+  std::uint32_t reserved[26];
+  vmci::ReadyWords ready;         // lanes with news; the service sets, the guest takes
+};
+static_assert(sizeof(CqShared) == 128 + sizeof(vmci::ReadyWords));
+
+// --- queues ---------------------------------------------------------------------------------------------------
+struct QueueReply {
+  std::uint64_t offset;  // of the queue pair in the arena
+  vmci::QueuePairGeometry geometry;
+  std::uint32_t lane;    // its number in its CQ's bitmap; no_lane for an SRQ
+  std::uint32_t record_slots;  // receive queues: slots that every WQE takes
+};
+struct CreateSrqRequest {
+  std::uint32_t context, pd, max_wr, max_sge, srq_limit, reserved;
+};
+struct CreateSrqReply {
+  std::uint32_t srq, max_wr, max_sge, srq_num;
+  QueueReply queue;
+};
+struct ModifySrqRequest {
+  std::uint32_t srq, mask /* enum ibv_srq_attr_mask */, max_wr, srq_limit;
+};
+struct QuerySrqReply {
+  std::uint32_t max_wr, max_sge, srq_limit, reserved;
+};
+struct CreateQpRequest {
+  std::uint32_t context, pd, send_cq, recv_cq, srq /* 0: none */;
+  std::uint32_t type;  // enum ibv_qp_type: 2 RC, 3 UC, 4 UD
+  std::uint32_t max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data;
+  std::uint32_t sq_sig_all;
+};
+struct CreateQpReply {
+  std::uint32_t qp, qpn;
+  std::uint32_t doorbell;  // member of the guest's doorbell bitmap
+  std::uint32_t max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data;
+  QueueReply send, receive;  // receive.offset 0: it has an SRQ, whose completions come in receive.lane of its own pair
+};
+struct ModifyQpRequest {
+  std::uint32_t qp, mask;  // enum ibv_qp_attr_mask
+  std::uint32_t send_position, receive_position;  // where the guest's writers stand: RESET skips to it
+  QpAttributes attributes;
+};
+struct ModifyQpReply {
+  std::uint32_t state, reserved;
+};
+struct QueryQpReply {
+  QpAttributes attributes;
+};
+struct McastRequest {
+  std::uint32_t qp;
+  std::uint16_t lid, reserved;
+  Gid gid;
+};
+
+// name, request body, reply body, on the socket?
+#define VRDMA_CONTROL_REQUESTS(X)                                        \
+  X(attach, AttachRequest, AttachReply, true)                            \
+  X(add_backing, AddBackingRequest, AddBackingReply, true)               \
+  X(remove_backing, RemoveBackingRequest, Empty, true)                   \
+  X(open_context, OpenContextRequest, OpenContextReply, true)            \
+  X(create_channel, CreateChannelRequest, HandleReply, true)             \
+  X(query_device, Empty, DeviceReply, false)                             \
+  X(close_context, HandleRequest, Empty, false)                          \
+  X(destroy_channel, HandleRequest, Empty, false)                        \
+  X(create_pd, CreatePdRequest, HandleReply, false)                      \
+  X(destroy_pd, HandleRequest, Empty, false)                             \
+  X(stage_extents, StageExtentsRequest, Empty, false)                    \
+  X(reg_mr, RegMrRequest, RegMrReply, false)                             \
+  X(rereg_mr, ReregMrRequest, RegMrReply, false)                         \
+  X(dereg_mr, HandleRequest, Empty, false)                               \
+  X(create_cq, CreateCqRequest, CreateCqReply, false)                    \
+  X(resize_cq, ResizeCqRequest, ResizeCqReply, false)                    \
+  X(destroy_cq, HandleRequest, Empty, false)                             \
+  X(create_srq, CreateSrqRequest, CreateSrqReply, false)                 \
+  X(modify_srq, ModifySrqRequest, Empty, false)                          \
+  X(query_srq, HandleRequest, QuerySrqReply, false)                      \
+  X(destroy_srq, HandleRequest, Empty, false)                            \
+  X(create_qp, CreateQpRequest, CreateQpReply, false)                    \
+  X(modify_qp, ModifyQpRequest, ModifyQpReply, false)                    \
+  X(query_qp, HandleRequest, QueryQpReply, false)                        \
+  X(destroy_qp, HandleRequest, Empty, false)                             \
+  X(attach_mcast, McastRequest, Empty, false)                            \
+  X(detach_mcast, McastRequest, Empty, false)
+
+enum class Request : std::uint16_t {
+  none,
+#define VRDMA_ENUMERATOR(name, request, reply, socket) name,
+  VRDMA_CONTROL_REQUESTS(VRDMA_ENUMERATOR)
+#undef VRDMA_ENUMERATOR
+      count
+};
+
+template <Request R>
+struct Message;
+#define VRDMA_MESSAGE(name_, request, reply, socket)                                                \
+  template <>                                                                                       \
+  struct Message<Request::name_> {                                                                  \
+    using RequestBody = request;                                                                    \
+    using ReplyBody = reply;                                                                        \
+    static constexpr bool on_socket = socket;                                                       \
+    static constexpr const char* name = #name_;                                                     \
+    static_assert(std::is_trivially_copyable_v<request> && sizeof(request) <= body_bytes_max);      \
+    static_assert(std::is_trivially_copyable_v<reply> && sizeof(reply) <= body_bytes_max);          \
+  };
+VRDMA_CONTROL_REQUESTS(VRDMA_MESSAGE)
+#undef VRDMA_MESSAGE
+
+// --- the service page: one memfd, written by the service, mapped read-only by every guest -----------------------
+struct alignas(64) ShardState {
+  std::uint32_t sleeping;  // 1: ring the doorbell descriptor after setting a bit
+  std::uint32_t reserved[15];
+};
+struct ServicePage {
+  std::uint32_t magic;
+  std::uint16_t major, minor;
+  std::uint32_t device_generation;  // changes when a device, port or GID query would answer otherwise
+  std::uint32_t shard_count;
+  std::uint64_t reserved[6];
+  // A robust pthread mutex held by the service for as long as it lives. Its futex word gets FUTEX_OWNER_DIED within
+  // microseconds of the service's death, however it died: the guest's poll loops look at it.
+  alignas(64) std::byte alive_mutex[64];
+  ShardState shards[62];
+};
+static_assert(sizeof(ServicePage) == 4096);
+
+}  // namespace vrdma::control

@@ -1,0 +1,131 @@
+#include "vmci_channel/packet_socket.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+
+#include <cstring>
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+
+namespace vmci {
+
+using vrdma::Errno;
+using vrdma::Result;
+using vrdma::Status;
+
+namespace {
+
+Result<sockaddr_un> address_of(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) return Errno{ENAMETOOLONG};
+  std::memcpy(address.sun_path, path.data(), path.size());
+  return address;
+}
+
+}  // namespace
+
+Result<PacketSocket> PacketSocket::connect(const std::string& path) {
+  auto address = address_of(path);
+  if (!address) return address.error();
+  UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!fd) return vrdma::last_error();
+  while (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0)
+    if (errno != EINTR) return vrdma::last_error();
+  return PacketSocket(std::move(fd));
+}
+
+Status PacketSocket::send(std::span<const std::byte> packet, std::span<const int> descriptors) const {
+  if (descriptors.size() > packet_descriptors_max) return Errno{EMSGSIZE};
+  iovec part{const_cast<std::byte*>(packet.data()), packet.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (!descriptors.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
+  }
+  for (;;) {
+    if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) >= 0) return vrdma::ok();
+    if (errno != EINTR) return vrdma::last_error();
+  }
+}
+
+Result<PacketSocket::Received> PacketSocket::receive(std::span<std::byte> buffer, int timeout_ms) const {
+  if (timeout_ms >= 0) {
+    pollfd waiting{fd_.get(), POLLIN, 0};
+    const int ready = ::poll(&waiting, 1, timeout_ms);
+    if (ready == 0) return Errno{ETIMEDOUT};
+    if (ready < 0 && errno != EINTR) return vrdma::last_error();
+  }
+  iovec part{buffer.data(), buffer.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))];
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  ssize_t got;
+  do {
+    got = ::recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0) return vrdma::last_error();
+  Received received{static_cast<std::size_t>(got), {}};
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+      received.descriptors.emplace_back(fd);
+    }
+  }
+  if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) return Errno{EMSGSIZE};
+  return received;
+}
+
+Result<Credentials> PacketSocket::peer() const {
+  ucred credentials{};
+  socklen_t bytes = sizeof(credentials);
+  if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0) return vrdma::last_error();
+  return Credentials{credentials.pid, credentials.uid, credentials.gid};
+}
+
+Result<UniqueFd> PacketSocket::peer_pidfd() const {
+  int pidfd = -1;
+  socklen_t bytes = sizeof(pidfd);
+  if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERPIDFD, &pidfd, &bytes) == 0) return UniqueFd(pidfd);
+  auto credentials = peer();
+  if (!credentials) return credentials.error();
+  if (credentials->pid == 0) return Errno{ESRCH};
+  pidfd = static_cast<int>(::syscall(SYS_pidfd_open, credentials->pid, 0));
+  if (pidfd < 0) return vrdma::last_error();
+  return UniqueFd(pidfd);
+}
+
+Result<UniqueFd> listen_packets(const std::string& path, mode_t mode) {
+  auto address = address_of(path);
+  if (!address) return address.error();
+  if (auto someone = PacketSocket::connect(path)) return Errno{EADDRINUSE};
+  else if (value(someone.error()) == ECONNREFUSED) ::unlink(path.c_str());
+  UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) return vrdma::last_error();
+  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0) return vrdma::last_error();
+  if (::chmod(path.c_str(), mode) != 0) return vrdma::last_error();
+  if (::listen(fd.get(), 128) != 0) return vrdma::last_error();
+  return fd;
+}
+
+}  // namespace vmci

@@ -1,0 +1,61 @@
+// The socket of the process substrate: packets with descriptors between a guest and the service (SOCK_SEQPACKET, AF_UNIX),
+// and who is at the other end. It carries what rings cannot: descriptors, and the news that a side is gone.
+//
+// One object may be used by one thread at a time. Nothing here raises SIGPIPE.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+
+namespace vmci {
+
+constexpr std::size_t packet_descriptors_max = 8;
+
+struct Credentials {
+  pid_t pid;  // 0: not visible in our pid namespace
+  uid_t uid;
+  gid_t gid;
+};
+
+class PacketSocket {
+ public:
+  PacketSocket() = default;
+  explicit PacketSocket(UniqueFd fd) : fd_(std::move(fd)) {}
+
+  // ENOENT, ECONNREFUSED (nobody listens any more), EACCES, ENAMETOOLONG.
+  static vrdma::Result<PacketSocket> connect(const std::string& path);
+
+  // Whole packets. Descriptors are duplicated to the peer; ours stay ours. EAGAIN when the socket is non-blocking and full.
+  vrdma::Status send(std::span<const std::byte> packet, std::span<const int> descriptors = {}) const;
+  struct Received {
+    std::size_t bytes;               // 0: the peer has closed
+    std::vector<UniqueFd> descriptors;
+  };
+  // EMSGSIZE: the packet was longer than the buffer, or carried too many descriptors (all of them closed).
+  // timeout_ms -1: wait for ever; ETIMEDOUT.
+  vrdma::Result<Received> receive(std::span<std::byte> buffer, int timeout_ms = -1) const;
+
+  vrdma::Result<Credentials> peer() const;
+  // A pidfd of the peer as it was at connect time, where the kernel can tell (SO_PEERPIDFD), else by its pid.
+  vrdma::Result<UniqueFd> peer_pidfd() const;
+
+  int fd() const { return fd_.get(); }
+  UniqueFd release() { return std::move(fd_); }
+  explicit operator bool() const { return static_cast<bool>(fd_); }
+
+ private:
+  UniqueFd fd_;
+};
+
+// Listens at `path` with the given permission bits. A socket file that nobody listens at any more is replaced; one that
+// somebody serves is EADDRINUSE.
+vrdma::Result<UniqueFd> listen_packets(const std::string& path, mode_t mode);
+
+}  // namespace vmci

@@ -1,0 +1,75 @@
+#include "vmci_channel/segment.hpp"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+
+#include <boost/interprocess/detail/os_file_functions.hpp>
+#include <boost/interprocess/exceptions.hpp>
+
+namespace vmci {
+
+namespace bip = boost::interprocess;
+using vrdma::Errno;
+using vrdma::Result;
+
+namespace {
+// What mapped_region asks of a memory mappable: here any descriptor.
+struct DescriptorMappable {
+  int fd;
+  bip::mapping_handle_t get_mapping_handle() const { return bip::ipcdetail::mapping_handle_from_file_handle(fd); }
+};
+}  // namespace
+
+Result<Mapping> Mapping::map(int fd, std::uint64_t offset, std::uint64_t bytes, Writable writable) try {
+  Mapping mapping;
+  mapping.region_ = bip::mapped_region(DescriptorMappable{fd}, writable == Writable::yes ? bip::read_write : bip::read_only,
+                                       static_cast<bip::offset_t>(offset), bytes, nullptr, MAP_SHARED | MAP_NORESERVE);
+  return mapping;
+} catch (const bip::interprocess_exception& error) {
+  return Errno{error.get_native_error() != 0 ? error.get_native_error() : ENOMEM};
+}
+
+void Mapping::abandon() {
+  // mapped_region offers no release(); the few bytes of one that is never destroyed are the price of a fork.
+  [[maybe_unused]] static bip::mapped_region* abandoned = nullptr;
+  abandoned = new bip::mapped_region(std::move(region_));
+}
+
+Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool future_read_only) {
+  Segment segment;
+  segment.fd_.reset(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!segment.fd_) return vrdma::last_error();
+  if (::ftruncate(segment.fd_.get(), static_cast<off_t>(bytes)) != 0) return vrdma::last_error();
+  auto mapping = Mapping::map(segment.fd_.get(), 0, bytes, Writable::yes);
+  if (!mapping) return mapping.error();
+  segment.mapping_ = std::move(*mapping);
+  int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  if (future_read_only) seals |= F_SEAL_FUTURE_WRITE;
+  if (::fcntl(segment.fd_.get(), F_ADD_SEALS, seals) != 0) return vrdma::last_error();
+  return segment;
+}
+
+Result<std::uint64_t> sealed_bytes(int fd) {
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) return Errno{EPERM};
+  struct stat status;
+  if (::fstat(fd, &status) != 0) return vrdma::last_error();
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+Result<Segment> Segment::adopt(UniqueFd fd, std::uint64_t bytes, Writable writable) {
+  auto size = sealed_bytes(fd.get());
+  if (!size) return size.error();
+  if (bytes > *size) return Errno{ERANGE};
+  auto mapping = Mapping::map(fd.get(), 0, bytes, writable);
+  if (!mapping) return mapping.error();
+  Segment segment;
+  segment.fd_ = std::move(fd);
+  segment.mapping_ = std::move(*mapping);
+  return segment;
+}
+
+}  // namespace vmci

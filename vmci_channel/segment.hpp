@@ -1,0 +1,70 @@
+// Shared memory segments on the process substrate: sealed memfds, mapped by Boost.Interprocess. A VM's substrate maps a BAR
+// or guest RAM instead; nothing above this header may know which it is.
+//
+// Any thread. A Segment never shrinks under its users: create() seals it, adopt() refuses one that is not sealed.
+#pragma once
+
+#include <boost/interprocess/mapped_region.hpp>
+#include <cstddef>
+#include <cstdint>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+
+namespace vmci {
+
+enum class Writable : bool { no, yes };
+
+// A mapping that is undone by its destructor.
+class Mapping {
+ public:
+  Mapping() = default;
+  // [offset, offset + bytes) of the descriptor; offset a multiple of the page size. ENOMEM, EACCES, ENODEV as mmap(2).
+  static vrdma::Result<Mapping> map(int fd, std::uint64_t offset, std::uint64_t bytes, Writable writable);
+
+  std::byte* data() const { return static_cast<std::byte*>(region_.get_address()); }
+  std::uint64_t bytes() const { return region_.get_size(); }
+  explicit operator bool() const { return region_.get_address() != nullptr; }
+
+  // For where the address range has been given to someone else (a fork's child): forgets the mapping without unmapping.
+  void abandon();
+
+ private:
+  boost::interprocess::mapped_region region_;
+};
+
+class Segment {
+ public:
+  Segment() = default;
+  // A new, zero-filled, sparse memfd of `bytes`, sealed against shrinking and growing, mapped writable.
+  // future_read_only: descriptors handed out afterwards can only be mapped for reading.
+  static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, bool future_read_only = false);
+  // Takes over a descriptor from a peer: it must be sealed against shrinking and hold at least `bytes`. EPERM, ERANGE.
+  static vrdma::Result<Segment> adopt(UniqueFd fd, std::uint64_t bytes, Writable writable);
+
+  int fd() const { return fd_.get(); }
+  std::byte* data() const { return mapping_.data(); }
+  std::uint64_t bytes() const { return mapping_.bytes(); }
+  explicit operator bool() const { return static_cast<bool>(mapping_); }
+
+  // The object of type T at `offset`, or nullptr where it would not lie wholly inside or is misaligned.
+  template <class T>
+  T* at(std::uint64_t offset) const {
+    if (offset > bytes() || sizeof(T) > bytes() - offset || offset % alignof(T) != 0) return nullptr;
+    return reinterpret_cast<T*>(data() + offset);
+  }
+  std::byte* range(std::uint64_t offset, std::uint64_t length) const {
+    if (offset > bytes() || length > bytes() - offset) return nullptr;
+    return data() + offset;
+  }
+  void abandon() { mapping_.abandon(); }
+
+ private:
+  UniqueFd fd_;
+  Mapping mapping_;
+};
+
+// Whether the descriptor is memory that its owner can no longer make smaller, and how much. EPERM if not.
+vrdma::Result<std::uint64_t> sealed_bytes(int fd);
+
+}  // namespace vmci
