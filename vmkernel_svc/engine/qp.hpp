@@ -20,6 +20,7 @@ constexpr std::uint32_t grh_bytes = 40;
 struct Inbound {
   bool active = false;
   bool buffers_valid = false;  // its keys were good when it was taken
+  Qpn owner{};                 // UD: whose datagram is being put into it
   std::uint64_t wr_id = 0;
   ScatterGather buffers;
 };

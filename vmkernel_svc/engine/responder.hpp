@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstring>
+#include <optional>
 
 #include "vmkernel_svc/engine/qp.hpp"
 
@@ -71,11 +72,12 @@ class Responder {
   }
 
   // UD: a receive WQE whose buffers take grh_bytes + payload; false: the datagram is dropped (IBA 9.8.3: silently).
-  bool begin_datagram(Qp<P>& qp, std::uint32_t qkey, std::uint64_t payload_bytes) {
-    if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey || qp.inbound.active || !take(qp)) {
+  bool begin_datagram(Qp<P>& qp, Qpn sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
+    if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey || !take(qp)) {
       ++qp.counters.dropped;
       return false;
     }
+    qp.inbound.owner = sender;
     if (qp.inbound.buffers_valid && qp.inbound.buffers.total_bytes() >= grh_bytes + payload_bytes) {
       qp.inbound.buffers.rewind();
       return true;
@@ -111,6 +113,7 @@ class Responder {
   // A receive completion, which ends qp.inbound.
   bool complete(Qp<P>& qp, const Cqe& cqe, CqeState state) {
     qp.inbound.active = false;
+    qp.inbound.owner = {};
     if (ports_.complete(qp, Direction::receive, cqe, state)) return true;
     fail(qp, std::nullopt);
     return false;
