@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -12,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "vmci_channel/arch.hpp"
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
@@ -55,6 +57,7 @@ struct CompletionQueue {
   vmci::ReadyBitmap ready;
   std::uint32_t cqe;
   std::uint32_t produced = 0;  // completions written, all lanes; the guest says in shared->consumed how many it took
+  std::uint32_t consumed_seen = 0;
   bool overrun = false;
   std::uint32_t lanes_used = 0;
   std::vector<std::uint32_t> free_lanes;
@@ -70,6 +73,8 @@ struct CompletionQueue {
 struct SharedReceiveQueue {
   Handle handle;
   std::uint32_t context;
+  Guest* guest;
+  vmci::QueuePairView view;
   ProtectionDomain* pd;
   std::uint32_t max_sge;
   std::uint64_t offset;
@@ -89,8 +94,23 @@ struct QueuePair {
   std::uint32_t doorbell;  // member of the guest's bitmap
   std::uint64_t send_offset, receive_offset;
   std::uint32_t send_lane, receive_lane;
+  vmci::QueuePairView send_view, receive_view;
   std::uint32_t mcast_groups = 0;
   QpAttributes caps{};
+
+  // Whether the guest must ring after posting: for sends while nobody looks at the queue, for receives while one is waited for
+  // or flushed. The caller looks at the queue once more after setting it.
+  void watch_sends(bool on) { set(send_view, on); }
+  void watch_receives(bool on) {
+    if (srq == nullptr) set(receive_view, on);
+  }
+
+ private:
+  static void set(const vmci::QueuePairView& view, bool on) {
+    // D1: pairs with the fence in the guest's post: either it sees the flag or we see its record.
+    std::atomic_ref(view.header().attacher.needs_doorbell).store(on ? 1 : 0, std::memory_order_relaxed);
+    if (on) vmci::store_load_fence();
+  }
 };
 
 template <class T>

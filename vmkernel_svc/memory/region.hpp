@@ -35,6 +35,7 @@ struct Region {
   std::uint64_t iova = 0;
   std::uint64_t bytes = 0;
   std::uint64_t address = 0;
+  std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back
   std::vector<Piece> pieces;
 
   // The piece that holds `offset`. offset < bytes.
