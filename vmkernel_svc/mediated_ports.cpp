@@ -252,7 +252,9 @@ void MediatedPorts::state_changed(Qp& qp) {
 
 void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
   if (receiver.srq != nullptr) return;  // found again by the timer, or while the sender is looked at anyway
+  if (receiver.port.waiting_sender != nullptr) receiver.port.waiting_sender->port.waiting_at = nullptr;
   receiver.port.waiting_sender = &sender;
+  sender.port.waiting_at = &receiver;
   receiver.port.owner->watch_receives(true);
 }
 

@@ -46,7 +46,8 @@ class MediatedPorts {
     bool runnable = false;       // stands in its tenant's list
     std::uint32_t idle_turns = 0;
     std::uint64_t wake_ns = 0;   // 0: no timer
-    Qp* waiting_sender = nullptr;  // found no receive WQE here
+    Qp* waiting_sender = nullptr;  // found no receive WQE here, and …
+    Qp* waiting_at = nullptr;      // … the other way round
   };
   struct SrqPort {
     SharedReceiveQueue* owner = nullptr;

@@ -132,6 +132,7 @@ struct Guest {
   vmci::RecordReader requests;
   vmci::RecordWriter replies;
   vmci::ReadyBitmap doorbell;
+  vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
   ProcessMemory process;          // how memory without a backing is reached
   std::unordered_map<std::uint32_t, Backing> backings;
@@ -150,6 +151,7 @@ struct Guest {
 
   std::uint64_t requests_served = 0;
   std::uint64_t protocol_errors = 0;
+  bool control_held = false;  // a request that must wait (a region in use by a worker) is at the head of its ring
   bool broken = false;  // its bytes made no sense: to be detached
 };
 

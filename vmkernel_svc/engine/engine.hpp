@@ -60,6 +60,9 @@ class Engine {
     qp.communication_established = qp.drain_reported = qp.last_wqe_reported = false;
   }
 
+  // To ERR for a reason outside the queue pair (its CQ is overrun); it flushes in its next turns.
+  void fail(Qp<P>& qp, std::optional<AsyncEvent> event) { responder_.fail(qp, event); }
+
   // Before the queue pair is destroyed.
   void abandon(Qp<P>& qp) { requester_.abandon(qp); }
 

@@ -286,7 +286,11 @@ class Requester {
     const std::uint32_t qkey = (op.ud.remote_qkey & 0x80000000u) ? qp.attributes.qkey : op.ud.remote_qkey;
     for (Qp<P>* peer; (peer = datagram_peer(qp)) != nullptr; ++op.multicast_index, op.moved_bytes = 0) {
       const bool ours = peer->inbound.active && peer->inbound.owner == qp.qpn;
-      if (peer->inbound.active && !ours && peer->inbound.owner != Qpn{}) return Step::waiting;  // one datagram at a time
+      if (peer->inbound.active && !ours && peer->inbound.owner != Qpn{}) {  // one datagram at a time
+        constexpr std::uint64_t look_again_ns = 20'000;
+        ports_.wake_at(qp, ports_.now_ns() + look_again_ns);
+        return Step::waiting;
+      }
       if (!ours && !responder_.begin_datagram(*peer, qp.qpn, qkey, bytes)) continue;
       const bool grh = ports_.write_grh(qp, *peer, op.ud, static_cast<std::uint32_t>(bytes), qp.datagram.get());
       ScatterGather& to = peer->inbound.buffers;
