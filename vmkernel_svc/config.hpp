@@ -27,6 +27,7 @@ struct Config {
   std::uint32_t lid_count = 8192;
   std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
+  int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
 
   // Applies the file at `path`. Throws std::runtime_error with a message for a person: which file, which key, what it wants.

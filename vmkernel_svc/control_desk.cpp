@@ -107,6 +107,9 @@ void ControlDesk::detach(Guest& guest) {
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
   shard_.remove(guest);
   guest.process.close();
+  fabric_.departed.push_front(
+      {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
+  if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
   --guest.tenant->guests;
   fabric_.rest_lid(guest.lid);
   ++fabric_.topology_generation;
@@ -789,6 +792,7 @@ Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const Hand
 void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);
+  guest.totals += qp.core.counters;
   fabric_.by_qpn.erase(qp.core.qpn.value);
   for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
     auto& members = group->second;

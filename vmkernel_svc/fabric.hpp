@@ -53,6 +53,7 @@ class Fabric {
   JobSink& sink;
 
   std::unordered_map<std::uint32_t, std::unique_ptr<Guest>> guests;  // by VMCI context id
+  std::deque<DepartedGuest> departed;  // the last 256, newest first
   std::map<uid_t, Tenant> tenants;
   RegionTable regions;
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;

@@ -16,6 +16,7 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version", "vrdmad " VRDMA_VERSION);
   std::string file, socket, link_layer, log_file, log_level;
   std::uint32_t idle_exit_s = 0;
+  int ready_fd = -1;
   bool check_only = false;
   app.add_option("-c,--config", file, "JSON configuration file; flags override it");
   app.add_option("-s,--socket", socket, "path of the socket that guests attach to");
@@ -23,6 +24,7 @@ int main(int argc, char** argv) {
   app.add_option("--log-file", log_file, "log there instead of standard error");
   app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
   auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
+  app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
   bool foreground = false;
   app.add_flag("--foreground", foreground, "stay in the foreground (it always does; for scripts)");
   app.add_flag("--check", check_only, "check the configuration and leave");
@@ -36,6 +38,7 @@ int main(int argc, char** argv) {
     if (!log_file.empty()) config.log_file = log_file;
     if (!log_level.empty()) config.log_level = log_level;
     if (idle->count() != 0) config.idle_exit_s = idle_exit_s;
+    config.ready_fd = ready_fd;
     config.check();
     if (check_only) {
       fmt::print("the configuration is good\n");

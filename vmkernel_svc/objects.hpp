@@ -149,10 +149,21 @@ struct Guest {
   std::vector<QueuePair*> by_doorbell;  // index: QueuePair::doorbell; 0 is the control pair
   std::vector<std::uint32_t> free_doorbells;
 
+  engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;
   std::uint64_t protocol_errors = 0;
   bool control_held = false;  // a request that must wait (a region in use by a worker) is at the head of its ring
   bool broken = false;  // its bytes made no sense: to be detached
+};
+
+// A guest that has left, for those who ask afterwards.
+struct DepartedGuest {
+  GuestId id;
+  std::string name;
+  vmci::Credentials credentials;
+  std::uint16_t lid;
+  std::uint64_t requests;
+  engine::QpCounters totals;
 };
 
 }  // namespace vrdma::svc

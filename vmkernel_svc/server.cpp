@@ -5,6 +5,7 @@
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstring>
@@ -122,6 +123,11 @@ void Server::run() {
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
+  if (config_.ready_fd >= 0) {
+    const char ready = 1;
+    [[maybe_unused]] const auto written = ::write(config_.ready_fd, &ready, 1);
+    ::close(config_.ready_fd);
+  }
   io_.run();
   shard_->stop();
   shard_thread_.join();

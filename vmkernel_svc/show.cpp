@@ -35,15 +35,10 @@ std::string gid_text(const Gid& gid) {
   return text;
 }
 
-json describe(const engine::QpCounters& c) {
-  return {{"sent_messages", c.sent_messages},   {"sent_bytes", c.sent_bytes},
-          {"received_messages", c.received_messages}, {"received_bytes", c.received_bytes},
-          {"read_messages", c.read_messages},   {"read_bytes", c.read_bytes},
-          {"atomics", c.atomics},               {"rnr_naks", c.rnr_naks},
-          {"rnr_retry_exceeded", c.rnr_retry_exceeded}, {"ack_timeouts", c.ack_timeouts},
-          {"retry_exceeded", c.retry_exceeded}, {"flushed", c.flushed},
-          {"local_errors", c.local_errors},     {"remote_errors", c.remote_errors},
-          {"dropped", c.dropped},               {"malformed", c.malformed}};
+json describe(const engine::QpCounters& counters) {
+  json out;
+  engine::QpCounters::for_each(counters, [&](const char* name, std::uint64_t count) { out[name] = count; });
+  return out;
 }
 
 json describe(Guest& guest, Shard& shard) {
@@ -123,6 +118,11 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   out["guests"] = json::array();
   for (auto& [id, guest] : fabric.guests)
     if (all || (peer && guest->credentials.uid == peer->uid)) out["guests"].push_back(describe(*guest, shard));
+  out["departed"] = json::array();
+  for (const auto& guest : fabric.departed)
+    if (all || (peer && guest.credentials.uid == peer->uid))
+      out["departed"].push_back({{"guest", guest.id.value}, {"name", guest.name}, {"uid", guest.credentials.uid}, {"pid", guest.credentials.pid},
+                                 {"lid", guest.lid}, {"requests", guest.requests}, {"counters", describe(guest.totals)}});
   out["tenants"] = json::array();
   for (auto& [uid, tenant] : fabric.tenants)
     if (all || (peer && uid == peer->uid))

@@ -52,6 +52,24 @@ struct QpCounters {
   std::uint64_t read_messages, read_bytes, atomics;
   std::uint64_t rnr_naks, rnr_retry_exceeded, ack_timeouts, retry_exceeded;
   std::uint64_t flushed, local_errors, remote_errors, dropped, malformed;
+
+  // For sums and for showing: calls see(name, member) for each.
+  template <class Counters, class See>
+  static void for_each(Counters& c, See&& see) {
+    see("sent_messages", c.sent_messages), see("sent_bytes", c.sent_bytes);
+    see("received_messages", c.received_messages), see("received_bytes", c.received_bytes);
+    see("read_messages", c.read_messages), see("read_bytes", c.read_bytes), see("atomics", c.atomics);
+    see("rnr_naks", c.rnr_naks), see("rnr_retry_exceeded", c.rnr_retry_exceeded);
+    see("ack_timeouts", c.ack_timeouts), see("retry_exceeded", c.retry_exceeded), see("flushed", c.flushed);
+    see("local_errors", c.local_errors), see("remote_errors", c.remote_errors);
+    see("dropped", c.dropped), see("malformed", c.malformed);
+  }
+  QpCounters& operator+=(const QpCounters& other) {
+    const auto* from = reinterpret_cast<const std::uint64_t*>(&other);
+    auto* to = reinterpret_cast<std::uint64_t*>(this);
+    for (std::size_t i = 0; i < sizeof(QpCounters) / sizeof(std::uint64_t); ++i) to[i] += from[i];
+    return *this;
+  }
 };
 
 template <class P>
