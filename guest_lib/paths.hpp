@@ -53,7 +53,11 @@ template <class Function, class... Arguments>
 auto call(NextFunction<Function>& next, Arguments... arguments) {
   Function* function = next.get();
   using Result = decltype(function(arguments...));
-  return function != nullptr ? function(arguments...) : fail(ENOSYS, Result(std::is_pointer_v<Result> ? 0 : -1));
+  if (function != nullptr) return function(arguments...);
+  if constexpr (std::is_pointer_v<Result>)
+    return fail(ENOSYS, Result{nullptr});
+  else
+    return fail(ENOSYS, Result{-1});
 }
 
 // A descriptor for an entry as open(2) gives it: text in a sealed memfd, or -1 with errno. rdma_cm is refused with

@@ -2,6 +2,7 @@
 #include <infiniband/verbs.h>
 
 #include <cstddef>
+#include <iterator>
 
 #include "guest_lib/abi/export.hpp"
 
