@@ -147,7 +147,7 @@ TEST_CASE("everything outside the prefixes is as without the library") {
        {"ls /", "ls /sys/class", "cat /etc/hostname", "test -c /dev/null && echo yes", "ls -d /dev/infinibandx",
         "stat -c %F /proc/self /tmp /dev/zero", "realpath /proc/../etc/passwd", "find /etc/apt -name '*.list' | sort",
         "readlink /proc/self/exe"}) {
-    INFO(command);
+    INFO(std::string(command));
     const Outcome with = run(command), without = run(command, false);
     CHECK(with.out == without.out);
     CHECK(with.exit_code == without.exit_code);
@@ -173,7 +173,7 @@ TEST_CASE("programs of rdma_cm are told that it is not served, and end") {
                               "/usr/bin/udaddy", "/usr/bin/rdma_server"}) {
     if (!installed(std::string(command).substr(0, std::string(command).find(' ')).c_str())) continue;
     const Outcome outcome = run(command);
-    INFO(command << ": " << outcome.out);
+    INFO(std::string(command) << ": " << outcome.out);
     CHECK(outcome.exit_code > 0);
     CHECK(count_of(outcome.out, not_served) == 1);
     CHECK(outcome.out.find("No such file") == std::string::npos);

@@ -100,7 +100,7 @@ TEST_CASE("paths outside the tree, near misses and paths below files are not ent
                            "/sys/class/infiniband/vrdma0/ports/1/gids/16", "/sys/class/infiniband/vrdma0/ports/1/gids/",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/00", "/sys/class/infiniband/vrdma0/ports/1/gids/#",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/-1", "/sys/class/infiniband/../../../etc/passwd"}) {
-    INFO(path);
+    INFO(std::string(path));
     const EntryKind kind = kind_of(path);
     if (std::string(path).ends_with("gids/"))
       CHECK(kind == EntryKind::directory);

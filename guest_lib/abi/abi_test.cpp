@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -33,7 +34,7 @@ template <class Enum, class Result>
 void compare_texts(const char* name, Result (*ours)(Enum)) {
   auto* theirs = real<Result(Enum)>(name, "IBVERBS_1.1", ours);
   for (int value = -300; value < 300; ++value) {
-    INFO(name << " of " << value);
+    INFO(std::string(name) << " of " << value);
     CHECK(std::string(ours(static_cast<Enum>(value))) == theirs(static_cast<Enum>(value)));
   }
 }
@@ -53,7 +54,8 @@ void compare_copies(const char* name, const char* version, void (*ours)(Destinat
     std::memcpy(expected, noise[1], sizeof expected);
     ours(reinterpret_cast<Destination*>(mine), reinterpret_cast<Source*>(source));
     theirs(reinterpret_cast<Destination*>(expected), reinterpret_cast<Source*>(source));
-    INFO(name << " round " << round);
+    INFO(std::string(name) << " round " << round << ", byte "
+         << std::mismatch(std::begin(mine), std::end(mine), expected).first - mine);
     REQUIRE(std::memcmp(mine, expected, sizeof mine) == 0);
     REQUIRE(std::memcmp(source, noise[0], sizeof source) == 0);
   }

@@ -62,7 +62,7 @@ std::vector<std::string> files_like(const char* pattern) {
 
 TEST_CASE("the library is libibverbs.so.1, needs libc only, binds at load and stays loaded") {
   for (const char* path : {VRDMA_LIBRARY, VRDMA_COMPLETE_LIBRARY}) {
-    INFO(path);
+    INFO(std::string(path));
     const ElfFile elf = read_required(path);
     CHECK(elf.soname == "libibverbs.so.1");
     CHECK(elf.bind_now);
@@ -80,7 +80,7 @@ TEST_CASE("no symbol of a C library newer than 2.35 is wanted") {
   int checked = 0;
   for (const char* path : {VRDMA_LIBRARY, VRDMA_COMPLETE_LIBRARY})
     for (const auto& import : read_required(path).imports) {
-      INFO(path << ": " << import.name << "@" << import.version);
+      INFO(std::string(path) << ": " << import.name << "@" << import.version);
       CHECK(glibc_version(import.version) <= 2035);
       checked += glibc_version(import.version) != 0;
     }
@@ -93,7 +93,7 @@ TEST_CASE("nothing is exported beyond the list and the interposers, which have n
   for (const char* path : {VRDMA_LIBRARY, VRDMA_COMPLETE_LIBRARY}) {
     std::set<std::string> interposers;
     for (const auto& symbol : exports_of(read_required(path))) {
-      INFO(path << ": " << symbol.name << "@" << symbol.version);
+      INFO(std::string(path) << ": " << symbol.name << "@" << symbol.version);
       if (symbol.version.empty()) {
         CHECK(interposed.contains(symbol.name));
         interposers.insert(symbol.name);
@@ -150,7 +150,7 @@ TEST_CASE("every client on this machine finds what it imports from libibverbs") 
       for (const auto& import : elf->imports) {
         if (!import.version.starts_with("IBVERBS_")) continue;
         client = true;
-        INFO(path << ": " << import.name << "@" << import.version);
+        INFO(std::string(path) << ": " << import.name << "@" << import.version);
         CHECK(exports.contains(import));
       }
       clients += client;

@@ -9,7 +9,7 @@
 static_assert(sizeof(ib_uverbs_ah_attr) == 32 && sizeof(ib_uverbs_qp_attr) == 144 && sizeof(ib_user_path_rec) == 64);
 static_assert(sizeof(ibv_ah_attr) == 32 && sizeof(ibv_qp_attr) == 144 && sizeof(ibv_sa_path_rec) == 64);
 
-VRDMA_EXPORT void ibv_copy_ah_attr_from_kern(ibv_ah_attr* dst, ib_uverbs_ah_attr* src) noexcept {
+VRDMA_EXPORT void ibv_copy_ah_attr_from_kern(ibv_ah_attr* dst, ib_uverbs_ah_attr* src) {
   std::memcpy(dst->grh.dgid.raw, src->grh.dgid, sizeof dst->grh.dgid.raw);
   dst->grh.flow_label = src->grh.flow_label;
   dst->grh.sgid_index = src->grh.sgid_index;
@@ -23,8 +23,8 @@ VRDMA_EXPORT void ibv_copy_ah_attr_from_kern(ibv_ah_attr* dst, ib_uverbs_ah_attr
   dst->port_num = src->port_num;
 }
 
-VRDMA_EXPORT void ibv_copy_qp_attr_from_kern(ibv_qp_attr* dst, ib_uverbs_qp_attr* src) noexcept {
-  dst->qp_state = static_cast<ibv_qp_state>(src->qp_state);
+VRDMA_EXPORT void ibv_copy_qp_attr_from_kern(ibv_qp_attr* dst, ib_uverbs_qp_attr* src) {
+  // qp_state stays: the caller put there the state it asks attributes for, and libibverbs leaves it alone.
   dst->cur_qp_state = static_cast<ibv_qp_state>(src->cur_qp_state);
   dst->path_mtu = static_cast<ibv_mtu>(src->path_mtu);
   dst->path_mig_state = static_cast<ibv_mig_state>(src->path_mig_state);
@@ -55,7 +55,7 @@ VRDMA_EXPORT void ibv_copy_qp_attr_from_kern(ibv_qp_attr* dst, ib_uverbs_qp_attr
   dst->alt_timeout = src->alt_timeout;
 }
 
-VRDMA_EXPORT void ibv_copy_path_rec_from_kern(ibv_sa_path_rec* dst, ib_user_path_rec* src) noexcept {
+VRDMA_EXPORT void ibv_copy_path_rec_from_kern(ibv_sa_path_rec* dst, ib_user_path_rec* src) {
   std::memcpy(dst->dgid.raw, src->dgid, sizeof dst->dgid.raw);
   std::memcpy(dst->sgid.raw, src->sgid, sizeof dst->sgid.raw);
   dst->dlid = src->dlid;
@@ -77,7 +77,7 @@ VRDMA_EXPORT void ibv_copy_path_rec_from_kern(ibv_sa_path_rec* dst, ib_user_path
   dst->preference = src->preference;
 }
 
-VRDMA_EXPORT void ibv_copy_path_rec_to_kern(ib_user_path_rec* dst, ibv_sa_path_rec* src) noexcept {
+VRDMA_EXPORT void ibv_copy_path_rec_to_kern(ib_user_path_rec* dst, ibv_sa_path_rec* src) {
   std::memcpy(dst->dgid, src->dgid.raw, sizeof dst->dgid);
   std::memcpy(dst->sgid, src->sgid.raw, sizeof dst->sgid);
   dst->dlid = src->dlid;

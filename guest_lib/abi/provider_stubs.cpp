@@ -33,24 +33,24 @@ extern VRDMA_VISIBLE bool verbs_allow_disassociate_destroy;
 bool verbs_allow_disassociate_destroy = false;
 }
 
-VRDMA_EXPORT void verbs_register_driver_34(const void*) noexcept {}
+VRDMA_EXPORT void verbs_register_driver_34(const void*) {}
 
-VRDMA_EXPORT ibv_context* verbs_open_device(ibv_device*, void*) noexcept {
+VRDMA_EXPORT ibv_context* verbs_open_device(ibv_device*, void*) {
   errno = EOPNOTSUPP;
   return nullptr;
 }
 
-VRDMA_EXPORT void* _verbs_init_and_alloc_context(ibv_device*, int, std::size_t, void*, std::uint32_t) noexcept {
+VRDMA_EXPORT void* _verbs_init_and_alloc_context(ibv_device*, int, std::size_t, void*, std::uint32_t) {
   errno = EOPNOTSUPP;
   return nullptr;
 }
 
 // Both act on contexts that _verbs_init_and_alloc_context() would have made.
-VRDMA_EXPORT void verbs_uninit_context(void*) noexcept {}
-VRDMA_EXPORT void verbs_set_ops(void*, const void*) noexcept {}
+VRDMA_EXPORT void verbs_uninit_context(void*) {}
+VRDMA_EXPORT void verbs_set_ops(void*, const void*) {}
 
 VRDMA_EXPORT void verbs_init_cq(ibv_cq* cq, ibv_context* context, ibv_comp_channel* channel,
-                                void* cq_context) noexcept {
+                                void* cq_context) {
   cq->context = context;
   cq->channel = channel;
   cq->cq_context = cq_context;
@@ -65,30 +65,30 @@ VRDMA_EXPORT void verbs_init_cq(ibv_cq* cq, ibv_context* context, ibv_comp_chann
 }
 
 // Providers explain themselves to the person who debugs a device; there is none.
-VRDMA_EXPORT void __verbs_log(void*, std::uint32_t, const char*, ...) noexcept {}
+VRDMA_EXPORT void __verbs_log(void*, std::uint32_t, const char*, ...) {}
 
-VRDMA_EXPORT int ibv_read_ibdev_sysfs_file(char*, std::size_t, const void* sysfs_device, const char*, ...) noexcept {
+VRDMA_EXPORT int ibv_read_ibdev_sysfs_file(char*, std::size_t, const void* sysfs_device, const char*, ...) {
   errno = sysfs_device == nullptr ? EINVAL : EOPNOTSUPP;
   return -1;
 }
 
 // The caller reserves stack for this many attributes, so the answer must be right although the command goes nowhere.
-VRDMA_EXPORT unsigned __ioctl_final_num_attrs(unsigned attribute_count, CommandBuffer* link) noexcept {
+VRDMA_EXPORT unsigned __ioctl_final_num_attrs(unsigned attribute_count, CommandBuffer* link) {
   for (; link != nullptr; link = link->next)
     attribute_count += static_cast<unsigned>((link->attribute_end - link->attributes) / attribute_bytes);
   return attribute_count;
 }
 
-VRDMA_EXPORT int execute_ioctl(ibv_context*, CommandBuffer*) noexcept { return no_kernel(); }
+VRDMA_EXPORT int execute_ioctl(ibv_context*, CommandBuffer*) { return no_kernel(); }
 
-VRDMA_EXPORT int ibv_cmd_poll_cq(ibv_cq*, int, ibv_wc*) noexcept {
+VRDMA_EXPORT int ibv_cmd_poll_cq(ibv_cq*, int, ibv_wc*) {
   errno = EOPNOTSUPP;
   return -1;
 }
 
 // The arguments differ and none is looked at.
 #define VRDMA_NO_KERNEL(name) \
-  VRDMA_EXPORT int name() noexcept { return no_kernel(); }
+  VRDMA_EXPORT int name() { return no_kernel(); }
 VRDMA_NO_KERNEL(ibv_cmd_advise_mr)
 VRDMA_NO_KERNEL(ibv_cmd_alloc_dm)
 VRDMA_NO_KERNEL(ibv_cmd_alloc_mw)

@@ -31,15 +31,15 @@ constexpr Value find(Key Rate::*key, Key wanted, Value Rate::*value, Value other
 
 }  // namespace
 
-VRDMA_EXPORT int ibv_rate_to_mult(ibv_rate rate) noexcept { return find(&Rate::rate, rate, &Rate::multiple, -1); }
+VRDMA_EXPORT int ibv_rate_to_mult(ibv_rate rate) { return find(&Rate::rate, rate, &Rate::multiple, -1); }
 
-VRDMA_EXPORT int ibv_rate_to_mbps(ibv_rate rate) noexcept { return find(&Rate::rate, rate, &Rate::mbps, -1); }
+VRDMA_EXPORT int ibv_rate_to_mbps(ibv_rate rate) { return find(&Rate::rate, rate, &Rate::mbps, -1); }
 
-VRDMA_EXPORT ibv_rate mult_to_ibv_rate(int mult) noexcept {
+VRDMA_EXPORT ibv_rate mult_to_ibv_rate(int mult) {
   // -1 marks "no multiple" in the table and must not find a rate.
   return mult < 1 ? IBV_RATE_MAX : find(&Rate::multiple, mult, &Rate::rate, IBV_RATE_MAX);
 }
 
-VRDMA_EXPORT ibv_rate mbps_to_ibv_rate(int mbps) noexcept {
+VRDMA_EXPORT ibv_rate mbps_to_ibv_rate(int mbps) {
   return find(&Rate::mbps, mbps, &Rate::rate, IBV_RATE_MAX);
 }

@@ -20,7 +20,7 @@ ProbeDevice probe{};
 
 }  // namespace
 
-VRDMA_EXPORT ibv_device** ibv_get_device_list(int* count) noexcept {
+VRDMA_EXPORT ibv_device** ibv_get_device_list(int* count) {
   probe.device.node_type = IBV_NODE_CA;
   probe.device.transport_type = IBV_TRANSPORT_IB;
   std::strcpy(probe.device.name, "vrdma0");
@@ -32,12 +32,12 @@ VRDMA_EXPORT ibv_device** ibv_get_device_list(int* count) noexcept {
   if (count != nullptr) *count = 1;
   return list;
 }
-VRDMA_EXPORT void ibv_free_device_list(ibv_device** list) noexcept { std::free(list); }
-VRDMA_EXPORT const char* ibv_get_device_name(ibv_device* device) noexcept { return device->name; }
-VRDMA_EXPORT __be64 ibv_get_device_guid(ibv_device*) noexcept {
+VRDMA_EXPORT void ibv_free_device_list(ibv_device** list) { std::free(list); }
+VRDMA_EXPORT const char* ibv_get_device_name(ibv_device* device) { return device->name; }
+VRDMA_EXPORT __be64 ibv_get_device_guid(ibv_device*) {
   return __builtin_bswap64(vrdma::default_synthetic_device().node_guid);
 }
-VRDMA_EXPORT int ibv_get_device_index(ibv_device*) noexcept { return 0; }
+VRDMA_EXPORT int ibv_get_device_index(ibv_device*) { return 0; }
 
 // By assembler name, out of reach of verbs.h's declarations and macros; the arguments are not looked at.
 #define PROBE_VERB(result, name, value)                                   \

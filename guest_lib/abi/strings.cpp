@@ -77,18 +77,18 @@ static_assert(std::size(wc_statuses) == IBV_WC_TM_RNDV_INCOMPLETE + 1);
 
 }  // namespace
 
-VRDMA_EXPORT const char* ibv_node_type_str(ibv_node_type type) noexcept {
+VRDMA_EXPORT const char* ibv_node_type_str(ibv_node_type type) {
   return text_or_unknown(node_types, static_cast<int>(type));
 }
 
-VRDMA_EXPORT const char* ibv_port_state_str(ibv_port_state state) noexcept {
+VRDMA_EXPORT const char* ibv_port_state_str(ibv_port_state state) {
   return text_or_unknown(port_states, static_cast<int>(state));
 }
 
-VRDMA_EXPORT const char* ibv_event_type_str(ibv_event_type type) noexcept {
+VRDMA_EXPORT const char* ibv_event_type_str(ibv_event_type type) {
   return text_or_unknown(event_types, static_cast<int>(type));
 }
 
-VRDMA_EXPORT const char* ibv_wc_status_str(ibv_wc_status status) noexcept {
+VRDMA_EXPORT const char* ibv_wc_status_str(ibv_wc_status status) {
   return text_or_unknown(wc_statuses, static_cast<int>(status));
 }

@@ -50,7 +50,7 @@ ssize_t read_file(const char* path, char* out, std::size_t size) {
 
 }  // namespace
 
-VRDMA_EXPORT const char* ibv_get_sysfs_path(void) noexcept {
+VRDMA_EXPORT const char* ibv_get_sysfs_path(void) {
   static constinit std::atomic<const char*> kept{nullptr};
   // A1: pairs with the exchange below; the text behind the pointer is complete.
   if (const char* path = kept.load(std::memory_order_acquire)) return path;
@@ -61,7 +61,7 @@ VRDMA_EXPORT const char* ibv_get_sysfs_path(void) noexcept {
   return first;
 }
 
-VRDMA_EXPORT int ibv_read_sysfs_file(const char* dir, const char* file, char* buf, std::size_t size) noexcept {
+VRDMA_EXPORT int ibv_read_sysfs_file(const char* dir, const char* file, char* buf, std::size_t size) {
   char path[4096];
   const int wanted = std::snprintf(path, sizeof path, "%s/%s", dir, file);
   if (wanted < 0 || static_cast<std::size_t>(wanted) >= sizeof path) {

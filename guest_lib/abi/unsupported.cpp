@@ -53,34 +53,34 @@ bool mac_of_gid(const vrdma::SyntheticDevice& device, const std::uint8_t (&gid)[
 
 }  // namespace
 
-VRDMA_EXPORT int ibv_fork_init(void) noexcept { return 0; }
-VRDMA_EXPORT ibv_fork_status ibv_is_fork_initialized(void) noexcept { return IBV_FORK_UNNEEDED; }
-VRDMA_EXPORT int ibv_dontfork_range(void*, std::size_t) noexcept { return 0; }
-VRDMA_EXPORT int ibv_dofork_range(void*, std::size_t) noexcept { return 0; }
+VRDMA_EXPORT int ibv_fork_init(void) { return 0; }
+VRDMA_EXPORT ibv_fork_status ibv_is_fork_initialized(void) { return IBV_FORK_UNNEEDED; }
+VRDMA_EXPORT int ibv_dontfork_range(void*, std::size_t) { return 0; }
+VRDMA_EXPORT int ibv_dofork_range(void*, std::size_t) { return 0; }
 
-VRDMA_EXPORT ibv_context* ibv_import_device(int) noexcept { return no_object<ibv_context>(); }
-VRDMA_EXPORT ibv_pd* ibv_import_pd(ibv_context*, std::uint32_t) noexcept { return no_object<ibv_pd>(); }
-VRDMA_EXPORT ibv_mr* ibv_import_mr(ibv_pd*, std::uint32_t) noexcept { return no_object<ibv_mr>(); }
-VRDMA_EXPORT ibv_dm* ibv_import_dm(ibv_context*, std::uint32_t) noexcept { return no_object<ibv_dm>(); }
+VRDMA_EXPORT ibv_context* ibv_import_device(int) { return no_object<ibv_context>(); }
+VRDMA_EXPORT ibv_pd* ibv_import_pd(ibv_context*, std::uint32_t) { return no_object<ibv_pd>(); }
+VRDMA_EXPORT ibv_mr* ibv_import_mr(ibv_pd*, std::uint32_t) { return no_object<ibv_mr>(); }
+VRDMA_EXPORT ibv_dm* ibv_import_dm(ibv_context*, std::uint32_t) { return no_object<ibv_dm>(); }
 // Nothing was ever imported, so there is nothing to let go of.
-VRDMA_EXPORT void ibv_unimport_pd(ibv_pd*) noexcept {}
-VRDMA_EXPORT void ibv_unimport_mr(ibv_mr*) noexcept {}
-VRDMA_EXPORT void ibv_unimport_dm(ibv_dm*) noexcept {}
+VRDMA_EXPORT void ibv_unimport_pd(ibv_pd*) {}
+VRDMA_EXPORT void ibv_unimport_mr(ibv_mr*) {}
+VRDMA_EXPORT void ibv_unimport_dm(ibv_dm*) {}
 
-VRDMA_EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd*, std::uint64_t, std::size_t, std::uint64_t, int, int) noexcept {
+VRDMA_EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd*, std::uint64_t, std::size_t, std::uint64_t, int, int) {
   return no_object<ibv_mr>();
 }
 
 // librdmacm takes EOPNOTSUPP of these two as "no enhanced connection establishment" and goes on.
-VRDMA_EXPORT int ibv_query_ece(ibv_qp*, ibv_ece*) noexcept { return unsupported(); }
-VRDMA_EXPORT int ibv_set_ece(ibv_qp*, ibv_ece*) noexcept { return unsupported(); }
+VRDMA_EXPORT int ibv_query_ece(ibv_qp*, ibv_ece*) { return unsupported(); }
+VRDMA_EXPORT int ibv_set_ece(ibv_qp*, ibv_ece*) { return unsupported(); }
 
-VRDMA_EXPORT int ibv_query_qp_data_in_order(ibv_qp*, ibv_wr_opcode, std::uint32_t) noexcept { return 0; }
+VRDMA_EXPORT int ibv_query_qp_data_in_order(ibv_qp*, ibv_wr_opcode, std::uint32_t) { return 0; }
 
-VRDMA_EXPORT void ibv_register_driver(const char*, void*) noexcept {}
+VRDMA_EXPORT void ibv_register_driver(const char*, void*) {}
 
 VRDMA_EXPORT int ibv_resolve_eth_l2_from_gid(ibv_context* context, ibv_ah_attr* attr, std::uint8_t* eth_mac,
-                                             std::uint16_t* vid) noexcept {
+                                             std::uint16_t* vid) {
   vrdma::SyntheticDevice device;
   if (!vrdma::find_synthetic_device(context->device->name, device) || !device.ethernet) return unsupported();
   const std::size_t source = attr->grh.sgid_index;
