@@ -19,7 +19,7 @@ const char* ibv_get_sysfs_path(void);
 int ibv_read_sysfs_file(const char* dir, const char* file, char* buf, std::size_t size);
 
 // Field by field between the kernel's marshalled structs and those of verbs.h; the destination's reserved bytes stay
-// as they were.
+// as they were, and so does ibv_qp_attr::qp_state.
 void ibv_copy_ah_attr_from_kern(ibv_ah_attr* dst, ib_uverbs_ah_attr* src);
 void ibv_copy_qp_attr_from_kern(ibv_qp_attr* dst, ib_uverbs_qp_attr* src);
 void ibv_copy_path_rec_from_kern(ibv_sa_path_rec* dst, ib_user_path_rec* src);
