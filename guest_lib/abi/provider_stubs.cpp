@@ -27,7 +27,8 @@ constexpr std::ptrdiff_t attribute_bytes = 16;
 
 }  // namespace
 
-// Read by libmlx5, written by libibverbs after fork-safe teardown was asked for: never here.
+// A data symbol that libmlx5 imports: whether a destroy command may fail because the kernel device is gone. No command
+// of ours reaches a kernel.
 extern "C" {
 extern VRDMA_VISIBLE bool verbs_allow_disassociate_destroy;
 bool verbs_allow_disassociate_destroy = false;
