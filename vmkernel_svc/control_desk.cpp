@@ -468,7 +468,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
     region.pd = pd->number;
   }
   if (request.flags & change_access) region.access = request.access;
-  fabric_.regions.rekey(found->second);
+  fabric_.regions.renew(found->second);
   return RegMrReply{request.mr, region.key.value};
 }
 
