@@ -80,9 +80,8 @@ void ForkGuard::install() {
   for (std::size_t i = 0; i < piece_count_; ++i) {
     const Piece& piece = pieces_[i];
     void* address = reinterpret_cast<void*>(piece.range.begin);
-    if (copies_ == nullptr ||
-        ::syscall(SYS_mremap, copies_ + piece.copy_offset, piece.range.bytes(), piece.range.bytes(),
-                  MREMAP_MAYMOVE | MREMAP_FIXED, address) == -1) {
+    if (copies_ == nullptr || ::syscall(SYS_mremap, copies_ + piece.copy_offset, piece.range.bytes(),
+                                        piece.range.bytes(), MREMAP_MAYMOVE | MREMAP_FIXED, address) == -1) {
       ::mmap(address, piece.range.bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
       continue;
     }

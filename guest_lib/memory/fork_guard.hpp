@@ -1,9 +1,10 @@
-// What a fork's child gets in place of the window: private copies of every page that the window had mapped, as of the fork.
+// What a fork's child gets in place of the window: private copies of every page that the window had mapped, as of the
+// fork.
 //
-// The copies are made in the parent before the fork, into memory that the child inherits, so that nobody waits for the child
-// and a write that happened before fork() is always in them. The child finds its addresses empty (the window is never
-// inherited) until it calls install(). Native verbs kernels copy pinned pages at fork just so. Never calls malloc: it runs
-// while the C library's and the allocator's own fork handlers hold their locks.
+// The copies are made in the parent before the fork, into memory that the child inherits, so that nobody waits for the
+// child and a write that happened before fork() is always in them. The child finds its addresses empty (the window is
+// never inherited) until it calls install(). Native verbs kernels copy pinned pages at fork just so. Never calls
+// malloc: it runs while the C library's and the allocator's own fork handlers hold their locks.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +21,8 @@ class ForkGuard {
   ForkGuard(const ForkGuard&) = delete;
   ForkGuard& operator=(const ForkGuard&) = delete;
 
-  // Before the fork: copies what is mapped of `resident`. Without memory for it the child finds its pages inaccessible: it
-  // crashes on touching them rather than reading anything else or writing to the parent.
+  // Before the fork: copies what is mapped of `resident`. Without memory for it the child finds its pages inaccessible:
+  // it crashes on touching them rather than reading anything else or writing to the parent.
   void copy(const Window& window, const PageCounts& resident);
   // Afterwards, in the parent.
   void discard();

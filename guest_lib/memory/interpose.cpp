@@ -1,8 +1,8 @@
-// madvise and mremap as the application calls them: on pages that live in the window they mean what they mean on private
-// memory. Calls that the C library makes inside itself do not come here (DESIGN.md, "What escapes").
+// madvise and mremap as the application calls them: on pages that live in the window they mean what they mean on
+// private memory. Calls that the C library makes inside itself do not come here (DESIGN.md, "What escapes").
 //
-// Linked into libvrdma.so as an object, so that the symbols are exported; any thread, also inside an allocator with its locks
-// held: never allocates.
+// Linked into libvrdma.so as an object, so that the symbols are exported; any thread, also inside an allocator with its
+// locks held: never allocates.
 #include <errno.h>
 #include <stdarg.h>
 #include <sys/mman.h>
@@ -22,8 +22,8 @@ extern "C" __attribute__((visibility("default"))) int madvise(void* address, siz
   return static_cast<int>(::syscall(SYS_madvise, address, bytes, advice));
 }
 
-extern "C" __attribute__((visibility("default"))) void* mremap(void* address, size_t old_bytes, size_t new_bytes, int flags,
-                                                               ...) noexcept {
+extern "C" __attribute__((visibility("default"))) void* mremap(void* address, size_t old_bytes, size_t new_bytes,
+                                                               int flags, ...) noexcept {
   void* target = nullptr;
   if ((flags & ~MREMAP_MAYMOVE) != 0) {
     va_list rest;

@@ -18,7 +18,9 @@ namespace {
 constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8;  // enum ibv_access_flags
 constexpr std::uint64_t retained_bytes_max = 32 << 20;
 
-Range whole_pages_around(Range range) { return {page_floor(range.begin), page_ceiling(range.end)}; }
+Range whole_pages_around(Range range) {
+  return {page_floor(range.begin), page_ceiling(range.end)};
+}
 
 std::vector<Extent> to_extents(const Plan& plan) {
   std::vector<Extent> extents;
@@ -86,7 +88,10 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   Errno failed{ENOMEM};
   try {
     // Announcing calls back, so it is done before the lock; what the memory consists of is then looked at again.
-    auto first = make_plan(range, writes, window_, &scratch);
+    auto first = [&] {
+      Locked lock(*this);
+      return make_plan(range, writes, window_, &scratch);
+    }();
     if (!first) return first.error();
     for (const Piece& piece : *first)
       if (piece.kind == Piece::Kind::file) use_file(piece, files);
@@ -121,7 +126,8 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   }
   for (const UsedFile& file : files) {
     const auto uses = [&](const Extent& extent) { return extent.backing == file.backing; };
-    if (!held || std::none_of(registration.extents.begin(), registration.extents.end(), uses)) release_file(file.backing);
+    if (!held || std::none_of(registration.extents.begin(), registration.extents.end(), uses))
+      release_file(file.backing);
   }
   if (!held) return failed;
   return Result<Registration>(std::move(registration));
@@ -133,7 +139,8 @@ Result<Plan> MemoryManager::plan_and_move(Range range, bool writes, const UsedFi
   if (!plan) return plan;
   for (Piece& piece : *plan) {
     if (piece.kind != Piece::Kind::file) continue;
-    const auto used = std::find_if(files.begin(), files.end(), [&](const UsedFile& f) { return f.id == piece.vma.file; });
+    const auto used =
+        std::find_if(files.begin(), files.end(), [&](const UsedFile& f) { return f.id == piece.vma.file; });
     const bool inside = used != files.end() && piece.file_offset() <= used->bytes &&
                         piece.range.bytes() <= used->bytes - piece.file_offset();
     if (inside)
@@ -173,8 +180,8 @@ void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) 
 
 std::uint64_t MemoryManager::take_in(const Piece& piece, OtherThreads others) {
   if (!budget_.take()) return 0;
-  // Marked resident but not mapped in place: the application has replaced the mapping since. What the window still holds at
-  // these offsets is nobody's, unless the old mapping lives on at another address.
+  // Marked resident but not mapped in place: the application has replaced the mapping since. What the window still
+  // holds at these offsets is nobody's, unless the old mapping lives on at another address.
   if (resident_->any(piece.range) && mapped_elsewhere(piece.range)) return 0;
   resident_->insert(piece.range);
   const std::uint64_t moved = move_in(window_, piece.range, piece.protection, others);
@@ -275,7 +282,8 @@ void MemoryManager::give_back(Range range) {
     vma->range = part;
     if (ours) mapped.push_back(*vma);
   }
-  // Of what the application unmapped or replaced, nothing is put back; the window's pages go, unless mremap took them along.
+  // Of what the application unmapped or replaced, nothing is put back; the window's pages go, unless mremap took them
+  // along.
   if (lost && !mapped_elsewhere(range)) {
     std::uint64_t at = range.begin;
     for (std::size_t i = 0; i <= mapped.size(); ++i) {
@@ -303,7 +311,8 @@ void MemoryManager::retain(Range range) {
     (void)window_.punch(range);
     return;
   }
-  while (retained_count_ == retained_max || (retained_count_ > 0 && retained_bytes_ + range.bytes() > retained_bytes_max))
+  while (retained_count_ == retained_max ||
+         (retained_count_ > 0 && retained_bytes_ + range.bytes() > retained_bytes_max))
     drop_oldest_retained();
   retained_[retained_count_++] = range;
   retained_bytes_ += range.bytes();

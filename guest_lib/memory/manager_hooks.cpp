@@ -32,10 +32,13 @@ MemoryManager::MemoryManager(FileBackings backings) : backings_(std::move(backin
   [[maybe_unused]] MemoryManager* other = instance.exchange(this, std::memory_order_acq_rel);
   assert(other == nullptr);
   // Never undone: the handlers find no instance then.
-  [[maybe_unused]] static const int installed = ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+  [[maybe_unused]] static const int installed =
+      ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
 }
 
-MemoryManager::~MemoryManager() { instance.store(nullptr, std::memory_order_release); }
+MemoryManager::~MemoryManager() {
+  instance.store(nullptr, std::memory_order_release);
+}
 
 void MemoryManager::before_fork() {
   MemoryManager* self = instance.load(std::memory_order_acquire);
@@ -87,8 +90,10 @@ std::optional<int> MemoryManager::on_madvise(std::uint64_t address, std::uint64_
     return std::nullopt;
   MemoryManager* self = instance.load(std::memory_order_acquire);
   if (self == nullptr || address % page_bytes() != 0 || address + bytes < address) return std::nullopt;
-  // R1: a stale hint is harmless: pages of this caller's own memory cannot move in or out unknown to it, unless it races.
-  const Range hint{self->resident_begin_.load(std::memory_order_relaxed), self->resident_end_.load(std::memory_order_relaxed)};
+  // R1: a stale hint is harmless: pages of this caller's own memory cannot move in or out unknown to it, unless it
+  // races.
+  const Range hint{self->resident_begin_.load(std::memory_order_relaxed),
+                   self->resident_end_.load(std::memory_order_relaxed)};
   const Range range{address, page_ceiling(address + bytes)};
   if (range.empty() || !range.overlaps(hint)) return std::nullopt;
   Locked lock(*self);
@@ -122,7 +127,8 @@ std::optional<int> MemoryManager::advise(Range range, int advice) {
 void MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   if (self == nullptr || address % page_bytes() != 0 || address + bytes < address) return;
-  const Range hint{self->resident_begin_.load(std::memory_order_relaxed), self->resident_end_.load(std::memory_order_relaxed)};
+  const Range hint{self->resident_begin_.load(std::memory_order_relaxed),
+                   self->resident_end_.load(std::memory_order_relaxed)};
   const Range range{address, page_ceiling(address + bytes)};
   if (range.empty() || !range.overlaps(hint)) return;
   Locked lock(*self);

@@ -16,6 +16,8 @@ void* MappedMemory::do_allocate(std::size_t bytes, std::size_t alignment) {
   return memory;
 }
 
-void MappedMemory::do_deallocate(void* memory, std::size_t bytes, std::size_t) { ::munmap(memory, page_ceiling(bytes)); }
+void MappedMemory::do_deallocate(void* memory, std::size_t bytes, std::size_t) {
+  ::munmap(memory, page_ceiling(bytes));
+}
 
 }  // namespace vrdma::memory

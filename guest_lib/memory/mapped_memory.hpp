@@ -1,5 +1,6 @@
-// Memory for this folder's own tables, taken from the kernel and never from malloc: the application's heap may be frozen or on
-// its way into the window while a table changes, and an allocator that holds its own lock may wait for us in madvise.
+// Memory for this folder's own tables, taken from the kernel and never from malloc: the application's heap may be
+// frozen or on its way into the window while a table changes, and an allocator that holds its own lock may wait for us
+// in madvise.
 //
 // Any thread. Sizes are rounded up to pages; put a pool or a monotonic buffer on top.
 #pragma once

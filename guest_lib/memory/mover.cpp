@@ -16,7 +16,9 @@ namespace {
 constexpr std::uint64_t chunk_bytes = 4 << 20;
 constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
-void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+void* pointer(std::uint64_t address) {
+  return reinterpret_cast<void*>(address);
+}
 
 bool move_chunk_in(const Window& window, Range chunk, int protection, OtherThreads others) {
   std::optional<WriteFreeze> freeze;
@@ -34,7 +36,8 @@ bool move_chunk_in(const Window& window, Range chunk, int protection, OtherThrea
   return true;
 }
 
-// Alone: a fresh mapping put straight at the address merges with its neighbours again, which mremap's result never does.
+// Alone: a fresh mapping put straight at the address merges with its neighbours again, which mremap's result never
+// does.
 bool replace_alone(const Window& window, Range chunk, int protection) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE;
   if (::mmap(pointer(chunk.begin), chunk.bytes(), PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED &&

@@ -1,7 +1,7 @@
 // How many users each page has, kept as maximal runs of equal counts. Page-aligned ranges only.
 //
-// Not thread-safe. Takes memory only from the resource it is given. Functions that may need memory throw std::bad_alloc and
-// then have changed nothing that can be seen.
+// Not thread-safe. Takes memory only from the resource it is given. Functions that may need memory throw std::bad_alloc
+// and then have changed nothing that can be seen.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ class PageCounts {
   explicit PageCounts(std::pmr::memory_resource* resource) : runs_(resource) {}
 
   void raise(Range range);
-  // One user fewer on each page of `range` that has any; calls fell_to_zero(Range) for each maximal run that has none now.
+  // One user fewer on each page of `range` that has any; calls fell_to_zero(Range) for each maximal run that has none
+  // now.
   template <class F>
   void lower(Range range, F&& fell_to_zero);
 
@@ -26,7 +27,8 @@ class PageCounts {
   void erase(Range range);
 
   bool any(Range range) const { return !first_overlap(range).empty(); }
-  Range first_overlap(Range range) const;  // the lowest maximal part of `range` with one count; empty where none has users
+  Range first_overlap(
+      Range range) const;  // the lowest maximal part of `range` with one count; empty where none has users
   std::uint32_t count_at(std::uint64_t address) const;
   std::uint64_t bytes() const { return bytes_; }
   std::size_t run_count() const { return runs_.size(); }
@@ -42,7 +44,8 @@ class PageCounts {
 
   void split(std::uint64_t address);
   void fill_gaps(Range range);
-  void join(Range range);  // drops runs without users and merges equal neighbours, from just before to just after `range`
+  void join(
+      Range range);  // drops runs without users and merges equal neighbours, from just before to just after `range`
   Runs::iterator drop(Runs::iterator run);
 
   Runs runs_;  // by begin

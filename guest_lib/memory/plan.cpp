@@ -57,17 +57,19 @@ Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr:
 }
 
 void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks) {
-  // This thread may run on memory that is nobody's stack officially (a coroutine's): around its stack pointer nothing moves.
+  // This thread may run on memory that is nobody's stack officially (a coroutine's): around its stack pointer nothing
+  // moves.
   const std::uint64_t here = reinterpret_cast<std::uint64_t>(__builtin_frame_address(0));
   const Range active{here - (256 << 10), here + 4096};
   for (std::size_t i = 0; i < plan.size(); ++i) {
     if (plan[i].kind != Piece::Kind::movable) continue;
     if (plan[i].range.overlaps(active)) plan[i].kind = Piece::Kind::process;
-    // A stack lies below its thread's control block, down to the guard page where the mapping ends; other memory may have
-    // merged with the mapping above.
+    // A stack lies below its thread's control block, down to the guard page where the mapping ends; other memory may
+    // have merged with the mapping above.
     std::uint64_t top = 0;
     for (const std::uint64_t block : control_blocks)
-      if (plan[i].vma.range.begin <= block && block < plan[i].vma.range.end) top = std::max(top, page_floor(block) + page_bytes());
+      if (plan[i].vma.range.begin <= block && block < plan[i].vma.range.end)
+        top = std::max(top, page_floor(block) + page_bytes());
     if (top <= plan[i].range.begin || plan[i].kind != Piece::Kind::movable) continue;
     Piece above = plan[i];
     plan[i].kind = Piece::Kind::process;

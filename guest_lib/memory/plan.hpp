@@ -16,9 +16,9 @@ namespace vrdma::memory {
 struct Piece {
   enum class Kind { process, movable, window, file };
   Kind kind = Kind::process;
-  Range range;      // exact; movable: whole pages inside the registration and the mapping
+  Range range;  // exact; movable: whole pages inside the registration and the mapping
   int protection = 0;
-  Vma vma;          // as found; kind file: which file, and where in it
+  Vma vma;                    // as found; kind file: which file, and where in it
   std::uint32_t backing = 0;  // kind file, once announced
 
   std::uint64_t file_offset() const { return vma.file_offset + (range.begin - vma.range.begin); }

@@ -1,7 +1,8 @@
 // Finds a descriptor of the file behind a shared mapping, so that the file can be passed to the service.
 //
-// Any thread; allocates. Takes only what can never shrink under the service: memfds (hugetlb ones too), which it seals against
-// shrinking where the application has not. tmpfs files from shm_open, System V segments and regular files cannot be sealed.
+// Any thread; allocates. Takes only what can never shrink under the service: memfds (hugetlb ones too), which it seals
+// against shrinking where the application has not. tmpfs files from shm_open, System V segments and regular files
+// cannot be sealed.
 #pragma once
 
 #include <cstdint>

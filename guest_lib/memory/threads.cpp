@@ -59,14 +59,20 @@ std::uint64_t thread_count() {
 
 std::pmr::vector<std::uint64_t> thread_control_blocks(std::pmr::memory_resource* resource) {
   std::pmr::vector<std::uint64_t> blocks(resource);
+  const int main_thread = ::getpid();
   for_each_thread([&](int tid) {
+    // The first thread's block was allocated by the dynamic linker, above whatever was mapped later; its stack is
+    // elsewhere.
+    if (tid == main_thread) return;
     std::uint64_t head = 0, bytes = 0;
     if (::syscall(SYS_get_robust_list, tid, &head, &bytes) == 0 && head != 0) blocks.push_back(head);
   });
   return blocks;
 }
 
-std::uint64_t main_stack_address() { return ::getauxval(AT_RANDOM); }
+std::uint64_t main_stack_address() {
+  return ::getauxval(AT_RANDOM);
+}
 
 SignalsBlocked::SignalsBlocked() {
   const std::uint64_t all = ~std::uint64_t{0};

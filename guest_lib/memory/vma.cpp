@@ -82,8 +82,8 @@ int Vma::protection() const {
 }
 
 Result<VmaReader> VmaReader::open(Method method) {
-  // Opened for each walk: a kept descriptor would show the parent's mappings after a fork, and the application may close
-  // or reuse any descriptor number (closefrom).
+  // Opened for each walk: a kept descriptor would show the parent's mappings after a fork, and the application may
+  // close or reuse any descriptor number (closefrom).
   Result<VmaReader> reader{VmaReader{}};
   reader->maps_.reset(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
   if (!reader->maps_) return last_error();
@@ -170,7 +170,10 @@ Result<std::uint64_t> count_mappings() {
     const ssize_t got = read_retrying(maps.get(), buffer, sizeof buffer);
     if (got < 0) return last_error();
     if (got == 0) return lines;
-    for (const char* at = buffer; (at = static_cast<const char*>(std::memchr(at, '\n', static_cast<std::size_t>(buffer + got - at)))) != nullptr; ++at) ++lines;
+    for (const char* at = buffer;
+         (at = static_cast<const char*>(std::memchr(at, '\n', static_cast<std::size_t>(buffer + got - at)))) != nullptr;
+         ++at)
+      ++lines;
   }
 }
 

@@ -1,7 +1,7 @@
 // The mappings of this process as the kernel tells them, one at a time, in ascending order.
 //
-// Any thread, one reader each; never allocates. Uses the PROCMAP_QUERY ioctl (Linux 6.11), else reads /proc/self/maps. Nothing
-// is cached across readers: open one, walk forward, change mappings only after the walk.
+// Any thread, one reader each; never allocates. Uses the PROCMAP_QUERY ioctl (Linux 6.11), else reads /proc/self/maps.
+// Nothing is cached across readers: open one, walk forward, change mappings only after the walk.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,8 @@ class VmaReader {
   enum class Method { best, text };
   static Result<VmaReader> open(Method method = Method::best);
 
-  // The first mapping that ends above `address`. ENOENT where there is none; EIO where the kernel's answer makes no sense.
+  // The first mapping that ends above `address`. ENOENT where there is none; EIO where the kernel's answer makes no
+  // sense.
   Result<Vma> at_or_after(std::uint64_t address);
 
  private:
@@ -67,9 +68,13 @@ class VmaReader {
 };
 
 std::uint64_t page_bytes();
-inline std::uint64_t page_floor(std::uint64_t address) { return address & ~(page_bytes() - 1); }
+inline std::uint64_t page_floor(std::uint64_t address) {
+  return address & ~(page_bytes() - 1);
+}
 // Callers check for wrap-around first.
-inline std::uint64_t page_ceiling(std::uint64_t address) { return page_floor(address + page_bytes() - 1); }
+inline std::uint64_t page_ceiling(std::uint64_t address) {
+  return page_floor(address + page_bytes() - 1);
+}
 
 // How many mappings the process has; reads all of /proc/self/maps.
 Result<std::uint64_t> count_mappings();

@@ -16,9 +16,12 @@ constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
 constexpr int first_descriptor = 600;
 
-void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+void* pointer(std::uint64_t address) {
+  return reinterpret_cast<void*>(address);
+}
 
-// Raw system calls: sanitizers would take the kernel's copy for an unsynchronised access, and interposed wrappers may lock.
+// Raw system calls: sanitizers would take the kernel's copy for an unsynchronised access, and interposed wrappers may
+// lock.
 template <long Number>
 Status transfer(int fd, std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes) {
   while (bytes > 0) {
@@ -78,9 +81,13 @@ bool Window::size_limit_allows() {
   return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= window_bytes);
 }
 
-bool Window::holds(const Vma& vma) const { return fd_ && vma.shared && vma.file == id_; }
+bool Window::holds(const Vma& vma) const {
+  return fd_ && vma.shared && vma.file == id_;
+}
 
-bool Window::holds_in_place(const Vma& vma) const { return holds(vma) && vma.file_offset == vma.range.begin; }
+bool Window::holds_in_place(const Vma& vma) const {
+  return holds(vma) && vma.file_offset == vma.range.begin;
+}
 
 Status Window::copy_from_memory(Range range) const {
   if (!intact()) return Errno{EBADF};

@@ -1,9 +1,10 @@
-// The window: one sparse, sealed memfd per process in which a byte's file offset is its virtual address. There is nothing to
-// allocate, neighbouring registrations become one mapping and one extent, and giving a page back is punching a hole.
+// The window: one sparse, sealed memfd per process in which a byte's file offset is its virtual address. There is
+// nothing to allocate, neighbouring registrations become one mapping and one extent, and giving a page back is punching
+// a hole.
 //
-// Not thread-safe (MemoryManager holds its lock); never allocates memory, so that it may run while other threads are frozen.
-// The application may close any descriptor (closefrom) and get the number again for a file of its own: each operation first
-// checks that the number still names the window and fails with EBADF otherwise.
+// Not thread-safe (MemoryManager holds its lock); never allocates memory, so that it may run while other threads are
+// frozen. The application may close any descriptor (closefrom) and get the number again for a file of its own: each
+// operation first checks that the number still names the window and fails with EBADF otherwise.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +43,8 @@ class Window {
   Status copy_from_memory(Range range) const;
   // Copies the file's bytes at `range` to `to`, which may be anywhere.
   Status copy_to(void* to, Range range) const;
-  // Replaces whatever is mapped at `range`. A child of fork never inherits the mapping (its copies come from ForkGuard).
+  // Replaces whatever is mapped at `range`. A child of fork never inherits the mapping (its copies come from
+  // ForkGuard).
   Status map(Range range, int protection) const;
   Status punch(Range range) const;
   void close();

@@ -9,11 +9,11 @@
 namespace vrdma::memory {
 namespace {
 
-constexpr std::uint64_t feature_wp = 1 << 0;             // UFFD_FEATURE_PAGEFAULT_FLAG_WP
-constexpr std::uint64_t feature_wp_shmem = 1 << 12;      // UFFD_FEATURE_WP_HUGETLBFS_SHMEM, Linux 5.19
+constexpr std::uint64_t feature_wp = 1 << 0;               // UFFD_FEATURE_PAGEFAULT_FLAG_WP
+constexpr std::uint64_t feature_wp_shmem = 1 << 12;        // UFFD_FEATURE_WP_HUGETLBFS_SHMEM, Linux 5.19
 constexpr std::uint64_t feature_wp_unpopulated = 1 << 13;  // Linux 6.4: pages that are not there are protected as well
-constexpr unsigned long device_new = _IO(0xAA, 0x00);    // USERFAULTFD_IOC_NEW
-constexpr int populate_read = 22;                        // MADV_POPULATE_READ, Linux 5.14
+constexpr unsigned long device_new = _IO(0xAA, 0x00);      // USERFAULTFD_IOC_NEW
+constexpr int populate_read = 22;                          // MADV_POPULATE_READ, Linux 5.14
 
 Result<vmci::UniqueFd> open_userfaultfd() {
   constexpr int flags = O_CLOEXEC | O_NONBLOCK;
@@ -62,7 +62,9 @@ Result<Choice> choose(WriteFreeze::Memory memory) {
 
 }  // namespace
 
-bool WriteFreeze::permitted(Memory memory) { return static_cast<bool>(choose(memory)); }
+bool WriteFreeze::permitted(Memory memory) {
+  return static_cast<bool>(choose(memory));
+}
 
 Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
   const auto choice = choose(memory);
@@ -73,8 +75,10 @@ Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
   registration.range = {range.begin, range.bytes()};
   registration.mode = UFFDIO_REGISTER_MODE_WP;
   if (::ioctl(fd->get(), UFFDIO_REGISTER, &registration) != 0) return last_error();
-  // Protection sticks to pages only: without WP_UNPOPULATED a page that is not there could appear, written, at any moment.
-  if (choice->populate_first && ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read) != 0) return last_error();
+  // Protection sticks to pages only: without WP_UNPOPULATED a page that is not there could appear, written, at any
+  // moment.
+  if (choice->populate_first && ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read) != 0)
+    return last_error();
   WriteFreeze frozen(std::move(*fd), range);
   uffdio_writeprotect protect{{range.begin, range.bytes()}, UFFDIO_WRITEPROTECT_MODE_WP};
   while (::ioctl(frozen.fd_.get(), UFFDIO_WRITEPROTECT, &protect) != 0)
@@ -93,6 +97,8 @@ WriteFreeze::~WriteFreeze() {
   ::ioctl(fd_.get(), UFFDIO_WAKE, &all);
 }
 
-void WriteFreeze::replaced() { replaced_ = true; }
+void WriteFreeze::replaced() {
+  replaced_ = true;
+}
 
 }  // namespace vrdma::memory
