@@ -65,6 +65,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->arena = std::move(*arena);
   guest->wake_pipe = std::move(wake->second);
   guest->doorbell_fd = std::move(doorbell);
+  guest->socket = std::move(info.socket);
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
@@ -128,7 +129,7 @@ bool ControlDesk::serve(Guest& guest) {
   alignas(64) std::byte record[record_slots_max * slot_bytes];
   bool served = false;
   guest.control_held = false;
-  for (int budget = 16; budget > 0 && !guest.broken; --budget) {
+  for (int budget = 4; budget > 0 && !guest.broken; --budget) {
     std::uint32_t slots = 0;
     const auto peek = guest.requests.peek(record, record_slots_max, slots);
     if (peek == vmci::RecordReader::Peek::empty) return served;

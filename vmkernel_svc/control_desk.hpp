@@ -12,6 +12,7 @@ namespace vrdma::svc {
 struct AttachInfo {
   vmci::Credentials credentials;
   vmci::UniqueFd pidfd;
+  vmci::UniqueFd socket;  // a duplicate: shut down to be rid of the guest
 };
 
 class ControlDesk {

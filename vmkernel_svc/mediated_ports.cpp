@@ -18,7 +18,16 @@ using engine::Place;
 
 std::optional<Place> MediatedPorts::find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
   constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
-  KeyHint& hint = (access & remote) != 0 ? qp.port.remote_hint : qp.port.local_hint;
+  return find_in((access & remote) != 0 ? qp.port.remote_hint : qp.port.local_hint, qp.port.pd, key, address, bytes, access);
+}
+
+std::optional<Place> MediatedPorts::find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes) {
+  const std::uint64_t pd = qp.srq != nullptr ? qp.srq->port.owner->pd->number : qp.port.pd;
+  return find_in(qp.port.receive_hint, pd, key, address, bytes, engine::access_local_write);
+}
+
+std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address,
+                                            std::uint64_t bytes, std::uint32_t access) {
   Region* region = hint.key == key.value ? fabric_.regions.at(hint.slot, hint.generation) : nullptr;
   if (region != nullptr && hint.generation != 0) {
     ++fabric_.key_counters.hits;
@@ -29,7 +38,7 @@ std::optional<Place> MediatedPorts::find(Qp& qp, Key key, std::uint64_t address,
     region = &fabric_.regions.slot(*slot);
     hint = {key.value, *slot, region->generation};
   }
-  if (region->pd != qp.port.pd || (region->access & access) != access) return std::nullopt;
+  if (region->pd != pd || (region->access & access) != access) return std::nullopt;
   const std::uint64_t offset = address - region->iova;
   if (address < region->iova || offset > region->bytes || bytes > region->bytes - offset) return std::nullopt;
   return Place{Place::Kind::registered, hint.slot, region->generation, offset};

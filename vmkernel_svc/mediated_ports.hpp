@@ -36,7 +36,7 @@ class MediatedPorts {
   struct QpPort {
     QueuePair* owner = nullptr;
     std::uint64_t pd = 0;
-    KeyHint local_hint, remote_hint;
+    KeyHint local_hint, remote_hint, receive_hint;
     Qp* peer = nullptr;
     std::uint64_t peer_generation = 0;  // Fabric::topology_generation that `peer` was found under
     // A copy that a guest's worker has: which, and the finished job once it is back.
@@ -56,6 +56,7 @@ class MediatedPorts {
   explicit MediatedPorts(Fabric& fabric) : fabric_(fabric) {}
 
   std::optional<engine::Place> find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
+  std::optional<engine::Place> find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes);
   engine::MemoryStatus copy(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
   engine::MemoryStatus fetch_and_add(Qp& qp, engine::Place place, std::uint64_t add, std::uint64_t& old_value);
   engine::MemoryStatus compare_and_swap(Qp& qp, engine::Place place, std::uint64_t compare, std::uint64_t swap,
@@ -80,6 +81,8 @@ class MediatedPorts {
   std::uint16_t lid(Qp& qp);
 
  private:
+  std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,
+                                       std::uint32_t access);
   // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.
   std::byte* mapped(engine::Place place, std::uint64_t bytes);
   engine::MemoryStatus copy_by_worker(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);

@@ -133,6 +133,7 @@ struct Guest {
   vmci::RecordWriter replies;
   vmci::ReadyBitmap doorbell;
   vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
+  vmci::UniqueFd socket;          // shut down to be rid of a guest whose bytes make no sense
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
   ProcessMemory process;          // how memory without a backing is reached
   std::unordered_map<std::uint32_t, Backing> backings;

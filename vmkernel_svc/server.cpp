@@ -228,7 +228,9 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
                                     });
     }
   }
-  auto info = std::make_shared<AttachInfo>(AttachInfo{*credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd()});
+  auto info = std::make_shared<AttachInfo>(AttachInfo{
+      *credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(),
+      vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0))});
   shard_->submit([this, connection, head, request, info](Shard& shard) {
     if (connection->guest.load() != 0) return send_reply(connection->socket, head, EISCONN);
     std::vector<int> descriptors;

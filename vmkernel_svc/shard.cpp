@@ -2,7 +2,10 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
+
+#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -123,6 +126,10 @@ bool Shard::look_at_doorbells() {
   bool worked = false;
   for (std::size_t i = 0; i < guests_.size(); ++i) {
     Guest& guest = *guests_[i];
+    if (guest.broken) {
+      expel(guest);
+      continue;
+    }
     if (guest.control_held) worked |= desk_->serve(guest);
     if (!guest.doorbell.any()) continue;
     bool control = false;
@@ -145,6 +152,15 @@ bool Shard::look_at_doorbells() {
     worked = true;
   }
   return worked;
+}
+
+// The guest is not looked at any more; the server finds its socket closed and takes it out of the world.
+void Shard::expel(Guest& guest) {
+  if (!guest.socket) return;
+  spdlog::warn("{} (uid {}, pid {}) does not speak the channel's protocol: detached", guest.name, guest.credentials.uid,
+               guest.credentials.pid);
+  ::shutdown(guest.socket.get(), SHUT_RDWR);
+  guest.socket.reset();
 }
 
 bool Shard::run_queue_pairs() {
@@ -280,7 +296,7 @@ void Shard::forget(Qp& qp) {
 bool Shard::anything_waiting() {
   if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || runnable_count_ != 0) return true;
   for (Guest* guest : guests_)
-    if (guest->doorbell.any() || guest->control_held) return true;
+    if (!guest->broken && (guest->doorbell.any() || guest->control_held)) return true;
   return false;
 }
 

@@ -51,6 +51,9 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   // Never called for 0 bytes.
   { p.find(qp, key, u64 /*address*/, u64 /*bytes*/, u32 /*Access*/) } -> std::same_as<std::optional<Place>>;
 
+  // Likewise for the buffers of a receive WQE that `qp` took: an SRQ has a protection domain of its own.
+  { p.find_receive(qp, key, u64 /*address*/, u64 /*bytes*/) } -> std::same_as<std::optional<Place>>;
+
   // Moves `bytes` that find() granted, the last of them visible last (D7). At most slice_bytes per call. `qp` runs the
   // operation: a pending copy is remembered there.
   { p.copy(qp, place /*to*/, place /*from*/, u64) } -> std::same_as<MemoryStatus>;

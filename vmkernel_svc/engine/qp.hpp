@@ -41,7 +41,7 @@ struct Operation {
   std::uint32_t retries = 0;    // ACK timeouts of this message
   std::uint32_t rnr_retries = 0;
   std::uint64_t deadline_ns = 0;  // of the wait that is under way; 0: none
-  enum class Wait : std::uint8_t { none, ack, rnr } wait = Wait::none;
+  enum class Wait : std::uint8_t { none, ack, rnr, copy, penalty } wait = Wait::none;
   std::uint32_t multicast_index = 0;
   std::uint64_t value;          // result of an atomic, on its way back
   alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];  // the private copy; inline payload lies here

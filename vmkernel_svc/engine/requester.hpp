@@ -139,6 +139,7 @@ class Requester {
   Step not_accepted(Qp<P>& qp, Qp<P>* peer, const Response& response) {
     if (qp.type == QpType::uc) {  // IBA 9.8.2: nobody tells the sender
       if (peer != nullptr) ++peer->counters.dropped;
+      if (response.kind == Response::Kind::nak && must_pay(qp)) return Step::waiting;
       return succeed(qp);
     }
     switch (response.kind) {
@@ -149,6 +150,37 @@ class Requester {
       default:
         return fail(qp, response.status, qp.counters.remote_errors);
     }
+  }
+
+  // A queue pair that names wrong keys again and again is guessing; RC loses its connection each time, UC pays in time.
+  bool must_pay(Qp<P>& qp) {
+    constexpr std::uint64_t free_errors = 64, penalty_ns = 1'000'000;
+    Operation& op = qp.operation;
+    const std::uint64_t now = ports_.now_ns();
+    if (op.wait != Operation::Wait::penalty) {
+      if (++qp.counters.remote_errors <= free_errors) return false;
+      op.wait = Operation::Wait::penalty;
+      op.deadline_ns = now + penalty_ns;
+    }
+    ports_.wake_at(qp, op.deadline_ns);
+    return now < op.deadline_ns;
+  }
+
+  // Somebody's memory lets itself be waited for. To the requester that is a responder that does not answer: the message fails
+  // when all retries would have. IBA 9.9.2.1.
+  Step wait_for_copy(Qp<P>& qp) {
+    Operation& op = qp.operation;
+    const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
+    if (qp.type != QpType::rc || timeout == 0) return Step::waiting;
+    const std::uint64_t now = ports_.now_ns();
+    if (op.wait != Operation::Wait::copy) {
+      op.wait = Operation::Wait::copy;
+      op.deadline_ns = now + std::max<std::uint64_t>(timeout * (qp.attributes.retry_cnt + 1u), 1'000'000'000);
+    } else if (now >= op.deadline_ns) {
+      return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
+    }
+    ports_.wake_at(qp, op.deadline_ns);
+    return Step::waiting;
   }
 
   Step wait_for_ack(Qp<P>& qp) {
@@ -205,7 +237,7 @@ class Requester {
         case MemoryStatus::done:
           break;
         case MemoryStatus::pending:
-          return Step::waiting;
+          return wait_for_copy(qp);
         case MemoryStatus::source_fault:
           return rule.reads ? remote_fault(qp, peer) : local_error(qp, WcStatus::loc_prot_err);
         case MemoryStatus::destination_fault:
@@ -213,6 +245,7 @@ class Requester {
           if (!rule.moves_to_receive) return remote_fault(qp, peer);
           return refused(qp, responder_.receive_error(peer, WcStatus::loc_prot_err, WcStatus::rem_op_err).status);
       }
+      op.wait = Operation::Wait::none;
       from.advance(bytes);
       to.advance(bytes);
       op.moved_bytes += bytes;
@@ -228,7 +261,7 @@ class Requester {
         op.request.opcode == WrOpcode::atomic_fetch_and_add
             ? ports_.fetch_and_add(qp, op.far.here(), op.remote.compare_add, op.value)
             : ports_.compare_and_swap(qp, op.far.here(), op.remote.compare_add, op.remote.swap, op.value);
-    if (status == MemoryStatus::pending) return Step::waiting;
+    if (status == MemoryStatus::pending) return wait_for_copy(qp);
     if (status != MemoryStatus::done) return remote_fault(qp, peer);
     responder_.finish(peer, op.request, *op.rule);
     op.stage = Operation::Stage::returning_value;

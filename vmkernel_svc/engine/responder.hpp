@@ -149,7 +149,7 @@ class Responder {
       Sge sge;
       std::memcpy(&sge, wqe + receive_wqe_payload_offset + i * sizeof(Sge), sizeof(sge));
       if (sge.bytes == 0) continue;
-      const auto place = ports_.find(qp, Key{sge.lkey}, sge.address, sge.bytes, access_local_write);
+      const auto place = ports_.find_receive(qp, Key{sge.lkey}, sge.address, sge.bytes);
       if (!place) {
         qp.inbound.buffers_valid = false;
         break;
