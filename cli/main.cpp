@@ -10,6 +10,7 @@ namespace {
 
 using namespace vrdma::cli;
 
+constexpr int usage_error = 2;
 constexpr const char* about =
     "vrdma: RDMA verbs for any process, with no HCA, no kernel module and no root.\n\n"
     "  vrdma run -- ib_send_lat              a server over the virtual HCA vrdma0 …\n"
@@ -65,7 +66,14 @@ int main(int argc, char** argv) {
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
 
-  CLI11_PARSE(app, argc, argv);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return std::string("vrdma: ") + error.what() + "\nvrdma --help, and --help after a subcommand, say what there is\n";
+  });
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : usage_error;
+  }
   try {
     if (run_command->parsed()) return run(run_options);
     if (show_command->parsed()) return show(show_options);

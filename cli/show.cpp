@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "cli/output.hpp"
 #include "cli/query.hpp"
 
@@ -166,10 +169,19 @@ struct View {
 constexpr View views[] = {{"", overview},  {"devices", devices}, {"guests", guests}, {"qps", qps},     {"cqs", cqs},
                           {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"cache", caches}, {"counters", counters}};
 
+void sort_by(json& list, const char* key) {
+  std::sort(list.begin(), list.end(), [key](const json& a, const json& b) { return a.at(key) < b.at(key); });
+}
+
 json state_of(const std::string& socket) {
   auto service = find_service(socket);
   if (!service) throw unreachable(socket);
-  return query(*service);
+  json state = query(*service);
+  sort_by(state.at("guests"), "guest");  // the service answers in the order of its tables
+  sort_by(state.at("routes"), "guest");
+  for (auto& guest : state.at("guests"))
+    for (const auto& [list, key] : {std::pair{"qps", "qpn"}, {"cqs", "cq"}, {"mrs", "mr"}, {"srqs", "srq"}}) sort_by(guest.at(list), key);
+  return state;
 }
 
 // --- Prometheus -----------------------------------------------------------------------------------------------
