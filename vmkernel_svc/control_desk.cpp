@@ -69,6 +69,8 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
+  // It goes into logs, onto terminals and between blanks in the output of `vrdma show`.
+  std::replace_if(guest->name.begin(), guest->name.end(), [](char c) { return c <= ' ' || c > '~'; }, '_');
   if (guest->name.empty()) guest->name = "guest" + std::to_string(guest->id.value);
   assign_addresses(*guest);
 
