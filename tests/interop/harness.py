@@ -318,7 +318,7 @@ class Side:
     build: Build
     uid: int | None = None
     link_layer: str | None = None
-    env: dict = field(default_factory=dict)
+    env: dict = field(default_factory=lambda: dict(os.environ))  # of the process that is started
     address: str = "127.0.0.1"  # where the peer finds this side's TCP socket
 
     def command(self, program):
