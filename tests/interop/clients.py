@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from harness import Failure, Skip, free_port, need, run, run_pair
+from harness import Failure, free_port, need, run, run_pair
 
 # UCX finds a device only through the character device that stands for it.
 UCX_TESTS = (
@@ -12,6 +12,9 @@ UCX_TESTS = (
     ("rc_verbs,ud_verbs", "ucp_fadd", 8), ("rc_verbs,ud_verbs", "ucp_cswap", 8), ("rc_verbs,ud_verbs", "stream_bw", 8192),
     ("rc_verbs,ud_verbs", "ucp_am_lat", 64), ("ud_verbs", "tag_lat", 8), ("ud_verbs", "tag_bw", 4096),
 )
+
+# UCX tries rdma_cm for connections that nobody here asks for, is told that it is not served, and goes on without.
+UCX_BAD_WORDS = re.compile(r"ERROR (?!rdma_create_event_channel failed: Operation not supported)|Assertion|Segmentation|Caught signal")
 
 
 def _ucx_env(side, transports):
@@ -35,7 +38,7 @@ def ucx_perftest(sides, transports, test, size):
     iterations = 200 if size > 65536 else 2000
     options = ["-p", str(port), "-t", test, "-s", str(size), "-n", str(iterations), "-w", "50"]
     pair = run_pair(server, client, ["ucx_perftest", "-p", str(port)], ["ucx_perftest", server.address, *options], port, 60,
-                    bad_words=re.compile(r"ERROR|Assertion|Segmentation|Caught signal"))
+                    bad_words=UCX_BAD_WORDS)
     final = re.search(r"^Final:\s+(\d+)\s+(.*)$", pair.client, re.MULTILINE)
     if not final or int(final.group(1)) < iterations:
         raise Failure(f"no final row of {iterations} iterations:\n{pair.client[-3000:]}")

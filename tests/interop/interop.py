@@ -21,7 +21,7 @@ from pathlib import Path
 import clients
 import perftest
 import pingpong
-import pyverbs
+import rdma_core_suite
 import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
 
@@ -147,7 +147,7 @@ class Runner:
 
     def pyverbs(self):
         for layer in ("ib", "ethernet"):
-            self.case(f"{layer:8} rdma-core's own tests", lambda layer=layer: pyverbs.run_suite(self.side(link_layer=layer), self.options.k))
+            self.case(f"{layer:8} rdma-core's own tests", lambda layer=layer: rdma_core_suite.run_suite(self.side(link_layer=layer), self.options.k))
 
 
 def few_cases():

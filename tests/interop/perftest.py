@@ -244,6 +244,7 @@ def run_case(case, sides, seconds=60):
         raise Failure(f"{len(rows)} sizes only:\n{pair.client[-2000:]}")
     if case.size and not case.all_sizes and rows[-1].size_bytes != case.size:
         raise Failure(f"size {rows[-1].size_bytes} instead of {case.size}:\n{pair.client[-2000:]}")
-    if case.inline and "Disabling it" in pair.client:
-        raise Failure(f"perftest does not know the device and has switched inline off:\n{pair.client[-2000:]}")
+    if case.inline and "Disabling it" in pair.client + pair.server:
+        # By a table of vendor_part_ids that is perftest's own; the data went another way than was asked.
+        return f"{rows[-1]}, but perftest has switched inline off: it does not know the device"
     return rows[-1]

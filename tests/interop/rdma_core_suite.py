@@ -57,7 +57,7 @@ def run_suite(side, pattern=None):
     program = None
     try:
         suite = copy_suite(folder.path)
-        probe = Program([PYTHON, "-c", "import pyverbs.device"], env=side.env)
+        probe = Program([PYTHON, "-c", "import pyverbs.device"], env=side.env, cwd=suite)
         if probe.wait(60 * PATIENCE) != 0:
             text = probe.says()
             probe.stop()
