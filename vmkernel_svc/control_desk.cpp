@@ -69,6 +69,8 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
+  // It goes into logs, onto terminals and between blanks in the output of `vrdma show`.
+  std::replace_if(guest->name.begin(), guest->name.end(), [](char c) { return c <= ' ' || c > '~'; }, '_');
   if (guest->name.empty()) guest->name = "guest" + std::to_string(guest->id.value);
   assign_addresses(*guest);
 
@@ -543,7 +545,7 @@ Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const Re
   CompletionQueue* const cq = find(guest.cqs, request.cq);
   if (cq == nullptr || request.cqe == 0 || request.cqe > limits::cqe_max) return Errno{EINVAL};
   // Shrinking: what was posted before and is still under way (memory that a worker fetches) counts, if it ends soon.
-  constexpr std::uint64_t patience_ns = 10'000'000;
+  constexpr std::uint64_t patience_ns = 100'000'000;
   const std::uint64_t now = vmci::monotonic_ns();
   if (guest.held_since_ns == 0) guest.held_since_ns = now;
   if (request.cqe < cq->cqe && now - guest.held_since_ns < patience_ns)

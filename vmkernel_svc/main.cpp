@@ -28,7 +28,14 @@ int main(int argc, char** argv) {
   bool foreground = false;
   app.add_flag("--foreground", foreground, "stay in the foreground (it always does; for scripts)");
   app.add_flag("--check", check_only, "check the configuration and leave");
-  CLI11_PARSE(app, argc, argv);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return std::string("vrdmad: ") + error.what() + "\nvrdmad --help says what there is\n";
+  });
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
 
   try {
     Config config;

@@ -8,10 +8,9 @@
 
 #include <cstdint>
 
-#include "vmci_channel/queue_pair.hpp"
-#include "vmci_channel/ready_bitmap.hpp"
 #include "vrdma/attributes.hpp"
 #include "vrdma/ids.hpp"
+#include "vrdma/queue_layout.hpp"
 #include "vrdma/wire.hpp"
 
 namespace vrdma::control {
