@@ -384,8 +384,9 @@ int post_receive(Queue* queue, const Recv& recv, Verb verb, const Where& where) 
 int post(ibv_qp* qp, const Recv& recv, Where where) { return post_receive(qp, recv, ibv_post_recv, where); }
 int post(ibv_srq* srq, const Recv& recv, Where where) { return post_receive(srq, recv, ibv_post_srq_recv, where); }
 
-Link::Link(Run& the_run, const LinkSpec& spec, Where where)
+Link::Link(Run& the_run, const LinkSpec& the_spec, Where where)
     : run(the_run),
+      spec(the_spec),
       dev(the_run.settings),
       pd(dev, where),
       scq(dev, spec.cq_depth, nullptr, nullptr, where),
@@ -417,6 +418,31 @@ Send Link::send(std::uint64_t id, std::size_t local, std::size_t bytes) const {
 }
 Recv Link::recv(std::uint64_t id, std::size_t local, std::size_t bytes) const {
   return {.id = id, .sges = {mem.sge(local, bytes)}};
+}
+
+void Link::reconnect(Where where) {
+  run.peer.barrier(where);
+  qp.set_state(IBV_QPS_RESET, where);
+  to_init(dev, qp, spec.path, where);
+  run.peer.barrier(where);  // nobody sends to a QP of the old connection
+  to_rtr(dev, qp, peer_address, spec.path, where);
+  to_rts(dev, qp, spec.path, where);
+  run.peer.barrier(where);
+}
+
+void expect_fault(Link& link, const Fault& fault, Where where) {
+  const Note note("fault: ", fault.name);
+  if (link.run.a()) {
+    must(post(link.qp, fault.request, where), "post_send", where);
+    const ibv_wc wc = link.scq.expect(fault.request.id, fault.status, where);
+    if (wc.qp_num != link.qp.p->qp_num) fail_at(where, "the error completion names another QP");
+    link.qp.wait_state(IBV_QPS_ERR, where);
+  } else {
+    const ibv_async_event event = link.dev.wait_event(fault.event, where);
+    if (event.element.qp != link.qp.p) fail_at(where, "the async event names another QP");
+    link.qp.wait_state(IBV_QPS_ERR, where);
+  }
+  link.reconnect(where);
 }
 
 Loop::Loop(Run& run, const LinkSpec& spec, Where where)

@@ -268,7 +268,11 @@ class Link {
   Send send(std::uint64_t id, std::size_t local, std::size_t bytes) const;
   Recv recv(std::uint64_t id, std::size_t local, std::size_t bytes) const;
 
+  // Both roles together: through RESET back to RTS, whatever the state was.
+  void reconnect(Where where = Where::current());
+
   Run& run;
+  LinkSpec spec;
   Device dev;
   Pd pd;
   Cq scq;
@@ -278,6 +282,15 @@ class Link {
   Address peer_address{};
   Remote remote{};
 };
+
+// A request that must fail remotely. Both roles call this; a posts, b is the responder. Afterwards the link works again.
+struct Fault {
+  const char* name;
+  Send request{};
+  ibv_wc_status status = IBV_WC_REM_ACCESS_ERR;
+  ibv_event_type event = IBV_EVENT_QP_ACCESS_ERR;
+};
+void expect_fault(Link& link, const Fault& fault, Where where = Where::current());
 
 // Two connected QPs within one process.
 class Loop {
