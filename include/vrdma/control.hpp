@@ -257,6 +257,7 @@ struct McastRequest {
   X(remove_backing, RemoveBackingRequest, Empty, true)                   \
   X(open_context, OpenContextRequest, OpenContextReply, true)            \
   X(create_channel, CreateChannelRequest, HandleReply, true)             \
+  X(show, Empty, Empty, true)                                            \
   X(query_device, Empty, DeviceReply, false)                             \
   X(close_context, HandleRequest, Empty, false)                          \
   X(destroy_channel, HandleRequest, Empty, false)                        \

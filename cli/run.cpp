@@ -1,0 +1,85 @@
+#include "cli/run.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "cli/service.hpp"
+#include "cli/stats.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+volatile sig_atomic_t child_pid = 0;
+
+// What a person types reaches the whole process group; only what was sent to us alone is passed on.
+void pass_on(int signal, siginfo_t* info, void*) {
+  if (info->si_code != SI_USER && info->si_code != SI_QUEUE && info->si_code != SI_TKILL) return;
+  if (child_pid > 0) ::kill(child_pid, signal);
+}
+
+constexpr int passed_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGALRM};
+
+void prepend(const char* variable, const std::string& value) {
+  const char* const before = std::getenv(variable);
+  ::setenv(variable, before != nullptr && *before != '\0' ? (value + ":" + before).c_str() : value.c_str(), 1);
+}
+
+}  // namespace
+
+int run(const RunOptions& options) {
+  const std::string library = library_path();
+  Service service = find_or_start_service(options.link_layer);
+  ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
+
+  int failed[2];  // carries the errno of an exec that failed; closed by one that did not
+  if (::pipe2(failed, O_CLOEXEC) != 0) throw std::runtime_error(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
+  vmci::UniqueFd failed_read(failed[0]), failed_write(failed[1]);
+
+  sigset_t passed, before;
+  sigemptyset(&passed);
+  for (const int signal : passed_signals) sigaddset(&passed, signal);
+  ::sigprocmask(SIG_BLOCK, &passed, &before);  // until child_pid is known
+  const pid_t pid = ::fork();
+  if (pid < 0) throw std::runtime_error(fmt::format("cannot start {} ({})", options.command[0], std::strerror(errno)));
+  if (pid == 0) {
+    ::sigprocmask(SIG_SETMASK, &before, nullptr);
+    ::setenv("VRDMA_SOCKET", service.path.c_str(), 1);
+    if (!options.link_layer.empty()) ::setenv("VRDMA_LINK_LAYER", options.link_layer.c_str(), 1);
+    if (!options.name.empty()) ::setenv("VRDMA_NAME", options.name.c_str(), 1);
+    prepend("LD_PRELOAD", library);
+    std::vector<char*> arguments;
+    for (const auto& argument : options.command) arguments.push_back(const_cast<char*>(argument.c_str()));
+    arguments.push_back(nullptr);
+    ::execvp(arguments[0], arguments.data());
+    const int why = errno;
+    [[maybe_unused]] const auto written = ::write(failed[1], &why, sizeof(why));
+    ::_exit(why == ENOENT ? 127 : 126);
+  }
+  child_pid = pid;
+  failed_write.reset();
+  struct sigaction action {};
+  action.sa_sigaction = pass_on;
+  action.sa_flags = SA_SIGINFO | SA_RESTART;
+  for (const int signal : passed_signals) ::sigaction(signal, &action, nullptr);
+  ::sigprocmask(SIG_SETMASK, &before, nullptr);
+
+  int why = 0;
+  if (::read(failed_read.get(), &why, sizeof(why)) == static_cast<ssize_t>(sizeof(why)))
+    fmt::print(stderr, "vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0], std::strerror(why));
+  int status = 0;
+  while (::waitpid(pid, &status, 0) < 0)
+    if (errno != EINTR) break;
+  child_pid = 0;
+  if (options.stats) print_stats(service, pid);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+}  // namespace vrdma::cli

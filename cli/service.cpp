@@ -1,0 +1,159 @@
+#include "cli/service.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <vector>
+
+namespace vrdma::cli {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr int ready_timeout_ms = 10'000;
+constexpr const char* idle_exit_s = "10";
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+
+fs::path own_folder() {
+  std::error_code error;
+  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  return self.parent_path();
+}
+
+// The folder of the private service: ours, and nobody else's to write.
+std::string private_folder() {
+  if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime != '\0') {
+    struct stat status;
+    if (::stat(runtime, &status) == 0 && status.st_uid == ::geteuid()) return std::string(runtime) + "/vrdma";
+  }
+  return fmt::format("/tmp/vrdma-{}", ::geteuid());
+}
+
+void make_private_folder(const std::string& folder) {
+  if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
+    fail(fmt::format("cannot make {} ({}): set XDG_RUNTIME_DIR to a folder of yours, or start vrdmad and set VRDMA_SOCKET",
+                     folder, std::strerror(errno)));
+  struct stat status;
+  if (::lstat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 022))
+    fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
+}
+
+void start_private_service(const std::string& path, const std::string& link_layer) {
+  int ready[2];
+  if (::pipe2(ready, O_CLOEXEC) != 0) fail(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
+  vmci::UniqueFd ready_read(ready[0]), ready_write(ready[1]);
+  const std::string program = program_path("vrdmad");
+  const std::string log = path.substr(0, path.rfind('/')) + "/vrdmad.log";
+  const std::string ready_fd = "3";
+  std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
+                                     ready_fd.c_str(), "--log-file", log.c_str()};
+  if (!link_layer.empty()) arguments.insert(arguments.end(), {"--link-layer", link_layer.c_str()});
+  arguments.push_back(nullptr);
+  const pid_t pid = ::fork();
+  if (pid < 0) fail(fmt::format("cannot start {} ({})", program, std::strerror(errno)));
+  if (pid == 0) {
+    ::setsid();
+    if (::fork() != 0) ::_exit(0);  // not our child: it outlives us
+    const int null = ::open("/dev/null", O_RDWR);
+    ::dup2(null, 0);
+    ::dup2(null, 1);
+    if (ready[1] != 3) ::dup2(ready[1], 3);
+    else ::fcntl(3, F_SETFD, 0);
+    const int log_fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
+    ::dup2(log_fd >= 0 ? log_fd : null, 2);
+    ::close_range(4, ~0u, 0);
+    sigset_t none;
+    sigemptyset(&none);
+    ::sigprocmask(SIG_SETMASK, &none, nullptr);
+    ::execv(program.c_str(), const_cast<char**>(arguments.data()));
+    ::_exit(127);
+  }
+  int status;
+  while (::waitpid(pid, &status, 0) < 0 && errno == EINTR) {
+  }
+  ready_write.reset();
+  pollfd waiting{ready_read.get(), POLLIN, 0};
+  char byte = 0;
+  if (::poll(&waiting, 1, ready_timeout_ms) <= 0 || ::read(ready_read.get(), &byte, 1) != 1)
+    fail(fmt::format("the private service {} did not come up at {}: see {}", program, path, log));
+}
+
+}  // namespace
+
+std::string private_socket() { return private_folder() + "/vrdmad.sock"; }
+
+Result<Service> find_service(const std::string& wanted) {
+  std::vector<std::string> paths;
+  const char* const named = std::getenv("VRDMA_SOCKET");
+  if (!wanted.empty())
+    paths = {wanted};
+  else if (named != nullptr && *named != '\0')
+    paths = {named};
+  else
+    paths = {private_socket(), host_socket};
+  Errno last{ENOENT};
+  for (const auto& path : paths) {
+    auto socket = vmci::PacketSocket::connect(path);
+    if (socket) return Service{path, std::move(*socket)};
+    last = socket.error();
+  }
+  return last;
+}
+
+Service find_or_start_service(const std::string& link_layer) {
+  if (auto found = find_service()) return std::move(*found);
+  if (const char* named = std::getenv("VRDMA_SOCKET"); named != nullptr && *named != '\0') {
+    auto socket = vmci::PacketSocket::connect(named);
+    if (socket) return Service{named, std::move(*socket)};
+    fail(fmt::format("cannot reach the host service at {} ({}): start vrdmad there, or unset VRDMA_SOCKET so that a private "
+                     "one is started",
+                     named, std::strerror(value(socket.error()))));
+  }
+  const std::string path = private_socket();
+  const std::string folder = path.substr(0, path.rfind('/'));
+  make_private_folder(folder);
+  const std::string lock_path = folder + "/lock";
+  vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (!lock || ::flock(lock.get(), LOCK_EX) != 0)
+    fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));
+  auto socket = vmci::PacketSocket::connect(path);  // another `vrdma run` may have been faster
+  if (!socket) {
+    start_private_service(path, link_layer);
+    socket = vmci::PacketSocket::connect(path);
+    if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
+  }
+  return Service{path, std::move(*socket)};
+}
+
+std::string program_path(const std::string& name) {
+  const fs::path beside = own_folder() / name;
+  if (fs::exists(beside)) return beside;
+  for (const char* folder : {"/usr/local/bin/", "/usr/local/sbin/", "/usr/bin/", "/usr/sbin/"})
+    if (fs::exists(folder + name)) return folder + name;
+  fail(fmt::format("cannot find {}: it should stand beside vrdma in {}", name, own_folder().string()));
+}
+
+std::string library_path() {
+  const std::vector<fs::path> places{own_folder().parent_path() / "lib" / "libvrdma.so", fs::path(VRDMA_LIBRARY_FOLDER) / "libvrdma.so"};
+  std::string tried;
+  for (const auto& place : places) {
+    std::error_code error;
+    if (fs::exists(place, error)) return fs::canonical(place);
+    tried += (tried.empty() ? "" : " and ") + place.string();
+  }
+  fail(fmt::format("cannot find libvrdma.so (looked at {}): build or install it", tried));
+}
+
+}  // namespace vrdma::cli

@@ -1,0 +1,29 @@
+// Finding the host service, and starting a private one where there is none.
+#pragma once
+
+#include <string>
+
+#include "vmci_channel/packet_socket.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::cli {
+
+// Where a service may listen: $VRDMA_SOCKET alone if set; else the user's private one, then the host's.
+std::string private_socket();                      // $XDG_RUNTIME_DIR/vrdma/vrdmad.sock or /tmp/vrdma-UID/vrdmad.sock
+constexpr const char* host_socket = "/run/vrdma/vrdmad.sock";
+
+struct Service {
+  std::string path;
+  vmci::PacketSocket socket;  // holding it keeps a private service from leaving as idle
+};
+
+// A connection to the first service that answers. The error is that of the last path tried.
+Result<Service> find_service(const std::string& wanted = {});
+// Likewise, starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.
+Service find_or_start_service(const std::string& link_layer);
+
+// Beside this program: ../lib/libvrdma.so in the build tree, the installed place otherwise. Throws when it is in neither.
+std::string library_path();
+std::string program_path(const std::string& name);
+
+}  // namespace vrdma::cli

@@ -1,0 +1,174 @@
+// What the built library is to the loader: as good as libibverbs.so.1 for every client, and nothing besides.
+#include <dlfcn.h>
+#include <doctest/doctest.h>
+#include <glob.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include "guest_lib/abi/elf_reader.hpp"
+
+using namespace vrdma;
+
+namespace {
+
+std::set<VersionedSymbol> listed_exports() {
+  std::set<VersionedSymbol> listed;
+  std::ifstream file(VRDMA_EXPORTS);
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with('#')) continue;
+    std::istringstream words(line);
+    VersionedSymbol symbol;
+    words >> symbol.name >> symbol.version;
+    listed.insert(symbol);
+  }
+  return listed;
+}
+
+const std::set<std::string> interposed = {
+    "open", "open64", "__open", "__open64", "openat", "openat64", "__open_2", "__open64_2", "__openat_2", "__openat64_2",
+    "fopen", "fopen64", "stat", "stat64", "lstat", "lstat64", "fstatat", "fstatat64", "__xstat", "__xstat64",
+    "__lxstat", "__lxstat64", "__fxstatat", "__fxstatat64", "statx", "access", "eaccess", "euidaccess", "faccessat",
+    "realpath", "__realpath_chk", "canonicalize_file_name", "readlink", "readlinkat", "__readlink_chk",
+    "__readlinkat_chk", "opendir", "closedir", "readdir", "readdir64", "readdir_r", "readdir64_r", "rewinddir",
+    "seekdir", "telldir", "dirfd", "scandir", "scandir64"};
+
+ElfFile read_required(const char* path) {
+  const auto elf = read_elf(path);
+  REQUIRE_MESSAGE(elf.has_value(), path);
+  return *elf;
+}
+
+// "GLIBC_2.35" as 2035; 0 for any other name.
+int glibc_version(const std::string& version) {
+  int major = 0, minor = 0;
+  return std::sscanf(version.c_str(), "GLIBC_%d.%d", &major, &minor) >= 2 ? major * 1000 + minor : 0;
+}
+
+std::set<VersionedSymbol> exports_of(const ElfFile& elf) { return {elf.exports.begin(), elf.exports.end()}; }
+
+std::vector<std::string> files_like(const char* pattern) {
+  glob_t found{};
+  std::vector<std::string> paths;
+  if (glob(pattern, 0, nullptr, &found) == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  globfree(&found);
+  return paths;
+}
+
+}  // namespace
+
+TEST_CASE("the library is libibverbs.so.1, needs libc only, binds at load and stays loaded") {
+  for (const char* path : {VRDMA_LIBRARY, VRDMA_COMPLETE_LIBRARY}) {
+    INFO(std::string(path));
+    const ElfFile elf = read_required(path);
+    CHECK(elf.soname == "libibverbs.so.1");
+    CHECK(elf.bind_now);
+    CHECK(elf.no_delete);
+    CHECK(!elf.needed.empty());
+    for (const auto& needed : elf.needed) {
+      INFO(needed);
+      const bool part_of_libc = needed == "libc.so.6" || needed.starts_with("ld-linux-");
+      CHECK(part_of_libc);
+    }
+  }
+}
+
+TEST_CASE("no symbol of a C library newer than 2.35 is wanted") {
+  int checked = 0;
+  for (const char* path : {VRDMA_LIBRARY, VRDMA_COMPLETE_LIBRARY})
+    for (const auto& import : read_required(path).imports) {
+      INFO(std::string(path) << ": " << import.name << "@" << import.version);
+      CHECK(glibc_version(import.version) <= 2035);
+      checked += glibc_version(import.version) != 0;
+    }
+  CHECK(checked > 20);
+}
+
+TEST_CASE("nothing is exported beyond the list and the interposers, which have no version") {
+  const auto listed = listed_exports();
+  REQUIRE(listed.size() > 100);
+  for (const char* path : {VRDMA_LIBRARY, VRDMA_COMPLETE_LIBRARY}) {
+    std::set<std::string> interposers;
+    for (const auto& symbol : exports_of(read_required(path))) {
+      INFO(std::string(path) << ": " << symbol.name << "@" << symbol.version);
+      if (symbol.version.empty()) {
+        CHECK(interposed.contains(symbol.name));
+        interposers.insert(symbol.name);
+      } else {
+        CHECK(listed.contains(symbol));
+      }
+    }
+    CHECK(interposers == interposed);
+  }
+}
+
+TEST_CASE("every listed symbol is exported under its version") {
+  const auto exports = exports_of(read_required(VRDMA_COMPLETE_LIBRARY));
+  for (const auto& symbol : listed_exports()) {
+    INFO(symbol.name << "@" << symbol.version);
+    CHECK(exports.contains(symbol));
+  }
+}
+
+TEST_CASE("the list is what the machine's libibverbs exports, but for the 1.0 wrappers of verbs that moved to 1.1") {
+  const auto real = read_elf("/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0");
+  if (!real) {
+    MESSAGE("SKIPPED: libibverbs 1.14.44 is not installed");
+    return;
+  }
+  const auto listed = listed_exports();
+  const auto theirs = exports_of(*real);
+  for (const auto& symbol : listed) {
+    INFO(symbol.name << "@" << symbol.version);
+    CHECK(theirs.contains(symbol));
+  }
+  for (const auto& symbol : theirs) {
+    INFO(symbol.name << "@" << symbol.version);
+    const bool wrapper = symbol.version == "IBVERBS_1.0" && theirs.contains({symbol.name, "IBVERBS_1.1"});
+    const bool is_listed = listed.contains(symbol);
+    CHECK(is_listed != wrapper);
+  }
+}
+
+TEST_CASE("every client on this machine finds what it imports from libibverbs") {
+  const auto exports = exports_of(read_required(VRDMA_COMPLETE_LIBRARY));
+  int clients = 0;
+  for (const char* pattern :
+       {"/usr/bin/ib_*", "/usr/bin/ibv_*", "/usr/bin/raw_ethernet_*", "/usr/bin/qperf", "/usr/bin/rping",
+        "/usr/bin/ucmatose", "/usr/bin/udaddy", "/usr/bin/mckey", "/usr/bin/rdma_*", "/usr/bin/r*stream",
+        "/usr/bin/cmtime", "/usr/bin/fio", "/usr/lib/x86_64-linux-gnu/libmlx[45].so.1", "/usr/lib/x86_64-linux-gnu/libefa.so.1",
+        "/usr/lib/x86_64-linux-gnu/libmana.so.1", "/usr/lib/x86_64-linux-gnu/librdmacm.so.1",
+        "/usr/lib/x86_64-linux-gnu/ucx/*.so", "/usr/lib/x86_64-linux-gnu/libfabric.so.1",
+        "/usr/lib/python3/dist-packages/pyverbs/*.so", "/usr/lib/python3/dist-packages/pyverbs/providers/*/*.so"}) {
+    for (const auto& path : files_like(pattern)) {
+      const auto elf = read_elf(path);
+      if (!elf) continue;
+      bool client = false;
+      for (const auto& import : elf->imports) {
+        if (!import.version.starts_with("IBVERBS_")) continue;
+        client = true;
+        INFO(std::string(path) << ": " << import.name << "@" << import.version);
+        CHECK(exports.contains(import));
+      }
+      clients += client;
+    }
+  }
+  MESSAGE("clients checked: " << clients);
+  if (files_like("/usr/bin/ibv_devinfo").empty()) {
+    MESSAGE("SKIPPED: no client is installed");
+    return;
+  }
+  CHECK(clients > 0);
+}
+
+TEST_CASE("the library loads by dlopen and dlvsym finds symbols by version") {
+  void* library = dlopen(VRDMA_COMPLETE_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+  REQUIRE_MESSAGE(library != nullptr, dlerror());
+  CHECK(dlvsym(library, "ibv_get_device_list", "IBVERBS_1.1") != nullptr);
+  CHECK(dlvsym(library, "ibv_reg_mr_iova2", "IBVERBS_1.8") != nullptr);
+  CHECK(dlvsym(library, "ibv_get_device_list", "IBVERBS_1.0") == nullptr);
+  CHECK(dlsym(library, "_ZN5vrdma14find_syntheticEPKc") == nullptr);
+}

@@ -1,0 +1,151 @@
+// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34). libmlx5 and libefa are linked into
+// programs for their direct verbs and bind every name at start, but none of our devices is theirs: a provider here
+// registers, is never matched with a device, and finds that no command reaches a kernel.
+#include <infiniband/verbs.h>
+
+#include <cerrno>
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+
+#include "guest_lib/abi/export.hpp"
+
+namespace {
+
+int no_kernel() { return errno = EOPNOTSUPP; }
+
+// The head of libibverbs' ioctl command buffer, as the providers' inlines lay it out on their stack.
+struct CommandBuffer {
+  CommandBuffer* next;
+  std::byte* attribute_end;
+  std::byte* attribute_limit;
+  std::byte flags_and_header[32];
+  std::byte attributes[];  // 16 bytes each
+};
+static_assert(offsetof(CommandBuffer, attributes) == 0x38);
+constexpr std::ptrdiff_t attribute_bytes = 16;
+
+}  // namespace
+
+// A data symbol that libmlx5 imports: whether a destroy command may fail because the kernel device is gone. No command
+// of ours reaches a kernel.
+extern "C" {
+extern VRDMA_VISIBLE bool verbs_allow_disassociate_destroy;
+bool verbs_allow_disassociate_destroy = false;
+}
+
+VRDMA_EXPORT void verbs_register_driver_34(const void*) {}
+
+VRDMA_EXPORT ibv_context* verbs_open_device(ibv_device*, void*) {
+  errno = EOPNOTSUPP;
+  return nullptr;
+}
+
+VRDMA_EXPORT void* _verbs_init_and_alloc_context(ibv_device*, int, std::size_t, void*, std::uint32_t) {
+  errno = EOPNOTSUPP;
+  return nullptr;
+}
+
+// Both act on contexts that _verbs_init_and_alloc_context() would have made.
+VRDMA_EXPORT void verbs_uninit_context(void*) {}
+VRDMA_EXPORT void verbs_set_ops(void*, const void*) {}
+
+VRDMA_EXPORT void verbs_init_cq(ibv_cq* cq, ibv_context* context, ibv_comp_channel* channel,
+                                void* cq_context) {
+  cq->context = context;
+  cq->channel = channel;
+  cq->cq_context = cq_context;
+  cq->comp_events_completed = 0;
+  cq->async_events_completed = 0;
+  pthread_mutex_init(&cq->mutex, nullptr);
+  pthread_cond_init(&cq->cond, nullptr);
+  if (channel == nullptr) return;
+  pthread_mutex_lock(&context->mutex);
+  ++channel->refcnt;
+  pthread_mutex_unlock(&context->mutex);
+}
+
+// Providers explain themselves to the person who debugs a device; there is none.
+VRDMA_EXPORT void __verbs_log(void*, std::uint32_t, const char*, ...) {}
+
+VRDMA_EXPORT int ibv_read_ibdev_sysfs_file(char*, std::size_t, const void* sysfs_device, const char*, ...) {
+  errno = sysfs_device == nullptr ? EINVAL : EOPNOTSUPP;
+  return -1;
+}
+
+// The caller reserves stack for this many attributes, so the answer must be right although the command goes nowhere.
+VRDMA_EXPORT unsigned __ioctl_final_num_attrs(unsigned attribute_count, CommandBuffer* link) {
+  for (; link != nullptr; link = link->next)
+    attribute_count += static_cast<unsigned>((link->attribute_end - link->attributes) / attribute_bytes);
+  return attribute_count;
+}
+
+VRDMA_EXPORT int execute_ioctl(ibv_context*, CommandBuffer*) { return no_kernel(); }
+
+VRDMA_EXPORT int ibv_cmd_poll_cq(ibv_cq*, int, ibv_wc*) {
+  errno = EOPNOTSUPP;
+  return -1;
+}
+
+// The arguments differ and none is looked at.
+#define VRDMA_NO_KERNEL(name) \
+  VRDMA_EXPORT int name() { return no_kernel(); }
+VRDMA_NO_KERNEL(ibv_cmd_advise_mr)
+VRDMA_NO_KERNEL(ibv_cmd_alloc_dm)
+VRDMA_NO_KERNEL(ibv_cmd_alloc_mw)
+VRDMA_NO_KERNEL(ibv_cmd_alloc_pd)
+VRDMA_NO_KERNEL(ibv_cmd_attach_mcast)
+VRDMA_NO_KERNEL(ibv_cmd_close_xrcd)
+VRDMA_NO_KERNEL(ibv_cmd_create_ah)
+VRDMA_NO_KERNEL(ibv_cmd_create_counters)
+VRDMA_NO_KERNEL(ibv_cmd_create_cq)
+VRDMA_NO_KERNEL(ibv_cmd_create_cq_ex)
+VRDMA_NO_KERNEL(ibv_cmd_create_flow)
+VRDMA_NO_KERNEL(ibv_cmd_create_flow_action_esp)
+VRDMA_NO_KERNEL(ibv_cmd_create_qp)
+VRDMA_NO_KERNEL(ibv_cmd_create_qp_ex)
+VRDMA_NO_KERNEL(ibv_cmd_create_qp_ex2)
+VRDMA_NO_KERNEL(ibv_cmd_create_rwq_ind_table)
+VRDMA_NO_KERNEL(ibv_cmd_create_srq)
+VRDMA_NO_KERNEL(ibv_cmd_create_srq_ex)
+VRDMA_NO_KERNEL(ibv_cmd_create_wq)
+VRDMA_NO_KERNEL(ibv_cmd_dealloc_mw)
+VRDMA_NO_KERNEL(ibv_cmd_dealloc_pd)
+VRDMA_NO_KERNEL(ibv_cmd_dereg_mr)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_ah)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_counters)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_cq)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_flow)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_flow_action)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_qp)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_rwq_ind_table)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_srq)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_wq)
+VRDMA_NO_KERNEL(ibv_cmd_detach_mcast)
+VRDMA_NO_KERNEL(ibv_cmd_free_dm)
+VRDMA_NO_KERNEL(ibv_cmd_get_context)
+VRDMA_NO_KERNEL(ibv_cmd_modify_cq)
+VRDMA_NO_KERNEL(ibv_cmd_modify_flow_action_esp)
+VRDMA_NO_KERNEL(ibv_cmd_modify_qp)
+VRDMA_NO_KERNEL(ibv_cmd_modify_qp_ex)
+VRDMA_NO_KERNEL(ibv_cmd_modify_srq)
+VRDMA_NO_KERNEL(ibv_cmd_modify_wq)
+VRDMA_NO_KERNEL(ibv_cmd_open_qp)
+VRDMA_NO_KERNEL(ibv_cmd_open_xrcd)
+VRDMA_NO_KERNEL(ibv_cmd_post_recv)
+VRDMA_NO_KERNEL(ibv_cmd_post_send)
+VRDMA_NO_KERNEL(ibv_cmd_post_srq_recv)
+VRDMA_NO_KERNEL(ibv_cmd_query_context)
+VRDMA_NO_KERNEL(ibv_cmd_query_device_any)
+VRDMA_NO_KERNEL(ibv_cmd_query_mr)
+VRDMA_NO_KERNEL(ibv_cmd_query_port)
+VRDMA_NO_KERNEL(ibv_cmd_query_qp)
+VRDMA_NO_KERNEL(ibv_cmd_query_srq)
+VRDMA_NO_KERNEL(ibv_cmd_read_counters)
+VRDMA_NO_KERNEL(ibv_cmd_reg_dm_mr)
+VRDMA_NO_KERNEL(ibv_cmd_reg_dmabuf_mr)
+VRDMA_NO_KERNEL(ibv_cmd_reg_mr)
+VRDMA_NO_KERNEL(ibv_cmd_req_notify_cq)
+VRDMA_NO_KERNEL(ibv_cmd_rereg_mr)
+VRDMA_NO_KERNEL(ibv_cmd_resize_cq)
+#undef VRDMA_NO_KERNEL

@@ -1,0 +1,187 @@
+#include "guest_lib/attachment.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "guest_lib/process.hpp"
+
+namespace vrdma::guest {
+
+using vmci::Mapping;
+using vmci::UniqueFd;
+using vmci::Writable;
+
+std::string service_socket_path() {
+  if (const char* path = std::getenv("VRDMA_SOCKET"); path != nullptr && *path != '\0') return path;
+  if (const char* run = std::getenv("XDG_RUNTIME_DIR"); run != nullptr && *run != '\0') {
+    std::string path = std::string(run) + "/vrdma/vrdmad.sock";
+    if (::access(path.c_str(), F_OK) == 0) return path;
+  }
+  return "/run/vrdma/vrdmad.sock";
+}
+
+namespace {
+
+const char* remedy(int error) {
+  switch (error) {
+    case ENOENT:
+    case ECONNREFUSED:
+      return "start vrdmad, or use \"vrdma run\"";
+    case EACCES:
+    case EPERM:
+      return "the socket's permissions, or the service's configuration, do not admit this user";
+    case EPROTONOSUPPORT:
+      return "use the libvrdma that belongs to this vrdmad";
+    case ENAMETOOLONG:
+      return "choose a VRDMA_SOCKET of at most 107 characters";
+    case EMFILE:
+    case ENFILE:
+      return "raise the limit of open files";
+    default:
+      return "the log of vrdmad says more";
+  }
+}
+
+std::uint32_t wished_link_layer() {
+  const char* wish = std::getenv("VRDMA_LINK_LAYER");
+  const std::string_view text = wish == nullptr ? "" : wish;
+  if (text == "ib" || text == "infiniband") return control::link_layer_infiniband;
+  if (text == "ethernet") return control::link_layer_ethernet;
+  return control::link_layer_default;
+}
+
+// A segment of the service: sealed, mapped whole, and not for a fork's child.
+Result<Mapping> map_segment(const UniqueFd& fd, std::uint64_t bytes, Writable writable) {
+  auto sealed = vmci::sealed_bytes(fd.get());
+  if (!sealed) return sealed.error();
+  if (bytes > *sealed) return Errno{EPROTO};
+  auto mapping = Mapping::map(fd.get(), 0, bytes, writable);
+  if (mapping && ::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
+  return mapping;
+}
+
+bool valid(const vmci::QueuePairGeometry& geometry) {
+  return std::has_single_bit(geometry.produce_slots) && geometry.produce_slots >= 2 &&
+         (geometry.consume_entries == 0 || std::has_single_bit(geometry.consume_entries));
+}
+
+}  // namespace
+
+void complain(const std::string& path, Errno error) {
+  static std::atomic<bool> said{false};
+  if (said.exchange(true, std::memory_order_relaxed)) return;
+  const char* name = strerrorname_np(value(error));
+  std::fprintf(stderr, "vrdma: cannot reach the host service at %s (%s): %s\n", path.c_str(), name != nullptr ? name : "?",
+               remedy(value(error)));
+}
+
+Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) {
+  auto socket = vmci::PacketSocket::connect(path);
+  if (!socket) return socket.error();
+
+  control::AttachRequest request{};
+  request.magic = control::magic;
+  request.major = control::version_major;
+  request.minor = control::version_minor;
+  request.link_layer = wished_link_layer();
+  request.pid = static_cast<std::uint32_t>(::getpid());
+  if (const char* name = std::getenv("VRDMA_NAME"); name != nullptr) std::snprintf(request.name, sizeof(request.name), "%s", name);
+
+  Parts parts{};
+  auto descriptors = exchange_packet(*socket, 0, 0, control::Request::attach, std::as_bytes(std::span(&request, 1)), {},
+                                     std::as_writable_bytes(std::span(&parts.reply, 1)));
+  if (!descriptors) return descriptors.error();
+  if (parts.reply.major != control::version_major) return Errno{EPROTONOSUPPORT};
+  if (descriptors->size() != 4 || parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
+
+  auto arena = map_segment((*descriptors)[0], parts.reply.arena_bytes, Writable::yes);
+  if (!arena) return arena.error();
+  auto page = map_segment((*descriptors)[1], sizeof(control::ServicePage), Writable::no);
+  if (!page) return page.error();
+  parts.arena = std::move(*arena);
+  parts.page = std::move(*page);
+  parts.doorbell = std::move((*descriptors)[2]);
+  parts.wake = std::move((*descriptors)[3]);
+  parts.socket = std::move(*socket);
+
+  const std::uint64_t arena_bytes = parts.reply.arena_bytes;
+  const auto& geometry = parts.reply.control_geometry;
+  const auto inside = [&](std::uint64_t offset, std::uint64_t bytes) {
+    return offset <= arena_bytes && bytes <= arena_bytes - offset && offset % 128 == 0;
+  };
+  if (!valid(geometry) || geometry.consume_kind != vmci::QueueKind::records || geometry.consume_entries < 2 ||
+      !inside(parts.reply.control_offset, geometry.total_bytes()) ||
+      !inside(parts.reply.doorbell_offset, sizeof(vmci::ReadyWords)))
+    return Errno{EPROTO};
+  return std::make_shared<Attachment>(std::move(parts));
+}
+
+Attachment::Attachment(Parts parts)
+    : arena_(std::move(parts.arena)),
+      page_mapping_(std::move(parts.page)),
+      page_(reinterpret_cast<const control::ServicePage*>(page_mapping_.data())),
+      doorbell_fd_(std::move(parts.doorbell)),
+      guest_(parts.reply.guest),
+      liveness_(page_),
+      doorbell_(reinterpret_cast<vmci::ReadyWords*>(arena_.data() + parts.reply.doorbell_offset),
+                &page_->shards[parts.reply.shard].sleeping, doorbell_fd_.get()),
+      channel_(std::move(parts.socket), std::move(parts.wake),
+               vmci::QueuePairView(arena_.data() + parts.reply.control_offset, parts.reply.control_geometry), guest_, doorbell_,
+               liveness_) {}
+
+Result<std::shared_ptr<Attachment>> Attachment::current() {
+  Process& process = Process::instance();
+  std::lock_guard lock(process.mutex);
+  if (process.attachment && !process.attachment->liveness().gone()) return process.attachment;
+  process.watch_forks();
+  const std::string path = service_socket_path();
+  auto made = attach(path);
+  if (!made) {
+    complain(path, made.error());
+    return made.error();
+  }
+  process.remember(*made);
+  process.attachment = *made;
+  return *made;
+}
+
+std::shared_ptr<Attachment> Attachment::existing() {
+  Process& process = Process::instance();
+  std::lock_guard lock(process.mutex);
+  return process.attachment && !process.attachment->liveness().gone() ? process.attachment : nullptr;
+}
+
+Result<control::DeviceReply> Attachment::device() {
+  if (liveness_.inherited()) return Errno{EIO};
+  std::lock_guard lock(device_mutex_);
+  const std::uint32_t now =
+      std::atomic_ref(const_cast<std::uint32_t&>(page_->device_generation)).load(std::memory_order_acquire);
+  if (device_known_ && device_.generation == now) return device_;
+  auto reply = call<control::Request::query_device>({});
+  if (!reply) return reply.error();
+  device_ = *reply;
+  device_known_ = true;
+  return device_;
+}
+
+Result<vmci::QueuePairView> Attachment::queue_pair_at(std::uint64_t offset, const vmci::QueuePairGeometry& geometry) const {
+  if (!valid(geometry)) return Errno{EPROTO};
+  if (offset > arena_.bytes() || geometry.total_bytes() > arena_.bytes() - offset || offset % 128 != 0) return Errno{EPROTO};
+  return vmci::QueuePairView(arena_.data() + offset, geometry);
+}
+
+void Attachment::become_inherited() {
+  liveness_.mark_inherited();
+  channel_.abandon();
+  doorbell_fd_.reset();
+  arena_.abandon();
+  page_mapping_.abandon();
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,102 @@
+// This process's attachment to the host service: its arena, the service page, the control channel, and the tables that lead
+// from the handles in events to objects. All contexts of a process share one.
+//
+//   Attachment::current()  finds or makes it; a new one after the service died and in a fork's child.
+//
+// Any thread. Objects keep their attachment alive by a shared_ptr, so that a late verb on a dead device finds its rings
+// mapped. In a fork's child the parent's attachment is marked inherited: its rings are not mapped there (MADV_DONTFORK) and
+// its descriptors closed.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "guest_lib/control.hpp"
+#include "vmci_channel/segment.hpp"
+
+namespace vrdma::guest {
+
+struct Cq;
+struct Qp;
+struct Srq;
+
+// Where the service listens: $VRDMA_SOCKET, else $XDG_RUNTIME_DIR/vrdma/vrdmad.sock where that exists, else under /run.
+std::string service_socket_path();
+// Says on standard error why the service at `path` does not serve this process, and what to do: one sentence, once per process.
+void complain(const std::string& path, Errno error);
+
+class Attachment : public std::enable_shared_from_this<Attachment> {
+ public:
+  // The attachment of this process, made if there is none, or none that works. Errors as connect(2) and the service's own.
+  static Result<std::shared_ptr<Attachment>> current();
+  // The same, but nullptr instead of making one.
+  static std::shared_ptr<Attachment> existing();
+
+  template <control::Request R>
+  Result<ReplyBody<R>> call(const RequestBody<R>& body) {
+    return channel_.call<R>(body);
+  }
+  template <control::Request R>
+  Result<SocketReply<R>> call_on_socket(const RequestBody<R>& body, std::span<const int> descriptors = {}) {
+    return channel_.call_on_socket<R>(body, descriptors);
+  }
+
+  Liveness& liveness() { return liveness_; }
+  const Doorbell& doorbell() const { return doorbell_; }
+  std::uint64_t requests_sent() const { return channel_.requests_sent(); }
+  std::uint32_t guest() const { return guest_; }
+
+  // What the device, port and GID queries answer: asked again only when the service says that it changed.
+  Result<control::DeviceReply> device();
+
+  // The queue pair, or the T, that a reply placed in the arena; EPROTO where it would not lie wholly inside.
+  Result<vmci::QueuePairView> queue_pair_at(std::uint64_t offset, const vmci::QueuePairGeometry& geometry) const;
+  template <class T>
+  Result<T*> at(std::uint64_t offset) const {
+    if (offset > arena_.bytes() || sizeof(T) > arena_.bytes() - offset || offset % alignof(T) != 0) return Errno{EPROTO};
+    return reinterpret_cast<T*>(arena_.data() + offset);
+  }
+
+  // Handle → object, for events. Held while an event is being counted on its object.
+  std::mutex& objects_mutex() { return objects_mutex_; }
+  std::unordered_map<std::uint32_t, Cq*> cqs;
+  std::unordered_map<std::uint32_t, Qp*> qps;
+  std::unordered_map<std::uint32_t, Srq*> srqs;
+
+  // Registrations are two requests, the extents and the key: one thread at a time.
+  std::mutex& registration_mutex() { return registration_mutex_; }
+
+  // In a fork's child, before anything else runs there.
+  void become_inherited();
+
+  struct Parts {
+    vmci::PacketSocket socket;
+    vmci::UniqueFd doorbell, wake;
+    vmci::Mapping arena, page;
+    control::AttachReply reply;
+  };
+  explicit Attachment(Parts parts);
+
+ private:
+  static Result<std::shared_ptr<Attachment>> attach(const std::string& path);
+
+  vmci::Mapping arena_;
+  vmci::Mapping page_mapping_;
+  const control::ServicePage* page_;
+  vmci::UniqueFd doorbell_fd_;
+  std::uint32_t guest_;
+  Liveness liveness_;
+  Doorbell doorbell_;
+  ControlChannel channel_;
+
+  std::mutex device_mutex_;
+  bool device_known_ = false;
+  control::DeviceReply device_{};
+
+  std::mutex objects_mutex_;
+  std::mutex registration_mutex_;
+};
+
+}  // namespace vrdma::guest

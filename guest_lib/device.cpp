@@ -1,0 +1,198 @@
+// The device list, and opening and closing the device.
+#include "guest_lib/device.hpp"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "guest_lib/abi/export.hpp"
+#include "guest_lib/descriptors.hpp"
+#include "guest_lib/objects.hpp"
+#include "guest_lib/unsupported_ops.hpp"
+#include "guest_lib/verbs_result.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+// libibverbs' private struct verbs_device is 712 bytes and begins with the public one; what we do not set stays zero.
+struct alignas(64) DeviceStorage {
+  ibv_device device;
+  std::byte rest[1024 - sizeof(ibv_device)];
+};
+
+// Whether somebody listens at `path`, without waiting for a place in the queue.
+Status reachable(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) return Errno{ENAMETOOLONG};
+  std::memcpy(address.sun_path, path.data(), path.size());
+  vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) return last_error();
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return ok();
+  return errno == EAGAIN ? ok() : Status(last_error());  // EAGAIN: its queue is full, so it lives
+}
+
+bool device_present() {
+  if (Attachment::existing()) return true;
+  const std::string path = service_socket_path();
+  const Status reached = reachable(path);
+  if (!reached && (std::getenv("VRDMA_SOCKET") != nullptr || std::getenv("VRDMA_VERBOSE") != nullptr))
+    complain(path, reached.error());
+  return static_cast<bool>(reached);
+}
+
+struct OpenedContext {
+  std::uint32_t handle;
+  std::unique_ptr<PrivateFd> pipe;
+  vmci::UniqueFd event_fd;
+};
+Result<OpenedContext> open_context(Attachment& attachment) {
+  auto reply = attachment.call_on_socket<control::Request::open_context>({});
+  if (!reply) return reply.error();
+  if (reply->descriptors.size() != 1) return Errno{EPROTO};
+  auto event_fd = make_event_fd(reply->descriptors[0].get());
+  if (!event_fd) return event_fd.error();
+  return OpenedContext{reply->body.context, std::make_unique<PrivateFd>(std::move(reply->descriptors[0])),
+                       std::move(*event_fd)};
+}
+
+void set_ops(Context& context) {
+  verbs_context& verbs = context.verbs;
+  set_unsupported_ops(verbs.context.ops);
+  verbs.context.ops._compat_query_device = query_device;
+  verbs.context.ops._compat_query_port = [](ibv_context* of, std::uint8_t port, _compat_ibv_port_attr* attributes) {
+    return query_port(of, port, reinterpret_cast<ibv_port_attr*>(attributes), offsetof(ibv_port_attr, port_cap_flags2));
+  };
+  verbs.context.ops.poll_cq = poll_cq;
+  verbs.context.ops.req_notify_cq = req_notify_cq;
+  verbs.context.ops.post_send = post_send;
+  verbs.context.ops.post_recv = post_recv;
+  verbs.context.ops.post_srq_recv = post_srq_recv;
+  verbs.query_port = query_port;
+  verbs.query_device_ex = query_device_ex;
+  set_extended_ops(verbs);
+}
+
+Result<ibv_context*> open_device(ibv_device* which) {
+  auto attachment = Attachment::current();
+  if (!attachment) return attachment.error();
+  auto opened = open_context(**attachment);
+  if (!opened) return opened.error();
+  vmci::UniqueFd command_fd(::eventfd(0, EFD_CLOEXEC));  // applications duplicate it; nothing is ever written to it
+  if (!command_fd) return last_error();
+
+  auto context = std::make_unique<Context>();
+  context->attachment = *attachment;
+  context->handle = opened->handle;
+  context->async_pipe = std::move(opened->pipe);
+  set_ops(*context);
+  context->verbs.sz = sizeof(verbs_context);
+  ibv_context& verbs = context->verbs.context;
+  verbs.device = which;
+  verbs.cmd_fd = command_fd.release();
+  verbs.async_fd = opened->event_fd.release();
+  verbs.num_comp_vectors = static_cast<int>(limits::comp_vectors);
+  pthread_mutex_init(&verbs.mutex, nullptr);
+  verbs.abi_compat = __VERBS_ABI_IS_EXTENDED;
+  context.release();
+  return &verbs;
+}
+
+}  // namespace
+
+ibv_device* device() {
+  static DeviceStorage* storage = [] {
+    auto* made = new DeviceStorage{};
+    made->device.node_type = IBV_NODE_CA;
+    made->device.transport_type = IBV_TRANSPORT_IB;
+    std::strcpy(made->device.name, "vrdma0");
+    std::strcpy(made->device.dev_name, "uverbs0");
+    std::strcpy(made->device.dev_path, "/sys/class/infiniband_verbs/uverbs0");
+    std::strcpy(made->device.ibdev_path, "/sys/class/infiniband/vrdma0");
+    return made;
+  }();
+  return &storage->device;
+}
+
+Result<std::shared_ptr<Attachment>> Context::usable() {
+  std::shared_ptr<Attachment> mine;
+  {
+    std::lock_guard lock(Process::instance().mutex);
+    mine = attachment;
+  }
+  if (!mine->liveness().inherited()) {
+    if (mine->liveness().gone()) return Errno{EIO};
+    return mine;
+  }
+  auto fresh = Attachment::current();
+  if (!fresh) return Errno{EIO};
+  auto opened = open_context(**fresh);
+  if (!opened) return opened.error();
+  std::unique_ptr<PrivateFd> old_pipe;
+  std::lock_guard lock(Process::instance().mutex);
+  if (!attachment->liveness().inherited()) return attachment;  // another thread was first; ours ends with the process
+  attachment = *fresh;
+  handle = opened->handle;
+  // The inherited epoll descriptor is the parent's as well: it is replaced, not altered.
+  if (::dup3(opened->event_fd.get(), verbs.context.async_fd, O_CLOEXEC) < 0) return last_error();
+  old_pipe = std::exchange(async_pipe, std::move(opened->pipe));
+  return attachment;
+}
+
+}  // namespace vrdma::guest
+
+using namespace vrdma;
+using namespace vrdma::guest;
+
+#undef ibv_get_device_list
+VRDMA_EXPORT ibv_device** ibv_get_device_list(int* count) {
+  if (count != nullptr) *count = 0;
+  return as_ptr([&]() -> Result<ibv_device**> {
+    auto** list = static_cast<ibv_device**>(std::calloc(2, sizeof(ibv_device*)));
+    if (list == nullptr) return Errno{ENOMEM};
+    if (device_present()) {
+      list[0] = device();
+      if (count != nullptr) *count = 1;
+    }
+    return list;
+  });
+}
+
+VRDMA_EXPORT void ibv_free_device_list(ibv_device** list) { std::free(list); }
+VRDMA_EXPORT const char* ibv_get_device_name(ibv_device* which) { return which->name; }
+VRDMA_EXPORT int ibv_get_device_index(ibv_device*) { return 0; }
+
+VRDMA_EXPORT __be64 ibv_get_device_guid(ibv_device*) {
+  __be64 guid = 0;
+  as_int([&]() -> Status {
+    auto attachment = Attachment::current();
+    if (!attachment) return attachment.error();
+    auto reply = (*attachment)->device();
+    if (!reply) return reply.error();
+    guid = reply->node_guid;
+    return ok();
+  });
+  return guid;
+}
+
+VRDMA_EXPORT ibv_context* ibv_open_device(ibv_device* which) {
+  return as_ptr([&] { return open_device(which); });
+}
+
+VRDMA_EXPORT int ibv_close_device(ibv_context* verbs) {
+  return as_int([&]() -> Status {
+    std::unique_ptr<Context> context(&Context::of(verbs));
+    // A dead service has forgotten it; an inherited one is the parent's.
+    if (!context->attachment->liveness().gone())
+      (void)context->attachment->call<control::Request::close_context>({context->handle, 0});
+    ::close(verbs->async_fd);
+    ::close(verbs->cmd_fd);
+    pthread_mutex_destroy(&verbs->mutex);
+    return ok();
+  });
+}

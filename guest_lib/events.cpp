@@ -1,0 +1,240 @@
+// ibv_get_cq_event, ibv_get_async_event and their acknowledgements. An event is one 16-byte record in a pipe; it is counted
+// on its object while the table is locked, so that destroying the object waits for exactly those that were read.
+//
+// The blocking verbs are cancellation points: nothing with a destructor may live across their waits.
+#include <fcntl.h>
+#include <poll.h>
+
+#include "guest_lib/abi/export.hpp"
+#include "guest_lib/descriptors.hpp"
+#include "guest_lib/objects.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+enum class Next { record, empty, end };
+
+template <class Record>
+Next read_record(int pipe, Record& record) {
+  ssize_t got;
+  do got = ::read(pipe, &record, sizeof(record));
+  while (got < 0 && errno == EINTR);
+  if (got == static_cast<ssize_t>(sizeof(record))) return Next::record;
+  return got < 0 && errno == EAGAIN ? Next::empty : Next::end;
+}
+
+// 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
+int wait_readable(int event_fd) {
+  const int flags = ::fcntl(event_fd, F_GETFL);
+  if (flags < 0) return -1;
+  if (flags & O_NONBLOCK) {
+    errno = EAGAIN;
+    return -1;
+  }
+  pollfd readable{event_fd, POLLIN, 0};
+  return ::poll(&readable, 1, -1) < 0 ? -1 : 0;
+}
+
+// --- completion events
+
+Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
+  std::lock_guard lock(channel.attachment->objects_mutex());
+  auto found = channel.attachment->cqs.find(record.cq);
+  if (found == channel.attachment->cqs.end()) return nullptr;  // destroyed meanwhile
+  Cq& cq = *found->second;
+  if (cq.verbs.channel != &channel.verbs) return nullptr;
+  const std::uint32_t armed = std::atomic_ref(cq.shared->arm).load(std::memory_order_relaxed) >> 2;
+  constexpr std::uint32_t sequence_mask = 0x3fffffff;
+  if (((record.arm_sequence - cq.first_arm_sequence) & sequence_mask) > ((armed - cq.first_arm_sequence) & sequence_mask))
+    return nullptr;  // of an older CQ with the same handle
+  ++cq.completion_events_reported;
+  return &cq;
+}
+
+bool any_outstanding(Cq& cq) {
+  std::lock_guard lock(cq.lock);
+  for (Lane* lane : cq.lanes) {
+    if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
+    if (lane->reader.next() != nullptr) return true;
+    std::lock_guard queue(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
+    if (lane->send != nullptr ? lane->send->any_outstanding() : lane->receive->any_outstanding()) return true;
+  }
+  return false;
+}
+
+// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush.
+Cq* count_fatal_event(Channel& channel) {
+  std::lock_guard lock(channel.attachment->objects_mutex());
+  for (Cq* cq : channel.cqs) {
+    const auto arm = std::atomic_ref(cq->shared->arm);
+    const std::uint32_t now = arm.load(std::memory_order_relaxed);
+    if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) continue;
+    if (cq->fatal_event_reported && !any_outstanding(*cq)) continue;
+    arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
+    cq->fatal_event_reported = true;
+    ++cq->completion_events_reported;
+    return cq;
+  }
+  // Until something is armed again the descriptor is not readable, or applications would spin on the closed pipe.
+  if (channel.pipe_watched) unwatch_pipe(channel.verbs.fd, channel.pipe->get());
+  channel.pipe_watched = false;
+  return nullptr;
+}
+
+// --- asynchronous events
+
+enum class Element { cq, qp, srq, port };
+Element element_of(std::uint32_t event) {
+  switch (event) {
+    case IBV_EVENT_CQ_ERR:
+      return Element::cq;
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_COMM_EST:
+    case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_PATH_MIG:
+    case IBV_EVENT_PATH_MIG_ERR:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
+      return Element::qp;
+    case IBV_EVENT_SRQ_ERR:
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+      return Element::srq;
+    default:
+      return Element::port;
+  }
+}
+
+template <class Table>
+auto* find_in(Table& table, std::uint32_t handle) {
+  auto found = table.find(handle);
+  return found == table.end() ? nullptr : found->second;
+}
+
+// False: the object is gone, and the event with it.
+bool count_event(Attachment& attachment, const control::AsyncRecord& record, ibv_async_event& event) {
+  event.event_type = static_cast<ibv_event_type>(record.event);
+  std::lock_guard lock(attachment.objects_mutex());
+  switch (element_of(record.event)) {
+    case Element::cq:
+      if (Cq* cq = find_in(attachment.cqs, record.handle)) {
+        ++cq->async_events_reported;
+        event.element.cq = cq->base();
+        return true;
+      }
+      return false;
+    case Element::qp:
+      if (Qp* qp = find_in(attachment.qps, record.handle)) {
+        ++qp->events_reported;
+        event.element.qp = &qp->base();
+        return true;
+      }
+      return false;
+    case Element::srq:
+      if (Srq* srq = find_in(attachment.srqs, record.handle)) {
+        ++srq->events_reported;
+        event.element.srq = &srq->verbs;
+        return true;
+      }
+      return false;
+    case Element::port:
+      event.element.port_num = record.event == IBV_EVENT_DEVICE_FATAL ? 0 : 1;
+      return true;
+  }
+  return false;
+}
+
+template <class Verbs>
+void acknowledge(Verbs& object, std::uint32_t& completed, std::uint32_t count) {
+  pthread_mutex_lock(&object.mutex);
+  completed += count;
+  pthread_cond_broadcast(&object.cond);
+  pthread_mutex_unlock(&object.mutex);
+}
+
+}  // namespace
+
+void watch_after_death(Cq& cq) {
+  if (cq.verbs.channel == nullptr) return;
+  Channel& channel = Channel::of(cq.verbs.channel);
+  std::lock_guard lock(channel.attachment->objects_mutex());
+  if (!channel.pipe_watched && watch_pipe(channel.verbs.fd, channel.pipe->get())) channel.pipe_watched = true;
+}
+
+}  // namespace vrdma::guest
+
+using namespace vrdma;
+using namespace vrdma::guest;
+
+VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** cq_context) {
+  Channel& channel = Channel::of(verbs);
+  if (channel.attachment->liveness().inherited()) {
+    errno = EIO;
+    return -1;
+  }
+  for (;;) {
+    control::CompletionRecord record;
+    Cq* found = nullptr;
+    const Next next = read_record(channel.pipe->get(), record);
+    if (next == Next::record) {
+      found = count_event(channel, record);
+      if (found == nullptr) continue;
+    } else if (next == Next::end) {
+      channel.attachment->liveness().mark_dead();
+      found = count_fatal_event(channel);
+    }
+    if (found != nullptr) {
+      *cq = found->base();
+      *cq_context = found->verbs.cq_context;
+      return 0;
+    }
+    if (wait_readable(verbs->fd) != 0) return -1;
+  }
+}
+
+VRDMA_EXPORT void ibv_ack_cq_events(ibv_cq* verbs, unsigned int count) {
+  if (count != 0) acknowledge(*verbs, verbs->comp_events_completed, count);
+}
+
+VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event) {
+  Context& context = Context::of(verbs);
+  if (context.attachment->liveness().inherited()) {
+    errno = EIO;
+    return -1;
+  }
+  for (;;) {
+    control::AsyncRecord record;
+    const Next next = read_record(context.async_pipe->get(), record);
+    if (next == Next::record) {
+      if (count_event(*context.attachment, record, *event)) return 0;
+      continue;
+    }
+    if (next == Next::end) {
+      context.attachment->liveness().mark_dead();
+      if (!context.fatal_reported.exchange(true)) {
+        unwatch_pipe(verbs->async_fd, context.async_pipe->get());
+        event->event_type = IBV_EVENT_DEVICE_FATAL;
+        event->element.port_num = 0;
+        return 0;
+      }
+    }
+    if (wait_readable(verbs->async_fd) != 0) return -1;
+  }
+}
+
+VRDMA_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
+  switch (element_of(event->event_type)) {
+    case Element::cq:
+      acknowledge(*event->element.cq, event->element.cq->async_events_completed, 1);
+      break;
+    case Element::qp:
+      acknowledge(*event->element.qp, event->element.qp->events_completed, 1);
+      break;
+    case Element::srq:
+      acknowledge(*event->element.srq, event->element.srq->events_completed, 1);
+      break;
+    case Element::port:
+      break;
+  }
+}

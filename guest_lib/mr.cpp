@@ -1,0 +1,199 @@
+// Protection domains and memory registrations.
+#include <algorithm>
+#include <cstring>
+
+#include "guest_lib/abi/export.hpp"
+#include "guest_lib/objects.hpp"
+#include "guest_lib/reach.hpp"
+#include "guest_lib/verbs_result.hpp"
+
+namespace vrdma::guest {
+
+Result<std::uint32_t> Pd::handle_on(const std::shared_ptr<Attachment>& wanted) {
+  std::lock_guard lock(Process::instance().mutex);
+  if (attachment == wanted) return verbs.handle;
+  if (!attachment->liveness().inherited()) return Errno{EIO};
+  auto made = wanted->call<control::Request::create_pd>({Context::of(verbs.context).handle, 0});
+  if (!made) return made.error();
+  attachment = wanted;
+  verbs.handle = made->handle;
+  return verbs.handle;
+}
+
+namespace {
+
+constexpr std::uint32_t optional_access = IBV_ACCESS_OPTIONAL_RANGE;
+constexpr std::uint32_t known_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
+                                       IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |
+                                       IBV_ACCESS_HUGETLB;
+
+Status check_range(std::uint64_t address, std::uint64_t bytes) {
+  if (bytes == 0) return Errno{EINVAL};
+  return address + bytes < address ? Status(Errno{EFAULT}) : ok();
+}
+
+Status check_access(std::uint32_t access) {
+  if ((access & ~known_access) != 0) return Errno{access & IBV_ACCESS_ON_DEMAND ? EOPNOTSUPP : EINVAL};
+  // IBA 10.6.3.1: remote write and atomic access need local write access.
+  const bool remote_writes = (access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
+  return remote_writes && (access & IBV_ACCESS_LOCAL_WRITE) == 0 ? Status(Errno{EINVAL}) : ok();
+}
+
+// The extents wait in the service until the registration that follows takes them. The registration mutex is held.
+Status stage(Attachment& attachment, std::span<const control::Extent> extents) {
+  for (bool first = true; !extents.empty(); first = false) {
+    control::StageExtentsRequest request{};
+    request.count = static_cast<std::uint32_t>(std::min<std::size_t>(extents.size(), control::stage_extents_max));
+    request.clear_first = first;
+    std::copy_n(extents.begin(), request.count, request.extents);
+    auto staged = attachment.call<control::Request::stage_extents>(request);
+    if (!staged) return staged.error();
+    extents = extents.subspan(request.count);
+  }
+  return ok();
+}
+
+Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t iova, std::uint32_t access) {
+  const auto address = reinterpret_cast<std::uintptr_t>(start);
+  access &= ~optional_access;  // promises of the application that need not be used
+  if (Status range = check_range(address, bytes); !range) return range.error();
+  if (Status allowed = check_access(access); !allowed) return allowed.error();
+  auto attachment = Context::of(pd->context).usable();
+  if (!attachment) return attachment.error();
+  auto pd_handle = Pd::of(pd).handle_on(*attachment);
+  if (!pd_handle) return pd_handle.error();
+
+  auto mr = std::make_unique<Mr>();
+  std::lock_guard lock((*attachment)->registration_mutex());
+  auto extents = reach(**attachment, address, bytes, access);
+  if (!extents) return extents.error();
+  if (Status staged = stage(**attachment, *extents); !staged) return staged.error();
+  if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
+  auto made = (*attachment)->call<control::Request::reg_mr>({*pd_handle, access, address, bytes, iova});
+  if (!made) return made.error();
+  mr->attachment = *attachment;
+  mr->access = access;
+  mr->verbs = {pd->context, pd, start, bytes, made->handle, made->key, made->key};
+  Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
+  return &mr.release()->verbs;
+}
+
+// The return values are enum ibv_rereg_mr_err_code.
+int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std::uint32_t access) {
+  const auto refuse = [](int error) {
+    errno = error;
+    return IBV_REREG_MR_ERR_INPUT;
+  };
+  const auto address = reinterpret_cast<std::uintptr_t>(start);
+  const auto wanted = static_cast<std::uint32_t>(flags);
+  access &= ~optional_access;
+  if (wanted == 0 || (wanted & ~std::uint32_t{IBV_REREG_MR_FLAGS_SUPPORTED}) != 0) return refuse(EINVAL);
+  control::ReregMrRequest request{mr.verbs.handle, wanted, 0, access, address, bytes, address};
+  if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION)
+    if (Status range = check_range(address, bytes); !range) return refuse(value(range.error()));
+  if (wanted & IBV_REREG_MR_CHANGE_ACCESS) {
+    if (Status allowed = check_access(access); !allowed) return refuse(value(allowed.error()));
+    if (access & IBV_ACCESS_ZERO_BASED) request.iova = 0;
+  }
+  if (wanted & IBV_REREG_MR_CHANGE_PD) {
+    if (pd == nullptr) return refuse(EINVAL);
+    auto handle = Pd::of(pd).handle_on(mr.attachment);
+    if (!handle) return refuse(value(handle.error()));
+    request.pd = *handle;
+  }
+
+  std::lock_guard lock(mr.attachment->registration_mutex());
+  if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
+    auto extents = reach(*mr.attachment, address, bytes, wanted & IBV_REREG_MR_CHANGE_ACCESS ? access : mr.access);
+    if (!extents) return refuse(value(extents.error()));
+    if (Status staged = stage(*mr.attachment, *extents); !staged) return refuse(value(staged.error()));
+  }
+  auto made = mr.attachment->call<control::Request::rereg_mr>(request);
+  if (!made) {
+    errno = value(made.error());
+    return errno == EINVAL ? IBV_REREG_MR_ERR_INPUT : IBV_REREG_MR_ERR_CMD;
+  }
+  mr.verbs.handle = made->handle;
+  mr.verbs.lkey = mr.verbs.rkey = made->key;
+  if (wanted & IBV_REREG_MR_CHANGE_ACCESS) mr.access = access;
+  if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
+    mr.verbs.addr = start;
+    mr.verbs.length = bytes;
+  }
+  if (wanted & IBV_REREG_MR_CHANGE_PD) {
+    Pd::of(mr.verbs.pd).users.fetch_sub(1, std::memory_order_relaxed);
+    Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
+    mr.verbs.pd = pd;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace vrdma::guest
+
+using namespace vrdma;
+using namespace vrdma::guest;
+
+VRDMA_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* context) {
+  return as_ptr([&]() -> Result<ibv_pd*> {
+    auto attachment = Context::of(context).usable();
+    if (!attachment) return attachment.error();
+    auto pd = std::make_unique<Pd>();
+    auto made = (*attachment)->call<control::Request::create_pd>({Context::of(context).handle, 0});
+    if (!made) return made.error();
+    pd->attachment = *attachment;
+    pd->verbs = {context, made->handle};
+    return &pd.release()->verbs;
+  });
+}
+
+VRDMA_EXPORT int ibv_dealloc_pd(ibv_pd* verbs) {
+  return as_int([&]() -> Status {
+    Pd& pd = Pd::of(verbs);
+    if (pd.users.load(std::memory_order_relaxed) != 0) return Errno{EBUSY};
+    if (!pd.attachment->liveness().gone()) {
+      auto gone = pd.attachment->call<control::Request::destroy_pd>({verbs->handle, 0});
+      if (!gone && value(gone.error()) != EIO) return gone.error();
+    }
+    delete &pd;
+    return ok();
+  });
+}
+
+#undef ibv_reg_mr
+VRDMA_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* address, std::size_t bytes, int access) {
+  return as_ptr([&] {
+    return reg_mr(pd, address, bytes, reinterpret_cast<std::uintptr_t>(address), static_cast<std::uint32_t>(access));
+  });
+}
+
+#undef ibv_reg_mr_iova
+VRDMA_EXPORT ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* address, std::size_t bytes, std::uint64_t iova, int access) {
+  return as_ptr([&] { return reg_mr(pd, address, bytes, iova, static_cast<std::uint32_t>(access)); });
+}
+
+VRDMA_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, std::size_t bytes, std::uint64_t iova, unsigned int access) {
+  return as_ptr([&] { return reg_mr(pd, address, bytes, iova, access); });
+}
+
+VRDMA_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* address, std::size_t bytes, int access) {
+  int outcome = IBV_REREG_MR_ERR_CMD;
+  as_int([&]() -> Status {
+    outcome = rereg_mr(Mr::of(mr), flags, pd, address, bytes, static_cast<std::uint32_t>(access));
+    return outcome == 0 ? ok() : Status(last_error());
+  });
+  return outcome;
+}
+
+VRDMA_EXPORT int ibv_dereg_mr(ibv_mr* verbs) {
+  return as_int([&]() -> Status {
+    Mr& mr = Mr::of(verbs);
+    if (!mr.attachment->liveness().gone()) {
+      auto gone = mr.attachment->call<control::Request::dereg_mr>({verbs->handle, 0});
+      if (!gone && value(gone.error()) != EIO) return gone.error();
+    }
+    Pd::of(verbs->pd).users.fetch_sub(1, std::memory_order_relaxed);
+    delete &mr;
+    return ok();
+  });
+}

@@ -1,0 +1,42 @@
+// The function that an interposer stands in front of: the next definition in the loader's order, usually libc's.
+// Usable before constructors have run and from signal handlers (all are looked up by a constructor of this library; a
+// look-up before that may allocate). A look-up that comes back into an interposer, because malloc itself is interposed
+// and opens files, gets a null function and must make the system call itself.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <atomic>
+
+namespace vrdma {
+
+extern __thread bool next_function_lookup __attribute__((tls_model("initial-exec")));
+
+template <class Function>
+class NextFunction {
+ public:
+  // version: of symbols that exist only as old versions (__xstat), which a plain look-up does not find.
+  constexpr NextFunction(const char* name, const char* version = nullptr) : name_(name), version_(version) {}
+
+  Function* get() {
+    Function* function = function_.load(std::memory_order_relaxed);
+    return function != nullptr ? function : look_up();
+  }
+
+ private:
+  Function* look_up() {
+    if (next_function_lookup) return nullptr;
+    next_function_lookup = true;
+    void* found = version_ != nullptr ? dlvsym(RTLD_NEXT, name_, version_) : dlsym(RTLD_NEXT, name_);
+    next_function_lookup = false;
+    auto* function = reinterpret_cast<Function*>(found);
+    function_.store(function, std::memory_order_relaxed);  // idempotent: every thread finds the same
+    return function;
+  }
+
+  const char* name_;
+  const char* version_;
+  std::atomic<Function*> function_{nullptr};
+};
+
+}  // namespace vrdma

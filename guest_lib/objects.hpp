@@ -1,0 +1,182 @@
+// The verbs objects as this library keeps them. Each begins with the public struct that the application holds a pointer to.
+//
+// The public fields follow libibverbs; everything behind them is private. Objects are created and destroyed by the verbs of
+// the same name; the application must not destroy what it still uses, as always in verbs.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "guest_lib/attachment.hpp"
+#include "guest_lib/process.hpp"
+#include "guest_lib/spin_lock.hpp"
+#include "guest_lib/work_queue.hpp"
+#include "vmci_channel/lane.hpp"
+#include "vrdma/attributes.hpp"
+
+namespace vrdma::guest {
+
+struct Qp;
+struct Cq;
+
+struct Context {
+  verbs_context verbs;  // the application holds &verbs.context
+  std::shared_ptr<Attachment> attachment;
+  std::uint32_t handle = 0;
+  std::unique_ptr<PrivateFd> async_pipe;
+  std::atomic<bool> fatal_reported{false};
+
+  static Context& of(ibv_context* context) {
+    return *reinterpret_cast<Context*>(reinterpret_cast<std::byte*>(context) - offsetof(verbs_context, context));
+  }
+  // The attachment for a verb that creates something: this process's own, also when the context came through a fork.
+  // EIO: the device is fatal.
+  Result<std::shared_ptr<Attachment>> usable();
+};
+
+struct Pd {
+  ibv_pd verbs{};
+  std::shared_ptr<Attachment> attachment;
+  std::atomic<std::uint32_t> users{0};
+
+  static Pd& of(ibv_pd* pd) { return *reinterpret_cast<Pd*>(pd); }
+  // Its handle on that attachment: a PD that came through a fork is made anew there.
+  Result<std::uint32_t> handle_on(const std::shared_ptr<Attachment>& wanted);
+};
+
+struct Mr {
+  ibv_mr verbs{};
+  std::shared_ptr<Attachment> attachment;
+  std::uint32_t access = 0;
+
+  static Mr& of(ibv_mr* mr) { return *reinterpret_cast<Mr*>(mr); }
+};
+
+struct Ah {
+  ibv_ah verbs{};
+  UdOperand route{};  // but for the remote QPN and Q_Key
+
+  static Ah& of(ibv_ah* ah) { return *reinterpret_cast<Ah*>(ah); }
+};
+
+struct Channel {
+  ibv_comp_channel verbs{};
+  std::shared_ptr<Attachment> attachment;
+  std::uint32_t handle = 0;
+  std::unique_ptr<PrivateFd> pipe;
+  std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
+  bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise
+
+  static Channel& of(ibv_comp_channel* channel) { return *reinterpret_cast<Channel*>(channel); }
+};
+
+// Where the completions of one direction of a queue pair arrive. Guarded by its completion queue's lock.
+struct Lane {
+  static constexpr std::uint32_t not_hot = ~0u;
+
+  vmci::LaneReader reader;
+  vmci::QueuePairHeader* header = nullptr;
+  Qp* qp = nullptr;
+  SendQueue* send = nullptr;        // one of the two is set
+  ReceiveQueue* receive = nullptr;
+  std::uint32_t qpn = 0;
+  std::uint32_t number = control::no_lane;  // in its completion queue
+  std::uint32_t hot_index = not_hot;
+  std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
+  bool pending = false;       // in the completion queue's list of lanes that may hold entries
+  Lane* next_pending = nullptr;
+};
+
+struct Cq {
+  ibv_cq_ex verbs{};
+  std::shared_ptr<Attachment> attachment;
+  Liveness* liveness = nullptr;
+  control::CqShared* shared = nullptr;
+
+  alignas(64) SpinLock lock;
+  std::uint32_t consumed = 0;  // as in shared
+  std::uint32_t polls = 0;
+  Lane* hot[control::hot_lanes] = {};
+  std::uint32_t hot_hits[control::hot_lanes] = {};
+  Lane* pending_first = nullptr;
+  Lane* pending_last = nullptr;
+  std::vector<Lane*> lanes;  // by number
+  std::uint32_t lane_count = 0;
+
+  std::atomic<std::uint32_t> users{0};
+  std::uint32_t first_arm_sequence = 0;
+  // Events read so far; guarded by the attachment's objects_mutex until the CQ has left the table.
+  std::uint32_t completion_events_reported = 0;
+  std::uint32_t async_events_reported = 0;
+  bool fatal_event_reported = false;
+
+  static Cq& of(ibv_cq* cq) { return *reinterpret_cast<Cq*>(cq); }
+  ibv_cq* base() { return reinterpret_cast<ibv_cq*>(&verbs); }
+
+  void add_lane(Lane& lane);
+  // Takes the lane out and drops what is left in it; nobody writes to it any more.
+  void remove_lane(Lane& lane);
+  void drop_entries(Lane& lane);
+};
+
+struct Srq {
+  ibv_srq verbs{};
+  std::shared_ptr<Attachment> attachment;
+  Liveness* liveness = nullptr;
+  std::uint32_t srq_num = 0;
+  std::uint32_t max_sge = 0;
+  SpinLock lock;
+  ReceiveQueue queue;
+  std::atomic<std::uint32_t> users{0};
+  std::uint32_t events_reported = 0;
+
+  static Srq& of(ibv_srq* srq) { return *reinterpret_cast<Srq*>(srq); }
+};
+
+struct Qp {
+  ibv_qp_ex verbs{};
+  std::uint32_t verbs_comp_mask = 0;  // where libibverbs' own struct goes on
+  std::uint32_t doorbell_member = 0;
+  Liveness* liveness = nullptr;
+  Doorbell doorbell;
+  std::uint32_t max_send_sge = 0;
+  std::uint32_t max_recv_sge = 0;
+  std::uint32_t max_inline_data = 0;
+  std::uint32_t implied_flags = 0;  // wr_signaled for sq_sig_all
+  SpinLock send_lock;
+  SpinLock receive_lock;
+  SendQueue send;
+  ReceiveQueue receive;
+  Lane send_lane;
+  Lane receive_lane;
+
+  std::shared_ptr<Attachment> attachment;
+  ibv_qp_cap caps{};
+  int sq_sig_all = 0;
+  std::atomic<std::uint32_t> mcast_groups{0};
+  std::uint32_t events_reported = 0;
+
+  static Qp& of(ibv_qp* qp) { return *reinterpret_cast<Qp*>(qp); }
+  ibv_qp& base() { return verbs.qp_base; }
+};
+static_assert(offsetof(Qp, verbs_comp_mask) == 352 && sizeof(verbs_context) == 648 && sizeof(ibv_cq_ex) == 288);
+
+// The data verbs, which every context's ops point to.
+int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
+int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
+int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
+int poll_cq(ibv_cq* cq, int count, ibv_wc* wc);
+int req_notify_cq(ibv_cq* cq, int solicited_only);
+
+// An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.
+void watch_after_death(Cq& cq);
+
+// struct ibv_ah_attr as it travels, and back.
+AddressVector to_wire(const ibv_ah_attr& attributes);
+ibv_ah_attr from_wire(const AddressVector& path);
+
+}  // namespace vrdma::guest

@@ -1,0 +1,67 @@
+// The interposers of paths.cpp and paths_dir.cpp: libc functions that take a path, exported without a version so that
+// they stand in front of libc's when libvrdma is preloaded (or comes before libc in the loader's order).
+//
+// A path outside /sys/class/infiniband* and /dev/infiniband costs one comparison. Inside, the real entry wins; where
+// there is none, the synthetic tree answers. One exception: /dev/infiniband/rdma_cm is always ours, because the
+// kernel's knows nothing of our devices. Not covered: paths relative to a directory descriptor inside the tree (there
+// are no such descriptors), and libc's calls to itself (glob, ftw).
+#pragma once
+
+#include <cerrno>
+#include <cstddef>
+#include <type_traits>
+
+#include "guest_lib/next_function.hpp"
+#include "guest_lib/synthetic_tree.hpp"
+
+// Defines the exported libc function `symbol` as vrdma_next::symbol, out of reach of libc's declaration, whose
+// nonnull attributes would let the compiler drop the check for a null path.
+#define VRDMA_INTERPOSE(result, symbol, ...) \
+  extern "C" __attribute__((visibility("default"))) result vrdma_interposed_##symbol(__VA_ARGS__) __asm__(#symbol); \
+  extern "C" result vrdma_interposed_##symbol(__VA_ARGS__)
+
+namespace vrdma::paths {
+
+inline bool ours(const char* path) { return __builtin_expect(path != nullptr && may_be_synthetic(path), 0); }
+
+inline bool is_rdma_cm(const char* path) { return find_synthetic(path).kind == EntryKind::rdma_cm_device; }
+
+// Runs real(); where it fails because nothing is there, runs synthetic(entry), which reports like the real one. A
+// success leaves errno as it was. `failed` is what real() returns then.
+template <class Result, class Real, class Synthetic>
+Result real_or_synthetic(const char* path, Result failed, Real real, Synthetic synthetic) {
+  const int errno_before = errno;
+  const Result result = real();
+  if (result != failed || (errno != ENOENT && errno != ENOTDIR)) return result;
+  const SyntheticEntry entry = find_synthetic(path);
+  if (entry.kind == EntryKind::none) {
+    if (entry.not_a_directory) errno = ENOTDIR;
+    return result;
+  }
+  errno = errno_before;
+  return synthetic(entry);
+}
+
+template <class Result>
+Result fail(int error, Result result) {
+  errno = error;
+  return result;
+}
+
+// Calls the function behind an interposer; ENOSYS where libc has none or the look-up came back into the interposer.
+template <class Function, class... Arguments>
+auto call(NextFunction<Function>& next, Arguments... arguments) {
+  Function* function = next.get();
+  using Result = decltype(function(arguments...));
+  if (function != nullptr) return function(arguments...);
+  if constexpr (std::is_pointer_v<Result>)
+    return fail(ENOSYS, Result{nullptr});
+  else
+    return fail(ENOSYS, Result{-1});
+}
+
+// A descriptor for an entry as open(2) gives it: text in a sealed memfd, or -1 with errno. rdma_cm is refused with
+// EOPNOTSUPP and says so on stderr once per process.
+int open_entry(const SyntheticEntry& entry, int flags);
+
+}  // namespace vrdma::paths

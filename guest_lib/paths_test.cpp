@@ -1,0 +1,184 @@
+// Children with libvrdma preloaded: what they see of the device, and that everything else stays as it was. The parent
+// is not preloaded.
+#include <doctest/doctest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+
+namespace {
+
+struct Outcome {
+  int exit_code = -1;  // -1: killed by a signal or by the watchdog
+  std::string out;     // stdout and stderr
+};
+
+// Runs a shell line with the library preloaded into everything it starts; a child that does not end is killed after
+// 30 s with its process group, and has no exit code then.
+Outcome run(const std::string& command, bool preload = true) {
+  int ends[2];
+  REQUIRE(pipe(ends) == 0);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    setpgid(0, 0);
+    dup2(ends[1], STDOUT_FILENO);
+    dup2(ends[1], STDERR_FILENO);
+    close(ends[0]);
+    close(ends[1]);
+    setenv("LC_ALL", "C", 1);
+    if (preload) setenv("LD_PRELOAD", VRDMA_LIBRARY, 1);
+    execl("/bin/sh", "sh", "-c", command.c_str(), static_cast<char*>(nullptr));
+    _exit(127);
+  }
+  close(ends[1]);
+  Outcome outcome;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    pollfd waiting{ends[0], POLLIN, 0};
+    if (left.count() <= 0 || poll(&waiting, 1, static_cast<int>(left.count())) == 0) {
+      kill(-child, SIGKILL);
+      outcome.out += "[killed by the watchdog]";
+      break;
+    }
+    char buffer[4096];
+    const ssize_t bytes = read(ends[0], buffer, sizeof buffer);
+    if (bytes <= 0) break;
+    outcome.out.append(buffer, static_cast<std::size_t>(bytes));
+  }
+  close(ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  if (WIFEXITED(status)) outcome.exit_code = WEXITSTATUS(status);
+  return outcome;
+}
+
+bool real_devices_present() {
+  if (access("/sys/class/infiniband", F_OK) != 0 && access("/dev/infiniband", F_OK) != 0) return false;
+  MESSAGE("SKIPPED: this machine has RDMA devices of its own");
+  return true;
+}
+
+bool installed(const char* program) {
+  if (access(program, X_OK) == 0) return true;
+  MESSAGE("SKIPPED: " << program << " is not installed");
+  return false;
+}
+
+constexpr const char* not_served = "vrdma: rdma_cm is not served yet";
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+}  // namespace
+
+TEST_CASE("the shell and coreutils read the device's files") {
+  if (real_devices_present()) return;
+  const std::string dir = "/sys/class/infiniband/vrdma0";
+  CHECK(run("cat " + dir + "/node_type " + dir + "/ports/1/pkeys/0").out == "1: CA\n0xffff\n");
+  CHECK(run("read x < " + dir + "/node_type; echo \"$x\"").out == "1: CA\n");
+  CHECK(run("grep -c : " + dir + "/node_guid").out == "1\n");
+  CHECK(run("cat " + dir + "/nonexistent").exit_code == 1);
+  CHECK(run("cat " + dir + "/device/net").exit_code == 1);
+  CHECK(run("echo 1 > " + dir + "/node_type").exit_code != 0);
+}
+
+TEST_CASE("listings show the tree") {
+  if (real_devices_present()) return;
+  CHECK(run("ls /sys/class/infiniband").out == "vrdma0\n");
+  CHECK(run("ls /sys/class/infiniband/vrdma0/device").out == "local_cpulist\nlocal_cpus\nnuma_node\n");
+  CHECK(run("ls /dev/infiniband").out == "rdma_cm\nuverbs0\n");
+  CHECK(run("echo /sys/class/infiniband/*/ports").out == "/sys/class/infiniband/vrdma0/ports\n");
+  CHECK(run("echo /sys/class/infiniband/*", false).out == "/sys/class/infiniband/*\n");
+  const Outcome listing = run("ls -lR /sys/class/infiniband");
+  CHECK(listing.exit_code == 0);
+  CHECK(listing.out.find("gid_attrs") != std::string::npos);
+}
+
+TEST_CASE("the verbs device is a character device that may be read and written") {
+  if (real_devices_present()) return;
+  CHECK(run("test -c /dev/infiniband/uverbs0").exit_code == 0);
+  CHECK(run("test -r /dev/infiniband/uverbs0 && test -w /dev/infiniband/uverbs0").exit_code == 0);
+  CHECK(run("stat -c '%F %t:%T' /dev/infiniband/uverbs0").out == "character special file e7:c0\n");
+  CHECK(run("test -d /sys/class/infiniband/vrdma0").exit_code == 0);
+  CHECK(run("test -f /sys/class/infiniband/vrdma0/node_guid").exit_code == 0);
+  CHECK(run("test -e /dev/infiniband/uverbs1").exit_code == 1);
+  CHECK(run("test -e /sys/class/infiniband/vrdma0/device/net").exit_code == 1);
+  CHECK(run("realpath /sys/class/infiniband/vrdma0/device").out == "/sys/class/infiniband/vrdma0/device\n");
+  const Outcome opened = run("cat /dev/infiniband/uverbs0");
+  CHECK(opened.exit_code == 1);
+  CHECK(opened.out.find("No such device or address") != std::string::npos);
+}
+
+TEST_CASE("other interfaces to files see the tree too") {
+  if (real_devices_present() || !installed("/usr/bin/python3")) return;
+  CHECK(run("python3 -c 'import os; print(sorted(os.listdir(\"/dev/infiniband\")), "
+            "[e.is_dir() for e in os.scandir(\"/sys/class/infiniband\")], "
+            "os.path.exists(\"/sys/class/infiniband/vrdma0/device/net\"), "
+            "open(\"/sys/class/infiniband/vrdma0/ports/1/link_layer\").read().strip())'")
+            .out == "['rdma_cm', 'uverbs0'] [True] False InfiniBand\n");
+  // A C program's calls that no shell tool makes: fopen, scandir, __open_2, statx with an unrelated path.
+  const Outcome c_calls = run(
+      "python3 - <<'E'\n"
+      "import ctypes, os\n"
+      "c = ctypes.CDLL(None, use_errno=True)\n"
+      "c.fopen.restype = ctypes.c_void_p\n"
+      "f = c.fopen(b'/sys/class/infiniband/vrdma0/fw_ver', b'r')\n"
+      "b = ctypes.create_string_buffer(64); c.fgets.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p]\n"
+      "c.fgets(b, 64, f); print(b.value)\n"
+      "l = ctypes.c_void_p(); print(c.scandir(b'/dev/infiniband', ctypes.byref(l), None, None))\n"
+      "print(os.read(c.__open_2(b'/sys/class/infiniband/vrdma0/hw_rev', 0), 9))\n"
+      "print(c.open(None, 0), ctypes.get_errno(), c.access(None, 0), ctypes.get_errno())\n"
+      "E");
+  CHECK(c_calls.out == "b'0.1.0\\n'\n4\nb'0\\n'\n-1 14 -1 14\n");
+}
+
+TEST_CASE("everything outside the prefixes is as without the library") {
+  for (const char* command :
+       {"ls /", "ls /sys/class", "cat /etc/hostname", "test -c /dev/null && echo yes", "ls -d /dev/infinibandx",
+        "stat -c %F /proc/self /tmp /dev/zero", "realpath /proc/../etc/passwd", "find /etc/apt -name '*.list' | sort",
+        "readlink /proc/self/exe"}) {
+    INFO(std::string(command));
+    const Outcome with = run(command), without = run(command, false);
+    CHECK(with.out == without.out);
+    CHECK(with.exit_code == without.exit_code);
+  }
+}
+
+TEST_CASE("files are created with the mode that was asked for") {
+  const Outcome modes = run(
+      "d=$(mktemp -d) && cd $d && umask 0 && python3 - <<'E'\n"
+      "import os, stat\n"
+      "show = lambda fd: print(oct(stat.S_IMODE(os.fstat(fd).st_mode)))\n"
+      "show(os.open('created', os.O_CREAT | os.O_WRONLY, 0o640))\n"
+      "show(os.open('.', os.O_TMPFILE | os.O_RDWR, 0o604))\n"
+      "show(os.open('at', os.O_CREAT | os.O_WRONLY, 0o751, dir_fd=os.open('.', os.O_DIRECTORY)))\n"
+      "E\n"
+      "cd / && rm -r $d");
+  CHECK(modes.out == "0o640\n0o604\n0o751\n");
+}
+
+TEST_CASE("programs of rdma_cm are told that it is not served, and end") {
+  if (real_devices_present()) return;
+  for (const char* command : {"/usr/bin/rping -s", "/usr/bin/ucmatose", "/usr/bin/rping -c -a 127.0.0.1",
+                              "/usr/bin/udaddy", "/usr/bin/rdma_server"}) {
+    if (!installed(std::string(command).substr(0, std::string(command).find(' ')).c_str())) continue;
+    const Outcome outcome = run(command);
+    INFO(std::string(command) << ": " << outcome.out);
+    CHECK(outcome.exit_code > 0);
+    CHECK(count_of(outcome.out, not_served) == 1);
+    CHECK(outcome.out.find("No such file") == std::string::npos);
+  }
+  const Outcome shell = run("exec 3<>/dev/infiniband/rdma_cm");
+  CHECK(shell.exit_code != 0);
+  CHECK(shell.out.find("Operation not supported") != std::string::npos);
+}

@@ -1,0 +1,185 @@
+// ibv_post_send, ibv_post_recv, ibv_post_srq_recv: work requests into WQEs in shared memory. No allocation, no system call
+// unless the service sleeps, one full fence per call.
+#include "guest_lib/objects.hpp"
+
+#include <cstring>
+
+#include "vmci_channel/arch.hpp"
+
+namespace vrdma::guest {
+
+static_assert(offsetof(ibv_sge, addr) == offsetof(Sge, address) && offsetof(ibv_sge, length) == offsetof(Sge, bytes) &&
+              offsetof(ibv_sge, lkey) == offsetof(Sge, lkey) && sizeof(ibv_sge) == sizeof(Sge));
+static_assert(IBV_WR_RDMA_WRITE == int(WrOpcode::rdma_write) && IBV_WR_SEND_WITH_IMM == int(WrOpcode::send_with_imm) &&
+              IBV_WR_RDMA_READ == int(WrOpcode::rdma_read) &&
+              IBV_WR_ATOMIC_FETCH_AND_ADD == int(WrOpcode::atomic_fetch_and_add));
+static_assert(IBV_SEND_FENCE == int(wr_fence) && IBV_SEND_SIGNALED == int(wr_signaled) &&
+              IBV_SEND_SOLICITED == int(wr_solicited) && IBV_SEND_INLINE == int(wr_inline));
+
+namespace {
+
+constexpr std::uint32_t bit(ibv_wr_opcode opcode) { return 1u << opcode; }
+constexpr std::uint32_t sends = bit(IBV_WR_SEND) | bit(IBV_WR_SEND_WITH_IMM);
+constexpr std::uint32_t writes = bit(IBV_WR_RDMA_WRITE) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
+constexpr std::uint32_t fetches = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD);
+constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
+// Opcodes of the specification that this device does not have (yet).
+constexpr std::uint32_t not_offered = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW) | bit(IBV_WR_SEND_WITH_INV) |
+                                      bit(IBV_WR_TSO) | bit(IBV_WR_ATOMIC_WRITE);
+
+// IBA 10.8.2, table 114: which operations a transport service has.
+constexpr std::uint32_t legal_opcodes(ibv_qp_type type) {
+  switch (type) {
+    case IBV_QPT_RC:
+      return sends | writes | fetches;
+    case IBV_QPT_UC:
+      return sends | writes;
+    default:
+      return sends;
+  }
+}
+
+RemoteOperand remote_operand(const ibv_send_wr& wr) {
+  if (bit(wr.opcode) & (bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD)))
+    return {wr.wr.atomic.remote_addr, wr.wr.atomic.compare_add, wr.wr.atomic.swap, wr.wr.atomic.rkey, 0};
+  return {wr.wr.rdma.remote_addr, 0, 0, wr.wr.rdma.rkey, 0};
+}
+
+UdOperand ud_operand(const ibv_send_wr& wr) {
+  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
+  operand.remote_qpn = wr.wr.ud.remote_qpn;
+  operand.remote_qkey = wr.wr.ud.remote_qkey;
+  return operand;
+}
+
+// The payload bytes of an inline request, or -1: more than the queue pair takes.
+int inline_bytes(const Qp& qp, const ibv_send_wr& wr) {
+  std::uint64_t bytes = 0;
+  for (int i = 0; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
+  return bytes > qp.max_inline_data ? -1 : static_cast<int>(bytes);
+}
+
+int post_one(Qp& qp, const ibv_send_wr& wr) {
+  const auto opcode = static_cast<std::uint32_t>(wr.opcode);
+  if (opcode >= 32) return EINVAL;
+  const std::uint32_t opcode_bit = 1u << opcode;
+  if ((opcode_bit & legal_opcodes(qp.base().qp_type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
+  if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > qp.max_send_sge) return EINVAL;
+
+  const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
+  std::uint32_t payload_bytes = static_cast<std::uint32_t>(wr.num_sge) * static_cast<std::uint32_t>(sizeof(Sge));
+  auto count = static_cast<std::uint16_t>(wr.num_sge);
+  if (is_inline) {
+    const int bytes = opcode_bit & fetches ? -1 : inline_bytes(qp, wr);
+    if (bytes < 0) return EINVAL;
+    payload_bytes = static_cast<std::uint32_t>(bytes);
+    count = static_cast<std::uint16_t>(bytes);
+  }
+  const bool datagram = qp.base().qp_type == IBV_QPT_UD;
+  if (datagram && wr.wr.ud.ah == nullptr) return EINVAL;
+  const std::uint32_t slots = send_wqe_slots(payload_bytes);
+  if (!qp.send.has_room(slots)) return ENOMEM;
+
+  vmci::RecordWriter& ring = qp.send.writer();
+  if (datagram) {
+    const UdOperand operand = ud_operand(wr);
+    ring.write(offsetof(SendWqe, ud), std::as_bytes(std::span(&operand, 1)));
+  } else {
+    // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
+    const RemoteOperand operand = opcode_bit & sends ? RemoteOperand{} : remote_operand(wr);
+    ring.write(offsetof(SendWqe, remote), std::as_bytes(std::span(&operand, 1)));
+  }
+  if (is_inline) {
+    std::size_t offset = send_wqe_payload_offset;
+    for (int i = 0; i < wr.num_sge; ++i) {
+      const ibv_sge& sge = wr.sg_list[i];
+      ring.write(offset, {reinterpret_cast<const std::byte*>(sge.addr), sge.length});
+      offset += sge.length;
+    }
+  } else if (wr.num_sge == 1) {
+    ring.write(send_wqe_payload_offset, std::as_bytes(std::span<const ibv_sge, 1>(wr.sg_list, 1)));
+  } else {
+    ring.write(send_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, count)));
+  }
+  const auto flags = static_cast<std::uint8_t>((wr.send_flags | qp.implied_flags) & (wr_fence | wr_signaled | wr_solicited | wr_inline));
+  qp.send.publish(wr.wr_id, opcode_bit & with_immediate ? wr.imm_data : 0,
+                  pack(WqeControl{static_cast<WrOpcode>(opcode), flags, count}), slots);
+  return 0;
+}
+
+// Returns 0 or the errno value with the request that failed in *bad_wr; those before it were published.
+template <class Queue, class Wr, class PostOne>
+int post_chain(Queue& queue, const Doorbell& doorbell, std::uint32_t member, Wr* wr, Wr** bad_wr, PostOne&& post) {
+  int error = 0;
+  for (; wr != nullptr; wr = wr->next) {
+    error = post(*wr);
+    if (error != 0) {
+      *bad_wr = wr;
+      break;
+    }
+  }
+  // D1: pairs with the service's fence between its store of needs_doorbell and its last look at the queue.
+  vmci::store_load_fence();
+  if (queue.needs_doorbell().load(std::memory_order_relaxed) != 0) doorbell.ring(member);
+  return error;
+}
+
+int post_one_receive(ReceiveQueue& queue, std::uint32_t max_sge, const ibv_recv_wr& wr) {
+  if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > max_sge) return EINVAL;
+  if (!queue.has_room()) return ENOMEM;
+  const auto count = static_cast<std::uint16_t>(wr.num_sge);
+  if (count != 0) queue.writer().write(receive_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, count)));
+  queue.publish(wr.wr_id, pack(WqeControl{WrOpcode::receive, 0, count}));
+  return 0;
+}
+
+template <class Wr>
+int refuse(Wr* wr, Wr** bad_wr, int error) {
+  *bad_wr = wr;
+  return error;
+}
+
+}  // namespace
+
+int post_send(ibv_qp* verbs, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
+  Qp& qp = Qp::of(verbs);
+  if (qp.liveness->inherited()) [[unlikely]]
+    return refuse(wr, bad_wr, EIO);
+  std::lock_guard guard(qp.send_lock);
+  // IBA 10.8.3.1: a request may be posted in RTS, SQD, SQE and ERR.
+  if (verbs->state < IBV_QPS_RTS) [[unlikely]]
+    return refuse(wr, bad_wr, EINVAL);
+  return post_chain(qp.send, qp.doorbell, qp.doorbell_member, wr, bad_wr,
+                    [&](const ibv_send_wr& one) { return post_one(qp, one); });
+}
+
+int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
+  Qp& qp = Qp::of(verbs);
+  if (qp.liveness->inherited()) [[unlikely]]
+    return refuse(wr, bad_wr, EIO);
+  std::lock_guard guard(qp.receive_lock);
+  if (verbs->state == IBV_QPS_RESET || verbs->srq != nullptr) [[unlikely]]
+    return refuse(wr, bad_wr, EINVAL);
+  return post_chain(qp.receive, qp.doorbell, qp.doorbell_member, wr, bad_wr, [&](const ibv_recv_wr& one) {
+    return post_one_receive(qp.receive, qp.max_recv_sge, one);
+  });
+}
+
+int post_srq_recv(ibv_srq* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
+  Srq& srq = Srq::of(verbs);
+  if (srq.liveness->inherited()) [[unlikely]]
+    return refuse(wr, bad_wr, EIO);
+  std::lock_guard guard(srq.lock);
+  int error = 0;
+  for (; wr != nullptr; wr = wr->next) {
+    error = post_one_receive(srq.queue, srq.max_sge, *wr);
+    if (error != 0) {
+      *bad_wr = wr;
+      break;
+    }
+  }
+  srq.queue.publish_count();
+  return error;
+}
+
+}  // namespace vrdma::guest

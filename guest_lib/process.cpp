@@ -1,0 +1,32 @@
+#include "guest_lib/process.hpp"
+
+#include <pthread.h>
+
+namespace vrdma::guest {
+
+Process& Process::instance() {
+  static Process* process = new Process;
+  return *process;
+}
+
+void Process::remember(const std::shared_ptr<Attachment>& made) {
+  std::erase_if(attachments, [](const auto& old) { return old.expired(); });
+  attachments.push_back(made);
+}
+
+void Process::watch_forks() {
+  if (watching_forks_) return;
+  watching_forks_ = true;
+  pthread_atfork([] { Process::instance().mutex.lock(); }, [] { Process::instance().mutex.unlock(); },
+                 [] {
+                   Process& process = Process::instance();
+                   for (const auto& weak : process.attachments)
+                     if (auto inherited = weak.lock()) inherited->become_inherited();
+                   for (vmci::UniqueFd* fd : process.private_descriptors) fd->reset();
+                   process.attachments.clear();
+                   process.attachment.reset();
+                   process.mutex.unlock();
+                 });
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,334 @@
+// Queue pairs: creation, modification, queries, destruction, multicast groups. The state table is the service's; what can be
+// told without asking is refused here.
+#include <cstring>
+
+#include "guest_lib/abi/export.hpp"
+#include "guest_lib/objects.hpp"
+#include "guest_lib/verbs_result.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+Status open_lane(Lane& lane, Attachment& attachment, Qp& qp, const control::QueueReply& queue, vmci::QueuePairView& view) {
+  if (queue.geometry.consume_kind != vmci::QueueKind::completions || queue.geometry.consume_entries == 0 ||
+      queue.lane >= vmci::ready_members_max)
+    return Errno{EPROTO};
+  auto at = attachment.queue_pair_at(queue.offset, queue.geometry);
+  if (!at) return at.error();
+  view = *at;
+  lane.reader = vmci::LaneReader(view.consume_completions(), queue.geometry.consume_entries);
+  lane.header = &view.header();
+  lane.qp = &qp;
+  lane.qpn = qp.base().qp_num;
+  lane.number = queue.lane;
+  return ok();
+}
+
+Status open_queues(Qp& qp, Attachment& attachment, const control::CreateQpReply& reply) {
+  vmci::QueuePairView view;
+  if (Status opened = open_lane(qp.send_lane, attachment, qp, reply.send, view); !opened) return opened;
+  qp.send.open(view, reply.max_send_wr);
+  qp.send_lane.send = &qp.send;
+  if (Status opened = open_lane(qp.receive_lane, attachment, qp, reply.receive, view); !opened) return opened;
+  if (qp.base().srq != nullptr) {
+    qp.receive_lane.receive = &Srq::of(qp.base().srq).queue;
+  } else {
+    if (reply.receive.record_slots == 0 || reply.receive.record_slots > record_slots_max ||
+        receive_wqe_slots(reply.max_recv_sge) > reply.receive.record_slots)
+      return Errno{EPROTO};
+    qp.receive.open(view, reply.max_recv_wr, reply.receive.record_slots, true);
+    qp.receive_lane.receive = &qp.receive;
+  }
+  return ok();
+}
+
+Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
+  const ibv_qp_cap& cap = init.cap;
+  if (cap.max_send_wr > limits::qp_wr_max || cap.max_recv_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max ||
+      cap.max_recv_sge > limits::sge_max || cap.max_inline_data > limits::inline_max)
+    return Errno{EINVAL};
+  if (init.qp_type != IBV_QPT_RC && init.qp_type != IBV_QPT_UC && init.qp_type != IBV_QPT_UD) return Errno{EOPNOTSUPP};
+  if (init.send_cq == nullptr || init.recv_cq == nullptr) return Errno{EINVAL};
+  auto attachment = Context::of(pd->context).usable();
+  if (!attachment) return attachment.error();
+  auto pd_handle = Pd::of(pd).handle_on(*attachment);
+  if (!pd_handle) return pd_handle.error();
+  Cq& send_cq = Cq::of(init.send_cq);
+  Cq& recv_cq = Cq::of(init.recv_cq);
+  if (send_cq.attachment != *attachment || recv_cq.attachment != *attachment) return Errno{EIO};
+
+  auto qp = std::make_unique<Qp>();
+  control::CreateQpRequest request{};
+  request.context = Context::of(pd->context).handle;
+  request.pd = *pd_handle;
+  request.send_cq = init.send_cq->handle;
+  request.recv_cq = init.recv_cq->handle;
+  request.srq = init.srq != nullptr ? init.srq->handle : 0;
+  request.type = init.qp_type;
+  request.max_send_wr = cap.max_send_wr;
+  request.max_recv_wr = init.srq != nullptr ? 0 : cap.max_recv_wr;
+  request.max_send_sge = cap.max_send_sge;
+  request.max_recv_sge = init.srq != nullptr ? 0 : cap.max_recv_sge;
+  request.max_inline_data = cap.max_inline_data;
+  request.sq_sig_all = init.sq_sig_all != 0;
+  auto reply = (*attachment)->call<control::Request::create_qp>(request);
+  if (!reply) return reply.error();
+
+  qp->attachment = *attachment;
+  qp->liveness = &(*attachment)->liveness();
+  qp->doorbell = (*attachment)->doorbell();
+  qp->doorbell_member = reply->doorbell;
+  qp->max_send_sge = reply->max_send_sge;
+  qp->max_recv_sge = reply->max_recv_sge;
+  qp->max_inline_data = reply->max_inline_data;
+  qp->implied_flags = init.sq_sig_all != 0 ? wr_signaled : 0;
+  qp->sq_sig_all = init.sq_sig_all;
+  qp->caps = {reply->max_send_wr, reply->max_recv_wr, reply->max_send_sge, reply->max_recv_sge, reply->max_inline_data};
+  if (init.srq != nullptr) qp->caps.max_recv_wr = qp->caps.max_recv_sge = 0;
+  ibv_qp& verbs = qp->base();
+  verbs.context = pd->context;
+  verbs.qp_context = init.qp_context;
+  verbs.pd = pd;
+  verbs.send_cq = init.send_cq;
+  verbs.recv_cq = init.recv_cq;
+  verbs.srq = init.srq;
+  verbs.handle = reply->qp;
+  verbs.qp_num = reply->qpn;
+  verbs.state = IBV_QPS_RESET;
+  verbs.qp_type = init.qp_type;
+  pthread_mutex_init(&verbs.mutex, nullptr);
+  pthread_cond_init(&verbs.cond, nullptr);
+  if (Status opened = open_queues(*qp, **attachment, *reply); !opened) {
+    (void)(*attachment)->call<control::Request::destroy_qp>({reply->qp, 0});
+    return opened.error();
+  }
+
+  send_cq.add_lane(qp->send_lane);
+  recv_cq.add_lane(qp->receive_lane);
+  send_cq.users.fetch_add(1, std::memory_order_relaxed);
+  recv_cq.users.fetch_add(1, std::memory_order_relaxed);
+  Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
+  if (init.srq != nullptr) Srq::of(init.srq).users.fetch_add(1, std::memory_order_relaxed);
+  init.cap = qp->caps;
+  std::lock_guard lock((*attachment)->objects_mutex());
+  (*attachment)->qps[reply->qp] = qp.get();
+  return &qp.release()->base();
+}
+
+QpAttributes to_wire(const ibv_qp_attr& from) {
+  QpAttributes to{};
+  to.state = from.qp_state;
+  to.cur_state = from.cur_qp_state;
+  to.path_mtu = from.path_mtu;
+  to.path_mig_state = from.path_mig_state;
+  to.qkey = from.qkey;
+  to.rq_psn = from.rq_psn;
+  to.sq_psn = from.sq_psn;
+  to.dest_qp_num = from.dest_qp_num;
+  to.access_flags = from.qp_access_flags;
+  to.path = guest::to_wire(from.ah_attr);
+  to.alt_path = guest::to_wire(from.alt_ah_attr);
+  to.pkey_index = from.pkey_index;
+  to.alt_pkey_index = from.alt_pkey_index;
+  to.en_sqd_async_notify = from.en_sqd_async_notify;
+  to.max_rd_atomic = from.max_rd_atomic;
+  to.max_dest_rd_atomic = from.max_dest_rd_atomic;
+  to.min_rnr_timer = from.min_rnr_timer;
+  to.port_num = from.port_num;
+  to.timeout = from.timeout;
+  to.retry_cnt = from.retry_cnt;
+  to.rnr_retry = from.rnr_retry;
+  to.alt_port_num = from.alt_port_num;
+  to.alt_timeout = from.alt_timeout;
+  to.rate_limit = from.rate_limit;
+  return to;
+}
+
+ibv_qp_attr from_wire(const QpAttributes& from, const ibv_qp_cap& caps) {
+  ibv_qp_attr to{};
+  to.qp_state = static_cast<ibv_qp_state>(from.state);
+  to.cur_qp_state = static_cast<ibv_qp_state>(from.cur_state);
+  to.path_mtu = static_cast<ibv_mtu>(from.path_mtu);
+  to.path_mig_state = static_cast<ibv_mig_state>(from.path_mig_state);
+  to.qkey = from.qkey;
+  to.rq_psn = from.rq_psn;
+  to.sq_psn = from.sq_psn;
+  to.dest_qp_num = from.dest_qp_num;
+  to.qp_access_flags = from.access_flags;
+  to.cap = caps;
+  to.ah_attr = guest::from_wire(from.path);
+  to.alt_ah_attr = guest::from_wire(from.alt_path);
+  to.pkey_index = from.pkey_index;
+  to.alt_pkey_index = from.alt_pkey_index;
+  to.en_sqd_async_notify = from.en_sqd_async_notify;
+  to.sq_draining = from.sq_draining;
+  to.max_rd_atomic = from.max_rd_atomic;
+  to.max_dest_rd_atomic = from.max_dest_rd_atomic;
+  to.min_rnr_timer = from.min_rnr_timer;
+  to.port_num = from.port_num;
+  to.timeout = from.timeout;
+  to.retry_cnt = from.retry_cnt;
+  to.rnr_retry = from.rnr_retry;
+  to.alt_port_num = from.alt_port_num;
+  to.alt_timeout = from.alt_timeout;
+  to.rate_limit = from.rate_limit;
+  return to;
+}
+
+// A data verb of another thread sees either the old state or the new one, and never posts behind a RESET.
+void set_state(Qp& qp, ibv_qp_state state) {
+  std::lock_guard sends(qp.send_lock);
+  std::lock_guard receives(qp.receive_lock);
+  qp.base().state = state;
+}
+
+void drop_completions(Qp& qp) {
+  Cq::of(qp.base().send_cq).drop_entries(qp.send_lane);
+  Cq::of(qp.base().recv_cq).drop_entries(qp.receive_lane);
+}
+
+Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
+  control::ModifyQpRequest request{};
+  request.qp = qp.base().handle;
+  request.mask = static_cast<std::uint32_t>(mask);
+  request.attributes = to_wire(attributes);
+  const bool to_reset = (mask & IBV_QP_STATE) != 0 && attributes.qp_state == IBV_QPS_RESET;
+  const ibv_qp_state before = qp.base().state;
+  if (to_reset) {
+    if (qp.liveness->gone()) return Errno{EIO};
+    set_state(qp, IBV_QPS_RESET);  // from here on nothing is posted
+    request.send_position = qp.send.writer().position();
+    request.receive_position = qp.base().srq != nullptr ? 0 : qp.receive.writer().position();
+  }
+  auto reply = qp.attachment->call<control::Request::modify_qp>(request);
+  if (!reply) {
+    if (to_reset) set_state(qp, before);
+    return reply.error();
+  }
+  if (to_reset) {
+    drop_completions(qp);
+    std::lock_guard sends(qp.send_lock);
+    std::lock_guard receives(qp.receive_lock);
+    qp.send.forget_all();
+    qp.receive.forget_all();
+  } else if (mask & IBV_QP_STATE) {
+    set_state(qp, static_cast<ibv_qp_state>(reply->state));
+  }
+  return ok();
+}
+
+Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
+  auto reply = qp.attachment->call<control::Request::query_qp>({qp.base().handle, 0});
+  if (!reply) return reply.error();
+  attributes = from_wire(reply->attributes, qp.caps);
+  set_state(qp, attributes.qp_state);
+  if (init != nullptr) {
+    const ibv_qp& verbs = qp.base();
+    *init = {verbs.qp_context, verbs.send_cq, verbs.recv_cq, verbs.srq, qp.caps, verbs.qp_type, qp.sq_sig_all};
+  }
+  return ok();
+}
+
+void take_lanes(Qp& qp) {
+  Cq::of(qp.base().send_cq).remove_lane(qp.send_lane);
+  Cq::of(qp.base().recv_cq).remove_lane(qp.receive_lane);
+}
+
+// Nobody finds the QP by its handle any more; async events that were read and not acknowledged are waited for.
+void withdraw(Qp& qp) {
+  {
+    std::lock_guard lock(qp.attachment->objects_mutex());
+    auto found = qp.attachment->qps.find(qp.base().handle);
+    if (found != qp.attachment->qps.end() && found->second == &qp) qp.attachment->qps.erase(found);
+  }
+  pthread_mutex_lock(&qp.base().mutex);
+  while (qp.base().events_completed != qp.events_reported) pthread_cond_wait(&qp.base().cond, &qp.base().mutex);
+  pthread_mutex_unlock(&qp.base().mutex);
+}
+
+Status destroy_qp(Qp& qp) {
+  if (qp.mcast_groups.load(std::memory_order_relaxed) != 0) return Errno{EBUSY};
+  ibv_qp& verbs = qp.base();
+  if (!qp.liveness->gone()) {
+    // First RESET, so that its completions can still be counted and dropped while their memory is there; then the end.
+    if (verbs.state != IBV_QPS_RESET) {
+      ibv_qp_attr reset{};
+      reset.qp_state = IBV_QPS_RESET;
+      (void)modify_qp(qp, reset, IBV_QP_STATE);
+    }
+    take_lanes(qp);
+    auto gone = qp.attachment->call<control::Request::destroy_qp>({verbs.handle, 0});
+    if (!gone && value(gone.error()) != EIO) {
+      Cq::of(verbs.send_cq).add_lane(qp.send_lane);
+      Cq::of(verbs.recv_cq).add_lane(qp.receive_lane);
+      return gone.error();
+    }
+  } else if (!qp.liveness->inherited()) {
+    take_lanes(qp);
+  }
+  if (!qp.liveness->inherited()) withdraw(qp);
+  Cq::of(verbs.send_cq).users.fetch_sub(1, std::memory_order_relaxed);
+  Cq::of(verbs.recv_cq).users.fetch_sub(1, std::memory_order_relaxed);
+  Pd::of(verbs.pd).users.fetch_sub(1, std::memory_order_relaxed);
+  if (verbs.srq != nullptr) Srq::of(verbs.srq).users.fetch_sub(1, std::memory_order_relaxed);
+  delete &qp;
+  return ok();
+}
+
+Result<control::McastRequest> mcast_request(Qp& qp, const ibv_gid& gid, std::uint16_t lid) {
+  if (qp.base().qp_type != IBV_QPT_UD || gid.raw[0] != 0xff) return Errno{EINVAL};
+  control::McastRequest request{qp.base().handle, lid, 0, {}};
+  std::memcpy(request.gid.data(), gid.raw, sizeof(gid.raw));
+  return request;
+}
+
+}  // namespace
+}  // namespace vrdma::guest
+
+using namespace vrdma;
+using namespace vrdma::guest;
+
+VRDMA_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
+  return as_ptr([&] { return create_qp(pd, *init); });
+}
+
+VRDMA_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
+  return as_int([&] { return modify_qp(Qp::of(qp), *attributes, mask); });
+}
+
+// `mask` says what the application will look at; everything is filled in, as hardware does.
+VRDMA_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attributes, int /*mask*/, ibv_qp_init_attr* init) {
+  return as_int([&] { return query_qp(Qp::of(qp), *attributes, init); });
+}
+
+VRDMA_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
+  return as_int([&] { return destroy_qp(Qp::of(qp)); });
+}
+
+// Extended queue pairs (ibv_wr_*) are made by ibv_create_qp_ex with send_ops_flags, which this device does not offer yet.
+VRDMA_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }
+
+VRDMA_EXPORT int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t lid) {
+  return as_int([&]() -> Status {
+    auto request = mcast_request(Qp::of(qp), *gid, lid);
+    if (!request) return request.error();
+    auto done = Qp::of(qp).attachment->call<control::Request::attach_mcast>(*request);
+    if (!done) return done.error();
+    Qp::of(qp).mcast_groups.fetch_add(1, std::memory_order_relaxed);
+    return ok();
+  });
+}
+
+VRDMA_EXPORT int ibv_detach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t lid) {
+  return as_int([&]() -> Status {
+    auto request = mcast_request(Qp::of(qp), *gid, lid);
+    if (!request) return request.error();
+    auto done = Qp::of(qp).attachment->call<control::Request::detach_mcast>(*request);
+    // With the service gone there is nothing left to leave.
+    if (!done && value(done.error()) != EIO) return done.error();
+    Qp::of(qp).mcast_groups.fetch_sub(1, std::memory_order_relaxed);
+    return ok();
+  });
+}

@@ -1,0 +1,95 @@
+// What a program sees of vrdma devices under /sys/class/infiniband, /sys/class/infiniband_verbs and /dev/infiniband:
+// a table of entries, rendered on demand from a description of the devices. Pure: no system call, no allocation, no
+// knowledge of who asks. Any thread may look up, also from a signal handler and before constructors have run.
+//
+//     device code -- set_synthetic_devices() --> [4 slots, one current] -- find(), list() --> paths.cpp, abi/sysfs.cpp
+//
+// The tree never has device/net: its presence would promise an rdma_cm that is not served yet.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "vrdma/limits.hpp"
+
+namespace vrdma {
+
+enum class GidKind : std::uint8_t { empty, infiniband_or_roce_v1, roce_v2 };
+
+struct SyntheticGid {
+  std::uint8_t raw[16];
+  GidKind kind;
+  char netdev[16];  // "" where the GID belongs to no network interface
+};
+
+// One virtual HCA with one port. Texts are NUL-terminated; numbers are in host byte order.
+struct SyntheticDevice {
+  char name[64];           // as ibv_get_device_name
+  char verbs_name[64];     // "uverbsN"
+  std::uint64_t node_guid;
+  std::uint64_t sys_image_guid;
+  char firmware[32];
+  char board_id[32];
+  char hca_type[32];
+  char rate[32];           // "100 Gb/sec (4X EDR)"
+  std::uint32_t verbs_minor;    // of the character device /dev/infiniband/uverbsN
+  std::uint32_t capability_mask;
+  std::uint16_t lid;
+  std::uint16_t sm_lid;
+  std::uint8_t state;           // enum ibv_port_state
+  std::uint8_t physical_state;  // IBA: 5 is LinkUp
+  bool ethernet;                // link layer
+  SyntheticGid gids[limits::gid_table];
+  std::uint16_t pkeys[limits::pkey_table];
+};
+
+constexpr std::size_t synthetic_devices_max = 4;
+
+// Replaces the devices; an empty span leaves no entries but /dev/infiniband/rdma_cm. Beyond synthetic_devices_max the
+// rest is not shown. Before the first call there is one device, default_synthetic_device(). One thread at a time.
+void set_synthetic_devices(std::span<const SyntheticDevice> devices);
+
+// vrdma0: port down, no LID, the GUID's link-local GID; what is known before the host service has answered.
+SyntheticDevice default_synthetic_device();
+
+enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, rdma_cm_device };
+
+struct SyntheticEntry {
+  EntryKind kind = EntryKind::none;
+  bool not_a_directory = false;  // with kind none: the path goes on below a file
+  std::uint32_t device_minor = 0;  // of the two device kinds
+  std::uint64_t inode = 0;
+  std::size_t text_bytes = 0;
+  char text[512];  // of kind text; not terminated
+};
+
+// True for every path that find() could know; one comparison for all others. Reads path up to the first difference.
+constexpr bool may_be_synthetic(const char* path) {
+  const auto starts_with = [path](const char* prefix) {
+    for (std::size_t i = 0; prefix[i] != '\0'; ++i)
+      if (path[i] != prefix[i]) return false;
+    return true;
+  };
+  if (path[0] != '/') return false;
+  return path[1] == 's' ? starts_with("/sys/class/infiniband") : path[1] == 'd' && starts_with("/dev/infiniband");
+}
+
+// The entry at an absolute path ("//", "." and ".." are resolved textually), with the text of a file.
+SyntheticEntry find_synthetic(const char* path);
+
+// The name of the index-th entry of the directory at path, or "" beyond the last; buf holds it.
+struct SyntheticName {
+  char text[64];
+  EntryKind kind;
+};
+bool list_synthetic(const char* path, std::size_t index, SyntheticName& name);
+
+// The path as find_synthetic() understands it, without "//", "." and ".."; false when it does not fit.
+bool normalise_synthetic(const char* path, std::span<char> out);
+
+// The device whose name this is, for callers that need its GIDs; false when there is none.
+bool find_synthetic_device(std::string_view name, SyntheticDevice& device);
+
+}  // namespace vrdma

@@ -1,0 +1,170 @@
+#include "guest_lib/synthetic_tree.hpp"
+
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstring>
+#include <set>
+#include <string>
+#include <thread>
+
+using namespace vrdma;
+
+namespace {
+
+std::string text_of(const std::string& path) {
+  const SyntheticEntry entry = find_synthetic(path.c_str());
+  return entry.kind == EntryKind::text ? std::string(entry.text, entry.text_bytes) : "<no text>";
+}
+
+EntryKind kind_of(const std::string& path) { return find_synthetic(path.c_str()).kind; }
+
+std::set<std::string> names_in(const std::string& path) {
+  std::set<std::string> names;
+  SyntheticName name;
+  for (std::size_t i = 0; list_synthetic(path.c_str(), i, name); ++i) CHECK(names.insert(name.text).second);
+  return names;
+}
+
+// Every directory entry must be found, with the kind the listing gave, down to the last file.
+std::size_t walk(const std::string& path) {
+  std::size_t files = 0;
+  SyntheticName name;
+  for (std::size_t i = 0; list_synthetic(path.c_str(), i, name); ++i) {
+    const std::string below = path + "/" + name.text;
+    INFO(below);
+    CHECK(kind_of(below) == name.kind);
+    files += name.kind == EntryKind::directory ? walk(below) : 1;
+  }
+  return files;
+}
+
+const std::string ib = "/sys/class/infiniband/vrdma0";
+
+}  // namespace
+
+TEST_CASE("the device's files read as the kernel writes them") {
+  SyntheticDevice device = default_synthetic_device();
+  device.lid = 0x1a;
+  device.state = 4;
+  device.physical_state = 5;
+  set_synthetic_devices(std::span(&device, 1));
+  CHECK(text_of(ib + "/ports/1/lid") == "0x1a\n");
+  CHECK(text_of(ib + "/ports/1/state") == "4: ACTIVE\n");
+  CHECK(text_of(ib + "/ports/1/phys_state") == "5: LinkUp\n");
+  CHECK(text_of(ib + "/ports/1/link_layer") == "InfiniBand\n");
+  CHECK(text_of(ib + "/ports/1/rate") == "100 Gb/sec (4X EDR)\n");
+  CHECK(text_of(ib + "/ports/1/gids/0") == "fe80:0000:0000:0000:0200:00ff:fe00:0001\n");
+  CHECK(text_of(ib + "/ports/1/gids/1") == "0000:0000:0000:0000:0000:0000:0000:0000\n");
+  CHECK(text_of(ib + "/ports/1/gid_attrs/types/0") == "IB/RoCE v1\n");
+  CHECK(kind_of(ib + "/ports/1/gid_attrs/types/1") == EntryKind::none);
+  CHECK(text_of(ib + "/ports/1/pkeys/0") == "0xffff\n");
+  CHECK(text_of(ib + "/node_guid") == "0200:00ff:fe00:0001\n");
+  CHECK(text_of(ib + "/node_type") == "1: CA\n");
+  CHECK(text_of(ib + "/device/numa_node") == "-1\n");
+  CHECK(text_of("/sys/class/infiniband_verbs/uverbs0/ibdev") == "vrdma0\n");
+  CHECK(text_of("/sys/class/infiniband_verbs/uverbs0/dev") == "231:192\n");
+}
+
+TEST_CASE("on Ethernet the GID attributes name version and interface") {
+  SyntheticDevice device = default_synthetic_device();
+  device.ethernet = true;
+  device.gids[1] = device.gids[0];
+  device.gids[1].kind = GidKind::roce_v2;
+  std::strcpy(device.gids[1].netdev, "eth0");
+  set_synthetic_devices(std::span(&device, 1));
+  CHECK(text_of(ib + "/ports/1/link_layer") == "Ethernet\n");
+  CHECK(text_of(ib + "/ports/1/gid_attrs/types/1") == "RoCE v2\n");
+  CHECK(text_of(ib + "/ports/1/gid_attrs/ndevs/1") == "eth0\n");
+  CHECK(names_in(ib + "/ports/1/gid_attrs/types") == std::set<std::string>{"0", "1"});
+  CHECK(names_in(ib + "/ports/1/gid_attrs/ndevs") == std::set<std::string>{"1"});
+}
+
+TEST_CASE("every listed entry exists and every directory lists what it holds") {
+  const SyntheticDevice device = default_synthetic_device();
+  set_synthetic_devices(std::span(&device, 1));
+  CHECK(walk("/sys/class/infiniband") > 40);
+  CHECK(walk("/sys/class/infiniband_verbs") == 2);
+  CHECK(names_in("/sys/class/infiniband") == std::set<std::string>{"vrdma0"});
+  CHECK(names_in("/dev/infiniband") == std::set<std::string>{"uverbs0", "rdma_cm"});
+  CHECK(names_in(ib + "/device") == std::set<std::string>{"numa_node", "local_cpus", "local_cpulist"});
+  CHECK(names_in(ib + "/lid").empty());
+}
+
+TEST_CASE("paths outside the tree, near misses and paths below files are not entries") {
+  const SyntheticDevice device = default_synthetic_device();
+  set_synthetic_devices(std::span(&device, 1));
+  for (const char* path : {"/sys/class/infinibandx", "/sys/class/infiniband/vrdma", "/sys/class/infiniband/vrdma00",
+                           "/sys/class/infiniband_verbs/vrdma0", "/dev/infiniband/umad0", "/dev/infinibandx/uverbs0",
+                           "/sys/class/infiniband/vrdma0/device/net", "/sys/class/infiniband/vrdma0/ports/2/lid",
+                           "/sys/class/infiniband/vrdma0/ports/1/gids/16", "/sys/class/infiniband/vrdma0/ports/1/gids/",
+                           "/sys/class/infiniband/vrdma0/ports/1/gids/00", "/sys/class/infiniband/vrdma0/ports/1/gids/#",
+                           "/sys/class/infiniband/vrdma0/ports/1/gids/-1", "/sys/class/infiniband/../../../etc/passwd"}) {
+    INFO(std::string(path));
+    const EntryKind kind = kind_of(path);
+    if (std::string(path).ends_with("gids/"))
+      CHECK(kind == EntryKind::directory);
+    else
+      CHECK(kind == EntryKind::none);
+  }
+  CHECK(find_synthetic((ib + "/node_guid/x").c_str()).not_a_directory);
+  CHECK(find_synthetic((ib + "/node_guid/").c_str()).not_a_directory);
+  CHECK_FALSE(find_synthetic((ib + "/none/x").c_str()).not_a_directory);
+  CHECK(kind_of("/sys/class/infiniband/" + std::string(5000, 'a')) == EntryKind::none);
+}
+
+TEST_CASE("paths are understood with doubled slashes and dots") {
+  const SyntheticDevice device = default_synthetic_device();
+  set_synthetic_devices(std::span(&device, 1));
+  CHECK(text_of("/sys/class/infiniband//vrdma0/./ports/../node_type") == "1: CA\n");
+  CHECK(kind_of("/sys/class/infiniband/") == EntryKind::directory);
+  CHECK(kind_of("/dev/infiniband/uverbs0") == EntryKind::verbs_device);
+  char clean[64];
+  REQUIRE(normalise_synthetic("/a/.././/b/c/..", clean));
+  CHECK(std::string(clean) == "/b");
+  REQUIRE(normalise_synthetic("/../..", clean));
+  CHECK(std::string(clean) == "/");
+  CHECK_FALSE(normalise_synthetic(("/" + std::string(63, 'x')).c_str(), clean));
+}
+
+TEST_CASE("only the three prefixes cost more than a comparison") {
+  for (const char* path : {"", "relative", "/", "/s", "/sys", "/sys/class/infiniban", "/dev/null", "/dev/infiniban", "/etc"})
+    CHECK_FALSE(may_be_synthetic(path));
+  for (const char* path : {"/sys/class/infiniband", "/sys/class/infiniband_verbs/x", "/dev/infiniband/uverbs0"})
+    CHECK(may_be_synthetic(path));
+}
+
+TEST_CASE("without devices only the connection manager's node is left") {
+  set_synthetic_devices({});
+  CHECK(kind_of("/sys/class/infiniband") == EntryKind::none);
+  CHECK(kind_of(ib) == EntryKind::none);
+  CHECK(names_in("/dev/infiniband") == std::set<std::string>{"rdma_cm"});
+  const SyntheticDevice device = default_synthetic_device();
+  set_synthetic_devices(std::span(&device, 1));
+}
+
+TEST_CASE("readers see whole devices while the description changes") {
+  SyntheticDevice device = default_synthetic_device();
+  std::atomic<bool> stop{false};
+  std::atomic<std::uint64_t> reads{0}, torn{0};
+  device.node_guid = device.sys_image_guid = 0;
+  set_synthetic_devices(std::span(&device, 1));
+  std::thread readers[2];
+  for (auto& reader : readers)
+    reader = std::thread([&] {
+      SyntheticDevice seen;
+      while (!stop.load()) {
+        if (!find_synthetic_device("vrdma0", seen) || seen.node_guid != seen.sys_image_guid) ++torn;
+        ++reads;
+      }
+    });
+  for (std::uint64_t guid = 1; guid < 20000 || reads.load() < 1000; ++guid) {
+    device.node_guid = device.sys_image_guid = guid;
+    set_synthetic_devices(std::span(&device, 1));
+  }
+  stop = true;
+  for (auto& reader : readers) reader.join();
+  CHECK(torn.load() == 0);
+  device = default_synthetic_device();
+  set_synthetic_devices(std::span(&device, 1));
+}

@@ -1,0 +1,44 @@
+#include "guest_lib/unsupported_ops.hpp"
+
+#include <cerrno>
+
+#include "guest_lib/objects.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+int not_supported() { return errno = EOPNOTSUPP; }
+void* no_object() {
+  errno = EOPNOTSUPP;
+  return nullptr;
+}
+
+}  // namespace
+
+void set_unsupported_ops(ibv_context_ops& ops) {
+  ops = {};
+  // The slots that libibverbs filled with its provider's functions before they became exported functions; nobody calls them.
+  void* (**const slots[])(void) = {&ops._compat_alloc_pd,     &ops._compat_dealloc_pd,   &ops._compat_reg_mr,
+                                   &ops._compat_rereg_mr,     &ops._compat_dereg_mr,     &ops._compat_create_cq,
+                                   &ops._compat_cq_event,     &ops._compat_resize_cq,    &ops._compat_destroy_cq,
+                                   &ops._compat_create_srq,   &ops._compat_modify_srq,   &ops._compat_query_srq,
+                                   &ops._compat_destroy_srq,  &ops._compat_create_qp,    &ops._compat_query_qp,
+                                   &ops._compat_modify_qp,    &ops._compat_destroy_qp,   &ops._compat_create_ah,
+                                   &ops._compat_destroy_ah,   &ops._compat_attach_mcast, &ops._compat_detach_mcast,
+                                   &ops._compat_async_event};
+  for (auto* slot : slots) *slot = no_object;
+  ops.alloc_mw = [](ibv_pd*, ibv_mw_type) { return static_cast<ibv_mw*>(no_object()); };
+  ops.bind_mw = [](ibv_qp*, ibv_mw*, ibv_mw_bind*) { return not_supported(); };
+  ops.dealloc_mw = [](ibv_mw*) { return not_supported(); };
+}
+
+void set_extended_ops(verbs_context& verbs) {
+  verbs.close_xrcd = [](ibv_xrcd*) { return not_supported(); };  // its callers do not check for NULL
+  verbs.get_srq_num = [](ibv_srq* srq, std::uint32_t* number) {
+    *number = Srq::of(srq).srq_num;
+    return 0;
+  };
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,106 @@
+#include "vmkernel_svc/config.hpp"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <stdexcept>
+
+namespace vrdma::svc {
+
+namespace {
+
+using nlohmann::json;
+using Setter = std::function<void(const json&)>;
+
+[[noreturn]] void refuse(const std::string& origin, const std::string& what) {
+  throw std::runtime_error(fmt::format("{}: {}", origin, what));
+}
+
+template <class Number>
+Setter number(Number& to, const std::string& origin, const std::string& key) {
+  return [&to, origin, key](const json& value) {
+    if (!value.is_number_unsigned() || value.get<std::uint64_t>() > std::numeric_limits<Number>::max())
+      refuse(origin, fmt::format("\"{}\" is {}: it must be a whole number from 0 to {}", key, value.dump(),
+                                 std::numeric_limits<Number>::max()));
+    to = value.get<Number>();
+  };
+}
+
+Setter text(std::string& to, const std::string& origin, const std::string& key) {
+  return [&to, origin, key](const json& value) {
+    if (!value.is_string()) refuse(origin, fmt::format("\"{}\" is {}: it must be a string", key, value.dump()));
+    to = value.get<std::string>();
+  };
+}
+
+void apply(const json& object, const std::map<std::string, Setter>& known, const std::string& origin, const std::string& where) {
+  if (!object.is_object()) refuse(origin, fmt::format("{} must be a JSON object, not {}", where, object.type_name()));
+  for (const auto& [key, value] : object.items()) {
+    const auto setter = known.find(key);
+    if (setter == known.end()) {
+      std::string names;
+      for (const auto& [name, ignored] : known) names += (names.empty() ? "" : ", ") + name;
+      refuse(origin, fmt::format("unknown key \"{}\" in {}: known are {}", key, where, names));
+    }
+    setter->second(value);
+  }
+}
+
+}  // namespace
+
+void Config::read_file(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) refuse(path, fmt::format("cannot read the configuration ({}): check the path and its permissions", std::strerror(errno)));
+  std::stringstream content;
+  content << file.rdbuf();
+  read_text(content.str(), path);
+}
+
+void Config::read_text(const std::string& content, const std::string& origin) {
+  json document;
+  try {
+    document = json::parse(content, nullptr, true, /*ignore_comments=*/true);
+  } catch (const json::parse_error& error) {
+    refuse(origin, fmt::format("not valid JSON: {}", error.what()));
+  }
+  const auto n = [&](auto& to, const std::string& key) { return std::pair{key, number(to, origin, key)}; };
+  const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, key)}; };
+  const std::map<std::string, Setter> quota_keys{n(quota.guests, "guests"), n(quota.objects, "objects"),
+                                                 n(quota.registered_bytes, "registered_bytes"),
+                                                 n(quota.queue_bytes, "queue_bytes")};
+  std::map<std::string, Setter> keys{t(socket, "socket"),           t(link_layer, "link_layer"),
+                                     t(log_file, "log_file"),       t(log_level, "log_level"),
+                                     n(socket_mode, "socket_mode"), n(shards, "shards"),
+                                     n(arena_bytes, "arena_bytes"), n(lid_first, "lid_first"),
+                                     n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
+                                     n(idle_exit_s, "idle_exit_s")};
+  keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
+  apply(document, keys, origin, "the configuration");
+}
+
+void Config::check() const {
+  const auto require = [](bool good, const std::string& what) {
+    if (!good) throw std::runtime_error("configuration: " + what);
+  };
+  require(!socket.empty(), "\"socket\" is empty: give the path of the socket to listen at");
+  require(link_layer == "infiniband" || link_layer == "ethernet",
+          fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" or \"ethernet\"", link_layer));
+  require(shards >= 1 && shards <= 1, fmt::format("\"shards\" is {}: this version runs one shard", shards));
+  require(arena_bytes >= (1u << 20) && arena_bytes <= (1ull << 40) && arena_bytes % 4096 == 0,
+          fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));
+  require(lid_first >= 1 && lid_count >= 1 && lid_first + lid_count <= 0xc000,
+          fmt::format("LIDs {} to {}: unicast LIDs are 1 to 49151", lid_first, lid_first + lid_count - 1));
+  require(active_mtu == 256 || active_mtu == 512 || active_mtu == 1024 || active_mtu == 2048 || active_mtu == 4096,
+          fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
+  static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
+  require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
+          fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,40 @@
+// What a person may set: a JSON file, overridden by command line flags. Unknown keys and wrong types are refused by name.
+// Read once at start.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace vrdma::svc {
+
+struct Quota {  // of one tenant
+  std::uint32_t guests = 1024;
+  std::uint32_t objects = 1u << 20;              // PDs, MRs, CQs, SRQs, QPs, channels together
+  std::uint64_t registered_bytes = 1ull << 42;
+  std::uint64_t queue_bytes = 1ull << 34;        // arena memory in use
+};
+
+struct Config {
+  std::string socket = "/run/vrdma/vrdmad.sock";
+  std::uint32_t socket_mode = 0666;              // who may attach; the tenant is the peer's uid
+  std::string link_layer = "infiniband";         // or "ethernet"; a guest may ask for the other
+  std::uint32_t shards = 1;
+  std::string log_file;                          // empty: standard error
+  std::string log_level = "info";                // trace, debug, info, warn, error, off
+  std::uint64_t arena_bytes = 1ull << 30;        // per guest, sparse
+  std::uint32_t lid_first = 1;                   // this host's block of LIDs
+  std::uint32_t lid_count = 8192;
+  std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096
+  std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
+  int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
+  Quota quota;
+
+  // Applies the file at `path`. Throws std::runtime_error with a message for a person: which file, which key, what it wants.
+  void read_file(const std::string& path);
+  void read_text(const std::string& text, const std::string& origin);
+  // Throws likewise where values contradict one another or are out of range.
+  void check() const;
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,59 @@
+// Answers control requests: creates, changes and destroys what guests ask for, within their quotas, and takes a guest and
+// all it has out of the world. One member per request of the control table. Used by the shard's thread only.
+#pragma once
+
+#include <span>
+
+#include "vmkernel_svc/engine/qp_state.hpp"
+#include "vmkernel_svc/shard.hpp"
+
+namespace vrdma::svc {
+
+struct AttachInfo {
+  vmci::Credentials credentials;
+  vmci::UniqueFd pidfd;
+  vmci::UniqueFd socket;  // a duplicate: shut down to be rid of the guest
+};
+
+class ControlDesk {
+ public:
+  explicit ControlDesk(Shard& shard) : shard_(shard), fabric_(shard.fabric()) {}
+
+  // A new guest; the descriptors to send along with the reply are appended to `descriptors` (owned by the guest or by `keep`).
+  Result<control::AttachReply> attach(const control::AttachRequest& request, AttachInfo info, int service_page_fd,
+                                      std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep);
+  void detach(Guest& guest);
+
+  // Serves what the guest's control ring holds. False: nothing was there. A guest whose bytes make no sense is marked broken.
+  bool serve(Guest& guest);
+
+  // Requests that carry descriptors, from the socket.
+  Result<control::AddBackingReply> on(Guest& guest, const control::AddBackingRequest& request, vmci::UniqueFd fd);
+  Status on(Guest& guest, const control::RemoveBackingRequest& request);
+  Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
+  Result<control::HandleReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
+
+ private:
+  template <control::Request R>
+  Result<typename control::Message<R>::ReplyBody> on(Guest& guest, const typename control::Message<R>::RequestBody& request);
+  template <control::Request R>
+  bool dispatch(Guest& guest, std::span<const std::byte> body, std::byte* reply, std::uint32_t& reply_bytes, int& status);
+
+  bool answer(Guest& guest, const control::Head& head, std::span<const std::byte> body);
+  Result<std::vector<Piece>> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
+  void release_pieces(Guest& guest, std::vector<Piece>& pieces);
+  void destroy(Guest& guest, QueuePair& qp);
+  void destroy(Guest& guest, CompletionQueue& cq);
+  void destroy(Guest& guest, SharedReceiveQueue& srq);
+  bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
+  Status close_context(Guest& guest, std::uint32_t context);
+  engine::PortLimits limits_of(const Guest& guest) const;
+  Result<std::uint64_t> carve(Guest& guest, std::uint64_t bytes);
+  void uncarve(Guest& guest, std::uint64_t offset);
+  void connected_elsewhere() { ++fabric_.topology_generation; }
+
+  Shard& shard_;
+  Fabric& fabric_;
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,134 @@
+// The engine: runs one queue pair for one turn. The only entry points that a runner (shard, posting thread, simulation) calls.
+//
+// run() is bounded by its budget and leaves everything it has not finished in the queue pair, to go on in the next turn.
+#pragma once
+
+#include "vmkernel_svc/engine/requester.hpp"
+#include "vmkernel_svc/engine/responder.hpp"
+
+namespace vrdma::engine {
+
+template <class P>
+class Engine {
+ public:
+  explicit Engine(P& ports) : ports_(ports), responder_(ports), requester_(ports, responder_) {}
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  Progress run(Qp<P>& qp, Budget& budget) {
+    bool worked = false;
+    while (!budget.spent()) {
+      if (qp.state == QpState::err || qp.state == QpState::sqe) return flush(qp, budget, worked);
+      const bool active = qp.operation.stage != Operation::Stage::none;
+      if (!active) {
+        if (qp.state == QpState::sqd) report_drained(qp);
+        if (qp.state != QpState::rts) break;
+        const auto fetched = requester_.fetch(qp);
+        if (fetched == Requester<P>::Fetch::empty) break;
+        worked = true;
+        --budget.wqes;
+        if (fetched == Requester<P>::Fetch::failed) continue;
+      }
+      const std::int64_t bytes_before = budget.bytes;
+      const auto step = requester_.advance(qp, budget);
+      worked |= budget.bytes != bytes_before;
+      if (step == Requester<P>::Step::waiting) return worked ? Progress::worked : Progress::waiting;
+      worked = true;
+      if (step == Requester<P>::Step::budget_spent) break;
+    }
+    return worked ? Progress::worked : Progress::idle;
+  }
+
+  // Whether a turn could find something to do without anybody ringing: an operation or a flush is under way.
+  static bool busy(const Qp<P>& qp) { return qp.operation.stage != Operation::Stage::none; }
+
+  // The owner moved the queue pair from `before` to qp.state, attributes already stored.
+  void entered(Qp<P>& qp, QpState before) {
+    if (qp.state == QpState::init && before == QpState::reset) qp.communication_established = qp.last_wqe_reported = false;
+    if (qp.state == QpState::rtr && before == QpState::init) qp.expected_psn = Psn{qp.attributes.rq_psn & psn_mask};
+    if (qp.state == QpState::rts && before == QpState::rtr) qp.send_psn = Psn{qp.attributes.sq_psn & psn_mask};
+    if (qp.state == QpState::sqd && before != QpState::sqd) qp.drain_reported = false;
+  }
+
+  // To RESET: everything posted is forgotten; the rings go on where the guest's writers stand.
+  void reset(Qp<P>& qp, std::uint32_t send_position, std::uint32_t receive_position) {
+    requester_.abandon(qp);
+    qp.inbound.active = false;
+    qp.inbound.owner = {};
+    if (qp.send_ring.slot_count() != 0) qp.send_ring.skip_to(send_position);
+    if (qp.receive_ring.slot_count() != 0) qp.receive_ring.skip_to(receive_position);
+    qp.communication_established = qp.drain_reported = qp.last_wqe_reported = false;
+  }
+
+  // To ERR for a reason outside the queue pair (its CQ is overrun); it flushes in its next turns.
+  void fail(Qp<P>& qp, std::optional<AsyncEvent> event) { responder_.fail(qp, event); }
+
+  // Before the queue pair is destroyed.
+  void abandon(Qp<P>& qp) { requester_.abandon(qp); }
+
+ private:
+  void report_drained(Qp<P>& qp) {
+    if (qp.drain_reported) return;
+    qp.drain_reported = true;
+    if (qp.attributes.en_sqd_async_notify != 0) ports_.event(qp, AsyncEvent::sq_drained);
+  }
+
+  // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
+  Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
+    if (qp.operation.stage != Operation::Stage::none) {
+      const std::uint64_t wr_id = qp.operation.wr_id;
+      const std::uint32_t position = qp.operation.next_position;
+      requester_.abandon(qp);
+      complete_flushed(qp, Direction::send, wr_id, position);
+      worked = true;
+    }
+    alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];
+    std::uint32_t slots = 0;
+    RecordHead head;
+    while (budget.wqes > 0 &&
+           qp.send_ring.peek(wqe, send_wqe_slots_max, slots) == vmci::RecordReader::Peek::ready) {
+      std::memcpy(&head, wqe, sizeof(head));
+      qp.send_ring.advance(slots);
+      complete_flushed(qp, Direction::send, head.tag, qp.send_ring.position());
+      --budget.wqes;
+      worked = true;
+    }
+    if (qp.state == QpState::err) {
+      if (qp.inbound.active) {
+        qp.inbound.active = false;
+        qp.inbound.owner = {};
+        complete_flushed(qp, Direction::receive, qp.inbound.wr_id, 0);
+        worked = true;
+      }
+      while (qp.srq == nullptr && qp.receive_ring.slot_count() != 0 && budget.wqes > 0 &&
+             qp.receive_ring.peek(wqe, receive_wqe_slots_max, slots) == vmci::RecordReader::Peek::ready) {
+        std::memcpy(&head, wqe, sizeof(head));
+        qp.receive_ring.advance(slots);
+        complete_flushed(qp, Direction::receive, head.tag, 0);
+        --budget.wqes;
+        worked = true;
+      }
+      if (qp.srq != nullptr && !qp.last_wqe_reported) {
+        qp.last_wqe_reported = true;
+        ports_.event(qp, AsyncEvent::qp_last_wqe_reached);
+      }
+    }
+    return worked ? Progress::worked : Progress::idle;
+  }
+
+  void complete_flushed(Qp<P>& qp, Direction direction, std::uint64_t wr_id, std::uint32_t position) {
+    ++qp.counters.flushed;
+    Cqe cqe{};
+    cqe.wr_id = wr_id;
+    cqe.imm_data = static_cast<std::uint32_t>(WcStatus::wr_flush_err);
+    cqe.queue_position = position;
+    ports_.complete(qp, direction, cqe,
+                    {WcStatus::wr_flush_err, direction == Direction::send ? WcOpcode::send : WcOpcode::recv, 0});
+  }
+
+  P& ports_;
+  Responder<P> responder_;
+  Requester<P> requester_;
+};
+
+}  // namespace vrdma::engine

@@ -1,0 +1,110 @@
+// The engine's private state of a queue pair and of an SRQ. Nothing here lies in shared memory; the readers and writers only
+// point there. One thread runs a queue pair at a time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "vmci_channel/lane.hpp"
+#include "vmci_channel/record_ring.hpp"
+#include "vmkernel_svc/engine/records.hpp"
+#include "vmkernel_svc/engine/scatter_gather.hpp"
+#include "vrdma/attributes.hpp"
+
+namespace vrdma::engine {
+
+constexpr std::uint32_t receive_wqe_slots_max = receive_wqe_slots(receive_sge_max);
+constexpr std::uint32_t grh_bytes = 40;
+
+// A receive WQE that was taken from its queue for a message that is not complete yet.
+struct Inbound {
+  bool active = false;
+  bool buffers_valid = false;  // its keys were good when it was taken
+  Qpn owner{};                 // UD: whose datagram is being put into it
+  std::uint64_t wr_id = 0;
+  ScatterGather buffers;
+};
+
+// The send WQE that is being carried out.
+struct Operation {
+  enum class Stage : std::uint8_t { none, routing, moving, returning_value } stage = Stage::none;
+  std::uint64_t wr_id;
+  std::uint32_t next_position;  // in the send queue, after this WQE
+  std::uint8_t flags;
+  const OpcodeRule* rule;
+  Request request;
+  RemoteOperand remote;
+  UdOperand ud;
+  ScatterGather local;
+  ScatterGather far;            // RDMA: the remote operand
+  std::uint64_t moved_bytes;
+  std::uint32_t retries = 0;    // ACK timeouts of this message
+  std::uint32_t rnr_retries = 0;
+  std::uint64_t deadline_ns = 0;  // of the wait that is under way; 0: none
+  enum class Wait : std::uint8_t { none, ack, rnr, copy, penalty } wait = Wait::none;
+  std::uint32_t multicast_index = 0;
+  std::uint64_t value;          // result of an atomic, on its way back
+  alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];  // the private copy; inline payload lies here
+};
+
+struct QpCounters {
+  std::uint64_t sent_messages, sent_bytes, received_messages, received_bytes;
+  std::uint64_t read_messages, read_bytes, atomics;
+  std::uint64_t rnr_naks, rnr_retry_exceeded, ack_timeouts, retry_exceeded;
+  std::uint64_t flushed, local_errors, remote_errors, dropped, malformed;
+
+  // For sums and for showing: calls see(name, member) for each.
+  template <class Counters, class See>
+  static void for_each(Counters& c, See&& see) {
+    see("sent_messages", c.sent_messages), see("sent_bytes", c.sent_bytes);
+    see("received_messages", c.received_messages), see("received_bytes", c.received_bytes);
+    see("read_messages", c.read_messages), see("read_bytes", c.read_bytes), see("atomics", c.atomics);
+    see("rnr_naks", c.rnr_naks), see("rnr_retry_exceeded", c.rnr_retry_exceeded);
+    see("ack_timeouts", c.ack_timeouts), see("retry_exceeded", c.retry_exceeded), see("flushed", c.flushed);
+    see("local_errors", c.local_errors), see("remote_errors", c.remote_errors);
+    see("dropped", c.dropped), see("malformed", c.malformed);
+  }
+  QpCounters& operator+=(const QpCounters& other) {
+    const auto* from = reinterpret_cast<const std::uint64_t*>(&other);
+    auto* to = reinterpret_cast<std::uint64_t*>(this);
+    for (std::size_t i = 0; i < sizeof(QpCounters) / sizeof(std::uint64_t); ++i) to[i] += from[i];
+    return *this;
+  }
+};
+
+template <class P>
+struct Srq {
+  vmci::RecordReader ring;
+  std::uint32_t record_slots = 1;
+  std::uint32_t max_wr = 0;
+  std::uint32_t taken = 0;  // WQEs, free-running
+  std::uint32_t limit = 0;  // 0: not armed
+  typename P::SrqPort port{};
+};
+
+template <class P>
+struct Qp {
+  Qpn qpn{};
+  QpType type = QpType::rc;
+  QpState state = QpState::reset;
+  bool communication_established = false;
+  bool drain_reported = false;
+  bool last_wqe_reported = false;
+  QpAttributes attributes{};
+  Psn send_psn{};     // of the next request
+  Psn expected_psn{};  // of the next request from the peer
+
+  vmci::RecordReader send_ring;
+  vmci::RecordReader receive_ring;
+  std::uint32_t receive_record_slots = 1;
+  Srq<P>* srq = nullptr;
+  vmci::LaneWriter send_lane, receive_lane;
+
+  typename P::QpPort port{};
+  QpCounters counters{};
+  Operation operation;
+  Inbound inbound;
+  std::unique_ptr<std::byte[]> datagram;  // UD: the message between sender and receiver, grh_bytes + MTU
+};
+
+}  // namespace vrdma::engine

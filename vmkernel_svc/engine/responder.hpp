@@ -1,0 +1,198 @@
+// The responder half: decides whether a queue pair accepts a request, gives it a receive WQE, completes it there, and goes to
+// ERR where the specification says so. IBA 9.7.4 (responder checks), 9.9.3 (responder errors), 10.7.3 (completions).
+//
+// Called by the thread that runs the *requester*; touches the responder's queue pair only.
+#pragma once
+
+#include <cstring>
+#include <optional>
+
+#include "vmkernel_svc/engine/qp.hpp"
+
+namespace vrdma::engine {
+
+template <class P>
+class Responder {
+ public:
+  explicit Responder(P& ports) : ports_(ports) {}
+
+  // RC and UC: is this request for us, and can it be carried out? Sets `far` (RDMA) or qp.inbound (receive WQE taken).
+  Response begin(Qp<P>& qp, const Qp<P>& sender, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
+    if (qp.type != sender.type || !receives(qp)) return Response::silence();
+    if (qp.attributes.dest_qp_num != sender.qpn.value || !ports_.leads_back(qp, const_cast<Qp<P>&>(sender)))
+      return Response::silence();
+    if (qp.type == QpType::rc && qp.expected_psn != request.psn) return Response::silence();  // IBA 9.7.4.1.2: out of sequence
+    if (qp.state == QpState::rtr && !qp.communication_established) {
+      qp.communication_established = true;
+      ports_.event(qp, AsyncEvent::comm_est);
+    }
+    if (rule.remote_access != 0) {
+      if (const WcStatus status = check_remote(qp, request, rule, far); status != WcStatus::success) {
+        if (qp.type == QpType::rc)
+          fail(qp, status == WcStatus::rem_access_err ? AsyncEvent::qp_access_err : AsyncEvent::qp_req_err);
+        return Response::nak(status);
+      }
+    }
+    if (rule.takes_receive) {
+      if (!take(qp)) return Response::not_ready(rnr_timer_ns(qp.attributes.min_rnr_timer));
+      if (rule.moves_to_receive) {
+        if (request.bytes != 0 && !qp.inbound.buffers_valid)
+          return receive_error(qp, WcStatus::loc_prot_err, WcStatus::rem_op_err);
+        if (request.bytes > qp.inbound.buffers.total_bytes())
+          return receive_error(qp, WcStatus::loc_len_err, WcStatus::rem_inv_req_err);
+        qp.inbound.buffers.rewind();
+      }
+    }
+    return Response::proceed();
+  }
+
+  // The payload is in place. False: the responder could not complete it (its CQ is overrun).
+  bool finish(Qp<P>& qp, const Request& request, const OpcodeRule& rule) {
+    if (qp.type == QpType::rc) qp.expected_psn = advance(request.psn, request.packets);
+    qp.counters.received_messages += 1;
+    qp.counters.received_bytes += rule.reads ? 0 : request.bytes;
+    if (!rule.takes_receive) return true;
+    Cqe cqe{};
+    cqe.wr_id = qp.inbound.wr_id;
+    cqe.byte_len = static_cast<std::uint32_t>(request.bytes);
+    cqe.imm_data = rule.has_imm ? request.imm_data : 0;
+    cqe.src_qp = request.source_qpn.value;
+    return complete(qp, cqe, {WcStatus::success, rule.receive_opcode, flags_of(request, rule)});
+  }
+
+  // The payload could not be put into the receive buffers (IBA 9.9.3.1, class A/E errors).
+  Response receive_error(Qp<P>& qp, WcStatus here, WcStatus there) {
+    Cqe cqe{};
+    cqe.wr_id = qp.inbound.wr_id;
+    cqe.imm_data = static_cast<std::uint32_t>(here);
+    ++qp.counters.local_errors;
+    complete(qp, cqe, {here, WcOpcode::recv, 0});
+    if (qp.type != QpType::ud) fail(qp, std::nullopt);
+    return Response::nak(there);
+  }
+
+  // UD: a receive WQE whose buffers take grh_bytes + payload; false: the datagram is dropped (IBA 9.8.3: silently).
+  bool begin_datagram(Qp<P>& qp, Qpn sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
+    if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey || !take(qp)) {
+      ++qp.counters.dropped;
+      return false;
+    }
+    qp.inbound.owner = sender;
+    if (qp.inbound.buffers_valid && qp.inbound.buffers.total_bytes() >= grh_bytes + payload_bytes) {
+      qp.inbound.buffers.rewind();
+      return true;
+    }
+    // IBA 9.8.3.2.3: a local error at the responder of a datagram costs it that receive.
+    receive_error(qp, qp.inbound.buffers_valid ? WcStatus::loc_len_err : WcStatus::loc_prot_err, WcStatus::success);
+    return false;
+  }
+  void finish_datagram(Qp<P>& qp, const Qp<P>& sender, const Request& request, const OpcodeRule& rule, const UdOperand& ud,
+                       bool grh) {
+    Cqe cqe{};
+    cqe.wr_id = qp.inbound.wr_id;
+    cqe.byte_len = static_cast<std::uint32_t>(request.bytes + grh_bytes);
+    cqe.imm_data = rule.has_imm ? request.imm_data : 0;
+    cqe.src_qp = sender.qpn.value;
+    cqe.slid = ports_.lid(const_cast<Qp<P>&>(sender));
+    cqe.sl = ud.sl;
+    qp.counters.received_messages += 1;
+    qp.counters.received_bytes += request.bytes;
+    complete(qp, cqe,
+             {WcStatus::success, rule.receive_opcode,
+              static_cast<std::uint8_t>(flags_of(request, rule) | (grh ? wc_grh : 0))});
+  }
+
+  // To ERR, where everything posted flushes. IBA 10.3.1.
+  void fail(Qp<P>& qp, std::optional<AsyncEvent> event) {
+    if (qp.state == QpState::err || qp.state == QpState::reset) return;
+    qp.state = QpState::err;
+    if (event) ports_.event(qp, *event);
+    ports_.state_changed(qp);
+  }
+
+  // A receive completion, which ends qp.inbound.
+  bool complete(Qp<P>& qp, const Cqe& cqe, CqeState state) {
+    qp.inbound.active = false;
+    qp.inbound.owner = {};
+    if (ports_.complete(qp, Direction::receive, cqe, state)) return true;
+    fail(qp, std::nullopt);
+    return false;
+  }
+
+  // Takes the next receive WQE into qp.inbound, unless one is already there. False: none is posted.
+  bool take(Qp<P>& qp) {
+    if (qp.inbound.active) return true;
+    alignas(64) std::byte wqe[receive_wqe_slots_max * slot_bytes];
+    vmci::RecordReader& ring = qp.srq != nullptr ? qp.srq->ring : qp.receive_ring;
+    const std::uint32_t record_slots = qp.srq != nullptr ? qp.srq->record_slots : qp.receive_record_slots;
+    std::uint32_t slots = 0;
+    if (ring.slot_count() == 0) return false;
+    const auto peek = ring.peek(wqe, receive_wqe_slots_max, slots);
+    if (peek == vmci::RecordReader::Peek::empty) return false;
+    RecordHead head;
+    std::memcpy(&head, wqe, sizeof(head));
+    const WqeControl control = unpack_wqe_control(head.control);
+    const bool good = peek == vmci::RecordReader::Peek::ready && slots == record_slots && control.opcode == WrOpcode::receive &&
+                      control.count <= receive_sge_max &&
+                      receive_wqe_payload_offset + control.count * sizeof(Sge) <= std::size_t{slots} * slot_bytes;
+    if (!good) {  // the guest wrote nonsense into its own queue: its queue pair is lost, nothing else
+      ++qp.counters.malformed;
+      fail(qp, AsyncEvent::qp_fatal);
+      return false;
+    }
+    ring.advance(slots);
+    qp.inbound.active = true;
+    qp.inbound.wr_id = head.tag;
+    qp.inbound.buffers_valid = true;
+    qp.inbound.buffers.clear();
+    for (std::uint32_t i = 0; i < control.count; ++i) {
+      Sge sge;
+      std::memcpy(&sge, wqe + receive_wqe_payload_offset + i * sizeof(Sge), sizeof(sge));
+      if (sge.bytes == 0) continue;
+      const auto place = ports_.find_receive(qp, Key{sge.lkey}, sge.address, sge.bytes);
+      if (!place) {
+        qp.inbound.buffers_valid = false;
+        break;
+      }
+      qp.inbound.buffers.add(*place, sge.bytes);
+    }
+    if (qp.srq != nullptr) note_srq_take(*qp.srq);
+    return true;
+  }
+
+ private:
+  static bool receives(const Qp<P>& qp) {
+    return qp.state == QpState::rtr || qp.state == QpState::rts || qp.state == QpState::sqd || qp.state == QpState::sqe;
+  }
+
+  static std::uint8_t flags_of(const Request& request, const OpcodeRule& rule) {
+    return static_cast<std::uint8_t>((rule.has_imm ? wc_with_imm : 0) | (request.solicited ? wc_solicited : 0));
+  }
+
+  WcStatus check_remote(Qp<P>& qp, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
+    far.clear();
+    if (rule.reads && qp.attributes.max_dest_rd_atomic == 0) return WcStatus::rem_inv_req_err;
+    if (rule.atomic && request.remote_address % 8 != 0) return WcStatus::rem_inv_req_err;
+    // IBA 9.7.4.1.4 (C9-…): the queue pair's rights come before the region's, and count for a zero-length request too.
+    if ((qp.attributes.access_flags & rule.remote_access) == 0) return WcStatus::rem_access_err;
+    if (request.bytes == 0) return WcStatus::success;
+    const auto place = ports_.find(qp, request.rkey, request.remote_address, request.bytes, rule.remote_access);
+    if (!place) return WcStatus::rem_access_err;
+    far.add(*place, request.bytes);
+    return WcStatus::success;
+  }
+
+  void note_srq_take(Srq<P>& srq) {
+    ++srq.taken;
+    if (srq.limit == 0) return;
+    const std::uint32_t left = ports_.srq_posted(srq) - srq.taken;
+    if (left < srq.limit) {
+      srq.limit = 0;  // once, then disarmed (IBA 10.2.9.4)
+      ports_.srq_limit(srq);
+    }
+  }
+
+  P& ports_;
+};
+
+}  // namespace vrdma::engine

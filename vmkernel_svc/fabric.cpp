@@ -1,0 +1,33 @@
+#include "vmkernel_svc/fabric.hpp"
+
+#include <cstring>
+
+namespace vrdma::svc {
+
+std::uint32_t Fabric::new_qpn() {
+  // Round the 24-bit space, so that a number rests for as long as possible. 0 and 1 are the management QPs.
+  for (;;) {
+    const std::uint32_t qpn = next_qpn_;
+    next_qpn_ = next_qpn_ >= 0xfffffe ? 0x11 : next_qpn_ + 1;
+    if (!by_qpn.contains(qpn)) return qpn;
+  }
+}
+
+std::uint16_t Fabric::new_lid() {
+  if (next_lid_ < config.lid_count) return static_cast<std::uint16_t>(config.lid_first + next_lid_++);
+  if (resting_lids_.empty()) return 0;
+  const std::uint16_t lid = resting_lids_.front();
+  resting_lids_.pop_front();
+  return lid;
+}
+
+bool Fabric::leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global,
+                      const std::uint8_t* dgid) const {
+  if (sender_link_layer == control::link_layer_infiniband && dlid != 0) return guest.lid == dlid;
+  if (!global) return false;
+  for (const auto& entry : guest.gids)
+    if (std::memcmp(entry.gid.data(), dgid, 16) == 0) return true;
+  return false;
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,85 @@
+// Everything that the guests of one host are to each other: who has which address and QPN, which key names what, who is in
+// which multicast group. Used by the shard's thread only.
+#pragma once
+
+#include <boost/unordered/unordered_flat_map.hpp>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "cache/generation_cache.hpp"
+#include "vmkernel_svc/config.hpp"
+#include "vmkernel_svc/memory/region.hpp"
+#include "vmkernel_svc/objects.hpp"
+
+namespace vrdma::svc {
+
+struct RouteKey {
+  std::uint32_t qpn;
+  std::uint16_t dlid;
+  Gid dgid;
+  bool operator==(const RouteKey&) const = default;
+};
+struct RouteKeyHash {
+  std::size_t operator()(const RouteKey& key) const {
+    std::uint64_t high, low;
+    std::memcpy(&high, key.dgid.data(), 8);
+    std::memcpy(&low, key.dgid.data() + 8, 8);
+    return (static_cast<std::uint64_t>(key.qpn) << 16 | key.dlid) ^ high * 31 ^ low;
+  }
+};
+
+// What the fabric asks of whoever runs it.
+class Runner {
+ public:
+  virtual void make_runnable(MediatedPorts::Qp& qp) = 0;
+  virtual void set_timer(MediatedPorts::Qp& qp, std::uint64_t at_ns) = 0;
+  virtual void overran(CompletionQueue& cq) = 0;
+
+ protected:
+  ~Runner() = default;
+};
+
+class Fabric {
+ public:
+  explicit Fabric(const Config& config_in, Runner& runner_in, JobSink& sink_in)
+      : config(config_in), runner(runner_in), sink(sink_in) {}
+
+  const Config& config;
+  Runner& runner;
+  JobSink& sink;
+
+  std::unordered_map<std::uint32_t, std::unique_ptr<Guest>> guests;  // by VMCI context id
+  std::deque<DepartedGuest> departed;  // the last 256, newest first
+  std::map<uid_t, Tenant> tenants;
+  RegionTable regions;
+  boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
+  std::map<Gid, std::vector<QueuePair*>> multicast;
+
+  // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
+  std::uint64_t topology_generation = 1;
+  cache::GenerationCache<RouteKey, MediatedPorts::Qp*, RouteKeyHash> routes{4096};
+  cache::CacheCounters key_counters;
+
+  std::uint64_t next_pd = 1;
+  std::uint64_t next_job = 1;
+  boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; nullptr: given up
+  std::uint64_t local_copies_bytes = 0;
+
+  std::uint32_t new_qpn();
+  std::uint16_t new_lid();  // 0: none left
+  void rest_lid(std::uint16_t lid) { resting_lids_.push_back(lid); }
+
+  // Whether an address vector leads to that guest: by LID on InfiniBand, by GID on Ethernet or where no LID is given.
+  bool leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global, const std::uint8_t* dgid) const;
+
+ private:
+  std::uint32_t next_qpn_ = 0x11;
+  std::uint32_t next_lid_ = 0;
+  std::deque<std::uint16_t> resting_lids_;  // oldest first
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,54 @@
+#include "vmkernel_svc/grh.hpp"
+
+#include <cstring>
+
+namespace vrdma::svc {
+
+namespace {
+
+constexpr std::uint32_t bth_deth_icrc_bytes = 12 + 8 + 4;
+constexpr std::uint32_t udp_bytes = 8;
+constexpr std::uint32_t gid_type_roce_v2 = 2;
+constexpr std::uint8_t next_header_iba = 0x1b, next_header_udp = 17;
+constexpr std::uint8_t v4_mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+
+void put16(std::byte* at, std::uint32_t value) {
+  at[0] = static_cast<std::byte>(value >> 8);
+  at[1] = static_cast<std::byte>(value);
+}
+
+void write_ipv4(const control::GidEntry& source, const UdOperand& ud, std::uint32_t bytes, std::byte* header) {
+  std::memset(header, 0, 20);
+  header[0] = std::byte{0x45};
+  header[1] = std::byte{ud.traffic_class};
+  put16(header + 2, 20 + udp_bytes + bytes);
+  header[6] = std::byte{0x40};  // don't fragment
+  header[8] = std::byte{ud.hop_limit};
+  header[9] = std::byte{next_header_udp};
+  std::memcpy(header + 12, source.gid.data() + 12, 4);
+  std::memcpy(header + 16, ud.dgid + 12, 4);
+  std::uint32_t sum = 0;
+  for (int i = 0; i < 20; i += 2) sum += static_cast<std::uint32_t>(header[i]) << 8 | static_cast<std::uint32_t>(header[i + 1]);
+  sum = (sum & 0xffff) + (sum >> 16);
+  sum = (sum & 0xffff) + (sum >> 16);
+  put16(header + 10, ~sum & 0xffff);
+}
+
+}  // namespace
+
+void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+  const std::uint32_t carried = bth_deth_icrc_bytes + payload_bytes;
+  std::memset(bytes, 0, 40);
+  if (source.type == gid_type_roce_v2 && std::memcmp(source.gid.data(), v4_mapped, sizeof(v4_mapped)) == 0)
+    return write_ipv4(source, ud, carried, bytes + 20);
+  const bool v2 = source.type == gid_type_roce_v2;
+  bytes[0] = static_cast<std::byte>(0x60 | ud.traffic_class >> 4);
+  bytes[1] = static_cast<std::byte>(ud.traffic_class << 4);
+  put16(bytes + 4, carried + (v2 ? udp_bytes : 0));
+  bytes[6] = std::byte{v2 ? next_header_udp : next_header_iba};
+  bytes[7] = std::byte{ud.hop_limit};
+  std::memcpy(bytes + 8, source.gid.data(), 16);
+  std::memcpy(bytes + 24, ud.dgid, 16);
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,62 @@
+// vrdmad: the host service. Reads flags and configuration, sets up the log, runs the server.
+#include <fmt/format.h>
+#include <spdlog/sinks/basic_file_sink.h>
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "vmkernel_svc/server.hpp"
+
+int main(int argc, char** argv) {
+  using vrdma::svc::Config;
+  CLI::App app{"vrdmad serves RDMA verbs to the processes, containers and VMs of this host that load libvrdma.\n"
+               "It needs no HCA, no kernel module and no root."};
+  app.set_version_flag("--version", "vrdmad " VRDMA_VERSION);
+  std::string file, socket, link_layer, log_file, log_level;
+  std::uint32_t idle_exit_s = 0;
+  int ready_fd = -1;
+  bool check_only = false;
+  app.add_option("-c,--config", file, "JSON configuration file; flags override it");
+  app.add_option("-s,--socket", socket, "path of the socket that guests attach to");
+  app.add_option("--link-layer", link_layer, "infiniband (default) or ethernet, for guests that do not ask");
+  app.add_option("--log-file", log_file, "log there instead of standard error");
+  app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
+  auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
+  app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
+  bool foreground = false;
+  app.add_flag("--foreground", foreground, "stay in the foreground (it always does; for scripts)");
+  app.add_flag("--check", check_only, "check the configuration and leave");
+  CLI11_PARSE(app, argc, argv);
+
+  try {
+    Config config;
+    if (!file.empty()) config.read_file(file);
+    if (!socket.empty()) config.socket = socket;
+    if (!link_layer.empty()) config.link_layer = link_layer == "ib" ? "infiniband" : link_layer;
+    if (!log_file.empty()) config.log_file = log_file;
+    if (!log_level.empty()) config.log_level = log_level;
+    if (idle->count() != 0) config.idle_exit_s = idle_exit_s;
+    config.ready_fd = ready_fd;
+    config.check();
+    if (check_only) {
+      fmt::print("the configuration is good\n");
+      return 0;
+    }
+    spdlog::set_default_logger(config.log_file.empty() ? spdlog::stderr_color_mt("vrdmad")
+                                                       : spdlog::basic_logger_mt("vrdmad", config.log_file));
+    spdlog::set_error_handler([](const std::string& message) {  // a full disk must not stop the service
+      static bool said = false;
+      if (!said) std::fprintf(stderr, "vrdmad: cannot write the log: %s\n", message.c_str());
+      said = true;
+    });
+    spdlog::set_level(spdlog::level::from_str(config.log_level));
+    spdlog::flush_on(spdlog::level::info);
+    vrdma::svc::Server(config).run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "vrdmad: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

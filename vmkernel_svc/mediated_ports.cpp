@@ -1,0 +1,332 @@
+#include "vmkernel_svc/mediated_ports.hpp"
+
+#include <cstring>
+
+#include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/events.hpp"
+#include "vmkernel_svc/fabric.hpp"
+#include "vmkernel_svc/grh.hpp"
+#include "vmkernel_svc/memory/bus_guard.hpp"
+
+namespace vrdma::svc {
+
+using engine::Direction;
+using engine::MemoryStatus;
+using engine::Place;
+
+// --- memory ---------------------------------------------------------------------------------------------------
+
+std::optional<Place> MediatedPorts::find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+  constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
+  return find_in((access & remote) != 0 ? qp.port.remote_hint : qp.port.local_hint, qp.port.pd, key, address, bytes, access);
+}
+
+std::optional<Place> MediatedPorts::find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes) {
+  const std::uint64_t pd = qp.srq != nullptr ? qp.srq->port.owner->pd->number : qp.port.pd;
+  return find_in(qp.port.receive_hint, pd, key, address, bytes, engine::access_local_write);
+}
+
+std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address,
+                                            std::uint64_t bytes, std::uint32_t access) {
+  Region* region = hint.key == key.value ? fabric_.regions.at(hint.slot, hint.generation) : nullptr;
+  if (region != nullptr && hint.generation != 0) {
+    ++fabric_.key_counters.hits;
+  } else {
+    ++fabric_.key_counters.misses;
+    const auto slot = fabric_.regions.find(key);
+    if (!slot) return std::nullopt;
+    region = &fabric_.regions.slot(*slot);
+    hint = {key.value, *slot, region->generation};
+  }
+  if (region->pd != pd || (region->access & access) != access) return std::nullopt;
+  const std::uint64_t offset = address - region->iova;
+  if (address < region->iova || offset > region->bytes || bytes > region->bytes - offset) return std::nullopt;
+  return Place{Place::Kind::registered, hint.slot, region->generation, offset};
+}
+
+std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
+  if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
+  const Region* region = fabric_.regions.at(place.region, place.generation);
+  if (region == nullptr) return nullptr;
+  const Piece& piece = region->piece_at(place.address);
+  const std::uint64_t offset = place.address - piece.offset;
+  if (piece.host == nullptr || bytes > piece.bytes - offset) return nullptr;
+  return piece.host + offset;
+}
+
+MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+  if (qp.port.job_sequence == 0) {
+    std::byte* const destination = mapped(to, bytes);
+    const std::byte* const source = mapped(from, bytes);
+    if (destination != nullptr && source != nullptr) {
+      const std::uint64_t before = BusGuard::survived();
+      vmci::placement_copy(destination, source, bytes);
+      return BusGuard::survived() == before ? MemoryStatus::done
+             : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
+    }
+  }
+  return copy_by_worker(qp, to, from, bytes);
+}
+
+namespace {
+
+// The parts of [offset, offset + bytes) of a region: mapped(host, bytes) or process(address, bytes), in order.
+template <class Mapped, class Process>
+void for_each_part(const Region& region, std::uint64_t offset, std::uint64_t bytes, Mapped&& mapped, Process&& process) {
+  while (bytes != 0) {
+    const Piece& piece = region.piece_at(offset);
+    const std::uint64_t within = offset - piece.offset;
+    const std::uint64_t part = std::min(bytes, piece.bytes - within);
+    if (piece.host != nullptr)
+      mapped(piece.host + within, part);
+    else
+      process(piece.address + within, part);
+    offset += part, bytes -= part;
+  }
+}
+
+}  // namespace
+
+// Gather into a buffer, scatter from it; whichever side has bytes in the guest's process goes by that guest's worker, and the
+// other parts are copied here. Repeated with the same arguments until done: the state is in qp.port.
+MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+  QpPort& port = qp.port;
+  if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
+  std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
+  port.job_sequence = 0;
+
+  Region* source = nullptr;
+  Region* destination = nullptr;
+  if (from.kind == Place::Kind::registered && (source = fabric_.regions.at(from.region, from.generation)) == nullptr)
+    return MemoryStatus::source_fault;
+  if (to.kind == Place::Kind::registered && (destination = fabric_.regions.at(to.region, to.generation)) == nullptr)
+    return MemoryStatus::destination_fault;
+
+  std::vector<std::byte> buffer;
+  if (job && job->kind == ProcessJob::Kind::write) return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
+  std::vector<ProcessRange> ranges;
+  if (!job && source != nullptr)
+    for_each_part(*source, from.address, bytes, [](std::byte*, std::uint64_t) {},
+                  [&](std::uint64_t address, std::uint64_t part) { ranges.push_back({address, part}); });
+  if (!ranges.empty()) {
+    auto read = std::make_unique<ProcessJob>();
+    read->kind = ProcessJob::Kind::read;
+    std::uint64_t total = 0;
+    for (const auto& range : ranges) total += range.bytes;
+    read->buffer.resize(total);
+    read->ranges = std::move(ranges);
+    return submit(qp, *source, from.region, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
+  }
+  if (job && !job->ok) return MemoryStatus::source_fault;
+
+  // All of the source is at hand now: assemble it.
+  const std::uint64_t before = BusGuard::survived();
+  buffer.resize(bytes);
+  if (source == nullptr) {
+    std::memcpy(buffer.data(), reinterpret_cast<const std::byte*>(from.address), bytes);
+  } else {
+    std::byte* at = buffer.data();
+    const std::byte* read = job ? job->buffer.data() : nullptr;
+    for_each_part(*source, from.address, bytes,
+                  [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
+                  [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
+  }
+  if (BusGuard::survived() != before) return MemoryStatus::source_fault;
+
+  if (destination == nullptr) {
+    std::memcpy(reinterpret_cast<std::byte*>(to.address), buffer.data(), bytes);
+    return MemoryStatus::done;
+  }
+  auto write = std::make_unique<ProcessJob>();
+  write->kind = ProcessJob::Kind::write;
+  const std::byte* at = buffer.data();
+  for_each_part(*destination, to.address, bytes,
+                [&](std::byte* host, std::uint64_t part) { vmci::placement_copy(host, at, part), at += part; },
+                [&](std::uint64_t address, std::uint64_t part) {
+                  write->ranges.push_back({address, part});
+                  write->buffer.insert(write->buffer.end(), at, at + part);
+                  at += part;
+                });
+  if (BusGuard::survived() != before) return MemoryStatus::destination_fault;
+  if (write->ranges.empty()) return MemoryStatus::done;
+  return submit(qp, *destination, to.region, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+}
+
+bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job) {
+  job->qpn = qp.qpn.value;
+  job->slot = slot;
+  job->generation = region.generation;
+  job->sequence = fabric_.next_job++;
+  const std::uint64_t sequence = job->sequence;
+  if (!region.guest->process.submit(std::move(job))) return false;
+  ++region.jobs;
+  qp.port.job_sequence = sequence;
+  fabric_.jobs.emplace(sequence, &qp);
+  return true;
+}
+
+void MediatedPorts::abandon(Qp& qp) {
+  if (qp.port.job_sequence == 0) return;
+  if (!qp.port.finished_job) fabric_.jobs[qp.port.job_sequence] = nullptr;  // the sink drops it when it comes back
+  qp.port.job_sequence = 0;
+  qp.port.finished_job.reset();
+}
+
+MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, Place place, ProcessJob::Kind kind, std::uint64_t operand,
+                                             std::uint64_t compare, std::uint64_t& old_value) {
+  QpPort& port = qp.port;
+  if (port.job_sequence != 0) {
+    if (!port.finished_job) return MemoryStatus::pending;
+    const auto job = std::move(port.finished_job);
+    port.job_sequence = 0;
+    old_value = job->value;
+    return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
+  }
+  Region* region = fabric_.regions.at(place.region, place.generation);
+  if (region == nullptr) return MemoryStatus::destination_fault;
+  const Piece& piece = region->piece_at(place.address);
+  auto job = std::make_unique<ProcessJob>();
+  job->kind = kind;
+  job->operand = operand;
+  job->compare = compare;
+  job->ranges.push_back({piece.address + (place.address - piece.offset), 8});
+  return submit(qp, *region, place.region, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+}
+
+MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, Place place, std::uint64_t add, std::uint64_t& old_value) {
+  if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
+    const std::uint64_t before = BusGuard::survived();
+    old_value = std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host)).fetch_add(add, std::memory_order_acq_rel);
+    return BusGuard::survived() == before ? MemoryStatus::done : MemoryStatus::destination_fault;
+  }
+  return atomic_by_worker(qp, place, ProcessJob::Kind::fetch_and_add, add, 0, old_value);
+}
+
+MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, Place place, std::uint64_t compare, std::uint64_t swap,
+                                             std::uint64_t& old_value) {
+  if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
+    const std::uint64_t before = BusGuard::survived();
+    old_value = compare;
+    std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host))
+        .compare_exchange_strong(old_value, swap, std::memory_order_acq_rel);
+    return BusGuard::survived() == before ? MemoryStatus::done : MemoryStatus::destination_fault;
+  }
+  return atomic_by_worker(qp, place, ProcessJob::Kind::compare_and_swap, swap, compare, old_value);
+}
+
+// --- completions and events -----------------------------------------------------------------------------------
+
+bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeState state) {
+  QueuePair& owner = *qp.port.owner;
+  CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;
+  const std::uint32_t lane = direction == Direction::send ? owner.send_lane : owner.receive_lane;
+  if (cq.produced - cq.consumed_seen >= cq.cqe) {
+    cq.consumed_seen = std::atomic_ref(cq.shared->consumed).load(std::memory_order_acquire);
+    if (cq.produced - cq.consumed_seen >= cq.cqe) {
+      fabric_.runner.overran(cq);
+      return false;
+    }
+  }
+  (direction == Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
+  ++cq.produced;
+  // C1: pairs with the guest's fence between announcing a hot lane or arming, and looking at the lane once more.
+  vmci::store_load_fence();
+  bool hot = false;
+  for (auto& announced : cq.shared->hot)
+    hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == lane;
+  if (!hot) cq.ready.set(lane);
+  if (cq.channel != nullptr)
+    raise_if_armed(cq, state.status != WcStatus::success || (state.flags & wc_solicited) != 0);
+  return true;
+}
+
+void MediatedPorts::event(Qp& qp, engine::AsyncEvent event) {
+  QueuePair& owner = *qp.port.owner;
+  raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(event), owner.handle);
+}
+
+void MediatedPorts::srq_limit(Srq& srq) {
+  SharedReceiveQueue& owner = *srq.port.owner;
+  raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(engine::AsyncEvent::srq_limit_reached), owner.handle);
+}
+
+std::uint32_t MediatedPorts::srq_posted(Srq& srq) {
+  return std::atomic_ref(srq.port.owner->view.header().creator.produced_count).load(std::memory_order_acquire);
+}
+
+void MediatedPorts::state_changed(Qp& qp) {
+  qp.port.owner->watch_receives(qp.state == engine::QpState::err);
+  fabric_.runner.make_runnable(qp);
+}
+
+void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
+  if (receiver.srq != nullptr) return;  // found again by the timer, or while the sender is looked at anyway
+  if (receiver.port.waiting_sender != nullptr) receiver.port.waiting_sender->port.waiting_at = nullptr;
+  receiver.port.waiting_sender = &sender;
+  sender.port.waiting_at = &receiver;
+  receiver.port.owner->watch_receives(true);
+}
+
+// --- time -----------------------------------------------------------------------------------------------------
+
+std::uint64_t MediatedPorts::now_ns() { return vmci::monotonic_ns(); }
+void MediatedPorts::wake_at(Qp& qp, std::uint64_t ns) { fabric_.runner.set_timer(qp, ns); }
+
+// --- addresses ------------------------------------------------------------------------------------------------
+
+MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
+  QpPort& port = qp.port;
+  if (port.peer_generation == fabric_.topology_generation) return port.peer;
+  port.peer_generation = fabric_.topology_generation;
+  port.peer = nullptr;
+  const auto found = fabric_.by_qpn.find(qp.attributes.dest_qp_num);
+  if (found == fabric_.by_qpn.end()) return nullptr;
+  const auto& path = qp.attributes.path;
+  if (fabric_.leads_to(*found->second->guest, port.owner->guest->link_layer, path.dlid, path.is_global != 0, path.dgid))
+    port.peer = &found->second->core;
+  return port.peer;
+}
+
+MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
+  RouteKey key{ud.remote_qpn, ud.dlid, {}};
+  if (ud.route_flags & route_global) std::memcpy(key.dgid.data(), ud.dgid, 16);
+  if (Qp* const* known = fabric_.routes.find(key, fabric_.topology_generation)) return *known;
+  Qp* peer = nullptr;
+  const auto found = fabric_.by_qpn.find(ud.remote_qpn);
+  if (found != fabric_.by_qpn.end() &&
+      fabric_.leads_to(*found->second->guest, qp.port.owner->guest->link_layer, ud.dlid, (ud.route_flags & route_global) != 0,
+                       ud.dgid))
+    peer = &found->second->core;
+  fabric_.routes.insert(key, fabric_.topology_generation, peer);
+  return peer;
+}
+
+MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp&, const UdOperand& ud, std::uint32_t index) {
+  Gid group;
+  std::memcpy(group.data(), ud.dgid, 16);
+  const auto members = fabric_.multicast.find(group);
+  if (members == fabric_.multicast.end() || index >= members->second.size()) return nullptr;
+  return &members->second[index]->core;
+}
+
+bool MediatedPorts::leads_back(Qp& receiver, Qp& sender) {
+  const auto& path = receiver.attributes.path;
+  return fabric_.leads_to(*sender.port.owner->guest, receiver.port.owner->guest->link_layer, path.dlid, path.is_global != 0,
+                          path.dgid);
+}
+
+bool MediatedPorts::write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+  const Guest& from = *sender.port.owner->guest;
+  const bool ethernet = receiver.port.owner->guest->link_layer == control::link_layer_ethernet;
+  if ((ud.route_flags & route_global) == 0 && !ethernet) {
+    std::memset(bytes, 0, engine::grh_bytes);
+    return false;
+  }
+  const auto& source = from.gids[ud.sgid_index % from.gids.size()];
+  write_grh_bytes(source, ud, payload_bytes, bytes);
+  return true;
+}
+
+std::uint16_t MediatedPorts::lid(Qp& qp) { return qp.port.owner->guest->lid; }
+
+}  // namespace vrdma::svc

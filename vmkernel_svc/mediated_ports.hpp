@@ -1,0 +1,96 @@
+// The engine's ports when a shard of the host service runs it: registered memory mapped in the service or reached through
+// the guest's process, completions into the guest's lanes, events into its pipes, peers found among the service's guests.
+//
+// Used by the shard's thread only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "vmci_channel/placement_copy.hpp"
+#include "vmkernel_svc/engine/ports.hpp"
+#include "vmkernel_svc/engine/qp.hpp"
+#include "vmkernel_svc/memory/process_memory.hpp"
+#include "vmkernel_svc/memory/region.hpp"
+
+namespace vrdma::svc {
+
+struct Guest;
+struct QueuePair;
+struct SharedReceiveQueue;
+struct CompletionQueue;
+class Fabric;
+
+class MediatedPorts {
+ public:
+  using Qp = engine::Qp<MediatedPorts>;
+  using Srq = engine::Srq<MediatedPorts>;
+
+  // The last region that a key of this queue pair named: most programs use one (D9).
+  struct KeyHint {
+    std::uint32_t key = 0;
+    std::uint32_t slot = 0;
+    std::uint64_t generation = 0;
+  };
+  struct QpPort {
+    QueuePair* owner = nullptr;
+    std::uint64_t pd = 0;
+    KeyHint local_hint, remote_hint, receive_hint;
+    Qp* peer = nullptr;
+    std::uint64_t peer_generation = 0;  // Fabric::topology_generation that `peer` was found under
+    // A copy that a guest's worker has: which, and the finished job once it is back.
+    std::uint64_t job_sequence = 0;  // 0: none
+    std::unique_ptr<ProcessJob> finished_job;
+    // The shard's own bookkeeping.
+    bool runnable = false;       // stands in its tenant's list
+    std::uint32_t idle_turns = 0;
+    std::uint64_t wake_ns = 0;   // 0: no timer
+    Qp* waiting_sender = nullptr;  // found no receive WQE here, and …
+    Qp* waiting_at = nullptr;      // … the other way round
+  };
+  struct SrqPort {
+    SharedReceiveQueue* owner = nullptr;
+  };
+
+  explicit MediatedPorts(Fabric& fabric) : fabric_(fabric) {}
+
+  std::optional<engine::Place> find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
+  std::optional<engine::Place> find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes);
+  engine::MemoryStatus copy(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
+  engine::MemoryStatus fetch_and_add(Qp& qp, engine::Place place, std::uint64_t add, std::uint64_t& old_value);
+  engine::MemoryStatus compare_and_swap(Qp& qp, engine::Place place, std::uint64_t compare, std::uint64_t swap,
+                                        std::uint64_t& old_value);
+  void abandon(Qp& qp);
+
+  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state);
+  void event(Qp& qp, engine::AsyncEvent event);
+  void srq_limit(Srq& srq);
+  std::uint32_t srq_posted(Srq& srq);
+  void state_changed(Qp& qp);
+  void await_receive(Qp& sender, Qp& receiver);
+
+  std::uint64_t now_ns();
+  void wake_at(Qp& qp, std::uint64_t ns);
+
+  Qp* peer(Qp& qp);
+  Qp* datagram_peer(Qp& qp, const UdOperand& ud);
+  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index);
+  bool leads_back(Qp& receiver, Qp& sender);
+  bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
+  std::uint16_t lid(Qp& qp);
+
+ private:
+  std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,
+                                       std::uint32_t access);
+  // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.
+  std::byte* mapped(engine::Place place, std::uint64_t bytes);
+  engine::MemoryStatus copy_by_worker(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
+  engine::MemoryStatus atomic_by_worker(Qp& qp, engine::Place place, ProcessJob::Kind kind, std::uint64_t operand,
+                                        std::uint64_t compare, std::uint64_t& old_value);
+  bool submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
+
+  Fabric& fabric_;
+};
+
+}  // namespace vrdma::svc

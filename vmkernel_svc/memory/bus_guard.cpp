@@ -1,0 +1,77 @@
+#include "vmkernel_svc/memory/bus_guard.hpp"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <atomic>
+
+namespace vrdma::svc {
+
+namespace {
+
+struct Range {
+  std::atomic<std::uintptr_t> begin{0};
+  std::atomic<std::uintptr_t> end{0};
+  std::atomic<std::size_t> page_bytes{0};
+};
+// Fixed, so that the handler needs no lock and no allocation. Ranges are chunks of guests' files; see chunk_bytes.
+constexpr std::size_t range_count = 65536;
+Range ranges[range_count];
+std::atomic<std::size_t> ranges_used{0};
+
+thread_local std::uint64_t survived_count = 0;
+
+// Async-signal-safe: atomics and mmap only.
+void on_bus_error(int signal, siginfo_t* info, void*) {
+  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+  const std::size_t used = ranges_used.load(std::memory_order_acquire);
+  for (std::size_t i = 0; i < used; ++i) {
+    const std::uintptr_t begin = ranges[i].begin.load(std::memory_order_acquire);
+    if (begin == 0 || address < begin || address >= ranges[i].end.load(std::memory_order_relaxed)) continue;
+    const std::size_t page = ranges[i].page_bytes.load(std::memory_order_relaxed);
+    void* const at = reinterpret_cast<void*>(address / page * page);
+    if (::mmap(at, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) break;
+    ++survived_count;
+    return;
+  }
+  ::signal(signal, SIG_DFL);  // not a guest's memory: a bug of ours, die with the ordinary report
+}
+
+}  // namespace
+
+void BusGuard::install() {
+  struct sigaction action {};
+  action.sa_sigaction = on_bus_error;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  ::sigaction(SIGBUS, &action, nullptr);
+}
+
+std::uint64_t BusGuard::survived() { return survived_count; }
+
+void BusGuard::add(std::byte* begin, std::size_t bytes, std::size_t page_bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  for (std::size_t i = 0; i < range_count; ++i) {
+    std::uintptr_t expected = 0;
+    if (!ranges[i].begin.compare_exchange_strong(expected, 1)) continue;  // 1: taken, not yet valid
+    ranges[i].page_bytes.store(page_bytes, std::memory_order_relaxed);
+    ranges[i].end.store(address + bytes, std::memory_order_relaxed);
+    ranges[i].begin.store(address, std::memory_order_release);  // pairs with the handler's acquire
+    std::size_t used = ranges_used.load();
+    while (used < i + 1 && !ranges_used.compare_exchange_weak(used, i + 1)) {
+    }
+    return;
+  }
+}
+
+void BusGuard::remove(std::byte* begin) {
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  const std::size_t used = ranges_used.load();
+  for (std::size_t i = 0; i < used; ++i) {
+    if (ranges[i].begin.load() != address) continue;
+    ranges[i].end.store(0);
+    ranges[i].begin.store(0);
+    return;
+  }
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,139 @@
+#include "vmkernel_svc/memory/process_memory.hpp"
+
+#include <poll.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <semaphore>
+
+#include "vmci_channel/backoff.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+constexpr std::size_t jobs_max = 4096;
+constexpr std::size_t ordered_tail_bytes = 8;
+
+bool transfer(pid_t pid, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
+  while (bytes != 0) {
+    iovec local{buffer, bytes};
+    iovec remote{reinterpret_cast<void*>(address), bytes};
+    const ssize_t moved = write ? ::process_vm_writev(pid, &local, 1, &remote, 1, 0)
+                                : ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (moved <= 0) return false;
+    buffer += moved, address += static_cast<std::uint64_t>(moved), bytes -= static_cast<std::uint64_t>(moved);
+  }
+  return true;
+}
+
+}  // namespace
+
+struct ProcessMemory::Worker {
+  pid_t pid = 0;
+  vmci::UniqueFd pidfd;
+  JobSink* sink = nullptr;
+  // The shard pushes, the worker pops.
+  boost::lockfree::spsc_queue<ProcessJob*, boost::lockfree::capacity<jobs_max>> jobs;
+  std::atomic<bool> sleeping{false};
+  std::atomic<bool> closing{false};
+  std::counting_semaphore<> wake{0};
+  bool started = false;
+
+  ~Worker() {
+    ProcessJob* job;
+    while (jobs.pop(job)) delete job;
+  }
+
+  bool alive() const {
+    pollfd state{pidfd.get(), POLLIN, 0};
+    return pidfd && ::poll(&state, 1, 0) == 0;
+  }
+
+  bool execute(ProcessJob& job) const {
+    if (pid == 0 || !alive()) return false;
+    if (job.kind == ProcessJob::Kind::fetch_and_add || job.kind == ProcessJob::Kind::compare_and_swap) {
+      std::uint64_t old;
+      const std::uint64_t at = job.ranges[0].address;
+      if (!transfer(pid, false, reinterpret_cast<std::byte*>(&old), at, 8)) return false;
+      job.value = old;
+      std::uint64_t next = job.kind == ProcessJob::Kind::fetch_and_add ? old + job.operand : job.operand;
+      if (job.kind == ProcessJob::Kind::compare_and_swap && old != job.compare) return true;
+      return transfer(pid, true, reinterpret_cast<std::byte*>(&next), at, 8);
+    }
+    const bool write = job.kind == ProcessJob::Kind::write;
+    std::byte* at = job.buffer.data();
+    for (std::size_t i = 0; i < job.ranges.size(); ++i) {
+      ProcessRange range = job.ranges[i];
+      const bool tail = write && i + 1 == job.ranges.size() && range.bytes > ordered_tail_bytes;
+      const std::uint64_t first = tail ? range.bytes - ordered_tail_bytes : range.bytes;
+      if (!transfer(pid, write, at, range.address, first)) return false;
+      if (tail && !transfer(pid, write, at + first, range.address + first, ordered_tail_bytes)) return false;
+      at += range.bytes;
+    }
+    return true;
+  }
+
+  void run() {
+    vmci::Backoff backoff;
+    while (!closing.load(std::memory_order_acquire)) {
+      ProcessJob* job;
+      if (jobs.pop(job)) {
+        backoff.reset();
+        job->ok = execute(*job);
+        if (closing.load(std::memory_order_acquire)) {
+          delete job;
+          return;
+        }
+        sink->finished(job);
+        continue;
+      }
+      if (!backoff.tired()) {
+        backoff.idle();
+        continue;
+      }
+      sleeping.store(true, std::memory_order_relaxed);
+      vmci::store_load_fence();  // W1: pairs with W2 in submit: either we see its job or it sees us asleep
+      if (jobs.empty() && !closing.load(std::memory_order_acquire)) wake.acquire();
+      sleeping.store(false, std::memory_order_relaxed);
+      backoff.reset();
+    }
+  }
+};
+
+void ProcessMemory::open(pid_t pid, vmci::UniqueFd pidfd, JobSink& sink) {
+  worker_ = std::make_shared<Worker>();
+  worker_->pid = pid;
+  worker_->pidfd = std::move(pidfd);
+  worker_->sink = &sink;
+}
+
+bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
+  if (!worker_ || worker_->pid == 0) return false;
+  if (!worker_->started) {
+    worker_->started = true;
+    try {
+      std::thread([worker = worker_] { worker->run(); }).detach();
+    } catch (const std::system_error&) {
+      worker_->started = false;
+      return false;
+    }
+  }
+  if (!worker_->jobs.push(job.get())) return false;
+  job.release();
+  vmci::store_load_fence();  // W2: pairs with W1
+  if (worker_->sleeping.exchange(false, std::memory_order_acq_rel)) worker_->wake.release();
+  return true;
+}
+
+void ProcessMemory::close() {
+  if (!worker_) return;
+  worker_->closing.store(true, std::memory_order_release);
+  vmci::store_load_fence();
+  if (worker_->sleeping.exchange(false, std::memory_order_acq_rel)) worker_->wake.release();
+  worker_.reset();
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,89 @@
+// Memory regions: what a key names, where its bytes are, and the table that finds them.
+//
+// A Region is a list of pieces in ascending order: each either mapped in the service (host) or reached through the guest's
+// process. Slots of the table are reused, generations are not: a Place (region, generation) that outlived its region is
+// noticed. Used by the thread that runs the engine.
+#pragma once
+
+#include <boost/unordered/unordered_flat_map.hpp>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "vrdma/ids.hpp"
+
+namespace vrdma::svc {
+
+struct Guest;
+
+struct Piece {
+  std::uint64_t offset;       // from the region's start
+  std::uint64_t bytes;
+  std::byte* host;            // nullptr: by the guest's process
+  std::uint64_t address;      // in the guest
+  std::uint32_t backing;      // which of the guest's files holds it, where host is set
+  std::uint64_t backing_offset;
+};
+
+struct Region {
+  std::uint64_t generation = 0;  // 0: free slot
+  std::uint64_t pd = 0;          // service-wide number of the PD
+  Guest* guest = nullptr;
+  Key key{};
+  std::uint32_t access = 0;
+  std::uint64_t iova = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t address = 0;
+  std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back
+  std::vector<Piece> pieces;
+
+  // The piece that holds `offset`. offset < bytes.
+  const Piece& piece_at(std::uint64_t offset) const {
+    if (pieces.size() == 1) return pieces.front();
+    std::size_t low = 0, high = pieces.size();
+    while (high - low > 1) {
+      const std::size_t middle = (low + high) / 2;
+      (pieces[middle].offset <= offset ? low : high) = middle;
+    }
+    return pieces[low];
+  }
+};
+
+class RegionTable {
+ public:
+  RegionTable();
+
+  // A free slot with a new generation and an unguessable key that no other region has or had recently.
+  Region& add(std::uint32_t& slot);
+  // Gives the region in `slot` a new generation: what was found before must be found again. The key stays, as programs that
+  // change only rights or translation expect (IBA 11.2.8.3 leaves it open).
+  void renew(std::uint32_t slot) { regions_[slot]->generation = next_generation_++; }
+  void remove(std::uint32_t slot);
+
+  Region* at(std::uint32_t slot, std::uint64_t generation) {
+    if (slot >= regions_.size()) return nullptr;
+    Region& region = *regions_[slot];
+    return region.generation == generation ? &region : nullptr;
+  }
+  Region& slot(std::uint32_t slot) { return *regions_[slot]; }
+  std::optional<std::uint32_t> find(Key key) const {
+    const auto found = by_key_.find(key.value);
+    if (found == by_key_.end()) return std::nullopt;
+    return found->second;
+  }
+  std::size_t size() const { return by_key_.size(); }
+
+ private:
+  std::uint32_t new_key();
+
+  std::vector<std::unique_ptr<Region>> regions_;  // addresses stay
+  std::vector<std::uint32_t> free_;
+  boost::unordered_flat_map<std::uint32_t, std::uint32_t> by_key_;
+  std::vector<std::uint32_t> resting_;  // keys removed of late, not to be given again soon
+  std::size_t resting_next_ = 0;
+  boost::unordered_flat_map<std::uint32_t, std::uint32_t> resting_count_;
+  std::uint64_t next_generation_ = 1;
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,171 @@
+// What the service keeps of a guest: the private truth behind every handle. Only the shard that runs the guest touches it;
+// the main thread owns the socket and talks to the shard by tasks.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "vmci_channel/arch.hpp"
+#include "vmci_channel/packet_socket.hpp"
+#include "vmci_channel/queue_pair.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vmkernel_svc/arena.hpp"
+#include "vmkernel_svc/mediated_ports.hpp"
+#include "vmkernel_svc/memory/backing.hpp"
+#include "vmkernel_svc/memory/process_memory.hpp"
+#include "vmkernel_svc/tenant.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::svc {
+
+struct Channel {  // completion channel
+  Handle handle;
+  std::uint32_t context;
+  vmci::UniqueFd pipe;  // write end; the guest holds the only read end
+  std::uint32_t users = 0;
+  std::vector<control::CompletionRecord> backlog;  // records that the full pipe did not take
+};
+
+struct Context {
+  std::uint32_t handle;
+  vmci::UniqueFd async_pipe;
+  std::vector<control::AsyncRecord> backlog;
+};
+
+struct ProtectionDomain {
+  Handle handle;
+  std::uint32_t context;
+  std::uint64_t number;  // unique in the service
+  std::uint32_t users = 0;
+};
+
+struct CompletionQueue {
+  Handle handle;
+  std::uint32_t context;
+  Guest* guest;
+  Channel* channel;
+  std::uint64_t offset;
+  control::CqShared* shared;
+  vmci::ReadyBitmap ready;
+  std::uint32_t cqe;
+  std::uint32_t produced = 0;  // completions written, all lanes; the guest says in shared->consumed how many it took
+  std::uint32_t consumed_seen = 0;
+  bool overrun = false;
+  std::uint32_t lanes_used = 0;
+  std::vector<std::uint32_t> free_lanes;
+  std::vector<QueuePair*> users;  // a queue pair stands here once for each direction
+  std::uint32_t take_lane() {
+    if (free_lanes.empty()) return lanes_used++;
+    const std::uint32_t lane = free_lanes.back();
+    free_lanes.pop_back();
+    return lane;
+  }
+};
+
+struct SharedReceiveQueue {
+  Handle handle;
+  std::uint32_t context;
+  Guest* guest;
+  vmci::QueuePairView view;
+  ProtectionDomain* pd;
+  std::uint32_t max_sge;
+  std::uint64_t offset;
+  engine::Srq<MediatedPorts> core;
+  std::uint32_t users = 0;
+};
+
+struct QueuePair {
+  engine::Qp<MediatedPorts> core;
+  Handle handle;
+  std::uint32_t context;
+  Guest* guest;
+  ProtectionDomain* pd;
+  CompletionQueue* send_cq;
+  CompletionQueue* receive_cq;
+  SharedReceiveQueue* srq = nullptr;
+  std::uint32_t doorbell;  // member of the guest's bitmap
+  std::uint64_t send_offset, receive_offset;
+  std::uint32_t send_lane, receive_lane;
+  vmci::QueuePairView send_view, receive_view;
+  std::uint32_t mcast_groups = 0;
+  QpAttributes caps{};
+
+  // Whether the guest must ring after posting: for sends while nobody looks at the queue, for receives while one is waited for
+  // or flushed. The caller looks at the queue once more after setting it.
+  void watch_sends(bool on) { set(send_view, on); }
+  void watch_receives(bool on) {
+    if (srq == nullptr) set(receive_view, on);
+  }
+
+ private:
+  static void set(const vmci::QueuePairView& view, bool on) {
+    // D1: pairs with the fence in the guest's post: either it sees the flag or we see its record.
+    std::atomic_ref(view.header().attacher.needs_doorbell).store(on ? 1 : 0, std::memory_order_relaxed);
+    if (on) vmci::store_load_fence();
+  }
+};
+
+template <class T>
+using Table = std::unordered_map<std::uint32_t, std::unique_ptr<T>>;
+
+struct Guest {
+  GuestId id;
+  std::string name;
+  Tenant* tenant;
+  vmci::Credentials credentials;
+  std::uint16_t lid;
+  std::uint64_t guid;  // host order
+  std::uint32_t link_layer;
+  std::array<control::GidEntry, 16> gids{};
+
+  Arena arena;
+  std::uint64_t control_offset = 0, doorbell_offset = 0;
+  vmci::QueuePairView control;
+  vmci::RecordReader requests;
+  vmci::RecordWriter replies;
+  vmci::ReadyBitmap doorbell;
+  vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
+  vmci::UniqueFd socket;          // shut down to be rid of a guest whose bytes make no sense
+  vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
+  ProcessMemory process;          // how memory without a backing is reached
+  std::unordered_map<std::uint32_t, Backing> backings;
+  std::vector<control::Extent> staged;
+
+  std::uint32_t next_handle = 1;
+  Table<Context> contexts;
+  Table<Channel> channels;
+  Table<ProtectionDomain> pds;
+  std::unordered_map<std::uint32_t, std::uint32_t> mrs;  // handle → region slot
+  Table<CompletionQueue> cqs;
+  Table<SharedReceiveQueue> srqs;
+  Table<QueuePair> qps;
+  std::vector<QueuePair*> by_doorbell;  // index: QueuePair::doorbell; 0 is the control pair
+  std::vector<std::uint32_t> free_doorbells;
+
+  engine::QpCounters totals{};  // of queue pairs that are gone
+  std::uint64_t requests_served = 0;
+  std::uint64_t protocol_errors = 0;
+  bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
+  std::uint64_t held_since_ns = 0;  // since when the request at the head waits; 0: it has not been tried
+  bool broken = false;  // its bytes made no sense: to be detached
+};
+
+// A guest that has left, for those who ask afterwards.
+struct DepartedGuest {
+  GuestId id;
+  std::string name;
+  vmci::Credentials credentials;
+  std::uint16_t lid;
+  std::uint64_t requests;
+  engine::QpCounters totals;
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,60 @@
+// The service around the shard: listens, takes guests in and out, signals, and ends. Boost.Asio on the main thread; whatever
+// touches a guest's objects is submitted to the shard.
+#pragma once
+
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/posix/stream_descriptor.hpp>
+#include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "vmci_channel/segment.hpp"
+#include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/shard.hpp"
+
+namespace vrdma::svc {
+
+class Server {
+ public:
+  // Throws std::runtime_error with a message for a person.
+  explicit Server(const Config& config);
+  ~Server();
+
+  void run();  // until SIGTERM, SIGINT, or idle for config.idle_exit_s
+
+ private:
+  // One guest's socket (or one that has not attached, or a tool's).
+  struct Connection : std::enable_shared_from_this<Connection> {
+    Connection(boost::asio::io_context& io, vmci::PacketSocket socket_in)
+        : socket(std::move(socket_in)), readable(io), exited(io) {}
+    vmci::PacketSocket socket;
+    boost::asio::posix::stream_descriptor readable;  // a duplicate of the socket
+    boost::asio::posix::stream_descriptor exited;    // the guest's pidfd
+    std::atomic<std::uint32_t> guest{0};             // VMCI context id once attached; set by the shard
+    bool closed = false;
+  };
+  using ConnectionPtr = std::shared_ptr<Connection>;
+
+  void accept_next();
+  void read_next(const ConnectionPtr& connection);
+  void handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors);
+  void attach(const ConnectionPtr& connection, const control::Head& head, const std::vector<std::byte>& packet);
+  void lost(const ConnectionPtr& connection);
+  void watch_idle();
+
+  Config config_;
+  boost::asio::io_context io_;
+  boost::asio::signal_set signals_{io_};
+  boost::asio::posix::stream_descriptor listener_{io_};
+  boost::asio::steady_timer idle_timer_{io_};
+  vmci::Segment page_;
+  std::unique_ptr<Shard> shard_;
+  std::unique_ptr<ControlDesk> desk_;  // for requests with descriptors; used on the shard's thread
+  std::thread shard_thread_;
+  std::map<Connection*, ConnectionPtr> connections_;
+  std::uint32_t idle_seconds_ = 0;
+};
+
+}  // namespace vrdma::svc

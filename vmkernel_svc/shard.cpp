@@ -1,0 +1,344 @@
+#include "vmkernel_svc/shard.hpp"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/events.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+constexpr std::int64_t quantum_bytes = 128 * 1024;  // of a tenant in one round
+constexpr std::int64_t turn_bytes = 64 * 1024;      // of a queue pair in one turn
+constexpr std::int32_t turn_wqes = 32;
+constexpr std::uint32_t idle_turns_max = 4000;      // then the queue pair rings when it has something
+constexpr std::uint32_t idle_turns_crowded = 64;
+constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
+}  // namespace
+
+Shard::Shard(const Config& config, control::ShardState& state)
+    : state_(state), fabric_(config, *this, *this), desk_(std::make_unique<ControlDesk>(*this)) {
+  epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
+  wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!epoll_ || !wake_) throw std::runtime_error("cannot create the shard's descriptors: too many open files?");
+  if (!watch(wake_.get())) throw std::runtime_error("cannot watch the shard's wake-up descriptor");
+}
+
+Shard::~Shard() {
+  Task* task;
+  while (tasks_.pop(task)) delete task;
+  while (!fabric_.guests.empty()) desk_->detach(*fabric_.guests.begin()->second);
+  ProcessJob* job;
+  while (jobs_.pop(job)) delete job;
+}
+
+Status Shard::watch(int fd) {
+  // Edge-triggered and never read: a guest could otherwise make the read block (DESIGN.md D4).
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0 ? ok() : Status(last_error());
+}
+
+void Shard::remove(Guest& guest) {
+  guests_.erase(std::remove(guests_.begin(), guests_.end(), &guest), guests_.end());
+}
+
+// --- other threads --------------------------------------------------------------------------------------------
+
+void Shard::submit(Task task) {
+  tasks_.push(new Task(std::move(task)));
+  wake();
+}
+
+void Shard::finished(ProcessJob* job) {
+  jobs_.push(job);
+  wake();
+}
+
+void Shard::stop() {
+  stopping_.store(true, std::memory_order_release);
+  wake();
+}
+
+void Shard::wake() {
+  vmci::store_load_fence();  // S1: pairs with S2 in sleep(): either it sees what was pushed or we see it asleep
+  if (!asleep_.load(std::memory_order_relaxed)) return;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof(one));
+}
+
+// --- the loop -------------------------------------------------------------------------------------------------
+
+void Shard::run() {
+  while (!stopping_.load(std::memory_order_acquire)) {
+    ++counters_.turns;
+    bool worked = run_tasks();
+    worked |= run_finished_jobs();
+    worked |= look_at_doorbells();
+    worked |= run_queue_pairs();
+    worked |= serve_control();
+    worked |= run_timers();
+    if (!overrun_.empty()) handle_overruns();
+    if (worked)
+      backoff_.reset();
+    else if (!backoff_.tired())
+      backoff_.idle();
+    else
+      sleep();
+  }
+}
+
+bool Shard::run_tasks() {
+  if (tasks_.empty()) return false;
+  Task* task;
+  while (tasks_.pop(task)) {
+    (*task)(*this);
+    delete task;
+  }
+  return true;
+}
+
+bool Shard::run_finished_jobs() {
+  if (jobs_.empty()) return false;
+  ProcessJob* raw;
+  while (jobs_.pop(raw)) {
+    std::unique_ptr<ProcessJob> job(raw);
+    if (Region* region = fabric_.regions.at(job->slot, job->generation)) --region->jobs;
+    const auto waiting = fabric_.jobs.find(job->sequence);
+    if (waiting == fabric_.jobs.end()) continue;
+    Qp* const qp = waiting->second;
+    fabric_.jobs.erase(waiting);
+    if (qp == nullptr) continue;  // given up
+    qp->port.finished_job = std::move(job);
+    make_runnable(*qp);
+  }
+  return true;
+}
+
+bool Shard::look_at_doorbells() {
+  bool worked = false;
+  for (std::size_t i = 0; i < guests_.size(); ++i) {
+    Guest& guest = *guests_[i];
+    if (guest.broken) {
+      expel(guest);
+      continue;
+    }
+    if (!guest.doorbell.any()) continue;
+    guest.doorbell.take([&](std::uint32_t member) {
+      ++counters_.doorbells;
+      if (member == 0) {
+        guest.control_held = true;
+        return;
+      }
+      if (member >= guest.by_doorbell.size() || guest.by_doorbell[member] == nullptr) return;  // a bit without a queue pair
+      Qp& qp = guest.by_doorbell[member]->core;
+      make_runnable(qp);
+      if (Qp* const sender = std::exchange(qp.port.waiting_sender, nullptr)) {
+        sender->port.waiting_at = nullptr;
+        if (qp.state != engine::QpState::err) qp.port.owner->watch_receives(false);
+        make_runnable(*sender);
+      }
+    });
+    worked = true;
+  }
+  return worked;
+}
+
+// After the queue pairs, so that what a guest posted before it asked has had its turn.
+bool Shard::serve_control() {
+  bool worked = false;
+  for (std::size_t i = 0; i < guests_.size(); ++i)
+    if (guests_[i]->control_held && !guests_[i]->broken) worked |= desk_->serve(*guests_[i]);
+  return worked;
+}
+
+// The guest is not looked at any more; the server finds its socket closed and takes it out of the world.
+void Shard::expel(Guest& guest) {
+  if (!guest.socket) return;
+  spdlog::warn("{} (uid {}, pid {}) does not speak the channel's protocol: detached", guest.name, guest.credentials.uid,
+               guest.credentials.pid);
+  ::shutdown(guest.socket.get(), SHUT_RDWR);
+  guest.socket.reset();
+}
+
+bool Shard::run_queue_pairs() {
+  bool worked = false;
+  for (auto& list : lists_) {
+    if (list.queue_pairs.empty()) continue;
+    list.tenant->deficit_bytes = std::min(list.tenant->deficit_bytes + quantum_bytes, quantum_bytes);
+    worked |= run_list(list);
+  }
+  return worked;
+}
+
+bool Shard::run_list(RunList& list) {
+  bool worked = false;
+  for (std::size_t turns = list.queue_pairs.size(); turns > 0 && list.tenant->deficit_bytes > 0 && !list.queue_pairs.empty(); --turns) {
+    if (list.next >= list.queue_pairs.size()) list.next = 0;
+    Qp& qp = *list.queue_pairs[list.next];
+    auto progress = engine::Progress::idle;
+    // The common case first: ready to send, nothing under way, nothing posted.
+    if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty()) {
+      engine::Budget budget{turn_bytes, turn_wqes};
+      progress = engine_.run(qp, budget);
+      const std::int64_t moved = turn_bytes - budget.bytes;
+      list.tenant->deficit_bytes -= moved;
+      list.tenant->moved_bytes += static_cast<std::uint64_t>(moved);
+    }
+    if (progress == engine::Progress::worked) {
+      qp.port.idle_turns = 0;
+      worked = true;
+      ++list.next;
+    } else if (++qp.port.idle_turns > (runnable_count_ > crowd ? idle_turns_crowded : idle_turns_max)) {
+      if (!park(list, list.next)) ++list.next;
+    } else {
+      ++list.next;
+    }
+  }
+  return worked;
+}
+
+bool Shard::run_timers() {
+  if (timers_.empty()) return false;
+  bool worked = false;
+  const std::uint64_t now = vmci::monotonic_ns();
+  while (!timers_.empty() && timers_.top().at_ns <= now) {
+    const Timer timer = timers_.top();
+    timers_.pop();
+    const auto found = fabric_.by_qpn.find(timer.qpn);
+    if (found == fabric_.by_qpn.end() || found->second->core.port.wake_ns != timer.at_ns) continue;  // replaced or gone
+    found->second->core.port.wake_ns = 0;
+    make_runnable(found->second->core);
+    worked = true;
+  }
+  return worked;
+}
+
+void Shard::handle_overruns() {
+  std::vector<CompletionQueue*> overrun = std::exchange(overrun_, {});
+  for (CompletionQueue* cq : overrun) {
+    raise_async(*cq->guest, cq->context, static_cast<std::uint32_t>(engine::AsyncEvent::cq_err), cq->handle);
+    for (QueuePair* user : cq->users) engine_.fail(user->core, engine::AsyncEvent::qp_fatal);
+  }
+}
+
+// --- run lists ------------------------------------------------------------------------------------------------
+
+void Shard::make_runnable(Qp& qp) {
+  qp.port.idle_turns = 0;
+  if (qp.port.runnable) return;
+  qp.port.runnable = true;
+  qp.port.owner->watch_sends(false);
+  ++runnable_count_;
+  Tenant* const tenant = qp.port.owner->guest->tenant;
+  for (auto& list : lists_) {
+    if (list.tenant != tenant) continue;
+    list.queue_pairs.push_back(&qp);
+    return;
+  }
+  lists_.push_back({tenant, {&qp}, 0});
+}
+
+// Takes a queue pair out of its list, unless something was posted in the meantime.
+bool Shard::park(RunList& list, std::size_t index) {
+  Qp& qp = *list.queue_pairs[index];
+  qp.port.owner->watch_sends(true);  // with a fence
+  if (!qp.send_ring.empty() && qp.operation.stage == engine::Operation::Stage::none &&
+      (qp.state == engine::QpState::rts || qp.state == engine::QpState::err || qp.state == engine::QpState::sqe)) {
+    qp.port.owner->watch_sends(false);
+    qp.port.idle_turns = 0;
+    return false;
+  }
+  qp.port.runnable = false;
+  --runnable_count_;
+  list.queue_pairs[index] = list.queue_pairs.back();
+  list.queue_pairs.pop_back();
+  return true;
+}
+
+void Shard::park_all() {
+  for (auto& list : lists_)
+    for (std::size_t i = list.queue_pairs.size(); i > 0; --i) park(list, i - 1);
+}
+
+void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
+  if (qp.port.wake_ns == at_ns) return;
+  qp.port.wake_ns = at_ns;
+  timers_.push({at_ns, qp.qpn.value});
+}
+
+void Shard::overran(CompletionQueue& cq) {
+  if (cq.overrun) return;
+  cq.overrun = true;
+  overrun_.push_back(&cq);
+}
+
+void Shard::forget(Qp& qp) {
+  if (qp.port.runnable) {
+    for (auto& list : lists_) {
+      const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
+      if (found == list.queue_pairs.end()) continue;
+      *found = list.queue_pairs.back();
+      list.queue_pairs.pop_back();
+      --runnable_count_;
+      break;
+    }
+    qp.port.runnable = false;
+  }
+  if (Qp* const receiver = std::exchange(qp.port.waiting_at, nullptr)) receiver->port.waiting_sender = nullptr;
+  if (Qp* const sender = std::exchange(qp.port.waiting_sender, nullptr)) sender->port.waiting_at = nullptr;
+}
+
+// --- sleep ----------------------------------------------------------------------------------------------------
+
+bool Shard::anything_waiting() {
+  if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || runnable_count_ != 0) return true;
+  for (Guest* guest : guests_)
+    if (!guest->broken && (guest->doorbell.any() || guest->control_held)) return true;
+  return false;
+}
+
+void Shard::sleep() {
+  park_all();
+  asleep_.store(true, std::memory_order_relaxed);
+  std::atomic_ref(state_.sleeping).store(1, std::memory_order_relaxed);
+  vmci::store_load_fence();  // S2: pairs with S1, and with the guests' fence between a doorbell bit and this flag
+  if (!anything_waiting()) {
+    int timeout_ms = -1;
+    timespec timeout{};
+    bool timed = false;
+    const std::uint64_t now = vmci::monotonic_ns();
+    std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
+    bool held = false;
+    for (Guest* guest : guests_) held |= flush_events(*guest);
+    if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe: try again soon
+    if (until != 0) {
+      const std::uint64_t wait = until > now ? until - now : 0;
+      timeout.tv_sec = static_cast<time_t>(wait / 1'000'000'000);
+      timeout.tv_nsec = static_cast<long>(wait % 1'000'000'000);
+      timed = true;
+    }
+    epoll_event events[16];
+    ++counters_.sleeps;
+    // epoll_pwait2 (Linux 5.11) waits in nanoseconds; without it, whole milliseconds, rounded up.
+    if (timed && ::epoll_pwait2(epoll_.get(), events, 16, &timeout, nullptr) < 0 && errno == ENOSYS) {
+      timeout_ms = static_cast<int>(timeout.tv_sec * 1000 + (timeout.tv_nsec + 999'999) / 1'000'000);
+      ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
+    } else if (!timed) {
+      ::epoll_wait(epoll_.get(), events, 16, -1);
+    }
+  }
+  std::atomic_ref(state_.sleeping).store(0, std::memory_order_relaxed);
+  asleep_.store(false, std::memory_order_relaxed);
+  backoff_.reset();
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,109 @@
+// A shard: the thread that runs the engine for its guests. It looks at doorbells and at the queues that were busy of late, gives
+// every tenant its fair share by bytes, keeps timers, answers control requests from the guests' rings, and sleeps in epoll
+// when nothing has happened for a while (DESIGN.md D4).
+//
+// Everything of fabric() belongs to this thread. Others talk to it by submit().
+#pragma once
+
+#include <atomic>
+#include <boost/lockfree/queue.hpp>
+#include <functional>
+#include <memory>
+#include <queue>
+#include <vector>
+
+#include "vmci_channel/backoff.hpp"
+#include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/fabric.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::svc {
+
+class ControlDesk;
+
+class Shard final : public Runner, public JobSink {
+ public:
+  using Qp = MediatedPorts::Qp;
+  using Task = std::function<void(Shard&)>;
+
+  // state: this shard's line in the service page.
+  Shard(const Config& config, control::ShardState& state);
+  ~Shard();
+
+  void run();   // until stop()
+  void stop();  // any thread
+
+  // Any thread: run `task` on the shard's thread, in order of submission.
+  void submit(Task task);
+  void finished(ProcessJob* job) override;  // any thread
+
+  Fabric& fabric() { return fabric_; }
+  engine::Engine<MediatedPorts>& engine() { return engine_; }
+
+  // A guest's doorbell descriptor is to be waited for in sleep.
+  Status watch(int doorbell_fd);
+  void add(Guest& guest) { guests_.push_back(&guest); }
+  void remove(Guest& guest);
+
+  void make_runnable(Qp& qp) override;
+  void set_timer(Qp& qp, std::uint64_t at_ns) override;
+  void overran(CompletionQueue& cq) override;
+  // Before a queue pair goes: no list, timer or job knows it any more.
+  void forget(Qp& qp);
+
+  struct Counters {
+    std::uint64_t turns = 0, sleeps = 0, doorbells = 0, requests = 0, wakes = 0;
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  struct RunList {  // the runnable queue pairs of one tenant
+    Tenant* tenant;
+    std::vector<Qp*> queue_pairs;
+    std::size_t next = 0;
+  };
+  struct Timer {
+    std::uint64_t at_ns;
+    std::uint32_t qpn;
+    bool operator>(const Timer& other) const { return at_ns > other.at_ns; }
+  };
+
+  bool run_tasks();
+  bool run_finished_jobs();
+  bool look_at_doorbells();
+  bool serve_control();
+  void expel(Guest& guest);
+  bool run_queue_pairs();
+  bool run_list(RunList& list);
+  bool run_timers();
+  void handle_overruns();
+  bool park(RunList& list, std::size_t index);
+  void park_all();
+  bool anything_waiting();
+  void sleep();
+
+  control::ShardState& state_;
+  Fabric fabric_;
+  MediatedPorts ports_{fabric_};
+  engine::Engine<MediatedPorts> engine_{ports_};
+  std::unique_ptr<ControlDesk> desk_;
+
+  std::vector<Guest*> guests_;
+  std::vector<RunList> lists_;
+  std::size_t runnable_count_ = 0;
+  std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
+  std::vector<CompletionQueue*> overrun_;
+  vmci::Backoff backoff_;
+  std::uint64_t held_events_check_ns_ = 0;
+
+  boost::lockfree::queue<Task*> tasks_{256};
+  boost::lockfree::queue<ProcessJob*> jobs_{256};
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> asleep_{false};
+  vmci::UniqueFd epoll_, wake_;
+  Counters counters_;
+
+  void wake();
+};
+
+}  // namespace vrdma::svc

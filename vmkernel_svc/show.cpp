@@ -1,0 +1,152 @@
+#include "vmkernel_svc/show.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "vmkernel_svc/addresses.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+using nlohmann::json;
+using namespace control;
+
+const char* state_name(engine::QpState state) {
+  constexpr const char* names[] = {"RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR"};
+  return names[static_cast<std::size_t>(state)];
+}
+const char* type_name(engine::QpType type) {
+  return type == engine::QpType::rc ? "RC" : type == engine::QpType::uc ? "UC" : "UD";
+}
+
+std::string hex(std::uint64_t value, int digits) {
+  char text[24];
+  std::snprintf(text, sizeof(text), "0x%0*llx", digits, static_cast<unsigned long long>(value));
+  return text;
+}
+std::string gid_text(const Gid& gid) {
+  char text[48];
+  std::snprintf(text, sizeof(text), "%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x", gid[0], gid[1],
+                gid[2], gid[3], gid[4], gid[5], gid[6], gid[7], gid[8], gid[9], gid[10], gid[11], gid[12], gid[13], gid[14], gid[15]);
+  return text;
+}
+
+json describe(const engine::QpCounters& counters) {
+  json out;
+  engine::QpCounters::for_each(counters, [&](const char* name, std::uint64_t count) { out[name] = count; });
+  return out;
+}
+
+json describe(Guest& guest, Shard& shard) {
+  Fabric& fabric = shard.fabric();
+  json out{{"guest", guest.id.value},
+           {"name", guest.name},
+           {"uid", guest.credentials.uid},
+           {"pid", guest.credentials.pid},
+           {"lid", guest.lid},
+           {"node_guid", hex(guest.guid, 16)},
+           {"link_layer", guest.link_layer == link_layer_ethernet ? "Ethernet" : "InfiniBand"},
+           {"requests", guest.requests_served},
+           {"protocol_errors", guest.protocol_errors},
+           {"arena_bytes_used", guest.arena.used_bytes()},
+           {"backings", guest.backings.size()},
+           {"contexts", guest.contexts.size()},
+           {"channels", guest.channels.size()},
+           {"pds", guest.pds.size()}};
+  out["gids"] = json::array();
+  for (std::size_t i = 0; i < guest.gids.size(); ++i)
+    if (guest.gids[i].gid != Gid{})
+      out["gids"].push_back({{"index", i}, {"gid", gid_text(guest.gids[i].gid)}, {"type", guest.gids[i].type}});
+  out["qps"] = json::array();
+  for (auto& [handle, qp] : guest.qps)
+    out["qps"].push_back({{"qpn", qp->core.qpn.value},
+                          {"type", type_name(qp->core.type)},
+                          {"state", state_name(qp->core.state)},
+                          {"dest_qpn", qp->core.attributes.dest_qp_num},
+                          {"dlid", qp->core.attributes.path.dlid},
+                          {"pd", qp->pd->handle.value},
+                          {"send_cq", qp->send_cq->handle.value},
+                          {"recv_cq", qp->receive_cq->handle.value},
+                          {"srq", qp->srq != nullptr ? qp->srq->handle.value : 0},
+                          {"max_send_wr", qp->core.attributes.max_send_wr},
+                          {"max_recv_wr", qp->core.attributes.max_recv_wr},
+                          {"counters", describe(qp->core.counters)}});
+  out["cqs"] = json::array();
+  for (auto& [handle, cq] : guest.cqs)
+    out["cqs"].push_back({{"cq", handle},
+                          {"cqe", cq->cqe},
+                          {"completions", cq->produced},
+                          {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
+                          {"overrun", cq->overrun}});
+  out["srqs"] = json::array();
+  for (auto& [handle, srq] : guest.srqs)
+    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken}, {"limit", srq->core.limit}, {"qps", srq->users}});
+  out["mrs"] = json::array();
+  for (auto& [handle, slot] : guest.mrs) {
+    const Region& region = fabric.regions.slot(slot);
+    std::uint64_t mapped = 0;
+    for (const auto& piece : region.pieces) mapped += piece.host != nullptr ? piece.bytes : 0;
+    out["mrs"].push_back({{"mr", handle},
+                          {"address", hex(region.address, 0)},
+                          {"bytes", region.bytes},
+                          {"access", region.access},
+                          {"pd", region.pd},
+                          {"pieces", region.pieces.size()},
+                          {"mapped_bytes", mapped},
+                          {"path", mapped == region.bytes ? "mapped" : mapped == 0 ? "process" : "mixed"}});
+  }
+  return out;
+}
+
+}  // namespace
+
+void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& head, const std::vector<std::byte>&) {
+  Fabric& fabric = shard.fabric();
+  Head reply{};
+  reply.record.control = (head.record.control & control_user_mask) | reply_bit;
+  reply.sequence = head.sequence;
+  const auto peer = socket.peer();
+  const bool all = peer && (peer->uid == 0 || peer->uid == ::geteuid());
+
+  json out;
+  out["service"] = {{"version", VRDMA_VERSION}, {"pid", ::getpid()}, {"socket", fabric.config.socket}, {"link_layer", fabric.config.link_layer},
+                    {"active_mtu", fabric.config.active_mtu}, {"physical_hca", false}};
+  out["guests"] = json::array();
+  for (auto& [id, guest] : fabric.guests)
+    if (all || (peer && guest->credentials.uid == peer->uid)) out["guests"].push_back(describe(*guest, shard));
+  out["departed"] = json::array();
+  for (const auto& guest : fabric.departed)
+    if (all || (peer && guest.credentials.uid == peer->uid))
+      out["departed"].push_back({{"guest", guest.id.value}, {"name", guest.name}, {"uid", guest.credentials.uid}, {"pid", guest.credentials.pid},
+                                 {"lid", guest.lid}, {"requests", guest.requests}, {"counters", describe(guest.totals)}});
+  out["tenants"] = json::array();
+  for (auto& [uid, tenant] : fabric.tenants)
+    if (all || (peer && uid == peer->uid))
+      out["tenants"].push_back({{"uid", uid}, {"guests", tenant.guests}, {"objects", tenant.objects}, {"registered_bytes", tenant.registered_bytes},
+                                {"queue_bytes", tenant.queue_bytes}, {"moved_bytes", tenant.moved_bytes}});
+  const auto& routes = fabric.routes.counters();
+  out["cache"] = {{"routes", {{"hits", routes.hits}, {"misses", routes.misses}, {"invalidations", routes.invalidations}}},
+                  {"keys", {{"hits", fabric.key_counters.hits}, {"misses", fabric.key_counters.misses}}}};
+  const auto& c = shard.counters();
+  out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
+                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}};
+
+  const std::string text = out.dump();
+  vmci::UniqueFd file(::memfd_create("vrdma-show", MFD_CLOEXEC));
+  std::size_t written = 0;
+  while (file && written < text.size()) {
+    const ssize_t n = ::write(file.get(), text.data() + written, text.size() - written);
+    if (n <= 0) break;
+    written += static_cast<std::size_t>(n);
+  }
+  const int fd = file.get();
+  if (!file || written != text.size()) reply.status = ENOMEM;
+  const auto packet = std::as_bytes(std::span(&reply, 1));
+  (void)(reply.status == 0 ? socket.send(packet, std::span(&fd, 1)) : socket.send(packet));
+}
+
+}  // namespace vrdma::svc
