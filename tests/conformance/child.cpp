@@ -216,6 +216,8 @@ int child_main(const ChildArguments& arguments) {
     if (n < 0 && errno == EINTR) continue;
     if (n != static_cast<ssize_t>(sizeof(order))) return 0;
     const Test& test = registry().at(order.test_index);
+    // A test that may take longer may wait longer.
+    process.timeout_scale = arguments.settings.timeout_scale * std::max(1.0, test.options.timeout_s / 60.0);
     mark_place(test.file, 0, "the body has begun");
     Run run(arguments.is_a, order.seed, arguments.settings, peer);
     try {

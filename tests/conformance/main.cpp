@@ -28,6 +28,7 @@ constexpr const char* usage =
     "usage: vrdma-conformance [options]\n"
     "  --list               names and items of the tests\n"
     "  --filter GLOB        only tests whose name matches\n"
+    "  --except GLOB        not these (may be repeated)\n"
     "  --seed N             seed of the random tests (default: from the clock, printed)\n"
     "  --repeat N           N rounds, each with the next seed\n"
     "  --dev NAME           device (default: the first)\n"
@@ -35,6 +36,7 @@ constexpr const char* usage =
     "  --gid-index N        address by this GID (default: by LID on InfiniBand, by a RoCE v2 GID on Ethernet)\n"
     "  --slow               the slow tests too\n"
     "  --reuse              keep one pair of processes for all tests while they pass\n"
+    "  --fail-fast          stop at the first failure\n"
     "  --timeout-scale X    multiply every time limit (sanitizers, busy machines)\n"
     "  --json FILE          results as JSON\n"
     "  --coverage ITEMS --markdown FILE   no device: check that every item has a test and write the table\n"
@@ -116,6 +118,8 @@ Command parse(int argc, char** argv) {
       command.list = true;
     } else if (word == "--filter") {
       command.runner.filter = value();
+    } else if (word == "--except") {
+      command.runner.except.push_back(value());
     } else if (word == "--seed") {
       command.runner.seed = std::stoull(value());
     } else if (word == "--repeat") {
@@ -132,6 +136,8 @@ Command parse(int argc, char** argv) {
       command.runner.slow = true;
     } else if (word == "--reuse") {
       command.runner.reuse = true;
+    } else if (word == "--fail-fast") {
+      command.runner.fail_fast = true;
     } else if (word == "--json") {
       command.json = value();
     } else if (word == "--coverage") {

@@ -258,6 +258,10 @@ std::vector<Result> run_tests(const RunnerOptions& options) {
     for (std::size_t index = 0; index < registry().size(); ++index) {
       const Test& test = registry()[index];
       if (::fnmatch(options.filter.c_str(), test.name, 0) != 0) continue;
+      if (std::any_of(options.except.begin(), options.except.end(),
+                      [&](const std::string& glob) { return ::fnmatch(glob.c_str(), test.name, 0) == 0; })) {
+        continue;
+      }
       Result result;
       result.name = test.name;
       result.items = test.items;
@@ -289,7 +293,9 @@ std::vector<Result> run_tests(const RunnerOptions& options) {
       if (keep && healthy) kept = std::move(pair);
       result.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
       if (!options.quiet) print(result);
+      const bool stop = options.fail_fast && result.outcome == Outcome::failed;
       results.push_back(std::move(result));
+      if (stop) return results;
     }
   }
   return results;

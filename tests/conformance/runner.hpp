@@ -23,10 +23,12 @@ struct Result {
 
 struct RunnerOptions {
   std::string filter = "*";
+  std::vector<std::string> except;
   std::uint64_t seed = 0;
   unsigned repeat = 1;
   bool reuse = false;
   bool slow = false;
+  bool fail_fast = false;
   bool quiet = false;
   Settings settings;
 };
