@@ -60,26 +60,48 @@ void convert(const Cqe& from, std::uint32_t qpn, ibv_wc& to) {
   to.dlid_path_bits = 0;
 }
 
+// `got` entries were taken from the lane, the last with this queue position.
+void account(Lane& lane, int got, std::uint32_t queue_position) {
+  if (got == 0) return;
+  if (lane.send != nullptr) {
+    lane.send->completed_up_to(queue_position);
+  } else {
+    lane.receive->completed(static_cast<std::uint32_t>(got));
+  }
+  // L3: pairs with the writer's acquire when it asks whether the lane has room.
+  std::atomic_ref(lane.header->creator.consumed).store(lane.reader.position(), std::memory_order_release);
+}
+
+bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == WcStatus::wr_flush_err; }
+
+// Whether the other direction of the queue pair, on the same CQ, holds what came before a flush: the error that caused it.
+bool comes_later(const Lane& lane, const Cqe& entry) {
+  if (!flushed(entry)) [[likely]]
+    return false;
+  const Qp& qp = *lane.qp;
+  if (qp.verbs.qp_base.send_cq != qp.verbs.qp_base.recv_cq) return false;
+  const Cqe* earlier = (&lane == &qp.send_lane ? qp.receive_lane : qp.send_lane).reader.next();
+  return earlier != nullptr && !flushed(*earlier);
+}
+
 int drain(Lane& lane, int room, ibv_wc* wc) {
   int got = 0;
   std::uint32_t queue_position = 0;
   while (got < room) {
     const Cqe* entry = lane.reader.next();
     if (entry == nullptr) break;
+    if (comes_later(lane, *entry)) {
+      Lane& other = &lane == &lane.qp->send_lane ? lane.qp->receive_lane : lane.qp->send_lane;
+      account(lane, got, queue_position);
+      got += drain(other, room - got, wc + got);
+      return got + drain(lane, room - got, wc + got);
+    }
     convert(*entry, lane.qpn, wc[got]);
     queue_position = entry->queue_position;
     lane.reader.pop();
     ++got;
   }
-  if (got != 0) {
-    if (lane.send != nullptr) {
-      lane.send->completed_up_to(queue_position);
-    } else {
-      lane.receive->completed(static_cast<std::uint32_t>(got));
-    }
-    // L3: pairs with the writer's acquire when it asks whether the lane has room.
-    std::atomic_ref(lane.header->creator.consumed).store(lane.reader.position(), std::memory_order_release);
-  }
+  account(lane, got, queue_position);
   return got;
 }
 

@@ -148,6 +148,7 @@ bool ControlDesk::serve(Guest& guest) {
       guest.control_held = true;  // it must wait: the request stays where it is
       return true;
     }
+    guest.held_since_ns = 0;
     guest.requests.advance(slots);
     std::atomic_ref(guest.control.header().attacher.consumed).store(guest.requests.position(), std::memory_order_release);
   }
@@ -470,7 +471,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
     region.pd = pd->number;
   }
   if (request.flags & change_access) region.access = request.access;
-  fabric_.regions.rekey(found->second);
+  fabric_.regions.renew(found->second);
   return RegMrReply{request.mr, region.key.value};
 }
 
@@ -543,6 +544,14 @@ template <>
 Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const ResizeCqRequest& request) {
   CompletionQueue* const cq = find(guest.cqs, request.cq);
   if (cq == nullptr || request.cqe == 0 || request.cqe > limits::cqe_max) return Errno{EINVAL};
+  // Shrinking: what was posted before and is still under way (memory that a worker fetches) counts, if it ends soon.
+  constexpr std::uint64_t patience_ns = 100'000'000;
+  const std::uint64_t now = vmci::monotonic_ns();
+  if (guest.held_since_ns == 0) guest.held_since_ns = now;
+  if (request.cqe < cq->cqe && now - guest.held_since_ns < patience_ns)
+    for (const QueuePair* user : cq->users)
+      if (user->core.state == QpState::rts && (shard_.engine().busy(user->core) || !user->core.send_ring.empty()))
+        return Errno{EINPROGRESS};
   const std::uint32_t outstanding = cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_acquire);
   if (outstanding <= limits::cqe_max && request.cqe < outstanding) return Errno{EINVAL};
   cq->cqe = request.cqe;

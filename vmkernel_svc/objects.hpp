@@ -153,7 +153,8 @@ struct Guest {
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;
   std::uint64_t protocol_errors = 0;
-  bool control_held = false;  // a request that must wait (a region in use by a worker) is at the head of its ring
+  bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
+  std::uint64_t held_since_ns = 0;  // since when the request at the head waits; 0: it has not been tried
   bool broken = false;  // its bytes made no sense: to be detached
 };
 

@@ -84,6 +84,7 @@ void Shard::run() {
     worked |= run_finished_jobs();
     worked |= look_at_doorbells();
     worked |= run_queue_pairs();
+    worked |= serve_control();
     worked |= run_timers();
     if (!overrun_.empty()) handle_overruns();
     if (worked)
@@ -130,13 +131,11 @@ bool Shard::look_at_doorbells() {
       expel(guest);
       continue;
     }
-    if (guest.control_held) worked |= desk_->serve(guest);
     if (!guest.doorbell.any()) continue;
-    bool control = false;
     guest.doorbell.take([&](std::uint32_t member) {
       ++counters_.doorbells;
       if (member == 0) {
-        control = true;
+        guest.control_held = true;
         return;
       }
       if (member >= guest.by_doorbell.size() || guest.by_doorbell[member] == nullptr) return;  // a bit without a queue pair
@@ -148,9 +147,16 @@ bool Shard::look_at_doorbells() {
         make_runnable(*sender);
       }
     });
-    if (control) desk_->serve(guest);
     worked = true;
   }
+  return worked;
+}
+
+// After the queue pairs, so that what a guest posted before it asked has had its turn.
+bool Shard::serve_control() {
+  bool worked = false;
+  for (std::size_t i = 0; i < guests_.size(); ++i)
+    if (guests_[i]->control_held && !guests_[i]->broken) worked |= desk_->serve(*guests_[i]);
   return worked;
 }
 

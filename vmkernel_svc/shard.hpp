@@ -71,6 +71,7 @@ class Shard final : public Runner, public JobSink {
   bool run_tasks();
   bool run_finished_jobs();
   bool look_at_doorbells();
+  bool serve_control();
   void expel(Guest& guest);
   bool run_queue_pairs();
   bool run_list(RunList& list);

@@ -127,6 +127,7 @@ json describe(Guest& guest, Shard& shard) {
     out["cqs"].push_back({{"cq", handle},
                           {"cqe", cq->cqe},
                           {"completions", cq->produced},
+                          {"unpolled", cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_relaxed)},
                           {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();

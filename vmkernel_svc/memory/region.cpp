@@ -37,15 +37,6 @@ Region& RegionTable::add(std::uint32_t& slot) {
   return region;
 }
 
-void RegionTable::rekey(std::uint32_t slot) {
-  Region& region = *regions_[slot];
-  const Key old = region.key;
-  region.generation = next_generation_++;
-  region.key = Key{new_key()};
-  by_key_.erase(old.value);
-  by_key_.emplace(region.key.value, slot);
-}
-
 void RegionTable::remove(std::uint32_t slot) {
   Region& region = *regions_[slot];
   by_key_.erase(region.key.value);

@@ -56,8 +56,9 @@ class RegionTable {
 
   // A free slot with a new generation and an unguessable key that no other region has or had recently.
   Region& add(std::uint32_t& slot);
-  // Gives the region in `slot` a new key and generation (re-registration).
-  void rekey(std::uint32_t slot);
+  // Gives the region in `slot` a new generation: what was found before must be found again. The key stays, as programs that
+  // change only rights or translation expect (IBA 11.2.8.3 leaves it open).
+  void renew(std::uint32_t slot) { regions_[slot]->generation = next_generation_++; }
   void remove(std::uint32_t slot);
 
   Region* at(std::uint32_t slot, std::uint64_t generation) {
