@@ -119,7 +119,12 @@ Result<UniqueFd> listen_packets(const std::string& path, mode_t mode) {
   auto address = address_of(path);
   if (!address) return address.error();
   if (auto someone = PacketSocket::connect(path)) return Errno{EADDRINUSE};
-  else if (value(someone.error()) == ECONNREFUSED) ::unlink(path.c_str());
+  else if (value(someone.error()) == EAGAIN) return Errno{EADDRINUSE};  // its queue is full, so it is served
+  else if (value(someone.error()) == ECONNREFUSED) {  // nobody serves it; that is also what connecting to any other file says
+    struct stat status;
+    if (::lstat(path.c_str(), &status) == 0 && !S_ISSOCK(status.st_mode)) return Errno{ENOTSOCK};
+    ::unlink(path.c_str());
+  }
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return vrdma::last_error();
   if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0) return vrdma::last_error();

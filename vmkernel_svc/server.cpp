@@ -68,12 +68,16 @@ Server::Server(const Config& config) : config_(config) {
   const auto directory = std::filesystem::path(config_.socket).parent_path();
   std::error_code error;
   if (!directory.empty()) std::filesystem::create_directories(directory, error);
+  if (error)
+    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket",
+                                         directory.string(), error.message()));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
   if (!listening) {
     const int why = value(listening.error());
     throw std::runtime_error(fmt::format(
         "cannot listen at {} ({}): {}", config_.socket, std::strerror(why),
-        why == EADDRINUSE ? "another vrdmad serves it; stop that one, or give another --socket"
+        why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
+        : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
         : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
         : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
                               : "give another --socket"));
