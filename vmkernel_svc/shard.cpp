@@ -124,6 +124,7 @@ bool Shard::look_at_doorbells() {
   for (std::size_t i = 0; i < guests_.size(); ++i) {
     Guest& guest = *guests_[i];
     if (guest.control_held) worked |= desk_->serve(guest);
+    if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
     if (!guest.doorbell.any()) continue;
     bool control = false;
     guest.doorbell.take([&](std::uint32_t member) {
@@ -296,7 +297,10 @@ void Shard::sleep() {
     const std::uint64_t now = vmci::monotonic_ns();
     std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
     bool held = false;
-    for (Guest* guest : guests_) held |= flush_events(*guest);
+    for (Guest* guest : guests_) {
+      held |= flush_events(*guest);
+      held |= fabric_.vmci.flush(*guest);
+    }
     if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe: try again soon
     if (until != 0) {
       const std::uint64_t wait = until > now ? until - now : 0;

@@ -57,6 +57,14 @@ json describe(Guest& guest, Shard& shard) {
            {"contexts", guest.contexts.size()},
            {"channels", guest.channels.size()},
            {"pds", guest.pds.size()}};
+  const VmciCounters& vmci = guest.vmci.counters;
+  out["vmci"] = {{"ports", guest.vmci.ports.size()},
+                 {"queue_pairs", guest.vmci.queue_pairs.size()},
+                 {"notices_held", guest.vmci.held.size()},
+                 {"datagrams_sent", vmci.datagrams_sent},
+                 {"datagrams_refused", vmci.datagrams_refused},
+                 {"datagrams_received", vmci.datagrams_received},
+                 {"datagrams_dropped", vmci.datagrams_dropped}};
   out["gids"] = json::array();
   for (std::size_t i = 0; i < guest.gids.size(); ++i)
     if (guest.gids[i].gid != Gid{})
@@ -133,7 +141,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                   {"keys", {{"hits", fabric.key_counters.hits}, {"misses", fabric.key_counters.misses}}}};
   const auto& c = shard.counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
-                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}};
+                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()}};
 
   const std::string text = out.dump();
   vmci::UniqueFd file(::memfd_create("vrdma-show", MFD_CLOEXEC));
