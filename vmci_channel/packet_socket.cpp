@@ -9,6 +9,8 @@
 
 #include <cstring>
 
+#include "vmci_channel/arch.hpp"
+
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
 #endif
@@ -65,10 +67,16 @@ Status PacketSocket::send(std::span<const std::byte> packet, std::span<const int
 
 Result<PacketSocket::Received> PacketSocket::receive(std::span<std::byte> buffer, int timeout_ms) const {
   if (timeout_ms >= 0) {
-    pollfd waiting{fd_.get(), POLLIN, 0};
-    const int ready = ::poll(&waiting, 1, timeout_ms);
-    if (ready == 0) return Errno{ETIMEDOUT};
-    if (ready < 0 && errno != EINTR) return vrdma::last_error();
+    const std::uint64_t until_ns = monotonic_ns() + static_cast<std::uint64_t>(timeout_ms) * 1'000'000u;
+    for (;;) {
+      pollfd waiting{fd_.get(), POLLIN, 0};
+      const int ready = ::poll(&waiting, 1, timeout_ms);
+      if (ready > 0) break;
+      if (ready == 0) return Errno{ETIMEDOUT};
+      if (errno != EINTR) return vrdma::last_error();
+      const std::uint64_t now_ns = monotonic_ns();
+      timeout_ms = now_ns < until_ns ? static_cast<int>((until_ns - now_ns + 999'999) / 1'000'000) : 0;
+    }
   }
   iovec part{buffer.data(), buffer.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))];

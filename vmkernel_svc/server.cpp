@@ -295,6 +295,16 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
         if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
         return reply_with(desk_->on(guest, body, give));
       }
+      case Request::queue_pair_alloc: {
+        QueuePairAllocRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        return reply_with(shard.fabric().vmci.alloc(guest, body, give));
+      }
+      case Request::queue_pair_attach: {
+        QueuePairAttachRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        return reply_with(shard.fabric().vmci.attach(guest, body, give));
+      }
       default:
         return send_reply(socket, head, EOPNOTSUPP);
     }
