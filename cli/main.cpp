@@ -2,35 +2,88 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "cli/doctor.hpp"
 #include "cli/run.hpp"
+#include "cli/show.hpp"
 
-int main(int argc, char** argv) {
-  using namespace vrdma::cli;
-  CLI::App app{"vrdma: RDMA verbs for any process, with no HCA, no kernel module and no root.\n\n"
-               "  vrdma run -- ib_send_lat          run a program over the virtual HCA vrdma0\n"
-               "  vrdma run -- ib_send_lat localhost"};
-  app.set_version_flag("--version", "vrdma " VRDMA_VERSION);
-  app.require_subcommand(1);
+namespace {
 
-  RunOptions run_options;
-  CLI::App* const run_command = app.add_subcommand(
+using namespace vrdma::cli;
+
+constexpr int usage_error = 2;
+constexpr const char* about =
+    "vrdma: RDMA verbs for any process, with no HCA, no kernel module and no root.\n\n"
+    "  vrdma run -- ib_send_lat              a server over the virtual HCA vrdma0 …\n"
+    "  vrdma run -- ib_send_lat localhost    … and its client, unmodified\n"
+    "  vrdma show                            who is attached\n"
+    "  vrdma doctor                          what is missing on this machine, and what it costs";
+
+CLI::App* add_run(CLI::App& app, RunOptions& options) {
+  CLI::App* const command = app.add_subcommand(
       "run", "Run a program with libvrdma in place of libibverbs. Starts a private vrdmad when no service is reachable;\n"
              "it is shared by your other `vrdma run`s and leaves by itself.");
-  run_command->add_option("--link-layer", run_options.link_layer, "ib (default) or ethernet: what the port of vrdma0 says it is")
+  command->add_option("--link-layer", options.link_layer, "ib (default) or ethernet: what the port of vrdma0 says it is")
       ->check(CLI::IsMember({"ib", "ethernet"}));
-  run_command->add_option("--name", run_options.name, "name of the guest: its GUID is derived from it and stays the same")
+  command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same")
       ->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });
-  run_command->add_flag("--stats", run_options.stats, "print what the program did when it ends");
-  run_command->add_option("command", run_options.command, "the program and its arguments, after --")->required();
-  run_command->positionals_at_end();
-  run_command->prefix_command(false);
+  command->add_flag("--stats", options.stats, "print what the program did when it ends");
+  command->add_option("command", options.command, "the program and its arguments, after --")->required();
+  command->positionals_at_end();
+  command->prefix_command(false);
+  command->footer("Exit code: that of the program; 128 + n when signal n ended it; 127 if it was not found, 126 if it cannot be\n"
+                  "executed; 125 if vrdma itself failed. Environment: VRDMA_SOCKET names the service to use.");
+  return command;
+}
 
-  CLI11_PARSE(app, argc, argv);
+CLI::App* add_show(CLI::App& app, ShowOptions& options) {
+  CLI::App* const command = app.add_subcommand(
+      "show", "Show what the service has, one object a line in the manner of rdma(8). Root and the service's own user see\n"
+              "everything, others what is theirs.");
+  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, routes, cache or counters; nothing: an overview")
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
+  command->add_flag("-j,--json", options.json, "print JSON");
+  command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
+  return command;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{about};
+  app.set_version_flag("--version", "vrdma " VRDMA_VERSION);
+  app.require_subcommand(0, 1);  // 1 would hide what a misspelt one was
+
+  RunOptions run_options;
+  ShowOptions show_options;
+  DoctorOptions doctor_options;
+  std::string metrics_socket;
+  CLI::App* const run_command = add_run(app, run_options);
+  CLI::App* const show_command = add_show(app, show_options);
+  CLI::App* const doctor_command = app.add_subcommand(
+      "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
+  doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
+  doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at");
+  CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
+  metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
+
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return std::string("vrdma: ") + error.what() + "\nvrdma --help, and --help after a subcommand, say what there is\n";
+  });
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : usage_error;
+  }
   try {
     if (run_command->parsed()) return run(run_options);
+    if (show_command->parsed()) return show(show_options);
+    if (doctor_command->parsed()) return doctor(doctor_options);
+    if (metrics_command->parsed()) return metrics(metrics_socket);
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor or metrics (vrdma --help says more)\n");
+    return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());
-    return 125;
+    return run_command->parsed() ? 125 : 1;
   }
   return 0;
 }

@@ -94,22 +94,53 @@ void start_private_service(const std::string& path, const std::string& link_laye
 
 std::string private_socket() { return private_folder() + "/vrdmad.sock"; }
 
-Result<Service> find_service(const std::string& wanted) {
-  std::vector<std::string> paths;
+std::vector<std::string> service_paths(const std::string& wanted) {
   const char* const named = std::getenv("VRDMA_SOCKET");
-  if (!wanted.empty())
-    paths = {wanted};
-  else if (named != nullptr && *named != '\0')
-    paths = {named};
-  else
-    paths = {private_socket(), host_socket};
+  if (!wanted.empty()) return {wanted};
+  if (named != nullptr && *named != '\0') return {named};
+  return {private_socket(), host_socket};
+}
+
+Result<Service> find_service(const std::string& wanted) {
   Errno last{ENOENT};
-  for (const auto& path : paths) {
+  for (const auto& path : service_paths(wanted)) {
     auto socket = vmci::PacketSocket::connect(path);
     if (socket) return Service{path, std::move(*socket)};
     last = socket.error();
   }
   return last;
+}
+
+const char* service_remedy(int error) {
+  switch (error) {
+    case ENOENT:
+    case ECONNREFUSED:
+      return "start vrdmad, or use \"vrdma run\"";
+    case EACCES:
+    case EPERM:
+      return "its permissions do not admit this user; see \"socket_mode\" in vrdmad.conf(5)";
+    case ENAMETOOLONG:
+      return "a socket's path has at most 107 characters";
+    case EPROTOTYPE:
+    case ENOTSOCK:
+      return "that is not a socket of vrdmad; check the path";
+    case EAGAIN:
+      return "too many are waiting to attach; try again";
+    default:
+      return "check the path";
+  }
+}
+
+std::runtime_error unreachable(const std::string& wanted) {
+  std::string tried;
+  int last = ENOENT;
+  for (const auto& path : service_paths(wanted)) {
+    const auto socket = vmci::PacketSocket::connect(path);
+    const int error = socket ? EAGAIN : value(socket.error());
+    if (tried.empty() || error != ENOENT) last = error;  // the remedy is that of the path which exists
+    tried += fmt::format("{}{} ({})", tried.empty() ? "" : " or ", path, std::strerror(error));
+  }
+  return std::runtime_error(fmt::format("cannot reach the host service at {}: {}", tried, service_remedy(last)));
 }
 
 Service find_or_start_service(const std::string& link_layer) {

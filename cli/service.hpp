@@ -1,7 +1,9 @@
 // Finding the host service, and starting a private one where there is none.
 #pragma once
 
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "vmci_channel/packet_socket.hpp"
 #include "vrdma/result.hpp"
@@ -17,8 +19,13 @@ struct Service {
   vmci::PacketSocket socket;  // holding it keeps a private service from leaving as idle
 };
 
+// Where to look: `wanted` alone if it is given, else as above.
+std::vector<std::string> service_paths(const std::string& wanted);
 // A connection to the first service that answers. The error is that of the last path tried.
 Result<Service> find_service(const std::string& wanted = {});
+// What to do about an error of find_service(); and the whole sentence, naming every path that was tried.
+const char* service_remedy(int error);
+std::runtime_error unreachable(const std::string& wanted);
 // Likewise, starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.
 Service find_or_start_service(const std::string& link_layer);
 

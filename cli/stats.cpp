@@ -12,7 +12,8 @@ namespace vrdma::cli {
 void print_stats(const Service& service, pid_t pid) try {
   // The service learns of the end of a process from the kernel, a moment after we do.
   for (int tries = 0; tries < 50; ++tries) {
-    for (const auto& guest : query(service).at("departed")) {
+    const auto state = query(service);
+    for (const auto& guest : state.at("departed")) {
       if (guest.at("pid") != pid) continue;
       fmt::print(stderr, "vrdma: {} (LID {}): {} control requests", guest.at("name").get<std::string>(),
                  guest.at("lid").get<int>(), guest.at("requests").get<std::uint64_t>());

@@ -67,6 +67,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // Registrations are two requests, the extents and the key: one thread at a time.
   std::mutex& registration_mutex() { return registration_mutex_; }
+  std::uint32_t window_backing = 0;  // the service's number of this process's memory window; 0: not announced. Under that mutex
 
   // In a fork's child, before anything else runs there.
   void become_inherited();

@@ -65,12 +65,19 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
 
   auto mr = std::make_unique<Mr>();
   std::lock_guard lock((*attachment)->registration_mutex());
-  auto extents = reach(**attachment, address, bytes, access);
-  if (!extents) return extents.error();
-  if (Status staged = stage(**attachment, *extents); !staged) return staged.error();
+  auto reached = reach(**attachment, address, bytes, access);
+  if (!reached) return reached.error();
   if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
-  auto made = (*attachment)->call<control::Request::reg_mr>({*pd_handle, access, address, bytes, iova});
-  if (!made) return made.error();
+  Result<control::RegMrReply> made = Errno{EIO};
+  if (Status staged = stage(**attachment, reached->extents); !staged)
+    made = staged.error();
+  else
+    made = (*attachment)->call<control::Request::reg_mr>({*pd_handle, access, address, bytes, iova});
+  if (!made) {
+    unreach(std::move(*reached));
+    return made.error();
+  }
+  mr->registration = std::move(*reached);
   mr->attachment = *attachment;
   mr->access = access;
   mr->verbs = {pd->context, pd, start, bytes, made->handle, made->key, made->key};
@@ -103,12 +110,21 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
   }
 
   std::lock_guard lock(mr.attachment->registration_mutex());
+  memory::Registration before;  // what is given back at the end: the old memory, or the new where the service refused
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
-    auto extents = reach(*mr.attachment, address, bytes, wanted & IBV_REREG_MR_CHANGE_ACCESS ? access : mr.access);
-    if (!extents) return refuse(value(extents.error()));
-    if (Status staged = stage(*mr.attachment, *extents); !staged) return refuse(value(staged.error()));
+    auto reached = reach(*mr.attachment, address, bytes, wanted & IBV_REREG_MR_CHANGE_ACCESS ? access : mr.access);
+    if (!reached) return refuse(value(reached.error()));
+    before = std::move(*reached);
+    if (Status staged = stage(*mr.attachment, before.extents); !staged) {
+      unreach(std::move(before));
+      return refuse(value(staged.error()));
+    }
   }
   auto made = mr.attachment->call<control::Request::rereg_mr>(request);
+  if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
+    if (made) std::swap(before, mr.registration);
+    unreach(std::move(before));
+  }
   if (!made) {
     errno = value(made.error());
     return errno == EINVAL ? IBV_REREG_MR_ERR_INPUT : IBV_REREG_MR_ERR_CMD;
@@ -193,6 +209,10 @@ VRDMA_EXPORT int ibv_dereg_mr(ibv_mr* verbs) {
       if (!gone && value(gone.error()) != EIO) return gone.error();
     }
     Pd::of(verbs->pd).users.fetch_sub(1, std::memory_order_relaxed);
+    if (!mr.attachment->liveness().inherited()) {
+      std::lock_guard lock(mr.attachment->registration_mutex());
+      unreach(std::move(mr.registration));
+    }
     delete &mr;
     return ok();
   });

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/memory/manager.hpp"
 #include "guest_lib/process.hpp"
 #include "guest_lib/spin_lock.hpp"
 #include "guest_lib/work_queue.hpp"
@@ -51,6 +52,7 @@ struct Pd {
 struct Mr {
   ibv_mr verbs{};
   std::shared_ptr<Attachment> attachment;
+  memory::Registration registration;
   std::uint32_t access = 0;
 
   static Mr& of(ibv_mr* mr) { return *reinterpret_cast<Mr*>(mr); }

@@ -1,55 +1,58 @@
 #include "guest_lib/reach.hpp"
 
-#include <fcntl.h>
-#include <infiniband/verbs.h>
-
-#include <cstdio>
-#include <string>
-
 namespace vrdma::guest {
 
 namespace {
 
-// The text of /proc/self/maps: one read sees one line whole or not at all.
-Result<std::string> read_maps() {
-  vmci::UniqueFd fd(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
-  if (!fd) return last_error();
-  std::string text;
-  for (;;) {
-    const std::size_t before = text.size();
-    text.resize(before + 65536);
-    const ssize_t got = ::read(fd.get(), text.data() + before, 65536);
-    if (got < 0 && errno != EINTR) return last_error();
-    text.resize(before + static_cast<std::size_t>(got > 0 ? got : 0));
-    if (got == 0) return text;
-  }
+Result<std::uint32_t> announce(int fd, std::uint64_t bytes) {
+  const auto attachment = Attachment::existing();
+  if (attachment == nullptr) return Errno{EIO};
+  const int descriptors[] = {fd};
+  auto reply = attachment->call_on_socket<control::Request::add_backing>({bytes, 0, 0}, descriptors);
+  if (!reply) return reply.error();
+  return reply->body.backing;
 }
 
-// Whether every byte of the range is mapped, readable, and writable where asked.
-Status check_mapped(std::uint64_t address, std::uint64_t bytes, bool writable) {
-  auto maps = read_maps();
-  if (!maps) return maps.error();
-  std::uint64_t next = address;
-  const std::uint64_t end = address + bytes;
-  for (std::size_t at = 0; at < maps->size() && next < end;) {
-    unsigned long first, last;
-    char rights[5];
-    if (std::sscanf(maps->c_str() + at, "%lx-%lx %4s", &first, &last, rights) != 3) return Errno{EFAULT};
-    at = maps->find('\n', at);
-    at = at == std::string::npos ? maps->size() : at + 1;
-    if (last <= next) continue;
-    if (first > next || rights[0] != 'r' || (writable && rights[1] != 'w')) return Errno{EFAULT};
-    next = last;
-  }
-  return next >= end ? ok() : Status(Errno{EFAULT});
+void withdraw(std::uint32_t backing) {
+  if (const auto attachment = Attachment::existing())
+    (void)attachment->call_on_socket<control::Request::remove_backing>({backing, 0});
+}
+
+// Never destroyed: the interposed functions may be called until the very end.
+memory::MemoryManager& manager() {
+  static auto* const made = new memory::MemoryManager({announce, withdraw});
+  return *made;
+}
+
+// The window as this attachment's service knows it, announced on first use.
+Result<std::uint32_t> window_of(Attachment& attachment) {
+  if (attachment.window_backing != 0) return attachment.window_backing;
+  auto fd = manager().window_fd();
+  if (!fd) return fd.error();
+  const int descriptors[] = {*fd};
+  auto reply = attachment.call_on_socket<control::Request::add_backing>({0, control::backing_window, 0}, descriptors);
+  if (!reply) return reply.error();
+  return attachment.window_backing = reply->body.backing;
 }
 
 }  // namespace
 
-Result<std::vector<control::Extent>> reach(Attachment&, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
-  const Status mapped = check_mapped(address, bytes, (access & IBV_ACCESS_LOCAL_WRITE) != 0);
-  if (!mapped) return mapped.error();
-  return std::vector{control::Extent{address, bytes, 0, control::backing_process, 0}};
+Result<memory::Registration> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+  auto registration = manager().add(address, bytes, access);
+  if (!registration) return registration;
+  for (auto& extent : registration->extents) {
+    if (extent.backing != memory::window_backing) continue;
+    auto window = window_of(attachment);
+    if (!window) {
+      const Errno failed = window.error();
+      manager().remove(std::move(*registration));
+      return failed;
+    }
+    extent.backing = *window;
+  }
+  return registration;
 }
+
+void unreach(memory::Registration&& registration) { manager().remove(std::move(registration)); }
 
 }  // namespace vrdma::guest

@@ -1,18 +1,21 @@
-// How the engine reaches a range of this process's memory (DESIGN.md D6): the one place that knows.
-// Any thread.
+// How the engine reaches a range of this process's memory (DESIGN.md D6): the one place that knows. The pages move, or their file
+// is announced, or they stay where they are and are reached through the process.
+//
+// One thread at a time per attachment (its registration mutex is held).
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "guest_lib/attachment.hpp"
-#include "vrdma/control.hpp"
+#include "guest_lib/memory/manager.hpp"
 
 namespace vrdma::guest {
 
-// The extents that cover [address, address + bytes), in order. EFAULT: not all of it is mapped with the rights that `access`
-// (enum ibv_access_flags) needs.
-Result<std::vector<control::Extent>> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes,
-                                           std::uint32_t access);
+// The extents that cover [address, address + bytes), in order, with the service's numbers of their backings. EFAULT: not all of
+// it is mapped with the rights that `access` (enum ibv_access_flags) needs.
+Result<memory::Registration> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
+
+// The service has confirmed that it no longer touches the memory, or is gone.
+void unreach(memory::Registration&& registration);
 
 }  // namespace vrdma::guest

@@ -2,53 +2,15 @@
 // with a cursor line for each side. Verbs queues are such pairs: the produce queue carries WQEs, the consume queue their
 // completions; so is the channel's own control pair, whose queues both carry datagrams.
 //
-//   QueuePairHeader | produce queue: records | consume queue: records or completion entries
-//
-// Layout is computed by one function from the two sizes; both sides and every size check use it.
+// Its layout is in vrdma/queue_layout.hpp.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
+#include <cstddef>
 
+#include "vrdma/queue_layout.hpp"
 #include "vrdma/wire.hpp"
 
 namespace vmci {
-
-enum class QueueKind : std::uint32_t { none = 0, records = 1, completions = 2 };
-
-// Written by the creator (guest) only.
-struct alignas(128) CreatorCursor {
-  std::uint32_t consumed;        // consume queue: position up to which entries were taken
-  std::uint32_t produced_count;  // produce queue: records published so far (an SRQ's limit is reckoned from it)
-  std::uint32_t waiting;         // control pair: someone sleeps until the consume queue has a record
-  std::uint32_t reserved[29];
-};
-// Written by the attacher (service) only.
-struct alignas(128) AttacherCursor {
-  std::uint32_t consumed;        // produce queue: position up to which slots were taken
-  std::uint32_t needs_doorbell;  // 0: the attacher looks at the produce queue by itself; 1: ring after publishing
-  std::uint32_t reserved[30];
-};
-struct QueuePairHeader {
-  CreatorCursor creator;
-  AttacherCursor attacher;
-};
-static_assert(vrdma::WireRecord<CreatorCursor> && vrdma::WireRecord<AttacherCursor> && sizeof(QueuePairHeader) == 256);
-
-struct QueuePairGeometry {
-  std::uint32_t produce_slots;    // records; 64 bytes each; a power of two, ≥ 2
-  std::uint32_t consume_entries;  // slots (64 bytes) or completions (32 bytes); a power of two, or 0
-  QueueKind consume_kind;
-  std::uint32_t reserved;
-
-  constexpr std::uint64_t produce_offset() const { return sizeof(QueuePairHeader); }
-  constexpr std::uint64_t consume_offset() const { return produce_offset() + std::uint64_t{produce_slots} * vrdma::slot_bytes; }
-  constexpr std::uint64_t consume_entry_bytes() const {
-    return consume_kind == QueueKind::records ? vrdma::slot_bytes : consume_kind == QueueKind::completions ? sizeof(vrdma::Cqe) : 0;
-  }
-  constexpr std::uint64_t total_bytes() const { return consume_offset() + consume_entries * consume_entry_bytes(); }
-};
-static_assert(vrdma::WireRecord<QueuePairGeometry>);
 
 // One side's view: where things are. Copying it copies pointers, never shared memory.
 class QueuePairView {

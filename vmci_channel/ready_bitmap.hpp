@@ -9,16 +9,9 @@
 #include <bit>
 #include <cstdint>
 
+#include "vrdma/queue_layout.hpp"
+
 namespace vmci {
-
-constexpr std::uint32_t ready_members_max = 16384;
-
-struct alignas(128) ReadyWords {
-  std::uint64_t summary[4];     // bit w of the 256: words[w] may be non-zero
-  std::uint64_t reserved[12];
-  std::uint64_t words[256];     // bit m of the 16 384
-};
-static_assert(sizeof(ReadyWords) == 128 + 2048);
 
 class ReadyBitmap {
  public:

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/guest_mail.hpp"
 #include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
@@ -19,7 +20,8 @@ using engine::QpType;
 
 namespace {
 
-constexpr std::uint32_t control_slots = 256;  // 16 KiB each way: a request of 4 KiB and its reply always fit
+constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one of 4 KiB always fits
+constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
 
 constexpr std::uint32_t power_of_two(std::uint32_t n) { return std::bit_ceil(std::max(n, 2u)); }
 
@@ -69,16 +71,18 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
+  // It goes into logs, onto terminals and between blanks in the output of `vrdma show`.
+  std::replace_if(guest->name.begin(), guest->name.end(), [](char c) { return c <= ' ' || c > '~'; }, '_');
   if (guest->name.empty()) guest->name = "guest" + std::to_string(guest->id.value);
   assign_addresses(*guest);
 
-  const vmci::QueuePairGeometry geometry{control_slots, control_slots, vmci::QueueKind::records, 0};
+  const vmci::QueuePairGeometry geometry{control_slots, control_reply_slots, vmci::QueueKind::records, 0};
   const auto control_at = guest->arena.allocate(geometry.total_bytes());
   const auto doorbell_at = guest->arena.allocate(sizeof(vmci::ReadyWords));
   if (!control_at || !doorbell_at) return Errno{ENOMEM};
   guest->control = vmci::QueuePairView(guest->arena.segment().data() + *control_at, geometry);
   guest->requests = vmci::RecordReader(guest->control.produce(), control_slots);
-  guest->replies = vmci::RecordWriter(guest->control.consume_records(), control_slots);
+  guest->replies = vmci::RecordWriter(guest->control.consume_records(), control_reply_slots);
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
@@ -106,6 +110,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
 
 void ControlDesk::detach(Guest& guest) {
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
+  fabric_.vmci.leave(guest);
   shard_.remove(guest);
   guest.process.close();
   fabric_.departed.push_front(
@@ -184,8 +189,11 @@ bool ControlDesk::dispatch(Guest& guest, std::span<const std::byte> body, std::b
 
 // False: the request must wait and be tried again.
 bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::byte> body) {
-  alignas(64) std::byte record[record_slots_max * slot_bytes] = {};
-  std::byte* const reply = record + sizeof(Head);
+  if (head.record.tag != address_of(host_context, control_port)) {
+    fabric_.vmci.forward(guest, head, body);
+    return true;
+  }
+  alignas(64) std::byte reply[body_bytes_max] = {};
   std::uint32_t reply_bytes = 0;
   int status = 0;
   const std::uint32_t user = head.record.control & control_user_mask;
@@ -203,27 +211,15 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
   if (!done) return false;
   ++guest.requests_served;
 
-  auto& cursor = guest.control.header().creator;
-  const std::uint32_t consumed = std::atomic_ref(cursor.consumed).load(std::memory_order_acquire);
-  if (guest.replies.position() - consumed <= guest.replies.slot_count()) guest.replies.set_freed(consumed);
-  const auto slots = static_cast<std::uint32_t>((sizeof(Head) + reply_bytes + slot_bytes - 1) / slot_bytes);
-  if (!guest.replies.has_room(slots)) {  // it asks without reading the answers
-    ++guest.protocol_errors;
-    guest.broken = true;
-    return true;
-  }
   Head out{};
+  out.record.tag = address_of(guest.id.value, head.source_port);
   out.source_context = host_context;
   out.source_port = control_port;
   out.sequence = head.sequence;
   out.status = status;
-  std::memcpy(record, &out, sizeof(out));
-  guest.replies.write(sizeof(RecordHead), {record + sizeof(RecordHead), sizeof(Head) - sizeof(RecordHead) + reply_bytes});
-  guest.replies.publish(address_of(guest.id.value, head.source_port), reply_bytes, user | reply_bit, slots);
-  vmci::store_load_fence();  // K1: pairs with the guest's fence between `waiting` and its last look
-  if (std::atomic_ref(cursor.waiting).load(std::memory_order_relaxed) != 0) {
-    const char one = 1;
-    [[maybe_unused]] const auto written = ::write(guest.wake_pipe.get(), &one, 1);  // full: it is awake already
+  if (!put_datagram(guest, out, user | reply_bit, {reply, reply_bytes}, 0)) {  // it asks without reading the answers
+    ++guest.protocol_errors;
+    guest.broken = true;
   }
   return true;
 }
@@ -772,13 +768,6 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
     shard_.engine().reset(core, request.send_position, request.receive_position);
     qp->watch_sends(true);
     qp->watch_receives(false);
-  } else if (core.state == QpState::err) {
-    core.state = before;
-    if (before == QpState::reset) {
-      core.state = QpState::err;
-    } else {
-      shard_.engine().fail(core, std::nullopt);
-    }
   } else {
     shard_.engine().entered(core, before);
   }
@@ -862,6 +851,27 @@ Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRe
   members.erase(member);
   --qp->mcast_groups;
   if (members.empty()) fabric_.multicast.erase(group);
+  return Empty{};
+}
+
+// --- VMCI between guests --------------------------------------------------------------------------------------
+
+template <>
+Result<PortReply> ControlDesk::on<Request::bind_port>(Guest& guest, const BindPortRequest& request) {
+  return fabric_.vmci.bind(guest, request);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::unbind_port>(Guest& guest, const PortRequest& request) {
+  const auto unbound = fabric_.vmci.unbind(guest, request.port);
+  if (!unbound) return unbound.error();
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::queue_pair_detach>(Guest& guest, const QueuePairHandle& handle) {
+  const auto detached = fabric_.vmci.detach(guest, handle);
+  if (!detached) return detached.error();
   return Empty{};
 }
 

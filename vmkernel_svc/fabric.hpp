@@ -14,6 +14,7 @@
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/memory/region.hpp"
 #include "vmkernel_svc/objects.hpp"
+#include "vmkernel_svc/vmci_switch.hpp"
 
 namespace vrdma::svc {
 
@@ -58,6 +59,7 @@ class Fabric {
   RegionTable regions;
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
   std::map<Gid, std::vector<QueuePair*>> multicast;
+  VmciSwitch vmci{*this};
 
   // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
   std::uint64_t topology_generation = 1;

@@ -28,7 +28,14 @@ int main(int argc, char** argv) {
   bool foreground = false;
   app.add_flag("--foreground", foreground, "stay in the foreground (it always does; for scripts)");
   app.add_flag("--check", check_only, "check the configuration and leave");
-  CLI11_PARSE(app, argc, argv);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return std::string("vrdmad: ") + error.what() + "\nvrdmad --help says what there is\n";
+  });
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
 
   try {
     Config config;
@@ -44,8 +51,12 @@ int main(int argc, char** argv) {
       fmt::print("the configuration is good\n");
       return 0;
     }
-    spdlog::set_default_logger(config.log_file.empty() ? spdlog::stderr_color_mt("vrdmad")
-                                                       : spdlog::basic_logger_mt("vrdmad", config.log_file));
+    try {
+      spdlog::set_default_logger(config.log_file.empty() ? spdlog::stderr_color_mt("vrdmad")
+                                                         : spdlog::basic_logger_mt("vrdmad", config.log_file));
+    } catch (const spdlog::spdlog_ex& error) {
+      throw std::runtime_error(fmt::format("cannot open the log: {}: give another --log-file", error.what()));
+    }
     spdlog::set_error_handler([](const std::string& message) {  // a full disk must not stop the service
       static bool said = false;
       if (!said) std::fprintf(stderr, "vrdmad: cannot write the log: %s\n", message.c_str());

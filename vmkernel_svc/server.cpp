@@ -68,12 +68,16 @@ Server::Server(const Config& config) : config_(config) {
   const auto directory = std::filesystem::path(config_.socket).parent_path();
   std::error_code error;
   if (!directory.empty()) std::filesystem::create_directories(directory, error);
+  if (error)
+    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket",
+                                         directory.string(), error.message()));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
   if (!listening) {
     const int why = value(listening.error());
     throw std::runtime_error(fmt::format(
         "cannot listen at {} ({}): {}", config_.socket, std::strerror(why),
-        why == EADDRINUSE ? "another vrdmad serves it; stop that one, or give another --socket"
+        why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
+        : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
         : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
         : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
                               : "give another --socket"));
@@ -290,6 +294,16 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
         CreateChannelRequest body{};
         if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
         return reply_with(desk_->on(guest, body, give));
+      }
+      case Request::queue_pair_alloc: {
+        QueuePairAllocRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        return reply_with(shard.fabric().vmci.alloc(guest, body, give));
+      }
+      case Request::queue_pair_attach: {
+        QueuePairAttachRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        return reply_with(shard.fabric().vmci.attach(guest, body, give));
       }
       default:
         return send_reply(socket, head, EOPNOTSUPP);

@@ -131,6 +131,7 @@ bool Shard::look_at_doorbells() {
       expel(guest);
       continue;
     }
+    if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
     if (!guest.doorbell.any()) continue;
     guest.doorbell.take([&](std::uint32_t member) {
       ++counters_.doorbells;
@@ -318,7 +319,10 @@ void Shard::sleep() {
     const std::uint64_t now = vmci::monotonic_ns();
     std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
     bool held = false;
-    for (Guest* guest : guests_) held |= flush_events(*guest);
+    for (Guest* guest : guests_) {
+      held |= flush_events(*guest);
+      held |= fabric_.vmci.flush(*guest);
+    }
     if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe: try again soon
     if (until != 0) {
       const std::uint64_t wait = until > now ? until - now : 0;

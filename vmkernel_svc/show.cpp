@@ -1,8 +1,10 @@
 #include "vmkernel_svc/show.hpp"
 
+#include <endian.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstring>
 #include <nlohmann/json.hpp>
 
@@ -41,6 +43,46 @@ json describe(const engine::QpCounters& counters) {
   return out;
 }
 
+const char* gid_type_name(std::uint32_t type) { return type == 0 ? "IB" : type == 1 ? "RoCE v1" : "RoCE v2"; }
+const char* port_state_name(std::uint8_t state) {
+  constexpr const char* names[] = {"NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"};
+  return state < std::size(names) ? names[state] : "?";
+}
+
+// What a query of the guest's device, port and GIDs answers: the same record, so that the two cannot differ.
+json describe_device(const Guest& guest, const Config& config) {
+  const DeviceReply device = device_reply(guest, config);
+  const bool ethernet = device.link_layer == link_layer_ethernet;
+  json gids = json::array(), pkeys = json::array();
+  for (std::size_t i = 0; i < std::size(device.gids); ++i)
+    if (device.gids[i].gid != Gid{})
+      gids.push_back({{"index", i}, {"gid", gid_text(device.gids[i].gid)}, {"type", gid_type_name(device.gids[i].type)}});
+  for (const std::uint16_t pkey : device.pkeys)
+    if (pkey != 0) pkeys.push_back(hex(be16toh(pkey), 4));
+  json out{{"adapter", "vrdma virtual HCA"},
+           {"physical_hca_available", false},
+           {"fw_version", std::string(device.fw_version, ::strnlen(device.fw_version, sizeof(device.fw_version)))},
+           {"node_guid", hex(be64toh(device.node_guid), 16)},
+           {"sys_image_guid", hex(be64toh(device.sys_image_guid), 16)},
+           {"port", 1},
+           {"state", port_state_name(device.port_state)},
+           {"link_layer", ethernet ? "Ethernet" : "InfiniBand"},
+           {"lid", device.lid},
+           {"sm_lid", device.sm_lid},
+           {"active_mtu", 128u << device.active_mtu},
+           {"max_mtu", 128u << device.max_mtu},
+           {"srq_supported", device.srq_max != 0}};
+  out["roce_versions"] = ethernet ? json{"v1", "v2"} : json::array();
+  out["qp_types"] = {"RC", "UC", "UD"};
+  out["limits"] = {{"qps", device.qp_max},          {"cqs", device.cq_max},      {"srqs", device.srq_max},
+                   {"mrs", device.mr_max},          {"pds", device.pd_max},      {"qp_wr", device.qp_wr_max},
+                   {"srq_wr", device.srq_wr_max},   {"cqe", device.cqe_max},     {"sge", device.sge_max},
+                   {"inline_bytes", device.inline_max}, {"rd_atomic", device.rd_atomic_max}, {"mr_bytes", device.mr_bytes_max}};
+  out["gids"] = std::move(gids);
+  out["pkeys"] = std::move(pkeys);
+  return out;
+}
+
 json describe(Guest& guest, Shard& shard) {
   Fabric& fabric = shard.fabric();
   json out{{"guest", guest.id.value},
@@ -56,30 +98,44 @@ json describe(Guest& guest, Shard& shard) {
            {"backings", guest.backings.size()},
            {"contexts", guest.contexts.size()},
            {"channels", guest.channels.size()},
-           {"pds", guest.pds.size()}};
-  out["gids"] = json::array();
-  for (std::size_t i = 0; i < guest.gids.size(); ++i)
-    if (guest.gids[i].gid != Gid{})
-      out["gids"].push_back({{"index", i}, {"gid", gid_text(guest.gids[i].gid)}, {"type", guest.gids[i].type}});
+           {"pds", guest.pds.size()},
+           {"device", describe_device(guest, fabric.config)}};
+  const VmciCounters& vmci = guest.vmci.counters;
+  out["vmci"] = {{"ports", guest.vmci.ports.size()},
+                 {"queue_pairs", guest.vmci.queue_pairs.size()},
+                 {"notices_held", guest.vmci.held.size()},
+                 {"datagrams_sent", vmci.datagrams_sent},
+                 {"datagrams_refused", vmci.datagrams_refused},
+                 {"datagrams_received", vmci.datagrams_received},
+                 {"datagrams_dropped", vmci.datagrams_dropped}};
+  engine::QpCounters totals = guest.totals;
   out["qps"] = json::array();
-  for (auto& [handle, qp] : guest.qps)
+  for (auto& [handle, qp] : guest.qps) {
+    totals += qp->core.counters;
+    const auto& attributes = qp->core.attributes;
     out["qps"].push_back({{"qpn", qp->core.qpn.value},
                           {"type", type_name(qp->core.type)},
                           {"state", state_name(qp->core.state)},
-                          {"dest_qpn", qp->core.attributes.dest_qp_num},
-                          {"dlid", qp->core.attributes.path.dlid},
+                          {"mode", "mediated"},
+                          {"dest_qpn", attributes.dest_qp_num},
+                          {"dlid", attributes.path.dlid},
+                          {"dgid", attributes.path.is_global != 0 ? json(gid_text(std::to_array(attributes.path.dgid))) : json()},
+                          {"path_mtu", attributes.path_mtu == 0 ? 0 : engine::mtu_bytes(attributes.path_mtu)},
                           {"pd", qp->pd->handle.value},
                           {"send_cq", qp->send_cq->handle.value},
                           {"recv_cq", qp->receive_cq->handle.value},
                           {"srq", qp->srq != nullptr ? qp->srq->handle.value : 0},
-                          {"max_send_wr", qp->core.attributes.max_send_wr},
-                          {"max_recv_wr", qp->core.attributes.max_recv_wr},
+                          {"max_send_wr", attributes.max_send_wr},
+                          {"max_recv_wr", attributes.max_recv_wr},
                           {"counters", describe(qp->core.counters)}});
+  }
+  out["counters"] = describe(totals);  // of all its queue pairs, those that are gone too
   out["cqs"] = json::array();
   for (auto& [handle, cq] : guest.cqs)
     out["cqs"].push_back({{"cq", handle},
                           {"cqe", cq->cqe},
                           {"completions", cq->produced},
+                          {"unpolled", cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_relaxed)},
                           {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
@@ -113,11 +169,28 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   const bool all = peer && (peer->uid == 0 || peer->uid == ::geteuid());
 
   json out;
-  out["service"] = {{"version", VRDMA_VERSION}, {"pid", ::getpid()}, {"socket", fabric.config.socket}, {"link_layer", fabric.config.link_layer},
-                    {"active_mtu", fabric.config.active_mtu}, {"physical_hca", false}};
+  out["service"] = {{"version", VRDMA_VERSION},
+                    {"channel_version", std::to_string(version_major) + "." + std::to_string(version_minor)},
+                    {"pid", ::getpid()},
+                    {"uid", ::geteuid()},
+                    {"socket", fabric.config.socket},
+                    {"link_layer", fabric.config.link_layer},
+                    {"active_mtu", fabric.config.active_mtu},
+                    {"physical_hca", false},
+                    {"all", all}};
   out["guests"] = json::array();
   for (auto& [id, guest] : fabric.guests)
     if (all || (peer && guest->credentials.uid == peer->uid)) out["guests"].push_back(describe(*guest, shard));
+  // A destination leads to a guest of this host, by LID or by GID, and is then a copy; other hosts are not served yet.
+  out["routes"] = json::array();
+  for (auto& [id, guest] : fabric.guests) {
+    if (!all && !(peer && guest->credentials.uid == peer->uid)) continue;
+    json gids = json::array();
+    for (const auto& entry : guest->gids)
+      if (const auto text = gid_text(entry.gid); entry.gid != Gid{} && (gids.empty() || gids.back() != text)) gids.push_back(text);
+    const bool ethernet = guest->link_layer == link_layer_ethernet;
+    out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
+  }
   out["departed"] = json::array();
   for (const auto& guest : fabric.departed)
     if (all || (peer && guest.credentials.uid == peer->uid))
@@ -129,13 +202,16 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
       out["tenants"].push_back({{"uid", uid}, {"guests", tenant.guests}, {"objects", tenant.objects}, {"registered_bytes", tenant.registered_bytes},
                                 {"queue_bytes", tenant.queue_bytes}, {"moved_bytes", tenant.moved_bytes}});
   const auto& routes = fabric.routes.counters();
-  out["cache"] = {{"routes", {{"hits", routes.hits}, {"misses", routes.misses}, {"invalidations", routes.invalidations}}},
-                  {"keys", {{"hits", fabric.key_counters.hits}, {"misses", fabric.key_counters.misses}}}};
+  const auto describe_cache = [](const cache::CacheCounters& counters) {
+    return json{{"hits", counters.hits}, {"misses", counters.misses}, {"invalidations", counters.invalidations}};
+  };
+  out["cache"] = {{"routes", describe_cache(routes)}, {"keys", describe_cache(fabric.key_counters)}};
   const auto& c = shard.counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
-                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}};
+                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()}};
 
-  const std::string text = out.dump();
+  // A guest chose its name: bytes that are not UTF-8 must not throw here.
+  const std::string text = out.dump(-1, ' ', false, json::error_handler_t::replace);
   vmci::UniqueFd file(::memfd_create("vrdma-show", MFD_CLOEXEC));
   std::size_t written = 0;
   while (file && written < text.size()) {

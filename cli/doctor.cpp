@@ -1,0 +1,135 @@
+#include "cli/doctor.hpp"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <stdexcept>
+
+#include "cli/output.hpp"
+#include "cli/query.hpp"
+#include "cli/self_test.hpp"
+#include "cli/service.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+using Level = Finding::Level;
+
+const char* name_of(Level level) { return level == Level::ok ? "ok" : level == Level::note ? "note" : "problem"; }
+
+// The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
+std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
+  const char* const named = std::getenv("VRDMA_SOCKET");
+  const bool chosen = !wanted.empty() || (named != nullptr && *named != '\0');
+  for (const auto& path : service_paths(wanted)) {
+    auto socket = vmci::PacketSocket::connect(path);
+    if (!socket) {
+      const int error = value(socket.error());
+      if (chosen)
+        findings.push_back({Level::problem, "service", fmt::format("cannot reach the host service at {} ({})", path, std::strerror(error)),
+                            service_remedy(error)});
+      else if (error != ENOENT && error != ECONNREFUSED)
+        findings.push_back({Level::note, "service", fmt::format("{} does not admit us ({})", path, std::strerror(error)), service_remedy(error)});
+      continue;
+    }
+    try {
+      const auto state = query({path, std::move(*socket)});
+      const auto& service = state.at("service");
+      const auto version = service.at("version").get<std::string>();
+      const auto channel = service.at("channel_version").get<std::string>();
+      findings.push_back({Level::ok, "service", fmt::format("{} answers: vrdmad {}, channel {}, pid {}, uid {}, {} guests in sight", path, version,
+                                                            channel, service.at("pid").get<int>(), service.at("uid").get<int>(),
+                                                            state.at("guests").size()), ""});
+      if (version != VRDMA_VERSION)
+        findings.push_back({Level::note, "version", fmt::format("vrdmad is {}, vrdma is {}", version, VRDMA_VERSION), "restart vrdmad after an upgrade"});
+      if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))
+        findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
+                                                                channel, control::version_major, control::version_minor), "use one version of both"});
+    } catch (const std::exception& error) {
+      findings.push_back({Level::problem, "service", fmt::format("{} is served, but not by a vrdmad that we understand: {}", path, error.what()),
+                          "use vrdma and vrdmad of one version"});
+    }
+    return path;
+  }
+  if (chosen) return std::nullopt;
+  try {
+    findings.push_back({Level::note, "service", fmt::format("none is running; \"vrdma run\" starts a private one ({})", program_path("vrdmad")),
+                        "nothing to do, or start vrdmad for all users: systemctl start vrdmad"});
+  } catch (const std::exception& error) {
+    findings.push_back({Level::problem, "service", fmt::format("none is running, and {}", error.what()), "install vrdmad"});
+  }
+  return std::nullopt;
+}
+
+void examine_library(const std::string& wanted, const std::optional<std::string>& running, std::vector<Finding>& findings) {
+  std::string library;
+  try {
+    library = library_path();
+  } catch (const std::exception& error) {
+    findings.push_back({Level::problem, "library", error.what(), ""});
+    return;
+  }
+  std::optional<Service> started;
+  std::string socket = running.value_or("");
+  if (!running) {
+    if (!wanted.empty() || std::getenv("VRDMA_SOCKET") != nullptr) return;  // said already
+    try {
+      started = find_or_start_service("");
+      socket = started->path;
+    } catch (const std::exception& error) {
+      findings.push_back({Level::problem, "self-test", error.what(), "see that log"});
+      return;
+    }
+  }
+  const SelfTestResult result = self_test(library, socket);
+  if (!result.failed_at.empty()) {
+    findings.push_back({Level::problem, "self-test", fmt::format("{} with {}: {} failed ({})", socket, library, result.failed_at, result.error),
+                        "see the log of vrdmad; if it is a version mismatch, use one version of both"});
+    return;
+  }
+  findings.push_back({Level::ok, "library", library + " loads", ""});
+  findings.push_back({Level::ok, "self-test", "a program attached, connected a queue pair to itself and moved 8 B and 32 KiB by RDMA WRITE", ""});
+  if (result.pages_path == "mapped")
+    findings.push_back({Level::ok, "mapping", "registered pages are mapped into the service: copied once, at the speed of memory", ""});
+  else if (!result.pages_path.empty())
+    findings.push_back({Level::note, "mapping", "registered pages are reached through the process (process_vm_readv): correct, and slower for small messages", ""});
+}
+
+}  // namespace
+
+int doctor(const DoctorOptions& options) {
+  std::vector<Finding> findings;
+  const auto running = examine_service(options.socket, findings);
+  examine_library(options.socket, running, findings);
+  for (auto& finding : examine_machine()) findings.push_back(std::move(finding));
+
+  int problems = 0, notes = 0;
+  for (const auto& finding : findings) {
+    problems += finding.level == Level::problem;
+    notes += finding.level == Level::note;
+  }
+  if (options.json) {
+    nlohmann::json out{{"problems", problems}, {"notes", notes}, {"findings", nlohmann::json::array()}};
+    for (const auto& finding : findings)
+      out["findings"].push_back({{"level", name_of(finding.level)}, {"subject", finding.subject}, {"what", finding.what}, {"remedy", finding.remedy}});
+    print_all(out.dump(2) + "\n");
+  } else {
+    std::string text;
+    for (const auto& finding : findings) {
+      text += fmt::format("{:8} {:12} {}\n", name_of(finding.level), finding.subject, finding.what);
+      if (!finding.remedy.empty()) text += fmt::format("{:8} {:12} → {}\n", "", "", finding.remedy);
+    }
+    text += problems != 0 ? fmt::format("\n{} problem{}: programs do not work until solved\n", problems, problems == 1 ? "" : "s")
+                          : fmt::format("\nno problems{}\n", notes == 0 ? "" : fmt::format(", {} note{}", notes, notes == 1 ? "" : "s"));
+    print_all(text);
+  }
+  return problems == 0 ? 0 : 1;
+}
+
+}  // namespace vrdma::cli

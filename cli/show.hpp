@@ -1,0 +1,27 @@
+// `vrdma show` and `vrdma metrics`: what the service has, for people, for programs and for Prometheus.
+#pragma once
+
+#include <iosfwd>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace vrdma::cli {
+
+struct ShowOptions {
+  std::string object;  // one of show_objects; empty: the overview
+  std::string socket;  // empty: where find_service() looks
+  bool json = false;
+};
+
+constexpr const char* show_objects[] = {"devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "cache", "counters"};
+
+// Exit code. Throw std::runtime_error with a message for a person where no service answers.
+int show(const ShowOptions& options);
+int metrics(const std::string& socket);
+
+// The texts behind them, of a reply of the service; here for the tests.
+std::string show_text(const nlohmann::json& state, const std::string& object);
+nlohmann::json show_json(const nlohmann::json& state, const std::string& object);
+std::string metrics_text(const nlohmann::json& state);
+
+}  // namespace vrdma::cli

@@ -1,0 +1,95 @@
+#include "guest_lib/memory/fork_guard.hpp"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace vrdma::memory {
+namespace {
+
+void* map_private(std::size_t bytes) {
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+}  // namespace
+
+bool ForkGuard::reserve(std::size_t count) {
+  if (count <= piece_capacity_) return true;
+  const std::size_t capacity = std::max<std::size_t>(count, std::max<std::size_t>(64, piece_capacity_ * 2));
+  void* pieces = piece_capacity_ == 0
+                     ? map_private(capacity * sizeof(Piece))
+                     : ::mremap(pieces_, piece_capacity_ * sizeof(Piece), capacity * sizeof(Piece), MREMAP_MAYMOVE);
+  if (pieces == nullptr || pieces == MAP_FAILED) return false;
+  pieces_ = static_cast<Piece*>(pieces);
+  piece_capacity_ = capacity;
+  return true;
+}
+
+void ForkGuard::list_pieces(const Window& window, const PageCounts& resident) {
+  auto reader = VmaReader::open();
+  if (!reader) return;
+  const Range bounds = resident.bounds();
+  for (std::uint64_t at = bounds.begin; at < bounds.end;) {
+    const Range run = resident.first_overlap({at, bounds.end});
+    if (run.empty()) return;
+    const auto vma = reader->at_or_after(run.begin);
+    if (!vma) return;
+    at = std::max(run.begin, vma->range.begin);
+    if (vma->range.begin >= run.end) {
+      at = run.end;
+      continue;
+    }
+    // Pages that the application has unmapped or replaced meanwhile are not ours to bring back.
+    const Range piece = run.clipped_to(vma->range);
+    if (window.holds_in_place(*vma)) {
+      if (!reserve(piece_count_ + 1)) return;
+      pieces_[piece_count_++] = {piece, copied_bytes_, static_cast<std::uint64_t>(vma->protection())};
+      copied_bytes_ += piece.bytes();
+    }
+    at = piece.end;
+  }
+}
+
+void ForkGuard::copy(const Window& window, const PageCounts& resident) {
+  piece_count_ = 0;
+  copied_bytes_ = 0;
+  copies_ = nullptr;
+  if (!window || resident.empty()) return;
+  list_pieces(window, resident);
+  if (copied_bytes_ == 0) return;
+  copies_ = static_cast<char*>(map_private(copied_bytes_));
+  for (std::size_t i = 0; i < piece_count_ && copies_ != nullptr; ++i) {
+    if (window.copy_to(copies_ + pieces_[i].copy_offset, pieces_[i].range)) continue;
+    ::munmap(copies_, copied_bytes_);
+    copies_ = nullptr;
+  }
+}
+
+void ForkGuard::discard() {
+  if (copies_ != nullptr) ::munmap(copies_, copied_bytes_);
+  if (pieces_ != nullptr) ::munmap(pieces_, piece_capacity_ * sizeof(Piece));
+  pieces_ = nullptr;
+  copies_ = nullptr;
+  piece_count_ = piece_capacity_ = 0;
+}
+
+void ForkGuard::install() {
+  for (std::size_t i = 0; i < piece_count_; ++i) {
+    const Piece& piece = pieces_[i];
+    void* address = reinterpret_cast<void*>(piece.range.begin);
+    if (copies_ == nullptr || ::syscall(SYS_mremap, copies_ + piece.copy_offset, piece.range.bytes(),
+                                        piece.range.bytes(), MREMAP_MAYMOVE | MREMAP_FIXED, address) == -1) {
+      ::mmap(address, piece.range.bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+      continue;
+    }
+    if (piece.protection != (PROT_READ | PROT_WRITE))
+      ::mprotect(address, piece.range.bytes(), static_cast<int>(piece.protection));
+  }
+  copies_ = nullptr;  // every piece of it has moved away
+  discard();
+}
+
+}  // namespace vrdma::memory

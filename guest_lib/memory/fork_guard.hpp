@@ -1,0 +1,47 @@
+// What a fork's child gets in place of the window: private copies of every page that the window had mapped, as of the
+// fork.
+//
+// The copies are made in the parent before the fork, into memory that the child inherits, so that nobody waits for the
+// child and a write that happened before fork() is always in them. The child finds its addresses empty (the window is
+// never inherited) until it calls install(). Native verbs kernels copy pinned pages at fork just so. Never calls
+// malloc: it runs while the C library's and the allocator's own fork handlers hold their locks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "guest_lib/memory/page_counts.hpp"
+#include "guest_lib/memory/window.hpp"
+
+namespace vrdma::memory {
+
+class ForkGuard {
+ public:
+  ForkGuard() = default;
+  ForkGuard(const ForkGuard&) = delete;
+  ForkGuard& operator=(const ForkGuard&) = delete;
+
+  // Before the fork: copies what is mapped of `resident`. Without memory for it the child finds its pages inaccessible:
+  // it crashes on touching them rather than reading anything else or writing to the parent.
+  void copy(const Window& window, const PageCounts& resident);
+  // Afterwards, in the parent.
+  void discard();
+  // Afterwards, in the child, which has one thread.
+  void install();
+
+ private:
+  struct Piece {
+    Range range;
+    std::uint64_t copy_offset;
+    std::uint64_t protection;
+  };
+  bool reserve(std::size_t count);
+  void list_pieces(const Window& window, const PageCounts& resident);
+
+  Piece* pieces_ = nullptr;  // mapped
+  std::size_t piece_count_ = 0, piece_capacity_ = 0;
+  char* copies_ = nullptr;  // mapped; null where there was no memory
+  std::uint64_t copied_bytes_ = 0;
+};
+
+}  // namespace vrdma::memory

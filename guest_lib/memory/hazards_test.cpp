@@ -1,0 +1,248 @@
+// What applications do to registered memory behind the library's back: fork, madvise, unmap, reuse, remap, close
+// descriptors.
+#include <fcntl.h>
+#include <malloc.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+#include <cstdlib>
+
+#include "guest_lib/memory/test_support.hpp"
+
+using namespace vrdma;
+using namespace vrdma::memory;
+using namespace vrdma::memory::test;
+
+namespace {
+
+struct Moved {
+  Service service;
+  MemoryManager manager{service.backings()};
+  static constexpr std::uint64_t bytes = 16 * page;
+  unsigned char* p = map_anonymous(bytes);
+  Registration registration;
+  Moved() {
+    std::memset(p, 1, bytes);
+    auto r = manager.add(at(p), bytes, writable_access);
+    REQUIRE(r.has_value());
+    registration = std::move(*r);
+  }
+  ~Moved() { ::munmap(p, bytes); }
+  bool works() const { return in_window(registration); }
+};
+
+#define REQUIRE_MOVED(m) REQUIRE_OR_SKIP((m).works(), "a second thread and no userfaultfd")
+
+}  // namespace
+
+TEST_CASE("After fork the child has private copies and an empty manager, and the parent's registration works on") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  View view(m.manager, m.p, m.bytes);
+  m.p[3] = 42;
+  int to_child[2], to_parent[2];
+  REQUIRE(::pipe(to_child) == 0);
+  REQUIRE(::pipe(to_parent) == 0);
+  const pid_t child = ::fork();
+  char token = 0;
+  if (child == 0) {
+    if (::read(to_child[0], &token, 1) != 1) ::_exit(10);  // the parent has written by now
+    if (m.p[3] != 42 || m.p[5 * page] != 1) ::_exit(11);
+    std::memset(m.p, 0x77, m.bytes);
+    if (m.manager.statistics().resident_bytes != 0) ::_exit(12);
+    m.manager.remove(std::move(m.registration));  // void here: must not touch anything
+    if (m.p[0] != 0x77) ::_exit(13);
+    auto again = m.manager.add(at(m.p), m.bytes, writable_access);  // a window of its own
+    if (!again || !in_window(*again) || m.p[9] != 0x77) ::_exit(14);
+    if (::write(to_parent[1], &token, 1) != 1) ::_exit(15);
+    if (::read(to_child[0], &token, 1) != 1) ::_exit(16);
+    ::_exit(m.p[7 * page] == 0x77 ? 0 : 17);
+  }
+  ::close(to_parent[1]);  // so that a child that dies early ends the read below
+  m.p[3] = 43;
+  REQUIRE(::write(to_child[1], &token, 1) == 1);
+  REQUIRE(::read(to_parent[0], &token, 1) == 1);
+  CHECK(m.p[3] == 43);
+  CHECK(m.p[100] == 1);
+  view[7 * page] = 9;
+  CHECK(m.p[7 * page] == 9);
+  REQUIRE(::write(to_child[1], &token, 1) == 1);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  m.manager.remove(std::move(m.registration));
+  CHECK(m.p[7 * page] == 9);
+  for (int fd : {to_child[0], to_child[1], to_parent[0]}) ::close(fd);
+}
+
+TEST_CASE("A child made by the bare system call cannot write to the parent's memory") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  const long child = ::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+  if (child == 0) {
+    ::signal(SIGSEGV, SIG_DFL);
+    *const_cast<volatile unsigned char*>(m.p) = 0x66;
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(static_cast<pid_t>(child), &status, 0);
+  CHECK(m.p[0] == 1);
+  m.manager.remove(std::move(m.registration));
+}
+
+TEST_CASE("A vfork or posix_spawn leaves registrations alone") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  char program[] = "/bin/true";
+  char* arguments[] = {program, nullptr};
+  pid_t child = 0;
+  REQUIRE(::posix_spawn(&child, program, nullptr, nullptr, arguments, nullptr) == 0);
+  ::waitpid(child, nullptr, 0);
+  View view(m.manager, m.p, m.bytes);
+  view[0] = 5;
+  CHECK(m.p[0] == 5);
+  m.manager.remove(std::move(m.registration));
+}
+
+TEST_CASE("MADV_DONTNEED on registered pages gives zeroes, and the service sees them too") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  View view(m.manager, m.p, m.bytes);
+  REQUIRE(::madvise(m.p + page, 2 * page, MADV_DONTNEED) == 0);
+  CHECK(m.p[0] == 1);
+  CHECK(m.p[page] == 0);
+  CHECK(m.p[3 * page - 1] == 0);
+  CHECK(m.p[3 * page] == 1);
+  CHECK(view[page] == 0);
+  m.p[page] = 8;
+  CHECK(view[page] == 8);
+  CHECK(::madvise(m.p, m.bytes, MADV_DOFORK) == 0);
+  CHECK(in_child([&] {
+          m.p[0] = 2;
+          return m.p[page] == 8 ? 0 : 1;
+        }) == 0);
+  CHECK(m.p[0] == 1);
+  m.manager.remove(std::move(m.registration));
+  CHECK(m.p[page] == 8);
+}
+
+TEST_CASE("Memory unmapped while registered and mapped anew by someone else is not clobbered at remove") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  REQUIRE(::munmap(m.p + 4 * page, 4 * page) == 0);
+  unsigned char* other = map_anonymous(2 * page, m.p + 5 * page);
+  std::memset(other, 0xee, 2 * page);
+  m.manager.remove(std::move(m.registration));
+  for (std::uint64_t i = 0; i < 2 * page; ++i) REQUIRE(other[i] == 0xee);
+  CHECK(m.p[0] == 1);
+  CHECK(m.p[9 * page] == 1);
+  CHECK(m.manager.add(at(m.p), m.bytes, writable_access).error() == Errno{EFAULT});  // holes were not filled
+  CHECK(m.manager.statistics().resident_bytes == 0);
+}
+
+TEST_CASE("Memory registered again after being replaced shows the new contents") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  map_anonymous(m.bytes, m.p);
+  m.p[1] = 3;
+  auto again = m.manager.add(at(m.p), m.bytes, writable_access);
+  REQUIRE(again.has_value());
+  CHECK(in_window(*again));
+  View view(m.manager, m.p, m.bytes);
+  CHECK(view[1] == 3);
+  CHECK(view[2] == 0);
+  m.manager.remove(std::move(m.registration));
+  view[4] = 6;
+  CHECK(m.p[4] == 6);
+  m.manager.remove(std::move(*again));
+  CHECK(m.p[4] == 6);
+}
+
+TEST_CASE("Remapped memory keeps its contents, called through the library or not") {
+  for (const bool bare : {false, true}) {
+    CAPTURE(bare);
+    Moved m;
+    REQUIRE_MOVED(m);
+    unsigned char* target = map_anonymous(m.bytes);
+    if (bare)
+      REQUIRE(::syscall(SYS_mremap, m.p, m.bytes, m.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) != -1);
+    else
+      REQUIRE(::mremap(m.p, m.bytes, m.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target);
+    std::memset(target, 0x31, m.bytes);
+    map_anonymous(m.bytes, m.p);
+    auto again = m.manager.add(at(m.p), m.bytes, writable_access);  // must not write over the remapped pages
+    REQUIRE(again.has_value());
+    m.p[0] = 0x55;
+    m.manager.remove(std::move(m.registration));
+    m.manager.remove(std::move(*again));
+    for (std::uint64_t i = 0; i < m.bytes; ++i) REQUIRE(target[i] == 0x31);
+    CHECK(m.p[0] == 0x55);
+    ::munmap(target, m.bytes);
+  }
+}
+
+TEST_CASE("malloc, free, trim and reuse while registered leave sane memory") {
+  Service service;
+  MemoryManager manager(service.backings());
+  std::vector<Registration> live;
+  for (int round = 0; round < 30; ++round) {
+    const std::size_t bytes = (round % 3 == 0 ? 300 : 40) * 1024u;
+    auto* p = static_cast<unsigned char*>(std::malloc(bytes));
+    std::memset(p, round, bytes);
+    auto r = manager.add(at(p), bytes, writable_access);
+    REQUIRE(r.has_value());
+    live.push_back(std::move(*r));
+    for (std::size_t i = 0; i < bytes; ++i) REQUIRE(p[i] == round);
+    std::free(p);  // while registered
+    ::malloc_trim(0);
+    auto* fresh = static_cast<unsigned char*>(std::calloc(1, bytes));
+    for (std::size_t i = 0; i < bytes; ++i) REQUIRE(fresh[i] == 0);
+    std::memset(fresh, 0xcc, bytes);
+    if (round % 2) {
+      manager.remove(std::move(live.front()));
+      live.erase(live.begin());
+    }
+    for (std::size_t i = 0; i < bytes; ++i) REQUIRE(fresh[i] == 0xcc);
+    std::free(fresh);
+  }
+  for (auto& r : live) manager.remove(std::move(r));
+}
+
+TEST_CASE("An application that closes every descriptor keeps its memory and its files") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  const int window = *m.manager.window_fd();
+  const int kept = ::dup(window);
+  char name[] = "/tmp/vrdma-memory-XXXXXX";
+  const int file = ::mkstemp(name);
+  ::unlink(name);
+  REQUIRE(::dup2(file, window) == window);  // as closefrom() and open() would
+  unsigned char* p = map_anonymous(4 * page);
+  std::memset(p, 4, 4 * page);
+  auto r = m.manager.add(at(p), 4 * page, writable_access);
+  REQUIRE(r.has_value());
+  CHECK(r->extents[0].backing == backing_process);
+  m.manager.remove(std::move(m.registration));
+  CHECK(m.p[0] == 1);
+  CHECK(::lseek(file, 0, SEEK_END) == 0);
+  m.manager.remove(std::move(*r));
+  ::munmap(p, 4 * page);
+  ::close(window);
+  ::close(kept);
+  ::close(file);
+}
+
+TEST_CASE("A file size limit keeps memory with the process and raises no signal") {
+  CHECK(in_child([] {
+          const struct rlimit limit { 1 << 20, 1 << 20 };
+          ::setrlimit(RLIMIT_FSIZE, &limit);
+          auto* p = static_cast<unsigned char*>(::mmap(nullptr, 8 * page, 3, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+          Service service;
+          MemoryManager manager(service.backings());
+          auto r = manager.add(at(p), 8 * page, writable_access);
+          return r && r->extents[0].backing == backing_process ? 0 : 1;
+        }) == 0);
+}

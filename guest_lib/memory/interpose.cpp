@@ -1,0 +1,36 @@
+// madvise and mremap as the application calls them: on pages that live in the window they mean what they mean on
+// private memory. Calls that the C library makes inside itself do not come here (DESIGN.md, "What escapes").
+//
+// Linked into libvrdma.so as an object, so that the symbols are exported; any thread, also inside an allocator with its
+// locks held: never allocates.
+#include <errno.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "guest_lib/memory/manager.hpp"
+
+using vrdma::memory::MemoryManager;
+
+extern "C" __attribute__((visibility("default"))) int madvise(void* address, size_t bytes, int advice) noexcept {
+  if (const auto result = MemoryManager::on_madvise(reinterpret_cast<std::uint64_t>(address), bytes, advice)) {
+    if (*result == 0) return 0;
+    errno = *result;
+    return -1;
+  }
+  return static_cast<int>(::syscall(SYS_madvise, address, bytes, advice));
+}
+
+extern "C" __attribute__((visibility("default"))) void* mremap(void* address, size_t old_bytes, size_t new_bytes,
+                                                               int flags, ...) noexcept {
+  void* target = nullptr;
+  if ((flags & ~MREMAP_MAYMOVE) != 0) {
+    va_list rest;
+    va_start(rest, flags);
+    target = va_arg(rest, void*);
+    va_end(rest);
+  }
+  MemoryManager::before_mremap(reinterpret_cast<std::uint64_t>(address), old_bytes);
+  return reinterpret_cast<void*>(::syscall(SYS_mremap, address, old_bytes, new_bytes, flags, target));
+}

@@ -1,0 +1,383 @@
+#include "guest_lib/memory/manager.hpp"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cassert>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "guest_lib/memory/manager_lock.hpp"
+#include "guest_lib/memory/shareable_file.hpp"
+
+namespace vrdma::memory {
+namespace {
+
+constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8;  // enum ibv_access_flags
+constexpr std::uint64_t retained_bytes_max = 32 << 20;
+
+Range whole_pages_around(Range range) {
+  return {page_floor(range.begin), page_ceiling(range.end)};
+}
+
+std::vector<Extent> to_extents(const Plan& plan) {
+  std::vector<Extent> extents;
+  for (const Piece& piece : plan) {
+    Extent next{piece.range.begin, piece.range.bytes(), piece.range.begin, backing_process, 0};
+    if (piece.kind == Piece::Kind::window) next.backing = window_backing;
+    if (piece.kind == Piece::Kind::file) {
+      next.backing = piece.backing;
+      next.backing_offset = piece.file_offset();
+    }
+    if (!extents.empty()) {
+      Extent& last = extents.back();
+      if (last.backing == next.backing && last.backing_offset + last.bytes == next.backing_offset) {
+        last.bytes += next.bytes;
+        continue;
+      }
+    }
+    extents.push_back(next);
+  }
+  return extents;
+}
+
+}  // namespace
+
+OtherThreads MemoryManager::other_threads() const {
+  const auto count = static_cast<std::int64_t>(thread_count());
+  const bool alone = count != 0 && count - exempt_threads_.load(std::memory_order_relaxed) <= 1;
+  return alone ? OtherThreads::none : OtherThreads::some;
+}
+
+Result<int> MemoryManager::window_fd() {
+  Locked lock(*this);
+  return window_fd_locked();
+}
+
+Result<int> MemoryManager::window_fd_locked() {
+  if (window_) return window_.fd();
+  if (window_refused_) return Errno{EFBIG};
+  auto window = Window::create();
+  if (!window) {
+    window_refused_ = true;
+    return window.error();
+  }
+  window_ = std::move(*window);
+  return window_.fd();
+}
+
+void MemoryManager::publish_bounds() {
+  const Range bounds = resident_->bounds();
+  resident_begin_.store(bounds.begin, std::memory_order_relaxed);
+  resident_end_.store(bounds.end, std::memory_order_relaxed);
+}
+
+Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t bytes, unsigned access) {
+  const std::uint64_t end = address + bytes;
+  if (bytes == 0 || end < address || end > ~std::uint64_t{0} - page_bytes()) return Errno{EINVAL};
+  const bool writes = (access & (access_local_write | access_remote_write | access_remote_atomic)) != 0;
+  const Range range{address, end};
+
+  alignas(std::max_align_t) char buffer[4096];
+  std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
+  UsedFiles files(&scratch);
+  Registration registration{address, bytes, 0, {}};
+  bool held = false;
+  Errno failed{ENOMEM};
+  try {
+    // Announcing calls back, so it is done before the lock; what the memory consists of is then looked at again.
+    auto first = [&] {
+      Locked lock(*this);
+      return make_plan(range, writes, window_, &scratch);
+    }();
+    if (!first) return first.error();
+    for (const Piece& piece : *first)
+      if (piece.kind == Piece::Kind::file) use_file(piece, files);
+
+    Plan plan(&scratch);
+    {
+      Locked lock(*this);
+      auto made = plan_and_move(range, writes, files, &scratch);
+      registration.generation = generation_;
+      if (made) {
+        plan = std::move(*made);
+        held = true;
+      } else {
+        failed = made.error();
+      }
+    }
+    if (held) {
+      // From here on the plan's window pieces are held: an exception must undo that through the extents, or not at all.
+      try {
+        registration.extents = to_extents(plan);
+      } catch (const std::bad_alloc&) {
+        Locked lock(*this);
+        for (const Piece& piece : plan)
+          if (piece.kind == Piece::Kind::window)
+            held_->lower(whole_pages_around(piece.range), [this](Range zero) { give_back(zero); });
+        publish_bounds();
+        held = false;
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    held = false;
+  }
+  for (const UsedFile& file : files) {
+    const auto uses = [&](const Extent& extent) { return extent.backing == file.backing; };
+    if (!held || std::none_of(registration.extents.begin(), registration.extents.end(), uses))
+      release_file(file.backing);
+  }
+  if (!held) return failed;
+  return Result<Registration>(std::move(registration));
+}
+
+Result<Plan> MemoryManager::plan_and_move(Range range, bool writes, const UsedFiles& files,
+                                          std::pmr::memory_resource* scratch) {
+  auto plan = make_plan(range, writes, window_, scratch);
+  if (!plan) return plan;
+  for (Piece& piece : *plan) {
+    if (piece.kind != Piece::Kind::file) continue;
+    const auto used =
+        std::find_if(files.begin(), files.end(), [&](const UsedFile& f) { return f.id == piece.vma.file; });
+    const bool inside = used != files.end() && piece.file_offset() <= used->bytes &&
+                        piece.range.bytes() <= used->bytes - piece.file_offset();
+    if (inside)
+      piece.backing = used->backing;
+    else
+      piece.kind = Piece::Kind::process;
+  }
+  move_pieces(*plan, scratch);
+  publish_bounds();
+  hold(*plan);
+  return plan;
+}
+
+void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) {
+  const auto movable = [](const Piece& piece) { return piece.kind == Piece::Kind::movable; };
+  if (std::none_of(plan.begin(), plan.end(), movable)) return;
+  const bool possible = static_cast<bool>(window_fd_locked()) && window_.intact() && Window::size_limit_allows();
+  const OtherThreads others = other_threads();
+  std::pmr::vector<std::uint64_t> control_blocks(scratch);
+  if (possible && others == OtherThreads::some) control_blocks = thread_control_blocks(scratch);
+  spare_stacks(plan, control_blocks);
+  plan.reserve(2 * plan.size());  // so that nothing below throws with pages moved but unknown
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    if (!movable(plan[i])) continue;
+    const std::uint64_t moved = possible ? take_in(plan[i], others) : 0;
+    Piece rest = plan[i];
+    plan[i].kind = Piece::Kind::window;
+    plan[i].range.end = plan[i].range.begin + moved;
+    rest.kind = Piece::Kind::process;
+    rest.range.begin = plan[i].range.end;
+    if (moved == 0)
+      plan[i] = rest;
+    else if (!rest.range.empty())
+      plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(++i), rest);
+  }
+}
+
+std::uint64_t MemoryManager::take_in(const Piece& piece, OtherThreads others) {
+  if (!budget_.take()) return 0;
+  // Marked resident but not mapped in place: the application has replaced the mapping since. What the window still
+  // holds at these offsets is nobody's, unless the old mapping lives on at another address.
+  if (resident_->any(piece.range) && mapped_elsewhere(piece.range)) return 0;
+  resident_->insert(piece.range);
+  const std::uint64_t moved = move_in(window_, piece.range, piece.protection, others);
+  if (moved < piece.range.bytes()) resident_->erase({piece.range.begin + moved, piece.range.end});
+  statistics_.moved_in_bytes += moved;
+  // What was kept for this moment is in use again.
+  for (std::size_t i = 0; i < retained_count_;) {
+    if (retained_[i].begin < piece.range.begin || retained_[i].end > piece.range.begin + moved) {
+      ++i;
+      continue;
+    }
+    retained_bytes_ -= retained_[i].bytes();
+    std::move(retained_ + i + 1, retained_ + retained_count_--, retained_ + i);
+  }
+  return moved;
+}
+
+bool MemoryManager::mapped_elsewhere(Range offsets) {
+  auto reader = VmaReader::open();
+  if (!reader) return true;
+  for (std::uint64_t at = 0;;) {
+    const auto vma = reader->at_or_after(at);
+    if (!vma) return vma.error() != Errno{ENOENT};
+    const Range file{vma->file_offset, vma->file_offset + vma->range.bytes()};
+    if (window_.holds(*vma) && !window_.holds_in_place(*vma) && file.overlaps(offsets)) return true;
+    at = vma->range.end;
+  }
+}
+
+void MemoryManager::hold(const Plan& plan) {
+  std::size_t done = 0;
+  try {
+    for (; done < plan.size(); ++done)
+      if (plan[done].kind == Piece::Kind::window) held_->raise(whole_pages_around(plan[done].range));
+  } catch (...) {
+    for (std::size_t i = 0; i < plan.size(); ++i) {
+      if (plan[i].kind != Piece::Kind::window) continue;
+      const Range pages = whole_pages_around(plan[i].range);
+      if (i < done) held_->lower(pages, [](Range) {});
+      give_back_unheld(pages);
+    }
+    publish_bounds();
+    throw;
+  }
+}
+
+void MemoryManager::give_back_unheld(Range range) {
+  for (std::uint64_t at = range.begin; at < range.end;) {
+    const Range held = held_->first_overlap({at, range.end});
+    const std::uint64_t free_end = held.empty() ? range.end : held.begin;
+    if (at < free_end) give_back({at, free_end});
+    at = held.empty() ? range.end : held.end;
+  }
+}
+
+void MemoryManager::remove(Registration&& registration) {
+  const Registration taken = std::move(registration);
+  {
+    Locked lock(*this);
+    if (taken.generation != generation_) return;  // made before the fork that this process comes from
+    try {
+      for (const Extent& extent : taken.extents)
+        if (extent.backing == window_backing)
+          held_->lower(whole_pages_around({extent.address, extent.address + extent.bytes}),
+                       [this](Range zero) { give_back(zero); });
+    } catch (const std::bad_alloc&) {
+      // The pages stay in the window, which is safe.
+    }
+    publish_bounds();
+  }
+  std::vector<std::uint32_t> backings;
+  for (const Extent& extent : taken.extents) {
+    const auto known = std::find(backings.begin(), backings.end(), extent.backing);
+    if (extent.backing == window_backing || extent.backing == backing_process || known != backings.end()) continue;
+    backings.push_back(extent.backing);
+    release_file(extent.backing);
+  }
+}
+
+void MemoryManager::give_back(Range range) {
+  alignas(std::max_align_t) char buffer[2048];
+  std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
+  std::pmr::vector<Vma> mapped(&scratch);
+  auto reader = VmaReader::open();
+  if (!reader) return;
+  bool lost = false;
+  for (std::uint64_t at = range.begin; at < range.end;) {
+    auto vma = reader->at_or_after(at);
+    if (!vma && vma.error() != Errno{ENOENT}) return;
+    if (!vma || vma->range.begin >= range.end) {
+      lost = true;
+      break;
+    }
+    lost = lost || vma->range.begin > at || !window_.holds_in_place(*vma);
+    at = vma->range.end;
+    const Range part = vma->range.clipped_to(range);
+    const bool ours = window_.holds_in_place(*vma);
+    vma->range = part;
+    if (ours) mapped.push_back(*vma);
+  }
+  // Of what the application unmapped or replaced, nothing is put back; the window's pages go, unless mremap took them
+  // along.
+  if (lost && !mapped_elsewhere(range)) {
+    std::uint64_t at = range.begin;
+    for (std::size_t i = 0; i <= mapped.size(); ++i) {
+      const Range gap{at, i < mapped.size() ? mapped[i].range.begin : range.end};
+      if (!gap.empty()) {
+        resident_->erase(gap);
+        (void)window_.punch(gap);
+      }
+      if (i < mapped.size()) at = mapped[i].range.end;
+    }
+  }
+  const OtherThreads others = other_threads();
+  for (const Vma& vma : mapped) {
+    const std::uint64_t moved = move_out(window_, vma.range, vma.protection(), others);
+    if (moved == 0) continue;
+    statistics_.moved_out_bytes += moved;
+    const Range freed{vma.range.begin, vma.range.begin + moved};
+    resident_->erase(freed);
+    retain(freed);
+  }
+}
+
+void MemoryManager::retain(Range range) {
+  if (range.bytes() > retained_bytes_max) {
+    (void)window_.punch(range);
+    return;
+  }
+  while (retained_count_ == retained_max ||
+         (retained_count_ > 0 && retained_bytes_ + range.bytes() > retained_bytes_max))
+    drop_oldest_retained();
+  retained_[retained_count_++] = range;
+  retained_bytes_ += range.bytes();
+}
+
+void MemoryManager::drop_oldest_retained() {
+  const Range oldest = retained_[0];
+  retained_bytes_ -= oldest.bytes();
+  std::move(retained_ + 1, retained_ + retained_count_--, retained_);
+  for (std::uint64_t at = oldest.begin; at < oldest.end;) {
+    const Range used = resident_->first_overlap({at, oldest.end});
+    const std::uint64_t free_end = used.empty() ? oldest.end : used.begin;
+    if (at < free_end) (void)window_.punch({at, free_end});
+    at = used.empty() ? oldest.end : used.end;
+  }
+}
+
+void MemoryManager::use_file(const Piece& piece, UsedFiles& used) {
+  const auto same = [&](const UsedFile& file) { return file.id == piece.vma.file; };
+  if (std::any_of(used.begin(), used.end(), same)) return;
+  used.reserve(used.size() + 1);
+  const std::lock_guard lock(files_mutex_);
+  auto known = files_.find(piece.vma.file);
+  if (known == files_.end()) {
+    auto file = open_shareable(piece.vma);
+    if (!file || !backings_.announce) return;
+    auto backing = backings_.announce(file->fd.get(), file->bytes);
+    if (!backing) return;
+    try {
+      known = files_.emplace(piece.vma.file, File{*backing, file->bytes, 0}).first;
+    } catch (...) {
+      if (backings_.withdraw) backings_.withdraw(*backing);
+      throw;
+    }
+  }
+  ++known->second.registrations;
+  used.push_back({known->first, known->second.backing, known->second.bytes});
+}
+
+void MemoryManager::release_file(std::uint32_t backing) {
+  const std::lock_guard lock(files_mutex_);
+  const auto file =
+      std::find_if(files_.begin(), files_.end(), [&](const auto& entry) { return entry.second.backing == backing; });
+  if (file == files_.end() || --file->second.registrations != 0) return;
+  files_.erase(file);
+  if (backings_.withdraw) backings_.withdraw(backing);
+}
+
+Statistics MemoryManager::statistics() {
+  Locked lock(*this);
+  Statistics now = statistics_;
+  now.resident_bytes = resident_->bytes();
+  std::uint64_t held = 0;
+  for (std::uint64_t at = 0;;) {
+    const Range run = held_->first_overlap({at, ~std::uint64_t{0}});
+    if (run.empty()) break;
+    for (std::uint64_t inner = run.begin; inner < run.end;) {
+      const Range both = resident_->first_overlap({inner, run.end});
+      held += both.bytes();
+      inner = both.empty() ? run.end : both.end;
+    }
+    at = run.end;
+  }
+  now.stranded_bytes = now.resident_bytes - held;
+  return now;
+}
+
+}  // namespace vrdma::memory

@@ -1,0 +1,153 @@
+// Makes registered application memory reachable for the host service, without the application noticing: what is a
+// shareable file already is announced, private anonymous pages move into the window, the rest is left to process_vm_*.
+// See DESIGN.md.
+//
+// One per process, any thread. Never calls malloc or a callback under its lock: an allocator may be waiting for that
+// lock in madvise. After fork() the child's manager is empty, with no window; what it had registered before is void
+// there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory_resource>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "guest_lib/memory/fork_guard.hpp"
+#include "guest_lib/memory/mapped_memory.hpp"
+#include "guest_lib/memory/mover.hpp"
+#include "guest_lib/memory/page_counts.hpp"
+#include "guest_lib/memory/plan.hpp"
+#include "guest_lib/memory/threads.hpp"
+#include "guest_lib/memory/vma_budget.hpp"
+#include "guest_lib/memory/window.hpp"
+#include "vrdma/control.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::memory {
+
+using control::Extent;
+constexpr std::uint32_t window_backing = 0;  // the service's first backing of a guest
+using control::backing_process;
+
+// How the service learns of the application's shareable files. announce: at most once per file while registrations use
+// it; the descriptor is sealed against shrinking and stays the caller's; returns the backing's id. withdraw: no
+// registration uses it.
+struct FileBackings {
+  std::function<Result<std::uint32_t>(int fd, std::uint64_t bytes)> announce;
+  std::function<void(std::uint32_t backing)> withdraw;
+};
+
+struct Registration {
+  std::uint64_t address = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t generation = 0;
+  std::vector<Extent> extents;  // ascending, without gaps, exactly the registered bytes
+};
+
+struct Statistics {
+  std::uint64_t moved_in_bytes = 0, moved_out_bytes = 0;  // since the start
+  std::uint64_t resident_bytes = 0;                       // in the window now
+  std::uint64_t stranded_bytes = 0;  // of those, no longer registered but not movable back without risk
+};
+
+class MemoryManager {
+ public:
+  explicit MemoryManager(FileBackings backings);
+  ~MemoryManager();  // every registration has been removed
+  MemoryManager(const MemoryManager&) = delete;
+  MemoryManager& operator=(const MemoryManager&) = delete;
+
+  // The window's descriptor, to pass to the service at attach; created on first use and after fork. EFBIG and others
+  // where there can be none: then all private memory is reached by process_vm_*.
+  Result<int> window_fd();
+
+  // access: ibv_access_flags. EINVAL: no bytes, or the range wraps. EFAULT: part of it is not mapped, or not readable,
+  // or not writable where local write, remote write or atomics are asked for. ENOMEM.
+  Result<Registration> add(std::uint64_t address, std::uint64_t bytes, unsigned access);
+  // The service has confirmed that it no longer touches the registration.
+  void remove(Registration&& registration);
+
+  // Threads of libvrdma that never write to application memory do not count as writers. Called by that thread's
+  // creator.
+  void exempt_threads(int change) { exempt_threads_.fetch_add(change, std::memory_order_relaxed); }
+
+  Statistics statistics();
+
+  // For the interposed functions, which run in any thread at any time. madvise: what to return, or nothing where the
+  // caller shall do it. before_mremap: takes the range out of the window, so that it can move.
+  static std::optional<int> on_madvise(std::uint64_t address, std::uint64_t bytes, int advice);
+  static void before_mremap(std::uint64_t address, std::uint64_t bytes);
+
+ private:
+  struct File {
+    std::uint32_t backing;
+    std::uint64_t bytes;
+    std::uint64_t registrations;
+  };
+  class Locked;
+  struct UsedFile {
+    FileId id;
+    std::uint32_t backing;
+    std::uint64_t bytes;
+  };
+  using UsedFiles = std::pmr::vector<UsedFile>;
+
+  OtherThreads other_threads() const;
+  Result<int> window_fd_locked();
+  void publish_bounds();
+
+  // Registering. Under the lock, except for the files.
+  Result<Plan> plan_and_move(Range range, bool writes, const UsedFiles& files, std::pmr::memory_resource* scratch);
+  void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
+  std::uint64_t take_in(const Piece& piece, OtherThreads others);
+  bool mapped_elsewhere(Range offsets);
+  void hold(const Plan& plan);
+  void give_back_unheld(Range range);
+  void give_back(Range range);
+  void retain(Range range);
+  void drop_oldest_retained();
+  void use_file(const Piece& piece, UsedFiles& used);
+  void release_file(std::uint32_t backing);
+
+  std::optional<int> advise(Range range, int advice);
+  void evict(Range range);
+
+  static void before_fork();
+  static void after_fork_in_parent();
+  static void after_fork_in_child();
+  void become_child();
+
+  const FileBackings backings_;
+  std::atomic<int> exempt_threads_{0};
+  std::atomic<std::uint64_t> resident_begin_{0},
+      resident_end_{0};  // hint for the interposed functions: bounds of resident_
+
+  std::mutex mutex_;  // guards all below
+  std::uint64_t generation_ = 0;
+  MappedMemory mapped_memory_;
+  std::optional<std::pmr::unsynchronized_pool_resource> pool_;
+  std::optional<PageCounts> held_;  // registrations per page of a window extent
+  std::optional<PageCounts>
+      resident_;  // pages whose contents live in the window (unless the application replaced the mapping)
+  Window window_;
+  bool window_refused_ = false;
+  VmaBudget budget_;
+  static constexpr std::size_t retained_max = 64;
+  Range retained_[retained_max];  // oldest first: window pages kept allocated for the next registration of the same
+                                  // memory
+  std::size_t retained_count_ = 0;
+  std::uint64_t retained_bytes_ = 0;
+  Statistics statistics_;
+  ForkGuard fork_guard_;
+  std::optional<SignalsBlocked> fork_signals_;
+
+  // Announced files; never taken while mutex_ is held. A file's inode cannot be used again while the service holds it.
+  std::mutex files_mutex_;
+  std::map<FileId, File> files_;
+};
+
+}  // namespace vrdma::memory

@@ -1,0 +1,162 @@
+// What reaches MemoryManager from elsewhere than its user: fork, and the interposed functions.
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cassert>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "guest_lib/memory/manager.hpp"
+#include "guest_lib/memory/manager_lock.hpp"
+
+namespace vrdma::memory {
+namespace {
+
+constexpr int advice_free = 8, advice_do_fork = 11, advice_dont_need_locked = 24;
+
+std::atomic<MemoryManager*> instance{nullptr};
+
+int raw_madvise(Range range, int advice) {
+  return ::syscall(SYS_madvise, range.begin, range.bytes(), advice) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+MemoryManager::MemoryManager(FileBackings backings) : backings_(std::move(backings)) {
+  pool_.emplace(&mapped_memory_);
+  held_.emplace(&*pool_);
+  resident_.emplace(&*pool_);
+  [[maybe_unused]] MemoryManager* other = instance.exchange(this, std::memory_order_acq_rel);
+  assert(other == nullptr);
+  // Never undone: the handlers find no instance then.
+  [[maybe_unused]] static const int installed =
+      ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+}
+
+MemoryManager::~MemoryManager() {
+  instance.store(nullptr, std::memory_order_release);
+}
+
+void MemoryManager::before_fork() {
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  if (self == nullptr) return;
+  self->fork_signals_.emplace();
+  self->mutex_.lock();
+  self->fork_guard_.copy(self->window_, *self->resident_);
+}
+
+void MemoryManager::after_fork_in_parent() {
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  if (self == nullptr) return;
+  self->fork_guard_.discard();
+  self->mutex_.unlock();
+  self->fork_signals_.reset();
+}
+
+void MemoryManager::after_fork_in_child() {
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  if (self == nullptr) return;
+  self->fork_guard_.install();
+  self->become_child();
+  self->mutex_.unlock();
+  self->fork_signals_.reset();
+}
+
+void MemoryManager::become_child() {
+  ++generation_;
+  held_.reset();
+  resident_.reset();
+  pool_.emplace(&mapped_memory_);
+  held_.emplace(&*pool_);
+  resident_.emplace(&*pool_);
+  publish_bounds();
+  window_ = Window{};
+  window_refused_ = false;
+  budget_ = VmaBudget{};
+  retained_count_ = 0;
+  retained_bytes_ = 0;
+  statistics_ = Statistics{};
+  exempt_threads_.store(0, std::memory_order_relaxed);
+  // Another thread may have been changing these at the fork, and the allocator may not be usable yet: start afresh.
+  std::construct_at(&files_mutex_);
+  std::construct_at(&files_);
+}
+
+std::optional<int> MemoryManager::on_madvise(std::uint64_t address, std::uint64_t bytes, int advice) {
+  if (advice != MADV_DONTNEED && advice != advice_free && advice != advice_do_fork && advice != advice_dont_need_locked)
+    return std::nullopt;
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  if (self == nullptr || address % page_bytes() != 0 || address + bytes < address) return std::nullopt;
+  // R1: a stale hint is harmless: pages of this caller's own memory cannot move in or out unknown to it, unless it
+  // races.
+  const Range hint{self->resident_begin_.load(std::memory_order_relaxed),
+                   self->resident_end_.load(std::memory_order_relaxed)};
+  const Range range{address, page_ceiling(address + bytes)};
+  if (range.empty() || !range.overlaps(hint)) return std::nullopt;
+  Locked lock(*self);
+  return self->advise(range, advice);
+}
+
+std::optional<int> MemoryManager::advise(Range range, int advice) {
+  if (!resident_->any(range)) return std::nullopt;
+  auto reader = VmaReader::open();
+  if (!reader) return std::nullopt;
+  int result = 0;
+  for (std::uint64_t at = range.begin; at < range.end;) {
+    const auto vma = reader->at_or_after(at);
+    if (!vma || vma->range.begin > at) result = ENOMEM;  // as the kernel: goes on behind the hole, and tells of it
+    if (!vma || vma->range.begin >= range.end) break;
+    const Range part = vma->range.clipped_to({at, range.end});
+    at = part.end;
+    if (!window_.holds(*vma)) {
+      if (const int error = raw_madvise(part, advice); error != 0 && result == 0) result = error;
+      continue;
+    }
+    if (advice == advice_do_fork) continue;  // a child gets its copies from ForkGuard, never the window
+    const std::uint64_t offset = vma->file_offset + (part.begin - vma->range.begin);
+    // A shared mapping keeps its contents through MADV_DONTNEED; the application is owed zeroes.
+    if (!window_.punch({offset, offset + part.bytes()}) && vma->writable)
+      std::memset(reinterpret_cast<void*>(part.begin), 0, part.bytes());
+  }
+  return result;
+}
+
+void MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  if (self == nullptr || address % page_bytes() != 0 || address + bytes < address) return;
+  const Range hint{self->resident_begin_.load(std::memory_order_relaxed),
+                   self->resident_end_.load(std::memory_order_relaxed)};
+  const Range range{address, page_ceiling(address + bytes)};
+  if (range.empty() || !range.overlaps(hint)) return;
+  Locked lock(*self);
+  self->evict(range);
+}
+
+void MemoryManager::evict(Range range) {
+  const OtherThreads others = other_threads();
+  for (std::uint64_t at = range.begin; at < range.end;) {
+    const Range run = resident_->first_overlap({at, range.end});
+    if (run.empty()) return;
+    auto reader = VmaReader::open();
+    const auto vma = reader ? reader->at_or_after(run.begin) : Result<Vma>(reader.error());
+    if (!vma || vma->range.begin >= run.end) {
+      at = run.end;
+      continue;
+    }
+    const Range part = run.clipped_to(vma->range);
+    at = part.end;
+    if (!window_.holds_in_place(*vma)) continue;
+    const std::uint64_t moved = move_out(window_, part, vma->protection(), others);
+    statistics_.moved_out_bytes += moved;
+    try {
+      resident_->erase({part.begin, part.begin + moved});
+    } catch (const std::bad_alloc&) {
+      // Marked resident without being mapped in place: found out, and harmless, at the next look.
+    }
+  }
+}
+
+}  // namespace vrdma::memory

@@ -1,0 +1,18 @@
+// Holding MemoryManager's lock: with signals blocked, so that no handler of this thread finds it held.
+#pragma once
+
+#include "guest_lib/memory/manager.hpp"
+#include "guest_lib/memory/threads.hpp"
+
+namespace vrdma::memory {
+
+class MemoryManager::Locked {
+ public:
+  explicit Locked(MemoryManager& manager) : lock_(manager.mutex_) {}
+
+ private:
+  SignalsBlocked signals_;  // first in, last out
+  std::lock_guard<std::mutex> lock_;
+};
+
+}  // namespace vrdma::memory

@@ -1,0 +1,248 @@
+// What kinds of memory become which extents, and that contents and mappings survive.
+#include "guest_lib/memory/manager.hpp"
+
+#include <fcntl.h>
+#include <signal.h>
+
+#include <cstdlib>
+#include <random>
+
+#include "guest_lib/memory/test_support.hpp"
+
+using namespace vrdma;
+using namespace vrdma::memory;
+using namespace vrdma::memory::test;
+
+TEST_CASE("The ioctl and the text of /proc/self/maps describe the same mappings") {
+  auto query = VmaReader::open();
+  auto text = VmaReader::open(VmaReader::Method::text);
+  REQUIRE(query.has_value());
+  REQUIRE(text.has_value());
+  int seen = 0;
+  for (std::uint64_t address = 0;; ++seen) {
+    const auto a = query->at_or_after(address), b = text->at_or_after(address);
+    REQUIRE(static_cast<bool>(a) == static_cast<bool>(b));
+    // vsyscall is in the text only.
+    if (!a) break;
+    CHECK(a->range == b->range);
+    CHECK(a->file == b->file);
+    CHECK(a->file_offset == b->file_offset);
+    CHECK(a->protection() == b->protection());
+    CHECK(a->shared == b->shared);
+    address = a->range.end;
+    const auto next = text->at_or_after(address);
+    if (next && next->range.begin >= (std::uint64_t{1} << 63)) break;
+  }
+  CHECK(seen > 5);
+}
+
+TEST_CASE("Whole private pages are reached through the window and edges through the process") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  unsigned char* p = map_anonymous(8 * page);
+  for (std::uint64_t i = 0; i < 8 * page; ++i) p[i] = static_cast<unsigned char>(i * 7 >> 3);
+  const std::vector<unsigned char> before(p, p + 8 * page);
+  auto r = manager.add(at(p) + 100, 7 * page, writable_access);
+  REQUIRE(r.has_value());
+  REQUIRE(r->extents.size() == 3);
+  CHECK(r->extents[0].backing == backing_process);
+  CHECK(r->extents[1].backing == window_backing);
+  CHECK(r->extents[1].address == at(p) + page);
+  CHECK(r->extents[1].backing_offset == at(p) + page);
+  CHECK(r->extents[1].bytes == 6 * page);
+  CHECK(r->extents[2].backing == backing_process);
+  CHECK(std::memcmp(p, before.data(), before.size()) == 0);
+  {
+    View view(manager, p + page, 6 * page);
+    CHECK(std::memcmp(view.data(), before.data() + page, 6 * page) == 0);
+    view[5] = 99;
+    CHECK(p[page + 5] == 99);
+    p[page + 6] = 98;
+    CHECK(view[6] == 98);
+  }
+  manager.remove(std::move(*r));
+  CHECK(p[page + 5] == 99);
+  CHECK(p[page + 6] == 98);
+  CHECK(p[3 * page] == before[3 * page]);
+  CHECK(manager.statistics().resident_bytes == 0);
+  ::munmap(p, 8 * page);
+}
+
+TEST_CASE("Bad ranges are refused with the errno of ibv_reg_mr") {
+  Service service;
+  MemoryManager manager(service.backings());
+  unsigned char* p = map_anonymous(4 * page);
+  CHECK(manager.add(at(p), 0, 1).error() == Errno{EINVAL});
+  CHECK(manager.add(at(p), ~std::uint64_t{0} - 100, 1).error() == Errno{EINVAL});
+  REQUIRE(::mprotect(p + page, page, PROT_READ) == 0);
+  CHECK(manager.add(at(p), 4 * page, 1).error() == Errno{EFAULT});
+  CHECK(manager.add(at(p), 4 * page, 8).error() == Errno{EFAULT});
+  auto readable = manager.add(at(p), 4 * page, 4);
+  REQUIRE(readable.has_value());
+  manager.remove(std::move(*readable));
+  REQUIRE(::mprotect(p + page, page, PROT_NONE) == 0);
+  CHECK(manager.add(at(p), 4 * page, 4).error() == Errno{EFAULT});
+  ::munmap(p + page, page);
+  CHECK(manager.add(at(p), 4 * page, 0).error() == Errno{EFAULT});
+  CHECK(manager.statistics().resident_bytes == 0);
+  ::munmap(p, 4 * page);
+}
+
+TEST_CASE("A memfd of the application is announced once, sealed, and withdrawn after its last registration") {
+  Service service;
+  MemoryManager manager(service.backings());
+  const int fd = ::memfd_create("app", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  REQUIRE(::ftruncate(fd, 16 * page) == 0);
+  auto* p = static_cast<unsigned char*>(::mmap(nullptr, 8 * page, 3, MAP_SHARED, fd, 4 * page));
+  auto a = manager.add(at(p) + 10, page, writable_access);
+  auto b = manager.add(at(p), 8 * page, writable_access);
+  REQUIRE(a.has_value());
+  REQUIRE(b.has_value());
+  CHECK(service.announced == 1);
+  CHECK(a->extents.size() == 1);
+  CHECK(a->extents[0].backing == 1);
+  CHECK(a->extents[0].backing_offset == 4 * page + 10);
+  CHECK((::fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0);
+  manager.remove(std::move(*a));
+  CHECK(service.withdrawn == 0);
+  manager.remove(std::move(*b));
+  CHECK(service.withdrawn == 1);
+  service.accept = false;
+  auto refused = manager.add(at(p), page, writable_access);
+  REQUIRE(refused.has_value());
+  CHECK(refused->extents[0].backing == backing_process);
+  manager.remove(std::move(*refused));
+  ::munmap(p, 8 * page);
+  ::close(fd);
+}
+
+TEST_CASE("Stacks, private file pages, shared regular files and unsealable shared memory stay with the process") {
+  Service service;
+  MemoryManager manager(service.backings());
+  const auto process_only = [&](void* p, std::uint64_t bytes) {
+    auto r = manager.add(at(p), bytes, writable_access);
+    REQUIRE(r.has_value());
+    CHECK(r->extents.size() == 1);
+    CHECK(r->extents[0].backing == backing_process);
+    manager.remove(std::move(*r));
+  };
+  unsigned char local[6 * page];
+  process_only(local, sizeof local);
+  char name[] = "/tmp/vrdma-memory-XXXXXX";
+  const int fd = ::mkstemp(name);
+  ::unlink(name);
+  REQUIRE(::ftruncate(fd, 4 * page) == 0);
+  void* shared = ::mmap(nullptr, 4 * page, 3, MAP_SHARED, fd, 0);
+  void* copy = ::mmap(nullptr, 4 * page, 3, MAP_PRIVATE, fd, 0);
+  void* anonymous = ::mmap(nullptr, 4 * page, 3, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  process_only(shared, 4 * page);
+  process_only(copy, 4 * page);
+  process_only(anonymous, 4 * page);
+  CHECK(service.announced == 0);
+  for (void* p : {shared, copy, anonymous}) ::munmap(p, 4 * page);
+  ::close(fd);
+}
+
+TEST_CASE("Overlapping registrations in any order keep every byte, seen from both sides") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  constexpr std::uint64_t pages = 48;
+  for (unsigned seed = 1; seed <= 12; ++seed) {
+    CAPTURE(seed);
+    std::mt19937 random(seed);
+    Service service;
+    MemoryManager manager(service.backings());
+    unsigned char* p = map_anonymous(pages * page);
+    View view(manager, p, pages * page);
+    std::vector<unsigned char> model(pages * page);
+    std::vector<Registration> live;
+    std::vector<int> held(pages);
+    const auto count = [&](const Registration& r, int change) {
+      for (std::uint64_t i = (r.address - at(p) + page - 1) / page; (i + 1) * page <= r.address + r.bytes - at(p); ++i)
+        held[i] += change;
+    };
+    for (int step = 0; step < 150; ++step) {
+      if (live.size() < 8 && random() % 2 == 0) {
+        const std::uint64_t begin = random() % (pages * page - 1);
+        auto r = manager.add(at(p) + begin, 1 + random() % (pages * page - begin), writable_access);
+        REQUIRE(r.has_value());
+        std::uint64_t next = r->address;
+        for (const Extent& e : r->extents) {
+          REQUIRE(e.address == next);
+          next += e.bytes;
+        }
+        REQUIRE(next == r->address + r->bytes);
+        count(*r, 1);
+        live.push_back(std::move(*r));
+      } else if (!live.empty()) {
+        const std::size_t pick = random() % live.size();
+        count(live[pick], -1);
+        manager.remove(std::move(live[pick]));
+        live.erase(live.begin() + static_cast<std::ptrdiff_t>(pick));
+      }
+      for (int write = 0; write < 20; ++write) {
+        const std::uint64_t i = random() % (pages * page);
+        const auto value = static_cast<unsigned char>(random());
+        const bool remote = held[i / page] > 0 && random() % 2 == 0;
+        (remote ? view[i] : p[i]) = value;
+        model[i] = value;
+      }
+      REQUIRE(std::memcmp(p, model.data(), model.size()) == 0);
+      for (std::uint64_t i = 0; i < pages; ++i)
+        if (held[i] > 0) REQUIRE(std::memcmp(view.data() + i * page, p + i * page, page) == 0);
+    }
+    for (auto& r : live) manager.remove(std::move(r));
+    CHECK(std::memcmp(p, model.data(), model.size()) == 0);
+    CHECK(manager.statistics().resident_bytes == 0);
+    ::munmap(p, pages * page);
+  }
+}
+
+TEST_CASE("Transparent huge pages move like others, and explicit ones stay with the process") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  constexpr std::uint64_t huge = 2 << 20;
+  unsigned char* base = map_anonymous(4 * huge);
+  auto* p = reinterpret_cast<unsigned char*>((at(base) + huge - 1) & ~(huge - 1));
+  ::madvise(p, 2 * huge, MADV_HUGEPAGE);
+  std::memset(p, 0x5a, 2 * huge);
+  auto r = manager.add(at(p) + page, huge, writable_access);
+  REQUIRE(r.has_value());
+  CHECK(in_window(*r));
+  manager.remove(std::move(*r));
+  for (std::uint64_t i = 0; i < 2 * huge; ++i) REQUIRE(p[i] == 0x5a);
+  ::munmap(base, 4 * huge);
+  void* explicit_huge = ::mmap(nullptr, huge, 3, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
+  REQUIRE_OR_SKIP(explicit_huge != MAP_FAILED, "no huge pages configured (vm.nr_hugepages)");
+  auto h = manager.add(at(explicit_huge), huge, writable_access);
+  REQUIRE(h.has_value());
+  CHECK(h->extents[0].backing == backing_process);
+  manager.remove(std::move(*h));
+  ::munmap(explicit_huge, huge);
+}
+
+TEST_CASE("Many isolated pages leave the process the mappings it needs") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  constexpr std::uint64_t pages = 80000;
+  unsigned char* p = map_anonymous(pages * page);
+  std::vector<Registration> live;
+  std::uint64_t by_process = 0;
+  for (std::uint64_t i = 0; i < pages; i += 2) {
+    auto r = manager.add(at(p) + i * page, page, writable_access);
+    REQUIRE(r.has_value());
+    by_process += r->extents[0].backing == backing_process;
+    live.push_back(std::move(*r));
+  }
+  CHECK(by_process > 0);
+  CHECK(by_process < pages / 2);
+  CHECK(*count_mappings() < 40000);
+  void* malloc_works = std::malloc(64 << 20);
+  CHECK(malloc_works != nullptr);
+  std::free(malloc_works);
+  for (auto& r : live) manager.remove(std::move(r));
+  CHECK(*count_mappings() < 1000);
+  ::munmap(p, pages * page);
+}

@@ -1,0 +1,83 @@
+#include "guest_lib/memory/plan.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "guest_lib/memory/threads.hpp"
+
+namespace vrdma::memory {
+namespace {
+
+bool may_move(const Vma& vma) {
+  return vma.private_anonymous() && vma.readable && vma.writable && !vma.executable &&
+         !(vma.range.begin <= main_stack_address() && main_stack_address() < vma.range.end) &&
+         vma.range.end <= window_bytes;
+}
+
+void append(Plan& plan, Piece::Kind kind, Range range, const Vma& vma) {
+  if (range.empty()) return;
+  plan.push_back({kind, range, vma.protection(), vma, 0});
+}
+
+void append_movable(Plan& plan, Range part, Range registration, const Vma& vma) {
+  const Range whole{page_ceiling(registration.begin), page_floor(registration.end)};
+  const Range pages = part.clipped_to(whole);
+  if (pages.empty()) return append(plan, Piece::Kind::process, part, vma);
+  append(plan, Piece::Kind::process, {part.begin, pages.begin}, vma);
+  append(plan, Piece::Kind::movable, pages, vma);
+  append(plan, Piece::Kind::process, {pages.end, part.end}, vma);
+}
+
+}  // namespace
+
+Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr::memory_resource* resource) {
+  Plan plan(resource);
+  auto reader = VmaReader::open();
+  if (!reader) {
+    // Without /proc nothing is known but that process_vm_* may still work; the service finds out.
+    append(plan, Piece::Kind::process, range, Vma{});
+    return Result<Plan>(std::move(plan));
+  }
+  for (std::uint64_t at = range.begin; at < range.end;) {
+    const auto vma = reader->at_or_after(at);
+    if (!vma || vma->range.begin > at) return Errno{EFAULT};
+    if (!vma->readable || (writes && !vma->writable)) return Errno{EFAULT};
+    const Range part = Range{at, range.end}.clipped_to(vma->range);
+    if (window.holds_in_place(*vma))
+      append(plan, Piece::Kind::window, part, *vma);
+    else if (may_move(*vma))
+      append_movable(plan, part, range, *vma);
+    else if (vma->shared && vma->file.inode != 0 && !window.holds(*vma))
+      append(plan, Piece::Kind::file, part, *vma);
+    else
+      append(plan, Piece::Kind::process, part, *vma);
+    at = part.end;
+  }
+  return Result<Plan>(std::move(plan));
+}
+
+void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks) {
+  // This thread may run on memory that is nobody's stack officially (a coroutine's): around its stack pointer nothing
+  // moves.
+  const std::uint64_t here = reinterpret_cast<std::uint64_t>(__builtin_frame_address(0));
+  const Range active{here - (256 << 10), here + 4096};
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    if (plan[i].kind != Piece::Kind::movable) continue;
+    if (plan[i].range.overlaps(active)) plan[i].kind = Piece::Kind::process;
+    // A stack lies below its thread's control block, down to the guard page where the mapping ends; other memory may
+    // have merged with the mapping above.
+    std::uint64_t top = 0;
+    for (const std::uint64_t block : control_blocks)
+      if (plan[i].vma.range.begin <= block && block < plan[i].vma.range.end)
+        top = std::max(top, page_floor(block) + page_bytes());
+    if (top <= plan[i].range.begin || plan[i].kind != Piece::Kind::movable) continue;
+    Piece above = plan[i];
+    plan[i].kind = Piece::Kind::process;
+    if (top >= plan[i].range.end) continue;
+    above.range.begin = top;
+    plan[i].range.end = top;
+    plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(i) + 1, above);
+  }
+}
+
+}  // namespace vrdma::memory

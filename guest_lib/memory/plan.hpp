@@ -1,0 +1,35 @@
+// What a range of memory consists of, and how each piece of it could be reached. Looks only; changes nothing.
+//
+// Any thread; takes memory only from the resource it is given.
+#pragma once
+
+#include <cstdint>
+#include <memory_resource>
+#include <vector>
+
+#include "guest_lib/memory/vma.hpp"
+#include "guest_lib/memory/window.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::memory {
+
+struct Piece {
+  enum class Kind { process, movable, window, file };
+  Kind kind = Kind::process;
+  Range range;  // exact; movable: whole pages inside the registration and the mapping
+  int protection = 0;
+  Vma vma;                    // as found; kind file: which file, and where in it
+  std::uint32_t backing = 0;  // kind file, once announced
+
+  std::uint64_t file_offset() const { return vma.file_offset + (range.begin - vma.range.begin); }
+};
+using Plan = std::pmr::vector<Piece>;
+
+// The pieces of `range`, ascending, without gaps. EFAULT where part of it is not mapped, not readable, or not writable
+// though `writes`.
+Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr::memory_resource* resource);
+
+// Turns the movable pieces, or parts of them, that lie in a thread's stack into process pieces.
+void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks);
+
+}  // namespace vrdma::memory

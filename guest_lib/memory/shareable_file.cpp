@@ -1,0 +1,62 @@
+#include "guest_lib/memory/shareable_file.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+
+namespace vrdma::memory {
+namespace {
+
+bool fits(int fd, const FileId& wanted) {
+  const auto id = file_id(fd);
+  return id && *id == wanted && (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR;
+}
+
+vmci::UniqueFd among_descriptors(const FileId& wanted) {
+  const auto close = [](DIR* d) { ::closedir(d); };
+  const std::unique_ptr<DIR, decltype(close)> directory(::opendir("/proc/self/fd"), close);
+  if (!directory) return {};
+  while (const dirent* entry = ::readdir(directory.get())) {
+    if (entry->d_name[0] == '.') continue;
+    const int number = std::atoi(entry->d_name);
+    if (!fits(number, wanted)) continue;
+    // Another thread may close or reuse the number at any time: only the duplicate counts.
+    vmci::UniqueFd duplicate(::fcntl(number, F_DUPFD_CLOEXEC, 0));
+    if (duplicate && fits(duplicate.get(), wanted)) return duplicate;
+  }
+  return {};
+}
+
+// Programs often close the descriptor after mmap. Needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN.
+vmci::UniqueFd through_mapping(const Vma& vma) {
+  char path[96];
+  std::snprintf(path, sizeof path, "/proc/self/map_files/%llx-%llx", static_cast<unsigned long long>(vma.range.begin),
+                static_cast<unsigned long long>(vma.range.end));
+  // Opening could do something to a device or a pipe: only what is a regular file.
+  struct stat status;
+  if (::stat(path, &status) != 0 || !S_ISREG(status.st_mode)) return {};
+  vmci::UniqueFd fd(::open(path, O_RDWR | O_CLOEXEC));
+  if (fd && !fits(fd.get(), vma.file)) fd.reset();
+  return fd;
+}
+
+}  // namespace
+
+Result<ShareableFile> open_shareable(const Vma& vma) {
+  ShareableFile file{among_descriptors(vma.file), 0};
+  if (!file.fd) file.fd = through_mapping(vma);
+  if (!file.fd) return Errno{ENOENT};
+  const int seals = ::fcntl(file.fd.get(), F_GET_SEALS);
+  if (seals < 0) return Errno{EPERM};
+  if ((seals & F_SEAL_SHRINK) == 0 && ::fcntl(file.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) return Errno{EPERM};
+  struct stat status;
+  if (::fstat(file.fd.get(), &status) != 0) return last_error();
+  file.bytes = static_cast<std::uint64_t>(status.st_size);
+  return Result<ShareableFile>(std::move(file));
+}
+
+}  // namespace vrdma::memory

@@ -1,0 +1,91 @@
+// What the tests of this folder share: a manager with a recorded service, a second view of the window, children.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "guest_lib/memory/manager.hpp"
+#include "guest_lib/memory/write_freeze.hpp"
+
+namespace vrdma::memory::test {
+
+constexpr unsigned writable_access = 7;  // local write, remote write, remote read
+constexpr std::uint64_t page = 4096;
+
+inline std::uint64_t at(const void* p) {
+  return reinterpret_cast<std::uint64_t>(p);
+}
+
+inline unsigned char* map_anonymous(std::uint64_t bytes, void* where = nullptr) {
+  void* p = ::mmap(where, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | (where ? MAP_FIXED : 0), -1, 0);
+  REQUIRE(p != MAP_FAILED);
+  return static_cast<unsigned char*>(p);
+}
+
+struct Service {
+  std::uint32_t announced = 0, withdrawn = 0;
+  bool accept = true;
+  FileBackings backings() {
+    return {[this](int, std::uint64_t) -> Result<std::uint32_t> {
+              ++announced;
+              if (!accept) return Errno{EPERM};
+              return announced;
+            },
+            [this](std::uint32_t) { ++withdrawn; }};
+  }
+};
+
+// What the service sees of the window.
+class View {
+ public:
+  View(MemoryManager& manager, const void* address, std::uint64_t bytes) : bytes_(bytes) {
+    const auto fd = manager.window_fd();
+    REQUIRE(fd.has_value());
+    void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, static_cast<off_t>(at(address)));
+    REQUIRE(p != MAP_FAILED);
+    data_ = static_cast<unsigned char*>(p);
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+  ~View() { ::munmap(data_, bytes_); }
+  unsigned char& operator[](std::uint64_t i) { return data_[i]; }
+  unsigned char* data() { return data_; }
+
+ private:
+  unsigned char* data_;
+  std::uint64_t bytes_;
+};
+
+// Runs `body` in a child made by fork(); its return value, or 1000 + the signal that ended it.
+template <class F>
+int in_child(F&& body) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(body());
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+inline bool in_window(const Registration& r) {
+  return r.extents.size() == 1 && r.extents[0].backing == window_backing;
+}
+
+// Whether a second thread hinders moving here: under a sanitizer that has one, or without userfaultfd.
+inline bool can_move_with_threads() {
+  return WriteFreeze::permitted(WriteFreeze::Memory::anonymous) && WriteFreeze::permitted(WriteFreeze::Memory::window);
+}
+
+#define REQUIRE_OR_SKIP(condition, why) \
+  if (!(condition)) {                   \
+    MESSAGE("skipped: " why);           \
+    return;                             \
+  }
+
+}  // namespace vrdma::memory::test

@@ -1,0 +1,180 @@
+#include "guest_lib/memory/vma.hpp"
+
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <charconv>
+#include <cstring>
+
+namespace vrdma::memory {
+namespace {
+
+// struct procmap_query of linux/fs.h, which many systems' headers do not have yet.
+struct ProcmapQuery {
+  std::uint64_t size, flags, address;
+  std::uint64_t vma_begin, vma_end, vma_flags, vma_page_bytes, vma_offset, inode;
+  std::uint32_t device_major, device_minor, name_bytes, build_id_bytes;
+  std::uint64_t name_address, build_id_address;
+};
+static_assert(sizeof(ProcmapQuery) == 104);
+constexpr unsigned long procmap_query = _IOWR('f', 17, ProcmapQuery);
+constexpr std::uint64_t covering_or_next = 0x10;
+constexpr std::uint64_t flag_readable = 1, flag_writable = 2, flag_executable = 4, flag_shared = 8;
+
+ssize_t read_retrying(int fd, char* to, std::size_t bytes) {
+  ssize_t got;
+  do {
+    got = ::read(fd, to, bytes);
+  } while (got < 0 && errno == EINTR);
+  return got;
+}
+
+class Fields {
+ public:
+  Fields(const char* begin, const char* end) : at_(begin), end_(end) {}
+  template <class T>
+  bool number(T& value, int base, char terminator) {
+    const auto [next, error] = std::from_chars(at_, end_, value, base);
+    if (error != std::errc{}) return false;
+    at_ = next;
+    if (at_ == end_) return terminator == ' ';  // the inode of an unnamed mapping may end its line
+    return *at_++ == terminator;
+  }
+  const char* take(std::size_t count) {
+    if (static_cast<std::size_t>(end_ - at_) < count) return nullptr;
+    const char* taken = at_;
+    at_ += count;
+    return taken;
+  }
+
+ private:
+  const char* at_;
+  const char* end_;
+};
+
+bool parse(const char* begin, const char* end, Vma& vma) {
+  Fields fields(begin, end);
+  if (!fields.number(vma.range.begin, 16, '-') || !fields.number(vma.range.end, 16, ' ')) return false;
+  const char* permissions = fields.take(5);
+  if (permissions == nullptr) return false;
+  vma.readable = permissions[0] == 'r';
+  vma.writable = permissions[1] == 'w';
+  vma.executable = permissions[2] == 'x';
+  vma.shared = permissions[3] == 's';
+  return fields.number(vma.file_offset, 16, ' ') && fields.number(vma.file.device_major, 16, ':') &&
+         fields.number(vma.file.device_minor, 16, ' ') && fields.number(vma.file.inode, 10, ' ');
+}
+
+}  // namespace
+
+Result<FileId> file_id(int fd) {
+  struct stat status;
+  if (::fstat(fd, &status) != 0) return last_error();
+  return FileId{major(status.st_dev), minor(status.st_dev), status.st_ino};
+}
+
+int Vma::protection() const {
+  return (readable ? PROT_READ : 0) | (writable ? PROT_WRITE : 0) | (executable ? PROT_EXEC : 0);
+}
+
+Result<VmaReader> VmaReader::open(Method method) {
+  // Opened for each walk: a kept descriptor would show the parent's mappings after a fork, and the application may
+  // close or reuse any descriptor number (closefrom).
+  Result<VmaReader> reader{VmaReader{}};
+  reader->maps_.reset(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
+  if (!reader->maps_) return last_error();
+  reader->text_ = method == Method::text;
+  return reader;
+}
+
+Result<Vma> VmaReader::at_or_after(std::uint64_t address) {
+  if (!text_) {
+    auto found = query(address);
+    if (found || found.error() != Errno{ENOTTY}) return found;
+    text_ = true;
+  }
+  return scan(address);
+}
+
+Result<Vma> VmaReader::query(std::uint64_t address) {
+  ProcmapQuery q{};
+  q.size = sizeof q;
+  q.flags = covering_or_next;
+  q.address = address;
+  // EINVAL can only mean a kernel that takes the number for something else: the arguments are right.
+  if (::ioctl(maps_.get(), procmap_query, &q) != 0) return errno == ENOENT ? Errno{ENOENT} : Errno{ENOTTY};
+  if (q.vma_end <= address || q.vma_begin >= q.vma_end) return Errno{EIO};
+  Vma vma;
+  vma.range = {q.vma_begin, q.vma_end};
+  vma.file_offset = q.vma_offset;
+  vma.file = {q.device_major, q.device_minor, q.inode};
+  vma.readable = (q.vma_flags & flag_readable) != 0;
+  vma.writable = (q.vma_flags & flag_writable) != 0;
+  vma.executable = (q.vma_flags & flag_executable) != 0;
+  vma.shared = (q.vma_flags & flag_shared) != 0;
+  return vma;
+}
+
+Result<Vma> VmaReader::scan(std::uint64_t address) {
+  if (address < last_address_) {
+    if (::lseek(maps_.get(), 0, SEEK_SET) != 0) return last_error();
+    head_ = tail_ = 0;
+    have_current_ = false;
+  }
+  last_address_ = address;
+  while (!have_current_ || current_.range.end <= address) {
+    auto next = next_line();
+    if (!next) return next.error();
+    current_ = *next;
+    have_current_ = true;
+  }
+  return current_;
+}
+
+Result<Vma> VmaReader::next_line() {
+  for (;;) {
+    const char* begin = buffer_ + head_;
+    if (const void* newline = std::memchr(begin, '\n', tail_ - head_)) {
+      const char* end = static_cast<const char*>(newline);
+      head_ = static_cast<std::size_t>(end + 1 - buffer_);
+      Vma vma;
+      if (!parse(begin, end, vma)) return Errno{EIO};
+      return vma;
+    }
+    std::memmove(buffer_, begin, tail_ - head_);
+    tail_ -= head_;
+    head_ = 0;
+    if (tail_ == buffer_bytes) return Errno{EIO};
+    const ssize_t got = read_retrying(maps_.get(), buffer_ + tail_, buffer_bytes - tail_);
+    if (got < 0) return last_error();
+    if (got == 0) return Errno{ENOENT};
+    tail_ += static_cast<std::size_t>(got);
+  }
+}
+
+std::uint64_t page_bytes() {
+  static const std::uint64_t bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+Result<std::uint64_t> count_mappings() {
+  const vmci::UniqueFd maps(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
+  if (!maps) return last_error();
+  std::uint64_t lines = 0;
+  char buffer[16384];
+  for (;;) {
+    const ssize_t got = read_retrying(maps.get(), buffer, sizeof buffer);
+    if (got < 0) return last_error();
+    if (got == 0) return lines;
+    for (const char* at = buffer;
+         (at = static_cast<const char*>(std::memchr(at, '\n', static_cast<std::size_t>(buffer + got - at)))) != nullptr;
+         ++at)
+      ++lines;
+  }
+}
+
+}  // namespace vrdma::memory

@@ -1,0 +1,82 @@
+// The mappings of this process as the kernel tells them, one at a time, in ascending order.
+//
+// Any thread, one reader each; never allocates. Uses the PROCMAP_QUERY ioctl (Linux 6.11), else reads /proc/self/maps.
+// Nothing is cached across readers: open one, walk forward, change mappings only after the walk.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::memory {
+
+// Half open, in bytes of address space.
+struct Range {
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+  std::uint64_t bytes() const { return end - begin; }
+  bool empty() const { return begin >= end; }
+  bool overlaps(Range other) const { return begin < other.end && other.begin < end; }
+  Range clipped_to(Range other) const {
+    return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
+  }
+  bool operator==(const Range&) const = default;
+};
+
+struct FileId {
+  std::uint32_t device_major = 0;
+  std::uint32_t device_minor = 0;
+  std::uint64_t inode = 0;
+  auto operator<=>(const FileId&) const = default;
+};
+Result<FileId> file_id(int fd);
+
+struct Vma {
+  Range range;
+  std::uint64_t file_offset = 0;
+  FileId file;
+  bool readable = false, writable = false, executable = false, shared = false;
+
+  bool private_anonymous() const { return !shared && file.inode == 0; }
+  int protection() const;  // PROT_*
+};
+
+class VmaReader {
+ public:
+  enum class Method { best, text };
+  static Result<VmaReader> open(Method method = Method::best);
+
+  // The first mapping that ends above `address`. ENOENT where there is none; EIO where the kernel's answer makes no
+  // sense.
+  Result<Vma> at_or_after(std::uint64_t address);
+
+ private:
+  Result<Vma> query(std::uint64_t address);
+  Result<Vma> scan(std::uint64_t address);
+  Result<Vma> next_line();
+
+  static constexpr std::size_t buffer_bytes = 8192;  // a line is at most a path (4096) and about 80 characters
+  vmci::UniqueFd maps_;
+  bool text_ = false;
+  bool have_current_ = false;
+  Vma current_;
+  std::uint64_t last_address_ = 0;
+  std::size_t head_ = 0, tail_ = 0;
+  char buffer_[buffer_bytes];
+};
+
+std::uint64_t page_bytes();
+inline std::uint64_t page_floor(std::uint64_t address) {
+  return address & ~(page_bytes() - 1);
+}
+// Callers check for wrap-around first.
+inline std::uint64_t page_ceiling(std::uint64_t address) {
+  return page_floor(address + page_bytes() - 1);
+}
+
+// How many mappings the process has; reads all of /proc/self/maps.
+Result<std::uint64_t> count_mappings();
+
+}  // namespace vrdma::memory

@@ -1,0 +1,121 @@
+#include "guest_lib/memory/window.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <utility>
+
+namespace vrdma::memory {
+namespace {
+
+constexpr unsigned memfd_cloexec = 1, memfd_allow_sealing = 2, memfd_noexec_seal = 8;
+constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
+constexpr int first_descriptor = 600;
+
+void* pointer(std::uint64_t address) {
+  return reinterpret_cast<void*>(address);
+}
+
+// Raw system calls: sanitizers would take the kernel's copy for an unsynchronised access, and interposed wrappers may
+// lock.
+template <long Number>
+Status transfer(int fd, std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes) {
+  while (bytes > 0) {
+    const long moved = ::syscall(Number, fd, pointer(memory), bytes, static_cast<off_t>(offset));
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0) return last_error();
+    if (moved == 0) return Errno{EIO};
+    memory += static_cast<std::uint64_t>(moved);
+    offset += static_cast<std::uint64_t>(moved);
+    bytes -= static_cast<std::uint64_t>(moved);
+  }
+  return ok();
+}
+
+}  // namespace
+
+Window& Window::operator=(Window&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = std::move(other.fd_);
+    id_ = other.id_;
+  }
+  return *this;
+}
+
+void Window::close() {
+  // A number that the application has taken over is the application's to close.
+  if (fd_ && !intact()) (void)fd_.release();
+  fd_.reset();
+}
+
+Result<Window> Window::create() {
+  if (!size_limit_allows()) return Errno{EFBIG};
+  Window window;
+  vmci::UniqueFd fd(static_cast<int>(::syscall(SYS_memfd_create, "vrdma-window", memfd_cloexec | memfd_noexec_seal)));
+  if (!fd && errno == EINVAL)
+    fd.reset(static_cast<int>(::syscall(SYS_memfd_create, "vrdma-window", memfd_cloexec | memfd_allow_sealing)));
+  if (!fd) return last_error();
+  // Out of the way of programs that expect the lowest numbers or use select().
+  if (const int high = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, first_descriptor); high >= 0) fd.reset(high);
+  if (::ftruncate(fd.get(), static_cast<off_t>(window_bytes)) != 0) return last_error();
+  if (::fcntl(fd.get(), F_ADD_SEALS, seals) != 0) return last_error();
+  auto id = file_id(fd.get());
+  if (!id) return id.error();
+  window.fd_ = std::move(fd);
+  window.id_ = *id;
+  return window;
+}
+
+bool Window::intact() const {
+  auto id = file_id(fd_.get());
+  return id && *id == id_;
+}
+
+bool Window::size_limit_allows() {
+  struct rlimit limit;
+  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= window_bytes);
+}
+
+bool Window::holds(const Vma& vma) const {
+  return fd_ && vma.shared && vma.file == id_;
+}
+
+bool Window::holds_in_place(const Vma& vma) const {
+  return holds(vma) && vma.file_offset == vma.range.begin;
+}
+
+Status Window::copy_from_memory(Range range) const {
+  if (!intact()) return Errno{EBADF};
+  return transfer<SYS_pwrite64>(fd_.get(), range.begin, range.begin, range.bytes());
+}
+
+Status Window::copy_to(void* to, Range range) const {
+  if (!intact()) return Errno{EBADF};
+  return transfer<SYS_pread64>(fd_.get(), reinterpret_cast<std::uint64_t>(to), range.begin, range.bytes());
+}
+
+Status Window::map(Range range, int protection) const {
+  if (!intact()) return Errno{EBADF};
+  if (::mmap(pointer(range.begin), range.bytes(), protection, MAP_SHARED | MAP_FIXED, fd_.get(),
+             static_cast<off_t>(range.begin)) == MAP_FAILED)
+    return last_error();
+  ::syscall(SYS_madvise, range.begin, range.bytes(), MADV_DONTFORK);
+  // Reading maps 16 present pages per fault, writably; MAP_POPULATE would take one fault per page.
+  ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read);
+  return ok();
+}
+
+Status Window::punch(Range range) const {
+  if (!intact()) return Errno{EBADF};
+  if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.begin),
+                  static_cast<off_t>(range.bytes())) != 0)
+    return last_error();
+  return ok();
+}
+
+}  // namespace vrdma::memory

@@ -1,0 +1,57 @@
+// The window: one sparse, sealed memfd per process in which a byte's file offset is its virtual address. There is
+// nothing to allocate, neighbouring registrations become one mapping and one extent, and giving a page back is punching
+// a hole.
+//
+// Not thread-safe (MemoryManager holds its lock); never allocates memory, so that it may run while other threads are
+// frozen. The application may close any descriptor (closefrom) and get the number again for a file of its own: each
+// operation first checks that the number still names the window and fails with EBADF otherwise.
+#pragma once
+
+#include <cstdint>
+
+#include "guest_lib/memory/vma.hpp"
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::memory {
+
+#if defined(__x86_64__)
+constexpr std::uint64_t window_bytes = std::uint64_t{1} << 47;  // addresses above are only given to who asks for them
+#else
+constexpr std::uint64_t window_bytes = std::uint64_t{1} << 48;
+#endif
+
+class Window {
+ public:
+  Window() = default;
+  // EFBIG where RLIMIT_FSIZE or the kernel does not allow a file that large.
+  static Result<Window> create();
+  Window(Window&&) noexcept = default;
+  Window& operator=(Window&& other) noexcept;
+  ~Window() { close(); }
+
+  explicit operator bool() const { return static_cast<bool>(fd_); }
+  int fd() const { return fd_.get(); }
+  bool intact() const;
+  // Whether writing to the file cannot raise SIGXFSZ.
+  static bool size_limit_allows();
+
+  bool holds(const Vma& vma) const;           // any mapping of the window, wherever it is
+  bool holds_in_place(const Vma& vma) const;  // one whose addresses are its file offsets
+
+  // Copies the memory at `range` into the file. Reads through the kernel, so that it works under a write-protection.
+  Status copy_from_memory(Range range) const;
+  // Copies the file's bytes at `range` to `to`, which may be anywhere.
+  Status copy_to(void* to, Range range) const;
+  // Replaces whatever is mapped at `range`. A child of fork never inherits the mapping (its copies come from
+  // ForkGuard).
+  Status map(Range range, int protection) const;
+  Status punch(Range range) const;
+  void close();
+
+ private:
+  vmci::UniqueFd fd_;
+  FileId id_;
+};
+
+}  // namespace vrdma::memory

@@ -1,0 +1,104 @@
+#include "guest_lib/memory/write_freeze.hpp"
+
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace vrdma::memory {
+namespace {
+
+constexpr std::uint64_t feature_wp = 1 << 0;               // UFFD_FEATURE_PAGEFAULT_FLAG_WP
+constexpr std::uint64_t feature_wp_shmem = 1 << 12;        // UFFD_FEATURE_WP_HUGETLBFS_SHMEM, Linux 5.19
+constexpr std::uint64_t feature_wp_unpopulated = 1 << 13;  // Linux 6.4: pages that are not there are protected as well
+constexpr unsigned long device_new = _IO(0xAA, 0x00);      // USERFAULTFD_IOC_NEW
+constexpr int populate_read = 22;                          // MADV_POPULATE_READ, Linux 5.14
+
+Result<vmci::UniqueFd> open_userfaultfd() {
+  constexpr int flags = O_CLOEXEC | O_NONBLOCK;
+  vmci::UniqueFd fd(static_cast<int>(::syscall(SYS_userfaultfd, flags)));
+  if (fd) return fd;
+  const Errno refused = last_error();
+  const vmci::UniqueFd device(::open("/dev/userfaultfd", O_RDWR | O_CLOEXEC));
+  if (!device) return refused;
+  fd.reset(::ioctl(device.get(), device_new, flags));
+  if (!fd) return last_error();
+  return fd;
+}
+
+// The kernel tells its features only to a descriptor that asks for none, and each descriptor may ask once.
+Result<std::uint64_t> kernel_features() {
+  auto fd = open_userfaultfd();
+  if (!fd) return fd.error();
+  uffdio_api api{UFFD_API, 0, 0};
+  if (::ioctl(fd->get(), UFFDIO_API, &api) != 0) return last_error();
+  return api.features;
+}
+
+Result<vmci::UniqueFd> open_with(std::uint64_t features) {
+  auto fd = open_userfaultfd();
+  if (!fd) return fd.error();
+  uffdio_api api{UFFD_API, features, 0};
+  if (::ioctl(fd->get(), UFFDIO_API, &api) != 0) return last_error();
+  return fd;
+}
+
+struct Choice {
+  std::uint64_t features;
+  bool populate_first;
+};
+Result<Choice> choose(WriteFreeze::Memory memory) {
+  auto features = kernel_features();
+  if (!features) return features.error();
+  if ((*features & feature_wp) == 0) return Errno{ENOSYS};
+  if (memory == WriteFreeze::Memory::window) {
+    if ((*features & feature_wp_shmem) == 0) return Errno{ENOSYS};
+    return Choice{feature_wp | feature_wp_shmem, false};
+  }
+  const std::uint64_t unpopulated = *features & feature_wp_unpopulated;
+  return Choice{feature_wp | unpopulated, unpopulated == 0};
+}
+
+}  // namespace
+
+bool WriteFreeze::permitted(Memory memory) {
+  return static_cast<bool>(choose(memory));
+}
+
+Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
+  const auto choice = choose(memory);
+  if (!choice) return choice.error();
+  auto fd = open_with(choice->features);
+  if (!fd) return fd.error();
+  uffdio_register registration{};
+  registration.range = {range.begin, range.bytes()};
+  registration.mode = UFFDIO_REGISTER_MODE_WP;
+  if (::ioctl(fd->get(), UFFDIO_REGISTER, &registration) != 0) return last_error();
+  // Protection sticks to pages only: without WP_UNPOPULATED a page that is not there could appear, written, at any
+  // moment.
+  if (choice->populate_first && ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read) != 0)
+    return last_error();
+  WriteFreeze frozen(std::move(*fd), range);
+  uffdio_writeprotect protect{{range.begin, range.bytes()}, UFFDIO_WRITEPROTECT_MODE_WP};
+  while (::ioctl(frozen.fd_.get(), UFFDIO_WRITEPROTECT, &protect) != 0)
+    if (errno != EAGAIN) return last_error();  // EAGAIN: the mappings are changing just now
+  return frozen;
+}
+
+WriteFreeze::~WriteFreeze() {
+  if (!fd_) return;
+  if (!replaced_) {
+    uffdio_writeprotect release{{range_.begin, range_.bytes()}, 0};
+    while (::ioctl(fd_.get(), UFFDIO_WRITEPROTECT, &release) != 0 && errno == EAGAIN) {
+    }
+  }
+  uffdio_range all{range_.begin, range_.bytes()};
+  ::ioctl(fd_.get(), UFFDIO_WAKE, &all);
+}
+
+void WriteFreeze::replaced() {
+  replaced_ = true;
+}
+
+}  // namespace vrdma::memory

@@ -1,0 +1,39 @@
+// Holds back every write to a range, by threads and by system calls alike, until it is released; reads go on. Writers
+// wait in the kernel and find whatever is mapped at the range afterwards.
+//
+// Made of userfaultfd write-protection with kernel faults. A USER_MODE_ONLY descriptor would make system calls into the
+// range fail with EFAULT, and so would mprotect: neither is ever used. Between freeze and release the calling thread
+// must not write to the range, nor wait for anyone who might; it must have signals blocked and not allocate.
+#pragma once
+
+#include "guest_lib/memory/vma.hpp"
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::memory {
+
+class WriteFreeze {
+ public:
+  enum class Memory { anonymous, window };
+  // Whether this process may freeze such memory: kernel (anonymous 5.7, window 5.19) and permission. Asked again each
+  // time, since privileges change.
+  static bool permitted(Memory memory);
+  // `range` lies in one mapping. EPERM where not permitted, EBUSY where the application watches it with its own
+  // userfaultfd.
+  static Result<WriteFreeze> freeze(Range range, Memory memory);
+
+  WriteFreeze(WriteFreeze&& other) noexcept = default;
+  WriteFreeze& operator=(WriteFreeze&&) = delete;
+  ~WriteFreeze();
+
+  // The range has been replaced by another mapping: nothing is left to unprotect, only to wake.
+  void replaced();
+
+ private:
+  WriteFreeze(vmci::UniqueFd fd, Range range) : fd_(std::move(fd)), range_(range) {}
+  vmci::UniqueFd fd_;
+  Range range_;
+  bool replaced_ = false;
+};
+
+}  // namespace vrdma::memory
