@@ -211,7 +211,7 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   for (Lane* lane : cq.lanes) {
     if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
     std::lock_guard guard(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
-    for (std::uint64_t wr_id; got < room; ++got) {
+    for (std::uint64_t wr_id = 0; got < room; ++got) {
       if (!(lane->send != nullptr ? lane->send->take_oldest(wr_id) : lane->receive->take_oldest(wr_id))) break;
       wc[got] = {};
       wc[got].wr_id = wr_id;

@@ -119,7 +119,10 @@ TEST_CASE("a control verb that waits for its answer ends when the service is kil
   Service service;
   service.start();
   Device device;
-  ::kill(service.pid(), SIGSTOP);  // the request is written and nobody answers
+  ::kill(service.pid(), SIGSTOP);
+  int status = 0;
+  REQUIRE(::waitpid(service.pid(), &status, WUNTRACED) == service.pid());  // from here on nobody answers
+  REQUIRE(WIFSTOPPED(status));
   std::atomic<bool> asked{false};
   int outcome = 0;
   std::thread asker([&] {
