@@ -73,10 +73,14 @@ void withdraw(Cq& cq) {
     std::lock_guard lock(cq.attachment->objects_mutex());
     auto found = cq.attachment->cqs.find(cq.verbs.handle);
     if (found != cq.attachment->cqs.end() && found->second == &cq) cq.attachment->cqs.erase(found);
-    if (cq.verbs.channel != nullptr) {
-      std::erase(Channel::of(cq.verbs.channel).cqs, &cq);
-      --cq.verbs.channel->refcnt;
-    }
+    if (cq.verbs.channel != nullptr) std::erase(Channel::of(cq.verbs.channel).cqs, &cq);
+  }
+  purge_async_events(cq.verbs.context, cq.verbs.handle);
+  if (cq.verbs.channel != nullptr) {
+    Channel& channel = Channel::of(cq.verbs.channel);
+    channel.events.purge(channel.verbs.fd, channel.pipe->get(), cq.verbs.handle);
+    std::lock_guard lock(cq.attachment->objects_mutex());
+    --channel.verbs.refcnt;
   }
   pthread_mutex_lock(&cq.verbs.mutex);
   while (cq.verbs.comp_events_completed != cq.completion_events_reported ||

@@ -13,17 +13,6 @@ namespace vrdma::guest {
 
 namespace {
 
-enum class Next { record, empty, end };
-
-template <class Record>
-Next read_record(int pipe, Record& record) {
-  ssize_t got;
-  do got = ::read(pipe, &record, sizeof(record));
-  while (got < 0 && errno == EINTR);
-  if (got == static_cast<ssize_t>(sizeof(record))) return Next::record;
-  return got < 0 && errno == EAGAIN ? Next::empty : Next::end;
-}
-
 // 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
 int wait_readable(int event_fd) {
   const int flags = ::fcntl(event_fd, F_GETFL);
@@ -155,6 +144,11 @@ void acknowledge(Verbs& object, std::uint32_t& completed, std::uint32_t count) {
 
 }  // namespace
 
+void purge_async_events(ibv_context* verbs, std::uint32_t handle) {
+  Context& context = Context::of(verbs);
+  context.events.purge(verbs->async_fd, context.async_pipe->get(), handle);
+}
+
 void watch_after_death(Cq& cq) {
   if (cq.verbs.channel == nullptr) return;
   Channel& channel = Channel::of(cq.verbs.channel);
@@ -176,11 +170,11 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
   for (;;) {
     control::CompletionRecord record;
     Cq* found = nullptr;
-    const Next next = read_record(channel.pipe->get(), record);
-    if (next == Next::record) {
+    const auto next = channel.events.next(channel.pipe->get(), record);
+    if (next == EventSource<control::CompletionRecord>::Next::record) {
       found = count_event(channel, record);
       if (found == nullptr) continue;
-    } else if (next == Next::end) {
+    } else if (next == EventSource<control::CompletionRecord>::Next::end) {
       channel.attachment->liveness().mark_dead();
       found = count_fatal_event(channel);
     }
@@ -205,12 +199,12 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
   }
   for (;;) {
     control::AsyncRecord record;
-    const Next next = read_record(context.async_pipe->get(), record);
-    if (next == Next::record) {
+    const auto next = context.events.next(context.async_pipe->get(), record);
+    if (next == EventSource<control::AsyncRecord>::Next::record) {
       if (count_event(*context.attachment, record, *event)) return 0;
       continue;
     }
-    if (next == Next::end) {
+    if (next == EventSource<control::AsyncRecord>::Next::end) {
       context.attachment->liveness().mark_dead();
       if (!context.fatal_reported.exchange(true)) {
         unwatch_pipe(verbs->async_fd, context.async_pipe->get());

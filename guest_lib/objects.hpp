@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/event_source.hpp"
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/process.hpp"
 #include "guest_lib/spin_lock.hpp"
@@ -29,6 +30,7 @@ struct Context {
   std::shared_ptr<Attachment> attachment;
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> async_pipe;
+  EventSource<control::AsyncRecord> events;
   std::atomic<bool> fatal_reported{false};
 
   static Context& of(ibv_context* context) {
@@ -70,6 +72,7 @@ struct Channel {
   std::shared_ptr<Attachment> attachment;
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> pipe;
+  EventSource<control::CompletionRecord> events;
   std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
   bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise
 
@@ -176,6 +179,9 @@ int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.
 void watch_after_death(Cq& cq);
+
+// Drops the unread asynchronous events of an object that was destroyed.
+void purge_async_events(ibv_context* context, std::uint32_t handle);
 
 // struct ibv_ah_attr as it travels, and back.
 AddressVector to_wire(const ibv_ah_attr& attributes);

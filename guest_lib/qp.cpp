@@ -243,6 +243,7 @@ void withdraw(Qp& qp) {
     auto found = qp.attachment->qps.find(qp.base().handle);
     if (found != qp.attachment->qps.end() && found->second == &qp) qp.attachment->qps.erase(found);
   }
+  purge_async_events(qp.base().context, qp.base().handle);
   pthread_mutex_lock(&qp.base().mutex);
   while (qp.base().events_completed != qp.events_reported) pthread_cond_wait(&qp.base().cond, &qp.base().mutex);
   pthread_mutex_unlock(&qp.base().mutex);

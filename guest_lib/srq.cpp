@@ -67,6 +67,7 @@ void withdraw(Srq& srq) {
     auto found = srq.attachment->srqs.find(srq.verbs.handle);
     if (found != srq.attachment->srqs.end() && found->second == &srq) srq.attachment->srqs.erase(found);
   }
+  purge_async_events(srq.verbs.context, srq.verbs.handle);
   pthread_mutex_lock(&srq.verbs.mutex);
   while (srq.verbs.events_completed != srq.events_reported) pthread_cond_wait(&srq.verbs.cond, &srq.verbs.mutex);
   pthread_mutex_unlock(&srq.verbs.mutex);
