@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "guest_lib/process.hpp"
+#include "guest_lib/show_device.hpp"
 
 namespace vrdma::guest {
 
@@ -167,6 +168,7 @@ Result<control::DeviceReply> Attachment::device() {
   if (!reply) return reply.error();
   device_ = *reply;
   device_known_ = true;
+  show_device_in_paths(device_);
   return device_;
 }
 

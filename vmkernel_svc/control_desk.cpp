@@ -774,13 +774,6 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
     shard_.engine().reset(core, request.send_position, request.receive_position);
     qp->watch_sends(true);
     qp->watch_receives(false);
-  } else if (core.state == QpState::err) {
-    core.state = before;
-    if (before == QpState::reset) {
-      core.state = QpState::err;
-    } else {
-      shard_.engine().fail(core, std::nullopt);
-    }
   } else {
     shard_.engine().entered(core, before);
   }

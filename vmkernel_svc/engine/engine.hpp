@@ -44,6 +44,10 @@ class Engine {
 
   // The owner moved the queue pair from `before` to qp.state, attributes already stored.
   void entered(Qp<P>& qp, QpState before) {
+    if (qp.state == QpState::err) {
+      if (before != QpState::err) ports_.state_changed(qp);
+      return;
+    }
     if (qp.state == QpState::init && before == QpState::reset) qp.communication_established = qp.last_wqe_reported = false;
     if (qp.state == QpState::rtr && before == QpState::init) qp.expected_psn = Psn{qp.attributes.rq_psn & psn_mask};
     if (qp.state == QpState::rts && before == QpState::rtr) qp.send_psn = Psn{qp.attributes.sq_psn & psn_mask};
@@ -52,9 +56,7 @@ class Engine {
 
   // To RESET: everything posted is forgotten; the rings go on where the guest's writers stand.
   void reset(Qp<P>& qp, std::uint32_t send_position, std::uint32_t receive_position) {
-    requester_.abandon(qp);
-    qp.inbound.active = false;
-    qp.inbound.owner = {};
+    abandon(qp);
     if (qp.send_ring.slot_count() != 0) qp.send_ring.skip_to(send_position);
     if (qp.receive_ring.slot_count() != 0) qp.receive_ring.skip_to(receive_position);
     qp.communication_established = qp.drain_reported = qp.last_wqe_reported = false;
@@ -64,7 +66,11 @@ class Engine {
   void fail(Qp<P>& qp, std::optional<AsyncEvent> event) { responder_.fail(qp, event); }
 
   // Before the queue pair is destroyed.
-  void abandon(Qp<P>& qp) { requester_.abandon(qp); }
+  void abandon(Qp<P>& qp) {
+    requester_.abandon(qp);
+    dismiss_requester(qp);
+    responder_.give_back(qp);
+  }
 
  private:
   void report_drained(Qp<P>& qp) {
@@ -76,6 +82,9 @@ class Engine {
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
   Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
     if (qp.operation.stage != Operation::Stage::none) {
+      // A flushed WQE's buffers are its owner's again: not before a copy into them has ended.
+      if (requester_.writes_locally(qp) && hold_flush(qp) && !requester_.settled(qp))
+        return worked ? Progress::worked : Progress::waiting;
       const std::uint64_t wr_id = qp.operation.wr_id;
       const std::uint32_t position = qp.operation.next_position;
       requester_.abandon(qp);
@@ -94,9 +103,11 @@ class Engine {
       worked = true;
     }
     if (qp.state == QpState::err) {
+      if (requester_.is_written_to(qp) && hold_flush(qp)) return worked ? Progress::worked : Progress::waiting;
+      dismiss_requester(qp);
+      qp.flush_held_until_ns = 0;
       if (qp.inbound.active) {
         qp.inbound.active = false;
-        qp.inbound.owner = {};
         complete_flushed(qp, Direction::receive, qp.inbound.wr_id, 0);
         worked = true;
       }
@@ -114,6 +125,16 @@ class Engine {
       }
     }
     return worked ? Progress::worked : Progress::idle;
+  }
+
+  // Somebody else's memory cannot hold a flush for ever.
+  bool hold_flush(Qp<P>& qp) {
+    constexpr std::uint64_t patience_ns = 100'000'000;
+    const std::uint64_t now = ports_.now_ns();
+    if (qp.flush_held_until_ns == 0) qp.flush_held_until_ns = now + patience_ns;
+    if (now >= qp.flush_held_until_ns) return false;
+    ports_.wake_at(qp, qp.flush_held_until_ns);
+    return true;
   }
 
   void complete_flushed(Qp<P>& qp, Direction direction, std::uint64_t wr_id, std::uint32_t position) {

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "vmci_channel/lane.hpp"
 #include "vmci_channel/record_ring.hpp"
@@ -19,15 +21,17 @@ constexpr std::uint32_t grh_bytes = 40;
 // A receive WQE that was taken from its queue for a message that is not complete yet.
 struct Inbound {
   bool active = false;
-  bool buffers_valid = false;  // its keys were good when it was taken
-  Qpn owner{};                 // UD: whose datagram is being put into it
   std::uint64_t wr_id = 0;
+  std::uint64_t capacity_bytes = 0;  // of all its buffers; `buffers` ends before the first one with a bad key
   ScatterGather buffers;
 };
 
 // The send WQE that is being carried out.
 struct Operation {
-  enum class Stage : std::uint8_t { none, routing, moving, returning_value } stage = Stage::none;
+  // UD: gathering, then delivering to one receiver after the other.
+  enum class Stage : std::uint8_t { none, routing, moving, returning_value, gathering, delivering } stage = Stage::none;
+  bool copy_pending = false;    // the ports have the copy below; it must be repeated until they say how it ended
+  bool grh = false;             // UD: the datagram under way carries one
   std::uint64_t wr_id;
   std::uint32_t next_position;  // in the send queue, after this WQE
   std::uint8_t flags;
@@ -40,8 +44,13 @@ struct Operation {
   std::uint64_t moved_bytes;
   std::uint32_t retries = 0;    // ACK timeouts of this message
   std::uint32_t rnr_retries = 0;
+  enum class Wait : std::uint8_t { none, ack, rnr, copy, penalty, busy } wait = Wait::none;
+  std::uint64_t wait_since_ns = 0;
   std::uint64_t deadline_ns = 0;  // of the wait that is under way; 0: none
-  enum class Wait : std::uint8_t { none, ack, rnr, copy, penalty } wait = Wait::none;
+  struct {
+    Place to, from;
+    std::uint64_t bytes;
+  } pending;
   std::uint32_t multicast_index = 0;
   std::uint64_t value;          // result of an atomic, on its way back
   alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];  // the private copy; inline payload lies here
@@ -79,6 +88,7 @@ struct Srq {
   std::uint32_t max_wr = 0;
   std::uint32_t taken = 0;  // WQEs, free-running
   std::uint32_t limit = 0;  // 0: not armed
+  std::vector<Inbound> returned;  // taken by queue pairs that were reset or destroyed before they completed them: next in line
   typename P::SrqPort port{};
 };
 
@@ -104,7 +114,30 @@ struct Qp {
   QpCounters counters{};
   Operation operation;
   Inbound inbound;
+  // While a message is being moved its two ends know each other, so that whichever leaves first can say so. The requester of
+  // the pair is the one whose `operation` it is.
+  Qp* accepted_by = nullptr;  // whose responder half our operation is in the middle of
+  Qp* serves = nullptr;       // whose message our responder half is in the middle of
+  std::uint64_t flush_held_until_ns = 0;
   std::unique_ptr<std::byte[]> datagram;  // UD: the message between sender and receiver, grh_bytes + MTU
 };
+
+template <class P>
+void engage(Qp<P>& requester, Qp<P>& responder) {
+  requester.accepted_by = &responder;
+  responder.serves = &requester;
+}
+template <class P>
+void leave_responder(Qp<P>& requester) {
+  if (Qp<P>* responder = std::exchange(requester.accepted_by, nullptr)) responder->serves = nullptr;
+}
+template <class P>
+void dismiss_requester(Qp<P>& responder) {
+  if (Qp<P>* requester = std::exchange(responder.serves, nullptr)) requester->accepted_by = nullptr;
+}
+template <class P>
+bool receives(const Qp<P>& qp) {
+  return qp.state == QpState::rtr || qp.state == QpState::rts || qp.state == QpState::sqd || qp.state == QpState::sqe;
+}
 
 }  // namespace vrdma::engine

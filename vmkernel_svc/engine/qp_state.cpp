@@ -37,7 +37,7 @@ constexpr Transition transitions[] = {
     {sqe, rts, {true, 0, cs | qk}, {true, 0, cs | af}, {false, 0, 0}},
 };
 
-bool known(QpState state) { return state <= err; }
+constexpr bool known(QpState state) { return state <= err; }
 
 bool path_ok(const AddressVector& path, const PortLimits& limits) {
   if (path.port_num != 1) return false;
@@ -121,7 +121,8 @@ Status modify(QpType type, QpAttributes& attributes, const QpAttributes& wanted,
     a.alt_timeout = wanted.alt_timeout;
   }
   if (mask & pm) a.path_mig_state = wanted.path_mig_state;
-  if (mask & en) a.en_sqd_async_notify = wanted.en_sqd_async_notify;
+  // Asked for with each way to SQD; what an earlier one asked for is over.
+  if (from == rts && next == sqd) a.en_sqd_async_notify = (mask & en) != 0 && wanted.en_sqd_async_notify != 0;
   a.state = static_cast<std::uint32_t>(next);
   a.cur_state = a.state;
   return ok();

@@ -39,8 +39,9 @@ class Requester {
     }
     qp.send_ring.advance(slots);
 
-    op.stage = Operation::Stage::routing;
+    op.stage = qp.type == QpType::ud ? Operation::Stage::gathering : Operation::Stage::routing;
     op.wait = Operation::Wait::none;
+    op.copy_pending = false;
     op.retries = op.rnr_retries = 0;
     op.moved_bytes = 0;
     op.multicast_index = 0;
@@ -91,8 +92,11 @@ class Requester {
     Operation& op = qp.operation;
     if (op.stage == Operation::Stage::returning_value) return return_value(qp);
     Qp<P>* peer = ports_.peer(qp);
-    if (op.stage == Operation::Stage::moving && !engaged(peer, op)) {
-      ports_.abandon(qp);  // the far end is not the one this message was begun with: ask again
+    if (op.stage == Operation::Stage::moving && (qp.accepted_by == nullptr || qp.accepted_by != peer || !receives(*peer))) {
+      // The far end is not any more what it was when it accepted the message: ask again, once a copy that is under way has
+      // left the buffers.
+      if (!settled(qp)) return wait_for_copy(qp);
+      drop_engagement(qp);
       op.stage = Operation::Stage::routing;
     }
     if (op.stage == Operation::Stage::routing) {
@@ -109,16 +113,32 @@ class Requester {
 
   // The operation under way is given up (its queue pair flushes, is reset or destroyed).
   void abandon(Qp<P>& qp) {
+    drop_engagement(qp);
+    qp.operation.stage = Operation::Stage::none;
+  }
+
+  // Whether no copy of `qp` is under way any more; what became of one that was is forgotten.
+  bool settled(Qp<P>& qp) {
     Operation& op = qp.operation;
-    if (op.stage == Operation::Stage::none) return;
-    ports_.abandon(qp);
-    if (qp.type == QpType::ud && op.stage == Operation::Stage::moving)
-      if (Qp<P>* peer = datagram_peer(qp); peer != nullptr && peer->inbound.active && peer->inbound.owner == qp.qpn)
-        peer->inbound.owner = {};
-    op.stage = Operation::Stage::none;
+    if (!op.copy_pending) return true;
+    if (ports_.copy(qp, op.pending.to, op.pending.from, op.pending.bytes) == MemoryStatus::pending) return false;
+    op.copy_pending = false;
+    return true;
+  }
+  // Whether a copy is under way into the buffers of `qp`'s own send WQE.
+  static bool writes_locally(const Qp<P>& qp) {
+    const Operation& op = qp.operation;
+    return op.copy_pending && op.rule != nullptr && op.rule->reads;
+  }
+  // … or into those of the receive WQE that it gave to somebody's message.
+  static bool is_written_to(const Qp<P>& qp) {
+    return qp.serves != nullptr && qp.serves->operation.copy_pending && qp.serves->operation.rule->moves_to_receive;
   }
 
  private:
+  static constexpr std::uint64_t copy_patience_ns = 1'000'000'000;
+  static constexpr std::uint64_t datagram_patience_ns = 200'000'000;
+
   static Sge sge_at(const Operation& op, std::uint32_t index) {
     Sge sge;
     std::memcpy(&sge, op.wqe + send_wqe_payload_offset + index * sizeof(Sge), sizeof(sge));
@@ -129,11 +149,22 @@ class Requester {
     return qp.type == QpType::ud ? limits::mtu_max_bytes : limits::message_bytes_max;
   }
 
-  static bool engaged(const Qp<P>* peer, const Operation& op) {
-    if (peer == nullptr || peer->state == QpState::err || peer->state == QpState::reset || peer->state == QpState::init)
-      return false;
-    if (peer->type == QpType::rc && peer->expected_psn != op.request.psn) return false;
-    return !op.rule->takes_receive || peer->inbound.active;
+  // Undoes what ties the operation to its responder and to a copy under way.
+  void drop_engagement(Qp<P>& qp) {
+    ports_.abandon(qp);
+    qp.operation.copy_pending = false;
+    Qp<P>* const responder = qp.accepted_by;
+    leave_responder(qp);
+    if (responder != nullptr && responder->state == QpState::err) ports_.state_changed(*responder);  // may have held its flush
+  }
+
+  // All copies pass here, so that one that is pending is repeated exactly.
+  MemoryStatus copy(Qp<P>& qp, Place to, Place from, std::uint64_t bytes) {
+    Operation& op = qp.operation;
+    const MemoryStatus status = ports_.copy(qp, to, from, bytes);
+    op.copy_pending = status == MemoryStatus::pending;
+    if (op.copy_pending) op.pending = {to, from, bytes};
+    return status;
   }
 
   Step not_accepted(Qp<P>& qp, Qp<P>* peer, const Response& response) {
@@ -166,18 +197,22 @@ class Requester {
     return now < op.deadline_ns;
   }
 
-  // Somebody's memory lets itself be waited for. To the requester that is a responder that does not answer: the message fails
-  // when all retries would have. IBA 9.9.2.1.
+  // Somebody's memory lets itself be waited for. To the requester that is a responder that does not answer: a reliable message
+  // fails when all retries would have (IBA 9.9.2.1), an unreliable one is lost.
   Step wait_for_copy(Qp<P>& qp) {
     Operation& op = qp.operation;
     const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
-    if (qp.type != QpType::rc || timeout == 0) return Step::waiting;
+    if (qp.type == QpType::rc && timeout == 0) return Step::waiting;
     const std::uint64_t now = ports_.now_ns();
     if (op.wait != Operation::Wait::copy) {
       op.wait = Operation::Wait::copy;
-      op.deadline_ns = now + std::max<std::uint64_t>(timeout * (qp.attributes.retry_cnt + 1u), 1'000'000'000);
+      const std::uint64_t retries_ns = qp.type == QpType::rc ? timeout * (qp.attributes.retry_cnt + 1u) : 0;
+      op.deadline_ns = now + std::max(retries_ns, copy_patience_ns);
     } else if (now >= op.deadline_ns) {
-      return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
+      if (qp.type == QpType::rc) return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
+      if (qp.accepted_by != nullptr) ++qp.accepted_by->counters.dropped;
+      drop_engagement(qp);
+      return succeed(qp);
     }
     ports_.wake_at(qp, op.deadline_ns);
     return Step::waiting;
@@ -187,21 +222,20 @@ class Requester {
     Operation& op = qp.operation;
     const std::uint64_t now = ports_.now_ns();
     const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
-    if (timeout == 0) {  // for ever: look again by and by
-      op.wait = Operation::Wait::ack;
-      ports_.wake_at(qp, now + 1'000'000);
-      return Step::waiting;
-    }
     if (op.wait != Operation::Wait::ack) {
       op.wait = Operation::Wait::ack;
+      op.wait_since_ns = now;
       op.deadline_ns = now + timeout;
-    } else if (now >= op.deadline_ns) {
+    } else if (timeout != 0 && now >= op.deadline_ns) {
       ++qp.counters.ack_timeouts;
       if (op.retries >= qp.attributes.retry_cnt) return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
       ++op.retries;
       op.deadline_ns = now + timeout;
     }
-    ports_.wake_at(qp, op.deadline_ns);
+    // Nobody tells us that somebody appears at the far end: look now and then, less often as time goes by. A timeout of 0 waits
+    // for ever.
+    const std::uint64_t look_ns = now + std::clamp<std::uint64_t>((now - op.wait_since_ns) / 8, 100'000, 50'000'000);
+    ports_.wake_at(qp, timeout == 0 ? look_ns : std::min(look_ns, op.deadline_ns));
     return Step::waiting;
   }
 
@@ -219,8 +253,8 @@ class Requester {
       }
       op.wait = Operation::Wait::rnr;
       op.deadline_ns = now + rnr_ns;
-      ports_.wake_at(qp, op.deadline_ns);
     }
+    ports_.wake_at(qp, op.deadline_ns);
     ports_.await_receive(qp, peer);
     return Step::waiting;
   }
@@ -233,7 +267,7 @@ class Requester {
     while (op.moved_bytes < op.request.bytes) {
       if (budget.bytes <= 0) return Step::budget_spent;
       const std::uint64_t bytes = std::min({from.contiguous_bytes(), to.contiguous_bytes(), slice_bytes});
-      switch (ports_.copy(qp, to.here(), from.here(), bytes)) {
+      switch (copy(qp, to.here(), from.here(), bytes)) {
         case MemoryStatus::done:
           break;
         case MemoryStatus::pending:
@@ -272,7 +306,7 @@ class Requester {
     Operation& op = qp.operation;
     while (op.moved_bytes < sizeof(op.value)) {
       const std::uint64_t bytes = op.local.contiguous_bytes();
-      const auto status = ports_.copy(qp, op.local.here(), Place::in_engine(&op.value) + op.moved_bytes, bytes);
+      const auto status = copy(qp, op.local.here(), Place::in_engine(&op.value) + op.moved_bytes, bytes);
       if (status == MemoryStatus::pending) return Step::waiting;
       if (status != MemoryStatus::done) return local_error(qp, WcStatus::loc_prot_err);
       op.local.advance(bytes);
@@ -283,6 +317,7 @@ class Requester {
 
   // A region at the responder that was good when the message began is gone.
   Step remote_fault(Qp<P>& qp, Qp<P>& peer) {
+    leave_responder(qp);
     if (qp.type == QpType::rc) responder_.fail(peer, AsyncEvent::qp_access_err);
     return refused(qp, WcStatus::rem_access_err);
   }
@@ -302,47 +337,95 @@ class Requester {
   Step advance_datagram(Qp<P>& qp, Budget& budget) {
     Operation& op = qp.operation;
     const std::uint64_t bytes = op.request.bytes;
-    if (op.stage == Operation::Stage::routing) {
+    if (op.stage == Operation::Stage::gathering) {
       while (op.moved_bytes < bytes) {
         const std::uint64_t part = op.local.contiguous_bytes();
-        const auto status =
-            ports_.copy(qp, Place::in_engine(qp.datagram.get() + grh_bytes + op.moved_bytes), op.local.here(), part);
+        const auto status = copy(qp, Place::in_engine(qp.datagram.get() + grh_bytes + op.moved_bytes), op.local.here(), part);
         if (status == MemoryStatus::pending) return Step::waiting;
         if (status != MemoryStatus::done) return local_error(qp, WcStatus::loc_prot_err);
         op.local.advance(part);
         op.moved_bytes += part;
       }
-      budget.bytes -= static_cast<std::int64_t>(bytes);
-      op.stage = Operation::Stage::moving;
-      op.moved_bytes = 0;
+      op.stage = Operation::Stage::routing;
     }
+    // IBA 10.2.5: the top bit of the Q_Key in a work request asks for the queue pair's own.
     const std::uint32_t qkey = (op.ud.remote_qkey & 0x80000000u) ? qp.attributes.qkey : op.ud.remote_qkey;
-    for (Qp<P>* peer; (peer = datagram_peer(qp)) != nullptr; ++op.multicast_index, op.moved_bytes = 0) {
-      const bool ours = peer->inbound.active && peer->inbound.owner == qp.qpn;
-      if (peer->inbound.active && !ours && peer->inbound.owner != Qpn{}) {  // one datagram at a time
-        constexpr std::uint64_t look_again_ns = 20'000;
-        ports_.wake_at(qp, ports_.now_ns() + look_again_ns);
-        return Step::waiting;
-      }
-      if (!ours && !responder_.begin_datagram(*peer, qp.qpn, qkey, bytes)) continue;
-      const bool grh = ports_.write_grh(qp, *peer, op.ud, static_cast<std::uint32_t>(bytes), qp.datagram.get());
-      ScatterGather& to = peer->inbound.buffers;
-      bool faulted = false;
-      while (op.moved_bytes < grh_bytes + bytes && !faulted) {
-        const std::uint64_t part = std::min(to.contiguous_bytes(), grh_bytes + bytes - op.moved_bytes);
-        const auto status = ports_.copy(qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
-        if (status == MemoryStatus::pending) return Step::waiting;
-        faulted = status != MemoryStatus::done;
-        if (faulted) {
-          responder_.receive_error(*peer, WcStatus::loc_prot_err, WcStatus::success);
-        } else {
-          to.advance(part);
-          op.moved_bytes += part;
+    for (;; ++op.multicast_index) {
+      if (op.stage == Operation::Stage::routing) {
+        if (budget.bytes <= 0) return Step::budget_spent;
+        Qp<P>* const receiver = datagram_peer(qp);
+        if (receiver == nullptr) return succeed(qp);
+        if (receiver->serves != nullptr) {  // one datagram at a time
+          if (wait_for_turn(qp)) return Step::waiting;
+          ++receiver->counters.dropped;
+          continue;
         }
+        op.wait = Operation::Wait::none;
+        if (!responder_.begin_datagram(*receiver, qp, qkey, bytes)) continue;
+        op.grh = ports_.write_grh(qp, *receiver, op.ud, static_cast<std::uint32_t>(bytes), qp.datagram.get());
+        op.stage = Operation::Stage::delivering;
+        op.moved_bytes = 0;
       }
-      if (!faulted) responder_.finish_datagram(*peer, qp, op.request, *op.rule, op.ud, grh);
+      if (!deliver(qp, budget)) return Step::waiting;
+      op.stage = Operation::Stage::routing;
     }
-    return succeed(qp);
+  }
+
+  // Carries the delivery to the receiver that accepted the datagram on. False: a copy is pending.
+  bool deliver(Qp<P>& qp, Budget& budget) {
+    Operation& op = qp.operation;
+    const std::uint64_t bytes = grh_bytes + op.request.bytes;
+    Qp<P>* const receiver = qp.accepted_by;
+    if (receiver == nullptr || !receives(*receiver)) {  // it went away in the middle
+      if (receiver != nullptr && !settled(qp) && keep_waiting(qp, datagram_patience_ns)) return false;
+      drop_engagement(qp);
+      return true;
+    }
+    ScatterGather& to = receiver->inbound.buffers;
+    while (op.moved_bytes < bytes) {
+      const std::uint64_t part = std::min(to.contiguous_bytes(), bytes - op.moved_bytes);
+      const auto status = copy(qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
+      if (status == MemoryStatus::pending) {
+        if (keep_waiting(qp, datagram_patience_ns)) return false;
+        ++receiver->counters.dropped;  // its memory blocks: the datagram is lost, the receive WQE stays for the next one
+        drop_engagement(qp);
+        return true;
+      }
+      if (status != MemoryStatus::done) {
+        responder_.receive_error(*receiver, WcStatus::loc_prot_err, WcStatus::success);
+        return true;
+      }
+      to.advance(part);
+      op.moved_bytes += part;
+    }
+    budget.bytes -= static_cast<std::int64_t>(bytes);
+    responder_.finish_datagram(*receiver, qp, op.request, *op.rule, op.ud, op.grh);
+    return true;
+  }
+
+  // Whether a wait for somebody else's memory has not lasted too long yet.
+  bool keep_waiting(Qp<P>& qp, std::uint64_t patience_ns) {
+    Operation& op = qp.operation;
+    const std::uint64_t now = ports_.now_ns();
+    if (op.wait != Operation::Wait::copy) {
+      op.wait = Operation::Wait::copy;
+      op.deadline_ns = now + patience_ns;
+    }
+    if (now >= op.deadline_ns) return op.wait = Operation::Wait::none, false;
+    ports_.wake_at(qp, op.deadline_ns);
+    return true;
+  }
+  bool wait_for_turn(Qp<P>& qp) {
+    constexpr std::uint64_t look_again_ns = 20'000;
+    Operation& op = qp.operation;
+    const std::uint64_t now = ports_.now_ns();
+    if (op.wait != Operation::Wait::busy) {
+      op.wait = Operation::Wait::busy;
+      op.deadline_ns = now + datagram_patience_ns;
+    }
+    if (now >= op.deadline_ns) return op.wait = Operation::Wait::none, false;
+    ports_.wake_at(qp, now + look_again_ns);
+    return true;
   }
 
   // --- completion ---------------------------------------------------------------------------------------------
@@ -371,8 +454,7 @@ class Requester {
 
   Step fail(Qp<P>& qp, WcStatus status, std::uint64_t& counter) {
     Operation& op = qp.operation;
-    ports_.abandon(qp);
-    op.stage = Operation::Stage::none;
+    abandon(qp);
     ++counter;
     Cqe cqe{};
     cqe.wr_id = op.wr_id;
@@ -382,7 +464,7 @@ class Requester {
     if (qp.type == QpType::rc) {
       responder_.fail(qp, std::nullopt);
     } else {  // IBA 10.3.1.6: an unreliable send queue in error leaves the receive queue alone
-      qp.state = QpState::sqe;
+      if (qp.state != QpState::err) qp.state = QpState::sqe;
       ports_.state_changed(qp);
     }
     return Step::done;

@@ -17,10 +17,9 @@ class Responder {
   explicit Responder(P& ports) : ports_(ports) {}
 
   // RC and UC: is this request for us, and can it be carried out? Sets `far` (RDMA) or qp.inbound (receive WQE taken).
-  Response begin(Qp<P>& qp, const Qp<P>& sender, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
+  Response begin(Qp<P>& qp, Qp<P>& sender, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
     if (qp.type != sender.type || !receives(qp)) return Response::silence();
-    if (qp.attributes.dest_qp_num != sender.qpn.value || !ports_.leads_back(qp, const_cast<Qp<P>&>(sender)))
-      return Response::silence();
+    if (qp.attributes.dest_qp_num != sender.qpn.value || !ports_.leads_back(qp, sender)) return Response::silence();
     if (qp.type == QpType::rc && qp.expected_psn != request.psn) return Response::silence();  // IBA 9.7.4.1.2: out of sequence
     if (qp.state == QpState::rtr && !qp.communication_established) {
       qp.communication_established = true;
@@ -36,18 +35,25 @@ class Responder {
     if (rule.takes_receive) {
       if (!take(qp)) return Response::not_ready(rnr_timer_ns(qp.attributes.min_rnr_timer));
       if (rule.moves_to_receive) {
-        if (request.bytes != 0 && !qp.inbound.buffers_valid)
-          return receive_error(qp, WcStatus::loc_prot_err, WcStatus::rem_op_err);
-        if (request.bytes > qp.inbound.buffers.total_bytes())
+        if (request.bytes > qp.inbound.capacity_bytes) {
+          // IBA 9.8.2.2: an unreliable responder drops the message; the receive WQE stays for the next one.
+          if (qp.type == QpType::uc) return Response::silence();
           return receive_error(qp, WcStatus::loc_len_err, WcStatus::rem_inv_req_err);
+        }
+        // Only the buffers that the message reaches count.
+        if (request.bytes > qp.inbound.buffers.total_bytes())
+          return receive_error(qp, WcStatus::loc_prot_err, WcStatus::rem_op_err);
         qp.inbound.buffers.rewind();
       }
     }
+    dismiss_requester(qp);
+    engage(sender, qp);
     return Response::proceed();
   }
 
   // The payload is in place. False: the responder could not complete it (its CQ is overrun).
   bool finish(Qp<P>& qp, const Request& request, const OpcodeRule& rule) {
+    dismiss_requester(qp);
     if (qp.type == QpType::rc) qp.expected_psn = advance(request.psn, request.packets);
     qp.counters.received_messages += 1;
     qp.counters.received_bytes += rule.reads ? 0 : request.bytes;
@@ -60,40 +66,46 @@ class Responder {
     return complete(qp, cqe, {WcStatus::success, rule.receive_opcode, flags_of(request, rule)});
   }
 
-  // The payload could not be put into the receive buffers (IBA 9.9.3.1, class A/E errors).
+  // The payload could not be put into the receive buffers: a local error of the receiver (IBA 9.9.3.1, class A). A reliable
+  // queue pair goes to ERR; an unreliable one loses this receive and stays.
   Response receive_error(Qp<P>& qp, WcStatus here, WcStatus there) {
     Cqe cqe{};
     cqe.wr_id = qp.inbound.wr_id;
     cqe.imm_data = static_cast<std::uint32_t>(here);
     ++qp.counters.local_errors;
+    dismiss_requester(qp);
     complete(qp, cqe, {here, WcOpcode::recv, 0});
-    if (qp.type != QpType::ud) fail(qp, std::nullopt);
+    if (qp.type == QpType::rc) fail(qp, std::nullopt);
     return Response::nak(there);
   }
 
-  // UD: a receive WQE whose buffers take grh_bytes + payload; false: the datagram is dropped (IBA 9.8.3: silently).
-  bool begin_datagram(Qp<P>& qp, Qpn sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
+  // UD: a receive WQE whose buffers take grh_bytes + payload. False: the datagram is dropped (IBA 9.8.3: silently); a receive
+  // WQE that is too small for it stays for the next one.
+  bool begin_datagram(Qp<P>& qp, Qp<P>& sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
     if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey || !take(qp)) {
       ++qp.counters.dropped;
       return false;
     }
-    qp.inbound.owner = sender;
-    if (qp.inbound.buffers_valid && qp.inbound.buffers.total_bytes() >= grh_bytes + payload_bytes) {
-      qp.inbound.buffers.rewind();
-      return true;
+    if (grh_bytes + payload_bytes > qp.inbound.capacity_bytes) {
+      ++qp.counters.dropped;
+      return false;
     }
-    // IBA 9.8.3.2.3: a local error at the responder of a datagram costs it that receive.
-    receive_error(qp, qp.inbound.buffers_valid ? WcStatus::loc_len_err : WcStatus::loc_prot_err, WcStatus::success);
-    return false;
+    if (grh_bytes + payload_bytes > qp.inbound.buffers.total_bytes()) {
+      receive_error(qp, WcStatus::loc_prot_err, WcStatus::success);
+      return false;
+    }
+    qp.inbound.buffers.rewind();
+    engage(sender, qp);
+    return true;
   }
-  void finish_datagram(Qp<P>& qp, const Qp<P>& sender, const Request& request, const OpcodeRule& rule, const UdOperand& ud,
-                       bool grh) {
+  void finish_datagram(Qp<P>& qp, Qp<P>& sender, const Request& request, const OpcodeRule& rule, const UdOperand& ud, bool grh) {
+    dismiss_requester(qp);
     Cqe cqe{};
     cqe.wr_id = qp.inbound.wr_id;
     cqe.byte_len = static_cast<std::uint32_t>(request.bytes + grh_bytes);
     cqe.imm_data = rule.has_imm ? request.imm_data : 0;
     cqe.src_qp = sender.qpn.value;
-    cqe.slid = ports_.lid(const_cast<Qp<P>&>(sender));
+    cqe.slid = ports_.lid(sender);
     cqe.sl = ud.sl;
     qp.counters.received_messages += 1;
     qp.counters.received_bytes += request.bytes;
@@ -113,7 +125,6 @@ class Responder {
   // A receive completion, which ends qp.inbound.
   bool complete(Qp<P>& qp, const Cqe& cqe, CqeState state) {
     qp.inbound.active = false;
-    qp.inbound.owner = {};
     if (ports_.complete(qp, Direction::receive, cqe, state)) return true;
     fail(qp, std::nullopt);
     return false;
@@ -122,6 +133,12 @@ class Responder {
   // Takes the next receive WQE into qp.inbound, unless one is already there. False: none is posted.
   bool take(Qp<P>& qp) {
     if (qp.inbound.active) return true;
+    if (qp.srq != nullptr && !qp.srq->returned.empty()) [[unlikely]] {
+      qp.inbound = qp.srq->returned.back();
+      qp.srq->returned.pop_back();
+      note_srq_take(*qp.srq);
+      return true;
+    }
     alignas(64) std::byte wqe[receive_wqe_slots_max * slot_bytes];
     vmci::RecordReader& ring = qp.srq != nullptr ? qp.srq->ring : qp.receive_ring;
     const std::uint32_t record_slots = qp.srq != nullptr ? qp.srq->record_slots : qp.receive_record_slots;
@@ -143,28 +160,35 @@ class Responder {
     ring.advance(slots);
     qp.inbound.active = true;
     qp.inbound.wr_id = head.tag;
-    qp.inbound.buffers_valid = true;
+    qp.inbound.capacity_bytes = 0;
     qp.inbound.buffers.clear();
+    bool good_so_far = true;
     for (std::uint32_t i = 0; i < control.count; ++i) {
       Sge sge;
       std::memcpy(&sge, wqe + receive_wqe_payload_offset + i * sizeof(Sge), sizeof(sge));
       if (sge.bytes == 0) continue;
+      qp.inbound.capacity_bytes += sge.bytes;
+      if (!good_so_far) continue;
       const auto place = ports_.find_receive(qp, Key{sge.lkey}, sge.address, sge.bytes);
-      if (!place) {
-        qp.inbound.buffers_valid = false;
-        break;
-      }
-      qp.inbound.buffers.add(*place, sge.bytes);
+      good_so_far = place.has_value();
+      if (good_so_far) qp.inbound.buffers.add(*place, sge.bytes);
     }
     if (qp.srq != nullptr) note_srq_take(*qp.srq);
     return true;
   }
 
- private:
-  static bool receives(const Qp<P>& qp) {
-    return qp.state == QpState::rtr || qp.state == QpState::rts || qp.state == QpState::sqd || qp.state == QpState::sqe;
+  // A receive WQE that was taken and will not be completed by this queue pair (it is reset or destroyed): one of an SRQ goes
+  // back to it, its own is forgotten with everything else posted.
+  void give_back(Qp<P>& qp) {
+    if (!qp.inbound.active) return;
+    qp.inbound.active = false;
+    if (qp.srq == nullptr) return;
+    qp.srq->returned.push_back(qp.inbound);
+    qp.srq->returned.back().active = true;
+    --qp.srq->taken;
   }
 
+ private:
   static std::uint8_t flags_of(const Request& request, const OpcodeRule& rule) {
     return static_cast<std::uint8_t>((rule.has_imm ? wc_with_imm : 0) | (request.solicited ? wc_solicited : 0));
   }

@@ -1,0 +1,236 @@
+// Ports without a world: memory in vectors, a clock that stands still until told, and real rings and lanes. The engine's unit
+// tests and the simulation run on them. One thread.
+//
+// A copy may be made to pend (copy_pends): it is then carried out by finish_copy(), as a worker would, even when the queue pair
+// has given it up in the meantime: late writes are the point.
+#pragma once
+
+#include <cassert>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "vmkernel_svc/engine/engine.hpp"
+
+namespace vrdma::engine::test {
+
+struct TestRegion {
+  std::uint32_t pd = 0;
+  std::uint32_t access = 0;
+  std::uint64_t iova = 0;
+  std::uint64_t bytes = 0;
+  std::byte* memory = nullptr;
+  std::uint64_t generation = 0;  // 0: gone
+  std::uint32_t jobs = 0;        // copies under way on it: it cannot go
+};
+
+class TestPorts {
+ public:
+  using Qp = engine::Qp<TestPorts>;
+  using Srq = engine::Srq<TestPorts>;
+
+  struct Job {
+    Place to, from;
+    std::uint64_t bytes = 0;
+    Qp* owner = nullptr;  // nullptr: given up
+    MemoryStatus status = MemoryStatus::pending;
+    std::vector<std::byte> source;  // of a copy out of the engine's memory, which may be gone when a given-up job ends
+  };
+  struct QpPort {
+    std::uint32_t pd = 0;
+    std::uint16_t lid = 1;
+    std::uint64_t wake_ns = 0;  // 0: no timer
+    bool runnable = false;
+    std::shared_ptr<Job> job;
+    std::vector<AsyncEvent> events;
+    std::uint32_t completions_max = 0;       // of its lanes together; 0: no limit but the lanes'
+    std::uint32_t completions_unpolled = 0;
+    bool overran = false;
+  };
+  struct SrqPort {
+    std::uint32_t pd = 0;
+    std::uint32_t posted = 0;
+    std::uint32_t limit_events = 0;
+  };
+
+  // --- the world, set up by the test --------------------------------------------------------------------------
+  std::uint64_t time_ns = 1;
+  std::map<std::uint32_t, TestRegion> regions;  // by key
+  std::map<std::uint32_t, Qp*> queue_pairs;     // by QPN
+  std::map<Gid, std::vector<Qp*>> groups;
+  std::vector<std::shared_ptr<Job>> jobs;       // pending copies, also given-up ones
+  std::function<bool(const Qp&, std::uint64_t bytes)> copy_pends = [](const Qp&, std::uint64_t) { return false; };
+  std::function<void(Qp&, Direction, const Cqe&, CqeState)> on_completion = [](Qp&, Direction, const Cqe&, CqeState) {};
+  std::function<void(Qp&)> on_state_changed = [](Qp&) {};
+  std::uint64_t copies = 0;
+
+  std::uint32_t add_region(TestRegion region) {
+    region.generation = next_generation_++;
+    regions[next_key_] = region;
+    return next_key_++;
+  }
+  bool remove_region(std::uint32_t key) {
+    const auto found = regions.find(key);
+    if (found == regions.end() || found->second.jobs != 0) return false;
+    regions.erase(found);
+    return true;
+  }
+
+  // A worker has done `jobs[index]`.
+  void finish_copy(std::size_t index) {
+    const std::shared_ptr<Job> job = jobs[index];
+    jobs.erase(jobs.begin() + static_cast<std::ptrdiff_t>(index));
+    if (TestRegion* region = region_of(job->to)) --region->jobs;
+    if (TestRegion* region = region_of(job->from)) --region->jobs;
+    // A job given up is dropped before it starts, or was at it already: here always the latter.
+    const bool given_up = job->owner == nullptr;
+    if (given_up && job->to.kind == Place::Kind::engine) return;
+    const Place from = job->source.empty() ? job->from : Place::in_engine(job->source.data());
+    job->status = move(job->to, from, job->bytes);
+    if (job->owner != nullptr) job->owner->port.runnable = true;
+  }
+
+  // --- what the engine asks for -------------------------------------------------------------------------------
+  std::optional<Place> find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    return find_in(qp.port.pd, key, address, bytes, access);
+  }
+  std::optional<Place> find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes) {
+    return find_in(qp.srq != nullptr ? qp.srq->port.pd : qp.port.pd, key, address, bytes, access_local_write);
+  }
+
+  MemoryStatus copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+    assert(bytes != 0 && bytes <= slice_bytes);
+    ++copies;
+    if (qp.port.job) {
+      Job& job = *qp.port.job;
+      assert(same(job.to, to) && same(job.from, from) && job.bytes == bytes && "a pending copy is repeated exactly");
+      const MemoryStatus status = job.status;
+      if (status != MemoryStatus::pending) qp.port.job.reset();
+      return status;
+    }
+    if (copy_pends(qp, bytes)) {
+      if (!resolves(to, bytes)) return MemoryStatus::destination_fault;
+      if (!resolves(from, bytes)) return MemoryStatus::source_fault;
+      qp.port.job = std::make_shared<Job>(Job{to, from, bytes, &qp, MemoryStatus::pending, {}});
+      if (TestRegion* region = region_of(to)) ++region->jobs;
+      if (TestRegion* region = region_of(from)) ++region->jobs;
+      if (from.kind == Place::Kind::engine) {
+        const auto* memory = reinterpret_cast<const std::byte*>(from.address);
+        qp.port.job->source.assign(memory, memory + bytes);
+      }
+      jobs.push_back(qp.port.job);
+      return MemoryStatus::pending;
+    }
+    return move(to, from, bytes);
+  }
+  MemoryStatus fetch_and_add(Qp&, Place place, std::uint64_t add, std::uint64_t& old_value) {
+    std::byte* memory = resolve(place, 8);
+    if (memory == nullptr) return MemoryStatus::destination_fault;
+    std::memcpy(&old_value, memory, 8);
+    const std::uint64_t sum = old_value + add;
+    std::memcpy(memory, &sum, 8);
+    return MemoryStatus::done;
+  }
+  MemoryStatus compare_and_swap(Qp&, Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
+    std::byte* memory = resolve(place, 8);
+    if (memory == nullptr) return MemoryStatus::destination_fault;
+    std::memcpy(&old_value, memory, 8);
+    if (old_value == compare) std::memcpy(memory, &swap, 8);
+    return MemoryStatus::done;
+  }
+  void abandon(Qp& qp) {
+    if (!qp.port.job) return;
+    qp.port.job->owner = nullptr;
+    qp.port.job.reset();
+  }
+
+  bool complete(Qp& qp, Direction direction, const Cqe& cqe, CqeState state) {
+    if (qp.port.completions_max != 0 && qp.port.completions_unpolled >= qp.port.completions_max) {
+      qp.port.overran = true;
+      return false;
+    }
+    ++qp.port.completions_unpolled;
+    (direction == Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
+    on_completion(qp, direction, cqe, state);
+    return true;
+  }
+  void event(Qp& qp, AsyncEvent event) { qp.port.events.push_back(event); }
+  void srq_limit(Srq& srq) { ++srq.port.limit_events; }
+  std::uint32_t srq_posted(Srq& srq) { return srq.port.posted; }
+  void state_changed(Qp& qp) {
+    qp.port.runnable = true;
+    on_state_changed(qp);
+  }
+  void await_receive(Qp&, Qp&) {}
+  std::uint64_t now_ns() { return time_ns; }
+  void wake_at(Qp& qp, std::uint64_t ns) { qp.port.wake_ns = ns; }
+
+  Qp* peer(Qp& qp) { return by_address(qp.attributes.dest_qp_num, qp.attributes.path.dlid); }
+  Qp* datagram_peer(Qp&, const UdOperand& ud) { return by_address(ud.remote_qpn, ud.dlid); }
+  Qp* multicast_peer(Qp&, const UdOperand& ud, std::uint32_t index) {
+    Gid gid;
+    std::memcpy(gid.data(), ud.dgid, 16);
+    const auto group = groups.find(gid);
+    return group == groups.end() || index >= group->second.size() ? nullptr : group->second[index];
+  }
+  bool leads_back(Qp& receiver, Qp& sender) { return receiver.attributes.path.dlid == sender.port.lid; }
+  bool write_grh(Qp&, Qp&, const UdOperand& ud, std::uint32_t, std::byte* bytes) {
+    const bool global = (ud.route_flags & route_global) != 0;
+    std::memset(bytes, global ? 0x60 : 0, grh_bytes);
+    return global;
+  }
+  std::uint16_t lid(Qp& qp) { return qp.port.lid; }
+
+ private:
+  static bool same(const Place& a, const Place& b) {
+    return a.kind == b.kind && a.region == b.region && a.generation == b.generation && a.address == b.address;
+  }
+
+  std::optional<Place> find_in(std::uint32_t pd, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    assert(bytes != 0);
+    const auto found = regions.find(key.value);
+    if (found == regions.end()) return std::nullopt;
+    const TestRegion& region = found->second;
+    const std::uint64_t offset = address - region.iova;
+    if (region.pd != pd || (region.access & access) != access || address < region.iova || offset > region.bytes ||
+        bytes > region.bytes - offset)
+      return std::nullopt;
+    return Place{Place::Kind::registered, key.value, region.generation, offset};
+  }
+
+  TestRegion* region_of(const Place& place) {
+    if (place.kind == Place::Kind::engine) return nullptr;
+    const auto found = regions.find(place.region);
+    return found == regions.end() || found->second.generation != place.generation ? nullptr : &found->second;
+  }
+  bool resolves(const Place& place, std::uint64_t bytes) { return resolve(place, bytes) != nullptr; }
+  std::byte* resolve(const Place& place, std::uint64_t bytes) {
+    if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
+    TestRegion* const region = region_of(place);
+    if (region == nullptr) return nullptr;
+    assert(place.address <= region->bytes && bytes <= region->bytes - place.address && "the engine leaves what find() granted");
+    return region->memory + place.address;
+  }
+  MemoryStatus move(Place to, Place from, std::uint64_t bytes) {
+    std::byte* const destination = resolve(to, bytes);
+    const std::byte* const source = resolve(from, bytes);
+    if (source == nullptr) return MemoryStatus::source_fault;
+    if (destination == nullptr) return MemoryStatus::destination_fault;
+    std::memmove(destination, source, bytes);
+    return MemoryStatus::done;
+  }
+
+  Qp* by_address(std::uint32_t qpn, std::uint16_t lid_wanted) {
+    const auto found = queue_pairs.find(qpn);
+    return found == queue_pairs.end() || found->second->port.lid != lid_wanted ? nullptr : found->second;
+  }
+
+  std::uint32_t next_key_ = 0x100;
+  std::uint64_t next_generation_ = 1;
+};
+static_assert(PortsFor<TestPorts>);
+
+}  // namespace vrdma::engine::test
