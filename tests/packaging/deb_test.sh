@@ -9,11 +9,11 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     fail() { echo "FAILED: $*" >&2; exit 1; }
     list() { find /usr /etc /var/lib /run /lib/systemd -xdev \( -name '*vrdma*' -o -path '*vrdma*' \) ! -path '/var/lib/dpkg/info/*' 2>/dev/null | sort; }
     before=$(list)
-    system_library=$(readlink -f /usr/lib/*/libibverbs.so.1)
+    system_library=$(readlink -f /usr/lib/*-linux-gnu*/libibverbs.so.1)
     dpkg -i "$deb" >/dev/null || fail "dpkg -i"
     case $(dpkg-query -W -f '${Status}' vrdma) in "install ok installed") ;; *) fail "not installed" ;; esac
 
-    [ "$(readlink -f /usr/lib/*/libibverbs.so.1)" = "$system_library" ] || fail "the system's libibverbs was replaced"
+    [ "$(readlink -f /usr/lib/*-linux-gnu*/libibverbs.so.1)" = "$system_library" ] || fail "the system's libibverbs was replaced"
     ldconfig -p | grep -q '/vrdma/' && fail "the loader finds the library by itself"
     [ ! -e /etc/systemd/system/multi-user.target.wants/vrdmad.service ] || fail "the service was enabled"
     vrdmad --config /etc/vrdma/vrdmad.json --check || fail "the packaged configuration"
