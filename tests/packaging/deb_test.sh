@@ -53,7 +53,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
 
     dpkg -r vrdma >/dev/null || fail "dpkg -r"
     [ -e /etc/vrdma/vrdmad.json ] || fail "removing took the configuration"
-    ! command -v vrdma >/dev/null || fail "removing left the program"
+    [ ! -e /usr/bin/vrdma ] || fail "removing left the program"
     dpkg -P vrdma >/dev/null || fail "dpkg -P"
     after=$(list)
     [ "$before" = "$after" ] || fail "left behind: $(diff <(echo "$before") <(echo "$after"))"
