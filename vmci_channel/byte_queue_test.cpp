@@ -2,6 +2,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <random>
@@ -63,7 +64,7 @@ TEST_CASE("Random reads and writes move a stream as a deque does") {
         const std::size_t expected = std::min(buffer.size(), model.size());
         REQUIRE(reader.available() == model.size());
         REQUIRE(reader.read(buffer) == expected);
-        for (std::size_t i = 0; i < expected; ++i) REQUIRE(buffer[i] == model[i]);
+        REQUIRE(std::equal(buffer.begin(), buffer.begin() + static_cast<std::ptrdiff_t>(expected), model.begin()));
         model.erase(model.begin(), model.begin() + static_cast<std::ptrdiff_t>(expected));
       }
       REQUIRE(!writer.broken());
@@ -129,7 +130,7 @@ TEST_CASE("Two threads move a stream without losing, repeating or tearing a byte
     std::vector<std::byte> chunk;
     vmci::Backoff backoff;
     for (std::uint32_t at = 0; at < total;) {
-      chunk.resize(std::min<std::uint32_t>(1 + random() % 1500, total - at));
+      chunk.resize(std::min(1 + static_cast<std::uint32_t>(random() % 1500), total - at));
       for (std::uint32_t i = 0; i < chunk.size(); ++i) chunk[i] = static_cast<std::byte>((at + i) * 2654435761u >> 24);
       for (std::size_t done = 0; done < chunk.size();) {
         const std::size_t bytes = writer.write(std::span(chunk).subspan(done));
