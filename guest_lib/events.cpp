@@ -8,6 +8,7 @@
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -178,6 +179,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
     Cq* found = nullptr;
     const Next next = read_record(channel.pipe->get(), record);
     if (next == Next::record) {
+      VRDMA_CRASH_POINT("guest.event.read");
       found = count_event(channel, record);
       if (found == nullptr) continue;
     } else if (next == Next::end) {
@@ -185,6 +187,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       found = count_fatal_event(channel);
     }
     if (found != nullptr) {
+      VRDMA_CRASH_POINT("guest.event.counted");
       *cq = found->base();
       *cq_context = found->verbs.cq_context;
       return 0;
@@ -195,6 +198,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
 
 VRDMA_EXPORT void ibv_ack_cq_events(ibv_cq* verbs, unsigned int count) {
   if (count != 0) acknowledge(*verbs, verbs->comp_events_completed, count);
+  VRDMA_CRASH_POINT("guest.event.acknowledged");
 }
 
 VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event) {

@@ -10,6 +10,7 @@
 
 #include "vmkernel_svc/addresses.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -56,6 +57,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
 
+  VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
   static std::uint32_t next_context = host_context;
   guest->id = GuestId{++next_context};
@@ -103,11 +105,14 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   ++tenant.guests;
   shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
+  VRDMA_CRASH_POINT("service.attach.added");
   return reply;
 }
 
 void ControlDesk::detach(Guest& guest) {
+  VRDMA_CRASH_POINT("service.detach.begun");
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
+  VRDMA_CRASH_POINT("service.detach.contexts_closed");
   shard_.remove(guest);
   guest.process.close();
   fabric_.departed.push_front(
@@ -151,6 +156,7 @@ bool ControlDesk::serve(Guest& guest) {
     guest.held_since_ns = 0;
     guest.requests.advance(slots);
     std::atomic_ref(guest.control.header().attacher.consumed).store(guest.requests.position(), std::memory_order_release);
+    VRDMA_CRASH_POINT("service.control.consumed");
   }
   guest.control_held = true;  // there may be more: others first
   return served;
@@ -203,6 +209,7 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
       status = EOPNOTSUPP;
   }
   if (!done) return false;
+  VRDMA_CRASH_POINT("service.control.executed");
   ++guest.requests_served;
 
   auto& cursor = guest.control.header().creator;
@@ -222,6 +229,7 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
   std::memcpy(record, &out, sizeof(out));
   guest.replies.write(sizeof(RecordHead), {record + sizeof(RecordHead), sizeof(Head) - sizeof(RecordHead) + reply_bytes});
   guest.replies.publish(address_of(guest.id.value, head.source_port), reply_bytes, user | reply_bit, slots);
+  VRDMA_CRASH_POINT("service.control.replied");
   vmci::store_load_fence();  // K1: pairs with the guest's fence between `waiting` and its last look
   if (std::atomic_ref(cursor.waiting).load(std::memory_order_relaxed) != 0) {
     const char one = 1;
