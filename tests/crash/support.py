@@ -13,7 +13,7 @@ import time
 
 PATIENCE_S = 60 * float(os.environ.get("VRDMA_TEST_PATIENCE", "1"))
 SHOW_REQUEST = 6
-HEAD = struct.Struct("<QIIIIIi")  # RecordHead (tag, word, control), context, port, sequence, status
+HEAD = struct.Struct("<QIIIIIi")  # RecordHead (tag, control, word), context, port, sequence, status
 
 
 class Failure(Exception):
@@ -104,7 +104,7 @@ class Service:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             asking.settimeout(PATIENCE_S)
             asking.connect(self.path)
-            asking.send(HEAD.pack(0, 0, SHOW_REQUEST, 0, 0, 1, 0))
+            asking.send(HEAD.pack(0, SHOW_REQUEST, 0, 0, 0, 1, 0))
             packet, ancillary, _, _ = asking.recvmsg(4096, socket.CMSG_SPACE(4))
             status = HEAD.unpack(packet[:HEAD.size])[-1]
             if status != 0 or not ancillary:
