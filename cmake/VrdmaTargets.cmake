@@ -15,6 +15,7 @@ if(NOT CMAKE_BUILD_TYPE)
 endif()
 
 set(VRDMA_SANITIZE "" CACHE STRING "Sanitizers for every target: address,undefined or thread")
+option(VRDMA_FAULT_POINTS "Compile the crash points of vrdma/fault.hpp in (tests/crash has builds of its own)" OFF)
 option(VRDMA_FUZZ "Build the libFuzzer targets (clang only)" OFF)
 
 find_package(Threads REQUIRED)
@@ -32,6 +33,9 @@ if(VRDMA_SANITIZE)
   target_compile_options(vrdma_flags INTERFACE -fsanitize=${VRDMA_SANITIZE} -fno-omit-frame-pointer
                          -fno-sanitize-recover=all)
   target_link_options(vrdma_flags INTERFACE -fsanitize=${VRDMA_SANITIZE})
+endif()
+if(VRDMA_FAULT_POINTS)
+  target_compile_definitions(vrdma_flags INTERFACE VRDMA_FAULT_POINTS)
 endif()
 if(VRDMA_FUZZ)
   target_compile_options(vrdma_flags INTERFACE -fsanitize=fuzzer-no-link)

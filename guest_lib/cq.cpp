@@ -6,6 +6,7 @@
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -41,6 +42,7 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
       {Context::of(context).handle, static_cast<std::uint32_t>(cqe), channel != nullptr ? Channel::of(channel).handle : 0,
        static_cast<std::uint32_t>(comp_vector)});
   if (!reply) return reply.error();
+  VRDMA_CRASH_POINT("guest.create_cq.answered");
   auto shared = (*attachment)->at<control::CqShared>(reply->offset);
   if (!shared) return shared.error();
   cq->shared = *shared;

@@ -8,6 +8,7 @@
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -172,6 +173,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
     Cq* found = nullptr;
     const auto next = channel.events.next(channel.pipe->get(), record);
     if (next == EventSource<control::CompletionRecord>::Next::record) {
+      VRDMA_CRASH_POINT("guest.event.read");
       found = count_event(channel, record);
       if (found == nullptr) continue;
     } else if (next == EventSource<control::CompletionRecord>::Next::end) {
@@ -179,6 +181,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       found = count_fatal_event(channel);
     }
     if (found != nullptr) {
+      VRDMA_CRASH_POINT("guest.event.counted");
       *cq = found->base();
       *cq_context = found->verbs.cq_context;
       return 0;
@@ -189,6 +192,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
 
 VRDMA_EXPORT void ibv_ack_cq_events(ibv_cq* verbs, unsigned int count) {
   if (count != 0) acknowledge(*verbs, verbs->comp_events_completed, count);
+  VRDMA_CRASH_POINT("guest.event.acknowledged");
 }
 
 VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event) {

@@ -11,6 +11,7 @@
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/guest_mail.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -58,6 +59,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
 
+  VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
   static std::uint32_t next_context = host_context;
   guest->id = GuestId{++next_context};
@@ -105,11 +107,14 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   ++tenant.guests;
   shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
+  VRDMA_CRASH_POINT("service.attach.added");
   return reply;
 }
 
 void ControlDesk::detach(Guest& guest) {
+  VRDMA_CRASH_POINT("service.detach.begun");
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
+  VRDMA_CRASH_POINT("service.detach.contexts_closed");
   fabric_.vmci.leave(guest);
   shard_.remove(guest);
   guest.process.close();
@@ -154,6 +159,7 @@ bool ControlDesk::serve(Guest& guest) {
     guest.held_since_ns = 0;
     guest.requests.advance(slots);
     std::atomic_ref(guest.control.header().attacher.consumed).store(guest.requests.position(), std::memory_order_release);
+    VRDMA_CRASH_POINT("service.control.consumed");
   }
   guest.control_held = true;  // there may be more: others first
   return served;
@@ -209,6 +215,7 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
       status = EOPNOTSUPP;
   }
   if (!done) return false;
+  VRDMA_CRASH_POINT("service.control.executed");
   ++guest.requests_served;
 
   Head out{};

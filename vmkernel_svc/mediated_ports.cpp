@@ -7,6 +7,7 @@
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/grh.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -55,12 +56,14 @@ std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
 }
 
 MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+  VRDMA_CRASH_POINT("service.copy.wqe_taken");
   if (qp.port.job_sequence == 0) {
     std::byte* const destination = mapped(to, bytes);
     const std::byte* const source = mapped(from, bytes);
     if (destination != nullptr && source != nullptr) {
       const std::uint64_t before = BusGuard::survived();
       vmci::placement_copy(destination, source, bytes);
+      VRDMA_CRASH_POINT("service.copy.copied");
       return BusGuard::survived() == before ? MemoryStatus::done
              : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
     }
@@ -227,14 +230,17 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
       return false;
     }
   }
+  VRDMA_CRASH_POINT("service.complete.before_cqe");
   (direction == Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
   ++cq.produced;
+  VRDMA_CRASH_POINT("service.complete.cqe_written");
   // C1: pairs with the guest's fence between announcing a hot lane or arming, and looking at the lane once more.
   vmci::store_load_fence();
   bool hot = false;
   for (auto& announced : cq.shared->hot)
     hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == lane;
   if (!hot) cq.ready.set(lane);
+  VRDMA_CRASH_POINT("service.complete.ready_set");
   if (cq.channel != nullptr)
     raise_if_armed(cq, state.status != WcStatus::success || (state.flags & wc_solicited) != 0);
   return true;
