@@ -28,6 +28,12 @@ T* find(Table<T>& table, std::uint32_t handle) {
   const auto found = table.find(handle);
   return found == table.end() ? nullptr : found->second.get();
 }
+// Objects refer only to objects of their own context, so that closing one leaves nothing behind that points into it.
+template <class T>
+T* find_in(Table<T>& table, std::uint32_t handle, std::uint32_t context) {
+  T* const found = find(table, handle);
+  return found != nullptr && found->context == context ? found : nullptr;
+}
 
 // A pipe whose write end stays here. The read end blocks (its owner decides); ours does not.
 Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
@@ -452,7 +458,8 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0) return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
-  if (((request.flags & change_pd) && pd == nullptr) || ((request.flags & change_access) && !rights_ok(request.access)))
+  ProtectionDomain* const before = pd_by_number(guest, region.pd);
+  if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
     return guest.staged.clear(), Errno{EINVAL};
   if (request.flags & change_translation) {
     if (request.bytes == 0 || request.address + request.bytes < request.address) return guest.staged.clear(), Errno{EINVAL};
@@ -466,7 +473,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
     region.bytes = request.bytes;
   }
   if (request.flags & change_pd) {
-    if (ProtectionDomain* const old = pd_by_number(guest, region.pd)) --old->users;
+    --before->users;
     ++pd->users;
     region.pd = pd->number;
   }
@@ -518,7 +525,7 @@ Result<CreateCqReply> ControlDesk::on<Request::create_cq>(Guest& guest, const Cr
   if (find(guest.contexts, request.context) == nullptr || request.cqe == 0 || request.cqe > limits::cqe_max ||
       request.comp_vector >= limits::comp_vectors)
     return Errno{EINVAL};
-  Channel* const channel = request.channel != 0 ? find(guest.channels, request.channel) : nullptr;
+  Channel* const channel = request.channel != 0 ? find_in(guest.channels, request.channel, request.context) : nullptr;
   if (request.channel != 0 && channel == nullptr) return Errno{EINVAL};
   if (guest.cqs.size() >= limits::cq_max) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
@@ -578,7 +585,7 @@ Result<Empty> ControlDesk::on<Request::destroy_cq>(Guest& guest, const HandleReq
 
 template <>
 Result<CreateSrqReply> ControlDesk::on<Request::create_srq>(Guest& guest, const CreateSrqRequest& request) {
-  ProtectionDomain* const pd = find(guest.pds, request.pd);
+  ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
   if (find(guest.contexts, request.context) == nullptr || pd == nullptr || request.max_wr == 0 || request.max_wr > limits::srq_wr_max ||
       request.max_sge > limits::sge_max)
     return Errno{EINVAL};
@@ -663,10 +670,10 @@ engine::PortLimits ControlDesk::limits_of(const Guest& guest) const {
 
 template <>
 Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const CreateQpRequest& request) {
-  ProtectionDomain* const pd = find(guest.pds, request.pd);
-  CompletionQueue* const send_cq = find(guest.cqs, request.send_cq);
-  CompletionQueue* const receive_cq = find(guest.cqs, request.recv_cq);
-  SharedReceiveQueue* const srq = request.srq != 0 ? find(guest.srqs, request.srq) : nullptr;
+  ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
+  CompletionQueue* const send_cq = find_in(guest.cqs, request.send_cq, request.context);
+  CompletionQueue* const receive_cq = find_in(guest.cqs, request.recv_cq, request.context);
+  SharedReceiveQueue* const srq = request.srq != 0 ? find_in(guest.srqs, request.srq, request.context) : nullptr;
   if (find(guest.contexts, request.context) == nullptr || pd == nullptr || send_cq == nullptr || receive_cq == nullptr ||
       (request.srq != 0 && srq == nullptr))
     return Errno{EINVAL};
