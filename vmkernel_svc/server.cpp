@@ -10,6 +10,7 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/show.hpp"
@@ -160,8 +161,10 @@ void Server::accept_next() {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         if (errno != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
           spdlog::warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
-          idle_timer_.expires_after(std::chrono::milliseconds(100));
-          idle_timer_.async_wait([this](const boost::system::error_code&) { accept_next(); });
+          accept_timer_.expires_after(std::chrono::milliseconds(100));
+          accept_timer_.async_wait([this](const boost::system::error_code& late) {
+            if (!late) accept_next();
+          });
           return;
         }
         break;
@@ -220,6 +223,7 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
     mine.minor = version_minor;
     return send_reply(connection->socket, head, EPROTONOSUPPORT, std::as_bytes(std::span(&mine, 1)));
   }
+  if (std::exchange(connection->asked_to_attach, true)) return send_reply(connection->socket, head, EISCONN);
   auto credentials = connection->socket.peer();
   auto pidfd = connection->socket.peer_pidfd();
   if (!credentials) return send_reply(connection->socket, head, value(credentials.error()));
