@@ -566,6 +566,7 @@ Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const Re
 }
 
 void ControlDesk::destroy(Guest& guest, CompletionQueue& cq) {
+  shard_.forget(cq);
   if (cq.channel != nullptr) --cq.channel->users;
   uncarve(guest, cq.offset);
   --guest.tenant->objects;
