@@ -167,7 +167,7 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
 
 void MediatedPorts::abandon(Qp& qp) {
   if (qp.port.job_sequence == 0) return;
-  if (!qp.port.finished_job) fabric_.jobs[qp.port.job_sequence] = nullptr;  // the sink drops it when it comes back
+  fabric_.jobs.erase(qp.port.job_sequence);  // the sink drops it when it comes back, if it does
   qp.port.job_sequence = 0;
   qp.port.finished_job.reset();
 }
@@ -261,6 +261,8 @@ void MediatedPorts::state_changed(Qp& qp) {
 
 void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
   if (receiver.srq != nullptr) return;  // found again by the timer, or while the sender is looked at anyway
+  if (sender.port.waiting_at == &receiver) return;
+  if (sender.port.waiting_at != nullptr) sender.port.waiting_at->port.waiting_sender = nullptr;  // it was connected elsewhere since
   if (receiver.port.waiting_sender != nullptr) receiver.port.waiting_sender->port.waiting_at = nullptr;
   receiver.port.waiting_sender = &sender;
   sender.port.waiting_at = &receiver;

@@ -113,10 +113,9 @@ bool Shard::run_finished_jobs() {
     std::unique_ptr<ProcessJob> job(raw);
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) --region->jobs;
     const auto waiting = fabric_.jobs.find(job->sequence);
-    if (waiting == fabric_.jobs.end()) continue;
+    if (waiting == fabric_.jobs.end()) continue;  // given up
     Qp* const qp = waiting->second;
     fabric_.jobs.erase(waiting);
-    if (qp == nullptr) continue;  // given up
     qp->port.finished_job = std::move(job);
     make_runnable(*qp);
   }
