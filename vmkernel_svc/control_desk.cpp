@@ -58,9 +58,9 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (!wake) return wake.error();
   vmci::UniqueFd doorbell(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!doorbell) return last_error();
-  if (const auto watched = shard_.watch(doorbell.get()); !watched) return watched.error();
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
+  if (const auto watched = shard_.watch(doorbell.get()); !watched) return fabric_.rest_lid(lid), watched.error();
 
   auto guest = std::make_unique<Guest>();
   static std::uint32_t next_context = host_context;
@@ -115,6 +115,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
 void ControlDesk::detach(Guest& guest) {
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
   shard_.remove(guest);
+  shard_.unwatch(guest.doorbell_fd.get());
   guest.process.close();
   fabric_.departed.push_front(
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});

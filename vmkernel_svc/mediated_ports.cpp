@@ -261,7 +261,6 @@ void MediatedPorts::state_changed(Qp& qp) {
 
 void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
   if (receiver.srq != nullptr) return;  // found again by the timer, or while the sender is looked at anyway
-  if (sender.port.waiting_at == &receiver) return;
   if (sender.port.waiting_at != nullptr) sender.port.waiting_at->port.waiting_sender = nullptr;  // it was connected elsewhere since
   if (receiver.port.waiting_sender != nullptr) receiver.port.waiting_sender->port.waiting_at = nullptr;
   receiver.port.waiting_sender = &sender;

@@ -47,6 +47,8 @@ Status Shard::watch(int fd) {
   return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0 ? ok() : Status(last_error());
 }
 
+void Shard::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
 void Shard::remove(Guest& guest) {
   guests_.erase(std::remove(guests_.begin(), guests_.end(), &guest), guests_.end());
 }
@@ -272,6 +274,14 @@ void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
   if (qp.port.wake_ns == at_ns) return;
   qp.port.wake_ns = at_ns;
   timers_.push({at_ns, qp.qpn.value});
+  // Replaced timers stay until their time comes, which may be hours away: sort them out before they pile up.
+  if (timers_.size() <= 1024 + 4 * fabric_.by_qpn.size()) return;
+  std::vector<Timer> valid;
+  for (; !timers_.empty(); timers_.pop()) {
+    const auto found = fabric_.by_qpn.find(timers_.top().qpn);
+    if (found != fabric_.by_qpn.end() && found->second->core.port.wake_ns == timers_.top().at_ns) valid.push_back(timers_.top());
+  }
+  timers_ = {std::greater<>{}, std::move(valid)};
 }
 
 void Shard::overran(CompletionQueue& cq) {

@@ -42,6 +42,7 @@ class Shard final : public Runner, public JobSink {
 
   // A guest's doorbell descriptor is to be waited for in sleep.
   Status watch(int doorbell_fd);
+  void unwatch(int doorbell_fd);  // the guest may keep the descriptor, and with it the wait, for as long as it likes
   void add(Guest& guest) { guests_.push_back(&guest); }
   void remove(Guest& guest);
 
