@@ -1,12 +1,14 @@
 #include "vmkernel_svc/server.hpp"
 
 #include <fmt/format.h>
+
 #include <pthread.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <boost/asio/post.hpp>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
@@ -184,16 +186,18 @@ void Server::read_next(const ConnectionPtr& connection) {
   connection->readable.async_wait(
       boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
         if (error || connection->closed) return;
-        for (;;) {
-          std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
-          auto received = connection->socket.receive(packet);
-          if (!received && value(received.error()) == EAGAIN) break;
-          if (!received || received->bytes == 0) return lost(connection);
-          packet.resize(received->bytes);
-          handle_packet(connection, std::move(packet), std::move(received->descriptors));
-          if (connection->closed) return;
-        }
-        read_next(connection);
+        std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
+        auto received = connection->socket.receive(packet);
+        if (!received && value(received.error()) == EAGAIN) return read_next(connection);
+        if (!received || received->bytes == 0) return lost(connection);
+        packet.resize(received->bytes);
+        handle_packet(connection, std::move(packet), std::move(received->descriptors));
+        // One packet at a time: the next is looked at when the shard is through with this one, so that nobody can pile up work.
+        shard_->submit([this, connection](Shard&) {
+          boost::asio::post(io_, [this, connection] {
+            if (!connection->closed) read_next(connection);
+          });
+        });
       });
 }
 
