@@ -1,7 +1,6 @@
 #include "vmkernel_svc/server.hpp"
 
 #include <fmt/format.h>
-
 #include <pthread.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>

@@ -282,7 +282,7 @@ void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
     const auto found = fabric_.by_qpn.find(timers_.top().qpn);
     if (found != fabric_.by_qpn.end() && found->second->core.port.wake_ns == timers_.top().at_ns) valid.push_back(timers_.top());
   }
-  timers_ = {std::greater<>{}, std::move(valid)};
+  timers_ = decltype(timers_)(std::greater<>{}, std::move(valid));
 }
 
 void Shard::overran(CompletionQueue& cq) {
