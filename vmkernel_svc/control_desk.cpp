@@ -19,6 +19,7 @@ using engine::QpType;
 
 namespace {
 
+constexpr std::uint32_t guest_descriptors = 8;  // socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe
 constexpr std::uint32_t control_slots = 256;  // 16 KiB each way: a request of 4 KiB and its reply always fit
 
 constexpr std::uint32_t power_of_two(std::uint32_t n) { return std::bit_ceil(std::max(n, 2u)); }
@@ -51,7 +52,7 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
 Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
                                         std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
   auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
-  if (tenant.guests >= tenant.quota.guests) return Errno{EDQUOT};
+  if (tenant.guests >= tenant.quota.guests || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
@@ -107,6 +108,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   keep.push_back(std::move(wake->first));
 
   ++tenant.guests;
+  tenant.descriptors += guest_descriptors;
   shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
   return reply;
@@ -121,6 +123,7 @@ void ControlDesk::detach(Guest& guest) {
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
   --guest.tenant->guests;
+  guest.tenant->descriptors -= guest_descriptors + static_cast<std::uint32_t>(guest.backings.size());
   fabric_.rest_lid(guest.lid);
   ++fabric_.topology_generation;
   fabric_.guests.erase(guest.id.value);
@@ -243,6 +246,7 @@ Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, 
   if (guest.backings.size() >= 65536) return Errno{EMFILE};
   auto backing = Backing::adopt(std::move(fd));
   if (!backing) return backing.error();
+  if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
   const std::uint32_t handle = guest.next_handle++;
   guest.backings.emplace(handle, std::move(*backing));
   return AddBackingReply{handle, 0};
@@ -253,13 +257,15 @@ Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
   if (found == guest.backings.end()) return Errno{EINVAL};
   if (found->second.in_use()) return Errno{EBUSY};
   guest.backings.erase(found);
+  --guest.tenant->descriptors;
   return ok();
 }
 
 Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&, std::vector<vmci::UniqueFd>& give) {
-  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
   auto pipe = make_pipe();
   if (!pipe) return --guest.tenant->objects, pipe.error();
+  ++guest.tenant->descriptors;
   const std::uint32_t handle = guest.next_handle++;
   guest.contexts.emplace(handle, std::make_unique<Context>(Context{handle, std::move(pipe->second), {}}));
   give.push_back(std::move(pipe->first));
@@ -268,9 +274,10 @@ Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&
 
 Result<HandleReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& request, std::vector<vmci::UniqueFd>& give) {
   if (find(guest.contexts, request.context) == nullptr) return Errno{EINVAL};
-  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
   auto pipe = make_pipe();
   if (!pipe) return --guest.tenant->objects, pipe.error();
+  ++guest.tenant->descriptors;
   const std::uint32_t handle = guest.next_handle++;
   guest.channels.emplace(handle, std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}}));
   give.push_back(std::move(pipe->first));
@@ -310,9 +317,10 @@ Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
   }
   for (const auto handle : regions) destroy_region(guest, handle, true);
   for (const auto handle : of_context(guest.pds)) guest.pds.erase(handle), --guest.tenant->objects;
-  for (const auto handle : of_context(guest.channels)) guest.channels.erase(handle), --guest.tenant->objects;
+  for (const auto handle : of_context(guest.channels)) guest.channels.erase(handle), --guest.tenant->objects, --guest.tenant->descriptors;
   guest.contexts.erase(context);
   --guest.tenant->objects;
+  --guest.tenant->descriptors;
   return ok();
 }
 
@@ -323,6 +331,7 @@ Result<Empty> ControlDesk::on<Request::destroy_channel>(Guest& guest, const Hand
   if (channel->users != 0) return Errno{EBUSY};
   guest.channels.erase(request.handle);
   --guest.tenant->objects;
+  --guest.tenant->descriptors;
   return Empty{};
 }
 
@@ -362,9 +371,14 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
   std::vector<Piece> pieces;
   std::uint64_t at = address;
   Errno failed{0};
+  const auto full = [&] { return guest.tenant->pieces + pieces.size() >= guest.tenant->quota.pieces; };
   for (const Extent& extent : extents) {
     if (extent.address != at || extent.bytes == 0 || extent.bytes > address + bytes - at) {
       failed = Errno{EINVAL};
+      break;
+    }
+    if (full()) {
+      failed = Errno{EDQUOT};
       break;
     }
     if (extent.backing == backing_process) {
@@ -380,11 +394,17 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
     for (std::uint64_t done = 0; done < extent.bytes && value(failed) == 0;) {
       const std::uint64_t offset = extent.backing_offset + done;
       const std::uint64_t part = std::min(extent.bytes - done, Backing::chunk_bytes - offset % Backing::chunk_bytes);
+      const std::size_t mapped_before = backing->second.mapping_count();
+      if (guest.tenant->mappings >= guest.tenant->quota.mappings || full()) {
+        failed = Errno{EDQUOT};
+        break;
+      }
       auto host = backing->second.get(offset, part);
       if (!host) {
         failed = host.error();
         break;
       }
+      guest.tenant->mappings += backing->second.mapping_count() - mapped_before;
       pieces.push_back({at - address, part, *host, at, extent.backing, offset});
       done += part, at += part;
     }
@@ -401,8 +421,11 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
 void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
     if (piece.host == nullptr) continue;
-    if (const auto backing = guest.backings.find(piece.backing); backing != guest.backings.end())
-      backing->second.put(piece.backing_offset);
+    const auto backing = guest.backings.find(piece.backing);
+    if (backing == guest.backings.end()) continue;
+    const std::size_t mapped_before = backing->second.mapping_count();
+    backing->second.put(piece.backing_offset);
+    guest.tenant->mappings -= mapped_before - backing->second.mapping_count();
   }
   pieces.clear();
 }
@@ -436,6 +459,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   region.bytes = request.bytes;
   region.address = request.address;
   region.pieces = std::move(*pieces);
+  tenant.pieces += region.pieces.size();
   tenant.registered_bytes += request.bytes;
   ++pd->users;
   const std::uint32_t handle = guest.next_handle++;
@@ -463,9 +487,15 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
     return guest.staged.clear(), Errno{EINVAL};
   if (request.flags & change_translation) {
-    if (request.bytes == 0 || request.address + request.bytes < request.address) return guest.staged.clear(), Errno{EINVAL};
+    if (request.bytes == 0 || request.bytes > limits::mr_bytes_max || request.address + request.bytes < request.address ||
+        request.iova + request.bytes < request.iova)
+      return guest.staged.clear(), Errno{EINVAL};
+    const Tenant& tenant = *guest.tenant;
+    if (request.bytes > region.bytes && request.bytes - region.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes))
+      return guest.staged.clear(), Errno{EDQUOT};
     auto pieces = pieces_of(guest, request.address, request.bytes);
     if (!pieces) return pieces.error();
+    guest.tenant->pieces += pieces->size() - region.pieces.size();
     release_pieces(guest, region.pieces);
     region.pieces = std::move(*pieces);
     guest.tenant->registered_bytes += request.bytes - region.bytes;
@@ -488,6 +518,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   const auto found = guest.mrs.find(handle);
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 && !force) return false;
+  guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
   if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
   guest.tenant->registered_bytes -= region.bytes;

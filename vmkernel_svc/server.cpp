@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <pthread.h>
 #include <spdlog/spdlog.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -56,6 +57,13 @@ void send_result(const vmci::PacketSocket& socket, const Head& request, const Re
 
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+    config_.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config_.quota.descriptors, files.rlim_cur / 4));
+    connections_max_ = static_cast<std::uint32_t>(std::min<rlim_t>(connections_max_, std::max<rlim_t>(files.rlim_cur / 16, 32)));
+  }
   auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), true);
   if (!page)
     throw std::runtime_error(fmt::format("cannot create shared memory ({}): memfd_create must be allowed", std::strerror(value(page.error()))));
@@ -170,10 +178,16 @@ void Server::accept_next() {
         }
         break;
       }
+      ucred peer{};
+      socklen_t peer_bytes = sizeof(peer);
+      if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) continue;
+      if (connections_of_[peer.uid] >= connections_max_) continue;  // closed: nobody takes up all descriptors
       const int copy = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
       if (copy < 0) continue;
       auto connection = std::make_shared<Connection>(io_, vmci::PacketSocket(std::move(fd)));
       connection->readable.assign(copy);
+      connection->uid = peer.uid;
+      ++connections_of_[peer.uid];
       connections_.emplace(connection.get(), connection);
       read_next(connection);
     }
@@ -207,6 +221,7 @@ void Server::lost(const ConnectionPtr& connection) {
   connection->readable.close(ignored);
   connection->exited.close(ignored);
   connections_.erase(connection.get());
+  if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
   shard_->submit([this, connection](Shard& shard) {
     const auto guest = shard.fabric().guests.find(connection->guest.load());
     if (guest == shard.fabric().guests.end()) return;

@@ -33,6 +33,7 @@ class Server {
     boost::asio::posix::stream_descriptor readable;  // a duplicate of the socket
     boost::asio::posix::stream_descriptor exited;    // the guest's pidfd
     std::atomic<std::uint32_t> guest{0};             // VMCI context id once attached; set by the shard
+    uid_t uid = 0;
     bool asked_to_attach = false;                    // once is all: its pidfd is being waited for
     bool closed = false;
   };
@@ -56,6 +57,8 @@ class Server {
   std::unique_ptr<ControlDesk> desk_;  // for requests with descriptors; used on the shard's thread
   std::thread shard_thread_;
   std::map<Connection*, ConnectionPtr> connections_;
+  std::map<uid_t, std::uint32_t> connections_of_;
+  std::uint32_t connections_max_ = 2048;  // of one user
   std::uint32_t idle_seconds_ = 0;
 };
 
