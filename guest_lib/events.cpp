@@ -49,6 +49,7 @@ Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   constexpr std::uint32_t sequence_mask = 0x3fffffff;
   if (((record.arm_sequence - cq.first_arm_sequence) & sequence_mask) > ((armed - cq.first_arm_sequence) & sequence_mask))
     return nullptr;  // of an older CQ with the same handle
+  cq.reported_arm_sequence = record.arm_sequence;
   ++cq.completion_events_reported;
   return &cq;
 }
@@ -64,14 +65,17 @@ bool any_outstanding(Cq& cq) {
   return false;
 }
 
-// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush.
+// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush. It may
+// have died between claiming an arm and sending the event: that one is owed, too.
 Cq* count_fatal_event(Channel& channel) {
   std::lock_guard lock(channel.attachment->objects_mutex());
   for (Cq* cq : channel.cqs) {
     const auto arm = std::atomic_ref(cq->shared->arm);
     const std::uint32_t now = arm.load(std::memory_order_relaxed);
-    if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) continue;
-    if (cq->fatal_event_reported && !any_outstanding(*cq)) continue;
+    const bool owed = (now & 3) == control::arm_fired && now >> 2 != cq->reported_arm_sequence;
+    if (!owed && (now & 3) != control::arm_next && (now & 3) != control::arm_solicited) continue;
+    if (!owed && cq->fatal_event_reported && !any_outstanding(*cq)) continue;
+    cq->reported_arm_sequence = now >> 2;
     arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
     cq->fatal_event_reported = true;
     ++cq->completion_events_reported;

@@ -111,6 +111,7 @@ struct Cq {
 
   std::atomic<std::uint32_t> users{0};
   std::uint32_t first_arm_sequence = 0;
+  std::uint32_t reported_arm_sequence = 0;  // of the arm whose event was read last; guarded like the counts below
   // Events read so far; guarded by the attachment's objects_mutex until the CQ has left the table.
   std::uint32_t completion_events_reported = 0;
   std::uint32_t async_events_reported = 0;
