@@ -115,7 +115,7 @@ struct Cq {
   // Events read so far; guarded by the attachment's objects_mutex until the CQ has left the table.
   std::uint32_t completion_events_reported = 0;
   std::uint32_t async_events_reported = 0;
-  bool fatal_event_reported = false;
+  bool fatal_event_owed = true;  // once the service is gone: whoever is armed then, and later where something is flushed
 
   static Cq& of(ibv_cq* cq) { return *reinterpret_cast<Cq*>(cq); }
   ibv_cq* base() { return reinterpret_cast<ibv_cq*>(&verbs); }
