@@ -50,6 +50,7 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
   // Handles are used again: events of an older CQ are told from ours by where its sequence started.
   static std::atomic<std::uint32_t> created{0};
   cq->first_arm_sequence = (created.fetch_add(1, std::memory_order_relaxed) << 16) & 0x3fffffff;
+  cq->reported_arm_sequence = cq->first_arm_sequence;
   std::atomic_ref(cq->shared->arm).store(cq->first_arm_sequence << 2, std::memory_order_relaxed);
 
   cq->verbs.context = context;

@@ -38,6 +38,7 @@ Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   constexpr std::uint32_t sequence_mask = 0x3fffffff;
   if (((record.arm_sequence - cq.first_arm_sequence) & sequence_mask) > ((armed - cq.first_arm_sequence) & sequence_mask))
     return nullptr;  // of an older CQ with the same handle
+  cq.reported_arm_sequence = record.arm_sequence;
   ++cq.completion_events_reported;
   return &cq;
 }
@@ -53,23 +54,40 @@ bool any_outstanding(Cq& cq) {
   return false;
 }
 
-// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush.
+// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush. It may
+// have died between claiming an arm and sending the event: that one is owed, too.
+bool fatal_event_due(Cq& cq) {
+  const std::uint32_t now = std::atomic_ref(cq.shared->arm).load(std::memory_order_relaxed);
+  if ((now & 3) == control::arm_fired) return now >> 2 != cq.reported_arm_sequence;
+  if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) return false;
+  return cq.fatal_event_owed || any_outstanding(cq);
+}
+
 Cq* count_fatal_event(Channel& channel) {
   std::lock_guard lock(channel.attachment->objects_mutex());
+  Cq* found = nullptr;
+  bool more = false;
   for (Cq* cq : channel.cqs) {
-    const auto arm = std::atomic_ref(cq->shared->arm);
-    const std::uint32_t now = arm.load(std::memory_order_relaxed);
-    if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) continue;
-    if (cq->fatal_event_reported && !any_outstanding(*cq)) continue;
-    arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
-    cq->fatal_event_reported = true;
-    ++cq->completion_events_reported;
-    return cq;
+    if (!fatal_event_due(*cq)) continue;
+    more = found != nullptr;
+    if (more) break;
+    found = cq;
   }
-  // Until something is armed again the descriptor is not readable, or applications would spin on the closed pipe.
-  if (channel.pipe_watched) unwatch_pipe(channel.verbs.fd, channel.pipe->get());
-  channel.pipe_watched = false;
-  return nullptr;
+  if (found != nullptr) {
+    const auto arm = std::atomic_ref(found->shared->arm);
+    const std::uint32_t now = arm.load(std::memory_order_relaxed);
+    arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
+    found->reported_arm_sequence = now >> 2;
+    found->fatal_event_owed = false;
+    ++found->completion_events_reported;
+  }
+  // The closed pipe stays readable. Without a further event the descriptor must not be: applications that found it so
+  // would block here, or spin.
+  if (!more && channel.pipe_watched) {
+    unwatch_pipe(channel.verbs.fd, channel.pipe->get());
+    channel.pipe_watched = false;
+  }
+  return found;
 }
 
 // --- asynchronous events
@@ -154,6 +172,9 @@ void watch_after_death(Cq& cq) {
   if (cq.verbs.channel == nullptr) return;
   Channel& channel = Channel::of(cq.verbs.channel);
   std::lock_guard lock(channel.attachment->objects_mutex());
+  // Decided now: the application may well poll what is flushed before it fetches the event.
+  cq.fatal_event_owed |= any_outstanding(cq);
+  if (!fatal_event_due(cq)) return;
   if (!channel.pipe_watched && watch_pipe(channel.verbs.fd, channel.pipe->get())) channel.pipe_watched = true;
 }
 

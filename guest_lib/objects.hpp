@@ -114,10 +114,11 @@ struct Cq {
 
   std::atomic<std::uint32_t> users{0};
   std::uint32_t first_arm_sequence = 0;
+  std::uint32_t reported_arm_sequence = 0;  // of the arm whose event was read last; guarded like the counts below
   // Events read so far; guarded by the attachment's objects_mutex until the CQ has left the table.
   std::uint32_t completion_events_reported = 0;
   std::uint32_t async_events_reported = 0;
-  bool fatal_event_reported = false;
+  bool fatal_event_owed = true;  // once the service is gone: whoever is armed then, and later where something is flushed
 
   static Cq& of(ibv_cq* cq) { return *reinterpret_cast<Cq*>(cq); }
   ibv_cq* base() { return reinterpret_cast<ibv_cq*>(&verbs); }
