@@ -73,3 +73,21 @@ function(vrdma_test name)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
 endfunction()
+
+# vrdma_fuzz(name SOURCES ... [LIBS ...]): a libFuzzer program in the fuzz preset; ctest runs it for ten seconds from its seeds
+# in tests/fuzz/corpus/<name>. What it finds it leaves in the build folder.
+function(vrdma_fuzz name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LIBS" ${ARGN})
+  if(NOT VRDMA_FUZZ OR NOT BUILD_TESTING)
+    return()
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ${ARG_LIBS} vrdma_flags)
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  set(found ${PROJECT_BINARY_DIR}/fuzz/${name})
+  file(MAKE_DIRECTORY ${found})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+  add_test(NAME ${name} COMMAND ${name} -max_total_time=10 -timeout=10 -rss_limit_mb=2048 -max_len=16384
+           ${found} ${PROJECT_SOURCE_DIR}/tests/fuzz/corpus/${name} WORKING_DIRECTORY ${found})
+  set_tests_properties(${name} PROPERTIES LABELS fuzz TIMEOUT 120)
+endfunction()
