@@ -424,15 +424,15 @@ void raid_events(Raid& raid) {
   }
   for (auto& pipe : own.pipes) ::fcntl(pipe.get(), F_SETPIPE_SZ, 4096), ::fcntl(pipe.get(), F_SETFL, 0);
   ::fcntl(in.socket().fd(), F_SETFL, 0);
-  const std::uint64_t full = 0xfffffffffffffffeu;
-  (void)!::write(in.descriptor(2), &full, sizeof(full) * (dice.one_in(2) ? 1 : 0));
-  if (dice.one_in(2)) ::fcntl(in.descriptor(2), F_SETFL, O_NONBLOCK);
+  ::fcntl(in.descriptor(2), F_SETFL, O_NONBLOCK);  // the doorbell: filled up without waiting for room
+  for (std::uint64_t part = std::uint64_t{1} << 63; part != 0 && dice.one_in(2); part >>= 1)
+    while (::write(in.descriptor(2), &part, sizeof(part)) == sizeof(part)) {
+    }
   auto* const cq = reinterpret_cast<CqShared*>(in.arena() + own.cqs[0].offset);
   const Memory& memory = own.memories[0];
   const Sge sge{reinterpret_cast<std::uint64_t>(memory.address), 8, memory.key};
   const RemoteOperand remote{sge.address + 64, 0, 0, memory.key, 0};
   in.control().header().creator.waiting = 1;  // every answer writes into the wake pipe
-  ::fcntl(in.descriptor(2), F_SETFL, O_NONBLOCK);
   for (int i = 0; i < 20000 && !raid.over() && !in.expelled(); ++i, ++raid.blows) {
     cq->arm = static_cast<std::uint32_t>(i) << 2 | arm_next;
     pretend_to_poll(in, own);
