@@ -95,7 +95,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  guest->process.open(info.credentials.pid, std::move(info.pidfd), fabric_.sink);
+  guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
 
   AttachReply reply{};
   reply.major = version_major;
