@@ -11,6 +11,7 @@
 
 #include "guest_lib/process.hpp"
 #include "guest_lib/show_device.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -96,6 +97,7 @@ void complain(const std::string& path, Errno error) {
 Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) {
   auto socket = vmci::PacketSocket::connect(path);
   if (!socket) return socket.error();
+  VRDMA_CRASH_POINT("guest.attach.connected");
 
   control::AttachRequest request{};
   request.magic = control::magic;
@@ -114,6 +116,7 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
     return Errno{EPROTONOSUPPORT};
   }
   if (!descriptors) return descriptors.error();
+  VRDMA_CRASH_POINT("guest.attach.answered");
   if (descriptors->size() != 4 || parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
 
   auto arena = map_segment((*descriptors)[0], parts.reply.arena_bytes, Writable::yes);
@@ -126,6 +129,7 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   parts.wake = std::move((*descriptors)[3]);
   parts.socket = std::move(*socket);
 
+  VRDMA_CRASH_POINT("guest.attach.mapped");
   const std::uint64_t arena_bytes = parts.reply.arena_bytes;
   const auto& geometry = parts.reply.control_geometry;
   const auto inside = [&](std::uint64_t offset, std::uint64_t bytes) {

@@ -144,11 +144,10 @@ class ByteReader {
     return armed_;
   }
 
-  // Whether the writer has clogged its doorbell since the last time this was asked; after a fence that follows read().
-  bool space_wanted() {
-    const std::uint32_t wanted = ByteSide::load(side_.theirs->space_wanted, std::memory_order_relaxed);
-    return std::exchange(space_served_, wanted) != wanted;
-  }
+  // Whether the writer has clogged its doorbell since the last one served; after a fence that follows read().
+  std::uint32_t space_wanted() const { return ByteSide::load(side_.theirs->space_wanted, std::memory_order_relaxed); }
+  bool space_to_serve() const { return space_wanted() != space_served_; }
+  void space_served(std::uint32_t wanted) { space_served_ = wanted; }
   bool broken() const { return broken_; }
 
  private:

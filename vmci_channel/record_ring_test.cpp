@@ -71,7 +71,7 @@ TEST_CASE("A fresh ring is empty and a published record is read back whole") {
   CHECK(head.tag == 0x1122334455667788);
   CHECK(head.word == 42);
   CHECK((head.control & vrdma::control_user_mask) == 0x1abcdef);
-  for (std::size_t i = sizeof(RecordHead); i < 3 * slot_bytes; ++i) REQUIRE(to[0].bytes[i] == std::byte{0x5a});
+  for (std::size_t i = sizeof(RecordHead); i < 3 * slot_bytes; ++i) REQUIRE(to[i / slot_bytes].bytes[i % slot_bytes] == std::byte{0x5a});
   ring.reader.advance(slots);
   CHECK(ring.reader.empty());
 }

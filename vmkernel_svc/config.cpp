@@ -85,7 +85,10 @@ void Config::read_text(const std::string& content, const std::string& origin) {
   const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, key)}; };
   const std::map<std::string, Setter> quota_keys{n(quota.guests, "guests"), n(quota.objects, "objects"),
                                                  n(quota.registered_bytes, "registered_bytes"),
-                                                 n(quota.queue_bytes, "queue_bytes")};
+                                                 n(quota.queue_bytes, "queue_bytes"),
+                                                 n(quota.pieces, "pieces"),
+                                                 n(quota.mappings, "mappings"),
+                                                 n(quota.descriptors, "descriptors")};
   std::map<std::string, Setter> keys{t(socket, "socket"),           t(link_layer, "link_layer"),
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),

@@ -68,7 +68,7 @@ class Fabric {
 
   std::uint64_t next_pd = 1;
   std::uint64_t next_job = 1;
-  boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; nullptr: given up
+  boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
   std::uint64_t local_copies_bytes = 0;
 
   std::uint32_t new_qpn();

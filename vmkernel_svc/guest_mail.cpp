@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "vmci_channel/arch.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -20,6 +21,7 @@ bool put_datagram(Guest& guest, control::Head head, std::uint32_t user_bits, std
   guest.replies.write(sizeof(RecordHead), words);
   guest.replies.write(sizeof(head), body);
   guest.replies.publish(head.record.tag, static_cast<std::uint32_t>(body.size()), user_bits, slots);
+  VRDMA_CRASH_POINT("service.control.replied");
   vmci::store_load_fence();  // K1: pairs with the guest's fence between `waiting` and its last look
   if (std::atomic_ref(cursor.waiting).load(std::memory_order_relaxed) != 0) {
     const char one = 1;

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string_view>
 
-#include "vmci_channel/queue_pair.hpp"
+#include "vrdma/queue_layout.hpp"
 #include "vrdma/control.hpp"
 #include "vrdma/wire.hpp"
 

@@ -88,9 +88,9 @@ std::vector<Test>& registry() {
   return tests;
 }
 
-void mark_place(const char* file, unsigned line, const char* what) {
+void mark_place(const char* file, int line, const char* what) {
   if (!process.place) return;
-  std::snprintf(process.place->text, sizeof(process.place->text), "%s:%u: %s", base_name(file), line, what);
+  std::snprintf(process.place->text, sizeof(process.place->text), "%s:%d: %s", base_name(file), line, what);
 }
 
 Deadline::Deadline(double seconds)
@@ -109,9 +109,9 @@ void pause_and_check_peer() {
   if (process.peer && ++turns % 64 == 0) process.peer->check();
 }
 
-void Peer::check_size(std::size_t got, std::size_t wanted, std::source_location where) {
+void Peer::check_size(std::size_t got, std::size_t wanted, Where where) {
   if (got != wanted) {
-    fail(where.file_name(), static_cast<int>(where.line()),
+    fail(where.file_name(), where.line(),
          text("the roles are out of step: received ", got, " bytes, expected ", wanted));
   }
 }
@@ -144,8 +144,8 @@ bool Peer::pull_locked() {
   return true;
 }
 
-Peer::Frame Peer::next(const char* what, std::source_location where) {
-  if (fd_ < 0) fail(where.file_name(), static_cast<int>(where.line()), "a solo test has no peer");
+Peer::Frame Peer::next(const char* what, Where where) {
+  if (fd_ < 0) fail(where.file_name(), where.line(), "a solo test has no peer");
   mark_place(where.file_name(), where.line(), what);
   // Longer than any wait inside a test: the side that waits for the device is the one to report.
   const Deadline deadline(55.0);
@@ -158,7 +158,7 @@ Peer::Frame Peer::next(const char* what, std::source_location where) {
         return frame;
       }
     }
-    if (deadline.passed()) fail(where.file_name(), static_cast<int>(where.line()), text("gave up: ", what));
+    if (deadline.passed()) fail(where.file_name(), where.line(), text("gave up: ", what));
     pollfd waiting{fd_, POLLIN, 0};
     ::poll(&waiting, 1, std::min(deadline.left_ms(), 200));
   }
@@ -172,12 +172,12 @@ void Peer::check() {
   }
 }
 
-void Peer::barrier(std::source_location where) {
+void Peer::barrier(Where where) {
   const std::uint32_t number = ++barriers_;
   write({Kind::barrier, number}, {});
   const Frame frame = next("waiting at a barrier", where);
   if (frame.header.kind != Kind::barrier || frame.header.number != number) {
-    fail(where.file_name(), static_cast<int>(where.line()),
+    fail(where.file_name(), where.line(),
          text("the roles are out of step: at barrier ", number, ", the other side sent ",
               frame.header.kind == Kind::data ? "data" : "another barrier"));
   }
@@ -188,10 +188,10 @@ void Peer::send_bytes(std::span<const std::byte> bytes) {
   write({Kind::data, 0}, bytes);
 }
 
-std::vector<std::byte> Peer::receive_bytes(std::source_location where) {
+std::vector<std::byte> Peer::receive_bytes(Where where) {
   Frame frame = next("waiting for a value from the other role", where);
   if (frame.header.kind != Kind::data) {
-    fail(where.file_name(), static_cast<int>(where.line()),
+    fail(where.file_name(), where.line(),
          "the roles are out of step: waiting for a value, the other side is at a barrier");
   }
   return std::move(frame.bytes);

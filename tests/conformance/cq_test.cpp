@@ -236,7 +236,6 @@ CONFORMANCE(SolicitedArmingWaitsForSolicitedMessages, "CQ-01 CQ-02") {
 }
 
 CONFORMANCE(ChannelDescriptorsBehave, "CQ-08 CQ-10 OBJ-04", .solo = true) {
-  LinkSpec spec;
   Device dev(run.settings);
   Pd pd(dev);
   Channel channel(dev);

@@ -40,14 +40,14 @@ CONFORMANCE(EmptyAndUnmappedMemoryIsRefused, "MR-04 MR-05", .solo = true) {
   Device dev(run.settings);
   Pd pd(dev);
   Buffer buffer(64 * 1024);
-  EXPECT_NULL(ibv_reg_mr(pd, buffer.data(), 0, IBV_ACCESS_LOCAL_WRITE), EINVAL);
+  EXPECT_NULL(ibv_reg_mr(pd, buffer.data(), 0, local_write), EINVAL);
   void* hole = ::mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   EXPECT(hole != MAP_FAILED);
   EXPECT_EQ(::munmap(static_cast<char*>(hole) + (512 << 10), 4096), 0);
-  EXPECT_NULL(ibv_reg_mr(pd, hole, 1 << 20, IBV_ACCESS_LOCAL_WRITE), EFAULT);                                // a hole within
-  EXPECT_NULL(ibv_reg_mr(pd, static_cast<char*>(hole) + (512 << 10), 4096, IBV_ACCESS_LOCAL_WRITE), EFAULT);  // nothing but
-  EXPECT_NULL(ibv_reg_mr(pd, buffer.data() - 8, 16, IBV_ACCESS_LOCAL_WRITE), EFAULT);  // reaches into a guard page
-  ibv_mr* fits = ibv_reg_mr(pd, hole, 512 << 10, IBV_ACCESS_LOCAL_WRITE);
+  EXPECT_NULL(ibv_reg_mr(pd, hole, 1 << 20, local_write), EFAULT);                                // a hole within
+  EXPECT_NULL(ibv_reg_mr(pd, static_cast<char*>(hole) + (512 << 10), 4096, local_write), EFAULT);  // nothing but
+  EXPECT_NULL(ibv_reg_mr(pd, buffer.data() - 8, 16, local_write), EFAULT);  // reaches into a guard page
+  ibv_mr* fits = ibv_reg_mr(pd, hole, 512 << 10, local_write);
   EXPECT(fits != nullptr);
   EXPECT_OK(ibv_dereg_mr(fits));
   ::munmap(hole, 1 << 20);
@@ -205,7 +205,7 @@ CONFORMANCE(ReadOnlyPagesCanBeReadOnly, "MR-09") {
     Buffer buffer(8192);
     fill_pattern(buffer.span(), run.seed);
     EXPECT_EQ(::mprotect(buffer.data(), 8192, PROT_READ), 0);
-    EXPECT_NULL(ibv_reg_mr(link.pd, buffer.data(), 8192, IBV_ACCESS_LOCAL_WRITE), EFAULT);
+    EXPECT_NULL(ibv_reg_mr(link.pd, buffer.data(), 8192, local_write), EFAULT);
     Mr mr(link.pd, buffer.data(), 8192, IBV_ACCESS_REMOTE_READ);
     run.peer.send(Remote{buffer.address(), 8192, mr.p->rkey, 0});
     run.peer.barrier();

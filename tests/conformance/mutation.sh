@@ -1,32 +1,30 @@
 #!/bin/bash
-# Proves that the suite can fail: runs it over a provider with one defect at a time (saboteur.cpp).
-# usage: mutation.sh BUILD_DIR PROVIDER_LIBRARY [GLOB]     (a running service must be reachable, as for the suite itself)
+# Proves that the suite can fail: gives the provider one defect at a time (saboteur.cpp) and expects the test that
+# mutations.txt names to fail, and to pass again without the defect.
+# usage: mutation.sh BUILD_DIR PROVIDER_LIBRARY [GLOB]     (a service must be reachable, as for the suite itself)
 # exit: 0 every defect was noticed, 1 some were not
 set -u
 build=$1
 provider=$2
 glob=${3:-*}
-source=$(dirname "$0")/saboteur.cpp
-# What fails without any defect proves nothing.
-except=()
-while read -r name; do except+=(--except "$name"); done < <(
-  LD_PRELOAD="$provider" timeout 300 "$build/bin/vrdma-conformance" --seed 11 | awk '/^FAIL/ { print $2 }')
-[[ ${#except[@]} -eq 0 ]] || echo "failing already, left out: ${except[*]//--except/}"
+here=$(dirname "$0")
+suite() { timeout 120 "$build/bin/vrdma-conformance" --seed 11 --timeout-scale 0.3 --filter "$1" >/dev/null 2>&1; }
 unnoticed=0
 total=0
-for defect in $(grep -o '\(is\|lost\)([^)]*"[a-z-]*")' "$source" | grep -o '"[a-z-]*"' | tr -d '"' | sort -u); do
+while IFS='|' read -r defect test; do
   # shellcheck disable=SC2053
-  [[ $defect == $glob ]] || continue
+  [[ $defect == \#* || $defect != $glob ]] && continue
   total=$((total + 1))
-  output=$(CONFORMANCE_SABOTAGE=$defect LD_PRELOAD="$build/lib/conformance_saboteur.so:$provider" \
-           timeout 300 "$build/bin/vrdma-conformance" --seed 11 --timeout-scale 0.15 --fail-fast "${except[@]}" 2>&1)
-  status=$?
-  if [[ $status -eq 1 ]]; then
-    printf 'noticed    %-40s by %s\n' "$defect" "$(grep -m1 '^FAIL' <<<"$output" | awk '{print $2}')"
+  CONFORMANCE_SABOTAGE=$defect LD_PRELOAD="$build/lib/conformance_saboteur.so:$provider" suite "$test"
+  with=$?
+  CONFORMANCE_SABOTAGE=none LD_PRELOAD="$build/lib/conformance_saboteur.so:$provider" suite "$test"
+  without=$?
+  if [[ $with -eq 1 && $without -eq 0 ]]; then
+    echo "noticed    $defect by $test"
   else
-    printf 'UNNOTICED  %-40s exit %s: %s\n' "$defect" "$status" "$(tail -1 <<<"$output")"
+    echo "UNNOTICED  $defect by $test (exit $with with the defect, $without without)"
     unnoticed=$((unnoticed + 1))
   fi
-done
+done <"$here/mutations.txt"
 echo "$total defects, $unnoticed unnoticed"
 [[ $total -gt 0 && $unnoticed -eq 0 ]]

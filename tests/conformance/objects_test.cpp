@@ -175,7 +175,7 @@ CONFORMANCE(CloseDeviceFreesLiveObjects, "OBJ-12", .solo = true) {
     ibv_cq* cq = ibv_create_cq(context, 16, nullptr, nullptr, 0);
     EXPECT(pd && cq);
     Buffer buffer(8192);
-    EXPECT(ibv_reg_mr(pd, buffer.data(), buffer.size(), IBV_ACCESS_LOCAL_WRITE) != nullptr);
+    EXPECT(ibv_reg_mr(pd, buffer.data(), buffer.size(), local_write) != nullptr);
     ibv_qp_init_attr init = init_attr(cq, cq, {});
     EXPECT(ibv_create_qp(pd, &init) != nullptr);
     EXPECT_OK(ibv_close_device(context));
@@ -258,7 +258,6 @@ CONFORMANCE(DestroyingAQpWaitsForItsAsyncEvents, "OBJ-13 ASY-01 SRQ-04", .solo =
 }
 
 CONFORMANCE(DestroyingAnSrqWaitsForItsAsyncEvents, "OBJ-13 SRQ-01", .solo = true) {
-  LinkSpec spec;
   Device dev(run.settings);
   Pd pd(dev);
   Cq cq(dev, 32);

@@ -15,10 +15,11 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
-#include <source_location>
 #include <span>
 #include <type_traits>
 #include <vector>
+
+#include "tests/conformance/where.hpp"
 
 namespace vrdma::conformance {
 
@@ -26,10 +27,10 @@ class Peer {
  public:
   explicit Peer(int fd) : fd_(fd) {}
 
-  void barrier(std::source_location where = std::source_location::current());
+  void barrier(Where where = Where::current());
 
   void send_bytes(std::span<const std::byte> bytes);  // at most 60 KiB
-  std::vector<std::byte> receive_bytes(std::source_location where = std::source_location::current());
+  std::vector<std::byte> receive_bytes(Where where = Where::current());
 
   template <class T>
   void send(const T& value) {
@@ -37,7 +38,7 @@ class Peer {
     send_bytes(std::as_bytes(std::span(&value, 1)));
   }
   template <class T>
-  T receive(std::source_location where = std::source_location::current()) {
+  T receive(Where where = Where::current()) {
     static_assert(std::is_trivially_copyable_v<T>);
     const std::vector<std::byte> bytes = receive_bytes(where);
     check_size(bytes.size(), sizeof(T), where);
@@ -46,7 +47,7 @@ class Peer {
     return value;
   }
   template <class T>
-  T exchange(const T& mine, std::source_location where = std::source_location::current()) {
+  T exchange(const T& mine, Where where = Where::current()) {
     send(mine);
     return receive<T>(where);
   }
@@ -67,9 +68,9 @@ class Peer {
     std::vector<std::byte> bytes;
   };
 
-  static void check_size(std::size_t got, std::size_t wanted, std::source_location where);
+  static void check_size(std::size_t got, std::size_t wanted, Where where);
   void write(Header header, std::span<const std::byte> bytes);
-  Frame next(const char* what, std::source_location where);
+  Frame next(const char* what, Where where);
   bool pull_locked();  // moves one frame from the socket to the inbox; false when there is none yet
 
   int fd_;

@@ -351,6 +351,8 @@ CONFORMANCE(CapacitiesWrittenBackAreAtLeastThoseAskedFor, "QP-11 QRY-09", .solo 
         const Note note(name(type), with_srq ? " with SRQ" : "", " #", i);
         ibv_qp_init_attr init = init_attr(send_cq, recv_cq, spec);
         init.qp_context = &context;
+        init.cap.max_recv_wr = spec.recv_wr;  // with an SRQ ignored, and written back as 0
+        init.cap.max_recv_sge = spec.recv_sge;
         ibv_qp* qp = ibv_create_qp(pd, &init);
         EXPECT(qp != nullptr);
         EXPECT_GE(init.cap.max_send_wr, spec.send_wr);

@@ -16,7 +16,7 @@ namespace vrdma::conformance {
 namespace {
 
 [[noreturn]] void fail_at(const Where& where, const std::string& what) {
-  fail(where.file_name(), static_cast<int>(where.line()), what);
+  fail(where.file_name(), where.line(), what);
 }
 
 void must(int rc, const char* what, const Where& where) {

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <source_location>
 #include <span>
 #include <vector>
 
@@ -16,8 +15,8 @@
 
 namespace vrdma::conformance {
 
-using Where = std::source_location;
-
+// As ints: clang objects to the header's macros mixing two enumerations.
+constexpr int local_write = IBV_ACCESS_LOCAL_WRITE;
 constexpr unsigned all_access =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
 

@@ -62,6 +62,8 @@ class PerftestRules(unittest.TestCase):
         for option in ("all_sizes", "bidirectional", "events", "qps", "rx_depth", "tx_depth", "inline", "post_list", "gid_index",
                        "srq", "duration_s", "server_mtu"):
             self.assertTrue(any(getattr(c, option) for c in quick), option)
+        roce = {(c.program, c.transport) for c in quick if c.link_layer == "ethernet" and c.gid_index == 3}
+        self.assertEqual(roce, {(c.program, c.transport) for c in perftest.each_program()})
 
     def test_a_seed_gives_the_same_mixes_again(self):
         def names(seed):

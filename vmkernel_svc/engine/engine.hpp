@@ -65,6 +65,12 @@ class Engine {
   // To ERR for a reason outside the queue pair (its CQ is overrun); it flushes in its next turns.
   void fail(Qp<P>& qp, std::optional<AsyncEvent> event) { responder_.fail(qp, event); }
 
+  // Whether a copy is under way that reads or writes buffers of this queue pair's work requests, or its own state. Before it is
+  // reset or destroyed its ports let such a copy come to an end (and those that the queue pair gave up).
+  static bool copies_under_way(const Qp<P>& qp) {
+    return qp.operation.copy_pending || (qp.serves != nullptr && qp.serves->operation.copy_pending);
+  }
+
   // Before the queue pair is destroyed.
   void abandon(Qp<P>& qp) {
     requester_.abandon(qp);

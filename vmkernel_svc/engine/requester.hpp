@@ -395,6 +395,7 @@ class Requester {
         responder_.receive_error(*receiver, WcStatus::loc_prot_err, WcStatus::success);
         return true;
       }
+      op.wait = Operation::Wait::none;
       to.advance(part);
       op.moved_bytes += part;
     }
