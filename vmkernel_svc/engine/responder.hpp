@@ -146,8 +146,8 @@ class Responder {
     if (ring.slot_count() == 0) return false;
     const auto peek = ring.peek(wqe, receive_wqe_slots_max, slots);
     if (peek == vmci::RecordReader::Peek::empty) return false;
-    RecordHead head;
-    std::memcpy(&head, wqe, sizeof(head));
+    RecordHead head{};
+    if (peek == vmci::RecordReader::Peek::ready) std::memcpy(&head, wqe, sizeof(head));
     const WqeControl control = unpack_wqe_control(head.control);
     const bool good = peek == vmci::RecordReader::Peek::ready && slots == record_slots && control.opcode == WrOpcode::receive &&
                       control.count <= receive_sge_max &&
