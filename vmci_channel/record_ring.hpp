@@ -46,6 +46,7 @@ class RecordWriter {
 
   // The bytes [offset, offset + from.size()) of the record that publish() will make visible; not the first 16.
   void write(std::size_t offset, std::span<const std::byte> from) {
+    if (from.empty()) return;  // memcpy wants pointers even for nothing
     const std::size_t ring_bytes = std::size_t{slot_count_} * vrdma::slot_bytes;
     const std::size_t at = (std::size_t{tail_ & mask_} * vrdma::slot_bytes + offset) & (ring_bytes - 1);
     const std::size_t first = from.size() < ring_bytes - at ? from.size() : ring_bytes - at;

@@ -371,7 +371,7 @@ void Schedule::replace(std::uint32_t index) {
   checker_.forget(index);
   const QpType type = node.type;
   const std::uint32_t guest = node.guest;
-  if (random_.chance(50)) {  // the survivor goes on alone for a while: it must find out
+  if (nodes_[other].qp != nullptr && random_.chance(50)) {  // the survivor goes on alone for a while: it must find out
     for (std::uint32_t i = 0; i < 30; ++i) {
       if (random_.chance(30)) post_send(other);
       run_one(), finish_some_copy(), let_time_pass(), poll(other);

@@ -88,8 +88,9 @@ class Engine {
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
   Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
     if (qp.operation.stage != Operation::Stage::none) {
-      // A flushed WQE's buffers are its owner's again: not before a copy into them has ended.
-      if (requester_.writes_locally(qp) && hold_flush(qp) && !requester_.settled(qp))
+      // A flushed WQE's buffers are its owner's again, and the receive WQE at the far end free for the next message: not before
+      // a copy that is under way has ended.
+      if (qp.operation.copy_pending && hold_flush(qp) && !requester_.settled(qp))
         return worked ? Progress::worked : Progress::waiting;
       const std::uint64_t wr_id = qp.operation.wr_id;
       const std::uint32_t position = qp.operation.next_position;

@@ -125,12 +125,7 @@ class Requester {
     op.copy_pending = false;
     return true;
   }
-  // Whether a copy is under way into the buffers of `qp`'s own send WQE.
-  static bool writes_locally(const Qp<P>& qp) {
-    const Operation& op = qp.operation;
-    return op.copy_pending && op.rule != nullptr && op.rule->reads;
-  }
-  // … or into those of the receive WQE that it gave to somebody's message.
+  // Whether a copy is under way into the receive WQE that `qp` gave to somebody's message.
   static bool is_written_to(const Qp<P>& qp) {
     return qp.serves != nullptr && qp.serves->operation.copy_pending && qp.serves->operation.rule->moves_to_receive;
   }
