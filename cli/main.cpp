@@ -51,7 +51,7 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
 int main(int argc, char** argv) {
   CLI::App app{about};
   app.set_version_flag("--version", "vrdma " VRDMA_VERSION);
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);  // 1 would hide what a misspelt one was
 
   RunOptions run_options;
   ShowOptions show_options;
@@ -79,6 +79,8 @@ int main(int argc, char** argv) {
     if (show_command->parsed()) return show(show_options);
     if (doctor_command->parsed()) return doctor(doctor_options);
     if (metrics_command->parsed()) return metrics(metrics_socket);
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor or metrics (vrdma --help says more)\n");
+    return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());
     return run_command->parsed() ? 125 : 1;

@@ -177,7 +177,7 @@ std::string program_path(const std::string& name) {
 }
 
 std::string library_path() {
-  const std::vector<fs::path> places{own_folder().parent_path() / "lib" / "libvrdma.so", fs::path(VRDMA_LIBRARY_FOLDER) / "libvrdma.so"};
+  const std::vector<fs::path> places{own_folder().parent_path() / "lib" / "libvrdma.so", own_folder().parent_path() / VRDMA_LIBRARY_FOLDER / "libvrdma.so"};
   std::string tried;
   for (const auto& place : places) {
     std::error_code error;

@@ -10,6 +10,8 @@
 #include <string_view>
 
 #include "guest_lib/process.hpp"
+#include "guest_lib/show_device.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -84,6 +86,7 @@ void complain(const std::string& path, Errno error) {
 Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) {
   auto socket = vmci::PacketSocket::connect(path);
   if (!socket) return socket.error();
+  VRDMA_CRASH_POINT("guest.attach.connected");
 
   control::AttachRequest request{};
   request.magic = control::magic;
@@ -97,6 +100,7 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   auto descriptors = exchange_packet(*socket, 0, 0, control::Request::attach, std::as_bytes(std::span(&request, 1)), {},
                                      std::as_writable_bytes(std::span(&parts.reply, 1)));
   if (!descriptors) return descriptors.error();
+  VRDMA_CRASH_POINT("guest.attach.answered");
   if (parts.reply.major != control::version_major) return Errno{EPROTONOSUPPORT};
   if (descriptors->size() != 4 || parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
 
@@ -110,6 +114,7 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   parts.wake = std::move((*descriptors)[3]);
   parts.socket = std::move(*socket);
 
+  VRDMA_CRASH_POINT("guest.attach.mapped");
   const std::uint64_t arena_bytes = parts.reply.arena_bytes;
   const auto& geometry = parts.reply.control_geometry;
   const auto inside = [&](std::uint64_t offset, std::uint64_t bytes) {
@@ -167,6 +172,7 @@ Result<control::DeviceReply> Attachment::device() {
   if (!reply) return reply.error();
   device_ = *reply;
   device_known_ = true;
+  show_device_in_paths(device_);
   return device_;
 }
 

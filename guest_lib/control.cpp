@@ -7,6 +7,7 @@
 #include <array>
 
 #include "vmci_channel/backoff.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -69,6 +70,7 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
     const int error = value(sent.error());
     return Errno{error == EPIPE || error == ECONNRESET || error == ENOTCONN ? EIO : error};
   }
+  VRDMA_CRASH_POINT("guest.control.packet_sent");
   for (;;) {
     auto received = socket.receive(packet);
     if (!received) return Errno{value(received.error()) == ECONNRESET ? EIO : value(received.error())};
@@ -76,6 +78,7 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
     if (received->bytes < sizeof(head)) return Errno{EPROTO};
     std::memcpy(&head, packet.data(), sizeof(head));
     if (!answers(head, request, sequence)) continue;  // an answer that nobody waited for
+    VRDMA_CRASH_POINT("guest.control.packet_answered");
     const Status outcome = take_reply(head, std::span(packet).subspan(sizeof(head), received->bytes - sizeof(head)), reply);
     if (!outcome) return outcome.error();
     return std::move(received->descriptors);
@@ -107,8 +110,10 @@ Status ControlChannel::exchange(control::Request request, std::span<const std::b
   const Head head = make_head(request, guest_, sequence, body.size());
   requests_.write(head_bytes_in_ring, std::as_bytes(std::span(&head, 1)).subspan(head_bytes_in_ring));
   requests_.write(sizeof(Head), body);
+  VRDMA_CRASH_POINT("guest.control.before_publish");
   requests_.publish(head.record.tag, head.record.word, head.record.control, slots);
   requests_sent_.fetch_add(1, std::memory_order_relaxed);
+  VRDMA_CRASH_POINT("guest.control.published");
   // C1: pairs with the service's fence between its store of needs_doorbell and its last look at the ring.
   store_load_fence();
   if (std::atomic_ref(rings_.header().attacher.needs_doorbell).load(std::memory_order_relaxed) != 0)
@@ -144,8 +149,10 @@ Status ControlChannel::wait_for_reply(control::Request request, std::uint32_t se
       case vmci::RecordReader::Peek::ready:
         break;
     }
+    VRDMA_CRASH_POINT("guest.control.before_consume");
     replies_.advance(slots);
     publish_consumed();
+    VRDMA_CRASH_POINT("guest.control.consumed");
     Head head;
     std::memcpy(&head, record_, sizeof(head));
     if (!answers(head, request, sequence)) continue;

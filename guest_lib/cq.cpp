@@ -6,6 +6,7 @@
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -41,6 +42,7 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
       {Context::of(context).handle, static_cast<std::uint32_t>(cqe), channel != nullptr ? Channel::of(channel).handle : 0,
        static_cast<std::uint32_t>(comp_vector)});
   if (!reply) return reply.error();
+  VRDMA_CRASH_POINT("guest.create_cq.answered");
   auto shared = (*attachment)->at<control::CqShared>(reply->offset);
   if (!shared) return shared.error();
   cq->shared = *shared;
@@ -48,6 +50,7 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
   // Handles are used again: events of an older CQ are told from ours by where its sequence started.
   static std::atomic<std::uint32_t> created{0};
   cq->first_arm_sequence = (created.fetch_add(1, std::memory_order_relaxed) << 16) & 0x3fffffff;
+  cq->reported_arm_sequence = cq->first_arm_sequence;
   std::atomic_ref(cq->shared->arm).store(cq->first_arm_sequence << 2, std::memory_order_relaxed);
 
   cq->verbs.context = context;
@@ -73,10 +76,14 @@ void withdraw(Cq& cq) {
     std::lock_guard lock(cq.attachment->objects_mutex());
     auto found = cq.attachment->cqs.find(cq.verbs.handle);
     if (found != cq.attachment->cqs.end() && found->second == &cq) cq.attachment->cqs.erase(found);
-    if (cq.verbs.channel != nullptr) {
-      std::erase(Channel::of(cq.verbs.channel).cqs, &cq);
-      --cq.verbs.channel->refcnt;
-    }
+    if (cq.verbs.channel != nullptr) std::erase(Channel::of(cq.verbs.channel).cqs, &cq);
+  }
+  purge_async_events(cq.verbs.context, cq.verbs.handle);
+  if (cq.verbs.channel != nullptr) {
+    Channel& channel = Channel::of(cq.verbs.channel);
+    channel.events.purge(channel.verbs.fd, channel.pipe->get(), cq.verbs.handle);
+    std::lock_guard lock(cq.attachment->objects_mutex());
+    --channel.verbs.refcnt;
   }
   pthread_mutex_lock(&cq.verbs.mutex);
   while (cq.verbs.comp_events_completed != cq.completion_events_reported ||

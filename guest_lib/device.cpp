@@ -81,6 +81,8 @@ void set_ops(Context& context) {
 Result<ibv_context*> open_device(ibv_device* which) {
   auto attachment = Attachment::current();
   if (!attachment) return attachment.error();
+  // Asked now, so that the paths that clients look at are right before they look.
+  if (auto reply = (*attachment)->device(); !reply) return reply.error();
   auto opened = open_context(**attachment);
   if (!opened) return opened.error();
   vmci::UniqueFd command_fd(::eventfd(0, EFD_CLOEXEC));  // applications duplicate it; nothing is ever written to it

@@ -8,21 +8,11 @@
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
 namespace {
-
-enum class Next { record, empty, end };
-
-template <class Record>
-Next read_record(int pipe, Record& record) {
-  ssize_t got;
-  do got = ::read(pipe, &record, sizeof(record));
-  while (got < 0 && errno == EINTR);
-  if (got == static_cast<ssize_t>(sizeof(record))) return Next::record;
-  return got < 0 && errno == EAGAIN ? Next::empty : Next::end;
-}
 
 // 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
 int wait_readable(int event_fd) {
@@ -48,6 +38,7 @@ Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   constexpr std::uint32_t sequence_mask = 0x3fffffff;
   if (((record.arm_sequence - cq.first_arm_sequence) & sequence_mask) > ((armed - cq.first_arm_sequence) & sequence_mask))
     return nullptr;  // of an older CQ with the same handle
+  cq.reported_arm_sequence = record.arm_sequence;
   ++cq.completion_events_reported;
   return &cq;
 }
@@ -63,23 +54,40 @@ bool any_outstanding(Cq& cq) {
   return false;
 }
 
-// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush.
+// The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush. It may
+// have died between claiming an arm and sending the event: that one is owed, too.
+bool fatal_event_due(Cq& cq) {
+  const std::uint32_t now = std::atomic_ref(cq.shared->arm).load(std::memory_order_relaxed);
+  if ((now & 3) == control::arm_fired) return now >> 2 != cq.reported_arm_sequence;
+  if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) return false;
+  return cq.fatal_event_owed || any_outstanding(cq);
+}
+
 Cq* count_fatal_event(Channel& channel) {
   std::lock_guard lock(channel.attachment->objects_mutex());
+  Cq* found = nullptr;
+  bool more = false;
   for (Cq* cq : channel.cqs) {
-    const auto arm = std::atomic_ref(cq->shared->arm);
-    const std::uint32_t now = arm.load(std::memory_order_relaxed);
-    if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) continue;
-    if (cq->fatal_event_reported && !any_outstanding(*cq)) continue;
-    arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
-    cq->fatal_event_reported = true;
-    ++cq->completion_events_reported;
-    return cq;
+    if (!fatal_event_due(*cq)) continue;
+    more = found != nullptr;
+    if (more) break;
+    found = cq;
   }
-  // Until something is armed again the descriptor is not readable, or applications would spin on the closed pipe.
-  if (channel.pipe_watched) unwatch_pipe(channel.verbs.fd, channel.pipe->get());
-  channel.pipe_watched = false;
-  return nullptr;
+  if (found != nullptr) {
+    const auto arm = std::atomic_ref(found->shared->arm);
+    const std::uint32_t now = arm.load(std::memory_order_relaxed);
+    arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
+    found->reported_arm_sequence = now >> 2;
+    found->fatal_event_owed = false;
+    ++found->completion_events_reported;
+  }
+  // The closed pipe stays readable. Without a further event the descriptor must not be: applications that found it so
+  // would block here, or spin.
+  if (!more && channel.pipe_watched) {
+    unwatch_pipe(channel.verbs.fd, channel.pipe->get());
+    channel.pipe_watched = false;
+  }
+  return found;
 }
 
 // --- asynchronous events
@@ -155,10 +163,18 @@ void acknowledge(Verbs& object, std::uint32_t& completed, std::uint32_t count) {
 
 }  // namespace
 
+void purge_async_events(ibv_context* verbs, std::uint32_t handle) {
+  Context& context = Context::of(verbs);
+  context.events.purge(verbs->async_fd, context.async_pipe->get(), handle);
+}
+
 void watch_after_death(Cq& cq) {
   if (cq.verbs.channel == nullptr) return;
   Channel& channel = Channel::of(cq.verbs.channel);
   std::lock_guard lock(channel.attachment->objects_mutex());
+  // Decided now: the application may well poll what is flushed before it fetches the event.
+  cq.fatal_event_owed |= any_outstanding(cq);
+  if (!fatal_event_due(cq)) return;
   if (!channel.pipe_watched && watch_pipe(channel.verbs.fd, channel.pipe->get())) channel.pipe_watched = true;
 }
 
@@ -176,15 +192,17 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
   for (;;) {
     control::CompletionRecord record;
     Cq* found = nullptr;
-    const Next next = read_record(channel.pipe->get(), record);
-    if (next == Next::record) {
+    const auto next = channel.events.next(channel.pipe->get(), record);
+    if (next == EventSource<control::CompletionRecord>::Next::record) {
+      VRDMA_CRASH_POINT("guest.event.read");
       found = count_event(channel, record);
       if (found == nullptr) continue;
-    } else if (next == Next::end) {
+    } else if (next == EventSource<control::CompletionRecord>::Next::end) {
       channel.attachment->liveness().mark_dead();
       found = count_fatal_event(channel);
     }
     if (found != nullptr) {
+      VRDMA_CRASH_POINT("guest.event.counted");
       *cq = found->base();
       *cq_context = found->verbs.cq_context;
       return 0;
@@ -195,6 +213,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
 
 VRDMA_EXPORT void ibv_ack_cq_events(ibv_cq* verbs, unsigned int count) {
   if (count != 0) acknowledge(*verbs, verbs->comp_events_completed, count);
+  VRDMA_CRASH_POINT("guest.event.acknowledged");
 }
 
 VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event) {
@@ -205,12 +224,12 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
   }
   for (;;) {
     control::AsyncRecord record;
-    const Next next = read_record(context.async_pipe->get(), record);
-    if (next == Next::record) {
+    const auto next = context.events.next(context.async_pipe->get(), record);
+    if (next == EventSource<control::AsyncRecord>::Next::record) {
       if (count_event(*context.attachment, record, *event)) return 0;
       continue;
     }
-    if (next == Next::end) {
+    if (next == EventSource<control::AsyncRecord>::Next::end) {
       context.attachment->liveness().mark_dead();
       if (!context.fatal_reported.exchange(true)) {
         unwatch_pipe(verbs->async_fd, context.async_pipe->get());

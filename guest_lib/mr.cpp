@@ -6,6 +6,7 @@
 #include "guest_lib/objects.hpp"
 #include "guest_lib/reach.hpp"
 #include "guest_lib/verbs_result.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -67,12 +68,16 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
   std::lock_guard lock((*attachment)->registration_mutex());
   auto reached = reach(**attachment, address, bytes, access);
   if (!reached) return reached.error();
+  VRDMA_CRASH_POINT("guest.reg_mr.pages_moved");
   if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
   Result<control::RegMrReply> made = Errno{EIO};
-  if (Status staged = stage(**attachment, reached->extents); !staged)
+  if (Status staged = stage(**attachment, reached->extents); !staged) {
     made = staged.error();
-  else
+  } else {
+    VRDMA_CRASH_POINT("guest.reg_mr.staged");
     made = (*attachment)->call<control::Request::reg_mr>({*pd_handle, access, address, bytes, iova});
+  }
+  VRDMA_CRASH_POINT("guest.reg_mr.answered");
   if (!made) {
     unreach(std::move(*reached));
     return made.error();
@@ -204,10 +209,12 @@ VRDMA_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* address, 
 VRDMA_EXPORT int ibv_dereg_mr(ibv_mr* verbs) {
   return as_int([&]() -> Status {
     Mr& mr = Mr::of(verbs);
+    VRDMA_CRASH_POINT("guest.dereg_mr.before_request");
     if (!mr.attachment->liveness().gone()) {
       auto gone = mr.attachment->call<control::Request::dereg_mr>({verbs->handle, 0});
       if (!gone && value(gone.error()) != EIO) return gone.error();
     }
+    VRDMA_CRASH_POINT("guest.dereg_mr.answered");
     Pd::of(verbs->pd).users.fetch_sub(1, std::memory_order_relaxed);
     if (!mr.attachment->liveness().inherited()) {
       std::lock_guard lock(mr.attachment->registration_mutex());

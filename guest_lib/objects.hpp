@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/event_source.hpp"
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/process.hpp"
 #include "guest_lib/spin_lock.hpp"
@@ -29,6 +30,7 @@ struct Context {
   std::shared_ptr<Attachment> attachment;
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> async_pipe;
+  EventSource<control::AsyncRecord> events;
   std::atomic<bool> fatal_reported{false};
 
   static Context& of(ibv_context* context) {
@@ -70,6 +72,7 @@ struct Channel {
   std::shared_ptr<Attachment> attachment;
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> pipe;
+  EventSource<control::CompletionRecord> events;
   std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
   bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise
 
@@ -111,10 +114,11 @@ struct Cq {
 
   std::atomic<std::uint32_t> users{0};
   std::uint32_t first_arm_sequence = 0;
+  std::uint32_t reported_arm_sequence = 0;  // of the arm whose event was read last; guarded like the counts below
   // Events read so far; guarded by the attachment's objects_mutex until the CQ has left the table.
   std::uint32_t completion_events_reported = 0;
   std::uint32_t async_events_reported = 0;
-  bool fatal_event_reported = false;
+  bool fatal_event_owed = true;  // once the service is gone: whoever is armed then, and later where something is flushed
 
   static Cq& of(ibv_cq* cq) { return *reinterpret_cast<Cq*>(cq); }
   ibv_cq* base() { return reinterpret_cast<ibv_cq*>(&verbs); }
@@ -176,6 +180,9 @@ int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.
 void watch_after_death(Cq& cq);
+
+// Drops the unread asynchronous events of an object that was destroyed.
+void purge_async_events(ibv_context* context, std::uint32_t handle);
 
 // struct ibv_ah_attr as it travels, and back.
 AddressVector to_wire(const ibv_ah_attr& attributes);

@@ -11,6 +11,7 @@
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/backoff.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -63,6 +64,7 @@ void convert(const Cqe& from, std::uint32_t qpn, ibv_wc& to) {
 // `got` entries were taken from the lane, the last with this queue position.
 void account(Lane& lane, int got, std::uint32_t queue_position) {
   if (got == 0) return;
+  VRDMA_CRASH_POINT("guest.poll.before_consumed");
   if (lane.send != nullptr) {
     lane.send->completed_up_to(queue_position);
   } else {
@@ -70,6 +72,7 @@ void account(Lane& lane, int got, std::uint32_t queue_position) {
   }
   // L3: pairs with the writer's acquire when it asks whether the lane has room.
   std::atomic_ref(lane.header->creator.consumed).store(lane.reader.position(), std::memory_order_release);
+  VRDMA_CRASH_POINT("guest.poll.lane_consumed");
 }
 
 bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == WcStatus::wr_flush_err; }
@@ -201,6 +204,7 @@ int look(Cq& cq, int room, ibv_wc* wc) {
   if (got != 0) {
     cq.consumed += static_cast<std::uint32_t>(got);
     std::atomic_ref(cq.shared->consumed).store(cq.consumed, std::memory_order_release);
+    VRDMA_CRASH_POINT("guest.poll.consumed");
   }
   return got;
 }
@@ -211,7 +215,7 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   for (Lane* lane : cq.lanes) {
     if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
     std::lock_guard guard(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
-    for (std::uint64_t wr_id; got < room; ++got) {
+    for (std::uint64_t wr_id = 0; got < room; ++got) {
       if (!(lane->send != nullptr ? lane->send->take_oldest(wr_id) : lane->receive->take_oldest(wr_id))) break;
       wc[got] = {};
       wc[got].wr_id = wr_id;
@@ -260,6 +264,7 @@ int req_notify_cq(ibv_cq* verbs, int solicited_only) {
     // Armed for any completion already: a wish for less changes nothing.
     if ((now & 3) == control::arm_next) break;
   } while (!arm.compare_exchange_weak(now, (((now >> 2) + 1) << 2) | wanted, std::memory_order_relaxed));
+  VRDMA_CRASH_POINT("guest.arm.armed");
   // A1: pairs with the service's fence between a completion and its look at `arm`: one that it put before seeing the arm is
   // found by the application's next poll.
   vmci::store_load_fence();

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "vmci_channel/arch.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -80,6 +81,7 @@ int post_one(Qp& qp, const ibv_send_wr& wr) {
   const std::uint32_t slots = send_wqe_slots(payload_bytes);
   if (!qp.send.has_room(slots)) return ENOMEM;
 
+  VRDMA_CRASH_POINT("guest.post_send.before_write");
   vmci::RecordWriter& ring = qp.send.writer();
   if (datagram) {
     const UdOperand operand = ud_operand(wr);
@@ -102,8 +104,10 @@ int post_one(Qp& qp, const ibv_send_wr& wr) {
     ring.write(send_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, count)));
   }
   const auto flags = static_cast<std::uint8_t>((wr.send_flags | qp.implied_flags) & (wr_fence | wr_signaled | wr_solicited | wr_inline));
+  VRDMA_CRASH_POINT("guest.post_send.before_publish");
   qp.send.publish(wr.wr_id, opcode_bit & with_immediate ? wr.imm_data : 0,
                   pack(WqeControl{static_cast<WrOpcode>(opcode), flags, count}), slots);
+  VRDMA_CRASH_POINT("guest.post_send.published");
   return 0;
 }
 
@@ -121,15 +125,19 @@ int post_chain(Queue& queue, const Doorbell& doorbell, std::uint32_t member, Wr*
   // D1: pairs with the service's fence between its store of needs_doorbell and its last look at the queue.
   vmci::store_load_fence();
   if (queue.needs_doorbell().load(std::memory_order_relaxed) != 0) doorbell.ring(member);
+  VRDMA_CRASH_POINT("guest.post.doorbell_rung");
   return error;
 }
 
 int post_one_receive(ReceiveQueue& queue, std::uint32_t max_sge, const ibv_recv_wr& wr) {
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > max_sge) return EINVAL;
   if (!queue.has_room()) return ENOMEM;
+  VRDMA_CRASH_POINT("guest.post_recv.before_write");
   const auto count = static_cast<std::uint16_t>(wr.num_sge);
   if (count != 0) queue.writer().write(receive_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, count)));
+  VRDMA_CRASH_POINT("guest.post_recv.before_publish");
   queue.publish(wr.wr_id, pack(WqeControl{WrOpcode::receive, 0, count}));
+  VRDMA_CRASH_POINT("guest.post_recv.published");
   return 0;
 }
 
@@ -178,6 +186,7 @@ int post_srq_recv(ibv_srq* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
       break;
     }
   }
+  VRDMA_CRASH_POINT("guest.post_srq.before_count");
   srq.queue.publish_count();
   return error;
 }

@@ -6,6 +6,7 @@
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -76,6 +77,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   auto reply = (*attachment)->call<control::Request::create_qp>(request);
   if (!reply) return reply.error();
 
+  VRDMA_CRASH_POINT("guest.create_qp.answered");
   qp->attachment = *attachment;
   qp->liveness = &(*attachment)->liveness();
   qp->doorbell = (*attachment)->doorbell();
@@ -202,7 +204,9 @@ Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
     request.send_position = qp.send.writer().position();
     request.receive_position = qp.base().srq != nullptr ? 0 : qp.receive.writer().position();
   }
+  VRDMA_CRASH_POINT("guest.modify_qp.before_request");
   auto reply = qp.attachment->call<control::Request::modify_qp>(request);
+  VRDMA_CRASH_POINT("guest.modify_qp.answered");
   if (!reply) {
     if (to_reset) set_state(qp, before);
     return reply.error();
@@ -243,6 +247,7 @@ void withdraw(Qp& qp) {
     auto found = qp.attachment->qps.find(qp.base().handle);
     if (found != qp.attachment->qps.end() && found->second == &qp) qp.attachment->qps.erase(found);
   }
+  purge_async_events(qp.base().context, qp.base().handle);
   pthread_mutex_lock(&qp.base().mutex);
   while (qp.base().events_completed != qp.events_reported) pthread_cond_wait(&qp.base().cond, &qp.base().mutex);
   pthread_mutex_unlock(&qp.base().mutex);
@@ -258,8 +263,10 @@ Status destroy_qp(Qp& qp) {
       reset.qp_state = IBV_QPS_RESET;
       (void)modify_qp(qp, reset, IBV_QP_STATE);
     }
+    VRDMA_CRASH_POINT("guest.destroy_qp.reset");
     take_lanes(qp);
     auto gone = qp.attachment->call<control::Request::destroy_qp>({verbs.handle, 0});
+    VRDMA_CRASH_POINT("guest.destroy_qp.answered");
     if (!gone && value(gone.error()) != EIO) {
       Cq::of(verbs.send_cq).add_lane(qp.send_lane);
       Cq::of(verbs.recv_cq).add_lane(qp.receive_lane);

@@ -3,6 +3,7 @@
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -20,6 +21,7 @@ Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init) {
   auto reply = (*attachment)->call<control::Request::create_srq>(
       {Context::of(pd->context).handle, *pd_handle, init.attr.max_wr, init.attr.max_sge, 0, 0});
   if (!reply) return reply.error();
+  VRDMA_CRASH_POINT("guest.create_srq.answered");
   auto view = (*attachment)->queue_pair_at(reply->queue.offset, reply->queue.geometry);
   if (!view || reply->queue.record_slots == 0 || reply->queue.record_slots > record_slots_max ||
       receive_wqe_slots(reply->max_sge) > reply->queue.record_slots) {
@@ -67,6 +69,7 @@ void withdraw(Srq& srq) {
     auto found = srq.attachment->srqs.find(srq.verbs.handle);
     if (found != srq.attachment->srqs.end() && found->second == &srq) srq.attachment->srqs.erase(found);
   }
+  purge_async_events(srq.verbs.context, srq.verbs.handle);
   pthread_mutex_lock(&srq.verbs.mutex);
   while (srq.verbs.events_completed != srq.events_reported) pthread_cond_wait(&srq.verbs.cond, &srq.verbs.mutex);
   pthread_mutex_unlock(&srq.verbs.mutex);

@@ -9,6 +9,8 @@
 
 #include <cstring>
 
+#include "vmci_channel/arch.hpp"
+
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
 #endif
@@ -65,10 +67,16 @@ Status PacketSocket::send(std::span<const std::byte> packet, std::span<const int
 
 Result<PacketSocket::Received> PacketSocket::receive(std::span<std::byte> buffer, int timeout_ms) const {
   if (timeout_ms >= 0) {
-    pollfd waiting{fd_.get(), POLLIN, 0};
-    const int ready = ::poll(&waiting, 1, timeout_ms);
-    if (ready == 0) return Errno{ETIMEDOUT};
-    if (ready < 0 && errno != EINTR) return vrdma::last_error();
+    const std::uint64_t until_ns = monotonic_ns() + static_cast<std::uint64_t>(timeout_ms) * 1'000'000u;
+    for (;;) {
+      pollfd waiting{fd_.get(), POLLIN, 0};
+      const int ready = ::poll(&waiting, 1, timeout_ms);
+      if (ready > 0) break;
+      if (ready == 0) return Errno{ETIMEDOUT};
+      if (errno != EINTR) return vrdma::last_error();
+      const std::uint64_t now_ns = monotonic_ns();
+      timeout_ms = now_ns < until_ns ? static_cast<int>((until_ns - now_ns + 999'999) / 1'000'000) : 0;
+    }
   }
   iovec part{buffer.data(), buffer.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))];
@@ -119,7 +127,12 @@ Result<UniqueFd> listen_packets(const std::string& path, mode_t mode) {
   auto address = address_of(path);
   if (!address) return address.error();
   if (auto someone = PacketSocket::connect(path)) return Errno{EADDRINUSE};
-  else if (value(someone.error()) == ECONNREFUSED) ::unlink(path.c_str());
+  else if (value(someone.error()) == EAGAIN) return Errno{EADDRINUSE};  // its queue is full, so it is served
+  else if (value(someone.error()) == ECONNREFUSED) {  // nobody serves it; that is also what connecting to any other file says
+    struct stat status;
+    if (::lstat(path.c_str(), &status) == 0 && !S_ISSOCK(status.st_mode)) return Errno{ENOTSOCK};
+    ::unlink(path.c_str());
+  }
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return vrdma::last_error();
   if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0) return vrdma::last_error();

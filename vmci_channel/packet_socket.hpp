@@ -55,7 +55,7 @@ class PacketSocket {
 };
 
 // Listens at `path` with the given permission bits. A socket file that nobody listens at any more is replaced; one that
-// somebody serves is EADDRINUSE.
+// somebody serves is EADDRINUSE; any other file is left alone: ENOTSOCK.
 vrdma::Result<UniqueFd> listen_packets(const std::string& path, mode_t mode);
 
 }  // namespace vmci

@@ -52,6 +52,14 @@ Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool futu
   return segment;
 }
 
+Result<UniqueFd> create_sealed(const char* name, std::uint64_t bytes) {
+  UniqueFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return vrdma::last_error();
+  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return vrdma::last_error();
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return vrdma::last_error();
+  return fd;
+}
+
 Result<std::uint64_t> sealed_bytes(int fd) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) return Errno{EPERM};

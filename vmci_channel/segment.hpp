@@ -64,6 +64,9 @@ class Segment {
   Mapping mapping_;
 };
 
+// New zero-filled, sparse memory of a fixed size that the caller does not map. EINVAL, ENFILE, …
+vrdma::Result<UniqueFd> create_sealed(const char* name, std::uint64_t bytes);
+
 // Whether the descriptor is memory that its owner can no longer make smaller, and how much. EPERM if not.
 vrdma::Result<std::uint64_t> sealed_bytes(int fd);
 

@@ -2,10 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -36,6 +38,16 @@ Setter text(std::string& to, const std::string& origin, const std::string& key) 
   return [&to, origin, key](const json& value) {
     if (!value.is_string()) refuse(origin, fmt::format("\"{}\" is {}: it must be a string", key, value.dump()));
     to = value.get<std::string>();
+  };
+}
+
+// Permission bits as people write them: "0660".
+Setter mode(std::uint32_t& to, const std::string& origin, const std::string& key) {
+  return [&to, origin, key](const json& value) {
+    const std::string digits = value.is_string() ? value.get<std::string>() : "";
+    if (digits.empty() || digits.size() > 4 || digits.find_first_not_of("01234567") != std::string::npos || std::stoul(digits, nullptr, 8) > 0777)
+      refuse(origin, fmt::format("\"{}\" is {}: it must be permission bits in a string, such as \"0666\" or \"0660\"", key, value.dump()));
+    to = static_cast<std::uint32_t>(std::stoul(digits, nullptr, 8));
   };
 }
 
@@ -73,10 +85,13 @@ void Config::read_text(const std::string& content, const std::string& origin) {
   const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, key)}; };
   const std::map<std::string, Setter> quota_keys{n(quota.guests, "guests"), n(quota.objects, "objects"),
                                                  n(quota.registered_bytes, "registered_bytes"),
-                                                 n(quota.queue_bytes, "queue_bytes")};
+                                                 n(quota.queue_bytes, "queue_bytes"),
+                                                 n(quota.pieces, "pieces"),
+                                                 n(quota.mappings, "mappings"),
+                                                 n(quota.descriptors, "descriptors")};
   std::map<std::string, Setter> keys{t(socket, "socket"),           t(link_layer, "link_layer"),
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
-                                     n(socket_mode, "socket_mode"), n(shards, "shards"),
+                                     {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),
                                      n(arena_bytes, "arena_bytes"), n(lid_first, "lid_first"),
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
                                      n(idle_exit_s, "idle_exit_s")};
@@ -94,8 +109,9 @@ void Config::check() const {
   require(shards >= 1 && shards <= 1, fmt::format("\"shards\" is {}: this version runs one shard", shards));
   require(arena_bytes >= (1u << 20) && arena_bytes <= (1ull << 40) && arena_bytes % 4096 == 0,
           fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));
-  require(lid_first >= 1 && lid_count >= 1 && lid_first + lid_count <= 0xc000,
-          fmt::format("LIDs {} to {}: unicast LIDs are 1 to 49151", lid_first, lid_first + lid_count - 1));
+  constexpr std::uint32_t lid_max = 0xbfff;
+  require(lid_first >= 1 && lid_first <= lid_max && lid_count >= 1 && lid_count <= lid_max - lid_first + 1,
+          fmt::format("\"lid_count\" {} from \"lid_first\" {}: unicast LIDs are 1 to {}", lid_count, lid_first, lid_max));
   require(active_mtu == 256 || active_mtu == 512 || active_mtu == 1024 || active_mtu == 2048 || active_mtu == 4096,
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};

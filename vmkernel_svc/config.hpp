@@ -13,6 +13,9 @@ struct Quota {  // of one tenant
   std::uint32_t objects = 1u << 20;              // PDs, MRs, CQs, SRQs, QPs, channels together
   std::uint64_t registered_bytes = 1ull << 42;
   std::uint64_t queue_bytes = 1ull << 34;        // arena memory in use
+  std::uint32_t pieces = 1u << 21;               // that registrations consist of: 48 bytes of the service each
+  std::uint32_t mappings = 8192;                 // chunks of 256 MiB of guests' files that the service has mapped
+  std::uint32_t descriptors = 8192;              // of the service, on behalf of the tenant; at most a quarter of all it may have
 };
 
 struct Config {

@@ -9,7 +9,9 @@
 #include <cstring>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/guest_mail.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -19,7 +21,9 @@ using engine::QpType;
 
 namespace {
 
-constexpr std::uint32_t control_slots = 256;  // 16 KiB each way: a request of 4 KiB and its reply always fit
+constexpr std::uint32_t guest_descriptors = 8;  // socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe
+constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one of 4 KiB always fits
+constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
 
 constexpr std::uint32_t power_of_two(std::uint32_t n) { return std::bit_ceil(std::max(n, 2u)); }
 
@@ -27,6 +31,12 @@ template <class T>
 T* find(Table<T>& table, std::uint32_t handle) {
   const auto found = table.find(handle);
   return found == table.end() ? nullptr : found->second.get();
+}
+// Objects refer only to objects of their own context, so that closing one leaves nothing behind that points into it.
+template <class T>
+T* find_in(Table<T>& table, std::uint32_t handle, std::uint32_t context) {
+  T* const found = find(table, handle);
+  return found != nullptr && found->context == context ? found : nullptr;
 }
 
 // A pipe whose write end stays here. The read end blocks (its owner decides); ours does not.
@@ -45,17 +55,18 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
 Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
                                         std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
   auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
-  if (tenant.guests >= tenant.quota.guests) return Errno{EDQUOT};
+  if (tenant.guests >= tenant.quota.guests || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
   if (!wake) return wake.error();
   vmci::UniqueFd doorbell(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!doorbell) return last_error();
-  if (const auto watched = shard_.watch(doorbell.get()); !watched) return watched.error();
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
+  if (const auto watched = shard_.watch(doorbell.get()); !watched) return fabric_.rest_lid(lid), watched.error();
 
+  VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
   static std::uint32_t next_context = host_context;
   guest->id = GuestId{++next_context};
@@ -74,17 +85,17 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (guest->name.empty()) guest->name = "guest" + std::to_string(guest->id.value);
   assign_addresses(*guest);
 
-  const vmci::QueuePairGeometry geometry{control_slots, control_slots, vmci::QueueKind::records, 0};
+  const vmci::QueuePairGeometry geometry{control_slots, control_reply_slots, vmci::QueueKind::records, 0};
   const auto control_at = guest->arena.allocate(geometry.total_bytes());
   const auto doorbell_at = guest->arena.allocate(sizeof(vmci::ReadyWords));
   if (!control_at || !doorbell_at) return Errno{ENOMEM};
   guest->control = vmci::QueuePairView(guest->arena.segment().data() + *control_at, geometry);
   guest->requests = vmci::RecordReader(guest->control.produce(), control_slots);
-  guest->replies = vmci::RecordWriter(guest->control.consume_records(), control_slots);
+  guest->replies = vmci::RecordWriter(guest->control.consume_records(), control_reply_slots);
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  guest->process.open(info.credentials.pid, std::move(info.pidfd), fabric_.sink);
+  guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
 
   AttachReply reply{};
   reply.major = version_major;
@@ -101,19 +112,26 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   keep.push_back(std::move(wake->first));
 
   ++tenant.guests;
+  tenant.descriptors += guest_descriptors;
   shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
+  VRDMA_CRASH_POINT("service.attach.added");
   return reply;
 }
 
 void ControlDesk::detach(Guest& guest) {
+  VRDMA_CRASH_POINT("service.detach.begun");
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
+  VRDMA_CRASH_POINT("service.detach.contexts_closed");
+  fabric_.vmci.leave(guest);
   shard_.remove(guest);
+  shard_.unwatch(guest.doorbell_fd.get());
   guest.process.close();
   fabric_.departed.push_front(
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
   --guest.tenant->guests;
+  guest.tenant->descriptors -= guest_descriptors + static_cast<std::uint32_t>(guest.backings.size());
   fabric_.rest_lid(guest.lid);
   ++fabric_.topology_generation;
   fabric_.guests.erase(guest.id.value);
@@ -151,6 +169,7 @@ bool ControlDesk::serve(Guest& guest) {
     guest.held_since_ns = 0;
     guest.requests.advance(slots);
     std::atomic_ref(guest.control.header().attacher.consumed).store(guest.requests.position(), std::memory_order_release);
+    VRDMA_CRASH_POINT("service.control.consumed");
   }
   guest.control_held = true;  // there may be more: others first
   return served;
@@ -186,8 +205,11 @@ bool ControlDesk::dispatch(Guest& guest, std::span<const std::byte> body, std::b
 
 // False: the request must wait and be tried again.
 bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::byte> body) {
-  alignas(64) std::byte record[record_slots_max * slot_bytes] = {};
-  std::byte* const reply = record + sizeof(Head);
+  if (head.record.tag != address_of(host_context, control_port)) {
+    fabric_.vmci.forward(guest, head, body);
+    return true;
+  }
+  alignas(64) std::byte reply[body_bytes_max] = {};
   std::uint32_t reply_bytes = 0;
   int status = 0;
   const std::uint32_t user = head.record.control & control_user_mask;
@@ -203,29 +225,18 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
       status = EOPNOTSUPP;
   }
   if (!done) return false;
+  VRDMA_CRASH_POINT("service.control.executed");
   ++guest.requests_served;
 
-  auto& cursor = guest.control.header().creator;
-  const std::uint32_t consumed = std::atomic_ref(cursor.consumed).load(std::memory_order_acquire);
-  if (guest.replies.position() - consumed <= guest.replies.slot_count()) guest.replies.set_freed(consumed);
-  const auto slots = static_cast<std::uint32_t>((sizeof(Head) + reply_bytes + slot_bytes - 1) / slot_bytes);
-  if (!guest.replies.has_room(slots)) {  // it asks without reading the answers
-    ++guest.protocol_errors;
-    guest.broken = true;
-    return true;
-  }
   Head out{};
+  out.record.tag = address_of(guest.id.value, head.source_port);
   out.source_context = host_context;
   out.source_port = control_port;
   out.sequence = head.sequence;
   out.status = status;
-  std::memcpy(record, &out, sizeof(out));
-  guest.replies.write(sizeof(RecordHead), {record + sizeof(RecordHead), sizeof(Head) - sizeof(RecordHead) + reply_bytes});
-  guest.replies.publish(address_of(guest.id.value, head.source_port), reply_bytes, user | reply_bit, slots);
-  vmci::store_load_fence();  // K1: pairs with the guest's fence between `waiting` and its last look
-  if (std::atomic_ref(cursor.waiting).load(std::memory_order_relaxed) != 0) {
-    const char one = 1;
-    [[maybe_unused]] const auto written = ::write(guest.wake_pipe.get(), &one, 1);  // full: it is awake already
+  if (!put_datagram(guest, out, user | reply_bit, {reply, reply_bytes}, 0)) {  // it asks without reading the answers
+    ++guest.protocol_errors;
+    guest.broken = true;
   }
   return true;
 }
@@ -236,6 +247,7 @@ Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, 
   if (guest.backings.size() >= 65536) return Errno{EMFILE};
   auto backing = Backing::adopt(std::move(fd));
   if (!backing) return backing.error();
+  if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
   const std::uint32_t handle = guest.next_handle++;
   guest.backings.emplace(handle, std::move(*backing));
   return AddBackingReply{handle, 0};
@@ -246,13 +258,15 @@ Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
   if (found == guest.backings.end()) return Errno{EINVAL};
   if (found->second.in_use()) return Errno{EBUSY};
   guest.backings.erase(found);
+  --guest.tenant->descriptors;
   return ok();
 }
 
 Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&, std::vector<vmci::UniqueFd>& give) {
-  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
   auto pipe = make_pipe();
   if (!pipe) return --guest.tenant->objects, pipe.error();
+  ++guest.tenant->descriptors;
   const std::uint32_t handle = guest.next_handle++;
   guest.contexts.emplace(handle, std::make_unique<Context>(Context{handle, std::move(pipe->second), {}}));
   give.push_back(std::move(pipe->first));
@@ -261,9 +275,10 @@ Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&
 
 Result<HandleReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& request, std::vector<vmci::UniqueFd>& give) {
   if (find(guest.contexts, request.context) == nullptr) return Errno{EINVAL};
-  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
   auto pipe = make_pipe();
   if (!pipe) return --guest.tenant->objects, pipe.error();
+  ++guest.tenant->descriptors;
   const std::uint32_t handle = guest.next_handle++;
   guest.channels.emplace(handle, std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}}));
   give.push_back(std::move(pipe->first));
@@ -303,9 +318,10 @@ Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
   }
   for (const auto handle : regions) destroy_region(guest, handle, true);
   for (const auto handle : of_context(guest.pds)) guest.pds.erase(handle), --guest.tenant->objects;
-  for (const auto handle : of_context(guest.channels)) guest.channels.erase(handle), --guest.tenant->objects;
+  for (const auto handle : of_context(guest.channels)) guest.channels.erase(handle), --guest.tenant->objects, --guest.tenant->descriptors;
   guest.contexts.erase(context);
   --guest.tenant->objects;
+  --guest.tenant->descriptors;
   return ok();
 }
 
@@ -316,6 +332,7 @@ Result<Empty> ControlDesk::on<Request::destroy_channel>(Guest& guest, const Hand
   if (channel->users != 0) return Errno{EBUSY};
   guest.channels.erase(request.handle);
   --guest.tenant->objects;
+  --guest.tenant->descriptors;
   return Empty{};
 }
 
@@ -355,9 +372,14 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
   std::vector<Piece> pieces;
   std::uint64_t at = address;
   Errno failed{0};
+  const auto full = [&] { return guest.tenant->pieces + pieces.size() >= guest.tenant->quota.pieces; };
   for (const Extent& extent : extents) {
     if (extent.address != at || extent.bytes == 0 || extent.bytes > address + bytes - at) {
       failed = Errno{EINVAL};
+      break;
+    }
+    if (full()) {
+      failed = Errno{EDQUOT};
       break;
     }
     if (extent.backing == backing_process) {
@@ -373,11 +395,17 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
     for (std::uint64_t done = 0; done < extent.bytes && value(failed) == 0;) {
       const std::uint64_t offset = extent.backing_offset + done;
       const std::uint64_t part = std::min(extent.bytes - done, Backing::chunk_bytes - offset % Backing::chunk_bytes);
+      const std::size_t mapped_before = backing->second.mapping_count();
+      if (guest.tenant->mappings >= guest.tenant->quota.mappings || full()) {
+        failed = Errno{EDQUOT};
+        break;
+      }
       auto host = backing->second.get(offset, part);
       if (!host) {
         failed = host.error();
         break;
       }
+      guest.tenant->mappings += backing->second.mapping_count() - mapped_before;
       pieces.push_back({at - address, part, *host, at, extent.backing, offset});
       done += part, at += part;
     }
@@ -394,8 +422,11 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
 void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
     if (piece.host == nullptr) continue;
-    if (const auto backing = guest.backings.find(piece.backing); backing != guest.backings.end())
-      backing->second.put(piece.backing_offset);
+    const auto backing = guest.backings.find(piece.backing);
+    if (backing == guest.backings.end()) continue;
+    const std::size_t mapped_before = backing->second.mapping_count();
+    backing->second.put(piece.backing_offset);
+    guest.tenant->mappings -= mapped_before - backing->second.mapping_count();
   }
   pieces.clear();
 }
@@ -429,6 +460,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   region.bytes = request.bytes;
   region.address = request.address;
   region.pieces = std::move(*pieces);
+  tenant.pieces += region.pieces.size();
   tenant.registered_bytes += request.bytes;
   ++pd->users;
   const std::uint32_t handle = guest.next_handle++;
@@ -452,12 +484,19 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0) return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
-  if (((request.flags & change_pd) && pd == nullptr) || ((request.flags & change_access) && !rights_ok(request.access)))
+  ProtectionDomain* const before = pd_by_number(guest, region.pd);
+  if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
     return guest.staged.clear(), Errno{EINVAL};
   if (request.flags & change_translation) {
-    if (request.bytes == 0 || request.address + request.bytes < request.address) return guest.staged.clear(), Errno{EINVAL};
+    if (request.bytes == 0 || request.bytes > limits::mr_bytes_max || request.address + request.bytes < request.address ||
+        request.iova + request.bytes < request.iova)
+      return guest.staged.clear(), Errno{EINVAL};
+    const Tenant& tenant = *guest.tenant;
+    if (request.bytes > region.bytes && request.bytes - region.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes))
+      return guest.staged.clear(), Errno{EDQUOT};
     auto pieces = pieces_of(guest, request.address, request.bytes);
     if (!pieces) return pieces.error();
+    guest.tenant->pieces += pieces->size() - region.pieces.size();
     release_pieces(guest, region.pieces);
     region.pieces = std::move(*pieces);
     guest.tenant->registered_bytes += request.bytes - region.bytes;
@@ -466,7 +505,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
     region.bytes = request.bytes;
   }
   if (request.flags & change_pd) {
-    if (ProtectionDomain* const old = pd_by_number(guest, region.pd)) --old->users;
+    --before->users;
     ++pd->users;
     region.pd = pd->number;
   }
@@ -480,6 +519,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   const auto found = guest.mrs.find(handle);
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 && !force) return false;
+  guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
   if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
   guest.tenant->registered_bytes -= region.bytes;
@@ -518,7 +558,7 @@ Result<CreateCqReply> ControlDesk::on<Request::create_cq>(Guest& guest, const Cr
   if (find(guest.contexts, request.context) == nullptr || request.cqe == 0 || request.cqe > limits::cqe_max ||
       request.comp_vector >= limits::comp_vectors)
     return Errno{EINVAL};
-  Channel* const channel = request.channel != 0 ? find(guest.channels, request.channel) : nullptr;
+  Channel* const channel = request.channel != 0 ? find_in(guest.channels, request.channel, request.context) : nullptr;
   if (request.channel != 0 && channel == nullptr) return Errno{EINVAL};
   if (guest.cqs.size() >= limits::cq_max) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
@@ -559,6 +599,7 @@ Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const Re
 }
 
 void ControlDesk::destroy(Guest& guest, CompletionQueue& cq) {
+  shard_.forget(cq);
   if (cq.channel != nullptr) --cq.channel->users;
   uncarve(guest, cq.offset);
   --guest.tenant->objects;
@@ -578,7 +619,7 @@ Result<Empty> ControlDesk::on<Request::destroy_cq>(Guest& guest, const HandleReq
 
 template <>
 Result<CreateSrqReply> ControlDesk::on<Request::create_srq>(Guest& guest, const CreateSrqRequest& request) {
-  ProtectionDomain* const pd = find(guest.pds, request.pd);
+  ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
   if (find(guest.contexts, request.context) == nullptr || pd == nullptr || request.max_wr == 0 || request.max_wr > limits::srq_wr_max ||
       request.max_sge > limits::sge_max)
     return Errno{EINVAL};
@@ -663,10 +704,10 @@ engine::PortLimits ControlDesk::limits_of(const Guest& guest) const {
 
 template <>
 Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const CreateQpRequest& request) {
-  ProtectionDomain* const pd = find(guest.pds, request.pd);
-  CompletionQueue* const send_cq = find(guest.cqs, request.send_cq);
-  CompletionQueue* const receive_cq = find(guest.cqs, request.recv_cq);
-  SharedReceiveQueue* const srq = request.srq != 0 ? find(guest.srqs, request.srq) : nullptr;
+  ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
+  CompletionQueue* const send_cq = find_in(guest.cqs, request.send_cq, request.context);
+  CompletionQueue* const receive_cq = find_in(guest.cqs, request.recv_cq, request.context);
+  SharedReceiveQueue* const srq = request.srq != 0 ? find_in(guest.srqs, request.srq, request.context) : nullptr;
   if (find(guest.contexts, request.context) == nullptr || pd == nullptr || send_cq == nullptr || receive_cq == nullptr ||
       (request.srq != 0 && srq == nullptr))
     return Errno{EINVAL};
@@ -857,6 +898,27 @@ Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRe
   members.erase(member);
   --qp->mcast_groups;
   if (members.empty()) fabric_.multicast.erase(group);
+  return Empty{};
+}
+
+// --- VMCI between guests --------------------------------------------------------------------------------------
+
+template <>
+Result<PortReply> ControlDesk::on<Request::bind_port>(Guest& guest, const BindPortRequest& request) {
+  return fabric_.vmci.bind(guest, request);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::unbind_port>(Guest& guest, const PortRequest& request) {
+  const auto unbound = fabric_.vmci.unbind(guest, request.port);
+  if (!unbound) return unbound.error();
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::queue_pair_detach>(Guest& guest, const QueuePairHandle& handle) {
+  const auto detached = fabric_.vmci.detach(guest, handle);
+  if (!detached) return detached.error();
   return Empty{};
 }
 

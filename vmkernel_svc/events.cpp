@@ -1,4 +1,5 @@
 #include "vmkernel_svc/events.hpp"
+#include "vrdma/fault.hpp"
 
 #include <unistd.h>
 
@@ -31,7 +32,9 @@ void raise_if_armed(CompletionQueue& cq, bool solicited_or_error) {
   if (state != control::arm_next && !(state == control::arm_solicited && solicited_or_error)) return;
   // The guest may re-arm meanwhile; it then looks at the CQ itself, and the next completion claims that arm.
   if (!arm.compare_exchange_strong(seen, (seen & ~3u) | control::arm_fired, std::memory_order_acq_rel)) return;
+  VRDMA_CRASH_POINT("service.event.claimed");
   send(cq.channel->pipe.get(), cq.channel->backlog, control::CompletionRecord{cq.handle.value, seen >> 2, 0});
+  VRDMA_CRASH_POINT("service.event.sent");
 }
 
 void raise_async(Guest& guest, std::uint32_t context, std::uint32_t event, Handle handle) {

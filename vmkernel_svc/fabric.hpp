@@ -14,6 +14,7 @@
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/memory/region.hpp"
 #include "vmkernel_svc/objects.hpp"
+#include "vmkernel_svc/vmci_switch.hpp"
 
 namespace vrdma::svc {
 
@@ -58,6 +59,7 @@ class Fabric {
   RegionTable regions;
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
   std::map<Gid, std::vector<QueuePair*>> multicast;
+  VmciSwitch vmci{*this};
 
   // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
   std::uint64_t topology_generation = 1;
@@ -66,7 +68,7 @@ class Fabric {
 
   std::uint64_t next_pd = 1;
   std::uint64_t next_job = 1;
-  boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; nullptr: given up
+  boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
   std::uint64_t local_copies_bytes = 0;
 
   std::uint32_t new_qpn();

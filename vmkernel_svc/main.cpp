@@ -51,8 +51,12 @@ int main(int argc, char** argv) {
       fmt::print("the configuration is good\n");
       return 0;
     }
-    spdlog::set_default_logger(config.log_file.empty() ? spdlog::stderr_color_mt("vrdmad")
-                                                       : spdlog::basic_logger_mt("vrdmad", config.log_file));
+    try {
+      spdlog::set_default_logger(config.log_file.empty() ? spdlog::stderr_color_mt("vrdmad")
+                                                         : spdlog::basic_logger_mt("vrdmad", config.log_file));
+    } catch (const spdlog::spdlog_ex& error) {
+      throw std::runtime_error(fmt::format("cannot open the log: {}: give another --log-file", error.what()));
+    }
     spdlog::set_error_handler([](const std::string& message) {  // a full disk must not stop the service
       static bool said = false;
       if (!said) std::fprintf(stderr, "vrdmad: cannot write the log: %s\n", message.c_str());

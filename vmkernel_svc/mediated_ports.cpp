@@ -7,6 +7,7 @@
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/grh.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -44,6 +45,15 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key
   return Place{Place::Kind::registered, hint.slot, region->generation, offset};
 }
 
+namespace {
+// Whether the guests' memory that was touched since `before` was not there.
+bool bus_error_since(std::uint64_t before) {
+  if (BusGuard::survived() == before) [[likely]] return false;
+  BusGuard::restore();
+  return true;
+}
+}  // namespace
+
 std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
   if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
   const Region* region = fabric_.regions.at(place.region, place.generation);
@@ -55,13 +65,15 @@ std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
 }
 
 MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+  VRDMA_CRASH_POINT("service.copy.wqe_taken");
   if (qp.port.job_sequence == 0) {
     std::byte* const destination = mapped(to, bytes);
     const std::byte* const source = mapped(from, bytes);
     if (destination != nullptr && source != nullptr) {
       const std::uint64_t before = BusGuard::survived();
       vmci::placement_copy(destination, source, bytes);
-      return BusGuard::survived() == before ? MemoryStatus::done
+      VRDMA_CRASH_POINT("service.copy.copied");
+      return !bus_error_since(before) ? MemoryStatus::done
              : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
     }
   }
@@ -131,7 +143,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, Place to, Place from, std::ui
                   [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
                   [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
   }
-  if (BusGuard::survived() != before) return MemoryStatus::source_fault;
+  if (bus_error_since(before)) return MemoryStatus::source_fault;
 
   if (destination == nullptr) {
     std::memcpy(reinterpret_cast<std::byte*>(to.address), buffer.data(), bytes);
@@ -139,6 +151,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, Place to, Place from, std::ui
   }
   auto write = std::make_unique<ProcessJob>();
   write->kind = ProcessJob::Kind::write;
+  const std::uint64_t before_writing = BusGuard::survived();
   const std::byte* at = buffer.data();
   for_each_part(*destination, to.address, bytes,
                 [&](std::byte* host, std::uint64_t part) { vmci::placement_copy(host, at, part), at += part; },
@@ -147,7 +160,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, Place to, Place from, std::ui
                   write->buffer.insert(write->buffer.end(), at, at + part);
                   at += part;
                 });
-  if (BusGuard::survived() != before) return MemoryStatus::destination_fault;
+  if (bus_error_since(before_writing)) return MemoryStatus::destination_fault;
   if (write->ranges.empty()) return MemoryStatus::done;
   return submit(qp, *destination, to.region, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
@@ -167,7 +180,7 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
 
 void MediatedPorts::abandon(Qp& qp) {
   if (qp.port.job_sequence == 0) return;
-  if (!qp.port.finished_job) fabric_.jobs[qp.port.job_sequence] = nullptr;  // the sink drops it when it comes back
+  fabric_.jobs.erase(qp.port.job_sequence);  // the sink drops it when it comes back, if it does
   qp.port.job_sequence = 0;
   qp.port.finished_job.reset();
 }
@@ -197,7 +210,7 @@ MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, Place place, std::uint64_t add
   if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
     const std::uint64_t before = BusGuard::survived();
     old_value = std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host)).fetch_add(add, std::memory_order_acq_rel);
-    return BusGuard::survived() == before ? MemoryStatus::done : MemoryStatus::destination_fault;
+    return bus_error_since(before) ? MemoryStatus::destination_fault : MemoryStatus::done;
   }
   return atomic_by_worker(qp, place, ProcessJob::Kind::fetch_and_add, add, 0, old_value);
 }
@@ -209,7 +222,7 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, Place place, std::uint64_t 
     old_value = compare;
     std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host))
         .compare_exchange_strong(old_value, swap, std::memory_order_acq_rel);
-    return BusGuard::survived() == before ? MemoryStatus::done : MemoryStatus::destination_fault;
+    return bus_error_since(before) ? MemoryStatus::destination_fault : MemoryStatus::done;
   }
   return atomic_by_worker(qp, place, ProcessJob::Kind::compare_and_swap, swap, compare, old_value);
 }
@@ -227,14 +240,17 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
       return false;
     }
   }
+  VRDMA_CRASH_POINT("service.complete.before_cqe");
   (direction == Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
   ++cq.produced;
+  VRDMA_CRASH_POINT("service.complete.cqe_written");
   // C1: pairs with the guest's fence between announcing a hot lane or arming, and looking at the lane once more.
   vmci::store_load_fence();
   bool hot = false;
   for (auto& announced : cq.shared->hot)
     hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == lane;
   if (!hot) cq.ready.set(lane);
+  VRDMA_CRASH_POINT("service.complete.ready_set");
   if (cq.channel != nullptr)
     raise_if_armed(cq, state.status != WcStatus::success || (state.flags & wc_solicited) != 0);
   return true;
@@ -261,6 +277,7 @@ void MediatedPorts::state_changed(Qp& qp) {
 
 void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
   if (receiver.srq != nullptr) return;  // found again by the timer, or while the sender is looked at anyway
+  if (sender.port.waiting_at != nullptr) sender.port.waiting_at->port.waiting_sender = nullptr;  // it was connected elsewhere since
   if (receiver.port.waiting_sender != nullptr) receiver.port.waiting_sender->port.waiting_at = nullptr;
   receiver.port.waiting_sender = &sender;
   sender.port.waiting_at = &receiver;

@@ -22,6 +22,7 @@
 #include "vmkernel_svc/memory/backing.hpp"
 #include "vmkernel_svc/memory/process_memory.hpp"
 #include "vmkernel_svc/tenant.hpp"
+#include "vmkernel_svc/vmci_end.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::svc {
@@ -149,6 +150,8 @@ struct Guest {
   Table<QueuePair> qps;
   std::vector<QueuePair*> by_doorbell;  // index: QueuePair::doorbell; 0 is the control pair
   std::vector<std::uint32_t> free_doorbells;
+
+  VmciEnd vmci;  // ports, datagrams and queue pairs between guests
 
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;

@@ -3,13 +3,16 @@
 #include <fmt/format.h>
 #include <pthread.h>
 #include <spdlog/spdlog.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <boost/asio/post.hpp>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/show.hpp"
@@ -54,6 +57,13 @@ void send_result(const vmci::PacketSocket& socket, const Head& request, const Re
 
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+    config_.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config_.quota.descriptors, files.rlim_cur / 4));
+    connections_max_ = static_cast<std::uint32_t>(std::min<rlim_t>(connections_max_, std::max<rlim_t>(files.rlim_cur / 16, 32)));
+  }
   auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), true);
   if (!page)
     throw std::runtime_error(fmt::format("cannot create shared memory ({}): memfd_create must be allowed", std::strerror(value(page.error()))));
@@ -68,12 +78,16 @@ Server::Server(const Config& config) : config_(config) {
   const auto directory = std::filesystem::path(config_.socket).parent_path();
   std::error_code error;
   if (!directory.empty()) std::filesystem::create_directories(directory, error);
+  if (error)
+    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket",
+                                         directory.string(), error.message()));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
   if (!listening) {
     const int why = value(listening.error());
     throw std::runtime_error(fmt::format(
         "cannot listen at {} ({}): {}", config_.socket, std::strerror(why),
-        why == EADDRINUSE ? "another vrdmad serves it; stop that one, or give another --socket"
+        why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
+        : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
         : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
         : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
                               : "give another --socket"));
@@ -156,16 +170,24 @@ void Server::accept_next() {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         if (errno != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
           spdlog::warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
-          idle_timer_.expires_after(std::chrono::milliseconds(100));
-          idle_timer_.async_wait([this](const boost::system::error_code&) { accept_next(); });
+          accept_timer_.expires_after(std::chrono::milliseconds(100));
+          accept_timer_.async_wait([this](const boost::system::error_code& late) {
+            if (!late) accept_next();
+          });
           return;
         }
         break;
       }
+      ucred peer{};
+      socklen_t peer_bytes = sizeof(peer);
+      if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) continue;
+      if (connections_of_[peer.uid] >= connections_max_) continue;  // closed: nobody takes up all descriptors
       const int copy = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
       if (copy < 0) continue;
       auto connection = std::make_shared<Connection>(io_, vmci::PacketSocket(std::move(fd)));
       connection->readable.assign(copy);
+      connection->uid = peer.uid;
+      ++connections_of_[peer.uid];
       connections_.emplace(connection.get(), connection);
       read_next(connection);
     }
@@ -177,16 +199,18 @@ void Server::read_next(const ConnectionPtr& connection) {
   connection->readable.async_wait(
       boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
         if (error || connection->closed) return;
-        for (;;) {
-          std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
-          auto received = connection->socket.receive(packet);
-          if (!received && value(received.error()) == EAGAIN) break;
-          if (!received || received->bytes == 0) return lost(connection);
-          packet.resize(received->bytes);
-          handle_packet(connection, std::move(packet), std::move(received->descriptors));
-          if (connection->closed) return;
-        }
-        read_next(connection);
+        std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
+        auto received = connection->socket.receive(packet);
+        if (!received && value(received.error()) == EAGAIN) return read_next(connection);
+        if (!received || received->bytes == 0) return lost(connection);
+        packet.resize(received->bytes);
+        handle_packet(connection, std::move(packet), std::move(received->descriptors));
+        // One packet at a time: the next is looked at when the shard is through with this one, so that nobody can pile up work.
+        shard_->submit([this, connection](Shard&) {
+          boost::asio::post(io_, [this, connection] {
+            if (!connection->closed) read_next(connection);
+          });
+        });
       });
 }
 
@@ -197,6 +221,7 @@ void Server::lost(const ConnectionPtr& connection) {
   connection->readable.close(ignored);
   connection->exited.close(ignored);
   connections_.erase(connection.get());
+  if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
   shard_->submit([this, connection](Shard& shard) {
     const auto guest = shard.fabric().guests.find(connection->guest.load());
     if (guest == shard.fabric().guests.end()) return;
@@ -216,6 +241,7 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
     mine.minor = version_minor;
     return send_reply(connection->socket, head, EPROTONOSUPPORT, std::as_bytes(std::span(&mine, 1)));
   }
+  if (std::exchange(connection->asked_to_attach, true)) return send_reply(connection->socket, head, EISCONN);
   auto credentials = connection->socket.peer();
   auto pidfd = connection->socket.peer_pidfd();
   if (!credentials) return send_reply(connection->socket, head, value(credentials.error()));
@@ -290,6 +316,16 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
         CreateChannelRequest body{};
         if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
         return reply_with(desk_->on(guest, body, give));
+      }
+      case Request::queue_pair_alloc: {
+        QueuePairAllocRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        return reply_with(shard.fabric().vmci.alloc(guest, body, give));
+      }
+      case Request::queue_pair_attach: {
+        QueuePairAttachRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        return reply_with(shard.fabric().vmci.attach(guest, body, give));
       }
       default:
         return send_reply(socket, head, EOPNOTSUPP);

@@ -33,6 +33,8 @@ class Server {
     boost::asio::posix::stream_descriptor readable;  // a duplicate of the socket
     boost::asio::posix::stream_descriptor exited;    // the guest's pidfd
     std::atomic<std::uint32_t> guest{0};             // VMCI context id once attached; set by the shard
+    uid_t uid = 0;
+    bool asked_to_attach = false;                    // once is all: its pidfd is being waited for
     bool closed = false;
   };
   using ConnectionPtr = std::shared_ptr<Connection>;
@@ -49,11 +51,14 @@ class Server {
   boost::asio::signal_set signals_{io_};
   boost::asio::posix::stream_descriptor listener_{io_};
   boost::asio::steady_timer idle_timer_{io_};
+  boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
   vmci::Segment page_;
   std::unique_ptr<Shard> shard_;
   std::unique_ptr<ControlDesk> desk_;  // for requests with descriptors; used on the shard's thread
   std::thread shard_thread_;
   std::map<Connection*, ConnectionPtr> connections_;
+  std::map<uid_t, std::uint32_t> connections_of_;
+  std::uint32_t connections_max_ = 2048;  // of one user
   std::uint32_t idle_seconds_ = 0;
 };
 

@@ -47,6 +47,8 @@ Status Shard::watch(int fd) {
   return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0 ? ok() : Status(last_error());
 }
 
+void Shard::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
 void Shard::remove(Guest& guest) {
   guests_.erase(std::remove(guests_.begin(), guests_.end(), &guest), guests_.end());
 }
@@ -98,8 +100,9 @@ void Shard::run() {
 
 bool Shard::run_tasks() {
   if (tasks_.empty()) return false;
+  constexpr int tasks_per_turn = 16;  // the queue pairs come in between, however many ask
   Task* task;
-  while (tasks_.pop(task)) {
+  for (int left = tasks_per_turn; left > 0 && tasks_.pop(task); --left) {
     (*task)(*this);
     delete task;
   }
@@ -113,10 +116,9 @@ bool Shard::run_finished_jobs() {
     std::unique_ptr<ProcessJob> job(raw);
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) --region->jobs;
     const auto waiting = fabric_.jobs.find(job->sequence);
-    if (waiting == fabric_.jobs.end()) continue;
+    if (waiting == fabric_.jobs.end()) continue;  // given up
     Qp* const qp = waiting->second;
     fabric_.jobs.erase(waiting);
-    if (qp == nullptr) continue;  // given up
     qp->port.finished_job = std::move(job);
     make_runnable(*qp);
   }
@@ -131,6 +133,7 @@ bool Shard::look_at_doorbells() {
       expel(guest);
       continue;
     }
+    if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
     if (!guest.doorbell.any()) continue;
     guest.doorbell.take([&](std::uint32_t member) {
       ++counters_.doorbells;
@@ -273,6 +276,14 @@ void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
   if (qp.port.wake_ns == at_ns) return;
   qp.port.wake_ns = at_ns;
   timers_.push({at_ns, qp.qpn.value});
+  // Replaced timers stay until their time comes, which may be hours away: sort them out before they pile up.
+  if (timers_.size() <= 1024 + 4 * fabric_.by_qpn.size()) return;
+  std::vector<Timer> valid;
+  for (; !timers_.empty(); timers_.pop()) {
+    const auto found = fabric_.by_qpn.find(timers_.top().qpn);
+    if (found != fabric_.by_qpn.end() && found->second->core.port.wake_ns == timers_.top().at_ns) valid.push_back(timers_.top());
+  }
+  timers_ = decltype(timers_)(std::greater<>{}, std::move(valid));
 }
 
 void Shard::overran(CompletionQueue& cq) {
@@ -318,7 +329,10 @@ void Shard::sleep() {
     const std::uint64_t now = vmci::monotonic_ns();
     std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
     bool held = false;
-    for (Guest* guest : guests_) held |= flush_events(*guest);
+    for (Guest* guest : guests_) {
+      held |= flush_events(*guest);
+      held |= fabric_.vmci.flush(*guest);
+    }
     if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe: try again soon
     if (until != 0) {
       const std::uint64_t wait = until > now ? until - now : 0;

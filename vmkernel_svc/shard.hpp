@@ -42,6 +42,7 @@ class Shard final : public Runner, public JobSink {
 
   // A guest's doorbell descriptor is to be waited for in sleep.
   Status watch(int doorbell_fd);
+  void unwatch(int doorbell_fd);  // the guest may keep the descriptor, and with it the wait, for as long as it likes
   void add(Guest& guest) { guests_.push_back(&guest); }
   void remove(Guest& guest);
 
@@ -50,6 +51,8 @@ class Shard final : public Runner, public JobSink {
   void overran(CompletionQueue& cq) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
   void forget(Qp& qp);
+  // Before a CQ goes: an overrun that was not handled yet is nobody's.
+  void forget(CompletionQueue& cq) { std::erase(overrun_, &cq); }
 
   struct Counters {
     std::uint64_t turns = 0, sleeps = 0, doorbells = 0, requests = 0, wakes = 0;

@@ -100,6 +100,14 @@ json describe(Guest& guest, Shard& shard) {
            {"channels", guest.channels.size()},
            {"pds", guest.pds.size()},
            {"device", describe_device(guest, fabric.config)}};
+  const VmciCounters& vmci = guest.vmci.counters;
+  out["vmci"] = {{"ports", guest.vmci.ports.size()},
+                 {"queue_pairs", guest.vmci.queue_pairs.size()},
+                 {"notices_held", guest.vmci.held.size()},
+                 {"datagrams_sent", vmci.datagrams_sent},
+                 {"datagrams_refused", vmci.datagrams_refused},
+                 {"datagrams_received", vmci.datagrams_received},
+                 {"datagrams_dropped", vmci.datagrams_dropped}};
   engine::QpCounters totals = guest.totals;
   out["qps"] = json::array();
   for (auto& [handle, qp] : guest.qps) {
@@ -127,6 +135,7 @@ json describe(Guest& guest, Shard& shard) {
     out["cqs"].push_back({{"cq", handle},
                           {"cqe", cq->cqe},
                           {"completions", cq->produced},
+                          {"unpolled", cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_relaxed)},
                           {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
@@ -199,7 +208,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   out["cache"] = {{"routes", describe_cache(routes)}, {"keys", describe_cache(fabric.key_counters)}};
   const auto& c = shard.counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
-                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}};
+                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()}};
 
   // A guest chose its name: bytes that are not UTF-8 must not throw here.
   const std::string text = out.dump(-1, ' ', false, json::error_handler_t::replace);

@@ -249,6 +249,59 @@ struct McastRequest {
   Gid gid;
 };
 
+// --- VMCI ports, datagrams, queue pairs (drawn in vmkernel_svc/vmci_switch.hpp) ---------------------------------
+// A datagram goes to (context, port) by its tag. To (host_context, control_port) it is a control request. To another guest the
+// service forwards it: source_context is then the one that the service knows, and the user bits are datagram_bit | the
+// sender's 16 kind bits. What guests do not receive on a bound port is dropped and counted.
+constexpr std::uint32_t datagram_bit = 1u << 17;  // never in an answer
+constexpr std::uint32_t kind_mask = 0xffff;
+constexpr std::uint32_t dynamic_port_first = 49152;  // of those that the service picks
+constexpr std::uint32_t port_max = 0x7fffffff;
+constexpr std::uint64_t queue_bytes_min = 4096;
+constexpr std::uint64_t queue_bytes_max = std::uint64_t{1} << 30;
+
+struct BindPortRequest {
+  std::uint32_t port;        // 0: any that is free
+  std::uint32_t offers_max;  // queue pairs that may wait here to be attached; 0: none are taken
+};
+struct PortReply {
+  std::uint32_t port;
+  std::uint32_t reserved;
+};
+struct PortRequest {
+  std::uint32_t port;
+  std::uint32_t reserved;
+};
+struct QueuePairHandle {
+  std::uint32_t context;  // of its creator
+  std::uint32_t resource;
+  bool operator==(const QueuePairHandle&) const = default;
+};
+// Reply descriptors of alloc and attach: memory (memfd), doorbell (one end of a pair of connected sockets).
+struct QueuePairAllocRequest {
+  std::uint32_t peer_context, peer_port;      // who may attach, and where it is offered
+  std::uint32_t local_port;                   // a bound port that wants to hear of attach and detach; 0: none
+  std::uint32_t reserved;
+  std::uint64_t produce_bytes, consume_bytes; // powers of two, queue_bytes_min to queue_bytes_max
+};
+struct QueuePairAttachRequest {
+  QueuePairHandle handle;
+  std::uint32_t local_port;  // a bound port that wants to hear of detach; 0: none
+  std::uint32_t reserved;
+};
+struct QueuePairReply {
+  QueuePairHandle handle;
+  vmci::QueuePairGeometry geometry;           // kind bytes; produce and consume are named from the creator's side
+  std::uint32_t peer_context, peer_port;
+};
+// Datagrams from (host_context, control_port), never dropped; `kind`: Notice.
+enum Notice : std::uint16_t { notice_offer = 0xff01, notice_attached = 0xff02, notice_detached = 0xff03 };
+struct QueuePairNotice {
+  QueuePairHandle handle;
+  vmci::QueuePairGeometry geometry;
+  std::uint32_t peer_context, peer_port;  // the other side
+};
+
 // name, request body, reply body, on the socket?
 #define VRDMA_CONTROL_REQUESTS(X)                                        \
   X(attach, AttachRequest, AttachReply, true)                            \
@@ -278,7 +331,12 @@ struct McastRequest {
   X(query_qp, HandleRequest, QueryQpReply, false)                        \
   X(destroy_qp, HandleRequest, Empty, false)                             \
   X(attach_mcast, McastRequest, Empty, false)                            \
-  X(detach_mcast, McastRequest, Empty, false)
+  X(detach_mcast, McastRequest, Empty, false)                            \
+  X(bind_port, BindPortRequest, PortReply, false)                        \
+  X(unbind_port, PortRequest, Empty, false)                              \
+  X(queue_pair_alloc, QueuePairAllocRequest, QueuePairReply, true)       \
+  X(queue_pair_attach, QueuePairAttachRequest, QueuePairReply, true)     \
+  X(queue_pair_detach, QueuePairHandle, Empty, false)
 
 enum class Request : std::uint16_t {
   none,

@@ -12,7 +12,8 @@
 
 namespace vmci {
 
-enum class QueueKind : std::uint32_t { none = 0, records = 1, completions = 2 };
+// bytes: both queues are byte streams (vmci_channel/byte_queue.hpp), counted in slots of 64.
+enum class QueueKind : std::uint32_t { none = 0, records = 1, completions = 2, bytes = 3 };
 
 // Written by the creator (guest) only.
 struct alignas(128) CreatorCursor {
@@ -42,7 +43,7 @@ struct QueuePairGeometry {
   constexpr std::uint64_t produce_offset() const { return sizeof(QueuePairHeader); }
   constexpr std::uint64_t consume_offset() const { return produce_offset() + std::uint64_t{produce_slots} * vrdma::slot_bytes; }
   constexpr std::uint64_t consume_entry_bytes() const {
-    return consume_kind == QueueKind::records ? vrdma::slot_bytes : consume_kind == QueueKind::completions ? sizeof(vrdma::Cqe) : 0;
+    return consume_kind == QueueKind::none ? 0 : consume_kind == QueueKind::completions ? sizeof(vrdma::Cqe) : vrdma::slot_bytes;
   }
   constexpr std::uint64_t total_bytes() const { return consume_offset() + consume_entries * consume_entry_bytes(); }
 };

@@ -146,7 +146,7 @@ class Responder {
     if (ring.slot_count() == 0) return false;
     const auto peek = ring.peek(wqe, receive_wqe_slots_max, slots);
     if (peek == vmci::RecordReader::Peek::empty) return false;
-    RecordHead head{};
+    RecordHead head{};  // a malformed record was not copied
     if (peek == vmci::RecordReader::Peek::ready) std::memcpy(&head, wqe, sizeof(head));
     const WqeControl control = unpack_wqe_control(head.control);
     const bool good = peek == vmci::RecordReader::Peek::ready && slots == record_slots && control.opcode == WrOpcode::receive &&

@@ -215,7 +215,7 @@ class TestPorts {
     return found == regions.end() || found->second.generation != place.generation ? nullptr : &found->second;
   }
   bool resolves(const Place& place, std::uint64_t bytes) { return resolve(place, bytes) != nullptr; }
-  std::byte* resolve(const Place& place, std::uint64_t bytes) {
+  std::byte* resolve(const Place& place, [[maybe_unused]] std::uint64_t bytes) {
     if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
     TestRegion* const region = region_of(place);
     if (region == nullptr) return nullptr;

@@ -31,7 +31,7 @@ Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {
     const std::uint64_t length = std::min(chunk_bytes, bytes_ - begin);
     auto mapping = vmci::Mapping::map(fd_.get(), begin, length, vmci::Writable::yes);
     if (!mapping) return mapping.error();
-    BusGuard::add(mapping->data(), length, page_bytes_);
+    if (!BusGuard::add(mapping->data(), length, page_bytes_, fd_.get(), begin)) return Errno{ENOMEM};
     found = chunks_.emplace(index, Chunk{std::move(*mapping), 0}).first;
   }
   ++found->second.users;

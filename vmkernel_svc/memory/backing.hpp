@@ -25,6 +25,7 @@ class Backing {
 
   std::uint64_t bytes() const { return bytes_; }
   bool in_use() const { return !chunks_.empty(); }
+  std::size_t mapping_count() const { return chunks_.size(); }
 
   Backing(Backing&&) = default;
   Backing& operator=(Backing&&) = default;

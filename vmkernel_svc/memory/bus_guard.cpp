@@ -13,6 +13,8 @@ struct Range {
   std::atomic<std::uintptr_t> begin{0};
   std::atomic<std::uintptr_t> end{0};
   std::atomic<std::size_t> page_bytes{0};
+  std::atomic<int> fd{-1};
+  std::atomic<std::uint64_t> file_offset{0};
 };
 // Fixed, so that the handler needs no lock and no allocation. Ranges are chunks of guests' files; see chunk_bytes.
 constexpr std::size_t range_count = 65536;
@@ -20,6 +22,17 @@ Range ranges[range_count];
 std::atomic<std::size_t> ranges_used{0};
 
 thread_local std::uint64_t survived_count = 0;
+
+// Pages that this thread's handler replaced since its last restore(). One copy touches two slices of 64 KiB at most.
+struct Replaced {
+  void* at;
+  std::size_t bytes;
+  int fd;
+  std::uint64_t file_offset;
+};
+constexpr std::size_t replaced_max = 64;
+thread_local Replaced replaced[replaced_max];
+thread_local std::size_t replaced_count = 0;
 
 // Async-signal-safe: atomics and mmap only.
 void on_bus_error(int signal, siginfo_t* info, void*) {
@@ -30,7 +43,10 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
     if (begin == 0 || address < begin || address >= ranges[i].end.load(std::memory_order_relaxed)) continue;
     const std::size_t page = ranges[i].page_bytes.load(std::memory_order_relaxed);
     void* const at = reinterpret_cast<void*>(address / page * page);
-    if (::mmap(at, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) break;
+    if (::mmap(at, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED) break;
+    if (replaced_count < replaced_max)
+      replaced[replaced_count++] = {at, page, ranges[i].fd.load(std::memory_order_relaxed),
+                                    ranges[i].file_offset.load(std::memory_order_relaxed) + (address / page * page - begin)};
     ++survived_count;
     return;
   }
@@ -48,19 +64,30 @@ void BusGuard::install() {
 
 std::uint64_t BusGuard::survived() { return survived_count; }
 
-void BusGuard::add(std::byte* begin, std::size_t bytes, std::size_t page_bytes) {
+void BusGuard::restore() {
+  for (; replaced_count != 0; --replaced_count) {
+    const Replaced& page = replaced[replaced_count - 1];
+    ::mmap(page.at, page.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, page.fd,
+           static_cast<off_t>(page.file_offset));
+  }
+}
+
+bool BusGuard::add(std::byte* begin, std::size_t bytes, std::size_t page_bytes, int fd, std::uint64_t file_offset) {
   const auto address = reinterpret_cast<std::uintptr_t>(begin);
   for (std::size_t i = 0; i < range_count; ++i) {
     std::uintptr_t expected = 0;
     if (!ranges[i].begin.compare_exchange_strong(expected, 1)) continue;  // 1: taken, not yet valid
     ranges[i].page_bytes.store(page_bytes, std::memory_order_relaxed);
     ranges[i].end.store(address + bytes, std::memory_order_relaxed);
+    ranges[i].fd.store(fd, std::memory_order_relaxed);
+    ranges[i].file_offset.store(file_offset, std::memory_order_relaxed);
     ranges[i].begin.store(address, std::memory_order_release);  // pairs with the handler's acquire
     std::size_t used = ranges_used.load();
     while (used < i + 1 && !ranges_used.compare_exchange_weak(used, i + 1)) {
     }
-    return;
+    return true;
   }
+  return false;
 }
 
 void BusGuard::remove(std::byte* begin) {

@@ -1,12 +1,15 @@
 #include "vmkernel_svc/memory/process_memory.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
-#include <sys/uio.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <semaphore>
+#include <string>
 
 #include "vmci_channel/backoff.hpp"
 
@@ -17,23 +20,38 @@ namespace {
 constexpr std::size_t jobs_max = 4096;
 constexpr std::size_t ordered_tail_bytes = 8;
 
-bool transfer(pid_t pid, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
+// /proc/PID/mem names the memory that the process had when it was opened, not whatever runs under that pid later: after an
+// exec (of a setuid program, say) and after its end there is nothing to read or write any more.
+bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
   while (bytes != 0) {
-    iovec local{buffer, bytes};
-    iovec remote{reinterpret_cast<void*>(address), bytes};
-    const ssize_t moved = write ? ::process_vm_writev(pid, &local, 1, &remote, 1, 0)
-                                : ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    const ssize_t moved = write ? ::pwrite(memory, buffer, bytes, static_cast<off_t>(address))
+                                : ::pread(memory, buffer, bytes, static_cast<off_t>(address));
+    if (moved < 0 && errno == EINTR) continue;
     if (moved <= 0) return false;
     buffer += moved, address += static_cast<std::uint64_t>(moved), bytes -= static_cast<std::uint64_t>(moved);
   }
   return true;
 }
 
+bool still_alive(const vmci::UniqueFd& pidfd) {
+  pollfd state{pidfd.get(), POLLIN, 0};
+  return pidfd && ::poll(&state, 1, 0) == 0;
+}
+
+// The memory of the process as it is now, provided that it is still the process that connected (pidfd) and still of that user:
+// a process that has executed a setuid program belongs to root in /proc.
+vmci::UniqueFd open_memory(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd) {
+  const std::string folder = "/proc/" + std::to_string(pid);
+  vmci::UniqueFd memory(::open((folder + "/mem").c_str(), O_RDWR | O_CLOEXEC));
+  struct stat owner;
+  if (!memory || ::stat(folder.c_str(), &owner) != 0 || owner.st_uid != uid || !still_alive(pidfd)) return {};
+  return memory;
+}
+
 }  // namespace
 
 struct ProcessMemory::Worker {
-  pid_t pid = 0;
-  vmci::UniqueFd pidfd;
+  vmci::UniqueFd memory;
   JobSink* sink = nullptr;
   // The shard pushes, the worker pops.
   boost::lockfree::spsc_queue<ProcessJob*, boost::lockfree::capacity<jobs_max>> jobs;
@@ -47,21 +65,16 @@ struct ProcessMemory::Worker {
     while (jobs.pop(job)) delete job;
   }
 
-  bool alive() const {
-    pollfd state{pidfd.get(), POLLIN, 0};
-    return pidfd && ::poll(&state, 1, 0) == 0;
-  }
-
   bool execute(ProcessJob& job) const {
-    if (pid == 0 || !alive()) return false;
+    if (!memory) return false;
     if (job.kind == ProcessJob::Kind::fetch_and_add || job.kind == ProcessJob::Kind::compare_and_swap) {
       std::uint64_t old;
       const std::uint64_t at = job.ranges[0].address;
-      if (!transfer(pid, false, reinterpret_cast<std::byte*>(&old), at, 8)) return false;
+      if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8)) return false;
       job.value = old;
       std::uint64_t next = job.kind == ProcessJob::Kind::fetch_and_add ? old + job.operand : job.operand;
       if (job.kind == ProcessJob::Kind::compare_and_swap && old != job.compare) return true;
-      return transfer(pid, true, reinterpret_cast<std::byte*>(&next), at, 8);
+      return transfer(memory.get(), true, reinterpret_cast<std::byte*>(&next), at, 8);
     }
     const bool write = job.kind == ProcessJob::Kind::write;
     std::byte* at = job.buffer.data();
@@ -69,8 +82,8 @@ struct ProcessMemory::Worker {
       ProcessRange range = job.ranges[i];
       const bool tail = write && i + 1 == job.ranges.size() && range.bytes > ordered_tail_bytes;
       const std::uint64_t first = tail ? range.bytes - ordered_tail_bytes : range.bytes;
-      if (!transfer(pid, write, at, range.address, first)) return false;
-      if (tail && !transfer(pid, write, at + first, range.address + first, ordered_tail_bytes)) return false;
+      if (!transfer(memory.get(), write, at, range.address, first)) return false;
+      if (tail && !transfer(memory.get(), write, at + first, range.address + first, ordered_tail_bytes)) return false;
       at += range.bytes;
     }
     return true;
@@ -103,15 +116,14 @@ struct ProcessMemory::Worker {
   }
 };
 
-void ProcessMemory::open(pid_t pid, vmci::UniqueFd pidfd, JobSink& sink) {
+void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink) {
   worker_ = std::make_shared<Worker>();
-  worker_->pid = pid;
-  worker_->pidfd = std::move(pidfd);
+  worker_->memory = open_memory(pid, uid, pidfd);
   worker_->sink = &sink;
 }
 
 bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
-  if (!worker_ || worker_->pid == 0) return false;
+  if (!worker_ || !worker_->memory) return false;
   if (!worker_->started) {
     worker_->started = true;
     try {

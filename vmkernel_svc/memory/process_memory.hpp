@@ -1,4 +1,4 @@
-// A guest's memory that no file backs, reached through its process (process_vm_readv/writev) by a worker thread of that
+// A guest's memory that no file backs, reached through its process (/proc/PID/mem) by a worker thread of that
 // guest, because such a copy can block for as long as the guest likes (a userfaultfd page).
 //
 // The shard submits a job and gets it back, finished, through the sink; the worker touches nothing but the guest's process
@@ -52,8 +52,9 @@ class JobSink {
 class ProcessMemory {
  public:
   ProcessMemory() = default;
-  // pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd: guards against a reused pid.
-  void open(pid_t pid, vmci::UniqueFd pidfd, JobSink& sink);
+  // pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, uid: guard against another process
+  // or program under that pid.
+  void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink);
   // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable.
   bool submit(std::unique_ptr<ProcessJob> job);
   // No more jobs; the worker leaves after the one in hand (which may block until the guest dies: never waited for).

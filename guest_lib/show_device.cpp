@@ -1,0 +1,40 @@
+#include "guest_lib/show_device.hpp"
+
+#include <arpa/inet.h>
+#include <endian.h>
+#include <net/if.h>
+
+#include <cstring>
+
+#include "guest_lib/synthetic_tree.hpp"
+
+namespace vrdma::guest {
+
+void show_device_in_paths(const control::DeviceReply& reply) {
+  constexpr std::uint32_t roce_v2 = 2;
+  SyntheticDevice device = default_synthetic_device();
+  device.node_guid = be64toh(reply.node_guid);
+  device.sys_image_guid = be64toh(reply.sys_image_guid);
+  std::memcpy(device.firmware, reply.fw_version, sizeof(device.firmware));
+  device.firmware[sizeof(device.firmware) - 1] = '\0';
+  device.lid = reply.lid;
+  device.sm_lid = reply.sm_lid;
+  device.state = reply.port_state;
+  device.physical_state = 5;  // LinkUp, as ibv_query_port says
+  device.ethernet = reply.link_layer == control::link_layer_ethernet;
+  for (std::size_t i = 0; i < std::size(device.gids); ++i) {
+    const control::GidEntry& from = reply.gids[i];
+    SyntheticGid& to = device.gids[i];
+    to = {};
+    std::memcpy(to.raw, from.gid.data(), sizeof(to.raw));
+    to.kind = from.gid == Gid{}      ? GidKind::empty
+              : from.type == roce_v2 ? GidKind::roce_v2
+                                     : GidKind::infiniband_or_roce_v1;
+    static_assert(sizeof(to.netdev) >= IF_NAMESIZE);
+    if (from.ndev_ifindex == 0 || ::if_indextoname(from.ndev_ifindex, to.netdev) == nullptr) to.netdev[0] = '\0';
+  }
+  for (std::size_t i = 0; i < std::size(device.pkeys); ++i) device.pkeys[i] = ntohs(reply.pkeys[i]);
+  set_synthetic_devices({&device, 1});
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,184 @@
+// Completion and asynchronous events: acknowledgement, descriptors, and what a fork's child may do.
+#include <fcntl.h>
+
+#include "guest_lib/test/service_fixture.hpp"
+
+using namespace vrdma::test;
+
+namespace {
+
+struct Pair {
+  Device& device;
+  ChannelPtr channel{ibv_create_comp_channel(device.context)};
+  CqPtr send_cq = make_cq(device), receive_cq = make_cq(device, 64, channel.get());
+  QpPtr sender = make_qp(device, send_cq.get()), receiver = make_qp(device, receive_cq.get());
+
+  explicit Pair(Device& on) : device(on) {
+    connect(sender.get(), receiver->qp_num);
+    connect(receiver.get(), sender->qp_num);
+  }
+  void message(unsigned flags = IBV_SEND_SIGNALED) {
+    REQUIRE(post_recv(device, receiver.get(), 1) == 0);
+    REQUIRE(post_send(device, sender.get(), 2, flags) == 0);
+    collect(send_cq.get(), 1);
+  }
+};
+
+int drain_events(ibv_comp_channel* channel) {
+  int events = 0;
+  while (readable(channel->fd)) {
+    ibv_cq* cq;
+    void* context;
+    REQUIRE(ibv_get_cq_event(channel, &cq, &context) == 0);
+    ibv_ack_cq_events(cq, 1);
+    ++events;
+  }
+  return events;
+}
+
+}  // namespace
+
+TEST_CASE("one event for each arm, none without, and a solicited arm does not weaken a full one") {
+  Service service;
+  service.start();
+  Device device;
+  Pair pair(device);
+  pair.message();
+  CHECK(drain_events(pair.channel.get()) == 0);
+  REQUIRE(ibv_req_notify_cq(pair.receive_cq.get(), 0) == 0);
+  REQUIRE(ibv_req_notify_cq(pair.receive_cq.get(), 1) == 0);
+  pair.message();
+  pair.message();
+  eventually("an event", [&] { return readable(pair.channel->fd); });
+  CHECK(drain_events(pair.channel.get()) == 1);
+  REQUIRE(ibv_req_notify_cq(pair.receive_cq.get(), 1) == 0);
+  pair.message();
+  CHECK(drain_events(pair.channel.get()) == 0);
+  pair.message(IBV_SEND_SIGNALED | IBV_SEND_SOLICITED);
+  eventually("an event", [&] { return readable(pair.channel->fd); });
+  CHECK(drain_events(pair.channel.get()) == 1);
+  CHECK(collect(pair.receive_cq.get(), 5).size() == 5);
+}
+
+TEST_CASE("destroying a completion queue waits for the acknowledgement of events that were read, and of no others") {
+  Service service;
+  service.start();
+  Device device;
+  ChannelPtr channel(ibv_create_comp_channel(device.context));
+  ibv_cq* cq = ibv_create_cq(device.context, 16, nullptr, channel.get(), 0);
+  REQUIRE(cq != nullptr);
+  {
+    QpPtr a = make_qp(device, cq), b = make_qp(device, cq);
+    connect(a.get(), b->qp_num);
+    connect(b.get(), a->qp_num);
+    for (int event = 0; event < 2; ++event) {  // the second is never read
+      REQUIRE(ibv_req_notify_cq(cq, 0) == 0);
+      REQUIRE(post_recv(device, b.get(), 1) == 0);
+      REQUIRE(post_send(device, a.get(), 2) == 0);
+      collect(cq, 2);
+      eventually("an event", [&] { return readable(channel->fd); });
+      if (event == 0) {
+        ibv_cq* of;
+        void* context;
+        REQUIRE(ibv_get_cq_event(channel.get(), &of, &context) == 0);
+        CHECK(of == cq);
+      }
+    }
+  }
+  std::atomic<bool> acknowledged{false}, destroyed_after{false};
+  std::thread destroyer([&] {
+    CHECK(ibv_destroy_cq(cq) == 0);
+    destroyed_after = acknowledged.load();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time to go wrong in; the outcome does not depend on it
+  acknowledged = true;
+  ibv_ack_cq_events(cq, 1);
+  destroyer.join();
+  CHECK(destroyed_after);
+  // The unread event of the destroyed queue is skipped.
+  REQUIRE(::fcntl(channel->fd, F_SETFL, O_NONBLOCK) == 0);
+  ibv_cq* of;
+  void* context;
+  CHECK(ibv_get_cq_event(channel.get(), &of, &context) == -1);
+  CHECK(errno == EAGAIN);
+}
+
+TEST_CASE("a queue pair's error is an asynchronous event on it, and its destruction waits for the acknowledgement") {
+  Service service;
+  service.start();
+  Device device;
+  CqPtr cq = make_cq(device);
+  QpPtr a = make_qp(device, cq.get()), b = make_qp(device, cq.get());
+  connect(a.get(), b->qp_num);
+  connect(b.get(), a->qp_num);
+  ibv_sge sge = device.sge();
+  ibv_send_wr wr{};
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.wr.rdma.remote_addr = sge.addr;
+  wr.wr.rdma.rkey = device.mr->rkey + 1;
+  ibv_send_wr* bad = nullptr;
+  REQUIRE(ibv_post_send(a.get(), &wr, &bad) == 0);
+  CHECK(collect(cq.get(), 1)[0].status == IBV_WC_REM_ACCESS_ERR);
+  ibv_async_event event;
+  REQUIRE(ibv_get_async_event(device.context, &event) == 0);
+  CHECK(event.event_type == IBV_EVENT_QP_ACCESS_ERR);
+  CHECK(event.element.qp == b.get());
+  std::atomic<bool> acknowledged{false}, destroyed_after{false};
+  std::thread destroyer([&] {
+    b.reset();
+    destroyed_after = acknowledged.load();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // as above
+  acknowledged = true;
+  ibv_ack_async_event(&event);
+  destroyer.join();
+  CHECK(destroyed_after);
+}
+
+TEST_CASE("objects in use are not destroyed") {
+  Service service;
+  service.start();
+  Device device;
+  ChannelPtr channel(ibv_create_comp_channel(device.context));
+  CqPtr cq = make_cq(device, 16, channel.get());
+  QpPtr qp = make_qp(device, cq.get());
+  CHECK(ibv_dealloc_pd(device.pd) == EBUSY);
+  CHECK(ibv_destroy_cq(cq.get()) == EBUSY);
+  CHECK(ibv_destroy_comp_channel(channel.get()) == EBUSY);
+}
+
+TEST_CASE("a fork's child makes its own objects on the parent's context and cannot touch the parent's rings") {
+  Service service;
+  service.start();
+  Device device;
+  Pair pair(device);
+  pair.message();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int wrong = 0;
+    ibv_wc wc;
+    wrong |= ibv_poll_cq(pair.send_cq.get(), 1, &wc) >= 0 ? 1 : 0;
+    wrong |= post_send(device, pair.sender.get(), 3) != EIO ? 2 : 0;
+    wrong |= post_recv(device, pair.receiver.get(), 3) != EIO ? 4 : 0;
+    ibv_pd* pd = ibv_alloc_pd(device.context);
+    wrong |= pd == nullptr ? 8 : 0;
+    static char memory[4096];
+    ibv_mr* mr = pd != nullptr ? ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE) : nullptr;
+    wrong |= mr == nullptr ? 16 : 0;
+    ibv_mr* on_parents_pd = ibv_reg_mr(device.pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE);
+    wrong |= on_parents_pd == nullptr ? 32 : 0;
+    ibv_cq* cq = ibv_create_cq(device.context, 16, nullptr, nullptr, 0);
+    wrong |= cq == nullptr || ibv_poll_cq(cq, 1, &wc) != 0 ? 64 : 0;
+    ibv_port_attr port{};
+    wrong |= ibv_query_port(device.context, 1, &port) != 0 || port.state != IBV_PORT_ACTIVE ? 128 : 0;
+    ::_exit(wrong);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  pair.message();  // the parent has noticed nothing
+  CHECK(collect(pair.receive_cq.get(), 2).size() == 2);
+}

@@ -1,0 +1,86 @@
+# Debian packages that ./run and ./test need, and need_packages to have them. Sourced by bash; contacts nobody when all are there.
+
+build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspdlog-dev libcli11-dev libibverbs-dev)
+# The programs whose traffic is shown, and the interpreter of the harness.
+run_packages=("${build_packages[@]}" python3 ibverbs-utils perftest)
+test_packages=("${run_packages[@]}" doctest-dev clang lld rdma-core python3-pyverbs ibverbs-providers qperf ucx-utils bubblewrap iproute2 dpkg-dev)
+
+boost_at_least=1.77
+
+installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
+
+# "boost" stands for the newest libboost1.N-dev; Debian 12's libboost-dev is older than what we need.
+boost_installed() {
+  dpkg-query -W -f '${binary:Package} ${db:Status-Status}\n' 'libboost1.*-dev' 2>/dev/null |
+    awk '$2 == "installed" { sub(/:.*/, "", $1); print $1 }' | newest_boost | grep -q .
+}
+newest_boost() {
+  sed -n 's/^libboost\(1\.[0-9]\+\)-dev$/\1/p' | sort -V | while read -r version; do
+    dpkg --compare-versions "$version" ge "$boost_at_least" && echo "libboost$version-dev"
+  done | tail -n 1
+}
+
+# apt_get ARGUMENT...: as root, or through sudo.
+apt_get() {
+  local as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    if ! command -v sudo >/dev/null 2>&1; then
+      echo "missing packages: ${missing[*]}" >&2
+      echo "Installing them needs root, and there is no sudo: run once as root  apt-get install --no-install-recommends ${missing[*]}" >&2
+      return 1
+    fi
+    as_root=(sudo)
+    [ -t 0 ] || as_root=(sudo -n)
+  fi
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120 "$@" </dev/null
+}
+
+# need_packages NAME...: installs those that are missing.
+need_packages() {
+  local missing=() name newest
+  if ! command -v dpkg-query >/dev/null 2>&1; then
+    echo "note: no dpkg here, so nothing is installed; needed are the equivalents of Debian's: $*" >&2
+    return 0
+  fi
+  for name in "$@"; do
+    if [ "$name" = boost ]; then boost_installed || missing+=(boost)
+    else installed "$name" || missing+=("$name"); fi
+  done
+  [ "${#missing[@]}" -gt 0 ] || return 0
+
+  # The lists are fetched only when they do not name all that is missing.
+  local known=1
+  for name in "${missing[@]}"; do
+    if [ "$name" = boost ]; then newest=$(apt-cache pkgnames libboost1. | newest_boost); [ -n "$newest" ] || known=0
+    else [ -n "$(apt-cache policy "$name" 2>/dev/null | awk '/Candidate:/ && $2 != "(none)"')" ] || known=0; fi
+  done
+  echo "installing: ${missing[*]}"
+  [ "$known" = 1 ] || apt_get -qq update || return 1
+  if [[ " ${missing[*]} " == *" boost "* ]]; then
+    newest=$(apt-cache pkgnames libboost1. | newest_boost)
+    if [ -z "$newest" ]; then
+      echo "this distribution has no Boost of $boost_at_least or newer: use Debian 12, Ubuntu 24.04 or later" >&2
+      return 1
+    fi
+    for name in "${!missing[@]}"; do
+      [ "${missing[$name]}" != boost ] || missing[$name]=$newest
+    done
+  fi
+  local command=(-qq install -y --no-install-recommends --no-remove "${missing[@]}")
+  # Lists that know a package may be too old to fetch it: once more with fresh ones.
+  apt_get "${command[@]}" >/dev/null && return 0
+  [ "$known" = 1 ] && apt_get -qq update && apt_get "${command[@]}" >/dev/null
+}
+
+# build_preset PRESET [TARGET...]
+build_preset() {
+  local preset=$1 log
+  shift
+  mkdir -p build
+  log=build/$preset.log
+  if ! cmake --preset "$preset" >"$log" 2>&1 || ! cmake --build --preset "$preset" -j "$(nproc)" ${1:+--target "$@"} >>"$log" 2>&1; then
+    tail -n 40 "$log" >&2
+    echo "building \"$preset\" failed: the whole of it is in $log" >&2
+    return 1
+  fi
+}

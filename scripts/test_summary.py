@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""One summary, in ctest's words, of the runs whose JUnit files lie in a folder: what was skipped and why, what failed, the count.
+
+    test_summary.py FOLDER [FAILURE]...     a FAILURE is a sentence about a run that has no results at all
+"""
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+
+def reasons(text):
+    """The lines in which a test says what it left out."""
+    said = [line.strip() for line in text.splitlines() if re.match(r"\s*(SKIP|skipped|note: no )", line)]
+    return said[:5] or ["the test gave no reason"]
+
+
+def main():
+    folder, failures = Path(sys.argv[1]), list(sys.argv[2:])
+    total, seconds, skipped, partly, failed = 0, 0.0, [], [], [(sentence, "") for sentence in failures]
+    for file in sorted(folder.glob("*.xml")):
+        for case in ElementTree.parse(file).getroot().iter("testcase"):
+            name = f"{file.stem}/{case.get('name')}"
+            output = case.findtext("system-out") or ""
+            status = case.get("status")
+            seconds += float(case.get("time") or 0)
+            if status == "disabled":
+                continue
+            total += 1
+            if case.find("failure") is not None or status == "fail":
+                message = case.find("failure")
+                failed.append((name, (message.get("message") if message is not None else "") or "Failed"))
+            elif case.find("skipped") is not None or status == "notrun":
+                skipped.append((name, reasons(output)))
+            elif re.search(r"^SKIP  ", output, re.MULTILINE):
+                partly.append((name, [line for line in output.splitlines() if line.startswith("SKIP  ")][:10]))
+    if skipped or partly:
+        print("\nThe following tests were left out, in whole or in part:")
+        for name, lines in skipped + partly:
+            print(f"\t{name}")
+            for line in lines:
+                print(f"\t\t{line[:200]}")
+    if failed:
+        print("\nThe following tests FAILED:")
+        for name, message in failed:
+            print(f"\t{name}{f' ({message})' if message else ''}")
+    if total == 0:
+        print("\nNo tests were found!!!")
+        return 1
+    bad = len(failed)
+    out_of = total + len(failures)
+    print(f"\nTotal Test time (real) = {seconds:7.2f} sec")
+    print(f"\n{int(100 * (out_of - bad) / out_of)}% tests passed, {bad} tests failed out of {out_of}"
+          + (f" ({len(skipped)} skipped)" if skipped else ""))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,414 @@
+"""vrdma and vrdmad when something is wrong: what they say, what they return. Needs python3 only; parts need root and skip aloud."""
+import errno
+import json
+import os
+import pathlib
+import re
+import resource
+import select
+import signal
+import subprocess
+import unittest
+
+from support import BIN, TestCase, as_nobody, attach, readable_copy, reply_to
+
+needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
+
+
+class Configuration(TestCase):
+    def check(self, text):
+        file = self.folder / "vrdmad.json"
+        file.write_text(text)
+        return self.vrdmad("--config", file, "--check"), str(file)
+
+    def test_a_missing_file_is_named(self):
+        self.assert_refuses(self.vrdmad("--config", "/nowhere/vrdmad.json", "--check"), 1, "/nowhere/vrdmad.json", "No such file", "check the path")
+
+    @needs_root
+    def test_an_unreadable_file_is_named(self):
+        file = self.folder / "secret.json"
+        file.write_text("{}")
+        file.chmod(0o600)
+        program = readable_copy(self.folder) / "vrdmad"
+        self.assert_refuses(self.run_program(*as_nobody(program, "--config", file, "--check")), 1, str(file), "Permission denied", "permissions")
+
+    def test_a_folder_in_place_of_the_file_is_refused(self):
+        self.assert_refuses(self.vrdmad("--config", self.folder, "--check"), 1, str(self.folder))
+
+    def test_broken_json_says_where(self):
+        result, file = self.check('{"shards": 1,')
+        self.assert_refuses(result, 1, file, "not valid JSON", "line 1")
+
+    def test_an_unknown_key_is_named_with_the_known_ones(self):
+        result, file = self.check('{"sokcet": "/tmp/x"}')
+        self.assert_refuses(result, 1, file, 'unknown key "sokcet"', "known are", "socket_mode")
+        result, file = self.check('{"quota": {"guest": 1}}')
+        self.assert_refuses(result, 1, file, 'unknown key "guest" in "quota"', "registered_bytes")
+
+    def test_a_wrong_type_is_named_with_its_value(self):
+        for text, *words in (('{"shards": "two"}', '"shards" is "two"', "whole number"),
+                             ('{"shards": -1}', '"shards" is -1', "whole number"),
+                             ('{"shards": 1.5}', '"shards" is 1.5', "whole number"),
+                             ('{"socket": 7}', '"socket" is 7', "string"),
+                             ('{"active_mtu": 99999999999999}', '"active_mtu" is 99999999999999', "whole number from 0 to 4294967295"),
+                             ('{"quota": []}', '"quota" must be a JSON object', "array"),
+                             ('{"socket_mode": 666}', '"socket_mode" is 666', '"0660"'),
+                             ('{"socket_mode": "0888"}', '"socket_mode" is "0888"', '"0660"'),
+                             ('[]', "must be a JSON object", "array")):
+            with self.subTest(text):
+                result, file = self.check(text)
+                self.assert_refuses(result, 1, file, *words)
+
+    def test_a_value_out_of_range_says_what_is_allowed(self):
+        for text, *words in (('{"link_layer": "token ring"}', '"token ring"', "infiniband", "ethernet"),
+                             ('{"active_mtu": 1500}', "1500", "256, 512, 1024, 2048 or 4096"),
+                             ('{"shards": 0}', '"shards" is 0'),
+                             ('{"arena_bytes": 4097}', "4097", "multiple of 4096"),
+                             ('{"lid_first": 0}', '"lid_first" 0', "1 to 49151"),
+                             ('{"lid_first": 4294967295, "lid_count": 1}', "4294967295", "1 to 49151"),
+                             ('{"lid_first": 49151, "lid_count": 2}', "49151"),
+                             ('{"log_level": "loud"}', '"loud"', "trace, debug, info")):
+            with self.subTest(text):
+                result, _ = self.check(text)
+                self.assert_refuses(result, 1, *words)
+
+    def test_comments_and_every_known_key_are_accepted(self):
+        result, _ = self.check("""{
+            // a comment
+            "socket": "/run/vrdma/vrdmad.sock", "socket_mode": "0660", "link_layer": "ethernet", "shards": 1, "log_file": "",
+            "log_level": "warn", "arena_bytes": 1073741824, "lid_first": 16, "lid_count": 32, "active_mtu": 1024, "idle_exit_s": 0,
+            "quota": {"guests": 4, "objects": 100, "registered_bytes": 1048576, "queue_bytes": 1048576}}""")
+        self.assertEqual((result.returncode, result.stdout), (0, "the configuration is good\n"), result.stderr)
+
+    def test_the_packaged_configuration_is_good(self):
+        packaged = pathlib.Path(__file__).parents[2] / "packaging" / "vrdmad.json"
+        result = self.vrdmad("--config", packaged, "--check")
+        self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_an_unknown_flag_is_a_usage_error(self):
+        self.assert_refuses(self.vrdmad("--sokcet", "/tmp/x"), 2, "vrdmad:", "--sokcet", "--help")
+
+
+class Listening(TestCase):
+    def test_a_socket_in_use_is_not_taken_over(self):
+        with self.service():
+            self.assert_refuses(self.vrdmad("--socket", self.socket), 1, self.socket, "in use", "--socket")
+            self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+
+    def test_a_socket_left_over_is_replaced(self):
+        with self.service() as process:
+            process.kill()
+            process.wait()
+            self.assertTrue(os.path.exists(self.socket))
+            with self.service():
+                self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+            process.returncode = 0  # killed on purpose
+        self.assertFalse(os.path.exists(self.socket))
+
+    def test_a_file_that_is_no_socket_survives(self):
+        file = self.folder / "precious"
+        file.write_text("data")
+        self.assert_refuses(self.vrdmad("--socket", file), 1, str(file), "not a socket", "remove it")
+        self.assertEqual(file.read_text(), "data")
+
+    def test_a_path_that_is_too_long_is_refused_with_the_limit(self):
+        path = str(self.folder / ("x" * 120))
+        self.assert_refuses(self.vrdmad("--socket", path), 1, path, "File name too long", "107")
+        self.assert_refuses(self.vrdma("show", "--socket", path), 1, path, "File name too long", "107")
+
+    def test_a_folder_that_cannot_be_made_is_named(self):
+        file = self.folder / "file"
+        file.write_text("")
+        self.assert_refuses(self.vrdmad("--socket", file / "s.sock"), 1, str(file), "Not a directory", "--socket")
+
+    @needs_root
+    def test_no_permission_is_said(self):
+        program = readable_copy(self.folder) / "vrdmad"
+        self.assert_refuses(self.run_program(*as_nobody(program, "--socket", self.socket)), 1, self.socket, "Permission denied", "another user")
+
+    @needs_full_device
+    def test_a_full_disk_for_the_log_does_not_stop_the_service(self):
+        with self.service("--log-file", "/dev/full"):
+            for _ in range(3):
+                guest, status, _ = attach(self.socket)
+                self.assertEqual(status, 0)
+                guest.close()
+        self.assertEqual(self.service_said.count("cannot write the log"), 1, self.service_said)
+        self.assertIn("No space left on device", self.service_said)
+
+    def test_a_log_that_cannot_be_opened_is_named(self):
+        file = self.folder / "file"
+        file.write_text("")
+        self.assert_refuses(self.vrdmad("--socket", self.socket, "--log-file", file / "log"), 1, str(file / "log"), "--log-file")
+
+
+class Versions(TestCase):
+    def test_the_service_refuses_another_major_and_names_both(self):
+        with self.service():
+            guest, status, body = attach(self.socket, major=99, minor=3)
+            guest.close()
+            self.assertEqual(status, errno.EPROTONOSUPPORT)
+            self.assertEqual(int.from_bytes(body[0:2], "little"), 1)
+        self.assertIn("99.3", self.service_said)
+        self.assertIn("1.0", self.service_said)
+
+    def test_the_service_accepts_a_newer_minor(self):
+        with self.service():
+            guest, status, _ = attach(self.socket, minor=41)
+            guest.close()
+            self.assertEqual(status, 0)
+
+    def test_the_service_refuses_what_is_not_a_guest(self):
+        with self.service():
+            guest, status, _ = attach(self.socket, magic=0x12345678)
+            guest.close()
+            self.assertEqual(status, errno.EPROTO)
+
+    def test_a_program_under_a_service_of_another_major_is_told(self):
+        def refuse(packet):  # major 2, minor 0, in the reply of an attach
+            return reply_to(packet, errno.EPROTONOSUPPORT, b"\x02\x00\x00\x00" + bytes(200))
+        with self.counterfeit(refuse):
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket})
+            self.assertNotEqual(result.returncode, 0)
+            self.assertIn(self.socket, result.stderr)
+            self.assertIn("EPROTONOSUPPORT", result.stderr)
+            self.assertIn("libvrdma", result.stderr)
+            result = self.vrdma("doctor", "--socket", self.socket)
+            self.assertEqual(result.returncode, 1, result.stdout)
+            self.assertIn("of one version", result.stdout)
+
+    def test_show_says_when_the_service_is_not_one(self):
+        for answer in (lambda packet: None, lambda packet: b"x", lambda packet: reply_to(packet, errno.EOPNOTSUPP)):
+            with self.counterfeit(answer):
+                self.assert_refuses(self.vrdma("show", "--socket", self.socket), 1, self.socket, "did not answer", "version")
+            os.unlink(self.socket)
+
+
+class Running(TestCase):
+    def run_under(self, *command, **keywords):
+        return self.vrdma("run", "--", *command, env={"VRDMA_SOCKET": self.socket}, **keywords)
+
+    def test_a_missing_service_is_named(self):
+        self.assert_refuses(self.run_under("true"), 125, self.socket, "No such file", "start vrdmad")
+        self.assert_refuses(self.vrdma("show", "--socket", self.socket), 1, self.socket, "No such file", "start vrdmad", "vrdma run")
+        self.assert_refuses(self.vrdma("metrics", "--socket", self.socket), 1, self.socket)
+
+    def test_every_place_that_was_tried_is_named(self):
+        result = self.vrdma("show")
+        if result.returncode == 0:
+            self.skipTest("a service runs on this host")
+        self.assert_refuses(result, 1, self.environment["XDG_RUNTIME_DIR"], "/run/vrdma/vrdmad.sock")
+
+    def test_a_library_without_its_service_says_so(self):
+        result = self.run_program("ibv_devinfo", env={"LD_PRELOAD": str(BIN.parent / "lib" / "libvrdma.so"), "VRDMA_SOCKET": self.socket})
+        self.assert_refuses(result, 255, self.socket, "ENOENT", "vrdma run")
+
+    @needs_root
+    def test_a_socket_that_does_not_admit_us_is_named(self):
+        programs = readable_copy(self.folder)
+        config = self.folder / "vrdmad.json"
+        config.write_text('{"socket_mode": "0600"}')
+        with self.service("--config", str(config)):
+            result = self.run_program(*as_nobody(programs / "vrdma", "show", "--socket", self.socket))
+            self.assert_refuses(result, 1, self.socket, "Permission denied", "socket_mode")
+
+    def test_exit_codes_are_those_of_the_command(self):
+        with self.service():
+            for script, code in (("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 128 + 9), ("kill -SEGV $$", 128 + 11)):
+                with self.subTest(script):
+                    self.assertEqual(self.run_under("sh", "-c", script).returncode, code)
+
+    def test_a_command_that_cannot_be_run_is_named(self):
+        with self.service():
+            self.assert_refuses(self.run_under("no-such-command"), 127, "no-such-command", "No such file")
+            self.assert_refuses(self.run_under(self.folder), 126, str(self.folder), "Permission denied")
+            script = self.folder / "script"
+            script.write_text("#!/bin/sh\n")
+            self.assert_refuses(self.run_under(script), 126, str(script), "Permission denied")
+
+    def test_a_signal_reaches_the_command(self):
+        with self.service():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+                with self.subTest(number.name):
+                    process = subprocess.Popen(
+                        [BIN / "vrdma", "run", "--", "sh", "-c",
+                         f"trap 'exit 42' {number.name[3:]}; echo ready; while :; do sleep 0.01; done"],
+                        env=dict(self.environment, VRDMA_SOCKET=self.socket), stdout=subprocess.PIPE)
+                    self.assertEqual(process.stdout.readline(), b"ready\n")
+                    process.send_signal(number)
+                    self.assertEqual(process.wait(60), 42)
+                    process.stdout.close()
+
+    def test_arguments_and_streams_are_the_commands_own(self):
+        with self.service():
+            result = self.run_under("sh", "-c", 'printf "%s|" "$@"; cat >&2', "sh", "--json", "-h", "--", "a b", input="in")
+            self.assertEqual((result.stdout, result.stderr), ("--json|-h|--|a b|", "in"))
+
+    def test_bad_usage_is_refused_by_name(self):
+        self.assert_refuses(self.vrdma("run", "--link-layer", "token-ring", "--", "true"), 2, "token-ring", "ethernet")
+        self.assert_refuses(self.vrdma("run", "--name", "x" * 32, "--", "true"), 2, "31 characters")
+        self.assert_refuses(self.vrdma("run"), 2, "command")
+        self.assert_refuses(self.vrdma("shwo"), 2, "shwo")
+        self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
+
+    def test_a_private_service_starts_serves_and_leaves_its_log(self):
+        result = self.vrdma("run", "--", "ibv_devinfo")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("vrdma0", result.stdout)
+        log = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.log"
+        pid = json.loads(self.vrdma("show", "--json").stdout)["service"]["pid"]
+        os.kill(pid, signal.SIGTERM)
+        pidfd = os.pidfd_open(pid)
+        self.assertTrue(select.select([pidfd], [], [], 60)[0], "the private service did not leave")
+        os.close(pidfd)
+        self.assertIn("SIGTERM: leaving", log.read_text())
+
+    def test_a_private_folder_of_somebody_elses_making_is_not_used(self):
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        folder.mkdir()
+        folder.chmod(0o777)
+        self.assert_refuses(self.vrdma("run", "--", "true"), 125, str(folder), "only you can write")
+
+
+class Showing(TestCase):
+    def show(self, *arguments):
+        result = self.vrdma("show", "--socket", self.socket, *arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout
+
+    def test_every_object_prints_text_and_json(self):
+        with self.service():
+            guest, status, _ = attach(self.socket, b"ada")
+            self.assertEqual(status, 0)
+            for kind in ("devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "cache", "counters"):
+                with self.subTest(kind):
+                    self.show(kind)
+                    json.loads(self.show(kind, "--json"))
+            self.assertIn("name ada ", self.show("guests"))
+            device = json.loads(self.show("devices", "--json"))[0]
+            self.assertEqual(device["physical_hca_available"], False)
+            self.assertEqual((device["state"], device["active_mtu"], device["link_layer"]), ("ACTIVE", 4096, "InfiniBand"))
+            for word in ("node_guid", "active_mtu 4096", "srq yes", "physical_hca_available no", "link_layer InfiniBand", "max_qp "):
+                self.assertIn(word, self.show("devices"))
+            guest.close()
+
+    def test_ethernet_shows_roce(self):
+        with self.service("--link-layer", "ethernet"):
+            guest, _, _ = attach(self.socket)
+            device = json.loads(self.show("devices", "--json"))[0]
+            self.assertEqual(device["roce_versions"], ["v1", "v2"])
+            self.assertEqual([gid["type"] for gid in device["gids"]], ["RoCE v1", "RoCE v2"] * 2)
+            guest.close()
+
+    def test_a_hostile_name_breaks_neither_service_nor_terminal(self):
+        with self.service():
+            guest, status, _ = attach(self.socket, b"\xff\xfe\x1b[31m evil\n\"\\{x=1}\x7f\xc3")
+            self.assertEqual(status, 0)
+            name = json.loads(self.show("--json"))["guests"][0]["name"]
+            self.assertRegex(name, r"^[!-~]+$")
+            self.assertEqual(len(self.show("guests").splitlines()), 1)
+            for output in (self.show("guests"), self.vrdma("metrics", "--socket", self.socket).stdout):
+                self.assertNotIn("\x1b", output)
+            guest.close()
+        self.assertNotIn("\x1b", self.service_said)
+
+    @needs_root
+    def test_others_see_what_is_theirs(self):
+        programs = readable_copy(self.folder)
+        with self.service():
+            guest, _, _ = attach(self.socket, b"of-root")
+            as_other = self.run_program(*as_nobody(programs / "vrdma", "show", "--socket", self.socket, "--json"))
+            self.assertEqual(as_other.returncode, 0, as_other.stderr)
+            seen = json.loads(as_other.stdout)
+            for key in ("guests", "routes", "departed", "tenants"):
+                self.assertEqual(seen[key], [], key)
+            self.assertEqual([g["name"] for g in json.loads(self.show("--json"))["guests"]], ["of-root"])
+            mine = self.run_program(*as_nobody(programs / "vrdma", "run", "--name", "of-nobody", "--", programs / "vrdma", "show", "--json"),
+                                    env={"VRDMA_SOCKET": self.socket})
+            self.assertEqual(mine.returncode, 0, mine.stderr)
+            guest.close()
+
+    def test_metrics_are_prometheus_text(self):
+        with self.service():
+            guest, _, _ = attach(self.socket, b'quo"te\\d')
+            text = self.vrdma("metrics", "--socket", self.socket).stdout
+            guest.close()
+        typed, finished = {}, set()
+        current = None
+        sample = re.compile(r'^([a-z_]+)(\{[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"(?:,[a-z_]+="(?:[^"\\\n]|\\[\\"n])*")*\})? -?\d+$')
+        for line in text.splitlines():
+            if line.startswith("# TYPE "):
+                _, _, name, kind = line.split()
+                self.assertNotIn(name, typed)
+                typed[name] = kind
+                self.assertEqual(kind == "counter", name.endswith("_total"), name)
+            elif not line.startswith("# HELP "):
+                match = sample.match(line)
+                self.assertTrue(match, line)
+                self.assertIn(match[1], typed)
+                if match[1] != current:
+                    self.assertNotIn(match[1], finished, "samples of one name stand together")
+                    finished.add(match[1])
+                    current = match[1]
+        self.assertIn("vrdma_guests", typed)
+        self.assertIn('name="quo\\"te\\\\d"', text)
+
+    @needs_full_device
+    def test_a_full_disk_is_said(self):
+        with self.service(), open("/dev/full", "w") as full:
+            self.assert_refuses(self.vrdma("show", "--socket", self.socket, stdout=full), 1, "standard output", "No space left")
+
+    def test_a_service_that_is_stopped_is_not_waited_for_for_ever(self):
+        with self.service() as process:
+            process.send_signal(signal.SIGSTOP)
+            result = self.vrdma("show", "--socket", self.socket)
+            process.send_signal(signal.SIGCONT)
+            self.assert_refuses(result, 1, self.socket, "did not answer")
+
+
+class Doctor(TestCase):
+    def doctor(self, **keywords):
+        result = self.vrdma("doctor", "--json", **keywords)
+        report = json.loads(result.stdout)
+        for finding in report["findings"]:
+            self.assertIn(finding["level"], ("ok", "note", "problem"))
+            self.assertTrue(finding["subject"] and finding["what"])
+            if finding["level"] == "problem":
+                self.assertTrue(finding["remedy"], finding)
+        self.assertEqual(result.returncode, 1 if report["problems"] else 0)
+        return {finding["subject"]: finding for finding in report["findings"]}
+
+    def test_a_working_machine_has_no_problem(self):
+        with self.service():
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket})
+            self.assertEqual([f for f in found.values() if f["level"] == "problem"], [])
+            self.assertEqual(found["self-test"]["level"], "ok")
+            self.assertIn(self.socket, found["service"]["what"])
+            guests = json.loads(self.vrdma("show", "--socket", self.socket, "guests", "--json").stdout)
+            self.assertEqual(guests, [], "its guest is gone when it is done")
+
+    def test_a_missing_service_is_a_problem_where_one_was_named(self):
+        found = self.doctor(env={"VRDMA_SOCKET": self.socket})
+        self.assertEqual(found["service"]["level"], "problem")
+        self.assertIn(self.socket, found["service"]["what"])
+
+    def test_a_limit_of_file_sizes_is_a_problem(self):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
+        with self.service():
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assertEqual(found["file-size"]["level"], "problem")
+            self.assertIn("ulimit -f", found["file-size"]["remedy"])
+
+    def test_few_open_files_are_noted(self):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        with self.service():
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assertEqual(found["open-files"]["level"], "note")
+            self.assertIn("200", found["open-files"]["what"])
+
+
+if __name__ == "__main__":
+    unittest.main()

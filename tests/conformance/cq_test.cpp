@@ -1,0 +1,315 @@
+// Completion queues and channels: size, overflow, arming.
+#include <fcntl.h>
+
+#include <cerrno>
+#include <memory>
+
+#include "tests/conformance/verbs.hpp"
+
+namespace vrdma::conformance {
+
+CONFORMANCE(CqArgumentsAreChecked, "CQ-07 OBJ-03", .solo = true) {
+  Device dev(run.settings);
+  EXPECT_NULL(ibv_create_cq(dev.ctx, 0, nullptr, nullptr, 0), EINVAL);
+  EXPECT_NULL(ibv_create_cq(dev.ctx, -1, nullptr, nullptr, 0), EINVAL);
+  EXPECT_NULL(ibv_create_cq(dev.ctx, dev.attr.max_cqe + 1, nullptr, nullptr, 0), EINVAL);
+  EXPECT_NULL(ibv_create_cq(dev.ctx, 8, nullptr, nullptr, dev.ctx->num_comp_vectors), EINVAL);
+  EXPECT_NULL(ibv_create_cq(dev.ctx, 8, nullptr, nullptr, -1), EINVAL);
+  EXPECT_GE(dev.ctx->num_comp_vectors, 1);
+  for (int vector = 0; vector < dev.ctx->num_comp_vectors; ++vector) {
+    ibv_cq* cq = ibv_create_cq(dev.ctx, 1, &dev, nullptr, vector);
+    EXPECT(cq != nullptr);
+    EXPECT(cq->cq_context == &dev && cq->channel == nullptr && cq->context == dev.ctx);
+    EXPECT_GE(cq->cqe, 1);
+    EXPECT_OK(ibv_destroy_cq(cq));
+  }
+}
+
+CONFORMANCE(PollCqGivesAtMostWhatIsAskedFor, "WC-06 CQ-09") {
+  LinkSpec spec;
+  Link link(run, spec);
+  ibv_wc wc[16];
+  EXPECT_EQ(ibv_poll_cq(link.scq, 16, wc), 0);
+  if (run.a()) {
+    for (std::uint64_t i = 0; i < 10; ++i) EXPECT_OK(post(link.qp, link.write(i, 0, 0, 8)));
+    std::uint64_t done = 0;
+    wait_until("all completions", [&] {
+      const int n = ibv_poll_cq(link.scq, 3, wc);
+      EXPECT(n >= 0 && n <= 3);
+      for (int i = 0; i < n; ++i) EXPECT_EQ(wc[i].wr_id, done++);
+      return done == 10;
+    });
+    EXPECT_EQ(ibv_poll_cq(link.scq, 0, wc), 0);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(AFullCqRaisesCqErrAndStopsItsQps, "CQ-05 ASY-01 ERR-12") {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq small(dev, 4);
+  Cq other(dev, 64);
+  Region region(pd, 4096);
+  const std::uint32_t room = static_cast<std::uint32_t>(small.p->cqe);
+  if (room > 4096) skip("the smallest CQ is too large to fill");
+  Qp qp(pd, small, other, {.send_wr = room + 8});
+  to_init(dev, qp);
+  const Address theirs = run.peer.exchange(address_of(dev, qp));
+  const Remote remote = run.peer.exchange(Remote{region.buffer.address(), 4096, region.mr.p->rkey, 0});
+  bring_up(dev, qp, theirs);
+  run.peer.barrier();
+  if (run.a()) {
+    for (std::uint64_t i = 0; i < room + 4; ++i) {
+      EXPECT_OK(post(qp, Send{.opcode = IBV_WR_RDMA_WRITE,
+                              .id = i,
+                              .sges = {region.sge(0, 8)},
+                              .remote_address = remote.address,
+                              .rkey = remote.rkey}));
+    }
+    EXPECT(dev.wait_event(IBV_EVENT_CQ_ERR).element.cq == small.p);
+    qp.wait_state(IBV_QPS_ERR);
+    // What had been completed before is intact and in order, as far as the device still shows it.
+    ibv_wc wc{};
+    std::uint64_t done = 0;
+    while (ibv_poll_cq(small, 1, &wc) == 1 && done < room) {
+      EXPECT_EQ(wc.wr_id, done);
+      EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+      ++done;
+    }
+    ibv_async_event event{};
+    while (dev.take_event(event)) ibv_ack_async_event(&event);  // QP_FATAL of the QP is allowed
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(ResizingACqKeepsItsCompletions, "CQ-06") {
+  LinkSpec spec;
+  spec.cq_depth = 16;
+  Link link(run, spec);
+  if (run.a()) {
+    const int rc = ibv_resize_cq(link.scq, 40);
+    if (rc == EOPNOTSUPP || rc == ENOSYS) skip("ibv_resize_cq: EOPNOTSUPP");
+    EXPECT_OK(rc);
+    EXPECT_GE(link.scq.p->cqe, 40);
+    for (std::uint64_t i = 0; i < 20; ++i) EXPECT_OK(post(link.qp, link.write(i, 0, 0, 8)));
+    // That they were executed shows at the far end, without polling here.
+    *link.mem.data(8) = std::byte{1};
+    EXPECT_OK(post(link.qp, link.write(20, 8, 4096, 1)));
+    run.peer.barrier();
+    // Twenty-one are outstanding: below that it must not shrink.
+    const int before = link.scq.p->cqe;
+    EXPECT_ERRNO(ibv_resize_cq(link.scq, 8), EINVAL);
+    EXPECT_EQ(link.scq.p->cqe, before);
+    EXPECT_ERRNO(ibv_resize_cq(link.scq, 0), EINVAL);
+    EXPECT_ERRNO(ibv_resize_cq(link.scq, link.dev.attr.max_cqe + 1), EINVAL);
+    for (std::uint64_t i = 0; i < 5; ++i) link.scq.expect(i);
+    EXPECT_OK(ibv_resize_cq(link.scq, 200));
+    for (std::uint64_t i = 5; i < 10; ++i) link.scq.expect(i);
+    EXPECT_OK(ibv_resize_cq(link.scq, 64));
+    for (std::uint64_t i = 10; i < 21; ++i) link.scq.expect(i);
+    EXPECT_OK(ibv_resize_cq(link.scq, 4));
+    EXPECT_GE(link.scq.p->cqe, 4);
+    for (std::uint64_t i = 30; i < 100; ++i) {
+      EXPECT_OK(post(link.qp, link.write(i, 0, 0, 8)));
+      link.scq.expect(i);
+    }
+  } else {
+    const volatile std::byte* flag = link.mem.data(4096);
+    wait_until("the last write", [&] { return *flag == std::byte{1}; });
+    run.peer.barrier();
+  }
+  run.peer.barrier();
+}
+
+namespace {
+
+struct Events : Link {
+  explicit Events(Run& the_run)
+      : Link(the_run), channel(dev), cq(dev, 256, &channel, this), armed_qp(pd, cq, cq) {
+    to_init(dev, armed_qp);
+    const Address theirs = run.peer.exchange(address_of(dev, armed_qp));
+    bring_up(dev, armed_qp, theirs);
+    for (std::uint64_t i = 0; i < 40; ++i) EXPECT_OK(post(armed_qp, Recv{i, {mem.sge(0, 64)}}));
+    run.peer.barrier();
+  }
+  // a: one message for b's armed CQ, delivered when this returns at both sides (b has not polled it).
+  void message(bool solicited) {
+    if (run.a()) {
+      Send send{.id = 1, .sges = {mem.sge(0, 8)}};
+      if (solicited) send.flags |= IBV_SEND_SOLICITED;
+      EXPECT_OK(post(armed_qp, send));
+      cq.expect(1);
+    }
+    run.peer.barrier();
+  }
+  void expect_event() {
+    EXPECT(channel.wait() == cq.p);
+    ibv_ack_cq_events(cq, 1);
+  }
+  void expect_none() { EXPECT(!channel.readable()); }
+  void drain() {
+    ibv_wc wc{};
+    while (ibv_poll_cq(cq, 1, &wc) == 1) EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  }
+  Channel channel;
+  Cq cq;
+  Qp armed_qp;
+};
+
+}  // namespace
+
+CONFORMANCE(AnArmedCqFiresOncePerArming, "CQ-03 CQ-04 CQ-08") {
+  Events e(run);
+  const auto at_b = [&](auto action) {
+    if (run.b()) action();
+    run.peer.barrier();
+  };
+  e.message(false);  // not armed: nothing
+  at_b([&] { e.expect_none(); });
+  at_b([&] { e.cq.arm(); });  // completions are there already: still nothing
+  at_b([&] { e.expect_none(); });
+  e.message(false);
+  at_b([&] { e.expect_event(); });
+  e.message(false);  // fired: not armed any more
+  at_b([&] { e.expect_none(); });
+  at_b([&] {
+    e.drain();
+    e.cq.arm();
+    e.cq.arm();  // arming twice is arming once
+  });
+  e.message(false);
+  e.message(false);
+  at_b([&] {
+    e.expect_event();
+    e.expect_none();
+    e.drain();
+  });
+}
+
+CONFORMANCE(SolicitedArmingWaitsForSolicitedMessages, "CQ-01 CQ-02") {
+  Events e(run);
+  const auto at_b = [&](auto action) {
+    if (run.b()) action();
+    run.peer.barrier();
+  };
+  at_b([&] { e.cq.arm(true); });
+  e.message(false);
+  at_b([&] { e.expect_none(); });
+  e.message(true);
+  at_b([&] {
+    e.expect_event();
+    e.drain();
+  });
+  // Armed for any, then for solicited: still armed for any.
+  at_b([&] {
+    e.cq.arm(false);
+    e.cq.arm(true);
+  });
+  e.message(false);
+  at_b([&] {
+    e.expect_event();
+    e.drain();
+  });
+  // Armed for solicited, then for any: any.
+  at_b([&] {
+    e.cq.arm(true);
+    e.cq.arm(false);
+  });
+  e.message(false);
+  at_b([&] {
+    e.expect_event();
+    e.drain();
+  });
+  // An error completion fires a solicited arming.
+  at_b([&] {
+    e.cq.arm(true);
+    e.armed_qp.set_state(IBV_QPS_ERR);
+    e.expect_event();
+    ibv_wc wc{};
+    int flushed = 0;
+    while (ibv_poll_cq(e.cq, 1, &wc) == 1) {
+      EXPECT_EQ(wc.status, IBV_WC_WR_FLUSH_ERR);
+      ++flushed;
+    }
+    EXPECT_GE(flushed, 1);
+  });
+}
+
+CONFORMANCE(ChannelDescriptorsBehave, "CQ-08 CQ-10 OBJ-04", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Channel channel(dev);
+  EXPECT(::fcntl(channel.p->fd, F_GETFD) & FD_CLOEXEC);
+  EXPECT(::fcntl(dev.ctx->async_fd, F_GETFD) & FD_CLOEXEC);
+  int first_context = 0;
+  int second_context = 0;
+  Cq first(dev, 16, &channel, &first_context);
+  Cq second(dev, 16, &channel, &second_context);
+  Region region(pd, 4096);
+  Qp one(pd, first, first);
+  Qp two(pd, second, second);
+  to_init(dev, one);
+  to_init(dev, two);
+  EXPECT_OK(post(one, Recv{1, {region.sge(0, 8)}}));
+  EXPECT_OK(post(two, Recv{2, {region.sge(0, 8)}}));
+  first.arm();
+  second.arm();
+  EXPECT(!channel.readable());
+  one.set_state(IBV_QPS_ERR);
+  two.set_state(IBV_QPS_ERR);
+  // Level-triggered: readable as long as an event is left.
+  for (int left = 2; left > 0; --left) {
+    EXPECT(channel.readable(20'000));
+    EXPECT(channel.readable(20'000));
+    ibv_cq* cq = channel.wait();
+    EXPECT(cq == first.p || cq == second.p);
+    ibv_ack_cq_events(cq, 1);
+  }
+  EXPECT(!channel.readable());
+  EXPECT_EQ(::fcntl(channel.p->fd, F_SETFL, ::fcntl(channel.p->fd, F_GETFL) | O_NONBLOCK), 0);
+  ibv_cq* cq = nullptr;
+  void* context = nullptr;
+  EXPECT_MINUS_ONE(ibv_get_cq_event(channel.p, &cq, &context), EAGAIN);
+}
+
+CONFORMANCE(NoWakeUpIsLostInEventMode, "CQ-03 CQ-04 CQ-08", .timeout_s = 120) {
+  // Ping-pong with sleeping receivers: arm, poll once more, sleep. A lost event hangs, an extra one is only a waste.
+  Events e(run);
+  constexpr std::uint64_t rounds = 3000;
+  std::uint64_t received = 0;
+  std::uint64_t posted = 40;
+  std::uint64_t events = 0;
+  const auto receive = [&] {
+    for (;;) {
+      ibv_wc wc{};
+      while (ibv_poll_cq(e.cq, 1, &wc) == 1) {
+        EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+        if (!(wc.opcode & IBV_WC_RECV)) continue;
+        ++received;
+        EXPECT_OK(post(e.armed_qp, Recv{posted++, {e.mem.sge(0, 64)}}));
+        return;
+      }
+      e.cq.arm();
+      if (ibv_poll_cq(e.cq, 1, &wc) == 1) {
+        EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+        if (!(wc.opcode & IBV_WC_RECV)) continue;
+        ++received;
+        EXPECT_OK(post(e.armed_qp, Recv{posted++, {e.mem.sge(0, 64)}}));
+        return;
+      }
+      EXPECT(e.channel.wait() == e.cq.p);
+      ++events;
+    }
+  };
+  for (std::uint64_t i = 0; i < rounds; ++i) {
+    if (run.b()) receive();
+    EXPECT_OK(post(e.armed_qp, Send{.id = i, .sges = {e.mem.sge(0, 8)}, .flags = i % 16 == 0 ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0u}));
+    if (run.a()) receive();
+  }
+  EXPECT_EQ(received, rounds);
+  ibv_ack_cq_events(e.cq, static_cast<unsigned>(events));
+  run.peer.barrier();
+  // Events that fired for completions polled by hand are still in the channel; unread they die with the CQ.
+}
+
+}  // namespace vrdma::conformance

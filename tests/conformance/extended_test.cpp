@@ -1,0 +1,144 @@
+// What comes later (extended CQ and QP, memory windows, device memory): tested where the device has it, skipped aloud else.
+#include <cerrno>
+#include <cstring>
+
+#include "tests/conformance/verbs.hpp"
+
+namespace vrdma::conformance {
+namespace {
+
+template <class T>
+T* real_or_skip(const char* what, T* object) {
+  if (!object) {
+    if (errno == EOPNOTSUPP) skip(text(what, ": EOPNOTSUPP"));
+    fail(__FILE__, __LINE__, text(what, ": NULL and ", errno_name(errno)));
+  }
+  return object;
+}
+
+}  // namespace
+
+CONFORMANCE(ExtendedCqIsPolledInSteps, "CQX-01 CQX-02", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Region region(pd, 4096);
+  ibv_cq_init_attr_ex init{};
+  init.cqe = 32;
+  init.wc_flags = IBV_WC_EX_WITH_BYTE_LEN;
+  errno = 0;
+  ibv_cq_ex* cq = real_or_skip("ibv_create_cq_ex", ibv_create_cq_ex(dev.ctx, &init));
+  {
+    Qp qp(pd, ibv_cq_ex_to_cq(cq), ibv_cq_ex_to_cq(cq));
+    to_init(dev, qp);
+    ibv_poll_cq_attr attr{};
+    EXPECT_EQ(ibv_start_poll(cq, &attr), ENOENT);
+    for (std::uint64_t i = 0; i < 5; ++i) EXPECT_OK(post(qp, Recv{i, {region.sge(0, 8)}}));
+    qp.set_state(IBV_QPS_ERR);
+    std::uint64_t seen = 0;
+    wait_until("five completions", [&] {
+      int rc = ibv_start_poll(cq, &attr);
+      if (rc == ENOENT) return false;
+      EXPECT_OK(rc);
+      for (; rc == 0; rc = ibv_next_poll(cq)) {
+        EXPECT_EQ(cq->wr_id, seen++);
+        EXPECT_EQ(cq->status, IBV_WC_WR_FLUSH_ERR);
+        EXPECT_EQ(ibv_wc_read_vendor_err(cq), ibv_wc_read_vendor_err(cq));
+      }
+      EXPECT_EQ(rc, ENOENT);
+      ibv_end_poll(cq);
+      return seen == 5;
+    });
+    EXPECT_EQ(ibv_start_poll(cq, &attr), ENOENT);
+  }
+  EXPECT_OK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)));
+}
+
+CONFORMANCE(ExtendedCqRefusesUnknownFields, "CQX-03", .solo = true) {
+  Device dev(run.settings);
+  ibv_cq_init_attr_ex init{};
+  init.cqe = 8;
+  init.wc_flags = std::uint64_t{1} << 40;
+  errno = 0;
+  EXPECT(ibv_create_cq_ex(dev.ctx, &init) == nullptr);
+  EXPECT(errno == EOPNOTSUPP || errno == EINVAL);
+}
+
+CONFORMANCE(ExtendedQpSendsAndWrites, "QP-19") {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 64);
+  Region region(pd, 8192);
+  ibv_qp_init_attr_ex init{};
+  init.send_cq = cq;
+  init.recv_cq = cq;
+  init.cap = {16, 16, 4, 4, 0};
+  init.qp_type = IBV_QPT_RC;
+  init.pd = pd;
+  init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+  init.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_WRITE;
+  errno = 0;
+  ibv_qp* qp = real_or_skip("ibv_create_qp_ex with SEND_OPS_FLAGS", ibv_create_qp_ex(dev.ctx, &init));
+  ibv_qp_ex* ex = ibv_qp_to_qp_ex(qp);
+  EXPECT(ex != nullptr);
+  to_init(dev, qp);
+  const Address theirs = run.peer.exchange(address_of(dev, qp));
+  const Remote remote = run.peer.exchange(Remote{region.buffer.address(), 8192, region.mr.p->rkey, 0});
+  bring_up(dev, qp, theirs);
+  std::vector<std::byte> wanted(100);
+  fill_pattern(wanted, run.seed);
+  if (run.b()) EXPECT_OK(post(qp, Recv{1, {region.sge(4096, 100)}}));
+  run.peer.barrier();
+  if (run.a()) {
+    std::memcpy(region.data(), wanted.data(), 100);
+    ibv_wr_start(ex);
+    ex->wr_id = 10;
+    ex->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_rdma_write(ex, remote.rkey, remote.address);
+    ibv_wr_set_sge(ex, region.mr.p->lkey, region.buffer.address(), 100);
+    ex->wr_id = 11;
+    ibv_wr_send(ex);
+    ibv_wr_set_sge(ex, region.mr.p->lkey, region.buffer.address(), 100);
+    EXPECT_OK(ibv_wr_complete(ex));
+    cq.expect(10);
+    cq.expect(11);
+    // What is aborted never happened.
+    ibv_wr_start(ex);
+    ex->wr_id = 12;
+    ibv_wr_send(ex);
+    ibv_wr_set_sge(ex, region.mr.p->lkey, region.buffer.address(), 100);
+    ibv_wr_abort(ex);
+    cq.expect_empty();
+  } else {
+    EXPECT_EQ(cq.expect(1).byte_len, 100u);
+    expect_bytes({region.data(4096), 100}, wanted, "sent");
+    expect_bytes({region.data(), 100}, wanted, "written");
+  }
+  run.peer.barrier();
+  EXPECT_OK(ibv_destroy_qp(qp));
+  run.peer.barrier();
+}
+
+CONFORMANCE(DeviceMemoryChecksItsBounds, "DM-01 DM-02", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  ibv_alloc_dm_attr attr{};
+  attr.length = 256;
+  errno = 0;
+  ibv_dm* dm = real_or_skip("ibv_alloc_dm", ibv_alloc_dm(dev.ctx, &attr));
+  char bytes[64] = {1, 2, 3, 4};
+  char back[64] = {};
+  EXPECT_OK(ibv_memcpy_to_dm(dm, 8, bytes, 64));
+  EXPECT_OK(ibv_memcpy_from_dm(back, dm, 8, 64));
+  EXPECT(std::memcmp(bytes, back, 64) == 0);
+  EXPECT_NE(ibv_memcpy_to_dm(dm, 2, bytes, 4), 0);
+  EXPECT_NE(ibv_memcpy_to_dm(dm, 252, bytes, 8), 0);
+  EXPECT(ibv_reg_dm_mr(pd, dm, 0, 256, IBV_ACCESS_LOCAL_WRITE) == nullptr);
+  EXPECT(ibv_reg_dm_mr(pd, dm, 0, 260, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED) == nullptr);
+  ibv_mr* mr = ibv_reg_dm_mr(pd, dm, 0, 256, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED);
+  EXPECT(mr != nullptr);
+  EXPECT_ERRNO(ibv_free_dm(dm), EBUSY);
+  EXPECT_OK(ibv_dereg_mr(mr));
+  EXPECT_OK(ibv_free_dm(dm));
+}
+
+}  // namespace vrdma::conformance

@@ -1,0 +1,201 @@
+// Order: fence, visibility, last byte last, completions as posted.
+#include <atomic>
+#include <cstring>
+
+#include "tests/conformance/verbs.hpp"
+
+namespace vrdma::conformance {
+
+CONFORMANCE(FenceWaitsForReadsAndAtomics, "WR-11") {
+  Link link(run);
+  constexpr std::size_t bytes = 16 * 1024;
+  for (std::uint64_t round = 0; round < 200; ++round) {
+    const Note note("round ", round);
+    std::vector<std::byte> wanted(bytes);
+    fill_pattern(wanted, run.seed + round);
+    const bool atomic = round % 4 == 3 && link.dev.attr.atomic_cap != IBV_ATOMIC_NONE;
+    if (run.b()) {
+      std::memcpy(link.mem.data(), wanted.data(), bytes);
+      EXPECT_OK(post(link.qp, link.recv(round, bytes, bytes)));
+      run.peer.barrier();
+      link.rcq.expect(round);
+      // What came back is what was read, never what lay there before.
+      expect_bytes({link.mem.data(bytes), atomic ? 8 : bytes}, std::span(wanted).first(atomic ? 8 : bytes), "sent after a fenced read");
+      run.peer.barrier();
+    } else {
+      std::memset(link.mem.data(), 0xdd, bytes);
+      run.peer.barrier();
+      Send first = link.read(1, 0, 0, bytes);
+      first.flags = 0;
+      if (atomic) {
+        first.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+        first.sges = {link.mem.sge(0, 8)};
+        first.compare_add = 1;
+      }
+      Send second = link.send(2, 0, bytes);
+      second.flags |= IBV_SEND_FENCE;
+      EXPECT_OK(post(link.qp, first));
+      EXPECT_OK(post(link.qp, second));
+      link.scq.expect(2);
+      run.peer.barrier();
+    }
+  }
+}
+
+CONFORMANCE(AWriteIsVisibleBeforeTheSendBehindIt, "WR-12") {
+  LinkSpec spec;
+  spec.bytes = 256 * 1024;
+  Link link(run, spec);
+  for (std::uint64_t round = 0; round < 300; ++round) {
+    const std::size_t bytes = run.rng.between(1, 100'000);
+    const Note note("round ", round, " bytes ", bytes);
+    if (run.b()) EXPECT_OK(post(link.qp, link.recv(round, 200'000, 8)));
+    run.peer.barrier();
+    if (run.a()) {
+      fill_pattern({link.mem.data(), bytes}, run.seed + round);
+      Send write = link.write(1, 0, 0, bytes);
+      write.flags = 0;
+      EXPECT_OK(post(link.qp, write));
+      EXPECT_OK(post(link.qp, link.send(2, 0, 1)));
+      link.scq.expect(2);
+    } else {
+      link.rcq.expect(round);
+      std::vector<std::byte> wanted(bytes);
+      fill_pattern(wanted, run.seed + round);
+      expect_bytes({link.mem.data(), bytes}, wanted, "written before the send");
+    }
+    run.peer.barrier();
+  }
+}
+
+CONFORMANCE(TheLastByteOfAWriteComesLast, "WR-14", .timeout_s = 120) {
+  LinkSpec spec;
+  spec.bytes = 2 << 20;
+  Link link(run, spec);
+  for (unsigned round = 1; round <= 400; ++round) {
+    const std::size_t bytes = round % 8 == 0 ? run.rng.between(1, 1 << 20) : run.rng.between(1, 9000);
+    const std::size_t offset = run.rng.below(4096);
+    const Note note("round ", round, " bytes ", bytes, " offset ", offset);
+    const auto mark = static_cast<std::byte>(1 + round % 255);
+    std::byte* const target = link.mem.data(offset);
+    if (run.b()) std::memset(target, 0, bytes);
+    run.peer.barrier();
+    if (run.a()) {
+      std::memset(link.mem.data(), static_cast<int>(mark), bytes);
+      EXPECT_OK(post(link.qp, link.write(round, 0, offset, bytes)));
+      link.scq.expect(round);
+    } else {
+      auto* const last = reinterpret_cast<unsigned char*>(target + bytes - 1);
+      wait_until("the last byte", [&] { return __atomic_load_n(last, __ATOMIC_ACQUIRE) == static_cast<unsigned char>(mark); });
+      for (std::size_t i = 0; i < bytes; ++i) {
+        if (target[i] != mark) fail(__FILE__, __LINE__, text("the last byte is there, byte ", i, " of ", bytes, " is not"));
+      }
+    }
+    run.peer.barrier();
+  }
+}
+
+namespace {
+// Consecutive numbers differ in every byte, and one half tells the other: a mixture of two values shows.
+constexpr std::uint32_t spread = 2654435761u;
+constexpr std::uint32_t spread_inverse = 244002641u;
+static_assert(spread * spread_inverse == 1u);
+std::uint64_t encode(std::uint32_t number) {
+  const std::uint32_t low = number * spread;
+  return std::uint64_t{static_cast<std::uint32_t>(~low)} << 32 | low;
+}
+}  // namespace
+
+CONFORMANCE(AlignedEightByteWritesAreNeverTorn, "WR-19") {
+  Link link(run);
+  constexpr std::uint64_t rounds = 5'000;
+  if (run.a()) {
+    for (std::uint64_t i = 1; i <= rounds; ++i) {
+      const std::uint64_t value = encode(static_cast<std::uint32_t>(i));
+      std::memcpy(link.mem.data((i % 32) * 8), &value, 8);
+      Send write = link.write(i, (i % 32) * 8, 64, 8);
+      write.flags = i % 16 == 0 ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0u;
+      EXPECT_OK(post(link.qp, write));
+      if (i % 16 == 0) link.scq.expect(i);
+    }
+  } else {
+    auto* const cell = reinterpret_cast<std::uint64_t*>(link.mem.data(64));
+    std::uint64_t last = 0;
+    wait_until("the last value", [&] {
+      for (int i = 0; i < 100; ++i) {
+        const std::uint64_t value = __atomic_load_n(cell, __ATOMIC_ACQUIRE);
+        if (value == 0) continue;  // nothing has come yet
+        const auto low = static_cast<std::uint32_t>(value);
+        const std::uint64_t number = low * spread_inverse;
+        if (value >> 32 != static_cast<std::uint32_t>(~low) || number < last) {
+          fail(__FILE__, __LINE__, text("saw ", hex(value), " after number ", last));
+        }
+        last = number;
+      }
+      return last == rounds;
+    });
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(CompletionsComeInTheOrderOfPosting, "WR-13 WR-16") {
+  LinkSpec spec;
+  spec.qp.send_wr = 64;
+  spec.qp.recv_wr = 512;
+  spec.cq_depth = 1024;
+  Link link(run, spec);
+  constexpr std::uint64_t count = 3000;
+  const bool atomics = link.dev.attr.atomic_cap != IBV_ATOMIC_NONE;
+  // Both roles know which requests take a receive.
+  std::vector<int> kinds;
+  std::uint64_t receives = 0;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    kinds.push_back(static_cast<int>(run.rng.below(atomics ? 6 : 5)));
+    receives += kinds.back() >= 3 && kinds.back() <= 4;
+  }
+  if (run.a()) {
+    std::uint64_t posted = 0;
+    std::uint64_t done = 0;
+    wait_until("all completions", [&] {
+      if (posted < count && posted - done < link.qp.cap.max_send_wr && posted - done < 64) {
+        Send s;
+        switch (kinds[posted]) {
+          case 0: s = link.write(posted, 0, 0, run.rng.between(1, 20'000)); break;
+          case 1: s = link.read(posted, 32768, 0, run.rng.between(1, 20'000)); break;
+          case 2: s = link.write(posted, 0, 0, 8); break;
+          case 3: s = link.send(posted, 0, 100); break;
+          case 4: s = link.write(posted, 0, 0, 50); s.opcode = IBV_WR_RDMA_WRITE_WITH_IMM; break;
+          default: s = link.read(posted, 60'000, 0, 8); s.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD; break;
+        }
+        EXPECT_OK(post(link.qp, s));
+        ++posted;
+      }
+      ibv_wc wc[8];
+      const int n = ibv_poll_cq(link.scq, 8, wc);
+      EXPECT_GE(n, 0);
+      for (int i = 0; i < n; ++i) {
+        EXPECT_EQ(wc[i].status, IBV_WC_SUCCESS);
+        EXPECT_EQ(wc[i].wr_id, done);
+        ++done;
+      }
+      return done == count;
+    }, 40);
+  } else {
+    std::uint64_t posted = 0;
+    std::uint64_t done = 0;
+    wait_until("all receives", [&] {
+      while (posted < receives && posted - done < 256) EXPECT_OK(post(link.qp, link.recv(posted++, 0, 256)));
+      ibv_wc wc[8];
+      const int n = ibv_poll_cq(link.rcq, 8, wc);
+      for (int i = 0; i < n; ++i) {
+        EXPECT_EQ(wc[i].status, IBV_WC_SUCCESS);
+        EXPECT_EQ(wc[i].wr_id, done);
+        ++done;
+      }
+      return done == receives;
+    }, 40);
+  }
+  run.peer.barrier();
+}
+
+}  // namespace vrdma::conformance

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The conformance suite over a service of its own: over_vrdmad.sh BUILD LINK_LAYER [arguments of vrdma-conformance]
+set -euo pipefail
+build=$1 link_layer=$2
+shift 2
+folder=$(mktemp -d)
+service=
+cleanup() {
+  [ -z "$service" ] || kill "$service" 2>/dev/null || true
+  [ -z "$service" ] || wait "$service" 2>/dev/null || true
+  rm -rf "$folder"
+}
+trap cleanup EXIT
+mkfifo "$folder/ready"
+"$build/bin/vrdmad" --socket "$folder/vrdmad.sock" --log-level warn --ready-fd 3 3>"$folder/ready" &
+service=$!
+read -r -n 1 -t 20 _ <"$folder/ready" || { echo "vrdmad did not come up"; exit 1; }
+gid=()
+[ "$link_layer" = ib ] || gid=(--gid-index 3)
+VRDMA_SOCKET=$folder/vrdmad.sock "$build/bin/vrdma" run --link-layer "$link_layer" -- \
+  "$build/bin/vrdma-conformance" --dev vrdma0 "${gid[@]}" "$@"

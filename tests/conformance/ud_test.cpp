@@ -1,0 +1,472 @@
+// UC and UD: what is dropped and what is not, Q_Keys, GRH, address handles, multicast.
+#include <arpa/inet.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "tests/conformance/verbs.hpp"
+
+namespace vrdma::conformance {
+namespace {
+
+constexpr std::size_t grh_bytes = 40;
+
+// One UD QP on each side, and an address handle to the other.
+struct Datagrams {
+  explicit Datagrams(Run& the_run, bool global = false, std::uint32_t qkey = test_qkey)
+      : run(the_run), dev(run.settings), pd(dev), scq(dev, 256), rcq(dev, 256), mem(pd, 128 * 1024),
+        qp(pd, scq, rcq, {.type = IBV_QPT_UD, .inline_bytes = 32}) {
+    Path path;
+    path.qkey = qkey;
+    bring_up(dev, qp, {}, path);
+    theirs = run.peer.exchange(address_of(dev, qp));
+    ibv_ah_attr attr = ah_to(dev, theirs);
+    if (global && !attr.is_global) {
+      attr.is_global = 1;
+      attr.grh.dgid = theirs.gid;
+      attr.grh.sgid_index = 0;
+      attr.grh.hop_limit = 1;
+    }
+    ah = std::make_unique<Ah>(pd, attr);
+    run.peer.barrier();
+  }
+  Send datagram(std::uint64_t id, std::size_t offset, std::size_t bytes) const {
+    return {.id = id, .sges = {mem.sge(offset, bytes)}, .ah = *ah, .qpn = theirs.qpn, .qkey = test_qkey};
+  }
+  // A request that is sent on its way and completes here, whatever becomes of it there.
+  void send(const Send& s) {
+    EXPECT_OK(post(qp, s));
+    scq.expect(s.id);
+  }
+  Run& run;
+  Device dev;
+  Pd pd;
+  Cq scq;
+  Cq rcq;
+  Region mem;
+  Qp qp;
+  Address theirs{};
+  std::unique_ptr<Ah> ah;
+};
+
+ibv_gid group_gid(std::uint8_t last) {
+  ibv_gid gid{};
+  gid.raw[0] = 0xff;
+  gid.raw[1] = 0x12;
+  gid.raw[14] = 0x33;
+  gid.raw[15] = last;
+  return gid;
+}
+
+}  // namespace
+
+CONFORMANCE(UdPayloadsArriveWhole, "UD-04 UD-02 WC-05 WC-03 WC-01") {
+  Datagrams d(run);
+  const std::size_t mtu = d.dev.mtu_bytes();
+  std::uint64_t id = 0;
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{8}, std::size_t{31}, std::size_t{64},
+                                  std::size_t{255}, std::size_t{1000}, mtu - 1, mtu}) {
+    for (const bool with_imm : {false, true}) {
+      const Note note("bytes ", bytes, with_imm ? " with immediate" : "");
+      ++id;
+      std::vector<std::byte> wanted(bytes);
+      fill_pattern(wanted, run.seed + id);
+      if (run.b()) {
+        std::memset(d.mem.data(), 0x77, 16384);
+        EXPECT_OK(post(d.qp, Recv{id, {d.mem.sge(0, grh_bytes + mtu)}}));
+      }
+      run.peer.barrier();
+      if (run.a()) {
+        std::memcpy(d.mem.data(), wanted.data(), bytes);
+        Send s = d.datagram(id, 0, bytes);
+        if (with_imm) s.opcode = IBV_WR_SEND_WITH_IMM;
+        s.imm = static_cast<std::uint32_t>(id * 0x01030507u);
+        if (bytes <= 32 && with_imm) s.flags |= IBV_SEND_INLINE;
+        d.send(s);
+      } else {
+        const ibv_wc wc = d.rcq.expect(id);
+        EXPECT_EQ(wc.opcode, IBV_WC_RECV);
+        EXPECT_EQ(wc.byte_len, bytes + grh_bytes);
+        EXPECT_EQ(wc.src_qp, d.theirs.qpn);
+        EXPECT_EQ(wc.qp_num, d.qp.p->qp_num);
+        EXPECT_EQ((wc.wc_flags & IBV_WC_WITH_IMM) != 0, with_imm);
+        if (with_imm) EXPECT_EQ(wc.imm_data, static_cast<std::uint32_t>(id * 0x01030507u));
+        if (!d.dev.ethernet()) EXPECT_EQ(wc.slid, d.theirs.lid);
+        expect_bytes({d.mem.data(grh_bytes), bytes}, wanted, "payload");
+        for (std::size_t i = grh_bytes + bytes; i < 16384; ++i) EXPECT(*d.mem.data(i) == std::byte{0x77});
+      }
+      run.peer.barrier();
+    }
+  }
+}
+
+CONFORMANCE(UdBeyondTheMtuIsALocalError, "ERR-07 UD-04 UD-07") {
+  Datagrams d(run);
+  if (run.b()) EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 16384)}}));
+  run.peer.barrier();
+  if (run.a()) {
+    const int rc = post(d.qp, d.datagram(1, 0, d.dev.mtu_bytes() + 1));
+    if (rc == 0) {
+      d.scq.expect(1, IBV_WC_LOC_LEN_ERR);
+    } else {
+      EXPECT_ERRNO(rc, EINVAL);
+    }
+    run.peer.barrier();
+  } else {
+    run.peer.barrier();
+    d.rcq.expect_empty();
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(UdDropsInSilence, "ERR-14 ERR-13") {
+  Datagrams d(run);
+  if (run.b()) EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 4096)}}));
+  run.peer.barrier();
+  if (run.a()) {
+    Send wrong_qkey = d.datagram(1, 0, 32);
+    wrong_qkey.qkey = test_qkey ^ 1;
+    d.send(wrong_qkey);
+    Send unknown = d.datagram(2, 0, 32);
+    unknown.qpn = (d.theirs.qpn + 0x4321) & 0xffffff;
+    d.send(unknown);
+    // Behind them a good one, along the same path: what is dropped did not take its receive.
+    d.send(d.datagram(3, 0, 33));
+    run.peer.barrier();
+  } else {
+    EXPECT_EQ(d.rcq.expect(1).byte_len, 33 + grh_bytes);
+    run.peer.barrier();
+    d.rcq.expect_empty();
+    EXPECT_EQ(d.qp.state(), IBV_QPS_RTS);
+  }
+  // No receive at all: dropped; the next one with a receive arrives.
+  run.peer.barrier();
+  if (run.a()) {
+    d.send(d.datagram(4, 0, 34));
+    run.peer.barrier();
+    run.peer.barrier();
+    d.send(d.datagram(5, 0, 35));
+  } else {
+    run.peer.barrier();
+    // The message of 34 bytes may still be under way on a slow path: only 35 must come, 34 must not come twice.
+    EXPECT_OK(post(d.qp, Recv{2, {d.mem.sge(0, 4096)}}));
+    EXPECT_OK(post(d.qp, Recv{3, {d.mem.sge(0, 4096)}}));
+    run.peer.barrier();
+    const ibv_wc wc = d.rcq.expect(2);
+    EXPECT(wc.byte_len == 35 + grh_bytes || wc.byte_len == 34 + grh_bytes);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(AUdReceiveTooSmallIsDropped, "ERR-14 UD-02") {
+  Datagrams d(run);
+  if (run.b()) {
+    std::memset(d.mem.data(), 0x66, 8192);
+    EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, grh_bytes + 31)}}));
+    EXPECT_OK(post(d.qp, Recv{2, {d.mem.sge(4096, grh_bytes + 16)}}));
+  }
+  run.peer.barrier();
+  if (run.a()) {
+    d.send(d.datagram(1, 0, 32));
+    d.send(d.datagram(2, 0, 16));
+  } else {
+    // Devices differ in whether the small receive was used up in an error; the message itself must not appear as good,
+    // and nothing may be written beyond the room given.
+    ibv_wc wc = d.rcq.next();
+    if (wc.status != IBV_WC_SUCCESS) EXPECT_EQ(wc.status, IBV_WC_LOC_LEN_ERR);
+    if (wc.status == IBV_WC_SUCCESS) EXPECT_EQ(wc.byte_len, 16 + grh_bytes);
+    for (std::size_t i = grh_bytes + 31; i < 4096; ++i) EXPECT(*d.mem.data(i) == std::byte{0x66});
+    EXPECT_NE(d.qp.state(), IBV_QPS_RESET);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(AQkeyWithItsTopBitMeansTheQpsOwn, "UD-01 ERR-14") {
+  // Both QPs have a controlled Q_Key; the request names another one with the top bit set.
+  Datagrams d(run, false, 0x80010000);
+  if (run.b()) EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 4096)}}));
+  run.peer.barrier();
+  if (run.a()) {
+    Send plain = d.datagram(1, 0, 20);
+    plain.qkey = 0x00010000;  // without the bit it is taken as it is, and does not match
+    d.send(plain);
+    Send own = d.datagram(2, 0, 21);
+    own.qkey = 0xffffffff;
+    d.send(own);
+  } else {
+    EXPECT_EQ(d.rcq.expect(1).byte_len, 21 + grh_bytes);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
+  Datagrams d(run, true);
+  if (run.b()) EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 4096)}}));
+  run.peer.barrier();
+  if (run.a()) {
+    d.send(d.datagram(1, 0, 24));
+    // The answer comes back to this QP.
+    EXPECT_OK(post(d.qp, Recv{5, {d.mem.sge(8192, 4096)}}));
+    run.peer.barrier();
+    const ibv_wc wc = d.rcq.expect(5);
+    EXPECT_EQ(wc.byte_len, 48 + grh_bytes);
+    EXPECT_EQ(wc.src_qp, d.theirs.qpn);
+  } else {
+    ibv_wc wc = d.rcq.expect(1);
+    EXPECT((wc.wc_flags & IBV_WC_GRH) != 0);
+    ibv_grh grh{};
+    std::memcpy(&grh, d.mem.data(), sizeof(grh));
+    const bool ipv4 = d.dev.ethernet() && std::to_integer<int>(*d.mem.data(20)) >> 4 == 4;
+    if (ipv4) {
+      // RoCE v2 over IPv4: the header lies in the last 20 bytes.
+      std::uint32_t sum = 0;
+      for (std::size_t i = 20; i < 40; i += 2) {
+        std::uint16_t word = 0;
+        std::memcpy(&word, d.mem.data(i), 2);
+        sum += ntohs(word);
+      }
+      sum = (sum & 0xffff) + (sum >> 16);
+      sum = (sum & 0xffff) + (sum >> 16);
+      EXPECT_EQ(sum, 0xffffu);
+      EXPECT_EQ(std::to_integer<int>(*d.mem.data(29)), 17);  // UDP
+    } else {
+      EXPECT_EQ(ntohl(grh.version_tclass_flow) >> 28, 6u);
+      EXPECT(grh.next_hdr == 0x1b || grh.next_hdr == 17);
+      EXPECT(std::memcmp(&grh.sgid, &d.theirs.gid, 16) == 0);
+      EXPECT(std::memcmp(&grh.dgid, &d.dev.gid, 16) == 0);
+    }
+    // Both makers of an address from a completion lead back to the sender.
+    ibv_ah_attr attr{};
+    EXPECT_OK(ibv_init_ah_from_wc(d.dev.ctx, d.dev.port_num, &wc, &grh, &attr));
+    EXPECT_EQ(attr.port_num, d.dev.port_num);
+    EXPECT_EQ(attr.is_global, 1);
+    EXPECT(std::memcmp(&attr.grh.dgid, &d.theirs.gid, 16) == 0);
+    if (!d.dev.ethernet()) EXPECT_EQ(attr.dlid, d.theirs.lid);
+    ibv_ah* back = ibv_create_ah_from_wc(d.pd, &wc, &grh, d.dev.port_num);
+    EXPECT(back != nullptr);
+    const Ah owner(back);
+    run.peer.barrier();
+    Send answer = d.datagram(2, 0, 48);
+    answer.ah = back;
+    answer.qpn = wc.src_qp;
+    d.send(answer);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(AnAddressFromAMessageWithoutGrhLeadsBack, "UD-03 UD-02") {
+  Datagrams d(run);
+  if (d.dev.by_gid()) skip("addressed by GID: every message has a GRH");
+  if (run.b()) EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 4096)}}));
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(d.qp, Recv{5, {d.mem.sge(8192, 4096)}}));
+    d.send(d.datagram(1, 0, 24));
+    EXPECT_EQ(d.rcq.expect(5).byte_len, 9 + grh_bytes);
+  } else {
+    ibv_wc wc = d.rcq.expect(1);
+    EXPECT_EQ(wc.wc_flags & IBV_WC_GRH, 0u);
+    ibv_grh grh{};
+    const Ah back(ibv_create_ah_from_wc(d.pd, &wc, &grh, d.dev.port_num));
+    EXPECT(back.p != nullptr);
+    Send answer = d.datagram(2, 0, 9);
+    answer.ah = back;
+    answer.qpn = wc.src_qp;
+    d.send(answer);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(CreateAhChecksItsAttributes, "UD-06 OBJ-03", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Address self{};
+  self.gid = dev.gid;
+  self.lid = dev.port.lid;
+  const ibv_ah_attr good = ah_to(dev, self);
+  { Ah ah(pd, good); }
+  ibv_ah_attr bad = good;
+  bad.port_num = 0;
+  EXPECT_NULL(ibv_create_ah(pd, &bad), EINVAL);
+  bad.port_num = 200;
+  EXPECT_NULL(ibv_create_ah(pd, &bad), EINVAL);
+  bad = good;
+  bad.is_global = 1;
+  bad.grh.dgid = dev.gid;
+  bad.grh.sgid_index = 255;
+  EXPECT_NULL(ibv_create_ah(pd, &bad), EINVAL);
+  if (dev.ethernet()) {
+    bad = good;
+    bad.is_global = 0;
+    EXPECT_NULL(ibv_create_ah(pd, &bad), EINVAL);
+  }
+}
+
+CONFORMANCE(AUdQpInSqeStillReceives, "UD-07 QP-06 ERR-06") {
+  Datagrams d(run);
+  if (run.a()) {
+    EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(8192, 4096)}}));
+    Send bad = d.datagram(2, 0, 16);
+    bad.sges[0].lkey ^= 0x4400;
+    EXPECT_OK(post(d.qp, bad));
+    EXPECT_OK(post(d.qp, d.datagram(3, 0, 16)));
+    d.scq.expect(2, IBV_WC_LOC_PROT_ERR);
+    d.scq.expect(3, IBV_WC_WR_FLUSH_ERR);
+    d.qp.wait_state(IBV_QPS_SQE);
+    run.peer.barrier();
+    EXPECT_EQ(d.rcq.expect(1).byte_len, 16 + grh_bytes);
+    d.qp.set_state(IBV_QPS_RTS);
+    run.peer.barrier();
+    d.send(d.datagram(4, 0, 17));
+  } else {
+    EXPECT_OK(post(d.qp, Recv{9, {d.mem.sge(0, 4096)}}));
+    run.peer.barrier();
+    d.send(d.datagram(8, 0, 16));
+    run.peer.barrier();
+    EXPECT_EQ(d.rcq.expect(9).byte_len, 17 + grh_bytes);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(MulticastReachesEveryAttachedQpOnce, "MC-02 MC-01") {
+  Datagrams d(run);
+  Qp second(d.pd, d.scq, d.rcq, {.type = IBV_QPT_UD});
+  bring_up(d.dev, second, {});
+  const ibv_gid group = group_gid(static_cast<std::uint8_t>(run.seed));
+  const std::uint16_t mlid = 0xc011;
+  ibv_ah_attr attr{};
+  attr.port_num = d.dev.port_num;
+  attr.dlid = mlid;
+  attr.is_global = 1;
+  attr.grh.dgid = group;
+  attr.grh.sgid_index = static_cast<std::uint8_t>(std::max(0, d.dev.gid_index));
+  attr.grh.hop_limit = 1;
+  if (const int rc = ibv_attach_mcast(d.qp, &group, mlid); rc != 0) {
+    if (rc == EOPNOTSUPP) skip("ibv_attach_mcast: EOPNOTSUPP");
+    EXPECT_OK(rc);
+  }
+  if (run.b()) EXPECT_OK(ibv_attach_mcast(second, &group, mlid));
+  Ah to_group(d.pd, attr);
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    EXPECT_OK(post(d.qp, Recv{i, {d.mem.sge(4096 * i, 2048)}}));
+    EXPECT_OK(post(second, Recv{10 + i, {d.mem.sge(32768 + 4096 * i, 2048)}}));
+  }
+  run.peer.barrier();
+  const auto announce = [&](const Qp& from, std::uint64_t id, std::size_t bytes) {
+    EXPECT_OK(post(from, Send{.id = id, .sges = {d.mem.sge(65536, bytes)}, .ah = to_group, .qpn = 0xffffff, .qkey = test_qkey}));
+    d.scq.expect(id);
+  };
+  // From a's attached QP: to a's first and both of b's, not to a's second.
+  if (run.a()) announce(d.qp, 100, 50);
+  std::uint64_t first = 0;
+  std::uint64_t other = 0;
+  const auto take = [&](std::size_t bytes) {
+    const ibv_wc wc = d.rcq.next();
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(wc.byte_len, bytes + grh_bytes);
+    EXPECT((wc.wc_flags & IBV_WC_GRH) != 0);
+    (wc.qp_num == d.qp.p->qp_num ? first : other) += 1;
+  };
+  take(50);
+  if (run.b()) take(50);
+  EXPECT_EQ(first, 1u);
+  EXPECT_EQ(other, run.b() ? 1u : 0u);
+  run.peer.barrier();
+  d.rcq.expect_empty();
+  run.peer.barrier();  // what the other side sends from here on is of the next step
+  // From a QP that is not attached.
+  if (run.a()) announce(second, 101, 51);
+  take(51);
+  if (run.b()) take(51);
+  run.peer.barrier();
+  d.rcq.expect_empty();
+  run.peer.barrier();
+  // After detaching, only who is left gets it; a unicast message marks the end.
+  if (run.b()) EXPECT_OK(ibv_detach_mcast(d.qp, &group, mlid));
+  run.peer.barrier();
+  if (run.a()) {
+    announce(d.qp, 102, 52);
+    d.send(d.datagram(103, 0, 53));
+    take(52);
+  } else {
+    first = other = 0;
+    for (int i = 0; i < 2; ++i) {
+      const ibv_wc wc = d.rcq.next();
+      EXPECT_EQ(wc.byte_len, (wc.qp_num == d.qp.p->qp_num ? 53 : 52) + grh_bytes);
+    }
+    EXPECT_OK(ibv_detach_mcast(second, &group, mlid));
+    EXPECT_ERRNO(ibv_detach_mcast(second, &group, mlid), EINVAL);
+  }
+  if (run.a()) EXPECT_OK(ibv_detach_mcast(d.qp, &group, mlid));
+  run.peer.barrier();
+  d.rcq.expect_empty();
+  run.peer.barrier();
+}
+
+CONFORMANCE(MulticastAttachChecksItsArguments, "MC-01", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 16);
+  Qp ud(pd, cq, cq, {.type = IBV_QPT_UD});
+  Qp rc(pd, cq, cq);
+  to_init(dev, ud);
+  to_init(dev, rc);
+  ibv_gid group = group_gid(9);
+  if (ibv_attach_mcast(ud, &group, 0xc012) == EOPNOTSUPP) skip("ibv_attach_mcast: EOPNOTSUPP");
+  EXPECT_ERRNO(ibv_attach_mcast(rc, &group, 0xc012), EINVAL);
+  ibv_gid unicast = group;
+  unicast.raw[0] = 0xfe;
+  EXPECT_ERRNO(ibv_attach_mcast(ud, &unicast, 0xc012), EINVAL);
+  EXPECT_ERRNO(ibv_detach_mcast(ud, &unicast, 0xc012), EINVAL);
+  EXPECT_OK(ibv_detach_mcast(ud, &group, 0xc012));
+  EXPECT_ERRNO(ibv_detach_mcast(ud, &group, 0xc012), EINVAL);
+}
+
+CONFORMANCE(UcDropsInSilenceAndGoesOn, "UC-03 ERR-13 UC-01") {
+  LinkSpec spec;
+  spec.qp.type = IBV_QPT_UC;
+  Link link(run, spec);
+  fill_pattern(link.mem.buffer.span(), 3);
+  std::vector<std::byte> wanted(link.mem.buffer.size());
+  fill_pattern(wanted, 3);
+  run.peer.barrier();
+  // Each of these is lost, and reported as a success.
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.send(1, 0, 100)));  // no receive there
+    link.scq.expect(1);
+    Send wrong_key = link.write(2, 0, 4096, 100);
+    wrong_key.rkey ^= 0x5500;
+    EXPECT_OK(post(link.qp, wrong_key));
+    link.scq.expect(2);
+    Send outside = link.write(3, 0, 64 * 1024, 100);
+    EXPECT_OK(post(link.qp, outside));
+    link.scq.expect(3);
+    run.peer.barrier();
+    run.peer.barrier();
+    EXPECT_OK(post(link.qp, link.send(4, 0, 8)));
+    link.scq.expect(4);
+  } else {
+    run.peer.barrier();
+    EXPECT_EQ(link.qp.state(), IBV_QPS_RTS);
+    link.rcq.expect_empty();
+    expect_bytes(link.mem.buffer.span(), wanted, "memory after refused writes");
+    EXPECT_OK(post(link.qp, link.recv(7, 32768, 64)));
+    run.peer.barrier();
+    EXPECT_EQ(link.rcq.expect(7).byte_len, 8u);
+    EXPECT_EQ(link.qp.state(), IBV_QPS_RTS);
+    link.dev.expect_no_event();
+  }
+  run.peer.barrier();
+  // To a QP that is gone: still a success here.
+  if (run.b()) link.qp.set_state(IBV_QPS_RESET);
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.send(5, 0, 8)));
+    link.scq.expect(5);
+    EXPECT_EQ(link.qp.state(), IBV_QPS_RTS);
+  }
+  run.peer.barrier();
+}
+
+}  // namespace vrdma::conformance

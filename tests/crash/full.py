@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""A service that is full: every verb says so with a clear errno, who is there goes on, and what is given back can be had.
+
+    full.py --limits PROGRAM --client PROGRAM --library FILE --vrdmad PROGRAM
+"""
+import argparse
+import os
+import re
+import resource
+import subprocess
+import sys
+
+from support import Failure, Service, World
+
+# Per case: configuration, what vrdmad itself may have, the kind to ask for, how many at most, errno names allowed.
+QUOTA = {"objects": 40, "registered_bytes": 8 << 20, "queue_bytes": 1 << 20, "guests": 4}
+
+
+def limit(which, amount):
+    return lambda: resource.setrlimit(which, (amount, amount))
+
+
+CASES = [
+    *[(f"quota of objects, {kind}", {"quota": {**QUOTA, "queue_bytes": 1 << 30}}, None, kind, 200, {"EDQUOT"})
+      for kind in ("pd", "cq", "qp", "srq", "channel", "context")],
+    ("quota of registered bytes", {"quota": {**QUOTA, "objects": 1 << 20}}, None, "mr", 200, {"EDQUOT"}),
+    *[(f"quota of queue bytes, {kind}", {"quota": {**QUOTA, "objects": 1 << 20}}, None, kind, 5000, {"EDQUOT"}) for kind in ("qp", "srq", "cq")],
+    ("arena", {"arena_bytes": 1 << 20}, None, "qp", 5000, {"ENOMEM"}),
+    *[(f"48 descriptors, {kind}", None, limit(resource.RLIMIT_NOFILE, 48), kind, 200, {"EMFILE", "ENFILE"}) for kind in ("channel", "context")],
+]
+
+
+def run_limits(options, service, kind, count):
+    environment = dict(os.environ, LD_PRELOAD=options.library, VRDMA_SOCKET=service.path)
+    ran = subprocess.run([options.limits, kind, str(count)], env=environment, capture_output=True, text=True, timeout=90)
+    found = re.fullmatch(r"made (\d+) refused (\w+) again (\d+)", ran.stdout.strip())
+    if ran.returncode != 0 or not found:
+        raise Failure(f"ended with {ran.returncode}: {ran.stdout} {ran.stderr}")
+    return int(found[1]), found[2], int(found[3])
+
+
+def check_case(options, world, config, preexec, kind, count, allowed):
+    with Service(options.vrdmad, config=config, preexec=preexec) as service:
+        first = run_limits(options, service, kind, count)
+        made, refused, again = first
+        if refused not in allowed:
+            raise Failure(f"after {made} the refusal is {refused}, not {' or '.join(sorted(allowed))}")
+        if again != (made + 1) // 2:
+            raise Failure(f"{(made + 1) // 2} of {made} were given back, and {again} could be had again")
+        service.check_alive()
+        service.expect_empty()
+        if run_limits(options, service, kind, count) != first:
+            raise Failure("a second guest finds less than the first")
+        world.check_new_pair(service, "send")
+        return f"{made}, then {refused}"
+
+
+def check_guests(options, world, config, preexec, allowed):
+    """Guests until one is refused; the others talk on, and one that leaves makes room."""
+    import socket
+    from support import Client
+    with Service(options.vrdmad, config=config, preexec=preexec) as service:
+        clients, ends = [], []
+        try:
+            for count in range(30):
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                ends += pair
+                both = [Client(options.client, options.library, service, end, workload="send", role="survivor") for end in pair]
+                for end in pair:
+                    end.close()
+                first = [client.process.stdout.readline() for client in both]
+                clients += both
+                if any(line != "ready\n" for line in first):
+                    break
+            else:
+                raise Failure("nobody was refused")
+            text = "".join(first) + "".join(c.process.stdout.read() for c in both if c.process.wait() != 0)
+            if not any(name in text for name in allowed):
+                raise Failure(f"the refusal does not say {' or '.join(allowed)}: {text!r}")
+            for client in clients[:-2]:
+                if client.process.poll() is not None:
+                    raise Failure(f"a guest that was there before has ended: {client.process.stdout.read()}")
+            for client in clients:
+                client.kill()
+            service.check_alive()
+            service.expect_empty()
+            world.check_new_pair(service)
+            return f"{len(clients) - 2} guests, then {text.strip()[:120]}"
+        finally:
+            for client in clients:
+                client.kill()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ("limits", "client", "library", "vrdmad"):
+        parser.add_argument(f"--{name}", required=True)
+    options = parser.parse_args()
+    world = World(options.client, options.library, options.vrdmad)
+    failed = 0
+    guests = [("quota of guests", {"quota": QUOTA}, None, ["EDQUOT"]),
+              ("40 descriptors, guests", None, limit(resource.RLIMIT_NOFILE, 40), ["EMFILE", "ENFILE"])]
+    runs = [(name, lambda c=case: check_case(options, world, *c)) for name, *case in CASES]
+    runs += [(name, lambda c=case: check_guests(options, world, *c)) for name, *case in guests]
+    for name, run in runs:
+        try:
+            print(f"{name:32} {run()}", flush=True)
+        except Exception as failure:  # the other cases are worth running
+            failed += 1
+            print(f"FAILED {name}: {failure!r}", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

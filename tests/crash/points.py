@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Ends and stops guests and the service at every crash point of vrdma/fault.hpp, under every workload.
+
+    points.py --client PROGRAM --library FILE --vrdmad PROGRAM --points FILE [--seed N] [--jobs N] [NAME ...]
+
+Guests: the survivor must see the errors that the specification names, in order and none twice; the service must hold
+nothing afterwards; a new pair must work. Service: both guests must see the device fatal and everything flushed, and a new
+service must start over what the old one left.
+"""
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import pathlib
+import queue
+import random
+import re
+import select
+import signal
+import sys
+import time
+
+from support import Failure, Service, World, eventually, state_of
+
+WORKLOADS = ("send", "event", "rdma", "uc", "ud", "srq", "churn")
+# How often a point is passed before it strikes, at most: a point on the data path is passed with every message.
+DATA = re.compile(r"guest\.(post|poll|arm|event)|service\.(copy|complete|event)")
+CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dereg_mr|guest\.modify_qp")
+
+
+# Passed while a queue pair is taken down, too.
+TAKING_DOWN = re.compile(r"guest\.(control|dereg_mr|destroy_qp|modify_qp)")
+
+
+def passings_of(point, rng):
+    if DATA.match(point):
+        return (1, rng.randint(2, 9), rng.randint(10, 60))
+    return (1, rng.randint(2, 9)) if CONTROL.match(point) else (1,)
+
+
+def outcome_is(client, allowed):
+    outcome = client.result()
+    if outcome not in allowed:
+        raise Failure(f"the outcome is {outcome}, not {' or '.join(allowed)}")
+    return outcome
+
+
+def guest_case(world, service, point, passing, action, workload):
+    """True if the point was reached."""
+    order = f"{point}:{passing}" + (":stop" if action == "stop" else "")
+    unreliable = workload in ("uc", "ud")
+    with world.pair(service, {"workload": workload, "role": "victim", "messages": 64, "crash_at": order},
+                    {"workload": workload, "role": "survivor"}) as (victim, survivor):
+        eventually("the victim ended or stopped", lambda: state_of(victim.pid) in "ZXT")
+        reached = True
+        if state_of(victim.pid) == "T":
+            connected = has_line(survivor)
+            if connected:
+                # Its memory and its posted receives are served on; beyond them there is RNR. Only where it has taken its
+                # queue pair down, there is nobody.
+                survivor.tell_stopped()
+                allowed = ["served"] if unreliable else ["served" if workload == "rdma" else "rnr-retry-exceeded"]
+                if TAKING_DOWN.match(point) and not unreliable:
+                    allowed.append("retry-exceeded")
+                outcome_is(survivor, allowed)
+            victim.process.send_signal(signal.SIGCONT)
+            outcome_is(victim, ("complete", "retry-exceeded", "peer-left", "unnoticed"))
+            if not connected:
+                outcome_is(survivor, ("unnoticed",) if unreliable else ("retry-exceeded",))
+        else:
+            code = victim.process.wait()
+            if code == 0:
+                reached = False
+            elif code != -signal.SIGKILL:
+                victim.result()
+            outcome_is(survivor, ("peer-left", "unnoticed") if unreliable else ("peer-left", "retry-exceeded"))
+    service.check_alive()
+    service.expect_empty()
+    return reached
+
+
+def has_line(survivor):
+    """True once the survivor has connected; False if it waits for a victim that stopped before and can send nothing more."""
+    def known():
+        if select.select([survivor.process.stdout], [], [], 0)[0]:
+            return "line"
+        return "waits" if state_of(survivor.pid) == "S" and in_receive(survivor.pid) else None
+    return eventually("the survivor connected or waits", known) == "line"
+
+
+def in_receive(pid):
+    with contextlib.suppress(OSError):
+        text = pathlib.Path(f"/proc/{pid}/syscall").read_text().split()
+        return text[0] == "45" or text[0] == "47"  # recvfrom, recvmsg
+    return False
+
+
+def service_case(world, point, passing, workload):
+    service = Service(world.vrdmad)
+    try:
+        service.start(crash_at=f"{point}:{passing}")
+        options = {"workload": workload, "role": "survivor", "expect": "service"}
+        detaching = point.startswith("service.detach")
+        if detaching:  # somebody leaves, and a pair is under way
+            with world.pair(service, dict(options), dict(options)) as clients:
+                for client in clients:
+                    client.process.stdout.readline()
+                with world.pair(service, *[{"workload": workload, "role": "victim", "messages": 8, "expect": "service"}] * 2) as leaving:
+                    eventually("the service ended", lambda: service.process.poll() is not None)
+                    for client in leaving:
+                        client.kill()
+                for client in clients:
+                    outcome_is(client, ("flushed",))
+        else:
+            with world.pair(service, dict(options), dict(options)) as clients:
+                deadline = time.monotonic() + 15
+                while service.process.poll() is None:
+                    if time.monotonic() > deadline:
+                        service.kill()
+                        return False  # this workload does not pass here
+                    time.sleep(0.002)
+                for client in clients:
+                    outcome = client.result()
+                    if outcome not in ("flushed", "peer-left") and not outcome.startswith("refused"):
+                        raise Failure(f"a guest's outcome is {outcome}")
+        if service.process.returncode != -signal.SIGKILL:
+            raise Failure(f"vrdmad ended with {service.process.returncode}: {service.log_text()}")
+        service.start()
+        world.check_new_pair(service, workload)
+        service.check_alive()
+        service.expect_empty()
+        return True
+    finally:
+        service.close()
+
+
+def passes(point, workload):
+    """Whether a workload passes a point of the service at all."""
+    if point.startswith("service.event"):
+        return workload == "event"
+    return True
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ("client", "library", "vrdmad", "points"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    world = World(options.client, options.library, options.vrdmad)
+    known = re.findall(r'^  X\("([a-z_.]+)"\)', pathlib.Path(options.points).read_text(), re.M)
+    if not known:
+        sys.exit("no crash points found")
+    chosen = [p for p in known if not options.names or any(p.startswith(n) for n in options.names)]
+    rng = random.Random(options.seed)
+    cases = []
+    for point, workload in itertools.product(chosen, WORKLOADS):
+        if point.startswith("guest."):
+            cases += [(point, passing, action, workload) for passing in passings_of(point, rng) for action in ("kill", "stop")]
+        elif passes(point, workload):
+            cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
+    services = queue.Queue()
+    started = [Service(world.vrdmad).start() for _ in range(options.jobs)]
+    for service in started:
+        services.put(service)
+
+    def run(case):
+        point, passing, action, workload = case
+        if point.startswith("service."):
+            return service_case(world, point, passing, workload)
+        service = services.get()
+        try:
+            return guest_case(world, service, point, passing, action, workload)
+        finally:
+            if service.process.poll() is not None:  # the other cases go on
+                service.start()
+            services.put(service)
+
+    reached, failures = {}, []
+    begun = time.monotonic()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            for case, future in [(case, pool.submit(run, case)) for case in cases]:
+                try:
+                    reached[case[0]] = reached.get(case[0], 0) + bool(future.result())
+                except Exception as failure:  # whatever went wrong, the other cases are worth running
+                    failures.append((case, failure))
+                    print(f"FAILED {case[0]}:{case[1]} {case[2]} {case[3]}: {failure}", flush=True)
+        for service in started:
+            with contextlib.suppress(Failure):
+                world.check_new_pair(service)
+                service.expect_empty()
+                continue
+            failures.append((("a pair at the end",), "does not work"))
+    finally:
+        for service in started:
+            service.close()
+    for point in chosen:
+        print(f"{point:36} struck {reached.get(point, 0):2} times")
+        if reached.get(point, 0) == 0:
+            failures.append(((point,), "no workload reaches it"))
+            print(f"FAILED {point}: no workload reaches it")
+    print(f"{len(cases)} cases, seed {options.seed}, {len(failures)} failures, {time.monotonic() - begun:.0f} s")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+// Hostile guests against a live service, beside an honest pair that must not notice.
+//
+//   hostile_test TARGET [--seconds N] [--guests N] [--seed N]
+//
+// Passes when the service lives, no sanitizer has reported, the pair went on without a gap and saw no wrong byte or status, and
+// after the hostile guests are gone the service holds nothing of theirs: no guest, queue pair or region, tenants' counters at
+// zero, descriptors, threads and memory back to where they were.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/hostile/report.hpp"
+#include "vmci_channel/packet_socket.hpp"
+#include "vrdma/control.hpp"
+
+namespace {
+
+using namespace vrdma;
+using nlohmann::json;
+
+constexpr uid_t hostile_uid = 65534;
+constexpr std::uint64_t gap_max_ms = 2000;
+constexpr std::uint64_t growth_max_kib = 96 * 1024;  // allocator's and sanitizer's slack
+
+int failures = 0;
+void fail(const std::string& what) {
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  ++failures;
+}
+
+std::uint64_t now_ms() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1000 + static_cast<std::uint64_t>(now.tv_nsec) / 1'000'000;
+}
+
+bool eventually(std::uint64_t patience_ms, const std::function<bool()>& condition) {
+  for (const std::uint64_t until = now_ms() + patience_ms; !condition();) {
+    if (now_ms() > until) return false;
+    ::usleep(20'000);
+  }
+  return true;
+}
+
+std::string read_all(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream content;
+  content << file.rdbuf();
+  return content.str();
+}
+
+pid_t spawn(const std::vector<std::string>& command, const std::vector<std::string>& environment = {}, int errors = -1) {
+  std::vector<char*> arguments;
+  for (const auto& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  const pid_t parent = ::getpid();
+  const pid_t pid = ::fork();
+  if (pid != 0) return pid;
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(127);
+  for (const auto& setting : environment) ::putenv(const_cast<char*>(setting.c_str()));
+  if (errors >= 0) ::dup2(errors, STDERR_FILENO);
+  ::execv(arguments[0], arguments.data());
+  ::_exit(127);
+}
+
+// Ends it if need be; its wait status.
+int reap(pid_t pid, std::uint64_t patience_ms) {
+  int status = 0;
+  if (eventually(patience_ms, [&] { return ::waitpid(pid, &status, WNOHANG) == pid; })) return status;
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, &status, 0);
+  return -1;
+}
+
+struct Footprint {
+  std::size_t descriptors = 0, threads = 0;
+  std::uint64_t resident_kib = 0;
+};
+Footprint footprint(pid_t pid) {
+  const auto count = [pid](const char* what) {
+    std::size_t n = 0;
+    std::error_code error;
+    for (auto entry = std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + what, error);
+         !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+      ++n;
+    return n;
+  };
+  Footprint now{count("/fd"), count("/task"), 0};
+  std::istringstream status(read_all("/proc/" + std::to_string(pid) + "/status"));
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmRSS:")) now.resident_kib = std::strtoull(line.c_str() + 6, nullptr, 10);
+  return now;
+}
+
+// What the service says of itself; empty if it does not answer in time.
+json show(const std::string& path) {
+  auto socket = vmci::PacketSocket::connect(path);
+  if (!socket) return {};
+  control::Head head{};
+  head.record.control = static_cast<std::uint32_t>(control::Request::show);
+  if (!socket->send(std::as_bytes(std::span(&head, 1)))) return {};
+  std::byte answer[256];
+  auto received = socket->receive(answer, 5000);
+  if (!received || received->descriptors.size() != 1) return {};
+  std::string text;
+  char part[65536];
+  for (off_t at = 0;;) {
+    const ssize_t got = ::pread(received->descriptors[0].get(), part, sizeof(part), at);
+    if (got <= 0) break;
+    text.append(part, static_cast<std::size_t>(got));
+    at += got;
+  }
+  return json::parse(text, nullptr, false);
+}
+
+// Empty: nothing of any guest is left.
+std::string leftovers(const json& state) {
+  if (!state.is_object()) return "no answer";
+  if (!state["guests"].empty()) return std::to_string(state["guests"].size()) + " guests";
+  for (const char* what : {"regions", "queue_pairs", "multicast_groups"})
+    if (state["counters"][what] != 0) return state["counters"][what].dump() + " " + what;
+  for (const auto& tenant : state["tenants"])
+    for (const char* what : {"guests", "objects", "registered_bytes", "queue_bytes"})
+      if (tenant[what] != 0) return "tenant " + tenant["uid"].dump() + ": " + tenant[what].dump() + " " + what;
+  return "";
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string target;
+  unsigned long seconds = 5, guests = 3, seed = static_cast<unsigned long>(::time(nullptr));
+  if (const char* soak = std::getenv("VRDMA_SOAK"); soak != nullptr && std::atol(soak) > 0)
+    seconds = std::atol(soak) > 1 ? std::strtoul(soak, nullptr, 10) : 260;  // 1: half an hour for all targets together
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--seconds" && i + 1 < argc) seconds = std::strtoul(argv[++i], nullptr, 10);
+    else if (word == "--guests" && i + 1 < argc) guests = std::strtoul(argv[++i], nullptr, 10);
+    else if (word == "--seed" && i + 1 < argc) seed = std::strtoul(argv[++i], nullptr, 10);
+    else target = word;
+  }
+  const char* const library = std::getenv("VRDMA_LIBRARY") != nullptr ? std::getenv("VRDMA_LIBRARY") : VRDMA_LIBRARY_PATH;
+  const char* const service_path = std::getenv("VRDMAD") != nullptr ? std::getenv("VRDMAD") : VRDMAD_PATH;
+  if (::access(library, R_OK) != 0) {
+    std::printf("SKIP  hostile %s: no %s: build the release, whose library the honest pair preloads\n", target.c_str(), library);
+    return 77;
+  }
+  const bool other_uid = ::geteuid() == 0;
+  if (!other_uid) std::printf("SKIP  hostile guests run as the same user: only root can give them another\n");
+  std::printf("target %s, %lu s, %lu guests, seed %lu\n", target.c_str(), seconds, guests, seed);
+
+  char pattern[] = "/tmp/vrdma-hostile-XXXXXX";
+  if (::mkdtemp(pattern) == nullptr) return 2;
+  ::chmod(pattern, 0755);
+  const std::string directory = pattern, path = directory + "/vrdmad.sock", log = directory + "/log";
+  const int errors = ::open(log.c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0644);
+  int ready[2];
+  if (errors < 0 || ::pipe2(ready, 0) != 0) return 2;
+  ::fcntl(ready[0], F_SETFD, FD_CLOEXEC);
+  const pid_t service = spawn({service_path, "--socket", path, "--log-level", "error", "--ready-fd", std::to_string(ready[1])},
+                              {"ASAN_OPTIONS=quarantine_size_mb=8:malloc_context_size=8:allocator_release_to_os_interval_ms=100"}, errors);
+  ::close(ready[1]);
+  char byte;
+  if (::read(ready[0], &byte, 1) != 1) {
+    std::fprintf(stderr, "vrdmad did not start:\n%s", read_all(log).c_str());
+    return 1;
+  }
+  ::close(ready[0]);
+  const auto service_lives = [&] { return ::waitpid(service, nullptr, WNOHANG) == 0; };
+
+  const int shared = ::memfd_create("victims", 0);
+  if (shared < 0 || ::ftruncate(shared, sizeof(hostile::VictimReport)) != 0) return 2;
+  auto* const report = static_cast<hostile::VictimReport*>(
+      ::mmap(nullptr, sizeof(hostile::VictimReport), PROT_READ | PROT_WRITE, MAP_SHARED, shared, 0));
+  const Footprint before = footprint(service);
+  const pid_t victims = spawn({VICTIM_PATH, std::to_string(shared)}, {"VRDMA_SOCKET=" + path, std::string("LD_PRELOAD=") + library});
+  ::close(shared);
+  if (!eventually(60'000, [&] { return report->rounds.load() > 2 || report->failed.load() != 0; })) fail("the honest pair did not start");
+
+  std::vector<pid_t> enemies;
+  for (unsigned long i = 0; i < guests; ++i) {
+    std::vector<std::string> command{GUEST_PATH, path, target, std::to_string(seed + i), std::to_string(seconds)};
+    if (other_uid) command.push_back(std::to_string(hostile_uid));
+    enemies.push_back(spawn(command));
+  }
+
+  bool lives = true;
+  std::uint64_t rounds = report->rounds.load(), since = now_ms(), longest_gap_ms = 0;
+  const std::uint64_t first_round = rounds;
+  // Time that nobody could have run in (a machine under load) is not the service's: it shows in our own sleeps.
+  for (const std::uint64_t until = now_ms() + seconds * 1000; now_ms() < until && failures == 0;) {
+    const std::uint64_t asleep = now_ms();
+    ::usleep(10'000);
+    if (const std::uint64_t late = now_ms() - asleep; late > 100) since += late;
+    if (!(lives = service_lives())) {
+      fail("the service died");
+      break;
+    }
+    if (report->failed.load(std::memory_order_acquire) != 0) fail(std::string("an honest guest saw: ") + report->message);
+    const std::uint64_t now_rounds = report->rounds.load();
+    if (now_rounds != rounds) rounds = now_rounds, since = std::max(since, now_ms());
+    const std::uint64_t now = now_ms();
+    if (now > since) longest_gap_ms = std::max(longest_gap_ms, now - since);
+    if (now_rounds == rounds && now > since + gap_max_ms) fail("the honest pair stood still for " + std::to_string(now - since) + " ms");
+  }
+  for (const pid_t enemy : enemies) {
+    ::kill(enemy, SIGCONT);
+    const int status = reap(enemy, failures == 0 ? 5000 : 0);
+    if (failures == 0 && status != 0)
+      fail("a hostile guest did nothing: it hung (-1) or never attached: wait status " + std::to_string(status));
+  }
+  const std::uint64_t done = report->rounds.load() - first_round;
+  if (lives && failures == 0 && !eventually(2000, [&] { return report->rounds.load() > rounds; })) fail("the honest pair did not go on afterwards");
+  ::kill(victims, SIGTERM);
+  reap(victims, 5000);
+
+  if (lives && (lives = service_lives())) {
+    std::string left;
+    if (!eventually(10'000, [&] { return (left = leftovers(show(path))).empty(); })) fail("the service still holds " + left);
+    Footprint after;
+    if (!eventually(10'000, [&] {
+          after = footprint(service);
+          return after.descriptors <= before.descriptors && after.threads <= before.threads + 1 &&
+                 after.resident_kib <= before.resident_kib + growth_max_kib;
+        }))
+      fail("the service has " + std::to_string(after.descriptors) + " descriptors (" + std::to_string(before.descriptors) + " before), " +
+           std::to_string(after.threads) + " threads (" + std::to_string(before.threads) + "), " + std::to_string(after.resident_kib) +
+           " KiB (" + std::to_string(before.resident_kib) + ")");
+    std::printf("honest rounds %llu, longest gap %llu ms; service %llu -> %llu KiB, %zu -> %zu descriptors\n",
+                static_cast<unsigned long long>(done), static_cast<unsigned long long>(longest_gap_ms),
+                static_cast<unsigned long long>(before.resident_kib), static_cast<unsigned long long>(after.resident_kib),
+                before.descriptors, after.descriptors);
+    ::kill(service, SIGTERM);
+    const int status = reap(service, 20'000);
+    if (status != 0) fail("the service did not end cleanly (wait status " + std::to_string(status) + ")");
+  }
+  const std::string said = read_all(log);
+  if (said.find("Sanitizer") != std::string::npos || said.find("runtime error") != std::string::npos) fail("a sanitizer reported");
+  if (failures != 0) std::fprintf(stderr, "--- the service's log (seed %lu)\n%.20000s\n", seed, said.c_str());
+  std::filesystem::remove_all(directory);
+  return failures == 0 ? 0 : 1;
+}

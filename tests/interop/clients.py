@@ -1,0 +1,64 @@
+"""Clients that are no perftest: UCX and qperf."""
+
+import re
+from dataclasses import replace
+
+from harness import Failure, free_port, need, run, run_pair
+
+# UCX finds a device only through the character device that stands for it.
+UCX_TESTS = (
+    ("rc_verbs,ud_verbs", "tag_lat", 8), ("rc_verbs,ud_verbs", "tag_lat", 65536), ("rc_verbs,ud_verbs", "tag_bw", 1 << 20),
+    ("rc_verbs,ud_verbs", "ucp_put_lat", 8), ("rc_verbs,ud_verbs", "ucp_put_bw", 65536), ("rc_verbs,ud_verbs", "ucp_get", 4096),
+    ("rc_verbs,ud_verbs", "ucp_fadd", 8), ("rc_verbs,ud_verbs", "ucp_cswap", 8), ("rc_verbs,ud_verbs", "stream_bw", 8192),
+    ("rc_verbs,ud_verbs", "ucp_am_lat", 64), ("ud_verbs", "tag_lat", 8), ("ud_verbs", "tag_bw", 4096),
+)
+
+# UCX tries rdma_cm for connections that nobody here asks for, is told that it is not served, and goes on without.
+UCX_BAD_WORDS = re.compile(r"ERROR (?!rdma_create_event_channel failed: Operation not supported)|Assertion|Segmentation|Caught signal")
+
+
+def _ucx_env(side, transports):
+    return dict(side.env, UCX_TLS=transports, UCX_NET_DEVICES="vrdma0:1", UCX_WARN_UNUSED_ENV_VARS="n", UCX_LOG_LEVEL="warn")
+
+
+def ucx_info(side):
+    need("ucx_info")
+    code, said = run(side.command(["ucx_info", "-d"]), 60, env=side.env)
+    if code != 0:
+        raise Failure(f"left with {code}:\n{said[-4000:]}")
+    for transport in ("rc_verbs", "ud_verbs"):
+        if not re.search(rf"Transport: {transport}\s+#\s+Device: vrdma0:1", said):
+            raise Failure(f"no {transport} over vrdma0:1 in:\n{said[-6000:]}")
+
+
+def ucx_perftest(sides, transports, test, size):
+    need("ucx_perftest")
+    server, client = (replace(side, env=_ucx_env(side, transports)) for side in sides)
+    port = free_port()
+    iterations = 200 if size > 65536 else 2000
+    options = ["-p", str(port), "-t", test, "-s", str(size), "-n", str(iterations), "-w", "50"]
+    pair = run_pair(server, client, ["ucx_perftest", "-p", str(port)], ["ucx_perftest", server.address, *options], port, 60,
+                    bad_words=UCX_BAD_WORDS)
+    final = re.search(r"^Final:\s+(\d+)\s+(.*)$", pair.client, re.MULTILINE)
+    if not final or int(final.group(1)) < iterations:
+        raise Failure(f"no final row of {iterations} iterations:\n{pair.client[-3000:]}")
+    return "p50, average, overall us; MB/s; msg/s: " + " ".join(final.group(2).split())
+
+
+QPERF_TESTS = ("rc_lat", "rc_bw", "rc_bi_bw", "rc_rdma_read_lat", "rc_rdma_read_bw", "rc_rdma_write_lat", "rc_rdma_write_bw",
+               "rc_rdma_write_poll_lat", "uc_lat", "uc_bw", "uc_bi_bw", "uc_rdma_write_lat", "uc_rdma_write_bw",
+               "uc_rdma_write_poll_lat", "ud_lat", "ud_bw", "ud_bi_bw", "rc_compare_swap_mr", "rc_fetch_add_mr", "ver_rc_compare_swap",
+               "ver_rc_fetch_add")
+
+
+def qperf(sides, test):
+    need("qperf")
+    server, client = sides
+    port = free_port()
+    pair = run_pair(server, client, ["qperf", "-lp", str(port)],
+                    ["qperf", "-lp", str(port), "-t", "1", server.address, test], port, 60, server_stays=True,
+                    bad_words=re.compile(r"failed|error|unable|cannot", re.IGNORECASE))
+    figure = re.search(r"^\s+(\w+)\s+=\s+(.*)$", pair.client, re.MULTILINE)
+    if not figure or re.match(r"0(\.0*)? ", figure.group(2)):
+        raise Failure(f"no figure:\n{pair.client}")
+    return f"{figure.group(1)} {figure.group(2)}"

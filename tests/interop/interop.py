@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Runs unmodified programs of Debian's packages over vrdma0, through a private vrdmad, in groups.
+
+    interop.py --build build/release                          every group
+    interop.py --build build/release perftest --seed 7 --sample 200
+    interop.py --build build/release perftest --full          every axis on every program, then the random mixes
+    interop.py --build build/release --list                   the names of the cases
+    interop.py --build build/release --only 'ib_send_lat.*-e'
+
+Ends with "N passed, N failed, N skipped": 0, or 1 when a case failed, or 77 when nothing could run.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import clients
+import perftest
+import pingpong
+import rdma_core_suite
+import sandbox
+from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
+
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "sandbox", "ucx", "qperf", "pyverbs")
+
+
+class Runner:
+    def __init__(self, options):
+        self.options = options
+        self.tally = Tally(options.stop_at_failure)
+        self.only = re.compile(options.only) if options.only else None
+        self.service = None
+        self.build = None
+
+    # One service for all groups: each group adds to its age, and nothing of an earlier one may show in a later one.
+    def start(self):
+        tools = Build.at(self.options.build, self.options.vrdmad)
+        self.build = tools.staged(TempFolder().path)
+        self.service = Service(self.build)
+
+    def side(self, **more):
+        return Side(self.build, env=self.service.environment(), **more)
+
+    def case(self, name, function):
+        if self.only and not self.only.search(name):
+            return
+        if self.options.list:
+            print(name)
+            return
+
+        def checked():
+            try:
+                return function()
+            finally:
+                self.service.check()  # a dead service is the story, whatever the program made of it
+        self.tally.case(name, checked)
+
+    # ------------------------------------------------------------------------------------------------- the groups
+    def devices(self):
+        self.case("ibv_devices", lambda: pingpong.devices(self.side()))
+        for layer in ("ib", "ethernet"):
+            self.case(f"{layer:8} ibv_devinfo -v", lambda layer=layer: pingpong.devinfo(self.side(link_layer=layer)))
+        self.case("ibv_asyncwatch sees the service die", lambda: pingpong.asyncwatch(self.build, self.side()))
+
+    def pingpong(self):
+        for case in pingpong.cases():
+            self.case(case.name, lambda case=case: self._pair(pingpong, case))
+
+    def perftest(self):
+        cases = perftest.base_cases() if self.options.full else perftest.quick_cases()
+        for case in cases:
+            self.case(case.name, lambda case=case: self._pair(perftest, case))
+
+    def random(self):
+        print(f"random mixes: --seed {self.options.seed} --sample {self.options.sample}", flush=True)
+        source = random.Random(self.options.seed)
+        for number in range(self.options.sample):
+            case = perftest.random_case(source)
+            self.case(f"mix {number:3} {case.name}", lambda case=case: self._pair(perftest, case))
+
+    def _pair(self, kind, case):
+        need(case.program)
+        return kind.run_case(case, (self.side(), self.side()))
+
+    def users(self):
+        ways = {"another user on both sides": (OTHER_UID, OTHER_UID), "root serves another user": (None, OTHER_UID),
+                "another user serves root": (OTHER_UID, None), "two other users": (OTHER_UID, OTHER_UID + 1)}
+        for way, uids in ways.items():
+            for kind, case in few_cases():
+                self.case(f"{way}: {case.name}", lambda kind=kind, case=case, uids=uids: self._as_users(kind, case, uids))
+
+    def _as_users(self, kind, case, uids):
+        if os.geteuid() != 0:
+            raise Skip("running a program as another user needs root")
+        need(case.program)
+        return kind.run_case(case, tuple(self.side(uid=uid) for uid in uids))
+
+    def sandbox(self):
+        if self.options.list:
+            net = None
+        else:
+            try:
+                net = sandbox.NetNamespaces()
+            except Skip as reason:
+                why = reason
+                self.case("two sandboxes", lambda: _raise(Skip(why)))
+                return
+        try:
+            for over in (False, True):
+                how = "mounted over libibverbs.so.1" if over else "preloaded"
+                sides = [sandbox.SandboxSide(self.build, net=net, number=n, address=sandbox.ADDRESSES[n], over_the_real_file=over,
+                                             launcher=self._launcher(), socket=self.service.socket if self.service else None) for n in (0, 1)]
+                for number in (0, 1):
+                    self.case(f"sandbox {number + 1} is one, library {how}", lambda side=sides[number]: sandbox.isolation(side))
+                for kind, case in few_cases():
+                    self.case(f"two sandboxes, library {how}: {case.name}",
+                              lambda kind=kind, case=case, sides=sides: kind.run_case(case, tuple(sides)))
+        finally:
+            if net:
+                net.close()
+
+    def _launcher(self):
+        if self.options.list:
+            return None
+        staged = self.build.vrdma.parent / "seccomp_launcher"
+        if not staged.exists():
+            found = Path(self.options.launcher or Path(self.options.build) / "tests/seccomp_launcher")
+            if not found.exists():
+                raise SystemExit(f"{found} does not exist: cmake --build --preset release --target seccomp_launcher")
+            shutil.copy2(found, staged)
+            staged.chmod(0o755)
+        return staged
+
+    def ucx(self):
+        self.case("ucx_info -d", lambda: clients.ucx_info(self.side()))
+        for transports, test, size in clients.UCX_TESTS:
+            self.case(f"ucx_perftest UCX_TLS={transports} {test} -s {size}",
+                      lambda a=transports, b=test, c=size: clients.ucx_perftest((self.side(), self.side()), a, b, c))
+
+    def qperf(self):
+        for test in clients.QPERF_TESTS:
+            self.case(f"qperf {test}", lambda test=test: clients.qperf((self.side(), self.side()), test))
+
+    def pyverbs(self):
+        for layer in ("ib", "ethernet"):
+            self.case(f"{layer:8} rdma-core's own tests", lambda layer=layer: rdma_core_suite.run_suite(self.side(link_layer=layer), self.options.k))
+
+
+def few_cases():
+    """One of each kind of work, for the groups whose subject is who runs it."""
+    yield pingpong, pingpong.Case("rc", validate=True, size=65536)
+    yield pingpong, pingpong.Case("rc", validate=True, size=1 << 20, events=True, iterations=100)
+    yield pingpong, pingpong.Case("uc", validate=True)
+    yield pingpong, pingpong.Case("ud", validate=True)
+    yield pingpong, pingpong.Case("srq", validate=True)
+    yield pingpong, pingpong.Case("rc", validate=True, link_layer="ethernet", gid_index=3)
+    for verb in perftest.VERBS:
+        for kind in ("lat", "bw"):
+            yield perftest, perftest.Case(verb, kind)
+    yield perftest, perftest.Case("send", "bw", bidirectional=True, qps=16)
+    yield perftest, perftest.Case("write", "bw", size=64 << 20, iterations=5)
+    yield perftest, perftest.Case("read", "bw", size=64 << 20, iterations=5)
+
+
+def _raise(error):
+    raise error
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; all without")
+    parser.add_argument("--build", default="build/release", help="folder with bin/vrdma, bin/vrdmad and lib/libvrdma.so")
+    parser.add_argument("--vrdmad", help="another vrdmad, say one built with a sanitizer")
+    parser.add_argument("--launcher", help="tests/seccomp_launcher of the build folder, if elsewhere")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", "1")), help="of the random mixes")
+    parser.add_argument("--sample", type=int, default=40, help="how many random mixes")
+    parser.add_argument("--full", action="store_true", help="every axis on every program")
+    parser.add_argument("--only", help="regular expression on the names of cases")
+    parser.add_argument("--list", action="store_true", help="names of the cases, without running them")
+    parser.add_argument("--stop-at-failure", action="store_true")
+    parser.add_argument("-k", help="of rdma-core's tests, those whose name has this")
+    options = parser.parse_args()
+    unknown = set(options.groups) - set(GROUPS)
+    if unknown:
+        parser.error(f"no such group: {', '.join(sorted(unknown))}")
+    clean_up_on_signals()
+    runner = Runner(options)
+    try:
+        if not options.list:
+            runner.start()
+        for group in options.groups or GROUPS:
+            getattr(runner, group)()
+        if options.list:
+            return 0
+        code, said = runner.service.stop()
+        if code != 0:
+            runner.tally.case("vrdmad leaves cleanly", lambda: _raise(Failure(f"it left with {code}\n{said}")))
+        return runner.tally.finish()
+    finally:
+        clean_up()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+#!/bin/bash
+# deb_test.sh BUILD_FOLDER: packs the build as a Debian package, then installs, uses, removes and purges it in an overlay over
+# this machine's root, so that the machine itself stays as it is. Needs root and overlayfs for that; without them
+# it unpacks the package and uses it from where it lies, and says what it left out. Exit code 77: nothing could be tested.
+set -euo pipefail
+
+if [ "${1:-}" = --inside ]; then  # in the overlay
+    deb=$2
+    fail() { echo "FAILED: $*" >&2; exit 1; }
+    list() { find /usr /etc /var/lib /run /lib/systemd -xdev \( -name '*vrdma*' -o -path '*vrdma*' \) ! -path '/var/lib/dpkg/info/*' 2>/dev/null | sort; }
+    before=$(list)
+    system_library=$(readlink -f /usr/lib/*-linux-gnu*/libibverbs.so.1)
+    dpkg -i "$deb" >/dev/null || fail "dpkg -i"
+    case $(dpkg-query -W -f '${Status}' vrdma) in "install ok installed") ;; *) fail "not installed" ;; esac
+
+    [ "$(readlink -f /usr/lib/*-linux-gnu*/libibverbs.so.1)" = "$system_library" ] || fail "the system's libibverbs was replaced"
+    ldconfig -p | grep -q '/vrdma/' && fail "the loader finds the library by itself"
+    [ ! -e /etc/systemd/system/multi-user.target.wants/vrdmad.service ] || fail "the service was enabled"
+    vrdmad --config /etc/vrdma/vrdmad.json --check || fail "the packaged configuration"
+    unit=$(find /usr/lib/systemd/system /lib/systemd/system -name vrdmad.service | head -1)
+    ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit"
+    grep -q '^ExecStart=/usr/bin/vrdmad --config /etc/vrdma/vrdmad.json$' "$unit" || fail "the unit's paths"
+    for page in vrdma.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdmad.8 vrdmad.conf.5; do
+        ls /usr/share/man/man?/$page* >/dev/null || fail "no manual page $page"
+    done
+    bash -c 'source /usr/share/bash-completion/completions/vrdma && complete -p vrdma' >/dev/null || fail "completion"
+
+    XDG_RUNTIME_DIR=$(mktemp -d)
+    export XDG_RUNTIME_DIR
+    vrdma run -- ibv_devinfo | grep -q 'hca_id:.*vrdma0' || fail "vrdma run -- ibv_devinfo"
+    LD_LIBRARY_PATH=$(dirname "$(find /usr/lib -name libvrdma.so)") VRDMA_SOCKET=$XDG_RUNTIME_DIR/vrdma/vrdmad.sock \
+        ibv_devinfo | grep -q 'hca_id:.*vrdma0' || fail "ibv_devinfo with LD_LIBRARY_PATH"
+    vrdma doctor >/dev/null || fail "vrdma doctor"
+    service=$(vrdma show --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["service"]["pid"])')
+    kill "$service"
+    tail --pid="$service" -f /dev/null
+    rm -rf "$XDG_RUNTIME_DIR"
+
+    # As the unit runs it: a user of its own with CAP_SYS_PTRACE and no more reaches another user's memory.
+    folder=$(mktemp -d)
+    chmod 777 "$folder"
+    mkfifo "$folder/ready"
+    setpriv --reuid 4242 --regid 4242 --clear-groups --inh-caps -all,+sys_ptrace --ambient-caps -all,+sys_ptrace \
+        --bounding-set -all,+sys_ptrace --no-new-privs \
+        vrdmad --socket "$folder/s.sock" --ready-fd 3 --log-level warn 3> "$folder/ready" &
+    service=$!
+    [ "$(head -c1 "$folder/ready" | od -An -tx1 | tr -d ' ')" = 01 ] || fail "vrdmad as in its unit"
+    VRDMA_SOCKET=$folder/s.sock vrdma doctor > "$folder/report" || fail "vrdma doctor: $(cat "$folder/report")"
+    grep -q '^ok *self-test' "$folder/report" || fail "the self-test with a service of another user: $(cat "$folder/report")"
+    kill "$service"
+    wait "$service" || fail "vrdmad's end"
+    rm -rf "$folder"
+
+    dpkg -r vrdma >/dev/null || fail "dpkg -r"
+    [ -e /etc/vrdma/vrdmad.json ] || fail "removing took the configuration"
+    [ ! -e /usr/bin/vrdma ] || fail "removing left the program"
+    dpkg -P vrdma >/dev/null || fail "dpkg -P"
+    after=$(list)
+    [ "$before" = "$after" ] || fail "left behind: $(diff <(echo "$before") <(echo "$after"))"
+    echo "installed, used, removed and purged; nothing is left"
+    exit 0
+fi
+
+build=$(readlink -f "$1")
+self=$(readlink -f "$0")
+skip() { echo "SKIPPED: $*"; exit 77; }
+command -v cpack dpkg-deb dpkg-shlibdeps >/dev/null || skip "cpack, dpkg-deb or dpkg-shlibdeps is missing (apt-get install dpkg-dev cmake)"
+command -v ibv_devinfo >/dev/null || skip "ibv_devinfo is missing (apt-get install ibverbs-utils)"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+(cd "$build" && cpack -G DEB -B "$scratch/pack" > "$scratch/cpack.log" 2>&1) || { cat "$scratch/cpack.log"; exit 1; }
+deb=$(ls "$scratch"/pack/*.deb)
+echo "$(basename "$deb"): $(dpkg-deb -f "$deb" Depends)"
+dpkg-deb -c "$deb" | awk '{print $6, $7, $8}'
+[ -n "$(dpkg-deb -f "$deb" Depends)" ] || { echo "FAILED: no dependencies were found"; exit 1; }
+
+if [ "$(id -u)" = 0 ] && unshare -m true 2>/dev/null; then
+    mkdir "$scratch/over" "$scratch/root"
+    cat > "$scratch/enter" <<SCRIPT
+set -e
+mount -t tmpfs tmpfs "$scratch/over"
+mkdir "$scratch/over/upper" "$scratch/over/work"
+mount -t overlay overlay -o lowerdir=/,upperdir="$scratch/over/upper",workdir="$scratch/over/work" "$scratch/root" || exit 77
+for folder in dev proc sys; do mount --rbind /\$folder "$scratch/root/\$folder"; done
+mount -t tmpfs tmpfs "$scratch/root/tmp" && mount -t tmpfs tmpfs "$scratch/root/run"
+cp "$deb" "$scratch/root/tmp/vrdma.deb"
+cp "$self" "$scratch/root/tmp/deb_test.sh"
+exec chroot "$scratch/root" /bin/bash /tmp/deb_test.sh --inside /tmp/vrdma.deb
+SCRIPT
+    code=0
+    unshare -m bash "$scratch/enter" || code=$?
+    [ $code = 77 ] || exit $code
+fi
+
+echo "not root, or no overlayfs: installing, removing and purging are not tested"
+mkdir "$scratch/unpacked"
+dpkg-deb -x "$deb" "$scratch/unpacked"
+export XDG_RUNTIME_DIR=$scratch/run
+mkdir "$XDG_RUNTIME_DIR"
+"$scratch/unpacked/usr/bin/vrdma" run -- ibv_devinfo | grep 'hca_id:.*vrdma0'
+kill "$("$scratch/unpacked/usr/bin/vrdma" show --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["service"]["pid"])')"
