@@ -38,8 +38,6 @@ const char* remedy(int error) {
     case EACCES:
     case EPERM:
       return "the socket's permissions, or the service's configuration, do not admit this user";
-    case EPROTONOSUPPORT:
-      return "use the libvrdma that belongs to this vrdmad";
     case ENAMETOOLONG:
       return "choose a VRDMA_SOCKET of at most 107 characters";
     case EMFILE:
@@ -68,6 +66,20 @@ Result<Mapping> map_segment(const UniqueFd& fd, std::uint64_t bytes, Writable wr
   return mapping;
 }
 
+// A program that tries again and again is told once.
+bool first_complaint() {
+  static std::atomic<bool> said{false};
+  return !said.exchange(true, std::memory_order_relaxed);
+}
+
+void complain_of_version(const std::string& path, const control::AttachReply& reply) {
+  if (!first_complaint()) return;
+  std::fprintf(stderr,
+               "vrdma: the host service at %s speaks version %u.%u of the channel, this library %u.%u: use the libvrdma that "
+               "belongs to this vrdmad\n",
+               path.c_str(), reply.major, reply.minor, control::version_major, control::version_minor);
+}
+
 bool valid(const vmci::QueuePairGeometry& geometry) {
   return std::has_single_bit(geometry.produce_slots) && geometry.produce_slots >= 2 &&
          (geometry.consume_entries == 0 || std::has_single_bit(geometry.consume_entries));
@@ -76,8 +88,7 @@ bool valid(const vmci::QueuePairGeometry& geometry) {
 }  // namespace
 
 void complain(const std::string& path, Errno error) {
-  static std::atomic<bool> said{false};
-  if (said.exchange(true, std::memory_order_relaxed)) return;
+  if (!first_complaint()) return;
   const char* name = strerrorname_np(value(error));
   std::fprintf(stderr, "vrdma: cannot reach the host service at %s (%s): %s\n", path.c_str(), name != nullptr ? name : "?",
                remedy(value(error)));
@@ -99,9 +110,13 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   Parts parts{};
   auto descriptors = exchange_packet(*socket, 0, 0, control::Request::attach, std::as_bytes(std::span(&request, 1)), {},
                                      std::as_writable_bytes(std::span(&parts.reply, 1)));
+  if (value(descriptors.has_error() ? descriptors.error() : Errno{0}) == EPROTONOSUPPORT ||
+      (descriptors && parts.reply.major != control::version_major)) {
+    complain_of_version(path, parts.reply);
+    return Errno{EPROTONOSUPPORT};
+  }
   if (!descriptors) return descriptors.error();
   VRDMA_CRASH_POINT("guest.attach.answered");
-  if (parts.reply.major != control::version_major) return Errno{EPROTONOSUPPORT};
   if (descriptors->size() != 4 || parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
 
   auto arena = map_segment((*descriptors)[0], parts.reply.arena_bytes, Writable::yes);

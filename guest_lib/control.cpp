@@ -79,8 +79,13 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
     std::memcpy(&head, packet.data(), sizeof(head));
     if (!answers(head, request, sequence)) continue;  // an answer that nobody waited for
     VRDMA_CRASH_POINT("guest.control.packet_answered");
-    const Status outcome = take_reply(head, std::span(packet).subspan(sizeof(head), received->bytes - sizeof(head)), reply);
-    if (!outcome) return outcome.error();
+    const auto content = std::span(packet).subspan(sizeof(head), received->bytes - sizeof(head));
+    const Status outcome = take_reply(head, content, reply);
+    if (!outcome) {
+      // A refused attach says in its body which version the service speaks.
+      std::copy_n(content.begin(), std::min(content.size(), reply.size()), reply.begin());
+      return outcome.error();
+    }
     return std::move(received->descriptors);
   }
 }

@@ -34,7 +34,8 @@ struct SocketReply {
 template <class Body>
 constexpr std::size_t body_bytes = std::is_empty_v<Body> ? 0 : sizeof(Body);
 
-// One packet to the service and its answer; what attach and ControlChannel share. EIO: the service is gone.
+// One packet to the service and its answer; what attach and ControlChannel share. EIO: the service is gone. `reply` holds
+// what the service said also where the outcome is an error.
 Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, std::uint32_t source_context,
                                                     std::uint32_t sequence, control::Request request,
                                                     std::span<const std::byte> body, std::span<const int> descriptors,

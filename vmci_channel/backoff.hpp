@@ -52,8 +52,10 @@ class Backoff {
       budget_cycles_ = budget_cycles_ == 0 ? us / 2 : (budget_cycles_ * 2 < 20 * us ? budget_cycles_ * 2 : 20 * us);
     } else if (took < 200 * us) {  // a cooperating poller ran
       budget_cycles_ = 0;
-    } else {  // a hog ran
-      budget_cycles_ = budget_cycles_ < 50 * us ? 50 * us : (budget_cycles_ * 2 < 1000 * us ? budget_cycles_ * 2 : 1000 * us);
+    } else {
+      // A hog ran: keep the processor for longer before giving it away again. Not for so long that pollers who all think so
+      // take one another for hogs: the spins of two others together must stay below the 200 µs above.
+      budget_cycles_ = 50 * us;
     }
     since_ = after;
     ++fruitless_yields_;

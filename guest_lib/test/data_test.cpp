@@ -169,7 +169,7 @@ TEST_CASE("threads post, poll and make queue pairs on one completion queue at th
   Device device;
   CqPtr cq = make_cq(device, 8192);
   constexpr int thread_count = 3;
-  constexpr int messages = 400;
+  constexpr int messages = 150;
   std::atomic<int> completions{0}, errors{0};
   std::atomic<bool> stop{false};
   std::vector<QpPtr> senders, receivers;

@@ -165,9 +165,10 @@ TEST_CASE("a fork's child makes its own objects on the parent's context and cann
     ibv_pd* pd = ibv_alloc_pd(device.context);
     wrong |= pd == nullptr ? 8 : 0;
     static char memory[4096];
-    ibv_mr* mr = pd != nullptr ? ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE) : nullptr;
+    const int local_write = IBV_ACCESS_LOCAL_WRITE;
+    ibv_mr* mr = pd != nullptr ? ibv_reg_mr(pd, memory, sizeof(memory), local_write) : nullptr;
     wrong |= mr == nullptr ? 16 : 0;
-    ibv_mr* on_parents_pd = ibv_reg_mr(device.pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE);
+    ibv_mr* on_parents_pd = ibv_reg_mr(device.pd, memory, sizeof(memory), local_write);
     wrong |= on_parents_pd == nullptr ? 32 : 0;
     ibv_cq* cq = ibv_create_cq(device.context, 16, nullptr, nullptr, 0);
     wrong |= cq == nullptr || ibv_poll_cq(cq, 1, &wc) != 0 ? 64 : 0;

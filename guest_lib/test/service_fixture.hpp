@@ -152,7 +152,7 @@ inline void connect(ibv_qp* qp, std::uint32_t peer, std::uint8_t rnr_retry = 7) 
                             IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER) == 0);
   a = {};
   a.qp_state = IBV_QPS_RTS;
-  a.timeout = 14;
+  a.timeout = 0;  // none: on a busy machine nothing here may depend on when a thread runs
   a.retry_cnt = 7;
   a.rnr_retry = rnr_retry;
   a.max_rd_atomic = 1;
