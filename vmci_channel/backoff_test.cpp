@@ -15,9 +15,7 @@ std::uint64_t thread_cpu_ns() {
 }
 }  // namespace
 
-TEST_CASE("Backoff never sleeps: idling never blocks the thread") {
-  // A thread that sleeps or blocks switches voluntarily; sched_yield does so only where somebody else runs, and is then
-  // counted too, so the proof is that the thread stays runnable: it goes on to use the processor without any wake-up.
+TEST_CASE("Idling needs nobody's wake-up: the thread goes on to use the processor by itself") {
   vmci::Backoff backoff;
   const std::uint64_t cpu_before = thread_cpu_ns();
   std::uint64_t turns = 0;
