@@ -6,6 +6,8 @@ set -euo pipefail
 
 if [ "${1:-}" = --inside ]; then  # in the overlay
     deb=$2
+    service=
+    trap '[ -z "$service" ] || kill "$service"' EXIT  # what is left of a test that failed
     fail() { echo "FAILED: $*" >&2; exit 1; }
     list() { find /usr /etc /var/lib /run /lib/systemd -xdev \( -name '*vrdma*' -o -path '*vrdma*' \) ! -path '/var/lib/dpkg/info/*' 2>/dev/null | sort; }
     before=$(list)
@@ -34,14 +36,15 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     service=$(vrdma show --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["service"]["pid"])')
     kill "$service"
     tail --pid="$service" -f /dev/null
+    service=
     rm -rf "$XDG_RUNTIME_DIR"
 
-    # As the unit runs it: a user of its own with CAP_SYS_PTRACE and no more reaches another user's memory.
+    # As the unit runs it: a user of its own with the unit's capabilities and no more reaches another user's memory.
     folder=$(mktemp -d)
     chmod 777 "$folder"
     mkfifo "$folder/ready"
-    setpriv --reuid 4242 --regid 4242 --clear-groups --inh-caps -all,+sys_ptrace --ambient-caps -all,+sys_ptrace \
-        --bounding-set -all,+sys_ptrace --no-new-privs \
+    setpriv --reuid 4242 --regid 4242 --clear-groups --inh-caps -all,+sys_ptrace,+dac_override --ambient-caps -all,+sys_ptrace,+dac_override \
+        --bounding-set -all,+sys_ptrace,+dac_override --no-new-privs \
         vrdmad --socket "$folder/s.sock" --ready-fd 3 --log-level warn 3> "$folder/ready" &
     service=$!
     [ "$(head -c1 "$folder/ready" | od -An -tx1 | tr -d ' ')" = 01 ] || fail "vrdmad as in its unit"
@@ -49,6 +52,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     grep -q '^ok *self-test' "$folder/report" || fail "the self-test with a service of another user: $(cat "$folder/report")"
     kill "$service"
     wait "$service" || fail "vrdmad's end"
+    service=
     rm -rf "$folder"
 
     dpkg -r vrdma >/dev/null || fail "dpkg -r"
