@@ -1,6 +1,8 @@
 #include "guest_lib/attachment.hpp"
 
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
@@ -197,8 +199,26 @@ Result<vmci::QueuePairView> Attachment::queue_pair_at(std::uint64_t offset, cons
   return vmci::QueuePairView(arena_.data() + offset, geometry);
 }
 
+Status Attachment::prepare_process_memory() {
+  if (process_memory_known_) return copier_ ? copier_->start() : ok();
+  // What the service must find at this address to be sure that it sees this process's memory.
+  alignas(8) static std::uint64_t probe;
+  if (::syscall(SYS_getrandom, &probe, sizeof(probe), GRND_NONBLOCK) != sizeof(probe)) probe = vmci::cycles() * 0x9e3779b97f4a7c15u;
+  auto reply = call_on_socket<control::Request::reach_process>({reinterpret_cast<std::uintptr_t>(&probe), probe});
+  // An older service tries what it can, and says nothing.
+  if (!reply && value(reply.error()) != EOPNOTSUPP) return reply.error();
+  process_memory_known_ = true;
+  if (!reply || reply->body.way == control::reach_by_service) return ok();
+  if (reply->descriptors.size() != 1) return Errno{EPROTO};
+  auto segment = map_segment(reply->descriptors[0], copying::segment_bytes, Writable::yes);
+  if (!segment) return segment.error();
+  copier_ = std::make_unique<Copier>(std::move(*segment), std::move(reply->descriptors[0]), doorbell_, reply->body.doorbell, liveness_);
+  return copier_->start();
+}
+
 void Attachment::become_inherited() {
   liveness_.mark_inherited();
+  if (copier_) copier_->abandon();
   channel_.abandon();
   doorbell_fd_.reset();
   arena_.abandon();

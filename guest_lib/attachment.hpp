@@ -14,6 +14,7 @@
 #include <unordered_map>
 
 #include "guest_lib/control.hpp"
+#include "guest_lib/copier.hpp"
 #include "vmci_channel/segment.hpp"
 
 namespace vrdma::guest {
@@ -68,6 +69,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Registrations are two requests, the extents and the key: one thread at a time.
   std::mutex& registration_mutex() { return registration_mutex_; }
   std::uint32_t window_backing = 0;  // the service's number of this process's memory window; 0: not announced. Under that mutex
+  // Before memory that no file backs is registered, under that mutex: asks how the service reaches it, and starts the thread that
+  // copies where it cannot. Errors as the request's and pthread_create's.
+  Status prepare_process_memory();
 
   // In a fork's child, before anything else runs there.
   void become_inherited();
@@ -98,6 +102,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   std::mutex objects_mutex_;
   std::mutex registration_mutex_;
+  bool process_memory_known_ = false;
+  std::unique_ptr<Copier> copier_;  // last: its thread uses the rest
 };
 
 }  // namespace vrdma::guest

@@ -40,7 +40,13 @@ Result<std::uint32_t> window_of(Attachment& attachment) {
 Result<memory::Registration> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
   auto registration = manager().add(address, bytes, access);
   if (!registration) return registration;
+  Status prepared = ok();
   for (auto& extent : registration->extents) {
+    if (extent.backing == control::backing_process && prepared) prepared = attachment.prepare_process_memory();
+    if (!prepared) {
+      manager().remove(std::move(*registration));
+      return prepared.error();
+    }
     if (extent.backing != memory::window_backing) continue;
     auto window = window_of(attachment);
     if (!window) {

@@ -94,7 +94,8 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),
                                      n(arena_bytes, "arena_bytes"), n(lid_first, "lid_first"),
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
-                                     n(idle_exit_s, "idle_exit_s")};
+                                     n(idle_exit_s, "idle_exit_s"),
+                                     t(process_memory, "process_memory")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   apply(document, keys, origin, "the configuration");
 }
@@ -114,6 +115,8 @@ void Config::check() const {
           fmt::format("\"lid_count\" {} from \"lid_first\" {}: unicast LIDs are 1 to {}", lid_count, lid_first, lid_max));
   require(active_mtu == 256 || active_mtu == 512 || active_mtu == 1024 || active_mtu == 2048 || active_mtu == 4096,
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
+  require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
+          fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
   require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
           fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));

@@ -29,6 +29,7 @@ struct Config {
   std::uint32_t lid_first = 1;                   // this host's block of LIDs
   std::uint32_t lid_count = 8192;
   std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096
+  std::string process_memory = "auto";           // who copies what no file backs: "direct" the service, "guest" a thread of the guest
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;

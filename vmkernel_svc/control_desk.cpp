@@ -95,7 +95,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
+  if (fabric_.config.process_memory != "guest") guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
 
   AttachReply reply{};
   reply.major = version_major;
@@ -127,6 +127,11 @@ void ControlDesk::detach(Guest& guest) {
   shard_.remove(guest);
   shard_.unwatch(guest.doorbell_fd.get());
   guest.process.close();
+  if (guest.copier) {
+    guest.copier->close();
+    guest.tenant->queue_bytes -= copying::segment_bytes;
+    --guest.tenant->descriptors;
+  }
   fabric_.departed.push_front(
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
@@ -283,6 +288,42 @@ Result<HandleReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& re
   guest.channels.emplace(handle, std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}}));
   give.push_back(std::move(pipe->first));
   return HandleReply{handle, 0};
+}
+
+Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& request, std::function<void(bool)> answer) {
+  if (guest.asked_how_reached) return Errno{EALREADY};
+  guest.asked_how_reached = true;
+  const std::string& wish = fabric_.config.process_memory;
+  if (wish == "direct") return answer(true), ok();
+  // The guest's worker reads it: the page may be one that keeps the reader waiting.
+  auto probe = std::make_unique<ProcessJob>();
+  probe->kind = ProcessJob::Kind::read;
+  probe->ranges.push_back({request.probe_address, sizeof(request.probe_value)});
+  probe->buffer.resize(sizeof(request.probe_value));
+  probe->then = [answer, expected = request.probe_value](const ProcessJob& job) {
+    answer(job.ok && std::memcmp(job.buffer.data(), &expected, sizeof(expected)) == 0);
+  };
+  if (!guest.process.opened() || !guest.process.submit(std::move(probe))) answer(false);
+  return ok();
+}
+
+Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give) {
+  if (by_service) return ReachProcessReply{reach_by_service, 0};
+  if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
+    return guest.asked_how_reached = false, Errno{EDQUOT};
+  auto copier = GuestCopier::create(guest.take_doorbell(), fabric_.sink);
+  vmci::UniqueFd fd(copier ? ::fcntl((*copier)->fd(), F_DUPFD_CLOEXEC, 0) : -1);
+  if (!fd) {
+    const Errno failed = copier ? last_error() : copier.error();
+    --guest.tenant->descriptors;
+    guest.asked_how_reached = false;
+    return failed;
+  }
+  guest.tenant->queue_bytes += copying::segment_bytes;
+  guest.process.close();
+  guest.copier = std::move(*copier);
+  give.push_back(std::move(fd));
+  return ReachProcessReply{reach_by_guest, guest.copier->doorbell()};
 }
 
 // --- device, contexts, protection domains ---------------------------------------------------------------------
@@ -750,12 +791,7 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   qp->receive_offset = *receive_offset;
   qp->send_lane = send_cq->take_lane();
   qp->receive_lane = receive_cq->take_lane();
-  if (guest.free_doorbells.empty()) {
-    guest.free_doorbells.push_back(static_cast<std::uint32_t>(guest.by_doorbell.size()));
-    guest.by_doorbell.push_back(nullptr);
-  }
-  qp->doorbell = guest.free_doorbells.back();
-  guest.free_doorbells.pop_back();
+  qp->doorbell = guest.take_doorbell();
   guest.by_doorbell[qp->doorbell] = qp.get();
 
   auto& core = qp->core;

@@ -2,6 +2,7 @@
 // all it has out of the world. One member per request of the control table. Used by the shard's thread only.
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include "vmkernel_svc/engine/qp_state.hpp"
@@ -32,6 +33,10 @@ class ControlDesk {
   Status on(Guest& guest, const control::RemoveBackingRequest& request);
   Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
   Result<control::HandleReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
+  // How memory without a backing is to be reached: `answer`, whether by the service, comes at once or when its worker knows, never
+  // where the guest goes first. Then reach() carries the decision out and makes the reply. EALREADY: asked before.
+  Status ask_how_reached(Guest& guest, const control::ReachProcessRequest& request, std::function<void(bool)> answer);
+  Result<control::ReachProcessReply> reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give);
 
  private:
   template <control::Request R>

@@ -171,7 +171,7 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
   job->generation = region.generation;
   job->sequence = fabric_.next_job++;
   const std::uint64_t sequence = job->sequence;
-  if (!region.guest->process.submit(std::move(job))) return false;
+  if (!region.guest->submit(std::move(job))) return false;
   ++region.jobs;
   qp.port.job_sequence = sequence;
   fabric_.jobs.emplace(sequence, &qp);

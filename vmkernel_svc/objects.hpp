@@ -20,6 +20,7 @@
 #include "vmkernel_svc/arena.hpp"
 #include "vmkernel_svc/mediated_ports.hpp"
 #include "vmkernel_svc/memory/backing.hpp"
+#include "vmkernel_svc/memory/guest_copier.hpp"
 #include "vmkernel_svc/memory/process_memory.hpp"
 #include "vmkernel_svc/tenant.hpp"
 #include "vmkernel_svc/vmci_end.hpp"
@@ -136,7 +137,9 @@ struct Guest {
   vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
   vmci::UniqueFd socket;          // shut down to be rid of a guest whose bytes make no sense
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
-  ProcessMemory process;          // how memory without a backing is reached
+  ProcessMemory process;          // how memory without a backing is reached, …
+  std::unique_ptr<GuestCopier> copier;  // … or where that is not possible and the guest knows
+  bool asked_how_reached = false;
   std::unordered_map<std::uint32_t, Backing> backings;
   std::vector<control::Extent> staged;
 
@@ -152,6 +155,19 @@ struct Guest {
   std::vector<std::uint32_t> free_doorbells;
 
   VmciEnd vmci;  // ports, datagrams and queue pairs between guests
+
+  bool submit(std::unique_ptr<ProcessJob> job) {
+    return copier ? copier->submit(std::move(job)) : process.submit(std::move(job));
+  }
+  std::uint32_t take_doorbell() {
+    if (free_doorbells.empty()) {
+      by_doorbell.push_back(nullptr);
+      return static_cast<std::uint32_t>(by_doorbell.size() - 1);
+    }
+    const std::uint32_t member = free_doorbells.back();
+    free_doorbells.pop_back();
+    return member;
+  }
 
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;

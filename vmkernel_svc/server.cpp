@@ -317,6 +317,28 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
         if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
         return reply_with(desk_->on(guest, body, give));
       }
+      case Request::reach_process: {
+        ReachProcessRequest body{};
+        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
+        // Weak: a worker that hangs on the guest's page may be the last to hold the question.
+        const auto answer = [this, weak = std::weak_ptr(connection), head](bool by_service) {
+          const auto asking = weak.lock();
+          if (!asking) return;
+          auto& guests = shard_->fabric().guests;
+          const auto asker = guests.find(asking->guest.load());
+          if (asker == guests.end()) return;
+          std::vector<vmci::UniqueFd> segment;
+          const auto reply = desk_->reach(*asker->second, by_service, segment);
+          if (reply && !by_service)
+            spdlog::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies small and odd registrations",
+                         asker->second->name, asker->second->credentials.uid, asker->second->credentials.pid);
+          std::vector<int> fds;
+          for (const auto& fd : segment) fds.push_back(fd.get());
+          send_result(asking->socket, head, reply, fds);
+        };
+        if (const auto asked = desk_->ask_how_reached(guest, body, answer); !asked) send_reply(socket, head, value(asked.error()));
+        return;
+      }
       case Request::queue_pair_alloc: {
         QueuePairAllocRequest body{};
         if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);

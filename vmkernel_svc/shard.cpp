@@ -114,6 +114,10 @@ bool Shard::run_finished_jobs() {
   ProcessJob* raw;
   while (jobs_.pop(raw)) {
     std::unique_ptr<ProcessJob> job(raw);
+    if (job->then) {
+      job->then(*job);
+      continue;
+    }
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) --region->jobs;
     const auto waiting = fabric_.jobs.find(job->sequence);
     if (waiting == fabric_.jobs.end()) continue;  // given up
@@ -139,6 +143,10 @@ bool Shard::look_at_doorbells() {
       ++counters_.doorbells;
       if (member == 0) {
         guest.control_held = true;
+        return;
+      }
+      if (guest.copier && member == guest.copier->doorbell()) {
+        if (!guest.copier->collect()) ++guest.protocol_errors, guest.broken = true;
         return;
       }
       if (member >= guest.by_doorbell.size() || guest.by_doorbell[member] == nullptr) return;  // a bit without a queue pair

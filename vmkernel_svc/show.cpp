@@ -96,6 +96,7 @@ json describe(Guest& guest, Shard& shard) {
            {"protocol_errors", guest.protocol_errors},
            {"arena_bytes_used", guest.arena.used_bytes()},
            {"backings", guest.backings.size()},
+           {"guest_copies", guest.copier ? guest.copier->jobs_served() : 0},
            {"contexts", guest.contexts.size()},
            {"channels", guest.channels.size()},
            {"pds", guest.pds.size()},
@@ -142,6 +143,7 @@ json describe(Guest& guest, Shard& shard) {
   for (auto& [handle, srq] : guest.srqs)
     out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken}, {"limit", srq->core.limit}, {"qps", srq->users}});
   out["mrs"] = json::array();
+  const char* const unmapped_by = guest.copier ? "guest-copy" : "process";
   for (auto& [handle, slot] : guest.mrs) {
     const Region& region = fabric.regions.slot(slot);
     std::uint64_t mapped = 0;
@@ -153,7 +155,8 @@ json describe(Guest& guest, Shard& shard) {
                           {"pd", region.pd},
                           {"pieces", region.pieces.size()},
                           {"mapped_bytes", mapped},
-                          {"path", mapped == region.bytes ? "mapped" : mapped == 0 ? "process" : "mixed"}});
+                          {"path", mapped == region.bytes ? "mapped" : mapped != 0 ? "mixed" : unmapped_by},
+                          {"unmapped_by", mapped == region.bytes ? "none" : unmapped_by}});
   }
   return out;
 }

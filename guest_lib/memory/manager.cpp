@@ -47,7 +47,8 @@ std::vector<Extent> to_extents(const Plan& plan) {
 
 OtherThreads MemoryManager::other_threads() const {
   const auto count = static_cast<std::int64_t>(thread_count());
-  const bool alone = count != 0 && count - exempt_threads_.load(std::memory_order_relaxed) <= 1;
+  const int exempt = exempt_threads_.load(std::memory_order_relaxed) + (gate_closed_ ? CopyGate::threads() : 0);
+  const bool alone = count != 0 && count - exempt <= 1;
   return alone ? OtherThreads::none : OtherThreads::some;
 }
 

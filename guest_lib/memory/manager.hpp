@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "guest_lib/memory/copy_gate.hpp"
 #include "guest_lib/memory/fork_guard.hpp"
 #include "guest_lib/memory/mapped_memory.hpp"
 #include "guest_lib/memory/mover.hpp"
@@ -128,6 +129,7 @@ class MemoryManager {
 
   std::mutex mutex_;  // guards all below
   std::uint64_t generation_ = 0;
+  bool gate_closed_ = false;  // the lock's holder keeps the copying thread out
   MappedMemory mapped_memory_;
   std::optional<std::pmr::unsynchronized_pool_resource> pool_;
   std::optional<PageCounts> held_;  // registrations per page of a window extent
@@ -144,6 +146,7 @@ class MemoryManager {
   Statistics statistics_;
   ForkGuard fork_guard_;
   std::optional<SignalsBlocked> fork_signals_;
+  std::optional<CopyGate::Closed> fork_gate_;
 
   // Announced files; never taken while mutex_ is held. A file's inode cannot be used again while the service holds it.
   std::mutex files_mutex_;

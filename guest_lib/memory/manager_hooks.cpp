@@ -44,6 +44,7 @@ void MemoryManager::before_fork() {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   if (self == nullptr) return;
   self->fork_signals_.emplace();
+  self->fork_gate_.emplace();
   self->mutex_.lock();
   self->fork_guard_.copy(self->window_, *self->resident_);
 }
@@ -53,6 +54,7 @@ void MemoryManager::after_fork_in_parent() {
   if (self == nullptr) return;
   self->fork_guard_.discard();
   self->mutex_.unlock();
+  self->fork_gate_.reset();
   self->fork_signals_.reset();
 }
 
@@ -62,6 +64,8 @@ void MemoryManager::after_fork_in_child() {
   self->fork_guard_.install();
   self->become_child();
   self->mutex_.unlock();
+  self->fork_gate_.reset();
+  CopyGate::become_child();
   self->fork_signals_.reset();
 }
 

@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 1;
-constexpr std::uint16_t version_minor = 0;
+constexpr std::uint16_t version_minor = 1;
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -139,7 +139,22 @@ struct CreatePdRequest {
   std::uint32_t context;
   std::uint32_t reserved;
 };
-// Where [address, address + bytes) of the guest's memory is reached. backing_process: by process_vm_* or the guest's own thread.
+// Asks how memory that no file backs is reached, once per guest, before the first registration of such memory. The service
+// answers when it has read the word, or has failed to: a page can keep it waiting. Without this request it reaches what it can.
+struct ReachProcessRequest {
+  std::uint64_t probe_address;  // of an aligned word in the guest's memory that holds …
+  std::uint64_t probe_value;    // … this: whether the memory that the service sees under the guest's pid is the guest's
+};
+enum ReachWay : std::uint32_t {
+  reach_by_service = 0,
+  reach_by_guest = 1,  // a thread of the guest copies (vrdma/copy_ring.hpp); descriptor: the segment (memfd)
+};
+struct ReachProcessReply {
+  std::uint32_t way;
+  std::uint32_t doorbell;  // member of the guest's doorbell bitmap for answers
+};
+
+// Where [address, address + bytes) of the guest's memory is reached. backing_process: as ReachProcessReply says.
 struct Extent {
   std::uint64_t address;
   std::uint64_t bytes;
@@ -336,7 +351,8 @@ struct QueuePairNotice {
   X(unbind_port, PortRequest, Empty, false)                              \
   X(queue_pair_alloc, QueuePairAllocRequest, QueuePairReply, true)       \
   X(queue_pair_attach, QueuePairAttachRequest, QueuePairReply, true)     \
-  X(queue_pair_detach, QueuePairHandle, Empty, false)
+  X(queue_pair_detach, QueuePairHandle, Empty, false)                    \
+  X(reach_process, ReachProcessRequest, ReachProcessReply, true)
 
 enum class Request : std::uint16_t {
   none,

@@ -46,6 +46,9 @@
   X("guest.poll.lane_consumed")          \
   X("guest.poll.consumed")               \
   X("guest.arm.armed")                   \
+  X("guest.copy.job_taken")              \
+  X("guest.copy.copied")                 \
+  X("guest.copy.answered")               \
   X("guest.event.read")                  \
   X("guest.event.counted")               \
   X("guest.event.acknowledged")          \

@@ -8,6 +8,7 @@
 
 #include "vrdma/queue_layout.hpp"
 #include "vrdma/control.hpp"
+#include "vrdma/copy_ring.hpp"
 #include "vrdma/wire.hpp"
 
 using namespace vrdma;
@@ -95,13 +96,24 @@ static_assert(sizeof(control::QueuePairAllocRequest) == 32 && sizeof(control::Qu
               sizeof(control::BindPortRequest) == 8 && control::datagram_bit == 0x20000 && control::notice_offer == 0xff01 &&
               control::notice_attached == 0xff02 && control::notice_detached == 0xff03);
 
+PIN(copying::Job, operand, 16);
+PIN(copying::Job, compare, 24);
+PIN(copying::Job, slot, 32);
+PIN(copying::Job, range_count, 36);
+PIN(copying::Answer, value, 16);
+PIN(copying::Header, service, 128);
+PIN(copying::ServiceCursor, answers_taken, 4);
+static_assert(copying::slot_count == 16 && copying::bounce_bytes == 65536 && copying::ranges_max == 29 && copying::job_slots == 256 &&
+              copying::answer_slots == 32 && copying::answers_offset == 256 && copying::jobs_offset == 2304 &&
+              copying::bounce_offset == 32768 && sizeof(control::ReachProcessRequest) == 16 && sizeof(control::ReachProcessReply) == 8);
+
 TEST_CASE("Every control request has the number it has always had") {
   constexpr std::string_view names[] = {
       "",          "attach",    "add_backing",  "remove_backing", "open_context", "create_channel", "show",
       "query_device", "close_context", "destroy_channel", "create_pd", "destroy_pd", "stage_extents", "reg_mr",
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
-      "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach"};
+      "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -122,8 +122,10 @@ void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobS
   worker_->sink = &sink;
 }
 
+bool ProcessMemory::opened() const { return worker_ && worker_->memory; }
+
 bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
-  if (!worker_ || !worker_->memory) return false;
+  if (!opened()) return false;
   if (!worker_->started) {
     worker_->started = true;
     try {

@@ -10,6 +10,7 @@
 #include <boost/lockfree/spsc_queue.hpp>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -33,6 +34,8 @@ struct ProcessJob {
   std::vector<std::byte> buffer;
   // atomics on ranges[0].address; old value in `value`
   std::uint64_t value = 0, operand = 0, compare = 0;
+  // What the sink does with it in place of telling a queue pair. Destroyed by a worker where the guest goes first.
+  std::function<void(const ProcessJob&)> then;
   // For the submitter.
   std::uint32_t qpn = 0;
   std::uint64_t sequence = 0;
@@ -52,9 +55,11 @@ class JobSink {
 class ProcessMemory {
  public:
   ProcessMemory() = default;
-  // pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, uid: guard against another process
+  // Without open() every job fails. pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, uid: guard against another process
   // or program under that pid.
   void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink);
+  // Whether the memory could be opened. Whose it is, a read of it must show: pids of another namespace name others.
+  bool opened() const;
   // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable.
   bool submit(std::unique_ptr<ProcessJob> job);
   // No more jobs; the worker leaves after the one in hand (which may block until the guest dies: never waited for).
