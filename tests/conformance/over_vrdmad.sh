@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The conformance suite over a service of its own: over_vrdmad.sh BUILD LINK_LAYER [arguments of vrdma-conformance]
+# VRDMAD_CONFIG: the service's configuration, as JSON text.
 set -euo pipefail
 build=$1 link_layer=$2
 shift 2
@@ -12,7 +13,8 @@ cleanup() {
 }
 trap cleanup EXIT
 mkfifo "$folder/ready"
-"$build/bin/vrdmad" --socket "$folder/vrdmad.sock" --log-level warn --ready-fd 3 3>"$folder/ready" &
+echo "${VRDMAD_CONFIG:-{\}}" >"$folder/vrdmad.json"
+"$build/bin/vrdmad" --config "$folder/vrdmad.json" --socket "$folder/vrdmad.sock" --log-level warn --ready-fd 3 3>"$folder/ready" &
 service=$!
 read -r -n 1 -t 20 _ <"$folder/ready" || { echo "vrdmad did not come up"; exit 1; }
 gid=()
