@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The conformance suite over a service of its own: over_vrdmad.sh BUILD LINK_LAYER [arguments of vrdma-conformance]
-# VRDMAD_CONFIG: the service's configuration, as JSON text.
+# VRDMAD_CONFIG: the service's configuration, as JSON text. FILE_KIB_MAX: a limit of file sizes for the suite; below that of the
+# memory window (128 TiB) no page moves there, and all private memory is reached through the process.
 set -euo pipefail
 build=$1 link_layer=$2
 shift 2
@@ -19,5 +20,6 @@ service=$!
 read -r -n 1 -t 20 _ <"$folder/ready" || { echo "vrdmad did not come up"; exit 1; }
 gid=()
 [ "$link_layer" = ib ] || gid=(--gid-index 3)
+[ -z "${FILE_KIB_MAX:-}" ] || ulimit -f "$FILE_KIB_MAX"
 VRDMA_SOCKET=$folder/vrdmad.sock "$build/bin/vrdma" run --link-layer "$link_layer" -- \
   "$build/bin/vrdma-conformance" --dev vrdma0 "${gid[@]}" "$@"

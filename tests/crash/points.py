@@ -24,10 +24,12 @@ from support import Failure, Service, World, eventually, state_of
 
 WORKLOADS = ("send", "event", "rdma", "uc", "ud", "srq", "churn")
 # How often a point is passed before it strikes, at most: a point on the data path is passed with every message.
-DATA = re.compile(r"guest\.(post|poll|arm|event)|service\.(copy|complete|event)")
+DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)")
 CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dereg_mr|guest\.modify_qp")
 
 
+# Passed only where a thread of the guest copies. A stopped guest's memory is then not served, as it is otherwise.
+COPIES = re.compile(r"guest\.copy")
 # Passed while a queue pair is taken down, too.
 TAKING_DOWN = re.compile(r"guest\.(control|dereg_mr|destroy_qp|modify_qp)")
 
@@ -49,7 +51,8 @@ def guest_case(world, service, point, passing, action, workload):
     """True if the point was reached."""
     order = f"{point}:{passing}" + (":stop" if action == "stop" else "")
     unreliable = workload in ("uc", "ud")
-    with world.pair(service, {"workload": workload, "role": "victim", "messages": 64, "crash_at": order},
+    copies = bool(COPIES.match(point))
+    with world.pair(service, {"workload": workload, "role": "victim", "messages": 64, "crash_at": order, "unmapped": copies},
                     {"workload": workload, "role": "survivor"}) as (victim, survivor):
         eventually("the victim ended or stopped", lambda: state_of(victim.pid) in "ZXT")
         reached = True
@@ -60,7 +63,7 @@ def guest_case(world, service, point, passing, action, workload):
                 # queue pair down, there is nobody.
                 survivor.tell_stopped()
                 allowed = ["served"] if unreliable else ["served" if workload == "rdma" else "rnr-retry-exceeded"]
-                if TAKING_DOWN.match(point) and not unreliable:
+                if (TAKING_DOWN.match(point) or copies) and not unreliable:
                     allowed.append("retry-exceeded")
                 outcome_is(survivor, allowed)
             victim.process.send_signal(signal.SIGCONT)
@@ -161,22 +164,26 @@ def main():
             cases += [(point, passing, action, workload) for passing in passings_of(point, rng) for action in ("kill", "stop")]
         elif passes(point, workload):
             cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
-    services = queue.Queue()
+    services, copied_for = queue.Queue(), queue.Queue()
     started = [Service(world.vrdmad).start() for _ in range(options.jobs)]
     for service in started:
         services.put(service)
+    for _ in range(options.jobs if any(COPIES.match(point) for point in chosen) else 0):
+        started.append(Service(world.vrdmad, {"process_memory": "guest"}).start())
+        copied_for.put(started[-1])
 
     def run(case):
         point, passing, action, workload = case
         if point.startswith("service."):
             return service_case(world, point, passing, workload)
-        service = services.get()
+        free = copied_for if COPIES.match(point) else services
+        service = free.get()
         try:
             return guest_case(world, service, point, passing, action, workload)
         finally:
             if service.process.poll() is not None:  # the other cases go on
                 service.start()
-            services.put(service)
+            free.put(service)
 
     reached, failures = {}, []
     begun = time.monotonic()

@@ -135,7 +135,7 @@ class Service:
 class Client:
     """One crash_client. Its standard output starts with "ready" once it is connected."""
 
-    def __init__(self, program, library, service, peer, crash_at=None, user=None, **options):
+    def __init__(self, program, library, service, peer, crash_at=None, user=None, unmapped=False, **options):
         environment = dict(os.environ, LD_PRELOAD=str(library), VRDMA_SOCKET=service.path)
         environment.pop("VRDMA_CRASH_AT", None)
         if crash_at:
@@ -143,6 +143,8 @@ class Client:
         arguments = [program, "--peer-fd", str(peer.fileno())]
         for key, value in options.items():
             arguments += [f"--{key}", str(value)]
+        if unmapped:  # a limit below the size of the memory window: all its memory is reached through the process
+            arguments = ["prlimit", f"--fsize={1 << 30}", *arguments]
         self.process = subprocess.Popen(arguments, pass_fds=[peer.fileno()], env=environment, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, user=user)
 
