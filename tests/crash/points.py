@@ -144,6 +144,11 @@ def passes(point, workload):
     return True
 
 
+def waits_for_long(point, action, workload):
+    """A sender gives each unreliable message a second while the receiver's memory hangs; the survivor sends a hundred."""
+    return bool(COPIES.match(point)) and action == "stop" and workload == "uc"
+
+
 def main():
     parser = argparse.ArgumentParser()
     for name in ("client", "library", "vrdmad", "points"):
@@ -161,7 +166,8 @@ def main():
     cases = []
     for point, workload in itertools.product(chosen, WORKLOADS):
         if point.startswith("guest."):
-            cases += [(point, passing, action, workload) for passing in passings_of(point, rng) for action in ("kill", "stop")]
+            cases += [(point, passing, action, workload) for passing in passings_of(point, rng) for action in ("kill", "stop")
+                      if not waits_for_long(point, action, workload)]
         elif passes(point, workload):
             cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
     services, copied_for = queue.Queue(), queue.Queue()
