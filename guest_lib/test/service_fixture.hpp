@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -43,18 +44,22 @@ class Service {
   ~Service() {
     kill_now();
     ::unlink(socket_.c_str());
+    ::unlink((directory_ + "/vrdmad.json").c_str());
     ::rmdir(directory_.c_str());
   }
   Service(const Service&) = delete;
   Service& operator=(const Service&) = delete;
 
-  void start() {
+  // configuration: JSON text.
+  void start(const std::string& configuration = "{}") {
+    const std::string file = directory_ + "/vrdmad.json";
+    std::ofstream(file) << configuration;
     int ready[2];
     REQUIRE(::pipe(ready) == 0);
     pid_ = ::fork();
     if (pid_ == 0) {
       const std::string fd = std::to_string(ready[1]);
-      ::execl(VRDMAD_PATH, "vrdmad", "--socket", socket_.c_str(), "--log-level", "warn", "--ready-fd", fd.c_str(), nullptr);
+      ::execl(VRDMAD_PATH, "vrdmad", "--config", file.c_str(), "--socket", socket_.c_str(), "--log-level", "warn", "--ready-fd", fd.c_str(), nullptr);
       ::_exit(127);
     }
     ::close(ready[1]);
