@@ -21,6 +21,8 @@
 #include <string_view>
 
 #include "tests/hostile/property.hpp"
+#include "vmci_channel/segment.hpp"
+#include "vrdma/copy_ring.hpp"
 
 namespace vrdma::hostile {
 namespace {
@@ -411,6 +413,75 @@ void raid_memory(Raid& raid) {
   if (strong >= 0) ::close(strong);
 }
 
+// A thread that copies for the service as it likes: bytes that nobody wrote, answers that nobody asked for, twice, or never.
+void raid_copies(Raid& raid) {
+  Dice& dice = raid.dice;
+  Intruder in(raid.path, "copies");
+  Property own(in);
+  if (!in.attached() || !own.make()) return;
+  constexpr std::uint64_t bytes = 1 << 18;
+  if (own.add(bytes, -1) == nullptr || own.add(bytes, -1) == nullptr) return;
+  vmci::UniqueFd uffd;
+  std::uint64_t probe[2] = {dice.any(), 0};
+  ReachProcessRequest ask{reinterpret_cast<std::uint64_t>(probe), ~probe[0]};  // a lie: what it sees is somebody else's memory
+  if (dice.one_in(8)) ask.probe_address = dice.nasty();
+  if (dice.one_in(8)) {  // on a page that nobody supplies
+    uffd.reset(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC)));
+    uffdio_api api{UFFD_API, 0, 0};
+    ::ioctl(uffd.get(), UFFDIO_API, &api);
+    uffdio_register range{{reinterpret_cast<std::uint64_t>(own.memories[0].address), bytes}, UFFDIO_REGISTER_MODE_MISSING, 0};
+    if (::ioctl(uffd.get(), UFFDIO_REGISTER, &range) == 0) ask.probe_address = range.range.start;
+  }
+  std::vector<vmci::UniqueFd> given;
+  const auto reply = in.call_on_socket<Request::reach_process>(ask, {}, &given);
+  if (dice.one_in(2)) (void)in.call_on_socket<Request::reach_process>(ask);
+  if (!reply || reply->way != reach_by_guest || given.size() != 1) return;
+  ++raid.attached;
+  auto segment = vmci::Mapping::map(given[0].get(), 0, copying::segment_bytes, vmci::Writable::yes);
+  if (!segment) return;
+  std::byte* const base = segment->data();
+  auto& header = *reinterpret_cast<copying::Header*>(base);
+  vmci::RecordReader jobs(base + copying::jobs_offset, copying::job_slots);
+  vmci::RecordWriter answers(base + copying::answers_offset, copying::answer_slots);
+  const std::uint64_t leave_ms = now_ms() + 1500;
+  const bool lazy = dice.one_in(8);  // never answers
+  for (int i = 0; i < 4000 && !raid.over() && now_ms() < leave_ms && !in.expelled(); ++i, ++raid.blows) {
+    if (dice.one_in(2)) strike_with_receive(raid, in, own);
+    strike_with_wqe(raid, own);
+    pretend_to_poll(in, own);
+    if (dice.one_in(64)) {
+      OwnedQp& qp = dice.of(own.qps);
+      own.change_state(qp, 0), own.connect(qp, qp.made.qpn, 31);
+    }
+    header.guest.sleeping = dice.below(2);
+    if (lazy) continue;
+    alignas(64) std::byte record[copying::job_record_slots_max * slot_bytes];
+    std::uint32_t slots = 0;
+    while (jobs.peek(record, copying::job_record_slots_max, slots) == vmci::RecordReader::Peek::ready) {
+      jobs.advance(slots);
+      std::uint64_t number;
+      std::memcpy(&number, record, sizeof(number));
+      if (dice.one_in(4)) dice.fill(std::span(base + copying::bounce_offset + dice.below(copying::slot_count * copying::bounce_bytes - 64), 64));
+      answers.set_freed(answers.position());  // whether they were read or not
+      answers.publish(dice.one_in(800) ? dice.nasty() : number, dice.one_in(16) ? static_cast<std::uint32_t>(dice.nasty()) : 0,
+                      static_cast<std::uint32_t>(dice.any()) & control_user_mask, dice.one_in(800) ? 1 + dice.below(31) : 1);
+      in.ring(reply->doorbell);
+    }
+    if (!dice.one_in(400)) continue;
+    switch (dice.below(5)) {
+      case 0: dice.fill(std::span(base + dice.below(copying::bounce_offset - 256), 256)); break;
+      case 1: answers.publish(dice.below(1000), 0, 0, 1); break;  // to nothing
+      case 2: ::fallocate(given[0].get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, copying::segment_bytes); break;
+      case 3: {
+        [[maybe_unused]] const int refused = ::ftruncate(given[0].get(), 0);
+        break;
+      }
+      default: header.service.news = header.service.answers_taken = static_cast<std::uint32_t>(dice.any());
+    }
+    in.ring(reply->doorbell);
+  }
+}
+
 // Events that nobody reads, and the shared descriptions bent as far as they go.
 void raid_events(Raid& raid) {
   Dice& dice = raid.dice;
@@ -545,7 +616,7 @@ int main(int argc, char** argv) {
   ::signal(SIGPIPE, SIG_IGN);
   constexpr std::pair<std::string_view, void (*)(Raid&)> raids[] = {
       {"rings", raid_rings},   {"control", raid_control}, {"socket", raid_socket}, {"descriptors", raid_descriptors},
-      {"memory", raid_memory}, {"events", raid_events},   {"flood", raid_flood}};
+      {"memory", raid_memory}, {"copies", raid_copies}, {"events", raid_events},   {"flood", raid_flood}};
   for (const auto& [name, run] : raids) {
     if (name != target) continue;
     Raid raid{argv[1], Dice(seed), now_ms() + std::strtoull(argv[4], nullptr, 0) * 1000};
