@@ -20,6 +20,15 @@ namespace {
 constexpr std::size_t stack_bytes = 256 * 1024;  // room for a program's thread-local data; untouched pages cost nothing
 constexpr std::uint64_t longest_sleep_ns = 5'000'000'000;  // then it looks whether the service still lives
 constexpr std::size_t ordered_tail_bytes = 8;
+constexpr std::uint64_t long_yield_us = 50;
+
+// Who yields to a thread that computes waits for its time slice to end; who sleeps is let in as soon as it is woken. There are
+// such threads: an application that waits for an RDMA WRITE spins on its own memory.
+bool gave_way_for_long(vmci::Backoff& backoff) {
+  const std::uint64_t before = vmci::cycles();
+  backoff.idle();
+  return vmci::cycles() - before > long_yield_us * vmci::cycles_per_us();
+}
 
 }  // namespace
 
@@ -80,10 +89,7 @@ void Copier::run() {
       case vmci::RecordReader::Peek::malformed:
         return liveness_.mark_dead();
       case vmci::RecordReader::Peek::empty:
-        if (!backoff.tired()) {
-          backoff.idle();
-          continue;
-        }
+        if (!backoff.tired() && !gave_way_for_long(backoff)) continue;
         sleep();
         if (liveness_.gone()) return;
         backoff.reset();

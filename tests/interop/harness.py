@@ -5,6 +5,7 @@ killed by its own process group, also when the harness is interrupted. Nothing i
 """
 
 import ctypes
+import json
 import os
 import re
 import select
@@ -240,9 +241,12 @@ class Build:
 class Service:
     """A private vrdmad on a socket in a folder of its own."""
 
-    def __init__(self, build, arguments=()):
-        self.build, self.arguments = build, list(arguments)
-        self.folder = TempFolder(mode=0o755)
+    def __init__(self, build, arguments=(), uid=None, config=None):
+        self.build, self.arguments, self.user = build, list(arguments), as_user(uid)
+        self.folder = TempFolder(mode=0o755, owner=uid)
+        if config is not None:
+            (self.folder.path / "vrdmad.json").write_text(json.dumps(config))
+            self.arguments += ["--config", self.folder.path / "vrdmad.json"]
         self.socket = self.folder.path / "vrdmad.sock"
         self.program = None
         self.start()
@@ -250,7 +254,7 @@ class Service:
     def start(self):
         ready_read, ready_write = os.pipe()
         try:
-            self.program = Program([self.build.vrdmad, "--socket", self.socket, "--foreground", "--ready-fd", ready_write,
+            self.program = Program([*self.user, self.build.vrdmad, "--socket", self.socket, "--foreground", "--ready-fd", ready_write,
                                     *self.arguments], pass_fds=(ready_write,), name="vrdmad")
         finally:
             os.close(ready_write)

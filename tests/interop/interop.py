@@ -19,13 +19,14 @@ import sys
 from pathlib import Path
 
 import clients
+import copies
 import perftest
 import pingpong
 import rdma_core_suite
 import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
 
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "sandbox", "ucx", "qperf", "pyverbs")
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "pyverbs")
 
 
 class Runner:
@@ -98,6 +99,19 @@ class Runner:
             raise Skip("running a program as another user needs root")
         need(case.program)
         return kind.run_case(case, tuple(self.side(uid=uid) for uid in uids))
+
+    def copies(self):
+        for way in copies.WAYS:
+            try:
+                world = None if self.options.list else copies.World(self.build, way)
+            except Skip as reason:
+                self.case(way.name, lambda why=str(reason): _raise(Skip(why)))
+                continue
+            self.case(f"{way.name}: vrdma show mrs", lambda world=world: world.shown())
+            for kind, case in copies.cases():
+                self.case(f"{way.name}: {case.name}", lambda world=world, kind=kind, case=case: world.run_case(kind, case))
+            if world:
+                self.case(f"{way.name}: vrdmad leaves cleanly", world.close)
 
     def sandbox(self):
         if self.options.list:
