@@ -97,8 +97,14 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   findings.push_back({Level::ok, "self-test", "a program attached, connected a queue pair to itself and moved 8 B and 32 KiB by RDMA WRITE", ""});
   if (result.pages_path == "mapped")
     findings.push_back({Level::ok, "mapping", "registered pages are mapped into the service: copied once, at the speed of memory", ""});
+  else if (result.pages_path == "process")
+    findings.push_back({Level::note, "mapping", "registered pages are reached through the process: correct, and slower for small messages", ""});
   else if (!result.pages_path.empty())
-    findings.push_back({Level::note, "mapping", "registered pages are reached through the process (process_vm_readv): correct, and slower for small messages", ""});
+    findings.push_back({Level::note, "mapping", "registered pages are copied by a thread of the program: correct, and slower", ""});
+  if (result.small_path == "guest-copy")
+    findings.push_back({Level::note, "copies", "slower: this service does not reach the memory of programs like this one; what cannot be mapped (small or partial "
+                                               "pages, stacks) is copied by a thread of the program",
+                        "run vrdmad as root or by its systemd unit"});
 }
 
 }  // namespace

@@ -119,6 +119,7 @@ void mrs(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests"))
     for (const auto& mr : guest.at("mrs"))
       dev_of(guest).add("mrn", mr.at("mr")).add("mrlen", mr.at("bytes")).add("address", mr.at("address")).add("path", mr.at("path"))
+          .add("unmapped_by", mr.at("unmapped_by"))
           .add("mapped", mr.at("mapped_bytes")).add("pieces", mr.at("pieces")).add("access", access_words(mr.at("access")))
           .add("pid", guest.at("pid")).end(out);
 }

@@ -201,10 +201,8 @@ Result<vmci::QueuePairView> Attachment::queue_pair_at(std::uint64_t offset, cons
 
 Status Attachment::prepare_process_memory() {
   if (process_memory_known_) return copier_ ? copier_->start() : ok();
-  // What the service must find at this address to be sure that it sees this process's memory.
-  alignas(8) static std::uint64_t probe;
-  if (::syscall(SYS_getrandom, &probe, sizeof(probe), GRND_NONBLOCK) != sizeof(probe)) probe = vmci::cycles() * 0x9e3779b97f4a7c15u;
-  auto reply = call_on_socket<control::Request::reach_process>({reinterpret_cast<std::uintptr_t>(&probe), probe});
+  if (::syscall(SYS_getrandom, &probe_, sizeof(probe_), GRND_NONBLOCK) != sizeof(probe_)) probe_ = vmci::cycles() * 0x9e3779b97f4a7c15u;
+  auto reply = call_on_socket<control::Request::reach_process>({reinterpret_cast<std::uintptr_t>(&probe_), probe_});
   // An older service tries what it can, and says nothing.
   if (!reply && value(reply.error()) != EOPNOTSUPP) return reply.error();
   process_memory_known_ = true;

@@ -103,6 +103,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::mutex objects_mutex_;
   std::mutex registration_mutex_;
   bool process_memory_known_ = false;
+  std::uint64_t probe_ = 0;  // what the service must find here to be sure that it sees this process's memory
   std::unique_ptr<Copier> copier_;  // last: its thread uses the rest
 };
 

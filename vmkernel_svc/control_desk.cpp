@@ -311,11 +311,13 @@ Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std:
   if (by_service) return ReachProcessReply{reach_by_service, 0};
   if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
     return guest.asked_how_reached = false, Errno{EDQUOT};
-  auto copier = GuestCopier::create(guest.take_doorbell(), fabric_.sink);
+  const std::uint32_t doorbell = guest.take_doorbell();
+  auto copier = GuestCopier::create(doorbell, fabric_.sink);
   vmci::UniqueFd fd(copier ? ::fcntl((*copier)->fd(), F_DUPFD_CLOEXEC, 0) : -1);
   if (!fd) {
     const Errno failed = copier ? last_error() : copier.error();
     --guest.tenant->descriptors;
+    guest.free_doorbells.push_back(doorbell);
     guest.asked_how_reached = false;
     return failed;
   }
