@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pairs of clients that connect, talk and are killed at random times: the service must not grow.
 
-    cycles.py --client PROGRAM --library FILE --vrdmad PROGRAM [--cycles N] [--seed N] [--jobs N]
+    cycles.py --client PROGRAM --library FILE --vrdmad PROGRAM [--cycles N] [--seed N] [--jobs N] [--guest-copies]
 """
 import argparse
 import concurrent.futures
@@ -28,9 +28,9 @@ def footprint(pid):
             "threads": len(os.listdir(proc / "task"))}
 
 
-def cycle(world, service, number, seed):
+def cycle(world, service, number, seed, unmapped):
     rng = random.Random(f"{seed}/{number}")
-    options = {"workload": rng.choice(WORKLOADS), "role": "survivor"}
+    options = {"workload": rng.choice(WORKLOADS), "role": "survivor", "unmapped": unmapped}
     # Half die while they connect, half while they talk; sometimes one first and the other a little later.
     life_s = rng.uniform(0, 0.004) if rng.random() < 0.5 else rng.uniform(0.004, 0.03)
     with world.pair(service, options, options) as clients:
@@ -50,12 +50,14 @@ def main():
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--guest-copies", action="store_true", help="nothing is mapped, and a thread of each client copies")
     options = parser.parse_args()
     world = World(options.client, options.library, options.vrdmad)
     begun = time.monotonic()
-    with Service(world.vrdmad) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+    config = {"process_memory": "guest"} if options.guest_copies else None
+    with Service(world.vrdmad, config) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         def run(numbers):
-            for _ in pool.map(lambda number: cycle(world, service, number, options.seed), numbers):
+            for _ in pool.map(lambda number: cycle(world, service, number, options.seed, options.guest_copies), numbers):
                 service.check_alive()
             service.expect_empty()
             return footprint(service.pid)

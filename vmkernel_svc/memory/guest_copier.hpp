@@ -1,5 +1,5 @@
 // A guest's memory that no file backs and that the service cannot reach, copied by a thread of the guest itself (the protocol:
-// vrdma/copy_ring.hpp). Slower than ProcessMemory by two changes of thread, and possible wherever a guest can attach at all.
+// vrdma/copy_ring.hpp): two changes of thread a copy, as with ProcessMemory, and possible wherever a guest can attach at all.
 //
 // Nothing of the guest is believed: a thread that copies wrong bytes harms its own process, one that answers nothing keeps its
 // own jobs, which whoever waits for them gives up after a while as with ProcessMemory, and one that answers what it was not
