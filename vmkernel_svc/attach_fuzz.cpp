@@ -123,7 +123,7 @@ bool receive(FuzzWorld& world, Connection& connection) {
   }
   // No pid: this process's own memory is nobody's to write to.
   connection.guest = world.packets().attach(connection.socket, head, *request,
-                                            AttachInfo{{0, 1001, 1001}, {}, vmci::UniqueFd(::fcntl(connection.socket.fd(), F_DUPFD_CLOEXEC, 0))});
+                                            AttachInfo{{0, guest_uid, guest_uid}, {}, vmci::UniqueFd(::fcntl(connection.socket.fd(), F_DUPFD_CLOEXEC, 0))});
   return true;
 }
 
@@ -209,6 +209,10 @@ extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t byt
       connection = Connection();
     }
     world.turn(8);
+    const auto tenant = world.shard().fabric().tenants.find(guest_uid);
+    const std::uint32_t paid = tenant != world.shard().fabric().tenants.end() ? tenant->second.descriptors : 0;
+    fuzz_require(static_cast<std::uint32_t>(lowest_free_descriptor() - before) <= paid + 2 * std::size(connections),
+                 "what the service holds open for a tenant counts against its quota");
     for (const Connection& connection : connections) hang_up(world, connection);
   }
   world.turn(2);

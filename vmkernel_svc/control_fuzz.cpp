@@ -1,4 +1,4 @@
-// Fuzz target: two guests that may write what they like into all that they share with the service: requests, datagrams, WQEs,
+// Fuzz target: two guests, one on InfiniBand and one on Ethernet, that may write what they like into all that they share with the service: requests, datagrams, WQEs,
 // cursors, doorbells; through the real shard, turned by hand. The victim beside them must not notice (fuzz_world.hpp).
 //
 // Input: steps of one byte (bits 0–2: what, bit 3: which guest, bits 4–7: how many turns after it) and what the step needs.
@@ -28,8 +28,10 @@ extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t byt
   static const vmci::UniqueFd memory = *vmci::create_sealed("fuzz-backing", backing_bytes);
   FuzzInput input(data, bytes);
   Guest* guests[2];
-  for (Guest*& guest : guests) {
-    guest = world.attach({});
+  for (const auto link_layer : {control::link_layer_infiniband, control::link_layer_ethernet}) {
+    control::AttachRequest request{};
+    request.link_layer = link_layer;
+    Guest* const guest = guests[link_layer - 1] = world.attach(request);
     fuzz_require(guest != nullptr, "there is room for two guests");
     equip(world, *guest, memory.get());
   }
@@ -55,6 +57,7 @@ extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t byt
     world.turn(step >> 4);
   }
   world.turn(8);
+  world.check_routes();
   for (Guest* guest : guests) world.desk().detach(*guest);
   world.turn(2);
   world.check();

@@ -29,7 +29,7 @@ namespace {
 constexpr std::uint64_t victim_bytes = 64 << 10;
 constexpr std::uint64_t victim_iova = 0x10000;
 constexpr std::uint32_t all_access = 15;  // local write, remote write, read, atomic
-constexpr uid_t victim_uid = 1000, guest_uid = 1001;
+constexpr uid_t victim_uid = 1000;
 constexpr std::uint32_t small = 8;  // numbers of an input below this are names; see qpn(), lid(), key()
 
 Config fuzz_config() {
@@ -214,6 +214,14 @@ void FuzzWorld::check() {
                "another guest's memory is left alone");
   fuzz_require(!victim_->broken && victim_rc_->core.state == engine::QpState::rts && victim_ud_->core.state == engine::QpState::rts,
                "another guest's queue pairs are left alone");
+}
+
+void FuzzWorld::check_routes() {
+  MediatedPorts ports(shard_.fabric());
+  UdOperand to_itself{};
+  to_itself.remote_qpn = victim_ud_->core.qpn.value;
+  to_itself.dlid = victim_->lid;
+  fuzz_require(ports.datagram_peer(victim_ud_->core, to_itself) == &victim_ud_->core, "what others look up does not lead datagrams astray");
 }
 
 // --- names ----------------------------------------------------------------------------------------------------

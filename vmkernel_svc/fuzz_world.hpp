@@ -35,6 +35,8 @@ class FuzzWorld {
   void step_scribble(Guest& guest, FuzzInput& input);
   void step_doorbell(Guest& guest, FuzzInput& input);
 
+  // While the others are still there: the victim's datagrams find their way.
+  void check_routes();
   // All other guests must be gone.
   void check();
 
@@ -68,6 +70,8 @@ class FuzzWorld {
   Counts alone_{};
   Tenant victim_tenant_{};
 };
+
+constexpr uid_t guest_uid = 1001;  // of all who are not the victim
 
 // The victim's memory has this in every byte.
 constexpr std::byte victim_byte{0xa5};

@@ -130,6 +130,8 @@ def ring_seeds():
     yield "memory", ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, 4) + ring.ask(STAGE, words(1, 1) + struct.pack("<QQQII", 0, 4096, 0, 4, 0)) + \
         ring.ask(REREG_MR, words(6, 7, 5, 1) + struct.pack("<QQQ", 0, 4096, 0)) + ring.ask(DESTROY_PD, words(5, 0)) + ring.ask(DEREG_MR, words(6, 0))
     yield "two_guests", world(ring, RC) + world(other, RC) + ring.ask(CLOSE_CONTEXT, words(1, 0)) + other.send(0, 2, (sge,))
+    # Mended: what one link layer looked up was what the other one got, so that an Ethernet guest could cut off others' datagrams.
+    yield "regression_route_of_other_link_layer", world(other, UD) + other.datagram_send(0, 1, (sge,), lid=0)
     yield "ports", ring.ask(BIND, words(70, 2)) + other.ask(BIND, words(71, 0)) + ring.datagram(0, 1) + ring.datagram(1, 71) + \
         ring.ask(UNBIND, words(70, 0))
     yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
@@ -166,6 +168,8 @@ def socket_seeds():
     alloc = words(0, 70, 70, 0) + struct.pack("<QQ", 4096, 4096)
     yield "pairs", attach() + ring.ask(BIND, words(70, 4)) + packet(0, PAIR_ALLOC, alloc) * 3 + packet(0, PAIR_ATTACH, words(0, 1, 70, 0)) + \
         ring.ask(PAIR_DETACH, words(0, 1)) + packet(0, PAIR_ATTACH, words(0, 2, 0, 0)) + ring.ask(UNBIND, words(70, 0))
+    # Mended: descriptors of VMCI queue pairs were nobody's, so that one tenant could take all that the service may have.
+    yield "regression_unpaid_descriptors", attach() + ring.ask(BIND, words(70, 4096)) + packet(0, PAIR_ALLOC, alloc) * 40
 
 
 def seeds():
