@@ -282,7 +282,8 @@ std::string metrics_text(const json& state) {
   out.begin("protocol_errors_total", "counter", "Bytes of a guest that made no sense.");
   each_guest([&](const json& guest, const std::string& labels) { out.add(guest.at("protocol_errors"), labels); });
   if (!state.at("guests").empty())
-    for (const auto& [name, ignored] : state.at("guests").front().at("counters").items()) {
+    for (const auto& counter : state.at("guests").front().at("counters").items()) {
+      const std::string& name = counter.key();
       out.begin("qp_" + name + "_total", "counter", "Sum over the queue pairs of a guest, those that are gone too.");
       each_guest([&](const json& guest, const std::string& labels) { out.add(guest.at("counters").at(name), labels); });
     }

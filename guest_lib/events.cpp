@@ -5,6 +5,8 @@
 #include <fcntl.h>
 #include <poll.h>
 
+#include <algorithm>
+
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
@@ -52,6 +54,29 @@ bool any_outstanding(Cq& cq) {
     if (lane->send != nullptr ? lane->send->any_outstanding() : lane->receive->any_outstanding()) return true;
   }
   return false;
+}
+
+bool holds_entries(Cq& cq) {
+  std::lock_guard lock(cq.lock);
+  return std::ranges::any_of(cq.lanes, [](Lane* lane) { return lane != nullptr && lane->reader.next() != nullptr; });
+}
+
+// Arming does not fire for completions that are there already (IBA 11.4.2.2), so who arms has to poll until nothing is left.
+// perftest -e polls one full batch only and then waits; ConnectX compares the consumer index on arming and lets it get away
+// with that. A thread that is about to block here while an armed CQ, left off in the middle, holds completions gets that event.
+Cq* count_left_off_event(Channel& channel) {
+  std::lock_guard lock(channel.attachment->objects_mutex());
+  for (Cq* cq : channel.cqs) {
+    const auto arm = std::atomic_ref(cq->shared->arm);
+    std::uint32_t now = arm.load(std::memory_order_relaxed);
+    if ((now & 3) != control::arm_next || !cq->left_off.load(std::memory_order_relaxed) || !holds_entries(*cq)) continue;
+    // The service claims an arm likewise: one of us reports it.
+    if (!arm.compare_exchange_strong(now, (now & ~3u) | control::arm_fired, std::memory_order_acq_rel)) continue;
+    cq->reported_arm_sequence = now >> 2;
+    ++cq->completion_events_reported;
+    return cq;
+  }
+  return nullptr;
 }
 
 // The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush. It may
@@ -200,6 +225,8 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
     } else if (next == EventSource<control::CompletionRecord>::Next::end) {
       channel.attachment->liveness().mark_dead();
       found = count_fatal_event(channel);
+    } else {
+      found = count_left_off_event(channel);
     }
     if (found != nullptr) {
       VRDMA_CRASH_POINT("guest.event.counted");

@@ -105,6 +105,7 @@ struct Cq {
   alignas(64) SpinLock lock;
   std::uint32_t consumed = 0;  // as in shared
   std::uint32_t polls = 0;
+  std::atomic<bool> left_off{false};  // the last poll filled its array: there may be more
   Lane* hot[control::hot_lanes] = {};
   std::uint32_t hot_hits[control::hot_lanes] = {};
   Lane* pending_first = nullptr;

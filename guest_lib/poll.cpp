@@ -201,6 +201,7 @@ int look(Cq& cq, int room, ibv_wc* wc) {
     got = poll_hot(cq, room, wc);
     if (got < room) got += poll_pending(cq, room - got, wc + got);
   }
+  cq.left_off.store(got == room, std::memory_order_relaxed);
   if (got != 0) {
     cq.consumed += static_cast<std::uint32_t>(got);
     std::atomic_ref(cq.shared->consumed).store(cq.consumed, std::memory_order_release);

@@ -24,11 +24,16 @@ using Setter = std::function<void(const json&)>;
   throw std::runtime_error(fmt::format("{}: {}", origin, what));
 }
 
+// A value as a message names it. What holds other values is named by its kind: it may be as deep as the stack, and longer than a line.
+std::string shown(const json& value) {
+  return value.is_structured() ? value.type_name() : value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
 template <class Number>
 Setter number(Number& to, const std::string& origin, const std::string& key) {
   return [&to, origin, key](const json& value) {
     if (!value.is_number_unsigned() || value.get<std::uint64_t>() > std::numeric_limits<Number>::max())
-      refuse(origin, fmt::format("\"{}\" is {}: it must be a whole number from 0 to {}", key, value.dump(),
+      refuse(origin, fmt::format("\"{}\" is {}: it must be a whole number from 0 to {}", key, shown(value),
                                  std::numeric_limits<Number>::max()));
     to = value.get<Number>();
   };
@@ -36,7 +41,7 @@ Setter number(Number& to, const std::string& origin, const std::string& key) {
 
 Setter text(std::string& to, const std::string& origin, const std::string& key) {
   return [&to, origin, key](const json& value) {
-    if (!value.is_string()) refuse(origin, fmt::format("\"{}\" is {}: it must be a string", key, value.dump()));
+    if (!value.is_string()) refuse(origin, fmt::format("\"{}\" is {}: it must be a string", key, shown(value)));
     to = value.get<std::string>();
   };
 }
@@ -46,7 +51,7 @@ Setter mode(std::uint32_t& to, const std::string& origin, const std::string& key
   return [&to, origin, key](const json& value) {
     const std::string digits = value.is_string() ? value.get<std::string>() : "";
     if (digits.empty() || digits.size() > 4 || digits.find_first_not_of("01234567") != std::string::npos || std::stoul(digits, nullptr, 8) > 0777)
-      refuse(origin, fmt::format("\"{}\" is {}: it must be permission bits in a string, such as \"0666\" or \"0660\"", key, value.dump()));
+      refuse(origin, fmt::format("\"{}\" is {}: it must be permission bits in a string, such as \"0666\" or \"0660\"", key, shown(value)));
     to = static_cast<std::uint32_t>(std::stoul(digits, nullptr, 8));
   };
 }
@@ -78,7 +83,7 @@ void Config::read_text(const std::string& content, const std::string& origin) {
   json document;
   try {
     document = json::parse(content, nullptr, true, /*ignore_comments=*/true);
-  } catch (const json::parse_error& error) {
+  } catch (const json::exception& error) {  // not only parse_error: a number that no double holds is out_of_range
     refuse(origin, fmt::format("not valid JSON: {}", error.what()));
   }
   const auto n = [&](auto& to, const std::string& key) { return std::pair{key, number(to, origin, key)}; };

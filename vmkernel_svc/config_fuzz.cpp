@@ -1,4 +1,4 @@
-// libFuzzer: any text as a configuration is taken or refused with a message, never anything else.
+// Fuzz target: any text as a configuration is taken or refused with a message, never anything else.
 #include <stdexcept>
 #include <string>
 

@@ -54,6 +54,7 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
 
 Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
                                         std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
+  if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
   auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
   if (tenant.guests >= tenant.quota.guests || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = Arena::create(fabric_.config.arena_bytes);

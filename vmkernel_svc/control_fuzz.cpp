@@ -1,48 +1,65 @@
-// libFuzzer: any control datagrams in a guest's ring, through the control desk of a shard that has no sockets and no thread.
-// Handles count up from 1, so that small numbers in the input name objects that earlier records made.
+// Fuzz target: two guests, one on InfiniBand and one on Ethernet, that may write what they like into all that they share with the service: requests, datagrams, WQEs,
+// cursors, doorbells; through the real shard, turned by hand. The victim beside them must not notice (fuzz_world.hpp).
 //
-// Input: records of 4 bytes control word (request, slots), 4 bytes length word, then the record from `source_context` on.
-#include <cstring>
-#include <span>
-
-#include "vmkernel_svc/control_desk.hpp"
+// Input: steps of one byte (bits 0–2: what, bit 3: which guest, bits 4–7: how many turns after it) and what the step needs.
+// Handles count up from 1, so that small numbers name what earlier steps made. Handles 1 and 2 are contexts, 3 is a completion
+// channel, 4 a backing of 64 KiB.
+#include "vmkernel_svc/fuzz_world.hpp"
 
 namespace {
+
 using namespace vrdma;
 using namespace vrdma::svc;
+
+constexpr std::uint64_t backing_bytes = 64 << 10;
+
+void equip(FuzzWorld& world, Guest& guest, int memory) {
+  std::vector<vmci::UniqueFd> given;
+  (void)world.desk().on(guest, control::OpenContextRequest{}, given);
+  (void)world.desk().on(guest, control::OpenContextRequest{}, given);
+  (void)world.desk().on(guest, control::CreateChannelRequest{1, 0}, given);
+  (void)world.desk().on(guest, control::AddBackingRequest{}, vmci::UniqueFd(::dup(memory)));
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t bytes) {
-  static Config config;
-  config.arena_bytes = 1 << 24;
-  static control::ShardState state{};
-  static Shard shard(config, state);
-  static ControlDesk desk(shard);
-  std::vector<int> descriptors;
-  std::vector<vmci::UniqueFd> keep;
-  const auto reply = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1, 1}, {}, {}}, -1, descriptors, keep);
-  if (!reply) return 0;
-  Guest& guest = *shard.fabric().guests.at(reply->guest);
-  std::vector<vmci::UniqueFd> given;
-  (void)desk.on(guest, control::OpenContextRequest{}, given);  // handle 1
-  (void)desk.on(guest, control::OpenContextRequest{}, given);  // handle 2
-  (void)desk.on(guest, control::CreateChannelRequest{1, 0}, given);
-  vmci::RecordWriter writer(guest.control.produce(), guest.control.geometry().produce_slots);
-  std::span<const std::byte> left(reinterpret_cast<const std::byte*>(data), bytes);
-  for (int records = 0; records < 64 && left.size() >= 8 && !guest.broken; ++records) {
-    std::uint32_t control, word;
-    std::memcpy(&control, left.data(), 4);
-    std::memcpy(&word, left.data() + 4, 4);
-    left = left.subspan(8);
-    const std::uint32_t slots = 1 + ((control >> control_slots_shift) & control_slots_mask);
-    const auto body = left.first(std::min(left.size(), slots * slot_bytes - sizeof(RecordHead)));
-    left = left.subspan(body.size());
-    writer.set_freed(guest.requests.position());
-    writer.write(sizeof(RecordHead), body);
-    writer.publish(0, word, control & control_user_mask, slots);
-    desk.serve(guest);
-    guest.control.header().creator.consumed = guest.replies.position();
+  FuzzWorld& world = FuzzWorld::instance();
+  static const vmci::UniqueFd memory = *vmci::create_sealed("fuzz-backing", backing_bytes);
+  FuzzInput input(data, bytes);
+  Guest* guests[2];
+  for (const auto link_layer : {control::link_layer_infiniband, control::link_layer_ethernet}) {
+    control::AttachRequest request{};
+    request.link_layer = link_layer;
+    Guest* const guest = guests[link_layer - 1] = world.attach(request);
+    fuzz_require(guest != nullptr, "there is room for two guests");
+    equip(world, *guest, memory.get());
   }
-  desk.detach(guest);
+  for (int steps = 0; steps < 128 && !input.empty(); ++steps) {
+    const auto step = input.value<std::uint8_t>();
+    Guest& guest = *guests[(step >> 3) & 1];
+    switch (step & 7) {
+      case 0: case 1: case 2:
+        world.step_request(guest, input);
+        break;
+      case 3: case 4:
+        world.step_work_request(guest, input);
+        break;
+      case 5:
+        world.step_scribble(guest, input);
+        break;
+      case 6:
+        world.step_doorbell(guest, input);
+        break;
+      default:
+        world.shard().turn();
+    }
+    world.turn(step >> 4);
+  }
+  world.turn(8);
+  world.check_routes();
+  for (Guest* guest : guests) world.desk().detach(*guest);
+  world.turn(2);
+  world.check();
   return 0;
 }

@@ -21,6 +21,7 @@ namespace vrdma::svc {
 struct RouteKey {
   std::uint32_t qpn;
   std::uint16_t dlid;
+  std::uint16_t link_layer;  // the sender's: it decides whether LID or GID counts
   Gid dgid;
   bool operator==(const RouteKey&) const = default;
 };
@@ -29,7 +30,7 @@ struct RouteKeyHash {
     std::uint64_t high, low;
     std::memcpy(&high, key.dgid.data(), 8);
     std::memcpy(&low, key.dgid.data() + 8, 8);
-    return (static_cast<std::uint64_t>(key.qpn) << 16 | key.dlid) ^ high * 31 ^ low;
+    return (static_cast<std::uint64_t>(key.qpn) << 32 | std::uint64_t{key.link_layer} << 16 | key.dlid) ^ high * 31 ^ low;
   }
 };
 

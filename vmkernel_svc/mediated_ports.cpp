@@ -305,14 +305,14 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
 }
 
 MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
-  RouteKey key{ud.remote_qpn, ud.dlid, {}};
+  const std::uint32_t link_layer = qp.port.owner->guest->link_layer;
+  RouteKey key{ud.remote_qpn, ud.dlid, static_cast<std::uint16_t>(link_layer), {}};
   if (ud.route_flags & route_global) std::memcpy(key.dgid.data(), ud.dgid, 16);
   if (Qp* const* known = fabric_.routes.find(key, fabric_.topology_generation)) return *known;
   Qp* peer = nullptr;
   const auto found = fabric_.by_qpn.find(ud.remote_qpn);
   if (found != fabric_.by_qpn.end() &&
-      fabric_.leads_to(*found->second->guest, qp.port.owner->guest->link_layer, ud.dlid, (ud.route_flags & route_global) != 0,
-                       ud.dgid))
+      fabric_.leads_to(*found->second->guest, link_layer, ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid))
     peer = &found->second->core;
   fabric_.routes.insert(key, fabric_.topology_generation, peer);
   return peer;

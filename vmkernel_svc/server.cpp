@@ -15,45 +15,10 @@
 #include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
-#include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {
 
 using namespace control;
-
-namespace {
-
-template <class Body>
-bool body_of(const std::vector<std::byte>& packet, Body& body) {
-  if (packet.size() < sizeof(Head) + sizeof(Body)) return false;
-  std::memcpy(&body, packet.data() + sizeof(Head), sizeof(Body));
-  return true;
-}
-
-void send_reply(const vmci::PacketSocket& socket, const Head& request, int status, std::span<const std::byte> body = {},
-                std::span<const int> descriptors = {}) {
-  std::vector<std::byte> packet(sizeof(Head) + body.size());
-  Head head{};
-  head.record.word = static_cast<std::uint32_t>(body.size());
-  head.record.control = (request.record.control & control_user_mask) | reply_bit;
-  head.source_context = host_context;
-  head.source_port = control_port;
-  head.sequence = request.sequence;
-  head.status = status;
-  std::memcpy(packet.data(), &head, sizeof(head));
-  if (!body.empty()) std::memcpy(packet.data() + sizeof(head), body.data(), body.size());
-  if (const auto sent = socket.send(packet, descriptors); !sent)
-    spdlog::debug("a reply could not be sent: {}", std::strerror(value(sent.error())));
-}
-
-template <class Body>
-void send_result(const vmci::PacketSocket& socket, const Head& request, const Result<Body>& result,
-                 std::span<const int> descriptors = {}) {
-  if (!result) return send_reply(socket, request, value(result.error()));
-  send_reply(socket, request, 0, std::as_bytes(std::span(&*result, 1)), descriptors);
-}
-
-}  // namespace
 
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
@@ -95,6 +60,7 @@ Server::Server(const Config& config) : config_(config) {
   listener_.assign(listening->release());
   shard_ = std::make_unique<Shard>(config_, head.shards[0]);
   desk_ = std::make_unique<ControlDesk>(*shard_);
+  packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
 }
 
 Server::~Server() {
@@ -231,20 +197,13 @@ void Server::lost(const ConnectionPtr& connection) {
 }
 
 void Server::attach(const ConnectionPtr& connection, const Head& head, const std::vector<std::byte>& packet) {
-  AttachRequest request{};
-  if (!body_of(packet, request) || request.magic != magic) return send_reply(connection->socket, head, EPROTO);
-  if (request.major != version_major) {
-    spdlog::warn("a guest speaks version {}.{} of the channel, this service {}.{}: refused", request.major, request.minor,
-                 version_major, version_minor);
-    AttachReply mine{};
-    mine.major = version_major;
-    mine.minor = version_minor;
-    return send_reply(connection->socket, head, EPROTONOSUPPORT, std::as_bytes(std::span(&mine, 1)));
-  }
-  if (std::exchange(connection->asked_to_attach, true)) return send_reply(connection->socket, head, EISCONN);
-  auto credentials = connection->socket.peer();
-  auto pidfd = connection->socket.peer_pidfd();
-  if (!credentials) return send_reply(connection->socket, head, value(credentials.error()));
+  const auto& socket = connection->socket;
+  const auto request = PacketDesk::attach_request(socket, head, packet);
+  if (!request) return;
+  if (std::exchange(connection->asked_to_attach, true)) return PacketDesk::refuse(socket, head, EISCONN);
+  auto credentials = socket.peer();
+  auto pidfd = socket.peer_pidfd();
+  if (!credentials) return PacketDesk::refuse(socket, head, value(credentials.error()));
   if (pidfd) {  // the process's end counts even where a child still holds the socket
     if (const int copy = ::fcntl(pidfd->get(), F_DUPFD_CLOEXEC, 0); copy >= 0) {
       connection->exited.assign(copy);
@@ -255,23 +214,9 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
     }
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
-      *credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(),
-      vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0))});
-  shard_->submit([this, connection, head, request, info](Shard& shard) {
-    if (connection->guest.load() != 0) return send_reply(connection->socket, head, EISCONN);
-    std::vector<int> descriptors;
-    std::vector<vmci::UniqueFd> keep;
-    const uid_t uid = info->credentials.uid;
-    const pid_t pid = info->credentials.pid;
-    auto reply = desk_->attach(request, std::move(*info), page_.fd(), descriptors, keep);
-    if (reply) {
-      connection->guest.store(reply->guest);
-      spdlog::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
-                   shard.fabric().guests[reply->guest]->lid);
-    } else {
-      spdlog::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, std::strerror(value(reply.error())));
-    }
-    send_result(connection->socket, head, reply, descriptors);
+      *credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0))});
+  shard_->submit([this, connection, head, request, info](Shard&) {
+    connection->guest.store(packets_->attach(connection->socket, head, *request, std::move(*info)));
   });
 }
 
@@ -279,79 +224,10 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   Head head{};
   if (packet.size() < sizeof(head)) return lost(connection);
   std::memcpy(&head, packet.data(), sizeof(head));
-  const auto request = static_cast<Request>(head.record.control & control_user_mask);
-  if (request == Request::attach) return attach(connection, head, packet);
-
+  if (PacketDesk::request_of(head) == Request::attach) return attach(connection, head, packet);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
-  shard_->submit([this, connection, head, request, given, packet = std::move(packet)](Shard& shard) {
-    const auto& socket = connection->socket;
-    if (request == Request::show) return answer_show(shard, socket, head, packet);
-    const auto found = shard.fabric().guests.find(connection->guest.load());
-    if (found == shard.fabric().guests.end()) return send_reply(socket, head, ENOTCONN);
-    Guest& guest = *found->second;
-    std::vector<vmci::UniqueFd> give;
-    const auto reply_with = [&](const auto& result) {
-      std::vector<int> fds;
-      for (const auto& fd : give) fds.push_back(fd.get());
-      send_result(socket, head, result, fds);
-    };
-    switch (request) {
-      case Request::add_backing: {
-        AddBackingRequest body{};
-        if (!body_of(packet, body) || given->size() != 1) return send_reply(socket, head, EINVAL);
-        return reply_with(desk_->on(guest, body, std::move(given->front())));
-      }
-      case Request::remove_backing: {
-        RemoveBackingRequest body{};
-        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
-        const auto removed = desk_->on(guest, body);
-        return send_reply(socket, head, removed ? 0 : value(removed.error()));
-      }
-      case Request::open_context: {
-        OpenContextRequest body{};
-        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
-        return reply_with(desk_->on(guest, body, give));
-      }
-      case Request::create_channel: {
-        CreateChannelRequest body{};
-        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
-        return reply_with(desk_->on(guest, body, give));
-      }
-      case Request::reach_process: {
-        ReachProcessRequest body{};
-        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
-        // Weak: a worker that hangs on the guest's page may be the last to hold the question.
-        const auto answer = [this, weak = std::weak_ptr(connection), head](bool by_service) {
-          const auto asking = weak.lock();
-          if (!asking) return;
-          auto& guests = shard_->fabric().guests;
-          const auto asker = guests.find(asking->guest.load());
-          if (asker == guests.end()) return;
-          std::vector<vmci::UniqueFd> segment;
-          const auto reply = desk_->reach(*asker->second, by_service, segment);
-          if (reply && !by_service)
-            spdlog::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies small and odd registrations",
-                         asker->second->name, asker->second->credentials.uid, asker->second->credentials.pid);
-          std::vector<int> fds;
-          for (const auto& fd : segment) fds.push_back(fd.get());
-          send_result(asking->socket, head, reply, fds);
-        };
-        if (const auto asked = desk_->ask_how_reached(guest, body, answer); !asked) send_reply(socket, head, value(asked.error()));
-        return;
-      }
-      case Request::queue_pair_alloc: {
-        QueuePairAllocRequest body{};
-        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
-        return reply_with(shard.fabric().vmci.alloc(guest, body, give));
-      }
-      case Request::queue_pair_attach: {
-        QueuePairAttachRequest body{};
-        if (!body_of(packet, body)) return send_reply(socket, head, EINVAL);
-        return reply_with(shard.fabric().vmci.attach(guest, body, give));
-      }
-      default:
-        return send_reply(socket, head, EOPNOTSUPP);
-    }
+  shard_->submit([this, connection, head, given, packet = std::move(packet)](Shard&) {
+    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given));
   });
 }
 

@@ -12,6 +12,7 @@
 
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/packet_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {
@@ -54,7 +55,8 @@ class Server {
   boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
   vmci::Segment page_;
   std::unique_ptr<Shard> shard_;
-  std::unique_ptr<ControlDesk> desk_;  // for requests with descriptors; used on the shard's thread
+  std::unique_ptr<ControlDesk> desk_;    // these two are used on the shard's thread
+  std::unique_ptr<PacketDesk> packets_;
   std::thread shard_thread_;
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;

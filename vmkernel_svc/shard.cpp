@@ -81,21 +81,25 @@ void Shard::wake() {
 
 void Shard::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
-    ++counters_.turns;
-    bool worked = run_tasks();
-    worked |= run_finished_jobs();
-    worked |= look_at_doorbells();
-    worked |= run_queue_pairs();
-    worked |= serve_control();
-    worked |= run_timers();
-    if (!overrun_.empty()) handle_overruns();
-    if (worked)
+    if (turn())
       backoff_.reset();
     else if (!backoff_.tired())
       backoff_.idle();
     else
       sleep();
   }
+}
+
+bool Shard::turn() {
+  ++counters_.turns;
+  bool worked = run_tasks();
+  worked |= run_finished_jobs();
+  worked |= look_at_doorbells();
+  worked |= run_queue_pairs();
+  worked |= serve_control();
+  worked |= run_timers();
+  if (!overrun_.empty()) handle_overruns();
+  return worked;
 }
 
 bool Shard::run_tasks() {

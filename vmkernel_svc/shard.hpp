@@ -32,6 +32,7 @@ class Shard final : public Runner, public JobSink {
 
   void run();   // until stop()
   void stop();  // any thread
+  bool turn();  // one round of run(): whatever waits gets its turn once. False: nothing did
 
   // Any thread: run `task` on the shard's thread, in order of submission.
   void submit(Task task);

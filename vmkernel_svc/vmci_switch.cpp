@@ -15,6 +15,11 @@ namespace vrdma::svc {
 
 using namespace control;
 
+namespace {
+// What a queue pair costs its creator's tenant: memory, the attacher's doorbell and the hangup; attached, only the last.
+constexpr std::uint32_t offered_descriptors = 3, attached_descriptors = 1;
+}  // namespace
+
 Guest* VmciSwitch::find_guest(std::uint32_t context) const {
   const auto found = fabric_.guests.find(context);
   return found == fabric_.guests.end() ? nullptr : found->second.get();
@@ -108,6 +113,7 @@ Result<QueuePairReply> VmciSwitch::alloc(Guest& guest, const QueuePairAllocReque
   vmci::UniqueFd hangup(::fcntl(doorbells->first.get(), F_DUPFD_CLOEXEC, 0));
   if (!memory_copy || !hangup) return last_error();
   if (!tenant.take_object()) return Errno{EDQUOT};
+  if (!tenant.take_descriptors(offered_descriptors)) return --tenant.objects, Errno{EDQUOT};
   tenant.queue_bytes += bytes;
 
   pair.handle = {guest.id.value, guest.vmci.next_resource++};
@@ -140,6 +146,7 @@ Result<QueuePairReply> VmciSwitch::attach(Guest& guest, const QueuePairAttachReq
   QueuePair& pair = found->second;
   pair.attacher = &guest;
   pair.attacher_port = request.local_port;
+  pair.tenant->descriptors -= offered_descriptors - attached_descriptors;
   give.push_back(std::move(pair.memory));
   give.push_back(std::move(pair.attacher_doorbell));
   --guest.vmci.ports.at(pair.peer_port).offers;  // the port is bound: unbinding detaches what waits there
@@ -196,6 +203,7 @@ void VmciSwitch::remove(Key key) {
   if (pair.creator != nullptr) pair.creator->vmci.queue_pairs.erase(key);
   if (Guest* const peer = find_guest(pair.peer_context)) peer->vmci.queue_pairs.erase(key);
   --pair.tenant->objects;
+  pair.tenant->descriptors -= pair.attacher == nullptr ? offered_descriptors : attached_descriptors;
   pair.tenant->queue_bytes -= pair.geometry.total_bytes();
 }
 

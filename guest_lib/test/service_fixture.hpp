@@ -136,7 +136,13 @@ inline QpPtr make_qp(const Device& device, ibv_cq* cq, std::uint32_t depth = 16,
   return qp;
 }
 
-inline void connect(ibv_qp* qp, std::uint32_t peer, std::uint8_t rnr_retry = 7) {
+struct Patience {
+  std::uint8_t timeout = 0;  // none: on a busy machine nothing here may depend on when a thread runs
+  std::uint8_t retry_cnt = 7;
+  std::uint8_t rnr_retry = 7;
+};
+
+inline void connect(ibv_qp* qp, std::uint32_t peer, Patience patience = {}) {
   ibv_port_attr port{};
   REQUIRE(ibv_query_port(qp->context, 1, &port) == 0);
   ibv_qp_attr a{};
@@ -157,9 +163,9 @@ inline void connect(ibv_qp* qp, std::uint32_t peer, std::uint8_t rnr_retry = 7) 
                             IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER) == 0);
   a = {};
   a.qp_state = IBV_QPS_RTS;
-  a.timeout = 0;  // none: on a busy machine nothing here may depend on when a thread runs
-  a.retry_cnt = 7;
-  a.rnr_retry = rnr_retry;
+  a.timeout = patience.timeout;
+  a.retry_cnt = patience.retry_cnt;
+  a.rnr_retry = patience.rnr_retry;
   a.max_rd_atomic = 1;
   REQUIRE(ibv_modify_qp(qp, &a,
                         IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |

@@ -186,6 +186,24 @@ CONFORMANCE(AnArmedCqFiresOncePerArming, "CQ-03 CQ-04 CQ-08") {
   });
 }
 
+CONFORMANCE(WhoLeavesOffInTheMiddleIsNotLeftWaiting, "CQ-11") {
+  Events e(run);
+  for (int i = 0; i < 3; ++i) e.message(false);
+  if (run.b()) {
+    ibv_wc wc[2]{};
+    EXPECT_EQ(ibv_poll_cq(e.cq, 2, wc), 2);
+    e.cq.arm();
+    e.expect_none();  // poll(2) on the channel: arming does not fire
+    ibv_cq* cq = nullptr;
+    void* context = nullptr;
+    EXPECT_OK(ibv_get_cq_event(e.channel.p, &cq, &context));
+    EXPECT(cq == e.cq.p);
+    ibv_ack_cq_events(cq, 1);
+    EXPECT_EQ(ibv_poll_cq(e.cq, 1, wc), 1);
+  }
+  run.peer.barrier();
+}
+
 CONFORMANCE(SolicitedArmingWaitsForSolicitedMessages, "CQ-01 CQ-02") {
   Events e(run);
   const auto at_b = [&](auto action) {

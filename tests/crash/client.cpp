@@ -26,6 +26,8 @@
 
 namespace {
 
+// ibv_reg_mr is a macro that compares its argument with another enumeration: clang wants a number.
+constexpr int local_write = IBV_ACCESS_LOCAL_WRITE;
 constexpr std::uint32_t window_max = 8;       // messages ahead of the peer's
 constexpr std::uint32_t send_depth = 32;
 constexpr std::uint32_t receive_depth = 32;   // > 2 * window_max: no RNR while both run
@@ -441,7 +443,7 @@ class Client {
     constexpr std::size_t bytes = 200'000;
     char* const block = static_cast<char*>(std::malloc(bytes));
     std::memset(block, static_cast<int>(turns_), bytes);
-    ibv_mr* const mr = ibv_reg_mr(pd_, block + 100, bytes - 200, IBV_ACCESS_LOCAL_WRITE);
+    ibv_mr* const mr = ibv_reg_mr(pd_, block + 100, bytes - 200, local_write);
     if (mr == nullptr) {
       if (expect == "service" && errno == EIO) return std::free(block);  // the flushes are on their way
       refused("ibv_reg_mr");

@@ -26,7 +26,7 @@ CASES = [
     ("quota of registered bytes", {"quota": {**QUOTA, "objects": 1 << 20}}, None, "mr", 200, {"EDQUOT"}),
     *[(f"quota of queue bytes, {kind}", {"quota": {**QUOTA, "objects": 1 << 20}}, None, kind, 5000, {"EDQUOT"}) for kind in ("qp", "srq", "cq")],
     ("arena", {"arena_bytes": 1 << 20}, None, "qp", 5000, {"ENOMEM"}),
-    *[(f"48 descriptors, {kind}", None, limit(resource.RLIMIT_NOFILE, 48), kind, 200, {"EMFILE", "ENFILE", "EDQUOT"}) for kind in ("channel", "context")],
+    *[(f"96 descriptors, {kind}", None, limit(resource.RLIMIT_NOFILE, 96), kind, 200, {"EMFILE", "ENFILE", "EDQUOT"}) for kind in ("channel", "context")],
 ]
 
 
@@ -99,7 +99,7 @@ def main():
     world = World(options.client, options.library, options.vrdmad)
     failed = 0
     guests = [("quota of guests", {"quota": QUOTA}, None, ["EDQUOT"]),
-              ("40 descriptors, guests", None, limit(resource.RLIMIT_NOFILE, 40), ["EMFILE", "ENFILE", "EDQUOT"])]
+              ("80 descriptors, guests", None, limit(resource.RLIMIT_NOFILE, 80), ["EMFILE", "ENFILE", "EDQUOT"])]
     runs = [(name, lambda c=case: check_case(options, world, *c)) for name, *case in CASES]
     runs += [(name, lambda c=case: check_guests(options, world, *c)) for name, *case in guests]
     for name, run in runs:

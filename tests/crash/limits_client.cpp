@@ -23,6 +23,9 @@ namespace {
   std::exit(1);
 }
 
+// ibv_reg_mr is a macro that compares its argument with another enumeration: clang wants a number.
+constexpr int local_write = IBV_ACCESS_LOCAL_WRITE;
+
 struct Base {
   ibv_context* context = nullptr;
   ibv_pd* pd = nullptr;
@@ -110,7 +113,7 @@ int main(int argc, char** argv) {
   if (base.pd == nullptr) fail("ibv_alloc_pd");
   base.cq = ibv_create_cq(base.context, 64, nullptr, nullptr, 0);
   if (base.cq == nullptr) fail("ibv_create_cq");
-  base.mr = ibv_reg_mr(base.pd, base.memory.data(), base.memory.size(), IBV_ACCESS_LOCAL_WRITE);
+  base.mr = ibv_reg_mr(base.pd, base.memory.data(), base.memory.size(), local_write);
   if (base.mr == nullptr) fail("ibv_reg_mr");
   base.qp = make_qp(base, 16);
   if (base.qp == nullptr) fail("ibv_create_qp");
@@ -140,7 +143,7 @@ int main(int argc, char** argv) {
     make = [&] { return ibv_create_comp_channel(base.context); };
     free_one = [](void* p) { return ibv_destroy_comp_channel(static_cast<ibv_comp_channel*>(p)); };
   } else if (kind == "mr") {
-    make = [&] { return ibv_reg_mr(base.pd, block.data(), block.size(), IBV_ACCESS_LOCAL_WRITE); };
+    make = [&] { return ibv_reg_mr(base.pd, block.data(), block.size(), local_write); };
     free_one = [](void* p) { return ibv_dereg_mr(static_cast<ibv_mr*>(p)); };
   } else if (kind == "context") {
     make = [&] { return ibv_open_device(list[0]); };

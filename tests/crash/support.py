@@ -205,6 +205,11 @@ class World:
     def check_new_pair(self, service, workload="send"):
         both = {"workload": workload, "role": "pair", "messages": 100}
         with self.pair(service, both, both) as clients:
+            outcomes = []
             for client in clients:
-                if (outcome := client.result()) != "complete":
-                    raise Failure(f"a new pair: {outcome}")
+                try:
+                    outcomes.append(client.result())
+                except Failure as failure:
+                    outcomes.append(str(failure))
+            if outcomes != ["complete", "complete"]:
+                raise Failure(f"a new pair: {' and '.join(outcomes)}")

@@ -31,12 +31,145 @@ def run(qp):
     return bytes([qp << 3 | 7])
 
 
-def request(number, *words):
-    body = b"".join(struct.pack("<I", word) for word in words)
-    slots = (HEAD_BYTES + len(body) + SLOT_BYTES - 1) // SLOT_BYTES
-    control = number | (slots - 1) << SLOTS_SHIFT
-    head = struct.pack("<IIIi", 0, 0, 1, 0)
-    return struct.pack("<II", control, len(body)) + (head + body).ljust(slots * SLOT_BYTES - RECORD_HEAD_BYTES, b"\0")
+# --- control_fuzz and attach_fuzz: requests by their place in the control table -----------------------------------
+(ADD_BACKING, REMOVE_BACKING, OPEN_CONTEXT, CREATE_CHANNEL, SHOW, QUERY_DEVICE, CLOSE_CONTEXT, DESTROY_CHANNEL, CREATE_PD, DESTROY_PD,
+ STAGE, REG_MR, REREG_MR, DEREG_MR, CREATE_CQ, RESIZE_CQ, DESTROY_CQ, CREATE_SRQ, MODIFY_SRQ, QUERY_SRQ, DESTROY_SRQ, CREATE_QP, MODIFY_QP,
+ QUERY_QP, DESTROY_QP, ATTACH_MCAST, DETACH_MCAST, BIND, UNBIND, PAIR_ALLOC, PAIR_ATTACH, PAIR_DETACH) = range(2, 34)
+ATTACH = 1
+RC, UC, UD = 2, 3, 4
+ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
+
+
+def words(*values):
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+class Ring:
+    """The steps of one guest with its ring; `step` is the target's number for each kind."""
+
+    def __init__(self, guest=0, request=0, work=3, scribble=5):
+        self.guest, self.request_step, self.work_step, self.scribble_step = guest, request, work, scribble
+
+    def step(self, what, turns=SLOT_TURNS):
+        return bytes([what | self.guest << 3 | turns << 4])
+
+    def ask(self, request, body=b"", exact=False):
+        return self.step(self.request_step) + bytes([request | (0x40 if exact else 0), len(body)]) + body
+
+    def datagram(self, context, port, body=b"hello"):
+        return self.step(self.request_step) + bytes([0x81, len(body)]) + words(context, port) + body
+
+    def work(self, number, control, body):
+        return self.step(self.work_step) + struct.pack("<BIB", number, control, len(body)) + body
+
+    def scribble(self, where, content):
+        return self.step(self.scribble_step) + struct.pack("<IB", where, len(content)) + content
+
+    def memory(self, pd, backing, access=15, start=ADDRESS, length=BYTES):
+        extent = struct.pack("<QQQII", start, length, 0, backing, 0)
+        return self.ask(STAGE, words(1, 1) + extent) + self.ask(REG_MR, words(pd, access) + struct.pack("<QQQ", start, length, start))
+
+    def modify(self, qp, kind, dest):
+        """To RTS, connected to what the target calls `dest` at the guest's own LID."""
+        masks = (0x71, 0x1, 0x10001) if kind == UD else (0x39, 0x129181 if kind == RC else 0x101181, 0x12E01 if kind == RC else 0x10001)
+        out = b""
+        for state, mask in enumerate(masks, 1):
+            attributes = words(state, 0, 3, 0, 0x1111, 7, 7, dest, 15, 0, 0, 0, 0, 0)
+            path = bytes(16) + struct.pack("<IHBBBBBBBBH", 0, 1, 0, 64, 0, 0, 0, 0, 0, 1, 0)
+            rest = struct.pack("<HHBBBBBBBBBBBBI", 0, 0, 0, 0, 4, 4, 12, 1, 14, 7, 7, 0, 0, 0, 0)
+            out += self.ask(MODIFY_QP, words(qp, mask, 0, 0) + attributes + path + bytes(32) + rest)
+        return out
+
+    def send(self, number, opcode, sges, remote=(ADDRESS, 1, 2, 1), flags=SIGNALED, slots=1):
+        body = struct.pack("<QQQII", *remote, 0) + b"".join(struct.pack("<QII", *sge) for sge in sges)
+        return self.work(number, opcode | flags << FLAGS_SHIFT | len(sges) << COUNT_SHIFT | (slots - 1) << SLOTS_SHIFT, body)
+
+    def datagram_send(self, number, dest, sges, lid=1, gid=bytes(16), route=0):
+        body = struct.pack("<IIHBBBBBB", dest, 0x1111, lid, 0, route, 0, 64, 0, 0) + gid
+        body += b"".join(struct.pack("<QII", *sge) for sge in sges)
+        return self.work(number, 2 | SIGNALED << FLAGS_SHIFT | len(sges) << COUNT_SHIFT, body)
+
+    def receive(self, number, sges, slots=1):
+        body = b"".join(struct.pack("<QII", *sge) for sge in sges)
+        return self.work(0x80 | number, RECEIVE | len(sges) << COUNT_SHIFT | (slots - 1) << SLOTS_SHIFT, body)
+
+    def create_qp(self, context, pd, cq, kind, srq=0):
+        return self.ask(CREATE_QP, words(context, pd, cq, cq, srq, kind, 8, 8, 3, 1, 64, 0))
+
+
+def world(ring, kind, backing=4, srq=False):
+    """A protection domain 5, its memory 6 (named 1), a CQ 7, perhaps an SRQ 8, two queue pairs connected to one another."""
+    out = ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, backing) + ring.ask(CREATE_CQ, words(1, 32, 3, 0))
+    if srq:
+        out += ring.ask(CREATE_SRQ, words(1, 5, 8, 1, 2, 0))
+    first = 9 if srq else 8
+    out += ring.create_qp(1, 5, 7, kind, 8 if srq else 0) + ring.create_qp(1, 5, 7, kind, 8 if srq else 0)
+    return out + ring.modify(first, kind, 3) + ring.modify(first + 1, kind, 2)
+
+
+def ring_seeds():
+    ring, other = Ring(), Ring(1)
+    sge, target = (ADDRESS, 64, 1), (ADDRESS + 8192, 1, 2, 1)
+    yield "objects", ring.ask(QUERY_DEVICE) + world(ring, RC) + b"".join(ring.ask(n, words(8, 0)) for n in (QUERY_QP, DESTROY_QP)) + \
+        ring.ask(RESIZE_CQ, words(7, 16)) + ring.ask(DESTROY_CQ, words(7, 0)) + ring.ask(CLOSE_CONTEXT, words(1, 0))
+    for name, opcode in (("write", 0), ("write_imm", 1), ("send", 2), ("send_imm", 3), ("read", 4), ("compare_swap", 5), ("fetch_add", 6)):
+        sges = (ADDRESS, 8, 1) if opcode >= 5 else sge
+        yield f"rc_{name}", world(ring, RC) + ring.receive(1, ((ADDRESS + 4096, 256, 1),)) + ring.send(0, opcode, (sges,), target) * 2
+    yield "uc", world(ring, UC) + ring.receive(1, (sge,)) + ring.send(0, 2, (sge,)) + ring.send(0, 0, (sge, sge), target, slots=2)
+    yield "ud", world(ring, UD) + ring.receive(1, ((ADDRESS, 4096, 1),)) + ring.datagram_send(0, 3, (sge,))
+    yield "ud_to_victim", world(ring, UD) + ring.datagram_send(0, 1, (sge,), lid=0) + ring.datagram_send(0, 0, (sge,), lid=0)
+    group = b"\xff\x0e" + bytes(13) + b"\x01"
+    yield "multicast", world(ring, UD) + ring.ask(ATTACH_MCAST, words(8, 0) + group) + ring.ask(ATTACH_MCAST, words(9, 0) + group) + \
+        ring.receive(1, ((ADDRESS, 4096, 1),)) + ring.datagram_send(0, 0xFFFFFF, (sge,), 0xC000, group, 1) + \
+        ring.ask(DETACH_MCAST, words(9, 0) + group) + ring.ask(DESTROY_QP, words(8, 0))
+    yield "srq", world(ring, RC, srq=True) + ring.receive(1, (sge,)) + ring.ask(MODIFY_SRQ, words(8, 2, 0, 4)) + \
+        ring.send(0, 2, (sge,)) + ring.ask(QUERY_SRQ, words(8, 0)) + ring.ask(DESTROY_SRQ, words(8, 0))
+    yield "to_victim", world(ring, RC) + ring.modify(8, RC, 0) + ring.send(0, 0, (sge,), (0x10000, 0, 0, 0)) + ring.send(0, 2, (sge,))
+    yield "victims_key", world(ring, RC) + ring.send(0, 0, ((0x10000, 64, 0),), target) + ring.send(1, 4, (sge,), (0x10000, 0, 0, 0))
+    yield "process_memory", ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, PROCESS) + ring.ask(DEREG_MR, words(6, 0))
+    yield "memory", ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, 4) + ring.ask(STAGE, words(1, 1) + struct.pack("<QQQII", 0, 4096, 0, 4, 0)) + \
+        ring.ask(REREG_MR, words(6, 7, 5, 1) + struct.pack("<QQQ", 0, 4096, 0)) + ring.ask(DESTROY_PD, words(5, 0)) + ring.ask(DEREG_MR, words(6, 0))
+    yield "two_guests", world(ring, RC) + world(other, RC) + ring.ask(CLOSE_CONTEXT, words(1, 0)) + other.send(0, 2, (sge,))
+    # Mended: what one link layer looked up was what the other one got, so that an Ethernet guest could cut off others' datagrams.
+    yield "regression_route_of_other_link_layer", world(other, UD) + other.datagram_send(0, 1, (sge,), lid=0)
+    yield "ports", ring.ask(BIND, words(70, 2)) + other.ask(BIND, words(71, 0)) + ring.datagram(0, 1) + ring.datagram(1, 71) + \
+        ring.ask(UNBIND, words(70, 0))
+    yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
+    yield "scribble", world(ring, RC) + ring.scribble(0, b"\xff" * 64) + ring.scribble(256, b"\xff" * 200)
+    yield "short", ring.ask(REG_MR, b"\1\0", exact=True) + ring.step(0) + b"\xff\4" + words(0x7FFFFFFF, 0xFFFFFFFF) + b"abcd"
+
+
+def packet(connection, request, body=b"", descriptors=(), bytes_of_body=None):
+    size = len(body) if bytes_of_body is None else bytes_of_body
+    return struct.pack("<BBB", connection << 3, request, len(descriptors)) + bytes(descriptors) + struct.pack("<HB", size, len(body)) + body
+
+
+def attach(connection=0, magic=0x4D445256, major=1, link_layer=0):
+    return packet(connection, ATTACH, struct.pack("<IHHII", magic, major, 0, link_layer, 1) + b"fuzz".ljust(32, b"\0"))
+
+
+def socket_seeds():
+    ring = Ring(request=4, work=5, scribble=6)
+    yield "attach", attach() + attach(1, link_layer=2) + attach()
+    yield "refused", attach(magic=1) + attach(major=9) + packet(0, OPEN_CONTEXT, bytes(8)) + packet(0, ATTACH, b"x")
+    yield "show", packet(0, SHOW) + attach() + packet(0, SHOW)
+    yield "descriptors", attach() + b"".join(packet(0, ADD_BACKING, bytes(16), (n,)) for n in range(17))
+    yield "too_many", attach() + packet(0, ADD_BACKING, bytes(16), range(9)) + packet(0, ADD_BACKING, bytes(16), range(15)) + \
+        packet(0, OPEN_CONTEXT, bytes(8), (0, 8, 14))
+    yield "long", attach() + packet(0, ADD_BACKING, bytes(16), (0,), 4100) + packet(0, OPEN_CONTEXT, b"", (), 4064)
+    yield "hang_up", attach() + packet(0, OPEN_CONTEXT, bytes(8)) + b"\7" + attach()
+    # A context 1, a channel 3, a backing 4, as in control_fuzz; then its rings.
+    equipped = attach() + packet(0, OPEN_CONTEXT, bytes(8)) * 2 + packet(0, CREATE_CHANNEL, words(1, 0)) + packet(0, ADD_BACKING, bytes(16), (0,))
+    yield "rings", equipped + world(ring, RC) + ring.send(0, 0, ((ADDRESS, 64, 1),), (ADDRESS + 8192, 0, 0, 1)) + \
+        packet(0, REMOVE_BACKING, words(4, 0)) + ring.ask(DEREG_MR, words(6, 0)) + packet(0, REMOVE_BACKING, words(4, 0))
+    for name, number in (("sparse", 5), ("read_only", 7), ("odd_size", 6)):
+        yield f"memory_{name}", attach() + packet(0, OPEN_CONTEXT, bytes(8)) * 4 + packet(0, ADD_BACKING, bytes(16), (number,)) + \
+            ring.ask(CREATE_PD, words(1, 0)) + ring.memory(6, 5) + ring.memory(6, 5, length=1 << 39)
+    alloc = words(0, 70, 70, 0) + struct.pack("<QQ", 4096, 4096)
+    yield "pairs", attach() + ring.ask(BIND, words(70, 4)) + packet(0, PAIR_ALLOC, alloc) * 3 + packet(0, PAIR_ATTACH, words(0, 1, 70, 0)) + \
+        ring.ask(PAIR_DETACH, words(0, 1)) + packet(0, PAIR_ATTACH, words(0, 2, 0, 0)) + ring.ask(UNBIND, words(70, 0))
+    # Mended: descriptors of VMCI queue pairs were nobody's, so that one tenant could take all that the service may have.
+    yield "regression_unpaid_descriptors", attach() + ring.ask(BIND, words(70, 4096)) + packet(0, PAIR_ALLOC, alloc) * 40
 
 
 def seeds():
@@ -46,15 +179,18 @@ def seeds():
         yield "engine_fuzz", f"uc{opcode}", send(2, opcode, sges) + run(2) + run(3)
     yield "engine_fuzz", "rnr", send(0, 2) + send(0, 2) + run(0) + b"\x05\xff\x7f" + receive(1) + run(0)
     yield "engine_fuzz", "key", send(0, 0, remote=(IOVA, 0, 0, KEY + 9)) + run(0) + b"\x06" + send(0, 2) + run(0)
-    # Requests by their place in the control table: 10 create_pd, 12 stage_extents, 13 reg_mr, 16 create_cq, 23 create_qp.
-    pd, cq = request(10, 1, 0), request(16, 1, 16, 3, 0)
-    yield "control_fuzz", "objects", pd + cq + request(23, 1, 4, 5, 5, 0, 2, 4, 4, 1, 1, 0, 0) + request(26, 6, 0)
-    yield "control_fuzz", "memory", pd + request(12, 1, 1, 0x10000, 0, 4096, 0, 0, 0, 0xFFFFFFFF, 0) + \
-        request(13, 4, 1, 0x10000, 0, 4096, 0, 0x10000, 0)
-    yield "control_fuzz", "two_contexts", pd + request(16, 2, 16, 3, 0) + request(8, 1, 0) + request(8, 2, 0)
+    for name, content in ring_seeds():
+        yield "control_fuzz", name, content
+    for name, content in socket_seeds():
+        yield "attach_fuzz", name, content
     yield "config_fuzz", "full", b'{"socket": "/tmp/s", "socket_mode": "0660", "link_layer": "ethernet", "lid_first": 1, ' \
         b'"quota": {"guests": 2, "objects": 3}} // comment'
     yield "config_fuzz", "wrong", b'{"quota": {"guests": -1}, "nothing": [1e400, "\\ud800"]}'
+    yield "config_fuzz", "quota", b'{"quota": {"objects": 1, "registered_bytes": 18446744073709551615, "queue_bytes": 1, "pieces": 3, ' \
+        b'"mappings": 4, "descriptors": 5}, "log_level": "warn", "arena_bytes": 1048576, "active_mtu": 1024, "shards": 1}'
+    # Mended: a number that no double holds; a message that named a deeply nested value recursed as deep.
+    yield "config_fuzz", "regression_huge_number", b'{"arena_bytes": 1e400}'
+    yield "config_fuzz", "regression_deep_value", b'{"socket": ' + b"[" * 60000 + b"]" * 60000 + b"}"
 
 
 def main():

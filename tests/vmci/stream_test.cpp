@@ -299,7 +299,7 @@ TEST_CASE("Refusals say why: nobody there, no listener, backlog full, listener g
     REQUIRE(accepted.has_value());
     CHECK(StreamSocket::connect(a, listener->local()).has_value());  // room again
   }
-  auto listener = std::make_unique<StreamListener>(std::move(*StreamListener::listen(b, port, 2)));
+  auto listener = std::make_unique<StreamListener>(*StreamListener::listen(b, port, 2));
   auto waiting = StreamSocket::connect(a, listener->local());
   REQUIRE(waiting.has_value());
   listener.reset();

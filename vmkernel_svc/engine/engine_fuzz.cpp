@@ -1,11 +1,12 @@
-// libFuzzer: whatever a guest may write into its rings, through the engine over in-memory ports. The ports assert that the
-// engine stays within what find() granted; the sanitizers see the rest.
+// Fuzz target: whatever a guest may write into its rings, through the engine over in-memory ports. The ports assert that the engine
+// stays within what find() granted, zones around the memory that it has; and that it comes to an end; the sanitizers see the rest.
 //
 // Input: steps of one byte (what, which queue pair) and what the step needs; a short input ends it.
-#undef NDEBUG
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "vmkernel_svc/engine/fuzz_input.hpp"
 #include "vmkernel_svc/engine/test_world.hpp"
 
 namespace {
@@ -14,26 +15,51 @@ using namespace vrdma;
 using namespace vrdma::engine;
 using namespace vrdma::engine::test;
 
-class Input {
+constexpr std::size_t zone_bytes = 4096;
+constexpr std::byte zone_byte{0xa5};
+
+// Memory of which the middle is registered; what lies before and behind it must stay as it is, and, without the right to write
+// or in another protection domain, all of it.
+class Zoned {
  public:
-  Input(const std::uint8_t* data, std::size_t bytes) : left_(reinterpret_cast<const std::byte*>(data), bytes) {}
-  bool empty() const { return left_.empty(); }
-  std::span<const std::byte> take(std::size_t bytes) {
-    const auto part = left_.first(std::min(bytes, left_.size()));
-    left_ = left_.subspan(part.size());
-    return part;
+  Zoned(TestWorld& world, std::size_t bytes, std::uint32_t pd, std::uint32_t access)
+      : memory_(world.memory(bytes + 2 * zone_bytes, pd, access, zone_byte)), bytes_(bytes), writable_(pd == 1 && access == all_access) {
+    TestRegion& region = world.ports.regions.at(memory_.key);
+    region.memory += zone_bytes;
+    region.bytes = bytes;
   }
-  template <class T>
-  T value() {
-    T out{};
-    const auto part = take(sizeof(T));
-    std::memcpy(&out, part.data(), part.size());
-    return out;
+  const TestWorld::Memory& memory() const { return memory_; }
+  void check() const {
+    const auto untouched = [this](std::size_t from, std::size_t to) {
+      require(std::all_of(memory_.bytes.begin() + static_cast<std::ptrdiff_t>(from), memory_.bytes.begin() + static_cast<std::ptrdiff_t>(to),
+                          [](std::byte b) { return b == zone_byte; }),
+              "bytes that nothing granted are left alone");
+    };
+    untouched(0, writable_ ? zone_bytes : zone_bytes + bytes_);
+    untouched(zone_bytes + bytes_, memory_.bytes.size());
   }
 
  private:
-  std::span<const std::byte> left_;
+  TestWorld::Memory& memory_;
+  std::size_t bytes_;
+  bool writable_;
 };
+
+// Time stands still meanwhile, so an engine that goes on for ever is found here.
+void settle(TestWorld& world, Budget turn) {
+  constexpr int turns_max = 100'000;
+  for (int turns = 0;; ++turns) {
+    require(turns < turns_max, "the engine comes to an end with what was posted");
+    bool more = false;
+    for (auto& qp : world.qps) {
+      if (!qp->core.port.runnable) continue;
+      Budget budget = turn;
+      qp->core.port.runnable = world.engine.run(qp->core, budget) == Progress::worked;
+      more = true;
+    }
+    if (!more) return;
+  }
+}
 
 }  // namespace
 
@@ -43,14 +69,16 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
   TestQp* const qps[] = {&world.add(QpType::rc), &world.add(QpType::rc),         &world.add(QpType::uc), &world.add(QpType::uc),
                          &world.add(QpType::ud), &world.add(QpType::rc, 1, 1, &srq.core), &world.add(QpType::rc)};
   constexpr std::size_t peer[] = {1, 0, 3, 2, 4, 6, 5};
-  auto& memory = world.memory(1 << 16);  // key 0x100, from 0x10000000
-  world.memory(4096, 1, access_local_read);
+  const Zoned zones[] = {{world, 1 << 16, 1, all_access},        // key 0x100, from 0x10000000
+                         {world, 4096, 1, access_local_read},    // 0x101, from 0x20000000
+                         {world, 4096, 2, all_access}};          // 0x102, from 0x30000000: in nobody's protection domain
+  const auto& memory = zones[0].memory();
   for (std::size_t i = 0; i < std::size(qps); ++i) {
     qps[i]->core.port.completions_max = 64;
     world.bring_up(*qps[i], connection(qps[peer[i]]->core.qpn.value, 1));
     qps[i]->post(ReceiveSpec{i, {memory.sge(i * 4096, 4096)}});
   }
-  Input input(data, bytes);
+  FuzzInput input(data, bytes);
   for (int steps = 0; steps < 64 && !input.empty(); ++steps) {
     const auto step = input.value<std::uint8_t>();
     const std::size_t which = (step >> 3) % std::size(qps);
@@ -83,13 +111,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
         world.bring_up(qp, connection(qps[peer[which]]->core.qpn.value, 1));
         break;
       default:
-        world.settle({4096, 4});
+        settle(world, {4096, 4});
         while (qp.poll(Direction::send)) {
         }
         while (qp.poll(Direction::receive)) {
         }
     }
   }
-  world.settle();
+  settle(world, {1 << 20, 64});
+  for (const Zoned& zone : zones) zone.check();
   return 0;
 }

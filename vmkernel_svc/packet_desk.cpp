@@ -1,0 +1,152 @@
+#include "vmkernel_svc/packet_desk.hpp"
+
+#include <fcntl.h>
+#include <spdlog/spdlog.h>
+
+#include <cstring>
+
+#include "vmkernel_svc/show.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+
+namespace {
+
+template <class Body>
+bool body_of(const std::vector<std::byte>& packet, Body& body) {
+  if (packet.size() < sizeof(Head) + sizeof(Body)) return false;
+  std::memcpy(&body, packet.data() + sizeof(Head), sizeof(Body));
+  return true;
+}
+
+void send_reply(const vmci::PacketSocket& socket, const Head& request, int status, std::span<const std::byte> body = {},
+                std::span<const int> descriptors = {}) {
+  std::vector<std::byte> packet(sizeof(Head) + body.size());
+  Head head{};
+  head.record.word = static_cast<std::uint32_t>(body.size());
+  head.record.control = (request.record.control & control_user_mask) | reply_bit;
+  head.source_context = host_context;
+  head.source_port = control_port;
+  head.sequence = request.sequence;
+  head.status = status;
+  std::memcpy(packet.data(), &head, sizeof(head));
+  if (!body.empty()) std::memcpy(packet.data() + sizeof(head), body.data(), body.size());
+  if (const auto sent = socket.send(packet, descriptors); !sent)
+    spdlog::debug("a reply could not be sent: {}", std::strerror(value(sent.error())));
+}
+
+template <class Body>
+void send_result(const vmci::PacketSocket& socket, const Head& request, const Result<Body>& result,
+                 std::span<const int> descriptors = {}) {
+  if (!result) return send_reply(socket, request, value(result.error()));
+  send_reply(socket, request, 0, std::as_bytes(std::span(&*result, 1)), descriptors);
+}
+
+}  // namespace
+
+void PacketDesk::refuse(const vmci::PacketSocket& socket, const Head& head, int status) { send_reply(socket, head, status); }
+
+std::optional<AttachRequest> PacketDesk::attach_request(const vmci::PacketSocket& socket, const Head& head,
+                                                        const std::vector<std::byte>& packet) {
+  AttachRequest request{};
+  if (!body_of(packet, request) || request.magic != magic) return refuse(socket, head, EPROTO), std::nullopt;
+  if (request.major == version_major) return request;
+  spdlog::warn("a guest speaks version {}.{} of the channel, this service {}.{}: refused", request.major, request.minor,
+               version_major, version_minor);
+  AttachReply mine{};
+  mine.major = version_major;
+  mine.minor = version_minor;
+  send_reply(socket, head, EPROTONOSUPPORT, std::as_bytes(std::span(&mine, 1)));
+  return std::nullopt;
+}
+
+std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& head, const AttachRequest& request, AttachInfo info) {
+  std::vector<int> descriptors;
+  std::vector<vmci::UniqueFd> keep;
+  const uid_t uid = info.credentials.uid;
+  const pid_t pid = info.credentials.pid;
+  const auto reply = desk_.attach(request, std::move(info), service_page_fd_, descriptors, keep);
+  if (reply)
+    spdlog::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
+                 shard_.fabric().guests[reply->guest]->lid);
+  else
+    spdlog::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, std::strerror(value(reply.error())));
+  send_result(socket, head, reply, descriptors);
+  return reply ? reply->guest : 0;
+}
+
+void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bool by_service) {
+  const auto found = shard_.fabric().guests.find(guest_id);
+  if (found == shard_.fabric().guests.end()) return;
+  Guest& guest = *found->second;
+  const vmci::PacketSocket socket(vmci::UniqueFd(::fcntl(guest.socket.get(), F_DUPFD_CLOEXEC, 0)));
+  std::vector<vmci::UniqueFd> segment;
+  const auto reply = desk_.reach(guest, by_service, segment);
+  if (reply && !by_service)
+    spdlog::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies what cannot be mapped", guest.name,
+                 guest.credentials.uid, guest.credentials.pid);
+  std::vector<int> descriptors;
+  for (const auto& fd : segment) descriptors.push_back(fd.get());
+  send_result(socket, head, reply, descriptors);
+}
+
+void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
+                        const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors) {
+  const Request request = request_of(head);
+  if (request == Request::show) return answer_show(shard_, socket, head, packet);
+  const auto found = shard_.fabric().guests.find(guest_id);
+  if (found == shard_.fabric().guests.end()) return refuse(socket, head, ENOTCONN);
+  Guest& guest = *found->second;
+  std::vector<vmci::UniqueFd> give;
+  const auto reply_with = [&](const auto& result) {
+    std::vector<int> fds;
+    for (const auto& fd : give) fds.push_back(fd.get());
+    send_result(socket, head, result, fds);
+  };
+  switch (request) {
+    case Request::add_backing: {
+      AddBackingRequest body{};
+      if (!body_of(packet, body) || descriptors.size() != 1) return refuse(socket, head, EINVAL);
+      return reply_with(desk_.on(guest, body, std::move(descriptors.front())));
+    }
+    case Request::remove_backing: {
+      RemoveBackingRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      const auto removed = desk_.on(guest, body);
+      return send_reply(socket, head, removed ? 0 : value(removed.error()));
+    }
+    case Request::open_context: {
+      OpenContextRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(desk_.on(guest, body, give));
+    }
+    case Request::create_channel: {
+      CreateChannelRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(desk_.on(guest, body, give));
+    }
+    case Request::reach_process: {
+      ReachProcessRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      // Answered when the guest's worker knows, if the guest is still there; never waited for.
+      const auto answer = [this, guest_id, head](bool by_service) { answer_how_reached(guest_id, head, by_service); };
+      if (const auto asked = desk_.ask_how_reached(guest, body, answer); !asked) refuse(socket, head, value(asked.error()));
+      return;
+    }
+    case Request::queue_pair_alloc: {
+      QueuePairAllocRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.fabric().vmci.alloc(guest, body, give));
+    }
+    case Request::queue_pair_attach: {
+      QueuePairAttachRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.fabric().vmci.attach(guest, body, give));
+    }
+    default:
+      return refuse(socket, head, EOPNOTSUPP);
+  }
+}
+
+}  // namespace vrdma::svc
