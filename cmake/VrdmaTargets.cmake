@@ -73,6 +73,13 @@ function(vrdma_test name)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+  if("tsan" IN_LIST ARG_LABELS)  # what has threads of its own: all that ThreadSanitizer's preset needs to build
+    set_tests_properties(${name} PROPERTIES ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
+    if(NOT TARGET tsan_targets)
+      add_custom_target(tsan_targets)
+    endif()
+    add_dependencies(tsan_targets ${name})
+  endif()
 endfunction()
 
 # vrdma_fuzz(name SOURCES ... [LIBS ...]): a program with LLVMFuzzerTestOneInput(), and the test fuzz_<name>. In the fuzz preset it

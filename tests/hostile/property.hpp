@@ -171,7 +171,7 @@ class Property {
   }
   void receive(vmci::RecordWriter& writer, std::uint32_t record_slots, std::span<const Sge> sges, WqeControl control) {
     std::byte wqe[16 * slot_bytes] = {};
-    std::memcpy(wqe + receive_wqe_payload_offset, sges.data(), sges.size_bytes());
+    if (!sges.empty()) std::memcpy(wqe + receive_wqe_payload_offset, sges.data(), sges.size_bytes());
     writer.set_freed(writer.position());
     writer.write(sizeof(RecordHead), std::span(wqe).subspan(sizeof(RecordHead), record_slots * slot_bytes - sizeof(RecordHead)));
     writer.publish(0x88, 0, pack(control), record_slots);
