@@ -111,6 +111,7 @@ void Endpoint::to_rts(ibv_qp* qp, std::uint32_t remote_qpn, std::uint16_t remote
 
 std::vector<ibv_qp*> Endpoint::connect(std::uint32_t count, Depths depths) {
   std::vector<ibv_qp*> made;
+  if (count == 0) return made;
   std::vector<std::uint32_t> mine, theirs(count);
   for (std::uint32_t i = 0; i < count; ++i) {
     made.push_back(create_qp(depths));

@@ -19,7 +19,7 @@ void stop_on_sigterm() {
 
 std::string rate_json(std::uint64_t messages, std::uint64_t bytes, double seconds) {
   char text[120];
-  std::snprintf(text, sizeof(text), "\"messages\": %lu, \"gb_per_s\": %.3f, \"mmsg_per_s\": %.4f", messages,
+  std::snprintf(text, sizeof(text), "\"messages\": %lu, \"gb_per_s\": %.6g, \"mmsg_per_s\": %.6g", messages,
                 static_cast<double>(messages) * static_cast<double>(bytes) / seconds / 1e9,
                 static_cast<double>(messages) / seconds / 1e6);
   return text;
