@@ -1,5 +1,6 @@
 // The floors that the figures of the mediated path are compared with, measured the same way in the same run:
-//   floor relay [SECONDS]          8 bytes A → service → B and back, three processes that wait like ours; half round trip
+//   floor relay [SECONDS [CPU CPU CPU]]  8 bytes A → service → B and back, three processes that wait like ours; half round trip.
+//                                  On the processors given for A, service and B; else wherever the scheduler puts them
 //   floor relay-sleep [SECONDS]    likewise, everyone sleeps in read(2) of an eventfd; half round trip
 //   floor request [SECONDS]        8 bytes to a service on another core and its answer; the whole round trip
 //   floor memcpy [SECONDS [BYTES BUFFERS]]  plain copies between buffers of two mappings, used by turns; GB/s.
@@ -26,6 +27,7 @@ namespace {
 
 constexpr std::size_t samples_max = 200'000;
 double seconds = 1.0;
+int cpus[3] = {-1, -1, -1};  // of A, service and B; -1: any
 
 struct alignas(128) Line {
   std::atomic<std::uint64_t> word;
@@ -53,6 +55,7 @@ pid_t start(Body&& body) {
 }
 
 void run_on(int cpu) {
+  if (cpu < 0) return;
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
@@ -95,14 +98,17 @@ bench::Samples measure(Shared& shared) {
 int relay() {
   Shared& shared = share();
   const pid_t service = start([&] {
+    run_on(cpus[1]);
     Line* inboxes[] = {&shared.to_service[0], &shared.to_service[1]};
     Line* outboxes[] = {&shared.from_service[1], &shared.from_service[0]};
     forward(shared, 2, inboxes, outboxes);
   });
   const pid_t echo = start([&] {
+    run_on(cpus[2]);
     Line *inboxes[] = {&shared.from_service[1]}, *outboxes[] = {&shared.to_service[1]};
     forward(shared, 1, inboxes, outboxes);
   });
+  run_on(cpus[0]);
   bench::Samples samples = measure(shared);
   ::waitpid(service, nullptr, 0);
   ::waitpid(echo, nullptr, 0);
@@ -182,6 +188,8 @@ void plain_memcpy(std::size_t bytes, std::size_t buffers) {
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (argc > 2) seconds = std::atof(argv[2]);
+  if (what == "relay" && argc == 6)
+    for (int i = 0; i < 3; ++i) cpus[i] = std::atoi(argv[3 + i]);
   ::alarm(120);
   if (seconds > 0 && seconds <= 60) {
     if (what == "relay") return relay();
@@ -193,6 +201,6 @@ int main(int argc, char** argv) {
       return 0;
     }
   }
-  std::fprintf(stderr, "usage: floor relay|relay-sleep|request|memcpy [SECONDS, at most 60 [BYTES BUFFERS]]\n");
+  std::fprintf(stderr, "usage: floor relay|relay-sleep|request|memcpy [SECONDS, at most 60 [CPU CPU CPU | BYTES BUFFERS]]\n");
   return 2;
 }

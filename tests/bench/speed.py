@@ -157,20 +157,24 @@ def rows(bench):
     floor = lambda what, *arguments: lambda: bench.floor(what, *arguments)
     cores = os.cpu_count() or 1
 
-    def on_the_other_core(what):
+    def placed(what, service, client, server=None):
         def measured():
             if cores < 2:
-                raise Skip("one processor: the service has no other core")
+                raise Skip("one processor: nobody has another core")
             everywhere = os.sched_getaffinity(0)
-            bench.pin_service({1})
+            bench.pin_service({service})
             try:
-                return bench.measure(what, client=("--cpu", "0"))
+                return bench.measure(what, client=("--cpu", client), server=("--cpu", server) if server is not None else ())
             finally:
                 bench.pin_service(everywhere)
         return measured
 
+    def placed_send(name, note, client, service, server):
+        return Row(name, f"send, {note}: no luck in it, as in its floor", placed("send-lat", service, client, server),
+                   beside=floor("relay", client, service, server), beside_name="bare relay", goals=(("ratio", "<=", 1.15),))
+
     def fetch(name, what, note):
-        return Row(name, f"{note}, whole; client and service pinned to a core each, peer asleep", on_the_other_core(what),
+        return Row(name, f"{note}, whole; client and service pinned to a core each, peer asleep", placed(what, 1, 0),
                    beside=floor("request"), beside_name="bare request", goals=(("p50_ns", "<=", 250),))
 
     def bandwidth(name, size, share):
@@ -215,6 +219,8 @@ def rows(bench):
         Row("idle", "vrdmad before any guest came", idle(0), "cpu_percent", "% CPU", goals=idle_goals),
         Row("send", "8 B SEND half round trip, both poll, each signalled", send(), beside=floor("relay"), beside_name="bare relay",
             goals=(("ratio", "<=", 1.15), ("p50_ns", "<=", 1700))),
+        placed_send("send-alone", "both sides on processor 0, service on 1", 0, 1, 0),
+        placed_send("send-shared", "client and service on processor 0, server on 1", 0, 0, 1),
         fetch("read", "read-lat", "8 B READ"),
         fetch("fetch-add", "fadd-lat", "FETCH_ADD"),
         fetch("cmp-swap", "cswap-lat", "CMP_SWP"),
