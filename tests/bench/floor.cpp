@@ -1,28 +1,33 @@
 // The floors that the figures of the mediated path are compared with, measured the same way in the same run:
-//   floor relay        8 bytes A → service → B and back, three processes that wait like ours; half round trip
-//   floor relay-sleep  likewise, everyone sleeps in read(2) of an eventfd; half round trip
-//   floor memcpy       plain copies between two buffers of two mappings, GB/s at 64 KiB and 1 MiB
-// Prints one JSON object: nanoseconds p50, p99, p99.9, or GB/s.
+//   floor relay [SECONDS [CPU CPU CPU]]  8 bytes A → service → B and back, three processes that wait like ours; half round trip.
+//                                  On the processors given for A, service and B; else wherever the scheduler puts them
+//   floor relay-sleep [SECONDS]    likewise, everyone sleeps in read(2) of an eventfd; half round trip
+//   floor request [SECONDS]        8 bytes to a service on another core and its answer; the whole round trip
+//   floor memcpy [SECONDS [BYTES BUFFERS]]  plain copies between buffers of two mappings, used by turns; GB/s.
+//                                  Without a size: one buffer of 64 KiB, then one of 1 MiB
+// Prints JSON objects, one a line: nanoseconds p50, p99, p99.9, or GB/s.
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <vector>
 
+#include "figures.hpp"
 #include "vmci_channel/backoff.hpp"
 
 namespace {
 
-constexpr int rounds = 100'000, sleeping_rounds = 5'000, warm_up = 2'000;
+constexpr std::size_t samples_max = 200'000;
+double seconds = 1.0;
+int cpus[3] = {-1, -1, -1};  // of A, service and B; -1: any
 
 struct alignas(128) Line {
   std::atomic<std::uint64_t> word;
@@ -32,133 +37,170 @@ struct Shared {
   Line stop;
 };
 
-void die_with_parent() { ::prctl(PR_SET_PDEATHSIG, SIGKILL); }
+Shared& share() {
+  void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) std::perror("floor: mmap"), std::exit(1);
+  return *static_cast<Shared*>(memory);
+}
 
-std::uint64_t wait_change(std::atomic<std::uint64_t>& word, std::uint64_t seen, vmci::Backoff& backoff, std::atomic<std::uint64_t>& stop) {
+// A process that runs `body` and ends with it, or with us.
+template <class Body>
+pid_t start(Body&& body) {
+  const pid_t parent = ::getpid(), pid = ::fork();
+  if (pid < 0) std::perror("floor: fork"), std::exit(1);
+  if (pid > 0) return pid;
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() == parent) body();
+  std::_Exit(0);
+}
+
+void run_on(int cpu) {
+  if (cpu < 0) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  ::sched_setaffinity(0, sizeof(set), &set);  // one core: then it is where it is
+}
+
+// What lies in `inboxes` goes to `outboxes`, until told to stop.
+void forward(Shared& shared, std::size_t count, Line* inboxes[], Line* outboxes[]) {
+  vmci::Backoff backoff;
+  std::uint64_t seen[2] = {};
   for (;;) {
-    const std::uint64_t now = word.load(std::memory_order_acquire);
-    if (now != seen) {
-      backoff.reset();
-      return now;
+    bool worked = false;
+    for (std::size_t side = 0; side < count; ++side) {
+      const std::uint64_t now = inboxes[side]->word.load(std::memory_order_acquire);
+      if (now == seen[side]) continue;
+      seen[side] = now;
+      outboxes[side]->word.store(now, std::memory_order_release);
+      worked = true;
     }
-    if (stop.load(std::memory_order_relaxed)) std::_Exit(0);
-    backoff.idle();
+    if (worked) backoff.reset();
+    else if (shared.stop.word.load(std::memory_order_relaxed)) return;
+    else backoff.idle();
   }
 }
 
-void print_percentiles(const char* name, std::vector<std::uint64_t>& half_ns) {
-  std::sort(half_ns.begin(), half_ns.end());
-  const auto at = [&](double p) { return half_ns[static_cast<std::size_t>(static_cast<double>(half_ns.size() - 1) * p)]; };
-  std::printf("{\"floor\": \"%s\", \"p50_ns\": %lu, \"p99_ns\": %lu, \"p999_ns\": %lu}\n", name, at(0.5), at(0.99), at(0.999));
+bench::Samples measure(Shared& shared) {
+  vmci::Backoff backoff;
+  bench::Samples samples(seconds, samples_max);
+  for (std::uint64_t i = 1; samples.more(); ++i) {
+    const std::uint64_t before = vmci::cycles();
+    shared.to_service[0].word.store(i, std::memory_order_release);
+    while (shared.from_service[0].word.load(std::memory_order_acquire) != i) backoff.idle();
+    backoff.reset();
+    samples.add(vmci::cycles() - before);
+  }
+  shared.stop.word.store(1);
+  return samples;
 }
 
 int relay() {
-  auto* const shared = static_cast<Shared*>(::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-  const pid_t service = ::fork();
-  if (service == 0) {
-    die_with_parent();
-    vmci::Backoff backoff;
-    std::uint64_t seen[2] = {};
-    for (;;) {
-      bool worked = false;
-      for (int side = 0; side < 2; ++side) {
-        const std::uint64_t now = shared->to_service[side].word.load(std::memory_order_acquire);
-        if (now == seen[side]) continue;
-        seen[side] = now;
-        shared->from_service[1 - side].word.store(now, std::memory_order_release);
-        worked = true;
-      }
-      if (worked) backoff.reset();
-      else if (shared->stop.word.load(std::memory_order_relaxed)) std::_Exit(0);
-      else backoff.idle();
-    }
-  }
-  const pid_t echo = ::fork();
-  if (echo == 0) {
-    die_with_parent();
-    vmci::Backoff backoff;
-    for (std::uint64_t seen = 0;;) {
-      seen = wait_change(shared->from_service[1].word, seen, backoff, shared->stop.word);
-      shared->to_service[1].word.store(seen, std::memory_order_release);
-    }
-  }
-  vmci::Backoff backoff;
-  std::vector<std::uint64_t> half_ns;
-  half_ns.reserve(rounds);
-  for (std::uint64_t i = 1; i <= rounds + warm_up; ++i) {
-    const std::uint64_t before = vmci::cycles();
-    shared->to_service[0].word.store(i, std::memory_order_release);
-    while (shared->from_service[0].word.load(std::memory_order_acquire) != i) backoff.idle();
-    backoff.reset();
-    if (i > warm_up) half_ns.push_back((vmci::cycles() - before) * 500 / vmci::cycles_per_us());
-  }
-  shared->stop.word.store(1);
+  Shared& shared = share();
+  const pid_t service = start([&] {
+    run_on(cpus[1]);
+    Line* inboxes[] = {&shared.to_service[0], &shared.to_service[1]};
+    Line* outboxes[] = {&shared.from_service[1], &shared.from_service[0]};
+    forward(shared, 2, inboxes, outboxes);
+  });
+  const pid_t echo = start([&] {
+    run_on(cpus[2]);
+    Line *inboxes[] = {&shared.from_service[1]}, *outboxes[] = {&shared.to_service[1]};
+    forward(shared, 1, inboxes, outboxes);
+  });
+  run_on(cpus[0]);
+  bench::Samples samples = measure(shared);
   ::waitpid(service, nullptr, 0);
   ::waitpid(echo, nullptr, 0);
-  print_percentiles("relay", half_ns);
+  bench::print("relay", samples.json(2));
   return 0;
+}
+
+int request() {
+  Shared& shared = share();
+  const pid_t service = start([&] {
+    run_on(1);
+    Line *inboxes[] = {&shared.to_service[0]}, *outboxes[] = {&shared.from_service[0]};
+    forward(shared, 1, inboxes, outboxes);
+  });
+  run_on(0);
+  bench::Samples samples = measure(shared);
+  ::waitpid(service, nullptr, 0);
+  bench::print("request", samples.json());
+  return 0;
+}
+
+void pass_on(int from, int to) {
+  std::uint64_t value;
+  if (::read(from, &value, 8) != 8 || ::write(to, &value, 8) != 8) std::_Exit(1);
 }
 
 int relay_sleep() {
-  int to_service = ::eventfd(0, 0), to_echo = ::eventfd(0, 0), back = ::eventfd(0, 0), to_us = ::eventfd(0, 0);
-  std::uint64_t value;
-  const auto forward = [&](int from, int to) {
-    while (::read(from, &value, 8) == 8)
-      if (::write(to, &value, 8) != 8) std::_Exit(1);
-  };
-  pid_t children[3];
-  const int routes[3][2] = {{to_service, to_echo}, {to_echo, back}, {back, to_us}};
+  const int to_service = ::eventfd(0, 0), to_echo = ::eventfd(0, 0), back = ::eventfd(0, 0), to_us = ::eventfd(0, 0);
   // One service process serves both directions by turns: the traffic is a ping-pong.
-  children[0] = ::fork();
-  if (children[0] == 0) {
-    die_with_parent();
-    for (;;) {
-      if (::read(to_service, &value, 8) != 8 || ::write(to_echo, &value, 8) != 8) std::_Exit(1);
-      if (::read(back, &value, 8) != 8 || ::write(to_us, &value, 8) != 8) std::_Exit(1);
-    }
+  const pid_t children[] = {start([&] {
+                              for (;;) pass_on(to_service, to_echo), pass_on(back, to_us);
+                            }),
+                            start([&] {
+                              for (;;) pass_on(to_echo, back);
+                            })};
+  bench::Samples samples(seconds, samples_max);
+  while (samples.more()) {
+    std::uint64_t value = 1;
+    const std::uint64_t before = vmci::cycles();
+    if (::write(to_service, &value, 8) != 8 || ::read(to_us, &value, 8) != 8) return 1;
+    samples.add(vmci::cycles() - before);
   }
-  children[1] = ::fork();
-  if (children[1] == 0) {
-    die_with_parent();
-    forward(routes[1][0], routes[1][1]);
-    std::_Exit(0);
-  }
-  std::vector<std::uint64_t> half_ns;
-  for (int i = 0; i < sleeping_rounds + 200; ++i) {
-    const std::uint64_t one = 1, before = vmci::cycles();
-    if (::write(to_service, &one, 8) != 8 || ::read(to_us, &value, 8) != 8) return 1;
-    if (i >= 200) half_ns.push_back((vmci::cycles() - before) * 500 / vmci::cycles_per_us());
-  }
-  for (int i = 0; i < 2; ++i) ::kill(children[i], SIGKILL), ::waitpid(children[i], nullptr, 0);
-  print_percentiles("relay-sleep", half_ns);
+  for (const pid_t child : children) ::kill(child, SIGKILL), ::waitpid(child, nullptr, 0);
+  bench::print("relay-sleep", samples.json(2));
   return 0;
 }
 
-int plain_memcpy() {
-  for (const std::size_t bytes : {std::size_t{65536}, std::size_t{1} << 20}) {
-    const std::size_t total = std::size_t{1} << 31;
-    auto* const from = static_cast<char*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0));
-    auto* const to = static_cast<char*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0));
-    std::memset(from, 1, bytes);
-    const std::uint64_t before = vmci::monotonic_ns();
-    for (std::size_t done = 0; done < total; done += bytes) {
-      std::memcpy(to, from, bytes);
-      asm volatile("" ::: "memory");
-    }
-    std::printf("{\"floor\": \"memcpy\", \"bytes\": %zu, \"gb_per_s\": %.2f}\n", bytes,
-                static_cast<double>(total) / static_cast<double>(vmci::monotonic_ns() - before));
-    ::munmap(from, bytes), ::munmap(to, bytes);
+char* mapping(std::size_t bytes) {
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (memory == MAP_FAILED) std::perror("floor: mmap"), std::exit(1);
+  std::memset(memory, 1, bytes);
+  return static_cast<char*>(memory);
+}
+
+void plain_memcpy(std::size_t bytes, std::size_t buffers) {
+  char* const from = mapping(bytes * buffers);
+  char* const to = mapping(bytes * buffers);
+  std::uint64_t began = 0, now, copied = 0;
+  const std::uint64_t start_ns = vmci::monotonic_ns();
+  const auto warm_ns = static_cast<std::uint64_t>(seconds * 1e8), end_ns = static_cast<std::uint64_t>(seconds * 1.1e9);
+  for (std::size_t i = 0;; i = (i + 1) % buffers) {
+    std::memcpy(to + i * bytes, from + i * bytes, bytes);
+    asm volatile("" ::: "memory");
+    copied += bytes;
+    if (i != 0) continue;
+    now = vmci::monotonic_ns() - start_ns;
+    if (began == 0 && now >= warm_ns) began = now, copied = 0;
+    if (began != 0 && copied != 0 && now >= end_ns) break;
   }
-  return 0;
+  std::printf("{\"what\": \"memcpy\", \"bytes\": %zu, \"buffers\": %zu, \"gb_per_s\": %.2f}\n", bytes, buffers,
+              static_cast<double>(copied) / static_cast<double>(now - began));
+  ::munmap(from, bytes * buffers), ::munmap(to, bytes * buffers);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
-  if (what == "relay") return relay();
-  if (what == "relay-sleep") return relay_sleep();
-  if (what == "memcpy") return plain_memcpy();
-  std::fprintf(stderr, "usage: floor relay|relay-sleep|memcpy\n");
+  if (argc > 2) seconds = std::atof(argv[2]);
+  if (what == "relay" && argc == 6)
+    for (int i = 0; i < 3; ++i) cpus[i] = std::atoi(argv[3 + i]);
+  ::alarm(120);
+  if (seconds > 0 && seconds <= 60) {
+    if (what == "relay") return relay();
+    if (what == "relay-sleep") return relay_sleep();
+    if (what == "request") return request();
+    if (what == "memcpy") {
+      if (argc > 4) plain_memcpy(std::strtoul(argv[3], nullptr, 0), std::strtoul(argv[4], nullptr, 0));
+      else plain_memcpy(65536, 1), plain_memcpy(std::size_t{1} << 20, 1);
+      return 0;
+    }
+  }
+  std::fprintf(stderr, "usage: floor relay|relay-sleep|request|memcpy [SECONDS, at most 60 [CPU CPU CPU | BYTES BUFFERS]]\n");
   return 2;
 }
