@@ -23,7 +23,15 @@ class LaneWriter {
 
   void push(const vrdma::Cqe& cqe, std::uint32_t state) {
     vrdma::Cqe& entry = entries_[tail_ & (entry_count_ - 1)];
-    std::memcpy(static_cast<void*>(&entry), &cqe, offsetof(vrdma::Cqe, state));
+    // Field by field: a wide copy out of an entry that was just assembled waits for all stores before it, the payload's too.
+    const auto put = [](auto& to, auto value) { std::atomic_ref(to).store(value, std::memory_order_relaxed); };
+    put(entry.wr_id, cqe.wr_id);
+    put(entry.byte_len, cqe.byte_len);
+    put(entry.imm_data, cqe.imm_data);
+    put(entry.src_qp, cqe.src_qp);
+    put(entry.slid, cqe.slid);
+    put(entry.sl, cqe.sl);
+    put(entry.queue_position, cqe.queue_position);
     const std::uint32_t phase = (tail_ & entry_count_) ? 0u : vrdma::control_phase_bit;
     // L1: pairs with L2 in LaneReader::next.
     std::atomic_ref(entry.state).store((state & ~vrdma::control_phase_bit) | phase, std::memory_order_release);

@@ -40,7 +40,7 @@ class RecordWriter {
   RecordWriter() = default;
   // slots: 64-byte aligned, slot_count a power of two ≥ 2; `position` is where a writer before this one stopped.
   RecordWriter(std::byte* slots, std::uint32_t slot_count, std::uint32_t position = 0)
-      : slots_(slots), slot_count_(slot_count), mask_(slot_count - 1), tail_(position), freed_(position) {}
+      : slots_(slots), slot_count_(slot_count), mask_(slot_count - 1), tail_(position), freed_(position), heads_since_(position) {}
 
   bool has_room(std::uint32_t record_slots) const { return slot_count_ - (tail_ - freed_) > record_slots; }
 
@@ -57,8 +57,12 @@ class RecordWriter {
   // Makes a record of `record_slots` slots readable. user_control: 25 bits.
   void publish(std::uint64_t tag, std::uint32_t word, std::uint32_t user_control, std::uint32_t record_slots) {
     const std::uint32_t next = tail_ + record_slots;
-    detail::control_at(slots_, next & mask_)
-        .store(detail::phase_at(next, slot_count_) ^ vrdma::control_phase_bit, std::memory_order_relaxed);
+    // The slot after the record must not look like a head. Where it held one a lap ago it does not: its phase is the old one.
+    // Marking it costs the poster a cache line that the reader had last.
+    if (record_slots != 1) heads_since_ = next;
+    if (next - heads_since_ < slot_count_)
+      detail::control_at(slots_, next & mask_)
+          .store(detail::phase_at(next, slot_count_) ^ vrdma::control_phase_bit, std::memory_order_relaxed);
     auto* head = reinterpret_cast<vrdma::RecordHead*>(slots_ + std::size_t{tail_ & mask_} * vrdma::slot_bytes);
     head->tag = tag;
     head->word = word;
@@ -81,6 +85,7 @@ class RecordWriter {
   std::uint32_t mask_ = 0;
   std::uint32_t tail_ = 0;
   std::uint32_t freed_ = 0;
+  std::uint32_t heads_since_ = 0;  // from this position on every slot is a record of its own
 };
 
 class RecordReader {

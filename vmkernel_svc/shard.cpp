@@ -19,7 +19,8 @@ namespace {
 constexpr std::int64_t quantum_bytes = 128 * 1024;  // of a tenant in one round
 constexpr std::int64_t turn_bytes = 64 * 1024;      // of a queue pair in one turn
 constexpr std::int32_t turn_wqes = 32;
-constexpr std::uint32_t idle_turns_max = 4000;      // then the queue pair rings when it has something
+constexpr int looks_per_turn = 8;
+constexpr std::uint32_t idle_turns_max = 16'000;    // then the queue pair rings when it has something
 constexpr std::uint32_t idle_turns_crowded = 64;
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
@@ -95,7 +96,8 @@ bool Shard::turn() {
   bool worked = run_tasks();
   worked |= run_finished_jobs();
   worked |= look_at_doorbells();
-  worked |= run_queue_pairs();
+  // The queue pairs more often than what is rare: a look at an empty queue is a load, the rest of a turn costs several.
+  for (int look = 0; look < looks_per_turn; ++look) worked |= run_queue_pairs();
   worked |= serve_control();
   worked |= run_timers();
   if (!overrun_.empty()) handle_overruns();

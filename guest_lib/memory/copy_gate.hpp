@@ -30,10 +30,14 @@ class CopyGate {
     Closed() {
       if (threads_.load(std::memory_order_relaxed) == 0) return;
       timespec until;
-      ::clock_gettime(CLOCK_MONOTONIC, &until);
+      ::clock_gettime(patience_clock, &until);
       until.tv_nsec += patience_ns;
       until.tv_sec += until.tv_nsec / 1'000'000'000, until.tv_nsec %= 1'000'000'000;
-      locked_ = pthread_mutex_clocklock(&mutex_, CLOCK_MONOTONIC, &until) == 0;
+#if defined(__SANITIZE_THREAD__)  // does not see pthread_mutex_clocklock
+      locked_ = pthread_mutex_timedlock(&mutex_, &until) == 0;
+#else
+      locked_ = pthread_mutex_clocklock(&mutex_, patience_clock, &until) == 0;
+#endif
     }
     ~Closed() {
       if (locked_) pthread_mutex_unlock(&mutex_);
@@ -57,6 +61,11 @@ class CopyGate {
 
  private:
   static constexpr long patience_ns = 100'000'000;
+#if defined(__SANITIZE_THREAD__)
+  static constexpr clockid_t patience_clock = CLOCK_REALTIME;
+#else
+  static constexpr clockid_t patience_clock = CLOCK_MONOTONIC;
+#endif
   static inline pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
   static inline std::atomic<int> threads_{0};
 };
