@@ -38,14 +38,15 @@ class SendQueue {
   void publish(std::uint64_t wr_id, std::uint32_t word, std::uint32_t control, std::uint32_t slots) {
     wr_ids_[posted_ & wr_id_mask_] = wr_id;
     ++posted_;
-    count_at_[(writer_.position() + slots - 1) & (writer_.slot_count() - 1)] = posted_;
+    count_at(writer_.position() + slots - 1).store(posted_, std::memory_order_relaxed);
     writer_.publish(wr_id, word, control, slots);
   }
   std::atomic_ref<std::uint32_t> needs_doorbell() const { return std::atomic_ref(view_.header().attacher.needs_doorbell); }
 
   // --- poller. Everything up to this position is done, unsignalled work requests before it included.
   void completed_up_to(std::uint32_t position) {
-    completed_.store(count_at_[(position - 1) & (writer_.slot_count() - 1)], std::memory_order_relaxed);
+    // The poster stored it before it published; the completion came by way of the service, which had acquired that.
+    completed_.store(count_at(position - 1).load(std::memory_order_relaxed), std::memory_order_relaxed);
     // S2: pairs with S1.
     freed_.store(position, std::memory_order_release);
   }
@@ -67,6 +68,10 @@ class SendQueue {
   }
 
  private:
+  std::atomic_ref<std::uint32_t> count_at(std::uint32_t position) {
+    return std::atomic_ref(count_at_[position & (writer_.slot_count() - 1)]);
+  }
+
   vmci::QueuePairView view_;
   vmci::RecordWriter writer_;
   std::uint32_t max_wr_ = 0;

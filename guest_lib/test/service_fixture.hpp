@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -58,6 +59,7 @@ class Service {
     REQUIRE(::pipe(ready) == 0);
     pid_ = ::fork();
     if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // also when this test crashes
       const std::string fd = std::to_string(ready[1]);
       ::execl(VRDMAD_PATH, "vrdmad", "--config", file.c_str(), "--socket", socket_.c_str(), "--log-level", "warn", "--ready-fd", fd.c_str(), nullptr);
       ::_exit(127);
