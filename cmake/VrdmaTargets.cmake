@@ -74,7 +74,7 @@ function(vrdma_test name)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
   if("tsan" IN_LIST ARG_LABELS)  # what has threads of its own: all that ThreadSanitizer's preset needs to build
-    set_tests_properties(${name} PROPERTIES ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
+    set_tests_properties(${name} PROPERTIES ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1:die_after_fork=0")
     if(NOT TARGET tsan_targets)
       add_custom_target(tsan_targets)
     endif()
