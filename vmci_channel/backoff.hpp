@@ -40,6 +40,9 @@ class Backoff {
     give_way(now);
   }
 
+  // Several yields in a row found nobody else to run on this processor.
+  bool alone() const { return budget_cycles_ >= 16 * cycles_per_us_; }
+
   // Yielding has not helped for a while: time to sleep, for those who may.
   bool tired() const { return fruitless_yields_ > tired_after_yields; }
 

@@ -96,8 +96,9 @@ bool Shard::turn() {
   bool worked = run_tasks();
   worked |= run_finished_jobs();
   worked |= look_at_doorbells();
-  // The queue pairs more often than what is rare: a look at an empty queue is a load, the rest of a turn costs several.
-  for (int look = 0; look < looks_per_turn; ++look) worked |= run_queue_pairs();
+  // With a processor of its own it looks at queue pairs more often than at what is rare: an empty queue costs one load, the rest
+  // of a turn several. Where others wait for the processor it is quick to give it away.
+  for (int look = backoff_.alone() ? looks_per_turn : 1; look > 0; --look) worked |= run_queue_pairs();
   worked |= serve_control();
   worked |= run_timers();
   if (!overrun_.empty()) handle_overruns();
