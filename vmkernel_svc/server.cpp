@@ -1,6 +1,7 @@
 #include "vmkernel_svc/server.hpp"
 
 #include <fmt/format.h>
+#include <poll.h>
 #include <pthread.h>
 #include <spdlog/spdlog.h>
 #include <sys/resource.h>
@@ -196,6 +197,18 @@ void Server::lost(const ConnectionPtr& connection) {
   });
 }
 
+void Server::await_exit(const ConnectionPtr& connection) {
+  connection->exited.async_wait(
+      boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
+        if (error || connection->closed) return;
+        // Asio's waits also end without cause: it gives the state of a descriptor that closed, with the events it had yet to
+        // deliver, to the next one that opens.
+        pollfd process{connection->exited.native_handle(), POLLIN, 0};
+        if (::poll(&process, 1, 0) == 1) return lost(connection);
+        await_exit(connection);
+      });
+}
+
 void Server::attach(const ConnectionPtr& connection, const Head& head, const std::vector<std::byte>& packet) {
   const auto& socket = connection->socket;
   const auto request = PacketDesk::attach_request(socket, head, packet);
@@ -207,10 +220,7 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   if (pidfd) {  // the process's end counts even where a child still holds the socket
     if (const int copy = ::fcntl(pidfd->get(), F_DUPFD_CLOEXEC, 0); copy >= 0) {
       connection->exited.assign(copy);
-      connection->exited.async_wait(boost::asio::posix::stream_descriptor::wait_read,
-                                    [this, connection](const boost::system::error_code& error) {
-                                      if (!error) lost(connection);
-                                    });
+      await_exit(connection);
     }
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{

@@ -45,6 +45,7 @@ class Server {
   void handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors);
   void attach(const ConnectionPtr& connection, const control::Head& head, const std::vector<std::byte>& packet);
   void lost(const ConnectionPtr& connection);
+  void await_exit(const ConnectionPtr& connection);
   void watch_idle();
 
   Config config_;

@@ -78,6 +78,21 @@ TEST_CASE("After fork the child has private copies and an empty manager, and the
   for (int fd : {to_child[0], to_child[1], to_parent[0]}) ::close(fd);
 }
 
+const volatile unsigned char* touched_in_child = nullptr;
+const int watching_forks = ::pthread_atfork(nullptr, nullptr, [] {
+  if (touched_in_child != nullptr) static_cast<void>(*touched_in_child);
+});
+
+TEST_CASE("Fork handlers of others find the child's memory in place, also handlers that came long before the first registration") {
+  REQUIRE(watching_forks == 0);
+  Moved m;
+  REQUIRE_MOVED(m);
+  touched_in_child = m.p;
+  CHECK(in_child([&] { return m.p[0] == 1 ? 0 : 1; }) == 0);
+  touched_in_child = nullptr;
+  m.manager.remove(std::move(m.registration));
+}
+
 TEST_CASE("A child made by the bare system call cannot write to the parent's memory") {
   Moved m;
   REQUIRE_MOVED(m);

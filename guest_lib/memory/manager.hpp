@@ -117,6 +117,7 @@ class MemoryManager {
   std::optional<int> advise(Range range, int advice);
   void evict(Range range);
 
+  [[gnu::constructor(101)]] static void watch_forks();
   static void before_fork();
   static void after_fork_in_parent();
   static void after_fork_in_child();

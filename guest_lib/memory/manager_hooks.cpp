@@ -31,13 +31,16 @@ MemoryManager::MemoryManager(FileBackings backings) : backings_(std::move(backin
   resident_.emplace(&*pool_);
   [[maybe_unused]] MemoryManager* other = instance.exchange(this, std::memory_order_acq_rel);
   assert(other == nullptr);
-  // Never undone: the handlers find no instance then.
-  [[maybe_unused]] static const int installed =
-      ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
 }
 
 MemoryManager::~MemoryManager() {
   instance.store(nullptr, std::memory_order_release);
+}
+
+// Handlers run in the child in the order of their registration: ours come first, because those of others (of libvrdma
+// too) may touch pages that the child has only when install() has run. Without an instance they do nothing.
+void MemoryManager::watch_forks() {
+  ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
 }
 
 void MemoryManager::before_fork() {

@@ -16,6 +16,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "doctest/doctest.h"
@@ -66,7 +67,11 @@ class Service {
     }
     ::close(ready[1]);
     char byte;
-    REQUIRE(::read(ready[0], &byte, 1) == 1);
+    if (::read(ready[0], &byte, 1) != 1) {
+      int status = 0;
+      ::waitpid(std::exchange(pid_, 0), &status, 0);
+      FAIL("vrdmad did not start, wait status ", status);
+    }
     ::close(ready[0]);
   }
   void kill_now() {

@@ -97,7 +97,9 @@ class Service:
     def __enter__(self):
         return self.start()
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            print(f"vrdmad ended with {self.process.poll()} and said:\n{self.log_text()}", flush=True)
         self.close()
 
     def show(self):
