@@ -1,7 +1,6 @@
 #include "vmkernel_svc/arena.hpp"
 
-#include <fcntl.h>
-
+#include <algorithm>
 #include <cstring>
 
 namespace vrdma::svc {
@@ -28,6 +27,8 @@ Result<std::uint64_t> Arena::allocate(std::uint64_t bytes) {
     if (size > wanted) free_.emplace(offset + wanted, size - wanted);
     used_.emplace(offset, wanted);
     used_bytes_ += wanted;
+    if (offset < fresh_from_) std::memset(segment_.data() + offset, 0, std::min(wanted, fresh_from_ - offset));
+    fresh_from_ = std::max(fresh_from_, offset + wanted);
     return offset;
   }
   return Errno{ENOMEM};
@@ -39,10 +40,6 @@ void Arena::release(std::uint64_t offset) {
   std::uint64_t bytes = used->second;
   used_.erase(used);
   used_bytes_ -= bytes;
-  // The next owner must find zeroes: a hole reads as zero and holds no memory.
-  if (::fallocate(segment_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                  static_cast<off_t>(bytes)) != 0)
-    std::memset(segment_.data() + offset, 0, bytes);
   auto next = free_.lower_bound(offset);
   if (next != free_.end() && next->first == offset + bytes) {
     bytes += next->second;

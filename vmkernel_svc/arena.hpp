@@ -1,8 +1,9 @@
 // One guest's arena: the memfd that carries all its queues, carved into page-aligned ranges by the service. The map of what
 // is in use is private to the service; the guest is only told offsets.
 //
-// Used by the shard that owns the guest. A range is zero when it is handed out and its pages go back to the system when it
-// is released.
+// Used by the shard that owns the guest. A range is zeroed when it is handed out. The pages of released ranges stay the guest's,
+// who could have touched them anyway: a system call that punched them out would wait for the file's lock, which a guest can hold
+// for as long as it likes by writing to the file from a page that does not come.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +30,7 @@ class Arena {
   std::map<std::uint64_t, std::uint64_t> free_;  // offset → bytes, never adjacent
   std::map<std::uint64_t, std::uint64_t> used_;
   std::uint64_t used_bytes_ = 0;
+  std::uint64_t fresh_from_ = 0;  // never handed out from here on
 };
 
 }  // namespace vrdma::svc

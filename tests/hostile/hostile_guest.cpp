@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
+#include <thread>
 
 #include "tests/hostile/property.hpp"
 #include "vmci_channel/segment.hpp"
@@ -354,6 +355,17 @@ void raid_descriptors(Raid& raid) {
   }
 }
 
+// A userfaultfd that holds up the kernel too, opened before privileges go: what a guest without any does by FUSE. -1: none.
+int faults = -1;
+
+int open_userfaultfd() {
+  const int fd = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC));
+  uffdio_api api{UFFD_API, 0, 0};
+  if (fd >= 0 && ::ioctl(fd, UFFDIO_API, &api) == 0) return fd;
+  std::printf("SKIP  pages that nobody supplies: userfaultfd says %s\n", std::strerror(errno));
+  return -1;
+}
+
 // Memory of the process: gone, forbidden, or behind a userfaultfd that nobody answers.
 void raid_memory(Raid& raid) {
   Dice& dice = raid.dice;
@@ -363,15 +375,16 @@ void raid_memory(Raid& raid) {
   ++raid.attached;
   constexpr std::uint64_t bytes = 1 << 20;
   if (own.add(bytes, -1) == nullptr || own.add(bytes, -1) == nullptr || own.add(bytes, Property::sealed_file(bytes)) == nullptr) return;
-  const int fault = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | UFFD_USER_MODE_ONLY));
-  // A fault taken for another process counts as the kernel's: without this only a privileged guest can hold a copy up.
-  const int strong = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC));
-  const int uffd = strong >= 0 ? strong : fault;
-  if (uffd >= 0) {
-    uffdio_api api{UFFD_API, 0, 0};
-    ::ioctl(uffd, UFFDIO_API, &api);
-    uffdio_register range{{reinterpret_cast<std::uint64_t>(own.memories[0].address), bytes}, UFFDIO_REGISTER_MODE_MISSING, 0};
-    ::ioctl(uffd, UFFDIO_REGISTER, &range);
+  const uffdio_range unsupplied{reinterpret_cast<std::uint64_t>(own.memories[0].address), bytes};
+  uffdio_register registration{unsupplied, UFFDIO_REGISTER_MODE_MISSING, 0};
+  const bool held_up = faults >= 0 && ::ioctl(faults, UFFDIO_REGISTER, &registration) == 0;
+  std::thread holder;
+  if (held_up && dice.one_in(2)) {  // holds the lock of the arena's file while ranges of it come and go
+    holder = std::thread([&] {
+      [[maybe_unused]] const auto written = ::pwrite(in.descriptor(0), own.memories[0].address, 4096, 1 << 20);
+    });
+    for (int i = 0; i < 50 && !raid.over(); ++i, ++raid.blows)
+      if (const auto cq = in.call<Request::create_cq>({own.context, 64, 0, 0})) (void)in.call<Request::destroy_cq>({cq->cq, 0});
   }
   if (dice.one_in(2)) {  // sleeps in the middle of it all; a child wakes it
     const pid_t self = ::getpid();
@@ -409,8 +422,8 @@ void raid_memory(Raid& raid) {
   }
   while (::waitpid(-1, nullptr, WNOHANG) > 0) {
   }
-  if (fault >= 0) ::close(fault);
-  if (strong >= 0) ::close(strong);
+  if (held_up) ::ioctl(faults, UFFDIO_UNREGISTER, &unsupplied);
+  if (holder.joinable()) holder.join();
 }
 
 // A thread that copies for the service as it likes: bytes that nobody wrote, answers that nobody asked for, twice, or never.
@@ -421,16 +434,12 @@ void raid_copies(Raid& raid) {
   if (!in.attached() || !own.make()) return;
   constexpr std::uint64_t bytes = 1 << 18;
   if (own.add(bytes, -1) == nullptr || own.add(bytes, -1) == nullptr) return;
-  vmci::UniqueFd uffd;
   std::uint64_t probe[2] = {dice.any(), 0};
   ReachProcessRequest ask{reinterpret_cast<std::uint64_t>(probe), ~probe[0]};  // a lie: what it sees is somebody else's memory
   if (dice.one_in(8)) ask.probe_address = dice.nasty();
-  if (dice.one_in(8)) {  // on a page that nobody supplies
-    uffd.reset(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC)));
-    uffdio_api api{UFFD_API, 0, 0};
-    ::ioctl(uffd.get(), UFFDIO_API, &api);
+  if (dice.one_in(8) && faults >= 0) {  // on a page that nobody supplies
     uffdio_register range{{reinterpret_cast<std::uint64_t>(own.memories[0].address), bytes}, UFFDIO_REGISTER_MODE_MISSING, 0};
-    if (::ioctl(uffd.get(), UFFDIO_REGISTER, &range) == 0) ask.probe_address = range.range.start;
+    if (::ioctl(faults, UFFDIO_REGISTER, &range) == 0) ask.probe_address = range.range.start;
   }
   std::vector<vmci::UniqueFd> given;
   const auto reply = in.call_on_socket<Request::reach_process>(ask, {}, &given);
@@ -608,6 +617,7 @@ int main(int argc, char** argv) {
   ::getrlimit(RLIMIT_NOFILE, &files);
   files.rlim_cur = files.rlim_max;
   ::setrlimit(RLIMIT_NOFILE, &files);
+  faults = open_userfaultfd();
   if (argc > 5) {
     const auto uid = static_cast<uid_t>(std::strtoul(argv[5], nullptr, 0));
     if (::setgid(uid) != 0 || ::setuid(uid) != 0) return 2;
