@@ -8,7 +8,7 @@
 #include <map>
 #include <vector>
 
-#include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/engine/fuzz_input.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
 

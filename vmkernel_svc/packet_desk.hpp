@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/control/desk.hpp"
 
 namespace vrdma::svc {
 

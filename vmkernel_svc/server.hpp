@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "vmci_channel/segment.hpp"
-#include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "vmkernel_svc/control_desk.hpp"
+#include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/events.hpp"
 
 namespace vrdma::svc {

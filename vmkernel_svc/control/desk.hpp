@@ -61,4 +61,11 @@ class ControlDesk {
   Fabric& fabric_;
 };
 
+// What the table says, one specialization each; those of an object's kind share a file of this folder.
+#define VRDMA_DECLARE(name, request, reply, socket) \
+  template <>                                       \
+  Result<control::reply> ControlDesk::on<control::Request::name>(Guest&, const control::request&);
+VRDMA_CONTROL_REQUESTS(VRDMA_DECLARE)
+#undef VRDMA_DECLARE
+
 }  // namespace vrdma::svc

@@ -1,0 +1,242 @@
+// Guests come and go; their contexts, channels and protection domains; their VMCI ports.
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/control/find.hpp"
+#include "vrdma/fault.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+
+namespace {
+
+constexpr std::uint32_t guest_descriptors = 8;  // socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe
+constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one of 4 KiB always fits
+constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
+
+// A pipe whose write end stays here. The read end blocks (its owner decides); ours does not.
+Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) return last_error();
+  vmci::UniqueFd read_end(ends[0]), write_end(ends[1]);
+  if (::fcntl(write_end.get(), F_SETFL, O_NONBLOCK) != 0) return last_error();
+  return std::pair{std::move(read_end), std::move(write_end)};
+}
+
+}  // namespace
+
+Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
+                                        std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
+  if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
+  auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
+  if (tenant.guests >= tenant.quota.guests || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
+  auto arena = Arena::create(fabric_.config.arena_bytes);
+  if (!arena) return arena.error();
+  auto wake = make_pipe();
+  if (!wake) return wake.error();
+  vmci::UniqueFd doorbell(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!doorbell) return last_error();
+  const std::uint16_t lid = fabric_.new_lid();
+  if (lid == 0) return Errno{EADDRNOTAVAIL};
+  if (const auto watched = shard_.watch(doorbell.get()); !watched) return fabric_.rest_lid(lid), watched.error();
+
+  VRDMA_CRASH_POINT("service.attach.prepared");
+  auto guest = std::make_unique<Guest>();
+  static std::uint32_t next_context = host_context;
+  guest->id = GuestId{++next_context};
+  guest->tenant = &tenant;
+  guest->credentials = info.credentials;
+  guest->lid = lid;
+  guest->arena = std::move(*arena);
+  guest->wake_pipe = std::move(wake->second);
+  guest->doorbell_fd = std::move(doorbell);
+  guest->socket = std::move(info.socket);
+  guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
+                      : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
+  guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
+  // It goes into logs, onto terminals and between blanks in the output of `vrdma show`.
+  std::replace_if(guest->name.begin(), guest->name.end(), [](char c) { return c <= ' ' || c > '~'; }, '_');
+  if (guest->name.empty()) guest->name = "guest" + std::to_string(guest->id.value);
+  assign_addresses(*guest);
+
+  const vmci::QueuePairGeometry geometry{control_slots, control_reply_slots, vmci::QueueKind::records, 0};
+  const auto control_at = guest->arena.allocate(geometry.total_bytes());
+  const auto doorbell_at = guest->arena.allocate(sizeof(vmci::ReadyWords));
+  if (!control_at || !doorbell_at) return Errno{ENOMEM};
+  guest->control = vmci::QueuePairView(guest->arena.segment().data() + *control_at, geometry);
+  guest->requests = vmci::RecordReader(guest->control.produce(), control_slots);
+  guest->replies = vmci::RecordWriter(guest->control.consume_records(), control_reply_slots);
+  guest->control.header().attacher.needs_doorbell = 1;
+  guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
+  guest->by_doorbell.push_back(nullptr);  // 0: the control pair
+  if (fabric_.config.process_memory != "guest") guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
+
+  AttachReply reply{};
+  reply.major = version_major;
+  reply.minor = version_minor;
+  reply.guest = guest->id.value;
+  reply.arena_bytes = guest->arena.segment().bytes();
+  reply.control_offset = *control_at;
+  reply.control_geometry = geometry;
+  reply.doorbell_offset = *doorbell_at;
+  reply.service_pid = ::getpid();
+  std::memcpy(reply.name, guest->name.data(), std::min(guest->name.size(), sizeof(reply.name) - 1));
+  std::strncpy(reply.service_version, VRDMA_VERSION, sizeof(reply.service_version) - 1);
+  descriptors = {guest->arena.segment().fd(), service_page_fd, guest->doorbell_fd.get(), wake->first.get()};
+  keep.push_back(std::move(wake->first));
+
+  ++tenant.guests;
+  tenant.descriptors += guest_descriptors;
+  shard_.add(*guest);
+  fabric_.guests.emplace(guest->id.value, std::move(guest));
+  VRDMA_CRASH_POINT("service.attach.added");
+  return reply;
+}
+
+void ControlDesk::detach(Guest& guest) {
+  VRDMA_CRASH_POINT("service.detach.begun");
+  while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
+  VRDMA_CRASH_POINT("service.detach.contexts_closed");
+  fabric_.vmci.leave(guest);
+  shard_.remove(guest);
+  shard_.unwatch(guest.doorbell_fd.get());
+  guest.process.close();
+  if (guest.copier) {
+    guest.copier->close();
+    guest.tenant->queue_bytes -= copying::segment_bytes;
+    --guest.tenant->descriptors;
+  }
+  fabric_.departed.push_front(
+      {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
+  if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
+  --guest.tenant->guests;
+  guest.tenant->descriptors -= guest_descriptors + static_cast<std::uint32_t>(guest.backings.size());
+  fabric_.rest_lid(guest.lid);
+  ++fabric_.topology_generation;
+  fabric_.guests.erase(guest.id.value);
+}
+
+// --- contexts, channels, protection domains -------------------------------------------------------------------
+
+Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&, std::vector<vmci::UniqueFd>& give) {
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
+  auto pipe = make_pipe();
+  if (!pipe) return --guest.tenant->objects, pipe.error();
+  ++guest.tenant->descriptors;
+  const std::uint32_t handle = guest.next_handle++;
+  guest.contexts.emplace(handle, std::make_unique<Context>(Context{handle, std::move(pipe->second), {}}));
+  give.push_back(std::move(pipe->first));
+  return OpenContextReply{handle, 0};
+}
+
+Result<HandleReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& request, std::vector<vmci::UniqueFd>& give) {
+  if (find(guest.contexts, request.context) == nullptr) return Errno{EINVAL};
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
+  auto pipe = make_pipe();
+  if (!pipe) return --guest.tenant->objects, pipe.error();
+  ++guest.tenant->descriptors;
+  const std::uint32_t handle = guest.next_handle++;
+  guest.channels.emplace(handle, std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}}));
+  give.push_back(std::move(pipe->first));
+  return HandleReply{handle, 0};
+}
+
+template <>
+Result<DeviceReply> ControlDesk::on<Request::query_device>(Guest& guest, const Empty&) {
+  return device_reply(guest, fabric_.config);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::close_context>(Guest& guest, const HandleRequest& request) {
+  const auto closed = close_context(guest, request.handle);
+  if (!closed) return closed.error();
+  return Empty{};
+}
+
+Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
+  if (find(guest.contexts, context) == nullptr) return Errno{EINVAL};
+  const auto of_context = [context](auto& table) {
+    std::vector<std::uint32_t> handles;
+    for (auto& [handle, object] : table)
+      if (object->context == context) handles.push_back(handle);
+    return handles;
+  };
+  for (const auto handle : of_context(guest.qps)) destroy(guest, *guest.qps[handle]);
+  for (const auto handle : of_context(guest.srqs)) destroy(guest, *guest.srqs[handle]);
+  for (const auto handle : of_context(guest.cqs)) destroy(guest, *guest.cqs[handle]);
+  std::vector<std::uint32_t> regions;
+  for (const auto& [handle, slot] : guest.mrs) {
+    const std::uint64_t number = fabric_.regions.slot(slot).pd;
+    for (auto& [pd_handle, pd] : guest.pds)
+      if (pd->number == number && pd->context == context) regions.push_back(handle);
+  }
+  for (const auto handle : regions) destroy_region(guest, handle, true);
+  for (const auto handle : of_context(guest.pds)) guest.pds.erase(handle), --guest.tenant->objects;
+  for (const auto handle : of_context(guest.channels)) guest.channels.erase(handle), --guest.tenant->objects, --guest.tenant->descriptors;
+  guest.contexts.erase(context);
+  --guest.tenant->objects;
+  --guest.tenant->descriptors;
+  return ok();
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::destroy_channel>(Guest& guest, const HandleRequest& request) {
+  Channel* const channel = find(guest.channels, request.handle);
+  if (channel == nullptr) return Errno{EINVAL};
+  if (channel->users != 0) return Errno{EBUSY};
+  guest.channels.erase(request.handle);
+  --guest.tenant->objects;
+  --guest.tenant->descriptors;
+  return Empty{};
+}
+
+template <>
+Result<HandleReply> ControlDesk::on<Request::create_pd>(Guest& guest, const CreatePdRequest& request) {
+  if (find(guest.contexts, request.context) == nullptr) return Errno{EINVAL};
+  if (guest.pds.size() >= limits::pd_max) return Errno{ENOMEM};
+  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  const std::uint32_t handle = guest.next_handle++;
+  guest.pds.emplace(handle, std::make_unique<ProtectionDomain>(ProtectionDomain{{handle}, request.context, fabric_.next_pd++, 0}));
+  return HandleReply{handle, 0};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::destroy_pd>(Guest& guest, const HandleRequest& request) {
+  ProtectionDomain* const pd = find(guest.pds, request.handle);
+  if (pd == nullptr) return Errno{EINVAL};
+  if (pd->users != 0) return Errno{EBUSY};
+  guest.pds.erase(request.handle);
+  --guest.tenant->objects;
+  return Empty{};
+}
+
+// --- VMCI between guests --------------------------------------------------------------------------------------
+
+template <>
+Result<PortReply> ControlDesk::on<Request::bind_port>(Guest& guest, const BindPortRequest& request) {
+  return fabric_.vmci.bind(guest, request);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::unbind_port>(Guest& guest, const PortRequest& request) {
+  const auto unbound = fabric_.vmci.unbind(guest, request.port);
+  if (!unbound) return unbound.error();
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::queue_pair_detach>(Guest& guest, const QueuePairHandle& handle) {
+  const auto detached = fabric_.vmci.detach(guest, handle);
+  if (!detached) return detached.error();
+  return Empty{};
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,248 @@
+// Backings, memory regions, and how memory without a backing is reached.
+#include <algorithm>
+#include <cstring>
+
+#include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/control/find.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+
+Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, vmci::UniqueFd fd) {
+  if (guest.backings.size() >= 65536) return Errno{EMFILE};
+  auto backing = Backing::adopt(std::move(fd));
+  if (!backing) return backing.error();
+  if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
+  const std::uint32_t handle = guest.next_handle++;
+  guest.backings.emplace(handle, std::move(*backing));
+  return AddBackingReply{handle, 0};
+}
+
+Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
+  const auto found = guest.backings.find(request.backing);
+  if (found == guest.backings.end()) return Errno{EINVAL};
+  if (found->second.in_use()) return Errno{EBUSY};
+  guest.backings.erase(found);
+  --guest.tenant->descriptors;
+  return ok();
+}
+
+Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& request, std::function<void(bool)> answer) {
+  if (guest.asked_how_reached) return Errno{EALREADY};
+  guest.asked_how_reached = true;
+  const std::string& wish = fabric_.config.process_memory;
+  if (wish == "direct") return answer(true), ok();
+  // The guest's worker reads it: the page may be one that keeps the reader waiting.
+  auto probe = std::make_unique<ProcessJob>();
+  probe->kind = ProcessJob::Kind::read;
+  probe->ranges.push_back({request.probe_address, sizeof(request.probe_value)});
+  probe->buffer.resize(sizeof(request.probe_value));
+  probe->then = [answer, expected = request.probe_value](const ProcessJob& job) {
+    answer(job.ok && std::memcmp(job.buffer.data(), &expected, sizeof(expected)) == 0);
+  };
+  if (!guest.process.opened() || !guest.process.submit(std::move(probe))) answer(false);
+  return ok();
+}
+
+Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give) {
+  if (by_service) return ReachProcessReply{reach_by_service, 0};
+  if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
+    return guest.asked_how_reached = false, Errno{EDQUOT};
+  const std::uint32_t doorbell = guest.take_doorbell();
+  auto copier = GuestCopier::create(doorbell, fabric_.sink);
+  vmci::UniqueFd fd(copier ? ::fcntl((*copier)->fd(), F_DUPFD_CLOEXEC, 0) : -1);
+  if (!fd) {
+    const Errno failed = copier ? last_error() : copier.error();
+    --guest.tenant->descriptors;
+    guest.free_doorbells.push_back(doorbell);
+    guest.asked_how_reached = false;
+    return failed;
+  }
+  guest.tenant->queue_bytes += copying::segment_bytes;
+  guest.process.close();
+  guest.copier = std::move(*copier);
+  give.push_back(std::move(fd));
+  return ReachProcessReply{reach_by_guest, guest.copier->doorbell()};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::stage_extents>(Guest& guest, const StageExtentsRequest& request) {
+  if (request.clear_first) guest.staged.clear();
+  if (request.count > stage_extents_max || guest.staged.size() + request.count > (1u << 20)) return Errno{EINVAL};
+  guest.staged.insert(guest.staged.end(), request.extents, request.extents + request.count);
+  return Empty{};
+}
+
+// Turns what the guest staged into pieces that cover [address, address + bytes) without a gap, mapping what has a backing.
+Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
+  const std::vector<Extent> extents = std::exchange(guest.staged, {});
+  std::vector<Piece> pieces;
+  std::uint64_t at = address;
+  Errno failed{0};
+  const auto full = [&] { return guest.tenant->pieces + pieces.size() >= guest.tenant->quota.pieces; };
+  for (const Extent& extent : extents) {
+    if (extent.address != at || extent.bytes == 0 || extent.bytes > address + bytes - at) {
+      failed = Errno{EINVAL};
+      break;
+    }
+    if (full()) {
+      failed = Errno{EDQUOT};
+      break;
+    }
+    if (extent.backing == backing_process) {
+      pieces.push_back({at - address, extent.bytes, nullptr, at, backing_process, 0});
+      at += extent.bytes;
+      continue;
+    }
+    const auto backing = guest.backings.find(extent.backing);
+    if (backing == guest.backings.end() || extent.backing_offset + extent.bytes < extent.bytes) {
+      failed = Errno{EINVAL};
+      break;
+    }
+    for (std::uint64_t done = 0; done < extent.bytes && value(failed) == 0;) {
+      const std::uint64_t offset = extent.backing_offset + done;
+      const std::uint64_t part = std::min(extent.bytes - done, Backing::chunk_bytes - offset % Backing::chunk_bytes);
+      const std::size_t mapped_before = backing->second.mapping_count();
+      if (guest.tenant->mappings >= guest.tenant->quota.mappings || full()) {
+        failed = Errno{EDQUOT};
+        break;
+      }
+      auto host = backing->second.get(offset, part);
+      if (!host) {
+        failed = host.error();
+        break;
+      }
+      guest.tenant->mappings += backing->second.mapping_count() - mapped_before;
+      pieces.push_back({at - address, part, *host, at, extent.backing, offset});
+      done += part, at += part;
+    }
+    if (value(failed) != 0) break;
+  }
+  if (value(failed) == 0 && at != address + bytes) failed = Errno{EINVAL};
+  if (value(failed) != 0) {
+    release_pieces(guest, pieces);
+    return failed;
+  }
+  return pieces;
+}
+
+void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
+  for (const Piece& piece : pieces) {
+    if (piece.host == nullptr) continue;
+    const auto backing = guest.backings.find(piece.backing);
+    if (backing == guest.backings.end()) continue;
+    const std::size_t mapped_before = backing->second.mapping_count();
+    backing->second.put(piece.backing_offset);
+    guest.tenant->mappings -= mapped_before - backing->second.mapping_count();
+  }
+  pieces.clear();
+}
+
+namespace {
+constexpr std::uint32_t reg_local_write = 1, reg_remote_write = 2, reg_remote_atomic = 8;
+bool rights_ok(std::uint32_t access) {  // IBA 10.6.3.1: remote write and atomic need local write
+  return (access & (reg_remote_write | reg_remote_atomic)) == 0 || (access & reg_local_write) != 0;
+}
+}  // namespace
+
+template <>
+Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrRequest& request) {
+  ProtectionDomain* const pd = find(guest.pds, request.pd);
+  if (pd == nullptr || request.bytes == 0 || request.bytes > limits::mr_bytes_max || !rights_ok(request.access) ||
+      request.address + request.bytes < request.address || request.iova + request.bytes < request.iova)
+    return guest.staged.clear(), Errno{EINVAL};
+  Tenant& tenant = *guest.tenant;
+  if (guest.mrs.size() >= limits::mr_max) return guest.staged.clear(), Errno{ENOMEM};
+  if (request.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes) ||
+      !tenant.take_object())
+    return guest.staged.clear(), Errno{EDQUOT};
+  auto pieces = pieces_of(guest, request.address, request.bytes);
+  if (!pieces) return --tenant.objects, pieces.error();
+  std::uint32_t slot;
+  Region& region = fabric_.regions.add(slot);
+  region.pd = pd->number;
+  region.guest = &guest;
+  region.access = request.access;
+  region.iova = request.iova;
+  region.bytes = request.bytes;
+  region.address = request.address;
+  region.pieces = std::move(*pieces);
+  tenant.pieces += region.pieces.size();
+  tenant.registered_bytes += request.bytes;
+  ++pd->users;
+  const std::uint32_t handle = guest.next_handle++;
+  guest.mrs.emplace(handle, slot);
+  return RegMrReply{handle, region.key.value};
+}
+
+namespace {
+ProtectionDomain* pd_by_number(Guest& guest, std::uint64_t number) {
+  for (auto& [handle, pd] : guest.pds)
+    if (pd->number == number) return pd.get();
+  return nullptr;
+}
+}  // namespace
+
+template <>
+Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregMrRequest& request) {
+  constexpr std::uint32_t change_translation = 1, change_pd = 2, change_access = 4;
+  const auto found = guest.mrs.find(request.mr);
+  if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
+  Region& region = fabric_.regions.slot(found->second);
+  if (region.jobs != 0) return Errno{EINPROGRESS};
+  ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
+  ProtectionDomain* const before = pd_by_number(guest, region.pd);
+  if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
+    return guest.staged.clear(), Errno{EINVAL};
+  if (request.flags & change_translation) {
+    if (request.bytes == 0 || request.bytes > limits::mr_bytes_max || request.address + request.bytes < request.address ||
+        request.iova + request.bytes < request.iova)
+      return guest.staged.clear(), Errno{EINVAL};
+    const Tenant& tenant = *guest.tenant;
+    if (request.bytes > region.bytes && request.bytes - region.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes))
+      return guest.staged.clear(), Errno{EDQUOT};
+    auto pieces = pieces_of(guest, request.address, request.bytes);
+    if (!pieces) return pieces.error();
+    guest.tenant->pieces += pieces->size() - region.pieces.size();
+    release_pieces(guest, region.pieces);
+    region.pieces = std::move(*pieces);
+    guest.tenant->registered_bytes += request.bytes - region.bytes;
+    region.address = request.address;
+    region.iova = request.iova;
+    region.bytes = request.bytes;
+  }
+  if (request.flags & change_pd) {
+    --before->users;
+    ++pd->users;
+    region.pd = pd->number;
+  }
+  if (request.flags & change_access) region.access = request.access;
+  fabric_.regions.renew(found->second);
+  return RegMrReply{request.mr, region.key.value};
+}
+
+// False: a worker has bytes of it under way. force: the guest itself goes; its worker's last writes hurt nobody else.
+bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force) {
+  const auto found = guest.mrs.find(handle);
+  Region& region = fabric_.regions.slot(found->second);
+  if (region.jobs != 0 && !force) return false;
+  guest.tenant->pieces -= region.pieces.size();
+  release_pieces(guest, region.pieces);
+  if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
+  guest.tenant->registered_bytes -= region.bytes;
+  --guest.tenant->objects;
+  fabric_.regions.remove(found->second);
+  guest.mrs.erase(found);
+  return true;
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::dereg_mr>(Guest& guest, const HandleRequest& request) {
+  if (!guest.mrs.contains(request.handle)) return Errno{EINVAL};
+  if (!destroy_region(guest, request.handle, false)) return Errno{EINPROGRESS};
+  return Empty{};
+}
+
+}  // namespace vrdma::svc

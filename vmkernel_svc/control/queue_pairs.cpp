@@ -1,0 +1,219 @@
+// Queue pairs and the multicast groups that they are in.
+#include <algorithm>
+#include <cstring>
+
+#include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/control/find.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+using engine::QpState;
+using engine::QpType;
+
+engine::PortLimits ControlDesk::limits_of(const Guest& guest) const {
+  engine::PortLimits port{};
+  port.pkey_count = limits::pkey_table;
+  port.gid_count = limits::gid_table;
+  port.max_mtu = 5;
+  port.max_rd_atomic = limits::rd_atomic_max;
+  port.ethernet = guest.link_layer == link_layer_ethernet;
+  for (std::uint32_t i = 0; i < guest.gids.size(); ++i)
+    if (guest.gids[i].gid != Gid{}) port.gids_present |= 1u << i;
+  return port;
+}
+
+template <>
+Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const CreateQpRequest& request) {
+  ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
+  CompletionQueue* const send_cq = find_in(guest.cqs, request.send_cq, request.context);
+  CompletionQueue* const receive_cq = find_in(guest.cqs, request.recv_cq, request.context);
+  SharedReceiveQueue* const srq = request.srq != 0 ? find_in(guest.srqs, request.srq, request.context) : nullptr;
+  if (find(guest.contexts, request.context) == nullptr || pd == nullptr || send_cq == nullptr || receive_cq == nullptr ||
+      (request.srq != 0 && srq == nullptr))
+    return Errno{EINVAL};
+  if (request.type < 2 || request.type > 4) return Errno{EOPNOTSUPP};
+  if (request.max_send_wr > limits::qp_wr_max || request.max_send_sge > limits::sge_max ||
+      request.max_inline_data > limits::inline_max)
+    return Errno{EINVAL};
+  if (srq == nullptr && (request.max_recv_wr > limits::qp_wr_max || request.max_recv_sge > limits::sge_max)) return Errno{EINVAL};
+  if (guest.qps.size() >= limits::qp_max || fabric_.by_qpn.size() >= 0x800000) return Errno{ENOMEM};
+  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+
+  const std::uint32_t receive_wr = srq != nullptr ? 0 : request.max_recv_wr;
+  const std::uint32_t receive_sge = srq != nullptr ? 0 : std::max(request.max_recv_sge, 1u);
+  const std::uint32_t send_record_slots = std::max(send_wqe_slots(std::max(request.max_send_sge, 1u) * sizeof(Sge)),
+                                                   send_wqe_slots(request.max_inline_data));
+  const std::uint32_t receive_record_slots = receive_wqe_slots(std::max(receive_sge, 1u));
+  const std::uint32_t receive_depth = srq != nullptr ? srq->core.max_wr : std::max(receive_wr, 1u);
+  const vmci::QueuePairGeometry send_geometry{power_of_two((std::max(request.max_send_wr, 1u) + 1) * send_record_slots),
+                                              power_of_two(std::max(request.max_send_wr, 1u)), vmci::QueueKind::completions, 0};
+  const vmci::QueuePairGeometry receive_geometry{
+      srq != nullptr ? 2 : power_of_two((std::max(receive_wr, 1u) + 1) * receive_record_slots), power_of_two(receive_depth),
+      vmci::QueueKind::completions, 0};
+  const auto send_offset = carve(guest, send_geometry.total_bytes());
+  if (!send_offset) return --guest.tenant->objects, send_offset.error();
+  const auto receive_offset = carve(guest, receive_geometry.total_bytes());
+  if (!receive_offset) return uncarve(guest, *send_offset), --guest.tenant->objects, receive_offset.error();
+
+  auto qp = std::make_unique<QueuePair>();
+  std::byte* const base = guest.arena.segment().data();
+  qp->send_view = vmci::QueuePairView(base + *send_offset, send_geometry);
+  qp->receive_view = vmci::QueuePairView(base + *receive_offset, receive_geometry);
+  qp->handle = Handle{guest.next_handle++};
+  qp->context = request.context;
+  qp->guest = &guest;
+  qp->pd = pd;
+  qp->send_cq = send_cq;
+  qp->receive_cq = receive_cq;
+  qp->srq = srq;
+  qp->send_offset = *send_offset;
+  qp->receive_offset = *receive_offset;
+  qp->send_lane = send_cq->take_lane();
+  qp->receive_lane = receive_cq->take_lane();
+  qp->doorbell = guest.take_doorbell();
+  guest.by_doorbell[qp->doorbell] = qp.get();
+
+  auto& core = qp->core;
+  core.qpn = Qpn{fabric_.new_qpn()};
+  core.type = static_cast<QpType>(request.type);
+  core.send_ring = vmci::RecordReader(qp->send_view.produce(), send_geometry.produce_slots);
+  core.send_lane = vmci::LaneWriter(qp->send_view.consume_completions(), send_geometry.consume_entries);
+  core.receive_lane = vmci::LaneWriter(qp->receive_view.consume_completions(), receive_geometry.consume_entries);
+  core.receive_record_slots = receive_record_slots;
+  if (srq != nullptr) {
+    core.srq = &srq->core;
+    ++srq->users;
+  } else {
+    core.receive_ring = vmci::RecordReader(qp->receive_view.produce(), receive_geometry.produce_slots);
+  }
+  if (core.type == QpType::ud) core.datagram = std::make_unique<std::byte[]>(engine::grh_bytes + limits::mtu_max_bytes);
+  core.attributes.max_send_wr = request.max_send_wr;
+  core.attributes.max_recv_wr = receive_wr;
+  core.attributes.max_send_sge = request.max_send_sge;
+  core.attributes.max_recv_sge = srq != nullptr ? 0 : request.max_recv_sge;
+  core.attributes.max_inline_data = request.max_inline_data;
+  core.port.owner = qp.get();
+  core.port.pd = pd->number;
+  qp->watch_sends(true);
+  ++pd->users;
+  send_cq->users.push_back(qp.get());
+  receive_cq->users.push_back(qp.get());
+  fabric_.by_qpn.emplace(core.qpn.value, qp.get());
+  connected_elsewhere();
+
+  CreateQpReply reply{};
+  reply.qp = qp->handle.value;
+  reply.qpn = core.qpn.value;
+  reply.doorbell = qp->doorbell;
+  reply.max_send_wr = request.max_send_wr;
+  reply.max_recv_wr = receive_wr;
+  reply.max_send_sge = request.max_send_sge;
+  reply.max_recv_sge = core.attributes.max_recv_sge;
+  reply.max_inline_data = request.max_inline_data;
+  reply.send = {*send_offset, send_geometry, qp->send_lane, send_record_slots};
+  reply.receive = {*receive_offset, receive_geometry, qp->receive_lane, receive_record_slots};
+  guest.qps.emplace(qp->handle.value, std::move(qp));
+  return reply;
+}
+
+template <>
+Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const ModifyQpRequest& request) {
+  QueuePair* const qp = find(guest.qps, request.qp);
+  if (qp == nullptr) return Errno{EINVAL};
+  auto& core = qp->core;
+  core.attributes.state = static_cast<std::uint32_t>(core.state);
+  const QpState before = core.state;
+  const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
+  if (!modified) return modified.error();
+  core.state = static_cast<QpState>(core.attributes.state);
+  if (core.state == QpState::reset) {
+    shard_.engine().reset(core, request.send_position, request.receive_position);
+    qp->watch_sends(true);
+    qp->watch_receives(false);
+  } else {
+    shard_.engine().entered(core, before);
+  }
+  connected_elsewhere();
+  if (core.state != QpState::reset) shard_.make_runnable(core);
+  return ModifyQpReply{static_cast<std::uint32_t>(core.state), 0};
+}
+
+template <>
+Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const HandleRequest& request) {
+  QueuePair* const qp = find(guest.qps, request.handle);
+  if (qp == nullptr) return Errno{EINVAL};
+  QueryQpReply reply{qp->core.attributes};
+  reply.attributes.state = reply.attributes.cur_state = static_cast<std::uint32_t>(qp->core.state);
+  if (qp->core.state >= QpState::rtr && qp->core.type != QpType::ud) reply.attributes.rq_psn = qp->core.expected_psn.value;
+  if (qp->core.state >= QpState::rts) reply.attributes.sq_psn = qp->core.send_psn.value;
+  reply.attributes.sq_draining = qp->core.state == QpState::sqd && !qp->core.drain_reported ? 1 : 0;
+  return reply;
+}
+
+void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
+  shard_.engine().abandon(qp.core);
+  shard_.forget(qp.core);
+  guest.totals += qp.core.counters;
+  fabric_.by_qpn.erase(qp.core.qpn.value);
+  for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
+    auto& members = group->second;
+    members.erase(std::remove(members.begin(), members.end(), &qp), members.end());
+    group = members.empty() ? fabric_.multicast.erase(group) : std::next(group);
+  }
+  connected_elsewhere();
+  const auto leave = [&qp](CompletionQueue& cq, std::uint32_t lane) {
+    cq.users.erase(std::find(cq.users.begin(), cq.users.end(), &qp));
+    cq.free_lanes.push_back(lane);
+  };
+  leave(*qp.send_cq, qp.send_lane);
+  leave(*qp.receive_cq, qp.receive_lane);
+  if (qp.srq != nullptr) --qp.srq->users;
+  --qp.pd->users;
+  guest.by_doorbell[qp.doorbell] = nullptr;
+  guest.free_doorbells.push_back(qp.doorbell);
+  uncarve(guest, qp.send_offset);
+  uncarve(guest, qp.receive_offset);
+  --guest.tenant->objects;
+  guest.qps.erase(qp.handle.value);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleRequest& request) {
+  QueuePair* const qp = find(guest.qps, request.handle);
+  if (qp == nullptr) return Errno{EINVAL};
+  if (qp->mcast_groups != 0) return Errno{EBUSY};
+  destroy(guest, *qp);
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::attach_mcast>(Guest& guest, const McastRequest& request) {
+  QueuePair* const qp = find(guest.qps, request.qp);
+  if (qp == nullptr || qp->core.type != QpType::ud || request.gid[0] != 0xff) return Errno{EINVAL};
+  const auto existing = fabric_.multicast.find(request.gid);
+  if (existing == fabric_.multicast.end() && fabric_.multicast.size() >= limits::mcast_groups_max) return Errno{ENOMEM};
+  auto& members = fabric_.multicast[request.gid];
+  if (std::find(members.begin(), members.end(), qp) != members.end()) return Empty{};
+  if (members.size() >= limits::mcast_qp_attach_max) return Errno{ENOMEM};
+  members.push_back(qp);
+  ++qp->mcast_groups;
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRequest& request) {
+  QueuePair* const qp = find(guest.qps, request.qp);
+  const auto group = fabric_.multicast.find(request.gid);
+  if (qp == nullptr || group == fabric_.multicast.end()) return Errno{EINVAL};
+  auto& members = group->second;
+  const auto member = std::find(members.begin(), members.end(), qp);
+  if (member == members.end()) return Errno{EINVAL};
+  members.erase(member);
+  --qp->mcast_groups;
+  if (members.empty()) fabric_.multicast.erase(group);
+  return Empty{};
+}
+
+}  // namespace vrdma::svc
