@@ -244,16 +244,33 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
   (direction == Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");
-  // C1: pairs with the guest's fence between announcing a hot lane or arming, and looking at the lane once more.
-  vmci::store_load_fence();
-  bool hot = false;
-  for (auto& announced : cq.shared->hot)
-    hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == lane;
-  if (!hot) cq.ready.set(lane);
-  VRDMA_CRASH_POINT("service.complete.ready_set");
-  if (cq.channel != nullptr)
-    raise_if_armed(cq, state.status != WcStatus::success || (state.flags & wc_solicited) != 0);
+  const bool urgent = state.status != WcStatus::success || (state.flags & wc_solicited) != 0;
+  for (std::size_t i = announcement_count_; i > 0; --i) {
+    Announcement& known = announcements_[i - 1];
+    if (known.cq != &cq || known.lane != lane) continue;
+    known.solicited_or_error |= urgent;
+    return true;
+  }
+  if (announcement_count_ == announcements_.size()) announce();
+  announcements_[announcement_count_++] = {&cq, lane, urgent};
   return true;
+}
+
+void MediatedPorts::announce() {
+  if (announcement_count_ == 0) return;
+  // Pairs with H1 and A1 of guest_lib/poll.cpp: the guest's fences between announcing a hot lane, or arming, and looking at the
+  // lanes once more.
+  vmci::store_load_fence();
+  for (std::size_t i = 0; i < announcement_count_; ++i) {
+    const Announcement& due = announcements_[i];
+    bool hot = false;
+    for (auto& announced : due.cq->shared->hot)
+      hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == due.lane;
+    if (!hot) due.cq->ready.set(due.lane);
+    VRDMA_CRASH_POINT("service.complete.ready_set");
+    if (due.cq->channel != nullptr) raise_if_armed(*due.cq, due.solicited_or_error);
+  }
+  announcement_count_ = 0;
 }
 
 void MediatedPorts::event(Qp& qp, engine::AsyncEvent event) {

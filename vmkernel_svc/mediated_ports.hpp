@@ -4,6 +4,7 @@
 // Used by the shard's thread only.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -63,7 +64,11 @@ class MediatedPorts {
                                         std::uint64_t& old_value);
   void abandon(Qp& qp);
 
+  // The completion can be seen at once by who looks at its lane; who has to be told is told by announce().
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state);
+  // Sets the ready bits and raises the events that the completions since the last call ask for: one fence for all of them. Called
+  // after every turn of a queue pair and before a queue pair or CQ goes.
+  void announce();
   void event(Qp& qp, engine::AsyncEvent event);
   void srq_limit(Srq& srq);
   std::uint32_t srq_posted(Srq& srq);
@@ -90,7 +95,15 @@ class MediatedPorts {
                                         std::uint64_t compare, std::uint64_t& old_value);
   bool submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 
+  struct Announcement {
+    CompletionQueue* cq;
+    std::uint32_t lane;
+    bool solicited_or_error;
+  };
+
   Fabric& fabric_;
+  std::array<Announcement, 8> announcements_;
+  std::size_t announcement_count_ = 0;
 };
 
 }  // namespace vrdma::svc

@@ -102,6 +102,7 @@ bool Shard::turn() {
   worked |= serve_control();
   worked |= run_timers();
   if (!overrun_.empty()) handle_overruns();
+  ports_.announce();
   return worked;
 }
 
@@ -207,6 +208,7 @@ bool Shard::run_list(RunList& list) {
     if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty()) {
       engine::Budget budget{turn_bytes, turn_wqes};
       progress = engine_.run(qp, budget);
+      ports_.announce();
       const std::int64_t moved = turn_bytes - budget.bytes;
       list.tenant->deficit_bytes -= moved;
       list.tenant->moved_bytes += static_cast<std::uint64_t>(moved);
@@ -308,6 +310,7 @@ void Shard::overran(CompletionQueue& cq) {
 }
 
 void Shard::forget(Qp& qp) {
+  ports_.announce();
   if (qp.port.runnable) {
     for (auto& list : lists_) {
       const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
@@ -321,6 +324,11 @@ void Shard::forget(Qp& qp) {
   }
   if (Qp* const receiver = std::exchange(qp.port.waiting_at, nullptr)) receiver->port.waiting_sender = nullptr;
   if (Qp* const sender = std::exchange(qp.port.waiting_sender, nullptr)) sender->port.waiting_at = nullptr;
+}
+
+void Shard::forget(CompletionQueue& cq) {
+  ports_.announce();
+  std::erase(overrun_, &cq);
 }
 
 // --- sleep ----------------------------------------------------------------------------------------------------
