@@ -25,6 +25,18 @@ class Backoff {
     fruitless_yields_ = 0;
   }
 
+  // There was something to do, as there has been for a while: now and then lets a poller run that shares the processor, which
+  // would else wait for the next tick. Not where a hog takes such an offer: then less often by as much as it took.
+  void stay_busy() {
+    reset();
+    const std::uint64_t now = cycles();
+    if (now < next_courtesy_) return;
+    sched_yield();
+    const std::uint64_t after = cycles();
+    const std::uint64_t took = after - now;
+    next_courtesy_ = after + (took < hog_us * cycles_per_us_ ? 20 * cycles_per_us_ : took * 8);
+  }
+
   // There was nothing to do: returns at once (the caller polls again) or after one sched_yield or nap.
   void idle() {
     const std::uint64_t now = cycles();
@@ -49,6 +61,7 @@ class Backoff {
  private:
   static constexpr std::uint32_t tired_after_yields = 50;
 
+  static constexpr std::uint64_t hog_us = 200;  // a yield that takes so long let a CPU hog run
   static constexpr std::uint32_t shortest_nap_run = 4, longest_nap_run = 1024;
 
   void give_way(std::uint64_t before) {
@@ -64,7 +77,7 @@ class Backoff {
     since_ = cycles();
     const std::uint64_t us = cycles_per_us_;
     const std::uint64_t took = since_ - before;
-    if (took >= 200 * us) {  // a hog ran
+    if (took >= hog_us * us) {
       naps_left_ = nap_run_;
       nap_run_ = std::min(nap_run_ * 4, longest_nap_run);
       return;
@@ -89,6 +102,7 @@ class Backoff {
   std::uint64_t cycles_per_us_ = vmci::cycles_per_us();
   std::uint64_t budget_cycles_ = 0;
   std::uint64_t since_ = 0;
+  std::uint64_t next_courtesy_ = 0;
   std::uint32_t fruitless_yields_ = 0;
   std::uint32_t naps_left_ = 0;
   std::uint32_t nap_run_ = shortest_nap_run;  // the next time that a hog is met

@@ -83,7 +83,7 @@ void Shard::wake() {
 void Shard::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     if (turn())
-      backoff_.reset();
+      backoff_.stay_busy();
     else if (!backoff_.tired())
       backoff_.idle();
     else
