@@ -25,6 +25,7 @@ namespace {
 
 constexpr std::uint32_t reply_port = 1;  // where this class waits for replies; binding it is refused
 constexpr std::uint32_t control_member = 0;
+constexpr int attach_within_ms = 5000;
 
 bool power_of_two(std::uint32_t n, std::uint32_t least) { return std::has_single_bit(n) && n >= least; }
 
@@ -133,7 +134,7 @@ Result<std::vector<UniqueFd>> Context::exchange_on_socket(Request request, std::
   };
   if (const auto sent = socket_.send(std::span(packet).first(sizeof(head) + body.size()), descriptors); !sent) return lost(sent.error());
   for (;;) {
-    auto received = socket_.receive(packet);
+    auto received = socket_.receive(packet, request == Request::attach ? attach_within_ms : -1);
     if (!received) return lost(received.error());
     if (received->bytes == 0) return Errno{EIO};
     if (received->bytes < sizeof(head)) return Errno{EPROTO};

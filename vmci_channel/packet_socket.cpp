@@ -33,13 +33,19 @@ Result<sockaddr_un> address_of(const std::string& path) {
 
 }  // namespace
 
-Result<PacketSocket> PacketSocket::connect(const std::string& path) {
+Result<PacketSocket> PacketSocket::connect(const std::string& path, int timeout_ms) {
   auto address = address_of(path);
   if (!address) return address.error();
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!fd) return vrdma::last_error();
+  const auto limit_waits = [&](int ms) {
+    const timeval limit{ms / 1000, ms % 1000 * 1000};
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+  };
+  limit_waits(timeout_ms);
   while (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&*address), sizeof(*address)) != 0)
-    if (errno != EINTR) return vrdma::last_error();
+    if (errno != EINTR) return errno == EAGAIN ? Errno{ETIMEDOUT} : vrdma::last_error();
+  limit_waits(0);  // 0: none
   return PacketSocket(std::move(fd));
 }
 
@@ -126,8 +132,8 @@ Result<UniqueFd> PacketSocket::peer_pidfd() const {
 Result<UniqueFd> listen_packets(const std::string& path, mode_t mode) {
   auto address = address_of(path);
   if (!address) return address.error();
-  if (auto someone = PacketSocket::connect(path)) return Errno{EADDRINUSE};
-  else if (value(someone.error()) == EAGAIN) return Errno{EADDRINUSE};  // its queue is full, so it is served
+  if (auto someone = PacketSocket::connect(path, 1000)) return Errno{EADDRINUSE};
+  else if (value(someone.error()) == ETIMEDOUT) return Errno{EADDRINUSE};  // its queue is full, so it is served
   else if (value(someone.error()) == ECONNREFUSED) {  // nobody serves it; that is also what connecting to any other file says
     struct stat status;
     if (::lstat(path.c_str(), &status) == 0 && !S_ISSOCK(status.st_mode)) return Errno{ENOTSOCK};

@@ -29,8 +29,9 @@ class PacketSocket {
   PacketSocket() = default;
   explicit PacketSocket(UniqueFd fd) : fd_(std::move(fd)) {}
 
-  // ENOENT, ECONNREFUSED (nobody listens any more), EACCES, ENAMETOOLONG.
-  static vrdma::Result<PacketSocket> connect(const std::string& path);
+  // ENOENT, ECONNREFUSED (nobody listens any more), EACCES, ENAMETOOLONG; ETIMEDOUT: who listens has taken nobody from its full
+  // queue for so long.
+  static vrdma::Result<PacketSocket> connect(const std::string& path, int timeout_ms = 5000);
 
   // Whole packets. Descriptors are duplicated to the peer; ours stay ours. EAGAIN when the socket is non-blocking and full.
   vrdma::Status send(std::span<const std::byte> packet, std::span<const int> descriptors = {}) const;

@@ -214,6 +214,20 @@ TEST_CASE("Each end knows who the other is, and has a handle on its process") {
   CHECK(status == 0);
 }
 
+TEST_CASE("Who listens and accepts nobody does not hold up those who connect") {
+  Directory directory;
+  auto listener = vmci::listen_packets(directory.socket(), 0600);
+  REQUIRE(listener.has_value());
+  std::vector<PacketSocket> queued;
+  auto next = PacketSocket::connect(directory.socket(), 20);
+  for (; next && queued.size() < 10'000; next = PacketSocket::connect(directory.socket(), 20)) queued.push_back(std::move(*next));
+  REQUIRE(!next);
+  CHECK(value(next.error()) == ETIMEDOUT);
+  auto second = vmci::listen_packets(directory.socket(), 0600);
+  REQUIRE(!second);
+  CHECK(value(second.error()) == EADDRINUSE);
+}
+
 TEST_CASE("A socket file that nobody serves is replaced; one that is served is EADDRINUSE") {
   Directory directory;
   {

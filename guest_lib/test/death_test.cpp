@@ -152,3 +152,19 @@ TEST_CASE("after a restart of the service the device can be opened again beside 
   for (const ibv_wc& wc : collect(cq.get(), 2)) CHECK(wc.status == IBV_WC_SUCCESS);
   CHECK(ibv_alloc_pd(dead.context) == nullptr);
 }
+
+TEST_CASE("a service that is stopped does not hold up who wants to attach") {
+  Service service;
+  service.start();
+  int count = 0;
+  ibv_device** list = ibv_get_device_list(&count);
+  REQUIRE(count == 1);
+  REQUIRE(::kill(service.pid(), SIGSTOP) == 0);
+  CHECK(ibv_open_device(list[0]) == nullptr);
+  CHECK(errno == ETIMEDOUT);
+  REQUIRE(::kill(service.pid(), SIGCONT) == 0);
+  ibv_context* context = ibv_open_device(list[0]);
+  REQUIRE(context != nullptr);
+  CHECK(ibv_close_device(context) == 0);
+  ibv_free_device_list(list);
+}
