@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <deque>
 
 #include "tests/hostile/intruder.hpp"
@@ -162,7 +163,8 @@ class Property {
   void send(OwnedQp& qp, WqeControl control, std::span<const Sge> sges, const RemoteOperand& remote, std::uint32_t slots = 0) {
     std::byte wqe[send_wqe_slots_max * slot_bytes] = {};
     std::memcpy(wqe + sizeof(RecordHead), &remote, sizeof(remote));
-    std::memcpy(wqe + send_wqe_payload_offset, sges.data(), std::min(sges.size_bytes(), sizeof(wqe) - send_wqe_payload_offset));
+    const auto payload = std::as_bytes(sges);
+    std::ranges::copy(payload.first(std::min(payload.size(), sizeof(wqe) - send_wqe_payload_offset)), wqe + send_wqe_payload_offset);
     if (slots == 0) slots = send_wqe_slots(static_cast<std::uint32_t>(sges.size_bytes()));
     qp.sends.set_freed(qp.sends.position());
     qp.sends.write(sizeof(RecordHead), std::span(wqe).subspan(sizeof(RecordHead), std::min<std::size_t>(slots, send_wqe_slots_max) * slot_bytes - sizeof(RecordHead)));
@@ -171,7 +173,7 @@ class Property {
   }
   void receive(vmci::RecordWriter& writer, std::uint32_t record_slots, std::span<const Sge> sges, WqeControl control) {
     std::byte wqe[16 * slot_bytes] = {};
-    if (!sges.empty()) std::memcpy(wqe + receive_wqe_payload_offset, sges.data(), sges.size_bytes());
+    std::ranges::copy(std::as_bytes(sges), wqe + receive_wqe_payload_offset);
     writer.set_freed(writer.position());
     writer.write(sizeof(RecordHead), std::span(wqe).subspan(sizeof(RecordHead), record_slots * slot_bytes - sizeof(RecordHead)));
     writer.publish(0x88, 0, pack(control), record_slots);
