@@ -336,7 +336,7 @@ void Shard::forget(CompletionQueue& cq) {
 bool Shard::anything_waiting() {
   if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || runnable_count_ != 0) return true;
   for (Guest* guest : guests_)
-    if (!guest->broken && (guest->doorbell.any() || guest->control_held)) return true;
+    if (!guest->broken && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
   return false;
 }
 
@@ -355,8 +355,9 @@ void Shard::sleep() {
     for (Guest* guest : guests_) {
       held |= flush_events(*guest);
       held |= fabric_.vmci.flush(*guest);
+      held |= guest->held_since_ns != 0 && !guest->broken;
     }
-    if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe: try again soon
+    if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe, a request that waits: try again soon
     if (until != 0) {
       const std::uint64_t wait = until > now ? until - now : 0;
       timeout.tv_sec = static_cast<time_t>(wait / 1'000'000'000);

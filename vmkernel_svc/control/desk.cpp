@@ -25,11 +25,12 @@ bool ControlDesk::serve(Guest& guest) {
       guest.broken = true;
       return true;
     }
-    served = true;
     if (!answer(guest, head, {record + sizeof(Head), head.record.word})) {
       guest.control_held = true;  // it must wait: the request stays where it is
-      return true;
+      if (guest.held_since_ns == 0) guest.held_since_ns = vmci::monotonic_ns();
+      return served;
     }
+    served = true;
     guest.held_since_ns = 0;
     guest.requests.advance(slots);
     std::atomic_ref(guest.control.header().attacher.consumed).store(guest.requests.position(), std::memory_order_release);
@@ -37,6 +38,11 @@ bool ControlDesk::serve(Guest& guest) {
   }
   guest.control_held = true;  // there may be more: others first
   return served;
+}
+
+bool ControlDesk::may_wait(const Guest& guest) {
+  constexpr std::uint64_t patience_ns = 100'000'000;
+  return guest.held_since_ns == 0 || vmci::monotonic_ns() - guest.held_since_ns < patience_ns;
 }
 
 template <Request R>

@@ -55,6 +55,8 @@ class ControlDesk {
   engine::PortLimits limits_of(const Guest& guest) const;
   Result<std::uint64_t> carve(Guest& guest, std::uint64_t bytes);
   void uncarve(Guest& guest, std::uint64_t offset);
+  // Whether a request that waits for somebody else's memory may go on waiting (EINPROGRESS): not for ever.
+  static bool may_wait(const Guest& guest);
   void connected_elsewhere() { ++fabric_.topology_generation; }
 
   Shard& shard_;

@@ -125,6 +125,8 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   auto& core = qp->core;
   core.attributes.state = static_cast<std::uint32_t>(core.state);
   const QpState before = core.state;
+  const bool to_reset = request.attributes.state == static_cast<std::uint32_t>(QpState::reset) && (request.mask & qp_attr_state) != 0;
+  if (to_reset && shard_.engine().copies_under_way(core) && may_wait(guest)) return Errno{EINPROGRESS};
   const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
   if (!modified) return modified.error();
   core.state = static_cast<QpState>(core.attributes.state);
@@ -184,6 +186,8 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
   QueuePair* const qp = find(guest.qps, request.handle);
   if (qp == nullptr) return Errno{EINVAL};
   if (qp->mcast_groups != 0) return Errno{EBUSY};
+  // Its buffers, and those that it serves, are their owner's again afterwards.
+  if (shard_.engine().copies_under_way(qp->core) && may_wait(guest)) return Errno{EINPROGRESS};
   destroy(guest, *qp);
   return Empty{};
 }

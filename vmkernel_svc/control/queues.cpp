@@ -59,10 +59,7 @@ Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const Re
   CompletionQueue* const cq = find(guest.cqs, request.cq);
   if (cq == nullptr || request.cqe == 0 || request.cqe > limits::cqe_max) return Errno{EINVAL};
   // Shrinking: what was posted before and is still under way (memory that a worker fetches) counts, if it ends soon.
-  constexpr std::uint64_t patience_ns = 100'000'000;
-  const std::uint64_t now = vmci::monotonic_ns();
-  if (guest.held_since_ns == 0) guest.held_since_ns = now;
-  if (request.cqe < cq->cqe && now - guest.held_since_ns < patience_ns)
+  if (request.cqe < cq->cqe && may_wait(guest))
     for (const QueuePair* user : cq->users)
       if (user->core.state == QpState::rts && (shard_.engine().busy(user->core) || !user->core.send_ring.empty()))
         return Errno{EINPROGRESS};

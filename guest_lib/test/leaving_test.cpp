@@ -1,0 +1,107 @@
+// What leaves waits for what is being copied: when ibv_destroy_qp or a change to RESET has returned, nobody writes to the
+// buffers of that queue pair's work any more. The copy is held up by a page that comes when the test says so.
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
+#include <atomic>
+
+#include "guest_lib/test/service_fixture.hpp"
+
+using namespace vrdma::test;
+
+namespace {
+
+// One page that is there until withdraw(), and then not before supply().
+class LatePage {
+ public:
+  static constexpr std::size_t bytes = 4096;
+
+  LatePage() : fd_(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK))) {
+    memory_ = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(memory_ != MAP_FAILED);
+    *static_cast<char*>(memory_) = 1;  // registering it looks at it
+    uffdio_api api{UFFD_API, 0, 0};
+    uffdio_register whole{{address(), bytes}, UFFDIO_REGISTER_MODE_MISSING, 0};
+    usable_ = fd_ >= 0 && ::ioctl(fd_, UFFDIO_API, &api) == 0 && ::ioctl(fd_, UFFDIO_REGISTER, &whole) == 0;
+  }
+  ~LatePage() {
+    if (fd_ >= 0) ::close(fd_);
+    ::munmap(memory_, bytes);
+  }
+  LatePage(const LatePage&) = delete;
+  LatePage& operator=(const LatePage&) = delete;
+
+  bool usable() const { return usable_; }
+  void* memory() const { return memory_; }
+  std::uint64_t address() const { return reinterpret_cast<std::uintptr_t>(memory_); }
+  void withdraw() const { REQUIRE(::madvise(memory_, bytes, MADV_DONTNEED) == 0); }
+  bool awaited() const { return readable(fd_); }
+  void supply() const {
+    uffdio_zeropage page{{address(), bytes}, 0, 0};
+    REQUIRE(::ioctl(fd_, UFFDIO_ZEROPAGE, &page) == 0);
+  }
+
+ private:
+  int fd_;
+  void* memory_;
+  bool usable_ = false;
+};
+
+// A WRITE is under way into a late page; `leave` is called on its responder meanwhile.
+template <class Leave>
+void while_written_to(Leave leave) {
+  Service service;
+  service.start(R"({"process_memory": "guest"})");  // a thread of ours copies, and waits for pages as any thread does
+  LatePage page;
+  if (!page.usable()) {
+    MESSAGE("skipped: no userfaultfd that holds the kernel up (CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd=1)");
+    return;
+  }
+  Device device;
+  CqPtr cq = make_cq(device);
+  QpPtr requester = make_qp(device, cq.get()), responder = make_qp(device, cq.get());
+  connect(requester.get(), responder->qp_num);
+  connect(responder.get(), requester->qp_num);
+  // Part of a page: it stays where it is and is reached through the process.
+  ibv_mr* mr = ibv_reg_mr(device.pd, page.memory(), page.bytes / 2, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  REQUIRE(mr != nullptr);
+  page.withdraw();
+  ibv_sge sge = device.sge();
+  ibv_send_wr wr{}, *bad = nullptr;
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.wr.rdma = {page.address(), mr->rkey};
+  REQUIRE(ibv_post_send(requester.get(), &wr, &bad) == 0);
+  eventually("the copy waits for the page", [&] { return page.awaited(); });
+
+  std::atomic<bool> supplied = false;
+  std::thread supplier([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // for who does not wait to be found out
+    supplied = true;
+    page.supply();
+  });
+  leave(responder);
+  CHECK(supplied);
+  supplier.join();
+  requester.reset();
+  CHECK(ibv_dereg_mr(mr) == 0);
+}
+
+}  // namespace
+
+TEST_CASE("a queue pair is destroyed when the copy into its memory has ended") {
+  while_written_to([](QpPtr& responder) { responder.reset(); });
+}
+
+TEST_CASE("a queue pair is in RESET when the copy into its memory has ended") {
+  while_written_to([](QpPtr& responder) {
+    ibv_qp_attr attributes{};
+    attributes.qp_state = IBV_QPS_RESET;
+    CHECK(ibv_modify_qp(responder.get(), &attributes, IBV_QP_STATE) == 0);
+  });
+}
