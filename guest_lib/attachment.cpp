@@ -148,6 +148,11 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   return std::make_shared<Attachment>(std::move(parts));
 }
 
+std::uint64_t Attachment::next_ordinal() {
+  static std::atomic<std::uint64_t> made = 0;
+  return made.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
 Attachment::Attachment(Parts parts)
     : arena_(std::move(parts.arena)),
       page_mapping_(std::move(parts.page)),

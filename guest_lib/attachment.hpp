@@ -48,6 +48,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const Doorbell& doorbell() const { return doorbell_; }
   std::uint64_t requests_sent() const { return channel_.requests_sent(); }
   std::uint32_t guest() const { return guest_; }
+  std::uint64_t ordinal() const { return ordinal_; }  // among all attachments of this process, from 1
 
   // What the device, port and GID queries answer: asked again only when the service says that it changed.
   Result<control::DeviceReply> device();
@@ -92,9 +93,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const control::ServicePage* page_;
   vmci::UniqueFd doorbell_fd_;
   std::uint32_t guest_;
+  const std::uint64_t ordinal_ = next_ordinal();
   Liveness liveness_;
   Doorbell doorbell_;
   ControlChannel channel_;
+
+  static std::uint64_t next_ordinal();
 
   std::mutex device_mutex_;
   bool device_known_ = false;

@@ -79,10 +79,10 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
   }
   VRDMA_CRASH_POINT("guest.reg_mr.answered");
   if (!made) {
-    unreach(std::move(*reached));
+    unreach(std::move(reached->registration));
     return made.error();
   }
-  mr->registration = std::move(*reached);
+  mr->registration = std::move(reached->registration);
   mr->attachment = *attachment;
   mr->access = access;
   mr->verbs = {pd->context, pd, start, bytes, made->handle, made->key, made->key};
@@ -119,8 +119,8 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
     auto reached = reach(*mr.attachment, address, bytes, wanted & IBV_REREG_MR_CHANGE_ACCESS ? access : mr.access);
     if (!reached) return refuse(value(reached.error()));
-    before = std::move(*reached);
-    if (Status staged = stage(*mr.attachment, before.extents); !staged) {
+    before = std::move(reached->registration);
+    if (Status staged = stage(*mr.attachment, reached->extents); !staged) {
       unreach(std::move(before));
       return refuse(value(staged.error()));
     }

@@ -18,9 +18,14 @@ void withdraw(std::uint32_t backing) {
     (void)attachment->call_on_socket<control::Request::remove_backing>({backing, 0});
 }
 
+std::uint64_t service() {
+  const auto attachment = Attachment::existing();
+  return attachment == nullptr ? 0 : attachment->ordinal();
+}
+
 // Never destroyed: the interposed functions may be called until the very end.
 memory::MemoryManager& manager() {
-  static auto* const made = new memory::MemoryManager({announce, withdraw});
+  static auto* const made = new memory::MemoryManager({announce, withdraw, service});
   return *made;
 }
 
@@ -37,26 +42,32 @@ Result<std::uint32_t> window_of(Attachment& attachment) {
 
 }  // namespace
 
-Result<memory::Registration> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
-  auto registration = manager().add(address, bytes, access);
-  if (!registration) return registration;
-  Status prepared = ok();
-  for (auto& extent : registration->extents) {
-    if (extent.backing == control::backing_process && prepared) prepared = attachment.prepare_process_memory();
-    if (!prepared) {
-      manager().remove(std::move(*registration));
-      return prepared.error();
+namespace {
+
+Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents) {
+  for (auto& extent : extents) {
+    if (extent.backing == control::backing_process) {
+      if (const Status prepared = attachment.prepare_process_memory(); !prepared) return prepared.error();
+    } else if (extent.backing == memory::window_backing) {
+      auto window = window_of(attachment);
+      if (!window) return window.error();
+      extent.backing = *window;
     }
-    if (extent.backing != memory::window_backing) continue;
-    auto window = window_of(attachment);
-    if (!window) {
-      const Errno failed = window.error();
-      manager().remove(std::move(*registration));
-      return failed;
-    }
-    extent.backing = *window;
   }
-  return registration;
+  return extents;
+}
+
+}  // namespace
+
+Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+  auto registration = manager().add(address, bytes, access);
+  if (!registration) return registration.error();
+  auto extents = as_the_service_knows_them(attachment, registration->extents);
+  if (!extents) {
+    unreach(std::move(*registration));
+    return extents.error();
+  }
+  return Reached{std::move(*registration), std::move(*extents)};
 }
 
 void unreach(memory::Registration&& registration) { manager().remove(std::move(registration)); }

@@ -5,15 +5,21 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "guest_lib/attachment.hpp"
 #include "guest_lib/memory/manager.hpp"
 
 namespace vrdma::guest {
 
-// The extents that cover [address, address + bytes), in order, with the service's numbers of their backings. EFAULT: not all of
-// it is mapped with the rights that `access` (enum ibv_access_flags) needs.
-Result<memory::Registration> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
+struct Reached {
+  memory::Registration registration;        // to be given back as it is
+  std::vector<control::Extent> extents;     // the same with the service's numbers of their backings
+};
+
+// The extents that cover [address, address + bytes), in order. EFAULT: not all of it is mapped with the rights that `access`
+// (enum ibv_access_flags) needs.
+Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
 
 // The service has confirmed that it no longer touches the memory, or is gone.
 void unreach(memory::Registration&& registration);

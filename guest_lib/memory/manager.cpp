@@ -84,7 +84,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   alignas(std::max_align_t) char buffer[4096];
   std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
   UsedFiles files(&scratch);
-  Registration registration{address, bytes, 0, {}};
+  Registration registration{address, bytes, 0, backings_.service(), {}};
   bool held = false;
   Errno failed{ENOMEM};
   try {
@@ -95,7 +95,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
     }();
     if (!first) return first.error();
     for (const Piece& piece : *first)
-      if (piece.kind == Piece::Kind::file) use_file(piece, files);
+      if (piece.kind == Piece::Kind::file) use_file(piece, registration.service, files);
 
     Plan plan(&scratch);
     {
@@ -128,7 +128,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   for (const UsedFile& file : files) {
     const auto uses = [&](const Extent& extent) { return extent.backing == file.backing; };
     if (!held || std::none_of(registration.extents.begin(), registration.extents.end(), uses))
-      release_file(file.backing);
+      release_file(file.backing, registration.service);
   }
   if (!held) return failed;
   return Result<Registration>(std::move(registration));
@@ -258,7 +258,7 @@ void MemoryManager::remove(Registration&& registration) {
     const auto known = std::find(backings.begin(), backings.end(), extent.backing);
     if (extent.backing == window_backing || extent.backing == backing_process || known != backings.end()) continue;
     backings.push_back(extent.backing);
-    release_file(extent.backing);
+    release_file(extent.backing, taken.service);
   }
 }
 
@@ -331,19 +331,23 @@ void MemoryManager::drop_oldest_retained() {
   }
 }
 
-void MemoryManager::use_file(const Piece& piece, UsedFiles& used) {
+void MemoryManager::use_file(const Piece& piece, std::uint64_t service, UsedFiles& used) {
   const auto same = [&](const UsedFile& file) { return file.id == piece.vma.file; };
   if (std::any_of(used.begin(), used.end(), same)) return;
   used.reserve(used.size() + 1);
   const std::lock_guard lock(files_mutex_);
   auto known = files_.find(piece.vma.file);
+  if (known != files_.end() && known->second.service != service) {  // told to one that is gone
+    files_.erase(known);
+    known = files_.end();
+  }
   if (known == files_.end()) {
     auto file = open_shareable(piece.vma);
     if (!file || !backings_.announce) return;
     auto backing = backings_.announce(file->fd.get(), file->bytes);
     if (!backing) return;
     try {
-      known = files_.emplace(piece.vma.file, File{*backing, file->bytes, 0}).first;
+      known = files_.emplace(piece.vma.file, File{*backing, service, file->bytes, 0}).first;
     } catch (...) {
       if (backings_.withdraw) backings_.withdraw(*backing);
       throw;
@@ -353,10 +357,12 @@ void MemoryManager::use_file(const Piece& piece, UsedFiles& used) {
   used.push_back({known->first, known->second.backing, known->second.bytes});
 }
 
-void MemoryManager::release_file(std::uint32_t backing) {
+void MemoryManager::release_file(std::uint32_t backing, std::uint64_t service) {
   const std::lock_guard lock(files_mutex_);
   const auto file =
-      std::find_if(files_.begin(), files_.end(), [&](const auto& entry) { return entry.second.backing == backing; });
+      std::find_if(files_.begin(), files_.end(), [&](const auto& entry) {
+        return entry.second.backing == backing && entry.second.service == service;
+      });
   if (file == files_.end() || --file->second.registrations != 0) return;
   files_.erase(file);
   if (backings_.withdraw) backings_.withdraw(backing);

@@ -36,16 +36,18 @@ using control::backing_process;
 
 // How the service learns of the application's shareable files. announce: at most once per file while registrations use
 // it; the descriptor is sealed against shrinking and stays the caller's; returns the backing's id. withdraw: no
-// registration uses it.
+// registration uses it. service: a number of the service that would be asked now; what another one was told does not count.
 struct FileBackings {
   std::function<Result<std::uint32_t>(int fd, std::uint64_t bytes)> announce;
   std::function<void(std::uint32_t backing)> withdraw;
+  std::function<std::uint64_t()> service = [] { return std::uint64_t{0}; };
 };
 
 struct Registration {
   std::uint64_t address = 0;
   std::uint64_t bytes = 0;
   std::uint64_t generation = 0;
+  std::uint64_t service = 0;  // that the extents' files were announced to
   std::vector<Extent> extents;  // ascending, without gaps, exactly the registered bytes
 };
 
@@ -86,6 +88,7 @@ class MemoryManager {
  private:
   struct File {
     std::uint32_t backing;
+    std::uint64_t service;
     std::uint64_t bytes;
     std::uint64_t registrations;
   };
@@ -111,8 +114,8 @@ class MemoryManager {
   void give_back(Range range);
   void retain(Range range);
   void drop_oldest_retained();
-  void use_file(const Piece& piece, UsedFiles& used);
-  void release_file(std::uint32_t backing);
+  void use_file(const Piece& piece, std::uint64_t service, UsedFiles& used);
+  void release_file(std::uint32_t backing, std::uint64_t service);
 
   std::optional<int> advise(Range range, int advice);
   void evict(Range range);
