@@ -38,6 +38,13 @@ class EventSource {
     return Next::record;
   }
 
+  // An event of our own.
+  void add(int event_fd, const Record& record) {
+    std::lock_guard lock(mutex_);
+    kept_.push_back(record);
+    if (kept_.size() == 1) make_readable(event_fd);
+  }
+
   // Forgets the unread events of an object about which the service raises no more. event_fd: what the application polls.
   void purge(int event_fd, int pipe, std::uint32_t object) {
     std::lock_guard lock(mutex_);
@@ -45,19 +52,21 @@ class EventSource {
     for (Record record; read(pipe, record) == Next::record;) kept_.push_back(record);
     std::erase_if(kept_, [object](const Record& record) { return object_of(record) == object; });
     if (had_kept == !kept_.empty()) return;
-    std::uint64_t count = 1;
-    if (kept_.empty()) {
-      [[maybe_unused]] const auto got = ::read(ready_.get(), &count, sizeof(count));
-      return;
-    }
+    if (!kept_.empty()) return make_readable(event_fd);
+    std::uint64_t count;
+    [[maybe_unused]] const auto got = ::read(ready_.get(), &count, sizeof(count));
+  }
+
+ private:
+  void make_readable(int event_fd) {
     if (!ready_) {
       ready_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
       (void)watch_pipe(event_fd, ready_.get());
     }
+    const std::uint64_t count = 1;
     [[maybe_unused]] const auto written = ::write(ready_.get(), &count, sizeof(count));
   }
 
- private:
   static Next read(int pipe, Record& record) {
     ssize_t got;
     do got = ::read(pipe, &record, sizeof(record));

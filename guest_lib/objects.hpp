@@ -105,7 +105,8 @@ struct Cq {
   alignas(64) SpinLock lock;
   std::uint32_t consumed = 0;  // as in shared
   std::uint32_t polls = 0;
-  std::atomic<bool> left_off{false};  // the last poll filled its array: there may be more
+  std::atomic<bool> polled{false};    // since its last event was read; like left_off only kept for a CQ with a channel
+  std::atomic<bool> left_off{false};  // the last poll filled its array, and there was more
   Lane* hot[control::hot_lanes] = {};
   std::uint32_t hot_hits[control::hot_lanes] = {};
   Lane* pending_first = nullptr;
@@ -181,6 +182,8 @@ int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.
 void watch_after_death(Cq& cq);
+// The armed CQ holds completions that its application may not look for any more.
+void raise_missed(Cq& cq);
 
 // Drops the unread asynchronous events of an object that was destroyed.
 void purge_async_events(ibv_context* context, std::uint32_t handle);

@@ -192,6 +192,16 @@ int poll_hot(Cq& cq, int room, ibv_wc* wc) {
   return got;
 }
 
+// Whether something that was announced, or lies in a hot lane, is still there. What is in another lane and not announced yet is
+// going to be. Neither a ready bit nor a place in the list says that a lane holds anything.
+bool more_to_take(Cq& cq) {
+  if (std::ranges::any_of(cq.hot, [](const Lane* lane) { return lane != nullptr && lane->reader.next() != nullptr; })) return true;
+  collect_ready(cq);
+  for (const Lane* lane = cq.pending_first; lane != nullptr; lane = lane->next_pending)
+    if (lane->reader.next() != nullptr) return true;
+  return false;
+}
+
 int look(Cq& cq, int room, ibv_wc* wc) {
   int got;
   if (++cq.polls % polls_between_fair_turns == 0) {
@@ -201,7 +211,10 @@ int look(Cq& cq, int room, ibv_wc* wc) {
     got = poll_hot(cq, room, wc);
     if (got < room) got += poll_pending(cq, room - got, wc + got);
   }
-  cq.left_off.store(got == room, std::memory_order_relaxed);
+  if (cq.verbs.channel != nullptr) {
+    cq.polled.store(true, std::memory_order_relaxed);
+    cq.left_off.store(got == room && more_to_take(cq), std::memory_order_relaxed);
+  }
   if (got != 0) {
     cq.consumed += static_cast<std::uint32_t>(got);
     std::atomic_ref(cq.shared->consumed).store(cq.consumed, std::memory_order_release);
@@ -269,6 +282,12 @@ int req_notify_cq(ibv_cq* verbs, int solicited_only) {
   // A1: pairs with the service's fence between a completion and its look at `arm`: one that it put before seeing the arm is
   // found by the application's next poll.
   vmci::store_load_fence();
+  if (cq.verbs.channel != nullptr && wanted == control::arm_next && cq.polled.load(std::memory_order_relaxed)) {
+    cq.lock.lock();
+    const bool missed = more_to_take(cq);
+    cq.lock.unlock();
+    if (missed) raise_missed(cq);
+  }
   if (cq.liveness->gone()) [[unlikely]]
     watch_after_death(cq);
   return 0;

@@ -183,3 +183,96 @@ TEST_CASE("a fork's child makes its own objects on the parent's context and cann
   pair.message();  // the parent has noticed nothing
   CHECK(collect(pair.receive_cq.get(), 2).size() == 2);
 }
+
+TEST_CASE("who arms after a poll is told of what came in between, who arms before it is not told twice") {
+  Service service;
+  service.start();
+  Device device;
+  Pair pair(device);
+  ibv_cq* const cq = pair.receive_cq.get();
+  ibv_wc wc;
+  CHECK(ibv_poll_cq(cq, 1, &wc) == 0);
+  pair.message();
+  REQUIRE(ibv_req_notify_cq(cq, 0) == 0);
+  CHECK(readable(pair.channel->fd));  // at once: UCX sleeps now, without another poll
+  CHECK(drain_events(pair.channel.get()) == 1);
+  REQUIRE(ibv_req_notify_cq(cq, 0) == 0);
+  CHECK(ibv_poll_cq(cq, 1, &wc) == 1);
+  CHECK(drain_events(pair.channel.get()) == 0);
+  pair.message();
+  eventually("an event", [&] { return readable(pair.channel->fd); });
+  CHECK(drain_events(pair.channel.get()) == 1);
+  CHECK(collect(cq, 1).size() == 1);
+}
+
+namespace {
+
+// As ib_send_lat -e: two CQs on one channel, a send queue of one, and the event that follows a send is that of the send.
+struct Side {
+  Device& device;
+  ChannelPtr channel{ibv_create_comp_channel(device.context)};
+  CqPtr send_cq = make_cq(device, 1, channel.get()), receive_cq = make_cq(device, 64, channel.get());
+  QpPtr qp;
+
+  explicit Side(Device& on) : device(on) {
+    ibv_qp_init_attr init{};
+    init.send_cq = send_cq.get();
+    init.recv_cq = receive_cq.get();
+    init.qp_type = IBV_QPT_RC;
+    init.cap = {1, 64, 1, 1, 0};
+    qp.reset(ibv_create_qp(device.pd, &init));
+    REQUIRE(qp != nullptr);
+    REQUIRE(ibv_req_notify_cq(send_cq.get(), 0) == 0);
+    REQUIRE(ibv_req_notify_cq(receive_cq.get(), 0) == 0);
+  }
+  void connect_to(const Side& peer) {
+    connect(qp.get(), peer.qp->qp_num);
+    for (std::uint64_t i = 0; i < 64; ++i) REQUIRE(post_recv(device, qp.get(), i) == 0);
+  }
+
+  // False: the event was of the other CQ, or for nothing.
+  bool await(ibv_cq* wanted) {
+    ibv_cq* cq;
+    void* context;
+    if (ibv_get_cq_event(channel.get(), &cq, &context) != 0) return false;
+    ibv_ack_cq_events(cq, 1);
+    ibv_wc wc;
+    return ibv_req_notify_cq(cq, 0) == 0 && ibv_poll_cq(wanted, 1, &wc) == 1 && wc.status == IBV_WC_SUCCESS;
+  }
+  bool send() { return post_send(device, qp.get(), 1) == 0 && await(send_cq.get()); }
+  bool receive() { return await(receive_cq.get()) && post_recv(device, qp.get(), 1) == 0; }
+};
+
+}  // namespace
+
+TEST_CASE("no event comes for a completion that was already polled, however close they follow one another") {
+  Service service;
+  service.start();
+  Device device;
+  Side a(device), b(device);
+  a.connect_to(b);
+  b.connect_to(a);
+  constexpr int turns = 3000;
+  std::atomic<bool> wrong{false};
+  // Both queue pairs to the error state: what is outstanding is flushed, so that the other side does not wait for ever.
+  const auto fail = [&](Side& side) {
+    wrong = true;
+    ibv_qp_attr error{};
+    error.qp_state = IBV_QPS_ERR;
+    (void)ibv_modify_qp(side.qp.get(), &error, IBV_QP_STATE);
+  };
+  std::thread other([&] {
+    for (int i = 0; i < turns && !wrong; ++i)
+      if (!b.receive() || !b.send()) {
+        fail(a);
+        fail(b);
+      }
+  });
+  for (int i = 0; i < turns && !wrong; ++i)
+    if (!a.send() || !a.receive()) {
+      fail(a);
+      fail(b);
+    }
+  other.join();
+  CHECK_FALSE(wrong);
+}

@@ -11,6 +11,8 @@ UCX_TESTS = (
     ("rc_verbs,ud_verbs", "ucp_put_lat", 8), ("rc_verbs,ud_verbs", "ucp_put_bw", 65536), ("rc_verbs,ud_verbs", "ucp_get", 4096),
     ("rc_verbs,ud_verbs", "ucp_fadd", 8), ("rc_verbs,ud_verbs", "ucp_cswap", 8), ("rc_verbs,ud_verbs", "stream_bw", 8192),
     ("rc_verbs,ud_verbs", "ucp_am_lat", 64), ("ud_verbs", "tag_lat", 8), ("ud_verbs", "tag_bw", 4096),
+    # Asleep on the descriptor between messages.
+    ("rc_verbs,ud_verbs", "tag_lat", 32, "-E", "sleep"), ("ud_verbs", "tag_lat", 32, "-E", "sleep"),
 )
 
 # UCX tries rdma_cm for connections that nobody here asks for, is told that it is not served, and goes on without.
@@ -31,12 +33,12 @@ def ucx_info(side):
             raise Failure(f"no {transport} over vrdma0:1 in:\n{said[-6000:]}")
 
 
-def ucx_perftest(sides, transports, test, size):
+def ucx_perftest(sides, transports, test, size, *more):
     need("ucx_perftest")
     server, client = (replace(side, env=_ucx_env(side, transports)) for side in sides)
     port = free_port()
     iterations = 200 if size > 65536 else 2000
-    options = ["-p", str(port), "-t", test, "-s", str(size), "-n", str(iterations), "-w", "50"]
+    options = ["-p", str(port), "-t", test, "-s", str(size), "-n", str(iterations), "-w", "50", *more]
     pair = run_pair(server, client, ["ucx_perftest", "-p", str(port)], ["ucx_perftest", server.address, *options], port, 60,
                     bad_words=UCX_BAD_WORDS)
     final = re.search(r"^Final:\s+(\d+)\s+(.*)$", pair.client, re.MULTILINE)

@@ -151,9 +151,9 @@ class Runner:
 
     def ucx(self):
         self.case("ucx_info -d", lambda: clients.ucx_info(self.side()))
-        for transports, test, size in clients.UCX_TESTS:
-            self.case(f"ucx_perftest UCX_TLS={transports} {test} -s {size}",
-                      lambda a=transports, b=test, c=size: clients.ucx_perftest((self.side(), self.side()), a, b, c))
+        for transports, test, size, *more in clients.UCX_TESTS:
+            self.case(" ".join((f"ucx_perftest UCX_TLS={transports} {test} -s {size}", *more)),
+                      lambda a=transports, b=test, c=size, d=more: clients.ucx_perftest((self.side(), self.side()), a, b, c, *d))
 
     def qperf(self):
         for test in clients.QPERF_TESTS:
