@@ -80,7 +80,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   if (!running) {
     if (!wanted.empty() || std::getenv("VRDMA_SOCKET") != nullptr) return;  // said already
     try {
-      started = find_or_start_service("");
+      started = find_or_start_service();
       socket = started->path;
     } catch (const std::exception& error) {
       findings.push_back({Level::problem, "self-test", error.what(), "see that log"});

@@ -22,7 +22,7 @@ CLI::App* add_run(CLI::App& app, RunOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "run", "Run a program with libvrdma in place of libibverbs. Starts a private vrdmad when no service is reachable;\n"
              "it is shared by your other `vrdma run`s and leaves by itself.");
-  command->add_option("--link-layer", options.link_layer, "ib (default) or ethernet: what the port of vrdma0 says it is")
+  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what this guest's port of vrdma0 says it is (default: what the service is configured for, else ib)")
       ->check(CLI::IsMember({"ib", "ethernet"}));
   command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same")
       ->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });

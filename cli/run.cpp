@@ -36,7 +36,7 @@ void prepend(const char* variable, const std::string& value) {
 
 int run(const RunOptions& options) {
   const std::string library = library_path();
-  Service service = find_or_start_service(options.link_layer);
+  Service service = find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
 
   int failed[2];  // carries the errno of an exec that failed; closed by one that did not

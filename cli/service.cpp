@@ -50,17 +50,15 @@ void make_private_folder(const std::string& folder) {
     fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
 }
 
-void start_private_service(const std::string& path, const std::string& link_layer) {
+void start_private_service(const std::string& path) {
   int ready[2];
   if (::pipe2(ready, O_CLOEXEC) != 0) fail(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
   vmci::UniqueFd ready_read(ready[0]), ready_write(ready[1]);
   const std::string program = program_path("vrdmad");
   const std::string log = path.substr(0, path.rfind('/')) + "/vrdmad.log";
   const std::string ready_fd = "3";
-  std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
-                                     ready_fd.c_str(), "--log-file", log.c_str()};
-  if (!link_layer.empty()) arguments.insert(arguments.end(), {"--link-layer", link_layer.c_str()});
-  arguments.push_back(nullptr);
+  const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
+                                           ready_fd.c_str(), "--log-file", log.c_str(), nullptr};
   const pid_t pid = ::fork();
   if (pid < 0) fail(fmt::format("cannot start {} ({})", program, std::strerror(errno)));
   if (pid == 0) {
@@ -143,7 +141,7 @@ std::runtime_error unreachable(const std::string& wanted) {
   return std::runtime_error(fmt::format("cannot reach the host service at {}: {}", tried, service_remedy(last)));
 }
 
-Service find_or_start_service(const std::string& link_layer) {
+Service find_or_start_service() {
   if (auto found = find_service()) return std::move(*found);
   if (const char* named = std::getenv("VRDMA_SOCKET"); named != nullptr && *named != '\0') {
     auto socket = vmci::PacketSocket::connect(named);
@@ -161,7 +159,7 @@ Service find_or_start_service(const std::string& link_layer) {
     fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));
   auto socket = vmci::PacketSocket::connect(path);  // another `vrdma run` may have been faster
   if (!socket) {
-    start_private_service(path, link_layer);
+    start_private_service(path);
     socket = vmci::PacketSocket::connect(path);
     if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
   }

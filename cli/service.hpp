@@ -27,7 +27,7 @@ Result<Service> find_service(const std::string& wanted = {});
 const char* service_remedy(int error);
 std::runtime_error unreachable(const std::string& wanted);
 // Likewise, starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.
-Service find_or_start_service(const std::string& link_layer);
+Service find_or_start_service();
 
 // Beside this program: ../lib/libvrdma.so in the build tree, the installed place otherwise. Throws when it is in neither.
 std::string library_path();

@@ -252,17 +252,30 @@ class Running(TestCase):
         self.assert_refuses(self.vrdma("shwo"), 2, "shwo")
         self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
 
+    def stop_private_service(self):
+        pid = json.loads(self.vrdma("show", "--json").stdout)["service"]["pid"]
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGTERM)
+        self.assertTrue(select.select([pidfd], [], [], 60)[0], "the private service did not leave")
+        os.close(pidfd)
+
     def test_a_private_service_starts_serves_and_leaves_its_log(self):
         result = self.vrdma("run", "--", "ibv_devinfo")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("vrdma0", result.stdout)
         log = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.log"
-        pid = json.loads(self.vrdma("show", "--json").stdout)["service"]["pid"]
-        os.kill(pid, signal.SIGTERM)
-        pidfd = os.pidfd_open(pid)
-        self.assertTrue(select.select([pidfd], [], [], 60)[0], "the private service did not leave")
-        os.close(pidfd)
+        self.stop_private_service()
         self.assertIn("SIGTERM: leaving", log.read_text())
+
+    def test_the_link_layer_is_each_guests_own(self):
+        def link_layer(*options):
+            result = self.vrdma("run", *options, "--", "ibv_devinfo")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            return re.search(r"link_layer:\s+(\w+)", result.stdout)[1]
+
+        self.assertEqual([link_layer("--link-layer", "ethernet"), link_layer(), link_layer("--link-layer", "ib")],
+                         ["Ethernet", "InfiniBand", "InfiniBand"])
+        self.stop_private_service()
 
     def test_a_private_folder_of_somebody_elses_making_is_not_used(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
