@@ -1,11 +1,11 @@
 #include "guest_lib/control.hpp"
 
 #include <poll.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
 
+#include "guest_lib/cancellation.hpp"
 #include "vmci_channel/backoff.hpp"
 #include "vrdma/fault.hpp"
 
@@ -19,18 +19,6 @@ namespace {
 constexpr std::uint32_t local_port = 1;        // one requester per guest
 constexpr std::uint32_t control_member = 0;    // of the doorbell bitmap
 constexpr std::uint32_t head_bytes_in_ring = sizeof(RecordHead);
-
-// The waits below poll(2); a thread that is cancelled there would leave the channel locked.
-class CancellationOff {
- public:
-  CancellationOff() { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
-  ~CancellationOff() { pthread_setcancelstate(before_, nullptr); }
-  CancellationOff(const CancellationOff&) = delete;
-  CancellationOff& operator=(const CancellationOff&) = delete;
-
- private:
-  int before_ = 0;
-};
 
 Head make_head(control::Request request, std::uint32_t source_context, std::uint32_t sequence, std::size_t bytes) {
   Head head{};

@@ -4,13 +4,15 @@
 //   as_ptr        nullptr, errno     ibv_create_qp, ibv_reg_mr …
 //   as_minus_one  -1, errno          ibv_query_gid, ibv_get_cq_event …
 //
-// Each takes a callable that returns a Status or Result. errno is set on every failure, as libibverbs does.
+// Each takes a callable that returns a Status or Result. errno is set on every failure, as libibverbs does. A thread is not cancelled
+// inside.
 #pragma once
 
 #include <cerrno>
 #include <new>
 #include <utility>
 
+#include "guest_lib/cancellation.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::guest {
@@ -18,6 +20,7 @@ namespace vrdma::guest {
 namespace detail {
 template <class Function>
 auto walled(Function&& function) noexcept -> decltype(function()) {
+  const CancellationOff cancellation_off;
   try {
     return std::forward<Function>(function)();
   } catch (const std::bad_alloc&) {

@@ -8,7 +8,9 @@
 #pragma once
 
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -94,7 +96,7 @@ class Backoff {
   void nap() {
     --naps_left_;
     constexpr timespec as_short_as_it_gets{0, 1};
-    ::nanosleep(&as_short_as_it_gets, nullptr);
+    ::syscall(SYS_nanosleep, &as_short_as_it_gets, nullptr);  // not nanosleep(2): polling is no cancellation point
     since_ = cycles();
     budget_cycles_ = 3 * cycles_per_us_;
   }

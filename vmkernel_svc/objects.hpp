@@ -154,6 +154,8 @@ struct Guest {
   std::vector<QueuePair*> by_doorbell;  // index: QueuePair::doorbell; 0 is the control pair
   std::vector<std::uint32_t> free_doorbells;
 
+  bool events_held = false;  // some backlog of its pipes is not empty
+
   VmciEnd vmci;  // ports, datagrams and queue pairs between guests
 
   bool submit(std::unique_ptr<ProcessJob> job) {

@@ -22,6 +22,7 @@ constexpr std::int32_t turn_wqes = 32;
 constexpr int looks_per_turn = 8;
 constexpr std::uint32_t idle_turns_max = 16'000;    // then the queue pair rings when it has something
 constexpr std::uint32_t idle_turns_crowded = 64;
+constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is tried again after so long
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
@@ -138,9 +139,10 @@ bool Shard::run_finished_jobs() {
 }
 
 bool Shard::look_at_doorbells() {
-  bool worked = false;
+  bool worked = false, events_held = false;
   for (std::size_t i = 0; i < guests_.size(); ++i) {
     Guest& guest = *guests_[i];
+    events_held |= guest.events_held;
     if (guest.broken) {
       expel(guest);
       continue;
@@ -168,7 +170,16 @@ bool Shard::look_at_doorbells() {
     });
     worked = true;
   }
+  if (events_held) flush_held_events();
   return worked;
+}
+
+// Also while there is always something to do: who has emptied a full pipe waits for the rest.
+void Shard::flush_held_events() {
+  const std::uint64_t now = vmci::monotonic_ns();
+  if (now < held_events_check_ns_) return;
+  held_events_check_ns_ = now + held_events_patience_ns;
+  for (Guest* guest : guests_) flush_events(*guest);
 }
 
 // After the queue pairs, so that what a guest posted before it asked has had its turn.
@@ -271,8 +282,7 @@ void Shard::make_runnable(Qp& qp) {
 bool Shard::park(RunList& list, std::size_t index) {
   Qp& qp = *list.queue_pairs[index];
   qp.port.owner->watch_sends(true);  // with a fence
-  if (!qp.send_ring.empty() && qp.operation.stage == engine::Operation::Stage::none &&
-      (qp.state == engine::QpState::rts || qp.state == engine::QpState::err || qp.state == engine::QpState::sqe)) {
+  if (engine_.may_take_sends(qp)) {
     qp.port.owner->watch_sends(false);
     qp.port.idle_turns = 0;
     return false;
@@ -357,7 +367,7 @@ void Shard::sleep() {
       held |= fabric_.vmci.flush(*guest);
       held |= guest->held_since_ns != 0 && !guest->broken;
     }
-    if (held && (until == 0 || until > now + 1'000'000)) until = now + 1'000'000;  // a full pipe, a request that waits: try again soon
+    if (held && (until == 0 || until > now + held_events_patience_ns)) until = now + held_events_patience_ns;  // a request that waits, too
     if (until != 0) {
       const std::uint64_t wait = until > now ? until - now : 0;
       timeout.tv_sec = static_cast<time_t>(wait / 1'000'000'000);

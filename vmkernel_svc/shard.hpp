@@ -75,6 +75,7 @@ class Shard final : public Runner, public JobSink {
   bool run_tasks();
   bool run_finished_jobs();
   bool look_at_doorbells();
+  void flush_held_events();
   bool serve_control();
   void expel(Guest& guest);
   bool run_queue_pairs();

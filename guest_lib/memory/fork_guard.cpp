@@ -68,6 +68,14 @@ void ForkGuard::copy(const Window& window, const PageCounts& resident) {
   }
 }
 
+void ForkGuard::clear(Range range) const {
+  for (std::size_t i = 0; i < piece_count_ && copies_ != nullptr; ++i) {
+    if (!pieces_[i].range.overlaps(range)) continue;
+    const Range part = range.clipped_to(pieces_[i].range);
+    ::syscall(SYS_madvise, copies_ + pieces_[i].copy_offset + (part.begin - pieces_[i].range.begin), part.bytes(), MADV_DONTNEED);
+  }
+}
+
 void ForkGuard::discard() {
   if (copies_ != nullptr) ::munmap(copies_, copied_bytes_);
   if (pieces_ != nullptr) ::munmap(pieces_, piece_capacity_ * sizeof(Piece));

@@ -24,6 +24,8 @@ class ForkGuard {
   // Before the fork: copies what is mapped of `resident`. Without memory for it the child finds its pages inaccessible:
   // it crashes on touching them rather than reading anything else or writing to the parent.
   void copy(const Window& window, const PageCounts& resident);
+  // Between copy() and the fork, by any thread: the child is to find zeroes in `range`, whole pages.
+  void clear(Range range) const;
   // Afterwards, in the parent.
   void discard();
   // Afterwards, in the child, which has one thread.

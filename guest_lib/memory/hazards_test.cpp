@@ -7,7 +7,9 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <thread>
 
 #include "guest_lib/memory/test_support.hpp"
 
@@ -91,6 +93,46 @@ TEST_CASE("Fork handlers of others find the child's memory in place, also handle
   CHECK(in_child([&] { return m.p[0] == 1 ? 0 : 1; }) == 0);
   touched_in_child = nullptr;
   m.manager.remove(std::move(m.registration));
+}
+
+// An allocator: its lock is taken by its fork handlers, which it registered before anybody else (jemalloc does at the first malloc), and
+// held by a thread of its own while that gives memory back (its background threads).
+pthread_mutex_t allocator_lock = PTHREAD_MUTEX_INITIALIZER;
+std::atomic<bool> allocator_in_use{false}, fork_waits_for_allocator{false};
+void register_allocator() {
+  ::pthread_atfork(
+      [] {
+        if (!allocator_in_use) return;
+        fork_waits_for_allocator = true;
+        pthread_mutex_lock(&allocator_lock);
+      },
+      [] { if (allocator_in_use) pthread_mutex_unlock(&allocator_lock); },
+      [] { if (allocator_in_use) pthread_mutex_unlock(&allocator_lock); });
+}
+[[gnu::section(".preinit_array"), gnu::used]] void (*const register_allocator_first)() = &register_allocator;
+
+TEST_CASE("An allocator whose fork handler waits for a thread that is in madvise gets there, and the child finds zeroes as promised") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  View view(m.manager, m.p, m.bytes);
+  allocator_in_use = true;
+  std::atomic<bool> locked{false};
+  std::thread background([&] {
+    pthread_mutex_lock(&allocator_lock);
+    locked = true;
+    while (!fork_waits_for_allocator) std::this_thread::yield();
+    CHECK(::madvise(m.p + page, 2 * page, MADV_DONTNEED) == 0);
+    pthread_mutex_unlock(&allocator_lock);
+  });
+  while (!locked) std::this_thread::yield();
+  CHECK(in_child([&] { return m.p[0] == 1 && m.p[page] == 0 && m.p[3 * page - 1] == 0 && m.p[3 * page] == 1 ? 0 : 1; }) == 0);
+  background.join();
+  allocator_in_use = false;
+  CHECK(view[0] == 1);
+  CHECK(view[page] == 0);
+  m.manager.remove(std::move(m.registration));
+  CHECK(m.p[page] == 0);
+  CHECK(m.p[3 * page] == 1);
 }
 
 TEST_CASE("A child made by the bare system call cannot write to the parent's memory") {

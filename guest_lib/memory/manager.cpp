@@ -52,6 +52,13 @@ OtherThreads MemoryManager::other_threads() const {
   return alone ? OtherThreads::none : OtherThreads::some;
 }
 
+// Who may write to the pages while they move: the service itself, too, where a registration has it reach them through the process.
+// A thread of ours that copies in its place is kept out by the gate.
+OtherThreads MemoryManager::other_writers(Range range) const {
+  const bool service_kept_out = gate_closed_ && CopyGate::threads() != 0;
+  return by_process_->any(range) && !service_kept_out ? OtherThreads::some : other_threads();
+}
+
 Result<int> MemoryManager::window_fd() {
   Locked lock(*this);
   return window_fd_locked();
@@ -115,9 +122,11 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
         registration.extents = to_extents(plan);
       } catch (const std::bad_alloc&) {
         Locked lock(*this);
-        for (const Piece& piece : plan)
+        for (const Piece& piece : plan) {
+          if (piece.kind == Piece::Kind::process) by_process_->lower(whole_pages_around(piece.range), [](Range) {});
           if (piece.kind == Piece::Kind::window)
             held_->lower(whole_pages_around(piece.range), [this](Range zero) { give_back(zero); });
+        }
         publish_bounds();
         held = false;
       }
@@ -166,7 +175,7 @@ void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) 
   plan.reserve(2 * plan.size());  // so that nothing below throws with pages moved but unknown
   for (std::size_t i = 0; i < plan.size(); ++i) {
     if (!movable(plan[i])) continue;
-    const std::uint64_t moved = possible ? take_in(plan[i], others) : 0;
+    const std::uint64_t moved = possible ? take_in(plan[i], other_writers(plan[i].range)) : 0;
     Piece rest = plan[i];
     plan[i].kind = Piece::Kind::window;
     plan[i].range.end = plan[i].range.begin + moved;
@@ -212,17 +221,22 @@ bool MemoryManager::mapped_elsewhere(Range offsets) {
   }
 }
 
+PageCounts* MemoryManager::counts_of(Piece::Kind kind) {
+  return kind == Piece::Kind::window ? &*held_ : kind == Piece::Kind::process ? &*by_process_ : nullptr;
+}
+
 void MemoryManager::hold(const Plan& plan) {
   std::size_t done = 0;
   try {
     for (; done < plan.size(); ++done)
-      if (plan[done].kind == Piece::Kind::window) held_->raise(whole_pages_around(plan[done].range));
+      if (PageCounts* const counts = counts_of(plan[done].kind)) counts->raise(whole_pages_around(plan[done].range));
   } catch (...) {
     for (std::size_t i = 0; i < plan.size(); ++i) {
-      if (plan[i].kind != Piece::Kind::window) continue;
+      PageCounts* const counts = counts_of(plan[i].kind);
+      if (counts == nullptr) continue;
       const Range pages = whole_pages_around(plan[i].range);
-      if (i < done) held_->lower(pages, [](Range) {});
-      give_back_unheld(pages);
+      if (i < done) counts->lower(pages, [](Range) {});
+      if (plan[i].kind == Piece::Kind::window) give_back_unheld(pages);
     }
     publish_bounds();
     throw;
@@ -244,10 +258,11 @@ void MemoryManager::remove(Registration&& registration) {
     Locked lock(*this);
     if (taken.generation != generation_) return;  // made before the fork that this process comes from
     try {
-      for (const Extent& extent : taken.extents)
-        if (extent.backing == window_backing)
-          held_->lower(whole_pages_around({extent.address, extent.address + extent.bytes}),
-                       [this](Range zero) { give_back(zero); });
+      for (const Extent& extent : taken.extents) {
+        const Range pages = whole_pages_around({extent.address, extent.address + extent.bytes});
+        if (extent.backing == backing_process) by_process_->lower(pages, [](Range) {});
+        if (extent.backing == window_backing) held_->lower(pages, [this](Range zero) { give_back(zero); });
+      }
     } catch (const std::bad_alloc&) {
       // The pages stay in the window, which is safe.
     }
@@ -296,9 +311,8 @@ void MemoryManager::give_back(Range range) {
       if (i < mapped.size()) at = mapped[i].range.end;
     }
   }
-  const OtherThreads others = other_threads();
   for (const Vma& vma : mapped) {
-    const std::uint64_t moved = move_out(window_, vma.range, vma.protection(), others);
+    const std::uint64_t moved = move_out(window_, vma.range, vma.protection(), other_writers(vma.range));
     if (moved == 0) continue;
     statistics_.moved_out_bytes += moved;
     const Range freed{vma.range.begin, vma.range.begin + moved};

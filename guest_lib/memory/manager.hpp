@@ -101,6 +101,7 @@ class MemoryManager {
   using UsedFiles = std::pmr::vector<UsedFile>;
 
   OtherThreads other_threads() const;
+  OtherThreads other_writers(Range range) const;
   Result<int> window_fd_locked();
   void publish_bounds();
 
@@ -110,6 +111,7 @@ class MemoryManager {
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
   void hold(const Plan& plan);
+  PageCounts* counts_of(Piece::Kind kind);
   void give_back_unheld(Range range);
   void give_back(Range range);
   void retain(Range range);
@@ -118,6 +120,7 @@ class MemoryManager {
   void release_file(std::uint32_t backing, std::uint64_t service);
 
   std::optional<int> advise(Range range, int advice);
+  std::optional<int> advise_beside_fork(Range range, int advice, bool& visited);
   void evict(Range range);
 
   [[gnu::constructor(101)]] static void watch_forks();
@@ -137,6 +140,7 @@ class MemoryManager {
   MappedMemory mapped_memory_;
   std::optional<std::pmr::unsynchronized_pool_resource> pool_;
   std::optional<PageCounts> held_;  // registrations per page of a window extent
+  std::optional<PageCounts> by_process_;  // the same of extents that are reached through the process, by whoever copies for the service
   std::optional<PageCounts>
       resident_;  // pages whose contents live in the window (unless the application replaced the mapping)
   Window window_;
@@ -151,6 +155,9 @@ class MemoryManager {
   ForkGuard fork_guard_;
   std::optional<SignalsBlocked> fork_signals_;
   std::optional<CopyGate::Closed> fork_gate_;
+  // While a thread forks it holds the lock and changes nothing: others may read then, who must not wait (on_madvise).
+  std::atomic<bool> forking_{false};
+  std::atomic<std::uint32_t> fork_visitors_{0};
 
   // Announced files; never taken while mutex_ is held. A file's inode cannot be used again while the service holds it.
   std::mutex files_mutex_;

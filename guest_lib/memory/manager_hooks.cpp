@@ -1,7 +1,9 @@
 // What reaches MemoryManager from elsewhere than its user: fork, and the interposed functions.
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cassert>
@@ -28,6 +30,7 @@ int raw_madvise(Range range, int advice) {
 MemoryManager::MemoryManager(FileBackings backings) : backings_(std::move(backings)) {
   pool_.emplace(&mapped_memory_);
   held_.emplace(&*pool_);
+  by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
   [[maybe_unused]] MemoryManager* other = instance.exchange(this, std::memory_order_acq_rel);
   assert(other == nullptr);
@@ -50,11 +53,14 @@ void MemoryManager::before_fork() {
   self->fork_gate_.emplace();
   self->mutex_.lock();
   self->fork_guard_.copy(self->window_, *self->resident_);
+  self->forking_.store(true);
 }
 
 void MemoryManager::after_fork_in_parent() {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   if (self == nullptr) return;
+  self->forking_.store(false);
+  while (self->fork_visitors_.load() != 0) sched_yield();
   self->fork_guard_.discard();
   self->mutex_.unlock();
   self->fork_gate_.reset();
@@ -64,6 +70,8 @@ void MemoryManager::after_fork_in_parent() {
 void MemoryManager::after_fork_in_child() {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   if (self == nullptr) return;
+  self->forking_.store(false);
+  self->fork_visitors_.store(0);  // they are the parent's
   self->fork_guard_.install();
   self->become_child();
   self->mutex_.unlock();
@@ -75,9 +83,11 @@ void MemoryManager::after_fork_in_child() {
 void MemoryManager::become_child() {
   ++generation_;
   held_.reset();
+  by_process_.reset();
   resident_.reset();
   pool_.emplace(&mapped_memory_);
   held_.emplace(&*pool_);
+  by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
   publish_bounds();
   window_ = Window{};
@@ -103,8 +113,31 @@ std::optional<int> MemoryManager::on_madvise(std::uint64_t address, std::uint64_
                    self->resident_end_.load(std::memory_order_relaxed)};
   const Range range{address, page_ceiling(address + bytes)};
   if (range.empty() || !range.overlaps(hint)) return std::nullopt;
-  Locked lock(*self);
-  return self->advise(range, advice);
+  // The caller may be an allocator with its locks held, and the thread that forks may be waiting for those in the allocator's own
+  // fork handler (jemalloc's background threads): so this one never waits for a fork to end.
+  const SignalsBlocked signals;
+  for (int tries = 0;; ++tries) {
+    if (const std::unique_lock lock(self->mutex_, std::try_to_lock); lock.owns_lock()) return self->advise(range, advice);
+    bool visited = false;
+    if (const auto result = self->advise_beside_fork(range, advice, visited); visited) return result;
+    constexpr int yields = 16;
+    constexpr timespec nap{0, 50'000};
+    tries < yields ? static_cast<void>(sched_yield()) : static_cast<void>(::syscall(SYS_nanosleep, &nap, nullptr));
+  }
+}
+
+// While another thread is forking. The child is owed what madvise promises, too, where its copies are made already.
+std::optional<int> MemoryManager::advise_beside_fork(Range range, int advice, bool& visited) {
+  // Sequentially consistent, as in after_fork_in_parent(): either it waits for us or we see that the fork is over.
+  fork_visitors_.fetch_add(1);
+  visited = forking_.load();
+  std::optional<int> result;
+  if (visited) {
+    if (advice != advice_do_fork) fork_guard_.clear(range);
+    result = advise(range, advice);
+  }
+  fork_visitors_.fetch_sub(1);
+  return result;
 }
 
 std::optional<int> MemoryManager::advise(Range range, int advice) {
@@ -143,7 +176,6 @@ void MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
 }
 
 void MemoryManager::evict(Range range) {
-  const OtherThreads others = other_threads();
   for (std::uint64_t at = range.begin; at < range.end;) {
     const Range run = resident_->first_overlap({at, range.end});
     if (run.empty()) return;
@@ -156,7 +188,7 @@ void MemoryManager::evict(Range range) {
     const Range part = run.clipped_to(vma->range);
     at = part.end;
     if (!window_.holds_in_place(*vma)) continue;
-    const std::uint64_t moved = move_out(window_, part, vma->protection(), others);
+    const std::uint64_t moved = move_out(window_, part, vma->protection(), other_writers(part));
     statistics_.moved_out_bytes += moved;
     try {
       resident_->erase({part.begin, part.begin + moved});

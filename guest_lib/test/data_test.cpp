@@ -1,5 +1,9 @@
 // Data verbs of this library against a real vrdmad: what is accepted, what is refused, and that every completion is seen
 // exactly once however many queue pairs share a completion queue.
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <atomic>
 #include <map>
 
 #include "guest_lib/test/service_fixture.hpp"
@@ -216,4 +220,107 @@ TEST_CASE("threads post, poll and make queue pairs on one completion queue at th
   for (auto& thread : threads) thread.join();
   CHECK(errors == 0);
   CHECK(completions == 2 * thread_count * messages);
+}
+
+TEST_CASE("memory that is deregistered is private again") {
+  Service service;
+  service.start();
+  Device device;
+  const std::size_t bytes = 64 * 4096;
+  auto* const memory = static_cast<char*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  REQUIRE(memory != MAP_FAILED);
+  const auto shared = [&] {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      const auto begin = reinterpret_cast<char*>(std::stoull(line, nullptr, 16));
+      const auto end = reinterpret_cast<char*>(std::stoull(line.substr(line.find('-') + 1), nullptr, 16));
+      if (begin < memory + bytes && memory < end && line.find("vrdma-window") != std::string::npos) return true;
+    }
+    return false;
+  };
+  std::memset(memory, 7, bytes);
+  ibv_mr* const whole = ibv_reg_mr(device.pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
+  ibv_mr* const part = ibv_reg_mr(device.pd, memory + 4096, 4096, IBV_ACCESS_LOCAL_WRITE);
+  REQUIRE(whole != nullptr);
+  REQUIRE(part != nullptr);
+  const bool moved = shared();
+  CHECK(ibv_dereg_mr(whole) == 0);
+  CHECK(shared() == moved);
+  CHECK(ibv_dereg_mr(part) == 0);
+  CHECK_FALSE(shared());
+  for (std::size_t i = 0; i < bytes; ++i) REQUIRE(memory[i] == 7);
+  ::munmap(memory, bytes);
+}
+
+TEST_CASE("atomics that reach memory through the process lose nothing while its pages move with another registration") {
+  Service service;
+  service.start();
+  Device device;
+  CqPtr cq = make_cq(device);
+  QpPtr a = make_qp(device, cq.get(), 64), b = make_qp(device, cq.get(), 64);
+  connect(a.get(), b->qp_num, {}, IBV_ACCESS_REMOTE_ATOMIC);
+  connect(b.get(), a->qp_num, {}, IBV_ACCESS_REMOTE_ATOMIC);
+  const std::size_t bytes = 1024 * 4096;
+  auto* const memory = static_cast<char*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  REQUIRE(memory != MAP_FAILED);
+  std::memset(memory, 0, bytes);
+  auto* const counter = reinterpret_cast<std::atomic<std::uint64_t>*>(memory + 4096 + 64);
+  ibv_mr* const small = ibv_reg_mr(device.pd, counter, 64, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+  REQUIRE(small != nullptr);
+  std::uint64_t posted = 0, done = 0;
+  const auto poll = [&] {
+    ibv_wc wc[32];
+    const int got = ibv_poll_cq(cq.get(), 32, wc);
+    for (int i = 0; i < got; ++i) REQUIRE(wc[i].status == IBV_WC_SUCCESS);
+    done += static_cast<std::uint64_t>(got);
+  };
+  for (int round = 0; round < 200; ++round) {
+    for (; posted - done < 32; ++posted) {
+      ibv_sge sge = device.sge();
+      ibv_send_wr wr{}, *bad = nullptr;
+      wr.sg_list = &sge;
+      wr.num_sge = 1;
+      wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      wr.wr.atomic = {reinterpret_cast<std::uintptr_t>(counter), 1, 0, small->rkey};
+      REQUIRE(ibv_post_send(a.get(), &wr, &bad) == 0);
+    }
+    ibv_mr* const all = ibv_reg_mr(device.pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
+    REQUIRE(all != nullptr);
+    poll();
+    REQUIRE(ibv_dereg_mr(all) == 0);
+    poll();
+  }
+  eventually("all atomics are done", [&] { return poll(), done == posted; });
+  CHECK(*counter == posted);
+  CHECK(ibv_dereg_mr(small) == 0);
+  ::munmap(memory, bytes);
+}
+
+TEST_CASE("a thread that is cancelled in the middle of verbs leaves them usable") {
+  Service service;
+  service.start();
+  Device device;
+  std::atomic<int> rounds{0};
+  struct Work {
+    Device& device;
+    std::atomic<int>& rounds;
+  } work{device, rounds};
+  for (int thread = 0; thread < 20; ++thread) {
+    rounds = 0;
+    pthread_t id;
+    REQUIRE(pthread_create(&id, nullptr, [](void* argument) -> void* {
+              auto& [on, count] = *static_cast<Work*>(argument);
+              for (;; ++count) {
+                ibv_mr* const mr = ibv_reg_mr(on.pd, on.memory.data(), on.memory.size(), IBV_ACCESS_LOCAL_WRITE);
+                if (mr == nullptr || ibv_dereg_mr(mr) != 0) ::abort();
+                pthread_testcancel();
+              }
+            }, &work) == 0);
+    eventually("the thread is at work", [&] { return rounds > thread; });
+    REQUIRE(pthread_cancel(id) == 0);
+    void* result = nullptr;
+    REQUIRE(pthread_join(id, &result) == 0);
+    CHECK(result == PTHREAD_CANCELED);
+  }
 }

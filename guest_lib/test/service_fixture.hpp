@@ -149,13 +149,13 @@ struct Patience {
   std::uint8_t rnr_retry = 7;
 };
 
-inline void connect(ibv_qp* qp, std::uint32_t peer, Patience patience = {}) {
+inline void connect(ibv_qp* qp, std::uint32_t peer, Patience patience = {}, unsigned more_access = 0) {
   ibv_port_attr port{};
   REQUIRE(ibv_query_port(qp->context, 1, &port) == 0);
   ibv_qp_attr a{};
   a.qp_state = IBV_QPS_INIT;
   a.port_num = 1;
-  a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+  a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | more_access;
   REQUIRE(ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == 0);
   a = {};
   a.qp_state = IBV_QPS_RTR;

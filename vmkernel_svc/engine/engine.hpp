@@ -42,6 +42,12 @@ class Engine {
   // Whether a turn could find something to do without anybody ringing: an operation or a flush is under way.
   static bool busy(const Qp<P>& qp) { return qp.operation.stage != Operation::Stage::none; }
 
+  // Whether a turn would take what lies at the head of the send queue.
+  static bool may_take_sends(const Qp<P>& qp) {
+    return !busy(qp) && !qp.send_queue_lost && (qp.state == QpState::rts || qp.state == QpState::err || qp.state == QpState::sqe) &&
+           !qp.send_ring.empty();
+  }
+
   // The owner moved the queue pair from `before` to qp.state, attributes already stored.
   void entered(Qp<P>& qp, QpState before) {
     if (qp.state == QpState::err) {
@@ -59,7 +65,8 @@ class Engine {
     abandon(qp);
     if (qp.send_ring.slot_count() != 0) qp.send_ring.skip_to(send_position);
     if (qp.receive_ring.slot_count() != 0) qp.receive_ring.skip_to(receive_position);
-    qp.communication_established = qp.drain_reported = qp.last_wqe_reported = false;
+    qp.communication_established = qp.drain_reported = qp.last_wqe_reported = qp.send_queue_lost = false;
+    qp.flush_held_until_ns = 0;
   }
 
   // To ERR for a reason outside the queue pair (its CQ is overrun); it flushes in its next turns.
@@ -101,8 +108,10 @@ class Engine {
     alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];
     std::uint32_t slots = 0;
     RecordHead head;
-    while (budget.wqes > 0 &&
-           qp.send_ring.peek(wqe, send_wqe_slots_max, slots) == vmci::RecordReader::Peek::ready) {
+    while (budget.wqes > 0) {
+      const auto peek = qp.send_ring.peek(wqe, send_wqe_slots_max, slots);
+      if (peek == vmci::RecordReader::Peek::malformed) qp.send_queue_lost = true;  // nobody knows where the next one begins
+      if (peek != vmci::RecordReader::Peek::ready) break;
       std::memcpy(&head, wqe, sizeof(head));
       qp.send_ring.advance(slots);
       complete_flushed(qp, Direction::send, head.tag, qp.send_ring.position());

@@ -484,6 +484,7 @@ TEST_CASE("A send record that makes no sense costs the guest its queue pair and 
     CHECK(p.a.core.state == QpState::err);
     CHECK(p.a.core.port.events == std::vector{AsyncEvent::qp_fatal});
     CHECK(p.a.core.counters.malformed == 1);
+    CHECK_FALSE(p.world.engine.may_take_sends(p.a.core));  // it would be looked at for ever
     CHECK(p.a.poll(Direction::receive)->status == WcStatus::wr_flush_err);
     CHECK(p.b.core.state == QpState::rts);
   }

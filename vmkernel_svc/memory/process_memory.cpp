@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,11 +23,28 @@ constexpr std::size_t ordered_tail_bytes = 8;
 
 // /proc/PID/mem names the memory that the process had when it was opened, not whatever runs under that pid later: after an
 // exec (of a setuid program, say) and after its end there is nothing to read or write any more.
+// A write that is refused where a read is not: the guest's library has just frozen the page, to move it, and the kernel does not
+// wait for that here. Also a shared mapping that is read-only, of which no more than a wait comes.
+bool frozen(int memory, std::uint64_t address) {
+  std::byte ignored;
+  return ::pread(memory, &ignored, 1, static_cast<off_t>(address)) == 1;
+}
+
 bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
+  constexpr std::uint64_t patience_ns = 500'000'000;
+  constexpr timespec nap{0, 20'000};
+  std::uint64_t give_up_ns = 0;
   while (bytes != 0) {
     const ssize_t moved = write ? ::pwrite(memory, buffer, bytes, static_cast<off_t>(address))
                                 : ::pread(memory, buffer, bytes, static_cast<off_t>(address));
     if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0 && write && frozen(memory, address)) {
+      const std::uint64_t now = vmci::monotonic_ns();
+      if (give_up_ns == 0) give_up_ns = now + patience_ns;
+      if (now >= give_up_ns) return false;
+      ::nanosleep(&nap, nullptr);
+      continue;
+    }
     if (moved <= 0) return false;
     buffer += moved, address += static_cast<std::uint64_t>(moved), bytes -= static_cast<std::uint64_t>(moved);
   }
