@@ -222,36 +222,6 @@ TEST_CASE("threads post, poll and make queue pairs on one completion queue at th
   CHECK(completions == 2 * thread_count * messages);
 }
 
-TEST_CASE("memory that is deregistered is private again") {
-  Service service;
-  service.start();
-  Device device;
-  const std::size_t bytes = 64 * 4096;
-  auto* const memory = static_cast<char*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  REQUIRE(memory != MAP_FAILED);
-  const auto shared = [&] {
-    std::ifstream maps("/proc/self/maps");
-    for (std::string line; std::getline(maps, line);) {
-      const auto begin = reinterpret_cast<char*>(std::stoull(line, nullptr, 16));
-      const auto end = reinterpret_cast<char*>(std::stoull(line.substr(line.find('-') + 1), nullptr, 16));
-      if (begin < memory + bytes && memory < end && line.find("vrdma-window") != std::string::npos) return true;
-    }
-    return false;
-  };
-  std::memset(memory, 7, bytes);
-  ibv_mr* const whole = ibv_reg_mr(device.pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
-  ibv_mr* const part = ibv_reg_mr(device.pd, memory + 4096, 4096, IBV_ACCESS_LOCAL_WRITE);
-  REQUIRE(whole != nullptr);
-  REQUIRE(part != nullptr);
-  const bool moved = shared();
-  CHECK(ibv_dereg_mr(whole) == 0);
-  CHECK(shared() == moved);
-  CHECK(ibv_dereg_mr(part) == 0);
-  CHECK_FALSE(shared());
-  for (std::size_t i = 0; i < bytes; ++i) REQUIRE(memory[i] == 7);
-  ::munmap(memory, bytes);
-}
-
 TEST_CASE("atomics that reach memory through the process lose nothing while its pages move with another registration") {
   Service service;
   service.start();
