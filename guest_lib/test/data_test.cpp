@@ -255,7 +255,7 @@ TEST_CASE("atomics that reach memory through the process lose nothing while its 
       wr.wr.atomic = {reinterpret_cast<std::uintptr_t>(counter), 1, 0, small->rkey};
       REQUIRE(ibv_post_send(a.get(), &wr, &bad) == 0);
     }
-    ibv_mr* const all = ibv_reg_mr(device.pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
+    ibv_mr* const all = ibv_reg_mr(device.pd, memory, bytes, static_cast<int>(IBV_ACCESS_LOCAL_WRITE));
     REQUIRE(all != nullptr);
     poll();
     REQUIRE(ibv_dereg_mr(all) == 0);
@@ -282,7 +282,7 @@ TEST_CASE("a thread that is cancelled in the middle of verbs leaves them usable"
     REQUIRE(pthread_create(&id, nullptr, [](void* argument) -> void* {
               auto& [on, count] = *static_cast<Work*>(argument);
               for (;; ++count) {
-                ibv_mr* const mr = ibv_reg_mr(on.pd, on.memory.data(), on.memory.size(), IBV_ACCESS_LOCAL_WRITE);
+                ibv_mr* const mr = ibv_reg_mr(on.pd, on.memory.data(), on.memory.size(), static_cast<int>(IBV_ACCESS_LOCAL_WRITE));
                 if (mr == nullptr || ibv_dereg_mr(mr) != 0) ::abort();
                 pthread_testcancel();
               }
