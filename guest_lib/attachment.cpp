@@ -32,8 +32,6 @@ std::string service_socket_path() {
 
 namespace {
 
-constexpr int answer_within_ms = 5000;  // to who wants to attach
-
 const char* remedy(int error) {
   switch (error) {
     case ENOENT:
@@ -115,7 +113,7 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
 
   Parts parts{};
   auto descriptors = exchange_packet(*socket, 0, 0, control::Request::attach, std::as_bytes(std::span(&request, 1)), {},
-                                     std::as_writable_bytes(std::span(&parts.reply, 1)), answer_within_ms);
+                                     std::as_writable_bytes(std::span(&parts.reply, 1)), vmci::attach_within_ms);
   if (value(descriptors.has_error() ? descriptors.error() : Errno{0}) == EPROTONOSUPPORT ||
       (descriptors && parts.reply.major != control::version_major)) {
     complain_of_version(path, parts.reply);

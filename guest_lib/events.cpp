@@ -6,6 +6,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
@@ -30,6 +31,22 @@ int wait_readable(int event_fd) {
 
 // --- completion events
 
+// The arm's sequence number, where the CQ waits for any completion; the caller reports it now. The service claims arms likewise.
+std::optional<std::uint32_t> claim_arm(Cq& cq) {
+  const auto arm = std::atomic_ref(cq.shared->arm);
+  std::uint32_t now = arm.load(std::memory_order_relaxed);
+  if ((now & 3) != control::arm_next) return std::nullopt;
+  if (!arm.compare_exchange_strong(now, (now & ~3u) | control::arm_fired, std::memory_order_acq_rel)) return std::nullopt;
+  return now >> 2;
+}
+
+// The application is about to read the event. The table is locked.
+void count_reported(Cq& cq, std::uint32_t arm_sequence) {
+  cq.reported_arm_sequence = arm_sequence;
+  ++cq.completion_events_reported;
+  cq.polled.store(false, std::memory_order_relaxed);
+}
+
 Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   std::lock_guard lock(channel.attachment->objects_mutex());
   auto found = channel.attachment->cqs.find(record.cq);
@@ -40,9 +57,7 @@ Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   constexpr std::uint32_t sequence_mask = 0x3fffffff;
   if (((record.arm_sequence - cq.first_arm_sequence) & sequence_mask) > ((armed - cq.first_arm_sequence) & sequence_mask))
     return nullptr;  // of an older CQ with the same handle
-  cq.reported_arm_sequence = record.arm_sequence;
-  ++cq.completion_events_reported;
-  cq.polled.store(false, std::memory_order_relaxed);
+  count_reported(cq, record.arm_sequence);
   return &cq;
 }
 
@@ -70,14 +85,10 @@ bool holds_entries(Cq& cq) {
 Cq* count_left_off_event(Channel& channel) {
   std::lock_guard lock(channel.attachment->objects_mutex());
   for (Cq* cq : channel.cqs) {
-    const auto arm = std::atomic_ref(cq->shared->arm);
-    std::uint32_t now = arm.load(std::memory_order_relaxed);
-    if ((now & 3) != control::arm_next || !cq->left_off.load(std::memory_order_relaxed) || !holds_entries(*cq)) continue;
-    // The service claims an arm likewise: one of us reports it.
-    if (!arm.compare_exchange_strong(now, (now & ~3u) | control::arm_fired, std::memory_order_acq_rel)) continue;
-    cq->reported_arm_sequence = now >> 2;
-    ++cq->completion_events_reported;
-    cq->polled.store(false, std::memory_order_relaxed);
+    if (!cq->left_off.load(std::memory_order_relaxed) || !holds_entries(*cq)) continue;
+    const auto sequence = claim_arm(*cq);
+    if (!sequence) continue;
+    count_reported(*cq, *sequence);
     return cq;
   }
   return nullptr;
@@ -200,12 +211,10 @@ void purge_async_events(ibv_context* verbs, std::uint32_t handle) {
 // A completion that came between the application's last poll and its arm: UCX sleeps on the descriptor without another look,
 // because ConnectX compares the consumer index on arming. Who arms before the poll, as most do, has not polled since the event.
 void raise_missed(Cq& cq) {
-  const auto arm = std::atomic_ref(cq.shared->arm);
-  std::uint32_t now = arm.load(std::memory_order_relaxed);
-  if ((now & 3) != control::arm_next) return;
-  if (!arm.compare_exchange_strong(now, (now & ~3u) | control::arm_fired, std::memory_order_acq_rel)) return;
+  const auto sequence = claim_arm(cq);
+  if (!sequence) return;
   Channel& channel = Channel::of(cq.verbs.channel);
-  channel.events.add(channel.verbs.fd, {cq.verbs.handle, now >> 2, 0});
+  channel.events.add(channel.verbs.fd, {cq.verbs.handle, *sequence, 0});
 }
 
 void watch_after_death(Cq& cq) {

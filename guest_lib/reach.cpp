@@ -40,10 +40,6 @@ Result<std::uint32_t> window_of(Attachment& attachment) {
   return attachment.window_backing = reply->body.backing;
 }
 
-}  // namespace
-
-namespace {
-
 Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents) {
   for (auto& extent : extents) {
     if (extent.backing == control::backing_process) {

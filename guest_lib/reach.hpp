@@ -13,8 +13,8 @@
 namespace vrdma::guest {
 
 struct Reached {
-  memory::Registration registration;        // to be given back as it is
-  std::vector<control::Extent> extents;     // the same with the service's numbers of their backings
+  memory::Registration registration;     // to be given back as it is
+  std::vector<control::Extent> extents;  // the same with the service's numbers of their backings
 };
 
 // The extents that cover [address, address + bytes), in order. EFAULT: not all of it is mapped with the rights that `access`

@@ -25,7 +25,6 @@ namespace {
 
 constexpr std::uint32_t reply_port = 1;  // where this class waits for replies; binding it is refused
 constexpr std::uint32_t control_member = 0;
-constexpr int attach_within_ms = 5000;
 
 bool power_of_two(std::uint32_t n, std::uint32_t least) { return std::has_single_bit(n) && n >= least; }
 

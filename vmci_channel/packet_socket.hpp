@@ -17,6 +17,7 @@
 namespace vmci {
 
 constexpr std::size_t packet_descriptors_max = 8;
+constexpr int attach_within_ms = 5000;  // how long who wants to attach waits for a service that does not answer
 
 struct Credentials {
   pid_t pid;  // 0: not visible in our pid namespace
@@ -31,7 +32,7 @@ class PacketSocket {
 
   // ENOENT, ECONNREFUSED (nobody listens any more), EACCES, ENAMETOOLONG; ETIMEDOUT: who listens has taken nobody from its full
   // queue for so long.
-  static vrdma::Result<PacketSocket> connect(const std::string& path, int timeout_ms = 5000);
+  static vrdma::Result<PacketSocket> connect(const std::string& path, int timeout_ms = attach_within_ms);
 
   // Whole packets. Descriptors are duplicated to the peer; ours stay ours. EAGAIN when the socket is non-blocking and full.
   vrdma::Status send(std::span<const std::byte> packet, std::span<const int> descriptors = {}) const;

@@ -67,7 +67,7 @@ class MediatedPorts {
   // The completion can be seen at once by who looks at its lane; who has to be told is told by announce().
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state);
   // Sets the ready bits and raises the events that the completions since the last call ask for: one fence for all of them. Called
-  // after every turn of a queue pair and before a queue pair or CQ goes.
+  // after every Engine::run(), which is all that completes anything.
   void announce();
   void event(Qp& qp, engine::AsyncEvent event);
   void srq_limit(Srq& srq);

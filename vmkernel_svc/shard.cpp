@@ -103,7 +103,6 @@ bool Shard::turn() {
   worked |= serve_control();
   worked |= run_timers();
   if (!overrun_.empty()) handle_overruns();
-  ports_.announce();
   return worked;
 }
 
@@ -320,7 +319,6 @@ void Shard::overran(CompletionQueue& cq) {
 }
 
 void Shard::forget(Qp& qp) {
-  ports_.announce();
   if (qp.port.runnable) {
     for (auto& list : lists_) {
       const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
@@ -334,11 +332,6 @@ void Shard::forget(Qp& qp) {
   }
   if (Qp* const receiver = std::exchange(qp.port.waiting_at, nullptr)) receiver->port.waiting_sender = nullptr;
   if (Qp* const sender = std::exchange(qp.port.waiting_sender, nullptr)) sender->port.waiting_at = nullptr;
-}
-
-void Shard::forget(CompletionQueue& cq) {
-  ports_.announce();
-  std::erase(overrun_, &cq);
 }
 
 // --- sleep ----------------------------------------------------------------------------------------------------

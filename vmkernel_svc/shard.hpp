@@ -53,7 +53,7 @@ class Shard final : public Runner, public JobSink {
   // Before a queue pair goes: no list, timer or job knows it any more.
   void forget(Qp& qp);
   // Before a CQ goes: an overrun that was not handled yet is nobody's.
-  void forget(CompletionQueue& cq);
+  void forget(CompletionQueue& cq) { std::erase(overrun_, &cq); }
 
   struct Counters {
     std::uint64_t turns = 0, sleeps = 0, doorbells = 0, requests = 0, wakes = 0;

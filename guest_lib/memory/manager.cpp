@@ -54,9 +54,9 @@ OtherThreads MemoryManager::other_threads() const {
 
 // Who may write to the pages while they move: the service itself, too, where a registration has it reach them through the process.
 // A thread of ours that copies in its place is kept out by the gate.
-OtherThreads MemoryManager::other_writers(Range range) const {
+OtherThreads MemoryManager::other_writers(Range range, OtherThreads threads) const {
   const bool service_kept_out = gate_closed_ && CopyGate::threads() != 0;
-  return by_process_->any(range) && !service_kept_out ? OtherThreads::some : other_threads();
+  return by_process_->any(range) && !service_kept_out ? OtherThreads::some : threads;
 }
 
 Result<int> MemoryManager::window_fd() {
@@ -175,7 +175,7 @@ void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) 
   plan.reserve(2 * plan.size());  // so that nothing below throws with pages moved but unknown
   for (std::size_t i = 0; i < plan.size(); ++i) {
     if (!movable(plan[i])) continue;
-    const std::uint64_t moved = possible ? take_in(plan[i], other_writers(plan[i].range)) : 0;
+    const std::uint64_t moved = possible ? take_in(plan[i], other_writers(plan[i].range, others)) : 0;
     Piece rest = plan[i];
     plan[i].kind = Piece::Kind::window;
     plan[i].range.end = plan[i].range.begin + moved;
@@ -311,8 +311,9 @@ void MemoryManager::give_back(Range range) {
       if (i < mapped.size()) at = mapped[i].range.end;
     }
   }
+  const OtherThreads others = other_threads();
   for (const Vma& vma : mapped) {
-    const std::uint64_t moved = move_out(window_, vma.range, vma.protection(), other_writers(vma.range));
+    const std::uint64_t moved = move_out(window_, vma.range, vma.protection(), other_writers(vma.range, others));
     if (moved == 0) continue;
     statistics_.moved_out_bytes += moved;
     const Range freed{vma.range.begin, vma.range.begin + moved};

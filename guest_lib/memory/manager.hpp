@@ -101,7 +101,7 @@ class MemoryManager {
   using UsedFiles = std::pmr::vector<UsedFile>;
 
   OtherThreads other_threads() const;
-  OtherThreads other_writers(Range range) const;
+  OtherThreads other_writers(Range range, OtherThreads threads) const;
   Result<int> window_fd_locked();
   void publish_bounds();
 
@@ -125,6 +125,7 @@ class MemoryManager {
 
   [[gnu::constructor(101)]] static void watch_forks();
   static void before_fork();
+  static MemoryManager* forking_instance();
   static void after_fork_in_parent();
   static void after_fork_in_child();
   void become_child();

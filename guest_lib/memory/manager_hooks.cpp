@@ -56,10 +56,15 @@ void MemoryManager::before_fork() {
   self->forking_.store(true);
 }
 
-void MemoryManager::after_fork_in_parent() {
+// The instance that before_fork() found, not one that another thread has made since.
+MemoryManager* MemoryManager::forking_instance() {
   MemoryManager* self = instance.load(std::memory_order_acquire);
+  return self != nullptr && self->forking_.exchange(false) ? self : nullptr;
+}
+
+void MemoryManager::after_fork_in_parent() {
+  MemoryManager* self = forking_instance();
   if (self == nullptr) return;
-  self->forking_.store(false);
   while (self->fork_visitors_.load() != 0) sched_yield();
   self->fork_guard_.discard();
   self->mutex_.unlock();
@@ -68,9 +73,8 @@ void MemoryManager::after_fork_in_parent() {
 }
 
 void MemoryManager::after_fork_in_child() {
-  MemoryManager* self = instance.load(std::memory_order_acquire);
+  MemoryManager* self = forking_instance();
   if (self == nullptr) return;
-  self->forking_.store(false);
   self->fork_visitors_.store(0);  // they are the parent's
   self->fork_guard_.install();
   self->become_child();
@@ -176,6 +180,7 @@ void MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
 }
 
 void MemoryManager::evict(Range range) {
+  const OtherThreads others = other_threads();
   for (std::uint64_t at = range.begin; at < range.end;) {
     const Range run = resident_->first_overlap({at, range.end});
     if (run.empty()) return;
@@ -188,7 +193,7 @@ void MemoryManager::evict(Range range) {
     const Range part = run.clipped_to(vma->range);
     at = part.end;
     if (!window_.holds_in_place(*vma)) continue;
-    const std::uint64_t moved = move_out(window_, part, vma->protection(), other_writers(part));
+    const std::uint64_t moved = move_out(window_, part, vma->protection(), other_writers(part, others));
     statistics_.moved_out_bytes += moved;
     try {
       resident_->erase({part.begin, part.begin + moved});

@@ -69,14 +69,7 @@ void while_written_to(Leave leave) {
   ibv_mr* mr = ibv_reg_mr(device.pd, page.memory(), page.bytes / 2, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
   REQUIRE(mr != nullptr);
   page.withdraw();
-  ibv_sge sge = device.sge();
-  ibv_send_wr wr{}, *bad = nullptr;
-  wr.sg_list = &sge;
-  wr.num_sge = 1;
-  wr.opcode = IBV_WR_RDMA_WRITE;
-  wr.send_flags = IBV_SEND_SIGNALED;
-  wr.wr.rdma = {page.address(), mr->rkey};
-  REQUIRE(ibv_post_send(requester.get(), &wr, &bad) == 0);
+  REQUIRE(post_write(requester.get(), device.sge(), page.address(), mr->rkey) == 0);
   eventually("the copy waits for the page", [&] { return page.awaited(); });
 
   std::atomic<bool> supplied = false;

@@ -26,18 +26,6 @@ std::string mapping_at(const void* address) {
   return {};
 }
 
-std::uint64_t write_and_wait(const Device& device, ibv_cq* cq, ibv_qp* requester, const ibv_mr* mr) {
-  ibv_sge sge = device.sge();
-  ibv_send_wr wr{}, *bad = nullptr;
-  wr.sg_list = &sge;
-  wr.num_sge = 1;
-  wr.opcode = IBV_WR_RDMA_WRITE;
-  wr.send_flags = IBV_SEND_SIGNALED;
-  wr.wr.rdma = {reinterpret_cast<std::uintptr_t>(mr->addr), mr->rkey};
-  REQUIRE(ibv_post_send(requester, &wr, &bad) == 0);
-  return collect(cq, 1).front().status;
-}
-
 }  // namespace
 
 TEST_CASE("pages move when they are registered, and back with their contents when the last registration goes") {
@@ -88,7 +76,8 @@ TEST_CASE("a file that the last service knew is announced to the next one") {
   REQUIRE(mr != nullptr);
   CHECK(ibv_dereg_mr(old) == 0);
   after.memory[0] = 'x';
-  CHECK(write_and_wait(after, cq.get(), requester.get(), mr) == IBV_WC_SUCCESS);
+  REQUIRE(post_write(requester.get(), after.sge(), reinterpret_cast<std::uintptr_t>(memory), mr->rkey) == 0);
+  CHECK(collect(cq.get(), 1).front().status == IBV_WC_SUCCESS);
   CHECK(memory[0] == 'x');
   CHECK(ibv_dereg_mr(mr) == 0);
   ::munmap(memory, bytes);

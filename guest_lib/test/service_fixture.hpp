@@ -198,6 +198,18 @@ inline int post_send(const Device& device, ibv_qp* qp, std::uint64_t wr_id, unsi
   return ibv_post_send(qp, &wr, &bad);
 }
 
+// One signalled RDMA WRITE of what `from` describes.
+inline int post_write(ibv_qp* qp, ibv_sge from, std::uint64_t address, std::uint32_t rkey) {
+  ibv_send_wr wr{};
+  wr.sg_list = &from;
+  wr.num_sge = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.wr.rdma = {address, rkey};
+  ibv_send_wr* bad = nullptr;
+  return ibv_post_send(qp, &wr, &bad);
+}
+
 // Polls until `count` completions came, in order.
 inline std::vector<ibv_wc> collect(ibv_cq* cq, std::size_t count) {
   std::vector<ibv_wc> all;

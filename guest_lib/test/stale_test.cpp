@@ -43,15 +43,7 @@ struct Connection {
   }
 
   ibv_wc_status write(ibv_sge from, std::uint64_t address, std::uint32_t rkey) {
-    ibv_send_wr wr{};
-    wr.sg_list = &from;
-    wr.num_sge = 1;
-    wr.opcode = IBV_WR_RDMA_WRITE;
-    wr.send_flags = IBV_SEND_SIGNALED;
-    wr.wr.rdma.remote_addr = address;
-    wr.wr.rdma.rkey = rkey;
-    ibv_send_wr* bad = nullptr;
-    REQUIRE(ibv_post_send(requester.get(), &wr, &bad) == 0);
+    REQUIRE(post_write(requester.get(), from, address, rkey) == 0);
     return collect(cq.get(), 1)[0].status;
   }
 };

@@ -21,8 +21,6 @@ namespace {
 constexpr std::size_t jobs_max = 4096;
 constexpr std::size_t ordered_tail_bytes = 8;
 
-// /proc/PID/mem names the memory that the process had when it was opened, not whatever runs under that pid later: after an
-// exec (of a setuid program, say) and after its end there is nothing to read or write any more.
 // A write that is refused where a read is not: the guest's library has just frozen the page, to move it, and the kernel does not
 // wait for that here. Also a shared mapping that is read-only, of which no more than a wait comes.
 bool frozen(int memory, std::uint64_t address) {
@@ -30,6 +28,8 @@ bool frozen(int memory, std::uint64_t address) {
   return ::pread(memory, &ignored, 1, static_cast<off_t>(address)) == 1;
 }
 
+// /proc/PID/mem names the memory that the process had when it was opened, not whatever runs under that pid later: after an
+// exec (of a setuid program, say) and after its end there is nothing to read or write any more.
 bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
   constexpr std::uint64_t patience_ns = 500'000'000;
   constexpr timespec nap{0, 20'000};
