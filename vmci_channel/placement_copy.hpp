@@ -7,7 +7,8 @@
 // The tail is the largest aligned word (1, 2, 4 or 8 bytes) that ends where the copy ends: one store, which no processor
 // splits, after all the others. A wider last store could straddle two cache lines, whose halves appear in any order. The bulk
 // copies that the C library offers are not ordered in themselves (measured: up to a quarter of all runs with `rep movsb`).
-// Any thread. `to` and `from` do not overlap; `from` may change meanwhile (its owner's affair).
+// Any thread. `from` may change meanwhile (its owner's affair). Where `to` and `from` overlap, what arrives there is undefined, as
+// with an HCA, and nothing else is touched.
 #pragma once
 
 #include <atomic>
@@ -24,7 +25,7 @@ namespace detail {
 inline void copy_body(std::byte* to, const std::byte* from, std::size_t bytes) {
 #if defined(__x86_64__)
   if (bytes > 8192) {
-    std::memcpy(to, from, bytes);
+    std::memmove(to, from, bytes);  // who posts decides whether they overlap
     _mm_sfence();  // glibc's copy may have used non-temporal stores
     return;
   }
@@ -59,7 +60,7 @@ inline void copy_body(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes >= 2) return halves(std::uint16_t{});
   if (bytes == 1) *to = *from;
 #else
-  std::memcpy(to, from, bytes);
+  std::memmove(to, from, bytes);
 #endif
 }
 
