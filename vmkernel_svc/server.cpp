@@ -21,6 +21,25 @@ namespace vrdma::svc {
 
 using namespace control;
 
+namespace {
+
+// False: not watched (the limit of epoll watches, for one); the copy is closed.
+bool watch_copy(boost::asio::posix::stream_descriptor& watched, int fd) {
+  vmci::UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  boost::system::error_code error;
+  if (!copy || watched.assign(copy.get(), error)) return false;
+  copy.release();
+  return true;
+}
+
+// Taken out of the reactor before it closes: close() leaves that to the kernel, which keeps the registration for as long as
+// anything else has the same file open, and its events go to the next descriptor that Asio watches.
+void stop_watching(boost::asio::posix::stream_descriptor& watched) {
+  if (watched.is_open()) vmci::UniqueFd(watched.release());
+}
+
+}  // namespace
+
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
   rlimit files{};
@@ -149,10 +168,8 @@ void Server::accept_next() {
       socklen_t peer_bytes = sizeof(peer);
       if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) continue;
       if (connections_of_[peer.uid] >= connections_max_) continue;  // closed: nobody takes up all descriptors
-      const int copy = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
-      if (copy < 0) continue;
       auto connection = std::make_shared<Connection>(io_, vmci::PacketSocket(std::move(fd)));
-      connection->readable.assign(copy);
+      if (!watch_copy(connection->readable, connection->socket.fd())) continue;
       connection->uid = peer.uid;
       ++connections_of_[peer.uid];
       connections_.emplace(connection.get(), connection);
@@ -184,9 +201,8 @@ void Server::read_next(const ConnectionPtr& connection) {
 void Server::lost(const ConnectionPtr& connection) {
   if (connection->closed) return;
   connection->closed = true;
-  boost::system::error_code ignored;
-  connection->readable.close(ignored);
-  connection->exited.close(ignored);
+  stop_watching(connection->readable);
+  stop_watching(connection->exited);
   connections_.erase(connection.get());
   if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
   shard_->submit([this, connection](Shard& shard) {
@@ -201,8 +217,8 @@ void Server::await_exit(const ConnectionPtr& connection) {
   connection->exited.async_wait(
       boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
         if (error || connection->closed) return;
-        // Asio's waits also end without cause: it gives the state of a descriptor that closed, with the events it had yet to
-        // deliver, to the next one that opens.
+        // Asio's waits also end without cause: the next descriptor that it watches gets the events of a closed one that it had
+        // yet to deliver.
         pollfd process{connection->exited.native_handle(), POLLIN, 0};
         if (::poll(&process, 1, 0) == 1) return lost(connection);
         await_exit(connection);
@@ -217,12 +233,8 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   auto credentials = socket.peer();
   auto pidfd = socket.peer_pidfd();
   if (!credentials) return PacketDesk::refuse(socket, head, value(credentials.error()));
-  if (pidfd) {  // the process's end counts even where a child still holds the socket
-    if (const int copy = ::fcntl(pidfd->get(), F_DUPFD_CLOEXEC, 0); copy >= 0) {
-      connection->exited.assign(copy);
-      await_exit(connection);
-    }
-  }
+  // The process's end counts even where a child still holds the socket.
+  if (pidfd && watch_copy(connection->exited, pidfd->get())) await_exit(connection);
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       *credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0))});
   shard_->submit([this, connection, head, request, info](Shard&) {
