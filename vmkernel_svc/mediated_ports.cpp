@@ -42,6 +42,12 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key
   if (region->pd != pd || (region->access & access) != access) return std::nullopt;
   const std::uint64_t offset = address - region->iova;
   if (address < region->iova || offset > region->bytes || bytes > region->bytes - offset) return std::nullopt;
+  // Stores become visible in order: a completion waits for the line that the payload goes to, which its owner has in its cache.
+  constexpr std::uint32_t writes = engine::access_local_write | engine::access_remote_write;
+  if ((access & writes) != 0) {
+    const Piece& piece = region->piece_at(offset);
+    if (piece.host != nullptr) vmci::prefetch_for_write(piece.host + (offset - piece.offset));
+  }
   return Place{Place::Kind::registered, hint.slot, region->generation, offset};
 }
 
