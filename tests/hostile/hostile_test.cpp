@@ -152,8 +152,6 @@ std::string leftovers(const json& state) {
 int main(int argc, char** argv) {
   std::string target;
   unsigned long seconds = 5, guests = 3, seed = static_cast<unsigned long>(::time(nullptr));
-  if (const char* soak = std::getenv("VRDMA_SOAK"); soak != nullptr && std::atol(soak) > 0)
-    seconds = std::atol(soak) > 1 ? std::strtoul(soak, nullptr, 10) : 260;  // 1: half an hour for all targets together
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--seconds" && i + 1 < argc) seconds = std::strtoul(argv[++i], nullptr, 10);
@@ -161,6 +159,8 @@ int main(int argc, char** argv) {
     else if (word == "--seed" && i + 1 < argc) seed = std::strtoul(argv[++i], nullptr, 10);
     else target = word;
   }
+  if (const char* soak = std::getenv("VRDMA_SOAK"); soak != nullptr && std::atol(soak) > 0)
+    seconds = std::atol(soak) > 1 ? std::strtoul(soak, nullptr, 10) : 1800;  // 1: half an hour a target
   const char* const library = std::getenv("VRDMA_LIBRARY") != nullptr ? std::getenv("VRDMA_LIBRARY") : VRDMA_LIBRARY_PATH;
   const char* const service_path = std::getenv("VRDMAD") != nullptr ? std::getenv("VRDMAD") : VRDMAD_PATH;
   if (::access(library, R_OK) != 0) {
