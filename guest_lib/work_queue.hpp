@@ -5,6 +5,8 @@
 // queue's lock), which says what is free again. Counts run free.
 #pragma once
 
+#include <sys/single_threaded.h>
+
 #include <atomic>
 #include <bit>
 #include <cstdint>
@@ -121,7 +123,10 @@ class ReceiveQueue {
   // --- poller
   void completed(std::uint32_t count) {
     // S4: pairs with S3. A read-modify-write, since several completion queues may report for one SRQ.
-    completed_.fetch_add(count, std::memory_order_acq_rel);
+    if (__libc_single_threaded)
+      completed_.store(completed_.load(std::memory_order_relaxed) + count, std::memory_order_relaxed);
+    else
+      completed_.fetch_add(count, std::memory_order_acq_rel);
   }
 
   // --- both locks held; not for an SRQ
