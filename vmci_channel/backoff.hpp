@@ -39,15 +39,17 @@ class Backoff {
     next_courtesy_ = after + (took < hog_us * cycles_per_us_ ? 20 * cycles_per_us_ : took * 8);
   }
 
-  // There was nothing to do: returns at once (the caller polls again) or after one sched_yield or nap.
-  void idle() {
+  // There was nothing to do: returns at once (the caller polls again) or after one sched_yield or nap. Who expects an answer from
+  // another processor spins for `patience_us` before the first of these.
+  void idle(std::uint32_t patience_us = 0) {
     const std::uint64_t now = cycles();
+    const std::uint64_t budget = fruitless_yields_ == 0 ? std::max(budget_cycles_, patience_us * cycles_per_us_) : budget_cycles_;
     if (!waiting_) {
       waiting_ = true;
       since_ = now;
-      if (budget_cycles_ != 0) return;
+      if (budget != 0) return;
     }
-    if (now - since_ < budget_cycles_) {
+    if (now - since_ < budget) {
       cpu_relax();
       return;
     }

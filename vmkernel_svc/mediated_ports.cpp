@@ -1,5 +1,7 @@
 #include "vmkernel_svc/mediated_ports.hpp"
 
+#include <sched.h>
+
 #include <cstring>
 
 #include "vmci_channel/arch.hpp"
@@ -255,10 +257,11 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
     Announcement& known = announcements_[i - 1];
     if (known.cq != &cq || known.lane != lane) continue;
     known.solicited_or_error |= urgent;
+    known.received |= direction == Direction::receive;
     return true;
   }
   if (announcement_count_ == announcements_.size()) announce();
-  announcements_[announcement_count_++] = {&cq, lane, urgent};
+  announcements_[announcement_count_++] = {&cq, lane, urgent, direction == Direction::receive};
   return true;
 }
 
@@ -275,8 +278,17 @@ void MediatedPorts::announce() {
     if (!hot) due.cq->ready.set(due.lane);
     VRDMA_CRASH_POINT("service.complete.ready_set");
     if (due.cq->channel != nullptr) raise_if_armed(*due.cq, due.solicited_or_error);
+    if (!due.received) continue;
+    const std::uint32_t poller = std::atomic_ref(due.cq->shared->poller).load(std::memory_order_relaxed);
+    if (poller != 0) (poller == static_cast<std::uint32_t>(::sched_getcpu()) + 1 ? told_here_ : told_elsewhere_) = true;
   }
   announcement_count_ = 0;
+}
+
+bool MediatedPorts::take_answer_expected() {
+  const bool expected = told_elsewhere_ && !told_here_;
+  told_here_ = told_elsewhere_ = false;
+  return expected;
 }
 
 void MediatedPorts::event(Qp& qp, engine::AsyncEvent event) {

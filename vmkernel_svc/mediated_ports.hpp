@@ -69,6 +69,9 @@ class MediatedPorts {
   // Sets the ready bits and raises the events that the completions since the last call ask for: one fence for all of them. Called
   // after every Engine::run(), which is all that completes anything.
   void announce();
+  // Whether messages have come, since the last call, for applications that poll on other processors than this one, and for none that
+  // polls on this one: their answers are near, and nobody here is kept waiting.
+  bool take_answer_expected();
   void event(Qp& qp, engine::AsyncEvent event);
   void srq_limit(Srq& srq);
   std::uint32_t srq_posted(Srq& srq);
@@ -99,11 +102,13 @@ class MediatedPorts {
     CompletionQueue* cq;
     std::uint32_t lane;
     bool solicited_or_error;
+    bool received;  // a message, that is: something that an application may answer
   };
 
   Fabric& fabric_;
   std::array<Announcement, 8> announcements_;
   std::size_t announcement_count_ = 0;
+  bool told_here_ = false, told_elsewhere_ = false;
 };
 
 }  // namespace vrdma::svc

@@ -23,6 +23,8 @@ constexpr int looks_per_turn = 8;
 constexpr std::uint32_t idle_turns_max = 16'000;    // then the queue pair rings when it has something
 constexpr std::uint32_t idle_turns_crowded = 64;
 constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is tried again after so long
+// Where the processor is shared with a guest that polls, a yield and the way back take longer than a guest elsewhere to answer.
+constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
@@ -83,12 +85,14 @@ void Shard::wake() {
 
 void Shard::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
-    if (turn())
+    if (turn()) {
       backoff_.stay_busy();
-    else if (!backoff_.tired())
-      backoff_.idle();
-    else
+      patience_us_ = ports_.take_answer_expected() ? answer_patience_us : 0;
+    } else if (!backoff_.tired()) {
+      backoff_.idle(patience_us_);
+    } else {
       sleep();
+    }
   }
 }
 

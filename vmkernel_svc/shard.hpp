@@ -99,6 +99,7 @@ class Shard final : public Runner, public JobSink {
   std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
   std::vector<CompletionQueue*> overrun_;
   vmci::Backoff backoff_;
+  std::uint32_t patience_us_ = 0;  // of the waiting that comes
   std::uint64_t held_events_check_ns_ = 0;
 
   boost::lockfree::queue<Task*> tasks_{256};

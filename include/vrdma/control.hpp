@@ -210,7 +210,8 @@ struct alignas(128) CqShared {
   std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
   std::uint32_t arm;              // sequence << 2 | ArmState; the guest arms, the service claims by compare-and-swap
   std::uint32_t hot[hot_lanes];   // lanes that the guest looks at without being told; no_lane: none
-  std::uint32_t reserved[26];
+  std::uint32_t poller;           // the processor on which it is polled, plus 1; 0: not known
+  std::uint32_t reserved[25];
   vmci::ReadyWords ready;         // lanes with news; the service sets, the guest takes
 };
 static_assert(sizeof(CqShared) == 128 + sizeof(vmci::ReadyWords));

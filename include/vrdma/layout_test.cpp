@@ -81,6 +81,7 @@ PIN(control::AttachReply, service_version, 88);
 PIN(control::CqShared, consumed, 0);
 PIN(control::CqShared, arm, 4);
 PIN(control::CqShared, hot, 8);
+PIN(control::CqShared, poller, 24);
 PIN(control::CqShared, ready, 128);
 PIN(control::ServicePage, device_generation, 8);
 PIN(control::ServicePage, shard_count, 12);
