@@ -78,7 +78,7 @@ int run(const RunOptions& options) {
   while (::waitpid(pid, &status, 0) < 0)
     if (errno != EINTR) break;
   child_pid = 0;
-  if (options.stats) print_stats(service, pid);
+  if (options.stats) print_stats(service, options.command[0], pid);
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 

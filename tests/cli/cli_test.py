@@ -219,6 +219,15 @@ class Running(TestCase):
                 with self.subTest(script):
                     self.assertEqual(self.run_under("sh", "-c", script).returncode, code)
 
+    def test_the_statistics_do_not_speak_for_programs_that_the_command_started(self):
+        with self.service():
+            def run(*command):
+                result = self.vrdma("run", "--stats", "--", *command, env={"VRDMA_SOCKET": self.socket})
+                self.assertEqual(result.returncode, 0, result.stderr)
+                return result.stderr
+            self.assertRegex(run("ibv_devinfo"), r"control requests")
+            self.assertRegex(run("sh", "-c", "ibv_devinfo; true"), r"sh \(pid \d+\) did not use RDMA itself")
+
     def test_a_command_that_cannot_be_run_is_named(self):
         with self.service():
             self.assert_refuses(self.run_under("no-such-command"), 127, "no-such-command", "No such file")
