@@ -12,6 +12,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <functional>
 #include <stdexcept>
 #include <vector>
 
@@ -50,6 +52,16 @@ void make_private_folder(const std::string& folder) {
     fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
 }
 
+// What a service said at its end, from the log that had `before_bytes` when it was started.
+std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
+  std::ifstream file(log);
+  file.seekg(static_cast<std::streamoff>(before_bytes));
+  std::string last;
+  for (std::string line; std::getline(file, line);)
+    if (!line.empty()) last = line;
+  return last.empty() ? "see " + log : fmt::format("{} (from {})", last, log);
+}
+
 void start_private_service(const std::string& path) {
   int ready[2];
   if (::pipe2(ready, O_CLOEXEC) != 0) fail(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
@@ -59,6 +71,8 @@ void start_private_service(const std::string& path) {
   const std::string ready_fd = "3";
   const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
                                            ready_fd.c_str(), "--log-file", log.c_str(), nullptr};
+  std::error_code no_log;
+  const std::uintmax_t logged_before = fs::is_regular_file(log, no_log) ? fs::file_size(log, no_log) : 0;
   const pid_t pid = ::fork();
   if (pid < 0) fail(fmt::format("cannot start {} ({})", program, std::strerror(errno)));
   if (pid == 0) {
@@ -70,7 +84,7 @@ void start_private_service(const std::string& path) {
     if (ready[1] != 3) ::dup2(ready[1], 3);
     else ::fcntl(3, F_SETFD, 0);
     const int log_fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
-    ::dup2(log_fd >= 0 ? log_fd : null, 2);
+    if (log_fd >= 0) ::dup2(log_fd, 2);  // else vrdmad is about to say so, and leave
     ::close_range(4, ~0u, 0);
     sigset_t none;
     sigemptyset(&none);
@@ -85,7 +99,7 @@ void start_private_service(const std::string& path) {
   pollfd waiting{ready_read.get(), POLLIN, 0};
   char byte = 0;
   if (::poll(&waiting, 1, ready_timeout_ms) <= 0 || ::read(ready_read.get(), &byte, 1) != 1)
-    fail(fmt::format("the private service {} did not come up at {}: see {}", program, path, log));
+    fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
 }
 
 }  // namespace

@@ -286,6 +286,15 @@ class Running(TestCase):
                          ["Ethernet", "InfiniBand", "InfiniBand"])
         self.stop_private_service()
 
+    def test_a_private_service_that_cannot_start_says_why(self):
+        long = self.folder / ("x" * 100)
+        long.mkdir()
+        self.assert_refuses(self.vrdma("run", "--", "true", env={"XDG_RUNTIME_DIR": str(long)}), 125, str(long), "File name too long", "107")
+        private = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        private.mkdir(mode=0o700)
+        (private / "vrdmad.log").mkdir()
+        self.assert_refuses(self.vrdma("run", "--", "true"), 125, "cannot open the log", str(private / "vrdmad.log"))
+
     def test_a_private_folder_of_somebody_elses_making_is_not_used(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
         folder.mkdir()
