@@ -35,7 +35,7 @@ void prepend(const char* variable, const std::string& value) {
 }  // namespace
 
 int run(const RunOptions& options) {
-  const std::string library = library_path();
+  const std::string library = preloadable(library_path());
   Service service = find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
 

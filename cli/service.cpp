@@ -199,4 +199,22 @@ std::string library_path() {
   fail(fmt::format("cannot find libvrdma.so (looked at {}): build or install it", tried));
 }
 
+std::string preloadable(const std::string& library) {
+  constexpr const char* special_to_the_loader = " :$";
+  if (library.find_first_of(special_to_the_loader) == std::string::npos) return library;
+  const std::string folder = private_folder();
+  const std::string link = fmt::format("{}/libvrdma-{:016x}.so", folder, std::hash<std::string>{}(library));
+  if (link.find_first_of(special_to_the_loader) != std::string::npos)
+    fail(fmt::format("LD_PRELOAD cannot hold {}, nor a link to it in {}, because of a blank, colon or dollar sign: install vrdma "
+                     "in a folder without, or set XDG_RUNTIME_DIR to one",
+                     library, folder));
+  make_private_folder(folder);
+  std::error_code error;
+  if (fs::read_symlink(link, error) == library) return link;
+  const std::string fresh = fmt::format("{}.{}", link, ::getpid());
+  if (::symlink(library.c_str(), fresh.c_str()) != 0 || ::rename(fresh.c_str(), link.c_str()) != 0)
+    fail(fmt::format("cannot make the link {} ({})", link, std::strerror(errno)));
+  return link;
+}
+
 }  // namespace vrdma::cli

@@ -219,6 +219,21 @@ class Running(TestCase):
                 with self.subTest(script):
                     self.assertEqual(self.run_under("sh", "-c", script).returncode, code)
 
+    def test_an_installation_folder_with_a_blank_or_a_colon_works(self):
+        for name in ("my programs", "a:b", "$LIB"):
+            folder = self.folder / name
+            folder.mkdir()
+            program = readable_copy(folder) / "vrdma"
+            with self.subTest(name), self.service():
+                for _ in range(2):
+                    result = self.run_program(program, "run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket})
+                    self.assertEqual((result.returncode, result.stderr), (0, ""))
+                    self.assertIn("vrdma0", result.stdout)
+        private = self.folder / "a blank"
+        private.mkdir()
+        self.assert_refuses(self.run_program(program, "run", "--", "true", env={"XDG_RUNTIME_DIR": str(private)}), 125, str(program.parents[1]),
+                            str(private), "LD_PRELOAD", "XDG_RUNTIME_DIR")
+
     def test_the_statistics_do_not_speak_for_programs_that_the_command_started(self):
         with self.service():
             def run(*command):
