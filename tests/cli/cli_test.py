@@ -219,6 +219,25 @@ class Running(TestCase):
                 with self.subTest(script):
                     self.assertEqual(self.run_under("sh", "-c", script).returncode, code)
 
+    def test_the_exit_code_arrives_where_children_are_ignored(self):
+        with self.service():
+            ignoring = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            self.assertEqual(self.run_under("sh", "-c", "exit 42", preexec_fn=ignoring).returncode, 42)
+            result = self.run_under("grep", "SigIgn", "/proc/self/status", preexec_fn=ignoring)
+            ignored = int(re.search(r"SigIgn:\s*([0-9a-f]+)", result.stdout)[1], 16)
+            self.assertTrue(ignored >> (signal.SIGCHLD - 1) & 1, "the command has what we were started with")
+
+    def test_a_relative_socket_serves_a_program_that_changes_its_folder(self):
+        with self.service():
+            result = self.vrdma("run", "--", "sh", "-c", "cd / && ibv_devinfo", env={"VRDMA_SOCKET": os.path.basename(self.socket)},
+                                cwd=self.folder)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("vrdma0", result.stdout)
+            deep = self.folder / ("x" * 60) / ("y" * 60)  # where the absolute path is too long for a socket
+            deep.mkdir(parents=True)
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": "../../" + os.path.basename(self.socket)}, cwd=deep)
+            self.assertEqual(result.returncode, 0, result.stderr)
+
     def test_an_installation_folder_with_a_blank_or_a_colon_works(self):
         for name in ("my programs", "a:b", "$LIB"):
             folder = self.folder / name
