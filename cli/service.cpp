@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -36,7 +37,7 @@ fs::path own_folder() {
 
 // The folder of the private service: ours, and nobody else's to write.
 std::string private_folder() {
-  if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime != '\0') {
+  if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime == '/') {
     struct stat status;
     if (::stat(runtime, &status) == 0 && status.st_uid == ::geteuid()) return std::string(runtime) + "/vrdma";
   }
@@ -86,6 +87,11 @@ void start_private_service(const std::string& path) {
     const int log_fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
     if (log_fd >= 0) ::dup2(log_fd, 2);  // else vrdmad is about to say so, and leave
     ::close_range(4, ~0u, 0);
+    // It is shared by what is started later: the processors and the folder of the program that happens to be first are not its own.
+    cpu_set_t all;
+    std::memset(&all, 0xff, sizeof(all));
+    ::sched_setaffinity(0, sizeof(all), &all);
+    if (::chdir("/") != 0) ::_exit(127);
     sigset_t none;
     sigemptyset(&none);
     ::sigprocmask(SIG_SETMASK, &none, nullptr);

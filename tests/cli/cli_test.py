@@ -310,6 +310,18 @@ class Running(TestCase):
         self.stop_private_service()
         self.assertIn("SIGTERM: leaving", log.read_text())
 
+    def test_a_private_service_has_neither_processors_nor_folder_of_the_first_program(self):
+        processors = os.sched_getaffinity(0)
+        if len(processors) < 2:
+            self.skipTest("one processor")
+        result = self.vrdma("run", "--", BIN / "vrdma", "show", "--json", cwd=self.folder,
+                            preexec_fn=lambda: os.sched_setaffinity(0, {min(processors)}))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        pid = json.loads(result.stdout)["service"]["pid"]
+        self.assertGreaterEqual(os.sched_getaffinity(pid), processors)
+        self.assertEqual(os.readlink(f"/proc/{pid}/cwd"), "/")
+        self.stop_private_service()
+
     def test_the_link_layer_is_each_guests_own(self):
         def link_layer(*options):
             result = self.vrdma("run", *options, "--", "ibv_devinfo")
