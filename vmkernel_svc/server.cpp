@@ -114,9 +114,11 @@ void Server::run() {
   });
   signals_.add(SIGTERM);
   signals_.add(SIGINT);
+  struct sigaction hangup {};  // ignored under nohup
+  if (::sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_DFL) signals_.add(SIGHUP);
   signals_.async_wait([this](const boost::system::error_code& error, int signal) {
     if (error) return;
-    spdlog::info("{}: leaving", signal == SIGTERM ? "SIGTERM" : "SIGINT");
+    spdlog::info("SIG{}: leaving", sigabbrev_np(signal));
     io_.stop();
   });
   accept_next();

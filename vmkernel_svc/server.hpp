@@ -23,7 +23,7 @@ class Server {
   explicit Server(const Config& config);
   ~Server();
 
-  void run();  // until SIGTERM, SIGINT, or idle for config.idle_exit_s
+  void run();  // until SIGTERM, SIGINT, SIGHUP, or idle for config.idle_exit_s
 
  private:
   // One guest's socket (or one that has not attached, or a tool's).

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import unittest
 
-from support import BIN, TestCase, as_nobody, attach, readable_copy, reply_to
+from support import BIN, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
 
 needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
 needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
@@ -105,6 +105,19 @@ class Listening(TestCase):
                 self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
             process.returncode = 0  # killed on purpose
         self.assertFalse(os.path.exists(self.socket))
+
+    def test_a_hangup_ends_the_service_and_leaves_no_socket(self):
+        with self.service() as process:
+            process.send_signal(signal.SIGHUP)
+            process.wait(WATCHDOG_S)
+        self.assertIn("SIGHUP: leaving", self.service_said)
+        self.assertFalse(os.path.exists(self.socket))
+
+    def test_a_hangup_that_is_ignored_does_not_end_the_service(self):
+        with self.service(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+            process.send_signal(signal.SIGHUP)
+            self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+        self.assertIn("SIGTERM: leaving", self.service_said)
 
     def test_a_file_that_is_no_socket_survives(self):
         file = self.folder / "precious"
