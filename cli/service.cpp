@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/auxv.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -31,7 +32,9 @@ constexpr const char* idle_exit_s = "10";
 
 fs::path own_folder() {
   std::error_code error;
-  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  fs::path self = fs::read_symlink("/proc/self/exe", error);
+  // A sandbox without /proc: what we were started as.
+  if (error) self = fs::canonical(reinterpret_cast<const char*>(::getauxval(AT_EXECFN)), error);
   return self.parent_path();
 }
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import unittest
@@ -457,6 +458,22 @@ class Showing(TestCase):
             self.assert_refuses(result, 1, self.socket, "did not answer")
 
 
+@unittest.skipUnless(shutil.which("bwrap"), "no bwrap here")
+class WithoutProc(TestCase):
+    def test_programs_run_and_doctor_says_what_it_costs(self):
+        sandbox = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/proc", "--bind", self.folder, self.folder]
+        if self.run_program(*sandbox, "true").returncode != 0:
+            self.skipTest("bwrap cannot make a sandbox here")
+        with self.service():
+            env = {"VRDMA_SOCKET": self.socket}
+            result = self.run_program(*sandbox, BIN / "vrdma", "run", "--", "ibv_devinfo", env=env)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            self.assertIn("vrdma0", result.stdout)
+            report = json.loads(self.run_program(*sandbox, BIN / "vrdma", "doctor", "--json", env=env).stdout)
+            found = {finding["subject"]: finding["level"] for finding in report["findings"]}
+            self.assertEqual((found["self-test"], found["proc"]), ("ok", "note"), report)
+
+
 class Doctor(TestCase):
     def doctor(self, **keywords):
         result = self.vrdma("doctor", "--json", **keywords)
@@ -490,6 +507,16 @@ class Doctor(TestCase):
             found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
             self.assertEqual(found["file-size"]["level"], "problem")
             self.assertIn("ulimit -f", found["file-size"]["remedy"])
+
+    def test_a_limit_of_address_space_is_a_problem_that_a_program_is_told(self):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        with self.service():
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assertEqual((found["self-test"]["level"], found["addresses"]["level"]), ("problem", "problem"))
+            self.assertIn("ulimit -v", found["addresses"]["remedy"])
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assert_refuses(result, 1, self.socket, "ENOMEM", "ulimit -v")
 
     def test_few_open_files_are_noted(self):
         def limit():
