@@ -90,6 +90,12 @@ class Configuration(TestCase):
     def test_an_unknown_flag_is_a_usage_error(self):
         self.assert_refuses(self.vrdmad("--sokcet", "/tmp/x"), 2, "vrdmad:", "--sokcet", "--help")
 
+    def test_an_empty_flag_is_refused_not_replaced_by_the_default(self):
+        for flag, *words in (("--socket", '"socket" is empty'), ("--link-layer", '"link_layer" is ""'), ("--log-level", '"log_level" is ""'),
+                             ("--config", "check the path")):
+            with self.subTest(flag):
+                self.assert_refuses(self.vrdmad("--check", flag, ""), 1, *words)
+
 
 class Listening(TestCase):
     def test_a_socket_in_use_is_not_taken_over(self):
