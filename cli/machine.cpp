@@ -70,6 +70,23 @@ Finding check_file_size() {
           "ulimit -f unlimited"};
 }
 
+Finding check_address_space() {
+  constexpr std::uint64_t needed = (1ull << 30) + (128ull << 20);  // the service's default arena, and a small program
+  rlimit limit{};
+  ::getrlimit(RLIMIT_AS, &limit);
+  if (limit.rlim_cur == RLIM_INFINITY) return {Level::ok, "addresses", "no limit of address space (the queues of a program are 1 GiB, sparse)", ""};
+  const std::string what = fmt::format("address space is limited to {}", mib(limit.rlim_cur));
+  if (limit.rlim_cur >= needed) return {Level::ok, "addresses", what + ", of which the queues of a program are 1 GiB, sparse", ""};
+  return {Level::problem, "addresses", what + ": the queues of a program are 1 GiB, sparse, and cannot be mapped",
+          "ulimit -v unlimited, or a smaller \"arena_bytes\" in vrdmad.conf(5)"};
+}
+
+std::optional<Finding> check_proc() {
+  if (::access("/proc/self/maps", R_OK) == 0) return std::nullopt;
+  return Finding{Level::note, "proc", fmt::format("no /proc here ({}): memory is not mapped into the service but copied by a thread of the program: correct, and slower", std::strerror(errno)),
+                 "mount it in the sandbox (bwrap --proc /proc)"};
+}
+
 Finding check_open_files() {
   constexpr rlim_t few = 64, some = 1024;
   rlimit limit{};
@@ -179,8 +196,9 @@ Finding check_kernel() {
 }  // namespace
 
 std::vector<Finding> examine_machine() {
-  std::vector<Finding> all{check_kernel(), check_memfd(),       check_file_size(), check_open_files(), check_memlock(),
-                           check_ptrace(), check_userfaultfd(), check_cores(),     check_seccomp(),    check_devices()};
+  std::vector<Finding> all{check_kernel(), check_memfd(),       check_file_size(), check_address_space(), check_open_files(), check_memlock(),
+                           check_ptrace(), check_userfaultfd(), check_cores(),     check_seccomp(),       check_devices()};
+  if (auto proc = check_proc()) all.push_back(std::move(*proc));
   if (auto limit = check_memory_limit()) all.push_back(std::move(*limit));
   return all;
 }

@@ -3,11 +3,13 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <stdexcept>
 
 #include "cli/service.hpp"
@@ -32,12 +34,19 @@ void prepend(const char* variable, const std::string& value) {
   ::setenv(variable, before != nullptr && *before != '\0' ? (value + ":" + before).c_str() : value.c_str(), 1);
 }
 
+// The socket's path for a program that may change its folder: absolute, where that is not too long for a socket.
+std::string lasting(const std::string& path) {
+  const std::string absolute = std::filesystem::absolute(path);
+  return absolute.size() < sizeof(sockaddr_un::sun_path) ? absolute : path;
+}
+
 }  // namespace
 
 int run(const RunOptions& options) {
-  const std::string library = library_path();
+  const std::string library = preloadable(library_path());
   Service service = find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
+  const std::string socket_path = lasting(service.path);
 
   int failed[2];  // carries the errno of an exec that failed; closed by one that did not
   if (::pipe2(failed, O_CLOEXEC) != 0) throw std::runtime_error(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
@@ -47,11 +56,17 @@ int run(const RunOptions& options) {
   sigemptyset(&passed);
   for (const int signal : passed_signals) sigaddset(&passed, signal);
   ::sigprocmask(SIG_BLOCK, &passed, &before);  // until child_pid is known
+  // Where our parent ignores SIGCHLD the kernel would throw away the exit code that we are to pass on.
+  struct sigaction children_before;
+  struct sigaction children {};
+  children.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &children, &children_before);
   const pid_t pid = ::fork();
   if (pid < 0) throw std::runtime_error(fmt::format("cannot start {} ({})", options.command[0], std::strerror(errno)));
   if (pid == 0) {
+    ::sigaction(SIGCHLD, &children_before, nullptr);
     ::sigprocmask(SIG_SETMASK, &before, nullptr);
-    ::setenv("VRDMA_SOCKET", service.path.c_str(), 1);
+    ::setenv("VRDMA_SOCKET", socket_path.c_str(), 1);
     if (!options.link_layer.empty()) ::setenv("VRDMA_LINK_LAYER", options.link_layer.c_str(), 1);
     if (!options.name.empty()) ::setenv("VRDMA_NAME", options.name.c_str(), 1);
     prepend("LD_PRELOAD", library);
@@ -78,7 +93,7 @@ int run(const RunOptions& options) {
   while (::waitpid(pid, &status, 0) < 0)
     if (errno != EINTR) break;
   child_pid = 0;
-  if (options.stats) print_stats(service, pid);
+  if (options.stats) print_stats(service, options.command[0], pid);
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 

@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/auxv.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -12,6 +14,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <functional>
 #include <stdexcept>
 #include <vector>
 
@@ -28,13 +32,15 @@ constexpr const char* idle_exit_s = "10";
 
 fs::path own_folder() {
   std::error_code error;
-  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  fs::path self = fs::read_symlink("/proc/self/exe", error);
+  // A sandbox without /proc: what we were started as.
+  if (error) self = fs::canonical(reinterpret_cast<const char*>(::getauxval(AT_EXECFN)), error);
   return self.parent_path();
 }
 
 // The folder of the private service: ours, and nobody else's to write.
 std::string private_folder() {
-  if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime != '\0') {
+  if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime == '/') {
     struct stat status;
     if (::stat(runtime, &status) == 0 && status.st_uid == ::geteuid()) return std::string(runtime) + "/vrdma";
   }
@@ -50,6 +56,16 @@ void make_private_folder(const std::string& folder) {
     fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
 }
 
+// What a service said at its end, from the log that had `before_bytes` when it was started.
+std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
+  std::ifstream file(log);
+  file.seekg(static_cast<std::streamoff>(before_bytes));
+  std::string last;
+  for (std::string line; std::getline(file, line);)
+    if (!line.empty()) last = line;
+  return last.empty() ? "see " + log : fmt::format("{} (from {})", last, log);
+}
+
 void start_private_service(const std::string& path) {
   int ready[2];
   if (::pipe2(ready, O_CLOEXEC) != 0) fail(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
@@ -59,6 +75,8 @@ void start_private_service(const std::string& path) {
   const std::string ready_fd = "3";
   const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
                                            ready_fd.c_str(), "--log-file", log.c_str(), nullptr};
+  std::error_code no_log;
+  const std::uintmax_t logged_before = fs::is_regular_file(log, no_log) ? fs::file_size(log, no_log) : 0;
   const pid_t pid = ::fork();
   if (pid < 0) fail(fmt::format("cannot start {} ({})", program, std::strerror(errno)));
   if (pid == 0) {
@@ -70,8 +88,13 @@ void start_private_service(const std::string& path) {
     if (ready[1] != 3) ::dup2(ready[1], 3);
     else ::fcntl(3, F_SETFD, 0);
     const int log_fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
-    ::dup2(log_fd >= 0 ? log_fd : null, 2);
+    if (log_fd >= 0) ::dup2(log_fd, 2);  // else vrdmad is about to say so, and leave
     ::close_range(4, ~0u, 0);
+    // It is shared by what is started later: the processors and the folder of the program that happens to be first are not its own.
+    cpu_set_t all;
+    std::memset(&all, 0xff, sizeof(all));
+    ::sched_setaffinity(0, sizeof(all), &all);
+    if (::chdir("/") != 0) ::_exit(127);
     sigset_t none;
     sigemptyset(&none);
     ::sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -85,7 +108,7 @@ void start_private_service(const std::string& path) {
   pollfd waiting{ready_read.get(), POLLIN, 0};
   char byte = 0;
   if (::poll(&waiting, 1, ready_timeout_ms) <= 0 || ::read(ready_read.get(), &byte, 1) != 1)
-    fail(fmt::format("the private service {} did not come up at {}: see {}", program, path, log));
+    fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
 }
 
 }  // namespace
@@ -183,6 +206,24 @@ std::string library_path() {
     tried += (tried.empty() ? "" : " and ") + place.string();
   }
   fail(fmt::format("cannot find libvrdma.so (looked at {}): build or install it", tried));
+}
+
+std::string preloadable(const std::string& library) {
+  constexpr const char* special_to_the_loader = " :$";
+  if (library.find_first_of(special_to_the_loader) == std::string::npos) return library;
+  const std::string folder = private_folder();
+  const std::string link = fmt::format("{}/libvrdma-{:016x}.so", folder, std::hash<std::string>{}(library));
+  if (link.find_first_of(special_to_the_loader) != std::string::npos)
+    fail(fmt::format("LD_PRELOAD cannot hold {}, nor a link to it in {}, because of a blank, colon or dollar sign: install vrdma "
+                     "in a folder without, or set XDG_RUNTIME_DIR to one",
+                     library, folder));
+  make_private_folder(folder);
+  std::error_code error;
+  if (fs::read_symlink(link, error) == library) return link;
+  const std::string fresh = fmt::format("{}.{}", link, ::getpid());
+  if (::symlink(library.c_str(), fresh.c_str()) != 0 || ::rename(fresh.c_str(), link.c_str()) != 0)
+    fail(fmt::format("cannot make the link {} ({})", link, std::strerror(errno)));
+  return link;
 }
 
 }  // namespace vrdma::cli

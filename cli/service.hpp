@@ -32,5 +32,8 @@ Service find_or_start_service();
 // Beside this program: ../lib/libvrdma.so in the build tree, the installed place otherwise. Throws when it is in neither.
 std::string library_path();
 std::string program_path(const std::string& name);
+// A path to `library` that LD_PRELOAD can hold, which has no quoting: where its folder's name has a blank, a link in the private
+// folder. Throws when there is no such path.
+std::string preloadable(const std::string& library);
 
 }  // namespace vrdma::cli

@@ -9,7 +9,7 @@
 
 namespace vrdma::cli {
 
-void print_stats(const Service& service, pid_t pid) try {
+void print_stats(const Service& service, const std::string& command, pid_t pid) try {
   // The service learns of the end of a process from the kernel, a moment after we do.
   for (int tries = 0; tries < 50; ++tries) {
     const auto state = query(service);
@@ -24,7 +24,7 @@ void print_stats(const Service& service, pid_t pid) try {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  fmt::print(stderr, "vrdma: the program did not use RDMA\n");
+  fmt::print(stderr, "vrdma: {} (pid {}) did not use RDMA itself; programs that it started are not counted\n", command, pid);
 } catch (const std::exception& error) {
   fmt::print(stderr, "vrdma: no statistics: {}\n", error.what());
 }

@@ -7,6 +7,6 @@
 
 namespace vrdma::cli {
 
-void print_stats(const Service& service, pid_t pid);
+void print_stats(const Service& service, const std::string& command, pid_t pid);
 
 }  // namespace vrdma::cli

@@ -47,6 +47,8 @@ const char* remedy(int error) {
     case EMFILE:
     case ENFILE:
       return "raise the limit of open files";
+    case ENOMEM:
+      return "raise the limit of address space (ulimit -v); of the service's memory its log says more";
     default:
       return "the log of vrdmad says more";
   }

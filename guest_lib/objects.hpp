@@ -165,7 +165,8 @@ struct Qp {
   std::shared_ptr<Attachment> attachment;
   ibv_qp_cap caps{};
   int sq_sig_all = 0;
-  std::atomic<std::uint32_t> mcast_groups{0};
+  // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.
+  std::vector<control::McastRequest> mcast_groups;
   std::uint32_t events_reported = 0;
 
   static Qp& of(ibv_qp* qp) { return *reinterpret_cast<Qp*>(qp); }

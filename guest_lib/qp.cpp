@@ -1,5 +1,6 @@
 // Queue pairs: creation, modification, queries, destruction, multicast groups. The state table is the service's; what can be
 // told without asking is refused here.
+#include <algorithm>
 #include <cstring>
 
 #include "guest_lib/abi/export.hpp"
@@ -254,7 +255,10 @@ void withdraw(Qp& qp) {
 }
 
 Status destroy_qp(Qp& qp) {
-  if (qp.mcast_groups.load(std::memory_order_relaxed) != 0) return Errno{EBUSY};
+  {
+    std::lock_guard lock(qp.attachment->objects_mutex());
+    if (!qp.mcast_groups.empty()) return Errno{EBUSY};
+  }
   ibv_qp& verbs = qp.base();
   if (!qp.liveness->gone()) {
     // First RESET, so that its completions can still be counted and dropped while their memory is there; then the end.
@@ -291,6 +295,10 @@ Result<control::McastRequest> mcast_request(Qp& qp, const ibv_gid& gid, std::uin
   return request;
 }
 
+auto is_group(const control::McastRequest& wanted) {
+  return [&wanted](const control::McastRequest& group) { return group.gid == wanted.gid && group.lid == wanted.lid; };
+}
+
 }  // namespace
 }  // namespace vrdma::guest
 
@@ -323,7 +331,9 @@ VRDMA_EXPORT int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t 
     if (!request) return request.error();
     auto done = Qp::of(qp).attachment->call<control::Request::attach_mcast>(*request);
     if (!done) return done.error();
-    Qp::of(qp).mcast_groups.fetch_add(1, std::memory_order_relaxed);
+    std::lock_guard lock(Qp::of(qp).attachment->objects_mutex());
+    if (auto& groups = Qp::of(qp).mcast_groups; std::ranges::find_if(groups, is_group(*request)) == groups.end())
+      groups.push_back(*request);
     return ok();
   });
 }
@@ -335,7 +345,8 @@ VRDMA_EXPORT int ibv_detach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t 
     auto done = Qp::of(qp).attachment->call<control::Request::detach_mcast>(*request);
     // With the service gone there is nothing left to leave.
     if (!done && value(done.error()) != EIO) return done.error();
-    Qp::of(qp).mcast_groups.fetch_sub(1, std::memory_order_relaxed);
+    std::lock_guard lock(Qp::of(qp).attachment->objects_mutex());
+    std::erase_if(Qp::of(qp).mcast_groups, is_group(*request));
     return ok();
   });
 }

@@ -18,11 +18,11 @@ int main(int argc, char** argv) {
   std::uint32_t idle_exit_s = 0;
   int ready_fd = -1;
   bool check_only = false;
-  app.add_option("-c,--config", file, "JSON configuration file; flags override it");
-  app.add_option("-s,--socket", socket, "path of the socket that guests attach to");
-  app.add_option("--link-layer", link_layer, "infiniband (default) or ethernet, for guests that do not ask");
+  auto* const from_file = app.add_option("-c,--config", file, "JSON configuration file; flags override it");
+  auto* const at_socket = app.add_option("-s,--socket", socket, "path of the socket that guests attach to");
+  auto* const layer = app.add_option("--link-layer", link_layer, "infiniband (default) or ethernet, for guests that do not ask");
   app.add_option("--log-file", log_file, "log there instead of standard error");
-  app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
+  auto* const level = app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
   auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
   app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
   bool foreground = false;
@@ -39,11 +39,12 @@ int main(int argc, char** argv) {
 
   try {
     Config config;
-    if (!file.empty()) config.read_file(file);
-    if (!socket.empty()) config.socket = socket;
-    if (!link_layer.empty()) config.link_layer = link_layer == "ib" ? "infiniband" : link_layer;
+    // What is given and empty (an unset variable of a script) is refused like any other wrong value.
+    if (from_file->count() != 0) config.read_file(file);
+    if (at_socket->count() != 0) config.socket = socket;
+    if (layer->count() != 0) config.link_layer = link_layer == "ib" ? "infiniband" : link_layer;
     if (!log_file.empty()) config.log_file = log_file;
-    if (!log_level.empty()) config.log_level = log_level;
+    if (level->count() != 0) config.log_level = log_level;
     if (idle->count() != 0) config.idle_exit_s = idle_exit_s;
     config.ready_fd = ready_fd;
     config.check();

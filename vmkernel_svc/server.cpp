@@ -1,6 +1,7 @@
 #include "vmkernel_svc/server.hpp"
 
 #include <fmt/format.h>
+#include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
 #include <spdlog/spdlog.h>
@@ -10,6 +11,7 @@
 #include <unistd.h>
 
 #include <boost/asio/post.hpp>
+#include <atomic>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
@@ -88,21 +90,26 @@ Server::~Server() {
     shard_->stop();
     shard_thread_.join();
   }
+  if (alive_ != nullptr) {
+    // The kernel marks the lock of a thread that dies with it, if the page is still mapped then: who leaves in order does it himself.
+    pthread_mutex_unlock(alive_);
+    std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive_)).store(FUTEX_OWNER_DIED, std::memory_order_release);
+  }
   std::error_code error;
   if (listener_.is_open()) std::filesystem::remove(config_.socket, error);
 }
 
 void Server::run() {
   // The lock that says "alive": whoever maps the page sees its owner die (see ServicePage::alive_mutex).
-  auto* const alive = reinterpret_cast<pthread_mutex_t*>(page_.at<ServicePage>(0)->alive_mutex);
+  alive_ = reinterpret_cast<pthread_mutex_t*>(page_.at<ServicePage>(0)->alive_mutex);
   static_assert(sizeof(pthread_mutex_t) <= sizeof(ServicePage::alive_mutex));
   pthread_mutexattr_t attributes;
   pthread_mutexattr_init(&attributes);
   pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
   pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-  pthread_mutex_init(alive, &attributes);
+  pthread_mutex_init(alive_, &attributes);
   pthread_mutexattr_destroy(&attributes);
-  pthread_mutex_lock(alive);
+  pthread_mutex_lock(alive_);
 
   shard_thread_ = std::thread([this] {
     pthread_setname_np(pthread_self(), "shard-0");
@@ -114,9 +121,11 @@ void Server::run() {
   });
   signals_.add(SIGTERM);
   signals_.add(SIGINT);
+  struct sigaction hangup {};  // ignored under nohup
+  if (::sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_DFL) signals_.add(SIGHUP);
   signals_.async_wait([this](const boost::system::error_code& error, int signal) {
     if (error) return;
-    spdlog::info("{}: leaving", signal == SIGTERM ? "SIGTERM" : "SIGINT");
+    spdlog::info("SIG{}: leaving", sigabbrev_np(signal));
     io_.stop();
   });
   accept_next();

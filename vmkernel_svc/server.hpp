@@ -23,7 +23,7 @@ class Server {
   explicit Server(const Config& config);
   ~Server();
 
-  void run();  // until SIGTERM, SIGINT, or idle for config.idle_exit_s
+  void run();  // until SIGTERM, SIGINT, SIGHUP, or idle for config.idle_exit_s
 
  private:
   // One guest's socket (or one that has not attached, or a tool's).
@@ -55,6 +55,7 @@ class Server {
   boost::asio::steady_timer idle_timer_{io_};
   boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
   vmci::Segment page_;
+  pthread_mutex_t* alive_ = nullptr;  // on the page; held from run() on
   std::unique_ptr<Shard> shard_;
   std::unique_ptr<ControlDesk> desk_;    // these two are used on the shard's thread
   std::unique_ptr<PacketDesk> packets_;

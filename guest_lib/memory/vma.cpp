@@ -84,7 +84,7 @@ int Vma::protection() const {
 Result<VmaReader> VmaReader::open(Method method) {
   // Opened for each walk: a kept descriptor would show the parent's mappings after a fork, and the application may
   // close or reuse any descriptor number (closefrom).
-  Result<VmaReader> reader{VmaReader{}};
+  Result<VmaReader> reader(boost::system::in_place_value);  // in place: no temporaries, callers may have small stacks
   reader->maps_.reset(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
   if (!reader->maps_) return last_error();
   reader->text_ = method == Method::text;
@@ -165,7 +165,7 @@ Result<std::uint64_t> count_mappings() {
   const vmci::UniqueFd maps(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
   if (!maps) return last_error();
   std::uint64_t lines = 0;
-  char buffer[16384];
+  char buffer[4096];  // the kernel gives a page at most in one go
   for (;;) {
     const ssize_t got = read_retrying(maps.get(), buffer, sizeof buffer);
     if (got < 0) return last_error();

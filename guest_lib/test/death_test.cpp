@@ -12,6 +12,24 @@ void set_nonblocking(int fd) { REQUIRE(::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL)
 
 }  // namespace
 
+TEST_CASE("whoever only polls learns that the service is gone, killed or asked to leave") {
+  for (const int how : {SIGKILL, SIGTERM}) {
+    CAPTURE(how);
+    Service service;
+    service.start();
+    Device device;
+    CqPtr cq = make_cq(device, 16);
+    QpPtr qp = make_qp(device, cq.get());
+    connect(qp.get(), qp->qp_num);
+    REQUIRE(post_recv(device, qp.get(), 7) == 0);
+    service.kill_now(how);
+    const auto flushed = collect(cq.get(), 1);
+    REQUIRE(flushed.size() == 1);
+    CHECK(flushed[0].wr_id == 7);
+    CHECK(flushed[0].status == IBV_WC_WR_FLUSH_ERR);
+  }
+}
+
 TEST_CASE("a dead service flushes what is outstanding, in order, and says so once") {
   Service service;
   service.start();

@@ -74,9 +74,9 @@ class Service {
     }
     ::close(ready[0]);
   }
-  void kill_now() {
+  void kill_now(int signal = SIGKILL) {
     if (pid_ <= 0) return;
-    ::kill(pid_, SIGKILL);
+    ::kill(pid_, signal);
     ::waitpid(pid_, nullptr, 0);
     pid_ = 0;
   }

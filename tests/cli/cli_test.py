@@ -6,11 +6,12 @@ import pathlib
 import re
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import unittest
 
-from support import BIN, TestCase, as_nobody, attach, readable_copy, reply_to
+from support import BIN, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
 
 needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
 needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
@@ -89,6 +90,12 @@ class Configuration(TestCase):
     def test_an_unknown_flag_is_a_usage_error(self):
         self.assert_refuses(self.vrdmad("--sokcet", "/tmp/x"), 2, "vrdmad:", "--sokcet", "--help")
 
+    def test_an_empty_flag_is_refused_not_replaced_by_the_default(self):
+        for flag, *words in (("--socket", '"socket" is empty'), ("--link-layer", '"link_layer" is ""'), ("--log-level", '"log_level" is ""'),
+                             ("--config", "check the path")):
+            with self.subTest(flag):
+                self.assert_refuses(self.vrdmad("--check", flag, ""), 1, *words)
+
 
 class Listening(TestCase):
     def test_a_socket_in_use_is_not_taken_over(self):
@@ -105,6 +112,19 @@ class Listening(TestCase):
                 self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
             process.returncode = 0  # killed on purpose
         self.assertFalse(os.path.exists(self.socket))
+
+    def test_a_hangup_ends_the_service_and_leaves_no_socket(self):
+        with self.service() as process:
+            process.send_signal(signal.SIGHUP)
+            process.wait(WATCHDOG_S)
+        self.assertIn("SIGHUP: leaving", self.service_said)
+        self.assertFalse(os.path.exists(self.socket))
+
+    def test_a_hangup_that_is_ignored_does_not_end_the_service(self):
+        with self.service(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+            process.send_signal(signal.SIGHUP)
+            self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+        self.assertIn("SIGTERM: leaving", self.service_said)
 
     def test_a_file_that_is_no_socket_survives(self):
         file = self.folder / "precious"
@@ -219,6 +239,49 @@ class Running(TestCase):
                 with self.subTest(script):
                     self.assertEqual(self.run_under("sh", "-c", script).returncode, code)
 
+    def test_the_exit_code_arrives_where_children_are_ignored(self):
+        with self.service():
+            ignoring = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            self.assertEqual(self.run_under("sh", "-c", "exit 42", preexec_fn=ignoring).returncode, 42)
+            result = self.run_under("grep", "SigIgn", "/proc/self/status", preexec_fn=ignoring)
+            ignored = int(re.search(r"SigIgn:\s*([0-9a-f]+)", result.stdout)[1], 16)
+            self.assertTrue(ignored >> (signal.SIGCHLD - 1) & 1, "the command has what we were started with")
+
+    def test_a_relative_socket_serves_a_program_that_changes_its_folder(self):
+        with self.service():
+            result = self.vrdma("run", "--", "sh", "-c", "cd / && ibv_devinfo", env={"VRDMA_SOCKET": os.path.basename(self.socket)},
+                                cwd=self.folder)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("vrdma0", result.stdout)
+            deep = self.folder / ("x" * 60) / ("y" * 60)  # where the absolute path is too long for a socket
+            deep.mkdir(parents=True)
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": "../../" + os.path.basename(self.socket)}, cwd=deep)
+            self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_an_installation_folder_with_a_blank_or_a_colon_works(self):
+        for name in ("my programs", "a:b", "$LIB"):
+            folder = self.folder / name
+            folder.mkdir()
+            program = readable_copy(folder) / "vrdma"
+            with self.subTest(name), self.service():
+                for _ in range(2):
+                    result = self.run_program(program, "run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket})
+                    self.assertEqual((result.returncode, result.stderr), (0, ""))
+                    self.assertIn("vrdma0", result.stdout)
+        private = self.folder / "a blank"
+        private.mkdir()
+        self.assert_refuses(self.run_program(program, "run", "--", "true", env={"XDG_RUNTIME_DIR": str(private)}), 125, str(program.parents[1]),
+                            str(private), "LD_PRELOAD", "XDG_RUNTIME_DIR")
+
+    def test_the_statistics_do_not_speak_for_programs_that_the_command_started(self):
+        with self.service():
+            def run(*command):
+                result = self.vrdma("run", "--stats", "--", *command, env={"VRDMA_SOCKET": self.socket})
+                self.assertEqual(result.returncode, 0, result.stderr)
+                return result.stderr
+            self.assertRegex(run("ibv_devinfo"), r"control requests")
+            self.assertRegex(run("sh", "-c", "ibv_devinfo; true"), r"sh \(pid \d+\) did not use RDMA itself")
+
     def test_a_command_that_cannot_be_run_is_named(self):
         with self.service():
             self.assert_refuses(self.run_under("no-such-command"), 127, "no-such-command", "No such file")
@@ -267,6 +330,18 @@ class Running(TestCase):
         self.stop_private_service()
         self.assertIn("SIGTERM: leaving", log.read_text())
 
+    def test_a_private_service_has_neither_processors_nor_folder_of_the_first_program(self):
+        processors = os.sched_getaffinity(0)
+        if len(processors) < 2:
+            self.skipTest("one processor")
+        result = self.vrdma("run", "--", BIN / "vrdma", "show", "--json", cwd=self.folder,
+                            preexec_fn=lambda: os.sched_setaffinity(0, {min(processors)}))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        pid = json.loads(result.stdout)["service"]["pid"]
+        self.assertGreaterEqual(os.sched_getaffinity(pid), processors)
+        self.assertEqual(os.readlink(f"/proc/{pid}/cwd"), "/")
+        self.stop_private_service()
+
     def test_the_link_layer_is_each_guests_own(self):
         def link_layer(*options):
             result = self.vrdma("run", *options, "--", "ibv_devinfo")
@@ -276,6 +351,15 @@ class Running(TestCase):
         self.assertEqual([link_layer("--link-layer", "ethernet"), link_layer(), link_layer("--link-layer", "ib")],
                          ["Ethernet", "InfiniBand", "InfiniBand"])
         self.stop_private_service()
+
+    def test_a_private_service_that_cannot_start_says_why(self):
+        long = self.folder / ("x" * 100)
+        long.mkdir()
+        self.assert_refuses(self.vrdma("run", "--", "true", env={"XDG_RUNTIME_DIR": str(long)}), 125, str(long), "File name too long", "107")
+        private = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        private.mkdir(mode=0o700)
+        (private / "vrdmad.log").mkdir()
+        self.assert_refuses(self.vrdma("run", "--", "true"), 125, "cannot open the log", str(private / "vrdmad.log"))
 
     def test_a_private_folder_of_somebody_elses_making_is_not_used(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
@@ -380,6 +464,22 @@ class Showing(TestCase):
             self.assert_refuses(result, 1, self.socket, "did not answer")
 
 
+@unittest.skipUnless(shutil.which("bwrap"), "no bwrap here")
+class WithoutProc(TestCase):
+    def test_programs_run_and_doctor_says_what_it_costs(self):
+        sandbox = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--tmpfs", "/proc", "--bind", self.folder, self.folder]
+        if self.run_program(*sandbox, "true").returncode != 0:
+            self.skipTest("bwrap cannot make a sandbox here")
+        with self.service():
+            env = {"VRDMA_SOCKET": self.socket}
+            result = self.run_program(*sandbox, BIN / "vrdma", "run", "--", "ibv_devinfo", env=env)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            self.assertIn("vrdma0", result.stdout)
+            report = json.loads(self.run_program(*sandbox, BIN / "vrdma", "doctor", "--json", env=env).stdout)
+            found = {finding["subject"]: finding["level"] for finding in report["findings"]}
+            self.assertEqual((found["self-test"], found["proc"]), ("ok", "note"), report)
+
+
 class Doctor(TestCase):
     def doctor(self, **keywords):
         result = self.vrdma("doctor", "--json", **keywords)
@@ -413,6 +513,16 @@ class Doctor(TestCase):
             found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
             self.assertEqual(found["file-size"]["level"], "problem")
             self.assertIn("ulimit -f", found["file-size"]["remedy"])
+
+    def test_a_limit_of_address_space_is_a_problem_that_a_program_is_told(self):
+        def limit():
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        with self.service():
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assertEqual((found["self-test"]["level"], found["addresses"]["level"]), ("problem", "problem"))
+            self.assertIn("ulimit -v", found["addresses"]["remedy"])
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assert_refuses(result, 1, self.socket, "ENOMEM", "ulimit -v")
 
     def test_few_open_files_are_noted(self):
         def limit():

@@ -1,4 +1,5 @@
 // Threads, and forked children.
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -53,6 +54,40 @@ CONFORMANCE(EveryVerbFromManyThreads, "THR-01", .solo = true, .timeout_s = 120) 
     });
   }
   threads.join();
+}
+
+// As user-level threads and coroutines have them.
+CONFORMANCE(AThreadWithASmallStackMayCallEveryVerb, "THR-01", .solo = true) {
+#ifdef __OPTIMIZE__
+  constexpr std::size_t stack_bytes = 32 * 1024;
+#else
+  constexpr std::size_t stack_bytes = 64 * 1024;
+#endif
+  Device dev(run.settings);
+  Pd pd(dev);
+  const auto use = [&] {
+    Cq cq(dev, 16);
+    Region region(pd, 1 << 20);
+    Qp qp(pd, cq, cq);
+    bring_up(dev, qp, address_of(dev, qp));
+    EXPECT_OK(post(qp, Recv{1, {region.sge(0, 64)}}));
+    EXPECT_OK(post(qp, Send{.id = 2, .sges = {region.sge(4096, 64)}}));
+    for (int got = 0; got < 2;) {
+      ibv_wc wc{};
+      const int polled = ibv_poll_cq(cq, 1, &wc);
+      EXPECT_GE(polled, 0);
+      if (polled == 1) EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+      got += polled;
+    }
+  };
+  pthread_attr_t small;
+  EXPECT_OK(pthread_attr_init(&small));
+  EXPECT_OK(pthread_attr_setstacksize(&small, stack_bytes));
+  pthread_t thread{};
+  EXPECT_OK(pthread_create(&thread, &small, [](void* body) -> void* { return (*static_cast<decltype(use)*>(body))(), nullptr; },
+                           const_cast<void*>(static_cast<const void*>(&use))));
+  EXPECT_OK(pthread_join(thread, nullptr));
+  pthread_attr_destroy(&small);
 }
 
 CONFORMANCE(PollCqFromManyThreadsGivesEachCompletionOnce, "THR-02 THR-04", .timeout_s = 120) {

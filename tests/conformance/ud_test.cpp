@@ -419,8 +419,12 @@ CONFORMANCE(MulticastAttachChecksItsArguments, "MC-01", .solo = true) {
   unicast.raw[0] = 0xfe;
   EXPECT_ERRNO(ibv_attach_mcast(ud, &unicast, 0xc012), EINVAL);
   EXPECT_ERRNO(ibv_detach_mcast(ud, &unicast, 0xc012), EINVAL);
+  // Attaching again changes nothing: one detach ends it, and the QP can be destroyed.
+  EXPECT_OK(ibv_attach_mcast(ud, &group, 0xc012));
+  EXPECT_ERRNO(ibv_destroy_qp(ud), EBUSY);
   EXPECT_OK(ibv_detach_mcast(ud, &group, 0xc012));
   EXPECT_ERRNO(ibv_detach_mcast(ud, &group, 0xc012), EINVAL);
+  EXPECT_OK(ibv_destroy_qp(std::exchange(ud.p, nullptr)));
 }
 
 CONFORMANCE(UcDropsInSilenceAndGoesOn, "UC-03 ERR-13 UC-01") {
