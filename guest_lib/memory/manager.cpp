@@ -95,25 +95,31 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   bool held = false;
   Errno failed{ENOMEM};
   try {
-    // Announcing calls back, so it is done before the lock; what the memory consists of is then looked at again.
-    auto first = [&] {
-      Locked lock(*this);
-      return make_plan(range, writes, window_, &scratch);
-    }();
-    if (!first) return first.error();
-    for (const Piece& piece : *first)
-      if (piece.kind == Piece::Kind::file) use_file(piece, registration.service, files);
-
     Plan plan(&scratch);
+    const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
     {
       Locked lock(*this);
-      auto made = plan_and_move(range, writes, files, &scratch);
-      registration.generation = generation_;
-      if (made) {
-        plan = std::move(*made);
+      auto found = make_plan(range, writes, window_, &scratch);
+      if (!found) return found.error();
+      plan = std::move(*found);
+      if (std::none_of(plan.begin(), plan.end(), is_file)) {
+        move_and_hold(plan, files, &scratch);
+        registration.generation = generation_;
+        held = true;
+      }
+    }
+    if (!held) {
+      // Announcing calls back, so not under the lock; what the memory consists of is then looked at again.
+      for (const Piece& piece : plan)
+        if (is_file(piece)) use_file(piece, registration.service, files);
+      Locked lock(*this);
+      if (auto found = make_plan(range, writes, window_, &scratch)) {
+        plan = std::move(*found);
+        move_and_hold(plan, files, &scratch);
+        registration.generation = generation_;
         held = true;
       } else {
-        failed = made.error();
+        failed = found.error();
       }
     }
     if (held) {
@@ -143,11 +149,8 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   return Result<Registration>(std::move(registration));
 }
 
-Result<Plan> MemoryManager::plan_and_move(Range range, bool writes, const UsedFiles& files,
-                                          std::pmr::memory_resource* scratch) {
-  auto plan = make_plan(range, writes, window_, scratch);
-  if (!plan) return plan;
-  for (Piece& piece : *plan) {
+void MemoryManager::move_and_hold(Plan& plan, const UsedFiles& files, std::pmr::memory_resource* scratch) {
+  for (Piece& piece : plan) {
     if (piece.kind != Piece::Kind::file) continue;
     const auto used =
         std::find_if(files.begin(), files.end(), [&](const UsedFile& f) { return f.id == piece.vma.file; });
@@ -158,10 +161,9 @@ Result<Plan> MemoryManager::plan_and_move(Range range, bool writes, const UsedFi
     else
       piece.kind = Piece::Kind::process;
   }
-  move_pieces(*plan, scratch);
+  move_pieces(plan, scratch);
   publish_bounds();
-  hold(*plan);
-  return plan;
+  hold(plan);
 }
 
 void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) {

@@ -106,7 +106,7 @@ class MemoryManager {
   void publish_bounds();
 
   // Registering. Under the lock, except for the files.
-  Result<Plan> plan_and_move(Range range, bool writes, const UsedFiles& files, std::pmr::memory_resource* scratch);
+  void move_and_hold(Plan& plan, const UsedFiles& files, std::pmr::memory_resource* scratch);
   void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
