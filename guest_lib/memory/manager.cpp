@@ -189,7 +189,7 @@ void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) 
 }
 
 std::uint64_t MemoryManager::take_in(const Piece& piece, OtherThreads others) {
-  if (!budget_.take()) return 0;
+  if (!budget_.take(piece.range.bytes())) return 0;
   // Marked resident but not mapped in place: the application has replaced the mapping since. What the window still
   // holds at these offsets is nobody's, unless the old mapping lives on at another address.
   if (resident_->any(piece.range) && mapped_elsewhere(piece.range)) return 0;
