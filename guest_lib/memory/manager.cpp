@@ -89,7 +89,8 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   const Range range{address, end};
 
   alignas(std::max_align_t) char buffer[4096];
-  std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
+  MappedMemory outside(range);  // our own page in a hole of the range would pass for the application's
+  std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &outside);
   UsedFiles files(&scratch);
   Registration registration{address, bytes, 0, backings_.service(), {}};
   bool held = false;

@@ -1,5 +1,6 @@
 // What kinds of memory become which extents, and that contents and mappings survive.
 #include "guest_lib/memory/manager.hpp"
+#include "guest_lib/memory/mapped_memory.hpp"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -34,6 +35,21 @@ TEST_CASE("The ioctl and the text of /proc/self/maps describe the same mappings"
     if (next && next->range.begin >= (std::uint64_t{1} << 63)) break;
   }
   CHECK(seen > 5);
+}
+
+TEST_CASE("Our own tables fill no hole of the memory that is looked at") {
+  constexpr std::uint64_t pages = 64, tables = 200;
+  unsigned char* p = map_anonymous(pages * page);
+  const Range range{at(p), at(p) + pages * page};
+  for (std::uint64_t i = 1; i < pages; i += 4) REQUIRE(::munmap(p + i * page, page) == 0);
+  MappedMemory outside(range);
+  std::vector<std::uint64_t> made;
+  for (std::uint64_t i = 0; i < tables; ++i) made.push_back(at(outside.allocate(page)));
+  for (const std::uint64_t table : made) CHECK_FALSE(range.overlaps({table, table + page}));
+  auto reader = VmaReader::open();
+  for (std::uint64_t i = 1; i < pages; i += 4) CHECK(reader->at_or_after(range.begin + i * page)->range.begin == range.begin + (i + 1) * page);
+  for (const std::uint64_t table : made) outside.deallocate(reinterpret_cast<void*>(table), page);
+  ::munmap(p, pages * page);
 }
 
 TEST_CASE("Whole private pages are reached through the window and edges through the process") {
