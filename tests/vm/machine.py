@@ -34,7 +34,7 @@ class Machine:
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"
         # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not.
-        line = f"console=ttyS0 panic=-1 mitigations=off tsc=reliable clocksource=tsc rdinit=/init -- {self.token} {' '.join(command)}"
+        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc rdinit=/init -- {self.token} {' '.join(command)}"
         try:
             self.qemu = Program([QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", MEMORY_MIB, "-smp", CPUS, "-nodefaults",
                                  "-no-user-config", "-no-reboot", "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",

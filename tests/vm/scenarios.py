@@ -29,10 +29,12 @@ from harness import Build, Failure, Program, Service, Side, Tally, TempFolder, a
 UNITS = ("guest_memory_hazards_test", "guest_memory_manager_test", "guest_memory_threads_test", "guest_service_test")
 BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "lib/libvrdma.so", "tests/crash/crash_client", *(f"tests/{name}" for name in UNITS))
 
+SLOW_UNITS = "no event comes for*"  # thousands of changes of thread, of which the kernel decides nothing but the time
+
 SERVICE_UID, USER, OTHER = 4242, 64321, 64322
-CONFORMANCE_SAMPLE = 30
-YAMA, UNPRIVILEGED_UFFD = "kernel/yama/ptrace_scope", "vm/unprivileged_userfaultfd"
-DEFAULTS = {YAMA: "0", UNPRIVILEGED_UFFD: "0"}  # Debian's
+CONFORMANCE_SAMPLE = 20
+YAMA, UNPRIVILEGED_UFFD, HUGE_PAGES = "kernel/yama/ptrace_scope", "vm/unprivileged_userfaultfd", "vm/nr_hugepages"
+DEFAULTS = {YAMA: "0", UNPRIVILEGED_UFFD: "0", HUGE_PAGES: "16"}  # Debian's, but for the huge pages
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ SCENARIOS = (
 )
 
 
+def configure(settings):
+    for name, value in {**DEFAULTS, **settings}.items():
+        path = Path("/proc/sys", name)
+        path.write_text(value)
+        if path.read_text().strip() != value:
+            raise Failure(f"{path} does not take {value}")
+
+
 class LimitedService(Service):
     """A service of root that has given a capability up for good."""
 
@@ -107,11 +117,7 @@ class Inside:
 
     def __init__(self, build, world, source):
         self.build, self.world, self.source = build, world, source
-        for name, value in {**DEFAULTS, **world.settings}.items():
-            path = Path("/proc/sys", name)
-            path.write_text(value)
-            if path.read_text().strip() != value:
-                raise Failure(f"{path} does not take {value}")
+        configure(world.settings)
         if Path("/dev/userfaultfd").exists() and os.stat("/dev/userfaultfd").st_mode & 0o077:
             raise Failure("/dev/userfaultfd is open to users")
         self.service = LimitedService(build, world.service_without) if world.service_without else Service(build, uid=world.service_uid)
@@ -202,10 +208,12 @@ class Inside:
     def conformance(self, seed):
         suite = self.build.vrdma.parent / "vrdma-conformance"
         _, listed = run([suite, "--list"], 30)
-        names = [line.split()[0] for line in listed.splitlines() if line.strip()]
-        left_out = self.source.sample(names, max(0, len(names) - CONFORMANCE_SAMPLE))
+        # Of registrations all, as they are what depends on the kernel; of the others some.
+        others = [line.split()[0] for line in listed.splitlines() if line.strip() and " MR-" not in line]
+        left_out = self.source.sample(others, len(others) - CONFORMANCE_SAMPLE)
         side = self.sides[0]
-        code, said = run(side.command([suite, "--dev", "vrdma0", "--seed", seed, "--timeout-scale", 10, *(f"--except={name}" for name in left_out)]),
+        code, said = run(side.command([suite, "--dev", "vrdma0", "--seed", seed, "--timeout-scale", 10,
+                                       *(word for name in left_out for word in ("--except", name))]),
                          150, env=side.env)
         if code != 0:
             raise Failure(f"left with {code}:\n{said}")
@@ -215,7 +223,7 @@ class Inside:
 def few_cases(size):
     yield pingpong, pingpong.Case("rc", validate=True, size=1, iterations=50)
     yield pingpong, pingpong.Case("ud", validate=True, events=True, iterations=50)
-    yield pingpong, pingpong.Case("rc", validate=True, size=size + 1, iterations=5)
+    yield pingpong, pingpong.Case("rc", validate=True, size=65537, iterations=5)
     yield perftest, perftest.Case("atomic", "lat", iterations=50)
     yield perftest, perftest.Case("write", "bw", size=size, iterations=5)
 
@@ -253,13 +261,15 @@ def run_world(tally, build, scenario, world, seed):
     for workload in ("send", "event", "rdma") if scenario.whole else (source.choice(("send", "event", "rdma")),):
         case(f"kill -9 of a peer ({workload})", lambda workload=workload: inside.killed_peer(workload))
     if scenario.whole:
-        case(f"conformance suite, {CONFORMANCE_SAMPLE} tests", lambda: inside.conformance(seed))
+        case(f"conformance suite: registrations and {CONFORMANCE_SAMPLE} others", lambda: inside.conformance(seed))
     tally.case(f"{world.name}: vrdmad leaves cleanly", inside.close)
 
 
 def run_units(tally, folder):
+    configure({})
+
     def unit(name):
-        code, said = run([folder / "tests" / name, "-nc", "-d"], 60)
+        code, said = run([folder / "tests" / name, "-nc", f"-tce={SLOW_UNITS}"], 60)
         if code != 0:
             raise Failure(f"left with {code}:\n{said}")
         return said.strip().splitlines()[-3]
