@@ -56,7 +56,8 @@ def kernel(cache):
         found = cache / f"vmlinux-{name}"
         if not found.exists():
             with tempfile.TemporaryDirectory(dir=cache) as folder:
-                _run("bash", "-c", 'set -o pipefail; dpkg --fsys-tarfile "$1" | tar -xf - -C "$2" "$3"', "-", package, folder, f"./boot/vmlinuz-{name}")
+                _run("bash", "-c", 'set -o pipefail; dpkg --fsys-tarfile "$1" | tar -xf - -C "$2" "$3"', "-",
+                     package, folder, f"./boot/vmlinuz-{name}")
                 bootable = _vmlinux((Path(folder) / f"boot/vmlinuz-{name}").read_bytes())
                 (Path(folder) / "vmlinux").write_bytes(bootable)
                 os.replace(Path(folder) / "vmlinux", found)
@@ -184,8 +185,7 @@ def _libraries(binaries):
             raise Failure(f"{path}: {listed.stdout}")
         found.update(re.findall(r"(/\S+) \(0x", listed.stdout))
     # Opened by the C library when a thread is cancelled or ends.
-    gcc = subprocess.run(["gcc", "-print-file-name=libgcc_s.so.1"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
-    found.update(str(path) for path in [Path(gcc.stdout.strip())] if path.is_absolute())
+    found.update(str(path) for path in [*Path("/lib").glob("*/libgcc_s.so.1"), *Path("/lib64").glob("libgcc_s.so.1")])
     return [Path(path) for path in sorted(found)]
 
 

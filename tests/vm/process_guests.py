@@ -2,7 +2,8 @@
 """Boots a stock Debian kernel and runs the project's process guests on it: scenarios.py, inside.
 
     process_guests.py --build build/release SCENARIO [--seed N]
-    process_guests.py --build build/release --inside COMMAND...     any command in such a machine; what is built lies at its own path
+    process_guests.py --build build/release --inside COMMAND...     any command in such a machine; what is built lies at its own
+                                                                    path; words without blanks
 
 Ends with the exit code of what ran inside: 0, 1, or 77 when the machine cannot be had here.
 """
