@@ -160,6 +160,7 @@ VRDMA_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* context) {
     auto attachment = Context::of(context).usable();
     if (!attachment) return attachment.error();
     auto pd = std::make_unique<Pd>();
+    prepare_reach();
     auto made = (*attachment)->call<control::Request::create_pd>({Context::of(context).handle, 0});
     if (!made) return made.error();
     pd->attachment = *attachment;

@@ -55,6 +55,8 @@ Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attac
 
 }  // namespace
 
+void prepare_reach() { (void)manager(); }
+
 Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
   auto registration = manager().add(address, bytes, access);
   if (!registration) return registration.error();

@@ -17,6 +17,9 @@ struct Reached {
   std::vector<control::Extent> extents;  // the same with the service's numbers of their backings
 };
 
+// Before any registration: the manager's first tables must not come to lie in a hole of the memory that is about to be registered.
+void prepare_reach();
+
 // The extents that cover [address, address + bytes), in order. EFAULT: not all of it is mapped with the rights that `access`
 // (enum ibv_access_flags) needs.
 Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);

@@ -3,7 +3,9 @@
 build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspdlog-dev libcli11-dev libibverbs-dev)
 # The programs whose traffic is shown, and the interpreter of the harness.
 run_packages=("${build_packages[@]}" python3 ibverbs-utils perftest)
-test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-core python3-pyverbs ibverbs-providers qperf ucx-utils bubblewrap iproute2 dpkg-dev)
+test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-core python3-pyverbs ibverbs-providers qperf ucx-utils bubblewrap iproute2 dpkg-dev
+               qemu-system-x86 cpio)
+command -v busybox >/dev/null 2>&1 || test_packages+=(busybox-static)  # either of Debian's two, which exclude each other
 
 boost_at_least=1.77
 
@@ -71,6 +73,23 @@ need_packages() {
   apt_get "${command[@]}" >/dev/null && return 0
   [ "$known" = 1 ] && apt_get -qq update && apt_get "${command[@]}" >/dev/null
 }
+
+# fetch_stock_kernel FOLDER: the package of Debian's own kernel, into a folder; it is not installed. Fails where there is none.
+fetch_stock_kernel() (
+  mkdir -p "$1" && cd "$1" || return 1
+  if ls linux-image-*.deb >/dev/null 2>&1; then return 0; fi
+  partial=$(mktemp -d partial.XXXXXX) || return 1
+  trap 'rm -rf "$PWD/$partial"' EXIT
+  download() {
+    # What the meta-package stands for. The sandbox user of apt could not write to this folder.
+    name=$(apt-cache depends linux-image-amd64 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
+    [ -n "$name" ] && (cd "$partial" && timeout 240 apt-get -qq -o APT::Sandbox::User=root download "$name")
+  }
+  refresh() { [ "$(id -u)" -eq 0 ] || command -v sudo >/dev/null && apt_get -qq update; }
+  # Lists that know it may be too old to fetch it, or not be there at all.
+  download 2>/dev/null || { refresh && download; } || { echo "no stock kernel: apt has no linux-image-amd64 to download" >&2; return 1; }
+  mv "$partial"/linux-image-*.deb .
+)
 
 # build_preset PRESET [TARGET...]
 build_preset() {

@@ -89,7 +89,8 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   const Range range{address, end};
 
   alignas(std::max_align_t) char buffer[4096];
-  std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
+  MappedMemory outside(range);  // our own page in a hole of the range would pass for the application's
+  std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &outside);
   UsedFiles files(&scratch);
   Registration registration{address, bytes, 0, backings_.service(), {}};
   bool held = false;
@@ -191,7 +192,7 @@ void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) 
 }
 
 std::uint64_t MemoryManager::take_in(const Piece& piece, OtherThreads others) {
-  if (!budget_.take()) return 0;
+  if (!budget_.take(piece.range.bytes())) return 0;
   // Marked resident but not mapped in place: the application has replaced the mapping since. What the window still
   // holds at these offsets is nobody's, unless the old mapping lives on at another address.
   if (resident_->any(piece.range) && mapped_elsewhere(piece.range)) return 0;

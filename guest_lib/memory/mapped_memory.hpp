@@ -7,12 +7,21 @@
 
 #include <memory_resource>
 
+#include "guest_lib/memory/vma.hpp"
+
 namespace vrdma::memory {
 
 class MappedMemory final : public std::pmr::memory_resource {
+ public:
+  // `avoided`: where none of it may come to lie, because the caller asks the kernel what is mapped there.
+  explicit MappedMemory(Range avoided = {}) : avoided_(avoided) {}
+
+ private:
   void* do_allocate(std::size_t bytes, std::size_t alignment) override;
   void do_deallocate(void* memory, std::size_t bytes, std::size_t alignment) override;
   bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
+
+  Range avoided_;
 };
 
 }  // namespace vrdma::memory

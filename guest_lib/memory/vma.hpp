@@ -52,6 +52,9 @@ class VmaReader {
   // sense.
   Result<Vma> at_or_after(std::uint64_t address);
 
+  // Once it has answered: whether it had to read /proc/self/maps.
+  bool reads_text() const { return text_; }
+
  private:
   Result<Vma> query(std::uint64_t address);
   Result<Vma> scan(std::uint64_t address);

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 
 namespace vrdma::memory {
@@ -17,18 +18,31 @@ std::uint64_t max_mappings() {
   return value;
 }
 
+// Whether each look at a mapping costs as much as there are mappings below it.
+bool mappings_are_read() {
+  auto reader = VmaReader::open();
+  return !reader || !reader->at_or_after(0) || reader->reads_text();
+}
+
 }  // namespace
 
-bool VmaBudget::take() {
-  if (moves_left_ > 0) {
+bool VmaBudget::take(std::uint64_t bytes) {
+  if (moves_left_ > 0)
     --moves_left_;
-    return !exhausted_;
-  }
+  else
+    recount();
+  return bytes < small_bytes ? small_fits_ : fits_;
+}
+
+void VmaBudget::recount() {
   moves_left_ = recount_after;
-  if (limit_ == 0) limit_ = max_mappings() / 2;
   const auto count = count_mappings();
-  exhausted_ = !count || *count + 2 * recount_after > limit_;
-  return !exhausted_;
+  if (limit_ == 0 && count) {
+    limit_ = max_mappings() / 2;
+    small_limit_ = mappings_are_read() ? std::min(limit_, *count + grown_max) : limit_;
+  }
+  fits_ = count && *count + 2 * recount_after <= limit_;
+  small_fits_ = fits_ && *count + 2 * recount_after <= small_limit_;
 }
 
 }  // namespace vrdma::memory

@@ -32,8 +32,10 @@ bool frozen(int memory, std::uint64_t address) {
 // exec (of a setuid program, say) and after its end there is nothing to read or write any more.
 bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
   constexpr std::uint64_t patience_ns = 500'000'000;
+  constexpr int patience_naps = 5000;  // as long, but longer where this thread, and so probably the guest's, gets little of a processor
   constexpr timespec nap{0, 20'000};
   std::uint64_t give_up_ns = 0;
+  int naps = 0;
   while (bytes != 0) {
     const ssize_t moved = write ? ::pwrite(memory, buffer, bytes, static_cast<off_t>(address))
                                 : ::pread(memory, buffer, bytes, static_cast<off_t>(address));
@@ -41,7 +43,8 @@ bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, 
     if (moved < 0 && write && frozen(memory, address)) {
       const std::uint64_t now = vmci::monotonic_ns();
       if (give_up_ns == 0) give_up_ns = now + patience_ns;
-      if (now >= give_up_ns) return false;
+      if (now >= give_up_ns && naps >= patience_naps) return false;
+      ++naps;
       ::nanosleep(&nap, nullptr);
       continue;
     }

@@ -1,0 +1,204 @@
+"""What a virtual machine of the tests boots: the stock kernel of Debian's package, and an initramfs of this machine's own programs.
+
+Both are cached in a folder of the build, the initramfs under a key of everything that went into it. Every file lies in the
+initramfs where it lies here, so that programs find what they find here: the build folder, this source tree, Python's modules.
+"""
+import contextlib
+import fcntl
+import hashlib
+import lzma
+import modulefinder
+import os
+import py_compile
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from harness import Failure, Skip
+
+SOURCE = Path(__file__).resolve().parents[2]
+DPKG_STATUS = Path("/var/lib/dpkg/status")  # changes with every package, and so with every library
+FETCH_SECONDS = 300
+LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # of the merged /usr
+
+
+def _run(*command, seconds=120, input=b"", cwd=None):
+    try:
+        done = subprocess.run([str(word) for word in command], input=input, capture_output=True, timeout=seconds, cwd=cwd)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"no end after {seconds} s: {' '.join(map(str, command))}") from None
+    if done.returncode != 0:
+        raise Failure(f"{' '.join(map(str, command))} left with {done.returncode}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(folder):
+    """One builder at a time: tests run beside each other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------- the kernel
+
+def kernel(cache):
+    """(file for QEMU, its name) of the newest kernel package in `cache`; fetches one if there is none."""
+    with _locked(cache):
+        package = _package(cache)
+        name = re.match(r"linux-image-(.+?)_", package.name).group(1)
+        found = cache / f"vmlinux-{name}"
+        if not found.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                _run("bash", "-c", 'set -o pipefail; dpkg --fsys-tarfile "$1" | tar -xf - -C "$2" "$3"', "-",
+                     package, folder, f"./boot/vmlinuz-{name}")
+                bootable = _vmlinux((Path(folder) / f"boot/vmlinuz-{name}").read_bytes())
+                (Path(folder) / "vmlinux").write_bytes(bootable)
+                os.replace(Path(folder) / "vmlinux", found)
+        return found, name
+
+
+def _package(cache):
+    def newest():
+        return max(cache.glob("linux-image-*.deb"), key=lambda path: path.stat().st_mtime, default=None)
+    if package := newest():
+        return package
+    script = '. "$1/scripts/packages.sh" && fetch_stock_kernel "$2"'
+    try:
+        done = subprocess.run(["bash", "-c", script, "-", SOURCE, cache], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=FETCH_SECONDS)
+        why = done.stderr.strip() or f"left with {done.returncode}"
+    except subprocess.TimeoutExpired:
+        why = f"no end after {FETCH_SECONDS} s"
+    if package := newest():
+        return package
+    raise Skip(f"Debian's kernel package cannot be fetched: {why}")
+
+
+def _vmlinux(image):
+    """The ELF file in a bzImage, which QEMU starts at once (PVH) where the bzImage takes seconds to unpack itself."""
+    # Documentation/arch/x86/boot.rst: the payload lies behind the sectors of the setup.
+    setup_sectors = image[0x1F1] or 4
+    offset, size = struct.unpack_from("<II", image, 0x248)
+    payload = image[(setup_sectors + 1) * 512 + offset:][:size]
+    try:
+        elf = lzma.LZMADecompressor(lzma.FORMAT_XZ).decompress(payload)
+    except lzma.LZMAError:
+        return image  # compressed otherwise: it boots as it is, later
+    return elf if elf.startswith(b"\x7fELF") else image
+
+
+# ---------------------------------------------------------------------------------------------------- the initramfs
+
+class Contents:
+    """What goes in: programs with their libraries, files, and Python scripts with all that they import."""
+
+    def __init__(self, init, programs=(), files=(), scripts=()):
+        self.init, self.programs, self.files, self.scripts = Path(init), list(programs), [Path(f) for f in files], list(scripts)
+
+    def key(self):
+        digest = hashlib.sha256(sys.version.encode())
+        inputs = [DPKG_STATUS, Path(__file__), self.init, *self.files, *map(Path, self.scripts)]
+        inputs += [Path(shutil.which(program) or program) for program in self.programs]
+        for path in inputs:
+            status = path.stat()
+            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+def initramfs(cache, contents):
+    with _locked(cache):
+        found = cache / f"initramfs-{contents.key()}.cpio"
+        if not found.exists():
+            for old in cache.glob("initramfs-*.cpio"):
+                old.unlink()
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                os.chmod(folder, 0o755)
+                _stage(Path(folder), contents)
+                names = b"\0".join(os.fsencode(path.relative_to(folder)) for path in sorted(Path(folder).rglob("*")))
+                archive = _run("cpio", "--quiet", "--null", "-o", "-H", "newc", "-R", "0:0", cwd=folder, input=names)
+                partial = cache / "initramfs.partial"
+                partial.write_bytes(archive)
+                os.replace(partial, found)
+        return found
+
+
+def _stage(root, contents):
+    for name in LINKS:
+        if Path("/", name).is_symlink():
+            (root / name).symlink_to(os.readlink(f"/{name}"))
+            (root / name).resolve().mkdir(parents=True)
+    for name in ("dev", "proc", "sys", "tmp", "run", "etc", "root"):
+        (root / name).mkdir()
+    (root / "tmp").chmod(0o1777)
+    (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\n")
+    (root / "etc/hosts").write_text("127.0.0.1 localhost\n")
+    shutil.copy(contents.init, root / "init")
+    (root / "init").chmod(0o755)
+
+    binaries = [Path(shutil.which(program) or program) for program in contents.programs]
+    binaries += [Path(os.path.realpath(sys.executable))]
+    modules = _modules(contents.scripts)
+    extensions = [path for path in modules if path.suffix == ".so"]
+    for path in [*binaries, *contents.files, *extensions]:
+        _copy(root, path)
+    for path in _libraries([*binaries, *contents.files, *extensions]):
+        _copy(root, path)
+    for path in modules:
+        if path.suffix == ".py":
+            # Compiled here: there it would take longer than the tests.
+            py_compile.compile(_copy(root, path), dfile=str(path), doraise=True,
+                               invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    # Wherever it lies here, scripts and tests call it python3; busybox is every tool that is not there already.
+    (root / "usr/bin/python3").unlink(missing_ok=True)
+    (root / "usr/bin/python3").symlink_to(os.path.realpath(sys.executable))
+    for tool in _run("busybox", "--list").decode().split():
+        if not shutil.which(tool, path=f"{root}/usr/bin:{root}/usr/sbin"):
+            (root / "usr/bin" / tool).symlink_to(os.path.realpath(shutil.which("busybox")))
+
+
+def _copy(root, path):
+    """To the same place, links followed, readable for every user there."""
+    to = root / str(path).lstrip("/")
+    if not to.exists():
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, to)
+        to.chmod(0o755 if os.access(path, os.X_OK) else 0o644)
+    return to
+
+
+def _libraries(binaries):
+    found = set()
+    for path in binaries:
+        with open(path, "rb") as file:
+            if file.read(4) != b"\x7fELF":
+                continue
+        listed = subprocess.run(["ldd", path], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)  # fails for static ones
+        if "not found" in listed.stdout:
+            raise Failure(f"{path}: {listed.stdout}")
+        found.update(re.findall(r"(/\S+) \(0x", listed.stdout))
+    # Opened by the C library when a thread is cancelled or ends.
+    found.update(str(path) for path in [*Path("/lib").glob("*/libgcc_s.so.1"), *Path("/lib64").glob("libgcc_s.so.1")])
+    return [Path(path) for path in sorted(found)]
+
+
+def _modules(scripts):
+    finder = modulefinder.ModuleFinder(path=[*{str(Path(script).parent) for script in scripts}, *sys.path])
+    for script in scripts:
+        finder.run_script(str(script))
+    # What the interpreter itself starts with, before any import.
+    for name in ("encodings", "encodings.utf_8", "encodings.ascii", "encodings.latin_1", "encodings.idna", "codecs", "io", "abc", "os", "stat",
+                 "site", "_collections_abc", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "zipimport"):
+        finder.import_hook(name, None, ["*"])
+    files = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    # The landmark by which Python finds its library of extensions.
+    if dynamic := sysconfig.get_config_var("DESTSHARED"):
+        files.update(path for path in files if path.is_relative_to(dynamic))
+    return sorted(files | {Path(script).resolve() for script in scripts})

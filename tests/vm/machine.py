@@ -1,0 +1,66 @@
+"""One virtual machine under QEMU's own emulation (TCG), running one command to its end.
+
+The kernel's console and the command's output are two serial ports, so that neither can garble the other. On the second, /init says
+"@TOKEN begin", what the command says, and "@TOKEN exit CODE"; the token is random, so no program says it by chance. A machine that
+ends or stays silent without the last line has failed, and the end of its console says why.
+"""
+import platform
+import re
+import secrets
+import shutil
+
+from harness import PATIENCE, Failure, Program, Skip, TempFolder
+
+QEMU = "qemu-system-x86_64"
+MEMORY_MIB = 1536
+CPUS = 2
+# What a kernel says of its own defects.
+COMPLAINTS = re.compile(r"BUG:|WARNING:|Oops|general protection|detected stall|Out of memory|blocked for more than|Kernel panic")
+
+
+def require_emulator():
+    if platform.machine() != "x86_64":
+        raise Skip("the virtual machines run this machine's programs on an x86-64 kernel")
+    for program, package in ((QEMU, "qemu-system-x86"), ("busybox", "busybox-static"), ("cpio", "cpio"), ("dpkg", "dpkg")):
+        if not shutil.which(program):
+            raise Skip(f"{program} is not installed (package {package})")
+
+
+class Machine:
+    """Boots at once with a command for /init; `arguments` are more of QEMU's, say devices."""
+
+    def __init__(self, kernel, initramfs, command, arguments=()):
+        if any(not word or re.search(r"[\s\"]", word) for word in command):
+            raise Failure(f"a word of the command is empty or has blanks or quotes, which the kernel's command line does not carry: {command}")
+        self.token = secrets.token_hex(8)
+        self.folder = TempFolder(mode=0o700)
+        self.console = self.folder.path / "console"
+        # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not.
+        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc rdinit=/init -- {self.token} {' '.join(command)}"
+        try:
+            self.qemu = Program([QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", MEMORY_MIB, "-smp", CPUS, "-nodefaults",
+                                 "-no-user-config", "-no-reboot", "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
+                                 "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs, "-append", line, *arguments], name="qemu")
+        except Failure:
+            self.folder.remove()
+            raise
+
+    def finish(self, seconds):
+        """Waits for the command's end: (exit code, what it said). Failure, with the console's tail, for any other end of the machine."""
+        try:
+            ended = self.qemu.wait(seconds * PATIENCE)
+            said = self.qemu.output().replace("\r\n", "\n")
+            framed = re.search(rf"@{self.token} begin\n(.*)\n@{self.token} exit (\d+)\n", said, re.DOTALL)
+            console = self.console.read_text(errors="replace") if self.console.exists() else ""
+            if ended is None or not framed:
+                how = f"did not end in {seconds * PATIENCE:.0f} s" if ended is None else f"ended (QEMU: {ended}) before its command"
+                raise Failure(f"the machine {how}\n--- what it said\n{said[-6000:]}\n--- its console\n{console[-4000:]}")
+            if complaints := [text for text in console.splitlines() if COMPLAINTS.search(text)]:
+                raise Failure(f"{framed.group(1)}\nits kernel complains:\n" + "\n".join(complaints[:20]))
+            return int(framed.group(2)), framed.group(1)
+        finally:
+            self.stop()
+
+    def stop(self):
+        self.qemu.stop(grace_s=0)
+        self.folder.remove()

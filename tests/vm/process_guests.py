@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Boots a stock Debian kernel and runs the project's process guests on it: scenarios.py, inside.
+
+    process_guests.py --build build/release SCENARIO [--seed N]
+    process_guests.py --build build/release --inside COMMAND...     any command in such a machine; what is built lies at its own
+                                                                    path; words without blanks
+
+Ends with the exit code of what ran inside: 0, 1, or 77 when the machine cannot be had here.
+"""
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "interop"))
+sys.path.insert(0, str(HERE))
+
+import image  # noqa: E402
+import scenarios  # noqa: E402
+from harness import SKIPPED_EXIT_CODE, Failure, Skip, clean_up, clean_up_on_signals  # noqa: E402
+from machine import Machine, require_emulator  # noqa: E402
+
+SECONDS = 240
+
+
+def contents(build):
+    programs = ["busybox", "setpriv", "prlimit", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
+                *(f"ib_{verb}_{kind}" for verb in ("send", "write", "read", "atomic") for kind in ("lat", "bw"))]
+    for program in programs:
+        if not image.shutil.which(program):
+            raise Skip(f"{program} is not installed")
+    built = [build / name for name in scenarios.BUILT]
+    for path in built:
+        if not path.exists():
+            raise SystemExit(f"{path} does not exist: cmake --build --preset release")
+    return image.Contents(HERE / "init", programs, built, [HERE / "scenarios.py", HERE / "register.py"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", nargs="?", choices=[scenario.name for scenario in scenarios.SCENARIOS])
+    parser.add_argument("--build", default="build/release")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="what the machine may take, with its boot")
+    parser.add_argument("--inside", nargs=argparse.REMAINDER, help="a command instead of a scenario")
+    options = parser.parse_args()
+    if (options.scenario is None) == (options.inside is None):
+        parser.error("a scenario, or --inside and a command")
+    clean_up_on_signals()
+    build = Path(options.build).resolve()
+    command = options.inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, options.scenario]
+    try:
+        require_emulator()
+        kernel, name = image.kernel(build / "vm")
+        files = image.initramfs(build / "vm", contents(build))
+        begun = time.monotonic()
+        print(f"booting Linux {name} under TCG", flush=True)
+        code, said = Machine(kernel, files, [str(word) for word in command]).finish(options.seconds)
+        print(said)
+        print(f"left with {code} after {time.monotonic() - begun:.0f} s", flush=True)
+        return code
+    except Skip as reason:
+        print(f"SKIP  virtual machine: {reason}")
+        return SKIPPED_EXIT_CODE
+    except Failure as reason:
+        print(f"FAIL  {reason}")
+        return 1
+    finally:
+        clean_up()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
