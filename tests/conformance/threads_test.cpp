@@ -152,8 +152,8 @@ CONFORMANCE(PostingGoesOnWhileOtherQpsComeAndGo, "THR-03", .timeout_s = 120) {
   for (std::uint64_t t = 0; t < 2; ++t) {
     threads.start([&] {
       while (!stop.load()) {
-        Qp qp(link.pd, link.scq, link.rcq);
         Qp other(link.pd, link.scq, link.rcq);
+        Qp qp(link.pd, link.scq, link.rcq);  // goes first: with nobody at the far end its requests would fail
         to_init(link.dev, qp);
         to_init(link.dev, other);
         bring_up(link.dev, qp, address_of(link.dev, other));

@@ -30,8 +30,8 @@ class Machine:
     """Boots at once with a command for /init; `arguments` are more of QEMU's, say devices."""
 
     def __init__(self, kernel, initramfs, command, arguments=()):
-        if any(not word or re.search(r"[\s\"]", word) for word in command):
-            raise Failure(f"a word of the command is empty or has blanks or quotes, which the kernel's command line does not carry: {command}")
+        if any(word in ("", "--") or re.search(r"[\s\"]", word) for word in command):
+            raise Failure(f"a word of the command is empty, -- or has blanks or quotes, which the kernel's command line does not carry: {command}")
         self.token = secrets.token_hex(8)
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"

@@ -3,7 +3,7 @@
 
     process_guests.py --build build/release SCENARIO [--seed N]
     process_guests.py --build build/release --inside COMMAND...     any command in such a machine; what is built lies at its own
-                                                                    path; words without blanks
+                                                                    path; no word has blanks or is --
 
 Ends with the exit code of what ran inside: 0, 1, or 77 when the machine cannot be had here.
 """
@@ -44,13 +44,16 @@ def main():
     parser.add_argument("--build", default="build/release")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="what the machine may take, with its boot")
-    parser.add_argument("--inside", nargs=argparse.REMAINDER, help="a command instead of a scenario")
-    options = parser.parse_args()
-    if (options.scenario is None) == (options.inside is None):
+    # All behind --inside is the command's, a "--" too, which argparse would take for itself.
+    words, inside = sys.argv[1:], []
+    if found := "--inside" in words:
+        words, inside = words[:words.index("--inside")], words[words.index("--inside") + 1:]
+    options = parser.parse_args(words)
+    if (options.scenario is None) != found or found and not inside:
         parser.error("a scenario, or --inside and a command")
     clean_up_on_signals()
     build = Path(options.build).resolve()
-    command = options.inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, options.scenario]
+    command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, options.scenario]
     try:
         require_emulator()
         kernel, name = image.kernel(build / "vm")
