@@ -418,12 +418,12 @@ class Client {
       if (!shared_ && receives_posted_ - receives_completed_ < receive_depth) post_receive();
     }
     while (!all_completed()) await_completions();
-    while (shared_ && poll_some()) {  // how many receives were taken, only the completions tell
+    if (expect == "service") await_async(IBV_EVENT_DEVICE_FATAL);
+    else if (shared_) await_async(IBV_EVENT_QP_LAST_WQE_REACHED);
+    while (shared_ && poll_some()) {  // how many receives were taken, only the completions tell: all are here by that event
     }
     for (int i = 0; i < 200; ++i)
       if (poll_some()) fail("a completion more than there were requests");
-    if (expect == "service") await_async(IBV_EVENT_DEVICE_FATAL);
-    else if (shared_) await_async(IBV_EVENT_QP_LAST_WQE_REACHED);
     ibv_async_event event;
     if (ibv_get_async_event(context_, &event) == 0) fail("an event more: %s", ibv_event_type_str(event.event_type));
   }
