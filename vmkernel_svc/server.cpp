@@ -10,8 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <boost/asio/post.hpp>
 #include <atomic>
+#include <boost/asio/post.hpp>
 #include <csignal>
 #include <cstring>
 #include <filesystem>

@@ -98,16 +98,17 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   try {
     Plan plan(&scratch);
     const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
+    const auto take_plan = [&] {  // under the lock
+      move_and_hold(plan, files, &scratch);
+      registration.generation = generation_;
+      held = true;
+    };
     {
       Locked lock(*this);
       auto found = make_plan(range, writes, window_, &scratch);
       if (!found) return found.error();
       plan = std::move(*found);
-      if (std::none_of(plan.begin(), plan.end(), is_file)) {
-        move_and_hold(plan, files, &scratch);
-        registration.generation = generation_;
-        held = true;
-      }
+      if (std::none_of(plan.begin(), plan.end(), is_file)) take_plan();
     }
     if (!held) {
       // Announcing calls back, so not under the lock; what the memory consists of is then looked at again.
@@ -116,9 +117,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
       Locked lock(*this);
       if (auto found = make_plan(range, writes, window_, &scratch)) {
         plan = std::move(*found);
-        move_and_hold(plan, files, &scratch);
-        registration.generation = generation_;
-        held = true;
+        take_plan();
       } else {
         failed = found.error();
       }
