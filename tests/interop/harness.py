@@ -38,6 +38,19 @@ def _die_with_harness():
 
 # ---------------------------------------------------------------------------------------------------- processes
 
+def let_go(holder, seconds):
+    """Ends a process that lives until its input does. False: it had to be killed."""
+    holder.stdin.close()
+    holder.stdout.close()
+    try:
+        holder.wait(seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        holder.kill()
+        holder.wait()
+        return False
+
+
 class Program:
     """A started program: its output goes to a file, so that it can never block on us."""
 

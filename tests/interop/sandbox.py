@@ -14,7 +14,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import Failure, Side, Skip, as_user, run
+from harness import Failure, Side, Skip, as_user, let_go, run
 
 SHM_BYTES = 64 << 20
 ADDRESSES = ("10.97.64.1", "10.97.64.2")
@@ -63,13 +63,7 @@ class NetNamespaces:
 
     def close(self):
         for holder in self.holders:
-            holder.stdin.close()
-            holder.stdout.close()
-            try:
-                holder.wait(5)
-            except subprocess.TimeoutExpired:
-                holder.kill()
-                holder.wait()
+            let_go(holder, 5)
         self.holders = []
 
 

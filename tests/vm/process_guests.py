@@ -9,6 +9,7 @@ Ends with the exit code of what ran inside: 0, 1, or 77 when the machine cannot 
 """
 import argparse
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ def contents(build):
     programs = ["busybox", "setpriv", "prlimit", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
                 *(f"ib_{verb}_{kind}" for verb in ("send", "write", "read", "atomic") for kind in ("lat", "bw"))]
     for program in programs:
-        if not image.shutil.which(program):
+        if not shutil.which(program):
             raise Skip(f"{program} is not installed")
     built = [build / name for name in scenarios.BUILT]
     for path in built:

@@ -6,10 +6,12 @@ Each world of a scenario shows by which way D6 reaches memory there, asserts tha
 the same unmodified programs as on any machine.
 """
 import argparse
+import json
 import os
 import random
 import subprocess
 import sys
+import time
 import types
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +19,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop"), str(HERE.parent / "crash")]
 
-import json  # noqa: E402
-
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 import register  # noqa: E402
 import support  # noqa: E402
-from harness import Build, Failure, Program, Service, Side, Tally, TempFolder, as_user, clean_up, clean_up_on_signals, run, wait_until  # noqa: E402
+from harness import Build, Failure, Program, Service, Side, Tally, TempFolder, as_user, clean_up, clean_up_on_signals, let_go, run, wait_until  # noqa: E402
 
 # What of the build folder a machine needs.
 UNITS = ("guest_memory_hazards_test", "guest_memory_manager_test", "guest_memory_threads_test", "guest_service_test")
@@ -107,9 +107,11 @@ class LimitedService(Service):
 class GuestSide(Side):
     memlock_bytes: int | None = None
 
+    def limit(self):
+        return ["prlimit", f"--memlock={self.memlock_bytes}:{self.memlock_bytes}"] if self.memlock_bytes else []
+
     def command(self, program):
-        limit = ["prlimit", f"--memlock={self.memlock_bytes}:{self.memlock_bytes}"] if self.memlock_bytes else []
-        return super().command([*limit, *program])
+        return super().command([*self.limit(), *program])
 
 
 class Inside:
@@ -142,14 +144,8 @@ class Inside:
                 raise Failure(f"vrdma show left with {code}: {text}")
             return {mr["bytes"]: mr["path"] for mr in json.loads(text)}
         finally:
-            holder.stdin.close()
-            holder.stdout.close()
-            try:
-                holder.wait(30)
-            except subprocess.TimeoutExpired:
-                holder.kill()
-                holder.wait()
-                raise Failure("the program that registers does not end") from None
+            if not let_go(holder, 30):
+                raise Failure("the program that registers does not end")
 
     def paths(self):
         alone, threaded = self._shown(0), self._shown(1)
@@ -163,8 +159,7 @@ class Inside:
     def doctor(self):
         """What it advises is of this world: no problem, and of the self-test's memory what the registrations show."""
         side = self.sides[0]
-        limit = ["prlimit", f"--memlock={side.memlock_bytes}:{side.memlock_bytes}"] if side.memlock_bytes else []
-        code, text = run([*as_user(side.uid), *limit, self.build.vrdma, "doctor", "--json"], 60, env=side.env)
+        code, text = run([*as_user(side.uid), *side.limit(), self.build.vrdma, "doctor", "--json"], 60, env=side.env)
         findings = json.loads(text)["findings"]
         if code != 0:
             raise Failure(f"vrdma doctor left with {code}:\n{text}")
@@ -187,7 +182,7 @@ class Inside:
                 if victim.process.stdout.readline() != "ready\n":
                     raise Failure(f"the victim says: {victim.process.stdout.read()}")
                 # At any moment of its traffic; it sends until the other side is gone.
-                support.time.sleep(self.source.uniform(0, 0.2))
+                time.sleep(self.source.uniform(0, 0.2))
                 if victim.process.poll() is not None:
                     raise Failure(f"the victim ended by itself: {victim.process.stdout.read()}")
                 victim.process.kill()
