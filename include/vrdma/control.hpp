@@ -61,7 +61,10 @@ struct AttachReply {
   std::int32_t service_pid;       // as the guest's pid namespace sees it, 0 if it does not
   char name[32];
   char service_version[32];
+  std::uint32_t flags;            // attach_in_machine
+  std::uint32_t reserved;
 };
+constexpr std::uint32_t attach_in_machine = 1;  // by a virtual machine's agent: memory is pinned where it is (add_pinned)
 
 // One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
 struct AddBackingRequest {
@@ -77,6 +80,14 @@ struct AddBackingReply {
 struct RemoveBackingRequest {
   std::uint32_t backing;
   std::uint32_t reserved;
+};
+// In a virtual machine: memory that the process has pinned by an io_uring's registered buffers. The machine's agent takes the ring
+// over (pidfd_getfd), so that the pages stay until remove_backing or the process's end, translates them, and passes the request
+// on with its own number of the memory. The backing begins at the page that holds `address`.
+struct AddPinnedRequest {
+  std::uint64_t address, bytes;
+  std::int32_t ring;      // the process's descriptor; may be closed after the reply
+  std::uint32_t segment;  // the agent's: vrdma/vm_link.hpp
 };
 // Reply descriptor: the read end of the pipe that carries EventRecords of this context.
 struct OpenContextRequest {
@@ -353,7 +364,8 @@ struct QueuePairNotice {
   X(queue_pair_alloc, QueuePairAllocRequest, QueuePairReply, true)       \
   X(queue_pair_attach, QueuePairAttachRequest, QueuePairReply, true)     \
   X(queue_pair_detach, QueuePairHandle, Empty, false)                    \
-  X(reach_process, ReachProcessRequest, ReachProcessReply, true)
+  X(reach_process, ReachProcessRequest, ReachProcessReply, true)        \
+  X(add_pinned, AddPinnedRequest, AddBackingReply, true)
 
 enum class Request : std::uint16_t {
   none,

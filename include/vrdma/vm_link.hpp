@@ -1,0 +1,125 @@
+// The link between the host service and the agent in a virtual machine (DESIGN.md D11): what lies in the shared BAR of the
+// machine's ivshmem device, and what travels there. The agent owns the device and serves the processes of its machine; each of
+// them is a guest of the service, a *connection* of the link.
+//
+//   BAR:   LinkHeader (one page) | a byte queue pair (vmci_channel/byte_queue.hpp), created by the agent: agent → service, back
+//
+// Data and queues never pass here: they lie in the machine's RAM, which the service maps, in pages that the agent has pinned.
+//
+// A session begins when the agent writes a new `boot` and ends with the next one, with another `service_epoch` (the service
+// started anew), or when the service's `heartbeat` stands still for session_patience_ms:
+//
+//   agent    zeroes its cursor; boot = random; rings                     (the service polls it where there are no interrupts)
+//   service  drops the guests of the session before; zeroes its cursor; accepted = boot
+//   agent    hello, then whatever its processes want
+//
+// Either side may be hostile: what one reads of the other's is read once and bounded. Plain data.
+#pragma once
+
+#include <cstdint>
+
+#include "vrdma/queue_layout.hpp"
+#include "vrdma/wire.hpp"
+
+namespace vrdma::vm {
+
+constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
+constexpr std::uint16_t version_major = 1;   // another one is refused
+constexpr std::uint16_t version_minor = 0;
+
+struct alignas(128) ServiceLine {  // written by the service only
+  std::uint32_t magic;
+  std::uint16_t major, minor;
+  std::uint64_t service_epoch;  // random, never 0; 0 while the service is not ready
+  std::uint64_t accepted;       // the boot for which its cursor is ready
+  std::uint64_t heartbeat;      // changes at least every heartbeat_ms
+  std::uint64_t reserved[12];
+};
+struct alignas(128) AgentLine {  // written by the agent only
+  std::uint64_t boot;            // random, never 0
+  std::uint64_t reserved[15];
+};
+struct LinkHeader {
+  ServiceLine service;
+  AgentLine agent;
+};
+static_assert(WireRecord<ServiceLine> && WireRecord<AgentLine> && sizeof(LinkHeader) == 256);
+constexpr std::uint32_t heartbeat_ms = 250;
+constexpr std::uint32_t session_patience_ms = 5000;
+
+constexpr std::uint64_t queues_offset = 4096;
+constexpr vmci::QueuePairGeometry queues{4096, 4096, vmci::QueueKind::bytes, 0};  // 256 KiB each way
+constexpr std::uint64_t bar_bytes = 1 << 20;  // of the BAR, at least; a power of two, as PCI wants
+static_assert(queues_offset + queues.total_bytes() <= bar_bytes);
+
+// ivshmem: the service is peer 0, the machine peer 1; each has these vectors. Writing (peer << 16 | vector) to the doorbell
+// register (BAR 0, offset 12) interrupts that peer.
+constexpr std::uint32_t service_peer = 0, machine_peer = 1;
+constexpr std::uint32_t link_vector = 0;      // there is something on the link
+constexpr std::uint32_t doorbell_vector = 1;  // some process has set a bit in its doorbell bitmap and found the shard asleep
+constexpr std::uint32_t vectors = 2;
+constexpr std::uint64_t doorbell_register = 12;
+
+// --- frames: FrameHead, then `bytes` of body -----------------------------------------------------------------------
+enum class Frame : std::uint16_t {
+  // agent → service
+  hello = 1,    // Hello; the first frame of a session, once
+  open,         // Open: a process has connected
+  packet,       // one packet of a process for the service, as on its socket (vrdma/control.hpp)
+  segment,      // Run[]: appends to segment `item` of the connection, to be used by a packet that follows
+  close,        // the process has gone
+  // service → agent
+  welcome = 64, // answers hello: Welcome
+  reply,        // one packet for the process; `flags` streams begin with it, numbered from `item` on
+  stream,       // bytes of stream `item`: what the process reads from a pipe
+  stream_end,   // that pipe has no writer any more
+  closed,       // the service is through with the connection and touches nothing of its memory
+};
+struct FrameHead {
+  std::uint32_t bytes;       // of the body, at most frame_bytes_max
+  std::uint16_t kind;        // Frame
+  std::uint16_t flags;
+  std::uint32_t connection;  // the agent's number, never 0 and never used again in its session; 0: of the link itself
+  std::uint32_t item;        // a segment's or stream's number
+};
+static_assert(WireRecord<FrameHead> && sizeof(FrameHead) == 16);
+constexpr std::uint32_t frame_bytes_max = 8192;
+
+// Consecutive pages (4096 bytes) of the machine's physical memory.
+struct Run {
+  std::uint64_t page;   // guest-physical address / 4096
+  std::uint64_t pages;
+};
+static_assert(WireRecord<Run> && sizeof(Run) == 16);
+constexpr std::uint32_t page_bytes = 4096;
+constexpr std::uint32_t runs_per_frame = frame_bytes_max / sizeof(Run);
+
+struct Hello {
+  std::uint16_t major, minor;
+  std::uint32_t flags;       // hello_interrupts
+  std::uint64_t high_bytes;  // of the machine's RAM from 4 GiB on: it follows the rest in the file that is the RAM
+  std::uint64_t page;        // guest-physical address / 4096 of a page for the machine's copy of the ServicePage …
+  std::uint64_t proof;       // … whose first 8 bytes hold this until welcome: the service sees the memory that the agent means
+  char version[32];
+};
+constexpr std::uint32_t hello_interrupts = 1;  // the agent sleeps until it is interrupted; else it polls
+struct Welcome {
+  std::int32_t status;   // 0, or an errno value: EPROTONOSUPPORT, EFAULT (the proof is not there), ENODEV (no RAM that can be mapped)
+  std::uint16_t major, minor;
+  std::uint64_t arena_bytes;  // of each process's arena: what segment_arena must have
+  char name[32];         // the machine's
+  char version[32];
+};
+struct Open {
+  std::uint32_t uid, gid, pid;  // in the machine
+  std::uint32_t reserved;
+};
+static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open>);
+
+// Segments that the agent makes for a process, sealed memfds whose pages are pinned. Others (from segment_first on) are memory
+// that the process registers.
+constexpr std::uint32_t segment_arena = 1;   // goes before the packet with Request::attach; all zero
+constexpr std::uint32_t segment_copier = 2;  // before Request::reach_process; copying::segment_bytes, all zero
+constexpr std::uint32_t segment_first = 16;
+
+}  // namespace vrdma::vm
