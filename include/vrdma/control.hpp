@@ -57,14 +57,13 @@ struct AttachReply {
   std::uint64_t control_offset;   // of the control queue pair in the arena
   vmci::QueuePairGeometry control_geometry;
   std::uint64_t doorbell_offset;  // of the guest's ReadyWords: member 0 the control pair, others QpReply::doorbell
-  std::uint32_t shard;            // index into ServicePage::shards
+  std::uint16_t shard;            // index into ServicePage::shards
+  std::uint16_t flags;            // attach_in_machine
   std::int32_t service_pid;       // as the guest's pid namespace sees it, 0 if it does not
   char name[32];
   char service_version[32];
-  std::uint32_t flags;            // attach_in_machine
-  std::uint32_t reserved;
 };
-constexpr std::uint32_t attach_in_machine = 1;  // by a virtual machine's agent: memory is pinned where it is (add_pinned)
+constexpr std::uint16_t attach_in_machine = 1;  // by a virtual machine's agent: memory is pinned where it is (add_pinned)
 
 // One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
 struct AddBackingRequest {
