@@ -189,6 +189,14 @@ int main(int argc, char** argv) {
   if (::mkdtemp(pattern) == nullptr) return 2;
   ::chmod(pattern, 0755);
   const std::string directory = pattern, path = directory + "/vrdmad.sock", log = directory + "/log";
+  for (const char* name : {"0", "1", "2"}) {
+    if (target != "machine") break;
+    const std::filesystem::path folder = std::filesystem::path(directory) / "vm" / name;
+    std::filesystem::create_directories(folder);
+    std::ofstream(folder / "ram").close();
+    std::filesystem::resize_file(folder / "ram", 32 << 20);
+    std::ofstream(folder / "vm.json") << json{{"ram", folder / "ram"}, {"tenant", hostile_uid}};
+  }
   const int errors = ::open(log.c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0644);
   int ready[2];
   if (errors < 0 || ::pipe2(ready, 0) != 0) return 2;
@@ -216,7 +224,7 @@ int main(int argc, char** argv) {
   std::vector<pid_t> enemies;
   for (unsigned long i = 0; i < guests; ++i) {
     std::vector<std::string> command{GUEST_PATH, path, target, std::to_string(seed + i), std::to_string(seconds)};
-    if (other_uid) command.push_back(std::to_string(hostile_uid));
+    if (other_uid && target != "machine") command.push_back(std::to_string(hostile_uid));
     // Nobody judges their leaks, and LeakSanitizer, which stops the program at its end, waits for ever where a SIGCONT comes in between.
     enemies.push_back(spawn(command, {"ASAN_OPTIONS=detect_leaks=0"}));
   }
