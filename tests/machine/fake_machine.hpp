@@ -27,7 +27,8 @@ namespace vrdma::test {
 
 class FakeMachine {
  public:
-  // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB.
+  // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB. seed: another one for each machine
+  // that a service sees, since the boot numbers come from it.
   FakeMachine(const std::string& ivshmem_socket, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0)
       : random_(seed), high_bytes_(high_bytes) {
     ram_fd_.reset(::open(ram.c_str(), O_RDWR | O_CLOEXEC));
