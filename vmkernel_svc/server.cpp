@@ -271,6 +271,20 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   });
 }
 
+namespace {
+// The rest is about descriptors that do not reach a machine, or about others on this host.
+bool may_come_from_machine(Request request) {
+  switch (request) {
+    case Request::open_context:
+    case Request::create_channel:
+    case Request::add_pinned:
+    case Request::remove_backing:
+    case Request::reach_process: return true;
+    default: return false;
+  }
+}
+}  // namespace
+
 // The memory that a machine has lent for this packet.
 std::optional<PinnedPages> Server::memory_of(const Connection& connection, Request request, const std::vector<std::byte>& packet) {
   if (!connection.machine) return std::nullopt;
@@ -286,6 +300,7 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   if (packet.size() < sizeof(head)) return lost(connection);
   std::memcpy(&head, packet.data(), sizeof(head));
   if (PacketDesk::request_of(head) == Request::attach) return attach(connection, head, packet);
+  if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
   auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
   shard_->submit([this, connection, head, given, memory, packet = std::move(packet)](Shard&) {

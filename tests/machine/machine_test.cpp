@@ -108,6 +108,8 @@ TEST_CASE("memory that a machine lends must be its own, and all of it there when
   const auto added = machine.call<Request::add_pinned>(process.connection, {0x10000100, 4 * 4096, 0, 16});
   REQUIRE(added);
   CHECK(machine.call<Request::remove_backing>(process.connection, {added->backing, 0}));
+  CHECK(!machine.call<Request::show>(process.connection, {}));  // what the host's own guests are is not a machine's affair
+  CHECK(machine.status == EOPNOTSUPP);
   CHECK(!machine.call<Request::add_pinned>(process.connection, {0x10000000, 4096, 0, 16}));  // used up
   CHECK(machine.status == EINVAL);
   machine.lend(process.connection, 17, pages);

@@ -36,14 +36,15 @@ std::uint64_t Backing::contiguous_bytes(std::uint64_t offset, std::uint64_t byte
 
 Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {
   if (offset > bytes_ || bytes > bytes_ - offset) return Errno{ERANGE};
+  if (bytes == 0) return Errno{EINVAL};
   if (pinned_) {
     const auto here = pinned_->at(offset);
-    if (bytes == 0 || bytes > here.size()) return Errno{EINVAL};
+    if (bytes > here.size()) return Errno{EINVAL};
     ++pinned_users_;
     return here.data();
   }
   const std::uint64_t index = offset / chunk_bytes;
-  if (bytes == 0 || (offset + bytes - 1) / chunk_bytes != index) return Errno{EINVAL};
+  if ((offset + bytes - 1) / chunk_bytes != index) return Errno{EINVAL};
   auto found = chunks_.find(index);
   if (found == chunks_.end()) {
     const std::uint64_t begin = index * chunk_bytes;
