@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "guest_agent/log.hpp"
+#include "vmci_channel/arch.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::agent {
@@ -72,13 +73,16 @@ Session::News Session::look(std::uint64_t now_ns) {
         return News::none;
       }
       if (now.accepted != boot_) return News::none;
-      greet(now_ns);
+      greet();
       return News::accepted;
     default:
       break;
   }
-  if (now.heartbeat != heartbeat_) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
-  if (ready && now.epoch == epoch_ && now_ns - heartbeat_ns_ <= patience_ns_) return News::none;
+  // A machine that has itself been stopped does not know what it has missed.
+  const bool away = now_ns > last_look_ns_ + patience_ns_ / 2;
+  last_look_ns_ = now_ns;
+  if (now.heartbeat != heartbeat_ || away) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
+  if (ready && now.epoch == epoch_ && now_ns <= heartbeat_ns_ + patience_ns_) return News::none;
   say(ready && now.epoch == epoch_ ? "the host service does not answer any more: programs that use it get errors"
                                    : "the host service is another one now: programs that used the last one get errors");
   lose();
@@ -106,7 +110,7 @@ void Session::begin() {
   state_ = State::asked;
 }
 
-void Session::greet(std::uint64_t now_ns) {
+void Session::greet() {
   auto page = PinnedSegment::make("vrdma-service-page", sizeof(control::ServicePage), true);
   if (!page)
     throw std::runtime_error(std::string("cannot pin a page of memory (") + std::strerror(value(page.error())) +
@@ -127,7 +131,7 @@ void Session::greet(std::uint64_t now_ns) {
   std::snprintf(hello.version, sizeof(hello.version), "%s", VRDMA_VERSION);
   std::memcpy(page_.memory.data(), &hello.proof, sizeof(hello.proof));
   heartbeat_ = service().heartbeat;
-  heartbeat_ns_ = now_ns;
+  heartbeat_ns_ = last_look_ns_ = vmci::monotonic_ns();  // pinning can take its time
   state_ = State::greeted;
   // S3: pairs with the link's publication of the bytes of hello: the proof is there before.
   link_->send(Frame::hello, 0, hello);

@@ -40,7 +40,7 @@ class Machine {
  public:
   static constexpr std::uint64_t arena_bytes = 16 * vm::page_bytes;
 
-  Machine();
+  explicit Machine(bool interrupts = false);
   ~Machine();
 
   // --- the host service
@@ -103,7 +103,7 @@ class Machine {
   [[noreturn]] static void fail(const char* what);
 
   std::filesystem::path folder_;
-  vmci::UniqueFd stop_;
+  vmci::UniqueFd stop_, interrupt_;
   std::uint64_t boot_ = 0;
   std::string error_;
   std::thread thread_;
