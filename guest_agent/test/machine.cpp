@@ -18,7 +18,7 @@ Word load(const Word& word) {
   return std::atomic_ref(const_cast<Word&>(word)).load(std::memory_order_acquire);
 }
 template <class Word>
-void store(Word& word, Word value) {
+void store(Word& word, std::type_identity_t<Word> value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
 }  // namespace
@@ -83,10 +83,10 @@ void Machine::fail(const char* what) {
 
 void Machine::begin_service(std::uint64_t epoch) {
   auto& line = header().service;
-  store(line.service_epoch, std::uint64_t{0});
-  line.magic = vm::magic;
-  line.major = vm::version_major;
-  line.minor = vm::version_minor;
+  store(line.service_epoch, 0);
+  store(line.magic, vm::magic);
+  store(line.major, vm::version_major);
+  store(line.minor, vm::version_minor);
   link.reset();
   frames.clear();
   store(line.service_epoch, epoch);
