@@ -1,6 +1,7 @@
 #include "guest_agent/device.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -90,6 +91,10 @@ void IvshmemDevice::open_by_sysfs() {
     std::ofstream enable(folder / "enable");
     if (!(enable << "1" << std::flush)) fail("cannot enable PCI device " + bdf_ + " by " + (folder / "enable").string() + ": run vrdma-guestd as root");
   }
+  // Two agents would end each other's sessions for ever.
+  lock_.reset(::open((folder / "resource2").c_str(), O_RDWR | O_CLOEXEC));
+  if (lock_ && ::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    fail("PCI device " + bdf_ + " is served by another vrdma-guestd: stop that one, or give another --device");
   const auto [registers, register_bytes] = map_bar(folder / "resource0", vm::doorbell_register + sizeof(std::uint32_t));
   const auto [bar, bar_bytes] = map_bar(folder / "resource2", vm::bar_bytes);
   take(registers, register_bytes, bar, bar_bytes);

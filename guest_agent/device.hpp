@@ -43,6 +43,7 @@ class IvshmemDevice {
   Device device_;
   std::size_t bar_bytes_ = 0, register_bytes_ = 0;
   std::optional<VfioDevice> vfio_;
+  vmci::UniqueFd lock_;  // without vfio, which lends a device once
   vmci::UniqueFd interrupt_;
 };
 

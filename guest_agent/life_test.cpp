@@ -244,6 +244,17 @@ TEST_CASE("A service that refuses the machine ends the agent, with a sentence th
   }
 }
 
+TEST_CASE("A service that has no memory of the machine yet is asked again") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session(ENODEV);
+  CHECK(!std::filesystem::exists(machine.socket));
+  machine.open_session(ENODEV);
+  machine.open_session();
+  Served served(machine);
+}
+
 TEST_CASE("A service of another major version is not spoken to") {
   if (!can_pin()) return;
   Machine machine;

@@ -21,7 +21,6 @@ using vm::Frame;
 
 namespace {
 
-constexpr std::uint64_t no_memory_yet_ns = 5'000'000'000;  // after ENODEV
 constexpr std::uint64_t arena_bytes_max = std::uint64_t{1} << 40;  // of vrdmad's configuration
 
 template <class Word>
@@ -147,9 +146,9 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
     case ENODEV:
       if (not_before_ns_ == 0)
         say("the host service has no memory of this machine to reach it by: give QEMU the memory backend that \"vrdma vm add\" prints "
-            "(share=on); asking again every 5 s");
+            "(share=on); asking again");
       lose();
-      not_before_ns_ = now_ns + no_memory_yet_ns;
+      not_before_ns_ = now_ns + patience_ns_;
       return true;
     case EPROTONOSUPPORT:
       throw Unsuitable("the host service (vrdma " + text_of(welcome.version) + ") refuses this agent (vrdma " VRDMA_VERSION

@@ -40,7 +40,7 @@ class Session {
   News look(std::uint64_t now_ns);
   // Begins a new session, whatever there was, if the service is ready for one.
   void begin();
-  // The answer to hello. False: it breaks the protocol. A service that has no memory of the machine yet is asked again later.
+  // The answer to hello. False: it breaks the protocol. A service that has no memory of the machine is asked again, as patiently.
   bool take_welcome(std::span<const std::byte> body, std::uint64_t now_ns);
   void lose();
 
