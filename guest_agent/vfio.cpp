@@ -60,7 +60,10 @@ bool VfioDevice::available(const fs::path& device) {
 VfioDevice::VfioDevice(const fs::path& device) : container_(open_or_fail("/dev/vfio/vfio")) {
   if (::ioctl(container_.get(), VFIO_GET_API_VERSION) != VFIO_API_VERSION) errno = ENOTSUP, fail("use this kernel's vfio");
   const std::string group = fs::read_symlink(device / "iommu_group").filename();
-  group_ = open_or_fail("/dev/vfio/" + group);
+  group_.reset(::open(("/dev/vfio/" + group).c_str(), O_RDWR | O_CLOEXEC));
+  if (!group_ && errno == EBUSY)
+    throw std::runtime_error("PCI device " + device.filename().string() + " is in use by another process: stop the other vrdma-guestd, or give another --device");
+  if (!group_) fail("open /dev/vfio/" + group);
   vfio_group_status status{};
   status.argsz = sizeof(status);
   if (::ioctl(group_.get(), VFIO_GROUP_GET_STATUS, &status) != 0) fail("ask for the state of IOMMU group " + group);
