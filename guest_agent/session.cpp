@@ -102,9 +102,13 @@ void Session::begin() {
   }
   epoch_ = now.epoch;
   boot_ = random_number();
+  // Nobody takes a cursor that goes back for a broken one: between two sessions there is none.
+  std::atomic_ref boot(header_of(device_).agent.boot);
+  boot.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
   link_.emplace(device_.bar, true);  // zeroes our cursor
   // S2: pairs with the service's acquire of `boot`: our cursor is zero.
-  std::atomic_ref(header_of(device_).agent.boot).store(boot_, std::memory_order_release);
+  boot.store(boot_, std::memory_order_release);
   device_.ring(vm::link_vector);
   state_ = State::asked;
 }

@@ -69,7 +69,7 @@ void Machine::stop_without_waiting() {
 void Machine::stop() {
   if (running()) stop_without_waiting();
   until("the agent leaves", [this] {
-    if (load(header().agent.boot) != boot_ && load(header().service.service_epoch) != 0) accept_boot();
+    if (begun() && load(header().service.service_epoch) != 0) accept_boot();
     return !running();
   });
   thread_.join();
@@ -92,8 +92,13 @@ void Machine::begin_service(std::uint64_t epoch) {
   store(line.service_epoch, epoch);
 }
 
+bool Machine::begun() const {
+  const std::uint64_t boot = load(reinterpret_cast<const vm::LinkHeader*>(bar)->agent.boot);
+  return boot != 0 && boot != boot_;
+}
+
 void Machine::await_boot() {
-  until("the agent begins a session", [this] { return load(header().agent.boot) != boot_; });
+  until("the agent begins a session", [this] { return begun(); });
 }
 
 void Machine::accept_boot() {
@@ -107,7 +112,7 @@ void Machine::accept_boot() {
 vm::Hello Machine::open_session(std::int32_t status) {
   // It may begin twice: once for what it has made of the service before.
   until("the agent's hello", [this] {
-    if (load(header().agent.boot) != boot_) accept_boot();
+    if (begun()) accept_boot();
     return !frames.empty();
   });
   const auto hello = await(vm::Frame::hello).as<vm::Hello>();
@@ -142,9 +147,9 @@ void Machine::pump() {
       runs.push_back(run);
     }
   });
-  if (!whole) {  // an agent that begins anew zeroes its cursor before it says so
+  if (!whole) {  // what was read while the agent began anew
     link.reset();
-    return until("the agent begins a session", [this] { return load(header().agent.boot) != boot_; });
+    return until("the agent begins a session", [this] { return begun(); });
   }
   const std::uint64_t one = 1;
   if (link->flush() && interrupt_) REQUIRE(::write(interrupt_.get(), &one, sizeof(one)) == sizeof(one));

@@ -50,6 +50,7 @@ class Machine {
   void accept_boot();
   // Until the agent has written another boot than the last that was accepted.
   void await_boot();
+  bool begun() const;
   FrameIn await(vm::Frame kind);
   // The runs of a segment that have come since the last time, of the frame that awaits them last.
   Runs take_segment(std::uint32_t connection, std::uint32_t segment);
