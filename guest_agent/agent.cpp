@@ -21,7 +21,6 @@ namespace {
 constexpr std::uint64_t busy_ns = 200'000;         // without interrupts: how long after something it looks again at once
 constexpr int nap_ms = 1;                          // … and how often later, while there are processes
 constexpr int idle_nap_ms = 20;                    // … while there are none
-constexpr int interrupted_nap_ms = 500;            // with interrupts: for the service's heart alone
 constexpr std::size_t unsent_bytes_max = 1 << 20;  // then processes wait with their packets
 constexpr std::uint64_t goodbye_ns = 2'000'000'000;
 }  // namespace
@@ -120,7 +119,8 @@ void Agent::wait(std::uint64_t now_ns) {
   int timeout_ms = nap_ms;
   if (session_.device().interrupt >= 0 && session_.linked()) {
     // The rest of a flood comes without a word; so does room for ours.
-    timeout_ms = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ms : interrupted_nap_ms;
+    const auto heart_ms = static_cast<int>(options_.patience_ns / 10'000'000);
+    timeout_ms = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ms : heart_ms;
   } else if (now_ns < busy_until_ns_) {
     timeout_ms = 0;
     backoff_.idle();
@@ -151,9 +151,10 @@ void Agent::take_event(Source source) {
     case item_packets:
       watch_.packets.wait(0, [this](Source packet) { take_event(packet); });
       break;
-    case item_interrupt:
-      if (::read(session_.device().interrupt, &interrupts, sizeof(interrupts)) != sizeof(interrupts)) break;
+    case item_interrupt: {
+      [[maybe_unused]] const auto taken = ::read(session_.device().interrupt, &interrupts, sizeof(interrupts));
       break;
+    }
     default:
       break;
   }

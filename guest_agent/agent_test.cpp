@@ -83,6 +83,24 @@ TEST_CASE("A session begins with a page that the service sees, and processes are
   CHECK(first.number != second.number);
 }
 
+TEST_CASE("Where the device has interrupts the agent says so, and looks when it is interrupted") {
+  if (!can_pin()) return;
+  Machine machine(true);
+  machine.begin_service(epoch);
+  CHECK(machine.open_session().flags == vm::hello_interrupts);
+  Process process(machine);
+  const auto descriptors = process.attach();
+  process.ask(Request::query_device);
+  machine.reply(machine.await(Frame::packet), 0);
+  CHECK(process.reply().head.status == 0);
+  for (int i = 0; i < 300; ++i) machine.send(Frame::stream, process.number, std::byte{1}, 1);  // more frames than it takes at a time
+  process.ask(Request::query_device);
+  machine.reply(machine.await(Frame::packet), 0);
+  CHECK(process.reply().head.status == 0);
+  machine.heart_beats = false;
+  CHECK(process.closed());
+}
+
 TEST_CASE("Attaching gives a pinned arena, a page that nobody can write to, a doorbell and a wake pipe") {
   if (!can_pin()) return;
   Machine machine;
@@ -339,26 +357,29 @@ TEST_CASE("Who does not keep to the protocol is closed, alone") {
   machine.begin_service(epoch);
   machine.open_session();
   Process good(machine);
+  const auto closes = [&](Process& process) {
+    CHECK(process.closed());
+    CHECK(machine.await(Frame::close).head.connection == process.number);
+  };
 
   Process brief(machine);
   REQUIRE(brief.socket.send(std::as_bytes(std::span("short", 5))).has_value());
-  CHECK(brief.closed());
-  CHECK(machine.await(Frame::close).head.connection == brief.number);
+  closes(brief);
 
   Process endless(machine);
   const std::vector<std::byte> too_long(vm::frame_bytes_max + 1);
   REQUIRE(endless.socket.send(too_long).has_value());
-  CHECK(endless.closed());
+  closes(endless);
 
   Process impatient(machine);
   for (std::size_t i = 0; i <= Connection::outstanding_max; ++i) impatient.ask(Request::query_device);
-  CHECK(impatient.closed());
+  closes(impatient);
 
   Process repeating(machine);
   repeating.ask(Request::query_device);
   repeating.sequence = 0;
   repeating.ask(Request::query_device);
-  CHECK(repeating.closed());
+  closes(repeating);
 
   machine.frames.clear();
   good.ask(Request::query_device);

@@ -4,7 +4,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
+#include <sys/socket.h>
 #include <sys/sysinfo.h>
 
 #include <array>
@@ -32,14 +32,36 @@ void lift_memlock(pid_t process) {
       std::strerror(errno));
 }
 
-// A process's page table, if it runs a program that its user may look into: not one that has run a set-user-ID program since it
-// connected. Both are looked at through one folder in /proc, which is of that process or empty.
-Pagemap pagemap_of(const vmci::Credentials& credentials) {
-  const UniqueFd folder(::open(("/proc/" + std::to_string(credentials.pid)).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
-  auto map = Pagemap::of(folder.get());
-  struct stat status {};
-  if (!map || ::fstatat(folder.get(), "mem", &status, 0) != 0 || status.st_uid != credentials.uid) return {};
-  return std::move(*map);
+Result<Pagemap> pagemap_of(pid_t process) {
+  const UniqueFd folder(::open(("/proc/" + std::to_string(process)).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+  if (!folder) return last_error();
+  return Pagemap::of(folder.get());
+}
+
+struct Packet {
+  std::size_t bytes;  // 0: the other end is closed
+  pid_t sender;       // 0: not known
+};
+// EMSGSIZE: longer than the buffer. Descriptors that come along are not taken: there is no room for them.
+Result<Packet> receive(int socket, std::span<std::byte> buffer) {
+  iovec part{buffer.data(), buffer.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred))];
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  ssize_t got;
+  do {
+    got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0) return last_error();
+  if (message.msg_flags & MSG_TRUNC) return Errno{EMSGSIZE};
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  ucred sender{};
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_CREDENTIALS)
+    std::memcpy(&sender, CMSG_DATA(header), sizeof(sender));
+  return Packet{static_cast<std::size_t>(got), sender.pid};
 }
 
 std::uint64_t ram_bytes() {
@@ -63,7 +85,11 @@ Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci:
   connection->credentials_ = *credentials;
   connection->exited_ = std::move(*pidfd);
   lift_memlock(credentials->pid);
-  connection->pagemap_ = pagemap_of(*credentials);
+  auto pagemap = pagemap_of(credentials->pid);
+  if (!pagemap) return pagemap.error();
+  connection->pagemap_ = std::move(*pagemap);
+  const int yes = 1;  // every packet says who has sent it
+  if (::setsockopt(connection->socket_.fd(), SOL_SOCKET, SO_PASSCRED, &yes, sizeof(yes)) != 0) return last_error();
   // Until here its number was its own.
   if (has_exited(connection->exited_)) return Errno{ESRCH};
   if (auto added = watch.packets.add(connection->socket_.fd(), EPOLLIN, {number, item_socket}); !added) return added.error();
@@ -108,7 +134,7 @@ void Connection::ring_doorbell() {
 
 bool Connection::take_packet() {
   std::array<std::byte, vm::frame_bytes_max> packet;
-  const auto received = socket_.receive(packet);  // what descriptors come along are closed at the end of this
+  const auto received = receive(socket_.fd(), packet);
   if (!received) return value(received.error()) == EAGAIN;
   if (received->bytes < sizeof(Head)) return false;
   Head head{};
@@ -130,7 +156,7 @@ bool Connection::take_packet() {
       control::AddPinnedRequest pinned{};
       if (body.size() < sizeof(pinned)) return answer(head, EINVAL);
       std::memcpy(&pinned, body.data(), sizeof(pinned));
-      refused = prepare_pinned(pinned, asked.ring);
+      refused = prepare_pinned(pinned, received->sender, asked.ring);
       std::memcpy(body.data(), &pinned, sizeof(pinned));
       break;
     }
@@ -198,11 +224,12 @@ int Connection::prepare_reach() {
   return 0;
 }
 
-int Connection::prepare_pinned(control::AddPinnedRequest& body, UniqueFd& ring) {
+int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, UniqueFd& ring) {
   if (!attached_) return ENOTCONN;
+  // Who was given the socket by a process that now runs a program of more rights than he has does not see into that.
+  if (sender != credentials_.pid) return EPERM;
   // More than all RAM cannot be pinned; many mappings of the same memory are not worth the time that they take.
   if (body.bytes == 0 || body.bytes > ram_bytes() || body.address > ~std::uint64_t{0} - vm::page_bytes - body.bytes) return EINVAL;
-  if (!pagemap_) return EPERM;
   auto taken = take_ring(exited_.get(), body.ring);
   if (!taken) return value(taken.error());
   if (const Status pinned = covers(taken->get(), body.address, body.bytes); !pinned) return value(pinned.error());

@@ -66,7 +66,7 @@ class Connection {
   // The next three: 0, or why the request is refused without asking the service.
   int prepare_attach();
   int prepare_reach();
-  int prepare_pinned(control::AddPinnedRequest& body, vmci::UniqueFd& ring);
+  int prepare_pinned(control::AddPinnedRequest& body, pid_t sender, vmci::UniqueFd& ring);
   bool attach_reply(std::span<std::byte> body, std::vector<int>& descriptors);
   Result<vmci::UniqueFd> open_stream(std::uint32_t item, Stream::Use use);
   void watch(std::uint32_t item, Stream& stream);
@@ -79,7 +79,7 @@ class Connection {
   Watch& watch_;
   vmci::Credentials credentials_{};
   vmci::UniqueFd exited_;  // pidfd
-  Pagemap pagemap_;        // of the program that connected; none if it is not that user's to look into
+  Pagemap pagemap_;        // of the program that the process ran when it was accepted
   bool asked_to_attach_ = false, attached_ = false;
   vmci::UniqueFd doorbell_;
   std::map<std::uint32_t, Stream> streams_;

@@ -1,6 +1,7 @@
 #include "guest_agent/device.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -73,7 +74,10 @@ std::pair<void*, std::size_t> map_bar(const fs::path& file, std::size_t bytes_mi
 
 IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
   if (!is_ivshmem(devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
-  open_by_sysfs();
+  if (VfioDevice::available(devices / bdf_))
+    open_by_vfio();
+  else
+    open_by_sysfs();
 }
 
 IvshmemDevice::~IvshmemDevice() {
@@ -87,10 +91,28 @@ void IvshmemDevice::open_by_sysfs() {
     std::ofstream enable(folder / "enable");
     if (!(enable << "1" << std::flush)) fail("cannot enable PCI device " + bdf_ + " by " + (folder / "enable").string() + ": run vrdma-guestd as root");
   }
+  // Two agents would end each other's sessions for ever.
+  lock_.reset(::open((folder / "resource2").c_str(), O_RDWR | O_CLOEXEC));
+  if (lock_ && ::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    fail("PCI device " + bdf_ + " is served by another vrdma-guestd: stop that one, or give another --device");
   const auto [registers, register_bytes] = map_bar(folder / "resource0", vm::doorbell_register + sizeof(std::uint32_t));
+  const auto [bar, bar_bytes] = map_bar(folder / "resource2", vm::bar_bytes);
+  take(registers, register_bytes, bar, bar_bytes);
+}
+
+void IvshmemDevice::open_by_vfio() {
+  vfio_.emplace(devices / bdf_);
+  const auto registers = vfio_->map_bar(0), bar = vfio_->map_bar(2);
+  if (registers.bytes < vm::doorbell_register + sizeof(std::uint32_t) || bar.bytes < vm::bar_bytes)
+    fail("PCI device " + bdf_ + " has a BAR of " + std::to_string(bar.bytes) + " bytes: it is not vrdma's device");
+  take(registers.memory, registers.bytes, bar.memory, bar.bytes);
+  interrupt_ = vfio_->interrupt(vm::link_vector);
+  device_.interrupt = interrupt_.get();
+}
+
+void IvshmemDevice::take(void* registers, std::size_t register_bytes, void* bar, std::size_t bar_bytes) {
   device_.registers = static_cast<volatile std::uint32_t*>(registers);
   register_bytes_ = register_bytes;
-  const auto [bar, bar_bytes] = map_bar(folder / "resource2", vm::bar_bytes);
   device_.bar = static_cast<std::byte*>(bar);
   bar_bytes_ = bar_bytes;
 }

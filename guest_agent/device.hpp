@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
+#include "guest_agent/vfio.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/vm_link.hpp"
 
@@ -20,7 +22,7 @@ struct Device {
   void ring(std::uint32_t vector) const { registers[vm::doorbell_register / sizeof(*registers)] = vm::service_peer << 16 | vector; }
 };
 
-// The real one, as long as this lives.
+// The real one, as long as this lives: by vfio with interrupts where the machine has an IOMMU, else by the BARs in /sys.
 class IvshmemDevice {
  public:
   // bdf: as "0000:00:03.0"; empty: the only one that there is. Throws std::runtime_error that says what to do.
@@ -33,11 +35,16 @@ class IvshmemDevice {
   const std::string& bdf() const { return bdf_; }
 
  private:
+  void open_by_vfio();
   void open_by_sysfs();
+  void take(void* registers, std::size_t register_bytes, void* bar, std::size_t bar_bytes);
 
   std::string bdf_;
   Device device_;
   std::size_t bar_bytes_ = 0, register_bytes_ = 0;
+  std::optional<VfioDevice> vfio_;
+  vmci::UniqueFd lock_;  // without vfio, which lends a device once
+  vmci::UniqueFd interrupt_;
 };
 
 }  // namespace vrdma::agent

@@ -114,6 +114,31 @@ TEST_CASE("The end of a process counts even where its child still has the connec
   ::close(held[1]);
 }
 
+TEST_CASE("Who was given a process's socket cannot have memory of that process translated") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  Served served(machine);
+  auto* const page = static_cast<std::byte*>(::mmap(nullptr, vm::page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  REQUIRE(page != MAP_FAILED);
+  auto ring = pin(std::span(page, vm::page_bytes));
+  REQUIRE(ring.has_value());
+  const control::AddPinnedRequest request{reinterpret_cast<std::uintptr_t>(page), vm::page_bytes, ring->get(), 0};
+  const pid_t other = ::fork();
+  if (other == 0) {
+    served.process.ask(Request::add_pinned, request);
+    ::_exit(0);
+  }
+  ++served.process.sequence;
+  CHECK(served.process.reply().head.status == EPERM);
+  ::waitpid(other, nullptr, 0);
+  served.process.ask(Request::add_pinned, request);
+  machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{1, 0});
+  CHECK(served.process.reply().head.status == 0);
+  ::munmap(page, vm::page_bytes);
+}
+
 TEST_CASE("A process that the service is through with learns it from its socket") {
   if (!can_pin()) return;
   Machine machine;
@@ -219,11 +244,22 @@ TEST_CASE("A service that refuses the machine ends the agent, with a sentence th
   }
 }
 
+TEST_CASE("A service that has no memory of the machine yet is asked again") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session(ENODEV);
+  CHECK(!std::filesystem::exists(machine.socket));
+  machine.open_session(ENODEV);
+  machine.open_session();
+  Served served(machine);
+}
+
 TEST_CASE("A service of another major version is not spoken to") {
   if (!can_pin()) return;
   Machine machine;
   machine.begin_service(0);
-  machine.header().service.major = vm::version_major + 1;
+  std::atomic_ref(machine.header().service.major).store(vm::version_major + 1);
   std::atomic_ref(machine.header().service.service_epoch).store(epoch);
   machine.until("the agent ends", [&] { return !machine.running(); });
   CHECK(machine.error().find("speaks version 2.0") != std::string::npos);

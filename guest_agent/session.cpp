@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "guest_agent/log.hpp"
+#include "vmci_channel/arch.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::agent {
@@ -20,7 +21,6 @@ using vm::Frame;
 
 namespace {
 
-constexpr std::uint64_t no_memory_yet_ns = 5'000'000'000;  // after ENODEV
 constexpr std::uint64_t arena_bytes_max = std::uint64_t{1} << 40;  // of vrdmad's configuration
 
 template <class Word>
@@ -72,13 +72,16 @@ Session::News Session::look(std::uint64_t now_ns) {
         return News::none;
       }
       if (now.accepted != boot_) return News::none;
-      greet(now_ns);
+      greet();
       return News::accepted;
     default:
       break;
   }
-  if (now.heartbeat != heartbeat_) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
-  if (ready && now.epoch == epoch_ && now_ns - heartbeat_ns_ <= patience_ns_) return News::none;
+  // A machine that has itself been stopped does not know what it has missed.
+  const bool away = now_ns > last_look_ns_ + patience_ns_ / 2;
+  last_look_ns_ = now_ns;
+  if (now.heartbeat != heartbeat_ || away) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
+  if (ready && now.epoch == epoch_ && now_ns <= heartbeat_ns_ + patience_ns_) return News::none;
   say(ready && now.epoch == epoch_ ? "the host service does not answer any more: programs that use it get errors"
                                    : "the host service is another one now: programs that used the last one get errors");
   lose();
@@ -99,14 +102,18 @@ void Session::begin() {
   }
   epoch_ = now.epoch;
   boot_ = random_number();
+  // Nobody takes a cursor that goes back for a broken one: between two sessions there is none.
+  std::atomic_ref boot(header_of(device_).agent.boot);
+  boot.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
   link_.emplace(device_.bar, true);  // zeroes our cursor
   // S2: pairs with the service's acquire of `boot`: our cursor is zero.
-  std::atomic_ref(header_of(device_).agent.boot).store(boot_, std::memory_order_release);
+  boot.store(boot_, std::memory_order_release);
   device_.ring(vm::link_vector);
   state_ = State::asked;
 }
 
-void Session::greet(std::uint64_t now_ns) {
+void Session::greet() {
   auto page = PinnedSegment::make("vrdma-service-page", sizeof(control::ServicePage), true);
   if (!page)
     throw std::runtime_error(std::string("cannot pin a page of memory (") + std::strerror(value(page.error())) +
@@ -127,7 +134,7 @@ void Session::greet(std::uint64_t now_ns) {
   std::snprintf(hello.version, sizeof(hello.version), "%s", VRDMA_VERSION);
   std::memcpy(page_.memory.data(), &hello.proof, sizeof(hello.proof));
   heartbeat_ = service().heartbeat;
-  heartbeat_ns_ = now_ns;
+  heartbeat_ns_ = last_look_ns_ = vmci::monotonic_ns();  // pinning can take its time
   state_ = State::greeted;
   // S3: pairs with the link's publication of the bytes of hello: the proof is there before.
   link_->send(Frame::hello, 0, hello);
@@ -143,9 +150,9 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
     case ENODEV:
       if (not_before_ns_ == 0)
         say("the host service has no memory of this machine to reach it by: give QEMU the memory backend that \"vrdma vm add\" prints "
-            "(share=on); asking again every 5 s");
+            "(share=on); asking again");
       lose();
-      not_before_ns_ = now_ns + no_memory_yet_ns;
+      not_before_ns_ = now_ns + patience_ns_;
       return true;
     case EPROTONOSUPPORT:
       throw Unsuitable("the host service (vrdma " + text_of(welcome.version) + ") refuses this agent (vrdma " VRDMA_VERSION

@@ -40,7 +40,7 @@ class Session {
   News look(std::uint64_t now_ns);
   // Begins a new session, whatever there was, if the service is ready for one.
   void begin();
-  // The answer to hello. False: it breaks the protocol. A service that has no memory of the machine yet is asked again later.
+  // The answer to hello. False: it breaks the protocol. A service that has no memory of the machine is asked again, as patiently.
   bool take_welcome(std::span<const std::byte> body, std::uint64_t now_ns);
   void lose();
 
@@ -64,7 +64,7 @@ class Session {
     std::uint64_t epoch, accepted, heartbeat;
   };
   ServiceNow service() const;
-  void greet(std::uint64_t now_ns);
+  void greet();
   void mark_alive();
   void mark_dead();
 
@@ -74,6 +74,7 @@ class Session {
   std::uint64_t not_before_ns_ = 0;  // absent: when the service may be asked again
   std::uint64_t epoch_ = 0, boot_ = 0;
   std::uint64_t heartbeat_ = 0, heartbeat_ns_ = 0;  // the last one, and when it was first seen
+  std::uint64_t last_look_ns_ = 0;
   std::optional<vmci::VmLinkEnd> link_;
   PinnedSegment page_;  // kept when the session is lost, until the next one is accepted: the service may still write to it
   bool marked_alive_ = false;

@@ -18,7 +18,7 @@ Word load(const Word& word) {
   return std::atomic_ref(const_cast<Word&>(word)).load(std::memory_order_acquire);
 }
 template <class Word>
-void store(Word& word, Word value) {
+void store(Word& word, std::type_identity_t<Word> value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
 }  // namespace
@@ -29,7 +29,7 @@ bool can_pin() {
   return trial.has_value();
 }
 
-Machine::Machine() {
+Machine::Machine(bool interrupts) {
   bar = static_cast<std::byte*>(::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   REQUIRE(bar != MAP_FAILED);
   char name[] = "/tmp/vrdma-guestd-test-XXXXXX";
@@ -37,13 +37,15 @@ Machine::Machine() {
   folder_ = name;
   socket = folder_ / "run" / "vrdmad.sock";
   stop_.reset(::eventfd(0, EFD_CLOEXEC));
+  if (interrupts) interrupt_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   thread_ = std::thread([this] {
     Device device;
     device.bar = bar;
     device.registers = registers;
+    device.interrupt = interrupt_.get();
     Options options;
     options.socket = socket;
-    options.patience_ns = 300'000'000;
+    options.patience_ns = 1'000'000'000;
     try {
       Agent(device, options).run(stop_.get());
     } catch (const std::exception& error) {
@@ -67,7 +69,7 @@ void Machine::stop_without_waiting() {
 void Machine::stop() {
   if (running()) stop_without_waiting();
   until("the agent leaves", [this] {
-    if (load(header().agent.boot) != boot_ && load(header().service.service_epoch) != 0) accept_boot();
+    if (begun() && load(header().service.service_epoch) != 0) accept_boot();
     return !running();
   });
   thread_.join();
@@ -75,23 +77,28 @@ void Machine::stop() {
 
 void Machine::fail(const char* what) {
   std::fprintf(stderr, "waited in vain: %s\n", what);
-  FAIL("waited in vain: ", what);
+  FAIL("waited in vain: ", std::string(what));
   std::abort();
 }
 
 void Machine::begin_service(std::uint64_t epoch) {
   auto& line = header().service;
-  store(line.service_epoch, std::uint64_t{0});
-  line.magic = vm::magic;
-  line.major = vm::version_major;
-  line.minor = vm::version_minor;
+  store(line.service_epoch, 0);
+  store(line.magic, vm::magic);
+  store(line.major, vm::version_major);
+  store(line.minor, vm::version_minor);
   link.reset();
   frames.clear();
   store(line.service_epoch, epoch);
 }
 
+bool Machine::begun() const {
+  const std::uint64_t boot = load(reinterpret_cast<const vm::LinkHeader*>(bar)->agent.boot);
+  return boot != 0 && boot != boot_;
+}
+
 void Machine::await_boot() {
-  until("the agent begins a session", [this] { return load(header().agent.boot) != boot_; });
+  until("the agent begins a session", [this] { return begun(); });
 }
 
 void Machine::accept_boot() {
@@ -103,8 +110,11 @@ void Machine::accept_boot() {
 }
 
 vm::Hello Machine::open_session(std::int32_t status) {
-  await_boot();
-  accept_boot();
+  // It may begin twice: once for what it has made of the service before.
+  until("the agent's hello", [this] {
+    if (begun()) accept_boot();
+    return !frames.empty();
+  });
   const auto hello = await(vm::Frame::hello).as<vm::Hello>();
   std::byte* const page = at_frame(hello.page);
   REQUIRE(page != nullptr);
@@ -117,7 +127,7 @@ vm::Hello Machine::open_session(std::int32_t status) {
   auto& service_page = *reinterpret_cast<control::ServicePage*>(page);
   service_page.magic = control::magic;
   send(vm::Frame::welcome, 0, welcome);
-  if (status == 0) until("the agent listens", [this] { return std::filesystem::exists(socket); });
+  if (status == 0) until("the agent serves", [this] { return std::filesystem::exists(socket); });
   return hello;
 }
 
@@ -137,10 +147,12 @@ void Machine::pump() {
       runs.push_back(run);
     }
   });
-  if (whole)
-    link->flush();
-  else  // an agent that begins anew zeroes its cursor before it says so
-    link.reset(), until("the agent begins a session", [this] { return load(header().agent.boot) != boot_; });
+  if (!whole) {  // what was read while the agent began anew
+    link.reset();
+    return until("the agent begins a session", [this] { return begun(); });
+  }
+  const std::uint64_t one = 1;
+  if (link->flush() && interrupt_) REQUIRE(::write(interrupt_.get(), &one, sizeof(one)) == sizeof(one));
 }
 
 FrameIn Machine::await(vm::Frame kind) {
@@ -191,9 +203,11 @@ std::byte* Machine::at_frame(std::uint64_t page) {
 }
 
 Process::Process(Machine& machine_) : machine(machine_) {
-  auto connected = vmci::PacketSocket::connect(machine.socket);
-  REQUIRE(connected.has_value());
-  socket = std::move(*connected);
+  machine.until("a connection", [this] {  // its socket has a name before it is listened at
+    auto connected = vmci::PacketSocket::connect(machine.socket);
+    if (connected) socket = std::move(*connected);
+    return connected.has_value();
+  });
   const FrameIn open = machine.await(vm::Frame::open);
   number = open.head.connection;
   const auto who = open.as<vm::Open>();

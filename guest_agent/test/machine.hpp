@@ -40,7 +40,7 @@ class Machine {
  public:
   static constexpr std::uint64_t arena_bytes = 16 * vm::page_bytes;
 
-  Machine();
+  explicit Machine(bool interrupts = false);
   ~Machine();
 
   // --- the host service
@@ -50,6 +50,7 @@ class Machine {
   void accept_boot();
   // Until the agent has written another boot than the last that was accepted.
   void await_boot();
+  bool begun() const;
   FrameIn await(vm::Frame kind);
   // The runs of a segment that have come since the last time, of the frame that awaits them last.
   Runs take_segment(std::uint32_t connection, std::uint32_t segment);
@@ -103,7 +104,7 @@ class Machine {
   [[noreturn]] static void fail(const char* what);
 
   std::filesystem::path folder_;
-  vmci::UniqueFd stop_;
+  vmci::UniqueFd stop_, interrupt_;
   std::uint64_t boot_ = 0;
   std::string error_;
   std::thread thread_;

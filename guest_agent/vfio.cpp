@@ -1,0 +1,110 @@
+#include "guest_agent/vfio.hpp"
+
+#include <fcntl.h>
+#include <linux/pci_regs.h>
+#include <linux/vfio.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+
+namespace vrdma::agent {
+
+namespace {
+
+namespace fs = std::filesystem;
+using vmci::UniqueFd;
+
+[[noreturn]] void fail(const std::string& what) {
+  const int why = errno;
+  throw std::runtime_error("cannot " + what + " (" + std::strerror(why) +
+                           "): run vrdma-guestd as root, or unbind the device from vfio-pci to do without interrupts");
+}
+
+UniqueFd open_or_fail(const std::string& path) {
+  UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!fd) fail("open " + path);
+  return fd;
+}
+
+std::string driver_of(const fs::path& device) {
+  std::error_code none;
+  return fs::read_symlink(device / "driver", none).filename();
+}
+
+vfio_region_info region(int device, unsigned index) {
+  vfio_region_info info{};
+  info.argsz = sizeof(info);
+  info.index = index;
+  if (::ioctl(device, VFIO_DEVICE_GET_REGION_INFO, &info) != 0) fail("ask vfio for region " + std::to_string(index));
+  return info;
+}
+
+}  // namespace
+
+bool VfioDevice::available(const fs::path& device) {
+  std::error_code none;
+  if (!fs::exists(device / "iommu_group", none) || !fs::exists("/dev/vfio/vfio", none)) return false;
+  if (driver_of(device).empty() && fs::exists("/sys/bus/pci/drivers/vfio-pci", none)) {
+    std::ofstream(device / "driver_override") << "vfio-pci" << std::flush;
+    std::ofstream("/sys/bus/pci/drivers_probe") << device.filename().string() << std::flush;
+  }
+  return driver_of(device) == "vfio-pci";
+}
+
+VfioDevice::VfioDevice(const fs::path& device) : container_(open_or_fail("/dev/vfio/vfio")) {
+  if (::ioctl(container_.get(), VFIO_GET_API_VERSION) != VFIO_API_VERSION) errno = ENOTSUP, fail("use this kernel's vfio");
+  const std::string group = fs::read_symlink(device / "iommu_group").filename();
+  group_.reset(::open(("/dev/vfio/" + group).c_str(), O_RDWR | O_CLOEXEC));
+  if (!group_ && errno == EBUSY)
+    throw std::runtime_error("PCI device " + device.filename().string() + " is in use by another process: stop the other vrdma-guestd, or give another --device");
+  if (!group_) fail("open /dev/vfio/" + group);
+  vfio_group_status status{};
+  status.argsz = sizeof(status);
+  if (::ioctl(group_.get(), VFIO_GROUP_GET_STATUS, &status) != 0) fail("ask for the state of IOMMU group " + group);
+  if ((status.flags & VFIO_GROUP_FLAGS_VIABLE) == 0) errno = EBUSY, fail("use IOMMU group " + group + ", of which other drivers have devices");
+  const int container = container_.get();
+  if (::ioctl(group_.get(), VFIO_GROUP_SET_CONTAINER, &container) != 0) fail("use IOMMU group " + group);
+  // The device does not reach memory by itself: nothing is ever mapped for it.
+  if (::ioctl(container_.get(), VFIO_SET_IOMMU, VFIO_TYPE1v2_IOMMU) != 0) fail("use the IOMMU");
+  device_.reset(::ioctl(group_.get(), VFIO_GROUP_GET_DEVICE_FD, device.filename().c_str()));
+  if (!device_) fail("open PCI device " + device.filename().string());
+  // BARs are memory; an interrupt is a write by the device.
+  const auto config = static_cast<off_t>(region(device_.get(), VFIO_PCI_CONFIG_REGION_INDEX).offset) + PCI_COMMAND;
+  std::uint16_t command = 0;
+  if (::pread(device_.get(), &command, sizeof(command), config) != sizeof(command)) fail("read the device's configuration");
+  command |= PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER;
+  if (::pwrite(device_.get(), &command, sizeof(command), config) != sizeof(command)) fail("enable the device");
+}
+
+VfioDevice::Bar VfioDevice::map_bar(unsigned index) const {
+  const auto info = region(device_.get(), VFIO_PCI_BAR0_REGION_INDEX + index);
+  void* const memory = info.size == 0 ? (errno = ENODEV, MAP_FAILED)
+                                      : ::mmap(nullptr, info.size, PROT_READ | PROT_WRITE, MAP_SHARED, device_.get(), static_cast<off_t>(info.offset));
+  if (memory == MAP_FAILED) fail("map BAR " + std::to_string(index));
+  return {memory, info.size};
+}
+
+UniqueFd VfioDevice::interrupt(std::uint32_t vector) const {
+  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!event) fail("make an eventfd");
+  alignas(vfio_irq_set) char request[sizeof(vfio_irq_set) + sizeof(int)] = {};
+  vfio_irq_set set{};
+  set.argsz = sizeof(request);
+  set.flags = VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER;
+  set.index = VFIO_PCI_MSIX_IRQ_INDEX;
+  set.start = vector;
+  set.count = 1;
+  const int fd = event.get();
+  std::memcpy(request, &set, sizeof(set));
+  std::memcpy(request + sizeof(set), &fd, sizeof(fd));
+  if (::ioctl(device_.get(), VFIO_DEVICE_SET_IRQS, request) != 0) fail("get the device's interrupts");
+  return event;
+}
+
+}  // namespace vrdma::agent
