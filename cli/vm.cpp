@@ -132,7 +132,7 @@ int vm_add(const VmOptions& options) {
   const VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
                         options.memory_bytes, options.tenant};
   folder.require_free(options.name);  // said before its RAM file is in the way
-  const bool made = make_ram_file(record.ram, options.tenant, options.ram.empty());
+  const bool made = make_ram_file(record, options.ram.empty());
   try {
     folder.add(record);
   } catch (...) {
@@ -160,6 +160,8 @@ int vm_show(const VmOptions& options) {
   const Place place = find_place(options);
   const VmFolder folder(place.folder);
   const VmRecord record = folder.read(options.name);
+  if (record.memory_bytes == 0)
+    fail(fmt::format("the RAM file {} of machine \"{}\" has gone: remove the machine and add it again", record.ram, record.name));
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
   return 0;
 }

@@ -72,7 +72,7 @@ void VmFolder::add(const VmRecord& record) {
   make_folder(path_);
   const std::string own = path_ + "/" + record.name;
   make_folder(own);  // one that a service left behind is as good
-  nlohmann::json json{{"ram", record.ram}, {"memory_bytes", record.memory_bytes}};
+  nlohmann::json json{{"ram", record.ram}};
   if (record.tenant) json["tenant"] = *record.tenant;
   const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
   write_whole(partial, json.dump(2) + "\n");
@@ -102,8 +102,10 @@ VmRecord VmFolder::read(const std::string& name) const {
   }
   try {
     const auto json = nlohmann::json::parse(in);
-    VmRecord record{name, json.at("ram").get<std::string>(), json.value("memory_bytes", std::uint64_t{0}), std::nullopt};
+    VmRecord record{name, json.at("ram").get<std::string>(), 0, std::nullopt};
     if (json.contains("tenant")) record.tenant = json.at("tenant").get<std::uint32_t>();
+    struct stat status;
+    if (::stat(record.ram.c_str(), &status) == 0) record.memory_bytes = static_cast<std::uint64_t>(status.st_size);
     return record;
   } catch (const nlohmann::json::exception& error) {
     fail(fmt::format("{} is not what \"vrdma vm add\" writes ({}): remove the machine and add it again", file(name), error.what()));
@@ -123,17 +125,25 @@ std::vector<std::string> VmFolder::names() const {
   return out;
 }
 
-bool make_ram_file(const std::string& path, std::optional<std::uint32_t> owner, bool must_be_new) {
+bool make_ram_file(const VmRecord& record, bool must_be_new) {
+  const std::string& path = record.ram;
   const vmci::UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!fd) {
+    struct stat status;
     if (errno != EEXIST) fail_at("make", path, errno);
-    if (!must_be_new) return false;
-    fail(fmt::format("{} exists, and may be the RAM of a machine: remove it, or name another file by --ram", path));
+    if (must_be_new) fail(fmt::format("{} exists, and may be the RAM of a machine: remove it, or name another file by --ram", path));
+    if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) fail(fmt::format("{} is no file that can be a machine's RAM", path));
+    if (static_cast<std::uint64_t>(status.st_size) == record.memory_bytes) return false;
+    fail(fmt::format("{} has {} bytes and --memory says {}: make them equal, or remove the file", path, status.st_size, record.memory_bytes));
   }
-  if (owner && *owner != ::geteuid() && ::fchown(fd.get(), *owner, static_cast<gid_t>(-1)) != 0) {
-    const int error = errno;
+  try {
+    if (::ftruncate(fd.get(), static_cast<off_t>(record.memory_bytes)) != 0)
+      fail(fmt::format("cannot give {} {} bytes ({}): on a hugetlbfs that must be whole huge pages", path, record.memory_bytes, std::strerror(errno)));
+    if (record.tenant && *record.tenant != ::geteuid() && ::fchown(fd.get(), *record.tenant, static_cast<gid_t>(-1)) != 0)
+      fail(fmt::format("cannot give {} to user {} ({}): only root adds machines for others", path, *record.tenant, std::strerror(errno)));
+  } catch (...) {
     ::unlink(path.c_str());
-    fail(fmt::format("cannot give {} to user {} ({}): only root adds machines for others", path, *owner, std::strerror(error)));
+    throw;
   }
   return true;
 }

@@ -12,7 +12,7 @@ namespace vrdma::cli {
 struct VmRecord {
   std::string name;
   std::string ram;
-  std::uint64_t memory_bytes = 0;
+  std::uint64_t memory_bytes = 0;       // the size of that file, which is where it is kept
   std::optional<std::uint32_t> tenant;  // else the service's own
 };
 
@@ -36,8 +36,8 @@ class VmFolder {
   std::string path_;
 };
 
-// The file that shall be a machine's RAM, made empty and closed to others (QEMU would make it readable for everybody) unless it is
-// there. True: it was made. `must_be_new` refuses one that is there. Throws likewise.
-bool make_ram_file(const std::string& path, std::optional<std::uint32_t> owner, bool must_be_new);
+// The file that shall be a machine's RAM: made of that size and closed to others (QEMU would make it readable for everybody), or,
+// unless it `must_be_new`, found with that size. True: it was made. Throws likewise.
+bool make_ram_file(const VmRecord& record, bool must_be_new);
 
 }  // namespace vrdma::cli

@@ -47,17 +47,31 @@ class VmCase(TestCase):
 class Adding(VmCase):
     def test_the_service_finds_what_it_wants_and_nothing_else(self):
         self.add("--memory", "512M", "--tenant", str(os.geteuid()))
-        self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "memory_bytes": 512 << 20, "tenant": os.geteuid()})
+        self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "tenant": os.geteuid()})
         self.assertEqual(os.listdir(self.vms / self.name), ["vm.json"])
 
     def test_the_tenant_is_left_to_the_service_unless_given(self):
         self.assertIsNone(self.add()["tenant"])
         self.assertNotIn("tenant", self.record())
 
-    def test_the_ram_is_closed_to_others(self):
+    def test_the_ram_is_closed_to_others_and_takes_no_memory_yet(self):
         self.add()
         status = self.ram(self.name).stat()
-        self.assertEqual((stat.S_IMODE(status.st_mode), status.st_size), (0o600, 0))
+        self.assertEqual((stat.S_IMODE(status.st_mode), status.st_size, status.st_blocks), (0o600, 2 << 30, 0))
+
+    def test_a_ram_that_is_there_must_have_the_size(self):
+        ram = self.folder / "ram"
+        ram.write_bytes(bytes(1 << 20))
+        self.assert_refuses(self.vm("add", self.name, "--ram", ram, "--memory", "64M"), 1, str(ram), str(1 << 20), str(64 << 20))
+        self.assertFalse((self.vms / self.name).exists())
+        os.truncate(ram, 64 << 20)
+        self.assertEqual(self.add("--ram", ram, "--memory", "64M")["memory_bytes"], 64 << 20)
+
+    def test_a_ram_that_has_gone_is_said(self):
+        self.add()
+        self.ram(self.name).unlink()
+        self.assert_refuses(self.vm("show", self.name), 1, str(self.ram(self.name)), "add it again")
+        self.assertEqual(json.loads(self.vm("list", "--json").stdout)[0]["memory_bytes"], 0)
 
     @needs_root
     def test_the_ram_is_the_tenants(self):
