@@ -159,6 +159,7 @@ Attachment::Attachment(Parts parts)
       page_(reinterpret_cast<const control::ServicePage*>(page_mapping_.data())),
       doorbell_fd_(std::move(parts.doorbell)),
       guest_(parts.reply.guest),
+      in_machine_((parts.reply.flags & control::attach_in_machine) != 0),
       liveness_(page_),
       doorbell_(reinterpret_cast<vmci::ReadyWords*>(arena_.data() + parts.reply.doorbell_offset),
                 &page_->shards[parts.reply.shard].sleeping, doorbell_fd_.get()),

@@ -48,6 +48,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const Doorbell& doorbell() const { return doorbell_; }
   std::uint64_t requests_sent() const { return channel_.requests_sent(); }
   std::uint32_t guest() const { return guest_; }
+  bool in_machine() const { return in_machine_; }  // of a virtual machine, served by its agent: memory is pinned where it is
   std::uint64_t ordinal() const { return ordinal_; }  // among all attachments of this process, from 1
 
   // What the device, port and GID queries answer: asked again only when the service says that it changed.
@@ -93,6 +94,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const control::ServicePage* page_;
   vmci::UniqueFd doorbell_fd_;
   std::uint32_t guest_;
+  bool in_machine_;
   const std::uint64_t ordinal_ = next_ordinal();
   Liveness liveness_;
   Doorbell doorbell_;

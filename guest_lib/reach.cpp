@@ -1,5 +1,7 @@
 #include "guest_lib/reach.hpp"
 
+#include "guest_lib/memory/page_pin.hpp"
+
 namespace vrdma::guest {
 
 namespace {
@@ -40,8 +42,22 @@ Result<std::uint32_t> window_of(Attachment& attachment) {
   return attachment.window_backing = reply->body.backing;
 }
 
-Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents) {
+// In a virtual machine: the pages are held where they are, and its agent tells the service where that is. False: they cannot be.
+bool pin(Attachment& attachment, control::Extent& extent, std::vector<std::uint32_t>& pinned) {
+  const auto ring = memory::pin_pages(extent.address, extent.bytes);
+  if (!ring) return false;
+  const auto reply = attachment.call_on_socket<control::Request::add_pinned>({extent.address, extent.bytes, ring->get(), 0});
+  if (!reply) return false;
+  extent.backing = reply->body.backing;
+  extent.backing_offset = extent.address - memory::page_floor(extent.address);
+  pinned.push_back(extent.backing);
+  return true;
+}
+
+Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents,
+                                                               std::vector<std::uint32_t>& pinned) {
   for (auto& extent : extents) {
+    if (extent.backing == control::backing_process && attachment.in_machine() && pin(attachment, extent, pinned)) continue;
     if (extent.backing == control::backing_process) {
       if (const Status prepared = attachment.prepare_process_memory(); !prepared) return prepared.error();
     } else if (extent.backing == memory::window_backing) {
@@ -58,9 +74,10 @@ Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attac
 void prepare_reach() { (void)manager(); }
 
 Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+  if (attachment.in_machine()) manager().keep_in_place();
   auto registration = manager().add(address, bytes, access);
   if (!registration) return registration.error();
-  auto extents = as_the_service_knows_them(attachment, registration->extents);
+  auto extents = as_the_service_knows_them(attachment, registration->extents, registration->pinned);
   if (!extents) {
     unreach(std::move(*registration));
     return extents.error();
@@ -68,6 +85,10 @@ Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64
   return Reached{std::move(*registration), std::move(*extents)};
 }
 
-void unreach(memory::Registration&& registration) { manager().remove(std::move(registration)); }
+void unreach(memory::Registration&& registration) {
+  if (service() == registration.service)
+    for (const std::uint32_t backing : registration.pinned) withdraw(backing);
+  manager().remove(std::move(registration));
+}
 
 }  // namespace vrdma::guest

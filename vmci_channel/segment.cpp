@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <sys/statfs.h>
 
+#include <boost/interprocess/anonymous_shared_memory.hpp>
 #include <boost/interprocess/detail/os_file_functions.hpp>
 #include <boost/interprocess/exceptions.hpp>
 
@@ -27,6 +28,22 @@ Result<Mapping> Mapping::map(int fd, std::uint64_t offset, std::uint64_t bytes, 
   Mapping mapping;
   mapping.region_ = bip::mapped_region(DescriptorMappable{fd}, writable == Writable::yes ? bip::read_write : bip::read_only,
                                        static_cast<bip::offset_t>(offset), bytes, nullptr, MAP_SHARED | MAP_NORESERVE);
+  return mapping;
+} catch (const bip::interprocess_exception& error) {
+  return Errno{error.get_native_error() != 0 ? error.get_native_error() : ENOMEM};
+}
+
+Result<Mapping> Mapping::gather(std::span<const Part> parts) try {
+  std::uint64_t bytes = 0;
+  for (const Part& part : parts) bytes += part.bytes;
+  Mapping mapping;
+  mapping.region_ = bip::anonymous_shared_memory(bytes);  // holds the addresses; every page of it is replaced
+  std::byte* at = mapping.data();
+  for (const Part& part : parts) {
+    if (::mmap(at, part.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, part.fd, static_cast<off_t>(part.offset)) == MAP_FAILED)
+      return vrdma::last_error();
+    at += part.bytes;
+  }
   return mapping;
 } catch (const bip::interprocess_exception& error) {
   return Errno{error.get_native_error() != 0 ? error.get_native_error() : ENOMEM};

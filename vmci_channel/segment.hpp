@@ -7,6 +7,7 @@
 #include <boost/interprocess/mapped_region.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
@@ -26,6 +27,14 @@ class Mapping {
   std::uint64_t bytes() const { return region_.get_size(); }
   explicit operator bool() const { return region_.get_address() != nullptr; }
 
+  // Parts of files, one behind the other: what a virtual machine's scattered pages look like in one piece. Offsets and bytes are
+  // multiples of the page size. ENOMEM as mmap(2), for one where there are too many parts.
+  struct Part {
+    int fd;
+    std::uint64_t offset, bytes;
+  };
+  static vrdma::Result<Mapping> gather(std::span<const Part> parts);
+
   // For where the address range has been given to someone else (a fork's child): forgets the mapping without unmapping.
   void abandon();
 
@@ -41,6 +50,13 @@ class Segment {
   static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, bool future_read_only = false);
   // Takes over a descriptor from a peer: it must be sealed against shrinking and hold at least `bytes`. EPERM, ERANGE.
   static vrdma::Result<Segment> adopt(UniqueFd fd, std::uint64_t bytes, Writable writable);
+
+  // Over memory that somebody else owns and that cannot go away: it has no descriptor.
+  static Segment over(Mapping mapping) {
+    Segment segment;
+    segment.mapping_ = std::move(mapping);
+    return segment;
+  }
 
   int fd() const { return fd_.get(); }
   std::byte* data() const { return mapping_.data(); }

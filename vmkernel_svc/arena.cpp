@@ -12,9 +12,16 @@ constexpr std::uint64_t page_bytes = 4096;
 Result<Arena> Arena::create(std::uint64_t bytes) {
   auto segment = vmci::Segment::create("vrdma-arena", bytes);
   if (!segment) return segment.error();
+  Arena arena = over(std::move(*segment));
+  arena.fresh_from_ = 0;
+  return arena;
+}
+
+Arena Arena::over(vmci::Segment segment) {
   Arena arena;
-  arena.segment_ = std::move(*segment);
-  arena.free_.emplace(0, bytes);
+  arena.segment_ = std::move(segment);
+  arena.free_.emplace(0, arena.segment_.bytes());
+  arena.fresh_from_ = arena.segment_.bytes();
   return arena;
 }
 

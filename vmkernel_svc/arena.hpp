@@ -17,6 +17,8 @@ namespace vrdma::svc {
 class Arena {
  public:
   static Result<Arena> create(std::uint64_t bytes);
+  // Over memory that a virtual machine has lent; whatever is there now is the guest's own rubbish.
+  static Arena over(vmci::Segment segment);
 
   // Offset of a new range of at least `bytes`; ENOMEM when the arena is full.
   Result<std::uint64_t> allocate(std::uint64_t bytes);
@@ -30,7 +32,7 @@ class Arena {
   std::map<std::uint64_t, std::uint64_t> free_;  // offset → bytes, never adjacent
   std::map<std::uint64_t, std::uint64_t> used_;
   std::uint64_t used_bytes_ = 0;
-  std::uint64_t fresh_from_ = 0;  // never handed out from here on
+  std::uint64_t fresh_from_ = 0;  // zero from here on: never handed out
 };
 
 }  // namespace vrdma::svc

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
@@ -96,13 +97,19 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                                  n(quota.descriptors, "descriptors")};
   std::map<std::string, Setter> keys{t(socket, "socket"),           t(link_layer, "link_layer"),
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
+                                     t(vm_folder, "vm_folder"),
                                      {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),
-                                     n(arena_bytes, "arena_bytes"), n(lid_first, "lid_first"),
+                                     n(arena_bytes, "arena_bytes"), n(machine_arena_bytes, "machine_arena_bytes"), n(lid_first, "lid_first"),
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
                                      n(idle_exit_s, "idle_exit_s"),
                                      t(process_memory, "process_memory")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   apply(document, keys, origin, "the configuration");
+}
+
+std::string Config::machines_folder() const {
+  if (!vm_folder.empty()) return vm_folder;
+  return std::filesystem::absolute(std::filesystem::path(socket)).parent_path() / "vm";
 }
 
 void Config::check() const {
@@ -115,6 +122,8 @@ void Config::check() const {
   require(shards >= 1 && shards <= 1, fmt::format("\"shards\" is {}: this version runs one shard", shards));
   require(arena_bytes >= (1u << 20) && arena_bytes <= (1ull << 40) && arena_bytes % 4096 == 0,
           fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));
+  require(machine_arena_bytes >= (1u << 20) && machine_arena_bytes <= (1ull << 32) && machine_arena_bytes % 4096 == 0,
+          fmt::format("\"machine_arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 4 GiB", machine_arena_bytes));
   constexpr std::uint32_t lid_max = 0xbfff;
   require(lid_first >= 1 && lid_first <= lid_max && lid_count >= 1 && lid_count <= lid_max - lid_first + 1,
           fmt::format("\"lid_count\" {} from \"lid_first\" {}: unicast LIDs are 1 to {}", lid_count, lid_first, lid_max));

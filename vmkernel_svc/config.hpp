@@ -23,9 +23,11 @@ struct Config {
   std::uint32_t socket_mode = 0666;              // who may attach; the tenant is the peer's uid
   std::string link_layer = "infiniband";         // or "ethernet"; a guest may ask for the other
   std::uint32_t shards = 1;
+  std::string vm_folder;                         // of the virtual machines; empty: "vm" beside the socket
   std::string log_file;                          // empty: standard error
   std::string log_level = "info";                // trace, debug, info, warn, error, off
   std::uint64_t arena_bytes = 1ull << 30;        // per guest, sparse
+  std::uint64_t machine_arena_bytes = 4ull << 20;  // of a process in a virtual machine: pinned in the machine's RAM
   std::uint32_t lid_first = 1;                   // this host's block of LIDs
   std::uint32_t lid_count = 8192;
   std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096
@@ -33,6 +35,8 @@ struct Config {
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
+
+  std::string machines_folder() const;
 
   // Applies the file at `path`. Throws std::runtime_error with a message for a person: which file, which key, what it wants.
   void read_file(const std::string& path);

@@ -45,6 +45,16 @@ class Runner {
   ~Runner() = default;
 };
 
+// A virtual machine of this host, for those who ask.
+struct MachineStatus {
+  std::string name;
+  uid_t tenant;
+  const char* state;  // waiting (for QEMU), connected (QEMU is), attached (its agent is)
+  std::uint64_t ram_bytes;
+  std::size_t processes;
+  std::string version;  // of its agent
+};
+
 class Fabric {
  public:
   explicit Fabric(const Config& config_in, Runner& runner_in, JobSink& sink_in)
@@ -71,6 +81,7 @@ class Fabric {
   std::uint64_t next_job = 1;
   boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
   std::uint64_t local_copies_bytes = 0;
+  std::vector<MachineStatus> machines;  // as the server said last
 
   std::uint32_t new_qpn();
   std::uint16_t new_lid();  // 0: none left

@@ -14,12 +14,13 @@ int main(int argc, char** argv) {
   CLI::App app{"vrdmad serves RDMA verbs to the processes, containers and VMs of this host that load libvrdma.\n"
                "It needs no HCA, no kernel module and no root."};
   app.set_version_flag("--version", "vrdmad " VRDMA_VERSION);
-  std::string file, socket, link_layer, log_file, log_level;
+  std::string file, socket, vm_folder, link_layer, log_file, log_level;
   std::uint32_t idle_exit_s = 0;
   int ready_fd = -1;
   bool check_only = false;
   auto* const from_file = app.add_option("-c,--config", file, "JSON configuration file; flags override it");
   auto* const at_socket = app.add_option("-s,--socket", socket, "path of the socket that guests attach to");
+  auto* const machines = app.add_option("--vm-folder", vm_folder, "folder of the virtual machines; default: vm beside the socket");
   auto* const layer = app.add_option("--link-layer", link_layer, "infiniband (default) or ethernet, for guests that do not ask");
   app.add_option("--log-file", log_file, "log there instead of standard error");
   auto* const level = app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
@@ -42,6 +43,7 @@ int main(int argc, char** argv) {
     // What is given and empty (an unset variable of a script) is refused like any other wrong value.
     if (from_file->count() != 0) config.read_file(file);
     if (at_socket->count() != 0) config.socket = socket;
+    if (machines->count() != 0) config.vm_folder = vm_folder;
     if (layer->count() != 0) config.link_layer = link_layer == "ib" ? "infiniband" : link_layer;
     if (!log_file.empty()) config.log_file = log_file;
     if (level->count() != 0) config.log_level = log_level;

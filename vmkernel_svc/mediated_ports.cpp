@@ -72,6 +72,29 @@ std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
   return piece.host + offset;
 }
 
+std::span<std::byte> MediatedPorts::mapped_part(Place place, std::uint64_t bytes) {
+  if (place.kind == Place::Kind::engine) return {reinterpret_cast<std::byte*>(place.address), bytes};
+  const Region* region = fabric_.regions.at(place.region, place.generation);
+  if (region == nullptr) return {};
+  const Piece& piece = region->piece_at(place.address);
+  if (piece.host == nullptr) return {};
+  const std::uint64_t offset = place.address - piece.offset;
+  return {piece.host + offset, std::min(bytes, piece.bytes - offset)};
+}
+
+std::optional<MemoryStatus> MediatedPorts::copy_pieces(Place to, Place from, std::uint64_t bytes) {
+  const std::uint64_t before = BusGuard::survived();
+  while (bytes != 0) {
+    const auto destination = mapped_part(to, bytes), source = mapped_part(from, bytes);
+    if (destination.empty() || source.empty()) return std::nullopt;  // what was copied, the worker copies again
+    const std::uint64_t part = std::min(destination.size(), source.size());
+    vmci::placement_copy(destination.data(), source.data(), part);  // in order: the last bytes of all come last
+    to.address += part, from.address += part, bytes -= part;
+  }
+  return !bus_error_since(before) ? MemoryStatus::done
+         : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
+}
+
 MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
   VRDMA_CRASH_POINT("service.copy.wqe_taken");
   if (qp.port.job_sequence == 0) {
@@ -84,6 +107,7 @@ MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t byt
       return !bus_error_since(before) ? MemoryStatus::done
              : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
     }
+    if (const auto copied = copy_pieces(to, from, bytes)) return *copied;
   }
   return copy_by_worker(qp, to, from, bytes);
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "vmci_channel/placement_copy.hpp"
 #include "vmkernel_svc/engine/ports.hpp"
@@ -93,6 +94,10 @@ class MediatedPorts {
                                        std::uint32_t access);
   // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.
   std::byte* mapped(engine::Place place, std::uint64_t bytes);
+  // From there on, as far as it lies in one piece; empty: by a worker.
+  std::span<std::byte> mapped_part(engine::Place place, std::uint64_t bytes);
+  // Between pieces that are all mapped; nothing: they are not.
+  std::optional<engine::MemoryStatus> copy_pieces(engine::Place to, engine::Place from, std::uint64_t bytes);
   engine::MemoryStatus copy_by_worker(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
   engine::MemoryStatus atomic_by_worker(Qp& qp, engine::Place place, ProcessJob::Kind kind, std::uint64_t operand,
                                         std::uint64_t compare, std::uint64_t& old_value);

@@ -118,11 +118,19 @@ struct QueuePair {
 template <class T>
 using Table = std::unordered_map<std::uint32_t, std::unique_ptr<T>>;
 
+// What is different about a guest that is a process of a virtual machine.
+struct InMachine {
+  std::string name;  // the machine's
+  std::uint32_t uid, pid;  // in the machine
+  vmci::Segment copier_segment = {};  // lent for its copying thread, until it is used
+};
+
 struct Guest {
   GuestId id;
   std::string name;
   Tenant* tenant;
   vmci::Credentials credentials;
+  std::unique_ptr<InMachine> machine;  // nullptr: a process of this host
   std::uint16_t lid;
   std::uint64_t guid;  // host order
   std::uint32_t link_layer;

@@ -92,7 +92,7 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
 }
 
 void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
-                        const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors) {
+                        const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory) {
   const Request request = request_of(head);
   if (request == Request::show) return answer_show(shard_, socket, head, packet);
   const auto found = shard_.fabric().guests.find(guest_id);
@@ -109,6 +109,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       AddBackingRequest body{};
       if (!body_of(packet, body) || descriptors.size() != 1) return refuse(socket, head, EINVAL);
       return reply_with(desk_.on(guest, body, std::move(descriptors.front())));
+    }
+    case Request::add_pinned: {
+      AddPinnedRequest body{};
+      if (!body_of(packet, body) || !memory) return refuse(socket, head, guest.machine ? EINVAL : EOPNOTSUPP);
+      return reply_with(desk_.on(guest, body, std::move(*memory)));
     }
     case Request::remove_backing: {
       RemoveBackingRequest body{};
@@ -129,6 +134,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     case Request::reach_process: {
       ReachProcessRequest body{};
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      if (guest.machine && memory) {
+        auto segment = memory->segment();
+        if (!segment || segment->bytes() < copying::segment_bytes) return refuse(socket, head, segment ? EINVAL : value(segment.error()));
+        guest.machine->copier_segment = std::move(*segment);
+      }
       // Answered when the guest's worker knows, if the guest is still there; never waited for.
       const auto answer = [this, guest_id, head](bool by_service) { answer_how_reached(guest_id, head, by_service); };
       if (const auto asked = desk_.ask_how_reached(guest, body, answer); !asked) refuse(socket, head, value(asked.error()));

@@ -28,9 +28,9 @@ class PacketDesk {
   // The new guest's VMCI context id; 0: refused.
   std::uint32_t attach(const vmci::PacketSocket& socket, const control::Head& head, const control::AttachRequest& request,
                        AttachInfo info);
-  // Any other packet, at least a head long. guest: whose socket it is, 0 if it has not attached.
+  // Any other packet, at least a head long. guest: whose socket it is, 0 if it has not attached. memory: that its machine lends.
   void answer(const vmci::PacketSocket& socket, std::uint32_t guest, const control::Head& head,
-              const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors);
+              const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory = {});
 
  private:
   void answer_how_reached(std::uint32_t guest, const control::Head& head, bool by_service);

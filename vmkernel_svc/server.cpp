@@ -18,29 +18,11 @@
 #include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
 
 using namespace control;
-
-namespace {
-
-// False: not watched (the limit of epoll watches, for one); the copy is closed.
-bool watch_copy(boost::asio::posix::stream_descriptor& watched, int fd) {
-  vmci::UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  boost::system::error_code error;
-  if (!copy || watched.assign(copy.get(), error)) return false;
-  copy.release();
-  return true;
-}
-
-// Taken out of the reactor before it closes: close() leaves that to the kernel, which keeps the registration for as long as
-// anything else has the same file open, and its events go to the next descriptor that Asio watches.
-void stop_watching(boost::asio::posix::stream_descriptor& watched) {
-  if (watched.is_open()) vmci::UniqueFd(watched.release());
-}
-
-}  // namespace
 
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
@@ -129,6 +111,17 @@ void Server::run() {
     io_.stop();
   });
   accept_next();
+  machines_ = std::make_unique<Machines>(
+      config_.machines_folder(),
+      MachinePort::Service{io_, *shard_, config_.machine_arena_bytes,
+                           [this](vmci::PacketSocket socket, std::shared_ptr<MachineProcess> machine) {
+                             const uid_t uid = machine->tenant;
+                             admit(std::move(socket), uid, std::move(machine));
+                           },
+                           [this] {
+                             if (!machines_) return;
+                             shard_->submit([all = machines_->status()](Shard& shard) { shard.fabric().machines = all; });
+                           }});
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
@@ -138,6 +131,7 @@ void Server::run() {
     ::close(config_.ready_fd);
   }
   io_.run();
+  machines_.reset();
   shard_->stop();
   shard_thread_.join();
 }
@@ -176,16 +170,24 @@ void Server::accept_next() {
       ucred peer{};
       socklen_t peer_bytes = sizeof(peer);
       if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) continue;
-      if (connections_of_[peer.uid] >= connections_max_) continue;  // closed: nobody takes up all descriptors
-      auto connection = std::make_shared<Connection>(io_, vmci::PacketSocket(std::move(fd)));
-      if (!watch_copy(connection->readable, connection->socket.fd())) continue;
-      connection->uid = peer.uid;
-      ++connections_of_[peer.uid];
-      connections_.emplace(connection.get(), connection);
-      read_next(connection);
+      admit(vmci::PacketSocket(std::move(fd)), peer.uid, nullptr);
     }
     accept_next();
   });
+}
+
+void Server::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine) {
+  auto connection = std::make_shared<Connection>(io_, std::move(socket));
+  connection->uid = uid;
+  connection->machine = std::move(machine);
+  if (connections_of_[uid] >= connections_max_ || !watch_copy(connection->readable, connection->socket.fd())) {
+    // Not from here: who admits is not ready for the news.
+    if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
+    return;
+  }
+  ++connections_of_[uid];
+  connections_.emplace(connection.get(), connection);
+  read_next(connection);
 }
 
 void Server::read_next(const ConnectionPtr& connection) {
@@ -216,9 +218,12 @@ void Server::lost(const ConnectionPtr& connection) {
   if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
   shard_->submit([this, connection](Shard& shard) {
     const auto guest = shard.fabric().guests.find(connection->guest.load());
-    if (guest == shard.fabric().guests.end()) return;
-    spdlog::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
-    desk_->detach(*guest->second);
+    if (guest != shard.fabric().guests.end()) {
+      spdlog::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
+      desk_->detach(*guest->second);
+    }
+    if (!connection->machine) return;
+    boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
   });
 }
 
@@ -239,6 +244,7 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   const auto request = PacketDesk::attach_request(socket, head, packet);
   if (!request) return;
   if (std::exchange(connection->asked_to_attach, true)) return PacketDesk::refuse(socket, head, EISCONN);
+  if (connection->machine) return attach_from_machine(connection, head, *request);
   auto credentials = socket.peer();
   auto pidfd = socket.peer_pidfd();
   if (!credentials) return PacketDesk::refuse(socket, head, value(credentials.error()));
@@ -251,14 +257,39 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   });
 }
 
+void Server::attach_from_machine(const ConnectionPtr& connection, const Head& head, const AttachRequest& request) {
+  MachineProcess& process = *connection->machine;
+  const auto pages = process.take_segment(vm::segment_arena);
+  if (!pages || pages->bytes() != config_.machine_arena_bytes) return PacketDesk::refuse(connection->socket, head, EPROTO);
+  auto arena = pages->segment();
+  if (!arena) return PacketDesk::refuse(connection->socket, head, value(arena.error()));
+  auto info = std::make_shared<AttachInfo>(AttachInfo{
+      {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, {}}), std::move(*arena)});
+  shard_->submit([this, connection, head, request, info](Shard&) {
+    connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
+  });
+}
+
+// The memory that a machine has lent for this packet.
+std::optional<PinnedPages> Server::memory_of(const Connection& connection, Request request, const std::vector<std::byte>& packet) {
+  if (!connection.machine) return std::nullopt;
+  if (request == Request::reach_process) return connection.machine->take_segment(vm::segment_copier);
+  AddPinnedRequest body;
+  if (request != Request::add_pinned || packet.size() < sizeof(Head) + sizeof(body)) return std::nullopt;
+  std::memcpy(&body, packet.data() + sizeof(Head), sizeof(body));
+  return connection.machine->take_segment(body.segment);
+}
+
 void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors) {
   Head head{};
   if (packet.size() < sizeof(head)) return lost(connection);
   std::memcpy(&head, packet.data(), sizeof(head));
   if (PacketDesk::request_of(head) == Request::attach) return attach(connection, head, packet);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
-  shard_->submit([this, connection, head, given, packet = std::move(packet)](Shard&) {
-    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given));
+  auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
+  shard_->submit([this, connection, head, given, memory, packet = std::move(packet)](Shard&) {
+    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory));
   });
 }
 

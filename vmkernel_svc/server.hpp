@@ -12,6 +12,7 @@
 
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/machines/machines.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 
@@ -35,15 +36,19 @@ class Server {
     boost::asio::posix::stream_descriptor exited;    // the guest's pidfd
     std::atomic<std::uint32_t> guest{0};             // VMCI context id once attached; set by the shard
     uid_t uid = 0;
+    std::shared_ptr<MachineProcess> machine;         // whose process it is; nullptr: a process of this host
     bool asked_to_attach = false;                    // once is all: its pidfd is being waited for
     bool closed = false;
   };
   using ConnectionPtr = std::shared_ptr<Connection>;
 
   void accept_next();
+  void admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine);
   void read_next(const ConnectionPtr& connection);
   void handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors);
   void attach(const ConnectionPtr& connection, const control::Head& head, const std::vector<std::byte>& packet);
+  void attach_from_machine(const ConnectionPtr& connection, const control::Head& head, const control::AttachRequest& request);
+  static std::optional<PinnedPages> memory_of(const Connection& connection, control::Request request, const std::vector<std::byte>& packet);
   void lost(const ConnectionPtr& connection);
   void await_exit(const ConnectionPtr& connection);
   void watch_idle();
@@ -60,6 +65,7 @@ class Server {
   std::unique_ptr<ControlDesk> desk_;    // these two are used on the shard's thread
   std::unique_ptr<PacketDesk> packets_;
   std::thread shard_thread_;
+  std::unique_ptr<Machines> machines_;
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t connections_max_ = 2048;  // of one user

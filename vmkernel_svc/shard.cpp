@@ -347,10 +347,15 @@ bool Shard::anything_waiting() {
   return false;
 }
 
+void Shard::say_asleep(bool asleep) {
+  std::atomic_ref(state_.sleeping).store(asleep, std::memory_order_relaxed);
+  for (control::ShardState* mirror : mirrors_) std::atomic_ref(mirror->sleeping).store(asleep, std::memory_order_relaxed);
+}
+
 void Shard::sleep() {
   park_all();
   asleep_.store(true, std::memory_order_relaxed);
-  std::atomic_ref(state_.sleeping).store(1, std::memory_order_relaxed);
+  say_asleep(true);
   vmci::store_load_fence();  // S2: pairs with S1, and with the guests' fence between a doorbell bit and this flag
   if (!anything_waiting()) {
     int timeout_ms = -1;
@@ -381,7 +386,7 @@ void Shard::sleep() {
       ::epoll_wait(epoll_.get(), events, 16, -1);
     }
   }
-  std::atomic_ref(state_.sleeping).store(0, std::memory_order_relaxed);
+  say_asleep(false);
   asleep_.store(false, std::memory_order_relaxed);
   backoff_.reset();
 }

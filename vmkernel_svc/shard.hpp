@@ -41,6 +41,10 @@ class Shard final : public Runner, public JobSink {
   Fabric& fabric() { return fabric_; }
   engine::Engine<MediatedPorts>& engine() { return engine_; }
 
+  // Another place where this shard says that it sleeps: the page of a virtual machine. In the shard's thread.
+  void mirror(control::ShardState& state) { mirrors_.push_back(&state); }
+  void end_mirror(control::ShardState& state) { std::erase(mirrors_, &state); }
+
   // A guest's doorbell descriptor is to be waited for in sleep.
   Status watch(int doorbell_fd);
   void unwatch(int doorbell_fd);  // the guest may keep the descriptor, and with it the wait, for as long as it likes
@@ -86,8 +90,10 @@ class Shard final : public Runner, public JobSink {
   void park_all();
   bool anything_waiting();
   void sleep();
+  void say_asleep(bool asleep);
 
   control::ShardState& state_;
+  std::vector<control::ShardState*> mirrors_;
   Fabric fabric_;
   MediatedPorts ports_{fabric_};
   engine::Engine<MediatedPorts> engine_{ports_};

@@ -86,6 +86,7 @@ json describe_device(const Guest& guest, const Config& config) {
 json describe(Guest& guest, Shard& shard) {
   Fabric& fabric = shard.fabric();
   json out{{"guest", guest.id.value},
+           {"machine", guest.machine ? json(guest.machine->name) : json()},
            {"name", guest.name},
            {"uid", guest.credentials.uid},
            {"pid", guest.credentials.pid},
@@ -155,7 +156,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"pd", region.pd},
                           {"pieces", region.pieces.size()},
                           {"mapped_bytes", mapped},
-                          {"path", mapped == region.bytes ? "mapped" : mapped != 0 ? "mixed" : unmapped_by},
+                          {"path", mapped == region.bytes ? (guest.machine ? "pinned" : "mapped") : mapped != 0 ? "mixed" : unmapped_by},
                           {"unmapped_by", mapped == region.bytes ? "none" : unmapped_by}});
   }
   return out;
@@ -194,6 +195,11 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     const bool ethernet = guest->link_layer == link_layer_ethernet;
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
+  out["vms"] = json::array();
+  for (const auto& machine : fabric.machines)
+    if (all || (peer && machine.tenant == peer->uid))
+      out["vms"].push_back({{"name", machine.name}, {"tenant", machine.tenant}, {"state", machine.state}, {"ram_bytes", machine.ram_bytes},
+                            {"processes", machine.processes}, {"version", machine.version}});
   out["departed"] = json::array();
   for (const auto& guest : fabric.departed)
     if (all || (peer && guest.credentials.uid == peer->uid))

@@ -98,6 +98,11 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   try {
     Plan plan(&scratch);
     const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
+    const bool in_place = in_place_.load(std::memory_order_relaxed);
+    const auto leave_alone = [in_place](Plan& found) {
+      for (Piece& piece : found)
+        if (in_place && piece.kind != Piece::Kind::window) piece.kind = Piece::Kind::process;
+    };
     const auto take_plan = [&] {  // under the lock
       move_and_hold(plan, files, &scratch);
       registration.generation = generation_;
@@ -108,6 +113,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
       auto found = make_plan(range, writes, window_, &scratch);
       if (!found) return found.error();
       plan = std::move(*found);
+      leave_alone(plan);
       if (std::none_of(plan.begin(), plan.end(), is_file)) take_plan();
     }
     if (!held) {
@@ -117,6 +123,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
       Locked lock(*this);
       if (auto found = make_plan(range, writes, window_, &scratch)) {
         plan = std::move(*found);
+        leave_alone(plan);
         take_plan();
       } else {
         failed = found.error();

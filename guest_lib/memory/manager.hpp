@@ -49,6 +49,7 @@ struct Registration {
   std::uint64_t generation = 0;
   std::uint64_t service = 0;  // that the extents' files were announced to
   std::vector<Extent> extents;  // ascending, without gaps, exactly the registered bytes
+  std::vector<std::uint32_t> pinned;  // backings that somebody else holds pages of it by, to be withdrawn with it
 };
 
 struct Statistics {
@@ -67,6 +68,9 @@ class MemoryManager {
   // The window's descriptor, to pass to the service at attach; created on first use and after fork. EFBIG and others
   // where there can be none: then all private memory is reached by process_vm_*.
   Result<int> window_fd();
+
+  // From now on nothing moves and no file is announced: memory is reached where it is.
+  void keep_in_place() { in_place_.store(true, std::memory_order_relaxed); }
 
   // access: ibv_access_flags. EINVAL: no bytes, or the range wraps. EFAULT: part of it is not mapped, or not readable,
   // or not writable where local write, remote write or atomics are asked for. ENOMEM.
@@ -132,6 +136,7 @@ class MemoryManager {
 
   const FileBackings backings_;
   std::atomic<int> exempt_threads_{0};
+  std::atomic<bool> in_place_{false};
   std::atomic<std::uint64_t> resident_begin_{0},
       resident_end_{0};  // hint for the interposed functions: bounds of resident_
 

@@ -14,6 +14,8 @@ struct AttachInfo {
   vmci::Credentials credentials;
   vmci::UniqueFd pidfd;
   vmci::UniqueFd socket;  // a duplicate: shut down to be rid of the guest
+  std::unique_ptr<InMachine> machine = {};  // a process of a virtual machine; credentials.uid is then its tenant's
+  vmci::Segment arena = {};                 // that the machine lends for it
 };
 
 class ControlDesk {
@@ -30,6 +32,7 @@ class ControlDesk {
 
   // Requests that carry descriptors, from the socket.
   Result<control::AddBackingReply> on(Guest& guest, const control::AddBackingRequest& request, vmci::UniqueFd fd);
+  Result<control::AddBackingReply> on(Guest& guest, const control::AddPinnedRequest& request, PinnedPages pages);
   Status on(Guest& guest, const control::RemoveBackingRequest& request);
   Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
   Result<control::HandleReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);

@@ -38,15 +38,16 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
   auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
   if (tenant.guests >= tenant.quota.guests || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
-  auto arena = Arena::create(fabric_.config.arena_bytes);
+  auto arena = info.machine ? Result<Arena>(Arena::over(std::move(info.arena))) : Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
   if (!wake) return wake.error();
-  vmci::UniqueFd doorbell(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!doorbell) return last_error();
+  // A machine's doorbell is one for all its processes: its port has the shard watch that.
+  vmci::UniqueFd doorbell(info.machine ? -1 : ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!doorbell && !info.machine) return last_error();
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
-  if (const auto watched = shard_.watch(doorbell.get()); !watched) return fabric_.rest_lid(lid), watched.error();
+  if (const auto watched = info.machine ? ok() : shard_.watch(doorbell.get()); !watched) return fabric_.rest_lid(lid), watched.error();
 
   VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
@@ -54,6 +55,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->id = GuestId{++next_context};
   guest->tenant = &tenant;
   guest->credentials = info.credentials;
+  guest->machine = std::move(info.machine);
   guest->lid = lid;
   guest->arena = std::move(*arena);
   guest->wake_pipe = std::move(wake->second);
@@ -77,7 +79,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  if (fabric_.config.process_memory != "guest") guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
+  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
 
   AttachReply reply{};
   reply.major = version_major;
@@ -90,7 +92,10 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   reply.service_pid = ::getpid();
   std::memcpy(reply.name, guest->name.data(), std::min(guest->name.size(), sizeof(reply.name) - 1));
   std::strncpy(reply.service_version, VRDMA_VERSION, sizeof(reply.service_version) - 1);
-  descriptors = {guest->arena.segment().fd(), service_page_fd, guest->doorbell_fd.get(), wake->first.get()};
+  if (guest->machine)  // the rest, its agent has made itself
+    descriptors = {wake->first.get()};
+  else
+    descriptors = {guest->arena.segment().fd(), service_page_fd, guest->doorbell_fd.get(), wake->first.get()};
   keep.push_back(std::move(wake->first));
 
   ++tenant.guests;

@@ -1,10 +1,14 @@
 // Backings, memory regions, and how memory without a backing is reached.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/vm_link.hpp"
 
 namespace vrdma::svc {
 
@@ -20,6 +24,16 @@ Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, 
   return AddBackingReply{handle, 0};
 }
 
+Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddPinnedRequest& request, PinnedPages pages) {
+  const std::uint64_t before = request.address % vm::page_bytes;
+  if (request.bytes == 0 || request.bytes > pages.bytes() || before > pages.bytes() - request.bytes) return Errno{EINVAL};
+  if (guest.backings.size() >= 65536) return Errno{EMFILE};
+  if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
+  const std::uint32_t handle = guest.next_handle++;
+  guest.backings.emplace(handle, Backing::adopt(std::move(pages)));
+  return AddBackingReply{handle, 0};
+}
+
 Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
   const auto found = guest.backings.find(request.backing);
   if (found == guest.backings.end()) return Errno{EINVAL};
@@ -32,6 +46,7 @@ Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
 Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& request, std::function<void(bool)> answer) {
   if (guest.asked_how_reached) return Errno{EALREADY};
   guest.asked_how_reached = true;
+  if (guest.machine) return answer(false), ok();
   const std::string& wish = fabric_.config.process_memory;
   if (wish == "direct") return answer(true), ok();
   // The guest's worker reads it: the page may be one that keeps the reader waiting.
@@ -46,13 +61,28 @@ Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& req
   return ok();
 }
 
+namespace {
+// The copier, and the descriptor that the guest gets: the segment, or in a machine the pipe that wakes its thread.
+std::pair<Result<std::unique_ptr<GuestCopier>>, vmci::UniqueFd> make_copier(Guest& guest, std::uint32_t doorbell, JobSink& sink) {
+  if (!guest.machine) {
+    auto copier = GuestCopier::create(doorbell, sink);
+    vmci::UniqueFd fd(copier ? ::fcntl((*copier)->fd(), F_DUPFD_CLOEXEC, 0) : -1);
+    return {std::move(copier), std::move(fd)};
+  }
+  if (!guest.machine->copier_segment) return {Errno{EINVAL}, vmci::UniqueFd()};
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) return {last_error(), vmci::UniqueFd()};
+  vmci::UniqueFd read_end(ends[0]);
+  return {GuestCopier::over(std::exchange(guest.machine->copier_segment, {}), vmci::UniqueFd(ends[1]), doorbell, sink), std::move(read_end)};
+}
+}  // namespace
+
 Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give) {
   if (by_service) return ReachProcessReply{reach_by_service, 0};
   if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
     return guest.asked_how_reached = false, Errno{EDQUOT};
   const std::uint32_t doorbell = guest.take_doorbell();
-  auto copier = GuestCopier::create(doorbell, fabric_.sink);
-  vmci::UniqueFd fd(copier ? ::fcntl((*copier)->fd(), F_DUPFD_CLOEXEC, 0) : -1);
+  auto [copier, fd] = make_copier(guest, doorbell, fabric_.sink);
   if (!fd) {
     const Errno failed = copier ? last_error() : copier.error();
     --guest.tenant->descriptors;
@@ -103,7 +133,7 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
     }
     for (std::uint64_t done = 0; done < extent.bytes && value(failed) == 0;) {
       const std::uint64_t offset = extent.backing_offset + done;
-      const std::uint64_t part = std::min(extent.bytes - done, Backing::chunk_bytes - offset % Backing::chunk_bytes);
+      const std::uint64_t part = backing->second.contiguous_bytes(offset, extent.bytes - done);
       const std::size_t mapped_before = backing->second.mapping_count();
       if (guest.tenant->mappings >= guest.tenant->quota.mappings || full()) {
         failed = Errno{EDQUOT};

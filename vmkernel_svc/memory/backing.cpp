@@ -21,8 +21,27 @@ Result<Backing> Backing::adopt(vmci::UniqueFd fd) {
   return backing;
 }
 
+Backing Backing::adopt(PinnedPages pages) {
+  Backing backing;
+  backing.bytes_ = pages.bytes();
+  backing.pinned_ = std::move(pages);
+  return backing;
+}
+
+std::uint64_t Backing::contiguous_bytes(std::uint64_t offset, std::uint64_t bytes) const {
+  if (offset >= bytes_) return 0;
+  if (pinned_) return std::min(bytes, pinned_->at(offset).size());
+  return std::min(bytes, chunk_bytes - offset % chunk_bytes);
+}
+
 Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {
   if (offset > bytes_ || bytes > bytes_ - offset) return Errno{ERANGE};
+  if (pinned_) {
+    const auto here = pinned_->at(offset);
+    if (bytes == 0 || bytes > here.size()) return Errno{EINVAL};
+    ++pinned_users_;
+    return here.data();
+  }
   const std::uint64_t index = offset / chunk_bytes;
   if (bytes == 0 || (offset + bytes - 1) / chunk_bytes != index) return Errno{EINVAL};
   auto found = chunks_.find(index);
@@ -39,6 +58,10 @@ Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {
 }
 
 void Backing::put(std::uint64_t offset) {
+  if (pinned_) {
+    --pinned_users_;
+    return;
+  }
   const auto found = chunks_.find(offset / chunk_bytes);
   if (found == chunks_.end() || --found->second.users != 0) return;
   BusGuard::remove(found->second.mapping.data());

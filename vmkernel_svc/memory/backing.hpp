@@ -1,30 +1,35 @@
-// A guest's shareable file (its window, a memfd of the application, the arena of an allocator) as the service reaches it:
-// mapped in aligned chunks, on demand, each chunk for as long as a registration lies in it.
+// Memory of a guest as the service reaches it: a shareable file (its window, a memfd of the application, the arena of an
+// allocator), mapped in aligned chunks, on demand, each chunk for as long as a registration lies in it; or pages that a virtual
+// machine has pinned, somewhere in its RAM.
 //
 // Used by the shard that owns the guest, and its destructor by whoever detaches it there.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <optional>
 
 #include "vmci_channel/segment.hpp"
+#include "vmkernel_svc/memory/machine_ram.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::svc {
 
 class Backing {
  public:
-  static constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 28;
-
   // fd: checked here to be sealed against shrinking. EPERM otherwise.
   static Result<Backing> adopt(vmci::UniqueFd fd);
 
-  // The service's address of `offset` in the file; the mapping stays until put(offset). `bytes` must not cross a chunk's end.
+  static Backing adopt(PinnedPages pages);
+
+  // How many of `bytes` from `offset` on lie in one piece here. 0: beyond the end.
+  std::uint64_t contiguous_bytes(std::uint64_t offset, std::uint64_t bytes) const;
+  // The service's address of `offset` in it; the mapping stays until put(offset). `bytes`: at most contiguous_bytes().
   Result<std::byte*> get(std::uint64_t offset, std::uint64_t bytes);
   void put(std::uint64_t offset);
 
   std::uint64_t bytes() const { return bytes_; }
-  bool in_use() const { return !chunks_.empty(); }
+  bool in_use() const { return !chunks_.empty() || pinned_users_ != 0; }
   std::size_t mapping_count() const { return chunks_.size(); }
 
   Backing(Backing&&) = default;
@@ -32,6 +37,7 @@ class Backing {
   ~Backing();
 
  private:
+  static constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 28;
   struct Chunk {
     vmci::Mapping mapping;
     std::uint32_t users = 0;
@@ -42,6 +48,8 @@ class Backing {
   std::uint64_t bytes_ = 0;
   std::uint64_t page_bytes_ = 4096;
   std::map<std::uint64_t, Chunk> chunks_;  // by file offset / chunk_bytes
+  std::optional<PinnedPages> pinned_;
+  std::uint32_t pinned_users_ = 0;
 };
 
 }  // namespace vrdma::svc

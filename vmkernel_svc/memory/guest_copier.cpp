@@ -1,5 +1,7 @@
 #include "vmkernel_svc/memory/guest_copier.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -28,11 +30,16 @@ Kind kind_of(const ProcessJob& job) {
 Result<std::unique_ptr<GuestCopier>> GuestCopier::create(std::uint32_t doorbell, JobSink& sink) {
   auto segment = vmci::Segment::create("vrdma-copy", segment_bytes);
   if (!segment) return segment.error();
-  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(*segment), doorbell, sink));
+  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(*segment), vmci::UniqueFd(), doorbell, sink));
 }
 
-GuestCopier::GuestCopier(vmci::Segment segment, std::uint32_t doorbell, JobSink& sink)
+std::unique_ptr<GuestCopier> GuestCopier::over(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink) {
+  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(segment), std::move(wake), doorbell, sink));
+}
+
+GuestCopier::GuestCopier(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink)
     : segment_(std::move(segment)),
+      wake_(std::move(wake)),
       doorbell_(doorbell),
       sink_(sink),
       jobs_(segment_.data() + jobs_offset, job_slots),
@@ -57,7 +64,13 @@ void GuestCopier::give() {
   if (!given) return;
   std::atomic_ref(header().service.news).store(++news_, std::memory_order_relaxed);
   vmci::store_load_fence();  // G1: pairs with G2 in Copier::sleep: either it sees the news or we see it asleep
-  if (std::atomic_ref(header().guest.sleeping).load(std::memory_order_relaxed) != 0) vmci::wake_word(&header().service.news);
+  if (std::atomic_ref(header().guest.sleeping).load(std::memory_order_relaxed) != 0) wake();
+}
+
+void GuestCopier::wake() {
+  if (!wake_) return vmci::wake_word(&header().service.news);
+  const char news = 1;
+  [[maybe_unused]] const auto written = ::write(wake_.get(), &news, 1);  // full: the machine has yet to look at it
 }
 
 void GuestCopier::give(Waiting waiting) {

@@ -23,6 +23,9 @@ class GuestCopier {
   // doorbell: the member of the guest's bitmap that it sets after answering.
   static Result<std::unique_ptr<GuestCopier>> create(std::uint32_t doorbell, JobSink& sink);
 
+  // In a segment that a virtual machine lends. wake: the write end of a pipe; what comes out of it wakes the machine's thread.
+  static std::unique_ptr<GuestCopier> over(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink);
+
   // Takes ownership of the job until the sink has it back. False: too many wait already.
   bool submit(std::unique_ptr<ProcessJob> job);
   // Looks at the answers. False: the guest does not keep to the protocol.
@@ -54,7 +57,8 @@ class GuestCopier {
     std::uint64_t bytes, buffer_offset;
   };
 
-  GuestCopier(vmci::Segment segment, std::uint32_t doorbell, JobSink& sink);
+  GuestCopier(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink);
+  void wake();
   void give();
   void give(Waiting waiting);
   void finish(std::unique_ptr<ProcessJob> job, bool ok);
@@ -62,6 +66,7 @@ class GuestCopier {
   std::byte* bounce(std::uint32_t slot) const { return segment_.data() + copying::bounce_offset + slot * copying::bounce_bytes; }
 
   vmci::Segment segment_;
+  vmci::UniqueFd wake_;  // none: by the word in the segment
   std::uint32_t doorbell_;
   JobSink& sink_;
   vmci::RecordWriter jobs_;

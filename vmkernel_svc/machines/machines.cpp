@@ -1,0 +1,124 @@
+#include "vmkernel_svc/machines/machines.hpp"
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <sys/inotify.h>
+#include <unistd.h>
+
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <stdexcept>
+
+#include "vmkernel_svc/watching.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+// Throws std::runtime_error with a message for a person.
+MachineSpec read_spec(const fs::path& folder) {
+  const fs::path file = folder / "vm.json";
+  const auto refuse = [&](const std::string& what) { return std::runtime_error(fmt::format("{}: {}", file.string(), what)); };
+  std::ifstream in(file);
+  if (!in) throw refuse("cannot be read");
+  MachineSpec spec{folder.filename(), folder, "", ::geteuid()};
+  try {
+    const json document = json::parse(in);
+    for (const auto& [key, value] : document.items()) {
+      if (key == "ram") spec.ram = value.get<std::string>();
+      else if (key == "tenant") spec.tenant = value.get<uid_t>();
+      else throw refuse(fmt::format("unknown key \"{}\": known are ram, tenant", key));
+    }
+  } catch (const json::exception& error) {
+    throw refuse(error.what());
+  }
+  if (spec.ram.empty() || spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
+  return spec;
+}
+
+}  // namespace
+
+Machines::Machines(std::string folder, MachinePort::Service service)
+    : folder_(std::move(folder)), service_(std::move(service)), changes_(service_.io) {
+  vmci::UniqueFd notices(::inotify_init1(IN_CLOEXEC | IN_NONBLOCK));
+  boost::system::error_code error;
+  if (!notices || changes_.assign(notices.get(), error)) {
+    spdlog::warn("cannot watch {} (out of inotify instances?): machines added later are not seen", folder_);
+  } else {
+    notices.release();
+    await_changes();
+  }
+  look();
+}
+
+Machines::~Machines() { stop_watching(changes_); }
+
+std::vector<MachineStatus> Machines::status() const {
+  std::vector<MachineStatus> all;
+  for (const auto& [name, port] : ports_) all.push_back(port->status());
+  return all;
+}
+
+// The folder, each machine's, and, as long as there is no folder, the place where it would appear.
+void Machines::watch() {
+  if (!changes_.is_open()) return;
+  const auto add = [this](const fs::path& path, std::uint32_t what) { ::inotify_add_watch(changes_.native_handle(), path.c_str(), what | IN_ONLYDIR); };
+  std::error_code error;
+  if (!fs::is_directory(folder_, error)) add(fs::path(folder_).parent_path(), IN_CREATE | IN_MOVED_TO);
+  if (!fs::is_directory(folder_, error)) return;
+  add(folder_, IN_CREATE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
+  for (const auto& entry : fs::directory_iterator(folder_, error))
+    if (entry.is_directory(error)) add(entry.path(), IN_CLOSE_WRITE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
+}
+
+void Machines::await_changes() {
+  changes_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](const boost::system::error_code& error) {
+    if (error) return;
+    alignas(inotify_event) std::array<char, 4096> ignored;
+    while (::read(changes_.native_handle(), ignored.data(), ignored.size()) > 0) {
+    }
+    look();
+    await_changes();
+  });
+}
+
+void Machines::look() {
+  watch();  // first: what changes from here on is noticed
+  std::set<std::string> there;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder_, error)) {
+    const std::string name = entry.path().filename();
+    std::error_code missing;
+    if (!fs::exists(entry.path() / "vm.json", missing)) continue;
+    there.insert(name);
+    try {
+      const MachineSpec spec = read_spec(entry.path());
+      const auto found = ports_.find(name);
+      if (found != ports_.end() && found->second->spec() == spec) continue;
+      if (found != ports_.end()) ports_.erase(found);
+      ports_.emplace(name, std::make_unique<MachinePort>(spec, service_));
+      complaints_.erase(name);
+      spdlog::info("machine {}: served at {}/ivshmem.sock", name, spec.folder);
+    } catch (const std::exception& failure) {
+      // A machine that runs goes on as it is.
+      if (auto& known = complaints_[name]; known != failure.what()) spdlog::warn("{}", known = failure.what());
+    }
+  }
+  for (auto port = ports_.begin(); port != ports_.end();) {
+    if (there.contains(port->first)) {
+      ++port;
+      continue;
+    }
+    spdlog::info("machine {}: removed", port->first);
+    port = ports_.erase(port);
+  }
+  service_.changed();
+}
+
+}  // namespace vrdma::svc

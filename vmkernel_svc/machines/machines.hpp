@@ -1,0 +1,34 @@
+// The virtual machines of this host, as the folder of machines says: one sub-folder each, with vm.json in it. Watched, so that
+// `vrdma vm add` and `vrdma vm remove` take effect at once. The server's thread.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "vmkernel_svc/machines/port.hpp"
+
+namespace vrdma::svc {
+
+class Machines {
+ public:
+  // folder: may not exist yet. What is wrong with one machine is logged and hurts no other.
+  Machines(std::string folder, MachinePort::Service service);
+  ~Machines();
+
+  std::vector<MachineStatus> status() const;
+
+ private:
+  void look();   // what the folder says now
+  void watch();
+  void await_changes();
+
+  std::string folder_;
+  MachinePort::Service service_;
+  boost::asio::posix::stream_descriptor changes_;  // inotify
+  std::map<std::string, std::unique_ptr<MachinePort>> ports_;
+  std::map<std::string, std::string> complaints_;  // already logged, by machine
+};
+
+}  // namespace vrdma::svc

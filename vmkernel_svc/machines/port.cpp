@@ -1,0 +1,483 @@
+#include "vmkernel_svc/machines/port.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <boost/asio/post.hpp>
+#include <cstring>
+#include <stdexcept>
+
+#include "vmkernel_svc/shard.hpp"
+#include "vmkernel_svc/watching.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+constexpr std::uint64_t unsent_bytes_max = 4 << 20;   // an agent that reads nothing loses its session
+constexpr std::size_t processes_max = 4096;
+constexpr std::size_t segments_max = 64;              // lent and not used yet, of one process
+constexpr std::size_t segment_parts_max = 1 << 22;    // of one segment: 16 GiB in single pages
+
+std::uint64_t random_number() {
+  std::uint64_t number = 0;
+  while (number == 0)
+    if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) number = 0;
+  return number;
+}
+
+vm::LinkHeader& header_of(const vmci::Segment& bar) { return *bar.at<vm::LinkHeader>(0); }
+
+template <class Body>
+std::optional<Body> body_of(std::span<const std::byte> bytes) {
+  if (bytes.size() != sizeof(Body)) return std::nullopt;
+  Body body;
+  std::memcpy(&body, bytes.data(), sizeof(body));
+  return body;
+}
+
+void ring(const vmci::UniqueFd& event) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof(one));  // full: it is readable all the more
+}
+
+// One message of the ivshmem protocol (QEMU, docs/specs/ivshmem-spec.txt): a number, perhaps with a descriptor.
+Status send_message(int socket, std::int64_t number, int descriptor = -1) {
+  iovec data{&number, sizeof(number)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  if (descriptor >= 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+    cmsghdr* const head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(head), &descriptor, sizeof(descriptor));
+  }
+  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == sizeof(number) ? ok() : Status(last_error());
+}
+
+// A stream socket. Who else serves the folder of machines serves another socket of guests, too: what stands there is a leftover.
+Result<vmci::UniqueFd> listen_at(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) return Errno{ENAMETOOLONG};
+  std::memcpy(address.sun_path, path.c_str(), path.size());
+  ::unlink(path.c_str());
+  vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
+  if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
+  return fd;
+}
+
+}  // namespace
+
+// A pipe of the service that a process of the machine reads.
+struct MachinePort::Stream {
+  Stream(boost::asio::io_context& io, std::uint32_t number_in) : number(number_in), pipe(io) {}
+  std::uint32_t number;
+  boost::asio::posix::stream_descriptor pipe;
+};
+
+struct MachinePort::Process {
+  Process(boost::asio::io_context& io, std::uint32_t connection_in) : connection(connection_in), readable(io) {}
+  std::uint32_t connection;
+  std::shared_ptr<MachineProcess> known;
+  vmci::PacketSocket socket;                        // our end of the pair
+  boost::asio::posix::stream_descriptor readable;   // a duplicate
+  std::map<std::uint32_t, std::shared_ptr<Stream>> streams;
+  std::uint32_t next_stream = 1;
+  std::optional<std::pair<std::uint32_t, PinnedPages>> lending;  // the segment whose runs are coming in
+
+  void hang_up() {
+    stop_watching(readable);
+    socket = {};
+    for (auto& [number, stream] : streams) stop_watching(stream->pipe);
+    streams.clear();
+  }
+};
+
+struct MachinePort::Session {
+  Session(std::uint64_t boot_in, std::byte* bar) : boot(boot_in), link(bar, /*agent=*/false) {}
+  std::uint64_t boot;
+  vmci::VmLinkEnd link;
+  std::shared_ptr<MachineRam> ram;                  // from hello on
+  control::ServicePage* page = nullptr;             // the machine's copy, in its RAM
+  std::string version;
+  std::map<std::uint32_t, std::shared_ptr<Process>> processes;
+  std::uint32_t last_connection = 0;
+  bool broken = false;
+};
+
+MachinePort::MachinePort(MachineSpec spec, Service service)
+    : spec_(std::move(spec)), service_(std::move(service)), listener_(service_.io), qemu_(service_.io), link_event_(service_.io), heartbeat_(service_.io) {
+  const std::string path = spec_.folder + "/ivshmem.sock";
+  const auto cannot = [&](const char* what, int error) {
+    return std::runtime_error(fmt::format("machine {}: cannot {} ({})", spec_.name, what, std::strerror(error)));
+  };
+  auto bar = vmci::Segment::create("vrdma-bar", vm::bar_bytes);
+  if (!bar) throw cannot("create shared memory", value(bar.error()));
+  bar_ = std::move(*bar);
+  for (auto* const events : {service_events_, machine_events_})
+    for (std::uint32_t i = 0; i < vm::vectors; ++i) {
+      events[i].reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+      if (!events[i]) throw cannot("create its doorbells", errno);
+    }
+  auto listening = listen_at(path);
+  if (!listening) throw cannot(fmt::format("listen at {}", path).c_str(), value(listening.error()));
+  listener_.assign(listening->release());
+  if (!watch_copy(link_event_, service_events_[vm::link_vector].get())) throw cannot("watch its doorbell", errno);
+
+  auto& mine = header_of(bar_).service;
+  mine.major = vm::version_major;
+  mine.minor = vm::version_minor;
+  mine.service_epoch = random_number();
+  std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_release);
+
+  const int doorbell = service_events_[vm::doorbell_vector].get();
+  service_.shard.submit([doorbell](Shard& shard) { (void)shard.watch(doorbell); });
+  accept_next();
+  await_link();
+  beat();
+}
+
+MachinePort::~MachinePort() {
+  *alive_ = false;
+  end_session();
+  std::atomic_ref(header_of(bar_).service.service_epoch).store(0, std::memory_order_release);
+  const auto doorbell = std::make_shared<vmci::UniqueFd>(std::move(service_events_[vm::doorbell_vector]));
+  service_.shard.submit([doorbell](Shard& shard) { shard.unwatch(doorbell->get()); });
+  stop_watching(link_event_);
+  stop_watching(qemu_);
+  stop_watching(listener_);
+  ::unlink((spec_.folder + "/ivshmem.sock").c_str());
+}
+
+MachineStatus MachinePort::status() const {
+  MachineStatus now{spec_.name, spec_.tenant, qemu_.is_open() ? "connected" : "waiting", 0, 0, ""};
+  if (session_ && session_->page != nullptr)
+    now.state = "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
+  return now;
+}
+
+// --- QEMU -----------------------------------------------------------------------------------------------------
+
+void MachinePort::accept_next() {
+  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd) connected(std::move(fd));
+    accept_next();
+  });
+}
+
+void MachinePort::connected(vmci::UniqueFd fd) {
+  if (qemu_.is_open()) {
+    spdlog::warn("machine {}: a second QEMU wants to be it: refused", spec_.name);
+    return;
+  }
+  if (const auto introduced = introduce(fd.get()); !introduced) {
+    spdlog::warn("machine {}: QEMU hung up ({})", spec_.name, std::strerror(value(introduced.error())));
+    return;
+  }
+  boost::system::error_code error;
+  if (qemu_.assign(fd.get(), error)) return;
+  fd.release();
+  spdlog::info("machine {}: QEMU is connected", spec_.name);
+  await_qemu();
+  service_.changed();
+}
+
+Status MachinePort::introduce(int qemu) const {
+  constexpr std::int64_t protocol_version = 0, shared_memory = -1;
+  if (Status sent = send_message(qemu, protocol_version); !sent) return sent;
+  if (Status sent = send_message(qemu, vm::machine_peer); !sent) return sent;
+  if (Status sent = send_message(qemu, shared_memory, bar_.fd()); !sent) return sent;
+  for (const auto& event : service_events_)
+    if (Status sent = send_message(qemu, vm::service_peer, event.get()); !sent) return sent;
+  for (const auto& event : machine_events_)
+    if (Status sent = send_message(qemu, vm::machine_peer, event.get()); !sent) return sent;
+  return ok();
+}
+
+// QEMU says nothing on this socket; it hangs up when it ends.
+void MachinePort::await_qemu() {
+  qemu_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    std::byte ignored[64];
+    const ssize_t got = ::recv(qemu_.native_handle(), ignored, sizeof(ignored), MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return disconnected();
+    await_qemu();
+  });
+}
+
+void MachinePort::disconnected() {
+  spdlog::info("machine {}: QEMU has gone", spec_.name);
+  stop_watching(qemu_);
+  end_session();
+  service_.changed();
+}
+
+// --- the link -------------------------------------------------------------------------------------------------
+
+void MachinePort::await_link() {
+  link_event_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    std::uint64_t count;
+    [[maybe_unused]] const auto got = ::read(link_event_.native_handle(), &count, sizeof(count));
+    look();
+    await_link();
+  });
+}
+
+// Says that the service lives, and finds what nobody rang for.
+void MachinePort::beat() {
+  auto heart = std::atomic_ref(header_of(bar_).service.heartbeat);
+  heart.store(heart.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  look();
+  heartbeat_.expires_after(std::chrono::milliseconds(vm::heartbeat_ms));
+  heartbeat_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (!error && *alive) beat();
+  });
+}
+
+void MachinePort::look() {
+  if (!qemu_.is_open()) return;
+  // Pairs with the agent's release: its cursor is zero.
+  const std::uint64_t boot = std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire);
+  if (boot != 0 && (!session_ || session_->boot != boot)) {
+    end_session();
+    if (leaving_ != 0) return;  // looks again when the last of them has gone
+    begin_session(boot);
+  }
+  if (!session_ || session_->broken) return;
+  const bool sound = session_->link.receive([this](const vm::FrameHead& head, std::span<const std::byte> body) {
+    if (!session_->broken) take(head, body);
+  });
+  if (!sound) refuse("its frames make no sense");
+  push();
+  // A machine that has much to say gets its turn again after the others.
+  if (session_ && !session_->broken && session_->link.anything()) ring(service_events_[vm::link_vector]);
+}
+
+void MachinePort::begin_session(std::uint64_t boot) {
+  session_ = std::make_unique<Session>(boot, bar_.data());
+  std::atomic_ref(header_of(bar_).service.accepted).store(boot, std::memory_order_release);
+  ring(machine_events_[vm::link_vector]);
+}
+
+void MachinePort::end_session() {
+  if (!session_) return;
+  const auto ended = std::move(session_);
+  for (auto& [connection, process] : ended->processes) {
+    ++leaving_;
+    process->known->detached = [this, alive = alive_] {
+      if (*alive && --leaving_ == 0) look();
+    };
+    process->hang_up();
+  }
+  if (ended->page != nullptr) {
+    // The mapping stays until the shard writes there no more.
+    service_.shard.submit([ram = ended->ram, state = &ended->page->shards[0]](Shard& shard) { shard.end_mirror(*state); });
+    spdlog::info("machine {}: its session has ended", spec_.name);
+  }
+  service_.changed();
+}
+
+void MachinePort::refuse(const char* why) {
+  if (session_->broken) return;
+  spdlog::warn("machine {}: {}: it has lost its session", spec_.name, why);
+  // The session stays as a stone until the agent begins another: `boot` tells.
+  const std::uint64_t boot = session_->boot;
+  boost::asio::post(service_.io, [this, alive = alive_, boot] {
+    if (!*alive || !session_ || session_->boot != boot) return;
+    end_session();
+    session_ = std::make_unique<Session>(boot, bar_.data());
+    session_->broken = true;
+  });
+  session_->broken = true;
+}
+
+void MachinePort::push() {
+  if (!session_) return;
+  if (session_->link.flush()) ring(machine_events_[vm::link_vector]);
+  if (session_->link.unsent_bytes() > unsent_bytes_max) refuse("its agent reads nothing");
+}
+
+void MachinePort::take(const vm::FrameHead& head, std::span<const std::byte> body) {
+  const auto kind = static_cast<vm::Frame>(head.kind);
+  if (kind == vm::Frame::hello) return greet(body);
+  if (session_->page == nullptr) return refuse("it did not say hello");
+  if (kind == vm::Frame::open) return open(head.connection, body);
+  const auto found = session_->processes.find(head.connection);
+  if (found == session_->processes.end()) return;  // it has gone in the meantime
+  Process& process = *found->second;
+  switch (kind) {
+    case vm::Frame::packet: return forward(process, body);
+    case vm::Frame::segment: return append(process, head.item, body);
+    case vm::Frame::close: return process.hang_up();
+    default: return refuse("it sends frames of an unknown kind");
+  }
+}
+
+void MachinePort::greet(std::span<const std::byte> body) {
+  const auto hello = body_of<vm::Hello>(body);
+  if (!hello || session_->page != nullptr) return refuse("its greeting makes no sense");
+  vm::Welcome welcome{};
+  welcome.major = vm::version_major;
+  welcome.minor = vm::version_minor;
+  welcome.arena_bytes = service_.arena_bytes;
+  std::strncpy(welcome.name, spec_.name.c_str(), sizeof(welcome.name) - 1);
+  std::strncpy(welcome.version, VRDMA_VERSION, sizeof(welcome.version) - 1);
+  session_->version.assign(hello->version, ::strnlen(hello->version, sizeof(hello->version)));
+  const auto answer = [&](int status) {
+    welcome.status = status;
+    session_->link.send(vm::Frame::welcome, 0, welcome);
+    if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
+  };
+  if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
+  auto ram = MachineRam::map(spec_.ram, hello->high_bytes);
+  if (!ram) {
+    spdlog::warn("machine {}: cannot map its RAM {} ({}): start QEMU with the arguments of \"vrdma vm show {}\"", spec_.name, spec_.ram,
+                 std::strerror(value(ram.error())), spec_.name);
+    return answer(ENODEV);
+  }
+  const auto offset = (*ram)->offset_of({hello->page, 1});
+  if (!offset) return answer(EFAULT);
+  std::byte* const at = (*ram)->data() + *offset;
+  std::uint64_t proof;
+  std::memcpy(&proof, at, sizeof(proof));
+  if (proof != hello->proof || proof == 0) return answer(EFAULT);
+
+  auto* const page = reinterpret_cast<control::ServicePage*>(at);
+  std::memset(static_cast<void*>(page), 0, sizeof(*page));
+  page->magic = control::magic;
+  page->major = control::version_major;
+  page->minor = control::version_minor;
+  page->device_generation = 1;
+  page->shard_count = 1;
+  constexpr std::uint32_t somebody = 1;  // not FUTEX_OWNER_DIED; the agent sets that
+  std::memcpy(page->alive_mutex, &somebody, sizeof(somebody));
+  // Until the shard mirrors its state, everybody rings.
+  std::atomic_ref(page->shards[0].sleeping).store(1, std::memory_order_release);
+  session_->ram = *ram;
+  session_->page = page;
+  service_.shard.submit([ram = *ram, page](Shard& shard) {
+    std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
+    shard.mirror(page->shards[0]);
+  });
+  spdlog::info("machine {}: attached, {} MiB of RAM, agent {}", spec_.name, (*ram)->bytes() >> 20, session_->version);
+  answer(0);
+  service_.changed();
+}
+
+// --- processes ------------------------------------------------------------------------------------------------
+
+void MachinePort::open(std::uint32_t connection, std::span<const std::byte> body) {
+  const auto who = body_of<vm::Open>(body);
+  if (!who || connection <= session_->last_connection) return refuse("it opens a connection twice");
+  session_->last_connection = connection;
+  int ends[2];
+  if (session_->processes.size() >= processes_max || ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0)
+    return session_->link.send(vm::Frame::closed, connection, std::span<const std::byte>{});
+  vmci::UniqueFd ours(ends[0]), theirs(ends[1]);
+  auto process = std::make_shared<Process>(service_.io, connection);
+  process->known = std::make_shared<MachineProcess>(MachineProcess{spec_.name, spec_.tenant, who->uid, who->gid, who->pid, {}});
+  process->socket = vmci::PacketSocket(std::move(ours));
+  // Called after end_session() has taken itself out of this.
+  process->known->detached = [this, connection] {
+    session_->processes.erase(connection);
+    session_->link.send(vm::Frame::closed, connection, std::span<const std::byte>{});
+    push();
+    service_.changed();
+  };
+  if (!watch_copy(process->readable, process->socket.fd()))
+    return session_->link.send(vm::Frame::closed, connection, std::span<const std::byte>{});
+  session_->processes.emplace(connection, process);
+  await_replies(process);
+  service_.admit(vmci::PacketSocket(std::move(theirs)), process->known);
+  service_.changed();
+}
+
+void MachinePort::forward(Process& process, std::span<const std::byte> packet) {
+  if (process.lending) {
+    auto& [number, pages] = *process.lending;
+    process.known->segments.insert_or_assign(number, std::move(pages));
+    process.lending.reset();
+  }
+  if (!process.socket) return;
+  // Full: a process has one request under way at a time, and its agent lets nobody have more than a few.
+  if (const auto sent = process.socket.send(packet); !sent) process.hang_up();
+}
+
+void MachinePort::append(Process& process, std::uint32_t segment, std::span<const std::byte> body) {
+  if (body.empty() || body.size() % sizeof(vm::Run) != 0) return refuse("it lends memory in parts of runs");
+  if (!process.lending || process.lending->first != segment) {
+    if (process.lending) {
+      auto& [number, pages] = *process.lending;
+      process.known->segments.insert_or_assign(number, std::move(pages));
+    }
+    if (process.known->segments.size() >= segments_max) return refuse("it lends memory and does not use it");
+    process.lending.emplace(segment, PinnedPages(session_->ram));
+  }
+  PinnedPages& pages = process.lending->second;
+  for (std::size_t at = 0; at < body.size(); at += sizeof(vm::Run)) {
+    vm::Run run;
+    std::memcpy(&run, body.data() + at, sizeof(run));
+    if (pages.part_count() >= segment_parts_max || !pages.append(run)) return refuse("it lends memory that is not its own");
+  }
+}
+
+// What the service answers goes to the process; the descriptors are pipes that it is to read, and become streams.
+void MachinePort::await_replies(const std::shared_ptr<Process>& process) {
+  process->readable.async_wait(
+      boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_, process](const boost::system::error_code& error) {
+        if (error || !*alive || !process->socket) return;
+        std::array<std::byte, sizeof(control::Head) + control::body_bytes_max> packet;
+        auto received = process->socket.receive(packet);
+        if (!received && value(received.error()) == EAGAIN) return await_replies(process);
+        if (!received || received->bytes == 0) return process->hang_up();
+        const std::uint32_t first = process->next_stream;
+        for (auto& pipe : received->descriptors) {
+          auto stream = std::make_shared<Stream>(service_.io, process->next_stream++);
+          if (::fcntl(pipe.get(), F_SETFL, O_NONBLOCK) != 0 || !watch_copy(stream->pipe, pipe.get())) return process->hang_up();
+          process->streams.emplace(stream->number, stream);
+        }
+        session_->link.send(vm::Frame::reply, process->connection, std::span(packet).first(received->bytes), first,
+                            static_cast<std::uint16_t>(received->descriptors.size()));
+        for (std::uint32_t number = first; number < process->next_stream; ++number) await_stream(process, process->streams[number]);
+        push();
+        await_replies(process);
+      });
+}
+
+void MachinePort::await_stream(const std::shared_ptr<Process>& process, const std::shared_ptr<Stream>& stream) {
+  stream->pipe.async_wait(
+      boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_, process, stream](const boost::system::error_code& error) {
+        if (error || !*alive || !stream->pipe.is_open()) return;
+        std::array<std::byte, 4096> bytes;
+        const ssize_t got = ::read(stream->pipe.native_handle(), bytes.data(), bytes.size());
+        if (got > 0) {
+          session_->link.send(vm::Frame::stream, process->connection, std::span(bytes).first(static_cast<std::size_t>(got)), stream->number);
+        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+          stop_watching(stream->pipe);
+          process->streams.erase(stream->number);
+          session_->link.send(vm::Frame::stream_end, process->connection, std::span<const std::byte>{}, stream->number);
+        }
+        push();
+        if (stream->pipe.is_open()) await_stream(process, stream);
+      });
+}
+
+}  // namespace vrdma::svc

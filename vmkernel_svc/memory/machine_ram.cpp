@@ -1,0 +1,82 @@
+#include "vmkernel_svc/memory/machine_ram.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+
+#include "vmkernel_svc/memory/bus_guard.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+constexpr std::uint64_t four_gib = std::uint64_t{1} << 32;
+}
+
+Result<std::shared_ptr<MachineRam>> MachineRam::map(const std::string& path, std::uint64_t high_bytes) {
+  std::shared_ptr<MachineRam> ram(new MachineRam);
+  ram->fd_.reset(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  struct stat status;
+  if (!ram->fd_ || ::fstat(ram->fd_.get(), &status) != 0) return last_error();
+  const auto bytes = static_cast<std::uint64_t>(status.st_size) / vm::page_bytes * vm::page_bytes;
+  if (!S_ISREG(status.st_mode) || bytes == 0) return Errno{ENODEV};
+  if (high_bytes > bytes || high_bytes % vm::page_bytes != 0) return Errno{EINVAL};
+  auto mapping = vmci::Mapping::map(ram->fd_.get(), 0, bytes, vmci::Writable::yes);
+  if (!mapping) return mapping.error();
+  // The file may be made smaller under us, by whoever runs the machine. Pages: as large as the file system makes them.
+  const std::size_t page = status.st_blksize > vm::page_bytes ? static_cast<std::size_t>(status.st_blksize) : vm::page_bytes;
+  if (!BusGuard::add(mapping->data(), bytes, page, ram->fd_.get(), 0)) return Errno{ENOMEM};
+  ram->mapping_ = std::move(*mapping);
+  ram->low_bytes_ = bytes - high_bytes;
+  return ram;
+}
+
+MachineRam::~MachineRam() {
+  if (mapping_) BusGuard::remove(mapping_.data());
+}
+
+std::optional<std::uint64_t> MachineRam::offset_of(vm::Run run) const {
+  constexpr std::uint64_t pages_max = std::uint64_t{1} << 40;
+  if (run.pages == 0 || run.page > pages_max || run.pages > pages_max) return std::nullopt;
+  const std::uint64_t begin = run.page * vm::page_bytes, end = begin + run.pages * vm::page_bytes;
+  if (end <= low_bytes_) return begin;
+  if (begin >= four_gib && end - four_gib <= bytes() - low_bytes_) return begin - four_gib + low_bytes_;
+  return std::nullopt;
+}
+
+bool PinnedPages::append(vm::Run run) {
+  const auto offset = ram_->offset_of(run);
+  if (!offset) return false;
+  const std::uint64_t begin = bytes(), length = run.pages * vm::page_bytes;
+  if (!parts_.empty()) {
+    Part& last = parts_.back();
+    const std::uint64_t last_begin = parts_.size() == 1 ? 0 : parts_[parts_.size() - 2].end;
+    if (last.ram_offset + (last.end - last_begin) == *offset) {
+      last.end += length;
+      return true;
+    }
+  }
+  parts_.push_back({begin + length, *offset});
+  return true;
+}
+
+std::span<std::byte> PinnedPages::at(std::uint64_t offset) const {
+  const auto part = std::upper_bound(parts_.begin(), parts_.end(), offset, [](std::uint64_t value, const Part& p) { return value < p.end; });
+  const std::uint64_t begin = part == parts_.begin() ? 0 : std::prev(part)->end;
+  return {ram_->data() + part->ram_offset + (offset - begin), part->end - offset};
+}
+
+Result<vmci::Segment> PinnedPages::segment() const {
+  std::vector<vmci::Mapping::Part> files;
+  std::uint64_t begin = 0;
+  for (const Part& part : parts_) {
+    files.push_back({ram_->fd(), part.ram_offset, part.end - begin});
+    begin = part.end;
+  }
+  if (files.empty()) return Errno{EINVAL};
+  auto mapping = vmci::Mapping::gather(files);
+  if (!mapping) return mapping.error();
+  return vmci::Segment::over(std::move(*mapping));
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,66 @@
+// The RAM of a virtual machine, mapped whole from the file that QEMU keeps it in, and what the machine has pinned of it.
+//
+// Physical addresses are the file's offsets up to the hole below 4 GiB; what lies behind 4 GiB follows (QEMU's memory map of the
+// pc and q35 machines). The machine says how much that is, and proves it by a word that the service must find.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "vmci_channel/segment.hpp"
+#include "vrdma/result.hpp"
+#include "vrdma/vm_link.hpp"
+
+namespace vrdma::svc {
+
+class MachineRam {
+ public:
+  // ENOENT, EACCES …; ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
+  static Result<std::shared_ptr<MachineRam>> map(const std::string& path, std::uint64_t high_bytes);
+  ~MachineRam();
+
+  // Where pages of the machine's physical memory lie in the file, if all of them are RAM.
+  std::optional<std::uint64_t> offset_of(vm::Run run) const;
+
+  std::byte* data() const { return mapping_.data(); }
+  std::uint64_t bytes() const { return mapping_.bytes(); }
+  int fd() const { return fd_.get(); }
+
+  MachineRam(const MachineRam&) = delete;
+  MachineRam& operator=(const MachineRam&) = delete;
+
+ private:
+  MachineRam() = default;
+  vmci::UniqueFd fd_;
+  vmci::Mapping mapping_;
+  std::uint64_t low_bytes_ = 0;
+};
+
+// Pages that a machine has pinned, as one range of bytes. Each run was checked to be RAM of that machine.
+class PinnedPages {
+ public:
+  explicit PinnedPages(std::shared_ptr<MachineRam> ram) : ram_(std::move(ram)) {}
+
+  bool append(vm::Run run);  // false: not RAM of the machine
+  std::uint64_t bytes() const { return parts_.empty() ? 0 : parts_.back().end; }
+  std::size_t part_count() const { return parts_.size(); }
+
+  // From `offset` < bytes() on, as far as it lies in one piece.
+  std::span<std::byte> at(std::uint64_t offset) const;
+  // All of it in one piece, at other addresses of the service. ENOMEM.
+  Result<vmci::Segment> segment() const;
+
+ private:
+  struct Part {
+    std::uint64_t end;         // of it, in the range of bytes
+    std::uint64_t ram_offset;  // of its beginning
+  };
+  std::shared_ptr<MachineRam> ram_;
+  std::vector<Part> parts_;  // ascending
+};
+
+}  // namespace vrdma::svc
