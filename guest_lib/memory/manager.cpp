@@ -92,7 +92,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   MappedMemory outside(range);  // our own page in a hole of the range would pass for the application's
   std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &outside);
   UsedFiles files(&scratch);
-  Registration registration{address, bytes, 0, backings_.service(), {}};
+  Registration registration{address, bytes, 0, backings_.service(), {}, {}};
   bool held = false;
   Errno failed{ENOMEM};
   try {
