@@ -154,7 +154,7 @@ class Guests:
         self.env = self.service.environment()
         token = secrets.token_hex(3)
         self.names = [f"{name}-{token}" for name in ("one", "two")]
-        self.added, self.machines, self.agents = {}, [], {}
+        self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
         try:
             for name in self.names:
                 self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json"))
@@ -192,6 +192,15 @@ class Guests:
 
     def await_state(self, name, *states):
         wait_until(lambda: self.shown().get(name, {}).get("state") in states, 60, f"{name} is {' or '.join(states)}", [self.service.program])
+
+    def news(self):
+        """What the service and the agents have said since they were asked last."""
+        text = ""
+        for program in (self.service.program, *self.agents.values()):
+            said = program.output()
+            text += f"--- {program.name}\n{said[self.heard.get(program, 0):][-3000:]}"
+            self.heard[program] = len(said)
+        return text
 
     def check(self):
         self.service.check()
@@ -263,7 +272,8 @@ def run_cases(tally, guests, name, cases, sides):
         try:
             return kind.run_case(one, sides, CASE_SECONDS)
         except Failure as reason:
-            raise Failure(f"{reason}\n{guests.service.program.says()}\n" + "\n".join(agent.says() for agent in guests.agents.values())) from None
+            guests.check()
+            raise Failure(f"{reason}\n{guests.news()}") from None
         finally:
             guests.check()
     for kind, one in cases:
