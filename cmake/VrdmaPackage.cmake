@@ -17,7 +17,9 @@ install(CODE "
     set(VRDMA_CONFIG_FOLDER /etc/vrdma)
   endif()
   configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdmad.service.in ${PROJECT_BINARY_DIR}/vrdmad.service @ONLY)
-  file(INSTALL ${PROJECT_BINARY_DIR}/vrdmad.service DESTINATION \${CMAKE_INSTALL_PREFIX}/lib/systemd/system)
+  configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdma-guestd.service.in ${PROJECT_BINARY_DIR}/vrdma-guestd.service @ONLY)
+  file(INSTALL ${PROJECT_BINARY_DIR}/vrdmad.service ${PROJECT_BINARY_DIR}/vrdma-guestd.service
+       DESTINATION \${CMAKE_INSTALL_PREFIX}/lib/systemd/system)
   file(INSTALL ${PROJECT_SOURCE_DIR}/packaging/vrdmad.json DESTINATION \${VRDMA_CONFIG_FOLDER})")
 
 set(CPACK_GENERATOR DEB)

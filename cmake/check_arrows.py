@@ -19,8 +19,9 @@ ARROWS = {
     "vmkernel_svc/engine": {"include", "vmci_channel", "cache"},
     "vmkernel_svc": {"include", "vmci_channel", "cache", "vmkernel_svc/engine"},
     "guest_lib": {"include", "vmci_channel", "cache", "vmkernel_svc/engine"},
+    "guest_agent": {"include", "vmci_channel"},
     "cli": {"include", "vmci_channel"},
-    "tests": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc", "guest_lib", "cli"},
+    "tests": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc", "guest_lib", "guest_agent", "cli"},
 }
 SOURCES = {".hpp", ".cpp", ".h", ".c", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,7 @@ class VmLinkEnd {
   // body: at most frame_bytes_max bytes.
   void send(vrdma::vm::Frame kind, std::uint32_t connection, std::span<const std::byte> body, std::uint32_t item = 0, std::uint16_t flags = 0);
   template <class Body>
+    requires(!std::is_convertible_v<const Body&, std::span<const std::byte>>)  // a span of mutable bytes is bytes, no record
   void send(vrdma::vm::Frame kind, std::uint32_t connection, const Body& body, std::uint32_t item = 0) {
     send(kind, connection, std::as_bytes(std::span(&body, 1)), item);
   }

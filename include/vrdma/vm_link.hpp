@@ -9,7 +9,7 @@
 // A session begins when the agent writes a new `boot` and ends with the next one, with another `service_epoch` (the service
 // started anew), or when the service's `heartbeat` stands still for session_patience_ms:
 //
-//   agent    zeroes its cursor; boot = random; rings                     (the service polls it where there are no interrupts)
+//   agent    boot = 0; zeroes its cursor; boot = random; rings
 //   service  drops the guests of the session before; zeroes its cursor; accepted = boot
 //   agent    hello, then whatever its processes want
 //
@@ -36,7 +36,7 @@ struct alignas(128) ServiceLine {  // written by the service only
   std::uint64_t reserved[12];
 };
 struct alignas(128) AgentLine {  // written by the agent only
-  std::uint64_t boot;            // random, never 0
+  std::uint64_t boot;            // random; 0: between two sessions
   std::uint64_t reserved[15];
 };
 struct LinkHeader {

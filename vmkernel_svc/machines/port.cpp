@@ -256,16 +256,17 @@ void MachinePort::look() {
   if (!qemu_.is_open()) return;
   // Pairs with the agent's release: its cursor is zero.
   const std::uint64_t boot = std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire);
-  if (boot != 0 && (!session_ || session_->boot != boot)) {
-    end_session();
+  if (session_ && session_->boot != boot) end_session();
+  if (boot == 0) return;
+  if (!session_) {
     if (leaving_ != 0) return;  // looks again when the last of them has gone
     begin_session(boot);
   }
-  if (!session_ || session_->broken) return;
+  if (session_->broken) return;
   const bool sound = session_->link.receive([this](const vm::FrameHead& head, std::span<const std::byte> body) {
     if (!session_->broken) take(head, body);
   });
-  if (!sound) refuse("its frames make no sense");
+  if (!sound && std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire) == boot) refuse("its frames make no sense");
   push();
   // A machine that has much to say gets its turn again after the others.
   if (session_ && !session_->broken && session_->link.anything()) ring(service_events_[vm::link_vector]);

@@ -1,0 +1,255 @@
+#include "guest_agent/agent.hpp"
+
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <utility>
+
+#include "guest_agent/log.hpp"
+#include "vmci_channel/arch.hpp"
+
+namespace vrdma::agent {
+
+using vm::Frame;
+using vmci::UniqueFd;
+
+namespace {
+constexpr std::uint64_t busy_ns = 200'000;         // without interrupts: how long after something it looks again at once
+constexpr int nap_ms = 1;                          // … and how often later, while there are processes
+constexpr int idle_nap_ms = 20;                    // … while there are none
+constexpr int interrupted_nap_ms = 500;            // with interrupts: for the service's heart alone
+constexpr std::size_t unsent_bytes_max = 1 << 20;  // then processes wait with their packets
+constexpr std::uint64_t goodbye_ns = 2'000'000'000;
+}  // namespace
+
+Agent::Agent(const Device& device, Options options) : options_(std::move(options)), session_(device, options_.patience_ns) {
+  const auto trial = PinnedSegment::make("vrdma-trial", vm::page_bytes);
+  if (!trial)
+    throw std::runtime_error(std::string("cannot pin memory here (") + std::strerror(value(trial.error())) +
+                             "): run vrdma-guestd as root, with io_uring allowed (sysctl kernel.io_uring_disabled=0)");
+  if (device.interrupt >= 0 && !watch_.events.add(device.interrupt, EPOLLIN, {0, item_interrupt}))
+    throw std::runtime_error("cannot wait for the device's interrupts");
+}
+
+Agent::~Agent() {
+  session_.lose();
+  lose();
+}
+
+void Agent::run(int stop) {
+  std::signal(SIGPIPE, SIG_IGN);
+  if (!watch_.events.add(stop, EPOLLIN, {0, item_stop})) throw std::runtime_error("cannot wait for signals");
+  while (!stopping_) {
+    const std::uint64_t now_ns = vmci::monotonic_ns();
+    look(now_ns);
+    if (session_.linked() && receive()) busy_until_ns_ = now_ns + busy_ns;
+    if (session_.linked()) session_.flush();
+    wait(now_ns);
+  }
+  watch_.events.remove(stop);
+  leave_in_order();
+}
+
+void Agent::look(std::uint64_t now_ns) {
+  switch (session_.look(now_ns)) {
+    case Session::News::lost:
+      lose();
+      break;
+    case Session::News::accepted:
+      left_behind_.clear();
+      break;
+    case Session::News::none:
+      break;
+  }
+}
+
+bool Agent::receive() {
+  bool anything = false;
+  frames_good_ = true;
+  const auto take = [&](const vm::FrameHead& head, std::span<const std::byte> body) {
+    anything = true;
+    if (frames_good_ && session_.linked()) frames_good_ = take_frame(head, body);
+  };
+  const bool whole = session_.link().receive(take);
+  if (!session_.linked()) lose();  // refused for now
+  if (whole && frames_good_) return anything;
+  say("the host service breaks the link's protocol: beginning anew");
+  session_.lose();
+  lose();
+  return true;
+}
+
+bool Agent::take_frame(const vm::FrameHead& head, std::span<const std::byte> body) {
+  const auto kind = static_cast<Frame>(head.kind);
+  if (kind == Frame::welcome) {
+    if (head.connection != 0 || !session_.take_welcome(body, vmci::monotonic_ns())) return false;
+    if (session_.state() == Session::State::open) listen();
+    return true;
+  }
+  const auto found = connections_.find(head.connection);
+  if (found == connections_.end()) return true;
+  Connection& connection = *found->second;
+  switch (kind) {
+    case Frame::reply:
+      return connection.take_reply(head, body);
+    case Frame::stream:
+      return connection.take_stream(head.item, body);
+    case Frame::stream_end:
+      return connection.take_stream_end(head.item);
+    case Frame::closed:
+      if (connection.connected()) count_out(connection);
+      connections_.erase(found);
+      return true;
+    default:
+      return true;  // a newer minor version's
+  }
+}
+
+void Agent::wait(std::uint64_t now_ns) {
+  const bool congested = session_.linked() && session_.link().unsent_bytes() > unsent_bytes_max;
+  if (congested == packets_watched_) {
+    if (congested)
+      watch_.events.remove(watch_.packets.fd()), packets_watched_ = false;
+    else
+      packets_watched_ = watch_.events.add(watch_.packets.fd(), EPOLLIN, {0, item_packets}).has_value();
+  }
+  int timeout_ms = nap_ms;
+  if (session_.device().interrupt >= 0 && session_.linked()) {
+    // The rest of a flood comes without a word; so does room for ours.
+    timeout_ms = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ms : interrupted_nap_ms;
+  } else if (now_ns < busy_until_ns_) {
+    timeout_ms = 0;
+    backoff_.idle();
+  } else if (connections_.empty()) {
+    timeout_ms = idle_nap_ms;
+  }
+  watch_.events.wait(timeout_ms, [&](Source source) {
+    busy_until_ns_ = vmci::monotonic_ns() + busy_ns;
+    backoff_.reset();
+    take_event(source);
+  });
+}
+
+void Agent::take_event(Source source) {
+  if (source.connection != 0) {
+    const auto found = connections_.find(source.connection);
+    if (found != connections_.end() && !found->second->take_event(source.item)) drop(*found->second, source.connection);
+    return;
+  }
+  std::uint64_t interrupts;
+  switch (source.item) {
+    case item_stop:
+      stopping_ = true;
+      break;
+    case item_listener:
+      accept();
+      break;
+    case item_packets:
+      watch_.packets.wait(0, [this](Source packet) { take_event(packet); });
+      break;
+    case item_interrupt:
+      if (::read(session_.device().interrupt, &interrupts, sizeof(interrupts)) != sizeof(interrupts)) break;
+      break;
+    default:
+      break;
+  }
+}
+
+void Agent::accept() {
+  for (;;) {
+    UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!fd) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EAGAIN) return;
+      // Out of descriptors: those who wait get their turn when others have left.
+      say("cannot accept a process (%s): raise the limit of open files", std::strerror(errno));
+      watch_.events.remove(listener_.get());
+      accepting_ = false;
+      return;
+    }
+    vmci::PacketSocket socket(std::move(fd));
+    const auto peer = socket.peer();
+    if (!peer || connections_of_[peer->uid] >= options_.connections_per_user_max) continue;  // closed: nobody takes up everything
+    const std::uint32_t number = next_connection_++;
+    auto connection = Connection::open(number, std::move(socket), session_, watch_);
+    if (!connection) continue;
+    ++connections_of_[peer->uid];
+    connections_.emplace(number, std::move(*connection));
+  }
+}
+
+void Agent::drop(Connection& connection, std::uint32_t number) {
+  count_out(connection);
+  connection.leave();
+  session_.link().send(Frame::close, number, {});
+}
+
+void Agent::count_out(const Connection& connection) {
+  if (--connections_of_[connection.uid()] == 0) connections_of_.erase(connection.uid());
+  if (listener_ && !accepting_) accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
+}
+
+void Agent::listen() {
+  std::error_code error;
+  const auto folder = std::filesystem::path(options_.socket).parent_path();
+  if (!folder.empty()) std::filesystem::create_directories(folder, error);
+  if (error) throw std::runtime_error("cannot make the folder " + folder.string() + " of the socket (" + error.message() + "): make it, or give another --socket");
+  auto listening = vmci::listen_packets(options_.socket, options_.socket_mode);
+  if (!listening) {
+    const int why = value(listening.error());
+    throw std::runtime_error("cannot listen at " + options_.socket + " (" + std::strerror(why) + "): " +
+                             (why == EADDRINUSE   ? "it is served already; a virtual machine needs vrdma-guestd only, stop its vrdmad"
+                              : why == ENOTSOCK   ? "a file that is not a socket stands there; remove it, or give another --socket"
+                              : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
+                                                  : "give another --socket"));
+  }
+  listener_ = std::move(*listening);
+  accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
+  say("%s serves %s as machine \"%s\"", VRDMA_VERSION, options_.socket.c_str(), session_.machine().c_str());
+  if (options_.ready_fd < 0) return;
+  const char ready = 1;
+  [[maybe_unused]] const auto written = ::write(options_.ready_fd, &ready, 1);
+  ::close(std::exchange(options_.ready_fd, -1));
+}
+
+// Nobody is left waiting in the queue of a socket that is not served.
+void Agent::stop_listening() {
+  if (!listener_) return;
+  ::unlink(options_.socket.c_str());
+  if (std::exchange(accepting_, false)) watch_.events.remove(listener_.get());
+  listener_.reset();
+}
+
+void Agent::lose() {
+  stop_listening();
+  for (auto& [number, connection] : connections_) {
+    connection->leave();
+    left_behind_.push_back(std::move(connection));
+  }
+  connections_.clear();
+  connections_of_.clear();
+}
+
+// Who leaves lets go of memory that the service writes to: first the service is brought to let go of it, by another session.
+void Agent::leave_in_order() {
+  session_.lose();
+  lose();
+  if (left_behind_.empty()) return;
+  session_.begin();
+  for (const std::uint64_t until_ns = vmci::monotonic_ns() + goodbye_ns; session_.state() == Session::State::asked;) {
+    const std::uint64_t now_ns = vmci::monotonic_ns();
+    if (now_ns >= until_ns) {
+      say("the host service does not answer: leaving without it");
+      return;
+    }
+    if (session_.look(now_ns) == Session::News::accepted) break;
+    watch_.events.wait(nap_ms, [](Source) {});
+  }
+  left_behind_.clear();
+}
+
+}  // namespace vrdma::agent

@@ -1,0 +1,218 @@
+// From the process to the service. The way back is in replies.cpp.
+#include "guest_agent/connection.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/sysinfo.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "guest_agent/log.hpp"
+#include "vrdma/copy_ring.hpp"
+
+namespace vrdma::agent {
+
+using control::Head;
+using control::Request;
+using vm::Frame;
+using vmci::UniqueFd;
+
+namespace {
+
+// io_uring counts what a user pins against this limit of his: 8 MiB by default, too little for any registration that matters.
+void lift_memlock(pid_t process) {
+  const rlimit none{RLIM_INFINITY, RLIM_INFINITY};
+  static bool said = false;
+  if (::prlimit(process, RLIMIT_MEMLOCK, &none, nullptr) == 0 || std::exchange(said, true)) return;
+  say("cannot lift the limit of locked memory of process %d (%s): what programs can register stays limited by their \"ulimit -l\"", process,
+      std::strerror(errno));
+}
+
+// A process's page table, if it runs a program that its user may look into: not one that has run a set-user-ID program since it
+// connected. Both are looked at through one folder in /proc, which is of that process or empty.
+Pagemap pagemap_of(const vmci::Credentials& credentials) {
+  const UniqueFd folder(::open(("/proc/" + std::to_string(credentials.pid)).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+  auto map = Pagemap::of(folder.get());
+  struct stat status {};
+  if (!map || ::fstatat(folder.get(), "mem", &status, 0) != 0 || status.st_uid != credentials.uid) return {};
+  return std::move(*map);
+}
+
+std::uint64_t ram_bytes() {
+  struct sysinfo info {};
+  return ::sysinfo(&info) == 0 ? std::uint64_t{info.totalram} * info.mem_unit : 0;
+}
+
+bool has_exited(const UniqueFd& pidfd) {
+  pollfd process{pidfd.get(), POLLIN, 0};
+  return ::poll(&process, 1, 0) != 0;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch) {
+  auto credentials = socket.peer();
+  if (!credentials) return credentials.error();
+  auto pidfd = socket.peer_pidfd();
+  if (!pidfd) return pidfd.error();
+  std::unique_ptr<Connection> connection(new Connection(number, std::move(socket), session, watch));
+  connection->credentials_ = *credentials;
+  connection->exited_ = std::move(*pidfd);
+  lift_memlock(credentials->pid);
+  connection->pagemap_ = pagemap_of(*credentials);
+  // Until here its number was its own.
+  if (has_exited(connection->exited_)) return Errno{ESRCH};
+  if (auto added = watch.packets.add(connection->socket_.fd(), EPOLLIN, {number, item_socket}); !added) return added.error();
+  if (auto added = watch.events.add(connection->exited_.get(), EPOLLIN, {number, item_exit}); !added) {
+    watch.packets.remove(connection->socket_.fd());
+    return added.error();
+  }
+  session.link().send(Frame::open, number, vm::Open{credentials->uid, credentials->gid, static_cast<std::uint32_t>(credentials->pid), 0});
+  return connection;
+}
+
+void Connection::leave() {
+  if (!connected()) return;
+  watch_.packets.remove(socket_.fd());
+  watch_.events.remove(exited_.get());
+  if (doorbell_) watch_.events.remove(doorbell_.get());
+  while (!streams_.empty()) close_stream(streams_.begin());
+  copier_streams_.clear();
+  doorbell_.reset();
+  exited_.reset();
+  pagemap_ = {};
+  socket_ = {};
+}
+
+bool Connection::take_event(std::uint32_t item) {
+  if (!connected()) return true;
+  if (item == item_socket) return take_packet();
+  if (item == item_exit) return !has_exited(exited_);
+  if (item == item_doorbell) return ring_doorbell(), true;
+  const auto found = streams_.find(item & ~item_streams);
+  if (found == streams_.end()) return true;
+  found->second.flush();
+  watch(found->first, found->second);
+  if (found->second.over()) close_stream(found);
+  return true;
+}
+
+void Connection::ring_doorbell() {
+  std::uint64_t rings;
+  if (::read(doorbell_.get(), &rings, sizeof(rings)) == sizeof(rings)) session_.ring_doorbell();
+}
+
+bool Connection::take_packet() {
+  std::array<std::byte, vm::frame_bytes_max> packet;
+  const auto received = socket_.receive(packet);  // what descriptors come along are closed at the end of this
+  if (!received) return value(received.error()) == EAGAIN;
+  if (received->bytes < sizeof(Head)) return false;
+  Head head{};
+  std::memcpy(&head, packet.data(), sizeof(head));
+  const auto body = std::span(packet).subspan(sizeof(head), received->bytes - sizeof(head));
+  if (outstanding_.size() >= outstanding_max || outstanding_.contains(head.sequence)) return false;
+
+  Outstanding asked;
+  asked.request = static_cast<Request>(head.record.control & control_user_mask);  // as vrdmad understands it
+  int refused = 0;
+  switch (asked.request) {
+    case Request::attach:
+      refused = prepare_attach();
+      break;
+    case Request::reach_process:
+      refused = prepare_reach();
+      break;
+    case Request::add_pinned: {
+      control::AddPinnedRequest pinned{};
+      if (body.size() < sizeof(pinned)) return answer(head, EINVAL);
+      std::memcpy(&pinned, body.data(), sizeof(pinned));
+      refused = prepare_pinned(pinned, asked.ring);
+      std::memcpy(body.data(), &pinned, sizeof(pinned));
+      break;
+    }
+    case Request::remove_backing: {
+      control::RemoveBackingRequest removed{};
+      if (body.size() < sizeof(removed)) return answer(head, EINVAL);
+      std::memcpy(&removed, body.data(), sizeof(removed));
+      asked.backing = removed.backing;
+      break;
+    }
+    // What descriptors of the process mean nothing to the host for.
+    case Request::add_backing:
+    case Request::queue_pair_alloc:
+    case Request::queue_pair_attach:
+    case Request::show:
+      refused = EOPNOTSUPP;
+      break;
+    default:
+      break;
+  }
+  if (refused != 0) return answer(head, refused);
+  outstanding_.emplace(head.sequence, std::move(asked));
+  session_.link().send(Frame::packet, number_, std::span(packet).first(received->bytes));
+  return true;
+}
+
+bool Connection::answer(const Head& request, int status) {
+  Head head{};
+  head.record.control = (request.record.control & control_user_mask) | control::reply_bit;
+  head.source_context = control::host_context;
+  head.source_port = control::control_port;
+  head.sequence = request.sequence;
+  head.status = status;
+  return socket_.send(std::as_bytes(std::span(&head, 1))).has_value();
+}
+
+void Connection::send_segment(std::uint32_t segment, const Runs& runs) {
+  for (auto rest = std::span(runs); !rest.empty();) {
+    const auto part = rest.first(std::min<std::size_t>(rest.size(), vm::runs_per_frame));
+    session_.link().send(Frame::segment, number_, std::as_bytes(part), segment);
+    rest = rest.subspan(part.size());
+  }
+}
+
+int Connection::prepare_attach() {
+  if (std::exchange(asked_to_attach_, true)) return EISCONN;
+  auto arena = PinnedSegment::make("vrdma-arena", session_.arena_bytes());
+  if (!arena) {
+    say("cannot pin %llu bytes for process %d (%s): give this machine more memory, or its arenas less (arena_bytes of the host's vrdmad)",
+        static_cast<unsigned long long>(session_.arena_bytes()), credentials_.pid, std::strerror(value(arena.error())));
+    return value(arena.error());
+  }
+  arena_ = std::move(*arena);
+  send_segment(vm::segment_arena, arena_.runs);
+  return 0;
+}
+
+int Connection::prepare_reach() {
+  if (!attached_) return ENOTCONN;
+  if (copier_.ring) return 0;
+  auto copier = PinnedSegment::make("vrdma-copier", copying::segment_bytes);
+  if (!copier) return value(copier.error());
+  copier_ = std::move(*copier);
+  send_segment(vm::segment_copier, copier_.runs);
+  return 0;
+}
+
+int Connection::prepare_pinned(control::AddPinnedRequest& body, UniqueFd& ring) {
+  if (!attached_) return ENOTCONN;
+  // More than all RAM cannot be pinned; many mappings of the same memory are not worth the time that they take.
+  if (body.bytes == 0 || body.bytes > ram_bytes() || body.address > ~std::uint64_t{0} - vm::page_bytes - body.bytes) return EINVAL;
+  if (!pagemap_) return EPERM;
+  auto taken = take_ring(exited_.get(), body.ring);
+  if (!taken) return value(taken.error());
+  if (const Status pinned = covers(taken->get(), body.address, body.bytes); !pinned) return value(pinned.error());
+  const std::uint64_t first = page_floor(body.address);
+  const auto runs = pagemap_.runs(first, page_ceiling(body.address + body.bytes) - first);
+  if (!runs) return value(runs.error());
+  body.segment = next_segment_++;
+  send_segment(body.segment, *runs);
+  ring = std::move(*taken);
+  return 0;
+}
+
+}  // namespace vrdma::agent

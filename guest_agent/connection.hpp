@@ -1,0 +1,93 @@
+// One process of the machine, from its connection to the agent's socket until the service is through with it: passes its packets
+// on to the service and the replies back, makes and pins the memory that a guest shares with the service, and takes over the
+// rings by which the process has pinned memory of its own.
+//
+// The service writes to all that memory whenever it likes until it says `closed`, or until another session is accepted. So it
+// outlives the process: leave() frees what only the process needs, the destructor the rest. One thread; never blocks.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "guest_agent/pinned.hpp"
+#include "guest_agent/poller.hpp"
+#include "guest_agent/session.hpp"
+#include "guest_agent/stream.hpp"
+#include "vmci_channel/packet_socket.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::agent {
+
+// Where processes are waited for. Their packets are apart, so that nobody is read from while the link has no room.
+struct Watch {
+  Poller events;
+  Poller packets;
+};
+
+class Connection {
+ public:
+  static constexpr std::size_t outstanding_max = 64;  // requests without a reply
+  enum : std::uint32_t { item_socket = 0, item_exit = 1, item_doorbell = 2, item_streams = 1u << 31 };  // Source::item
+
+  // Takes over a process that has just connected and tells the service. ESRCH: it is gone already.
+  static Result<std::unique_ptr<Connection>> open(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch);
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+  ~Connection() { leave(); }
+
+  uid_t uid() const { return credentials_.uid; }
+  bool connected() const { return static_cast<bool>(socket_); }
+  // The process is not served any more.
+  void leave();
+
+  // What a Poller said. False: the process has gone or breaks the protocol; leave().
+  bool take_event(std::uint32_t item);
+  // What the service said. False: the service breaks the protocol. After leave() nothing happens.
+  bool take_reply(const vm::FrameHead& head, std::span<const std::byte> packet);
+  bool take_stream(std::uint32_t item, std::span<const std::byte> bytes);
+  bool take_stream_end(std::uint32_t item);
+
+ private:
+  struct Outstanding {
+    control::Request request = control::Request::none;
+    std::uint32_t backing = 0;  // of remove_backing
+    vmci::UniqueFd ring;        // of add_pinned
+  };
+  Connection(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch)
+      : number_(number), socket_(std::move(socket)), session_(session), watch_(watch) {}
+
+  bool take_packet();
+  bool answer(const control::Head& request, int status);  // in the service's place
+  void send_segment(std::uint32_t segment, const Runs& runs);
+  // The next three: 0, or why the request is refused without asking the service.
+  int prepare_attach();
+  int prepare_reach();
+  int prepare_pinned(control::AddPinnedRequest& body, vmci::UniqueFd& ring);
+  bool attach_reply(std::span<std::byte> body, std::vector<int>& descriptors);
+  Result<vmci::UniqueFd> open_stream(std::uint32_t item, Stream::Use use);
+  void watch(std::uint32_t item, Stream& stream);
+  void close_stream(std::map<std::uint32_t, Stream>::iterator stream);
+  void ring_doorbell();
+
+  const std::uint32_t number_;
+  vmci::PacketSocket socket_;
+  Session& session_;
+  Watch& watch_;
+  vmci::Credentials credentials_{};
+  vmci::UniqueFd exited_;  // pidfd
+  Pagemap pagemap_;        // of the program that connected; none if it is not that user's to look into
+  bool asked_to_attach_ = false, attached_ = false;
+  vmci::UniqueFd doorbell_;
+  std::map<std::uint32_t, Stream> streams_;
+  std::set<std::uint32_t> copier_streams_;  // what comes by these wakes the process's copying thread
+  std::map<std::uint32_t, Outstanding> outstanding_;  // by sequence number
+  PinnedSegment arena_, copier_;
+  std::map<std::uint32_t, vmci::UniqueFd> rings_;  // by backing
+  std::uint32_t next_segment_ = vm::segment_first;
+};
+
+}  // namespace vrdma::agent

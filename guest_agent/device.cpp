@@ -1,0 +1,98 @@
+#include "guest_agent/device.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace vrdma::agent {
+
+namespace {
+
+namespace fs = std::filesystem;
+const fs::path devices = "/sys/bus/pci/devices";
+
+std::string word_in(const fs::path& file) {
+  std::string word;
+  std::ifstream(file) >> word;
+  return word;
+}
+
+bool is_ivshmem(const fs::path& device) { return word_in(device / "vendor") == "0x1af4" && word_in(device / "device") == "0x1110"; }
+
+// Others use such devices too, with BARs of their own sizes.
+std::vector<std::string> found() {
+  std::vector<std::string> names;
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(devices, none))
+    if (is_ivshmem(entry.path()) && fs::file_size(entry.path() / "resource2", none) >= vm::bar_bytes && !none)
+      names.push_back(entry.path().filename());
+  return names;
+}
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+
+std::string the_only_one() {
+  const auto names = found();
+  if (names.empty())
+    fail("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
+         "\"vrdma vm add\" prints on the host");
+  if (names.size() == 1) return names.front();
+  std::string list;
+  for (const auto& name : names) list += " " + name;
+  fail("this machine has several ivshmem devices: give --device one of" + list);
+}
+
+// All of a BAR, which is no shorter than asked.
+std::pair<void*, std::size_t> map_bar(const fs::path& file, std::size_t bytes_min) {
+  const vmci::UniqueFd fd(::open(file.c_str(), O_RDWR | O_CLOEXEC | O_SYNC));
+  struct stat status {};
+  if (!fd || ::fstat(fd.get(), &status) != 0) {
+    const int why = errno;
+    fail("cannot open " + file.string() + " (" + std::strerror(why) + "): " +
+         (why == EACCES || why == EPERM ? "run vrdma-guestd as root, without kernel lockdown" : "is the device bound to another driver?"));
+  }
+  const auto bytes = static_cast<std::size_t>(status.st_size);
+  if (bytes < bytes_min) fail(file.string() + " has " + std::to_string(bytes) + " bytes, not " + std::to_string(bytes_min) + ": it is not vrdma's device");
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (memory == MAP_FAILED) {
+    const int why = errno;
+    fail("cannot map " + file.string() + " (" + std::strerror(why) + "): is the device bound to another driver?");
+  }
+  return {memory, bytes};
+}
+
+}  // namespace
+
+IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
+  if (!is_ivshmem(devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
+  open_by_sysfs();
+}
+
+IvshmemDevice::~IvshmemDevice() {
+  if (device_.bar != nullptr) ::munmap(device_.bar, bar_bytes_);
+  if (device_.registers != nullptr) ::munmap(const_cast<std::uint32_t*>(device_.registers), register_bytes_);
+}
+
+void IvshmemDevice::open_by_sysfs() {
+  const fs::path folder = devices / bdf_;
+  if (word_in(folder / "enable") == "0") {  // the kernel counts who enables it
+    std::ofstream enable(folder / "enable");
+    if (!(enable << "1" << std::flush)) fail("cannot enable PCI device " + bdf_ + " by " + (folder / "enable").string() + ": run vrdma-guestd as root");
+  }
+  const auto [registers, register_bytes] = map_bar(folder / "resource0", vm::doorbell_register + sizeof(std::uint32_t));
+  device_.registers = static_cast<volatile std::uint32_t*>(registers);
+  register_bytes_ = register_bytes;
+  const auto [bar, bar_bytes] = map_bar(folder / "resource2", vm::bar_bytes);
+  device_.bar = static_cast<std::byte*>(bar);
+  bar_bytes_ = bar_bytes;
+}
+
+}  // namespace vrdma::agent

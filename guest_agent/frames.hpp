@@ -1,0 +1,44 @@
+// Where memory lies in the machine's RAM: page frames, as the kernel tells root. They hold only for pages that are pinned
+// (pinned.hpp); of others they are stale when they are read. Any thread; never blocks.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <span>
+#include <vector>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+#include "vrdma/vm_link.hpp"
+
+namespace vrdma::agent {
+
+using Runs = std::vector<vm::Run>;
+
+constexpr std::uint64_t page_floor(std::uint64_t address) { return address & ~std::uint64_t{vm::page_bytes - 1}; }
+constexpr std::uint64_t page_ceiling(std::uint64_t address) { return page_floor(address + vm::page_bytes - 1); }
+
+// The page table of one program: what a process runs after an exec is another one, which this does not show.
+class Pagemap {
+ public:
+  Pagemap() = default;
+  // process: its folder in /proc, open.
+  static Result<Pagemap> of(int process);
+  static Result<Pagemap> of_self();
+  explicit operator bool() const { return static_cast<bool>(fd_); }
+
+  // The frames of [address, address + bytes), both multiples of the page size. EFAULT: some page is not present.
+  // EPERM: the kernel hides frames (no CAP_SYS_ADMIN).
+  Result<Runs> runs(std::uint64_t address, std::uint64_t bytes) const;
+
+ private:
+  vmci::UniqueFd fd_;
+};
+
+// Appends what entries of a pagemap say; as Pagemap::runs().
+Status append_frames(std::span<const std::uint64_t> entries, Runs& runs);
+
+// How much RAM there is from 4 GiB on, holes before its end included, by the text of /proc/iomem.
+std::uint64_t high_ram_bytes(std::istream& iomem);
+
+}  // namespace vrdma::agent

@@ -1,0 +1,56 @@
+#include "guest_agent/frames.hpp"
+
+#include <doctest/doctest.h>
+#include <sys/mman.h>
+
+#include <sstream>
+
+using namespace vrdma::agent;
+using vrdma::vm::Run;
+
+namespace {
+constexpr std::uint64_t present = std::uint64_t{1} << 63;
+bool same(const Runs& a, const Runs& b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](const Run& x, const Run& y) { return x.page == y.page && x.pages == y.pages; });
+}
+}  // namespace
+
+TEST_CASE("Consecutive frames are one run, across calls too") {
+  Runs runs;
+  const std::uint64_t first[] = {present | 7, present | 8, present | 6, present | 20};
+  const std::uint64_t then[] = {present | 21, present | (std::uint64_t{1} << 55) | 22};  // soft-dirty: no part of the frame
+  CHECK(append_frames(first, runs).has_value());
+  CHECK(append_frames(then, runs).has_value());
+  CHECK(same(runs, {{7, 2}, {6, 1}, {20, 3}}));
+}
+
+TEST_CASE("A page that is not there, or whose frame is hidden, has no run") {
+  Runs runs;
+  const std::uint64_t swapped[] = {present | 7, std::uint64_t{1} << 62 | 5}, hidden[] = {present};
+  CHECK(value(append_frames(swapped, runs).error()) == EFAULT);
+  CHECK(value(append_frames(hidden, runs).error()) == EPERM);
+}
+
+TEST_CASE("What was never mapped, or lies beyond all addresses, is not translated") {
+  const auto self = Pagemap::of_self();
+  REQUIRE(self.has_value());
+  void* const nothing = ::mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(nothing != MAP_FAILED);
+  CHECK(value(self->runs(reinterpret_cast<std::uintptr_t>(nothing), 4096).error()) == EFAULT);
+  CHECK(!self->runs(~std::uint64_t{0} - 8191, 8192).has_value());
+  ::munmap(nothing, 4096);
+}
+
+TEST_CASE("RAM from 4 GiB on counts to the end of its last region, and nothing else does") {
+  std::istringstream q35(
+      "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-7fffffff : System RAM\n"
+      "  01000000-01ffffff : Kernel code\nfeb00000-febfffff : PCI Bus 0000:00\n"
+      "100000000-13fffffff : System RAM\n  13f000000-13fffffff : Crash kernel\n800000000-8000fffff : PCI Bus 0000:00\n");
+  CHECK(high_ram_bytes(q35) == 0x40000000u);
+  std::istringstream small("00001000-0009fbff : System RAM\n00100000-1fffffff : System RAM\n");
+  CHECK(high_ram_bytes(small) == 0);
+  std::istringstream holes("100000000-17fffffff : System RAM\n180000000-18fffffff : Reserved\n190000000-1ffffffff : System RAM\n");
+  CHECK(high_ram_bytes(holes) == 0x100000000u);
+  std::istringstream hidden("00000000-00000000 : System RAM\n00000000-00000000 : System RAM\n");
+  CHECK(high_ram_bytes(hidden) == 0);
+}

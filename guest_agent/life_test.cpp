@@ -1,0 +1,262 @@
+// How processes, the service and the agent end.
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include <csignal>
+
+#include "guest_agent/test/machine.hpp"
+
+using namespace vrdma;
+using namespace vrdma::agent;
+using namespace vrdma::agent::test;
+using control::Request;
+using vm::Frame;
+using vmci::Mapping;
+using vmci::Writable;
+
+namespace {
+
+constexpr std::uint64_t epoch = 77;
+
+struct Served {
+  explicit Served(Machine& machine) : process(machine), descriptors(process.attach()) {
+    auto mapped = Mapping::map(descriptors[1].get(), 0, sizeof(control::ServicePage), Writable::no);
+    REQUIRE(mapped.has_value());
+    page = std::move(*mapped);
+  }
+  bool told_of_death() const {
+    auto& word = *reinterpret_cast<std::uint32_t*>(reinterpret_cast<control::ServicePage*>(page.data())->alive_mutex);
+    return (std::atomic_ref(word).load() & FUTEX_OWNER_DIED) != 0;
+  }
+  Process process;
+  std::vector<vmci::UniqueFd> descriptors;
+  Mapping page;
+};
+
+}  // namespace
+
+TEST_CASE("What a process has shared stays pinned after its end, until the service is through with it") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  const std::size_t rings_before = rings_open();
+  std::uint32_t number;
+  {
+    Served served(machine);
+    number = served.process.number;
+    CHECK(rings_open() == rings_before + 1);
+  }
+  CHECK(machine.await(Frame::close).head.connection == number);
+  CHECK(rings_open() == rings_before + 1);
+  // What comes late for it does no harm.
+  machine.send(Frame::stream, number, std::byte{1}, 1);
+  machine.send(Frame::stream_end, number, {}, 1);
+  machine.send(Frame::closed, number);
+  machine.until("the memory is free", [&] { return rings_open() == rings_before; });
+  machine.send(Frame::closed, number);
+  Process next(machine);
+  CHECK(next.number != number);
+}
+
+TEST_CASE("A request that is under way when its process ends keeps its memory pinned") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  const std::size_t rings_before = rings_open();
+  FrameIn packet{};
+  {
+    Served served(machine);
+    std::byte page[2 * vm::page_bytes];
+    auto ring = pin(std::span(page));
+    REQUIRE(ring.has_value());
+    served.process.ask(Request::add_pinned, control::AddPinnedRequest{reinterpret_cast<std::uintptr_t>(page), sizeof(page), ring->get(), 0});
+    packet = machine.await(Frame::packet);
+  }
+  machine.await(Frame::close);
+  CHECK(rings_open() == rings_before + 2);  // arena and memory
+  machine.reply_with(packet, control::AddBackingReply{1, 0});
+  machine.send(Frame::closed, packet.head.connection);
+  machine.until("the memory is free", [&] { return rings_open() == rings_before; });
+}
+
+TEST_CASE("The end of a process counts even where its child still has the connection") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  int held[2];
+  REQUIRE(::pipe(held) == 0);
+  const pid_t process = ::fork();
+  if (process == 0) {
+    auto socket = vmci::PacketSocket::connect(machine.socket);
+    if (!socket) ::_exit(1);
+    if (::fork() == 0) {  // keeps the socket until the test is over
+      char end;
+      ::close(held[1]);
+      ::_exit(static_cast<int>(::read(held[0], &end, 1)));
+    }
+    char go;
+    ::close(held[1]);
+    ::_exit(static_cast<int>(::read(held[0], &go, 1)));
+  }
+  ::close(held[0]);
+  const FrameIn open = machine.await(Frame::open);
+  CHECK(open.as<vm::Open>().pid == static_cast<std::uint32_t>(process));
+  ::kill(process, SIGKILL);
+  CHECK(machine.await(Frame::close).head.connection == open.head.connection);
+  ::waitpid(process, nullptr, 0);
+  ::close(held[1]);
+}
+
+TEST_CASE("A process that the service is through with learns it from its socket") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  const std::size_t rings_before = rings_open();
+  Served served(machine), other(machine);
+  machine.send(Frame::closed, served.process.number);
+  CHECK(served.process.closed());
+  machine.until("the memory is free", [&] { return rings_open() == rings_before + 1; });
+  CHECK(!other.told_of_death());
+  other.process.ask(Request::query_device);
+  machine.await(Frame::packet);
+}
+
+TEST_CASE("Another service: who used the last one is told, and memory is kept until the new one has accepted the machine") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  const std::size_t rings_before = rings_open();  // the page's
+  Served served(machine);
+  CHECK(!served.told_of_death());
+  machine.begin_service(epoch + 1);
+  machine.until("the process is told", [&] { return served.told_of_death(); });
+  CHECK(served.process.closed());
+  machine.await_boot();
+  CHECK(!std::filesystem::exists(machine.socket));
+  CHECK(rings_open() == rings_before + 1);
+  machine.open_session();
+  CHECK(rings_open() == rings_before);
+  CHECK(served.told_of_death());
+  Served again(machine);
+  CHECK(!again.told_of_death());
+}
+
+TEST_CASE("A service whose heart stands still is lost, and asked anew when it goes on") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  Served served(machine);
+  machine.heart_beats = false;
+  machine.until("the process is told", [&] { return served.told_of_death(); });
+  CHECK(served.process.closed());
+  machine.await_boot();
+  machine.heart_beats = true;
+  machine.open_session();
+  Served again(machine);
+}
+
+TEST_CASE("A service that breaks the protocol costs the session, not the agent") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  SUBCASE("by a frame that is too long") {
+    Served served(machine);
+    const vm::FrameHead head{vm::frame_bytes_max + 1, static_cast<std::uint16_t>(Frame::reply), 0, served.process.number, 0};
+    // As bytes of the stream: VmLinkEnd would not send it. Its writer is only this one's from now on.
+    vmci::ByteWriter writer(vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false));
+    auto& produced = vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).mine->produced;
+    std::byte* const queue = vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).out;
+    const std::uint32_t at = produced & (vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).out_bytes - 1);
+    std::memcpy(queue + at, &head, sizeof(head));
+    std::atomic_ref(produced).store(produced + static_cast<std::uint32_t>(sizeof(head)), std::memory_order_release);
+    machine.until("the process is told", [&] { return served.told_of_death(); });
+  }
+  SUBCASE("by a position that is nowhere") {
+    Served served(machine);
+    vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).mine->produced += 1u << 30;
+    machine.until("the process is told", [&] { return served.told_of_death(); });
+  }
+  SUBCASE("by an answer that nobody asked for") {
+    Served served(machine);
+    machine.send(Frame::reply, served.process.number, control::Head{});
+    machine.until("the process is told", [&] { return served.told_of_death(); });
+  }
+  SUBCASE("by a second welcome") {
+    Served served(machine);
+    machine.send(Frame::welcome, 0, vm::Welcome{});
+    machine.until("the process is told", [&] { return served.told_of_death(); });
+  }
+  SUBCASE("not by frames of a later version, or for connections that are no more") {
+    machine.send(static_cast<Frame>(1000), 0);
+    machine.send(static_cast<Frame>(1000), 4711);
+    machine.send(Frame::closed, 4711);
+    Served served(machine);
+    return;
+  }
+  machine.open_session();
+  Served again(machine);
+}
+
+TEST_CASE("A service that refuses the machine ends the agent, with a sentence that says what to do") {
+  if (!can_pin()) return;
+  for (const int status : {EPROTONOSUPPORT, EFAULT, EACCES}) {
+    Machine machine;
+    machine.begin_service(epoch);
+    machine.open_session(status);
+    machine.until("the agent ends", [&] { return !machine.running(); });
+    CHECK(machine.error().find("ref") + machine.error().find("start the machine") != 2 * std::string::npos);
+  }
+}
+
+TEST_CASE("A service of another major version is not spoken to") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(0);
+  machine.header().service.major = vm::version_major + 1;
+  std::atomic_ref(machine.header().service.service_epoch).store(epoch);
+  machine.until("the agent ends", [&] { return !machine.running(); });
+  CHECK(machine.error().find("speaks version 2.0") != std::string::npos);
+}
+
+TEST_CASE("An agent that is stopped tells its processes, and leaves when the service has let go of their memory") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  const std::size_t rings_before = rings_open();
+  Served served(machine);
+  machine.stop_without_waiting();
+  machine.await_boot();
+  CHECK(served.told_of_death());
+  CHECK(served.process.closed());
+  CHECK(rings_open() == rings_before + 1);
+  CHECK(machine.running());
+  machine.stop();
+  CHECK(machine.error().empty());
+  CHECK(!std::filesystem::exists(machine.socket));
+  CHECK(rings_open() == rings_before - 1);  // nor the page's
+}
+
+TEST_CASE("An agent whose service is silent is stopped too") {
+  if (!can_pin()) return;
+  Machine machine;
+  SUBCASE("before there was one") {}
+  SUBCASE("that has not accepted it") {
+    machine.begin_service(epoch);
+    machine.await_boot();
+  }
+  machine.stop_without_waiting();
+  machine.until("the agent leaves", [&] { return !machine.running(); });
+  CHECK(machine.error().empty());
+}

@@ -1,0 +1,104 @@
+// vrdma-guestd: serves RDMA verbs to the processes of a virtual machine. Reads flags, opens the device, runs the agent.
+#include <getopt.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "guest_agent/agent.hpp"
+#include "guest_agent/log.hpp"
+
+namespace {
+
+constexpr char usage[] =
+    "vrdma-guestd serves RDMA verbs to the processes of a virtual machine whose host runs vrdmad.\n"
+    "Usage: vrdma-guestd [OPTIONS]     (as root, inside the virtual machine)\n"
+    "\n"
+    "  --device BDF     the ivshmem device, as 0000:00:03.0; needed only where there are several\n"
+    "  --socket PATH    where the processes attach (/run/vrdma/vrdmad.sock)\n"
+    "  --ready-fd N     write a byte to this descriptor once processes can attach\n"
+    "  --foreground     stay in the foreground (it always does; for scripts)\n"
+    "  --version, --help\n";
+
+int mistake() {
+  std::fputs("vrdma-guestd --help says what there is\n", stderr);
+  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  enum { device_flag = 1, socket_flag, ready_flag, foreground_flag, version_flag, help_flag };
+  const option flags[] = {{"device", required_argument, nullptr, device_flag}, {"socket", required_argument, nullptr, socket_flag},
+                          {"ready-fd", required_argument, nullptr, ready_flag}, {"foreground", no_argument, nullptr, foreground_flag},
+                          {"version", no_argument, nullptr, version_flag},      {"help", no_argument, nullptr, help_flag},
+                          {}};
+  vrdma::agent::Options options;
+  std::string bdf;
+  for (int flag; (flag = ::getopt_long(argc, argv, "", flags, nullptr)) != -1;) {
+    char* end = nullptr;
+    switch (flag) {
+      case device_flag:
+        bdf = optarg;
+        break;
+      case socket_flag:
+        options.socket = optarg;
+        break;
+      case ready_flag:
+        options.ready_fd = static_cast<int>(std::strtol(optarg, &end, 10));
+        if (*optarg == '\0' || *end != '\0' || options.ready_fd < 0) {
+          std::fprintf(stderr, "vrdma-guestd: --ready-fd %s: give the number of a descriptor\n", optarg);
+          return mistake();
+        }
+        break;
+      case foreground_flag:
+        break;
+      case version_flag:
+        std::puts("vrdma-guestd " VRDMA_VERSION);
+        return 0;
+      case help_flag:
+        std::fputs(usage, stdout);
+        return 0;
+      default:
+        return mistake();
+    }
+  }
+  if (optind < argc) {
+    std::fprintf(stderr, "vrdma-guestd: %s: there is nothing that it could be\n", argv[optind]);
+    return mistake();
+  }
+  if (options.socket.empty()) {
+    std::fputs("vrdma-guestd: --socket is empty: give the path of a socket\n", stderr);
+    return mistake();
+  }
+
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    ::setrlimit(RLIMIT_NOFILE, &files);
+  }
+  sigset_t leaving;
+  sigemptyset(&leaving);
+  sigaddset(&leaving, SIGTERM);
+  sigaddset(&leaving, SIGINT);
+  struct sigaction hangup {};  // ignored under nohup
+  if (::sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_DFL) sigaddset(&leaving, SIGHUP);
+  ::sigprocmask(SIG_BLOCK, &leaving, nullptr);
+  const vmci::UniqueFd signals(::signalfd(-1, &leaving, SFD_CLOEXEC));
+  try {
+    if (!signals) throw std::runtime_error("cannot make a descriptor for signals: raise the limit of open files");
+    const vrdma::agent::IvshmemDevice device(bdf);
+    vrdma::agent::say("%s uses PCI device %s, %s", VRDMA_VERSION, device.bdf().c_str(),
+                      device.device().interrupt >= 0 ? "by interrupts" : "by polling");
+    vrdma::agent::Agent(device.device(), options).run(signals.get());
+  } catch (const std::exception& error) {
+    vrdma::agent::say("%s", error.what());
+    return 1;
+  }
+  return 0;
+}

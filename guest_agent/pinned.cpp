@@ -1,0 +1,136 @@
+#include "guest_agent/pinned.hpp"
+
+#include <fcntl.h>
+#include <linux/io_uring.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#ifndef SYS_pidfd_getfd
+#define SYS_pidfd_getfd 438
+#endif
+
+namespace vrdma::agent {
+
+using vmci::UniqueFd;
+
+namespace {
+
+constexpr std::uint64_t buffer_bytes_max = std::uint64_t{1} << 30;  // io_uring's
+
+long register_with(int ring, unsigned operation, const void* argument, unsigned count) {
+  return ::syscall(SYS_io_uring_register, ring, operation, argument, count);
+}
+
+// A ring that is restricted can do nothing but what it was allowed to do when it was enabled. Here that is to be enabled, which
+// a ring can be once. (No rule at all would say the same, if every kernel took that for a set of rules.)
+Status close_for_good(int ring) {
+  io_uring_restriction only{};
+  only.opcode = IORING_RESTRICTION_REGISTER_OP;
+  only.register_op = IORING_REGISTER_ENABLE_RINGS;
+  if (register_with(ring, IORING_REGISTER_RESTRICTIONS, &only, 1) != 0) return last_error();
+  if (register_with(ring, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) != 0) return last_error();
+  return ok();
+}
+
+Result<std::string> read_all(const std::string& path) {
+  UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return last_error();
+  std::string text;
+  for (char part[4096];;) {
+    const ssize_t got = ::read(file.get(), part, sizeof(part));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return last_error();
+    if (got == 0) return text;
+    text.append(part, static_cast<std::size_t>(got));
+  }
+}
+
+}  // namespace
+
+Result<UniqueFd> pin(std::span<std::byte> memory) {
+  io_uring_params parameters{};
+  parameters.flags = IORING_SETUP_R_DISABLED;
+  UniqueFd ring(static_cast<int>(::syscall(SYS_io_uring_setup, 1, &parameters)));
+  if (!ring) return last_error();
+  std::vector<iovec> buffers;
+  for (; !memory.empty(); memory = memory.subspan(buffers.back().iov_len))
+    buffers.push_back({memory.data(), std::min<std::size_t>(memory.size(), buffer_bytes_max)});
+  if (register_with(ring.get(), IORING_REGISTER_BUFFERS, buffers.data(), static_cast<unsigned>(buffers.size())) != 0) return last_error();
+  return ring;
+}
+
+Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, bool future_read_only) {
+  if (bytes == 0 || bytes % vm::page_bytes != 0) return Errno{EINVAL};
+  PinnedSegment segment;
+  auto memory = vmci::Segment::create(name, bytes, future_read_only);
+  if (!memory) return memory.error();
+  segment.memory = std::move(*memory);
+  // Pinning brings the pages into being; who touches them first dies of SIGBUS where there is no memory for them.
+  auto ring = pin(std::span(segment.memory.data(), bytes));
+  if (!ring) return ring.error();
+  segment.ring = std::move(*ring);
+  auto self = Pagemap::of_self();
+  if (!self) return self.error();
+  auto runs = self->runs(reinterpret_cast<std::uintptr_t>(segment.memory.data()), bytes);
+  if (!runs) return runs.error();
+  segment.runs = std::move(*runs);
+  return segment;
+}
+
+Result<UniqueFd> take_ring(int pidfd, int descriptor) {
+  if (descriptor < 0) return Errno{EBADF};
+  UniqueFd ring(static_cast<int>(::syscall(SYS_pidfd_getfd, pidfd, descriptor, 0)));
+  if (!ring) return last_error();
+  char target[64];
+  const std::string link = "/proc/self/fd/" + std::to_string(ring.get());
+  const ssize_t length = ::readlink(link.c_str(), target, sizeof(target));
+  if (length < 0) return last_error();
+  if (std::string_view(target, static_cast<std::size_t>(length)) != "anon_inode:[io_uring]") return Errno{EINVAL};
+  if (!close_for_good(ring.get())) return Errno{EPERM};
+  return ring;
+}
+
+Status covers(int ring, std::uint64_t address, std::uint64_t bytes) {
+  const std::string path = "/proc/self/fdinfo/" + std::to_string(ring);
+  for (int tries = 0;; ++tries) {
+    const auto text = read_all(path);
+    if (!text) return text.error();
+    const Status covered = covers(*text, address, bytes);
+    // Someone is inside the ring just now; one that is closed for good lets nobody stay.
+    if (covered || value(covered.error()) != EAGAIN || tries == 100) return covered;
+    ::sched_yield();
+  }
+}
+
+Status covers(const std::string& fdinfo, std::uint64_t address, std::uint64_t bytes) {
+  std::istringstream lines(fdinfo);
+  std::string line;
+  unsigned long long count = 0;
+  do
+    if (!std::getline(lines, line)) return Errno{EAGAIN};
+  while (std::sscanf(line.c_str(), "UserBufs: %llu", &count) != 1);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> buffers;  // first byte, end; of whole pages
+  for (unsigned long long i = 0; i < count; ++i) {
+    unsigned long long index = 0, first = 0, length = 0;
+    const int parts = std::getline(lines, line) ? std::sscanf(line.c_str(), " %llu: 0x%llx/%llu", &index, &first, &length) : 0;
+    if (parts < 1) return Errno{EAGAIN};
+    if (parts == 3) buffers.emplace_back(page_floor(first), page_ceiling(first + length));  // else an empty place in the table
+  }
+  std::sort(buffers.begin(), buffers.end());
+  std::uint64_t covered_to = page_floor(address);
+  for (const auto& [first, end] : buffers)
+    if (first <= covered_to) covered_to = std::max(covered_to, end);
+  if (covered_to < page_ceiling(address + bytes)) return Errno{EFAULT};
+  return ok();
+}
+
+}  // namespace vrdma::agent

@@ -1,0 +1,39 @@
+// Memory whose pages stay where they are in the machine's RAM, for as long as a descriptor of an io_uring is open that has them
+// as registered buffers. (mlock(2) keeps pages in RAM, but the kernel moves them there.) Any thread.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "guest_agent/frames.hpp"
+#include "vmci_channel/segment.hpp"
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::agent {
+
+// Memory of ours: a sealed memfd, zero, mapped writable here. future_read_only: as vmci::Segment::create().
+struct PinnedSegment {
+  vmci::Segment memory;
+  vmci::UniqueFd ring;
+  Runs runs;  // of all its pages
+
+  // ENOSYS, EPERM: no io_uring (kernel.io_uring_disabled); EPERM: frames are hidden; ENOMEM.
+  static Result<PinnedSegment> make(const char* name, std::uint64_t bytes, bool future_read_only = false);
+};
+
+// A new ring that pins the memory. Its buffers can never be registered anew.
+Result<vmci::UniqueFd> pin(std::span<std::byte> memory);
+
+// Takes over the ring that a process has as `descriptor`, so that from now on nobody can unregister its buffers.
+// EBADF, EINVAL: it is no ring. EPERM: one that was enabled before (it must be set up with IORING_SETUP_R_DISABLED), which
+// others could have changed since. ESRCH: the process is gone.
+Result<vmci::UniqueFd> take_ring(int pidfd, int descriptor);
+
+// Whether the ring's buffers cover [address, address + bytes) of its process; for a ring that was taken. EFAULT: they do not.
+Status covers(int ring, std::uint64_t address, std::uint64_t bytes);
+// The same by the text of its /proc/self/fdinfo. EAGAIN: the kernel was kept from listing the buffers.
+Status covers(const std::string& fdinfo, std::uint64_t address, std::uint64_t bytes);
+
+}  // namespace vrdma::agent

@@ -1,0 +1,130 @@
+// From the service to the process: replies with the descriptors that belong to them, and streams.
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <cstring>
+
+#include "guest_agent/connection.hpp"
+#include "guest_agent/log.hpp"
+#include "vmci_channel/sleep_word.hpp"
+#include "vrdma/copy_ring.hpp"
+
+namespace vrdma::agent {
+
+using control::Head;
+using control::Request;
+using vmci::UniqueFd;
+
+bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byte> packet) {
+  Head head{};
+  if (packet.size() < sizeof(head) || packet.size() > sizeof(head) + control::body_bytes_max) return false;
+  std::memcpy(&head, packet.data(), sizeof(head));
+  if (frame.flags > vmci::packet_descriptors_max / 2 || frame.item > item_streams - vmci::packet_descriptors_max) return false;
+  auto asked = outstanding_.extract(head.sequence);
+  if (asked.empty()) return false;
+  const Request request = asked.mapped().request;
+  const bool good = head.status == 0;
+
+  // What the service now knows counts whether the process is still there or not.
+  if (request == Request::add_pinned && good) {
+    control::AddBackingReply added{};
+    if (packet.size() < sizeof(head) + sizeof(added)) return false;
+    std::memcpy(&added, packet.data() + sizeof(head), sizeof(added));
+    rings_[added.backing] = std::move(asked.mapped().ring);
+  }
+  if (request == Request::remove_backing && good) rings_.erase(asked.mapped().backing);
+  if (!connected()) return true;
+
+  std::vector<std::byte> answer(packet.begin(), packet.end());
+  std::vector<int> descriptors;
+  std::vector<UniqueFd> pipes;
+  bool copies = false;
+  if (request == Request::attach && good && !attach_reply(std::span(answer).subspan(sizeof(head)), descriptors)) return false;
+  if (request == Request::reach_process && good) {
+    control::ReachProcessReply reached{};
+    if (packet.size() < sizeof(head) + sizeof(reached)) return false;
+    std::memcpy(&reached, packet.data() + sizeof(head), sizeof(reached));
+    copies = reached.way == control::reach_by_guest;
+    if (copies) descriptors.push_back(copier_.memory.fd());
+  }
+  bool served = request != Request::attach || !good || doorbell_;
+  for (std::uint32_t i = 0; i < frame.flags && served; ++i) {
+    if (copies) {
+      copier_streams_.insert(frame.item + i);
+      continue;
+    }
+    auto pipe = open_stream(frame.item + i, request == Request::attach ? Stream::Use::wake : Stream::Use::events);
+    if (!pipe) {
+      served = false;
+      break;
+    }
+    pipes.push_back(std::move(*pipe));
+    descriptors.push_back(pipes.back().get());
+  }
+  // Without them, or if it does not take its replies, it would wait for ever.
+  if (!served) say("process %d is not served any more (no descriptor can be made): raise the limit of open files", credentials_.pid);
+  if (!served || !socket_.send(answer, descriptors)) ::shutdown(socket_.fd(), SHUT_RDWR);
+  return true;
+}
+
+bool Connection::attach_reply(std::span<std::byte> body, std::vector<int>& descriptors) {
+  control::AttachReply reply{};
+  if (body.size() < sizeof(reply) || attached_) return false;
+  std::memcpy(&reply, body.data(), sizeof(reply));
+  if (reply.arena_bytes > arena_.memory.bytes()) return false;
+  reply.flags |= control::attach_in_machine;
+  reply.service_pid = 0;
+  std::memcpy(body.data(), &reply, sizeof(reply));
+  attached_ = true;
+  doorbell_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (doorbell_ && !watch_.events.add(doorbell_.get(), EPOLLIN, {number_, item_doorbell})) doorbell_.reset();
+  descriptors = {arena_.memory.fd(), session_.page_fd(), doorbell_.get()};
+  return true;
+}
+
+Result<UniqueFd> Connection::open_stream(std::uint32_t item, Stream::Use use) {
+  UniqueFd read_end;
+  auto stream = Stream::make(use, read_end);
+  if (!stream) return stream.error();
+  if (!streams_.emplace(item, std::move(*stream)).second) return Errno{EEXIST};
+  return read_end;
+}
+
+bool Connection::take_stream(std::uint32_t item, std::span<const std::byte> bytes) {
+  if (!connected()) return true;
+  if (copier_streams_.contains(item)) {
+    // The service has changed the word; the thread sleeps on it in this machine.
+    vmci::wake_word(&copier_.memory.at<copying::Header>(0)->service.news);
+    return true;
+  }
+  const auto found = streams_.find(item);
+  if (found == streams_.end()) return true;  // closed since
+  found->second.put(bytes);
+  watch(item, found->second);
+  return true;
+}
+
+bool Connection::take_stream_end(std::uint32_t item) {
+  copier_streams_.erase(item);
+  const auto found = streams_.find(item);
+  if (found == streams_.end()) return true;
+  found->second.end();
+  if (found->second.over()) close_stream(found);
+  return true;
+}
+
+// While it holds something back, room in its pipe is waited for.
+void Connection::watch(std::uint32_t item, Stream& stream) {
+  if (stream.holds() == stream.watched) return;
+  if (stream.holds())
+    stream.watched = watch_.events.add(stream.fd(), EPOLLOUT, {number_, item_streams | item}).has_value();
+  else
+    watch_.events.remove(stream.fd()), stream.watched = false;
+}
+
+void Connection::close_stream(std::map<std::uint32_t, Stream>::iterator stream) {
+  if (stream->second.watched) watch_.events.remove(stream->second.fd());
+  streams_.erase(stream);
+}
+
+}  // namespace vrdma::agent

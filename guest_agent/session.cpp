@@ -1,0 +1,193 @@
+#include "guest_agent/session.hpp"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/random.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "guest_agent/log.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::agent {
+
+using vm::Frame;
+
+namespace {
+
+constexpr std::uint64_t no_memory_yet_ns = 5'000'000'000;  // after ENODEV
+constexpr std::uint64_t arena_bytes_max = std::uint64_t{1} << 40;  // of vrdmad's configuration
+
+template <class Word>
+Word load(const Word& word, std::memory_order order = std::memory_order_relaxed) {
+  return std::atomic_ref(const_cast<Word&>(word)).load(order);
+}
+
+std::uint64_t random_number() {
+  for (std::uint64_t number = 0;;)
+    if (::getrandom(&number, sizeof(number), 0) == sizeof(number) && number != 0) return number;
+}
+
+vm::LinkHeader& header_of(const Device& device) { return *reinterpret_cast<vm::LinkHeader*>(device.bar); }
+
+pthread_mutex_t* alive_mutex(const PinnedSegment& page) {
+  static_assert(sizeof(pthread_mutex_t) <= sizeof(control::ServicePage::alive_mutex));
+  return reinterpret_cast<pthread_mutex_t*>(page.memory.at<control::ServicePage>(0)->alive_mutex);
+}
+
+std::string text_of(const char (&field)[32]) { return std::string(field, ::strnlen(field, sizeof(field))); }
+
+}  // namespace
+
+Session::ServiceNow Session::service() const {
+  const vm::ServiceLine& line = header_of(device_).service;
+  ServiceNow now{};
+  // S1: pairs with the service's release of its epoch, after the rest of the line, and of `accepted`, after its cursor.
+  now.epoch = load(line.service_epoch, std::memory_order_acquire);
+  now.accepted = load(line.accepted, std::memory_order_acquire);
+  now.magic = load(line.magic);
+  now.major = load(line.major);
+  now.minor = load(line.minor);
+  now.heartbeat = load(line.heartbeat);
+  return now;
+}
+
+Session::News Session::look(std::uint64_t now_ns) {
+  if (state_ == State::absent && now_ns < not_before_ns_) return News::none;
+  const ServiceNow now = service();
+  const bool ready = now.magic == vm::magic && now.epoch != 0;
+  switch (state_) {
+    case State::absent:
+      if (ready) begin();
+      return News::none;
+    case State::asked:
+      // A service that is stopped here is waited for: it sees `boot` when it goes on. A new one is asked anew.
+      if (!ready || now.epoch != epoch_) {
+        state_ = State::absent;
+        return News::none;
+      }
+      if (now.accepted != boot_) return News::none;
+      greet(now_ns);
+      return News::accepted;
+    default:
+      break;
+  }
+  if (now.heartbeat != heartbeat_) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
+  if (ready && now.epoch == epoch_ && now_ns - heartbeat_ns_ <= patience_ns_) return News::none;
+  say(ready && now.epoch == epoch_ ? "the host service does not answer any more: programs that use it get errors"
+                                   : "the host service is another one now: programs that used the last one get errors");
+  lose();
+  return News::lost;
+}
+
+void Session::begin() {
+  const ServiceNow now = service();
+  state_ = State::absent;
+  if (now.magic != vm::magic || now.epoch == 0) return;
+  if (now.major != vm::version_major) {
+    char text[200];
+    std::snprintf(text, sizeof(text),
+                  "the host service speaks version %u.%u of the link, this agent %u.%u: install the vrdma-guestd that belongs to the "
+                  "host's vrdmad",
+                  now.major, now.minor, vm::version_major, vm::version_minor);
+    throw Unsuitable(text);
+  }
+  epoch_ = now.epoch;
+  boot_ = random_number();
+  link_.emplace(device_.bar, true);  // zeroes our cursor
+  // S2: pairs with the service's acquire of `boot`: our cursor is zero.
+  std::atomic_ref(header_of(device_).agent.boot).store(boot_, std::memory_order_release);
+  device_.ring(vm::link_vector);
+  state_ = State::asked;
+}
+
+void Session::greet(std::uint64_t now_ns) {
+  auto page = PinnedSegment::make("vrdma-service-page", sizeof(control::ServicePage), true);
+  if (!page)
+    throw std::runtime_error(std::string("cannot pin a page of memory (") + std::strerror(value(page.error())) +
+                             "): run vrdma-guestd as root, with io_uring allowed (sysctl kernel.io_uring_disabled=0)");
+  page_ = std::move(*page);
+  // The seal keeps everybody from mapping it for writing; that the descriptor cannot be written to says so at once.
+  page_to_read_.reset(::open(("/proc/self/fd/" + std::to_string(page_.memory.fd())).c_str(), O_RDONLY | O_CLOEXEC));
+  if (!page_to_read_) throw std::runtime_error(std::string("cannot open /proc/self/fd (") + std::strerror(errno) + "): mount /proc");
+
+  vm::Hello hello{};
+  hello.major = vm::version_major;
+  hello.minor = vm::version_minor;
+  hello.flags = device_.interrupt >= 0 ? vm::hello_interrupts : 0;
+  std::ifstream iomem("/proc/iomem");
+  hello.high_bytes = high_ram_bytes(iomem);
+  hello.page = page_.runs.front().page;
+  hello.proof = random_number();
+  std::snprintf(hello.version, sizeof(hello.version), "%s", VRDMA_VERSION);
+  std::memcpy(page_.memory.data(), &hello.proof, sizeof(hello.proof));
+  heartbeat_ = service().heartbeat;
+  heartbeat_ns_ = now_ns;
+  state_ = State::greeted;
+  // S3: pairs with the link's publication of the bytes of hello: the proof is there before.
+  link_->send(Frame::hello, 0, hello);
+}
+
+bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns) {
+  vm::Welcome welcome{};
+  if (state_ != State::greeted || body.size() < sizeof(welcome)) return false;
+  std::memcpy(&welcome, body.data(), sizeof(welcome));
+  switch (welcome.status) {
+    case 0:
+      break;
+    case ENODEV:
+      if (not_before_ns_ == 0)
+        say("the host service has no memory of this machine to reach it by: give QEMU the memory backend that \"vrdma vm add\" prints "
+            "(share=on); asking again every 5 s");
+      lose();
+      not_before_ns_ = now_ns + no_memory_yet_ns;
+      return true;
+    case EPROTONOSUPPORT:
+      throw Unsuitable("the host service (vrdma " + text_of(welcome.version) + ") refuses this agent (vrdma " VRDMA_VERSION
+                       "): install the vrdma-guestd that belongs to the host's vrdmad");
+    case EFAULT:
+      throw Unsuitable("the host service does not find this machine's pages in the memory that it was given: start the machine with exactly "
+                       "the QEMU arguments that \"vrdma vm add\" prints");
+    default:
+      throw Unsuitable(std::string("the host service refuses this machine (") + std::strerror(welcome.status) + "): its log says more");
+  }
+  if (welcome.arena_bytes == 0 || welcome.arena_bytes > arena_bytes_max || welcome.arena_bytes % vm::page_bytes != 0) return false;
+  arena_bytes_ = welcome.arena_bytes;
+  machine_ = text_of(welcome.name);
+  not_before_ns_ = 0;
+  mark_alive();
+  state_ = State::open;
+  return true;
+}
+
+void Session::lose() {
+  mark_dead();
+  state_ = State::absent;
+}
+
+// The lock that libvrdma's poll loops look at is the agent's: the kernel marks it if the agent dies, whatever of.
+void Session::mark_alive() {
+  pthread_mutex_t* const alive = alive_mutex(page_);
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+  pthread_mutex_init(alive, &attributes);
+  pthread_mutexattr_destroy(&attributes);
+  pthread_mutex_lock(alive);
+  marked_alive_ = true;
+}
+
+void Session::mark_dead() {
+  if (!std::exchange(marked_alive_, false)) return;
+  pthread_mutex_t* const alive = alive_mutex(page_);
+  pthread_mutex_unlock(alive);
+  std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive)).store(FUTEX_OWNER_DIED, std::memory_order_release);
+}
+
+}  // namespace vrdma::agent

@@ -1,0 +1,85 @@
+// The agent's side of the link's session (vrdma/vm_link.hpp): when it begins, whether the service still lives, and what both
+// agreed upon. One thread; never blocks.
+//
+//   absent ──service is ready: boot──▶ asked ──accepted == boot: hello──▶ greeted ──welcome──▶ open
+//      ▲                                                                     │                  │
+//      └──────────── another epoch, a heart that stands still, a broken link ┴──────────────────┘
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "guest_agent/device.hpp"
+#include "guest_agent/pinned.hpp"
+#include "vmci_channel/vm_link.hpp"
+
+namespace vrdma::agent {
+
+// The service and this agent, or this machine, do not fit together: trying again changes nothing.
+struct Unsuitable : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Session {
+ public:
+  enum class State { absent, asked, greeted, open };
+  enum class News {
+    none,
+    accepted,  // the service has let go of everything of earlier sessions
+    lost,
+  };
+
+  Session(const Device& device, std::uint64_t patience_ns) : device_(device), patience_ns_(patience_ns) {}
+
+  State state() const { return state_; }
+  bool linked() const { return state_ == State::greeted || state_ == State::open; }
+  // Looks at the service's line and does what it calls for. Throws Unsuitable; std::runtime_error if nothing can be pinned here.
+  News look(std::uint64_t now_ns);
+  // Begins a new session, whatever there was, if the service is ready for one.
+  void begin();
+  // The answer to hello. False: it breaks the protocol. A service that has no memory of the machine yet is asked again later.
+  bool take_welcome(std::span<const std::byte> body, std::uint64_t now_ns);
+  void lose();
+
+  // While linked().
+  vmci::VmLinkEnd& link() { return *link_; }
+  void flush() {
+    if (link_->flush()) device_.ring(vm::link_vector);
+  }
+  void ring_doorbell() const { device_.ring(vm::doorbell_vector); }
+  const Device& device() const { return device_; }
+
+  // While open: the machine's copy of the ServicePage, for reading only; what welcome said.
+  int page_fd() const { return page_to_read_.get(); }
+  std::uint64_t arena_bytes() const { return arena_bytes_; }
+  const std::string& machine() const { return machine_; }
+
+ private:
+  struct ServiceNow {
+    std::uint32_t magic;
+    std::uint16_t major, minor;
+    std::uint64_t epoch, accepted, heartbeat;
+  };
+  ServiceNow service() const;
+  void greet(std::uint64_t now_ns);
+  void mark_alive();
+  void mark_dead();
+
+  Device device_;
+  std::uint64_t patience_ns_;
+  State state_ = State::absent;
+  std::uint64_t not_before_ns_ = 0;  // absent: when the service may be asked again
+  std::uint64_t epoch_ = 0, boot_ = 0;
+  std::uint64_t heartbeat_ = 0, heartbeat_ns_ = 0;  // the last one, and when it was first seen
+  std::optional<vmci::VmLinkEnd> link_;
+  PinnedSegment page_;  // kept when the session is lost, until the next one is accepted: the service may still write to it
+  bool marked_alive_ = false;
+  vmci::UniqueFd page_to_read_;
+  std::uint64_t arena_bytes_ = 0;
+  std::string machine_;
+};
+
+}  // namespace vrdma::agent

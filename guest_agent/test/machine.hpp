@@ -1,0 +1,143 @@
+// A virtual machine of the test's own: a BAR of plain memory, the agent in a thread, and the test in the host service's place. What
+// the machine's RAM is to the service is found by frame numbers in the mappings of this process, as the agent is in it.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "guest_agent/agent.hpp"
+#include "vmci_channel/packet_socket.hpp"
+#include "vmci_channel/vm_link.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::agent::test {
+
+// False, and says so: the kernel here lets nobody pin memory or see frames.
+bool can_pin();
+
+struct FrameIn {
+  vm::FrameHead head;
+  std::vector<std::byte> body;
+
+  template <class Body>
+  Body as(std::size_t offset = 0) const {
+    Body result{};
+    if (offset + sizeof(result) <= body.size()) std::memcpy(&result, body.data() + offset, sizeof(result));
+    return result;
+  }
+  control::Head request() const { return as<control::Head>(); }
+};
+
+class Machine {
+ public:
+  static constexpr std::uint64_t arena_bytes = 16 * vm::page_bytes;
+
+  Machine();
+  ~Machine();
+
+  // --- the host service
+  void begin_service(std::uint64_t epoch);
+  // From the agent's boot to its being open; the hello.
+  vm::Hello open_session(std::int32_t status = 0);
+  void accept_boot();
+  // Until the agent has written another boot than the last that was accepted.
+  void await_boot();
+  FrameIn await(vm::Frame kind);
+  // The runs of a segment that have come since the last time, of the frame that awaits them last.
+  Runs take_segment(std::uint32_t connection, std::uint32_t segment);
+  template <class Body>
+  void send(vm::Frame kind, std::uint32_t connection, const Body& body, std::uint32_t item = 0, std::uint16_t flags = 0) {
+    link->send(kind, connection, std::as_bytes(std::span(&body, 1)), item, flags);
+    pump();
+  }
+  void send(vm::Frame kind, std::uint32_t connection, std::span<const std::byte> body = {}, std::uint32_t item = 0) {
+    link->send(kind, connection, body, item);
+    pump();
+  }
+  // Replies to a packet; streams begin at item.
+  void reply(const FrameIn& packet, int status, std::span<const std::byte> body = {}, std::uint16_t streams = 0, std::uint32_t item = 0);
+  template <class Body>
+  void reply_with(const FrameIn& packet, const Body& body, std::uint16_t streams = 0, std::uint32_t item = 0) {
+    reply(packet, 0, std::as_bytes(std::span(&body, 1)), streams, item);
+  }
+  void pump();  // the heart beats, frames come in and go out
+  // Pumps until the condition is true; a failure of the test after ten seconds.
+  template <class Condition>
+  void until(const char* what, Condition&& condition) {
+    const std::uint64_t end_ns = vmci::monotonic_ns() + 10'000'000'000;
+    while (!condition()) {
+      if (vmci::monotonic_ns() > end_ns) fail(what);
+      pump();
+      ::sched_yield();
+    }
+  }
+  std::byte* at_frame(std::uint64_t page);
+
+  vm::LinkHeader& header() { return *reinterpret_cast<vm::LinkHeader*>(bar); }
+  std::uint32_t last_rung() const { return std::atomic_ref(const_cast<std::uint32_t&>(registers[3])).load(); }
+
+  // --- the agent
+  void stop();                    // as SIGTERM; waits until it has left
+  void stop_without_waiting();
+  bool running() const { return !ended.load(); }
+  std::string error() const { return error_; }  // once it has ended
+
+  std::string socket;
+  std::byte* bar = nullptr;
+  std::uint32_t registers[4] = {};
+  std::optional<vmci::VmLinkEnd> link;
+  bool heart_beats = true;
+  std::deque<FrameIn> frames;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Runs> segments;
+  std::atomic<bool> ended{false};
+
+ private:
+  [[noreturn]] static void fail(const char* what);
+
+  std::filesystem::path folder_;
+  vmci::UniqueFd stop_;
+  std::uint64_t boot_ = 0;
+  std::string error_;
+  std::thread thread_;
+};
+
+// A process of the machine: this one, or whoever calls.
+class Process {
+ public:
+  explicit Process(Machine& machine);
+
+  void ask(control::Request request, std::span<const std::byte> body = {});
+  template <class Body>
+  void ask(control::Request request, const Body& body) {
+    ask(request, std::as_bytes(std::span(&body, 1)));
+  }
+  // While the service is pumped.
+  struct Reply {
+    control::Head head{};
+    std::vector<std::byte> body;
+    std::vector<vmci::UniqueFd> descriptors;
+  };
+  Reply reply();
+  bool closed();  // whether the agent has closed the connection; waits for it
+
+  // The connection's number, from its open frame, and the four descriptors of attach.
+  std::vector<vmci::UniqueFd> attach();
+
+  Machine& machine;
+  vmci::PacketSocket socket;
+  std::uint32_t number = 0;
+  std::uint32_t sequence = 0;
+};
+
+// How many rings this process has open.
+std::size_t rings_open();
+
+}  // namespace vrdma::agent::test

@@ -1,0 +1,150 @@
+// The service's side of virtual machines, against a machine that is only a file and a socket: what the link carries, whose memory
+// is taken, and what becomes of a machine that restarts, ends or lies.
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+
+#include <filesystem>
+
+#include "guest_lib/test/service_fixture.hpp"
+#include "tests/machine/fake_machine.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vmci_channel/record_ring.hpp"
+
+namespace vrdma::test {
+namespace {
+
+using namespace control;
+namespace fs = std::filesystem;
+constexpr std::uint64_t ram_bytes = 64 << 20;
+
+struct World {
+  Service service;
+  fs::path folder, ram;
+
+  World() {
+    service.start();
+    folder = fs::path(std::getenv("VRDMA_SOCKET")).parent_path() / "vm";
+    ram = folder / "one.ram";
+    fs::create_directories(folder / "one");
+    std::ofstream(ram).close();
+    fs::resize_file(ram, ram_bytes);
+    const fs::path file = folder / "one" / "vm.json";
+    std::ofstream(file.string() + ".new") << nlohmann::json{{"ram", ram}};
+    fs::rename(file.string() + ".new", file);
+    eventually("the machine is served", [&] { return fs::exists(socket()); });
+  }
+  ~World() {
+    service.kill_now();
+    fs::remove_all(folder);
+  }
+  fs::path socket() const { return folder / "one" / "ivshmem.sock"; }
+};
+
+// A process of a machine with its queues mapped: enough to ask for things by the control ring.
+struct Process {
+  FakeMachine& machine;
+  std::uint32_t connection;
+  std::vector<std::uint64_t> pages;
+  vmci::Mapping arena;
+  std::optional<AttachReply> attached;
+
+  explicit Process(FakeMachine& m) : machine(m), connection(m.open()), pages(m.take_pages(m.welcome.arena_bytes / vm::page_bytes)), arena(m.map(pages)) {
+    machine.lend(connection, vm::segment_arena, pages);
+    AttachRequest request{};
+    request.magic = magic;
+    request.major = version_major;
+    request.minor = version_minor;
+    attached = machine.call<Request::attach>(connection, request);
+  }
+};
+
+TEST_CASE("a machine says hello, its processes attach with queues in its RAM, and leave nothing behind") {
+  World world;
+  for (const std::uint64_t high_bytes : {std::uint64_t{0}, ram_bytes / 2}) {
+    FakeMachine machine(world.socket(), world.ram, 7, high_bytes);
+    REQUIRE(machine.connected());
+    REQUIRE(machine.begin_session());
+    REQUIRE(machine.greet() == 0);
+    CHECK(std::string(machine.welcome.name) == "one");
+    Process process(machine);
+    REQUIRE_MESSAGE(process.attached, process.machine.status);
+    CHECK(process.attached->arena_bytes == machine.welcome.arena_bytes);
+
+    // A pipe of the service is a stream here, and the control ring is found where the reply says.
+    const auto context = machine.call<Request::open_context>(process.connection, {});
+    REQUIRE(context);
+    CHECK(machine.first_stream != 0);
+    vmci::QueuePairView control(process.arena.data() + process.attached->control_offset, process.attached->control_geometry);
+    vmci::RecordWriter requests(control.produce(), process.attached->control_geometry.produce_slots);
+    vmci::RecordReader replies(control.consume_records(), process.attached->control_geometry.consume_entries);
+    Head head{};
+    head.sequence = 99;
+    requests.write(sizeof(RecordHead), std::as_bytes(std::span(&head, 1)).subspan(sizeof(RecordHead)));
+    requests.publish(address_of(host_context, control_port), 0, static_cast<std::uint32_t>(Request::query_device), 1);
+    vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process.arena.data() + process.attached->doorbell_offset)).set(0);
+    machine.ring(vm::doorbell_vector);
+    alignas(64) std::byte record[record_slots_max * slot_bytes];
+    std::uint32_t slots = 0;
+    REQUIRE(machine.wait([&] { return replies.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
+    std::memcpy(&head, record, sizeof(head));
+    CHECK(head.sequence == 99);
+    CHECK(head.status == 0);
+
+    machine.link().send(vm::Frame::close, process.connection, std::span<const std::byte>{});
+    CHECK(machine.await(vm::Frame::closed, process.connection));
+  }
+}
+
+TEST_CASE("memory that a machine lends must be its own, and all of it there when it is used") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 3);
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  Process process(machine);
+  REQUIRE_MESSAGE(process.attached, process.machine.status);
+
+  const auto pages = machine.take_pages(5);
+  machine.lend(process.connection, 16, pages);
+  const auto added = machine.call<Request::add_pinned>(process.connection, {0x10000100, 4 * 4096, 0, 16});
+  REQUIRE(added);
+  CHECK(machine.call<Request::remove_backing>(process.connection, {added->backing, 0}));
+  CHECK(!machine.call<Request::add_pinned>(process.connection, {0x10000000, 4096, 0, 16}));  // used up
+  CHECK(machine.status == EINVAL);
+  machine.lend(process.connection, 17, pages);
+  CHECK(!machine.call<Request::add_pinned>(process.connection, {0x10000001, 5 * 4096, 0, 17}));  // one page short
+  CHECK(machine.status == EINVAL);
+
+  const vm::Run beyond{ram_bytes / vm::page_bytes - 1, 2};
+  machine.link().send(vm::Frame::segment, process.connection, beyond, 18);
+  CHECK(!machine.call<Request::add_pinned>(process.connection, {0x10000000, 4096, 0, 18}));
+  CHECK(machine.status == EIO);  // no session any more
+  CHECK(machine.begin_session());
+  CHECK(machine.greet() == 0);
+}
+
+TEST_CASE("a session that begins anew, and a machine that ends, take their guests along") {
+  World world;
+  Device host;  // a process of the host, whose service goes on
+  auto machine = std::make_unique<FakeMachine>(world.socket(), world.ram, 5);
+  for (int boots = 0; boots < 20; ++boots) {
+    REQUIRE(machine->begin_session());
+    REQUIRE(machine->greet() == 0);
+    const Process process(*machine);
+    REQUIRE_MESSAGE(process.attached, process.machine.status);
+    machine->give_back(process.pages);
+  }
+  machine = std::make_unique<FakeMachine>(world.socket(), world.ram, 6);  // before the service has seen the end of the other
+  if (!machine->connected()) machine = std::make_unique<FakeMachine>(world.socket(), world.ram, 6);
+  ibv_port_attr port{};
+  CHECK(ibv_query_port(host.context, 1, &port) == 0);
+}
+
+TEST_CASE("who cannot show that the service sees its memory is refused") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 5);
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet(/*proof_offset=*/8) == EFAULT);
+}
+
+}  // namespace
+}  // namespace vrdma::test
