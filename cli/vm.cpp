@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "cli/output.hpp"
@@ -26,6 +28,8 @@ using nlohmann::json;
 
 constexpr std::uint64_t mib = 1 << 20;
 constexpr std::uint64_t memory_least = 64 * mib;  // less boots no kernel
+constexpr int seen_tries = 200;
+constexpr auto seen_pause = std::chrono::milliseconds(10);
 constexpr std::size_t path_characters = 107;      // of a unix socket
 constexpr std::size_t name_characters = sizeof(vm::Welcome::name) - 1;
 
@@ -34,12 +38,13 @@ constexpr std::size_t name_characters = sizeof(vm::Welcome::name) - 1;
 // The service's answer, where one answers; and where its machines are.
 struct Place {
   std::string folder;
-  json state;  // null: no service answers
+  std::string socket;  // of the service that was asked
+  json state;          // its answer; null: none answers
 };
 
 Place find_place(const VmOptions& options) {
   Place place;
-  std::string socket;
+  std::string& socket = place.socket;
   if (auto service = find_service(options.socket)) {
     socket = service->path;
     place.state = query(*service);
@@ -64,6 +69,20 @@ json state_of(const Place& place, const std::string& name) {
 }
 
 Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name), record.ram, record.memory_bytes}; }
+
+// Until the service, which watches the folder, has seen a machine there.
+void await_service(Place& place, const VmFolder& folder, const std::string& name) {
+  if (!place.state.is_object()) return;
+  for (int tries = 0; tries < seen_tries; ++tries) {
+    auto service = find_service(place.socket);
+    if (!service) return;
+    place.state = query(*service);
+    if (state_of(place, name).is_object()) return;
+    std::this_thread::sleep_for(seen_pause);
+  }
+  fmt::print(stderr, "vrdma: the service at {} does not serve the machine: is it older than this vrdma, or has it another --vm-folder than {}?\n", place.socket,
+             folder.path());
+}
 
 json describe(const Place& place, const VmFolder& folder, const VmRecord& record) {
   const Vm vm = machine_of(folder, record);
@@ -125,7 +144,7 @@ std::string vm_default_ram(const std::string& name) { return "/dev/shm/vrdma-vm-
 
 int vm_add(const VmOptions& options) {
   check_memory(options.memory_bytes);
-  const Place place = find_place(options);
+  Place place = find_place(options);
   VmFolder folder(place.folder);
   if (const auto link = folder.link(options.name); link.size() > path_characters)
     fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(), path_characters));
@@ -139,6 +158,7 @@ int vm_add(const VmOptions& options) {
     if (made) ::unlink(record.ram.c_str());
     throw;
   }
+  await_service(place, folder, record.name);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
   return 0;
 }

@@ -193,6 +193,21 @@ class Living(VmCase):
         result = self.vm("add", self.name, "--json", "--socket", self.folder / "deep.sock", "--ram", self.folder / "ram")
         self.assertEqual(json.loads(result.stdout)["link"], str(self.vms / self.name / "ivshmem.sock"))
 
+    def test_a_service_that_runs_serves_it_at_once(self):
+        with self.service():
+            added = self.add()
+            self.assertEqual((added["state"], added["tenant"]), ("waiting", os.geteuid()))
+            self.assertTrue(stat.S_ISSOCK(os.stat(added["link"]).st_mode))
+            self.assertEqual([vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]], [self.name])
+            self.assertEqual(self.vm("remove", self.name).returncode, 0)
+
+    def test_a_service_with_another_folder_is_said(self):
+        with self.service():
+            result = self.vm("add", self.name, "--vm-folder", self.folder / "other", "--ram", self.folder / "ram")
+        self.assertEqual(result.returncode, 0)
+        self.assertIn("does not serve", result.stderr)
+        self.assertIn(str(self.folder / "other"), result.stderr)
+
     def test_bad_usage_is_refused_by_name(self):
         self.assert_refuses(self.vm(), 2, "add, list, show or remove")
         self.assert_refuses(self.vm("frob"), 2, "frob")
