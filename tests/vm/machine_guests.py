@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Programs in virtual machines as guests of the host's vrdmad: two machines with a stock Debian kernel, and the host's own programs.
 
-    machine_guests.py --build build/release SCENARIO...
+    machine_guests.py --build build/release SCENARIO... [--seed N]
 
 Ends with 0, 1, or 77 when the machines cannot be had here.
 """
 import argparse
 import json
+import os
+import random
 import re
 import secrets
 import shutil
@@ -23,13 +25,16 @@ import image  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 import shell  # noqa: E402
-from harness import SKIPPED_EXIT_CODE, Build, Failure, Service, Side, Skip, Tally, clean_up, clean_up_on_signals, run, wait_until  # noqa: E402
+from harness import SKIPPED_EXIT_CODE, Build, Failure, Service, Side, Skip, Tally, clean_up, clean_up_on_signals, free_port as harness_port, run, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from shell import MachineSide, Shell, both  # noqa: E402
 
 MEMORY = "512M"
+CROWD = 8  # pairs
+REBOOTS = 20
 USER, OTHER = 64321, 64322
 AGENT_SECONDS, CASE_SECONDS = 60, 150
+PAUSE_SECONDS = 7  # longer than the patience of either side of the link
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
 BUILT = ("bin/vrdma", "bin/vrdma-guestd", "lib/libvrdma.so")
 PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
@@ -148,7 +153,8 @@ def network(tally, folder):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, seed):
+        self.seed = seed
         self.build = Build.at(folder)
         self.booted = boot_image(folder, BUILT)
         self.service = Service(self.build)
@@ -191,6 +197,9 @@ class Guests:
         """{name: what the service says of the machine}"""
         return {vm["name"]: vm for vm in json.loads(self.vrdma("show", "--json")).get("vms", [])}
 
+    def guests(self):
+        return json.loads(self.vrdma("show", "guests", "--json"))
+
     def await_state(self, name, *states):
         wait_until(lambda: self.shown().get(name, {}).get("state") in states, 60, f"{name} is {' or '.join(states)}", [self.service.program])
 
@@ -203,6 +212,21 @@ class Guests:
             self.heard[program] = len(said)
         return text
 
+    def boot_again(self, side):
+        """Its machine has ended, or is ended here without notice: nothing of it is left, and a new one starts."""
+        name = side.shell.name
+        self.agents[name].stop(grace_s=0)
+        side.shell.stop()
+        self.await_state(name, "waiting")
+        self.await_unmapped(name)
+        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"])
+        side.shell.await_boot()
+        self.start_agent(side)
+
+    def await_unmapped(self, name):
+        maps = Path(f"/proc/{self.service.program.pid}/maps")
+        wait_until(lambda: self.added[name]["ram"] not in maps.read_text(), 20, f"the service has unmapped {self.added[name]['ram']}")
+
     def check(self):
         self.service.check()
         for agent in self.agents.values():
@@ -211,7 +235,7 @@ class Guests:
 
     def close(self):
         """Everything ends as it should, in order."""
-        wait_until(lambda: not json.loads(self.vrdma("show", "guests", "--json")), 60, "the service has forgotten all guests")
+        wait_until(lambda: not self.guests(), 60, "the service has forgotten all guests")
         for name in self.names:
             self.await_state(name, "attached")
         for name, agent in self.agents.items():
@@ -221,6 +245,7 @@ class Guests:
         both(self.machines, Shell.leave)
         for name in self.names:
             self.await_state(name, "waiting")
+            self.await_unmapped(name)
             self.vrdma("vm", "remove", name)
         wait_until(lambda: not self.shown(), 20, "the service has forgotten the machines")
         left = [path for name in self.names for path in (Path(self.added[name]["ram"]), Path(self.added[name]["link"]).parent) if path.exists()]
@@ -250,6 +275,7 @@ def all_cases():
                 yield perftest, perftest.Case(verb, kind, transport, iterations=100)
     yield perftest, perftest.Case("send", "lat", events=True, iterations=50)
     yield perftest, perftest.Case("write", "bw", size=1 << 20, qps=4, bidirectional=True, iterations=10)
+    yield perftest, perftest.Case("read", "bw", size=48 << 20, iterations=5)  # of memory that lies in thousands of places
 
 
 def few_cases():
@@ -288,6 +314,28 @@ def pair(tally, guests):
     run_cases(tally, guests, "machine to machine", all_cases(), (one, two))
     run_cases(tally, guests, "users of two machines", few_cases(), (replace(two, uid=USER), replace(one, uid=OTHER)))
     run_cases(tally, guests, "users of one machine", few_cases(), (replace(two, uid=USER), replace(two, uid=OTHER)))
+    tally.case(f"{2 * CROWD} programs of two users in one machine at once", lambda: crowd(guests, one))
+
+
+def crowd(guests, side):
+    """Pairs that sleep while they wait, or they would wait for one another."""
+    pairs = []
+    try:
+        for _ in range(CROWD):
+            port = side.free_port()
+            words = ["ibv_rc_pingpong", "-e", "-c", "-n", "200", "-p", str(port)]
+            server = replace(side, uid=USER).start(words, "server")
+            pairs.append([server])
+            wait_until(lambda: side.listening(server, port), 60, "a server listens", [server])
+            pairs[-1].append(replace(side, uid=OTHER).start([*words, "127.0.0.1"], "client"))
+        for pair in pairs:
+            for program in pair:
+                if program.wait(CASE_SECONDS) != 0 or "200 iters" not in program.output():
+                    raise Failure(f"{program.says()}\n{guests.news()}")
+    finally:
+        for program in sum(pairs, []):
+            program.stop(grace_s=0)
+    guests.check()
 
 
 def host(tally, guests):
@@ -351,25 +399,103 @@ def lives(tally, guests):
     tally.case("kill -9 of a machine", lambda: traffic_until(killed_machine, guests.host))
 
     def machine_again():
-        machine = two.shell
-        guests.agents[machine.name].stop()
-        guests.await_state(machine.name, "waiting")
-        machine.stop()
-        fresh = Shell(*guests.booted, machine.name, guests.added[machine.name]["qemu"])
-        guests.machines[1] = two.shell = fresh
-        fresh.await_boot()
-        guests.start_agent(two)
+        guests.boot_again(two)
         return pingpong.run_case(quick, (one, two), CASE_SECONDS)
     tally.case("the machine boots again", machine_again)
 
+    def paused():
+        """Its peers wait for as long as they would for an HCA whose receiver is not ready; here for ever."""
+        port = two.free_port()
+        words = ["ib_send_lat", "-F", "-D", "10", "-p", str(port)]
+        server = two.start(words, "server")
+        client = None
+        try:
+            wait_until(lambda: two.listening(server, port), 60, "the server listens", [server])
+            client = guests.host.start([*words, "127.0.0.1"], "client")
+            wait_until(lambda: any(guest["counters"].get("sent_messages", 0) > 100 for guest in json.loads(guests.vrdma("show", "counters", "--json"))["guests"]),
+                       60, "there is traffic", [server, client])
+            two.shell.qemu.process.send_signal(signal.SIGSTOP)
+            try:
+                time.sleep(PAUSE_SECONDS)  # the pause itself is what is tried
+            finally:
+                two.shell.qemu.process.send_signal(signal.SIGCONT)
+            for program in (client, server):
+                if program.wait(90) != 0:
+                    raise Failure(f"the {program.name} ends with {program.returncode}\n{server.says()}\n{client.says()}")
+        finally:
+            for program in (client, server):
+                if program:
+                    program.stop(grace_s=0)
+    tally.case(f"a machine is paused for {PAUSE_SECONDS} s and goes on", paused)
 
-SCENARIOS = {"pair": pair, "host": host, "lives": lives}
+    def service_killed():
+        """QEMU does not connect anew: its machines have the service back when they are started again."""
+        port = harness_port()
+        words = ["ib_write_bw", "-F", "-D", "600", "-p", str(port)]
+        server = guests.host.start(words, "server")
+        client = None
+        try:
+            wait_until(lambda: guests.host.listening(server, port), 60, "the server listens", [server])
+            client = one.start([*words, one.address_of(guests.host)], "client")
+            wait_until(moved, 60, "there is traffic", [server, client])
+            guests.service.kill()
+            for program in (client, server):
+                if program.wait(60) in (None, 0):
+                    raise Failure(f"the {program.name} has noticed nothing\n{program.says()}")
+        finally:
+            for program in (client, server):
+                if program:
+                    program.stop(grace_s=0)
+            guests.service.program.stop()
+            guests.service.start()
+        for side in (one, two):
+            guests.boot_again(side)
+        return pingpong.run_case(quick, (one, two), CASE_SECONDS)
+    tally.case("kill -9 of vrdmad: its programs end, and a new one serves machines that are started again", service_killed)
+
+
+def reboots(tally, guests):
+    """A machine that is killed again and again, at any moment of traffic with the host: nothing of it is left behind."""
+    two = guests.roots[1]
+    source = random.Random(guests.seed)
+    print(f"--seed {guests.seed}", flush=True)
+    opened = {}
+
+    def once():
+        port = two.free_port()
+        words = ["ib_write_bw", "-F", "-D", "600", "-p", str(port)]
+        server = two.start(words, "server")
+        client = None
+        try:
+            wait_until(lambda: two.listening(server, port), 60, "the server listens", [server])
+            client = guests.host.start([*words, "127.0.0.1"], "client")
+            wait_until(lambda: len(guests.guests()) == 2, 60, "both are attached", [server, client])
+            time.sleep(source.uniform(0, 0.5))  # a moment of its start or its traffic
+            two.shell.kill()
+            if client.wait(60) in (None, 0):
+                raise Failure(f"the client has noticed nothing\n{client.says()}")
+        finally:
+            for program in (client, server):
+                if program:
+                    program.stop(grace_s=0)
+        wait_until(lambda: not guests.guests(), 30, "the service has forgotten both")
+        guests.boot_again(two)
+        guests.check()
+        open_now = len(list(Path(f"/proc/{guests.service.program.pid}/fd").iterdir()))
+        if open_now > opened.setdefault("first", open_now):
+            raise Failure(f"vrdmad has {open_now} descriptors, and had {opened['first']} after the first boot")
+    for number in range(REBOOTS):
+        tally.case(f"killed and booted, {number + 1}", once)
+
+
+SCENARIOS = {"pair": pair, "host": host, "lives": lives, "reboots": reboots}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="+", choices=["network", *SCENARIOS], metavar="SCENARIO", help="network, " + ", ".join(SCENARIOS))
     parser.add_argument("--build", default="build/release")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
     options = parser.parse_args()
     clean_up_on_signals()
     folder = Path(options.build).resolve()
@@ -380,7 +506,7 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder)
+            guests = Guests(folder, options.seed)
             try:
                 print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                 SCENARIOS[name](tally, guests)
