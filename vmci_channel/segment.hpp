@@ -7,6 +7,7 @@
 #include <boost/interprocess/mapped_region.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "vmci_channel/unique_fd.hpp"
@@ -51,10 +52,11 @@ class Segment {
   // Takes over a descriptor from a peer: it must be sealed against shrinking and hold at least `bytes`. EPERM, ERANGE.
   static vrdma::Result<Segment> adopt(UniqueFd fd, std::uint64_t bytes, Writable writable);
 
-  // Over memory that somebody else owns and that cannot go away: it has no descriptor.
-  static Segment over(Mapping mapping) {
+  // Over memory that somebody else owns: it has no descriptor. keeper: what lives for as long as the mapping.
+  static Segment over(Mapping mapping, std::shared_ptr<void> keeper) {
     Segment segment;
     segment.mapping_ = std::move(mapping);
+    segment.keeper_ = std::move(keeper);
     return segment;
   }
 
@@ -78,6 +80,7 @@ class Segment {
  private:
   UniqueFd fd_;
   Mapping mapping_;
+  std::shared_ptr<void> keeper_;  // goes first
 };
 
 // New zero-filled, sparse memory of a fixed size that the caller does not map. EINVAL, ENFILE, …

@@ -1,7 +1,7 @@
 // A guest that means harm: attaches by raw packets, makes real objects, then writes and passes garbage, random and targeted, by
 // a seed, until its time is over. One target a process:
 //
-//   hostile_guest SOCKET TARGET SEED SECONDS [UID]
+//   hostile_guest SOCKET TARGET SEED SECONDS [UID]      target machine: one of three beside the socket, by the seed; no UID
 //
 // It never judges the service: hostile_test does, from outside. Exit code 0 unless it could not attach even once.
 #include <sys/prctl.h>
@@ -37,10 +37,11 @@ int main(int argc, char** argv) {
   ::signal(SIGPIPE, SIG_IGN);
   constexpr std::pair<std::string_view, void (*)(Raid&)> raids[] = {
       {"rings", raid_rings},   {"control", raid_control}, {"socket", raid_socket}, {"descriptors", raid_descriptors},
-      {"memory", raid_memory}, {"copies", raid_copies}, {"events", raid_events},   {"flood", raid_flood}};
+      {"memory", raid_memory}, {"copies", raid_copies}, {"events", raid_events},   {"flood", raid_flood},
+      {"machine", raid_machine}};
   for (const auto& [name, run] : raids) {
     if (name != target) continue;
-    Raid raid{argv[1], Dice(seed), now_ms() + std::strtoull(argv[4], nullptr, 0) * 1000};
+    Raid raid{argv[1], Dice(seed), now_ms() + std::strtoull(argv[4], nullptr, 0) * 1000, seed};
     std::uint64_t lives = 0;
     for (; !raid.over(); ++lives) run(raid);
     std::printf("%s seed %llu: %llu lives, %llu attached, %llu blows\n", argv[2], static_cast<unsigned long long>(seed),

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/machine/fake_machine.hpp"
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
@@ -74,29 +75,58 @@ class Intruder {
     std::vector<vmci::UniqueFd> fds;
     const auto reply = call_on_socket<Request::attach>(request, {}, &fds);
     if (!reply || fds.size() != 4) return;
-    info_ = *reply;
-    void* const memory = ::mmap(nullptr, info_.arena_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fds[0].get(), 0);
-    if (memory == MAP_FAILED) return;
-    arena_ = static_cast<std::byte*>(memory);
+    auto arena = vmci::Mapping::map(fds[0].get(), 0, reply->arena_bytes, vmci::Writable::yes);
+    if (!arena) return;
     descriptors_ = std::move(fds);
-    control_ = vmci::QueuePairView(arena_ + info_.control_offset, info_.control_geometry);
-    requests_ = vmci::RecordWriter(control_.produce(), info_.control_geometry.produce_slots);
-    replies_ = vmci::RecordReader(control_.consume_records(), info_.control_geometry.consume_entries);
+    take(*reply, std::move(*arena));
+  }
+  // A process of a virtual machine, which has greeted the service.
+  Intruder(test::FakeMachine& machine, const char* name) : machine_(&machine), connection_(machine.open()) {
+    const auto pages = machine.take_pages(machine.welcome.arena_bytes / vm::page_bytes);
+    lent_.push_back(pages);
+    auto arena = machine.map(pages);
+    if (!arena) return;
+    machine.lend(connection_, vm::segment_arena, pages);
+    AttachRequest request{};
+    request.magic = magic;
+    request.major = version_major;
+    request.minor = version_minor;
+    std::strncpy(request.name, name, sizeof(request.name) - 1);
+    if (const auto reply = call_on_socket<Request::attach>(request)) take(*reply, std::move(arena));
   }
   ~Intruder() {
-    if (arena_ != nullptr) ::munmap(arena_, info_.arena_bytes);
+    if (machine_ == nullptr) return;
+    machine_->link().send(vm::Frame::close, connection_, std::span<const std::byte>{});
+    machine_->await(vm::Frame::closed, connection_, 1000);
+    for (const auto& pages : lent_) machine_->give_back(pages);
   }
   Intruder(const Intruder&) = delete;
   Intruder& operator=(const Intruder&) = delete;
 
-  bool attached() const { return arena_ != nullptr; }
-  bool expelled() const {
+  bool attached() const { return static_cast<bool>(arena_); }
+  // In a machine: memory of its RAM, registered where it is. Not even an honest backing: nothing.
+  std::byte* lend(std::uint64_t bytes, std::uint32_t& backing) {
+    const auto pages = machine_->take_pages(bytes / vm::page_bytes);
+    lent_.push_back(pages);
+    memory_.push_back(machine_->map(pages));
+    if (!memory_.back()) return nullptr;
+    machine_->lend(connection_, ++segment_, pages);
+    const auto address = reinterpret_cast<std::uint64_t>(memory_.back().data());
+    const auto added = call_on_socket<Request::add_pinned>({address, bytes, 0, segment_});
+    if (!added) return nullptr;
+    backing = added->backing;
+    return memory_.back().data();
+  }
+  bool in_machine() const { return machine_ != nullptr; }
+  bool expelled() {
+    if (machine_ != nullptr) return machine_->wait([&] { return machine_->has(vm::Frame::closed, connection_); }, 0);
     pollfd state{socket_.fd(), 0, 0};
     return ::poll(&state, 1, 0) == 1 && (state.revents & (POLLHUP | POLLERR)) != 0;
   }
 
   void ring(std::uint32_t member) {
     doorbell_words().set(member);
+    if (machine_ != nullptr) return machine_->ring(vm::doorbell_vector);
     const std::uint64_t one = 1;
     [[maybe_unused]] const auto written = ::write(descriptors_[2].get(), &one, sizeof(one));
   }
@@ -157,6 +187,12 @@ class Intruder {
   std::optional<typename Message<R>::ReplyBody> call_on_socket(const typename Message<R>::RequestBody& body,
                                                                std::span<const int> descriptors = {},
                                                                std::vector<vmci::UniqueFd>* given = nullptr) {
+    if (machine_ != nullptr) {
+      const auto answer = machine_->call<R>(connection_, body);
+      last_status = machine_->status;
+      if (given != nullptr) given->clear(), given->emplace_back();  // a stream, that is
+      return answer;
+    }
     std::byte packet[sizeof(Head) + sizeof(body)] = {};
     Head head{};
     head.record.control = static_cast<std::uint32_t>(R);
@@ -179,22 +215,34 @@ class Intruder {
     }
   }
 
-  std::byte* arena() const { return arena_; }
+  std::byte* arena() const { return arena_.data(); }
   const AttachReply& info() const { return info_; }
   const vmci::QueuePairView& control() const { return control_; }
   vmci::PacketSocket& socket() { return socket_; }
   // In the order of AttachReply: arena, service page, doorbell, wake.
   int descriptor(std::size_t index) const { return descriptors_[index].get(); }
   vmci::ReadyBitmap doorbell_words() const {
-    return vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(arena_ + info_.doorbell_offset));
+    return vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(arena_.data() + info_.doorbell_offset));
   }
 
   int last_status = 0;
 
  private:
+  void take(const AttachReply& reply, vmci::Mapping arena) {
+    info_ = reply;
+    arena_ = std::move(arena);
+    control_ = vmci::QueuePairView(arena_.data() + info_.control_offset, info_.control_geometry);
+    requests_ = vmci::RecordWriter(control_.produce(), info_.control_geometry.produce_slots);
+    replies_ = vmci::RecordReader(control_.consume_records(), info_.control_geometry.consume_entries);
+  }
+
   vmci::PacketSocket socket_;
+  test::FakeMachine* machine_ = nullptr;
+  std::uint32_t connection_ = 0, segment_ = vm::segment_first;
+  std::vector<std::vector<std::uint64_t>> lent_;
+  std::deque<vmci::Mapping> memory_;
   AttachReply info_{};
-  std::byte* arena_ = nullptr;
+  vmci::Mapping arena_;
   std::vector<vmci::UniqueFd> descriptors_;
   vmci::QueuePairView control_;
   vmci::RecordWriter requests_;

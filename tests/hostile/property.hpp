@@ -33,6 +33,7 @@ class Property {
   explicit Property(Intruder& intruder) : in_(intruder) {}
   ~Property() {
     for (auto& memory : memories) {
+      if (in_.in_machine()) break;  // the machine's
       ::munmap(memory.address, memory.bytes);
       if (memory.fd >= 0) ::close(memory.fd);
     }
@@ -124,6 +125,14 @@ class Property {
   // fd: -1 for memory of the process alone; else it is offered as a backing, and kept.
   Memory* add(std::uint64_t bytes, int fd, std::uint64_t registered_bytes = 0) {
     if (registered_bytes == 0) registered_bytes = bytes;
+    if (in_.in_machine()) {
+      Memory memory{nullptr, bytes};
+      memory.address = in_.lend(bytes, memory.backing);
+      if (fd >= 0) ::close(fd);
+      if (memory.address == nullptr) return nullptr;
+      memories.push_back(memory);
+      return enter(memories.back(), registered_bytes);
+    }
     void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (at == MAP_FAILED) {
       if (fd >= 0) ::close(fd);
@@ -137,11 +146,14 @@ class Property {
       if (!added) return nullptr;
       kept.backing = added->backing;
     }
+    return enter(kept, registered_bytes);
+  }
+  Memory* enter(Memory& kept, std::uint64_t registered_bytes) {
     StageExtentsRequest stage{};
     stage.count = stage.clear_first = 1;
-    stage.extents[0] = {reinterpret_cast<std::uint64_t>(at), registered_bytes, 0, kept.backing, 0};
+    const auto address = reinterpret_cast<std::uint64_t>(kept.address);
+    stage.extents[0] = {address, registered_bytes, 0, kept.backing, 0};
     if (!in_.call<Request::stage_extents>(stage)) return nullptr;
-    const auto address = reinterpret_cast<std::uint64_t>(at);
     const auto registered = in_.call<Request::reg_mr>({pd, all_access, address, registered_bytes, address});
     if (!registered) return nullptr;
     kept.mr = registered->handle;

@@ -10,7 +10,10 @@ struct Raid {
   std::string path;
   Dice dice;
   std::uint64_t until_ms;
+  std::uint64_t number = 0;  // of this guest among the test's
   std::uint64_t attached = 0, blows = 0;
+  test::FakeMachine* machine = nullptr;  // whose process it is to be; nullptr: a process of this host
+  Intruder intrude(const char* name) { return machine != nullptr ? Intruder(*machine, name) : Intruder(path, name); }
   bool over() const { return now_ms() >= until_ms; }
 };
 
@@ -22,6 +25,7 @@ void raid_flood(Raid& raid);
 void raid_descriptors(Raid& raid);  // raid_memory.cpp
 void raid_memory(Raid& raid);
 void raid_copies(Raid& raid);
+void raid_machine(Raid& raid);      // raid_machine.cpp
 
 // A userfaultfd that holds up the kernel too, opened before privileges go: what a guest without any does by FUSE. -1: none.
 extern int faults;

@@ -22,7 +22,7 @@ namespace vrdma::hostile {
 // Descriptors that are no memory, and memory that changes under the service.
 void raid_descriptors(Raid& raid) {
   Dice& dice = raid.dice;
-  Intruder in(raid.path, "descriptors");
+  Intruder in = raid.intrude("descriptors");
   Property own(in);
   if (!in.attached() || !own.make()) return;
   ++raid.attached;
@@ -100,7 +100,7 @@ int open_userfaultfd() {
 // Memory of the process: gone, forbidden, or behind a userfaultfd that nobody answers.
 void raid_memory(Raid& raid) {
   Dice& dice = raid.dice;
-  Intruder in(raid.path, "memory");
+  Intruder in = raid.intrude("memory");
   Property own(in);
   if (!in.attached() || !own.make()) return;
   ++raid.attached;
@@ -160,7 +160,7 @@ void raid_memory(Raid& raid) {
 // A thread that copies for the service as it likes: bytes that nobody wrote, answers that nobody asked for, twice, or never.
 void raid_copies(Raid& raid) {
   Dice& dice = raid.dice;
-  Intruder in(raid.path, "copies");
+  Intruder in = raid.intrude("copies");
   Property own(in);
   if (!in.attached() || !own.make()) return;
   constexpr std::uint64_t bytes = 1 << 18;

@@ -96,7 +96,7 @@ void strike_at_random(Raid& raid, Intruder& in, Property& own) {
 }  // namespace
 
 void raid_rings(Raid& raid) {
-  Intruder in(raid.path, "rings");
+  Intruder in = raid.intrude("rings");
   Property own(in);
   if (!in.attached() || !own.make() || own.add(1 << 20, Property::sealed_file(1 << 20)) == nullptr || own.add(1 << 16, -1) == nullptr)
     return;
@@ -130,7 +130,7 @@ void raid_rings(Raid& raid) {
 // Events that nobody reads, and the shared descriptions bent as far as they go.
 void raid_events(Raid& raid) {
   Dice& dice = raid.dice;
-  Intruder in(raid.path, "events");
+  Intruder in = raid.intrude("events");
   Property own(in);
   if (!in.attached() || !own.make(16) || own.add(1 << 16, Property::sealed_file(1 << 16)) == nullptr) return;
   ++raid.attached;

@@ -12,7 +12,7 @@ namespace vrdma::hostile {
 
 // Requests whose head and body are right in size and wrong in content, or wrong in size too.
 void raid_control(Raid& raid) {
-  Intruder in(raid.path, "control");
+  Intruder in = raid.intrude("control");
   Property own(in);
   if (!in.attached() || !own.make(8) || own.add(1 << 20, Property::sealed_file(1 << 20)) == nullptr) return;
   ++raid.attached;
@@ -176,7 +176,7 @@ void raid_flood(Raid& raid) {
       }
     return;
   }
-  Intruder in(raid.path, "flood");
+  Intruder in = raid.intrude("flood");
   Property own(in);
   if (!in.attached() || !own.make()) return;
   ++raid.attached;

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -26,7 +27,8 @@ namespace vrdma::test {
 
 class FakeMachine {
  public:
-  // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB.
+  // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB. seed: another one for each machine
+  // that a service sees, since the boot numbers come from it.
   FakeMachine(const std::string& ivshmem_socket, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0)
       : random_(seed), high_bytes_(high_bytes) {
     ram_fd_.reset(::open(ram.c_str(), O_RDWR | O_CLOEXEC));
@@ -60,7 +62,8 @@ class FakeMachine {
     const std::uint64_t boot = random_() | 1;
     std::atomic_ref(mine.boot).store(boot, std::memory_order_release);
     ring(vm::link_vector);
-    return wait([&] { return std::atomic_ref(header().service.accepted).load(std::memory_order_acquire) == boot; }, timeout_ms);
+    accepted_ = false;
+    return accepted_ = wait([&] { return std::atomic_ref(header().service.accepted).load(std::memory_order_acquire) == boot; }, timeout_ms);
   }
   // Greets; what the service says to it. EIO: nothing.
   int greet(std::uint64_t proof_offset = 0) {
@@ -91,12 +94,17 @@ class FakeMachine {
     }, timeout_ms);
     return found;
   }
+  bool has(vm::Frame kind, std::uint32_t connection) const {
+    return std::any_of(frames_.begin(), frames_.end(), [&](const Frame& frame) {
+      return frame.head.kind == static_cast<std::uint16_t>(kind) && frame.head.connection == connection;
+    });
+  }
   // Sends what waits, takes what has come, until the condition holds.
   template <class Condition>
   bool wait(const Condition& holds, int timeout_ms = 5000) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     for (;;) {
-      if (link_) {
+      if (accepted_) {
         if (link_->flush()) ring(vm::link_vector);
         link_->receive([this](const vm::FrameHead& head, std::span<const std::byte> body) { frames_.push_back({head, {body.begin(), body.end()}}); });
       }
@@ -212,6 +220,7 @@ class FakeMachine {
   vmci::UniqueFd service_events_[vm::vectors], machine_events_[vm::vectors];
   std::byte* bar_ = nullptr;
   std::optional<vmci::VmLinkEnd> link_;
+  bool accepted_ = false;  // before that, the service's cursor is of the session before
   std::deque<Frame> frames_;
   std::vector<std::uint64_t> free_;
   std::uint32_t next_connection_ = 1, sequence_ = 0;

@@ -61,7 +61,7 @@ struct Process {
 TEST_CASE("a machine says hello, its processes attach with queues in its RAM, and leave nothing behind") {
   World world;
   for (const std::uint64_t high_bytes : {std::uint64_t{0}, ram_bytes / 2}) {
-    FakeMachine machine(world.socket(), world.ram, 7, high_bytes);
+    FakeMachine machine(world.socket(), world.ram, /*seed=*/7 + high_bytes, high_bytes);
     REQUIRE(machine.connected());
     REQUIRE(machine.begin_session());
     REQUIRE(machine.greet() == 0);
@@ -137,6 +137,22 @@ TEST_CASE("a session that begins anew, and a machine that ends, take their guest
   if (!machine->connected()) machine = std::make_unique<FakeMachine>(world.socket(), world.ram, 6);
   ibv_port_attr port{};
   CHECK(ibv_query_port(host.context, 1, &port) == 0);
+}
+
+TEST_CASE("a machine whose RAM file is cut off under it harms nobody else") {
+  World world;
+  Device host;
+  FakeMachine machine(world.socket(), world.ram, 9);
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  const Process process(machine);
+  REQUIRE(process.attached);
+  fs::resize_file(world.ram, 0);
+  machine.ring(vm::doorbell_vector);
+  for (int i = 0; i < 100; ++i) machine.call<Request::query_device>(process.connection, {});
+  ibv_port_attr port{};
+  CHECK(ibv_query_port(host.context, 1, &port) == 0);
+  fs::resize_file(world.ram, ram_bytes);
 }
 
 TEST_CASE("who cannot show that the service sees its memory is refused") {

@@ -11,6 +11,15 @@ namespace vrdma::svc {
 
 namespace {
 constexpr std::uint64_t four_gib = std::uint64_t{1} << 32;
+
+// Parts of a machine's RAM at other addresses: their file, too, may be made smaller.
+struct Guarded {
+  std::shared_ptr<MachineRam> ram;  // whose descriptor they are put back by
+  std::vector<std::byte*> ranges;
+  ~Guarded() {
+    for (std::byte* const begin : ranges) BusGuard::remove(begin);
+  }
+};
 }
 
 Result<std::shared_ptr<MachineRam>> MachineRam::map(const std::string& path, std::uint64_t high_bytes) {
@@ -76,7 +85,14 @@ Result<vmci::Segment> PinnedPages::segment() const {
   if (files.empty()) return Errno{EINVAL};
   auto mapping = vmci::Mapping::gather(files);
   if (!mapping) return mapping.error();
-  return vmci::Segment::over(std::move(*mapping));
+  const auto guarded = std::make_shared<Guarded>(Guarded{ram_, {}});
+  std::byte* at = mapping->data();
+  for (const auto& file : files) {
+    if (!BusGuard::add(at, file.bytes, vm::page_bytes, file.fd, file.offset)) return Errno{ENOMEM};
+    guarded->ranges.push_back(at);
+    at += file.bytes;
+  }
+  return vmci::Segment::over(std::move(*mapping), guarded);
 }
 
 }  // namespace vrdma::svc

@@ -1,0 +1,95 @@
+// A virtual machine whose root means harm: it owns the BAR, the doorbells, all of its RAM and what it says of it.
+#include <unistd.h>
+
+#include <cstring>
+
+#include "tests/hostile/raid.hpp"
+
+namespace vrdma::hostile {
+
+namespace {
+
+using test::FakeMachine;
+
+// Over the link's header, cursors and queues, while the service reads them.
+void strike_at_bar(Raid& raid, FakeMachine& machine) {
+  Dice& dice = raid.dice;
+  std::byte noise[512];
+  const std::size_t length = 1 + dice.below(sizeof(noise));
+  dice.fill(std::span(noise, length));
+  const std::uint64_t places[] = {0, offsetof(vm::LinkHeader, agent), vm::queues_offset, vm::queues_offset + 128,
+                                  vm::queues_offset + dice.below(vm::queues.total_bytes()), dice.below(vm::bar_bytes)};
+  const std::uint64_t at = places[dice.below(std::size(places))];
+  std::memcpy(machine.bar() + at, noise, std::min<std::uint64_t>(length, vm::bar_bytes - at));
+  machine.ring(dice.below(vm::vectors));
+  ++raid.blows;
+}
+
+// Well-formed frames with anything in them.
+void strike_with_frames(Raid& raid, FakeMachine& machine) {
+  Dice& dice = raid.dice;
+  std::vector<std::byte> body(dice.one_in(10) ? dice.below(vm::frame_bytes_max + 1) : dice.below(256));
+  dice.fill(body);
+  auto kind = static_cast<vm::Frame>(dice.one_in(20) ? dice.any() : 1 + dice.below(5));
+  const std::uint32_t connection = dice.one_in(10) ? static_cast<std::uint32_t>(dice.nasty()) : dice.below(8);
+  std::uint32_t item = dice.one_in(3) ? static_cast<std::uint32_t>(dice.nasty()) : vm::segment_first + dice.below(4);
+  if (kind == vm::Frame::open) body.resize(sizeof(vm::Open));
+  if (kind == vm::Frame::packet && body.size() >= sizeof(Head)) {
+    Head head{};
+    head.record.control = dice.below(static_cast<std::uint32_t>(Request::count) + 2);
+    std::memcpy(body.data(), &head, sizeof(head));
+    if (head.record.control == static_cast<std::uint32_t>(Request::attach) && body.size() >= sizeof(Head) + sizeof(AttachRequest)) {
+      const AttachRequest request{magic, version_major, version_minor, 0, 1, "frames"};
+      std::memcpy(body.data() + sizeof(Head), &request, sizeof(request));
+    }
+  }
+  if (kind == vm::Frame::segment) {
+    body.resize(body.size() / sizeof(vm::Run) * sizeof(vm::Run));
+    const std::uint64_t pages = machine.ram_bytes() / vm::page_bytes;
+    for (std::size_t at = 0; at < body.size(); at += sizeof(vm::Run)) {
+      vm::Run run{dice.below(pages), 1 + dice.below(4)};
+      if (dice.one_in(200)) run = {dice.nasty(), dice.nasty()};
+      std::memcpy(body.data() + at, &run, sizeof(run));
+    }
+    if (dice.one_in(2)) item = 1 + dice.below(2);
+  }
+  machine.link().send(kind, connection, body, item, static_cast<std::uint16_t>(dice.any()));
+  machine.wait([] { return true; }, 0);
+  ++raid.blows;
+}
+
+}  // namespace
+
+void raid_machine(Raid& raid) {
+  Dice& dice = raid.dice;
+  const std::string folder = raid.path.substr(0, raid.path.rfind('/')) + "/vm/" + std::to_string(raid.number % 3);
+  FakeMachine machine(folder + "/ivshmem.sock", folder + "/ram", dice.any(), dice.one_in(3) ? dice.below(16) << 20 : 0);
+  if (!machine.connected()) {  // the service has yet to see the end of the last one
+    ::usleep(1000);
+    return;
+  }
+  for (int sessions = 0; sessions < 4 && !raid.over(); ++sessions) {
+    if (dice.one_in(4))
+      for (int i = 0; i < 50; ++i) strike_at_bar(raid, machine);
+    if (!machine.begin_session(2000) || machine.greet(dice.one_in(20) ? 8 : 0) != 0) continue;
+    ++raid.attached;
+    switch (dice.below(4)) {
+      case 0:
+        for (int i = 0; i < 500 && !raid.over(); ++i) strike_with_frames(raid, machine);
+        break;
+      case 1: {
+        Intruder in(machine, "bar");
+        Property own(in);
+        if (in.attached()) (void)own.make();
+        for (int i = 0; i < 200 && !raid.over(); ++i) strike_at_bar(raid, machine);
+        break;
+      }
+      default:
+        raid.machine = &machine;
+        (dice.one_in(3) ? raid_control : raid_rings)(raid);
+        raid.machine = nullptr;
+    }
+  }
+}
+
+}  // namespace vrdma::hostile
