@@ -5,6 +5,7 @@
 #include "cli/doctor.hpp"
 #include "cli/run.hpp"
 #include "cli/show.hpp"
+#include "cli/vm.hpp"
 
 namespace {
 
@@ -16,7 +17,8 @@ constexpr const char* about =
     "  vrdma run -- ib_send_lat              a server over the virtual HCA vrdma0 …\n"
     "  vrdma run -- ib_send_lat localhost    … and its client, unmodified\n"
     "  vrdma show                            who is attached\n"
-    "  vrdma doctor                          what is missing on this machine, and what it costs";
+    "  vrdma doctor                          what is missing on this machine, and what it costs\n"
+    "  vrdma vm add NAME                     a virtual machine, and how to start it";
 
 CLI::App* add_run(CLI::App& app, RunOptions& options) {
   CLI::App* const command = app.add_subcommand(
@@ -46,6 +48,31 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
   return command;
 }
 
+// The command that was given, as a function of its options; none where `vm` was not.
+using VmCommand = int (*)(const VmOptions&);
+
+CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
+  CLI::App* const command = app.add_subcommand("vm", "Register virtual machines with the host service, and say how QEMU or libvirt starts them.");
+  command->require_subcommand(0, 1);
+  const auto add = [&](const char* name, const char* what, VmCommand function, bool named) {
+    CLI::App* const sub = command->add_subcommand(name, what);
+    if (named) sub->add_option("name", options.name, "of the machine")->required()->check(vm_name_error);
+    sub->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
+    sub->add_option("--vm-folder", options.folder, "folder of the machines, as the service has it; default: vm beside its socket");
+    sub->callback([&chosen, function] { chosen = function; });
+    return sub;
+  };
+  CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, true);
+  adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G")->transform(CLI::AsSizeValue(false))->default_str("2G");
+  adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs or hugetlbfs (default: /dev/shm/vrdma-vm-NAME.ram)");
+  adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
+  CLI::App* const listing = add("list", "List the machines.", vm_list, false);
+  CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, true);
+  for (CLI::App* const sub : {adding, listing, showing}) sub->add_flag("-j,--json", options.json, "print JSON");
+  add("remove", "Forget a machine. Its programs lose their device; its RAM file is removed where \"add\" chose the name.", vm_remove, true);
+  return command;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -66,6 +93,10 @@ int main(int argc, char** argv) {
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
 
+  VmOptions vm_options;
+  VmCommand vm_command = nullptr;
+  CLI::App* const vm = add_vm(app, vm_options, vm_command);
+
   app.failure_message([](const CLI::App*, const CLI::Error& error) {
     return std::string("vrdma: ") + error.what() + "\nvrdma --help, and --help after a subcommand, say what there is\n";
   });
@@ -79,7 +110,12 @@ int main(int argc, char** argv) {
     if (show_command->parsed()) return show(show_options);
     if (doctor_command->parsed()) return doctor(doctor_options);
     if (metrics_command->parsed()) return metrics(metrics_socket);
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor or metrics (vrdma --help says more)\n");
+    if (vm_command != nullptr) return vm_command(vm_options);
+    if (vm->parsed()) {
+      std::fprintf(stderr, "vrdma: vm: nothing to do: name a subcommand, add, list, show or remove (vrdma vm --help says more)\n");
+      return usage_error;
+    }
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor, metrics or vm (vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

@@ -83,6 +83,7 @@ void guests(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests")) {
     Line line = link_of(guest);
     line.add("name", guest.at("name")).add("lid", guest.at("device").at("lid")).add("state", guest.at("device").at("state"));
+    if (guest.contains("machine") && guest.at("machine").is_string()) line.add("vm", guest.at("machine"));
     line.add("link_layer", guest.at("link_layer")).add("uid", guest.at("uid")).add("pid", guest.at("pid"));
     line.add("pd", guest.at("pds")).add("cq", guest.at("cqs").size()).add("qp", guest.at("qps").size());
     line.add("srq", guest.at("srqs").size()).add("mr", guest.at("mrs").size()).add("ctx", guest.at("contexts"));

@@ -239,7 +239,7 @@ void Agent::lose() {
 void Agent::leave_in_order() {
   session_.lose();
   lose();
-  if (left_behind_.empty()) return;
+  if (left_behind_.empty() && !session_.page_lent()) return;
   session_.begin();
   for (const std::uint64_t until_ns = vmci::monotonic_ns() + goodbye_ns; session_.state() == Session::State::asked;) {
     const std::uint64_t now_ns = vmci::monotonic_ns();

@@ -54,6 +54,8 @@ class Session {
 
   // While open: the machine's copy of the ServicePage, for reading only; what welcome said.
   int page_fd() const { return page_to_read_.get(); }
+  // The service writes to that page, or did when the last session was lost.
+  bool page_lent() const { return static_cast<bool>(page_.ring); }
   std::uint64_t arena_bytes() const { return arena_bytes_; }
   const std::string& machine() const { return machine_; }
 

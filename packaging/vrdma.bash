@@ -4,7 +4,7 @@ _vrdma() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} subcommand= word i
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
-        if [[ $word == run || $word == show || $word == doctor || $word == metrics ]]; then
+        if [[ $word == run || $word == show || $word == doctor || $word == metrics || $word == vm ]]; then
             subcommand=$word
             break
         fi
@@ -26,11 +26,13 @@ _vrdma() {
     fi
     case $previous in
         --socket | -s) COMPREPLY=($(compgen -f -- "$current")); return ;;
+        --vm-folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
+        --ram) COMPREPLY=($(compgen -f -- "$current")); return ;;
         --link-layer) COMPREPLY=($(compgen -W "ib ethernet" -- "$current")); return ;;
-        --name) return ;;
+        --name | --memory | --tenant) return ;;
     esac
     case $subcommand in
-        "") COMPREPLY=($(compgen -W "run show doctor metrics --help --version" -- "$current")) ;;
+        "") COMPREPLY=($(compgen -W "run show doctor metrics vm --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --stats --help --" -- "$current"))
@@ -40,6 +42,19 @@ _vrdma() {
             ;;
         show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes cache counters --json --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --help" -- "$current")) ;;
+        vm)
+            word=${COMP_WORDS[i + 1]}
+            if ((COMP_CWORD == i + 1)); then
+                COMPREPLY=($(compgen -W "add list show remove --help" -- "$current"))
+            elif [[ $current == -* ]]; then
+                local options="--socket --vm-folder --help"
+                [[ $word == remove ]] || options+=" --json"
+                [[ $word != add ]] || options+=" --memory --ram --tenant"
+                COMPREPLY=($(compgen -W "$options" -- "$current"))
+            elif [[ $word == show || $word == remove ]]; then
+                COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" vm list 2>/dev/null | sed -n 's/^vm \([^ ]*\) .*/\1/p')" -- "$current"))
+            fi
+            ;;
         metrics) COMPREPLY=($(compgen -W "--socket --help" -- "$current")) ;;
     esac
 }

@@ -4,7 +4,7 @@ build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspd
 # The programs whose traffic is shown, and the interpreter of the harness.
 run_packages=("${build_packages[@]}" python3 ibverbs-utils perftest)
 test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-core python3-pyverbs ibverbs-providers qperf ucx-utils bubblewrap iproute2 dpkg-dev
-               qemu-system-x86 cpio)
+               qemu-system-x86 cpio libxml2-utils)
 command -v busybox >/dev/null 2>&1 || test_packages+=(busybox-static)  # either of Debian's two, which exclude each other
 
 boost_at_least=1.77
@@ -89,6 +89,23 @@ fetch_stock_kernel() (
   # Lists that know it may be too old to fetch it, or not be there at all.
   download 2>/dev/null || { refresh && download; } || { echo "no stock kernel: apt has no linux-image-amd64 to download" >&2; return 1; }
   mv "$partial"/linux-image-*.deb .
+)
+
+# fetch_libvirt_schemas FOLDER: the schemas of libvirt's documents, from its package, into a folder; nothing is installed.
+fetch_libvirt_schemas() (
+  mkdir -p "$1" && cd "$1" || return 1
+  [ ! -e schemas/domain.rng ] || return 0
+  partial=$(mktemp -d partial.XXXXXX) || return 1
+  trap 'rm -rf "$PWD/$partial"' EXIT
+  # Debian 12 has them in libvirt0, later ones in libvirt-common.
+  for name in libvirt-common libvirt0; do
+    (cd "$partial" && timeout 120 apt-get -qq -o APT::Sandbox::User=root download "$name" 2>/dev/null && dpkg -x "$name"_*.deb .) || continue
+    [ -e "$partial/usr/share/libvirt/schemas/domain.rng" ] || continue
+    mv -T "$partial/usr/share/libvirt/schemas" schemas 2>/dev/null || [ -e schemas/domain.rng ]
+    return
+  done
+  echo "no schemas of libvirt: apt has neither libvirt-common nor libvirt0 with them" >&2
+  return 1
 )
 
 # build_preset PRESET [TARGET...]

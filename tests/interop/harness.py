@@ -79,6 +79,10 @@ class Program:
     def pid(self):
         return self.process.pid
 
+    @property
+    def returncode(self):
+        return self.process.returncode
+
     def output(self):
         if self.terminal is not None:
             while select.select([self.terminal], [], [], 0)[0]:
@@ -165,7 +169,7 @@ def wait_until(condition, seconds, what, programs=()):
             return
         for program in programs:
             if not program.running():
-                raise Failure(f"{program.name} ended with {program.process.returncode} before {what}\n{program.says()}")
+                raise Failure(f"{program.name} ended with {program.returncode} before {what}\n{program.says()}")
         if time.monotonic() > deadline:
             raise Failure(f"waited {seconds * PATIENCE:.0f} s in vain: {what}\n" + "\n".join(p.says() for p in programs))
         time.sleep(0.005)
@@ -338,6 +342,24 @@ class Side:
     env: dict = field(default_factory=lambda: dict(os.environ))  # of the process that is started
     address: str = "127.0.0.1"  # where the peer finds this side's TCP socket
 
+    def start(self, program, name):
+        return Program(self.command(program), env=self.env, name=name)
+
+    def run(self, program, seconds):
+        """To its end, as harness.run()."""
+        return run(self.command(program), seconds, env=self.env)
+
+    # Overridden by sides that are elsewhere.
+    def free_port(self):
+        return free_port()
+
+    def listening(self, program, port):
+        return listening(program.pid, port)
+
+    def address_of(self, server):
+        """Where a program of this side finds the TCP socket of one of that side."""
+        return server.address
+
     def command(self, program):
         layer = ["--link-layer", self.link_layer] if self.link_layer else []
         return [*as_user(self.uid), self.build.vrdma, "run", *layer, "--", *program]
@@ -365,11 +387,11 @@ def run_pair(server_side, client_side, server_command, client_command, port, sec
     """
     started = time.monotonic()
     deadline = started + seconds * PATIENCE
-    server = Program(server_side.command(server_command), env=server_side.env, name="server")
+    server = server_side.start(server_command, "server")
     client = None
     try:
-        wait_until(lambda: listening(server.pid, port), min(seconds, 30), f"the server listens on port {port}", [server])
-        client = Program(client_side.command(client_command), env=client_side.env, name="client")
+        wait_until(lambda: server_side.listening(server, port), min(seconds, 30), f"the server listens on port {port}", [server])
+        client = client_side.start(client_command, "client")
         client_code = client.wait(deadline - time.monotonic())
         server_code = 0
         if client_code is not None and not server_stays:

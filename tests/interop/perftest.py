@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import figures
-from harness import Failure, free_port, run_pair
+from harness import Failure, run_pair
 
 VERBS = ("send", "write", "read", "atomic")
 MTUS = (256, 512, 1024, 2048, 4096)
@@ -231,10 +231,10 @@ def random_case(source: random.Random):
 def run_case(case, sides, seconds=60):
     """Runs the pair and checks that what was asked is what was measured. Returns the figures of the last row."""
     server, client = (replace(side, link_layer=case.link_layer) for side in sides)
-    port = free_port()
+    port = server.free_port()
     pair = run_pair(server, client,
                     [case.program, *case.options(case.server_mtu), "-p", str(port)],
-                    [case.program, *case.options(case.client_mtu), "-p", str(port), server.address], port,
+                    [case.program, *case.options(case.client_mtu), "-p", str(port), client.address_of(server)], port,
                     seconds + (case.duration_s or 0) * 3)
     if case.kind == "bw":
         rows = figures.bandwidth(pair.client)

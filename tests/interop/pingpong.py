@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass, replace
 
 import figures
-from harness import Failure, Program, Service, Skip, free_port, run, run_pair, wait_until
+from harness import Failure, Program, Service, Skip, run_pair, wait_until
 
 MTUS = (256, 512, 1024, 2048, 4096)
 SIZES = (1, 2, 63, 4096, 4097, 65536, 1 << 20, 64 << 20)
@@ -70,11 +70,11 @@ def cases():
 
 def run_case(case, sides, seconds=60):
     server, client = (replace(side, link_layer=case.link_layer) for side in sides)
-    port = free_port()
+    port = server.free_port()
     try:
         pair = run_pair(server, client,
                         [case.program, *case.options(case.server_mtu), "-p", str(port)],
-                        [case.program, *case.options(case.client_mtu), "-p", str(port), server.address], port, seconds)
+                        [case.program, *case.options(case.client_mtu), "-p", str(port), client.address_of(server)], port, seconds)
     except Failure as reason:
         if case.new_send and "Couldn't create QP" in str(reason):
             raise Skip("ibv_wr_* (ibv_create_qp_ex with send operations) is not served") from None
@@ -93,7 +93,7 @@ def expect(text, *patterns):
 
 
 def devices(side):
-    code, said = run(side.command(["ibv_devices"]), 30, env=side.env)
+    code, said = side.run(["ibv_devices"], 30)
     if code != 0:
         raise Failure(f"left with {code}:\n{said}")
     expect(said, r"vrdma0\s+[0-9a-f]{16}")
@@ -101,7 +101,7 @@ def devices(side):
 
 def devinfo(side):
     layer = "Ethernet" if side.link_layer == "ethernet" else "InfiniBand"
-    code, said = run(side.command(["ibv_devinfo", "-v"]), 30, env=side.env)
+    code, said = side.run(["ibv_devinfo", "-v"], 30)
     if code != 0:
         raise Failure(f"left with {code}:\n{said}")
     expect(said, r"hca_id:\s+vrdma0", r"transport:\s+InfiniBand \(0\)", r"state:\s+PORT_ACTIVE \(4\)", rf"link_layer:\s+{layer}",
@@ -111,9 +111,9 @@ def devinfo(side):
         expect(said, r"port_lid:\s+[1-9]")
     else:
         expect(said, r"GID\[\s*3\].*RoCE v2")
-    code, said = run(side.command(["ibv_devinfo", "-l"]), 30, env=side.env)
+    code, said = side.run(["ibv_devinfo", "-l"], 30)
     expect(said, r"1 HCA found", "vrdma0")
-    code, said = run(side.command(["ibv_devinfo", "-d", "vrdma9"]), 30, env=side.env)
+    code, said = side.run(["ibv_devinfo", "-d", "vrdma9"], 30)
     if code == 0:
         raise Failure(f"a device that is not there was found:\n{said}")
 

@@ -22,7 +22,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     unit=$(find /usr/lib/systemd/system /lib/systemd/system -name vrdmad.service | head -1)
     ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit"
     grep -q '^ExecStart=/usr/bin/vrdmad --config /etc/vrdma/vrdmad.json$' "$unit" || fail "the unit's paths"
-    for page in vrdma.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdmad.8 vrdmad.conf.5; do
+    for page in vrdma.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdma-vm.1 vrdma-guestd.8 vrdmad.8 vrdmad.conf.5; do
         ls /usr/share/man/man?/$page* >/dev/null || fail "no manual page $page"
     done
     bash -c 'source /usr/share/bash-completion/completions/vrdma && complete -p vrdma' >/dev/null || fail "completion"

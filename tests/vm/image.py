@@ -1,11 +1,13 @@
-"""What a virtual machine of the tests boots: the stock kernel of Debian's package, and an initramfs of this machine's own programs.
+"""What a virtual machine of the tests boots: the stock kernel of Debian's package with some of its modules, and an initramfs of
+this machine's own programs.
 
-Both are cached in a folder of the build, the initramfs under a key of everything that went into it. Every file lies in the
+All are cached in a folder of the build, the initramfs under a key of everything that went into it. Every file lies in the
 initramfs where it lies here, so that programs find what they find here: the build folder, this source tree, Python's modules.
 """
 import contextlib
 import fcntl
 import hashlib
+import json
 import lzma
 import modulefinder
 import os
@@ -16,6 +18,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -94,17 +97,85 @@ def _vmlinux(image):
     return elf if elf.startswith(b"\x7fELF") else image
 
 
+# ---------------------------------------------------------------------------------------------------- its modules
+
+def modules(cache, names):
+    """Files of the kernel's modules `names` and of those they need, in the order to load them; built-in ones are left out."""
+    _, release = kernel(cache)
+    with _locked(cache):
+        folder = cache / f"modules-{release}"
+        known = folder / "known.json"
+        if not known.exists():
+            folder.mkdir(exist_ok=True)
+            partial = folder / "known.partial"
+            partial.write_text(json.dumps(_known_modules(cache)))
+            os.replace(partial, known)
+        table = json.loads(known.read_text())
+        order = []
+
+        def visit(name):
+            if name in table["builtin"]:
+                return
+            if name not in table["depends"]:
+                raise Failure(f"Linux {release} has no module {name}")
+            for needed in table["depends"][name]:
+                visit(needed)
+            if name not in order:
+                order.append(name)
+        for name in names:
+            visit(name)
+        missing = {name for name in order if not (folder / f"{name}.ko").exists()}
+        for name, data in _package_modules(cache) if missing else ():
+            if name in missing:
+                (folder / "module.partial").write_bytes(data)
+                os.replace(folder / "module.partial", folder / f"{name}.ko")
+        return [folder / f"{name}.ko" for name in order]
+
+
+def _known_modules(cache):
+    """What depmod would say; the package has no such table, as it is made where it is installed."""
+    table = {"builtin": [], "depends": {}}
+    for name, data in _package_modules(cache):
+        if name == "modules.builtin":
+            table["builtin"] = [_module_name(line) for line in data.decode().split()]
+        else:
+            found = re.search(rb"\0depends=([^\0]*)\0", data)
+            table["depends"][name] = [needed.replace("-", "_") for needed in found.group(1).decode().split(",") if needed] if found else []
+    return table
+
+
+def _package_modules(cache):
+    """(name, bytes) of every module in the kernel's package, and of its list of built-in ones."""
+    with subprocess.Popen(["dpkg", "--fsys-tarfile", _package(cache)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as packed:
+        with tarfile.open(fileobj=packed.stdout, mode="r|") as archive:
+            for member in archive:
+                name = Path(member.name).name
+                if not member.isfile() or name != "modules.builtin" and not re.search(r"\.ko(\.xz)?$", name):
+                    continue
+                data = archive.extractfile(member).read()
+                if name == "modules.builtin":
+                    yield name, data
+                else:
+                    yield _module_name(name), lzma.decompress(data) if name.endswith(".xz") else data
+
+
+def _module_name(path):
+    return re.sub(r"\.ko(\.xz)?$", "", Path(path).name).replace("-", "_")
+
+
 # ---------------------------------------------------------------------------------------------------- the initramfs
 
 class Contents:
-    """What goes in: programs with their libraries, files, and Python scripts with all that they import."""
+    """What goes in: programs with their libraries, files, and Python scripts with all that they import; and modules, which /init loads
+    in their order. Of each `kind` one is cached."""
 
-    def __init__(self, init, programs=(), files=(), scripts=()):
+    def __init__(self, init, programs=(), files=(), scripts=(), modules=(), kind="processes"):
         self.init, self.programs, self.files, self.scripts = Path(init), list(programs), [Path(f) for f in files], list(scripts)
+        self.modules, self.kind = list(modules), kind
 
     def key(self):
         digest = hashlib.sha256(sys.version.encode())
-        inputs = [DPKG_STATUS, Path(__file__), self.init, *self.files, *map(Path, self.scripts)]
+        inputs = [DPKG_STATUS, Path(__file__), self.init, *self.files, *map(Path, self.scripts), *self.modules]
         inputs += [Path(shutil.which(program) or program) for program in self.programs]
         for path in inputs:
             status = path.stat()
@@ -114,9 +185,9 @@ class Contents:
 
 def initramfs(cache, contents):
     with _locked(cache):
-        found = cache / f"initramfs-{contents.key()}.cpio"
+        found = cache / f"initramfs-{contents.kind}-{contents.key()}.cpio"
         if not found.exists():
-            for old in cache.glob("initramfs-*.cpio"):
+            for old in cache.glob(f"initramfs-{contents.kind}-*.cpio"):
                 old.unlink()
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 os.chmod(folder, 0o755)
@@ -147,8 +218,9 @@ def _stage(root, contents):
     binaries += [Path(os.path.realpath(sys.executable))]
     modules = _modules(contents.scripts)
     extensions = [path for path in modules if path.suffix == ".so"]
-    for path in [*binaries, *contents.files, *extensions]:
+    for path in [*binaries, *contents.files, *extensions, *contents.modules]:
         _copy(root, path)
+    (root / "etc/modules").write_text("".join(f"{path}\n" for path in contents.modules))
     for path in _libraries([*binaries, *contents.files, *extensions]):
         _copy(root, path)
     for path in modules:

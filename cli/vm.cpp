@@ -1,0 +1,205 @@
+#include "cli/vm.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "cli/output.hpp"
+#include "cli/query.hpp"
+#include "cli/service.hpp"
+#include "cli/vm_arguments.hpp"
+#include "cli/vm_folder.hpp"
+#include "vrdma/vm_link.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr std::uint64_t mib = 1 << 20;
+constexpr std::uint64_t memory_least = 64 * mib;  // less boots no kernel
+constexpr int seen_tries = 200;
+constexpr auto seen_pause = std::chrono::milliseconds(10);
+constexpr std::size_t path_characters = 107;      // of a unix socket
+constexpr std::size_t name_characters = sizeof(vm::Welcome::name) - 1;
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+
+// The service's answer, where one answers; and where its machines are.
+struct Place {
+  std::string folder;
+  std::string socket;  // of the service that was asked
+  json state;          // its answer; null: none answers
+};
+
+Place find_place(const VmOptions& options) {
+  Place place;
+  std::string& socket = place.socket;
+  if (auto service = find_service(options.socket)) {
+    socket = service->path;
+    place.state = query(*service);
+  } else {
+    // The host's, where root asks: a private service leaves when it is idle, and takes no machines along.
+    const auto paths = service_paths(options.socket);
+    socket = ::geteuid() == 0 ? paths.back() : paths.front();
+  }
+  if (!options.folder.empty()) place.folder = fs::absolute(options.folder).lexically_normal();
+  else if (place.state.is_object() && place.state.at("service").contains("vm_folder")) place.folder = place.state.at("service").at("vm_folder").get<std::string>();
+  else place.folder = fs::absolute(socket).lexically_normal().parent_path() / "vm";
+  while (place.folder.size() > 1 && place.folder.back() == '/') place.folder.pop_back();
+  return place;
+}
+
+// What the service says of a machine; null where it says nothing.
+json state_of(const Place& place, const std::string& name) {
+  if (place.state.is_object() && place.state.contains("vms"))
+    for (const auto& vm : place.state.at("vms"))
+      if (vm.at("name") == name) return vm;
+  return nullptr;
+}
+
+Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name), record.ram, record.memory_bytes}; }
+
+// Until the service, which watches the folder, has seen a machine there.
+void await_service(Place& place, const VmFolder& folder, const std::string& name) {
+  if (!place.state.is_object()) return;
+  for (int tries = 0; tries < seen_tries; ++tries) {
+    auto service = find_service(place.socket);
+    if (!service) return;
+    place.state = query(*service);
+    if (state_of(place, name).is_object()) return;
+    std::this_thread::sleep_for(seen_pause);
+  }
+  fmt::print(stderr, "vrdma: the service at {} does not serve the machine: is it older than this vrdma, or has it another --vm-folder than {}?\n", place.socket,
+             folder.path());
+}
+
+json describe(const Place& place, const VmFolder& folder, const VmRecord& record) {
+  const Vm vm = machine_of(folder, record);
+  json out{{"name", record.name}, {"tenant", nullptr}, {"memory_bytes", record.memory_bytes}, {"ram", record.ram}, {"link", vm.link},
+           {"state", "not served"}};
+  if (record.tenant) out["tenant"] = *record.tenant;
+  if (const json state = state_of(place, record.name); state.is_object())
+    for (const char* key : {"state", "tenant", "processes", "version"})
+      if (state.contains(key)) out[key] = state.at(key);
+  return out;
+}
+
+std::string line_of(const json& vm) {
+  std::string out = fmt::format("vm {} state \"{}\"", vm.at("name").get<std::string>(), vm.at("state").get<std::string>());
+  if (!vm.at("tenant").is_null()) out += fmt::format(" tenant {}", vm.at("tenant").dump());
+  if (vm.contains("processes")) out += fmt::format(" processes {}", vm.at("processes").dump());
+  if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + vm.at("version").get<std::string>();
+  return out + fmt::format(" memory {} ram {} link {}\n", vm.at("memory_bytes").get<std::uint64_t>(), vm.at("ram").get<std::string>(), vm.at("link").get<std::string>());
+}
+
+// Option and value on one line, as people read them, each but the last to be continued.
+std::string lines_of(const std::vector<std::string>& words) {
+  std::string out;
+  for (std::size_t at = 0; at + 1 < words.size(); at += 2)
+    out += fmt::format("    {} {}{}\n", words[at], shell_quoted(words[at + 1]), at + 2 < words.size() ? " \\" : "");
+  return out;
+}
+
+void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
+  if (as_json) {
+    json out = described;
+    out["qemu"] = qemu_arguments(vm);
+    out["qemu_interrupts"] = qemu_interrupt_arguments();
+    out["libvirt"] = libvirt_xml(vm);
+    print_all(out.dump(2) + "\n");
+    return;
+  }
+  print_all(line_of(described) + "\nQEMU's arguments, with vrdmad running:\n\n" + lines_of(qemu_arguments(vm)) +
+            "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments()) +
+            "\nFor libvirt, to be merged into the domain by \"virsh edit\" (it cannot name the file that is the RAM, hence the arguments past it;\n"
+            "its QEMU must be allowed to open that file and the link):\n\n" + libvirt_xml(vm) +
+            "\nIn the VM, as root: vrdma-guestd. Then every user there has \"vrdma run\".\n");
+}
+
+void check_memory(std::uint64_t bytes) {
+  if (bytes < memory_least || bytes % mib != 0)
+    fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M, like --memory 2G", bytes, memory_least / mib));
+}
+
+}  // namespace
+
+std::string vm_name_error(const std::string& name) {
+  constexpr const char* allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  if (!name.empty() && name.size() <= name_characters && name.find_first_not_of(allowed) == std::string::npos && name.front() != '.' && name.front() != '-') return {};
+  return fmt::format("\"{}\" cannot name a machine: 1 to {} letters, digits, dots, underscores and hyphens, of which dot and hyphen do not begin it", name, name_characters);
+}
+
+std::string vm_default_ram(const std::string& name) { return "/dev/shm/vrdma-vm-" + name + ".ram"; }
+
+int vm_add(const VmOptions& options) {
+  check_memory(options.memory_bytes);
+  Place place = find_place(options);
+  VmFolder folder(place.folder);
+  if (const auto link = folder.link(options.name); link.size() > path_characters)
+    fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(), path_characters));
+  const VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
+                        options.memory_bytes, options.tenant};
+  folder.require_free(options.name);  // said before its RAM file is in the way
+  const bool made = make_ram_file(record, options.ram.empty());
+  try {
+    folder.add(record);
+  } catch (...) {
+    if (made) ::unlink(record.ram.c_str());
+    throw;
+  }
+  await_service(place, folder, record.name);
+  print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
+  return 0;
+}
+
+int vm_list(const VmOptions& options) {
+  const Place place = find_place(options);
+  const VmFolder folder(place.folder);
+  json all = json::array();
+  std::string text;
+  for (const auto& name : folder.names()) {
+    all.push_back(describe(place, folder, folder.read(name)));
+    text += line_of(all.back());
+  }
+  print_all(options.json ? all.dump(2) + "\n" : text);
+  return 0;
+}
+
+int vm_show(const VmOptions& options) {
+  const Place place = find_place(options);
+  const VmFolder folder(place.folder);
+  const VmRecord record = folder.read(options.name);
+  if (record.memory_bytes == 0)
+    fail(fmt::format("the RAM file {} of machine \"{}\" has gone: remove the machine and add it again", record.ram, record.name));
+  print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
+  return 0;
+}
+
+int vm_remove(const VmOptions& options) {
+  const Place place = find_place(options);
+  VmFolder folder(place.folder);
+  std::string ram;
+  try {
+    ram = folder.read(options.name).ram;
+  } catch (const std::runtime_error&) {
+    // One that cannot be read can be removed all the same, and one that is not there is refused there.
+  }
+  folder.remove(options.name);
+  // Ours, as `add` made it. A VM that still runs keeps its pages; they are freed at its end.
+  if (ram == vm_default_ram(options.name) && ::unlink(ram.c_str()) != 0 && errno != ENOENT)
+    fail(fmt::format("the machine is removed, but not its RAM file {} ({})", ram, std::strerror(errno)));
+  return 0;
+}
+
+}  // namespace vrdma::cli

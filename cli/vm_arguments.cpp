@@ -1,0 +1,86 @@
+#include "cli/vm_arguments.hpp"
+
+#include <fmt/format.h>
+
+#include <string_view>
+
+#include "vrdma/vm_link.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+constexpr std::uint64_t mib = 1 << 20;
+
+// QEMU ends a value at a comma; a doubled one is meant itself.
+std::string qemu_value(const std::string& value) {
+  std::string out;
+  for (const char c : value) out += c == ',' ? ",," : std::string(1, c);
+  return out;
+}
+
+std::string xml(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    switch (c) {
+      case '&': out += "&amp;"; break;
+      case '<': out += "&lt;"; break;
+      case '>': out += "&gt;"; break;
+      case '\'': out += "&apos;"; break;
+      case '"': out += "&quot;"; break;
+      default: out += c;
+    }
+  }
+  return out;
+}
+
+// share=on: the service maps the same pages.
+std::vector<std::string> ram_arguments(const Vm& vm) {
+  return {"-object", fmt::format("memory-backend-file,id=vrdma-ram,mem-path={},size={}M,share=on", qemu_value(vm.ram), vm.memory_bytes / mib),
+          "-machine", "memory-backend=vrdma-ram"};
+}
+
+}  // namespace
+
+std::vector<std::string> qemu_arguments(const Vm& vm) {
+  std::vector<std::string> out{"-m", fmt::format("{}M", vm.memory_bytes / mib)};  // QEMU wants it to be that of the object
+  for (auto& word : ram_arguments(vm)) out.push_back(std::move(word));
+  for (const auto& word : {std::string("-chardev"), "socket,id=vrdma,path=" + qemu_value(vm.link), std::string("-device"),
+                           fmt::format("ivshmem-doorbell,chardev=vrdma,vectors={}", vm::vectors)})
+    out.push_back(word);
+  return out;
+}
+
+std::vector<std::string> qemu_interrupt_arguments() {
+  return {"-machine", "q35,kernel-irqchip=split", "-device", "intel-iommu,intremap=on,caching-mode=on"};
+}
+
+std::string shell_quoted(const std::string& word) {
+  constexpr std::string_view plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=,./:@%+";
+  if (!word.empty() && word.find_first_not_of(plain) == std::string::npos) return word;
+  std::string out = "'";
+  for (const char c : word) out += c == '\'' ? "'\\''" : std::string(1, c);
+  return out + "'";
+}
+
+std::string libvirt_xml(const Vm& vm) {
+  std::string out = fmt::format(
+      "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\n"
+      "  <memory unit='MiB'>{0}</memory>\n"
+      "  <currentMemory unit='MiB'>{0}</currentMemory>\n"
+      "  <!-- for interrupts: <features><ioapic driver='qemu'/></features> -->\n"
+      "  <devices>\n"
+      "    <!-- for interrupts: <iommu model='intel'><driver intremap='on' caching_mode='on'/></iommu> -->\n"
+      "    <shmem name='vrdma'>\n"
+      "      <model type='ivshmem-doorbell'/>\n"
+      "      <server path='{1}'/>\n"
+      "      <msi vectors='{2}'/>\n"
+      "    </shmem>\n"
+      "  </devices>\n"
+      "  <qemu:commandline>\n",
+      vm.memory_bytes / mib, xml(vm.link), vm::vectors);
+  for (const auto& word : ram_arguments(vm)) out += fmt::format("    <qemu:arg value='{}'/>\n", xml(word));
+  return out + "  </qemu:commandline>\n</domain>\n";
+}
+
+}  // namespace vrdma::cli

@@ -1,0 +1,151 @@
+#include "cli/vm_folder.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "vmci_channel/unique_fd.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+
+std::string remedy(int error) {
+  switch (error) {
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return "machines are added and removed by root, or by the user of a private service";
+    case ENOENT:
+      return "start vrdmad, or name its folder of machines by --vm-folder";
+    default:
+      return "check the path";
+  }
+}
+
+[[noreturn]] void fail_at(const char* what, const std::string& path, int error) {
+  fail(fmt::format("cannot {} {} ({}): {}", what, path, std::strerror(error), remedy(error)));
+}
+
+void make_folder(const std::string& path) {
+  if (::mkdir(path.c_str(), 0755) != 0 && errno != EEXIST) fail_at("make", path, errno);
+}
+
+void write_whole(const std::string& path, const std::string& text) {
+  const vmci::UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0644));
+  if (!fd) fail_at("write", path, errno);
+  for (std::size_t at = 0; at < text.size();) {
+    const ssize_t written = ::write(fd.get(), text.data() + at, text.size() - at);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) {
+      const int error = errno;
+      ::unlink(path.c_str());
+      fail_at("write", path, error);
+    }
+    at += static_cast<std::size_t>(written);
+  }
+}
+
+}  // namespace
+
+void VmFolder::require_free(const std::string& name) const {
+  struct stat status;
+  if (::lstat(file(name).c_str(), &status) != 0) return;
+  fail(fmt::format("there is a machine \"{0}\" already in {1}: choose another name, or remove that one by \"vrdma vm remove {0}\"", name, path_));
+}
+
+void VmFolder::add(const VmRecord& record) {
+  make_folder(path_);
+  const std::string own = path_ + "/" + record.name;
+  make_folder(own);  // one that a service left behind is as good
+  nlohmann::json json{{"ram", record.ram}};
+  if (record.tenant) json["tenant"] = *record.tenant;
+  const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
+  write_whole(partial, json.dump(2) + "\n");
+  if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, file(record.name).c_str(), RENAME_NOREPLACE) == 0) return;
+  const int error = errno;
+  ::unlink(partial.c_str());
+  require_free(record.name);
+  fail_at("write", file(record.name), error);
+}
+
+void VmFolder::remove(const std::string& name) {
+  if (::unlink(file(name).c_str()) != 0) {
+    if (errno == ENOENT || errno == ENOTDIR) fail(fmt::format("there is no machine \"{}\" in {}: \"vrdma vm list\" names them", name, path_));
+    fail_at("remove", file(name), errno);
+  }
+  // The service does the same when it sees that the file is gone; nobody minds who is first.
+  ::unlink(link(name).c_str());
+  ::rmdir((path_ + "/" + name).c_str());
+}
+
+VmRecord VmFolder::read(const std::string& name) const {
+  std::ifstream in(file(name));
+  if (!in) {
+    const int error = errno;
+    if (error == ENOENT || error == ENOTDIR) fail(fmt::format("there is no machine \"{}\" in {}: \"vrdma vm list\" names them", name, path_));
+    fail_at("read", file(name), error);
+  }
+  try {
+    const auto json = nlohmann::json::parse(in);
+    VmRecord record{name, json.at("ram").get<std::string>(), 0, std::nullopt};
+    if (json.contains("tenant")) record.tenant = json.at("tenant").get<std::uint32_t>();
+    struct stat status;
+    if (::stat(record.ram.c_str(), &status) == 0) record.memory_bytes = static_cast<std::uint64_t>(status.st_size);
+    return record;
+  } catch (const nlohmann::json::exception& error) {
+    fail(fmt::format("{} is not what \"vrdma vm add\" writes ({}): remove the machine and add it again", file(name), error.what()));
+  }
+}
+
+std::vector<std::string> VmFolder::names() const {
+  std::vector<std::string> out;
+  std::error_code error;
+  for (fs::directory_iterator at(path_, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename();
+    std::error_code missing;
+    if (fs::exists(file(name), missing)) out.push_back(name);
+  }
+  if (error && error != std::errc::no_such_file_or_directory) fail_at("read", path_, error.value());
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+bool make_ram_file(const VmRecord& record, bool must_be_new) {
+  const std::string& path = record.ram;
+  const vmci::UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (!fd) {
+    struct stat status;
+    if (errno != EEXIST) fail_at("make", path, errno);
+    if (must_be_new) fail(fmt::format("{} exists, and may be the RAM of a machine: remove it, or name another file by --ram", path));
+    if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) fail(fmt::format("{} is no file that can be a machine's RAM", path));
+    if (static_cast<std::uint64_t>(status.st_size) == record.memory_bytes) return false;
+    fail(fmt::format("{} has {} bytes and --memory says {}: make them equal, or remove the file", path, status.st_size, record.memory_bytes));
+  }
+  try {
+    if (::ftruncate(fd.get(), static_cast<off_t>(record.memory_bytes)) != 0)
+      fail(fmt::format("cannot give {} {} bytes ({}): on a hugetlbfs that must be whole huge pages", path, record.memory_bytes, std::strerror(errno)));
+    if (record.tenant && *record.tenant != ::geteuid() && ::fchown(fd.get(), *record.tenant, static_cast<gid_t>(-1)) != 0)
+      fail(fmt::format("cannot give {} to user {} ({}): only root adds machines for others", path, *record.tenant, std::strerror(errno)));
+  } catch (...) {
+    ::unlink(path.c_str());
+    throw;
+  }
+  return true;
+}
+
+}  // namespace vrdma::cli

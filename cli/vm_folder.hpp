@@ -1,0 +1,43 @@
+// The folder of machines on disk. May be called by anybody; writes as atomically as a file system allows: a machine is there when its
+// vm.json is, and that appears whole.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace vrdma::cli {
+
+struct VmRecord {
+  std::string name;
+  std::string ram;
+  std::uint64_t memory_bytes = 0;       // the size of that file, which is where it is kept
+  std::optional<std::uint32_t> tenant;  // else the service's own
+};
+
+class VmFolder {
+ public:
+  explicit VmFolder(std::string path) : path_(std::move(path)) {}
+
+  // All throw std::runtime_error with a message for a person.
+  void require_free(const std::string& name) const;
+  void add(const VmRecord& record);            // refuses a name that is taken, whoever is faster
+  void remove(const std::string& name);        // with what the service left beside vm.json
+  VmRecord read(const std::string& name) const;
+  std::vector<std::string> names() const;      // in order; none where there is no folder
+
+  const std::string& path() const { return path_; }
+  std::string link(const std::string& name) const { return path_ + "/" + name + "/ivshmem.sock"; }
+
+ private:
+  std::string file(const std::string& name) const { return path_ + "/" + name + "/vm.json"; }
+
+  std::string path_;
+};
+
+// The file that shall be a machine's RAM: made of that size and closed to others (QEMU would make it readable for everybody), or,
+// unless it `must_be_new`, found with that size. True: it was made. Throws likewise.
+bool make_ram_file(const VmRecord& record, bool must_be_new);
+
+}  // namespace vrdma::cli

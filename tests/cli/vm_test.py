@@ -1,0 +1,294 @@
+"""vrdma vm: what it writes for the service, prints for people, and refuses. Asks QEMU and libvirt's schema whether they take it."""
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import stat
+import subprocess
+import threading
+import unittest
+import xml.etree.ElementTree as xml
+
+from support import BIN, NOBODY, WATCHDOG_S, TestCase, as_nobody, readable_copy
+
+SOURCE = pathlib.Path(__file__).resolve().parents[2]
+CACHE = pathlib.Path(os.environ.get("VRDMA_CACHE", "build/release/vm")).resolve()
+QEMU = "qemu-system-x86_64"
+needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+
+
+class VmCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.environment["VRDMA_SOCKET"] = self.socket
+        self.vms = self.folder / "vm"
+        self.name = f"t-{secrets.token_hex(6)}"  # its RAM file lies where all tests of this machine have theirs
+
+    def vm(self, *arguments, **keywords):
+        return self.vrdma("vm", *arguments, **keywords)
+
+    def add(self, *arguments, name=None):
+        name = name or self.name
+        self.addCleanup(self.ram(name).unlink, missing_ok=True)
+        result = self.vm("add", name, "--json", *arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)
+
+    @staticmethod
+    def ram(name):
+        return pathlib.Path(f"/dev/shm/vrdma-vm-{name}.ram")
+
+    def record(self, name=None):
+        return json.loads((self.vms / (name or self.name) / "vm.json").read_text())
+
+
+class Adding(VmCase):
+    def test_the_service_finds_what_it_wants_and_nothing_else(self):
+        self.add("--memory", "512M", "--tenant", str(os.geteuid()))
+        self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "tenant": os.geteuid()})
+        self.assertEqual(os.listdir(self.vms / self.name), ["vm.json"])
+
+    def test_the_tenant_is_left_to_the_service_unless_given(self):
+        self.assertIsNone(self.add()["tenant"])
+        self.assertNotIn("tenant", self.record())
+
+    def test_the_ram_is_closed_to_others_and_takes_no_memory_yet(self):
+        self.add()
+        status = self.ram(self.name).stat()
+        self.assertEqual((stat.S_IMODE(status.st_mode), status.st_size, status.st_blocks), (0o600, 2 << 30, 0))
+
+    def test_a_ram_that_is_there_must_have_the_size(self):
+        ram = self.folder / "ram"
+        ram.write_bytes(bytes(1 << 20))
+        self.assert_refuses(self.vm("add", self.name, "--ram", ram, "--memory", "64M"), 1, str(ram), str(1 << 20), str(64 << 20))
+        self.assertFalse((self.vms / self.name).exists())
+        os.truncate(ram, 64 << 20)
+        self.assertEqual(self.add("--ram", ram, "--memory", "64M")["memory_bytes"], 64 << 20)
+
+    def test_a_ram_that_has_gone_is_said(self):
+        self.add()
+        self.ram(self.name).unlink()
+        self.assert_refuses(self.vm("show", self.name), 1, str(self.ram(self.name)), "add it again")
+        self.assertEqual(json.loads(self.vm("list", "--json").stdout)[0]["memory_bytes"], 0)
+
+    @needs_root
+    def test_the_ram_is_the_tenants(self):
+        self.add("--tenant", str(NOBODY))
+        self.assertEqual(self.ram(self.name).stat().st_uid, NOBODY)
+
+    def test_the_text_says_what_the_json_says(self):
+        added = self.add()
+        text = self.vm("show", self.name).stdout
+        self.assertEqual(json.loads(self.vm("show", self.name, "--json").stdout), added)
+        for option, value in zip(added["qemu"][::2], added["qemu"][1::2]):
+            self.assertIn(f"{option} {value}", text)
+        for word in (*added["qemu_interrupts"], *added["libvirt"].splitlines(), "vrdma-guestd"):
+            self.assertIn(word, text)
+
+    def test_a_name_is_given_once(self):
+        self.add("--memory", "1G")
+        before = self.record()
+        self.assert_refuses(self.vm("add", self.name, "--memory", "2G"), 1, f'"{self.name}"', str(self.vms), "another name", "vrdma vm remove")
+        self.assertEqual(self.record(), before)
+
+    def test_of_many_at_once_one_gets_the_name(self):
+        ram = self.folder / "ram"
+        results = []
+        threads = [threading.Thread(target=lambda: results.append(self.vm("add", "same", "--ram", ram))) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WATCHDOG_S)
+        self.assertEqual(sorted(result.returncode for result in results), [0] + [1] * 11)
+        self.assertEqual(os.listdir(self.vms / "same"), ["vm.json"])
+        self.assertTrue(ram.exists())
+        for result in results:
+            if result.returncode != 0:
+                self.assert_refuses(result, 1, '"same"', "another name")
+
+    def test_names_that_are_no_names_are_refused(self):
+        for name in ("", ".", "..", ".hidden", "-x", "a/b", "a b", "ä", "x" * 32):
+            with self.subTest(name):
+                self.assert_refuses(self.vm("add", "--", name), 2, "cannot name a machine")
+        self.assertFalse(self.vms.exists())
+        self.add("--ram", self.folder / "ram", name="x" * 31)
+
+    def test_memory_that_is_none_is_refused(self):
+        for size in ("0", "63M", "1000000001"):
+            with self.subTest(size):
+                self.assert_refuses(self.vm("add", self.name, "--memory", size), 1, "whole MiB", "64M")
+        self.assert_refuses(self.vm("add", self.name, "--memory", "much"), 2, "much")
+        self.assertFalse(self.ram(self.name).exists())
+
+    def test_the_ram_of_another_machine_is_not_taken(self):
+        self.ram(self.name).write_text("precious")
+        self.addCleanup(self.ram(self.name).unlink)
+        self.assert_refuses(self.vm("add", self.name), 1, str(self.ram(self.name)), "--ram")
+        self.assertEqual(self.ram(self.name).read_text(), "precious")
+        self.assertFalse((self.vms / self.name / "vm.json").exists())
+
+    def test_a_link_in_place_of_the_ram_is_not_followed(self):
+        target = self.folder / "precious"
+        self.ram(self.name).symlink_to(target)
+        self.addCleanup(self.ram(self.name).unlink)
+        self.assert_refuses(self.vm("add", self.name), 1, str(self.ram(self.name)))
+        self.assertFalse(target.exists())
+
+    def test_a_path_that_no_socket_can_have_is_refused(self):
+        self.assert_refuses(self.vm("add", self.name, "--vm-folder", self.folder / ("x" * 90)), 1, "107", "--vm-folder")
+        self.assertFalse(self.ram(self.name).exists())
+
+    def test_a_folder_that_cannot_be_made_is_named_and_nothing_is_left(self):
+        self.assert_refuses(self.vm("add", self.name, "--vm-folder", self.folder / "no/where"), 1, "no/where", "No such file", "vrdmad")
+        self.assertFalse(self.ram(self.name).exists())
+
+    @needs_root
+    def test_who_may_not_add_is_told(self):
+        program = readable_copy(self.folder) / "vrdma"
+        self.assert_refuses(self.run_program(*as_nobody(program, "vm", "add", self.name)), 1, "Permission denied", "root")
+        self.assertFalse(self.ram(self.name).exists())
+
+    def test_a_path_with_commas_quotes_and_brackets_arrives(self):
+        odd = self.folder / "a,b 'c' <d>&\"e\""
+        odd.mkdir()
+        added = self.add("--vm-folder", odd, "--ram", odd / "r,am")
+        self.assertIn(f"mem-path={str(odd / 'r,am').replace(',', ',,')},size", added["qemu"][3])
+        self.assertEqual(xml.fromstring(added["libvirt"]).find("devices/shmem/server").get("path"), str(odd / self.name / "ivshmem.sock"))
+        text = self.vm("show", self.name, "--vm-folder", odd).stdout
+        lines = text.split("\n\n")[2]
+        said = self.run_program("bash", "-c", f"printf '%s\\n' {lines.strip()}")
+        self.assertEqual(said.stdout.splitlines(), added["qemu"])
+
+
+class Living(VmCase):
+    def test_list_show_and_remove(self):
+        self.assertEqual(self.vm("list", "--json").stdout, "[]\n")
+        self.add()
+        self.add("--ram", self.folder / "own", name="a")
+        listed = json.loads(self.vm("list", "--json").stdout)
+        self.assertEqual([(vm["name"], vm["state"]) for vm in listed], [("a", "not served"), (self.name, "not served")])
+        self.assertEqual([line.split()[1] for line in self.vm("list").stdout.splitlines()], ["a", self.name])
+        for name in ("a", self.name):
+            self.assertEqual(self.vm("remove", name).returncode, 0)
+        self.assertEqual(os.listdir(self.vms), [])
+        self.assertFalse(self.ram(self.name).exists())  # we chose it
+        self.assertTrue((self.folder / "own").exists())  # the person did
+        self.add()  # the name is free again
+
+    def test_a_machine_that_is_not_there_is_named(self):
+        for command in ("show", "remove"):
+            self.assert_refuses(self.vm(command, "ghost"), 1, '"ghost"', str(self.vms), "vrdma vm list")
+
+    def test_a_registration_that_is_broken_is_named_and_can_be_removed(self):
+        self.add()
+        (self.vms / self.name / "vm.json").write_text('{"ram": 7}')
+        self.assert_refuses(self.vm("show", self.name), 1, "vm.json", "remove the machine")
+        self.assertEqual(self.vm("remove", self.name).returncode, 0)
+        self.assertEqual(self.vm("list", "--json").stdout, "[]\n")
+
+    def test_a_folder_is_found_beside_the_socket_that_is_named(self):
+        del self.environment["VRDMA_SOCKET"]
+        result = self.vm("add", self.name, "--json", "--socket", self.folder / "deep.sock", "--ram", self.folder / "ram")
+        self.assertEqual(json.loads(result.stdout)["link"], str(self.vms / self.name / "ivshmem.sock"))
+
+    def test_a_service_that_runs_serves_it_at_once(self):
+        with self.service():
+            added = self.add()
+            self.assertEqual((added["state"], added["tenant"]), ("waiting", os.geteuid()))
+            self.assertTrue(stat.S_ISSOCK(os.stat(added["link"]).st_mode))
+            self.assertEqual([vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]], [self.name])
+            self.assertEqual(self.vm("remove", self.name).returncode, 0)
+
+    def test_a_service_with_another_folder_is_said(self):
+        with self.service():
+            result = self.vm("add", self.name, "--vm-folder", self.folder / "other", "--ram", self.folder / "ram")
+        self.assertEqual(result.returncode, 0)
+        self.assertIn("does not serve", result.stderr)
+        self.assertIn(str(self.folder / "other"), result.stderr)
+
+    def test_bad_usage_is_refused_by_name(self):
+        self.assert_refuses(self.vm(), 2, "add, list, show or remove")
+        self.assert_refuses(self.vm("frob"), 2, "frob")
+        self.assert_refuses(self.vm("add"), 2, "name")
+
+
+class Others(VmCase):
+    """What is printed is for other programs."""
+
+    def test_qemu_takes_the_arguments(self):
+        if not shutil.which(QEMU):
+            self.skipTest(f"{QEMU} is not installed")
+        added = self.add("--memory", "64M")
+        with socket.socket(socket.AF_UNIX) as service:  # all that QEMU wants of it: version, its own number, the memory
+            service.bind(added["link"])
+            service.listen()
+            service.settimeout(WATCHDOG_S)
+            command = [QEMU, "-M", "q35", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S", "-qmp", "stdio",
+                       *added["qemu_interrupts"], *added["qemu"]]
+            qemu = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            try:
+                connection, _ = service.accept()
+                memory = os.memfd_create("bar")
+                os.truncate(memory, 1 << 20)
+                for number, descriptors in ((0, []), (1, []), (-1, [memory])):
+                    socket.send_fds(connection, [number.to_bytes(8, "little", signed=True)], descriptors)
+                events = [os.eventfd(0) for _ in range(2)]
+                for event in events:
+                    socket.send_fds(connection, [(1).to_bytes(8, "little")], [event])
+                # It answers only after all devices are there.
+                commands = ['{"execute": "qmp_capabilities"}', '{"execute": "query-memory-size-summary"}', '{"execute": "query-pci"}', '{"execute": "quit"}']
+                said, complained = qemu.communicate("\n".join(commands) + "\n", timeout=WATCHDOG_S)
+                connection.close()
+                for descriptor in (memory, *events):
+                    os.close(descriptor)
+            finally:
+                qemu.kill()
+                qemu.wait()
+        self.assertEqual((qemu.returncode, complained), (0, ""))
+        answers = [json.loads(line) for line in said.splitlines()]
+        returned = [answer["return"] for answer in answers if "return" in answer]
+        self.assertEqual(returned[1]["base-memory"], 64 << 20)
+        devices = [(device["id"]["vendor"], device["id"]["device"]) for bus in returned[2] for device in bus["devices"]]
+        self.assertIn((0x1af4, 0x1110), devices)
+        status = self.ram(self.name).stat()
+        self.assertEqual((stat.S_IMODE(status.st_mode), status.st_size), (0o600, 64 << 20))
+
+    def test_libvirt_takes_the_domain(self):
+        for program in ("xmllint", "dpkg"):
+            if not shutil.which(program):
+                self.skipTest(f"{program} is not installed")
+        fetched = subprocess.run(["bash", "-c", '. "$1/scripts/packages.sh" && fetch_libvirt_schemas "$2"', "-", SOURCE, CACHE / "libvirt"],
+                                 stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=250)
+        if fetched.returncode != 0:
+            self.skipTest(fetched.stderr.strip())
+        printed = self.add()["libvirt"]
+        with_interrupts = printed.replace("<!-- for interrupts: ", "").replace("-->", "")
+        self.assertNotEqual(printed, with_interrupts)
+        # A domain that is one already, into which ours is merged.
+        rest = "<name>x</name><os><type arch='x86_64' machine='q35'>hvm</type></os></domain>"
+        for text in (printed, with_interrupts):
+            self.assertEqual(self.judged(text.replace("</domain>", rest)), "")
+        for wrong in ("ivshmem-doorbell", "<server ", "<qemu:arg "):  # the schema is one that can refuse
+            self.assertNotEqual(self.judged(printed.replace(wrong, wrong[0] + "x" + wrong[1:]).replace("</domain>", rest)), "", wrong)
+
+    def judged(self, text):
+        file = self.folder / "domain.xml"
+        file.write_text(text)
+        result = self.run_program("xmllint", "--noout", "--relaxng", CACHE / "libvirt/schemas/domain.rng", file)
+        return "" if result.returncode == 0 else result.stderr or "refused"
+
+    def test_the_shell_completes_it(self):
+        self.add("--ram", self.folder / "ram", name="build1")
+        def complete(*words):
+            script = f'source {SOURCE}/packaging/vrdma.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _vrdma; printf "%s\\n" "${{COMPREPLY[@]}}"'
+            return self.run_program("bash", "-c", script, "-", BIN / "vrdma", *words).stdout.split()
+        self.assertEqual(complete("vm", ""), ["add", "list", "show", "remove", "--help"])
+        self.assertEqual(complete("vm", "show", "b"), ["build1"])
+        self.assertIn("--memory", complete("vm", "add", "x", "--m"))
+        self.assertEqual(complete("v"), ["vm"])
+
+
+if __name__ == "__main__":
+    unittest.main()
