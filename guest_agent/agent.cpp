@@ -18,9 +18,12 @@ using vm::Frame;
 using vmci::UniqueFd;
 
 namespace {
-constexpr std::uint64_t busy_ns = 200'000;         // without interrupts: how long after something it looks again at once
-constexpr int nap_ms = 1;                          // … and how often later, while there are processes
-constexpr int idle_nap_ms = 20;                    // … while there are none
+// Without interrupts, how often it looks at the link. It never spins: on a processor that it shares with a program that polls,
+// who sleeps is let in at once when there is an event, and who yields waits for the end of a time slice.
+constexpr std::uint64_t busy_ns = 2'000'000;         // for so long after something …
+constexpr std::uint64_t busy_nap_ns = 50'000;        // … every so often
+constexpr std::uint64_t nap_ns = 1'000'000;          // later, while there are processes
+constexpr std::uint64_t idle_nap_ns = 20'000'000;    // while there are none
 constexpr std::size_t unsent_bytes_max = 1 << 20;  // then processes wait with their packets
 constexpr std::uint64_t goodbye_ns = 2'000'000'000;
 }  // namespace
@@ -116,20 +119,18 @@ void Agent::wait(std::uint64_t now_ns) {
     else
       packets_watched_ = watch_.events.add(watch_.packets.fd(), EPOLLIN, {0, item_packets}).has_value();
   }
-  int timeout_ms = nap_ms;
+  std::uint64_t timeout_ns = nap_ns;
   if (session_.device().interrupt >= 0 && session_.linked()) {
     // The rest of a flood comes without a word; so does room for ours.
-    const auto heart_ms = static_cast<int>(options_.patience_ns / 10'000'000);
-    timeout_ms = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ms : heart_ms;
+    timeout_ns = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ns : options_.patience_ns / 10;
   } else if (now_ns < busy_until_ns_) {
-    timeout_ms = 0;
-    backoff_.idle();
+    timeout_ns = busy_nap_ns;
   } else if (connections_.empty()) {
-    timeout_ms = idle_nap_ms;
+    timeout_ns = idle_nap_ns;
   }
-  watch_.events.wait(timeout_ms, [&](Source source) {
-    busy_until_ns_ = vmci::monotonic_ns() + busy_ns;
-    backoff_.reset();
+  watch_.events.wait(timeout_ns, [&](Source source) {
+    // The answer to a doorbell comes to the process by itself, mostly.
+    if (source.connection == 0 || source.item != Connection::item_doorbell) busy_until_ns_ = vmci::monotonic_ns() + busy_ns;
     take_event(source);
   });
 }
@@ -248,7 +249,7 @@ void Agent::leave_in_order() {
       return;
     }
     if (session_.look(now_ns) == Session::News::accepted) break;
-    watch_.events.wait(nap_ms, [](Source) {});
+    watch_.events.wait(nap_ns, [](Source) {});
   }
   left_behind_.clear();
 }

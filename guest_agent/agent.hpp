@@ -10,7 +10,6 @@
 #include "guest_agent/connection.hpp"
 #include "guest_agent/poller.hpp"
 #include "guest_agent/session.hpp"
-#include "vmci_channel/backoff.hpp"
 
 namespace vrdma::agent {
 
@@ -59,7 +58,6 @@ class Agent {
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t next_connection_ = 1;
   std::uint64_t busy_until_ns_ = 0;
-  vmci::Backoff backoff_;
 };
 
 }  // namespace vrdma::agent

@@ -3,14 +3,22 @@
 #pragma once
 
 #include <sys/epoll.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <span>
 #include <stdexcept>
 
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
+
+#ifndef SYS_epoll_pwait2
+#define SYS_epoll_pwait2 441
+#endif
 
 namespace vrdma::agent {
 
@@ -30,11 +38,14 @@ class Poller {
   // Before closing: who else has the same file open would keep it here.
   void remove(int fd) { [[maybe_unused]] const auto gone = control(EPOLL_CTL_DEL, fd, 0, {}); }
 
-  // -1: for ever. A signal ends it, with nothing.
+  // A signal ends it, with nothing.
   template <class Found>
-  void wait(int timeout_ms, Found&& found) {
-    const int count = ::epoll_wait(fd_.get(), events_.data(), static_cast<int>(events_.size()), timeout_ms);
-    for (int i = 0; i < count; ++i)
+  void wait(std::uint64_t timeout_ns, Found&& found) {
+    const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), static_cast<long>(timeout_ns % 1'000'000'000)};
+    long count = ::syscall(SYS_epoll_pwait2, fd_.get(), events_.data(), static_cast<int>(events_.size()), &timeout, nullptr, 0);
+    if (count < 0 && errno == ENOSYS)  // before Linux 5.11
+      count = ::epoll_wait(fd_.get(), events_.data(), static_cast<int>(events_.size()), static_cast<int>((timeout_ns + 999'999) / 1'000'000));
+    for (long i = 0; i < count; ++i)
       found(Source{static_cast<std::uint32_t>(events_[i].data.u64 >> 32), static_cast<std::uint32_t>(events_[i].data.u64)});
   }
 
