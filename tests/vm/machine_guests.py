@@ -10,8 +10,6 @@ import json
 import os
 import random
 import re
-import secrets
-import shutil
 import signal
 import sys
 import time
@@ -21,246 +19,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
-import image  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
-import shell  # noqa: E402
-from harness import SKIPPED_EXIT_CODE, Build, Failure, Service, Side, Skip, Tally, clean_up, clean_up_on_signals, free_port as harness_port, run, wait_until  # noqa: E402
+from guests import Guests  # noqa: E402
+from harness import SKIPPED_EXIT_CODE, Failure, Skip, Tally, clean_up, clean_up_on_signals, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
-from shell import MachineSide, Shell, both  # noqa: E402
+from network import network  # noqa: E402
 
-MEMORY = "512M"
+USER, OTHER = 64321, 64322
+CASE_SECONDS = 150
 CROWD = 8  # pairs
 REBOOTS = 20
-USER, OTHER = 64321, 64322
-AGENT_SECONDS, CASE_SECONDS = 60, 150
 PAUSE_SECONDS = 7  # longer than the patience of either side of the link
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
-BUILT = ("bin/vrdma", "bin/vrdma-guestd", "lib/libvrdma.so")
-PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
-            *(f"ib_{verb}_{kind}" for verb in perftest.VERBS for kind in ("lat", "bw")))
-
-
-def boot_image(build, built):
-    """(kernel, initramfs) with the programs of this machine, and those of `built` that the build has to have."""
-    for program in PROGRAMS:
-        if not shutil.which(program):
-            raise Skip(f"{program} is not installed")
-    for name in built:
-        if not (build / name).exists():
-            raise Failure(f"{build / name} does not exist: cmake --build --preset release")
-    cache = build / "vm"
-    kernel, release = image.kernel(cache)
-    contents = image.Contents(HERE / "init", PROGRAMS, [build / name for name in built], shell.SCRIPTS, image.modules(cache, shell.MODULES),
-                              kind="machines" if built else "network")
-    files = image.initramfs(cache, contents)
-    print(f"Linux {release} under TCG", flush=True)
-    return kernel, files
-
-
-# ---------------------------------------------------------------------------------------------------- the network alone
-
-def network(tally, folder):
-    """The harness itself: what programs in machines say, how they end, and TCP between all of them. Nothing of vrdma."""
-    kernel, files = boot_image(folder, ())
-    machines = [Shell(kernel, files, name, ["-m", MEMORY]) for name in ("one", "two")]
-    both(machines, Shell.await_boot)
-    sides = [MachineSide(build=None, shell=machine, plain=True) for machine in machines]
-    host = Side(build=None)
-    host.command = lambda program: list(program)
-
-    def talk(server, client):
-        """Bytes of a client that arrive at a server, by programs that know nothing of all this."""
-        port, text = server.free_port(), secrets.token_hex(20000)
-        code = ("import socket, sys; listener = socket.create_server(('', {0})); connection = listener.accept()[0]\n"
-                "while data := connection.recv(65536): sys.stdout.write(data.decode())").format(port)
-        serving = server.start(["python3", "-S", "-c", code], "server")
-        talking = None
-        try:
-            wait_until(lambda: server.listening(serving, port), 60, "the server listens", [serving])
-            code = f"import socket; socket.create_connection(('{client.address_of(server)}', {port})).sendall(b'{text}')"
-            talking = client.start(["python3", "-S", "-c", code], "client")
-            if talking.wait(60) != 0 or serving.wait(60) != 0:
-                raise Failure(f"{serving.says()}\n{talking.says()}")
-            if serving.output() != text:
-                raise Failure(f"{len(serving.output())} characters of {len(text)} arrive, or others")
-        finally:
-            for program in (talking, serving):
-                if program:
-                    program.stop()
-
-    def commands():
-        one, two = sides
-        code, said = one.run(["sh", "-c", "printf 'a\\0b'; id -u >&2; exit 3"], 60)
-        if (code, said) != (3, "a\0b0\n"):
-            raise Failure(f"{code}, {said!r}")
-        code, said = replace(two, uid=USER).run(["sh", "-c", "id -u; kill -9 $$"], 60)
-        if (code, said) != (-9, f"{USER}\n"):
-            raise Failure(f"{code}, {said!r}")
-        try:
-            one.run(["no-such-program"], 60)
-        except Failure as reason:
-            if "cannot start no-such-program" not in str(reason):
-                raise
-        else:
-            raise Failure("a program that is not there is started")
-        long = [one.start(["sh", "-c", f"echo {number}; trap 'echo term; exit 5' TERM; while :; do sleep 0.1; done"], None) for number in range(3)]
-        try:
-            wait_until(lambda: [program.output() for program in long] == ["0\n", "1\n", "2\n"], 60, "three programs run at once", long)
-            if one.run(["echo", "beside"], 60) != (0, "beside\n"):
-                raise Failure("a fourth does not run beside them")
-            if long[0].stop() != 5 or not long[0].output().endswith("term\n"):
-                raise Failure(f"SIGTERM does not arrive:\n{long[0].says()}")
-        finally:
-            for program in long:
-                program.stop()
-        # With its connection a program ends, and what it has started.
-        sleeper = one.start(["sh", "-c", "sleep 4321 & echo started; wait"], None)
-        wait_until(lambda: "started" in sleeper.output(), 60, "it has started another", [sleeper])
-        sleeper.stop(grace_s=0)
-        wait_until(lambda: "4321" not in one.run(["ps", "-o", "args"], 60)[1], 60, "both have ended")
-
-    def network_settings():
-        _, said = sides[0].run(["ip", "addr", "show", "eth0"], 60)
-        if "10.0.2.15/24" not in said:
-            raise Failure(said)
-        return re.search(r"mtu \d+", said).group(0)
-
-    def killed():
-        program = sides[1].start(["sleep", "1000"], "sleep")
-        machines[1].kill()
-        if program.wait(30) is not None or program.running():
-            raise Failure("a program of a machine that was killed goes on, or ends by itself")
-        program.stop()
-        try:
-            sides[1].start(["true"], None).stop()
-        except Failure as reason:
-            if "two" in str(reason):
-                return
-        raise Failure("a machine that was killed takes a request")
-    tally.case("eth0", network_settings)
-    tally.case("commands, users, signals and ends", commands)
-    for name, server, client in (("machine to machine", *sides), ("the other way", *reversed(sides)), ("host to machine", sides[0], host),
-                                 ("machine to host", host, sides[1]), ("within a machine", sides[0], sides[0])):
-        tally.case(f"TCP, {name}", lambda server=server, client=client: talk(server, client))
-    tally.case("the first switches itself off", machines[0].leave)
-    tally.case("the second is killed", killed)
-    machines[1].stop()
-
-
-# ---------------------------------------------------------------------------------------------------- guests
-
-class Guests:
-    """A vrdmad, two machines that it serves, and the agent in each."""
-
-    def __init__(self, folder, seed):
-        self.seed = seed
-        self.build = Build.at(folder)
-        self.booted = boot_image(folder, BUILT)
-        self.service = Service(self.build)
-        self.env = self.service.environment()
-        token = secrets.token_hex(3)
-        self.names = [f"{name}-{token}" for name in ("one", "two")]
-        self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
-        try:
-            for name in self.names:
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json"))
-                link = Path(self.added[name]["link"])
-                wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
-                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"]))
-            both(self.machines, Shell.await_boot)
-            self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
-            for side in self.roots:
-                self.start_agent(side)
-        except BaseException:
-            self.forget()
-            raise
-        self.host = Side(self.build, env=self.env)
-
-    def vrdma(self, *words):
-        code, said = run([self.build.vrdma, *words], 30, env=self.env)
-        if code != 0:
-            raise Failure(f"vrdma {' '.join(words)} left with {code}: {said}")
-        return said
-
-    def start_agent(self, side):
-        plain = replace(side, plain=True)
-        # It writes a byte to its output once it serves.
-        agent = plain.start([self.build.vrdma.parent / "vrdma-guestd", "--ready-fd", "1"], "vrdma-guestd")
-        self.agents[side.shell.name] = agent
-        try:
-            wait_until(lambda: "\x01" in agent.output(), AGENT_SECONDS, "vrdma-guestd serves", [agent, self.service.program])
-        except Failure as reason:
-            raise Failure(f"{reason}\n{self.service.program.says()}") from None
-
-    def shown(self):
-        """{name: what the service says of the machine}"""
-        return {vm["name"]: vm for vm in json.loads(self.vrdma("show", "--json")).get("vms", [])}
-
-    def guests(self):
-        return json.loads(self.vrdma("show", "guests", "--json"))
-
-    def await_state(self, name, *states):
-        wait_until(lambda: self.shown().get(name, {}).get("state") in states, 60, f"{name} is {' or '.join(states)}", [self.service.program])
-
-    def news(self):
-        """What the service and the agents have said since they were asked last."""
-        text = ""
-        for program in (self.service.program, *self.agents.values()):
-            said = program.output()
-            text += f"--- {program.name}\n{said[self.heard.get(program, 0):][-3000:]}"
-            self.heard[program] = len(said)
-        return text
-
-    def boot_again(self, side):
-        """Its machine has ended, or is ended here without notice: nothing of it is left, and a new one starts."""
-        name = side.shell.name
-        self.agents[name].stop(grace_s=0)
-        side.shell.stop()
-        self.await_state(name, "waiting")
-        self.await_unmapped(name)
-        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"])
-        side.shell.await_boot()
-        self.start_agent(side)
-
-    def await_unmapped(self, name):
-        maps = Path(f"/proc/{self.service.program.pid}/maps")
-        wait_until(lambda: self.added[name]["ram"] not in maps.read_text(), 20, f"the service has unmapped {self.added[name]['ram']}")
-
-    def check(self):
-        self.service.check()
-        for agent in self.agents.values():
-            if not agent.running():
-                raise Failure(f"vrdma-guestd left with {agent.returncode}\n{agent.says()}")
-
-    def close(self):
-        """Everything ends as it should, in order."""
-        wait_until(lambda: not self.guests(), 60, "the service has forgotten all guests")
-        for name in self.names:
-            self.await_state(name, "attached")
-        for name, agent in self.agents.items():
-            if (code := agent.stop(grace_s=30)) != 0:
-                raise Failure(f"vrdma-guestd left with {code} at SIGTERM\n{agent.says()}")
-            self.await_state(name, "connected", "waiting")
-        both(self.machines, Shell.leave)
-        for name in self.names:
-            self.await_state(name, "waiting")
-            self.await_unmapped(name)
-            self.vrdma("vm", "remove", name)
-        wait_until(lambda: not self.shown(), 20, "the service has forgotten the machines")
-        left = [path for name in self.names for path in (Path(self.added[name]["ram"]), Path(self.added[name]["link"]).parent) if path.exists()]
-        if left:
-            raise Failure(f"left over: {left}")
-        code, said = self.service.stop()
-        if code != 0:
-            raise Failure(f"vrdmad left with {code}\n{said}")
-
-    def forget(self):
-        """However it went, nothing of the machines is left on this one."""
-        for machine in self.machines:
-            machine.stop()
-        for added in self.added.values():
-            Path(added["ram"]).unlink(missing_ok=True)
 
 
 def all_cases():
@@ -430,7 +201,7 @@ def lives(tally, guests):
 
     def service_killed():
         """QEMU does not connect anew: its machines have the service back when they are started again."""
-        port = harness_port()
+        port = guests.host.free_port()
         words = ["ib_write_bw", "-F", "-D", "600", "-p", str(port)]
         server = guests.host.start(words, "server")
         client = None

@@ -1,0 +1,149 @@
+"""A vrdmad, two virtual machines that it serves, and vrdma-guestd in each: what the scenarios of machine_guests.py run in."""
+import json
+import secrets
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import image
+import perftest
+import shell
+from harness import Build, Failure, Service, Side, Skip, run, wait_until
+from shell import MachineSide, Shell, both
+
+HERE = Path(__file__).resolve().parent
+MEMORY = "512M"
+AGENT_SECONDS = 60
+BUILT = ("bin/vrdma", "bin/vrdma-guestd", "lib/libvrdma.so")
+PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
+            *(f"ib_{verb}_{kind}" for verb in perftest.VERBS for kind in ("lat", "bw")))
+
+
+def boot_image(build, built):
+    """(kernel, initramfs) with the programs of this machine, and those of `built` that the build has to have."""
+    for program in PROGRAMS:
+        if not shutil.which(program):
+            raise Skip(f"{program} is not installed")
+    for name in built:
+        if not (build / name).exists():
+            raise Failure(f"{build / name} does not exist: cmake --build --preset release")
+    cache = build / "vm"
+    kernel, release = image.kernel(cache)
+    contents = image.Contents(HERE / "init", PROGRAMS, [build / name for name in built], shell.SCRIPTS, image.modules(cache, shell.MODULES),
+                              kind="machines" if built else "network")
+    files = image.initramfs(cache, contents)
+    print(f"Linux {release} under TCG", flush=True)
+    return kernel, files
+
+
+class Guests:
+    """A vrdmad, two machines that it serves, and the agent in each."""
+
+    def __init__(self, folder, seed):
+        self.seed = seed
+        self.build = Build.at(folder)
+        self.booted = boot_image(folder, BUILT)
+        self.service = Service(self.build)
+        self.env = self.service.environment()
+        token = secrets.token_hex(3)
+        self.names = [f"{name}-{token}" for name in ("one", "two")]
+        self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
+        try:
+            for name in self.names:
+                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json"))
+                link = Path(self.added[name]["link"])
+                wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
+                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"]))
+            both(self.machines, Shell.await_boot)
+            self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
+            for side in self.roots:
+                self.start_agent(side)
+        except BaseException:
+            self.forget()
+            raise
+        self.host = Side(self.build, env=self.env)
+
+    def vrdma(self, *words):
+        code, said = run([self.build.vrdma, *words], 30, env=self.env)
+        if code != 0:
+            raise Failure(f"vrdma {' '.join(words)} left with {code}: {said}")
+        return said
+
+    def start_agent(self, side):
+        plain = replace(side, plain=True)
+        # It writes a byte to its output once it serves.
+        agent = plain.start([self.build.vrdma.parent / "vrdma-guestd", "--ready-fd", "1"], "vrdma-guestd")
+        self.agents[side.shell.name] = agent
+        try:
+            wait_until(lambda: "\x01" in agent.output(), AGENT_SECONDS, "vrdma-guestd serves", [agent, self.service.program])
+        except Failure as reason:
+            raise Failure(f"{reason}\n{self.service.program.says()}") from None
+
+    def shown(self):
+        """{name: what the service says of the machine}"""
+        return {vm["name"]: vm for vm in json.loads(self.vrdma("show", "--json")).get("vms", [])}
+
+    def guests(self):
+        return json.loads(self.vrdma("show", "guests", "--json"))
+
+    def await_state(self, name, *states):
+        wait_until(lambda: self.shown().get(name, {}).get("state") in states, 60, f"{name} is {' or '.join(states)}", [self.service.program])
+
+    def news(self):
+        """What the service and the agents have said since they were asked last."""
+        text = ""
+        for program in (self.service.program, *self.agents.values()):
+            said = program.output()
+            text += f"--- {program.name}\n{said[self.heard.get(program, 0):][-3000:]}"
+            self.heard[program] = len(said)
+        return text
+
+    def boot_again(self, side):
+        """Its machine has ended, or is ended here without notice: nothing of it is left, and a new one starts."""
+        name = side.shell.name
+        self.agents[name].stop(grace_s=0)
+        side.shell.stop()
+        self.await_state(name, "waiting")
+        self.await_unmapped(name)
+        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"])
+        side.shell.await_boot()
+        self.start_agent(side)
+
+    def await_unmapped(self, name):
+        maps = Path(f"/proc/{self.service.program.pid}/maps")
+        wait_until(lambda: self.added[name]["ram"] not in maps.read_text(), 20, f"the service has unmapped {self.added[name]['ram']}")
+
+    def check(self):
+        self.service.check()
+        for agent in self.agents.values():
+            if not agent.running():
+                raise Failure(f"vrdma-guestd left with {agent.returncode}\n{agent.says()}")
+
+    def close(self):
+        """Everything ends as it should, in order."""
+        wait_until(lambda: not self.guests(), 60, "the service has forgotten all guests")
+        for name in self.names:
+            self.await_state(name, "attached")
+        for name, agent in self.agents.items():
+            if (code := agent.stop(grace_s=30)) != 0:
+                raise Failure(f"vrdma-guestd left with {code} at SIGTERM\n{agent.says()}")
+            self.await_state(name, "connected", "waiting")
+        both(self.machines, Shell.leave)
+        for name in self.names:
+            self.await_state(name, "waiting")
+            self.await_unmapped(name)
+            self.vrdma("vm", "remove", name)
+        wait_until(lambda: not self.shown(), 20, "the service has forgotten the machines")
+        left = [path for name in self.names for path in (Path(self.added[name]["ram"]), Path(self.added[name]["link"]).parent) if path.exists()]
+        if left:
+            raise Failure(f"left over: {left}")
+        code, said = self.service.stop()
+        if code != 0:
+            raise Failure(f"vrdmad left with {code}\n{said}")
+
+    def forget(self):
+        """However it went, nothing of the machines is left on this one."""
+        for machine in self.machines:
+            machine.stop()
+        for added in self.added.values():
+            Path(added["ram"]).unlink(missing_ok=True)
