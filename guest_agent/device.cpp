@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "guest_agent/patience.hpp"
+
 namespace vrdma::agent {
 
 namespace {
@@ -93,7 +95,7 @@ void IvshmemDevice::open_by_sysfs() {
   }
   // Two agents would end each other's sessions for ever.
   lock_.reset(::open((folder / "resource2").c_str(), O_RDWR | O_CLOEXEC));
-  if (lock_ && ::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+  if (lock_ && !taken_in_time([this] { return ::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK; }))
     fail("PCI device " + bdf_ + " is served by another vrdma-guestd: stop that one, or give another --device");
   const auto [registers, register_bytes] = map_bar(folder / "resource0", vm::doorbell_register + sizeof(std::uint32_t));
   const auto [bar, bar_bytes] = map_bar(folder / "resource2", vm::bar_bytes);

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "guest_agent/agent.hpp"
+#include "guest_agent/keeper.hpp"
 #include "guest_agent/log.hpp"
 
 namespace {
@@ -95,6 +96,7 @@ int main(int argc, char** argv) {
     const vrdma::agent::IvshmemDevice device(bdf);
     vrdma::agent::say("%s uses PCI device %s, %s", VRDMA_VERSION, device.bdf().c_str(),
                       device.device().interrupt >= 0 ? "by interrupts" : "by polling");
+    const vrdma::agent::Keeper keeper(device.device());
     vrdma::agent::Agent(device.device(), options).run(signals.get());
   } catch (const std::exception& error) {
     vrdma::agent::say("%s", error.what());

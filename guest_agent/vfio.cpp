@@ -13,6 +13,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "guest_agent/patience.hpp"
+
 namespace vrdma::agent {
 
 namespace {
@@ -60,7 +62,10 @@ bool VfioDevice::available(const fs::path& device) {
 VfioDevice::VfioDevice(const fs::path& device) : container_(open_or_fail("/dev/vfio/vfio")) {
   if (::ioctl(container_.get(), VFIO_GET_API_VERSION) != VFIO_API_VERSION) errno = ENOTSUP, fail("use this kernel's vfio");
   const std::string group = fs::read_symlink(device / "iommu_group").filename();
-  group_.reset(::open(("/dev/vfio/" + group).c_str(), O_RDWR | O_CLOEXEC));
+  (void)taken_in_time([&] {
+    group_.reset(::open(("/dev/vfio/" + group).c_str(), O_RDWR | O_CLOEXEC));
+    return group_ || errno != EBUSY;
+  });
   if (!group_ && errno == EBUSY)
     throw std::runtime_error("PCI device " + device.filename().string() + " is in use by another process: stop the other vrdma-guestd, or give another --device");
   if (!group_) fail("open /dev/vfio/" + group);

@@ -178,6 +178,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"pid", ::getpid()},
                     {"uid", ::geteuid()},
                     {"socket", fabric.config.socket},
+                    {"vm_folder", fabric.config.machines_folder()},
                     {"link_layer", fabric.config.link_layer},
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", false},

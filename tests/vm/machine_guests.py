@@ -154,18 +154,27 @@ def lives(tally, guests):
         victim.send_signal(signal.SIGKILL)
 
     def killed_agent(_victim):
-        """A new one is started, as by its systemd unit: the service learns from that one that the first has gone."""
+        """Nobody follows it: what it held is let go of nevertheless, before somebody else gets it."""
         agent = guests.agents[two.shell.name]
         agent.send_signal(signal.SIGKILL)
         wait_until(lambda: not agent.running(), 60, "the agent is dead")
         agent.stop()
+
+    def nobody_writes():
+        """Memory that a program gets afterwards, also what the killed one had, stays as it is."""
+        code = ("import time\nblock = bytearray(b'Z') * (200 << 20)\ntime.sleep(2)\n"
+                "print(len(block) - block.count(b'Z'), 'bytes changed')")
+        code, said = replace(two, plain=True).run(["python3", "-S", "-c", code], 120)
+        if (code, said) != (0, "0 bytes changed\n"):
+            raise Failure(f"{code}, {said!r}")
         guests.start_agent(two)
 
     def killed_machine(_victim):
         two.shell.kill()
     tally.case("kill -9 of a program in a machine", lambda: traffic_until(killed_program, guests.host))
     tally.case("… and what is left works", lambda: pingpong.run_case(quick, (one, two), CASE_SECONDS))
-    tally.case("kill -9 of the agent, and another", lambda: traffic_until(killed_agent, guests.host))
+    tally.case("kill -9 of the agent", lambda: traffic_until(killed_agent, guests.host))
+    tally.case("… nobody writes to its machine, and another is started", nobody_writes)
     tally.case("… and the new one serves its machine", lambda: pingpong.run_case(quick, (one, two), CASE_SECONDS))
     tally.case("kill -9 of a machine", lambda: traffic_until(killed_machine, guests.host))
 

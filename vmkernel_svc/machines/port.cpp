@@ -69,7 +69,7 @@ Status send_message(int socket, std::int64_t number, int descriptor = -1) {
 }
 
 // A stream socket. Who else serves the folder of machines serves another socket of guests, too: what stands there is a leftover.
-Result<vmci::UniqueFd> listen_at(const std::string& path) {
+Result<vmci::UniqueFd> listen_at(const std::string& path, uid_t tenant) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof(address.sun_path)) return Errno{ENAMETOOLONG};
@@ -78,6 +78,8 @@ Result<vmci::UniqueFd> listen_at(const std::string& path) {
   vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
   if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
+  // Whoever may give it to another user does: QEMU runs as the tenant. Who may not, is the tenant, or root connects.
+  if (tenant != ::geteuid()) [[maybe_unused]] const int given = ::chown(path.c_str(), tenant, static_cast<gid_t>(-1));
   return fd;
 }
 
@@ -134,7 +136,7 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
       events[i].reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
       if (!events[i]) throw cannot("create its doorbells", errno);
     }
-  auto listening = listen_at(path);
+  auto listening = listen_at(path, spec_.tenant);
   if (!listening) throw cannot(fmt::format("listen at {}", path).c_str(), value(listening.error()));
   listener_.assign(listening->release());
   if (!watch_copy(link_event_, service_events_[vm::link_vector].get())) throw cannot("watch its doorbell", errno);
@@ -290,7 +292,13 @@ void MachinePort::end_session() {
   }
   if (ended->page != nullptr) {
     // The mapping stays until the shard writes there no more.
-    service_.shard.submit([ram = ended->ram, state = &ended->page->shards[0]](Shard& shard) { shard.end_mirror(*state); });
+    ++leaving_;
+    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, state = &ended->page->shards[0]](Shard& shard) {
+      shard.end_mirror(*state);
+      boost::asio::post(io, [this, alive] {
+        if (*alive && --leaving_ == 0) look();
+      });
+    });
     spdlog::info("machine {}: its session has ended", spec_.name);
   }
   service_.changed();

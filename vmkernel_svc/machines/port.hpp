@@ -101,7 +101,7 @@ class MachinePort {
   boost::asio::posix::stream_descriptor listener_, qemu_, link_event_;
   boost::asio::steady_timer heartbeat_;
   std::unique_ptr<Session> session_;
-  std::size_t leaving_ = 0;  // processes of sessions that have ended, whose memory the service may still touch
+  std::size_t leaving_ = 0;  // processes and pages of sessions that have ended, that the service may still touch
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this port look here first
 };
 
