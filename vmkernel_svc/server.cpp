@@ -140,7 +140,7 @@ void Server::watch_idle() {
   idle_timer_.expires_after(std::chrono::seconds(1));
   idle_timer_.async_wait([this](const boost::system::error_code& error) {
     if (error) return;
-    idle_seconds_ = connections_.empty() ? idle_seconds_ + 1 : 0;
+    idle_seconds_ = connections_.empty() && !machines_->any_running() ? idle_seconds_ + 1 : 0;
     if (idle_seconds_ >= config_.idle_exit_s) {
       spdlog::info("no guest for {} s: leaving", config_.idle_exit_s);
       io_.stop();

@@ -5,6 +5,7 @@
 #include <sys/inotify.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <filesystem>
 #include <fstream>
@@ -65,12 +66,18 @@ std::vector<MachineStatus> Machines::status() const {
   return all;
 }
 
+bool Machines::any_running() const {
+  return std::any_of(ports_.begin(), ports_.end(), [](const auto& port) { return port.second->running(); });
+}
+
 // The folder, each machine's, and, as long as there is no folder, the place where it would appear.
 void Machines::watch() {
   if (!changes_.is_open()) return;
-  const auto add = [this](const fs::path& path, std::uint32_t what) { ::inotify_add_watch(changes_.native_handle(), path.c_str(), what | IN_ONLYDIR); };
+  const auto add = [this](const fs::path& path, std::uint32_t what) {
+    return ::inotify_add_watch(changes_.native_handle(), path.c_str(), what | IN_ONLYDIR);
+  };
   std::error_code error;
-  if (!fs::is_directory(folder_, error)) add(fs::path(folder_).parent_path(), IN_CREATE | IN_MOVED_TO);
+  if (!fs::is_directory(folder_, error)) beside_ = add(fs::path(folder_).parent_path(), IN_CREATE | IN_MOVED_TO);
   if (!fs::is_directory(folder_, error)) return;
   add(folder_, IN_CREATE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
   for (const auto& entry : fs::directory_iterator(folder_, error))
@@ -80,12 +87,23 @@ void Machines::watch() {
 void Machines::await_changes() {
   changes_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](const boost::system::error_code& error) {
     if (error) return;
-    alignas(inotify_event) std::array<char, 4096> ignored;
-    while (::read(changes_.native_handle(), ignored.data(), ignored.size()) > 0) {
-    }
-    look();
+    if (take_changes()) look();
     await_changes();
   });
+}
+
+// Whether they concern machines: what else happens beside a folder that is not there yet is not looked into.
+bool Machines::take_changes() {
+  const std::string name = fs::path(folder_).filename();
+  bool concerned = false;
+  alignas(inotify_event) std::array<char, 4096> events;
+  for (ssize_t got; (got = ::read(changes_.native_handle(), events.data(), events.size())) > 0;)
+    for (ssize_t at = 0; at < got;) {
+      const auto* const event = reinterpret_cast<const inotify_event*>(events.data() + at);
+      concerned |= event->wd != beside_ || (event->len != 0 && name == event->name) || (event->mask & IN_Q_OVERFLOW) != 0;
+      at += static_cast<ssize_t>(sizeof(inotify_event) + event->len);
+    }
+  return concerned;
 }
 
 void Machines::look() {

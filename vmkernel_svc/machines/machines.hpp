@@ -18,15 +18,18 @@ class Machines {
   ~Machines();
 
   std::vector<MachineStatus> status() const;
+  bool any_running() const;  // some machine's QEMU is connected
 
  private:
   void look();   // what the folder says now
   void watch();
+  bool take_changes();
   void await_changes();
 
   std::string folder_;
   MachinePort::Service service_;
   boost::asio::posix::stream_descriptor changes_;  // inotify
+  int beside_ = -1;                                // its watch of the place where the folder would appear
   std::map<std::string, std::unique_ptr<MachinePort>> ports_;
   std::map<std::string, std::string> complaints_;  // already logged, by machine
 };

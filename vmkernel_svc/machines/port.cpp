@@ -78,8 +78,9 @@ Result<vmci::UniqueFd> listen_at(const std::string& path, uid_t tenant) {
   vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
   if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
-  // Whoever may give it to another user does: QEMU runs as the tenant. Who may not, is the tenant, or root connects.
-  if (tenant != ::geteuid()) [[maybe_unused]] const int given = ::chown(path.c_str(), tenant, static_cast<gid_t>(-1));
+  // QEMU runs as the tenant.
+  if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
+    spdlog::warn("{} cannot be given to uid {} ({}): run its QEMU as root, or as vrdmad's user", path, tenant, std::strerror(errno));
   return fd;
 }
 

@@ -63,6 +63,7 @@ class MachinePort {
 
   const MachineSpec& spec() const { return spec_; }
   MachineStatus status() const;
+  bool running() const { return qemu_.is_open(); }
 
   MachinePort(const MachinePort&) = delete;
   MachinePort& operator=(const MachinePort&) = delete;
