@@ -262,7 +262,11 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   const auto pages = process.take_segment(vm::segment_arena);
   if (!pages || pages->bytes() != config_.machine_arena_bytes) return PacketDesk::refuse(connection->socket, head, EPROTO);
   auto arena = pages->segment();
-  if (!arena) return PacketDesk::refuse(connection->socket, head, value(arena.error()));
+  if (!arena) {
+    spdlog::warn("machine {}: pages of its RAM cannot be mapped one by one ({}): keep the RAM in a file of ordinary pages, not of huge ones",
+                 process.machine, std::strerror(value(arena.error())));
+    return PacketDesk::refuse(connection->socket, head, value(arena.error()));
+  }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
       std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, {}}), std::move(*arena)});

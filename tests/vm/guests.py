@@ -14,7 +14,8 @@ from shell import MachineSide, Shell, both
 HERE = Path(__file__).resolve().parent
 MEMORY = "512M"
 AGENT_SECONDS = 60
-BUILT = ("bin/vrdma", "bin/vrdma-guestd", "lib/libvrdma.so")
+BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "lib/libvrdma.so")
+INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
 PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
             *(f"ib_{verb}_{kind}" for verb in perftest.VERBS for kind in ("lat", "bw")))
 
@@ -29,7 +30,7 @@ def boot_image(build, built):
             raise Failure(f"{build / name} does not exist: cmake --build --preset release")
     cache = build / "vm"
     kernel, release = image.kernel(cache)
-    contents = image.Contents(HERE / "init", PROGRAMS, [build / name for name in built], shell.SCRIPTS, image.modules(cache, shell.MODULES),
+    contents = image.Contents(HERE / "init", PROGRAMS, [build / name for name in built], shell.SCRIPTS, image.modules(cache, shell.MODULES + INTERRUPT_MODULES),
                               kind="machines" if built else "network")
     files = image.initramfs(cache, contents)
     print(f"Linux {release} under TCG", flush=True)
@@ -39,8 +40,10 @@ def boot_image(build, built):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed):
+    def __init__(self, folder, seed, interrupts=False):
+        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling."""
         self.seed = seed
+        self.kernel_words = ("intel_iommu=on",) if interrupts else ()
         self.build = Build.at(folder)
         self.booted = boot_image(folder, BUILT)
         self.service = Service(self.build)
@@ -53,7 +56,9 @@ class Guests:
                 self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json"))
                 link = Path(self.added[name]["link"])
                 wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
-                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"]))
+                if interrupts:
+                    self.added[name]["qemu"] += self.added[name]["qemu_interrupts"]
+                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words))
             both(self.machines, Shell.await_boot)
             self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
             for side in self.roots:
@@ -105,7 +110,7 @@ class Guests:
         side.shell.stop()
         self.await_state(name, "waiting")
         self.await_unmapped(name)
-        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"])
+        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words)
         side.shell.await_boot()
         self.start_agent(side)
 

@@ -234,6 +234,35 @@ def lives(tally, guests):
     tally.case("kill -9 of vrdmad: its programs end, and a new one serves machines that are started again", service_killed)
 
 
+def interrupts(tally, guests):
+    """Machines with an IOMMU: whoever waits there sleeps."""
+    one, two = guests.roots
+
+    def by_interrupts():
+        for agent in guests.agents.values():
+            if "by interrupts" not in agent.output():
+                raise Failure(f"an agent polls\n{agent.says()}")
+    tally.case("both agents are interrupted", by_interrupts)
+    cases = [(pingpong, pingpong.Case("rc", validate=True, events=True, iterations=100)),
+             (pingpong, pingpong.Case("ud", validate=True, events=True, iterations=100)),
+             (perftest, perftest.Case("send", "lat", events=True, iterations=100)),
+             (perftest, perftest.Case("write", "bw", iterations=100)), (perftest, perftest.Case("atomic", "lat", iterations=100))]
+    run_cases(tally, guests, "machine to machine", cases, (one, two))
+    run_cases(tally, guests, "host to a user in a machine", cases, (replace(two, uid=USER), guests.host))
+
+
+def conformance(tally, guests):
+    """The suite of two processes, both in one machine, by the host's service."""
+    def suite():
+        program = guests.build.vrdma.parent / "vrdma-conformance"
+        code, said = replace(guests.roots[1], uid=USER).run([program, "--seed", guests.seed, "--timeout-scale", "8"], 600)
+        guests.check()
+        if code != 0:
+            raise Failure("\n".join(line for line in said.splitlines() if not line.startswith("PASS")))
+        return said.strip().splitlines()[-1]
+    tally.case("vrdma-conformance of a user", suite)
+
+
 def reboots(tally, guests):
     """A machine that is killed again and again, at any moment of traffic with the host: nothing of it is left behind."""
     two = guests.roots[1]
@@ -268,7 +297,7 @@ def reboots(tally, guests):
         tally.case(f"killed and booted, {number + 1}", once)
 
 
-SCENARIOS = {"pair": pair, "host": host, "lives": lives, "reboots": reboots}
+SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots}
 
 
 def main():
@@ -286,7 +315,7 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed)
+            guests = Guests(folder, options.seed, interrupts=name == "interrupts")
             try:
                 print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                 SCENARIOS[name](tally, guests)

@@ -1,7 +1,9 @@
 #include "vmkernel_svc/memory/machine_ram.hpp"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 
 #include <algorithm>
 
@@ -32,8 +34,10 @@ Result<std::shared_ptr<MachineRam>> MachineRam::map(const std::string& path, std
   if (high_bytes > bytes || high_bytes % vm::page_bytes != 0) return Errno{EINVAL};
   auto mapping = vmci::Mapping::map(ram->fd_.get(), 0, bytes, vmci::Writable::yes);
   if (!mapping) return mapping.error();
-  // The file may be made smaller under us, by whoever runs the machine. Pages: as large as the file system makes them.
-  const std::size_t page = status.st_blksize > vm::page_bytes ? static_cast<std::size_t>(status.st_blksize) : vm::page_bytes;
+  // The file may be made smaller under us, by whoever runs the machine.
+  struct statfs filesystem;
+  const bool huge = ::fstatfs(ram->fd_.get(), &filesystem) == 0 && filesystem.f_type == HUGETLBFS_MAGIC;
+  const std::size_t page = huge ? static_cast<std::size_t>(filesystem.f_bsize) : vm::page_bytes;
   if (!BusGuard::add(mapping->data(), bytes, page, ram->fd_.get(), 0)) return Errno{ENOMEM};
   ram->mapping_ = std::move(*mapping);
   ram->low_bytes_ = bytes - high_bytes;
