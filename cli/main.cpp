@@ -64,7 +64,7 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   };
   CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, true);
   adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G")->transform(CLI::AsSizeValue(false))->default_str("2G");
-  adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs or hugetlbfs (default: /dev/shm/vrdma-vm-NAME.ram)");
+  adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
   adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
   CLI::App* const listing = add("list", "List the machines.", vm_list, false);
   CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, true);

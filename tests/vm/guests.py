@@ -13,6 +13,7 @@ from shell import MachineSide, Shell, both
 
 HERE = Path(__file__).resolve().parent
 MEMORY = "512M"
+SHM_BYTES_MIN = 3 << 29  # for the RAM of two, and some more
 AGENT_SECONDS = 60
 BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "lib/libvrdma.so")
 INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
@@ -53,7 +54,7 @@ class Guests:
         self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
         try:
             for name in self.names:
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json"))
+                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json", *self.ram_elsewhere(name)))
                 link = Path(self.added[name]["link"])
                 wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
                 if interrupts:
@@ -67,6 +68,13 @@ class Guests:
             self.forget()
             raise
         self.host = Side(self.build, env=self.env)
+
+    def ram_elsewhere(self, name):
+        """Where /dev/shm is small, as in many containers, the RAM is a file of the build."""
+        if shutil.disk_usage("/dev/shm").free >= SHM_BYTES_MIN:
+            return []
+        ram = self.build.vrdma.parent.parent / "vm" / f"{name}.ram"
+        return ["--ram", ram]
 
     def vrdma(self, *words):
         code, said = run([self.build.vrdma, *words], 30, env=self.env)
@@ -138,6 +146,8 @@ class Guests:
             self.await_state(name, "waiting")
             self.await_unmapped(name)
             self.vrdma("vm", "remove", name)
+            if self.ram_elsewhere(name):
+                Path(self.added[name]["ram"]).unlink()
         wait_until(lambda: not self.shown(), 20, "the service has forgotten the machines")
         left = [path for name in self.names for path in (Path(self.added[name]["ram"]), Path(self.added[name]["link"]).parent) if path.exists()]
         if left:
