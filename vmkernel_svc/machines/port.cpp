@@ -186,6 +186,8 @@ void MachinePort::accept_next() {
 }
 
 void MachinePort::connected(vmci::UniqueFd fd) {
+  // The end of the one before may be the next that we hear of.
+  if (char byte; qemu_.is_open() && ::recv(qemu_.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) disconnected();
   if (qemu_.is_open()) {
     spdlog::warn("machine {}: a second QEMU wants to be it: refused", spec_.name);
     return;
