@@ -186,6 +186,28 @@ TEST_CASE("Events come whole by the pipe of their context, and its end when the 
   CHECK(::read(pipe, &rest, 1) == 0);
 }
 
+TEST_CASE("What the service shows comes as a file, when it is whole") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  Process process(machine);  // a tool attaches to nothing
+  process.ask(Request::show);
+  machine.reply(machine.await(Frame::packet), 0, {}, 1, 7);
+  const std::string text(3 * vm::frame_bytes_max / 2, 'x');
+  const auto bytes = std::as_bytes(std::span(text));
+  machine.send(Frame::stream, process.number, bytes.first(vm::frame_bytes_max), 7);
+  machine.send(Frame::stream, process.number, bytes.subspan(vm::frame_bytes_max), 7);
+  machine.send(Frame::stream_end, process.number, {}, 7);
+  const auto reply = process.reply();
+  CHECK(reply.head.status == 0);
+  REQUIRE(reply.descriptors.size() == 1);
+  std::string read(text.size() + 1, ' ');
+  REQUIRE(::pread(reply.descriptors[0].get(), read.data(), read.size(), 0) == static_cast<ssize_t>(text.size()));
+  read.resize(text.size());
+  CHECK(read == text);
+}
+
 TEST_CASE("What a virtual machine cannot do is refused by the agent, what it does not know is the service's to say") {
   if (!can_pin()) return;
   Machine machine;
@@ -197,7 +219,7 @@ TEST_CASE("What a virtual machine cannot do is refused by the agent, what it doe
     CHECK(process.reply().head.status == ENOTCONN);
   }
   process.attach();
-  for (const Request request : {Request::add_backing, Request::queue_pair_alloc, Request::queue_pair_attach, Request::show}) {
+  for (const Request request : {Request::add_backing, Request::queue_pair_alloc, Request::queue_pair_attach}) {
     process.ask(request, std::array<std::byte, 64>{});
     const auto reply = process.reply();
     CHECK(reply.head.status == EOPNOTSUPP);

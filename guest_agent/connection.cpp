@@ -108,6 +108,7 @@ void Connection::leave() {
   if (doorbell_) watch_.events.remove(doorbell_.get());
   while (!streams_.empty()) close_stream(streams_.begin());
   copier_streams_.clear();
+  documents_.clear();
   doorbell_.reset();
   exited_.reset();
   pagemap_ = {};
@@ -171,7 +172,6 @@ bool Connection::take_packet() {
     case Request::add_backing:
     case Request::queue_pair_alloc:
     case Request::queue_pair_attach:
-    case Request::show:
       refused = EOPNOTSUPP;
       break;
     default:

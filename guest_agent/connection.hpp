@@ -83,6 +83,11 @@ class Connection {
   bool asked_to_attach_ = false, attached_ = false;
   vmci::UniqueFd doorbell_;
   std::map<std::uint32_t, Stream> streams_;
+  struct Document {
+    std::vector<std::byte> reply;
+    vmci::UniqueFd file;
+  };
+  std::map<std::uint32_t, Document> documents_;  // by stream: replies that go out when the file that belongs to them is whole
   std::set<std::uint32_t> copier_streams_;  // what comes by these wakes the process's copying thread
   std::map<std::uint32_t, Outstanding> outstanding_;  // by sequence number
   PinnedSegment arena_, copier_;

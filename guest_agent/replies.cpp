@@ -1,6 +1,8 @@
 // From the service to the process: replies with the descriptors that belong to them, and streams.
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -46,6 +48,15 @@ bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byt
     std::memcpy(&reached, packet.data() + sizeof(head), sizeof(reached));
     copies = reached.way == control::reach_by_guest;
     if (copies) descriptors.push_back(copier_.memory.fd());
+  }
+  if (request == Request::show && good && frame.flags == 1) {
+    UniqueFd file(::memfd_create("vrdma-show", MFD_CLOEXEC));
+    if (file && documents_.size() < vmci::packet_descriptors_max) {
+      documents_.emplace(frame.item, Document{std::move(answer), std::move(file)});
+      return true;
+    }
+    ::shutdown(socket_.fd(), SHUT_RDWR);
+    return true;
   }
   bool served = request != Request::attach || !good || doorbell_;
   for (std::uint32_t i = 0; i < frame.flags && served; ++i) {
@@ -97,6 +108,11 @@ bool Connection::take_stream(std::uint32_t item, std::span<const std::byte> byte
     vmci::wake_word(&copier_.memory.at<copying::Header>(0)->service.news);
     return true;
   }
+  if (const auto document = documents_.find(item); document != documents_.end()) {
+    // What finds no memory is missing at the end, and is no JSON then.
+    [[maybe_unused]] const auto written = ::write(document->second.file.get(), bytes.data(), bytes.size());
+    return true;
+  }
   const auto found = streams_.find(item);
   if (found == streams_.end()) return true;  // closed since
   found->second.put(bytes);
@@ -106,6 +122,11 @@ bool Connection::take_stream(std::uint32_t item, std::span<const std::byte> byte
 
 bool Connection::take_stream_end(std::uint32_t item) {
   copier_streams_.erase(item);
+  if (auto whole = documents_.extract(item)) {
+    const int file = whole.mapped().file.get();
+    if (connected() && !socket_.send(whole.mapped().reply, std::span(&file, 1))) ::shutdown(socket_.fd(), SHUT_RDWR);
+    return true;
+  }
   const auto found = streams_.find(item);
   if (found == streams_.end()) return true;
   found->second.end();

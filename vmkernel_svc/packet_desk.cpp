@@ -92,9 +92,10 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
 }
 
 void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
-                        const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory) {
+                        const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory,
+                        std::optional<Viewer> viewer) {
   const Request request = request_of(head);
-  if (request == Request::show) return answer_show(shard_, socket, head, packet);
+  if (request == Request::show) return answer_show(shard_, socket, head, viewer ? *viewer : Viewer::at(socket));
   const auto found = shard_.fabric().guests.find(guest_id);
   if (found == shard_.fabric().guests.end()) return refuse(socket, head, ENOTCONN);
   Guest& guest = *found->second;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {
 
@@ -28,9 +29,11 @@ class PacketDesk {
   // The new guest's VMCI context id; 0: refused.
   std::uint32_t attach(const vmci::PacketSocket& socket, const control::Head& head, const control::AttachRequest& request,
                        AttachInfo info);
-  // Any other packet, at least a head long. guest: whose socket it is, 0 if it has not attached. memory: that its machine lends.
+  // Any other packet, at least a head long. guest: whose socket it is, 0 if it has not attached. memory: that its machine
+  // lends. viewer: who asks, where the socket does not tell.
   void answer(const vmci::PacketSocket& socket, std::uint32_t guest, const control::Head& head,
-              const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory = {});
+              const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory = {},
+              std::optional<Viewer> viewer = {});
 
  private:
   void answer_how_reached(std::uint32_t guest, const control::Head& head, bool by_service);

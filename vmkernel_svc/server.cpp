@@ -283,7 +283,8 @@ bool may_come_from_machine(Request request) {
     case Request::create_channel:
     case Request::add_pinned:
     case Request::remove_backing:
-    case Request::reach_process: return true;
+    case Request::reach_process:
+    case Request::show: return true;
     default: return false;
   }
 }
@@ -307,8 +308,9 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
   auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
-  shard_->submit([this, connection, head, given, memory, packet = std::move(packet)](Shard&) {
-    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory));
+  const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
+  shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
+    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer);
   });
 }
 

@@ -164,13 +164,25 @@ json describe(Guest& guest, Shard& shard) {
 
 }  // namespace
 
-void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& head, const std::vector<std::byte>&) {
+Viewer Viewer::at(const vmci::PacketSocket& socket) {
+  const auto peer = socket.peer();
+  if (!peer) return {};
+  return {peer->uid, peer->uid == 0 || peer->uid == ::geteuid(), ""};
+}
+
+bool Viewer::sees(const Guest& guest) const {
+  if (machine.empty()) return all || guest.credentials.uid == uid;
+  return guest.machine && guest.machine->name == machine && (all || guest.machine->uid == uid);
+}
+
+void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer) {
   Fabric& fabric = shard.fabric();
   Head reply{};
   reply.record.control = (head.record.control & control_user_mask) | reply_bit;
   reply.sequence = head.sequence;
-  const auto peer = socket.peer();
-  const bool all = peer && (peer->uid == 0 || peer->uid == ::geteuid());
+  const bool all = viewer.all && viewer.machine.empty();
+  // What is a tenant's.
+  const auto owns = [&](uid_t tenant) { return all || (viewer.machine.empty() && tenant == viewer.uid); };
 
   json out;
   out["service"] = {{"version", VRDMA_VERSION},
@@ -182,14 +194,14 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"link_layer", fabric.config.link_layer},
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", false},
-                    {"all", all}};
+                    {"all", viewer.all}};
   out["guests"] = json::array();
   for (auto& [id, guest] : fabric.guests)
-    if (all || (peer && guest->credentials.uid == peer->uid)) out["guests"].push_back(describe(*guest, shard));
+    if (viewer.sees(*guest)) out["guests"].push_back(describe(*guest, shard));
   // A destination leads to a guest of this host, by LID or by GID, and is then a copy; other hosts are not served yet.
   out["routes"] = json::array();
   for (auto& [id, guest] : fabric.guests) {
-    if (!all && !(peer && guest->credentials.uid == peer->uid)) continue;
+    if (!viewer.sees(*guest)) continue;
     json gids = json::array();
     for (const auto& entry : guest->gids)
       if (const auto text = gid_text(entry.gid); entry.gid != Gid{} && (gids.empty() || gids.back() != text)) gids.push_back(text);
@@ -198,17 +210,17 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   }
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)
-    if (all || (peer && machine.tenant == peer->uid))
+    if (machine.name == viewer.machine || owns(machine.tenant))
       out["vms"].push_back({{"name", machine.name}, {"tenant", machine.tenant}, {"state", machine.state}, {"ram_bytes", machine.ram_bytes},
                             {"processes", machine.processes}, {"version", machine.version}});
   out["departed"] = json::array();
   for (const auto& guest : fabric.departed)
-    if (all || (peer && guest.credentials.uid == peer->uid))
+    if (owns(guest.credentials.uid))
       out["departed"].push_back({{"guest", guest.id.value}, {"name", guest.name}, {"uid", guest.credentials.uid}, {"pid", guest.credentials.pid},
                                  {"lid", guest.lid}, {"requests", guest.requests}, {"counters", describe(guest.totals)}});
   out["tenants"] = json::array();
   for (auto& [uid, tenant] : fabric.tenants)
-    if (all || (peer && uid == peer->uid))
+    if (owns(uid))
       out["tenants"].push_back({{"uid", uid}, {"guests", tenant.guests}, {"objects", tenant.objects}, {"registered_bytes", tenant.registered_bytes},
                                 {"queue_bytes", tenant.queue_bytes}, {"moved_bytes", tenant.moved_bytes}});
   const auto& routes = fabric.routes.counters();

@@ -108,7 +108,7 @@ TEST_CASE("memory that a machine lends must be its own, and all of it there when
   const auto added = machine.call<Request::add_pinned>(process.connection, {0x10000100, 4 * 4096, 0, 16});
   REQUIRE(added);
   CHECK(machine.call<Request::remove_backing>(process.connection, {added->backing, 0}));
-  CHECK(!machine.call<Request::show>(process.connection, {}));  // what the host's own guests are is not a machine's affair
+  CHECK(!machine.call<Request::queue_pair_alloc>(process.connection, {}));  // its descriptors do not get there
   CHECK(machine.status == EOPNOTSUPP);
   CHECK(!machine.call<Request::add_pinned>(process.connection, {0x10000000, 4096, 0, 16}));  // used up
   CHECK(machine.status == EINVAL);
@@ -122,6 +122,32 @@ TEST_CASE("memory that a machine lends must be its own, and all of it there when
   CHECK(machine.status == EIO);  // no session any more
   CHECK(machine.begin_session());
   CHECK(machine.greet() == 0);
+}
+
+TEST_CASE("a machine sees what is its own") {
+  World world;
+  Device host;
+  FakeMachine machine(world.socket(), world.ram, 4);
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  Process process(machine);
+  REQUIRE(process.attached);
+  const auto shown_to = [&](std::uint32_t uid) {
+    const std::uint32_t tool = machine.open(uid);
+    REQUIRE(machine.call<Request::show>(tool, {}));
+    std::string text;
+    for (auto part = machine.await(vm::Frame::stream, tool); part; part = machine.await(vm::Frame::stream, tool, 50))
+      text.append(reinterpret_cast<const char*>(part->body.data()), part->body.size());
+    return nlohmann::json::parse(text);
+  };
+  for (const std::uint32_t uid : {0u, 1000u}) {
+    const auto shown = shown_to(uid);
+    REQUIRE(shown["guests"].size() == 1);  // not the host's
+    CHECK(shown["guests"][0]["machine"] == "one");
+    CHECK(shown["vms"].size() == 1);
+    CHECK(shown["tenants"].empty());
+  }
+  CHECK(shown_to(1001)["guests"].empty());
 }
 
 TEST_CASE("a session that begins anew, and a machine that ends, take their guests along") {

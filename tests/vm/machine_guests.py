@@ -61,6 +61,10 @@ def few_cases():
 
 def devices(guests, side):
     pingpong.devices(side)
+    for words in (["doctor"], ["show", "guests"]):
+        code, said = replace(side, plain=True).run([guests.build.vrdma, *words], 60)
+        if code != 0:
+            raise Failure(f"vrdma {' '.join(words)} left with {code}\n{said}")
     pingpong.devinfo(replace(side, link_layer="ib"))
     guests.check()
 

@@ -22,7 +22,8 @@ namespace vrdma::svc {
 
 namespace {
 
-constexpr std::uint64_t unsent_bytes_max = 4 << 20;   // an agent that reads nothing loses its session
+constexpr std::uint64_t unsent_bytes_max = 4 << 20;   // an agent that reads nothing loses its session, …
+constexpr std::uint64_t unsent_bytes_busy = 1 << 20;  // … and before that the service's replies wait
 constexpr std::size_t processes_max = 4096;
 constexpr std::size_t segments_max = 64;              // lent and not used yet, of one process
 constexpr std::size_t segment_parts_max = 1 << 22;    // of one segment: 16 GiB in single pages
@@ -119,6 +120,7 @@ struct MachinePort::Session {
   control::ServicePage* page = nullptr;             // the machine's copy, in its RAM
   std::string version;
   std::map<std::uint32_t, std::shared_ptr<Process>> processes;
+  std::vector<std::shared_ptr<Process>> held;       // whose replies wait for room in the link
   std::uint32_t last_connection = 0;
   bool broken = false;
 };
@@ -324,6 +326,9 @@ void MachinePort::refuse(const char* why) {
 void MachinePort::push() {
   if (!session_) return;
   if (session_->link.flush()) ring(machine_events_[vm::link_vector]);
+  if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
+    for (const auto& process : std::exchange(session_->held, {}))
+      if (process->socket) await_replies(process);
   if (session_->link.unsent_bytes() > unsent_bytes_max) refuse("its agent reads nothing");
 }
 
@@ -461,7 +466,12 @@ void MachinePort::await_replies(const std::shared_ptr<Process>& process) {
         if (!received && value(received.error()) == EAGAIN) return await_replies(process);
         if (!received || received->bytes == 0) return process->hang_up();
         const std::uint32_t first = process->next_stream;
+        std::vector<vmci::UniqueFd> documents;
         for (auto& pipe : received->descriptors) {
+          if (struct stat status; ::fstat(pipe.get(), &status) == 0 && S_ISREG(status.st_mode)) {
+            documents.push_back(std::move(pipe));  // all of it is there
+            continue;
+          }
           auto stream = std::make_shared<Stream>(service_.io, process->next_stream++);
           if (::fcntl(pipe.get(), F_SETFL, O_NONBLOCK) != 0 || !watch_copy(stream->pipe, pipe.get())) return process->hang_up();
           process->streams.emplace(stream->number, stream);
@@ -469,9 +479,22 @@ void MachinePort::await_replies(const std::shared_ptr<Process>& process) {
         session_->link.send(vm::Frame::reply, process->connection, std::span(packet).first(received->bytes), first,
                             static_cast<std::uint16_t>(received->descriptors.size()));
         for (std::uint32_t number = first; number < process->next_stream; ++number) await_stream(process, process->streams[number]);
+        for (const auto& document : documents) send_document(*process, document);
         push();
-        await_replies(process);
+        if (session_->link.unsent_bytes() > unsent_bytes_busy)
+          session_->held.push_back(process);
+        else
+          await_replies(process);
       });
+}
+
+void MachinePort::send_document(Process& process, const vmci::UniqueFd& document) {
+  const std::uint32_t number = process.next_stream++;
+  std::array<std::byte, vm::frame_bytes_max> bytes;
+  off_t at = 0;
+  for (ssize_t got; (got = ::pread(document.get(), bytes.data(), bytes.size(), at)) > 0; at += got)
+    session_->link.send(vm::Frame::stream, process.connection, std::span(bytes).first(static_cast<std::size_t>(got)), number);
+  session_->link.send(vm::Frame::stream_end, process.connection, std::span<const std::byte>{}, number);
 }
 
 void MachinePort::await_stream(const std::shared_ptr<Process>& process, const std::shared_ptr<Stream>& stream) {

@@ -93,6 +93,7 @@ class MachinePort {
 
   void await_replies(const std::shared_ptr<Process>& process);
   void await_stream(const std::shared_ptr<Process>& process, const std::shared_ptr<Stream>& stream);
+  void send_document(Process& process, const vmci::UniqueFd& document);
   void push();  // what waits for the agent goes out
 
   MachineSpec spec_;
