@@ -40,6 +40,12 @@ std::vector<std::string> ram_arguments(const Vm& vm) {
           "-machine", "memory-backend=vrdma-ram"};
 }
 
+// QEMU tells the service when the machine is reset: until its new agent says so, the service would serve memory of the last boot.
+std::vector<std::string> monitor_arguments(const Vm& vm) {
+  const std::string path = vm.link.substr(0, vm.link.rfind('/') + 1) + "monitor.sock";
+  return {"-chardev", "socket,id=vrdma-monitor,path=" + qemu_value(path), "-mon", "chardev=vrdma-monitor,mode=control"};
+}
+
 }  // namespace
 
 std::vector<std::string> qemu_arguments(const Vm& vm) {
@@ -48,6 +54,7 @@ std::vector<std::string> qemu_arguments(const Vm& vm) {
   for (const auto& word : {std::string("-chardev"), "socket,id=vrdma,path=" + qemu_value(vm.link), std::string("-device"),
                            fmt::format("ivshmem-doorbell,chardev=vrdma,vectors={}", vm::vectors)})
     out.push_back(word);
+  for (auto& word : monitor_arguments(vm)) out.push_back(std::move(word));
   return out;
 }
 
@@ -79,7 +86,9 @@ std::string libvirt_xml(const Vm& vm) {
       "  </devices>\n"
       "  <qemu:commandline>\n",
       vm.memory_bytes / mib, xml(vm.link), vm::vectors);
-  for (const auto& word : ram_arguments(vm)) out += fmt::format("    <qemu:arg value='{}'/>\n", xml(word));
+  auto words = ram_arguments(vm);
+  for (auto& word : monitor_arguments(vm)) words.push_back(std::move(word));
+  for (const auto& word : words) out += fmt::format("    <qemu:arg value='{}'/>\n", xml(word));
   return out + "  </qemu:commandline>\n</domain>\n";
 }
 

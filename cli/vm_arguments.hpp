@@ -9,7 +9,7 @@ namespace vrdma::cli {
 
 struct Vm {
   std::string name;
-  std::string link;  // socket of the service for this machine's device
+  std::string link;  // socket of the service for this machine's device; beside it monitor.sock, where the service hears of resets
   std::string ram;   // file
   std::uint64_t memory_bytes = 0;
 };

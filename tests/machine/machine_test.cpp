@@ -124,6 +124,29 @@ TEST_CASE("memory that a machine lends must be its own, and all of it there when
   CHECK(machine.greet() == 0);
 }
 
+TEST_CASE("a machine that is reset has lost its guests before its memory is used anew") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 12);
+  vmci::UniqueFd monitor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::strncpy(address.sun_path, (world.folder / "one" / "monitor.sock").c_str(), sizeof(address.sun_path) - 1);
+  REQUIRE(::connect(monitor.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+  const auto says = [&](std::string_view text) { REQUIRE(::send(monitor.get(), text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size())); };
+  says("{\"QMP\": {\"version\": {}}}\r\n{\"return\": {}}\r\n");
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  Process process(machine);
+  REQUIRE(process.attached);
+  says("{\"event\": \"STOP\"}\r\nno JSON\r\n{\"timestamp\": {}, \"eve");
+  CHECK(machine.call<Request::open_context>(process.connection, {}));
+  says("nt\": \"RESET\", \"data\": {\"guest\": true}}\r\n");
+  CHECK(!machine.call<Request::open_context>(process.connection, {}));
+  CHECK(machine.status == EIO);
+  REQUIRE(machine.begin_session());  // its next boot
+  CHECK(machine.greet() == 0);
+}
+
 TEST_CASE("a machine sees what is its own") {
   World world;
   Device host;

@@ -59,7 +59,7 @@ class Guests:
                 wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
                 if interrupts:
                     self.added[name]["qemu"] += self.added[name]["qemu_interrupts"]
-                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words))
+                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words, reboots=True))
             both(self.machines, Shell.await_boot)
             self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
             for side in self.roots:
@@ -118,8 +118,14 @@ class Guests:
         side.shell.stop()
         self.await_state(name, "waiting")
         self.await_unmapped(name)
-        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words)
+        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words, reboots=True)
         side.shell.await_boot()
+        self.start_agent(side)
+
+    def await_reboot(self, side, boots):
+        """Until its machine has booted so often since QEMU started, and its agent serves again."""
+        side.shell.await_boot(boots)
+        self.agents[side.shell.name].stop(grace_s=0)
         self.start_agent(side)
 
     def await_unmapped(self, name):

@@ -29,7 +29,7 @@ def require_emulator():
 class Machine:
     """Boots at once with a command for /init; `arguments` are more of QEMU's, say devices, `memory` too where there is one."""
 
-    def __init__(self, kernel, initramfs, command, arguments=(), memory=("-m", MEMORY_MIB), kernel_words=(), name="qemu"):
+    def __init__(self, kernel, initramfs, command, arguments=(), memory=("-m", MEMORY_MIB), kernel_words=(), name="qemu", reboots=False):
         if any(word in ("", "--") or re.search(r"[\s\"]", word) for word in command):
             raise Failure(f"a word of the command is empty, -- or has blanks or quotes, which the kernel's command line does not carry: {command}")
         self.token = secrets.token_hex(8)
@@ -39,7 +39,7 @@ class Machine:
         line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
         try:
             self.qemu = Program([QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", *memory, "-smp", CPUS, "-nodefaults",
-                                 "-no-user-config", "-no-reboot", "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
+                                 "-no-user-config", *([] if reboots else ["-no-reboot"]), "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
                                  "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs, "-append", line, *arguments], name=name)
         except Failure:
             self.folder.remove()

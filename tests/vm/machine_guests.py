@@ -175,11 +175,21 @@ def lives(tally, guests):
 
     def killed_machine(_victim):
         two.shell.kill()
+
+    def reset_machine(_victim):
+        """Nothing in it is told; QEMU goes on, with the same RAM."""
+        two.start(["busybox", "reboot", "-f"], None)
+
+    def after_reset():
+        guests.await_reboot(two, 2)
+        return pingpong.run_case(quick, (one, two), CASE_SECONDS)
     tally.case("kill -9 of a program in a machine", lambda: traffic_until(killed_program, guests.host))
     tally.case("… and what is left works", lambda: pingpong.run_case(quick, (one, two), CASE_SECONDS))
     tally.case("kill -9 of the agent", lambda: traffic_until(killed_agent, guests.host))
     tally.case("… nobody writes to its machine, and another is started", nobody_writes)
     tally.case("… and the new one serves its machine", lambda: pingpong.run_case(quick, (one, two), CASE_SECONDS))
+    tally.case("a machine reboots without notice", lambda: traffic_until(reset_machine, guests.host))
+    tally.case("… and is served again", after_reset)
     tally.case("kill -9 of a machine", lambda: traffic_until(killed_machine, guests.host))
 
     def machine_again():

@@ -37,9 +37,9 @@ class Shell(Machine):
         command = ["python3", "-S", str(HERE / "shell_server.py"), self.secret]
         super().__init__(kernel, initramfs, command, [*network, *arguments], memory=(), name=name, **more)
 
-    def await_boot(self):
+    def await_boot(self, times=1):
         try:
-            wait_until(lambda: "serving\n" in self.said(), BOOT_SECONDS, f"{self.name} has booted", [self.qemu])
+            wait_until(lambda: self.said().count("serving\n") >= times, BOOT_SECONDS, f"{self.name} has booted", [self.qemu])
         except Failure as reason:
             raise Failure(f"{reason}\n--- its console\n{self.console_says()}") from None
 

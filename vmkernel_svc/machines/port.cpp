@@ -13,6 +13,7 @@
 #include <array>
 #include <boost/asio/post.hpp>
 #include <cstring>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "vmkernel_svc/shard.hpp"
@@ -126,8 +127,8 @@ struct MachinePort::Session {
 };
 
 MachinePort::MachinePort(MachineSpec spec, Service service)
-    : spec_(std::move(spec)), service_(std::move(service)), listener_(service_.io), qemu_(service_.io), link_event_(service_.io), heartbeat_(service_.io) {
-  const std::string path = spec_.folder + "/ivshmem.sock";
+    : spec_(std::move(spec)), service_(std::move(service)), listener_(service_.io), qemu_(service_.io), link_event_(service_.io),
+      monitor_listener_(service_.io), monitor_(service_.io), heartbeat_(service_.io) {
   const auto cannot = [&](const char* what, int error) {
     return std::runtime_error(fmt::format("machine {}: cannot {} ({})", spec_.name, what, std::strerror(error)));
   };
@@ -139,9 +140,12 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
       events[i].reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
       if (!events[i]) throw cannot("create its doorbells", errno);
     }
-  auto listening = listen_at(path, spec_.tenant);
-  if (!listening) throw cannot(fmt::format("listen at {}", path).c_str(), value(listening.error()));
-  listener_.assign(listening->release());
+  for (const auto& [listener, name] : {std::pair{&listener_, "ivshmem.sock"}, {&monitor_listener_, "monitor.sock"}}) {
+    const std::string path = spec_.folder + "/" + name;
+    auto listening = listen_at(path, spec_.tenant);
+    if (!listening) throw cannot(fmt::format("listen at {}", path).c_str(), value(listening.error()));
+    listener->assign(listening->release());
+  }
   if (!watch_copy(link_event_, service_events_[vm::link_vector].get())) throw cannot("watch its doorbell", errno);
 
   auto& mine = header_of(bar_).service;
@@ -153,6 +157,7 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
   const int doorbell = service_events_[vm::doorbell_vector].get();
   service_.shard.submit([doorbell](Shard& shard) { (void)shard.watch(doorbell); });
   accept_next();
+  accept_monitor();
   await_link();
   beat();
 }
@@ -166,7 +171,9 @@ MachinePort::~MachinePort() {
   stop_watching(link_event_);
   stop_watching(qemu_);
   stop_watching(listener_);
-  ::unlink((spec_.folder + "/ivshmem.sock").c_str());
+  stop_watching(monitor_);
+  stop_watching(monitor_listener_);
+  for (const char* name : {"/ivshmem.sock", "/monitor.sock"}) ::unlink((spec_.folder + name).c_str());
 }
 
 MachineStatus MachinePort::status() const {
@@ -232,9 +239,56 @@ void MachinePort::await_qemu() {
 void MachinePort::disconnected() {
   spdlog::info("machine {}: QEMU has gone", spec_.name);
   stop_watching(qemu_);
+  forget_boot();
   end_session();
   service_.changed();
 }
+
+// A machine that is reset says nothing itself, and its memory is soon somebody else's: QEMU's monitor tells (QEMU Machine Protocol).
+void MachinePort::accept_monitor() {
+  monitor_listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    vmci::UniqueFd fd(::accept4(monitor_listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    constexpr std::string_view hello = "{\"execute\":\"qmp_capabilities\"}\n";  // without it there are no events
+    if (fd && ::send(fd.get(), hello.data(), hello.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(hello.size())) {
+      stop_watching(monitor_);  // of a QEMU that has gone
+      event_.clear();
+      boost::system::error_code refused;
+      if (!monitor_.assign(fd.get(), refused)) fd.release(), await_events();
+    }
+    accept_monitor();
+  });
+}
+
+void MachinePort::await_events() {
+  monitor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive || !monitor_.is_open()) return;
+    std::array<char, 4096> text;
+    const ssize_t got = ::recv(monitor_.native_handle(), text.data(), text.size(), MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return stop_watching(monitor_);
+    if (got > 0 && !take_events({text.data(), static_cast<std::size_t>(got)})) return stop_watching(monitor_);
+    await_events();
+  });
+}
+
+bool MachinePort::take_events(std::string_view text) {
+  constexpr std::size_t line_bytes_max = 64 * 1024;
+  for (const char c : text) {
+    if (c != '\n') {
+      event_ += c;
+      continue;
+    }
+    const auto event = nlohmann::json::parse(std::exchange(event_, {}), nullptr, /*allow_exceptions=*/false);
+    const auto name = event.is_object() ? event.find("event") : event.end();
+    if (!event.is_object() || name == event.end() || *name != "RESET") continue;
+    spdlog::info("machine {}: is reset", spec_.name);
+    forget_boot();
+    end_session();
+  }
+  return event_.size() <= line_bytes_max;
+}
+
+void MachinePort::forget_boot() { forgotten_boot_ = std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire); }
 
 // --- the link -------------------------------------------------------------------------------------------------
 
@@ -264,7 +318,7 @@ void MachinePort::look() {
   // Pairs with the agent's release: its cursor is zero.
   const std::uint64_t boot = std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire);
   if (session_ && session_->boot != boot) end_session();
-  if (boot == 0) return;
+  if (boot == 0 || boot == forgotten_boot_) return;
   if (!session_) {
     if (leaving_ != 0) return;  // looks again when the last of them has gone
     begin_session(boot);

@@ -2,6 +2,7 @@
 // (vrdma/vm_link.hpp). Every process of the machine becomes a connection of the server, as if it were a process of this host:
 // packets go through a pair of sockets, what it would read from pipes goes over the link, and its queues lie in the machine's RAM.
 //
+//   QEMU ── monitor.sock ──► resets (QMP)
 //   QEMU ── ivshmem.sock ──► BAR, eventfds          agent ◄── link ──► MachinePort ◄── socket pair ──► Server ──► shard
 //
 // The server's thread. Nothing of the machine is believed; a machine that breaks the protocol loses its session.
@@ -15,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/segment.hpp"
@@ -28,7 +30,7 @@ class Shard;
 
 struct MachineSpec {
   std::string name;
-  std::string folder;  // where ivshmem.sock stands
+  std::string folder;  // where ivshmem.sock and monitor.sock stand
   std::string ram;     // the file that is its RAM
   uid_t tenant;
   bool operator==(const MachineSpec&) const = default;
@@ -78,6 +80,10 @@ class MachinePort {
   Status introduce(int qemu) const;  // the ivshmem protocol: who is who, and the descriptors
   void await_qemu();
   void disconnected();
+  void accept_monitor();
+  void await_events();
+  bool take_events(std::string_view text);  // false: it is no monitor
+  void forget_boot();                       // what its agent wrote last is of the past
 
   void await_link();
   void beat();
@@ -100,8 +106,10 @@ class MachinePort {
   Service service_;
   vmci::Segment bar_;
   vmci::UniqueFd service_events_[vm::vectors], machine_events_[vm::vectors];  // eventfds of ivshmem's peers
-  boost::asio::posix::stream_descriptor listener_, qemu_, link_event_;
+  boost::asio::posix::stream_descriptor listener_, qemu_, link_event_, monitor_listener_, monitor_;
   boost::asio::steady_timer heartbeat_;
+  std::string event_;                // the beginning of a line of the monitor
+  std::uint64_t forgotten_boot_ = 0;
   std::unique_ptr<Session> session_;
   std::size_t leaving_ = 0;  // processes and pages of sessions that have ended, that the service may still touch
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this port look here first
