@@ -221,8 +221,10 @@ class Others(VmCase):
         if not shutil.which(QEMU):
             self.skipTest(f"{QEMU} is not installed")
         added = self.add("--memory", "64M")
-        with socket.socket(socket.AF_UNIX) as service:  # all that QEMU wants of it: version, its own number, the memory
-            service.bind(added["link"])
+        with socket.socket(socket.AF_UNIX) as service, socket.socket(socket.AF_UNIX) as monitor:
+            monitor.bind(str(Path(added["link"]).with_name("monitor.sock")))
+            monitor.listen()
+            service.bind(added["link"])  # all that QEMU wants of it: version, its own number, the memory
             service.listen()
             service.settimeout(WATCHDOG_S)
             command = [QEMU, "-M", "q35", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S", "-qmp", "stdio",
