@@ -222,7 +222,7 @@ class Others(VmCase):
             self.skipTest(f"{QEMU} is not installed")
         added = self.add("--memory", "64M")
         with socket.socket(socket.AF_UNIX) as service, socket.socket(socket.AF_UNIX) as monitor:
-            monitor.bind(str(Path(added["link"]).with_name("monitor.sock")))
+            monitor.bind(str(pathlib.Path(added["link"]).with_name("monitor.sock")))
             monitor.listen()
             service.bind(added["link"])  # all that QEMU wants of it: version, its own number, the memory
             service.listen()
