@@ -90,6 +90,7 @@ void VmFolder::remove(const std::string& name) {
   }
   // The service does the same when it sees that the file is gone; nobody minds who is first.
   ::unlink(link(name).c_str());
+  ::unlink((path_ + "/" + name + "/monitor.sock").c_str());
   ::rmdir((path_ + "/" + name).c_str());
 }
 

@@ -134,7 +134,9 @@ void Machines::look() {
       continue;
     }
     spdlog::info("machine {}: removed", port->first);
+    const std::string folder = port->second->spec().folder;
     port = ports_.erase(port);
+    fs::remove(folder, error);  // if nothing of anybody else is in it
   }
   service_.changed();
 }
