@@ -3,17 +3,14 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
-#include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
 #include <boost/asio/post.hpp>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 
 #include "vmkernel_svc/shard.hpp"
@@ -36,54 +33,12 @@ std::uint64_t random_number() {
   return number;
 }
 
-vm::LinkHeader& header_of(const vmci::Segment& bar) { return *bar.at<vm::LinkHeader>(0); }
-
 template <class Body>
 std::optional<Body> body_of(std::span<const std::byte> bytes) {
   if (bytes.size() != sizeof(Body)) return std::nullopt;
   Body body;
   std::memcpy(&body, bytes.data(), sizeof(body));
   return body;
-}
-
-void ring(const vmci::UniqueFd& event) {
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof(one));  // full: it is readable all the more
-}
-
-// One message of the ivshmem protocol (QEMU, docs/specs/ivshmem-spec.txt): a number, perhaps with a descriptor.
-Status send_message(int socket, std::int64_t number, int descriptor = -1) {
-  iovec data{&number, sizeof(number)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  if (descriptor >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof(control);
-    cmsghdr* const head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(head), &descriptor, sizeof(descriptor));
-  }
-  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == sizeof(number) ? ok() : Status(last_error());
-}
-
-// A stream socket. Who else serves the folder of machines serves another socket of guests, too: what stands there is a leftover.
-Result<vmci::UniqueFd> listen_at(const std::string& path, uid_t tenant) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof(address.sun_path)) return Errno{ENAMETOOLONG};
-  std::memcpy(address.sun_path, path.c_str(), path.size());
-  ::unlink(path.c_str());
-  vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
-  if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
-  // QEMU runs as the tenant.
-  if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
-    spdlog::warn("{} cannot be given to uid {} ({}): run its QEMU as root, or as vrdmad's user", path, tenant, std::strerror(errno));
-  return fd;
 }
 
 }  // namespace
@@ -127,37 +82,21 @@ struct MachinePort::Session {
 };
 
 MachinePort::MachinePort(MachineSpec spec, Service service)
-    : spec_(std::move(spec)), service_(std::move(service)), listener_(service_.io), qemu_(service_.io), link_event_(service_.io),
-      monitor_listener_(service_.io), monitor_(service_.io), heartbeat_(service_.io) {
-  const auto cannot = [&](const char* what, int error) {
-    return std::runtime_error(fmt::format("machine {}: cannot {} ({})", spec_.name, what, std::strerror(error)));
-  };
-  auto bar = vmci::Segment::create("vrdma-bar", vm::bar_bytes);
-  if (!bar) throw cannot("create shared memory", value(bar.error()));
-  bar_ = std::move(*bar);
-  for (auto* const events : {service_events_, machine_events_})
-    for (std::uint32_t i = 0; i < vm::vectors; ++i) {
-      events[i].reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-      if (!events[i]) throw cannot("create its doorbells", errno);
-    }
-  for (const auto& [listener, name] : {std::pair{&listener_, "ivshmem.sock"}, {&monitor_listener_, "monitor.sock"}}) {
-    const std::string path = spec_.folder + "/" + name;
-    auto listening = listen_at(path, spec_.tenant);
-    if (!listening) throw cannot(fmt::format("listen at {}", path).c_str(), value(listening.error()));
-    listener->assign(listening->release());
-  }
-  if (!watch_copy(link_event_, service_events_[vm::link_vector].get())) throw cannot("watch its doorbell", errno);
-
-  auto& mine = header_of(bar_).service;
+    : spec_(std::move(spec)),
+      service_(std::move(service)),
+      qemu_(service_.io, spec_.name, spec_.folder, spec_.tenant,
+            {[this] { service_.changed(); }, [this] { forget(); }, [this] { forget(); }}),
+      link_event_(service_.io),
+      heartbeat_(service_.io) {
+  if (!watch_copy(link_event_, qemu_.service_event(vm::link_vector)))
+    throw std::runtime_error(fmt::format("machine {}: cannot watch its doorbell ({}): raise the limit of open files", spec_.name, std::strerror(errno)));
+  auto& mine = qemu_.header().service;
   mine.major = vm::version_major;
   mine.minor = vm::version_minor;
   mine.service_epoch = random_number();
   std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_release);
 
-  const int doorbell = service_events_[vm::doorbell_vector].get();
-  service_.shard.submit([doorbell](Shard& shard) { (void)shard.watch(doorbell); });
-  accept_next();
-  accept_monitor();
+  service_.shard.submit([doorbell = qemu_.service_event(vm::doorbell_vector)](Shard& shard) { (void)shard.watch(doorbell); });
   await_link();
   beat();
 }
@@ -165,130 +104,25 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
 MachinePort::~MachinePort() {
   *alive_ = false;
   end_session();
-  std::atomic_ref(header_of(bar_).service.service_epoch).store(0, std::memory_order_release);
-  const auto doorbell = std::make_shared<vmci::UniqueFd>(std::move(service_events_[vm::doorbell_vector]));
+  std::atomic_ref(qemu_.header().service.service_epoch).store(0, std::memory_order_release);
+  const auto doorbell = std::make_shared<vmci::UniqueFd>(qemu_.take_doorbell());
   service_.shard.submit([doorbell](Shard& shard) { shard.unwatch(doorbell->get()); });
   stop_watching(link_event_);
-  stop_watching(qemu_);
-  stop_watching(listener_);
-  stop_watching(monitor_);
-  stop_watching(monitor_listener_);
-  for (const char* name : {"/ivshmem.sock", "/monitor.sock"}) ::unlink((spec_.folder + name).c_str());
 }
 
 MachineStatus MachinePort::status() const {
-  MachineStatus now{spec_.name, spec_.tenant, qemu_.is_open() ? "connected" : "waiting", 0, 0, ""};
+  MachineStatus now{spec_.name, spec_.tenant, qemu_.connected() ? "connected" : "waiting", 0, 0, ""};
   if (session_ && session_->page != nullptr)
     now.state = "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
   return now;
 }
 
-// --- QEMU -----------------------------------------------------------------------------------------------------
-
-void MachinePort::accept_next() {
-  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive) return;
-    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (fd) connected(std::move(fd));
-    accept_next();
-  });
-}
-
-void MachinePort::connected(vmci::UniqueFd fd) {
-  // The end of the one before may be the next that we hear of.
-  if (char byte; qemu_.is_open() && ::recv(qemu_.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) disconnected();
-  if (qemu_.is_open()) {
-    spdlog::warn("machine {}: a second QEMU wants to be it: refused", spec_.name);
-    return;
-  }
-  if (const auto introduced = introduce(fd.get()); !introduced) {
-    spdlog::warn("machine {}: QEMU hung up ({})", spec_.name, std::strerror(value(introduced.error())));
-    return;
-  }
-  boost::system::error_code error;
-  if (qemu_.assign(fd.get(), error)) return;
-  fd.release();
-  spdlog::info("machine {}: QEMU is connected", spec_.name);
-  await_qemu();
-  service_.changed();
-}
-
-Status MachinePort::introduce(int qemu) const {
-  constexpr std::int64_t protocol_version = 0, shared_memory = -1;
-  if (Status sent = send_message(qemu, protocol_version); !sent) return sent;
-  if (Status sent = send_message(qemu, vm::machine_peer); !sent) return sent;
-  if (Status sent = send_message(qemu, shared_memory, bar_.fd()); !sent) return sent;
-  for (const auto& event : service_events_)
-    if (Status sent = send_message(qemu, vm::service_peer, event.get()); !sent) return sent;
-  for (const auto& event : machine_events_)
-    if (Status sent = send_message(qemu, vm::machine_peer, event.get()); !sent) return sent;
-  return ok();
-}
-
-// QEMU says nothing on this socket; it hangs up when it ends.
-void MachinePort::await_qemu() {
-  qemu_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive) return;
-    std::byte ignored[64];
-    const ssize_t got = ::recv(qemu_.native_handle(), ignored, sizeof(ignored), MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return disconnected();
-    await_qemu();
-  });
-}
-
-void MachinePort::disconnected() {
-  spdlog::info("machine {}: QEMU has gone", spec_.name);
-  stop_watching(qemu_);
-  forget_boot();
+// QEMU has gone, or its machine begins anew: what the agent wrote last is of the past.
+void MachinePort::forget() {
+  forgotten_boot_ = std::atomic_ref(qemu_.header().agent.boot).load(std::memory_order_acquire);
   end_session();
   service_.changed();
 }
-
-// A machine that is reset says nothing itself, and its memory is soon somebody else's: QEMU's monitor tells (QEMU Machine Protocol).
-void MachinePort::accept_monitor() {
-  monitor_listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive) return;
-    vmci::UniqueFd fd(::accept4(monitor_listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    constexpr std::string_view hello = "{\"execute\":\"qmp_capabilities\"}\n";  // without it there are no events
-    if (fd && ::send(fd.get(), hello.data(), hello.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(hello.size())) {
-      stop_watching(monitor_);  // of a QEMU that has gone
-      event_.clear();
-      boost::system::error_code refused;
-      if (!monitor_.assign(fd.get(), refused)) fd.release(), await_events();
-    }
-    accept_monitor();
-  });
-}
-
-void MachinePort::await_events() {
-  monitor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive || !monitor_.is_open()) return;
-    std::array<char, 4096> text;
-    const ssize_t got = ::recv(monitor_.native_handle(), text.data(), text.size(), MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return stop_watching(monitor_);
-    if (got > 0 && !take_events({text.data(), static_cast<std::size_t>(got)})) return stop_watching(monitor_);
-    await_events();
-  });
-}
-
-bool MachinePort::take_events(std::string_view text) {
-  constexpr std::size_t line_bytes_max = 64 * 1024;
-  for (const char c : text) {
-    if (c != '\n') {
-      event_ += c;
-      continue;
-    }
-    const auto event = nlohmann::json::parse(std::exchange(event_, {}), nullptr, /*allow_exceptions=*/false);
-    const auto name = event.is_object() ? event.find("event") : event.end();
-    if (!event.is_object() || name == event.end() || *name != "RESET") continue;
-    spdlog::info("machine {}: is reset", spec_.name);
-    forget_boot();
-    end_session();
-  }
-  return event_.size() <= line_bytes_max;
-}
-
-void MachinePort::forget_boot() { forgotten_boot_ = std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire); }
 
 // --- the link -------------------------------------------------------------------------------------------------
 
@@ -304,7 +138,7 @@ void MachinePort::await_link() {
 
 // Says that the service lives, and finds what nobody rang for.
 void MachinePort::beat() {
-  auto heart = std::atomic_ref(header_of(bar_).service.heartbeat);
+  auto heart = std::atomic_ref(qemu_.header().service.heartbeat);
   heart.store(heart.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   look();
   heartbeat_.expires_after(std::chrono::milliseconds(vm::heartbeat_ms));
@@ -314,9 +148,9 @@ void MachinePort::beat() {
 }
 
 void MachinePort::look() {
-  if (!qemu_.is_open()) return;
+  if (!qemu_.connected()) return;
   // Pairs with the agent's release: its cursor is zero.
-  const std::uint64_t boot = std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire);
+  const std::uint64_t boot = std::atomic_ref(qemu_.header().agent.boot).load(std::memory_order_acquire);
   if (session_ && session_->boot != boot) end_session();
   if (boot == 0 || boot == forgotten_boot_) return;
   if (!session_) {
@@ -327,16 +161,16 @@ void MachinePort::look() {
   const bool sound = session_->link.receive([this](const vm::FrameHead& head, std::span<const std::byte> body) {
     if (!session_->broken) take(head, body);
   });
-  if (!sound && std::atomic_ref(header_of(bar_).agent.boot).load(std::memory_order_acquire) == boot) refuse("its frames make no sense");
+  if (!sound && std::atomic_ref(qemu_.header().agent.boot).load(std::memory_order_acquire) == boot) refuse("its frames make no sense");
   push();
   // A machine that has much to say gets its turn again after the others.
-  if (session_ && !session_->broken && session_->link.anything()) ring(service_events_[vm::link_vector]);
+  if (session_ && !session_->broken && session_->link.anything()) qemu_.ring_service();
 }
 
 void MachinePort::begin_session(std::uint64_t boot) {
-  session_ = std::make_unique<Session>(boot, bar_.data());
-  std::atomic_ref(header_of(bar_).service.accepted).store(boot, std::memory_order_release);
-  ring(machine_events_[vm::link_vector]);
+  session_ = std::make_unique<Session>(boot, qemu_.bar());
+  std::atomic_ref(qemu_.header().service.accepted).store(boot, std::memory_order_release);
+  qemu_.ring_machine();
 }
 
 void MachinePort::end_session() {
@@ -371,7 +205,7 @@ void MachinePort::refuse(const char* why) {
   boost::asio::post(service_.io, [this, alive = alive_, boot] {
     if (!*alive || !session_ || session_->boot != boot) return;
     end_session();
-    session_ = std::make_unique<Session>(boot, bar_.data());
+    session_ = std::make_unique<Session>(boot, qemu_.bar());
     session_->broken = true;
   });
   session_->broken = true;
@@ -379,7 +213,7 @@ void MachinePort::refuse(const char* why) {
 
 void MachinePort::push() {
   if (!session_) return;
-  if (session_->link.flush()) ring(machine_events_[vm::link_vector]);
+  if (session_->link.flush()) qemu_.ring_machine();
   if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
     for (const auto& process : std::exchange(session_->held, {}))
       if (process->socket) await_replies(process);

@@ -1,6 +1,6 @@
-// One virtual machine on this host: the ivshmem server that its QEMU connects to, and the service's end of the link to its agent
-// (vrdma/vm_link.hpp). Every process of the machine becomes a connection of the server, as if it were a process of this host:
-// packets go through a pair of sockets, what it would read from pipes goes over the link, and its queues lie in the machine's RAM.
+// One virtual machine on this host: the service's end of the link to its agent (vrdma/vm_link.hpp), over what its QEMU has connected.
+// Every process of the machine becomes a connection of the server, as if it were a process of this host: packets go through a pair of
+// sockets, what it would read from pipes goes over the link, and its queues lie in the machine's RAM.
 //
 //   QEMU ── monitor.sock ──► resets (QMP)
 //   QEMU ── ivshmem.sock ──► BAR, eventfds          agent ◄── link ──► MachinePort ◄── socket pair ──► Server ──► shard
@@ -16,12 +16,12 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/segment.hpp"
 #include "vmci_channel/vm_link.hpp"
 #include "vmkernel_svc/fabric.hpp"
+#include "vmkernel_svc/machines/qemu.hpp"
 #include "vmkernel_svc/memory/machine_ram.hpp"
 
 namespace vrdma::svc {
@@ -65,7 +65,7 @@ class MachinePort {
 
   const MachineSpec& spec() const { return spec_; }
   MachineStatus status() const;
-  bool running() const { return qemu_.is_open(); }
+  bool running() const { return qemu_.connected(); }
 
   MachinePort(const MachinePort&) = delete;
   MachinePort& operator=(const MachinePort&) = delete;
@@ -75,16 +75,7 @@ class MachinePort {
   struct Stream;
   struct Session;
 
-  void accept_next();
-  void connected(vmci::UniqueFd qemu);
-  Status introduce(int qemu) const;  // the ivshmem protocol: who is who, and the descriptors
-  void await_qemu();
-  void disconnected();
-  void accept_monitor();
-  void await_events();
-  bool take_events(std::string_view text);  // false: it is no monitor
-  void forget_boot();                       // what its agent wrote last is of the past
-
+  void forget();
   void await_link();
   void beat();
   void look();
@@ -104,11 +95,9 @@ class MachinePort {
 
   MachineSpec spec_;
   Service service_;
-  vmci::Segment bar_;
-  vmci::UniqueFd service_events_[vm::vectors], machine_events_[vm::vectors];  // eventfds of ivshmem's peers
-  boost::asio::posix::stream_descriptor listener_, qemu_, link_event_, monitor_listener_, monitor_;
+  Qemu qemu_;
+  boost::asio::posix::stream_descriptor link_event_;
   boost::asio::steady_timer heartbeat_;
-  std::string event_;                // the beginning of a line of the monitor
   std::uint64_t forgotten_boot_ = 0;
   std::unique_ptr<Session> session_;
   std::size_t leaving_ = 0;  // processes and pages of sessions that have ended, that the service may still touch
