@@ -205,7 +205,7 @@ int Connection::prepare_attach() {
   if (std::exchange(asked_to_attach_, true)) return EISCONN;
   auto arena = PinnedSegment::make("vrdma-arena", session_.arena_bytes());
   if (!arena) {
-    say("cannot pin %llu bytes for process %d (%s): give this machine more memory, or its arenas less (arena_bytes of the host's vrdmad)",
+    say("cannot pin %llu bytes for process %d (%s): give this machine more memory, or its arenas less (machine_arena_bytes of the host's vrdmad)",
         static_cast<unsigned long long>(session_.arena_bytes()), credentials_.pid, std::strerror(value(arena.error())));
     return value(arena.error());
   }
