@@ -33,7 +33,7 @@ bool VmLinkEnd::flush() {
     sent = true;
   }
   if (out_sent_ == out_.size()) out_.clear(), out_sent_ = 0;
-  // Half of it is behind us: keep the rest only.
+  // What is behind us does not pile up while the other side reads slowly.
   if (out_sent_ > (1 << 20)) out_.erase(out_.begin(), out_.begin() + static_cast<std::ptrdiff_t>(out_sent_)), out_sent_ = 0;
   broken_ |= writer_.broken();
   return sent;

@@ -60,6 +60,13 @@ struct MachinePort::Process {
   std::uint32_t next_stream = 1;
   std::optional<std::pair<std::uint32_t, PinnedPages>> lending;  // the segment whose runs are coming in
 
+  // All runs of that segment have come: a packet may use it.
+  void end_lending() {
+    if (!lending) return;
+    auto& [number, pages] = *lending;
+    known->segments.insert_or_assign(number, std::move(pages));
+    lending.reset();
+  }
   void hang_up() {
     stop_watching(readable);
     socket = {};
@@ -316,11 +323,7 @@ void MachinePort::open(std::uint32_t connection, std::span<const std::byte> body
 }
 
 void MachinePort::forward(Process& process, std::span<const std::byte> packet) {
-  if (process.lending) {
-    auto& [number, pages] = *process.lending;
-    process.known->segments.insert_or_assign(number, std::move(pages));
-    process.lending.reset();
-  }
+  process.end_lending();
   if (!process.socket) return;
   // Full: a process has one request under way at a time, and its agent lets nobody have more than a few.
   if (const auto sent = process.socket.send(packet); !sent) process.hang_up();
@@ -329,10 +332,7 @@ void MachinePort::forward(Process& process, std::span<const std::byte> packet) {
 void MachinePort::append(Process& process, std::uint32_t segment, std::span<const std::byte> body) {
   if (body.empty() || body.size() % sizeof(vm::Run) != 0) return refuse("it lends memory in parts of runs");
   if (!process.lending || process.lending->first != segment) {
-    if (process.lending) {
-      auto& [number, pages] = *process.lending;
-      process.known->segments.insert_or_assign(number, std::move(pages));
-    }
+    process.end_lending();
     if (process.known->segments.size() >= segments_max) return refuse("it lends memory and does not use it");
     process.lending.emplace(segment, PinnedPages(session_->ram));
   }
