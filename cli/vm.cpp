@@ -132,6 +132,18 @@ void check_memory(std::uint64_t bytes) {
     fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M, like --memory 2G", bytes, memory_least / mib));
 }
 
+void write_down(VmFolder& folder, const VmRecord& record, bool ram_must_be_new) {
+  const VmFolder::Lock held = folder.lock();
+  folder.require_free(record.name);  // said before its RAM file is in the way
+  const bool made = make_ram_file(record, ram_must_be_new);
+  try {
+    folder.add(record);
+  } catch (...) {
+    if (made) ::unlink(record.ram.c_str());
+    throw;
+  }
+}
+
 }  // namespace
 
 std::string vm_name_error(const std::string& name) {
@@ -150,14 +162,7 @@ int vm_add(const VmOptions& options) {
     fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(), path_characters));
   const VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
                         options.memory_bytes, options.tenant};
-  folder.require_free(options.name);  // said before its RAM file is in the way
-  const bool made = make_ram_file(record, options.ram.empty());
-  try {
-    folder.add(record);
-  } catch (...) {
-    if (made) ::unlink(record.ram.c_str());
-    throw;
-  }
+  write_down(folder, record, options.ram.empty());
   await_service(place, folder, record.name);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
   return 0;

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,8 +14,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
-
-#include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::cli {
 
@@ -62,6 +61,16 @@ void write_whole(const std::string& path, const std::string& text) {
 
 }  // namespace
 
+VmFolder::Lock VmFolder::lock() const {
+  make_folder(path_);
+  const std::string path = path_ + "/.lock";
+  Lock held{vmci::UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600))};
+  if (!held.fd) fail_at("make", path, errno);
+  while (::flock(held.fd.get(), LOCK_EX) != 0)
+    if (errno != EINTR) fail_at("lock", path, errno);
+  return held;
+}
+
 void VmFolder::require_free(const std::string& name) const {
   struct stat status;
   if (::lstat(file(name).c_str(), &status) != 0) return;
@@ -69,7 +78,6 @@ void VmFolder::require_free(const std::string& name) const {
 }
 
 void VmFolder::add(const VmRecord& record) {
-  make_folder(path_);
   const std::string own = path_ + "/" + record.name;
   make_folder(own);  // one that a service left behind is as good
   nlohmann::json json{{"ram", record.ram}};
@@ -88,6 +96,9 @@ void VmFolder::remove(const std::string& name) {
     if (errno == ENOENT || errno == ENOTDIR) fail(fmt::format("there is no machine \"{}\" in {}: \"vrdma vm list\" names them", name, path_));
     fail_at("remove", file(name), errno);
   }
+  const Lock held = lock();
+  struct stat status;
+  if (::lstat(file(name).c_str(), &status) == 0) return;  // somebody has added it anew
   // The service does the same when it sees that the file is gone; nobody minds who is first.
   ::unlink(link(name).c_str());
   ::unlink((path_ + "/" + name + "/monitor.sock").c_str());

@@ -1,11 +1,13 @@
 // The folder of machines on disk. May be called by anybody; writes as atomically as a file system allows: a machine is there when its
-// vm.json is, and that appears whole.
+// vm.json is, and that appears whole. What looks before it writes holds the lock of the folder, which only its owner can take.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::cli {
 
@@ -20,9 +22,14 @@ class VmFolder {
  public:
   explicit VmFolder(std::string path) : path_(std::move(path)) {}
 
+  struct Lock {
+    vmci::UniqueFd fd;
+  };
+
   // All throw std::runtime_error with a message for a person.
+  [[nodiscard]] Lock lock() const;             // until it is given up; makes the folder where there is none
   void require_free(const std::string& name) const;
-  void add(const VmRecord& record);            // refuses a name that is taken, whoever is faster
+  void add(const VmRecord& record);            // refuses a name that is taken
   void remove(const std::string& name);        // with what the service left beside vm.json
   VmRecord read(const std::string& name) const;
   std::vector<std::string> names() const;      // in order; none where there is no folder

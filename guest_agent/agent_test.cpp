@@ -85,7 +85,7 @@ TEST_CASE("A session begins with a page that the service sees, and processes are
 
 TEST_CASE("Where the device has interrupts the agent says so, and looks when it is interrupted") {
   if (!can_pin()) return;
-  Machine machine(true);
+  Machine machine(true, Machine::short_patience_ns);
   machine.begin_service(epoch);
   CHECK(machine.open_session().flags == vm::hello_interrupts);
   Process process(machine);

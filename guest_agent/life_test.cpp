@@ -177,7 +177,7 @@ TEST_CASE("Another service: who used the last one is told, and memory is kept un
 
 TEST_CASE("A service whose heart stands still is lost, and asked anew when it goes on") {
   if (!can_pin()) return;
-  Machine machine;
+  Machine machine(false, Machine::short_patience_ns);
   machine.begin_service(epoch);
   machine.open_session();
   Served served(machine);
@@ -246,7 +246,7 @@ TEST_CASE("A service that refuses the machine ends the agent, with a sentence th
 
 TEST_CASE("A service that has no memory of the machine yet is asked again") {
   if (!can_pin()) return;
-  Machine machine;
+  Machine machine(false, Machine::short_patience_ns);
   machine.begin_service(epoch);
   machine.open_session(ENODEV);
   CHECK(!std::filesystem::exists(machine.socket));

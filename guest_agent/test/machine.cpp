@@ -29,7 +29,7 @@ bool can_pin() {
   return trial.has_value();
 }
 
-Machine::Machine(bool interrupts) {
+Machine::Machine(bool interrupts, std::uint64_t patience_ns) {
   bar = static_cast<std::byte*>(::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   REQUIRE(bar != MAP_FAILED);
   char name[] = "/tmp/vrdma-guestd-test-XXXXXX";
@@ -38,14 +38,14 @@ Machine::Machine(bool interrupts) {
   socket = folder_ / "run" / "vrdmad.sock";
   stop_.reset(::eventfd(0, EFD_CLOEXEC));
   if (interrupts) interrupt_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  thread_ = std::thread([this] {
+  thread_ = std::thread([this, patience_ns] {
     Device device;
     device.bar = bar;
     device.registers = registers;
     device.interrupt = interrupt_.get();
     Options options;
     options.socket = socket;
-    options.patience_ns = 1'000'000'000;
+    options.patience_ns = patience_ns;
     try {
       Agent(device, options).run(stop_.get());
     } catch (const std::exception& error) {

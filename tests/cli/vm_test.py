@@ -172,7 +172,7 @@ class Living(VmCase):
         self.assertEqual([line.split()[1] for line in self.vm("list").stdout.splitlines()], ["a", self.name])
         for name in ("a", self.name):
             self.assertEqual(self.vm("remove", name).returncode, 0)
-        self.assertEqual(os.listdir(self.vms), [])
+        self.assertEqual(os.listdir(self.vms), [".lock"])
         self.assertFalse(self.ram(self.name).exists())  # we chose it
         self.assertTrue((self.folder / "own").exists())  # the person did
         self.add()  # the name is free again
