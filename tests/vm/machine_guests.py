@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
+import apart  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 from guests import Guests  # noqa: E402
@@ -311,7 +312,9 @@ def reboots(tally, guests):
         tally.case(f"killed and booted, {number + 1}", once)
 
 
-SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots}
+SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots,
+             "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte}
+MEMORY = {"gibibyte": "2G"}
 
 
 def main():
@@ -329,7 +332,7 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed, interrupts=name == "interrupts")
+            guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=MEMORY.get(name))
             try:
                 print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                 SCENARIOS[name](tally, guests)
