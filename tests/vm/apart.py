@@ -1,4 +1,5 @@
 """The conformance suite with its two processes in different machines, and what only that shows of memory."""
+import json
 import re
 from dataclasses import replace
 
@@ -12,26 +13,46 @@ SAMPLE = 12
 HUGE_PAGES = 16
 FOLDER = "/tmp/files"  # of a file system whose pages cannot be pinned: memory of its files is reached by copies
 
+GIBIBYTE = 1 << 30
+SCATTERED_PIECES = 100_000
+HOG_BYTES = 2200 << 20  # leaves isolated pages for 1 GiB, and not much else
+HOG = """
+import mmap, signal
+held = mmap.mmap(-1, {bytes}, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for at in range(0, {bytes}, 4096):
+    held[at] = 1
+for at in range(0, {bytes}, 8192):
+    held.madvise(mmap.MADV_DONTNEED, at, 4096)
+print("holds", flush=True)
+signal.pause()
+"""
 
-def suite(guests, one, two, words, skips=()):
-    """Role a at side `one`, b at `two`. Failure where a test fails, or skips that is not named in `skips`."""
+
+def suite(guests, one, two, words, skips=(), meanwhile=lambda programs: ""):
+    """Role a at side `one`, b at `two`. Failure where a test fails, or skips that is not named in `skips`. What `meanwhile` finds
+    while they run is told."""
     program = guests.build.vrdma.parent / "vrdma-conformance"
     port = two.free_port()
     common = ["--timeout-scale", SCALE, "--reuse"]
     server = two.start([program, "--serve", port, *common], "the second process's side")
+    client = None
     try:
         wait_until(lambda: "serving at port" in server.output(), SERVE_SECONDS, "the suite is served", [server, guests.service.program])
-        code, said = one.run([program, "--with", f"{one.address_of(two)}:{port}", *common, *words], SUITE_SECONDS)
-        left = server.wait(SERVE_SECONDS)
+        client = one.start([program, "--with", f"{one.address_of(two)}:{port}", *common, *words], "the suite")
+        found = meanwhile([client, server])
+        code, left = client.wait(SUITE_SECONDS), server.wait(SERVE_SECONDS)
+        said = client.output()
         guests.check()
         skipped = set(re.findall(r"^SKIP  (\S+)", said, re.MULTILINE)) - set(skips)
         if code != 0 or left != 0 or skipped:
             told = "\n".join(line for line in said.splitlines() if not line.startswith("PASS"))
-            raise Failure(f"{told}\n{server.says()}\n{guests.news()}")
+            raise Failure(f"left with {code}\n{told}\n{server.says()}\n{guests.news()}")
         extra = [line for line in server.output().splitlines() if "registered after" in line]
-        return ", ".join([said.strip().splitlines()[-1], *extra])
+        return ", ".join([said.strip().splitlines()[-1], *extra, *([found] if found else [])])
     finally:
-        server.stop(grace_s=0)
+        for program in (client, server):
+            if program:
+                program.stop(grace_s=0)
 
 
 def prepare(side, commands):
@@ -70,5 +91,30 @@ def memory(tally, guests):
 def gibibyte(tally, guests):
     one, two = guests.roots
     words = ["--seed", guests.seed, "--slow", "--filter", "AGibibyte*"]
-    tally.case("1 GiB of a machine, from the host", lambda: suite(guests, guests.host, two, words))
-    tally.case("1 GiB of a user of a machine, from the other machine", lambda: suite(guests, one, replace(two, uid=USER), words))
+
+    def pieces(programs, at_least=1):
+        """In how many places the registration lies, which is reached in place."""
+        shown = {}
+
+        def registered():
+            shown.update({mr["bytes"]: mr for mr in json.loads(guests.vrdma("show", "mrs", "--json"))})
+            return GIBIBYTE in shown
+        wait_until(registered, 120, "1 GiB is registered", programs)
+        mr = shown[GIBIBYTE]
+        if mr["path"] != "pinned" or mr["pieces"] < at_least:
+            raise Failure(f"not pinned in {at_least} pieces or more: {mr}")
+        return f"{mr['path']}, {mr['pieces']} pieces"
+    tally.case("1 GiB of a machine, from the host", lambda: suite(guests, guests.host, two, words, meanwhile=pieces))
+    tally.case("1 GiB of a user of a machine, from the other machine", lambda: suite(guests, one, replace(two, uid=USER), words, meanwhile=pieces))
+
+    def scattered():
+        """The kernel then gives single pages out of order: the registration lies in a quarter of a million places."""
+        plain = replace(two, plain=True)
+        prepare(two, ["echo never >/sys/kernel/mm/transparent_hugepage/enabled"])
+        hog = plain.start(["python3", "-S", "-c", HOG.format(bytes=HOG_BYTES)], "who holds every other page")
+        try:
+            wait_until(lambda: "holds" in hog.output(), 120, "every other page is held", [hog])
+            return suite(guests, guests.host, two, words, meanwhile=lambda programs: pieces(programs, SCATTERED_PIECES))
+        finally:
+            hog.stop(grace_s=0)
+    tally.case("1 GiB of scattered pages, from the host", scattered)

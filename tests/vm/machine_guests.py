@@ -314,7 +314,7 @@ def reboots(tally, guests):
 
 SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots,
              "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte}
-MEMORY = {"gibibyte": "2G"}
+MEMORY = {"gibibyte": "3G"}
 
 
 def main():
