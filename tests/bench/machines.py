@@ -287,21 +287,28 @@ def medians(made, key):
     return {name: statistics.median(one[key][name] for one in made) for name in made[0][key]}
 
 
-def measure_all(pair, wanted, repetitions):
-    """Repetitions by turns, so that what the machine does meanwhile reaches all rows. ([results], [names of those that failed])"""
+def measure_all(pair, wanted, repetitions, gate):
+    """Repetitions by turns, so that what the machine does meanwhile reaches all rows; with a gate, up to four times as many, of which
+    the least disturbed count. ([results], [names of those that failed])"""
     made, failed = {row.name: [] for row in wanted}, []
-    for number in range(repetitions):
-        for row in wanted:
-            if row.name in failed:
-                continue
-            print(f"{number + 1}/{repetitions} {row.name}: {row.note}", file=sys.stderr, flush=True)
+
+    def enough(row):
+        quiet = sum(1 for one in made[row.name] if gate is None or one["processors"]["others"] <= gate)
+        return row.name in failed or quiet >= repetitions or len(made[row.name]) >= 4 * repetitions
+    while todo := [row for row in wanted if not enough(row)]:
+        for row in todo:
+            print(f"{len(made[row.name]) + 1} {row.name}: {row.note}", file=sys.stderr, flush=True)
             try:
                 made[row.name].append(measure_once(pair, row))
             except Failure as reason:
                 failed.append(row.name)
                 print(f"FAIL  {row.name}: {reason}\n{pair.guests.news()}", flush=True)
-    results = [{"name": row.name, "note": row.note, "polls": row.polls, "figure": row.figure, "figures": medians(made[row.name], "figures"),
-                "processors": medians(made[row.name], "processors"), "repetitions": made[row.name]} for row in wanted if row.name not in failed]
+    results = []
+    for row in wanted:
+        if row.name not in failed:
+            kept = sorted(made[row.name], key=lambda one: one["processors"]["others"])[:repetitions] if gate is not None else made[row.name]
+            results.append({"name": row.name, "note": row.note, "polls": row.polls, "figure": row.figure, "figures": medians(kept, "figures"),
+                            "processors": medians(kept, "processors"), "repetitions": kept})
     return results, failed
 
 
@@ -377,6 +384,7 @@ def main():
     parser.add_argument("--only", help="a regular expression: rows to measure")
     parser.add_argument("--quick", action="store_true", help="one short repetition of each row")
     parser.add_argument("--repetitions", type=int, help="of each row (default: 3; --quick: 1)")
+    parser.add_argument("--gate", type=float, metavar="PROCESSORS", help="measure repetitions again during which others used more than so many")
     parser.add_argument("--json", metavar="FILE", help="write the table there, with every repetition")
     parser.add_argument("--plots", metavar="FOLDER", help="draw it there")
     parser.add_argument("--list", action="store_true", help="only print the names of the rows")
@@ -395,7 +403,7 @@ def main():
         pair = Pair(Path(options.build).resolve())
         try:
             print(f"two machines after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-            results, failed = measure_all(pair, chosen(pair), options.repetitions or (1 if options.quick else 3))
+            results, failed = measure_all(pair, chosen(pair), options.repetitions or (1 if options.quick else 3), options.gate)
             report(results, failed, options, time.monotonic() - begun)
             pair.guests.close()
         finally:
