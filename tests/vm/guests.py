@@ -56,7 +56,8 @@ class Guests:
     def __init__(self, folder, seed, interrupts=False, carried=Carried(), devices=((), ())):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. devices: more arguments for QEMU, of each."""
         self.seed = seed
-        self.kernel_words = ("intel_iommu=on",) if interrupts else ()
+        # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
+        self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
         self.build = Build.at(folder)
         self.booted = boot_image(folder, BUILT, carried)
         self.service = Service(self.build)
