@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "guest_agent/test/machine.hpp"
+#include "vmci_channel/page_pin.hpp"
 #include "vmci_channel/sleep_word.hpp"
 #include "vrdma/copy_ring.hpp"
 
@@ -43,7 +44,7 @@ struct Buffer {
   explicit Buffer(std::size_t pages) : bytes(pages * vm::page_bytes) {
     data = static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     REQUIRE(data != MAP_FAILED);
-    auto pinned = pin(std::span(data, bytes));
+    auto pinned = vmci::pin_pages(std::span(data, bytes));
     REQUIRE(pinned.has_value());
     ring = std::move(*pinned);
   }

@@ -9,6 +9,7 @@
 #include <csignal>
 
 #include "guest_agent/test/machine.hpp"
+#include "vmci_channel/page_pin.hpp"
 
 using namespace vrdma;
 using namespace vrdma::agent;
@@ -73,7 +74,7 @@ TEST_CASE("A request that is under way when its process ends keeps its memory pi
   {
     Served served(machine);
     std::byte page[2 * vm::page_bytes];
-    auto ring = pin(std::span(page));
+    auto ring = vmci::pin_pages(std::span(page));
     REQUIRE(ring.has_value());
     served.process.ask(Request::add_pinned, control::AddPinnedRequest{reinterpret_cast<std::uintptr_t>(page), sizeof(page), ring->get(), 0});
     packet = machine.await(Frame::packet);
@@ -122,7 +123,7 @@ TEST_CASE("Who was given a process's socket cannot have memory of that process t
   Served served(machine);
   auto* const page = static_cast<std::byte*>(::mmap(nullptr, vm::page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   REQUIRE(page != MAP_FAILED);
-  auto ring = pin(std::span(page, vm::page_bytes));
+  auto ring = vmci::pin_pages(std::span(page, vm::page_bytes));
   REQUIRE(ring.has_value());
   const control::AddPinnedRequest request{reinterpret_cast<std::uintptr_t>(page), vm::page_bytes, ring->get(), 0};
   const pid_t other = ::fork();

@@ -4,7 +4,6 @@
 #include <linux/io_uring.h>
 #include <sched.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -13,6 +12,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "vmci_channel/page_pin.hpp"
 
 #ifndef SYS_pidfd_getfd
 #define SYS_pidfd_getfd 438
@@ -23,8 +24,6 @@ namespace vrdma::agent {
 using vmci::UniqueFd;
 
 namespace {
-
-constexpr std::uint64_t buffer_bytes_max = std::uint64_t{1} << 30;  // io_uring's
 
 long register_with(int ring, unsigned operation, const void* argument, unsigned count) {
   return ::syscall(SYS_io_uring_register, ring, operation, argument, count);
@@ -56,18 +55,6 @@ Result<std::string> read_all(const std::string& path) {
 
 }  // namespace
 
-Result<UniqueFd> pin(std::span<std::byte> memory) {
-  io_uring_params parameters{};
-  parameters.flags = IORING_SETUP_R_DISABLED;
-  UniqueFd ring(static_cast<int>(::syscall(SYS_io_uring_setup, 1, &parameters)));
-  if (!ring) return last_error();
-  std::vector<iovec> buffers;
-  for (; !memory.empty(); memory = memory.subspan(buffers.back().iov_len))
-    buffers.push_back({memory.data(), std::min<std::size_t>(memory.size(), buffer_bytes_max)});
-  if (register_with(ring.get(), IORING_REGISTER_BUFFERS, buffers.data(), static_cast<unsigned>(buffers.size())) != 0) return last_error();
-  return ring;
-}
-
 Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, bool future_read_only) {
   if (bytes == 0 || bytes % vm::page_bytes != 0) return Errno{EINVAL};
   PinnedSegment segment;
@@ -75,7 +62,7 @@ Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes,
   if (!memory) return memory.error();
   segment.memory = std::move(*memory);
   // Pinning brings the pages into being; who touches them first dies of SIGBUS where there is no memory for them.
-  auto ring = pin(std::span(segment.memory.data(), bytes));
+  auto ring = vmci::pin_pages(std::span(segment.memory.data(), bytes));
   if (!ring) return ring.error();
   segment.ring = std::move(*ring);
   auto self = Pagemap::of_self();

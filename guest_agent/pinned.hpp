@@ -23,9 +23,6 @@ struct PinnedSegment {
   static Result<PinnedSegment> make(const char* name, std::uint64_t bytes, bool future_read_only = false);
 };
 
-// A new ring that pins the memory. Its buffers can never be registered anew.
-Result<vmci::UniqueFd> pin(std::span<std::byte> memory);
-
 // Takes over the ring that a process has as `descriptor`, so that from now on nobody can unregister its buffers.
 // EBADF, EINVAL: it is no ring. EPERM: one that was enabled before (it must be set up with IORING_SETUP_R_DISABLED), which
 // others could have changed since. ESRCH: the process is gone.

@@ -9,6 +9,8 @@
 
 #include <cstring>
 
+#include "vmci_channel/page_pin.hpp"
+
 using namespace vrdma::agent;
 using vmci::UniqueFd;
 using vrdma::vm::page_bytes;
@@ -60,7 +62,7 @@ TEST_CASE("A segment of no pages, or of parts of pages, is none") {
 
 TEST_CASE("Who has given up a ring can unregister its buffers no more, nor register others") {
   Pages pages(4);
-  auto ring = pin(std::span(pages.data, pages.bytes));
+  auto ring = vmci::pin_pages(std::span(pages.data, pages.bytes));
   if (!ring && skipped(ring.error())) return;
   const auto pidfd = own_pidfd();
   auto taken = take_ring(pidfd.get(), ring->get());
@@ -75,7 +77,7 @@ TEST_CASE("Who has given up a ring can unregister its buffers no more, nor regis
 
 TEST_CASE("A taken ring says which memory it pins, by whole pages") {
   Pages pages(8);
-  auto ring = pin(std::span(pages.data + 100, 5 * page_bytes));  // six pages
+  auto ring = vmci::pin_pages(std::span(pages.data + 100, 5 * page_bytes));  // six pages
   if (!ring && skipped(ring.error())) return;
   const auto pidfd = own_pidfd();
   const auto taken = take_ring(pidfd.get(), ring->get());

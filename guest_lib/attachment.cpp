@@ -13,6 +13,7 @@
 
 #include "guest_lib/process.hpp"
 #include "guest_lib/show_device.hpp"
+#include "guest_lib/sparse_mapping.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -67,6 +68,7 @@ Result<Mapping> map_segment(const UniqueFd& fd, std::uint64_t bytes, Writable wr
   auto sealed = vmci::sealed_bytes(fd.get());
   if (!sealed) return sealed.error();
   if (bytes > *sealed) return Errno{EPROTO};
+  const SparseMapping sparse;
   auto mapping = Mapping::map(fd.get(), 0, bytes, writable);
   if (mapping && ::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
   return mapping;

@@ -1,6 +1,6 @@
 #include "guest_lib/reach.hpp"
 
-#include "guest_lib/memory/page_pin.hpp"
+#include "vmci_channel/page_pin.hpp"
 
 namespace vrdma::guest {
 
@@ -44,7 +44,7 @@ Result<std::uint32_t> window_of(Attachment& attachment) {
 
 // In a virtual machine: the pages are held where they are, and its agent tells the service where that is. False: they cannot be.
 bool pin(Attachment& attachment, control::Extent& extent, std::vector<std::uint32_t>& pinned) {
-  const auto ring = memory::pin_pages(extent.address, extent.bytes);
+  const auto ring = vmci::pin_pages(std::span(reinterpret_cast<const std::byte*>(extent.address), extent.bytes));
   if (!ring) return false;
   const auto reply = attachment.call_on_socket<control::Request::add_pinned>({extent.address, extent.bytes, ring->get(), 0});
   if (!reply) return false;

@@ -1,7 +1,9 @@
 """rdma-core's example programs: ibv_devices, ibv_devinfo, ibv_asyncwatch, ibv_{rc,uc,ud,srq}_pingpong."""
 
+import pathlib
 import re
 import signal
+import sys
 from dataclasses import dataclass, replace
 
 import figures
@@ -116,6 +118,19 @@ def devinfo(side):
     code, said = side.run(["ibv_devinfo", "-d", "vrdma9"], 30)
     if code == 0:
         raise Failure(f"a device that is not there was found:\n{said}")
+
+
+def locked_memory(side):
+    """Who locks all memory to come does not get the whole arena of the channel, and keeps what was asked for."""
+    code, said = side.run([sys.executable, str(pathlib.Path(__file__).with_name("locked_process.py"))], 60)
+    if code == 77:
+        raise Skip("this process may not lock its memory")
+    taken = re.search(r"opening took (\d+) MiB, mapping 64 MiB took (\d+)", said)
+    if code != 0 or not taken:
+        raise Failure(f"left with {code}:\n{said}")
+    if int(taken[1]) > 64 or int(taken[2]) < 64:
+        raise Failure(said)
+    return said.strip()
 
 
 def asyncwatch(build, side):

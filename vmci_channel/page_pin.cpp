@@ -1,0 +1,26 @@
+#include "vmci_channel/page_pin.hpp"
+
+#include <linux/io_uring.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace vmci {
+
+vrdma::Result<UniqueFd> pin_pages(std::span<const std::byte> memory) {
+  constexpr std::size_t buffer_bytes_max = std::size_t{1} << 30;  // of one registered buffer (io_uring_register(2))
+  io_uring_params parameters{};
+  parameters.flags = IORING_SETUP_R_DISABLED;
+  UniqueFd ring(static_cast<int>(::syscall(SYS_io_uring_setup, 1, &parameters)));
+  if (!ring) return vrdma::last_error();
+  std::vector<iovec> buffers;
+  for (; !memory.empty(); memory = memory.subspan(buffers.back().iov_len))
+    buffers.push_back({const_cast<std::byte*>(memory.data()), std::min(memory.size(), buffer_bytes_max)});
+  if (::syscall(SYS_io_uring_register, ring.get(), IORING_REGISTER_BUFFERS, buffers.data(), buffers.size()) != 0) return vrdma::last_error();
+  return ring;
+}
+
+}  // namespace vmci
