@@ -53,10 +53,10 @@ def boot_image(build, built, more=Carried()):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ())):
+    def __init__(self, folder, seed, interrupts=False, memory=None, carried=Carried(), devices=((), ())):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
         more arguments for it."""
-        self.seed, self.memory = seed, memory
+        self.seed, self.memory = seed, memory or MEMORY
         # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
         self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
         self.build = Build.at(folder)
