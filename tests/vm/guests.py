@@ -41,9 +41,10 @@ def boot_image(build, built):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed, interrupts=False, memory=None):
-        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it."""
-        self.seed, self.memory = seed, memory or MEMORY
+    def __init__(self, folder, seed, interrupts=False, memory=None, first_ram_in=None):
+        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it.
+        first_ram_in: the folder for the file that is the first one's RAM."""
+        self.seed, self.memory, self.first_ram_in = seed, memory or MEMORY, first_ram_in
         self.kernel_words = ("intel_iommu=on",) if interrupts else ()
         self.build = Build.at(folder)
         self.booted = boot_image(folder, BUILT)
@@ -71,6 +72,8 @@ class Guests:
 
     def ram_elsewhere(self, name):
         """Where /dev/shm is small, as in many containers, the RAM is a file of the build."""
+        if self.first_ram_in and name == self.names[0]:
+            return ["--ram", self.first_ram_in / f"{name}.ram"]
         if shutil.disk_usage("/dev/shm").free >= SHM_BYTES_MIN:
             return []
         ram = self.build.vrdma.parent.parent / "vm" / f"{name}.ram"
