@@ -24,7 +24,7 @@ import apart  # noqa: E402
 import huge_pages  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
-from guests import Guests  # noqa: E402
+from guests import MEMORY, Guests  # noqa: E402
 from harness import SKIPPED_EXIT_CODE, Failure, Skip, Tally, clean_up, clean_up_on_signals, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from network import network  # noqa: E402
@@ -332,7 +332,7 @@ def reboots(tally, guests):
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots,
              "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
              "hugetlbfs": huge_pages.hugetlbfs}
-MEMORY = {"gibibyte": "3G"}
+LARGE = {"gibibyte": "3G"}
 
 
 def main():
@@ -351,7 +351,7 @@ def main():
                 network(tally, folder)
                 continue
             with huge_pages.lent() if name == "hugetlbfs" else contextlib.nullcontext() as first_ram_in:
-                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=MEMORY.get(name), first_ram_in=first_ram_in)
+                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=LARGE.get(name, MEMORY), first_ram_in=first_ram_in)
                 try:
                     print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                     SCENARIOS[name](tally, guests)
