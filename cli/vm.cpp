@@ -215,7 +215,10 @@ int vm_uml(const VmOptions& options) {
   const VmRecord record = folder.read(options.name);
   if (!record.uml()) fail(fmt::format("machine \"{0}\" is one of QEMU's: \"vrdma vm show {0}\" says how it is started", record.name));
   await_service(place, folder, record.name);
-  return run_uml(folder.link(record.name, /*plain=*/true), folder.launcher(record.name), options.command);
+  std::vector<std::string> command = options.command;
+  if (command.front() == "--") command.erase(command.begin());
+  if (command.empty()) fail("there is no kernel to start: give it after --, like linux.uml mem=512M");
+  return run_uml(folder.link(record.name, /*plain=*/true), folder.launcher(record.name), command);
 }
 
 int vm_remove(const VmOptions& options) {

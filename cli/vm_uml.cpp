@@ -3,12 +3,8 @@
 #include <cpuid.h>
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <linux/audit.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <poll.h>
 #include <sys/prctl.h>
-#include <sys/ptrace.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -19,14 +15,14 @@
 
 #include <cerrno>
 #include <csignal>
-#include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 #include <stdexcept>
 
+#include "cli/service.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::cli {
@@ -41,37 +37,23 @@ constexpr int reconnect_ms = 200;  // to a service that starts anew
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
-// Kernels before 6.12 have room for so much of a processor's state: what they were given by XSAVE of a larger one (AMX) they cannot
-// put back, and no program starts. Where XSAVE cannot be had they save what FXSAVE saves.
+// What a kernel of User Mode Linux has room for, of the registers of a processor. Newer ones have more: see uml_registers.cpp.
 constexpr unsigned xsave_bytes_known = 2696;
 
-bool state_too_large() {
+bool registers_too_large() {
   unsigned a = 0, enabled_bytes = 0, c = 0, d = 0;
   return __get_cpuid_count(0xd, 0, &a, &enabled_bytes, &c, &d) != 0 && enabled_bytes > xsave_bytes_known;
 }
 
-// From here on ptrace has no NT_X86_XSTATE. 0, or an errno value.
-int hide_xsave() {
-  constexpr std::uint32_t xstate = 0x202;  // NT_X86_XSTATE
-  constexpr auto low_half = [](unsigned argument) { return static_cast<std::uint32_t>(offsetof(seccomp_data, args) + argument * sizeof(std::uint64_t)); };
-  sock_filter rules[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, arch)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 0, 7),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_ptrace, 0, 5),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, low_half(0)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, PTRACE_GETREGSET, 0, 3),
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, low_half(2)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, xstate, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EIO),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog program{std::size(rules), rules};
-  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) return errno;
-  return 0;
+// To be preloaded; empty: nothing is.
+std::string registers_library() {
+  if (!registers_too_large()) return "";
+  const fs::path library = fs::path(library_path()).parent_path() / "libvrdma-uml.so";
+  if (!fs::exists(library)) fail(fmt::format("there is no {}, without which User Mode Linux does not run on this processor: install it", library.string()));
+  return preloadable(library);
 }
 
-[[noreturn]] void become(const std::vector<std::string>& command, const std::string& bar, pid_t launcher) {
+[[noreturn]] void become(const std::vector<std::string>& command, const std::string& bar, const std::string& library, pid_t launcher) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != launcher) ::_exit(1);  // it is dead already
   // A machine that reboots would begin anew with other memory, unheard of: it ends instead.
@@ -80,8 +62,7 @@ int hide_xsave() {
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  if (state_too_large())
-    if (const int error = hide_xsave(); error != 0) std::fprintf(stderr, "vrdma: cannot hide this processor's state (%s): the kernel may panic\n", std::strerror(error));
+  if (!library.empty()) ::setenv("LD_PRELOAD", library.c_str(), 1);
   ::execvp(arguments[0], arguments.data());
   const int error = errno;
   std::fprintf(stderr, "vrdma: cannot start %s (%s): install user-mode-linux\n", arguments[0], std::strerror(error));
@@ -141,6 +122,7 @@ void kill_the_rest() {
 int run_uml(const std::string& bar, const std::string& launcher, const std::vector<std::string>& command) {
   if (struct stat status; ::stat(bar.c_str(), &status) != 0)
     fail(fmt::format("there is no {} ({}): start vrdmad, which makes it", bar, std::strerror(errno)));
+  const std::string library = registers_library();
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   // Who ends this ends the machine: its kernel gets the same signal, and we stay until it has gone.
   sigset_t ending;
@@ -149,7 +131,7 @@ int run_uml(const std::string& bar, const std::string& launcher, const std::vect
   const pid_t self = ::getpid();
   const pid_t kernel = ::fork();
   if (kernel < 0) fail(fmt::format("cannot start a process ({})", std::strerror(errno)));
-  if (kernel == 0) become(command, bar, self);
+  if (kernel == 0) become(command, bar, library, self);
   ::sigprocmask(SIG_BLOCK, &ending, nullptr);
   const UniqueFd ended(static_cast<int>(::syscall(SYS_pidfd_open, kernel, 0)));
   if (!ended) {
