@@ -5,13 +5,14 @@ The network is QEMU's here as well: one without a processor and memory, that has
 through a socket that it inherits.
 """
 import os
+import re
 import secrets
 import shutil
 import socket
 from pathlib import Path
 
 import shell_server
-from harness import PATIENCE, Failure, Program, Skip, TempFolder, free_port, wait_until
+from harness import PATIENCE, Failure, Program, Skip, TempFolder, free_port
 from machine import QEMU
 from shell import PORTS, Shell
 
@@ -24,6 +25,14 @@ def require_uml():
     for program, package in ((KERNEL, "user-mode-linux"), (QEMU, "qemu-system-x86"), ("busybox", "busybox-static"), ("cpio", "cpio")):
         if not shutil.which(program):
             raise Skip(f"{program} is not installed (package {package})")
+
+
+def cpu_mhz():
+    """As the programs of this machine find it; the counter is the same there."""
+    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    if not found:
+        raise Skip("/proc/cpuinfo does not say how fast this processor is")
+    return found.group(1)
 
 
 class UmlShell(Shell):
@@ -48,7 +57,7 @@ class UmlShell(Shell):
                                         "-netdev", "hubport,id=outside,hubid=0,netdev=line"],
                                        name=f"network of {name}", pass_fds=(ours.fileno(),))
                 # In the place of QEMU: all that is known of it is that it is a program.
-                self.qemu = Program([*launcher, KERNEL, f"mem={MEMORY}", f"initrd={initramfs}", "rdinit=/init", "panic=-1", "loglevel=5",
+                self.qemu = Program([*launcher, KERNEL, f"mem={MEMORY}", f"initrd={initramfs}", "rdinit=/init", "panic=-1", f"CPU_MHZ={cpu_mhz()}", "loglevel=5",
                                      f"con0=null,fd:{console.fileno()}", "con=null", "ssl=null", "ssl1=null,fd:1",
                                      f"vec0:transport=fd,fd={theirs.fileno()},mac=52:54:00:12:34:56",
                                      "--", self.token, "python3", "-S", HERE / "shell_server.py", self.secret],
@@ -89,6 +98,3 @@ class UmlShell(Shell):
                 return []
             return direct + [below for child in direct for below in children(child)]
         return children(self.qemu.pid)
-
-    def await_serving(self, socket_path):
-        wait_until(socket_path.exists, 20, f"{socket_path} is there", [self.qemu])
