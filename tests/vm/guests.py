@@ -41,8 +41,8 @@ def boot_image(build, built):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed, interrupts=False):
-        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling."""
+    def __init__(self, folder, seed, interrupts=False, plain=False):
+        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. plain: nobody can interrupt anybody."""
         self.seed = seed
         self.kernel_words = ("intel_iommu=on",) if interrupts else ()
         self.build = Build.at(folder)
@@ -54,7 +54,7 @@ class Guests:
         self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
         try:
             for name in self.names:
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json", *self.ram_elsewhere(name)))
+                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json", *(["--plain"] if plain else []), *self.ram_elsewhere(name)))
                 link = Path(self.added[name]["link"])
                 wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
                 if interrupts:

@@ -265,6 +265,35 @@ def interrupts(tally, guests):
     run_cases(tally, guests, "host to a user in a machine", cases, (replace(two, uid=USER), guests.host))
 
 
+def plain(tally, guests):
+    """ivshmem-plain: the service looks by itself, and hears of a machine's end by its agent's heart alone."""
+    one, two = guests.roots
+    cases = [(pingpong, pingpong.Case("rc", validate=True, iterations=100)), (pingpong, pingpong.Case("ud", validate=True, events=True, iterations=50)),
+             (perftest, perftest.Case("send", "lat", events=True, iterations=50)), (perftest, perftest.Case("write", "bw", iterations=100))]
+    run_cases(tally, guests, "machine to machine", cases, (one, two))
+    run_cases(tally, guests, "host to a user in a machine", cases, (replace(two, uid=USER), guests.host))
+
+    def killed():
+        port = two.free_port()
+        words = ["ib_write_bw", "-F", "-D", "600", "-p", str(port)]
+        server = two.start(words, "server")
+        client = None
+        try:
+            wait_until(lambda: two.listening(server, port), 60, "the server listens", [server])
+            client = guests.host.start([*words, "127.0.0.1"], "client")
+            wait_until(lambda: len(guests.guests()) == 2, 60, "both are attached", [server, client])
+            two.shell.kill()
+            if client.wait(90) in (None, 0):
+                raise Failure(f"the client has noticed nothing\n{client.says()}")
+        finally:
+            for program in (client, server):
+                if program:
+                    program.stop(grace_s=0)
+        guests.boot_again(two)
+        return pingpong.run_case(pingpong.Case("rc", validate=True, iterations=50), (one, two), CASE_SECONDS)
+    tally.case("kill -9 of a machine, and its next boot", killed)
+
+
 def conformance(tally, guests):
     """The suite of two processes, both in one machine, by the host's service."""
     def suite():
@@ -311,7 +340,7 @@ def reboots(tally, guests):
         tally.case(f"killed and booted, {number + 1}", once)
 
 
-SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots}
+SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance, "reboots": reboots}
 
 
 def main():
@@ -329,7 +358,7 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed, interrupts=name == "interrupts")
+            guests = Guests(folder, options.seed, interrupts=name == "interrupts", plain=name == "plain")
             try:
                 print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                 SCENARIOS[name](tally, guests)
