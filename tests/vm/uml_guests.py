@@ -33,6 +33,8 @@ from uml import UmlShell, require_uml  # noqa: E402
 
 RELAY = "tests/vm_relay"
 RELAY_COUNT = 20000
+WRITE_COUNT = 5000
+IDLE_SECONDS = 3
 
 
 class UmlGuests(Guests):
@@ -135,7 +137,7 @@ def speed(tally, uml):
                     program.stop(grace_s=0)
 
     def write():
-        program = ["ib_write_lat", "-F", "-s", "8", "-n", str(RELAY_COUNT), "-p"]
+        program = ["ib_write_lat", "-F", "-s", "8", "-n", str(WRITE_COUNT), "-p"]
         port = two.free_port()
         server = client = None
         try:
@@ -144,7 +146,7 @@ def speed(tally, uml):
             client = uml.roots[0].start([*program, str(port), one.address_of(two)], "client")
             if client.wait(CASE_SECONDS) != 0:
                 raise Failure(f"{client.says()}\n{uml.news()}")
-            columns = next(line.split() for line in client.output().splitlines() if line.split()[:2] == ["8", str(RELAY_COUNT)])
+            columns = next(line.split() for line in client.output().splitlines() if line.split()[:2] == ["8", str(WRITE_COUNT)])
             return float(columns[4]), float(columns[7])
         finally:
             for program in (client, server):
@@ -158,7 +160,17 @@ def speed(tally, uml):
             raise Failure(f"the write takes {written[0]} us: the machine's clock is wrong")
         return (f"write p50 {written[0]:.2f} p99 {written[1]:.2f} us, relay p50 {floor[0]:.2f}, {floor_again[0]:.2f} p99 {floor[1]:.2f}, {floor_again[1]:.2f} us: "
                 f"{written[0] / best:.2f} x; {os.cpu_count()} processors, 3 that look, load {os.getloadavg()[0]:.1f}")
+
+    def idle():
+        """What looking costs the host while nothing happens."""
+        def used():
+            fields = Path(f"/proc/{uml.service.program.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        begin, began = used(), time.monotonic()
+        time.sleep(IDLE_SECONDS)  # the idleness itself is what is looked at
+        return f"vrdmad takes {(used() - begin) / (time.monotonic() - began) * 100:.2f} % of a processor for two machines"
     tally.case("UML to UML, 8 bytes", row)
+    tally.case("idle", idle)
 
 
 QUICK = pingpong.Case("rc", validate=True, iterations=500)
