@@ -2,6 +2,7 @@
 // told without asking is refused here.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/objects.hpp"
@@ -120,32 +121,39 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   return &qp.release()->base();
 }
 
+// What is called alike in ibv_qp_attr and on the channel; only the types differ, by enums.
+template <class From, class To>
+void copy_namesakes(const From& from, To& to) {
+  const auto copy = [](auto value, auto& place) { place = static_cast<std::remove_reference_t<decltype(place)>>(value); };
+  copy(from.path_mtu, to.path_mtu);
+  copy(from.path_mig_state, to.path_mig_state);
+  copy(from.qkey, to.qkey);
+  copy(from.rq_psn, to.rq_psn);
+  copy(from.sq_psn, to.sq_psn);
+  copy(from.dest_qp_num, to.dest_qp_num);
+  copy(from.pkey_index, to.pkey_index);
+  copy(from.alt_pkey_index, to.alt_pkey_index);
+  copy(from.en_sqd_async_notify, to.en_sqd_async_notify);
+  copy(from.max_rd_atomic, to.max_rd_atomic);
+  copy(from.max_dest_rd_atomic, to.max_dest_rd_atomic);
+  copy(from.min_rnr_timer, to.min_rnr_timer);
+  copy(from.port_num, to.port_num);
+  copy(from.timeout, to.timeout);
+  copy(from.retry_cnt, to.retry_cnt);
+  copy(from.rnr_retry, to.rnr_retry);
+  copy(from.alt_port_num, to.alt_port_num);
+  copy(from.alt_timeout, to.alt_timeout);
+  copy(from.rate_limit, to.rate_limit);
+}
+
 QpAttributes to_wire(const ibv_qp_attr& from) {
   QpAttributes to{};
   to.state = from.qp_state;
   to.cur_state = from.cur_qp_state;
-  to.path_mtu = from.path_mtu;
-  to.path_mig_state = from.path_mig_state;
-  to.qkey = from.qkey;
-  to.rq_psn = from.rq_psn;
-  to.sq_psn = from.sq_psn;
-  to.dest_qp_num = from.dest_qp_num;
   to.access_flags = from.qp_access_flags;
   to.path = guest::to_wire(from.ah_attr);
   to.alt_path = guest::to_wire(from.alt_ah_attr);
-  to.pkey_index = from.pkey_index;
-  to.alt_pkey_index = from.alt_pkey_index;
-  to.en_sqd_async_notify = from.en_sqd_async_notify;
-  to.max_rd_atomic = from.max_rd_atomic;
-  to.max_dest_rd_atomic = from.max_dest_rd_atomic;
-  to.min_rnr_timer = from.min_rnr_timer;
-  to.port_num = from.port_num;
-  to.timeout = from.timeout;
-  to.retry_cnt = from.retry_cnt;
-  to.rnr_retry = from.rnr_retry;
-  to.alt_port_num = from.alt_port_num;
-  to.alt_timeout = from.alt_timeout;
-  to.rate_limit = from.rate_limit;
+  copy_namesakes(from, to);
   return to;
 }
 
@@ -153,30 +161,12 @@ ibv_qp_attr from_wire(const QpAttributes& from, const ibv_qp_cap& caps) {
   ibv_qp_attr to{};
   to.qp_state = static_cast<ibv_qp_state>(from.state);
   to.cur_qp_state = static_cast<ibv_qp_state>(from.cur_state);
-  to.path_mtu = static_cast<ibv_mtu>(from.path_mtu);
-  to.path_mig_state = static_cast<ibv_mig_state>(from.path_mig_state);
-  to.qkey = from.qkey;
-  to.rq_psn = from.rq_psn;
-  to.sq_psn = from.sq_psn;
-  to.dest_qp_num = from.dest_qp_num;
   to.qp_access_flags = from.access_flags;
   to.cap = caps;
   to.ah_attr = guest::from_wire(from.path);
   to.alt_ah_attr = guest::from_wire(from.alt_path);
-  to.pkey_index = from.pkey_index;
-  to.alt_pkey_index = from.alt_pkey_index;
-  to.en_sqd_async_notify = from.en_sqd_async_notify;
   to.sq_draining = from.sq_draining;
-  to.max_rd_atomic = from.max_rd_atomic;
-  to.max_dest_rd_atomic = from.max_dest_rd_atomic;
-  to.min_rnr_timer = from.min_rnr_timer;
-  to.port_num = from.port_num;
-  to.timeout = from.timeout;
-  to.retry_cnt = from.retry_cnt;
-  to.rnr_retry = from.rnr_retry;
-  to.alt_port_num = from.alt_port_num;
-  to.alt_timeout = from.alt_timeout;
-  to.rate_limit = from.rate_limit;
+  copy_namesakes(from, to);
   return to;
 }
 

@@ -11,10 +11,13 @@
 #include <cstring>
 #include <exception>
 #include <fstream>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "tests/conformance/coverage.hpp"
+#include "tests/conformance/far.hpp"
 #include "tests/conformance/runner.hpp"
 
 namespace {
@@ -38,6 +41,9 @@ constexpr const char* usage =
     "  --reuse              keep one pair of processes for all tests while they pass\n"
     "  --fail-fast          stop at the first failure\n"
     "  --timeout-scale X    multiply every time limit (sanitizers, busy machines)\n"
+    "  --serve PORT         be the second process of every test, for another vrdma-conformance that says --with\n"
+    "  --with HOST:PORT     the second process is there: only tests of two processes, started here\n"
+    "  --sample N           only so many of the tests, drawn by the seed\n"
     "  --json FILE          results as JSON\n"
     "  --coverage ITEMS --markdown FILE   no device: check that every item has a test and write the table\n"
     "exit: 0 all passed, 1 something failed, 2 wrong usage, 77 no device to test\n";
@@ -100,6 +106,8 @@ int run_probe(const Settings& settings) {
 struct Command {
   RunnerOptions runner;
   bool list = false;
+  std::optional<std::uint16_t> serve;
+  std::string with;
   std::string json;
   std::string coverage_items;
   std::string coverage_markdown;
@@ -138,6 +146,12 @@ Command parse(int argc, char** argv) {
       command.runner.reuse = true;
     } else if (word == "--fail-fast") {
       command.runner.fail_fast = true;
+    } else if (word == "--serve") {
+      command.serve = static_cast<std::uint16_t>(std::stoul(value()));
+    } else if (word == "--with") {
+      command.with = value();
+    } else if (word == "--sample") {
+      command.runner.sample = std::stoul(value());
     } else if (word == "--json") {
       command.json = value();
     } else if (word == "--coverage") {
@@ -160,7 +174,11 @@ int run_suite(const Command& command) {
     return rc;
   }
   std::printf("seed %llu\n", static_cast<unsigned long long>(command.runner.seed));
-  const std::vector<Result> results = run_tests(command.runner);
+  RunnerOptions options = command.runner;
+  std::unique_ptr<Stream> far;
+  if (!command.with.empty()) far = connect_to(command.with);
+  options.far = far.get();
+  const std::vector<Result> results = run_tests(options);
   bool failed = false;
   for (const Result& r : results) failed = failed || r.outcome == Outcome::failed;
   if (!command.json.empty()) {
@@ -178,6 +196,15 @@ int run_suite(const Command& command) {
   }
   std::printf("%s\n", summary(results).c_str());
   return failed ? 1 : 0;
+}
+
+int serve(const Command& command) {
+  if (const int rc = run_probe(command.runner.settings); rc != 0) return rc;
+  std::uint16_t port = *command.serve;
+  const Fd listener = listen_on(port);
+  std::printf("serving at port %u\n", port);
+  std::fflush(stdout);
+  return serve_roles(listener, command.runner.settings);
 }
 
 }  // namespace
@@ -212,7 +239,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   try {
-    return run_suite(command);
+    return command.serve ? serve(command) : run_suite(command);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma-conformance: %s\n", error.what());
     return 1;

@@ -1,164 +1,38 @@
 #include "tests/conformance/runner.hpp"
 
-#include <fcntl.h>
 #include <fnmatch.h>
 #include <poll.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <stdexcept>
 
-#include "tests/conformance/child.hpp"
+#include "tests/conformance/far.hpp"
+#include "tests/conformance/role.hpp"
 
 namespace vrdma::conformance {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  ~Fd() { reset(); }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
-  void reset(int fd = -1) {
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = fd;
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_ = -1;
-};
-
-[[noreturn]] void system_failure(const char* what) {
-  throw std::runtime_error(text("the runner cannot go on: ", what, ": ", errno_name(errno)));
-}
-
-// One role's process, seen from the runner. Kills and reaps it at the end of its life.
-class RoleProcess {
- public:
-  RoleProcess(bool is_a, int peer_fd, const Settings& settings) {
-    int pair[2];
-    if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) system_failure("socketpair");
-    orders_.reset(pair[0]);
-    const Fd theirs(pair[1]);
-    const Fd place_file(static_cast<int>(::syscall(SYS_memfd_create, "conformance-place", 1u /* MFD_CLOEXEC */)));
-    if (place_file.get() < 0 || ::ftruncate(place_file.get(), sizeof(Place)) != 0) system_failure("memfd_create");
-    void* page = ::mmap(nullptr, sizeof(Place), PROT_READ | PROT_WRITE, MAP_SHARED, place_file.get(), 0);
-    if (page == MAP_FAILED) system_failure("mmap");
-    place_ = static_cast<Place*>(page);
-
-    const std::array<int, 3> inherited{theirs.get(), peer_fd, place_file.get()};
-    const std::array<std::string, 9> words{"vrdma-conformance", child_word, is_a ? "a" : "b",
-                                           text(inherited[0], ",", inherited[1], ",", inherited[2]),
-                                           settings.device, std::to_string(settings.port),
-                                           std::to_string(settings.gid_index), std::to_string(settings.timeout_scale), ""};
-    std::array<char*, 9> argv{};
-    for (std::size_t i = 0; i + 1 < words.size(); ++i) argv[i] = const_cast<char*>(words[i].c_str());
-    pid_ = ::fork();
-    if (pid_ < 0) system_failure("fork");
-    if (pid_ == 0) {
-      for (const int fd : inherited) {
-        if (fd >= 0) ::fcntl(fd, F_SETFD, 0);
-      }
-      ::execv("/proc/self/exe", argv.data());
-      ::_exit(127);
-    }
-    pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
-  }
-
-  ~RoleProcess() {
-    if (pid_ > 0) {
-      ::kill(pid_, SIGKILL);
-      reap(true);
-    }
-    ::munmap(place_, sizeof(Place));
-  }
-  RoleProcess(const RoleProcess&) = delete;
-  RoleProcess& operator=(const RoleProcess&) = delete;
-
-  void order(std::uint32_t test_index, std::uint64_t seed) {
-    reported_ = false;
-    report_ = Report{};
-    const Order order{test_index, 0, seed};
-    (void)::send(orders_.get(), &order, sizeof(order), MSG_NOSIGNAL);
-  }
-  void dismiss() { orders_.reset(); }
-
-  // Takes in what there is without blocking.
-  void look() {
-    if (!reported_ && orders_.get() >= 0) {
-      Report packet{};
-      if (::recv(orders_.get(), &packet, sizeof(packet), MSG_DONTWAIT) >= static_cast<ssize_t>(sizeof(Verdict))) {
-        packet.text[sizeof(packet.text) - 1] = '\0';
-        report_ = packet;
-        reported_ = true;
-      }
-    }
-    reap(false);
-  }
-  bool reported() const { return reported_; }
-  bool gone() const { return pid_ <= 0; }
-  const Report& report() const { return report_; }
-  const char* place() const { return place_->text; }
-  // Empty for a clean exit.
-  std::string death() const {
-    if (!gone()) return "";
-    if (WIFSIGNALED(status_)) return text("killed by signal ", WTERMSIG(status_), " (", ::strsignal(WTERMSIG(status_)), ")");
-    if (WEXITSTATUS(status_) != 0) return text("left with exit code ", WEXITSTATUS(status_));
-    return "";
-  }
-  void add_to(std::vector<pollfd>& fds) const {
-    if (!reported_ && orders_.get() >= 0) fds.push_back({orders_.get(), POLLIN, 0});
-    if (!gone() && pidfd_.get() >= 0) fds.push_back({pidfd_.get(), POLLIN, 0});
-  }
-
- private:
-  void reap(bool block) {
-    if (pid_ <= 0) return;
-    int status = 0;
-    const pid_t got = ::waitpid(pid_, &status, block ? 0 : WNOHANG);
-    if (got == pid_) {
-      status_ = status;
-      pid_ = -1;
-    }
-  }
-
-  Fd orders_;
-  Fd pidfd_;
-  Place* place_ = nullptr;
-  pid_t pid_ = -1;
-  int status_ = 0;
-  bool reported_ = false;
-  Report report_{};
-};
-
 struct Pair {
-  std::vector<std::unique_ptr<RoleProcess>> roles;  // a, then b unless solo
+  std::vector<std::unique_ptr<Role>> roles;  // a, then b unless solo
 };
 
-Pair start_pair(bool solo, const Settings& settings) {
-  int sockets[2] = {-1, -1};
-  if (!solo && ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets) != 0) system_failure("socketpair");
-  const Fd a(sockets[0]);
-  const Fd b(sockets[1]);
+Pair start_pair(bool solo, const RunnerOptions& options) {
   Pair pair;
-  pair.roles.push_back(std::make_unique<RoleProcess>(true, a.get(), settings));
-  if (!solo) pair.roles.push_back(std::make_unique<RoleProcess>(false, b.get(), settings));
+  if (solo) {
+    pair.roles.push_back(std::make_unique<RoleProcess>(true, -1, options.settings));
+    return pair;
+  }
+  PacketPair ends;
+  pair.roles.push_back(std::make_unique<RoleProcess>(true, ends.one.get(), options.settings));
+  if (options.far)
+    pair.roles.push_back(std::make_unique<FarRole>(*options.far, std::move(ends.other)));
+  else
+    pair.roles.push_back(std::make_unique<RoleProcess>(false, ends.other.get(), options.settings));
   return pair;
 }
 
@@ -185,13 +59,13 @@ void judge(const Pair& pair, bool in_time, int timeout_s, Result& result) {
   bool failed = false;
   bool skipped = false;
   std::string detail;
-  const auto add = [&](const RoleProcess& role, const std::string& line) {
+  const auto add = [&](const Role& role, const std::string& line) {
     if (!detail.empty()) detail += "\n    ";
     if (pair.roles.size() > 1) detail += &role == pair.roles[0].get() ? "[a] " : "[b] ";
     detail += line;
   };
   for (const auto& role : pair.roles) {
-    const std::string death = role->death();
+    const std::string& death = role->death();
     if (role->reported() && role->report().verdict == Verdict::failed) {
       failed = true;
       add(*role, role->report().text);
@@ -249,19 +123,35 @@ std::string quoted(const std::string& in) {
   return out + '"';
 }
 
+// Numbers of the tests to run, in order.
+std::vector<std::size_t> chosen_tests(const RunnerOptions& options) {
+  std::vector<std::size_t> chosen;
+  for (std::size_t index = 0; index < registry().size(); ++index) {
+    const Test& test = registry()[index];
+    if (::fnmatch(options.filter.c_str(), test.name, 0) != 0) continue;
+    if (std::any_of(options.except.begin(), options.except.end(),
+                    [&](const std::string& glob) { return ::fnmatch(glob.c_str(), test.name, 0) == 0; })) {
+      continue;
+    }
+    if (options.far && test.options.solo) continue;  // has no two sides
+    chosen.push_back(index);
+  }
+  if (options.sample == 0) return chosen;
+  std::erase_if(chosen, [&](std::size_t index) { return registry()[index].options.slow && !options.slow; });
+  Rng rng(options.seed);
+  while (chosen.size() > options.sample) chosen.erase(chosen.begin() + static_cast<std::ptrdiff_t>(rng.below(chosen.size())));
+  return chosen;
+}
+
 }  // namespace
 
 std::vector<Result> run_tests(const RunnerOptions& options) {
   std::vector<Result> results;
+  const std::vector<std::size_t> chosen = chosen_tests(options);
   Pair kept;  // with --reuse, while it is healthy
   for (unsigned round = 0; round < options.repeat; ++round) {
-    for (std::size_t index = 0; index < registry().size(); ++index) {
+    for (const std::size_t index : chosen) {
       const Test& test = registry()[index];
-      if (::fnmatch(options.filter.c_str(), test.name, 0) != 0) continue;
-      if (std::any_of(options.except.begin(), options.except.end(),
-                      [&](const std::string& glob) { return ::fnmatch(glob.c_str(), test.name, 0) == 0; })) {
-        continue;
-      }
       Result result;
       result.name = test.name;
       result.items = test.items;
@@ -277,17 +167,17 @@ std::vector<Result> run_tests(const RunnerOptions& options) {
       const int timeout_s = std::max(1, static_cast<int>(test.options.timeout_s * options.settings.timeout_scale));
       const auto end = begin + std::chrono::seconds(timeout_s);
       const bool keep = options.reuse && !test.options.solo;
-      Pair pair = keep && !kept.roles.empty() ? std::move(kept) : start_pair(test.options.solo, options.settings);
+      Pair pair = keep && !kept.roles.empty() ? std::move(kept) : start_pair(test.options.solo, options);
       kept.roles.clear();
       for (auto& role : pair.roles) role->order(static_cast<std::uint32_t>(index), result.seed);
-      bool in_time = wait_for(pair, end, [](const RoleProcess& r) { return r.reported() || r.gone(); });
+      bool in_time = wait_for(pair, end, [](const Role& r) { return r.reported() || r.gone(); });
       const bool healthy = in_time && std::all_of(pair.roles.begin(), pair.roles.end(), [](const auto& r) {
                              return r->reported() && r->report().verdict == Verdict::passed && !r->gone();
                            });
       if (!(keep && healthy)) {
         for (auto& role : pair.roles) role->dismiss();
         // Leaving counts as part of the test: a library that hangs or crashes in its destructor has failed it.
-        if (in_time) in_time = wait_for(pair, end, [](const RoleProcess& r) { return r.gone(); });
+        if (in_time) in_time = wait_for(pair, end, [](const Role& r) { return r.gone(); });
       }
       judge(pair, in_time, timeout_s, result);
       if (keep && healthy) kept = std::move(pair);

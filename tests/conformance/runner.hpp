@@ -10,6 +10,8 @@
 
 namespace vrdma::conformance {
 
+class Stream;
+
 enum class Outcome { passed, failed, skipped };
 
 struct Result {
@@ -24,12 +26,14 @@ struct Result {
 struct RunnerOptions {
   std::string filter = "*";
   std::vector<std::string> except;
+  std::size_t sample = 0;  // so many of them, drawn by the seed; 0: all
   std::uint64_t seed = 0;
   unsigned repeat = 1;
   bool reuse = false;
   bool slow = false;
   bool fail_fast = false;
   bool quiet = false;
+  Stream* far = nullptr;  // who plays role b on another machine (far.hpp); tests of one process are left out then
   Settings settings;
 };
 

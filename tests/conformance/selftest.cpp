@@ -2,15 +2,18 @@
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <set>
 #include <thread>
 
 #include "tests/conformance/coverage.hpp"
+#include "tests/conformance/far.hpp"
 #include "tests/conformance/runner.hpp"
 
 using namespace vrdma::conformance;
@@ -71,8 +74,9 @@ CONFORMANCE(SelfSlow, "T-01", .slow = true) {}
 
 namespace {
 
-std::map<std::string, Result> all(bool reuse) {
+std::map<std::string, Result> all(bool reuse, Stream* far = nullptr) {
   RunnerOptions options;
+  options.far = far;
   options.seed = 7;
   options.quiet = true;
   options.reuse = reuse;
@@ -110,6 +114,57 @@ TEST_CASE("A pair of processes passes, fails, hangs, dies and skips, each with t
     CHECK(mentions(r.at("SelfOutOfStep"), "out of step"));
     CHECK(r.at("SelfSlow").outcome == Outcome::skipped);
   }
+}
+
+TEST_CASE("The second process of every test may be another machine's") {
+  std::uint16_t port = 0;
+  Fd listener = listen_on(port);
+  const pid_t server = ::fork();
+  REQUIRE(server >= 0);
+  if (server == 0) ::_exit(serve_roles(listener, Settings{}));
+  listener.reset();
+  auto stream = connect_to("127.0.0.1:" + std::to_string(port));
+  for (const bool reuse : {false, true}) {
+    CAPTURE(reuse);
+    auto r = all(reuse, stream.get());
+    CHECK_MESSAGE(r.at("SelfExchange").outcome == Outcome::passed, r.at("SelfExchange").detail);
+    CHECK(r.at("SelfFailureNamesValues").outcome == Outcome::failed);
+    CHECK(mentions(r.at("SelfFailureNamesValues"), "answer: got 41, expected 42"));
+    CHECK(mentions(r.at("SelfFailureInAThreadOfB"), "[b]"));
+    CHECK(mentions(r.at("SelfFailureInAThreadOfB"), "answered EBUSY, expected EINVAL"));
+    CHECK(mentions(r.at("SelfHang"), "[b] hung"));
+    CHECK(mentions(r.at("SelfHang"), "sitting here"));
+    CHECK(mentions(r.at("SelfDeath"), "[b] killed by signal 9"));
+    CHECK(mentions(r.at("SelfSkip"), "not today"));
+    CHECK(mentions(r.at("SelfOutOfStep"), "out of step"));
+    CHECK(!r.contains("SelfExit"));
+  }
+  stream.reset();
+  int status = -1;
+  CHECK(::waitpid(server, &status, 0) == server);
+  CHECK(status == 0);
+  CHECK_THROWS(connect_to("127.0.0.1:" + std::to_string(port)));
+}
+
+TEST_CASE("A sample is drawn by the seed") {
+  const auto names = [](std::uint64_t seed) {
+    RunnerOptions options;
+    options.seed = seed;
+    options.quiet = true;
+    options.filter = "SelfS*";
+    options.sample = 1;
+    options.slow = true;
+    std::string all;
+    for (const Result& r : run_tests(options)) all += r.name + " ";
+    return all;
+  };
+  std::set<std::string> drawn;
+  for (std::uint64_t seed = 1; seed <= 16; ++seed) {
+    const std::string first = names(seed);
+    CHECK(first == names(seed));
+    drawn.insert(first);
+  }
+  CHECK(drawn == std::set<std::string>{"SelfSkip ", "SelfSlow "});
 }
 
 TEST_CASE("The summary line and the JSON count what happened") {

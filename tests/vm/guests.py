@@ -2,7 +2,7 @@
 import json
 import secrets
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import image
@@ -21,9 +21,20 @@ PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_p
             *(f"ib_{verb}_{kind}" for verb in perftest.VERBS for kind in ("lat", "bw")))
 
 
-def boot_image(build, built):
+@dataclass(frozen=True)
+class Carried:
+    """What machines take along beside what all of them do."""
+    kind: str = "machines"  # of each, one initramfs is cached
+    built: tuple = ()       # names in the build folder
+    programs: tuple = ()
+    files: tuple = ()
+    modules: tuple = ()
+
+
+def boot_image(build, built, more=Carried()):
     """(kernel, initramfs) with the programs of this machine, and those of `built` that the build has to have."""
-    for program in PROGRAMS:
+    programs, built = (*PROGRAMS, *more.programs), (*built, *more.built)
+    for program in programs:
         if not shutil.which(program):
             raise Skip(f"{program} is not installed")
     for name in built:
@@ -31,8 +42,9 @@ def boot_image(build, built):
             raise Failure(f"{build / name} does not exist: cmake --build --preset release")
     cache = build / "vm"
     kernel, release = image.kernel(cache)
-    contents = image.Contents(HERE / "init", PROGRAMS, [build / name for name in built], shell.SCRIPTS, image.modules(cache, shell.MODULES + INTERRUPT_MODULES),
-                              kind="machines" if built else "network")
+    modules = image.modules(cache, (*shell.MODULES, *INTERRUPT_MODULES, *more.modules))
+    contents = image.Contents(HERE / "init", programs, [*(build / name for name in built), *more.files], shell.SCRIPTS, modules,
+                              kind=more.kind if built else "network")
     files = image.initramfs(cache, contents)
     print(f"Linux {release} under TCG", flush=True)
     return kernel, files
@@ -41,24 +53,27 @@ def boot_image(build, built):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed, interrupts=False, plain=False):
-        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. plain: nobody can interrupt anybody."""
-        self.seed = seed
-        self.kernel_words = ("intel_iommu=on",) if interrupts else ()
+    def __init__(self, folder, seed, interrupts=False, memory=None, carried=Carried(), devices=((), ()), plain=False):
+        """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
+        more arguments for it. plain: nobody can interrupt anybody."""
+        self.seed, self.memory = seed, memory or MEMORY
+        # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
+        self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
         self.build = Build.at(folder)
-        self.booted = boot_image(folder, BUILT)
+        self.booted = boot_image(folder, BUILT, carried)
         self.service = Service(self.build)
         self.env = self.service.environment()
         token = secrets.token_hex(3)
         self.names = [f"{name}-{token}" for name in ("one", "two")]
         self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
         try:
-            for name in self.names:
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", MEMORY, "--json", *(["--plain"] if plain else []), *self.ram_elsewhere(name)))
+            for name, more in zip(self.names, devices):
+                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", self.memory, "--json", *(["--plain"] if plain else []), *self.ram_elsewhere(name)))
                 link = Path(self.added[name]["link"])
                 wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
                 if interrupts:
                     self.added[name]["qemu"] += self.added[name]["qemu_interrupts"]
+                self.added[name]["qemu"] += more
                 self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words, reboots=True))
             both(self.machines, Shell.await_boot)
             self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]

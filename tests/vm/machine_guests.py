@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
+import apart  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 from guests import Guests  # noqa: E402
@@ -28,7 +29,7 @@ from network import network  # noqa: E402
 
 USER, OTHER = 64321, 64322
 CASE_SECONDS = 150
-CROWD = 8  # pairs
+CROWD, CROWD_ROUNDS = 16, 200  # programs in a machine; messages of each
 REBOOTS = 20
 PAUSE_SECONDS = 7  # longer than the patience of either side of the link
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
@@ -89,26 +90,41 @@ def pair(tally, guests):
     run_cases(tally, guests, "machine to machine", all_cases(), (one, two))
     run_cases(tally, guests, "users of two machines", few_cases(), (replace(two, uid=USER), replace(one, uid=OTHER)))
     run_cases(tally, guests, "users of one machine", few_cases(), (replace(two, uid=USER), replace(two, uid=OTHER)))
-    tally.case(f"{2 * CROWD} programs of two users in one machine at once", lambda: crowd(guests, one))
 
 
-def crowd(guests, side):
-    """Pairs that sleep while they wait, or they would wait for one another."""
-    pairs = []
+def crowd(tally, guests):
+    """Programs of two users of a machine, all at once, each with a peer of its own."""
+    one, two = guests.roots
+    users = [replace(one, uid=uid) for uid in (USER, OTHER)]
+    for name, peers, pairs in (("programs of the other machine", [two], CROWD), ("programs of the host", [guests.host], CROWD),
+                               ("one another", users[::-1], CROWD // 2)):
+        tally.case(f"{CROWD} programs of two users of a machine, with {name}", lambda peers=peers, pairs=pairs: all_at_once(guests, users, peers, pairs))
+
+
+def all_at_once(guests, sides, peers, pairs):
+    """Programs that sleep while they wait, or they would wait for one another."""
+    started = []
     try:
-        for _ in range(CROWD):
+        servers = []
+        for number in range(pairs):
+            side = sides[number % len(sides)]
             port = side.free_port()
-            words = ["ibv_rc_pingpong", "-e", "-c", "-n", "200", "-p", str(port)]
-            server = replace(side, uid=USER).start(words, "server")
-            pairs.append([server])
+            words = ["ibv_rc_pingpong", "-e", "-c", "-n", str(CROWD_ROUNDS), "-p", str(port)]
+            servers.append((side, port, words, server := side.start(words, f"server {number}")))
+            started.append(server)
             wait_until(lambda: side.listening(server, port), 60, "a server listens", [server])
-            pairs[-1].append(replace(side, uid=OTHER).start([*words, "127.0.0.1"], "client"))
-        for pair in pairs:
-            for program in pair:
-                if program.wait(CASE_SECONDS) != 0 or "200 iters" not in program.output():
-                    raise Failure(f"{program.says()}\n{guests.news()}")
+            server.send_signal(signal.SIGSTOP)  # until all are there
+        for number, (side, port, words, server) in enumerate(servers):
+            peer = peers[number % len(peers)]
+            started.append(peer.start([*words, peer.address_of(side)], f"client {number}"))
+        wait_until(lambda: len(guests.guests()) == 2 * pairs, 60, f"{2 * pairs} programs are attached at once", [*started, guests.service.program])
+        for _, _, _, server in servers:
+            server.send_signal(signal.SIGCONT)
+        for program in started:
+            if program.wait(CASE_SECONDS) != 0 or f"{CROWD_ROUNDS} iters" not in program.output():
+                raise Failure(f"{program.says()}\n{guests.news()}")
     finally:
-        for program in sum(pairs, []):
+        for program in started:
             program.stop(grace_s=0)
     guests.check()
 
@@ -340,7 +356,9 @@ def reboots(tally, guests):
         tally.case(f"killed and booted, {number + 1}", once)
 
 
-SCENARIOS = {"pair": pair, "host": host, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance, "reboots": reboots}
+SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
+             "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte}
+MEMORY = {"gibibyte": "3G"}
 
 
 def main():
@@ -358,7 +376,7 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed, interrupts=name == "interrupts", plain=name == "plain")
+            guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=MEMORY.get(name), plain=name == "plain")
             try:
                 print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                 SCENARIOS[name](tally, guests)
