@@ -12,8 +12,6 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#include <cerrno>
-#include <cstdarg>
 #include <cstdint>
 #include <cstring>
 
@@ -41,16 +39,12 @@ std::uint64_t features_within(std::size_t bytes) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) long ptrace(__ptrace_request request, ...) noexcept {
-  using Ptrace = long (*)(__ptrace_request, pid_t, void*, void*);
-  static const auto real = reinterpret_cast<Ptrace>(::dlsym(RTLD_NEXT, "ptrace"));
-  va_list arguments;
-  va_start(arguments, request);
-  const pid_t pid = va_arg(arguments, pid_t);
-  void* const address = va_arg(arguments, void*);
-  void* const data = va_arg(arguments, void*);
-  va_end(arguments);
+// Its callers give it four arguments, whatever its declaration says.
+extern "C" __attribute__((visibility("default"))) long traced(unsigned request, pid_t pid, void* address, void* data) __asm__("ptrace");
 
+long traced(unsigned request, pid_t pid, void* address, void* data) {
+  using Ptrace = long (*)(unsigned, pid_t, void*, void*);
+  static const auto real = reinterpret_cast<Ptrace>(::dlsym(RTLD_NEXT, "ptrace"));
   static const std::size_t whole_bytes = area_bytes();
   const auto* const given = static_cast<const iovec*>(data);
   if (request != PTRACE_SETREGSET || reinterpret_cast<std::uintptr_t>(address) != NT_X86_XSTATE || given->iov_len >= whole_bytes ||
