@@ -84,8 +84,9 @@ class UmlShell(Shell):
         return f"{os.major(largest.st_dev):02x}:{os.minor(largest.st_dev):02x} {largest.st_ino} "
 
     def kill(self):
-        """The kernel alone: its launcher has to see to the rest."""
+        """The kernel alone: its launcher has to see to the rest. With the network, which would keep connections to it."""
         os.kill(self.kernel(), 9)
+        self.network.stop(grace_s=0)
         if self.qemu.wait(30 * PATIENCE) is None:
             raise Failure(f"the launcher outlives its machine\n{self.qemu.says()}")
 
