@@ -306,8 +306,8 @@ def plain(tally, guests):
                 if program:
                     program.stop(grace_s=0)
         guests.boot_again(two)
-        return pingpong.run_case(pingpong.Case("rc", validate=True, iterations=50), (one, two), CASE_SECONDS)
     tally.case("kill -9 of a machine, and its next boot", killed)
+    run_cases(tally, guests, "then", cases[:1], (one, two))
 
 
 def conformance(tally, guests):
