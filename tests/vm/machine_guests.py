@@ -6,6 +6,7 @@
 Ends with 0, 1, or 77 when the machines cannot be had here.
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -20,9 +21,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
 import apart  # noqa: E402
+import huge_pages  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
-from guests import Guests  # noqa: E402
+from guests import MEMORY, Guests  # noqa: E402
 from harness import SKIPPED_EXIT_CODE, Failure, Skip, Tally, clean_up, clean_up_on_signals, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from network import network  # noqa: E402
@@ -328,8 +330,20 @@ def reboots(tally, guests):
 
 
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots,
-             "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte}
-MEMORY = {"gibibyte": "3G"}
+             "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
+             "hugetlbfs": huge_pages.hugetlbfs}
+LARGE_GIB = {"gibibyte": 3}
+
+
+def memory_for(scenario):
+    """Of each of the two machines; skips where this machine has too little."""
+    if scenario not in LARGE_GIB:
+        return MEMORY
+    wanted = (2 * LARGE_GIB[scenario] + 1) << 20
+    available = int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    if available < wanted:
+        raise Skip(f"{scenario}: {wanted >> 20} GiB of memory are needed, {available >> 20} are free")
+    return f"{LARGE_GIB[scenario]}G"
 
 
 def main():
@@ -347,13 +361,14 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=MEMORY.get(name))
-            try:
-                print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
-                SCENARIOS[name](tally, guests)
-                tally.case("all leave cleanly", guests.close)
-            finally:
-                guests.forget()
+            with huge_pages.lent() if name == "hugetlbfs" else contextlib.nullcontext() as first_ram_in:
+                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in)
+                try:
+                    print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
+                    SCENARIOS[name](tally, guests)
+                    tally.case("all leave cleanly", guests.close)
+                finally:
+                    guests.forget()
         return tally.finish()
     except Skip as reason:
         print(f"SKIP  virtual machines: {reason}")

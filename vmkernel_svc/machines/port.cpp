@@ -265,6 +265,14 @@ void MachinePort::greet(std::span<const std::byte> body) {
                  std::strerror(value(ram.error())), spec_.name);
     return answer(ENODEV);
   }
+  if (const std::uint64_t page_bytes = (*ram)->page_bytes(); page_bytes != vm::page_bytes) {
+    if (service_.arena_bytes % page_bytes != 0) {
+      spdlog::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
+                   "smaller pages", spec_.name, spec_.ram, page_bytes >> 10, service_.arena_bytes);
+      return answer(EINVAL);
+    }
+    welcome.ram_page_bytes = page_bytes;
+  }
   const auto offset = (*ram)->offset_of({hello->page, 1});
   if (!offset) return answer(EFAULT);
   std::byte* const at = (*ram)->data() + *offset;
