@@ -66,10 +66,15 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G")->transform(CLI::AsSizeValue(false))->default_str("2G");
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
   adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
+  CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
+  adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")->excludes("--memory", "--ram")->excludes(plain);
   CLI::App* const listing = add("list", "List the machines.", vm_list, false);
   CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, true);
   for (CLI::App* const sub : {adding, listing, showing}) sub->add_flag("-j,--json", options.json, "print JSON");
   add("remove", "Forget a machine. Its programs lose their device; its RAM file is removed where \"add\" chose the name.", vm_remove, true);
+  CLI::App* const uml = add("uml", "Start User Mode Linux as a machine that was added with --uml, and stay until it ends.", vm_uml, true);
+  uml->add_option("command", options.command, "its kernel, with what that is given: linux.uml mem=512M …")->required();
+  uml->positionals_at_end();
   return command;
 }
 

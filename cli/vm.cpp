@@ -17,6 +17,7 @@
 #include "cli/service.hpp"
 #include "cli/vm_arguments.hpp"
 #include "cli/vm_folder.hpp"
+#include "cli/vm_uml.hpp"
 #include "vrdma/vm_link.hpp"
 
 namespace vrdma::cli {
@@ -68,7 +69,7 @@ json state_of(const Place& place, const std::string& name) {
   return nullptr;
 }
 
-Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name), record.ram, record.memory_bytes}; }
+Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name, record.plain), record.ram, record.memory_bytes, record.plain}; }
 
 // Until the service, which watches the folder, has seen a machine there.
 void await_service(Place& place, const VmFolder& folder, const std::string& name) {
@@ -86,8 +87,8 @@ void await_service(Place& place, const VmFolder& folder, const std::string& name
 
 json describe(const Place& place, const VmFolder& folder, const VmRecord& record) {
   const Vm vm = machine_of(folder, record);
-  json out{{"name", record.name}, {"tenant", nullptr}, {"memory_bytes", record.memory_bytes}, {"ram", record.ram}, {"link", vm.link},
-           {"state", "not served"}};
+  json out{{"name", record.name}, {"tenant", nullptr}, {"plain", record.plain}, {"link", vm.link}, {"state", "not served"}};
+  if (!record.uml()) out["memory_bytes"] = record.memory_bytes, out["ram"] = record.ram;
   if (record.tenant) out["tenant"] = *record.tenant;
   if (const json state = state_of(place, record.name); state.is_object())
     for (const char* key : {"state", "tenant", "processes", "version"})
@@ -100,7 +101,8 @@ std::string line_of(const json& vm) {
   if (!vm.at("tenant").is_null()) out += fmt::format(" tenant {}", vm.at("tenant").dump());
   if (vm.contains("processes")) out += fmt::format(" processes {}", vm.at("processes").dump());
   if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + vm.at("version").get<std::string>();
-  return out + fmt::format(" memory {} ram {} link {}\n", vm.at("memory_bytes").get<std::uint64_t>(), vm.at("ram").get<std::string>(), vm.at("link").get<std::string>());
+  if (vm.contains("ram")) out += fmt::format(" memory {} ram {}", vm.at("memory_bytes").get<std::uint64_t>(), vm.at("ram").get<std::string>());
+  return out + fmt::format(" link {}\n", vm.at("link").get<std::string>());
 }
 
 // Option and value on one line, as people read them, each but the last to be continued.
@@ -112,9 +114,24 @@ std::string lines_of(const std::vector<std::string>& words) {
 }
 
 void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
-  if (as_json) {
+  constexpr const char* inside = "\nIn the VM, as root: vrdma-guestd. Then every user there has \"vrdma run\".\n";
+  if (vm.ram.empty()) {  // User Mode Linux
+    const std::vector<std::string> words{"vrdma", "vm", "uml", vm.name, "--", "linux.uml", "mem=512M"};
+    json out = described;
+    out["uml"] = words;
+    std::string line = "   ";
+    for (const auto& word : words) line += " " + word;
+    print_all(as_json ? out.dump(2) + "\n"
+                      : line_of(described) + "\nUser Mode Linux, started with vrdmad running, and with what else it needs:\n\n" + line + " …\n" + inside);
+    return;
+  }
+  if (as_json || vm.plain) {
     json out = described;
     out["qemu"] = qemu_arguments(vm);
+    if (vm.plain) {
+      print_all(as_json ? out.dump(2) + "\n" : line_of(described) + "\nQEMU's arguments, once vrdmad has made the link:\n\n" + lines_of(qemu_arguments(vm)) + inside);
+      return;
+    }
     out["qemu_interrupts"] = qemu_interrupt_arguments();
     out["libvirt"] = libvirt_xml(vm);
     print_all(out.dump(2) + "\n");
@@ -124,7 +141,7 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
             "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments()) +
             "\nFor libvirt, to be merged into the domain by \"virsh edit\" (it cannot name the file that is the RAM, hence the arguments past it;\n"
             "its QEMU must be allowed to open that file and the link):\n\n" + libvirt_xml(vm) +
-            "\nIn the VM, as root: vrdma-guestd. Then every user there has \"vrdma run\".\n");
+            inside);
 }
 
 void check_memory(std::uint64_t bytes) {
@@ -135,7 +152,7 @@ void check_memory(std::uint64_t bytes) {
 void write_down(VmFolder& folder, const VmRecord& record, bool ram_must_be_new) {
   const VmFolder::Lock held = folder.lock();
   folder.require_free(record.name);  // said before its RAM file is in the way
-  const bool made = make_ram_file(record, ram_must_be_new);
+  const bool made = !record.uml() && make_ram_file(record, ram_must_be_new);
   try {
     folder.add(record);
   } catch (...) {
@@ -160,8 +177,9 @@ int vm_add(const VmOptions& options) {
   VmFolder folder(place.folder);
   if (const auto link = folder.link(options.name); link.size() > path_characters)
     fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(), path_characters));
-  const VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
-                        options.memory_bytes, options.tenant};
+  VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
+                  options.memory_bytes, options.tenant, options.plain || options.uml};
+  if (options.uml) record.ram.clear(), record.memory_bytes = 0;
   write_down(folder, record, options.ram.empty());
   await_service(place, folder, record.name);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
@@ -185,10 +203,22 @@ int vm_show(const VmOptions& options) {
   const Place place = find_place(options);
   const VmFolder folder(place.folder);
   const VmRecord record = folder.read(options.name);
-  if (record.memory_bytes == 0)
+  if (record.memory_bytes == 0 && !record.uml())
     fail(fmt::format("the RAM file {} of machine \"{}\" has gone: remove the machine and add it again", record.ram, record.name));
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
   return 0;
+}
+
+int vm_uml(const VmOptions& options) {
+  Place place = find_place(options);
+  const VmFolder folder(place.folder);
+  const VmRecord record = folder.read(options.name);
+  if (!record.uml()) fail(fmt::format("machine \"{0}\" is one of QEMU's: \"vrdma vm show {0}\" says how it is started", record.name));
+  await_service(place, folder, record.name);
+  std::vector<std::string> command = options.command;
+  if (command.front() == "--") command.erase(command.begin());
+  if (command.empty()) fail("there is no kernel to start: give it after --, like linux.uml mem=512M");
+  return run_uml(folder.link(record.name, /*plain=*/true), folder.launcher(record.name), command);
 }
 
 int vm_remove(const VmOptions& options) {

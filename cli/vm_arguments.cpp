@@ -51,6 +51,12 @@ std::vector<std::string> monitor_arguments(const Vm& vm) {
 std::vector<std::string> qemu_arguments(const Vm& vm) {
   std::vector<std::string> out{"-m", fmt::format("{}M", vm.memory_bytes / mib)};  // QEMU wants it to be that of the object
   for (auto& word : ram_arguments(vm)) out.push_back(std::move(word));
+  if (vm.plain) {
+    for (const auto& word : {std::string("-object"), fmt::format("memory-backend-file,id=vrdma,mem-path={},size={}M,share=on", qemu_value(vm.link), vm::bar_bytes / mib),
+                             std::string("-device"), std::string("ivshmem-plain,memdev=vrdma")})
+      out.push_back(word);
+    return out;
+  }
   for (const auto& word : {std::string("-chardev"), "socket,id=vrdma,path=" + qemu_value(vm.link), std::string("-device"),
                            fmt::format("ivshmem-doorbell,chardev=vrdma,vectors={}", vm::vectors)})
     out.push_back(word);

@@ -9,9 +9,11 @@ namespace vrdma::cli {
 
 struct Vm {
   std::string name;
-  std::string link;  // socket of the service for this machine's device; beside it monitor.sock, where the service hears of resets
+  std::string link;  // socket of the service for this machine's device; beside it monitor.sock, where the service hears of resets;
+                     // of a plain one the file that is the device's memory
   std::string ram;   // file
   std::uint64_t memory_bytes = 0;
+  bool plain = false;
 };
 
 // Words for an exec, not for a shell.

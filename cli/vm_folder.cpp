@@ -80,7 +80,9 @@ void VmFolder::require_free(const std::string& name) const {
 void VmFolder::add(const VmRecord& record) {
   const std::string own = path_ + "/" + record.name;
   make_folder(own);  // one that a service left behind is as good
-  nlohmann::json json{{"ram", record.ram}};
+  nlohmann::json json = nlohmann::json::object();
+  if (!record.ram.empty()) json["ram"] = record.ram;
+  if (record.plain) json["plain"] = true;
   if (record.tenant) json["tenant"] = *record.tenant;
   const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
   write_whole(partial, json.dump(2) + "\n");
@@ -100,8 +102,7 @@ void VmFolder::remove(const std::string& name) {
   struct stat status;
   if (::lstat(file(name).c_str(), &status) == 0) return;  // somebody has added it anew
   // The service does the same when it sees that the file is gone; nobody minds who is first.
-  ::unlink(link(name).c_str());
-  ::unlink((path_ + "/" + name + "/monitor.sock").c_str());
+  for (const std::string& left : {link(name), link(name, /*plain=*/true), launcher(name), own(name) + "/monitor.sock"}) ::unlink(left.c_str());
   ::rmdir((path_ + "/" + name).c_str());
 }
 
@@ -114,10 +115,11 @@ VmRecord VmFolder::read(const std::string& name) const {
   }
   try {
     const auto json = nlohmann::json::parse(in);
-    VmRecord record{name, json.at("ram").get<std::string>(), 0, std::nullopt};
+    VmRecord record{name, "", 0, std::nullopt, json.value("plain", false)};
+    if (json.contains("ram") || !record.plain) record.ram = json.at("ram").get<std::string>();
     if (json.contains("tenant")) record.tenant = json.at("tenant").get<std::uint32_t>();
     struct stat status;
-    if (::stat(record.ram.c_str(), &status) == 0) record.memory_bytes = static_cast<std::uint64_t>(status.st_size);
+    if (!record.ram.empty() && ::stat(record.ram.c_str(), &status) == 0) record.memory_bytes = static_cast<std::uint64_t>(status.st_size);
     return record;
   } catch (const nlohmann::json::exception& error) {
     fail(fmt::format("{} is not what \"vrdma vm add\" writes ({}): remove the machine and add it again", file(name), error.what()));

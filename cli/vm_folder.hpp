@@ -13,9 +13,11 @@ namespace vrdma::cli {
 
 struct VmRecord {
   std::string name;
-  std::string ram;
+  std::string ram;                      // empty: of User Mode Linux, which makes it itself
   std::uint64_t memory_bytes = 0;       // the size of that file, which is where it is kept
   std::optional<std::uint32_t> tenant;  // else the service's own
+  bool plain = false;                   // without interrupts: the device is a file
+  bool uml() const { return plain && ram.empty(); }
 };
 
 class VmFolder {
@@ -35,7 +37,9 @@ class VmFolder {
   std::vector<std::string> names() const;      // in order; none where there is no folder
 
   const std::string& path() const { return path_; }
-  std::string link(const std::string& name) const { return path_ + "/" + name + "/ivshmem.sock"; }
+  std::string own(const std::string& name) const { return path_ + "/" + name; }
+  std::string link(const std::string& name, bool plain = false) const { return own(name) + (plain ? "/link.bar" : "/ivshmem.sock"); }
+  std::string launcher(const std::string& name) const { return own(name) + "/launcher.sock"; }  // of User Mode Linux
 
  private:
   std::string file(const std::string& name) const { return path_ + "/" + name + "/vm.json"; }

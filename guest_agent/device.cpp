@@ -82,6 +82,8 @@ IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one(
     open_by_sysfs();
 }
 
+bool IvshmemDevice::any() { return !found().empty(); }
+
 IvshmemDevice::~IvshmemDevice() {
   if (device_.bar != nullptr) ::munmap(device_.bar, bar_bytes_);
   if (device_.registers != nullptr) ::munmap(const_cast<std::uint32_t*>(device_.registers), register_bytes_);

@@ -1,6 +1,8 @@
-// The machine's ivshmem device (1af4:1110): a BAR that it shares with the host service, and a register that interrupts it.
+// The machine's ivshmem device (1af4:1110): a BAR that it shares with the host service, and a register that interrupts it. User Mode
+// Linux has neither PCI nor interrupts, but the BAR (mapper.hpp).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -15,11 +17,17 @@ namespace vrdma::agent {
 // What the rest of the agent knows of a device; a test makes its own of plain memory. One thread.
 struct Device {
   std::byte* bar = nullptr;                      // vm::bar_bytes
-  volatile std::uint32_t* registers = nullptr;   // BAR 0
+  volatile std::uint32_t* registers = nullptr;   // BAR 0; null: there is none
   int interrupt = -1;                            // eventfd of vm::link_vector; -1: there are no interrupts, the link is polled
 
-  // Tells the service. Without effect where the device has no interrupts (ivshmem-plain): then the service polls.
-  void ring(std::uint32_t vector) const { registers[vm::doorbell_register / sizeof(*registers)] = vm::service_peer << 16 | vector; }
+  // Tells the service.
+  void ring(std::uint32_t vector) const {
+    auto& header = *reinterpret_cast<vm::LinkHeader*>(bar);
+    if (registers != nullptr && (std::atomic_ref(header.service.flags).load(std::memory_order_relaxed) & vm::service_polls) == 0)
+      registers[vm::doorbell_register / sizeof(*registers)] = vm::service_peer << 16 | vector;
+    else if (vector == vm::doorbell_vector)  // the link itself is looked at anyway
+      std::atomic_ref(header.agent.doorbells).fetch_add(1, std::memory_order_release);
+  }
 };
 
 // The real one, as long as this lives: by vfio with interrupts where the machine has an IOMMU, else by the BARs in /sys.
@@ -33,6 +41,7 @@ class IvshmemDevice {
 
   const Device& device() const { return device_; }
   const std::string& bdf() const { return bdf_; }
+  static bool any();  // that could be the service's
 
  private:
   void open_by_vfio();

@@ -13,6 +13,7 @@
 #include "guest_agent/agent.hpp"
 #include "guest_agent/keeper.hpp"
 #include "guest_agent/log.hpp"
+#include "guest_agent/mapper.hpp"
 
 namespace {
 
@@ -20,7 +21,7 @@ constexpr char usage[] =
     "vrdma-guestd serves RDMA verbs to the processes of a virtual machine whose host runs vrdmad.\n"
     "Usage: vrdma-guestd [OPTIONS]     (as root, inside the virtual machine)\n"
     "\n"
-    "  --device BDF     the ivshmem device, as 0000:00:03.0; needed only where there are several\n"
+    "  --device DEVICE  the ivshmem device, as 0000:00:03.0, or User Mode Linux's /dev/mmapper; needed only where there are several\n"
     "  --socket PATH    where the processes attach (/run/vrdma/vrdmad.sock)\n"
     "  --ready-fd N     write a byte to this descriptor once processes can attach\n"
     "  --foreground     stay in the foreground (it always does; for scripts)\n"
@@ -29,6 +30,11 @@ constexpr char usage[] =
 int mistake() {
   std::fputs("vrdma-guestd --help says what there is\n", stderr);
   return 2;
+}
+
+void serve(const vrdma::agent::Device& device, const vrdma::agent::Options& options, int stop) {
+  const vrdma::agent::Keeper keeper(device);
+  vrdma::agent::Agent(device, options).run(stop);
 }
 
 }  // namespace
@@ -40,12 +46,12 @@ int main(int argc, char** argv) {
                           {"version", no_argument, nullptr, version_flag},      {"help", no_argument, nullptr, help_flag},
                           {}};
   vrdma::agent::Options options;
-  std::string bdf;
+  std::string device;
   for (int flag; (flag = ::getopt_long(argc, argv, "", flags, nullptr)) != -1;) {
     char* end = nullptr;
     switch (flag) {
       case device_flag:
-        bdf = optarg;
+        device = optarg;
         break;
       case socket_flag:
         options.socket = optarg;
@@ -93,11 +99,18 @@ int main(int argc, char** argv) {
   const vmci::UniqueFd signals(::signalfd(-1, &leaving, SFD_CLOEXEC));
   try {
     if (!signals) throw std::runtime_error("cannot make a descriptor for signals: raise the limit of open files");
-    const vrdma::agent::IvshmemDevice device(bdf);
-    vrdma::agent::say("%s uses PCI device %s, %s", VRDMA_VERSION, device.bdf().c_str(),
-                      device.device().interrupt >= 0 ? "by interrupts" : "by polling");
-    const vrdma::agent::Keeper keeper(device.device());
-    vrdma::agent::Agent(device.device(), options).run(signals.get());
+    if (device.empty() && !vrdma::agent::IvshmemDevice::any() && ::access(vrdma::agent::MapperDevice::usual_path, F_OK) == 0)
+      device = vrdma::agent::MapperDevice::usual_path;
+    if (device.starts_with('/')) {
+      const vrdma::agent::MapperDevice mapper(device);
+      vrdma::agent::say("%s uses %s, by polling", VRDMA_VERSION, device.c_str());
+      serve(mapper.device(), options, signals.get());
+    } else {
+      const vrdma::agent::IvshmemDevice ivshmem(device);
+      vrdma::agent::say("%s uses PCI device %s, %s", VRDMA_VERSION, ivshmem.bdf().c_str(),
+                        ivshmem.device().interrupt >= 0 ? "by interrupts" : "by polling");
+      serve(ivshmem.device(), options, signals.get());
+    }
   } catch (const std::exception& error) {
     vrdma::agent::say("%s", error.what());
     return 1;

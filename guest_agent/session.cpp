@@ -59,6 +59,8 @@ Session::ServiceNow Session::service() const {
 }
 
 Session::News Session::look(std::uint64_t now_ns) {
+  // Nobody else writes there; the moment is as good as a count.
+  std::atomic_ref(header_of(device_).agent.heartbeat).store(now_ns, std::memory_order_relaxed);
   if (state_ == State::absent && now_ns < not_before_ns_) return News::none;
   const ServiceNow now = service();
   const bool ready = now.magic == vm::magic && now.epoch != 0;
@@ -82,9 +84,11 @@ Session::News Session::look(std::uint64_t now_ns) {
   const bool away = now_ns > last_look_ns_ + patience_ns_ / 2;
   last_look_ns_ = now_ns;
   if (now.heartbeat != heartbeat_ || away) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
-  if (ready && now.epoch == epoch_ && now_ns <= heartbeat_ns_ + patience_ns_) return News::none;
-  say(ready && now.epoch == epoch_ ? "the host service does not answer any more: programs that use it get errors"
-                                   : "the host service is another one now: programs that used the last one get errors");
+  const bool same = ready && now.epoch == epoch_, forgotten = same && now.accepted != boot_;
+  if (same && !forgotten && now_ns <= heartbeat_ns_ + patience_ns_) return News::none;
+  say(forgotten ? "the host service has taken this machine for dead: programs that use it get errors"
+      : same    ? "the host service does not answer any more: programs that use it get errors"
+                : "the host service is another one now: programs that used the last one get errors");
   lose();
   return News::lost;
 }

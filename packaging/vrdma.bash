@@ -45,13 +45,13 @@ _vrdma() {
         vm)
             word=${COMP_WORDS[i + 1]}
             if ((COMP_CWORD == i + 1)); then
-                COMPREPLY=($(compgen -W "add list show remove --help" -- "$current"))
+                COMPREPLY=($(compgen -W "add list show uml remove --help" -- "$current"))
             elif [[ $current == -* ]]; then
                 local options="--socket --vm-folder --help"
-                [[ $word == remove ]] || options+=" --json"
-                [[ $word != add ]] || options+=" --memory --ram --tenant"
+                [[ $word == remove || $word == uml ]] || options+=" --json"
+                [[ $word != add ]] || options+=" --memory --ram --tenant --plain --uml"
                 COMPREPLY=($(compgen -W "$options" -- "$current"))
-            elif [[ $word == show || $word == remove ]]; then
+            elif [[ $word == show || $word == uml || $word == remove ]]; then
                 COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" vm list 2>/dev/null | sed -n 's/^vm \([^ ]*\) .*/\1/p')" -- "$current"))
             fi
             ;;

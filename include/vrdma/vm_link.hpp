@@ -13,6 +13,10 @@
 //   service  drops the guests of the session before; zeroes its cursor; accepted = boot
 //   agent    hello, then whatever its processes want
 //
+// Where nobody can be interrupted (ivshmem-plain, User Mode Linux) the service says service_polls: then it looks by itself, also at
+// `doorbells` in place of doorbell_vector, and an agent whose `heartbeat` stands still for agent_patience_ms has ended, unless
+// something better tells of the machine's end. Whoever has been forgotten finds another `accepted` than its boot, and begins anew.
+//
 // Either side may be hostile: what one reads of the other's is read once and bounded. Plain data.
 #pragma once
 
@@ -26,7 +30,7 @@ namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
 constexpr std::uint16_t version_major = 1;   // another one is refused
-constexpr std::uint16_t version_minor = 1;
+constexpr std::uint16_t version_minor = 1;     // 1: service_polls and what goes with it; Welcome::ram_page_bytes
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;
@@ -34,11 +38,15 @@ struct alignas(128) ServiceLine {  // written by the service only
   std::uint64_t service_epoch;  // random, never 0; 0 while the service is not ready
   std::uint64_t accepted;       // the boot for which its cursor is ready
   std::uint64_t heartbeat;      // changes at least every heartbeat_ms
-  std::uint64_t reserved[12];
+  std::uint64_t flags;          // service_polls
+  std::uint64_t reserved[11];
 };
+constexpr std::uint64_t service_polls = 1;  // ringing has no effect
 struct alignas(128) AgentLine {  // written by the agent only
   std::uint64_t boot;            // random; 0: between two sessions
-  std::uint64_t reserved[15];
+  std::uint64_t heartbeat;       // changes at least every heartbeat_ms
+  std::uint64_t doorbells;       // counts what would have been rung with doorbell_vector
+  std::uint64_t reserved[13];
 };
 struct LinkHeader {
   ServiceLine service;
@@ -47,6 +55,7 @@ struct LinkHeader {
 static_assert(WireRecord<ServiceLine> && WireRecord<AgentLine> && sizeof(LinkHeader) == 256);
 constexpr std::uint32_t heartbeat_ms = 250;
 constexpr std::uint32_t session_patience_ms = 5000;
+constexpr std::uint32_t agent_patience_ms = 10000;
 
 constexpr std::uint64_t queues_offset = 4096;
 constexpr vmci::QueuePairGeometry queues{4096, 4096, vmci::QueueKind::bytes, 0};  // 256 KiB each way

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import threading
+import time
 import unittest
 import xml.etree.ElementTree as xml
 
@@ -49,6 +50,64 @@ class Adding(VmCase):
         self.add("--memory", "512M", "--tenant", str(os.geteuid()))
         self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "tenant": os.geteuid()})
         self.assertEqual(os.listdir(self.vms / self.name), ["vm.json"])
+
+    def test_without_interrupts_the_link_is_a_file(self):
+        added = self.add("--plain", "--memory", "64M")
+        self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "plain": True})
+        self.assertEqual(added["link"], str(self.vms / self.name / "link.bar"))
+        self.assertIn("ivshmem-plain,memdev=vrdma", added["qemu"])
+        self.assertNotIn("qemu_interrupts", added)
+
+    def test_user_mode_linux_brings_its_own_memory(self):
+        added = self.add("--uml")
+        self.assertEqual(self.record(), {"plain": True})
+        self.assertFalse(self.ram(self.name).exists())
+        self.assertEqual(added["uml"][:5], ["vrdma", "vm", "uml", self.name, "--"])
+        self.assertIn(f"vrdma vm uml {self.name} -- linux.uml", self.vm("show", self.name).stdout)
+        self.assert_refuses(self.vm("add", "x", "--uml", "--memory", "64M"), 2, "--memory")
+        self.assert_refuses(self.vm("uml", self.name, "--", "true"), 1, "link.bar", "vrdmad")  # no service has made it
+        self.add(name="of-qemu")
+        self.assert_refuses(self.vm("uml", "of-qemu", "--", "true"), 1, "vrdma vm show of-qemu")
+
+    def test_the_launcher_leaves_nothing_behind(self):
+        """A kernel that is none, but has memory, and a child that outlives it; its end is the launcher's, the child's too."""
+        kernel = self.folder / "kernel"
+        kernel.write_text("""#!/usr/bin/env python3
+import os, subprocess, sys, tempfile
+memory = tempfile.TemporaryFile(dir="/dev/shm")
+memory.truncate(64 << 20)
+child = subprocess.Popen(["sleep", "1000"])
+print(child.pid, *sys.argv[1:], flush=True)
+sys.stdin.readline()
+os._exit(3)
+""")
+        kernel.chmod(0o755)
+        with self.service():
+            added = self.add("--uml")
+            command = [BIN / "vrdma", "vm", "uml", self.name, "--", kernel, "more"]
+            with subprocess.Popen(command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+                try:
+                    child, *words = launcher.stdout.readline().split()
+                    self.assertEqual(words, [f"iomem=mmapper,{added['link']}", "noreboot", "more"])
+                    self.await_state("connected")
+                    launcher.stdin.write("\n")
+                    launcher.stdin.flush()
+                    self.assertEqual(launcher.wait(WATCHDOG_S), 3)
+                finally:
+                    launcher.kill()
+            self.assertFalse(pathlib.Path(f"/proc/{child}").exists())
+            self.await_state("waiting")
+            self.assertEqual(self.vm("remove", self.name).returncode, 0)
+            self.await_true(lambda: not (self.vms / self.name).exists(), "nothing is left of it")
+
+    def await_state(self, state):
+        self.await_true(lambda: json.loads(self.vm("list", "--json").stdout)[0]["state"] == state, state)
+
+    def await_true(self, condition, what):
+        until = time.monotonic() + WATCHDOG_S
+        while not condition():
+            self.assertLess(time.monotonic(), until, what)
+            time.sleep(0.01)
 
     def test_the_tenant_is_left_to_the_service_unless_given(self):
         self.assertIsNone(self.add()["tenant"])
@@ -286,7 +345,7 @@ class Others(VmCase):
         def complete(*words):
             script = f'source {SOURCE}/packaging/vrdma.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _vrdma; printf "%s\\n" "${{COMPREPLY[@]}}"'
             return self.run_program("bash", "-c", script, "-", BIN / "vrdma", *words).stdout.split()
-        self.assertEqual(complete("vm", ""), ["add", "list", "show", "remove", "--help"])
+        self.assertEqual(complete("vm", ""), ["add", "list", "show", "uml", "remove", "--help"])
         self.assertEqual(complete("vm", "show", "b"), ["build1"])
         self.assertIn("--memory", complete("vm", "add", "x", "--m"))
         self.assertEqual(complete("v"), ["vm"])

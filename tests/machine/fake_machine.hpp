@@ -1,5 +1,5 @@
 // A virtual machine without a processor: connects to the service as QEMU does, has a file for its RAM, and speaks the link as its
-// agent does. Physical pages are given out in an order that scatters them. One thread; what is wrong with it is the caller's choice.
+// agent does; or has only the file that is a plain machine's link. Physical pages are given out in an order that scatters them. One thread; what is wrong with it is the caller's choice.
 #pragma once
 
 #include <fcntl.h>
@@ -29,13 +29,17 @@ class FakeMachine {
  public:
   // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB. seed: another one for each machine
   // that a service sees, since the boot numbers come from it.
-  FakeMachine(const std::string& ivshmem_socket, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0)
+  // link: ivshmem.sock, or link.bar.
+  FakeMachine(const std::string& link, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0)
       : random_(seed), high_bytes_(high_bytes) {
     ram_fd_.reset(::open(ram.c_str(), O_RDWR | O_CLOEXEC));
     ram_bytes_ = static_cast<std::uint64_t>(::lseek(ram_fd_.get(), 0, SEEK_END));
     for (std::uint64_t page = 0; page < ram_bytes_ / vm::page_bytes; ++page) free_.push_back(page);
     std::shuffle(free_.begin(), free_.end(), random_);
-    connect(ivshmem_socket);
+    if (link.ends_with(".bar"))
+      open_bar(link);
+    else
+      connect(link);
   }
   ~FakeMachine() {
     if (bar_ != nullptr) ::munmap(bar_, vm::bar_bytes);
@@ -49,6 +53,10 @@ class FakeMachine {
   vmci::VmLinkEnd& link() { return *link_; }
   void ring(std::uint32_t vector) const {
     const std::uint64_t one = 1;
+    if (!service_events_[vector]) {
+      if (vector == vm::doorbell_vector) std::atomic_ref(header().agent.doorbells).fetch_add(1, std::memory_order_release);
+      return;
+    }
     [[maybe_unused]] const auto written = ::write(service_events_[vector].get(), &one, sizeof(one));
   }
 
@@ -99,6 +107,7 @@ class FakeMachine {
       return frame.head.kind == static_cast<std::uint16_t>(kind) && frame.head.connection == connection;
     });
   }
+  void beat() const { std::atomic_ref(header().agent.heartbeat).fetch_add(1, std::memory_order_relaxed); }
   // Sends what waits, takes what has come, until the condition holds.
   template <class Condition>
   bool wait(const Condition& holds, int timeout_ms = 5000) {
@@ -109,6 +118,7 @@ class FakeMachine {
         link_->receive([this](const vm::FrameHead& head, std::span<const std::byte> body) { frames_.push_back({head, {body.begin(), body.end()}}); });
       }
       if (holds()) return true;
+      if (heart_beats) beat();
       if (std::chrono::steady_clock::now() > until) return false;
       pollfd event{machine_events_[vm::link_vector].get(), POLLIN, 0};
       ::poll(&event, 1, 5);
@@ -179,6 +189,7 @@ class FakeMachine {
     return answer;
   }
 
+  bool heart_beats = true;
   vm::Welcome welcome{};
   int status = 0;
   std::uint32_t first_stream = 0;
@@ -197,6 +208,11 @@ class FakeMachine {
     for (auto* const events : {service_events_, machine_events_})
       for (std::uint32_t i = 0; i < vm::vectors; ++i) events[i] = message().second;
     void* const at = ::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, bar.get(), 0);
+    if (at != MAP_FAILED) bar_ = static_cast<std::byte*>(at);
+  }
+  void open_bar(const std::string& path) {
+    const vmci::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    void* const at = ::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
     if (at != MAP_FAILED) bar_ = static_cast<std::byte*>(at);
   }
   std::pair<std::int64_t, vmci::UniqueFd> message() const {

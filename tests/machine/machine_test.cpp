@@ -21,7 +21,10 @@ struct World {
   Service service;
   fs::path folder, ram;
 
-  World() {
+  enum class Kind { interrupted, plain, launched };  // plain: the device is a file; launched: and the RAM comes with a launcher
+  Kind kind;
+
+  explicit World(Kind of = Kind::interrupted) : kind(of) {
     service.start();
     folder = fs::path(std::getenv("VRDMA_SOCKET")).parent_path() / "vm";
     ram = folder / "one.ram";
@@ -29,7 +32,10 @@ struct World {
     std::ofstream(ram).close();
     fs::resize_file(ram, ram_bytes);
     const fs::path file = folder / "one" / "vm.json";
-    std::ofstream(file.string() + ".new") << nlohmann::json{{"ram", ram}};
+    nlohmann::json spec = nlohmann::json::object();
+    if (kind != Kind::launched) spec["ram"] = ram;
+    if (kind != Kind::interrupted) spec["plain"] = true;
+    std::ofstream(file.string() + ".new") << spec;
     fs::rename(file.string() + ".new", file);
     eventually("the machine is served", [&] { return fs::exists(socket()); });
   }
@@ -37,7 +43,9 @@ struct World {
     service.kill_now();
     fs::remove_all(folder);
   }
-  fs::path socket() const { return folder / "one" / "ivshmem.sock"; }
+  // launcher.sock is there last.
+  fs::path socket() const { return folder / "one" / (kind == Kind::interrupted ? "ivshmem.sock" : "launcher.sock"); }
+  fs::path link() const { return kind == Kind::interrupted ? socket() : folder / "one" / "link.bar"; }
 };
 
 // A process of a machine with its queues mapped: enough to ask for things by the control ring.
@@ -58,6 +66,25 @@ struct Process {
   }
 };
 
+// By its control queue and doorbell, as a process does once it is attached.
+void ask_by_queues(Process& process) {
+  vmci::QueuePairView control(process.arena.data() + process.attached->control_offset, process.attached->control_geometry);
+  vmci::RecordWriter requests(control.produce(), process.attached->control_geometry.produce_slots);
+  vmci::RecordReader replies(control.consume_records(), process.attached->control_geometry.consume_entries);
+  Head head{};
+  head.sequence = 99;
+  requests.write(sizeof(RecordHead), std::as_bytes(std::span(&head, 1)).subspan(sizeof(RecordHead)));
+  requests.publish(address_of(host_context, control_port), 0, static_cast<std::uint32_t>(Request::query_device), 1);
+  vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process.arena.data() + process.attached->doorbell_offset)).set(0);
+  process.machine.ring(vm::doorbell_vector);
+  alignas(64) std::byte record[record_slots_max * slot_bytes];
+  std::uint32_t slots = 0;
+  REQUIRE(process.machine.wait([&] { return replies.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
+  std::memcpy(&head, record, sizeof(head));
+  CHECK(head.sequence == 99);
+  CHECK(head.status == 0);
+}
+
 TEST_CASE("a machine says hello, its processes attach with queues in its RAM, and leave nothing behind") {
   World world;
   for (const std::uint64_t high_bytes : {std::uint64_t{0}, ram_bytes / 2}) {
@@ -74,21 +101,7 @@ TEST_CASE("a machine says hello, its processes attach with queues in its RAM, an
     const auto context = machine.call<Request::open_context>(process.connection, {});
     REQUIRE(context);
     CHECK(machine.first_stream != 0);
-    vmci::QueuePairView control(process.arena.data() + process.attached->control_offset, process.attached->control_geometry);
-    vmci::RecordWriter requests(control.produce(), process.attached->control_geometry.produce_slots);
-    vmci::RecordReader replies(control.consume_records(), process.attached->control_geometry.consume_entries);
-    Head head{};
-    head.sequence = 99;
-    requests.write(sizeof(RecordHead), std::as_bytes(std::span(&head, 1)).subspan(sizeof(RecordHead)));
-    requests.publish(address_of(host_context, control_port), 0, static_cast<std::uint32_t>(Request::query_device), 1);
-    vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process.arena.data() + process.attached->doorbell_offset)).set(0);
-    machine.ring(vm::doorbell_vector);
-    alignas(64) std::byte record[record_slots_max * slot_bytes];
-    std::uint32_t slots = 0;
-    REQUIRE(machine.wait([&] { return replies.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
-    std::memcpy(&head, record, sizeof(head));
-    CHECK(head.sequence == 99);
-    CHECK(head.status == 0);
+    ask_by_queues(process);
 
     machine.link().send(vm::Frame::close, process.connection, std::span<const std::byte>{});
     CHECK(machine.await(vm::Frame::closed, process.connection));
@@ -145,6 +158,89 @@ TEST_CASE("a machine that is reset has lost its guests before its memory is used
   CHECK(machine.status == EIO);
   REQUIRE(machine.begin_session());  // its next boot
   CHECK(machine.greet() == 0);
+}
+
+TEST_CASE("a machine that can interrupt nobody is served; when its heart stands still it is forgotten, and finds that out") {
+  World world(World::Kind::plain);
+  FakeMachine machine(world.link(), world.ram, 21);
+  REQUIRE(machine.connected());
+  REQUIRE((std::atomic_ref(machine.header().service.flags).load() & vm::service_polls) != 0);
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  {
+    Process process(machine);
+    REQUIRE_MESSAGE(process.attached, process.machine.status);
+    ask_by_queues(process);
+    machine.heart_beats = false;
+    REQUIRE(machine.wait([&] { return std::atomic_ref(machine.header().service.accepted).load(std::memory_order_acquire) == 0; }, 60000));
+    CHECK(!machine.has(vm::Frame::closed, process.connection));
+    machine.give_back(process.pages);
+  }
+  // It goes on, with another session.
+  machine.heart_beats = true;
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  Process process(machine);
+  REQUIRE(process.attached);
+  ask_by_queues(process);
+}
+
+TEST_CASE("a plain machine that is cut off from its link harms nobody else") {
+  World world(World::Kind::plain);
+  Device host;
+  FakeMachine machine(world.link(), world.ram, 22);
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  fs::resize_file(world.link(), 0);
+  ibv_port_attr port{};
+  for (int asked = 0; asked < 100; ++asked) REQUIRE(ibv_query_port(host.context, 1, &port) == 0);
+}
+
+// As `vrdma vm uml`.
+vmci::UniqueFd launch(const fs::path& path, int ram) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
+  vmci::UniqueFd launcher(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  REQUIRE(::connect(launcher.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+  char word = 1;
+  iovec data{&word, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  *CMSG_FIRSTHDR(&message) = {CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
+  std::memcpy(CMSG_DATA(CMSG_FIRSTHDR(&message)), &ram, sizeof(ram));
+  REQUIRE(::sendmsg(launcher.get(), &message, MSG_NOSIGNAL) == 1);
+  return launcher;
+}
+
+TEST_CASE("a launcher brings the memory of its machine, and its end is the machine's") {
+  World world(World::Kind::launched);
+  const auto ram = vmci::Segment::create("ram", ram_bytes);
+  REQUIRE(ram.has_value());
+  const std::string path = "/proc/self/fd/" + std::to_string(ram->fd());
+  for (std::uint64_t boots = 0; boots < 3; ++boots) {
+    FakeMachine machine(world.link(), path, 31 + boots);
+    auto launcher = launch(world.socket(), ram->fd());
+    REQUIRE(machine.begin_session());
+    REQUIRE(machine.greet() == 0);
+    Process process(machine);
+    REQUIRE(process.attached);
+    ask_by_queues(process);
+    launcher.reset();
+    REQUIRE(machine.wait([&] { return std::atomic_ref(machine.header().service.accepted).load(std::memory_order_acquire) == 0; }));
+  }
+  // Nothing but memory is taken for memory, and who brings none is not it.
+  const vmci::UniqueFd other(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  auto liar = launch(world.socket(), other.get());
+  pollfd hung_up{liar.get(), POLLIN, 0};
+  CHECK(::poll(&hung_up, 1, 5000) == 1);
+  FakeMachine machine(world.link(), path, 41);
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == ENODEV);
 }
 
 TEST_CASE("a machine sees what is its own") {

@@ -52,9 +52,9 @@ def boot_image(build, built, more=Carried()):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None):
+    def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None, plain=False):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
-        more arguments for it. first_ram_in: the folder for the file that is the first one's RAM."""
+        more arguments for it. first_ram_in: the folder for the file that is the first one's RAM. plain: nobody can interrupt anybody."""
         self.seed, self.memory, self.first_ram_in = seed, memory, first_ram_in
         # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
         self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
@@ -67,7 +67,7 @@ class Guests:
         self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
         try:
             for name, more in zip(self.names, devices):
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", self.memory, "--json", *self.ram_elsewhere(name)))
+                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", self.memory, "--json", *(["--plain"] if plain else []), *self.ram_elsewhere(name)))
                 link = Path(self.added[name]["link"])
                 wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
                 if interrupts:

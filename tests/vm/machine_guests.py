@@ -283,6 +283,35 @@ def interrupts(tally, guests):
     run_cases(tally, guests, "host to a user in a machine", cases, (replace(two, uid=USER), guests.host))
 
 
+def plain(tally, guests):
+    """ivshmem-plain: the service looks by itself, and hears of a machine's end by its agent's heart alone."""
+    one, two = guests.roots
+    cases = [(pingpong, pingpong.Case("rc", validate=True, iterations=100)), (pingpong, pingpong.Case("ud", validate=True, events=True, iterations=50)),
+             (perftest, perftest.Case("send", "lat", events=True, iterations=50)), (perftest, perftest.Case("write", "bw", iterations=100))]
+    run_cases(tally, guests, "machine to machine", cases, (one, two))
+    run_cases(tally, guests, "host to a user in a machine", cases, (replace(two, uid=USER), guests.host))
+
+    def killed():
+        port = two.free_port()
+        words = ["ib_write_bw", "-F", "-D", "600", "-p", str(port)]
+        server = two.start(words, "server")
+        client = None
+        try:
+            wait_until(lambda: two.listening(server, port), 60, "the server listens", [server])
+            client = guests.host.start([*words, "127.0.0.1"], "client")
+            wait_until(lambda: len(guests.guests()) == 2, 60, "both are attached", [server, client])
+            two.shell.kill()
+            if client.wait(90) in (None, 0):
+                raise Failure(f"the client has noticed nothing\n{client.says()}")
+        finally:
+            for program in (client, server):
+                if program:
+                    program.stop(grace_s=0)
+        guests.boot_again(two)
+    tally.case("kill -9 of a machine, and its next boot", killed)
+    run_cases(tally, guests, "then", cases[:1], (one, two))
+
+
 def conformance(tally, guests):
     """The suite of two processes, both in one machine, by the host's service."""
     def suite():
@@ -329,10 +358,21 @@ def reboots(tally, guests):
         tally.case(f"killed and booted, {number + 1}", once)
 
 
-SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "conformance": conformance, "reboots": reboots,
+SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance, "reboots": reboots,
              "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
              "hugetlbfs": huge_pages.hugetlbfs}
-LARGE = {"gibibyte": "3G"}
+LARGE_GIB = {"gibibyte": 3}
+
+
+def memory_for(scenario):
+    """Of each of the two machines; skips where this machine has too little."""
+    if scenario not in LARGE_GIB:
+        return MEMORY
+    wanted = (2 * LARGE_GIB[scenario] + 1) << 20
+    available = int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    if available < wanted:
+        raise Skip(f"{scenario}: {wanted >> 20} GiB of memory are needed, {available >> 20} are free")
+    return f"{LARGE_GIB[scenario]}G"
 
 
 def main():
@@ -351,7 +391,7 @@ def main():
                 network(tally, folder)
                 continue
             with huge_pages.lent() if name == "hugetlbfs" else contextlib.nullcontext() as first_ram_in:
-                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=LARGE.get(name, MEMORY), first_ram_in=first_ram_in)
+                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in, plain=name == "plain")
                 try:
                     print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                     SCENARIOS[name](tally, guests)

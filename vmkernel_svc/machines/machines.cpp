@@ -13,6 +13,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -34,12 +35,13 @@ MachineSpec read_spec(const fs::path& folder) {
     for (const auto& [key, value] : document.items()) {
       if (key == "ram") spec.ram = value.get<std::string>();
       else if (key == "tenant") spec.tenant = value.get<uid_t>();
-      else throw refuse(fmt::format("unknown key \"{}\": known are ram, tenant", key));
+      else if (key == "plain") spec.plain = value.get<bool>();
+      else throw refuse(fmt::format("unknown key \"{}\": known are plain, ram, tenant", key));
     }
   } catch (const json::exception& error) {
     throw refuse(error.what());
   }
-  if (spec.ram.empty() || spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
+  if (spec.ram.empty() ? !spec.plain : spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
   return spec;
 }
 
@@ -122,7 +124,7 @@ void Machines::look() {
       if (found != ports_.end()) ports_.erase(found);
       ports_.emplace(name, std::make_unique<MachinePort>(spec, service_));
       complaints_.erase(name);
-      spdlog::info("machine {}: served at {}/ivshmem.sock", name, spec.folder);
+      spdlog::info("machine {}: served at {}/{}", name, spec.folder, spec.plain ? Plain::bar_name : "ivshmem.sock");
     } catch (const std::exception& failure) {
       // A machine that runs goes on as it is.
       if (auto& known = complaints_[name]; known != failure.what()) spdlog::warn("{}", known = failure.what());
@@ -136,6 +138,7 @@ void Machines::look() {
     spdlog::info("machine {}: removed", port->first);
     const std::string folder = port->second->spec().folder;
     port = ports_.erase(port);
+    fs::remove(folder + "/" + Plain::bar_name, error);
     fs::remove(folder, error);  // if nothing of anybody else is in it
   }
   service_.changed();

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "vmkernel_svc/machines/plain.hpp"
+#include "vmkernel_svc/machines/qemu.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -91,34 +93,39 @@ struct MachinePort::Session {
 MachinePort::MachinePort(MachineSpec spec, Service service)
     : spec_(std::move(spec)),
       service_(std::move(service)),
-      qemu_(service_.io, spec_.name, spec_.folder, spec_.tenant,
-            {[this] { service_.changed(); }, [this] { forget(); }, [this] { forget(); }}),
+      device_(make_device()),
       link_event_(service_.io),
       heartbeat_(service_.io) {
-  if (!watch_copy(link_event_, qemu_.service_event(vm::link_vector)))
+  if (!watch_copy(link_event_, device_->service_event(vm::link_vector)))
     throw std::runtime_error(fmt::format("machine {}: cannot watch its doorbell ({}): raise the limit of open files", spec_.name, std::strerror(errno)));
-  auto& mine = qemu_.header().service;
+  auto& mine = device_->header().service;
   mine.major = vm::version_major;
   mine.minor = vm::version_minor;
   mine.service_epoch = random_number();
   std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_release);
 
-  service_.shard.submit([doorbell = qemu_.service_event(vm::doorbell_vector)](Shard& shard) { (void)shard.watch(doorbell); });
+  service_.shard.submit([doorbell = device_->service_event(vm::doorbell_vector)](Shard& shard) { (void)shard.watch(doorbell); });
   await_link();
   beat();
+}
+
+std::unique_ptr<MachineDevice> MachinePort::make_device() {
+  MachineDevice::Events events{[this] { service_.changed(); }, [this] { forget(); }, [this] { forget(); }, [this] { return look(); }};
+  if (spec_.plain) return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant, std::move(events));
+  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, std::move(events));
 }
 
 MachinePort::~MachinePort() {
   *alive_ = false;
   end_session();
-  std::atomic_ref(qemu_.header().service.service_epoch).store(0, std::memory_order_release);
-  const auto doorbell = std::make_shared<vmci::UniqueFd>(qemu_.take_doorbell());
+  std::atomic_ref(device_->header().service.service_epoch).store(0, std::memory_order_release);
+  const auto doorbell = std::make_shared<vmci::UniqueFd>(device_->take_doorbell());
   service_.shard.submit([doorbell](Shard& shard) { shard.unwatch(doorbell->get()); });
   stop_watching(link_event_);
 }
 
 MachineStatus MachinePort::status() const {
-  MachineStatus now{spec_.name, spec_.tenant, qemu_.connected() ? "connected" : "waiting", 0, 0, ""};
+  MachineStatus now{spec_.name, spec_.tenant, device_->connected() ? "connected" : "waiting", 0, 0, ""};
   if (session_ && session_->page != nullptr)
     now.state = "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
   return now;
@@ -126,8 +133,10 @@ MachineStatus MachinePort::status() const {
 
 // QEMU has gone, or its machine begins anew: what the agent wrote last is of the past.
 void MachinePort::forget() {
-  forgotten_boot_ = std::atomic_ref(qemu_.header().agent.boot).load(std::memory_order_acquire);
+  forgotten_boot_ = std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire);
   end_session();
+  // An agent that only stood still finds that out.
+  std::atomic_ref(device_->header().service.accepted).store(0, std::memory_order_release);
   service_.changed();
 }
 
@@ -145,7 +154,7 @@ void MachinePort::await_link() {
 
 // Says that the service lives, and finds what nobody rang for.
 void MachinePort::beat() {
-  auto heart = std::atomic_ref(qemu_.header().service.heartbeat);
+  auto heart = std::atomic_ref(device_->header().service.heartbeat);
   heart.store(heart.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   look();
   heartbeat_.expires_after(std::chrono::milliseconds(vm::heartbeat_ms));
@@ -154,30 +163,34 @@ void MachinePort::beat() {
   });
 }
 
-void MachinePort::look() {
-  if (!qemu_.connected()) return;
+LinkActivity MachinePort::look() {
+  if (!device_->connected()) return LinkActivity::none;
   // Pairs with the agent's release: its cursor is zero.
-  const std::uint64_t boot = std::atomic_ref(qemu_.header().agent.boot).load(std::memory_order_acquire);
+  const std::uint64_t boot = std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire);
   if (session_ && session_->boot != boot) end_session();
-  if (boot == 0 || boot == forgotten_boot_) return;
+  if (boot == 0 || boot == forgotten_boot_) return LinkActivity::none;
   if (!session_) {
-    if (leaving_ != 0) return;  // looks again when the last of them has gone
+    if (leaving_ != 0) return LinkActivity::none;  // looks again when the last of them has gone
     begin_session(boot);
   }
-  if (session_->broken) return;
-  const bool sound = session_->link.receive([this](const vm::FrameHead& head, std::span<const std::byte> body) {
+  if (session_->broken) return LinkActivity::none;
+  bool anything = false;
+  const bool sound = session_->link.receive([&](const vm::FrameHead& head, std::span<const std::byte> body) {
+    anything = true;
     if (!session_->broken) take(head, body);
   });
-  if (!sound && std::atomic_ref(qemu_.header().agent.boot).load(std::memory_order_acquire) == boot) refuse("its frames make no sense");
+  if (!sound && std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire) == boot) refuse("its frames make no sense");
+  anything |= session_->link.unsent_bytes() != 0;
   push();
   // A machine that has much to say gets its turn again after the others.
-  if (session_ && !session_->broken && session_->link.anything()) qemu_.ring_service();
+  if (session_ && !session_->broken && session_->link.anything()) device_->ring_service();
+  return anything ? LinkActivity::traffic : session_ && !session_->processes.empty() ? LinkActivity::processes : LinkActivity::none;
 }
 
 void MachinePort::begin_session(std::uint64_t boot) {
-  session_ = std::make_unique<Session>(boot, qemu_.bar());
-  std::atomic_ref(qemu_.header().service.accepted).store(boot, std::memory_order_release);
-  qemu_.ring_machine();
+  session_ = std::make_unique<Session>(boot, device_->bar());
+  std::atomic_ref(device_->header().service.accepted).store(boot, std::memory_order_release);
+  device_->ring_machine();
 }
 
 void MachinePort::end_session() {
@@ -212,7 +225,7 @@ void MachinePort::refuse(const char* why) {
   boost::asio::post(service_.io, [this, alive = alive_, boot] {
     if (!*alive || !session_ || session_->boot != boot) return;
     end_session();
-    session_ = std::make_unique<Session>(boot, qemu_.bar());
+    session_ = std::make_unique<Session>(boot, device_->bar());
     session_->broken = true;
   });
   session_->broken = true;
@@ -220,7 +233,7 @@ void MachinePort::refuse(const char* why) {
 
 void MachinePort::push() {
   if (!session_) return;
-  if (session_->link.flush()) qemu_.ring_machine();
+  if (session_->link.flush()) device_->ring_machine();
   if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
     for (const auto& process : std::exchange(session_->held, {}))
       if (process->socket) await_replies(process);
@@ -259,9 +272,11 @@ void MachinePort::greet(std::span<const std::byte> body) {
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
   if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
-  auto ram = MachineRam::map(spec_.ram, hello->high_bytes);
+  auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
+             : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
+                                 : MachineRam::map(spec_.ram, hello->high_bytes);
   if (!ram) {
-    spdlog::warn("machine {}: cannot map its RAM {} ({}): start QEMU with the arguments of \"vrdma vm show {}\"", spec_.name, spec_.ram,
+    spdlog::warn("machine {}: cannot map its RAM {} ({}): start it as \"vrdma vm show {}\" says", spec_.name, spec_.ram,
                  std::strerror(value(ram.error())), spec_.name);
     return answer(ENODEV);
   }

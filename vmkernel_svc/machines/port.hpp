@@ -5,6 +5,7 @@
 //   QEMU ── monitor.sock ──► resets (QMP)
 //   QEMU ── ivshmem.sock ──► BAR, eventfds          agent ◄── link ──► MachinePort ◄── socket pair ──► Server ──► shard
 //
+// (One that can interrupt nobody has other devices: machines/plain.hpp.)
 // The server's thread. Nothing of the machine is believed; a machine that breaks the protocol loses its session.
 #pragma once
 
@@ -21,7 +22,7 @@
 #include "vmci_channel/segment.hpp"
 #include "vmci_channel/vm_link.hpp"
 #include "vmkernel_svc/fabric.hpp"
-#include "vmkernel_svc/machines/qemu.hpp"
+#include "vmkernel_svc/machines/device.hpp"
 #include "vmkernel_svc/memory/machine_ram.hpp"
 
 namespace vrdma::svc {
@@ -30,9 +31,10 @@ class Shard;
 
 struct MachineSpec {
   std::string name;
-  std::string folder;  // where ivshmem.sock and monitor.sock stand
-  std::string ram;     // the file that is its RAM
+  std::string folder;  // where ivshmem.sock and monitor.sock stand, or link.bar
+  std::string ram;     // the file that is its RAM; empty: its launcher brings it
   uid_t tenant;
+  bool plain = false;  // machines/plain.hpp
   bool operator==(const MachineSpec&) const = default;
 };
 
@@ -65,7 +67,7 @@ class MachinePort {
 
   const MachineSpec& spec() const { return spec_; }
   MachineStatus status() const;
-  bool running() const { return qemu_.connected(); }
+  bool running() const { return device_->connected(); }
 
   MachinePort(const MachinePort&) = delete;
   MachinePort& operator=(const MachinePort&) = delete;
@@ -75,10 +77,11 @@ class MachinePort {
   struct Stream;
   struct Session;
 
+  std::unique_ptr<MachineDevice> make_device();
   void forget();
   void await_link();
   void beat();
-  void look();
+  LinkActivity look();
   void begin_session(std::uint64_t boot);
   void end_session();
   void take(const vm::FrameHead& head, std::span<const std::byte> body);
@@ -95,7 +98,7 @@ class MachinePort {
 
   MachineSpec spec_;
   Service service_;
-  Qemu qemu_;
+  std::unique_ptr<MachineDevice> device_;
   boost::asio::posix::stream_descriptor link_event_;
   boost::asio::steady_timer heartbeat_;
   std::uint64_t forgotten_boot_ = 0;

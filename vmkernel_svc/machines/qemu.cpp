@@ -4,8 +4,6 @@
 #include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
@@ -13,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "vmkernel_svc/machines/listening.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -38,22 +37,6 @@ Status send_message(int socket, std::int64_t number, int descriptor = -1) {
   return ::sendmsg(socket, &message, MSG_NOSIGNAL) == sizeof(number) ? ok() : Status(last_error());
 }
 
-// A stream socket. Who else serves the folder of machines serves another socket of guests, too: what stands there is a leftover.
-Result<vmci::UniqueFd> listen_at(const std::string& path, uid_t tenant) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof(address.sun_path)) return Errno{ENAMETOOLONG};
-  std::memcpy(address.sun_path, path.c_str(), path.size());
-  ::unlink(path.c_str());
-  vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
-  if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
-  // QEMU runs as the tenant.
-  if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
-    spdlog::warn("{} cannot be given to uid {} ({}): run its QEMU as root, or as vrdmad's user", path, tenant, std::strerror(errno));
-  return fd;
-}
-
 }  // namespace
 
 Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events)
@@ -71,7 +54,7 @@ Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder,
     }
   for (const auto& [listener, name] : {std::pair{&listener_, "ivshmem.sock"}, {&monitor_listener_, "monitor.sock"}}) {
     const std::string path = folder_ + "/" + name;
-    auto listening = listen_at(path, tenant);
+    auto listening = listen_stream(path, tenant);
     if (!listening) throw cannot("listen at " + path, value(listening.error()));
     listener->assign(listening->release());
   }

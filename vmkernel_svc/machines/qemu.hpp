@@ -11,32 +11,26 @@
 
 #include "vmci_channel/segment.hpp"
 #include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/machines/device.hpp"
 #include "vrdma/result.hpp"
 #include "vrdma/vm_link.hpp"
 
 namespace vrdma::svc {
 
-class Qemu {
+class Qemu final : public MachineDevice {
  public:
-  struct Events {
-    std::function<void()> came, went;
-    std::function<void()> reset;  // its machine begins anew, with the same memory
-  };
   // Listens in `folder`; tenant: the user that QEMU runs as. Throws std::runtime_error with a message for a person.
   Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events);
-  ~Qemu();
+  ~Qemu() override;
   Qemu(const Qemu&) = delete;
   Qemu& operator=(const Qemu&) = delete;
 
-  bool connected() const { return qemu_.is_open(); }
-  vm::LinkHeader& header() const { return *bar_.at<vm::LinkHeader>(0); }
-  std::byte* bar() const { return bar_.data(); }
-  // Eventfds that the machine rings, and that are rung for it.
-  int service_event(std::uint32_t vector) const { return service_events_[vector].get(); }
-  void ring_machine() const { ring(machine_events_[vm::link_vector]); }
-  void ring_service() const { ring(service_events_[vm::link_vector]); }
-  // The one that the shard watches, which has to let go of it first.
-  vmci::UniqueFd take_doorbell() { return std::move(service_events_[vm::doorbell_vector]); }
+  bool connected() const override { return qemu_.is_open(); }
+  std::byte* bar() const override { return bar_.data(); }
+  int service_event(std::uint32_t vector) const override { return service_events_[vector].get(); }
+  void ring_machine() const override { ring(machine_events_[vm::link_vector]); }
+  void ring_service() const override { ring(service_events_[vm::link_vector]); }
+  vmci::UniqueFd take_doorbell() override { return std::move(service_events_[vm::doorbell_vector]); }
 
  private:
   static void ring(const vmci::UniqueFd& event);

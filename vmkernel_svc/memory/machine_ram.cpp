@@ -25,10 +25,16 @@ struct Guarded {
 }
 
 Result<std::shared_ptr<MachineRam>> MachineRam::map(const std::string& path, std::uint64_t high_bytes) {
+  vmci::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!file) return last_error();
+  return map(std::move(file), high_bytes);
+}
+
+Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::uint64_t high_bytes) {
   std::shared_ptr<MachineRam> ram(new MachineRam);
-  ram->fd_.reset(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  ram->fd_ = std::move(file);
   struct stat status;
-  if (!ram->fd_ || ::fstat(ram->fd_.get(), &status) != 0) return last_error();
+  if (::fstat(ram->fd_.get(), &status) != 0) return last_error();
   const auto bytes = static_cast<std::uint64_t>(status.st_size) / vm::page_bytes * vm::page_bytes;
   if (!S_ISREG(status.st_mode) || bytes == 0) return Errno{ENODEV};
   if (high_bytes > bytes || high_bytes % vm::page_bytes != 0) return Errno{EINVAL};

@@ -1,7 +1,7 @@
 // The RAM of a virtual machine, mapped whole from the file that QEMU keeps it in, and what the machine has pinned of it.
 //
 // Physical addresses are the file's offsets up to the hole below 4 GiB; what lies behind 4 GiB follows (QEMU's memory map of the
-// pc and q35 machines). The machine says how much that is, and proves it by a word that the service must find.
+// pc and q35 machines); User Mode Linux has no such hole, and says 0. The machine says how much that is, and proves it by a word that the service must find.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,7 @@ class MachineRam {
  public:
   // ENOENT, EACCES …; ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
   static Result<std::shared_ptr<MachineRam>> map(const std::string& path, std::uint64_t high_bytes);
+  static Result<std::shared_ptr<MachineRam>> map(vmci::UniqueFd file, std::uint64_t high_bytes);
   ~MachineRam();
 
   // Where pages of the machine's physical memory lie in the file, if all of them are RAM.

@@ -1,0 +1,37 @@
+// What the service shares with a virtual machine, whoever runs that: the BAR with the link (vrdma/vm_link.hpp), and ways to tell one
+// another. One machine at a time; another may come when it has gone. The server's thread.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vrdma/vm_link.hpp"
+
+namespace vrdma::svc {
+
+enum class LinkActivity { none, processes, traffic };  // processes: there are some, and nothing has come of them
+
+class MachineDevice {
+ public:
+  struct Events {
+    std::function<void()> came, went;
+    std::function<void()> reset;          // the machine begins anew, with the same memory
+    std::function<LinkActivity()> look;   // whoever polls does so by this
+  };
+  virtual ~MachineDevice() = default;
+
+  virtual bool connected() const = 0;
+  virtual std::byte* bar() const = 0;
+  vm::LinkHeader& header() const { return *reinterpret_cast<vm::LinkHeader*>(bar()); }
+  // Eventfds that are rung for the service.
+  virtual int service_event(std::uint32_t vector) const = 0;
+  virtual void ring_machine() const = 0;
+  virtual void ring_service() const = 0;
+  // The one that the shard watches, which has to let go of it first.
+  virtual vmci::UniqueFd take_doorbell() = 0;
+  // The machine's RAM, if whoever runs it has brought it along; else -1.
+  virtual int ram() const { return -1; }
+};
+
+}  // namespace vrdma::svc

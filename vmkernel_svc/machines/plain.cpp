@@ -1,0 +1,196 @@
+#include "vmkernel_svc/machines/plain.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <linux/magic.h>
+#include <spdlog/spdlog.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "vmci_channel/backoff.hpp"
+#include "vmkernel_svc/machines/listening.hpp"
+#include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/watching.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+// A process of the machine that finds the shard asleep waits for the end of a nap; so does one that connects.
+constexpr std::uint64_t nap_ns_least = 50'000, nap_ns_processes = 1'000'000, nap_ns_most = 10'000'000;
+constexpr std::uint64_t patience_ns = std::uint64_t{vm::agent_patience_ms} * 1'000'000;
+
+// The one descriptor that a launcher sends with its first byte. EAGAIN: it is not there yet.
+Result<vmci::UniqueFd> receive_ram(int launcher) {
+  std::byte word[8];
+  iovec data{word, sizeof(word)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  const ssize_t got = ::recvmsg(launcher, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (got < 0) return last_error();
+  const cmsghdr* const head = CMSG_FIRSTHDR(&message);
+  if (got == 0 || head == nullptr || head->cmsg_type != SCM_RIGHTS || head->cmsg_len != CMSG_LEN(sizeof(int))) return Errno{EPROTO};
+  int descriptor = -1;
+  std::memcpy(&descriptor, CMSG_DATA(head), sizeof(descriptor));
+  vmci::UniqueFd ram(descriptor);
+  // Pages of another file system might be somebody's who never hands them out.
+  struct statfs filesystem;
+  struct stat status;
+  if (::fstatfs(descriptor, &filesystem) != 0 || ::fstat(descriptor, &status) != 0) return last_error();
+  if (filesystem.f_type != TMPFS_MAGIC || !S_ISREG(status.st_mode)) return Errno{EMEDIUMTYPE};
+  return ram;
+}
+
+}  // namespace
+
+Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events)
+    : machine_(std::move(machine)), folder_(std::move(folder)), events_(std::move(events)), listener_(io), launcher_(io), nap_(io) {
+  for (auto& event : events_fds_) {
+    event.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!event) throw std::runtime_error(fmt::format("machine {}: cannot create its doorbells ({}): raise the limit of open files", machine_, std::strerror(errno)));
+  }
+  open_bar(tenant);
+  const std::string path = folder_ + "/" + launcher_name;
+  auto listening = listen_stream(path, tenant);
+  if (!listening) throw std::runtime_error(fmt::format("machine {}: cannot listen at {} ({})", machine_, path, std::strerror(value(listening.error()))));
+  listener_.assign(listening->release());
+  std::atomic_ref(header().service.flags).store(vm::service_polls, std::memory_order_relaxed);
+  // Of whom this was left by, nothing has been heard yet.
+  seen_.boot = std::atomic_ref(header().agent.boot).load(std::memory_order_acquire);
+  seen_.heartbeat = std::atomic_ref(header().agent.heartbeat).load(std::memory_order_relaxed);
+  seen_.doorbells = std::atomic_ref(header().agent.doorbells).load(std::memory_order_relaxed);
+  nap_ns_ = nap_ns_most;
+  accept_next();
+  nap();
+}
+
+Plain::~Plain() {
+  *alive_ = false;
+  for (auto* const watched : {&listener_, &launcher_}) stop_watching(*watched);
+  ::unlink((folder_ + "/" + launcher_name).c_str());
+  BusGuard::remove(bar_.data());
+}
+
+void Plain::open_bar(uid_t tenant) {
+  const std::string path = folder_ + "/" + bar_name;
+  const auto fail = [&](const char* what, int error) {
+    throw std::runtime_error(fmt::format("machine {}: cannot {} {} ({})", machine_, what, path, std::strerror(error)));
+  };
+  bar_file_.reset(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+  struct stat status;
+  if (!bar_file_ || ::fstat(bar_file_.get(), &status) != 0) fail("open", errno);
+  if (!S_ISREG(status.st_mode)) fail("use", EINVAL);
+  if (static_cast<std::uint64_t>(status.st_size) != vm::bar_bytes && ::ftruncate(bar_file_.get(), vm::bar_bytes) != 0) fail("give 1 MiB to", errno);
+  // The machine runs as the tenant.
+  if (tenant != status.st_uid && ::fchown(bar_file_.get(), tenant, static_cast<gid_t>(-1)) != 0)
+    spdlog::warn("{} cannot be given to uid {} ({}): run the machine as root, or as vrdmad's user", path, tenant, std::strerror(errno));
+  auto mapping = vmci::Mapping::map(bar_file_.get(), 0, vm::bar_bytes, vmci::Writable::yes);
+  if (!mapping) fail("map", value(mapping.error()));
+  bar_ = std::move(*mapping);
+  // Its owner may make it smaller.
+  if (!BusGuard::add(bar_.data(), vm::bar_bytes, vm::page_bytes, bar_file_.get(), 0)) fail("guard", ENOMEM);
+}
+
+void Plain::ring_service() const {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(events_fds_[vm::link_vector].get(), &one, sizeof(one));
+}
+
+void Plain::nap() {
+  nap_.expires_after(std::chrono::nanoseconds(nap_ns_));
+  nap_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    look();
+    nap();
+  });
+}
+
+void Plain::look() {
+  const auto& agent = header().agent;
+  vm::AgentLine now{};
+  now.boot = std::atomic_ref(const_cast<std::uint64_t&>(agent.boot)).load(std::memory_order_acquire);
+  now.heartbeat = std::atomic_ref(const_cast<std::uint64_t&>(agent.heartbeat)).load(std::memory_order_relaxed);
+  // Pairs with the agent's release: the bit in the process's bitmap is set.
+  now.doorbells = std::atomic_ref(const_cast<std::uint64_t&>(agent.doorbells)).load(std::memory_order_acquire);
+  const std::uint64_t now_ns = vmci::monotonic_ns();
+  if (now.boot != seen_.boot || now.heartbeat != seen_.heartbeat) {
+    const bool came = !connected();
+    alive_until_ns_ = now_ns + patience_ns;
+    if (came) spdlog::info("machine {}: its agent is there", machine_), events_.came();
+  } else if (now_ns > alive_until_ns_ && alive_until_ns_ != 0) {
+    alive_until_ns_ = 0;
+    if (!connected()) spdlog::info("machine {}: its agent's heart stands still: it has gone", machine_), events_.went();
+  }
+  bool active = now.boot != seen_.boot;
+  if (now.doorbells != seen_.doorbells && events_fds_[vm::doorbell_vector]) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(events_fds_[vm::doorbell_vector].get(), &one, sizeof(one));
+    active = true;
+  }
+  seen_ = now;
+  const LinkActivity found = connected() ? events_.look() : LinkActivity::none;
+  active |= found == LinkActivity::traffic;
+  nap_ns_ = active ? nap_ns_least : std::min(nap_ns_ * 2, found == LinkActivity::processes ? nap_ns_processes : nap_ns_most);
+}
+
+void Plain::accept_next() {
+  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd) take(std::move(fd));
+    accept_next();
+  });
+}
+
+void Plain::take(vmci::UniqueFd launcher) {
+  if (launcher_.is_open()) {
+    spdlog::warn("machine {}: a second launcher wants to be it: refused", machine_);
+    return;
+  }
+  boost::system::error_code error;
+  if (launcher_.assign(launcher.get(), error)) return;
+  launcher.release();
+  await_end();
+}
+
+// First it brings the RAM. It says nothing afterwards, and hangs up when the machine has ended.
+void Plain::await_end() {
+  launcher_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive || !launcher_.is_open()) return;
+    if (!ram_) {
+      auto ram = receive_ram(launcher_.native_handle());
+      if (!ram && value(ram.error()) == EAGAIN) return await_end();
+      if (!ram) {
+        spdlog::warn("machine {}: its launcher brings no memory ({}): User Mode Linux keeps it on a tmpfs, see its TMPDIR", machine_, std::strerror(value(ram.error())));
+        return stop_watching(launcher_);
+      }
+      ram_ = std::move(*ram);
+      spdlog::info("machine {}: it is started", machine_);
+      events_.came();
+      return await_end();
+    }
+    std::byte ignored[64];
+    const ssize_t got = ::recv(launcher_.native_handle(), ignored, sizeof(ignored), MSG_DONTWAIT);
+    if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR))) return await_end();
+    spdlog::info("machine {}: it has ended", machine_);
+    stop_watching(launcher_);
+    ram_.reset();
+    alive_until_ns_ = 0;
+    events_.went();
+  });
+}
+
+}  // namespace vrdma::svc
