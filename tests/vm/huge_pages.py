@@ -77,7 +77,7 @@ def hugetlbfs(tally, guests):
 
     def in_use():
         free, reserved = (int((FOLDER / name).read_text()) for name in ("free_hugepages", "nr_hugepages"))
-        if reserved - free < PAGES // 2:
+        if reserved - free < PAGES // 4:
             raise Failure(f"{free} of {reserved} huge pages of the host are free: the machine's RAM is somewhere else")
         return f"{reserved - free} of the host's in use"
     tally.case("its RAM is huge pages", in_use)

@@ -25,7 +25,7 @@ import scenarios  # noqa: E402
 from harness import SKIPPED_EXIT_CODE, Failure, Skip, clean_up, clean_up_on_signals  # noqa: E402
 from machine import Machine, require_emulator  # noqa: E402
 
-SECONDS = 240
+SECONDS, NEWER_SECONDS = 240, 600
 
 
 SCRIPTS = [HERE / "scenarios.py", HERE / "register.py"]
@@ -54,7 +54,7 @@ def main():
     parser.add_argument("--build", default="build/release")
     parser.add_argument("--newer", action="store_true", help=f"in Debian {newer.SUITE}")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="what the machine may take, with its boot")
+    parser.add_argument("--seconds", type=float, help="what the machine may take, with its boot")
     # All behind --inside is the command's, a "--" too, which argparse would take for itself.
     words, inside = sys.argv[1:], []
     if found := "--inside" in words:
@@ -76,7 +76,7 @@ def main():
             files = image.initramfs(build / "vm", contents(build))
         begun = time.monotonic()
         print(f"booting Linux {name} under TCG", flush=True)
-        code, said = Machine(kernel, files, [str(word) for word in command]).finish(options.seconds)
+        code, said = Machine(kernel, files, [str(word) for word in command]).finish(options.seconds or (NEWER_SECONDS if options.newer else SECONDS))
         print(said)
         print(f"left with {code} after {time.monotonic() - begun:.0f} s", flush=True)
         return code
