@@ -45,7 +45,7 @@ class Row:
 
 def rows(pair, quick):
     seconds = 0.3 if quick else 2.0
-    few, some, many = (200, 500, 2000) if quick else (1000, 3000, 50_000)  # iterations of what sleeps or has a network below, polls, copies
+    few, some, many = (200, 300, 2000) if quick else (500, 1000, 50_000)  # iterations of what sleeps or has a network below, polls, copies
     between = {"rxe": "VM to VM, over the machines' own network", "vm-vm": "VM to VM", "vm-host": "VM to host process"}
     pollers = {"rxe": "2 programs", "vm-vm": "2 programs, vrdmad", "vm-host": "2 programs, vrdmad"}
     table = [

@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 import apart  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
-from guests import Guests  # noqa: E402
+from guests import MEMORY, Guests  # noqa: E402
 from harness import SKIPPED_EXIT_CODE, Failure, Skip, Tally, clean_up, clean_up_on_signals, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from network import network  # noqa: E402
@@ -358,7 +358,18 @@ def reboots(tally, guests):
 
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
              "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte}
-MEMORY = {"gibibyte": "3G"}
+LARGE_GIB = {"gibibyte": 3}
+
+
+def memory_for(scenario):
+    """Of each of the two machines; skips where this machine has too little."""
+    if scenario not in LARGE_GIB:
+        return MEMORY
+    wanted = (2 * LARGE_GIB[scenario] + 1) << 20
+    available = int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    if available < wanted:
+        raise Skip(f"{scenario}: {wanted >> 20} GiB of memory are needed, {available >> 20} are free")
+    return f"{LARGE_GIB[scenario]}G"
 
 
 def main():
@@ -376,7 +387,7 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=MEMORY.get(name), plain=name == "plain")
+            guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), plain=name == "plain")
             try:
                 print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                 SCENARIOS[name](tally, guests)
