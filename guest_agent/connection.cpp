@@ -203,7 +203,13 @@ void Connection::send_segment(std::uint32_t segment, const Runs& runs) {
 
 int Connection::prepare_attach() {
   if (std::exchange(asked_to_attach_, true)) return EISCONN;
-  auto arena = PinnedSegment::make("vrdma-arena", session_.arena_bytes());
+  auto arena = PinnedSegment::of_pages("vrdma-arena", session_.arena_bytes(), session_.ram_page_bytes());
+  if (!arena && session_.ram_page_bytes() != vm::page_bytes) {
+    say("no huge pages of %llu KiB for process %d (%s), which it needs as the host keeps this machine's RAM on such: give this machine more memory, or "
+        "reserve some (vm.nr_hugepages)",
+        static_cast<unsigned long long>(session_.ram_page_bytes() >> 10), credentials_.pid, std::strerror(value(arena.error())));
+    return value(arena.error());
+  }
   if (!arena) {
     say("cannot pin %llu bytes for process %d (%s): give this machine more memory, or its arenas less (machine_arena_bytes of the host's vrdmad)",
         static_cast<unsigned long long>(session_.arena_bytes()), credentials_.pid, std::strerror(value(arena.error())));
@@ -217,7 +223,7 @@ int Connection::prepare_attach() {
 int Connection::prepare_reach() {
   if (!attached_) return ENOTCONN;
   if (copier_.ring) return 0;
-  auto copier = PinnedSegment::make("vrdma-copier", copying::segment_bytes);
+  auto copier = PinnedSegment::of_pages("vrdma-copier", copying::segment_bytes, session_.ram_page_bytes());
   if (!copier) return value(copier.error());
   copier_ = std::move(*copier);
   send_segment(vm::segment_copier, copier_.runs);

@@ -6,7 +6,10 @@
 #include <sys/syscall.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdio>
+#include <cstdlib>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -53,17 +56,51 @@ Result<std::string> read_all(const std::string& path) {
   }
 }
 
-}  // namespace
+// Lets the kernel make huge pages of ordinary memory when they are touched, as long as this lives: who has none reserved gets some.
+class Surplus {
+ public:
+  static Result<Surplus> allow(std::uint64_t page_bytes, std::uint64_t pages) {
+    Surplus surplus("/sys/kernel/mm/hugepages/hugepages-" + std::to_string(page_bytes >> 10) + "kB/");
+    const auto now = surplus.read("surplus_hugepages");
+    const auto before = surplus.read("nr_overcommit_hugepages");
+    if (!now || !before) return now ? before.error() : now.error();
+    if (const Status set = surplus.write(*now + *before + pages); !set) return set.error();
+    surplus.before_ = *before;
+    return surplus;
+  }
+  // What was made stays until it is given back.
+  ~Surplus() {
+    if (before_) (void)write(*before_);
+  }
+  Surplus(Surplus&& other) noexcept : folder_(std::move(other.folder_)), before_(std::exchange(other.before_, std::nullopt)) {}
+  Surplus& operator=(Surplus&&) = delete;
 
-Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, bool future_read_only) {
-  if (bytes == 0 || bytes % vm::page_bytes != 0) return Errno{EINVAL};
-  PinnedSegment segment;
-  auto memory = vmci::Segment::create(name, bytes, future_read_only);
+ private:
+  explicit Surplus(std::string folder) : folder_(std::move(folder)) {}
+  Result<std::uint64_t> read(const char* what) const {
+    const auto text = read_all(folder_ + what);
+    if (!text) return text.error();
+    return std::strtoull(text->c_str(), nullptr, 10);
+  }
+  Status write(std::uint64_t pages) const {
+    UniqueFd file(::open((folder_ + "nr_overcommit_hugepages").c_str(), O_WRONLY | O_CLOEXEC));
+    const std::string text = std::to_string(pages);
+    if (!file || ::write(file.get(), text.data(), text.size()) != static_cast<ssize_t>(text.size())) return last_error();
+    return ok();
+  }
+
+  std::string folder_;
+  std::optional<std::uint64_t> before_;
+};
+
+Result<PinnedSegment> pinned(Result<vmci::Segment> memory) {
   if (!memory) return memory.error();
+  PinnedSegment segment;
   segment.memory = std::move(*memory);
+  const std::uint64_t bytes = segment.memory.bytes();
   // Pinning brings the pages into being; who touches them first dies of SIGBUS where there is no memory for them.
   auto ring = vmci::pin_pages(std::span(segment.memory.data(), bytes));
-  if (!ring) return ring.error();
+  if (!ring) return value(ring.error()) == EFAULT ? Errno{ENOMEM} : ring.error();
   segment.ring = std::move(*ring);
   auto self = Pagemap::of_self();
   if (!self) return self.error();
@@ -71,6 +108,21 @@ Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes,
   if (!runs) return runs.error();
   segment.runs = std::move(*runs);
   return segment;
+}
+
+}  // namespace
+
+Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, bool future_read_only) {
+  if (bytes == 0 || bytes % vm::page_bytes != 0) return Errno{EINVAL};
+  return pinned(vmci::Segment::create(name, bytes, future_read_only));
+}
+
+Result<PinnedSegment> PinnedSegment::make_huge(const char* name, std::uint64_t bytes, std::uint64_t page_bytes) {
+  if (bytes == 0 || !std::has_single_bit(page_bytes) || page_bytes < vm::page_bytes) return Errno{EINVAL};
+  const std::uint64_t pages = bytes / page_bytes + (bytes % page_bytes != 0);
+  auto surplus = Surplus::allow(page_bytes, pages);
+  if (!surplus) return surplus.error();
+  return pinned(vmci::Segment::create(name, pages * page_bytes, false, page_bytes));
 }
 
 Result<UniqueFd> take_ring(int pidfd, int descriptor) {

@@ -19,8 +19,15 @@ struct PinnedSegment {
   vmci::UniqueFd ring;
   Runs runs;  // of all its pages
 
+  // Huge ones where a machine's RAM has such, else ordinary ones.
+  static Result<PinnedSegment> of_pages(const char* name, std::uint64_t bytes, std::uint64_t page_bytes) {
+    return page_bytes == vm::page_bytes ? make(name, bytes) : make_huge(name, bytes, page_bytes);
+  }
   // ENOSYS, EPERM: no io_uring (kernel.io_uring_disabled); EPERM: frames are hidden; ENOMEM.
   static Result<PinnedSegment> make(const char* name, std::uint64_t bytes, bool future_read_only = false);
+  // The same of huge pages of this size, at least `bytes`. They are taken from the kernel's ordinary memory, and go back there:
+  // nobody has to reserve any. ENOMEM: it finds none in one piece. ENOENT, EINVAL: it knows no such size.
+  static Result<PinnedSegment> make_huge(const char* name, std::uint64_t bytes, std::uint64_t page_bytes);
 };
 
 // Takes over the ring that a process has as `descriptor`, so that from now on nobody can unregister its buffers.

@@ -3,11 +3,16 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <linux/io_uring.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 
+#include <chrono>
 #include <cstring>
+#include <fstream>
+#include <utility>
+#include <vector>
 
 #include "vmci_channel/page_pin.hpp"
 
@@ -55,7 +60,50 @@ TEST_CASE("A pinned segment is zero, sealed, and translated page by page") {
   CHECK(std::memcmp(seen->data(), segment->runs.data(), seen->size() * sizeof(seen->front())) == 0);
 }
 
+TEST_CASE("A segment of huge pages is of whole ones, that lie as they must and go back to the kernel") {
+  constexpr std::uint64_t huge = 2 << 20;
+  const auto surplus = [] {
+    std::uint64_t pages = 0, allowed = 0;
+    std::ifstream("/sys/kernel/mm/hugepages/hugepages-2048kB/surplus_hugepages") >> pages;
+    std::ifstream("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages") >> allowed;
+    return std::pair(pages, allowed);
+  };
+  const auto before = surplus();
+  {
+    auto segment = PinnedSegment::make_huge("vrdma-test", huge + page_bytes, huge);
+    if (!segment && skipped(segment.error())) return;  // or there is no memory in pieces of this size
+    CHECK(segment->memory.bytes() == 2 * huge);
+    CHECK(*vmci::sealed_bytes(segment->memory.fd()) == 2 * huge);
+    std::uint64_t pages = 0;
+    for (const auto& run : segment->runs) {
+      CHECK(run.page % (huge / page_bytes) == 0);
+      CHECK(run.pages % (huge / page_bytes) == 0);
+      pages += run.pages;
+    }
+    CHECK(pages == 2 * huge / page_bytes);
+    CHECK(segment->memory.data()[2 * huge - 1] == std::byte{0});
+    CHECK((surplus().second == before.second));  // only while they were made
+
+    // As the service puts such pages behind one another.
+    const vmci::Mapping::Part swapped[] = {{segment->memory.fd(), huge, huge}, {segment->memory.fd(), 0, huge}};
+    segment->memory.data()[0] = std::byte{7};
+    auto again = vmci::Mapping::gather(swapped, huge);
+    REQUIRE(again.has_value());
+    CHECK(again->bytes() == 2 * huge);
+    CHECK(reinterpret_cast<std::uintptr_t>(again->data()) % huge == 0);
+    CHECK(again->data()[huge] == std::byte{7});
+    CHECK(value(vmci::Mapping::gather(std::vector<vmci::Mapping::Part>{{segment->memory.fd(), page_bytes, page_bytes}}).error()) == EINVAL);
+  }
+  // The kernel takes rings apart on its own time.
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (surplus() != before && std::chrono::steady_clock::now() < until) ::sched_yield();
+  CHECK((surplus() == before));
+}
+
 TEST_CASE("A segment of no pages, or of parts of pages, is none") {
+  CHECK(value(PinnedSegment::make_huge("vrdma-test", 0, 2 << 20).error()) == EINVAL);
+  CHECK(value(PinnedSegment::make_huge("vrdma-test", 1, (2 << 20) + 1).error()) == EINVAL);
+  CHECK(value(PinnedSegment::make_huge("vrdma-test", 1, 8 << 20).error()) == ENOENT);  // the kernel knows no such page
   CHECK(value(PinnedSegment::make("vrdma-test", 0).error()) == EINVAL);
   CHECK(value(PinnedSegment::make("vrdma-test", page_bytes + 1).error()) == EINVAL);
 }

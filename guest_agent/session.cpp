@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sys/random.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -146,8 +147,8 @@ void Session::greet() {
 
 bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns) {
   vm::Welcome welcome{};
-  if (state_ != State::greeted || body.size() < sizeof(welcome)) return false;
-  std::memcpy(&welcome, body.data(), sizeof(welcome));
+  if (state_ != State::greeted || body.size() < vm::welcome_bytes_min) return false;
+  std::memcpy(&welcome, body.data(), std::min(body.size(), sizeof(welcome)));
   switch (welcome.status) {
     case 0:
       break;
@@ -169,6 +170,7 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
   }
   if (welcome.arena_bytes == 0 || welcome.arena_bytes > arena_bytes_max || welcome.arena_bytes % vm::page_bytes != 0) return false;
   arena_bytes_ = welcome.arena_bytes;
+  ram_page_bytes_ = welcome.ram_page_bytes == 0 ? vm::page_bytes : welcome.ram_page_bytes;
   machine_ = text_of(welcome.name);
   not_before_ns_ = 0;
   mark_alive();

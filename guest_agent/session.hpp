@@ -57,6 +57,7 @@ class Session {
   // The service writes to that page, or did when the last session was lost.
   bool page_lent() const { return static_cast<bool>(page_.ring); }
   std::uint64_t arena_bytes() const { return arena_bytes_; }
+  std::uint64_t ram_page_bytes() const { return ram_page_bytes_; }
   const std::string& machine() const { return machine_; }
 
  private:
@@ -81,7 +82,7 @@ class Session {
   PinnedSegment page_;  // kept when the session is lost, until the next one is accepted: the service may still write to it
   bool marked_alive_ = false;
   vmci::UniqueFd page_to_read_;
-  std::uint64_t arena_bytes_ = 0;
+  std::uint64_t arena_bytes_ = 0, ram_page_bytes_ = vm::page_bytes;
   std::string machine_;
 };
 

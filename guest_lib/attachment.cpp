@@ -69,8 +69,9 @@ Result<Mapping> map_segment(const UniqueFd& fd, std::uint64_t bytes, Writable wr
   if (!sealed) return sealed.error();
   if (bytes > *sealed) return Errno{EPROTO};
   const SparseMapping sparse;
-  auto mapping = Mapping::map(fd.get(), 0, bytes, writable);
-  if (mapping && ::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
+  // More than `bytes` where it has huge pages, of which no part can be mapped.
+  auto mapping = Mapping::map(fd.get(), 0, *sealed, writable);
+  if (mapping && ::madvise(mapping->data(), *sealed, MADV_DONTFORK) != 0) return last_error();
   return mapping;
 }
 

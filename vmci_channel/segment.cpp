@@ -2,10 +2,12 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 
+#include <bit>
 #include <boost/interprocess/anonymous_shared_memory.hpp>
 #include <boost/interprocess/detail/os_file_functions.hpp>
 #include <boost/interprocess/exceptions.hpp>
@@ -33,11 +35,14 @@ Result<Mapping> Mapping::map(int fd, std::uint64_t offset, std::uint64_t bytes, 
   return Errno{error.get_native_error() != 0 ? error.get_native_error() : ENOMEM};
 }
 
-Result<Mapping> Mapping::gather(std::span<const Part> parts) try {
+Result<Mapping> Mapping::gather(std::span<const Part> parts, std::uint64_t page_bytes) try {
   std::uint64_t bytes = 0;
   for (const Part& part : parts) bytes += part.bytes;
   Mapping mapping;
-  mapping.region_ = bip::anonymous_shared_memory(bytes);  // holds the addresses; every page of it is replaced
+  if (page_bytes > 4096) mapping.spare_bytes_ = page_bytes;
+  mapping.region_ = bip::anonymous_shared_memory(bytes + mapping.spare_bytes_);  // holds the addresses; every page from data() on is replaced
+  if (const std::uint64_t beyond = reinterpret_cast<std::uintptr_t>(mapping.region_.get_address()) % page_bytes; beyond != 0)
+    mapping.skipped_bytes_ = page_bytes - beyond;
   std::byte* at = mapping.data();
   for (const Part& part : parts) {
     if (::mmap(at, part.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, part.fd, static_cast<off_t>(part.offset)) == MAP_FAILED)
@@ -55,9 +60,11 @@ void Mapping::abandon() {
   abandoned = new bip::mapped_region(std::move(region_));
 }
 
-Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool future_read_only) {
+Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool future_read_only, std::uint64_t page_bytes) {
   Segment segment;
-  segment.fd_.reset(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  if (page_bytes > 4096) flags |= MFD_HUGETLB | static_cast<unsigned>(std::countr_zero(page_bytes)) << MFD_HUGE_SHIFT;
+  segment.fd_.reset(::memfd_create(name, flags));
   if (!segment.fd_) return vrdma::last_error();
   if (::ftruncate(segment.fd_.get(), static_cast<off_t>(bytes)) != 0) return vrdma::last_error();
   auto mapping = Mapping::map(segment.fd_.get(), 0, bytes, Writable::yes);

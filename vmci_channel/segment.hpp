@@ -24,31 +24,34 @@ class Mapping {
   // [offset, offset + bytes) of the descriptor; offset a multiple of the page size. ENOMEM, EACCES, ENODEV as mmap(2).
   static vrdma::Result<Mapping> map(int fd, std::uint64_t offset, std::uint64_t bytes, Writable writable);
 
-  std::byte* data() const { return static_cast<std::byte*>(region_.get_address()); }
-  std::uint64_t bytes() const { return region_.get_size(); }
+  std::byte* data() const { return static_cast<std::byte*>(region_.get_address()) + skipped_bytes_; }
+  std::uint64_t bytes() const { return region_.get_size() - spare_bytes_; }
   explicit operator bool() const { return region_.get_address() != nullptr; }
 
   // Parts of files, one behind the other: what a virtual machine's scattered pages look like in one piece. Offsets and bytes are
-  // multiples of the page size. ENOMEM as mmap(2), for one where there are too many parts.
+  // multiples of the page size, of huge pages for files of such. EINVAL where they are not, ENOMEM as mmap(2), for one where there
+  // are too many parts.
   struct Part {
     int fd;
     std::uint64_t offset, bytes;
   };
-  static vrdma::Result<Mapping> gather(std::span<const Part> parts);
+  static vrdma::Result<Mapping> gather(std::span<const Part> parts, std::uint64_t page_bytes = 4096);
 
   // For where the address range has been given to someone else (a fork's child): forgets the mapping without unmapping.
   void abandon();
 
  private:
   boost::interprocess::mapped_region region_;
+  std::uint64_t skipped_bytes_ = 0, spare_bytes_ = 0;  // for the alignment of huge pages: before data(), and in all
 };
 
 class Segment {
  public:
   Segment() = default;
   // A new, zero-filled, sparse memfd of `bytes`, sealed against shrinking and growing, mapped writable.
-  // future_read_only: descriptors handed out afterwards can only be mapped for reading.
-  static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, bool future_read_only = false);
+  // future_read_only: descriptors handed out afterwards can only be mapped for reading. page_bytes: of huge pages, which the kernel
+  // must have when they are touched.
+  static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, bool future_read_only = false, std::uint64_t page_bytes = 4096);
   // Takes over a descriptor from a peer: it must be sealed against shrinking and hold at least `bytes`. EPERM, ERANGE.
   static vrdma::Result<Segment> adopt(UniqueFd fd, std::uint64_t bytes, Writable writable);
 

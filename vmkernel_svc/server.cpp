@@ -263,7 +263,8 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   if (!pages || pages->bytes() != config_.machine_arena_bytes) return PacketDesk::refuse(connection->socket, head, EPROTO);
   auto arena = pages->segment();
   if (!arena) {
-    spdlog::warn("machine {}: pages of its RAM cannot be mapped one by one ({}): keep the RAM in a file of ordinary pages, not of huge ones",
+    spdlog::warn("machine {}: the queues of a program cannot be mapped ({}): its RAM is on huge pages, and its vrdma-guestd of an older version, or too many "
+                 "mappings are there (sysctl vm.max_map_count)",
                  process.machine, std::strerror(value(arena.error())));
     return PacketDesk::refuse(connection->socket, head, value(arena.error()));
   }

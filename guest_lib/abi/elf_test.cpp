@@ -113,7 +113,7 @@ TEST_CASE("every listed symbol is exported under its version") {
   }
 }
 
-TEST_CASE("the list is what the machine's libibverbs exports, but for the 1.0 wrappers of verbs that moved to 1.1") {
+TEST_CASE("the list is what the machine's libibverbs exports, but for the 1.0 wrappers of verbs that moved to 1.1 and what later ones have") {
   const auto real = read_elf("/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0");
   if (!real) {
     MESSAGE("SKIPPED: libibverbs 1.14.44 is not installed");
@@ -121,9 +121,10 @@ TEST_CASE("the list is what the machine's libibverbs exports, but for the 1.0 wr
   }
   const auto listed = listed_exports();
   const auto theirs = exports_of(*real);
+  const std::set<std::string> newer{"ibv_cmd_create_cq_ex2"};  // that libmlx5 of rdma-core 56 binds
   for (const auto& symbol : listed) {
     INFO(symbol.name << "@" << symbol.version);
-    CHECK(theirs.contains(symbol));
+    CHECK(theirs.contains(symbol) != newer.contains(symbol.name));
   }
   for (const auto& symbol : theirs) {
     INFO(symbol.name << "@" << symbol.version);

@@ -100,6 +100,7 @@ VRDMA_NO_KERNEL(ibv_cmd_create_ah)
 VRDMA_NO_KERNEL(ibv_cmd_create_counters)
 VRDMA_NO_KERNEL(ibv_cmd_create_cq)
 VRDMA_NO_KERNEL(ibv_cmd_create_cq_ex)
+VRDMA_NO_KERNEL(ibv_cmd_create_cq_ex2)  // since rdma-core 56
 VRDMA_NO_KERNEL(ibv_cmd_create_flow)
 VRDMA_NO_KERNEL(ibv_cmd_create_flow_action_esp)
 VRDMA_NO_KERNEL(ibv_cmd_create_qp)

@@ -20,6 +20,7 @@
 // Either side may be hostile: what one reads of the other's is read once and bounded. Plain data.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "vrdma/queue_layout.hpp"
@@ -29,7 +30,8 @@ namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
 constexpr std::uint16_t version_major = 1;   // another one is refused
-constexpr std::uint16_t version_minor = 1;     // 1: service_polls, and what goes with it
+constexpr std::uint16_t version_minor = 2;   // 1: Welcome::ram_page_bytes; minor_polls
+constexpr std::uint16_t minor_polls = 2;     // service_polls, and what goes with it
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;
@@ -118,15 +120,20 @@ struct Welcome {
   std::uint64_t arena_bytes;  // of each process's arena: what segment_arena must have
   char name[32];         // the machine's
   char version[32];
+  // Since minor 1. Of the file that is the RAM, 0 where that is page_bytes: a segment's runs must be whole such pages, as no part
+  // of one can be mapped alone.
+  std::uint64_t ram_page_bytes;
 };
+constexpr std::uint32_t welcome_bytes_min = 80;  // of minor 0
 struct Open {
   std::uint32_t uid, gid, pid;  // in the machine
   std::uint32_t reserved;
 };
-static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open>);
+static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open> && offsetof(Welcome, ram_page_bytes) == welcome_bytes_min);
 
-// Segments that the agent makes for a process, sealed memfds whose pages are pinned. Others (from segment_first on) are memory
-// that the process registers.
+// Segments that the agent makes for a process, sealed memfds whose pages are pinned, rounded up to pages of the RAM's file. Others
+// (from segment_first on) are memory that the process registers, wherever it lies: the service reaches that through its mapping of
+// all RAM.
 constexpr std::uint32_t segment_arena = 1;   // goes before the packet with Request::attach; all zero
 constexpr std::uint32_t segment_copier = 2;  // before Request::reach_process; copying::segment_bytes, all zero
 constexpr std::uint32_t segment_first = 16;

@@ -13,7 +13,6 @@ from shell import MachineSide, Shell, both
 
 HERE = Path(__file__).resolve().parent
 MEMORY = "512M"
-SHM_BYTES_MIN = 3 << 29  # for the RAM of two, and some more
 AGENT_SECONDS = 60
 BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "lib/libvrdma.so")
 INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
@@ -53,10 +52,11 @@ def boot_image(build, built, more=Carried()):
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each."""
 
-    def __init__(self, folder, seed, interrupts=False, memory=None, carried=Carried(), devices=((), ()), plain=False):
+    def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None, plain=False):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
-        more arguments for it. plain: nobody can interrupt anybody."""
-        self.seed, self.memory = seed, memory or MEMORY
+        more arguments for it. first_ram_in: the folder for the file that is the first one's RAM. plain: nobody can interrupt
+        anybody."""
+        self.seed, self.memory, self.first_ram_in = seed, memory, first_ram_in
         # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
         self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
         self.build = Build.at(folder)
@@ -86,7 +86,10 @@ class Guests:
 
     def ram_elsewhere(self, name):
         """Where /dev/shm is small, as in many containers, the RAM is a file of the build."""
-        if shutil.disk_usage("/dev/shm").free >= SHM_BYTES_MIN:
+        if self.first_ram_in and name == self.names[0]:
+            return ["--ram", self.first_ram_in / f"{name}.ram"]
+        for_two_and_more = 3 * int(self.memory[:-1]) << {"M": 20, "G": 30}[self.memory[-1]]
+        if shutil.disk_usage("/dev/shm").free >= for_two_and_more:
             return []
         ram = self.build.vrdma.parent.parent / "vm" / f"{name}.ram"
         return ["--ram", ram]

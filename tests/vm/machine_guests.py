@@ -6,6 +6,7 @@
 Ends with 0, 1, or 77 when the machines cannot be had here.
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
 import apart  # noqa: E402
+import huge_pages  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 from guests import MEMORY, Guests  # noqa: E402
@@ -357,7 +359,8 @@ def reboots(tally, guests):
 
 
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
-             "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte}
+             "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
+             "hugetlbfs": huge_pages.hugetlbfs}
 LARGE_GIB = {"gibibyte": 3}
 
 
@@ -387,13 +390,15 @@ def main():
             if name == "network":
                 network(tally, folder)
                 continue
-            guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), plain=name == "plain")
-            try:
-                print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
-                SCENARIOS[name](tally, guests)
-                tally.case("all leave cleanly", guests.close)
-            finally:
-                guests.forget()
+            with huge_pages.lent() if name == "hugetlbfs" else contextlib.nullcontext() as first_ram_in:
+                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in,
+                                plain=name == "plain")
+                try:
+                    print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
+                    SCENARIOS[name](tally, guests)
+                    tally.case("all leave cleanly", guests.close)
+                finally:
+                    guests.forget()
         return tally.finish()
     except Skip as reason:
         print(f"SKIP  virtual machines: {reason}")

@@ -2,6 +2,7 @@
 """Boots a stock Debian kernel and runs the project's process guests on it: scenarios.py, inside.
 
     process_guests.py --build build/release SCENARIO [--seed N]
+    process_guests.py --build build/release --newer SCENARIO        in a newer Debian with its own kernel, installed into a folder
     process_guests.py --build build/release --inside COMMAND...     any command in such a machine; what is built lies at its own
                                                                     path; no word has blanks or is --
 
@@ -19,11 +20,23 @@ sys.path.insert(0, str(HERE.parent / "interop"))
 sys.path.insert(0, str(HERE))
 
 import image  # noqa: E402
+import newer  # noqa: E402
 import scenarios  # noqa: E402
 from harness import SKIPPED_EXIT_CODE, Failure, Skip, clean_up, clean_up_on_signals  # noqa: E402
 from machine import Machine, require_emulator  # noqa: E402
 
 SECONDS = 240
+
+
+SCRIPTS = [HERE / "scenarios.py", HERE / "register.py"]
+
+
+def built_files(build):
+    built = [build / name for name in scenarios.BUILT]
+    for path in built:
+        if not path.exists():
+            raise SystemExit(f"{path} does not exist: cmake --build --preset release")
+    return built
 
 
 def contents(build):
@@ -32,17 +45,14 @@ def contents(build):
     for program in programs:
         if not shutil.which(program):
             raise Skip(f"{program} is not installed")
-    built = [build / name for name in scenarios.BUILT]
-    for path in built:
-        if not path.exists():
-            raise SystemExit(f"{path} does not exist: cmake --build --preset release")
-    return image.Contents(HERE / "init", programs, built, [HERE / "scenarios.py", HERE / "register.py"])
+    return image.Contents(HERE / "init", programs, built_files(build), SCRIPTS)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", nargs="?", choices=[scenario.name for scenario in scenarios.SCENARIOS])
     parser.add_argument("--build", default="build/release")
+    parser.add_argument("--newer", action="store_true", help=f"in Debian {newer.SUITE}")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="what the machine may take, with its boot")
     # All behind --inside is the command's, a "--" too, which argparse would take for itself.
@@ -57,8 +67,13 @@ def main():
     command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, options.scenario]
     try:
         require_emulator()
-        kernel, name = image.kernel(build / "vm")
-        files = image.initramfs(build / "vm", contents(build))
+        if options.newer:
+            cache = build / "vm" / newer.SUITE
+            kernel, name = newer.kernel(cache)
+            files = newer.initramfs(cache, HERE / "init", built_files(build), SCRIPTS)
+        else:
+            kernel, name = image.kernel(build / "vm")
+            files = image.initramfs(build / "vm", contents(build))
         begun = time.monotonic()
         print(f"booting Linux {name} under TCG", flush=True)
         code, said = Machine(kernel, files, [str(word) for word in command]).finish(options.seconds)

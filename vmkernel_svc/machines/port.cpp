@@ -271,7 +271,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     session_->link.send(vm::Frame::welcome, 0, welcome);
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
-  if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
+  if (hello->major != vm::version_major || (spec_.plain && hello->minor < vm::minor_polls)) return answer(EPROTONOSUPPORT);
   auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
              : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
                                  : MachineRam::map(spec_.ram, hello->high_bytes);
@@ -279,6 +279,14 @@ void MachinePort::greet(std::span<const std::byte> body) {
     spdlog::warn("machine {}: cannot map its RAM {} ({}): start it as \"vrdma vm show {}\" says", spec_.name, spec_.ram,
                  std::strerror(value(ram.error())), spec_.name);
     return answer(ENODEV);
+  }
+  if (const std::uint64_t page_bytes = (*ram)->page_bytes(); page_bytes != vm::page_bytes) {
+    if (service_.arena_bytes % page_bytes != 0) {
+      spdlog::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
+                   "smaller pages", spec_.name, spec_.ram, page_bytes >> 10, service_.arena_bytes);
+      return answer(EINVAL);
+    }
+    welcome.ram_page_bytes = page_bytes;
   }
   const auto offset = (*ram)->offset_of({hello->page, 1});
   if (!offset) return answer(EFAULT);

@@ -43,8 +43,8 @@ Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::ui
   // The file may be made smaller under us, by whoever runs the machine.
   struct statfs filesystem;
   const bool huge = ::fstatfs(ram->fd_.get(), &filesystem) == 0 && filesystem.f_type == HUGETLBFS_MAGIC;
-  const std::size_t page = huge ? static_cast<std::size_t>(filesystem.f_bsize) : vm::page_bytes;
-  if (!BusGuard::add(mapping->data(), bytes, page, ram->fd_.get(), 0)) return Errno{ENOMEM};
+  if (huge) ram->page_bytes_ = static_cast<std::uint64_t>(filesystem.f_bsize);
+  if (!BusGuard::add(mapping->data(), bytes, ram->page_bytes_, ram->fd_.get(), 0)) return Errno{ENOMEM};
   ram->mapping_ = std::move(*mapping);
   ram->low_bytes_ = bytes - high_bytes;
   return ram;
@@ -93,12 +93,12 @@ Result<vmci::Segment> PinnedPages::segment() const {
     begin = part.end;
   }
   if (files.empty()) return Errno{EINVAL};
-  auto mapping = vmci::Mapping::gather(files);
+  auto mapping = vmci::Mapping::gather(files, ram_->page_bytes());
   if (!mapping) return mapping.error();
   const auto guarded = std::make_shared<Guarded>(Guarded{ram_, {}});
   std::byte* at = mapping->data();
   for (const auto& file : files) {
-    if (!BusGuard::add(at, file.bytes, vm::page_bytes, file.fd, file.offset)) return Errno{ENOMEM};
+    if (!BusGuard::add(at, file.bytes, ram_->page_bytes(), file.fd, file.offset)) return Errno{ENOMEM};
     guarded->ranges.push_back(at);
     at += file.bytes;
   }

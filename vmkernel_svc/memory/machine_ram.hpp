@@ -30,6 +30,7 @@ class MachineRam {
   std::byte* data() const { return mapping_.data(); }
   std::uint64_t bytes() const { return mapping_.bytes(); }
   int fd() const { return fd_.get(); }
+  std::uint64_t page_bytes() const { return page_bytes_; }  // of huge ones, where the file lies on a hugetlbfs
 
   MachineRam(const MachineRam&) = delete;
   MachineRam& operator=(const MachineRam&) = delete;
@@ -39,6 +40,7 @@ class MachineRam {
   vmci::UniqueFd fd_;
   vmci::Mapping mapping_;
   std::uint64_t low_bytes_ = 0;
+  std::uint64_t page_bytes_ = vm::page_bytes;
 };
 
 // Pages that a machine has pinned, as one range of bytes. Each run was checked to be RAM of that machine.
@@ -52,7 +54,7 @@ class PinnedPages {
 
   // From `offset` < bytes() on, as far as it lies in one piece.
   std::span<std::byte> at(std::uint64_t offset) const;
-  // All of it in one piece, at other addresses of the service. ENOMEM.
+  // All of it in one piece, at other addresses of the service. ENOMEM; EINVAL: parts of huge pages.
   Result<vmci::Segment> segment() const;
 
  private:
