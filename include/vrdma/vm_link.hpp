@@ -30,7 +30,8 @@ namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
 constexpr std::uint16_t version_major = 1;   // another one is refused
-constexpr std::uint16_t version_minor = 1;     // 1: service_polls and what goes with it; Welcome::ram_page_bytes
+constexpr std::uint16_t version_minor = 2;   // 1: Welcome::ram_page_bytes; minor_polls
+constexpr std::uint16_t minor_polls = 2;     // service_polls, and what goes with it
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;

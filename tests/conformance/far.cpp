@@ -105,12 +105,15 @@ void Stream::send(Kind kind, std::span<const std::byte> body) {
 }
 
 void Stream::receive(const std::function<void(Kind, std::span<const std::byte>)>& take) {
+  bool fresh = false;
   for (;;) {
     std::byte part[16 * 1024];
     const ssize_t n = ::recv(fd(), part, sizeof(part), MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) break;
+    if (n <= 0 && fresh) break;  // what it said last comes first; the end is found again
     if (n <= 0) throw std::runtime_error("the other machine has ended the connection");
+    fresh = true;
     in_.insert(in_.end(), part, part + n);
   }
   std::size_t at = 0;

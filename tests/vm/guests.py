@@ -54,7 +54,8 @@ class Guests:
 
     def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None, plain=False):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
-        more arguments for it. first_ram_in: the folder for the file that is the first one's RAM. plain: nobody can interrupt anybody."""
+        more arguments for it. first_ram_in: the folder for the file that is the first one's RAM. plain: nobody can interrupt
+        anybody."""
         self.seed, self.memory, self.first_ram_in = seed, memory, first_ram_in
         # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
         self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()

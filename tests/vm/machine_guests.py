@@ -358,8 +358,8 @@ def reboots(tally, guests):
         tally.case(f"killed and booted, {number + 1}", once)
 
 
-SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance, "reboots": reboots,
-             "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
+SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
+             "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
              "hugetlbfs": huge_pages.hugetlbfs}
 LARGE_GIB = {"gibibyte": 3}
 
@@ -391,7 +391,8 @@ def main():
                 network(tally, folder)
                 continue
             with huge_pages.lent() if name == "hugetlbfs" else contextlib.nullcontext() as first_ram_in:
-                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in, plain=name == "plain")
+                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in,
+                                plain=name == "plain")
                 try:
                     print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                     SCENARIOS[name](tally, guests)

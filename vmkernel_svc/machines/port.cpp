@@ -271,7 +271,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     session_->link.send(vm::Frame::welcome, 0, welcome);
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
-  if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
+  if (hello->major != vm::version_major || (spec_.plain && hello->minor < vm::minor_polls)) return answer(EPROTONOSUPPORT);
   auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
              : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
                                  : MachineRam::map(spec_.ram, hello->high_bytes);
