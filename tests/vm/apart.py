@@ -9,7 +9,7 @@ USER = 64321
 SUITE_SECONDS = 300
 SERVE_SECONDS = 60
 SCALE = 8  # of the suite's own time limits
-SAMPLE = 12
+SAMPLE = 6
 HUGE_PAGES = 16
 FOLDER = "/tmp/files"  # of a file system whose pages cannot be pinned: memory of its files is reached by copies
 
