@@ -63,16 +63,20 @@ Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folde
     if (!event) throw std::runtime_error(fmt::format("machine {}: cannot create its doorbells ({}): raise the limit of open files", machine_, std::strerror(errno)));
   }
   open_bar(tenant);
-  const std::string path = folder_ + "/" + launcher_name;
-  auto listening = listen_stream(path, tenant);
-  if (!listening) throw std::runtime_error(fmt::format("machine {}: cannot listen at {} ({})", machine_, path, std::strerror(value(listening.error()))));
-  listener_.assign(listening->release());
   std::atomic_ref(header().service.flags).store(vm::service_polls, std::memory_order_relaxed);
   // Of whom this was left by, nothing has been heard yet.
   seen_.boot = std::atomic_ref(header().agent.boot).load(std::memory_order_acquire);
   seen_.heartbeat = std::atomic_ref(header().agent.heartbeat).load(std::memory_order_relaxed);
   seen_.doorbells = std::atomic_ref(header().agent.doorbells).load(std::memory_order_relaxed);
   nap_ns_ = nap_ns_most;
+  // Last: who finds it finds all of the rest.
+  const std::string path = folder_ + "/" + launcher_name;
+  auto listening = listen_stream(path, tenant);
+  if (!listening) {
+    BusGuard::remove(bar_.data());
+    throw std::runtime_error(fmt::format("machine {}: cannot listen at {} ({})", machine_, path, std::strerror(value(listening.error()))));
+  }
+  listener_.assign(listening->release());
   accept_next();
   nap();
 }
