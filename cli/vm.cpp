@@ -69,7 +69,7 @@ json state_of(const Place& place, const std::string& name) {
   return nullptr;
 }
 
-Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name, record.plain), record.ram, record.memory_bytes, record.plain}; }
+Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name, record.plain), record.ram, record.memory_bytes, record.plain, record.vectors}; }
 
 // Until the service, which watches the folder, has seen a machine there.
 void await_service(Place& place, const VmFolder& folder, const std::string& name) {
@@ -125,23 +125,19 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
                       : line_of(described) + "\nUser Mode Linux, started with vrdmad running, and with what else it needs:\n\n" + line + " …\n" + inside);
     return;
   }
-  if (as_json || vm.plain) {
+  if (as_json) {
     json out = described;
     out["qemu"] = qemu_arguments(vm);
-    if (vm.plain) {
-      print_all(as_json ? out.dump(2) + "\n" : line_of(described) + "\nQEMU's arguments, once vrdmad has made the link:\n\n" + lines_of(qemu_arguments(vm)) + inside);
-      return;
-    }
-    out["qemu_interrupts"] = qemu_interrupt_arguments();
+    if (!vm.plain) out["qemu_interrupts"] = qemu_interrupt_arguments();
     out["libvirt"] = libvirt_xml(vm);
-    print_all(out.dump(2) + "\n");
-    return;
+    return print_all(out.dump(2) + "\n");
   }
-  print_all(line_of(described) + "\nQEMU's arguments, with vrdmad running:\n\n" + lines_of(qemu_arguments(vm)) +
-            "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments()) +
-            "\nFor libvirt, to be merged into the domain by \"virsh edit\" (it cannot name the file that is the RAM, hence the arguments past it;\n"
-            "its QEMU must be allowed to open that file and the link):\n\n" + libvirt_xml(vm) +
-            inside);
+  std::string text = line_of(described) + (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") + lines_of(qemu_arguments(vm));
+  if (!vm.plain)
+    text += "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments());
+  print_all(text + fmt::format("\nFor libvirt, to be merged into the domain by \"virsh edit\" (it cannot name the file that is the {}, hence the arguments past it;\n"
+                               "its QEMU must be allowed to open {}):\n\n", vm.plain ? "RAM, nor the link" : "RAM", vm.plain ? "both" : "that file and the link") +
+            libvirt_xml(vm) + inside);
 }
 
 void check_memory(std::uint64_t bytes) {

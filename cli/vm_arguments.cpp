@@ -46,19 +46,22 @@ std::vector<std::string> monitor_arguments(const Vm& vm) {
   return {"-chardev", "socket,id=vrdma-monitor,path=" + qemu_value(path), "-mon", "chardev=vrdma-monitor,mode=control"};
 }
 
+std::vector<std::string> plain_link_arguments(const Vm& vm) {
+  return {"-object", fmt::format("memory-backend-file,id=vrdma,mem-path={},size={}M,share=on", qemu_value(vm.link), vm::bar_bytes / mib),
+          "-device", "ivshmem-plain,memdev=vrdma"};
+}
+
 }  // namespace
 
 std::vector<std::string> qemu_arguments(const Vm& vm) {
   std::vector<std::string> out{"-m", fmt::format("{}M", vm.memory_bytes / mib)};  // QEMU wants it to be that of the object
   for (auto& word : ram_arguments(vm)) out.push_back(std::move(word));
   if (vm.plain) {
-    for (const auto& word : {std::string("-object"), fmt::format("memory-backend-file,id=vrdma,mem-path={},size={}M,share=on", qemu_value(vm.link), vm::bar_bytes / mib),
-                             std::string("-device"), std::string("ivshmem-plain,memdev=vrdma")})
-      out.push_back(word);
+    for (auto& word : plain_link_arguments(vm)) out.push_back(std::move(word));
     return out;
   }
   for (const auto& word : {std::string("-chardev"), "socket,id=vrdma,path=" + qemu_value(vm.link), std::string("-device"),
-                           fmt::format("ivshmem-doorbell,chardev=vrdma,vectors={}", vm::vectors)})
+                           fmt::format("ivshmem-doorbell,chardev=vrdma,vectors={},master=on", vm.vectors)})
     out.push_back(word);
   for (auto& word : monitor_arguments(vm)) out.push_back(std::move(word));
   return out;
@@ -80,20 +83,24 @@ std::string libvirt_xml(const Vm& vm) {
   std::string out = fmt::format(
       "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\n"
       "  <memory unit='MiB'>{0}</memory>\n"
-      "  <currentMemory unit='MiB'>{0}</currentMemory>\n"
-      "  <!-- for interrupts: <features><ioapic driver='qemu'/></features> -->\n"
-      "  <devices>\n"
-      "    <!-- for interrupts: <iommu model='intel'><driver intremap='on' caching_mode='on'/></iommu> -->\n"
-      "    <shmem name='vrdma'>\n"
-      "      <model type='ivshmem-doorbell'/>\n"
-      "      <server path='{1}'/>\n"
-      "      <msi vectors='{2}'/>\n"
-      "    </shmem>\n"
-      "  </devices>\n"
-      "  <qemu:commandline>\n",
-      vm.memory_bytes / mib, xml(vm.link), vm::vectors);
+      "  <currentMemory unit='MiB'>{0}</currentMemory>\n",
+      vm.memory_bytes / mib);
+  if (!vm.plain)
+    out += fmt::format(
+        "  <!-- for interrupts: <features><ioapic driver='qemu'/></features> -->\n"
+        "  <devices>\n"
+        "    <!-- for interrupts: <iommu model='intel'><driver intremap='on' caching_mode='on'/></iommu> -->\n"
+        "    <shmem name='vrdma' role='master'>\n"
+        "      <model type='ivshmem-doorbell'/>\n"
+        "      <server path='{}'/>\n"
+        "      <msi vectors='{}'/>\n"
+        "    </shmem>\n"
+        "  </devices>\n",
+        xml(vm.link), vm.vectors);
+  // A plain link has a path of its own, and libvirt's <shmem> one that libvirt chooses.
   auto words = ram_arguments(vm);
-  for (auto& word : monitor_arguments(vm)) words.push_back(std::move(word));
+  for (auto& word : vm.plain ? plain_link_arguments(vm) : monitor_arguments(vm)) words.push_back(std::move(word));
+  out += "  <qemu:commandline>\n";
   for (const auto& word : words) out += fmt::format("    <qemu:arg value='{}'/>\n", xml(word));
   return out + "  </qemu:commandline>\n</domain>\n";
 }

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "vrdma/vm_link.hpp"
+
 namespace vrdma::cli {
 
 struct Vm {
@@ -14,6 +16,7 @@ struct Vm {
   std::string ram;   // file
   std::uint64_t memory_bytes = 0;
   bool plain = false;
+  std::uint32_t vectors = vm::fixed_vectors;  // interrupts of the device
 };
 
 // Words for an exec, not for a shell.

@@ -83,6 +83,7 @@ void VmFolder::add(const VmRecord& record) {
   nlohmann::json json = nlohmann::json::object();
   if (!record.ram.empty()) json["ram"] = record.ram;
   if (record.plain) json["plain"] = true;
+  if (!record.plain) json["vectors"] = record.vectors;
   if (record.tenant) json["tenant"] = *record.tenant;
   const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
   write_whole(partial, json.dump(2) + "\n");
@@ -117,6 +118,7 @@ VmRecord VmFolder::read(const std::string& name) const {
     const auto json = nlohmann::json::parse(in);
     VmRecord record{name, "", 0, std::nullopt, json.value("plain", false)};
     if (json.contains("ram") || !record.plain) record.ram = json.at("ram").get<std::string>();
+    record.vectors = json.value("vectors", vm::fixed_vectors);  // of a machine that an older version has added
     if (json.contains("tenant")) record.tenant = json.at("tenant").get<std::uint32_t>();
     struct stat status;
     if (!record.ram.empty() && ::stat(record.ram.c_str(), &status) == 0) record.memory_bytes = static_cast<std::uint64_t>(status.st_size);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "vmci_channel/unique_fd.hpp"
+#include "vrdma/vm_link.hpp"
 
 namespace vrdma::cli {
 
@@ -17,6 +18,7 @@ struct VmRecord {
   std::uint64_t memory_bytes = 0;       // the size of that file, which is where it is kept
   std::optional<std::uint32_t> tenant;  // else the service's own
   bool plain = false;                   // without interrupts: the device is a file
+  std::uint32_t vectors = vm::vectors_max;  // else: how many its device has
   bool uml() const { return plain && ram.empty(); }
 };
 

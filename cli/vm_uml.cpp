@@ -1,6 +1,5 @@
 #include "cli/vm_uml.hpp"
 
-#include <cpuid.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
@@ -23,6 +22,7 @@
 #include <stdexcept>
 
 #include "cli/service.hpp"
+#include "vmci_channel/descriptor_passing.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::cli {
@@ -37,19 +37,10 @@ constexpr int reconnect_ms = 200;  // to a service that starts anew
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
-// What a kernel of User Mode Linux has room for, of the registers of a processor. Newer ones have more: see uml_registers.cpp.
-constexpr unsigned xsave_bytes_known = 2696;
-
-bool registers_too_large() {
-  unsigned a = 0, enabled_bytes = 0, c = 0, d = 0;
-  return __get_cpuid_count(0xd, 0, &a, &enabled_bytes, &c, &d) != 0 && enabled_bytes > xsave_bytes_known;
-}
-
-// To be preloaded; empty: nothing is.
-std::string registers_library() {
-  if (!registers_too_large()) return "";
+// What mends the kernel's use of the host: see uml_preload.cpp.
+std::string preload_library() {
   const fs::path library = fs::path(library_path()).parent_path() / "libvrdma-uml.so";
-  if (!fs::exists(library)) fail(fmt::format("there is no {}, without which User Mode Linux does not run on this processor: install it", library.string()));
+  if (!fs::exists(library)) fail(fmt::format("there is no {}, which User Mode Linux needs: install it", library.string()));
   return preloadable(library);
 }
 
@@ -62,7 +53,7 @@ std::string registers_library() {
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  if (!library.empty()) ::setenv("LD_PRELOAD", library.c_str(), 1);
+  ::setenv("LD_PRELOAD", library.c_str(), 1);
   ::execvp(arguments[0], arguments.data());
   const int error = errno;
   std::fprintf(stderr, "vrdma: cannot start %s (%s): install user-mode-linux\n", arguments[0], std::strerror(error));
@@ -91,20 +82,8 @@ UniqueFd introduce(const std::string& path, int ram) {
   std::memcpy(address.sun_path, path.c_str(), path.size());
   UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!fd || ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return {};
-  char word = 1;
-  iovec data{&word, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  cmsghdr* const head = CMSG_FIRSTHDR(&message);
-  head->cmsg_level = SOL_SOCKET;
-  head->cmsg_type = SCM_RIGHTS;
-  head->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(head), &ram, sizeof(ram));
-  if (::sendmsg(fd.get(), &message, MSG_NOSIGNAL) != 1) return {};
+  const std::byte word{1};
+  if (!vmci::send_with_descriptors(fd.get(), std::span(&word, 1), std::span(&ram, 1))) return {};
   return fd;
 }
 
@@ -122,7 +101,7 @@ void kill_the_rest() {
 int run_uml(const std::string& bar, const std::string& launcher, const std::vector<std::string>& command) {
   if (struct stat status; ::stat(bar.c_str(), &status) != 0)
     fail(fmt::format("there is no {} ({}): start vrdmad, which makes it", bar, std::strerror(errno)));
-  const std::string library = registers_library();
+  const std::string library = preload_library();
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   // Who ends this ends the machine: its kernel gets the same signal, and we stay until it has gone.
   sigset_t ending;

@@ -107,6 +107,7 @@ void Connection::leave() {
   watch_.events.remove(exited_.get());
   if (doorbell_) watch_.events.remove(doorbell_.get());
   while (!streams_.empty()) close_stream(streams_.begin());
+  vectors_.clear();
   copier_streams_.clear();
   documents_.clear();
   doorbell_.reset();
@@ -159,6 +160,14 @@ bool Connection::take_packet() {
       std::memcpy(&pinned, body.data(), sizeof(pinned));
       refused = prepare_pinned(pinned, received->sender, asked.ring);
       std::memcpy(body.data(), &pinned, sizeof(pinned));
+      break;
+    }
+    case Request::create_channel: {
+      control::CreateChannelRequest channel{};
+      if (body.size() < sizeof(channel)) return answer(head, EINVAL);
+      std::memcpy(&channel, body.data(), sizeof(channel));
+      prepare_channel(channel, asked);
+      std::memcpy(body.data(), &channel, sizeof(channel));
       break;
     }
     case Request::remove_backing: {
@@ -228,6 +237,14 @@ int Connection::prepare_reach() {
   copier_ = std::move(*copier);
   send_segment(vm::segment_copier, copier_.runs);
   return 0;
+}
+
+// The interrupt works before the service knows of it.
+void Connection::prepare_channel(control::CreateChannelRequest& body, Outstanding& asked) {
+  if (body.interrupt != 0) asked.vector = session_.lend_vector();  // 0: a library that knows of no rings
+  if (asked.vector.number() != 0) asked.interrupt = session_.device().interrupt_by(asked.vector.number());
+  if (!asked.interrupt) asked.vector = {};
+  body.interrupt = asked.vector.number();
 }
 
 int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, UniqueFd& ring) {

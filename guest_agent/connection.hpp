@@ -56,6 +56,8 @@ class Connection {
     control::Request request = control::Request::none;
     std::uint32_t backing = 0;  // of remove_backing
     vmci::UniqueFd ring;        // of add_pinned
+    Vectors::Lease vector;      // of create_channel, and …
+    vmci::UniqueFd interrupt;   // … the eventfd that it rings
   };
   Connection(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch)
       : number_(number), socket_(std::move(socket)), session_(session), watch_(watch) {}
@@ -67,6 +69,7 @@ class Connection {
   int prepare_attach();
   int prepare_reach();
   int prepare_pinned(control::AddPinnedRequest& body, pid_t sender, vmci::UniqueFd& ring);
+  void prepare_channel(control::CreateChannelRequest& body, Outstanding& asked);
   bool attach_reply(std::span<std::byte> body, std::vector<int>& descriptors);
   Result<vmci::UniqueFd> open_stream(std::uint32_t item, Stream::Use use);
   void watch(std::uint32_t item, Stream& stream);
@@ -83,6 +86,7 @@ class Connection {
   bool asked_to_attach_ = false, attached_ = false;
   vmci::UniqueFd doorbell_;
   std::map<std::uint32_t, Stream> streams_;
+  std::map<std::uint32_t, Vectors::Lease> vectors_;  // of channels, by stream: that ends with the channel
   struct Document {
     std::vector<std::byte> reply;
     vmci::UniqueFd file;

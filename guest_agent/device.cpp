@@ -110,8 +110,13 @@ void IvshmemDevice::open_by_vfio() {
   if (registers.bytes < vm::doorbell_register + sizeof(std::uint32_t) || bar.bytes < vm::bar_bytes)
     fail("PCI device " + bdf_ + " has a BAR of " + std::to_string(bar.bytes) + " bytes: it is not vrdma's device");
   take(registers.memory, registers.bytes, bar.memory, bar.bytes);
+  device_.vectors = vfio_->enable_interrupts(vm::vectors_max);
   interrupt_ = vfio_->interrupt(vm::link_vector);
+  if (!interrupt_) fail("cannot get the interrupts of PCI device " + bdf_ + " (" + std::strerror(errno) + "): unbind it from vfio-pci to do without");
   device_.interrupt = interrupt_.get();
+  device_.interrupt_by = [this](std::uint32_t vector) { return vfio_->interrupt(vector); };
+  doorbell_ = vfio_->writing(0, vm::doorbell_register, vm::service_peer << 16 | vm::doorbell_vector);
+  if (doorbell_) device_.doorbell = doorbell_.get();
 }
 
 void IvshmemDevice::take(void* registers, std::size_t register_bytes, void* bar, std::size_t bar_bytes) {

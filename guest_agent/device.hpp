@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -19,11 +20,19 @@ struct Device {
   std::byte* bar = nullptr;                      // vm::bar_bytes
   volatile std::uint32_t* registers = nullptr;   // BAR 0; null: there is none
   int interrupt = -1;                            // eventfd of vm::link_vector; -1: there are no interrupts, the link is polled
+  // Of the vectors from vm::fixed_vectors to here, a new eventfd that the kernel rings for one, in place of the last; none: it cannot be had.
+  std::uint32_t vectors = 0;
+  std::function<vmci::UniqueFd(std::uint32_t vector)> interrupt_by = {};
+  // An eventfd by which everybody rings vm::doorbell_vector: the kernel does, at once, with what is added to it. -1: the agent has to.
+  int doorbell = -1;
 
+  bool service_polls() const {
+    return (std::atomic_ref(reinterpret_cast<vm::LinkHeader*>(bar)->service.flags).load(std::memory_order_relaxed) & vm::service_polls) != 0;
+  }
   // Tells the service.
   void ring(std::uint32_t vector) const {
     auto& header = *reinterpret_cast<vm::LinkHeader*>(bar);
-    if (registers != nullptr && (std::atomic_ref(header.service.flags).load(std::memory_order_relaxed) & vm::service_polls) == 0)
+    if (registers != nullptr && !service_polls())
       registers[vm::doorbell_register / sizeof(*registers)] = vm::service_peer << 16 | vector;
     else if (vector == vm::doorbell_vector)  // the link itself is looked at anyway
       std::atomic_ref(header.agent.doorbells).fetch_add(1, std::memory_order_release);
@@ -53,7 +62,7 @@ class IvshmemDevice {
   std::size_t bar_bytes_ = 0, register_bytes_ = 0;
   std::optional<VfioDevice> vfio_;
   vmci::UniqueFd lock_;  // without vfio, which lends a device once
-  vmci::UniqueFd interrupt_;
+  vmci::UniqueFd interrupt_, doorbell_;
 };
 
 }  // namespace vrdma::agent

@@ -58,7 +58,7 @@ bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byt
     ::shutdown(socket_.fd(), SHUT_RDWR);
     return true;
   }
-  bool served = request != Request::attach || !good || doorbell_;
+  bool served = request != Request::attach || !good || descriptors.back() >= 0;
   for (std::uint32_t i = 0; i < frame.flags && served; ++i) {
     if (copies) {
       copier_streams_.insert(frame.item + i);
@@ -71,6 +71,14 @@ bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byt
     }
     pipes.push_back(std::move(*pipe));
     descriptors.push_back(pipes.back().get());
+  }
+  UniqueFd interrupt = std::move(asked.mapped().interrupt);
+  control::ChannelReply channel{};
+  if (request == Request::create_channel && good && packet.size() >= sizeof(head) + sizeof(channel))
+    std::memcpy(&channel, packet.data() + sizeof(head), sizeof(channel));
+  if (served && channel.ring != 0 && interrupt && pipes.size() == 1) {
+    vectors_.insert_or_assign(frame.item, std::move(asked.mapped().vector));
+    descriptors.push_back(interrupt.get());
   }
   // Without them, or if it does not take its replies, it would wait for ever.
   if (!served) say("process %d is not served any more (no descriptor can be made): raise the limit of open files", credentials_.pid);
@@ -87,9 +95,11 @@ bool Connection::attach_reply(std::span<std::byte> body, std::vector<int>& descr
   reply.service_pid = 0;
   std::memcpy(body.data(), &reply, sizeof(reply));
   attached_ = true;
-  doorbell_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  const Device& device = session_.device();
+  const bool by_kernel = device.doorbell >= 0 && !device.service_polls();
+  if (!by_kernel) doorbell_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (doorbell_ && !watch_.events.add(doorbell_.get(), EPOLLIN, {number_, item_doorbell})) doorbell_.reset();
-  descriptors = {arena_.memory.fd(), session_.page_fd(), doorbell_.get()};
+  descriptors = {arena_.memory.fd(), session_.page_fd(), by_kernel ? device.doorbell : doorbell_.get()};
   return true;
 }
 
@@ -145,6 +155,7 @@ void Connection::watch(std::uint32_t item, Stream& stream) {
 
 void Connection::close_stream(std::map<std::uint32_t, Stream>::iterator stream) {
   if (stream->second.watched) watch_.events.remove(stream->second.fd());
+  vectors_.erase(stream->first);
   streams_.erase(stream);
 }
 

@@ -5,8 +5,8 @@
 #include <pthread.h>
 #include <sys/random.h>
 
-#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -84,11 +84,10 @@ Session::News Session::look(std::uint64_t now_ns) {
   const bool away = now_ns > last_look_ns_ + patience_ns_ / 2;
   last_look_ns_ = now_ns;
   if (now.heartbeat != heartbeat_ || away) heartbeat_ = now.heartbeat, heartbeat_ns_ = now_ns;
-  const bool same = ready && now.epoch == epoch_, forgotten = same && now.accepted != boot_;
-  if (same && !forgotten && now_ns <= heartbeat_ns_ + patience_ns_) return News::none;
-  say(forgotten ? "the host service has taken this machine for dead: programs that use it get errors"
-      : same    ? "the host service does not answer any more: programs that use it get errors"
-                : "the host service is another one now: programs that used the last one get errors");
+  const bool same = ready && now.epoch == epoch_;
+  if (same && now_ns <= heartbeat_ns_ + patience_ns_) return News::none;
+  say(same ? "the host service does not answer any more: programs that use it get errors"
+           : "the host service has started anew, or does not know this machine again: programs that used it get errors");
   lose();
   return News::lost;
 }
@@ -147,8 +146,8 @@ void Session::greet() {
 
 bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns) {
   vm::Welcome welcome{};
-  if (state_ != State::greeted || body.size() < vm::welcome_bytes_min) return false;
-  std::memcpy(&welcome, body.data(), std::min(body.size(), sizeof(welcome)));
+  if (state_ != State::greeted || body.size() < sizeof(welcome)) return false;
+  std::memcpy(&welcome, body.data(), sizeof(welcome));
   switch (welcome.status) {
     case 0:
       break;
@@ -169,8 +168,9 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
       throw Unsuitable(std::string("the host service refuses this machine (") + std::strerror(welcome.status) + "): its log says more");
   }
   if (welcome.arena_bytes == 0 || welcome.arena_bytes > arena_bytes_max || welcome.arena_bytes % vm::page_bytes != 0) return false;
+  if (welcome.ram_page_bytes < vm::page_bytes || !std::has_single_bit(welcome.ram_page_bytes)) return false;
   arena_bytes_ = welcome.arena_bytes;
-  ram_page_bytes_ = welcome.ram_page_bytes == 0 ? vm::page_bytes : welcome.ram_page_bytes;
+  ram_page_bytes_ = welcome.ram_page_bytes;
   machine_ = text_of(welcome.name);
   not_before_ns_ = 0;
   mark_alive();
@@ -181,6 +181,11 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
 void Session::lose() {
   mark_dead();
   state_ = State::absent;
+}
+
+Vectors::Lease Session::lend_vector() {
+  const std::uint64_t known = load(header_of(device_).service.vectors);
+  return known <= device_.vectors ? vectors_.lend(static_cast<std::uint32_t>(known)) : vectors_.lend(device_.vectors);
 }
 
 // The lock that libvrdma's poll loops look at is the agent's: the kernel marks it if the agent dies, whatever of.

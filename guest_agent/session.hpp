@@ -14,6 +14,7 @@
 
 #include "guest_agent/device.hpp"
 #include "guest_agent/pinned.hpp"
+#include "guest_agent/vectors.hpp"
 #include "vmci_channel/vm_link.hpp"
 
 namespace vrdma::agent {
@@ -32,7 +33,7 @@ class Session {
     lost,
   };
 
-  Session(const Device& device, std::uint64_t patience_ns) : device_(device), patience_ns_(patience_ns) {}
+  Session(const Device& device, std::uint64_t patience_ns) : device_(device), patience_ns_(patience_ns), vectors_(vm::fixed_vectors, device.vectors) {}
 
   State state() const { return state_; }
   bool linked() const { return state_ == State::greeted || state_ == State::open; }
@@ -51,6 +52,8 @@ class Session {
   }
   void ring_doorbell() const { device_.ring(vm::doorbell_vector); }
   const Device& device() const { return device_; }
+  // Of those that the service can ring. A lease must end before this does.
+  Vectors::Lease lend_vector();
 
   // While open: the machine's copy of the ServicePage, for reading only; what welcome said.
   int page_fd() const { return page_to_read_.get(); }
@@ -73,6 +76,7 @@ class Session {
 
   Device device_;
   std::uint64_t patience_ns_;
+  Vectors vectors_;
   State state_ = State::absent;
   std::uint64_t not_before_ns_ = 0;  // absent: when the service may be asked again
   std::uint64_t epoch_ = 0, boot_ = 0;

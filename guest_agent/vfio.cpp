@@ -7,11 +7,14 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "guest_agent/patience.hpp"
 
@@ -95,20 +98,53 @@ VfioDevice::Bar VfioDevice::map_bar(unsigned index) const {
   return {memory, info.size};
 }
 
-UniqueFd VfioDevice::interrupt(std::uint32_t vector) const {
-  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event) fail("make an eventfd");
-  alignas(vfio_irq_set) char request[sizeof(vfio_irq_set) + sizeof(int)] = {};
+bool VfioDevice::set_interrupts(std::uint32_t first, std::span<const int> eventfds) const {
+  std::vector<std::byte> request(sizeof(vfio_irq_set) + eventfds.size_bytes());
   vfio_irq_set set{};
-  set.argsz = sizeof(request);
+  set.argsz = static_cast<std::uint32_t>(request.size());
   set.flags = VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER;
   set.index = VFIO_PCI_MSIX_IRQ_INDEX;
-  set.start = vector;
-  set.count = 1;
-  const int fd = event.get();
-  std::memcpy(request, &set, sizeof(set));
-  std::memcpy(request + sizeof(set), &fd, sizeof(fd));
-  if (::ioctl(device_.get(), VFIO_DEVICE_SET_IRQS, request) != 0) fail("get the device's interrupts");
+  set.start = first;
+  set.count = static_cast<std::uint32_t>(eventfds.size());
+  std::memcpy(request.data(), &set, sizeof(set));
+  std::memcpy(request.data() + sizeof(set), eventfds.data(), eventfds.size_bytes());
+  return ::ioctl(device_.get(), VFIO_DEVICE_SET_IRQS, request.data()) == 0;  // positive: the kernel has so many only
+}
+
+// All at once: kernels before 6.6 give no more later.
+std::uint32_t VfioDevice::enable_interrupts(std::uint32_t count_max) const {
+  vfio_irq_info info{};
+  info.argsz = sizeof(info);
+  info.index = VFIO_PCI_MSIX_IRQ_INDEX;
+  if (::ioctl(device_.get(), VFIO_DEVICE_GET_IRQ_INFO, &info) != 0) fail("ask for the device's interrupts");
+  for (std::uint32_t count = std::min(count_max, info.count); count != 0; count /= 2)
+    if (set_interrupts(0, std::vector<int>(count, -1))) return count;
+  fail("get the device's interrupts");
+}
+
+UniqueFd VfioDevice::interrupt(std::uint32_t vector) const {
+  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (event && !set_interrupts(vector, std::array{event.get()})) event.reset();
+  return event;
+}
+
+UniqueFd VfioDevice::writing(unsigned bar, std::uint64_t offset, std::uint32_t word) const {
+  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  vfio_device_ioeventfd request{};
+  request.argsz = sizeof(request);
+  request.flags = VFIO_DEVICE_IOEVENTFD_32;
+  request.offset = region(device_.get(), VFIO_PCI_BAR0_REGION_INDEX + bar).offset + offset;
+  request.data = word;
+  request.fd = event.get();
+  if (!event || ::ioctl(device_.get(), VFIO_DEVICE_IOEVENTFD, &request) != 0) return {};
+  // Kernels before 5.11 leave in it what was added: who has filled it would keep the others waiting.
+  const std::uint64_t one = 1;
+  std::uint64_t left;
+  if (::write(event.get(), &one, sizeof(one)) != sizeof(one) || ::read(event.get(), &left, sizeof(left)) == sizeof(left)) {
+    request.fd = -1;  // no longer
+    ::ioctl(device_.get(), VFIO_DEVICE_IOEVENTFD, &request);
+    return {};
+  }
   return event;
 }
 

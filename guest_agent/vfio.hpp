@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <span>
 
 #include "vmci_channel/unique_fd.hpp"
 
@@ -22,10 +23,17 @@ class VfioDevice {
     std::size_t bytes;
   };
   Bar map_bar(unsigned index) const;  // the caller's to unmap
-  // An eventfd, non-blocking, that counts interrupts of this MSI-X vector.
+  // So many MSI-X vectors at most, from 0 on; once, before any is used. How many there are: at least one.
+  std::uint32_t enable_interrupts(std::uint32_t count_max) const;
+  // An eventfd, non-blocking, that counts interrupts of this MSI-X vector from now on, in place of one before. None, and errno: it cannot be had.
   vmci::UniqueFd interrupt(std::uint32_t vector) const;
+  // An eventfd that is always empty: whatever is added to it has the kernel write `word` there, before the call that adds returns. Whoever
+  // has it can do that and nothing else, not even keep others from it. None where the kernel does not do so.
+  vmci::UniqueFd writing(unsigned bar, std::uint64_t offset, std::uint32_t word) const;
 
  private:
+  bool set_interrupts(std::uint32_t first, std::span<const int> eventfds) const;
+
   vmci::UniqueFd container_, group_, device_;
 };
 

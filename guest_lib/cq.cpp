@@ -16,11 +16,23 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   auto attachment = Context::of(context).usable();
   if (!attachment) return attachment.error();
   auto channel = std::make_unique<Channel>();
-  auto reply = (*attachment)->call_on_socket<control::Request::create_channel>({Context::of(context).handle, 0});
+  auto reply = (*attachment)->call_on_socket<control::Request::create_channel>({Context::of(context).handle, control::interrupt_wanted});
   if (!reply) return reply.error();
-  if (reply->descriptors.size() != 1) return Errno{EPROTO};
+  const bool interrupted = reply->descriptors.size() == 2;
+  if (reply->descriptors.size() != 1 && (!interrupted || reply->body.ring == 0)) return Errno{EPROTO};
+  const auto give_up = [&](Errno error) {
+    (void)(*attachment)->call<control::Request::destroy_channel>({reply->body.handle, 0});
+    return error;
+  };
   auto event_fd = make_event_fd(reply->descriptors[0].get());
-  if (!event_fd) return event_fd.error();
+  if (!event_fd) return give_up(event_fd.error());
+  if (interrupted) {
+    auto ring = (*attachment)->at<control::EventRing>(std::uint64_t{reply->body.ring} * control::ring_unit_bytes);
+    if (!ring) return give_up(ring.error());
+    if (Status watched = watch_pipe(event_fd->get(), reply->descriptors[1].get()); !watched) return give_up(watched.error());
+    channel->interrupt = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
+    channel->events.use_ring(*ring, channel->interrupt->get());
+  }
   channel->attachment = *attachment;
   channel->handle = reply->body.handle;
   channel->pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));

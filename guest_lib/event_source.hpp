@@ -2,17 +2,25 @@
 // pipe when an object was destroyed and belongs to others. Destroying an object thereby takes its unread events along
 // (ibv_destroy_cq(3)): the descriptor that the application polls is readable only while there is an event.
 //
+// In a virtual machine the records of a channel may come by a ring instead (control::EventRing), and an eventfd that an interrupt of the
+// machine's device rings: what is taken at an interrupt is kept, too.
+//
 // Any thread.
 #pragma once
 
+#include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <deque>
 #include <mutex>
+#include <optional>
+#include <type_traits>
 
 #include "guest_lib/descriptors.hpp"
+#include "vmci_channel/event_ring.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::guest {
@@ -25,16 +33,36 @@ class EventSource {
  public:
   enum class Next { record, empty, end };
 
-  // end: the service has closed the pipe.
-  Next next(int pipe, Record& record) {
+  // Before anything else, and once. interrupt: an eventfd that does not block, and is watched by what the application polls.
+  void use_ring(control::EventRing* ring, int interrupt)
+    requires std::is_same_v<Record, control::CompletionRecord>
+  {
+    ring_.emplace(ring);
+    interrupt_ = interrupt;
+  }
+
+  // quick: may find nothing where there is something, if what the application polls is readable then.
+  enum class Look { quick, thorough };
+  // end: the service has closed the pipe. event_fd: what the application polls.
+  Next next(int event_fd, int pipe, Record& record, Look look = Look::thorough) {
     std::lock_guard lock(mutex_);
-    if (kept_.empty()) return read(pipe, record);
-    record = kept_.front();
-    kept_.pop_front();
-    if (kept_.empty()) {
-      std::uint64_t count;
-      [[maybe_unused]] const auto got = ::read(ready_.get(), &count, sizeof(count));
+    if (!kept_.empty()) {
+      take_kept(record);
+      if (kept_.empty()) make_unreadable();
+      return Next::record;
     }
+    const bool quick = ring_ && look == Look::quick;
+    if (quick && !ring_->interrupt_due()) return Next::empty;
+    if (take_interrupt()) take_ring();
+    if (kept_.empty()) {
+      if (quick) return Next::empty;
+      const Next next = read(pipe, record);
+      if (next != Next::end || !ring_) return next;
+      take_ring();  // what the service has left behind
+      if (kept_.empty()) return next;
+    }
+    take_kept(record);
+    if (!kept_.empty()) make_readable(event_fd);
     return Next::record;
   }
 
@@ -49,34 +77,67 @@ class EventSource {
   void purge(int event_fd, int pipe, std::uint32_t object) {
     std::lock_guard lock(mutex_);
     const bool had_kept = !kept_.empty();
+    if (ring_) await_interrupt();
     for (Record record; read(pipe, record) == Next::record;) kept_.push_back(record);
     std::erase_if(kept_, [object](const Record& record) { return object_of(record) == object; });
     if (had_kept == !kept_.empty()) return;
     if (!kept_.empty()) return make_readable(event_fd);
-    std::uint64_t count;
-    [[maybe_unused]] const auto got = ::read(ready_.get(), &count, sizeof(count));
+    make_unreadable();
   }
 
  private:
+  void take_kept(Record& record) {
+    record = kept_.front();
+    kept_.pop_front();
+  }
+
+  // System calls are made directly, here and below: read(2) and write(2) are cancellation points, and a thread that is cancelled in one
+  // would take along what it has in hand, be it the interrupt or a record.
+  bool take_interrupt() {
+    std::uint64_t count;
+    return ring_ && ::syscall(SYS_read, interrupt_, &count, sizeof(count)) == static_cast<long>(sizeof(count));
+  }
+
+  void take_ring() {
+    if constexpr (std::is_same_v<Record, control::CompletionRecord>)
+      ring_->take([this](const Record& record) { kept_.push_back(record); });
+  }
+
+  // One that is on its way would come for records that are gone. It takes microseconds; that of a service that has ended meanwhile may
+  // never come.
+  void await_interrupt() {
+    constexpr timespec patience{0, 100'000'000};
+    pollfd interrupt{interrupt_, POLLIN, 0};
+    if (ring_->interrupt_due()) ::syscall(SYS_ppoll, &interrupt, 1, &patience, nullptr, 0);
+    if (take_interrupt() || ring_->interrupt_due()) take_ring();
+  }
+
+  void make_unreadable() {
+    std::uint64_t count;
+    ::syscall(SYS_read, ready_.get(), &count, sizeof(count));
+  }
+
   void make_readable(int event_fd) {
     if (!ready_) {
       ready_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
       (void)watch_pipe(event_fd, ready_.get());
     }
     const std::uint64_t count = 1;
-    [[maybe_unused]] const auto written = ::write(ready_.get(), &count, sizeof(count));
+    ::syscall(SYS_write, ready_.get(), &count, sizeof(count));
   }
 
   static Next read(int pipe, Record& record) {
-    ssize_t got;
-    do got = ::read(pipe, &record, sizeof(record));
+    long got;
+    do got = ::syscall(SYS_read, pipe, &record, sizeof(record));
     while (got < 0 && errno == EINTR);
-    if (got == static_cast<ssize_t>(sizeof(record))) return Next::record;
+    if (got == static_cast<long>(sizeof(record))) return Next::record;
     return got < 0 && errno == EAGAIN ? Next::empty : Next::end;
   }
 
   std::mutex mutex_;
   std::deque<Record> kept_;
+  std::optional<vmci::EventRingReader> ring_;
+  int interrupt_ = -1;
   vmci::UniqueFd ready_;  // an eventfd in the application's descriptor: readable while something is kept
 };
 

@@ -17,16 +17,24 @@ namespace vrdma::guest {
 
 namespace {
 
-// 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
-int wait_readable(int event_fd) {
+bool may_block(int event_fd) {
   const int flags = ::fcntl(event_fd, F_GETFL);
-  if (flags < 0) return -1;
-  if (flags & O_NONBLOCK) {
+  return flags < 0 || (flags & O_NONBLOCK) == 0;  // one that is closed is found out below
+}
+
+// 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
+int wait_readable(int event_fd, bool blocks) {
+  if (!blocks) {
     errno = EAGAIN;
     return -1;
   }
   pollfd readable{event_fd, POLLIN, 0};
-  return ::poll(&readable, 1, -1) < 0 ? -1 : 0;
+  if (::poll(&readable, 1, -1) < 0) return -1;
+  if (readable.revents & POLLNVAL) {
+    errno = EBADF;
+    return -1;
+  }
+  return 0;
 }
 
 // --- completion events
@@ -238,10 +246,13 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
     errno = EIO;
     return -1;
   }
-  for (;;) {
+  const bool blocks = may_block(verbs->fd);
+  // Who will sleep on the descriptor if there is nothing needs no system call to find out.
+  using Look = EventSource<control::CompletionRecord>::Look;
+  for (Look look = blocks ? Look::quick : Look::thorough;; look = Look::thorough) {
     control::CompletionRecord record;
     Cq* found = nullptr;
-    const auto next = channel.events.next(channel.pipe->get(), record);
+    const auto next = channel.events.next(verbs->fd, channel.pipe->get(), record, look);
     if (next == EventSource<control::CompletionRecord>::Next::record) {
       VRDMA_CRASH_POINT("guest.event.read");
       found = count_event(channel, record);
@@ -258,7 +269,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       *cq_context = found->verbs.cq_context;
       return 0;
     }
-    if (wait_readable(verbs->fd) != 0) return -1;
+    if (wait_readable(verbs->fd, blocks) != 0) return -1;
   }
 }
 
@@ -273,9 +284,10 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
     errno = EIO;
     return -1;
   }
+  const bool blocks = may_block(verbs->async_fd);
   for (;;) {
     control::AsyncRecord record;
-    const auto next = context.events.next(context.async_pipe->get(), record);
+    const auto next = context.events.next(verbs->async_fd, context.async_pipe->get(), record);
     if (next == EventSource<control::AsyncRecord>::Next::record) {
       if (count_event(*context.attachment, record, *event)) return 0;
       continue;
@@ -289,7 +301,7 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
         return 0;
       }
     }
-    if (wait_readable(verbs->async_fd) != 0) return -1;
+    if (wait_readable(verbs->async_fd, blocks) != 0) return -1;
   }
 }
 

@@ -72,6 +72,7 @@ struct Channel {
   std::shared_ptr<Attachment> attachment;
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> pipe;
+  std::unique_ptr<PrivateFd> interrupt;  // in a virtual machine that has one for this channel: its records come by a ring
   EventSource<control::CompletionRecord> events;
   std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
   bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise

@@ -59,11 +59,13 @@ class Backoff {
   // Several yields in a row found nobody else to run on this processor.
   bool alone() const { return budget_cycles_ >= 16 * cycles_per_us_; }
 
-  // Yielding has not helped for a while: time to sleep, for those who may.
-  bool tired() const { return fruitless_yields_ > tired_after_yields; }
+  // Yielding has not helped for a while: time to sleep, for those who may. Soon, for who seems alone: a yield gives way within its
+  // scheduling group only. Others, say a virtual machine, wait behind a poller for the end of its slice, and it waits for theirs;
+  // who comes from sleep takes the processor at once.
+  bool tired() const { return fruitless_yields_ > (alone() ? tired_after_yields_alone : tired_after_yields); }
 
  private:
-  static constexpr std::uint32_t tired_after_yields = 50;
+  static constexpr std::uint32_t tired_after_yields = 50, tired_after_yields_alone = 1;
 
   static constexpr std::uint64_t hog_us = 200;  // a yield that takes so long let a CPU hog run
   static constexpr std::uint32_t shortest_nap_run = 4, longest_nap_run = 1024;

@@ -50,28 +50,10 @@ Result<PacketSocket> PacketSocket::connect(const std::string& path, int timeout_
 }
 
 Status PacketSocket::send(std::span<const std::byte> packet, std::span<const int> descriptors) const {
-  if (descriptors.size() > packet_descriptors_max) return Errno{EMSGSIZE};
-  iovec part{const_cast<std::byte*>(packet.data()), packet.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  if (!descriptors.empty()) {
-    message.msg_control = control;
-    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
-  }
-  for (;;) {
-    if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) >= 0) return vrdma::ok();
-    if (errno != EINTR) return vrdma::last_error();
-  }
+  return send_with_descriptors(fd_.get(), packet, descriptors);
 }
 
-Result<PacketSocket::Received> PacketSocket::receive(std::span<std::byte> buffer, int timeout_ms) const {
+Result<Received> PacketSocket::receive(std::span<std::byte> buffer, int timeout_ms) const {
   if (timeout_ms >= 0) {
     const std::uint64_t until_ns = monotonic_ns() + static_cast<std::uint64_t>(timeout_ms) * 1'000'000u;
     for (;;) {
@@ -84,30 +66,7 @@ Result<PacketSocket::Received> PacketSocket::receive(std::span<std::byte> buffer
       timeout_ms = now_ns < until_ns ? static_cast<int>((until_ns - now_ns + 999'999) / 1'000'000) : 0;
     }
   }
-  iovec part{buffer.data(), buffer.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))];
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  ssize_t got;
-  do {
-    got = ::recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC);
-  } while (got < 0 && errno == EINTR);
-  if (got < 0) return vrdma::last_error();
-  Received received{static_cast<std::size_t>(got), {}};
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (std::size_t i = 0; i < count; ++i) {
-      int fd;
-      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
-      received.descriptors.emplace_back(fd);
-    }
-  }
-  if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) return Errno{EMSGSIZE};
-  return received;
+  return receive_with_descriptors(fd_.get(), buffer);
 }
 
 Result<Credentials> PacketSocket::peer() const {

@@ -9,14 +9,13 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <vector>
 
+#include "vmci_channel/descriptor_passing.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
 
 namespace vmci {
 
-constexpr std::size_t packet_descriptors_max = 8;
 constexpr int attach_within_ms = 5000;  // how long who wants to attach waits for a service that does not answer
 
 struct Credentials {
@@ -36,10 +35,6 @@ class PacketSocket {
 
   // Whole packets. Descriptors are duplicated to the peer; ours stay ours. EAGAIN when the socket is non-blocking and full.
   vrdma::Status send(std::span<const std::byte> packet, std::span<const int> descriptors = {}) const;
-  struct Received {
-    std::size_t bytes;               // 0: the peer has closed
-    std::vector<UniqueFd> descriptors;
-  };
   // EMSGSIZE: the packet was longer than the buffer, or carried too many descriptors (all of them closed).
   // timeout_ms -1: wait for ever; ETIMEDOUT.
   vrdma::Result<Received> receive(std::span<std::byte> buffer, int timeout_ms = -1) const;

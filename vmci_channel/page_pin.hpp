@@ -14,7 +14,8 @@ namespace vmci {
 
 // The ring, disabled (IORING_SETUP_R_DISABLED): whoever takes it over can forbid that the pages are let go. All whole pages around
 // the memory are pinned, and come into being. EFAULT: not all of it is there, or it cannot be written; EOPNOTSUPP: a kind of memory
-// that cannot be pinned (mapped files); ENOSYS, EPERM: no io_uring here; ENOMEM: more than the limit of locked memory.
+// that cannot be pinned (mapped files); ENOSYS, EPERM: no io_uring here; ENOMEM: more than the limit of locked memory, or than
+// this machine can have.
 vrdma::Result<UniqueFd> pin_pages(std::span<const std::byte> memory);
 
 }  // namespace vmci

@@ -11,8 +11,10 @@
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
 namespace vrdma::svc {
 
@@ -81,9 +83,19 @@ void Config::read_file(const std::string& path) {
 }
 
 void Config::read_text(const std::string& content, const std::string& origin) {
+  // The parser takes a NUL for the end of the text, and of two values of one name the last: neither is what somebody meant.
+  if (content.find('\0') != std::string::npos) refuse(origin, "not valid JSON: it contains a NUL byte");
+  std::vector<std::set<std::string>> open;  // the keys of the objects that the parser is inside of
+  const auto no_key_twice = [&](int, json::parse_event_t event, json& parsed) {
+    if (event == json::parse_event_t::object_start) open.emplace_back();
+    if (event == json::parse_event_t::object_end) open.pop_back();
+    if (event == json::parse_event_t::key && !open.back().insert(parsed.get<std::string>()).second)
+      refuse(origin, fmt::format("\"{}\" is given twice", parsed.get<std::string>()));
+    return true;
+  };
   json document;
   try {
-    document = json::parse(content, nullptr, true, /*ignore_comments=*/true);
+    document = json::parse(content, no_key_twice, true, /*ignore_comments=*/true);
   } catch (const json::exception& error) {  // not only parse_error: a number that no double holds is out_of_range
     refuse(origin, fmt::format("not valid JSON: {}", error.what()));
   }
@@ -99,7 +111,8 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      t(vm_folder, "vm_folder"),
                                      {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),
-                                     n(arena_bytes, "arena_bytes"), n(machine_arena_bytes, "machine_arena_bytes"), n(lid_first, "lid_first"),
+                                     n(arena_bytes, "arena_bytes"), n(machine_arena_bytes, "machine_arena_bytes"),
+                                     n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first"),
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
                                      n(idle_exit_s, "idle_exit_s"),
                                      t(process_memory, "process_memory")};

@@ -28,6 +28,7 @@ struct Config {
   std::string log_level = "info";                // trace, debug, info, warn, error, off
   std::uint64_t arena_bytes = 1ull << 30;        // per guest, sparse
   std::uint64_t machine_arena_bytes = 8ull << 20;  // of a process in a virtual machine: pinned in the machine's RAM
+  std::uint32_t machine_keep_s = 600;            // how long a virtual machine that was saved may be away; 0: it is not waited for
   std::uint32_t lid_first = 1;                   // this host's block of LIDs
   std::uint32_t lid_count = 8192;
   std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096

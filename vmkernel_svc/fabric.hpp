@@ -49,7 +49,7 @@ class Runner {
 struct MachineStatus {
   std::string name;
   uid_t tenant;
-  const char* state;  // waiting (for QEMU), connected (QEMU is), attached (its agent is)
+  const char* state;  // waiting (for QEMU), connected (QEMU is), attached (its agent is), paused, suspended (saved, its QEMU gone)
   std::uint64_t ram_bytes;
   std::size_t processes;
   std::string version;  // of its agent

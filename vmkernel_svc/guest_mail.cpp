@@ -11,6 +11,7 @@ namespace vrdma::svc {
 
 bool put_datagram(Guest& guest, control::Head head, std::uint32_t user_bits, std::span<const std::byte> body,
                   std::uint32_t keep_free_slots) {
+  if (guest.frozen) return false;
   auto& cursor = guest.control.header().creator;
   // C3: pairs with the guest's release of its cursor: it has read the slots before it.
   const std::uint32_t consumed = std::atomic_ref(cursor.consumed).load(std::memory_order_acquire);

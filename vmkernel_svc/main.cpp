@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/server.hpp"
 
 int main(int argc, char** argv) {
@@ -26,6 +27,8 @@ int main(int argc, char** argv) {
   auto* const level = app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
   auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
   app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
+  std::string keeper;
+  app.add_option("--keeper", keeper, "")->group("");  // vrdmad's own use, machines/keeper.hpp
   bool foreground = false;
   app.add_flag("--foreground", foreground, "stay in the foreground (it always does; for scripts)");
   app.add_flag("--check", check_only, "check the configuration and leave");
@@ -38,6 +41,7 @@ int main(int argc, char** argv) {
     return app.exit(error) == 0 ? 0 : 2;
   }
 
+  if (!keeper.empty()) return vrdma::svc::Keeper::serve(keeper);
   try {
     Config config;
     // What is given and empty (an unset variable of a script) is refused like any other wrong value.

@@ -65,7 +65,7 @@ bool bus_error_since(std::uint64_t before) {
 std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
   if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
   const Region* region = fabric_.regions.at(place.region, place.generation);
-  if (region == nullptr) return nullptr;
+  if (region == nullptr || region->frozen) return nullptr;
   const Piece& piece = region->piece_at(place.address);
   const std::uint64_t offset = place.address - piece.offset;
   if (piece.host == nullptr || bytes > piece.bytes - offset) return nullptr;
@@ -75,7 +75,7 @@ std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
 std::span<std::byte> MediatedPorts::mapped_part(Place place, std::uint64_t bytes) {
   if (place.kind == Place::Kind::engine) return {reinterpret_cast<std::byte*>(place.address), bytes};
   const Region* region = fabric_.regions.at(place.region, place.generation);
-  if (region == nullptr) return {};
+  if (region == nullptr || region->frozen) return {};
   const Piece& piece = region->piece_at(place.address);
   if (piece.host == nullptr) return {};
   const std::uint64_t offset = place.address - piece.offset;
@@ -131,11 +131,18 @@ void for_each_part(const Region& region, std::uint64_t offset, std::uint64_t byt
 
 }  // namespace
 
+bool MediatedPorts::frozen(Place place) {
+  if (place.kind != Place::Kind::registered) return false;
+  const Region* const region = fabric_.regions.at(place.region, place.generation);
+  return region != nullptr && region->frozen;
+}
+
 // Gather into a buffer, scatter from it; whichever side has bytes in the guest's process goes by that guest's worker, and the
 // other parts are copied here. Repeated with the same arguments until done: the state is in qp.port.
 MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, Place to, Place from, std::uint64_t bytes) {
   QpPort& port = qp.port;
   if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
+  if (frozen(to) || frozen(from)) return MemoryStatus::pending;  // what a job has brought waits, too
   std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
   port.job_sequence = 0;
 
@@ -229,6 +236,7 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, Place place, ProcessJob::Ki
   }
   Region* region = fabric_.regions.at(place.region, place.generation);
   if (region == nullptr) return MemoryStatus::destination_fault;
+  if (region->frozen) return MemoryStatus::pending;
   const Piece& piece = region->piece_at(place.address);
   auto job = std::make_unique<ProcessJob>();
   job->kind = kind;
@@ -356,7 +364,7 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
   port.peer_generation = fabric_.topology_generation;
   port.peer = nullptr;
   const auto found = fabric_.by_qpn.find(qp.attributes.dest_qp_num);
-  if (found == fabric_.by_qpn.end()) return nullptr;
+  if (found == fabric_.by_qpn.end() || found->second->guest->frozen) return nullptr;
   const auto& path = qp.attributes.path;
   if (fabric_.leads_to(*found->second->guest, port.owner->guest->link_layer, path.dlid, path.is_global != 0, path.dgid))
     port.peer = &found->second->core;
@@ -370,7 +378,7 @@ MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
   if (Qp* const* known = fabric_.routes.find(key, fabric_.topology_generation)) return *known;
   Qp* peer = nullptr;
   const auto found = fabric_.by_qpn.find(ud.remote_qpn);
-  if (found != fabric_.by_qpn.end() &&
+  if (found != fabric_.by_qpn.end() && !found->second->guest->frozen &&
       fabric_.leads_to(*found->second->guest, link_layer, ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid))
     peer = &found->second->core;
   fabric_.routes.insert(key, fabric_.topology_generation, peer);
@@ -381,8 +389,10 @@ MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp&, const UdOperand& ud, std::
   Gid group;
   std::memcpy(group.data(), ud.dgid, 16);
   const auto members = fabric_.multicast.find(group);
-  if (members == fabric_.multicast.end() || index >= members->second.size()) return nullptr;
-  return &members->second[index]->core;
+  if (members == fabric_.multicast.end()) return nullptr;
+  for (QueuePair* const member : members->second)
+    if (!member->guest->frozen && index-- == 0) return &member->core;
+  return nullptr;
 }
 
 bool MediatedPorts::leads_back(Qp& receiver, Qp& sender) {

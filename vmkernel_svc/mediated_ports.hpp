@@ -98,6 +98,7 @@ class MediatedPorts {
   std::span<std::byte> mapped_part(engine::Place place, std::uint64_t bytes);
   // Between pieces that are all mapped; nothing: they are not.
   std::optional<engine::MemoryStatus> copy_pieces(engine::Place to, engine::Place from, std::uint64_t bytes);
+  bool frozen(engine::Place place);
   engine::MemoryStatus copy_by_worker(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
   engine::MemoryStatus atomic_by_worker(Qp& qp, engine::Place place, ProcessJob::Kind kind, std::uint64_t operand,
                                         std::uint64_t compare, std::uint64_t& old_value);

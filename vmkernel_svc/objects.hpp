@@ -17,6 +17,7 @@
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
+#include "vmci_channel/event_ring.hpp"
 #include "vmkernel_svc/arena.hpp"
 #include "vmkernel_svc/mediated_ports.hpp"
 #include "vmkernel_svc/memory/backing.hpp"
@@ -34,6 +35,10 @@ struct Channel {  // completion channel
   vmci::UniqueFd pipe;  // write end; the guest holds the only read end
   std::uint32_t users = 0;
   std::vector<control::CompletionRecord> backlog;  // records that the full pipe did not take
+  // Where the guest can be interrupted for this channel, in place of the pipe:
+  vmci::EventRingWriter ring = {};
+  std::uint64_t ring_offset = 0;  // in the arena
+  int interrupt = -1;             // its machine's eventfd
 };
 
 struct Context {
@@ -108,20 +113,20 @@ struct QueuePair {
   }
 
  private:
-  static void set(const vmci::QueuePairView& view, bool on) {
-    // D1: pairs with the fence in the guest's post: either it sees the flag or we see its record.
-    std::atomic_ref(view.header().attacher.needs_doorbell).store(on ? 1 : 0, std::memory_order_relaxed);
-    if (on) vmci::store_load_fence();
-  }
+  void set(const vmci::QueuePairView& view, bool on);
 };
 
 template <class T>
 using Table = std::unordered_map<std::uint32_t, std::unique_ptr<T>>;
 
+// Eventfds by which a machine is interrupted, by vector. Its QEMU holds them, too: eventfd_signal.hpp.
+using Interrupts = std::vector<vmci::UniqueFd>;
+
 // What is different about a guest that is a process of a virtual machine.
 struct InMachine {
   std::string name;  // the machine's
   std::uint32_t uid, pid;  // in the machine
+  std::shared_ptr<const Interrupts> interrupts;
   vmci::Segment copier_segment = {};  // lent for its copying thread, until it is used
 };
 
@@ -185,7 +190,17 @@ struct Guest {
   bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
   std::uint64_t held_since_ns = 0;  // since when the request at the head waits; 0: it has not been tried
   bool broken = false;  // its bytes made no sense: to be detached
+  // Its machine stands still or is being saved: nothing of its memory, queues included, is read or written, and to its peers its
+  // queue pairs are silent. Shard::freeze() and thaw() say so.
+  bool frozen = false;
 };
+
+inline void QueuePair::set(const vmci::QueuePairView& view, bool on) {
+  if (guest->frozen) return;  // thaw() sets it
+  // D1: pairs with the fence in the guest's post: either it sees the flag or we see its record.
+  std::atomic_ref(view.header().attacher.needs_doorbell).store(on ? 1 : 0, std::memory_order_relaxed);
+  if (on) vmci::store_load_fence();
+}
 
 // A guest that has left, for those who ask afterwards.
 struct DepartedGuest {

@@ -113,7 +113,7 @@ void Server::run() {
   accept_next();
   machines_ = std::make_unique<Machines>(
       config_.machines_folder(),
-      MachinePort::Service{io_, *shard_, config_.machine_arena_bytes,
+      MachinePort::Service{io_, *shard_, config_.machine_arena_bytes, std::chrono::seconds(config_.machine_keep_s),
                            [this](vmci::PacketSocket socket, std::shared_ptr<MachineProcess> machine) {
                              const uid_t uid = machine->tenant;
                              admit(std::move(socket), uid, std::move(machine));
@@ -194,6 +194,13 @@ void Server::read_next(const ConnectionPtr& connection) {
   connection->readable.async_wait(
       boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
         if (error || connection->closed) return;
+        if (const auto& machine = connection->machine) {
+          if (machine->ended) return lost(connection);
+          if (machine->frozen) {
+            machine->thawed = [this, connection] { read_next(connection); };
+            return;
+          }
+        }
         std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
         auto received = connection->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return read_next(connection);
@@ -270,7 +277,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, {}}), std::move(*arena)});
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, {}}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
   });

@@ -150,6 +150,7 @@ bool Shard::look_at_doorbells() {
       expel(guest);
       continue;
     }
+    if (guest.frozen) continue;
     if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
     if (!guest.doorbell.any()) continue;
     guest.doorbell.take([&](std::uint32_t member) {
@@ -189,7 +190,7 @@ void Shard::flush_held_events() {
 bool Shard::serve_control() {
   bool worked = false;
   for (std::size_t i = 0; i < guests_.size(); ++i)
-    if (guests_[i]->control_held && !guests_[i]->broken) worked |= desk_->serve(*guests_[i]);
+    if (guests_[i]->control_held && !guests_[i]->broken && !guests_[i]->frozen) worked |= desk_->serve(*guests_[i]);
   return worked;
 }
 
@@ -268,7 +269,7 @@ void Shard::handle_overruns() {
 
 void Shard::make_runnable(Qp& qp) {
   qp.port.idle_turns = 0;
-  if (qp.port.runnable) return;
+  if (qp.port.runnable || qp.port.owner->guest->frozen) return;
   qp.port.runnable = true;
   qp.port.owner->watch_sends(false);
   ++runnable_count_;
@@ -322,20 +323,48 @@ void Shard::overran(CompletionQueue& cq) {
   overrun_.push_back(&cq);
 }
 
-void Shard::forget(Qp& qp) {
-  if (qp.port.runnable) {
-    for (auto& list : lists_) {
-      const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
-      if (found == list.queue_pairs.end()) continue;
-      *found = list.queue_pairs.back();
-      list.queue_pairs.pop_back();
-      --runnable_count_;
-      break;
-    }
-    qp.port.runnable = false;
+void Shard::take_out(Qp& qp) {
+  if (!std::exchange(qp.port.runnable, false)) return;
+  for (auto& list : lists_) {
+    const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
+    if (found == list.queue_pairs.end()) continue;
+    *found = list.queue_pairs.back();
+    list.queue_pairs.pop_back();
+    --runnable_count_;
+    return;
   }
+}
+
+void Shard::forget(Qp& qp) {
+  take_out(qp);
   if (Qp* const receiver = std::exchange(qp.port.waiting_at, nullptr)) receiver->port.waiting_sender = nullptr;
   if (Qp* const sender = std::exchange(qp.port.waiting_sender, nullptr)) sender->port.waiting_at = nullptr;
+}
+
+// --- machines that stand still --------------------------------------------------------------------------------
+
+void Shard::freeze(Guest& guest) {
+  if (guest.frozen) return;
+  for (auto& [handle, qp] : guest.qps) take_out(qp->core);
+  for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = true;
+  guest.frozen = true;
+  ++fabric_.topology_generation;  // its peers look for it anew, and find nobody
+}
+
+void Shard::thaw(Guest& guest) {
+  if (!guest.frozen) return;
+  guest.frozen = false;
+  for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = false;
+  ++fabric_.topology_generation;
+  for (auto& [handle, qp] : guest.qps) {
+    qp->watch_receives(qp->core.state == engine::QpState::err || qp->core.port.waiting_sender != nullptr);
+    make_runnable(qp->core);
+  }
+  interrupt_again(guest);
+  guest.control_held = true;  // what it rang for meanwhile
+  // Whoever waits for it looks now, not when its patience says so.
+  for (auto& [qpn, qp] : fabric_.by_qpn)
+    if (engine_.busy(qp->core)) make_runnable(qp->core);
 }
 
 // --- sleep ----------------------------------------------------------------------------------------------------
@@ -343,7 +372,7 @@ void Shard::forget(Qp& qp) {
 bool Shard::anything_waiting() {
   if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || runnable_count_ != 0) return true;
   for (Guest* guest : guests_)
-    if (!guest->broken && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
+    if (!guest->broken && !guest->frozen && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
   return false;
 }
 
@@ -366,6 +395,7 @@ void Shard::sleep() {
     bool held = false;
     for (Guest* guest : guests_) {
       held |= flush_events(*guest);
+      if (guest->frozen) continue;
       held |= fabric_.vmci.flush(*guest);
       held |= guest->held_since_ns != 0 && !guest->broken;
     }

@@ -51,6 +51,10 @@ class Shard final : public Runner, public JobSink {
   void add(Guest& guest) { guests_.push_back(&guest); }
   void remove(Guest& guest);
 
+  // The guest's machine stands still or is being saved (Guest::frozen), or goes on.
+  void freeze(Guest& guest);
+  void thaw(Guest& guest);
+
   void make_runnable(Qp& qp) override;
   void set_timer(Qp& qp, std::uint64_t at_ns) override;
   void overran(CompletionQueue& cq) override;
@@ -87,6 +91,7 @@ class Shard final : public Runner, public JobSink {
   bool run_timers();
   void handle_overruns();
   bool park(RunList& list, std::size_t index);
+  void take_out(Qp& qp);  // of its tenant's list
   void park_all();
   bool anything_waiting();
   void sleep();

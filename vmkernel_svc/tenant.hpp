@@ -3,7 +3,9 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "vmkernel_svc/config.hpp"
 
@@ -13,6 +15,8 @@ struct Tenant {
   uid_t uid;
   Quota quota;
   std::uint32_t guests = 0;
+  // Workers of guests that have gone, held up in memory of theirs that does not come: each counts as a guest.
+  std::shared_ptr<std::atomic<std::uint32_t>> lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
   std::uint32_t objects = 0;
   std::uint64_t registered_bytes = 0;
   std::uint64_t queue_bytes = 0;
@@ -23,6 +27,7 @@ struct Tenant {
   std::int64_t deficit_bytes = 0;
   std::uint64_t moved_bytes = 0;
 
+  bool has_room_for_guest() const { return guests + lingering->load(std::memory_order_relaxed) < quota.guests; }
   bool take_object() {
     if (objects >= quota.objects) return false;
     ++objects;

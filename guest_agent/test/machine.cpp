@@ -29,7 +29,7 @@ bool can_pin() {
   return trial.has_value();
 }
 
-Machine::Machine(bool interrupts, std::uint64_t patience_ns) {
+Machine::Machine(bool by_interrupts, std::uint64_t patience_ns) {
   bar = static_cast<std::byte*>(::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   REQUIRE(bar != MAP_FAILED);
   char name[] = "/tmp/vrdma-guestd-test-XXXXXX";
@@ -37,12 +37,23 @@ Machine::Machine(bool interrupts, std::uint64_t patience_ns) {
   folder_ = name;
   socket = folder_ / "run" / "vrdmad.sock";
   stop_.reset(::eventfd(0, EFD_CLOEXEC));
-  if (interrupts) interrupt_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  thread_ = std::thread([this, patience_ns] {
+  if (by_interrupts) {
+    for (auto& interrupt : interrupts) interrupt.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    kernel_doorbell.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  }
+  thread_ = std::thread([this, patience_ns, link_interrupt = interrupts[vm::link_vector].get()] {
     Device device;
     device.bar = bar;
     device.registers = registers;
-    device.interrupt = interrupt_.get();
+    device.interrupt = link_interrupt;
+    if (link_interrupt >= 0) {
+      device.vectors = vectors;
+      device.interrupt_by = [this](std::uint32_t vector) {
+        interrupts[vector].reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        return vmci::UniqueFd(::fcntl(interrupts[vector].get(), F_DUPFD_CLOEXEC, 0));
+      };
+      device.doorbell = kernel_doorbell.get();
+    }
     Options options;
     options.socket = socket;
     options.patience_ns = patience_ns;
@@ -87,6 +98,7 @@ void Machine::begin_service(std::uint64_t epoch) {
   store(line.magic, vm::magic);
   store(line.major, vm::version_major);
   store(line.minor, vm::version_minor);
+  store(line.vectors, vectors);
   link.reset();
   frames.clear();
   store(line.service_epoch, epoch);
@@ -123,6 +135,7 @@ vm::Hello Machine::open_session(std::int32_t status) {
   welcome.status = status;
   welcome.major = vm::version_major;
   welcome.arena_bytes = arena_bytes;
+  welcome.ram_page_bytes = vm::page_bytes;
   std::strcpy(welcome.name, "test");
   auto& service_page = *reinterpret_cast<control::ServicePage*>(page);
   service_page.magic = control::magic;
@@ -152,7 +165,7 @@ void Machine::pump() {
     return until("the agent begins a session", [this] { return begun(); });
   }
   const std::uint64_t one = 1;
-  if (link->flush() && interrupt_) REQUIRE(::write(interrupt_.get(), &one, sizeof(one)) == sizeof(one));
+  if (link->flush() && interrupts[vm::link_vector]) REQUIRE(::write(interrupts[vm::link_vector].get(), &one, sizeof(one)) == sizeof(one));
 }
 
 FrameIn Machine::await(vm::Frame kind) {

@@ -44,7 +44,7 @@ class Machine {
   // processor for a while.
   static constexpr std::uint64_t long_patience_ns = 60'000'000'000, short_patience_ns = 2'000'000'000;
 
-  explicit Machine(bool interrupts = false, std::uint64_t patience_ns = long_patience_ns);
+  explicit Machine(bool by_interrupts = false, std::uint64_t patience_ns = long_patience_ns);
   ~Machine();
 
   // --- the host service
@@ -98,6 +98,10 @@ class Machine {
   std::string socket;
   std::byte* bar = nullptr;
   std::uint32_t registers[4] = {};
+  // With interrupts: that of each vector, whoever has it now; the service rings it.
+  static constexpr std::uint32_t vectors = 4;
+  vmci::UniqueFd interrupts[vectors];
+  vmci::UniqueFd kernel_doorbell;  // by which processes ring without the agent, where the device has interrupts
   std::optional<vmci::VmLinkEnd> link;
   bool heart_beats = true;
   std::deque<FrameIn> frames;
@@ -108,7 +112,7 @@ class Machine {
   [[noreturn]] static void fail(const char* what);
 
   std::filesystem::path folder_;
-  vmci::UniqueFd stop_, interrupt_;
+  vmci::UniqueFd stop_;
   std::uint64_t boot_ = 0;
   std::string error_;
   std::thread thread_;

@@ -17,6 +17,7 @@ namespace {
 
 constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8;  // enum ibv_access_flags
 constexpr std::uint64_t retained_bytes_max = 32 << 20;
+constexpr std::uint64_t give_back_bytes = 4 << 20;  // as much as is moved at once
 
 Range whole_pages_around(Range range) {
   return {page_floor(range.begin), page_ceiling(range.end)};
@@ -322,20 +323,28 @@ void MemoryManager::give_back(Range range) {
   }
   const OtherThreads others = other_threads();
   for (const Vma& vma : mapped) {
-    const std::uint64_t moved = move_out(window_, vma.range, vma.protection(), other_writers(vma.range, others));
-    if (moved == 0) continue;
-    statistics_.moved_out_bytes += moved;
-    const Range freed{vma.range.begin, vma.range.begin + moved};
-    resident_->erase(freed);
-    retain(freed);
+    // More than is kept afterwards goes in pieces, so that the pages that one gives up serve for the next: else all of it would exist
+    // twice, and the second half be pages that the machine has to find anew.
+    const bool kept = vma.range.bytes() <= retained_bytes_max;
+    const OtherThreads writers = other_writers(vma.range, others);
+    for (std::uint64_t at = vma.range.begin; at < vma.range.end;) {
+      const Range piece{at, kept ? vma.range.end : std::min(vma.range.end, (at / give_back_bytes + 1) * give_back_bytes)};
+      const std::uint64_t moved = move_out(window_, piece, vma.protection(), writers);
+      if (moved == 0) break;
+      statistics_.moved_out_bytes += moved;
+      const Range freed{at, at + moved};
+      resident_->erase(freed);
+      if (kept)
+        retain(freed);
+      else
+        (void)window_.punch(freed);
+      if (moved < piece.bytes()) break;
+      at = piece.end;
+    }
   }
 }
 
 void MemoryManager::retain(Range range) {
-  if (range.bytes() > retained_bytes_max) {
-    (void)window_.punch(range);
-    return;
-  }
   while (retained_count_ == retained_max ||
          (retained_count_ > 0 && retained_bytes_ + range.bytes() > retained_bytes_max))
     drop_oldest_retained();

@@ -4,9 +4,14 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <random>
+#include <string>
 
 #include "guest_lib/memory/test_support.hpp"
 
@@ -271,4 +276,65 @@ TEST_CASE("Many isolated pages leave the process the mappings it needs") {
   for (auto& r : live) manager.remove(std::move(r));
   CHECK(*count_mappings() < 1000);
   ::munmap(p, pages * page);
+}
+
+namespace {
+
+// The most memory, of the other process's own and of its window, that there was at once until `stop` is closed at its other end.
+std::uint64_t watch_peak_mib(pid_t process, int window, int stop) {
+  const std::string folder = "/proc/" + std::to_string(process);
+  std::uint64_t peak = 0;
+  char byte;
+  do {
+    // In this order: what moves from the window into the process meanwhile is not counted twice.
+    std::uint64_t own_kib = 0;
+    std::ifstream status(folder + "/status");
+    for (std::string line; std::getline(status, line);)
+      if (line.starts_with("RssAnon:")) own_kib = std::strtoull(line.c_str() + 8, nullptr, 10);
+    struct stat file {};
+    ::stat((folder + "/fd/" + std::to_string(window)).c_str(), &file);
+    peak = std::max(peak, (own_kib >> 10) + (static_cast<std::uint64_t>(file.st_blocks) >> 11));
+  } while (::recv(stop, &byte, 1, MSG_DONTWAIT) < 0);
+  return peak;
+}
+
+}  // namespace
+
+TEST_CASE("Much memory that is moved back exists twice only in part") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  constexpr std::uint64_t mib = 192;
+  unsigned char* const p = map_anonymous(mib << 20);
+  for (std::uint64_t i = 0; i < mib << 20; i += page) p[i] = static_cast<unsigned char>(i >> 12);
+  const auto window = manager.window_fd();
+  REQUIRE(window.has_value());
+  int ends[2], answer[2];
+  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  REQUIRE(::pipe(answer) == 0);
+  const pid_t parent = ::getpid(), watcher = ::fork();
+  if (watcher == 0) {
+    ::close(ends[1]);
+    char registered;
+    if (::recv(ends[0], &registered, 1, 0) != 1) ::_exit(1);
+    const std::uint64_t peak = watch_peak_mib(parent, *window, ends[0]);
+    ::_exit(::write(answer[1], &peak, sizeof(peak)) == sizeof(peak) ? 0 : 1);
+  }
+  ::close(ends[0]);
+  auto r = manager.add(at(p), mib << 20, writable_access);
+  REQUIRE(r.has_value());
+  CHECK(in_window(*r));
+  REQUIRE(::send(ends[1], "", 1, MSG_NOSIGNAL) == 1);
+  manager.remove(std::move(*r));
+  ::close(ends[1]);
+  std::uint64_t peak = 0;
+  CHECK(::read(answer[0], &peak, sizeof(peak)) == sizeof(peak));
+  CHECK(peak >= mib);
+  CHECK(peak < mib + mib / 2);
+  int status = 0;
+  ::waitpid(watcher, &status, 0);
+  for (std::uint64_t i = 0; i < mib << 20; i += page) REQUIRE(p[i] == static_cast<unsigned char>(i >> 12));
+  ::close(answer[0]);
+  ::close(answer[1]);
+  ::munmap(p, mib << 20);
 }

@@ -28,8 +28,10 @@ int copying_threads() {
   return count;
 }
 
+// Low, where the kernel puts nothing by itself: what a test unmaps stays unmapped, also while threads start and libraries allocate.
 struct Page {
-  char* at = static_cast<char*>(::mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  static inline std::uintptr_t wish = 0x10000000;
+  char* at = static_cast<char*>(::mmap(reinterpret_cast<void*>(wish += 16 * page), page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   Page() { REQUIRE(at != MAP_FAILED); }
   ~Page() { ::munmap(at, page); }
 };
@@ -156,7 +158,7 @@ TEST_CASE("memory that the application has unmapped or protected is an error com
       {"write from unmapped", -1, false, IBV_WR_RDMA_WRITE, IBV_WC_LOC_PROT_ERR},
       {"read into inaccessible", PROT_NONE, false, IBV_WR_RDMA_READ, IBV_WC_LOC_PROT_ERR}};
   for (const Case& c : cases) {
-    CAPTURE(c.what);
+    CAPTURE(std::string(c.what));
     Pair pair;
     pair.word_there() = 0;
     char* const victim = c.remote ? pair.there.at : pair.here.at;

@@ -96,11 +96,19 @@ struct OpenContextReply {
   std::uint32_t context;
   std::uint32_t reserved;
 };
-// Reply descriptor: the read end of the pipe that carries CompletionRecords.
+// Reply descriptor: the read end of the pipe that carries CompletionRecords. In a virtual machine there may be a second one, an eventfd
+// that the kernel rings when the device interrupts for this channel: then the records come by the EventRing, and the pipe tells only
+// of the service's end.
 struct CreateChannelRequest {
   std::uint32_t context;
-  std::uint32_t reserved;
+  std::uint32_t interrupt;  // of the guest: interrupt_wanted or 0; the machine's agent puts the vector there, or 0 if it has none left
 };
+constexpr std::uint32_t interrupt_wanted = 1;  // is no vector that an agent lends
+struct ChannelReply {
+  std::uint32_t handle;
+  std::uint32_t ring;  // offset of the EventRing in the arena / ring_unit_bytes; 0: the records come by the pipe
+};
+constexpr std::uint32_t ring_unit_bytes = 128;
 struct HandleReply {
   std::uint32_t handle;
   std::uint32_t reserved;
@@ -122,6 +130,23 @@ struct AsyncRecord {
   std::uint64_t reserved;
 };
 static_assert(sizeof(CompletionRecord) == 16 && sizeof(AsyncRecord) == 16);
+
+// Completion events of one channel, where the service can interrupt the guest for it. The service interrupts once, then not until the
+// guest has looked; and the guest looks when it was interrupted, and takes what was there at that very moment. So an interrupt that has
+// come stands for records that nobody has taken, as a readable pipe does.
+//
+//   service   record; news = position << 1 | 1, in one step with reading the bit before: interrupts if that was 0
+//   guest     reads its eventfd; clears the bit, in one step with reading the position: the records up to there; consumed
+struct alignas(128) EventRing {
+  std::uint32_t news;         // position of the next record << 1 | an interrupt is on its way
+  std::uint32_t reserved[31];
+  std::uint32_t consumed;     // position of the first record that the guest has not taken
+  std::uint32_t reserved_too[31];
+  CompletionRecord records[128];  // a power of two: positions wrap
+};
+constexpr std::uint32_t event_records = sizeof(EventRing::records) / sizeof(CompletionRecord);
+constexpr std::uint32_t event_position_mask = 0x7fffffff;
+static_assert(WireRecord<EventRing> && sizeof(EventRing) == 256 + 2048 && (event_records & (event_records - 1)) == 0);
 
 // --- device ---------------------------------------------------------------------------------------------------
 struct GidEntry {
@@ -334,7 +359,7 @@ struct QueuePairNotice {
   X(add_backing, AddBackingRequest, AddBackingReply, true)               \
   X(remove_backing, RemoveBackingRequest, Empty, true)                   \
   X(open_context, OpenContextRequest, OpenContextReply, true)            \
-  X(create_channel, CreateChannelRequest, HandleReply, true)             \
+  X(create_channel, CreateChannelRequest, ChannelReply, true)            \
   X(show, Empty, Empty, true)                                            \
   X(query_device, Empty, DeviceReply, false)                             \
   X(close_context, HandleRequest, Empty, false)                          \
@@ -399,7 +424,8 @@ struct ServicePage {
   std::uint16_t major, minor;
   std::uint32_t device_generation;  // changes when a device, port or GID query would answer otherwise
   std::uint32_t shard_count;
-  std::uint64_t reserved[6];
+  std::uint64_t machine_generation;  // in a virtual machine's copy: what the service knows it by when it has been loaded from a file
+  std::uint64_t reserved[5];
   // A robust pthread mutex held by the service for as long as it lives. Its futex word gets FUTEX_OWNER_DIED within
   // microseconds of the service's death, however it died: the guest's poll loops look at it.
   alignas(64) std::byte alive_mutex[64];

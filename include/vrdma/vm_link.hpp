@@ -6,8 +6,9 @@
 //
 // Data and queues never pass here: they lie in the machine's RAM, which the service maps, in pages that the agent has pinned.
 //
-// A session begins when the agent writes a new `boot` and ends with the next one, with another `service_epoch` (the service
-// started anew), or when the service's `heartbeat` stands still for session_patience_ms:
+// A session begins when the agent writes a new `boot` and ends with the next one, with another `service_epoch` (the service has
+// started anew, or knows that the machine ended or is not what it was), or when the service's `heartbeat` stands still for
+// session_patience_ms:
 //
 //   agent    boot = 0; zeroes its cursor; boot = random; rings
 //   service  drops the guests of the session before; zeroes its cursor; accepted = boot
@@ -15,12 +16,11 @@
 //
 // Where nobody can be interrupted (ivshmem-plain, User Mode Linux) the service says service_polls: then it looks by itself, also at
 // `doorbells` in place of doorbell_vector, and an agent whose `heartbeat` stands still for agent_patience_ms has ended, unless
-// something better tells of the machine's end. Whoever has been forgotten finds another `accepted` than its boot, and begins anew.
+// something better tells of the machine's end.
 //
 // Either side may be hostile: what one reads of the other's is read once and bounded. Plain data.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "vrdma/queue_layout.hpp"
@@ -29,9 +29,8 @@
 namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
-constexpr std::uint16_t version_major = 1;   // another one is refused
-constexpr std::uint16_t version_minor = 2;   // 1: Welcome::ram_page_bytes; minor_polls
-constexpr std::uint16_t minor_polls = 2;     // service_polls, and what goes with it
+constexpr std::uint16_t version_major = 2;   // another one is refused
+constexpr std::uint16_t version_minor = 0;
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;
@@ -40,7 +39,8 @@ struct alignas(128) ServiceLine {  // written by the service only
   std::uint64_t accepted;       // the boot for which its cursor is ready
   std::uint64_t heartbeat;      // changes at least every heartbeat_ms
   std::uint64_t flags;          // service_polls
-  std::uint64_t reserved[11];
+  std::uint64_t vectors;        // by which it can interrupt the machine, from 0 on; 0: an older service, which has fixed_vectors
+  std::uint64_t reserved[10];
 };
 constexpr std::uint64_t service_polls = 1;  // ringing has no effect
 struct alignas(128) AgentLine {  // written by the agent only
@@ -63,12 +63,14 @@ constexpr vmci::QueuePairGeometry queues{4096, 4096, vmci::QueueKind::bytes, 0};
 constexpr std::uint64_t bar_bytes = 1 << 20;  // of the BAR, at least; a power of two, as PCI wants
 static_assert(queues_offset + queues.total_bytes() <= bar_bytes);
 
-// ivshmem: the service is peer 0, the machine peer 1; each has these vectors. Writing (peer << 16 | vector) to the doorbell
-// register (BAR 0, offset 12) interrupts that peer.
-constexpr std::uint32_t service_peer = 0, machine_peer = 1;
+// ivshmem: the machine is peer 0, as QEMU wants of one that can be saved (master=on), the service peer 1. Both have the fixed vectors; the
+// machine has more, as many as vm.json says, which the agent lends to completion channels (control::EventRing).
+// Writing (peer << 16 | vector) to the doorbell register (BAR 0, offset 12) interrupts that peer.
+constexpr std::uint32_t machine_peer = 0, service_peer = 1;
 constexpr std::uint32_t link_vector = 0;      // there is something on the link
 constexpr std::uint32_t doorbell_vector = 1;  // some process has set a bit in its doorbell bitmap and found the shard asleep
-constexpr std::uint32_t vectors = 2;
+constexpr std::uint32_t fixed_vectors = 2;
+constexpr std::uint32_t vectors_max = 32;     // of a machine's device
 constexpr std::uint64_t doorbell_register = 12;
 
 // --- frames: FrameHead, then `bytes` of body -----------------------------------------------------------------------
@@ -120,16 +122,14 @@ struct Welcome {
   std::uint64_t arena_bytes;  // of each process's arena: what segment_arena must have
   char name[32];         // the machine's
   char version[32];
-  // Since minor 1. Of the file that is the RAM, 0 where that is page_bytes: a segment's runs must be whole such pages, as no part
-  // of one can be mapped alone.
+  // Of the file that is the RAM: a segment's runs must be whole such pages, as no part of one can be mapped alone.
   std::uint64_t ram_page_bytes;
 };
-constexpr std::uint32_t welcome_bytes_min = 80;  // of minor 0
 struct Open {
   std::uint32_t uid, gid, pid;  // in the machine
   std::uint32_t reserved;
 };
-static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open> && offsetof(Welcome, ram_page_bytes) == welcome_bytes_min);
+static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open>);
 
 // Segments that the agent makes for a process, sealed memfds whose pages are pinned, rounded up to pages of the RAM's file. Others
 // (from segment_first on) are memory that the process registers, wherever it lies: the service reaches that through its mapping of

@@ -20,6 +20,7 @@
 #include <string>
 
 #include "figures.hpp"
+#include "vmci_channel/descriptor_passing.hpp"
 #include "guest_agent/vfio.hpp"
 
 namespace {
@@ -58,21 +59,7 @@ void ring(int event) {
 
 // One message of the ivshmem protocol (QEMU, docs/specs/ivshmem-spec): a number, perhaps with a descriptor.
 void tell(int socket, std::int64_t number, int descriptor = -1) {
-  iovec data{&number, sizeof(number)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  if (descriptor >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof(control);
-    cmsghdr* const head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(head), &descriptor, sizeof(descriptor));
-  }
-  if (::sendmsg(socket, &message, MSG_NOSIGNAL) != sizeof(number)) fail("sendmsg to QEMU");
+  if (!vmci::send_with_descriptors(socket, std::as_bytes(std::span(&number, 1)), std::span(&descriptor, descriptor >= 0 ? 1 : 0))) fail("sendmsg to QEMU");
 }
 
 struct Machine {
@@ -127,7 +114,7 @@ class Device {
  public:
   explicit Device(const std::string& address) : vfio_(taken(address)), registers_(static_cast<volatile std::uint32_t*>(vfio_.map_bar(0).memory)) {
     interrupt_ = vfio_.interrupt(to_self);
-    if (::fcntl(interrupt_.get(), F_SETFL, ::fcntl(interrupt_.get(), F_GETFL) & ~O_NONBLOCK) != 0) fail("fcntl");
+    if (!interrupt_ || ::fcntl(interrupt_.get(), F_SETFL, ::fcntl(interrupt_.get(), F_GETFL) & ~O_NONBLOCK) != 0) fail("fcntl");
   }
   void ring(std::uint32_t vector) { registers_[doorbell_word] = static_cast<std::uint32_t>(host_peer) << 16 | vector; }
   void wait() { take_ring(interrupt_.get()); }

@@ -137,6 +137,9 @@ class Pair:
         return (two, one, nothing, nothing) if where == "vm-vm" else (one, self.guests.host, nothing, nothing)
 
     def perftest(self, where, program, size, iterations, *more):
+        return figures.with_clock(lambda: self.perftest_once(where, program, size, iterations, *more))
+
+    def perftest_once(self, where, program, size, iterations, *more):
         server, client, of_side, _ = self.sides(where)
         port = server.free_port()
         words = lambda side: [program, "-F", "-s", str(size), "-n", str(iterations), "-p", str(port), *more, *of_side(side)]

@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop"), str(HERE.parent / "vm")]
 
 import bars  # noqa: E402
-from harness import SKIPPED_EXIT_CODE, Failure, Skip, clean_up, clean_up_on_signals  # noqa: E402
+from harness import Failure, exit_code_of  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from machine_pair import LARGE, SMALL, Pair  # noqa: E402
 
@@ -238,10 +238,10 @@ def main():
         for row in chosen(None):
             print(f"{row.name:24} {row.note}")
         return 0
-    clean_up_on_signals()
-    begun = time.monotonic()
-    try:
+
+    def run():
         require_emulator()
+        begun = time.monotonic()
         pair = Pair(Path(options.build).resolve())
         try:
             print(f"two machines after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
@@ -251,14 +251,7 @@ def main():
         finally:
             pair.guests.forget()
         return 1 if failed else 0
-    except Skip as reason:
-        print(f"SKIP  virtual machines: {reason}")
-        return SKIPPED_EXIT_CODE
-    except Failure as reason:
-        print(f"FAIL  {reason}")
-        return 1
-    finally:
-        clean_up()
+    return exit_code_of(run, "virtual machines")
 
 
 if __name__ == "__main__":

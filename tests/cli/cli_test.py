@@ -47,6 +47,14 @@ class Configuration(TestCase):
         result, file = self.check('{"quota": {"guest": 1}}')
         self.assert_refuses(result, 1, file, 'unknown key "guest" in "quota"', "registered_bytes")
 
+    def test_a_key_given_twice_and_what_lies_behind_a_nul_are_refused(self):
+        result, file = self.check('{"lid_first": 1, "quota": {"guests": 1, "objects": 2, "guests": 3}}')
+        self.assert_refuses(result, 1, file, '"guests" is given twice')
+        result, file = self.check('{"lid_first": 1, /* one of many */ "lid_first": 2}')
+        self.assert_refuses(result, 1, file, '"lid_first" is given twice')
+        result, file = self.check('{}\0{"lid_first": 0}')
+        self.assert_refuses(result, 1, file, "NUL")
+
     def test_a_wrong_type_is_named_with_its_value(self):
         for text, *words in (('{"shards": "two"}', '"shards" is "two"', "whole number"),
                              ('{"shards": -1}', '"shards" is -1', "whole number"),

@@ -48,8 +48,17 @@ class VmCase(TestCase):
 class Adding(VmCase):
     def test_the_service_finds_what_it_wants_and_nothing_else(self):
         self.add("--memory", "512M", "--tenant", str(os.geteuid()))
-        self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "tenant": os.geteuid()})
+        self.assertEqual(self.record(), {"ram": str(self.ram(self.name)), "tenant": os.geteuid(), "vectors": 32})
         self.assertEqual(os.listdir(self.vms / self.name), ["vm.json"])
+
+    def test_a_machine_has_as_many_interrupts_as_when_it_was_added(self):
+        words = lambda described: [word for word in described["qemu"] if word.startswith("ivshmem-doorbell")]
+        self.assertEqual(words(self.add("--memory", "64M")), ["ivshmem-doorbell,chardev=vrdma,vectors=32,master=on"])
+        by_an_older_version = {key: value for key, value in self.record().items() if key != "vectors"}
+        (self.vms / self.name / "vm.json").write_text(json.dumps(by_an_older_version))
+        described = json.loads(self.vm("show", self.name, "--json").stdout)
+        self.assertEqual(words(described), ["ivshmem-doorbell,chardev=vrdma,vectors=2,master=on"])
+        self.assertIn("<msi vectors='2'/>", described["libvirt"])
 
     def test_without_interrupts_the_link_is_a_file(self):
         added = self.add("--plain", "--memory", "64M")
@@ -57,6 +66,11 @@ class Adding(VmCase):
         self.assertEqual(added["link"], str(self.vms / self.name / "link.bar"))
         self.assertIn("ivshmem-plain,memdev=vrdma", added["qemu"])
         self.assertNotIn("qemu_interrupts", added)
+        text = self.vm("show", self.name).stdout
+        for line in added["libvirt"].splitlines():
+            self.assertIn(line, text)
+        said = [argument.get("value") for argument in xml.fromstring(added["libvirt"]).iter("{http://libvirt.org/schemas/domain/qemu/1.0}arg")]
+        self.assertEqual(said, added["qemu"][2:])  # libvirt says -m itself
 
     def test_user_mode_linux_brings_its_own_memory(self):
         added = self.add("--uml")
@@ -293,11 +307,11 @@ class Others(VmCase):
                 connection, _ = service.accept()
                 memory = os.memfd_create("bar")
                 os.truncate(memory, 1 << 20)
-                for number, descriptors in ((0, []), (1, []), (-1, [memory])):
+                for number, descriptors in ((0, []), (0, []), (-1, [memory])):
                     socket.send_fds(connection, [number.to_bytes(8, "little", signed=True)], descriptors)
                 events = [os.eventfd(0) for _ in range(2)]
                 for event in events:
-                    socket.send_fds(connection, [(1).to_bytes(8, "little")], [event])
+                    socket.send_fds(connection, [(0).to_bytes(8, "little")], [event])
                 # It answers only after all devices are there.
                 commands = ['{"execute": "qmp_capabilities"}', '{"execute": "query-memory-size-summary"}', '{"execute": "query-pci"}', '{"execute": "quit"}']
                 said, complained = qemu.communicate("\n".join(commands) + "\n", timeout=WATCHDOG_S)
@@ -331,8 +345,11 @@ class Others(VmCase):
         rest = "<name>x</name><os><type arch='x86_64' machine='q35'>hvm</type></os></domain>"
         for text in (printed, with_interrupts):
             self.assertEqual(self.judged(text.replace("</domain>", rest)), "")
-        for wrong in ("ivshmem-doorbell", "<server ", "<qemu:arg "):  # the schema is one that can refuse
+        for wrong in ("ivshmem-doorbell", "<server ", "role='master'", "<qemu:arg "):  # the schema is one that can refuse
+            self.assertIn(wrong, printed)
             self.assertNotEqual(self.judged(printed.replace(wrong, wrong[0] + "x" + wrong[1:]).replace("</domain>", rest)), "", wrong)
+        plain = self.add("--plain", "--ram", str(self.folder / "ram"), "--memory", "64M", name=self.name + "-plain")["libvirt"]
+        self.assertEqual(self.judged(plain.replace("</domain>", rest)), "")
 
     def judged(self, text):
         file = self.folder / "domain.xml"

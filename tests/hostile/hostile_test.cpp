@@ -195,7 +195,7 @@ int main(int argc, char** argv) {
     std::filesystem::create_directories(folder);
     std::ofstream(folder / "ram").close();
     std::filesystem::resize_file(folder / "ram", 32 << 20);
-    std::ofstream(folder / "vm.json") << json{{"ram", folder / "ram"}, {"tenant", hostile_uid}};
+    std::ofstream(folder / "vm.json") << json{{"ram", folder / "ram"}, {"tenant", hostile_uid}, {"vectors", 4}};
   }
   const int errors = ::open(log.c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0644);
   int ready[2];

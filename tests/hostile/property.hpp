@@ -48,7 +48,7 @@ class Property {
     if (!opened || given.empty()) return false;
     context = opened->context;
     pipes.push_back(std::move(given.front()));
-    const auto made_channel = in_.call_on_socket<Request::create_channel>({context, 0}, {}, &given);
+    const auto made_channel = in_.call_on_socket<Request::create_channel>({context, in_.in_machine() ? vm::fixed_vectors : 0}, {}, &given);
     if (!made_channel || given.empty()) return false;
     channel = made_channel->handle;
     pipes.push_back(std::move(given.front()));

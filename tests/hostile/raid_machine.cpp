@@ -21,7 +21,7 @@ void strike_at_bar(Raid& raid, FakeMachine& machine) {
                                   vm::queues_offset + dice.below(vm::queues.total_bytes()), dice.below(vm::bar_bytes)};
   const std::uint64_t at = places[dice.below(std::size(places))];
   std::memcpy(machine.bar() + at, noise, std::min<std::uint64_t>(length, vm::bar_bytes - at));
-  machine.ring(dice.below(vm::vectors));
+  machine.ring(dice.below(vm::fixed_vectors));
   ++raid.blows;
 }
 
@@ -63,15 +63,16 @@ void strike_with_frames(Raid& raid, FakeMachine& machine) {
 void raid_machine(Raid& raid) {
   Dice& dice = raid.dice;
   const std::string folder = raid.path.substr(0, raid.path.rfind('/')) + "/vm/" + std::to_string(raid.number % 3);
-  FakeMachine machine(folder + "/ivshmem.sock", folder + "/ram", dice.any(), dice.one_in(3) ? dice.below(16) << 20 : 0);
+  FakeMachine machine(folder + "/ivshmem.sock", folder + "/ram", dice.any(), dice.one_in(3) ? dice.below(16) << 20 : 0, /*vectors=*/4);
   if (!machine.connected()) {  // the service has yet to see the end of the last one
     ::usleep(1000);
     return;
   }
+  if (dice.one_in(3)) machine.clog();
   for (int sessions = 0; sessions < 4 && !raid.over(); ++sessions) {
     if (dice.one_in(4))
       for (int i = 0; i < 50; ++i) strike_at_bar(raid, machine);
-    if (!machine.begin_session(2000) || machine.greet(dice.one_in(20) ? 8 : 0) != 0) continue;
+    if (!machine.begin_session(2000) || machine.greet(dice.one_in(20) ? 8 : 0, 2000) != 0) continue;
     ++raid.attached;
     switch (dice.below(4)) {
       case 0:

@@ -148,6 +148,24 @@ def clean_up_on_signals():
         signal.signal(number, leave)
 
 
+def exit_code_of(test, what):
+    """A test program's exit code, and how long it took: test() returns it, or raises Failure, or Skip where `what` cannot be had here.
+    Whatever happens, nothing that was started is left."""
+    clean_up_on_signals()
+    begun = time.monotonic()
+    try:
+        return test()
+    except Skip as reason:
+        print(f"SKIP  {what}: {reason}")
+        return SKIPPED_EXIT_CODE
+    except Failure as reason:
+        print(f"FAIL  {reason}")
+        return 1
+    finally:
+        print(f"{time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        clean_up()
+
+
 def run(command, seconds, env=None, cwd=None, name=None):
     """Runs a program to its end: (exit code, output). Raises Failure at the deadline."""
     program = Program(command, env=env, cwd=cwd, name=name)

@@ -230,6 +230,10 @@ def random_case(source: random.Random):
 
 def run_case(case, sides, seconds=60):
     """Runs the pair and checks that what was asked is what was measured. Returns the figures of the last row."""
+    return figures.with_clock(lambda: run_once(case, sides, seconds))
+
+
+def run_once(case, sides, seconds):
     server, client = (replace(side, link_layer=case.link_layer) for side in sides)
     port = server.free_port()
     pair = run_pair(server, client,

@@ -92,6 +92,17 @@ class Parsers(unittest.TestCase):
         with self.assertRaises(Failure):
             figures.bandwidth(" 65536      1000             0.00            0.00\t\t   0.000000\n")
 
+    def test_a_run_without_a_clock_is_another_failure_and_run_again(self):
+        said = ["Correlation coefficient r^2: 0.600792 < 0.9\n 65536      100              0.00               0.00   \t\t   0.000000\n",
+                " 65536      1000             10240.00            10000.00\t\t   0.160000\n"]
+        with self.assertRaises(figures.NoClock):
+            figures.bandwidth(said[0])
+        left = iter(said)
+        self.assertEqual(figures.with_clock(lambda: figures.bandwidth(next(left)))[0].iterations, 1000)
+        left = iter(said[:1] * 3)
+        with self.assertRaises(figures.NoClock):
+            figures.with_clock(lambda: figures.bandwidth(next(left)))
+
     def test_missing_row_is_a_failure(self):
         with self.assertRaises(Failure):
             figures.latency("Unable to open device\n")

@@ -1,5 +1,6 @@
 // A virtual machine without a processor: connects to the service as QEMU does, has a file for its RAM, and speaks the link as its
-// agent does; or has only the file that is a plain machine's link. Physical pages are given out in an order that scatters them. One thread; what is wrong with it is the caller's choice.
+// agent does; or has only the file that is a plain machine's link. Physical pages are given out in an order that scatters them. One
+// thread; what is wrong with it is the caller's choice.
 #pragma once
 
 #include <fcntl.h>
@@ -30,8 +31,9 @@ class FakeMachine {
   // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB. seed: another one for each machine
   // that a service sees, since the boot numbers come from it.
   // link: ivshmem.sock, or link.bar.
-  FakeMachine(const std::string& link, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0)
-      : random_(seed), high_bytes_(high_bytes) {
+  // vectors: of its device, as vm.json says.
+  FakeMachine(const std::string& link, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0, std::uint32_t vectors = vm::fixed_vectors)
+      : random_(seed), high_bytes_(high_bytes), vectors_(vectors) {
     ram_fd_.reset(::open(ram.c_str(), O_RDWR | O_CLOEXEC));
     ram_bytes_ = static_cast<std::uint64_t>(::lseek(ram_fd_.get(), 0, SEEK_END));
     for (std::uint64_t page = 0; page < ram_bytes_ / vm::page_bytes; ++page) free_.push_back(page);
@@ -48,8 +50,13 @@ class FakeMachine {
   FakeMachine& operator=(const FakeMachine&) = delete;
 
   bool connected() const { return bar_ != nullptr; }
+  // Its QEMU ends; another one goes on with what is in the RAM file and the BAR.
+  void end() { qemu_.reset(); }
+  void come_back(const std::string& ivshmem_socket) { connect(ivshmem_socket); }
   std::byte* bar() const { return bar_; }
   vm::LinkHeader& header() const { return *reinterpret_cast<vm::LinkHeader*>(bar_); }
+  // Another one than when its session began: the service knows the session no more.
+  std::uint64_t service_epoch() const { return std::atomic_ref(header().service.service_epoch).load(std::memory_order_acquire); }
   vmci::VmLinkEnd& link() { return *link_; }
   void ring(std::uint32_t vector) const {
     const std::uint64_t one = 1;
@@ -60,8 +67,23 @@ class FakeMachine {
     [[maybe_unused]] const auto written = ::write(service_events_[vector].get(), &one, sizeof(one));
   }
 
+  // Whoever interrupts it by write(2) waits for ever: a QEMU has the service's own descriptions.
+  void clog() const {
+    for (std::uint32_t i = 0; i < vectors_; ++i) {
+      const int event = machine_events_[i].get();
+      const std::uint64_t most = ~std::uint64_t{0} - 1;
+      std::uint64_t count;
+      ::fcntl(event, F_SETFL, O_NONBLOCK);
+      [[maybe_unused]] const auto emptied = ::read(event, &count, sizeof(count));
+      [[maybe_unused]] const auto filled = ::write(event, &most, sizeof(most));
+      ::fcntl(event, F_SETFL, 0);
+    }
+  }
+
+  static constexpr int patience_ms = 60'000;  // with what comes; what does not come is waited for by call_patience_ms
+
   // The service takes nothing over from the session before. False: it does not answer.
-  bool begin_session(int timeout_ms = 5000) {
+  bool begin_session(int timeout_ms = patience_ms) {
     auto& mine = header().agent;
     std::atomic_ref(mine.boot).store(0, std::memory_order_release);
     link_.emplace(bar_, /*agent=*/true);
@@ -74,12 +96,12 @@ class FakeMachine {
     return accepted_ = wait([&] { return std::atomic_ref(header().service.accepted).load(std::memory_order_acquire) == boot; }, timeout_ms);
   }
   // Greets; what the service says to it. EIO: nothing.
-  int greet(std::uint64_t proof_offset = 0) {
+  int greet(std::uint64_t proof_offset = 0, int timeout_ms = patience_ms) {
     page_ = take_pages(1).front();
     vm::Hello hello{vm::version_major, vm::version_minor, 0, high_bytes_, physical(page_), random_() | 1, "fake"};
     write_ram(page_ * vm::page_bytes + proof_offset, &hello.proof, sizeof(hello.proof));
     link_->send(vm::Frame::hello, 0, hello);
-    const auto frame = await(vm::Frame::welcome, 0);
+    const auto frame = await(vm::Frame::welcome, 0, timeout_ms);
     if (!frame || frame->body.size() != sizeof(welcome)) return EIO;
     std::memcpy(&welcome, frame->body.data(), sizeof(welcome));
     return welcome.status;
@@ -89,7 +111,7 @@ class FakeMachine {
     vm::FrameHead head;
     std::vector<std::byte> body;
   };
-  std::optional<Frame> await(vm::Frame kind, std::uint32_t connection, int timeout_ms = 5000) {
+  std::optional<Frame> await(vm::Frame kind, std::uint32_t connection, int timeout_ms = patience_ms) {
     std::optional<Frame> found;
     wait([&] {
       const auto at = std::find_if(frames_.begin(), frames_.end(), [&](const Frame& frame) {
@@ -107,10 +129,15 @@ class FakeMachine {
       return frame.head.kind == static_cast<std::uint16_t>(kind) && frame.head.connection == connection;
     });
   }
+  // Whether the service has read all that was sent.
+  bool all_taken() const {
+    const auto* const cursors = reinterpret_cast<const vmci::ByteCursor*>(bar_ + vm::queues_offset);  // the agent's, the service's
+    return link_->unsent_bytes() == 0 && cursors[0].produced == vmci::ByteSide::load(cursors[1].consumed, std::memory_order_acquire);
+  }
   void beat() const { std::atomic_ref(header().agent.heartbeat).fetch_add(1, std::memory_order_relaxed); }
   // Sends what waits, takes what has come, until the condition holds.
   template <class Condition>
-  bool wait(const Condition& holds, int timeout_ms = 5000) {
+  bool wait(const Condition& holds, int timeout_ms = patience_ms) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     for (;;) {
       if (accepted_) {
@@ -157,6 +184,9 @@ class FakeMachine {
   void write_ram(std::uint64_t offset, const void* bytes, std::size_t count) const {
     [[maybe_unused]] const auto written = ::pwrite(ram_fd_.get(), bytes, count, static_cast<off_t>(offset));
   }
+  void read_ram(std::uint64_t offset, void* bytes, std::size_t count) const {
+    [[maybe_unused]] const auto read = ::pread(ram_fd_.get(), bytes, count, static_cast<off_t>(offset));
+  }
   std::uint64_t ram_bytes() const { return ram_bytes_; }
   std::uint64_t service_page() const { return page_; }
 
@@ -178,7 +208,7 @@ class FakeMachine {
     std::memcpy(packet.data() + sizeof(head), &body, sizeof(body));
     link_->send(vm::Frame::packet, connection, packet);
     status = EIO;
-    const auto reply = await(vm::Frame::reply, connection);
+    const auto reply = await(vm::Frame::reply, connection, call_patience_ms);
     if (!reply || reply->body.size() < sizeof(head)) return {};
     std::memcpy(&head, reply->body.data(), sizeof(head));
     status = head.status;
@@ -190,6 +220,7 @@ class FakeMachine {
   }
 
   bool heart_beats = true;
+  int call_patience_ms = patience_ms;
   vm::Welcome welcome{};
   int status = 0;
   std::uint32_t first_stream = 0;
@@ -205,8 +236,9 @@ class FakeMachine {
     const auto [id, none] = message();
     auto [marker, bar] = message();
     if (version != 0 || id != vm::machine_peer || marker != -1) return;
-    for (auto* const events : {service_events_, machine_events_})
-      for (std::uint32_t i = 0; i < vm::vectors; ++i) events[i] = message().second;
+    for (auto& event : service_events_) event = message().second;
+    for (std::uint32_t i = 0; i < vectors_; ++i) machine_events_[i] = message().second;
+    if (bar_ != nullptr) return;  // it is the same memory
     void* const at = ::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, bar.get(), 0);
     if (at != MAP_FAILED) bar_ = static_cast<std::byte*>(at);
   }
@@ -232,8 +264,9 @@ class FakeMachine {
 
   std::mt19937_64 random_;
   std::uint64_t high_bytes_, ram_bytes_ = 0, page_ = 0;
+  std::uint32_t vectors_;
   vmci::UniqueFd ram_fd_, qemu_;
-  vmci::UniqueFd service_events_[vm::vectors], machine_events_[vm::vectors];
+  vmci::UniqueFd service_events_[vm::fixed_vectors], machine_events_[vm::vectors_max];
   std::byte* bar_ = nullptr;
   std::optional<vmci::VmLinkEnd> link_;
   bool accepted_ = false;  // before that, the service's cursor is of the session before

@@ -1,89 +1,12 @@
 // The service's side of virtual machines, against a machine that is only a file and a socket: what the link carries, whose memory
 // is taken, and what becomes of a machine that restarts, ends or lies.
-#include <nlohmann/json.hpp>
-#include <sys/stat.h>
-
-#include <filesystem>
-
-#include "guest_lib/test/service_fixture.hpp"
-#include "tests/machine/fake_machine.hpp"
-#include "vmci_channel/ready_bitmap.hpp"
-#include "vmci_channel/record_ring.hpp"
+#include "tests/machine/world.hpp"
+#include "vmci_channel/descriptor_passing.hpp"
 
 namespace vrdma::test {
 namespace {
 
 using namespace control;
-namespace fs = std::filesystem;
-constexpr std::uint64_t ram_bytes = 64 << 20;
-
-struct World {
-  Service service;
-  fs::path folder, ram;
-
-  enum class Kind { interrupted, plain, launched };  // plain: the device is a file; launched: and the RAM comes with a launcher
-  Kind kind;
-
-  explicit World(Kind of = Kind::interrupted) : kind(of) {
-    service.start();
-    folder = fs::path(std::getenv("VRDMA_SOCKET")).parent_path() / "vm";
-    ram = folder / "one.ram";
-    fs::create_directories(folder / "one");
-    std::ofstream(ram).close();
-    fs::resize_file(ram, ram_bytes);
-    const fs::path file = folder / "one" / "vm.json";
-    nlohmann::json spec = nlohmann::json::object();
-    if (kind != Kind::launched) spec["ram"] = ram;
-    if (kind != Kind::interrupted) spec["plain"] = true;
-    std::ofstream(file.string() + ".new") << spec;
-    fs::rename(file.string() + ".new", file);
-    eventually("the machine is served", [&] { return fs::exists(socket()); });
-  }
-  ~World() {
-    service.kill_now();
-    fs::remove_all(folder);
-  }
-  // launcher.sock is there last.
-  fs::path socket() const { return folder / "one" / (kind == Kind::interrupted ? "ivshmem.sock" : "launcher.sock"); }
-  fs::path link() const { return kind == Kind::interrupted ? socket() : folder / "one" / "link.bar"; }
-};
-
-// A process of a machine with its queues mapped: enough to ask for things by the control ring.
-struct Process {
-  FakeMachine& machine;
-  std::uint32_t connection;
-  std::vector<std::uint64_t> pages;
-  vmci::Mapping arena;
-  std::optional<AttachReply> attached;
-
-  explicit Process(FakeMachine& m) : machine(m), connection(m.open()), pages(m.take_pages(m.welcome.arena_bytes / vm::page_bytes)), arena(m.map(pages)) {
-    machine.lend(connection, vm::segment_arena, pages);
-    AttachRequest request{};
-    request.magic = magic;
-    request.major = version_major;
-    request.minor = version_minor;
-    attached = machine.call<Request::attach>(connection, request);
-  }
-};
-
-// By its control queue and doorbell, as a process does once it is attached.
-void ask_by_queues(Process& process) {
-  vmci::QueuePairView control(process.arena.data() + process.attached->control_offset, process.attached->control_geometry);
-  vmci::RecordWriter requests(control.produce(), process.attached->control_geometry.produce_slots);
-  vmci::RecordReader replies(control.consume_records(), process.attached->control_geometry.consume_entries);
-  Head head{};
-  head.sequence = 99;
-  requests.write(sizeof(RecordHead), std::as_bytes(std::span(&head, 1)).subspan(sizeof(RecordHead)));
-  requests.publish(address_of(host_context, control_port), 0, static_cast<std::uint32_t>(Request::query_device), 1);
-  vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process.arena.data() + process.attached->doorbell_offset)).set(0);
-  process.machine.ring(vm::doorbell_vector);
-  alignas(64) std::byte record[record_slots_max * slot_bytes];
-  std::uint32_t slots = 0;
-  REQUIRE(process.machine.wait([&] { return replies.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
-  std::memcpy(&head, record, sizeof(head));
-  CHECK(head.sequence == 99);
-  CHECK(head.status == 0);
-}
 
 TEST_CASE("a machine says hello, its processes attach with queues in its RAM, and leave nothing behind") {
   World world;
@@ -106,6 +29,41 @@ TEST_CASE("a machine says hello, its processes attach with queues in its RAM, an
     machine.link().send(vm::Frame::close, process.connection, std::span<const std::byte>{});
     CHECK(machine.await(vm::Frame::closed, process.connection));
   }
+}
+
+TEST_CASE("a channel of a machine's process has a ring for its events where the machine can be interrupted for it") {
+  constexpr std::uint32_t vectors = 4;
+  World world(World::Kind::interrupted, "{}", {}, vectors);
+  FakeMachine machine(world.socket(), world.ram, 31, 0, vectors);
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  CHECK(std::atomic_ref(machine.header().service.vectors).load() == vectors);
+  Process process(machine);
+  REQUIRE_MESSAGE(process.attached, process.machine.status);
+  const auto context = machine.call<Request::open_context>(process.connection, {});
+  REQUIRE(context);
+  for (const std::uint32_t vector : {vm::doorbell_vector, vectors, ~0u}) {
+    CHECK(!machine.call<Request::create_channel>(process.connection, {context->context, vector}));
+    CHECK(machine.status == EINVAL);
+  }
+  const auto by_pipe = machine.call<Request::create_channel>(process.connection, {context->context, 0});
+  REQUIRE(by_pipe);
+  CHECK(by_pipe->ring == 0);
+  for (std::uint32_t vector = vm::fixed_vectors; vector < vectors; ++vector) {
+    const auto channel = machine.call<Request::create_channel>(process.connection, {context->context, vector});
+    REQUIRE(channel);
+    CHECK(machine.first_stream != 0);  // its end is still told by a pipe
+    REQUIRE(channel->ring != 0);
+    const std::uint64_t offset = std::uint64_t{channel->ring} * ring_unit_bytes;
+    REQUIRE(offset <= process.attached->arena_bytes - sizeof(EventRing));
+    const auto& ring = *reinterpret_cast<const EventRing*>(process.arena.data() + offset);
+    CHECK(ring.news == 0);
+    CHECK(ring.consumed == 0);
+  }
+  machine.clog();
+  ask_by_queues(process);  // nobody waits for this machine
+  REQUIRE(machine.begin_session());  // whatever there was goes in order
+  CHECK(machine.greet() == 0);
 }
 
 TEST_CASE("memory that a machine lends must be its own, and all of it there when it is used") {
@@ -131,6 +89,7 @@ TEST_CASE("memory that a machine lends must be its own, and all of it there when
 
   const vm::Run beyond{ram_bytes / vm::page_bytes - 1, 2};
   machine.link().send(vm::Frame::segment, process.connection, beyond, 18);
+  machine.call_patience_ms = 3000;  // nobody answers
   CHECK(!machine.call<Request::add_pinned>(process.connection, {0x10000000, 4096, 0, 18}));
   CHECK(machine.status == EIO);  // no session any more
   CHECK(machine.begin_session());
@@ -140,24 +99,59 @@ TEST_CASE("memory that a machine lends must be its own, and all of it there when
 TEST_CASE("a machine that is reset has lost its guests before its memory is used anew") {
   World world;
   FakeMachine machine(world.socket(), world.ram, 12);
-  vmci::UniqueFd monitor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::strncpy(address.sun_path, (world.folder / "one" / "monitor.sock").c_str(), sizeof(address.sun_path) - 1);
-  REQUIRE(::connect(monitor.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
-  const auto says = [&](std::string_view text) { REQUIRE(::send(monitor.get(), text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size())); };
+  const Monitor monitor(world);
+  const auto says = [&](std::string_view text) { monitor.says(text); };
   says("{\"QMP\": {\"version\": {}}}\r\n{\"return\": {}}\r\n");
   REQUIRE(machine.begin_session());
   REQUIRE(machine.greet() == 0);
   Process process(machine);
   REQUIRE(process.attached);
-  says("{\"event\": \"STOP\"}\r\nno JSON\r\n{\"timestamp\": {}, \"eve");
+  says("{\"event\": \"POWERDOWN\"}\r\nno JSON\r\n{\"timestamp\": {}, \"eve");
   CHECK(machine.call<Request::open_context>(process.connection, {}));
   says("nt\": \"RESET\", \"data\": {\"guest\": true}}\r\n");
+  machine.call_patience_ms = 3000;  // nobody answers
   CHECK(!machine.call<Request::open_context>(process.connection, {}));
   CHECK(machine.status == EIO);
   REQUIRE(machine.begin_session());  // its next boot
   CHECK(machine.greet() == 0);
+}
+
+TEST_CASE("a machine that runs is found again by a service that is started anew, however the one before ended") {
+  World world;
+  const fs::path keeper = world.folder / "keeper.sock";
+  {
+    FakeMachine machine(world.socket(), world.ram, 23);
+    REQUIRE(machine.connected());
+    const Monitor monitor(world);
+    for (const int signal : {SIGKILL, SIGTERM, SIGKILL}) {
+      REQUIRE(machine.begin_session());
+      REQUIRE(machine.greet() == 0);
+      {
+        Process process(machine);
+        REQUIRE_MESSAGE(process.attached, machine.status);
+        ask_by_queues(process);
+        machine.give_back(process.pages);
+      }
+      const std::uint64_t epoch = machine.service_epoch();
+      world.service.kill_now(signal);
+      world.service.start();
+      REQUIRE(machine.wait([&] { return machine.service_epoch() != epoch; }, 60000));
+    }
+    // So is its monitor.
+    REQUIRE(machine.begin_session());
+    REQUIRE(machine.greet() == 0);
+    const std::uint64_t epoch = machine.service_epoch();
+    monitor.event("RESET");
+    CHECK(machine.wait([&] { return machine.service_epoch() != epoch; }, 60000));
+    CHECK(fs::exists(keeper));
+  }
+  eventually("what was kept is given up with the machine", [&] { return !fs::exists(keeper); });
+  // The next one is another one.
+  FakeMachine machine(world.socket(), world.ram, 24);
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == 0);
+  fs::remove(world.folder / "one" / "vm.json");
+  eventually("what was kept is given up with its registration", [&] { return !fs::exists(keeper); });
 }
 
 TEST_CASE("a machine that can interrupt nobody is served; when its heart stands still it is forgotten, and finds that out") {
@@ -172,7 +166,8 @@ TEST_CASE("a machine that can interrupt nobody is served; when its heart stands 
     REQUIRE_MESSAGE(process.attached, process.machine.status);
     ask_by_queues(process);
     machine.heart_beats = false;
-    REQUIRE(machine.wait([&] { return std::atomic_ref(machine.header().service.accepted).load(std::memory_order_acquire) == 0; }, 60000));
+    const std::uint64_t epoch = machine.service_epoch();
+    REQUIRE(machine.wait([&] { return machine.service_epoch() != epoch; }, 60000));
     CHECK(!machine.has(vm::Frame::closed, process.connection));
     machine.give_back(process.pages);
   }
@@ -203,17 +198,8 @@ vmci::UniqueFd launch(const fs::path& path, int ram) {
   std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
   vmci::UniqueFd launcher(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   REQUIRE(::connect(launcher.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
-  char word = 1;
-  iovec data{&word, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  *CMSG_FIRSTHDR(&message) = {CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
-  std::memcpy(CMSG_DATA(CMSG_FIRSTHDR(&message)), &ram, sizeof(ram));
-  REQUIRE(::sendmsg(launcher.get(), &message, MSG_NOSIGNAL) == 1);
+  const std::byte word{1};
+  REQUIRE(vmci::send_with_descriptors(launcher.get(), std::span(&word, 1), std::span(&ram, 1)).has_value());
   return launcher;
 }
 
@@ -230,14 +216,15 @@ TEST_CASE("a launcher brings the memory of its machine, and its end is the machi
     Process process(machine);
     REQUIRE(process.attached);
     ask_by_queues(process);
+    const std::uint64_t epoch = machine.service_epoch();
     launcher.reset();
-    REQUIRE(machine.wait([&] { return std::atomic_ref(machine.header().service.accepted).load(std::memory_order_acquire) == 0; }));
+    REQUIRE(machine.wait([&] { return machine.service_epoch() != epoch; }));
   }
   // Nothing but memory is taken for memory, and who brings none is not it.
   const vmci::UniqueFd other(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
   auto liar = launch(world.socket(), other.get());
   pollfd hung_up{liar.get(), POLLIN, 0};
-  CHECK(::poll(&hung_up, 1, 5000) == 1);
+  CHECK(::poll(&hung_up, 1, 60000) == 1);
   FakeMachine machine(world.link(), path, 41);
   REQUIRE(machine.begin_session());
   CHECK(machine.greet() == ENODEV);
@@ -300,6 +287,46 @@ TEST_CASE("a machine whose RAM file is cut off under it harms nobody else") {
   ibv_port_attr port{};
   CHECK(ibv_query_port(host.context, 1, &port) == 0);
   fs::resize_file(world.ram, ram_bytes);
+}
+
+// Lets the kernel make a few huge pages of ordinary memory, as long as this lives.
+class LentHugePages {
+ public:
+  LentHugePages() {
+    std::ifstream(file) >> before_;
+    std::ofstream(file) << before_ + 4;
+  }
+  ~LentHugePages() { std::ofstream(file) << before_; }
+  LentHugePages(const LentHugePages&) = delete;
+  LentHugePages& operator=(const LentHugePages&) = delete;
+
+ private:
+  static constexpr const char* file = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
+  std::uint64_t before_ = 0;
+};
+
+TEST_CASE("RAM on larger pages than queues have room for is refused when the agent greets") {
+  constexpr std::uint64_t huge = 2 << 20;
+  const LentHugePages lent;
+  const auto ram = vmci::Segment::create("ram", 2 * huge, false, huge);
+  if (!ram) {
+    MESSAGE("SKIP: no huge pages can be had here: ", std::strerror(value(ram.error())));
+    return;
+  }
+  const std::string path = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(ram->fd());
+  for (const auto& [configuration, status] : {std::pair{R"({"machine_arena_bytes": 1048576})", EINVAL},
+                                              std::pair{R"({"machine_arena_bytes": 2097152})", EFAULT}}) {  // what it shows is looked at: nothing
+    World world(World::Kind::interrupted, configuration, path);
+    FakeMachine machine(world.socket(), world.ram, 51);
+    REQUIRE(machine.begin_session());
+    CHECK(machine.greet() == status);
+    eventually("the service has none of it mapped", [&] {
+      std::ifstream maps("/proc/" + std::to_string(world.service.pid()) + "/maps");
+      std::string line;
+      while (std::getline(maps, line) && line.find("memfd:ram") == std::string::npos) continue;
+      return !maps;
+    });
+  }
 }
 
 TEST_CASE("who cannot show that the service sees its memory is refused") {

@@ -8,13 +8,14 @@ from pathlib import Path
 import image
 import perftest
 import shell
-from harness import Build, Failure, Service, Side, Skip, run, wait_until
+from harness import Build, Failure, Service, Side, Skip, TempFolder, run, wait_until
+from qmp import Monitor
 from shell import MachineSide, Shell, both
 
 HERE = Path(__file__).resolve().parent
 MEMORY = "512M"
 AGENT_SECONDS = 60
-BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "lib/libvrdma.so")
+BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "tests/vm_talk", "tests/vm_lost", "tests/vm_limits", "lib/libvrdma.so")
 INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
 PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
             *(f"ib_{verb}_{kind}" for verb in perftest.VERBS for kind in ("lat", "bw")))
@@ -50,31 +51,31 @@ def boot_image(build, built, more=Carried()):
 
 
 class Guests:
-    """A vrdmad, two machines that it serves, and the agent in each."""
+    """A vrdmad, two machines that it serves, and the agent in each. Other kinds of machines override add(), boot() and what is behind them."""
 
-    def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None, plain=False):
+    def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None, plain=False,
+                 lasting=False, config=None):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
-        more arguments for it. first_ram_in: the folder for the file that is the first one's RAM. plain: nobody can interrupt
-        anybody."""
-        self.seed, self.memory, self.first_ram_in = seed, memory, first_ram_in
+        more arguments for it, of as many machines as there are to be. first_ram_in: the folder for the file that is the first one's RAM.
+        plain: nobody can interrupt anybody. lasting: the agents outlive their QEMU, which takes commands at monitor(). config: the service's."""
+        self.interrupts, self.memory, self.devices, self.first_ram_in, self.plain, self.lasting = interrupts, memory, devices, first_ram_in, plain, lasting
         # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
         self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
-        self.build = Build.at(folder)
-        self.booted = boot_image(folder, BUILT, carried)
-        self.service = Service(self.build)
+        self.start(folder, seed, boot_image(folder, BUILT, carried), len(devices), config)
+
+    def start(self, folder, seed, files, count=2, config=None):
+        """files: what boot() needs."""
+        self.seed, self.files, self.build = seed, files, Build.at(folder)
+        self.monitors, self.folder = {}, TempFolder(mode=0o700)
+        self.service = Service(self.build, config=config)
         self.env = self.service.environment()
         token = secrets.token_hex(3)
-        self.names = [f"{name}-{token}" for name in ("one", "two")]
+        self.names = [f"{name}-{token}" for name in ("one", "two")[:count]]
         self.added, self.machines, self.agents, self.heard = {}, [], {}, {}
         try:
-            for name, more in zip(self.names, devices):
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--memory", self.memory, "--json", *(["--plain"] if plain else []), *self.ram_elsewhere(name)))
-                link = Path(self.added[name]["link"])
-                wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
-                if interrupts:
-                    self.added[name]["qemu"] += self.added[name]["qemu_interrupts"]
-                self.added[name]["qemu"] += more
-                self.machines.append(Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words, reboots=True))
+            for name in self.names:
+                self.added[name] = self.add(name)
+                self.machines.append(self.boot(name))
             both(self.machines, Shell.await_boot)
             self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
             for side in self.roots:
@@ -83,6 +84,21 @@ class Guests:
             self.forget()
             raise
         self.host = Side(self.build, env=self.env)
+
+    def add(self, name):
+        """What `vrdma vm add` says of it, and QEMU is told besides."""
+        added = json.loads(self.vrdma("vm", "add", name, "--memory", self.memory, "--json", *(["--plain"] if self.plain else []), *self.ram_elsewhere(name)))
+        link = Path(added["link"])
+        wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
+        if self.interrupts:
+            added["qemu"] += added["qemu_interrupts"]
+        added["qemu"] += self.devices[self.names.index(name)]
+        if self.lasting:
+            added["qemu"] += ["-qmp", f"unix:{self.commands(name)},server=on,wait=off"]
+        return added
+
+    def boot(self, name):
+        return Shell(*self.files, name, self.added[name]["qemu"], kernel_words=self.kernel_words, reboots=True)
 
     def ram_elsewhere(self, name):
         """Where /dev/shm is small, as in many containers, the RAM is a file of the build."""
@@ -94,21 +110,38 @@ class Guests:
         ram = self.build.vrdma.parent.parent / "vm" / f"{name}.ram"
         return ["--ram", ram]
 
+    def ram_in_maps(self, name):
+        """How a line of /proc/PID/maps names its RAM."""
+        return self.added[name]["ram"]
+
     def vrdma(self, *words):
         code, said = run([self.build.vrdma, *words], 30, env=self.env)
         if code != 0:
             raise Failure(f"vrdma {' '.join(words)} left with {code}: {said}")
         return said
 
-    def start_agent(self, side):
+    def start_agent(self, side, words=()):
+        """words: in front of its own."""
         plain = replace(side, plain=True)
         # It writes a byte to its output once it serves.
-        agent = plain.start([self.build.vrdma.parent / "vrdma-guestd", "--ready-fd", "1"], "vrdma-guestd")
+        start = plain.start_lasting if self.lasting else plain.start
+        agent = start([*words, self.build.vrdma.parent / "vrdma-guestd", "--ready-fd", "1"], "vrdma-guestd")
         self.agents[side.shell.name] = agent
         try:
             wait_until(lambda: "\x01" in agent.output(), AGENT_SECONDS, "vrdma-guestd serves", [agent, self.service.program])
         except Failure as reason:
             raise Failure(f"{reason}\n{self.service.program.says()}") from None
+
+    def commands(self, name):
+        return self.folder.path / f"{name}.qmp"
+
+    def monitor(self, side):
+        """The monitor of its QEMU, the one that runs now."""
+        name = side.shell.name
+        if name not in self.monitors or self.monitors[name].qemu is not side.shell.qemu:
+            wait_until(self.commands(name).exists, 20, "QEMU has a monitor", [side.shell.qemu])
+            self.monitors[name] = Monitor(self.commands(name), side.shell.qemu)
+        return self.monitors[name]
 
     def shown(self):
         """{name: what the service says of the machine}"""
@@ -136,7 +169,7 @@ class Guests:
         side.shell.stop()
         self.await_state(name, "waiting")
         self.await_unmapped(name)
-        side.shell = self.machines[self.names.index(name)] = Shell(*self.booted, name, self.added[name]["qemu"], kernel_words=self.kernel_words, reboots=True)
+        side.shell = self.machines[self.names.index(name)] = self.boot(name)
         side.shell.await_boot()
         self.start_agent(side)
 
@@ -146,9 +179,18 @@ class Guests:
         self.agents[side.shell.name].stop(grace_s=0)
         self.start_agent(side)
 
+    def maps_ram(self, name):
+        """Whether the service has the machine's memory mapped."""
+        return self.ram_in_maps(name) in Path(f"/proc/{self.service.program.pid}/maps").read_text()
+
     def await_unmapped(self, name):
-        maps = Path(f"/proc/{self.service.program.pid}/maps")
-        wait_until(lambda: self.added[name]["ram"] not in maps.read_text(), 20, f"the service has unmapped {self.added[name]['ram']}")
+        wait_until(lambda: not self.maps_ram(name), 20, f"the service has unmapped the memory of {name}")
+
+    def remove(self, name):
+        """It has ended, and is to be forgotten with its memory."""
+        self.vrdma("vm", "remove", name)
+        if "ram" in self.added[name] and self.ram_elsewhere(name):
+            Path(self.added[name]["ram"]).unlink()
 
     def check(self):
         self.service.check()
@@ -161,6 +203,8 @@ class Guests:
         wait_until(lambda: not self.guests(), 60, "the service has forgotten all guests")
         for name in self.names:
             self.await_state(name, "attached")
+            if not self.maps_ram(name):
+                raise Failure(f"the memory of {name} is not seen mapped while it is: the test is wrong")
         for name, agent in self.agents.items():
             if (code := agent.stop(grace_s=30)) != 0:
                 raise Failure(f"vrdma-guestd left with {code} at SIGTERM\n{agent.says()}")
@@ -169,11 +213,9 @@ class Guests:
         for name in self.names:
             self.await_state(name, "waiting")
             self.await_unmapped(name)
-            self.vrdma("vm", "remove", name)
-            if self.ram_elsewhere(name):
-                Path(self.added[name]["ram"]).unlink()
+            self.remove(name)
         wait_until(lambda: not self.shown(), 20, "the service has forgotten the machines")
-        left = [path for name in self.names for path in (Path(self.added[name]["ram"]), Path(self.added[name]["link"]).parent) if path.exists()]
+        left = [path for added in self.added.values() for path in (added.get("ram"), Path(added["link"]).parent) if path and Path(path).exists()]
         if left:
             raise Failure(f"left over: {left}")
         code, said = self.service.stop()
@@ -185,4 +227,6 @@ class Guests:
         for machine in self.machines:
             machine.stop()
         for added in self.added.values():
-            Path(added["ram"]).unlink(missing_ok=True)
+            if "ram" in added:
+                Path(added["ram"]).unlink(missing_ok=True)
+        self.folder.remove()

@@ -33,14 +33,16 @@ class Machine:
         if any(word in ("", "--") or re.search(r"[\s\"]", word) for word in command):
             raise Failure(f"a word of the command is empty, -- or has blanks or quotes, which the kernel's command line does not carry: {command}")
         self.token = secrets.token_hex(8)
+        self.said_before = ""  # under a QEMU before this one
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"
         # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not.
         line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
         try:
-            self.qemu = Program([QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", *memory, "-smp", CPUS, "-nodefaults",
-                                 "-no-user-config", *([] if reboots else ["-no-reboot"]), "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
-                                 "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs, "-append", line, *arguments], name=name)
+            self.command = [QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", *memory, "-smp", CPUS, "-nodefaults",
+                            "-no-user-config", *([] if reboots else ["-no-reboot"]), "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
+                            "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs, "-append", line, *arguments]
+            self.qemu = Program(self.command, name=name)
         except Failure:
             self.folder.remove()
             raise
@@ -49,7 +51,7 @@ class Machine:
         """Waits for the command's end: (exit code, what it said). Failure, with the console's tail, for any other end of the machine."""
         try:
             ended = self.qemu.wait(seconds * PATIENCE)
-            said = self.qemu.output().replace("\r\n", "\n")
+            said = self.said()
             framed = re.search(rf"@{self.token} begin\n(.*)\n@{self.token} exit (\d+)\n", said, re.DOTALL)
             console = self.console.read_text(errors="replace") if self.console.exists() else ""
             if ended is None or not framed:
@@ -60,6 +62,15 @@ class Machine:
             return int(framed.group(2)), framed.group(1)
         finally:
             self.stop()
+
+    def said(self):
+        return (self.said_before + self.qemu.output()).replace("\r\n", "\n")
+
+    def restore(self, source):
+        """Another QEMU goes on with the machine that the last one, which has ended, left at `source`, as -incoming has it."""
+        self.said_before += self.qemu.output()
+        self.qemu.stop(grace_s=0)
+        self.qemu = Program([*self.command, "-incoming", source], name=self.qemu.name)
 
     def stop(self):
         self.qemu.stop(grace_s=0)

@@ -21,18 +21,24 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
 import apart  # noqa: E402
+import balloon  # noqa: E402
 import huge_pages  # noqa: E402
+import limits  # noqa: E402
+import lost  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
+import snapshots  # noqa: E402
 from guests import MEMORY, Guests  # noqa: E402
-from harness import SKIPPED_EXIT_CODE, Failure, Skip, Tally, clean_up, clean_up_on_signals, wait_until  # noqa: E402
+from harness import Failure, Skip, Tally, exit_code_of, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from network import network  # noqa: E402
 
 USER, OTHER = 64321, 64322
 CASE_SECONDS = 150
+FIXED_VECTORS = 2  # of the device: the link, and a doorbell of the service
 CROWD, CROWD_ROUNDS = 16, 200  # programs in a machine; messages of each
 REBOOTS = 20
+CONFORMANCE_SAMPLE = 60
 PAUSE_SECONDS = 7  # longer than the patience of either side of the link
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
 
@@ -241,7 +247,7 @@ def lives(tally, guests):
     tally.case(f"a machine is paused for {PAUSE_SECONDS} s and goes on", paused)
 
     def service_killed():
-        """QEMU does not connect anew: its machines have the service back when they are started again."""
+        """Its machines run on: the next service finds them, and their agents it."""
         port = guests.host.free_port()
         words = ["ib_write_bw", "-F", "-D", "600", "-p", str(port)]
         server = guests.host.start(words, "server")
@@ -261,9 +267,9 @@ def lives(tally, guests):
             guests.service.program.stop()
             guests.service.start()
         for side in (one, two):
-            guests.boot_again(side)
+            guests.await_state(side.shell.name, "attached")
         return pingpong.run_case(quick, (one, two), CASE_SECONDS)
-    tally.case("kill -9 of vrdmad: its programs end, and a new one serves machines that are started again", service_killed)
+    tally.case("kill -9 of vrdmad: its programs end, and a new one serves the machines that run", service_killed)
 
 
 def interrupts(tally, guests):
@@ -281,6 +287,23 @@ def interrupts(tally, guests):
              (perftest, perftest.Case("write", "bw", iterations=100)), (perftest, perftest.Case("atomic", "lat", iterations=100))]
     run_cases(tally, guests, "machine to machine", cases, (one, two))
     run_cases(tally, guests, "host to a user in a machine", cases, (replace(two, uid=USER), guests.host))
+
+    def of_their_own():
+        for side in (one, two):
+            counts = interrupts_of(side)
+            if not any(count for vector, count in counts.items() if vector >= FIXED_VECTORS):
+                raise Failure(f"programs of {side.shell.name} were not interrupted by vectors of their own: {counts}")
+    tally.case("programs were interrupted by vectors of their own", of_their_own)
+    tally.case(f"{CROWD // 2} pairs of programs of two users that sleep, with the other machine",
+               lambda: all_at_once(guests, [replace(one, uid=uid) for uid in (USER, OTHER)], [two], CROWD // 2))
+
+
+def interrupts_of(side):
+    """{vector of the device: how often it has come}"""
+    code, said = replace(side, plain=True).run(["cat", "/proc/interrupts"], 60)
+    if code != 0:
+        raise Failure(f"cat /proc/interrupts left with {code}\n{said}")
+    return {int(line[3]): sum(map(int, line[1].split())) for line in re.finditer(r"^ *(\d+):([ \d]+?)\s+\S.*vfio-msix\[(\d+)\]", said, re.M)}
 
 
 def plain(tally, guests):
@@ -313,10 +336,13 @@ def plain(tally, guests):
 
 
 def conformance(tally, guests):
-    """The suite of two processes, both in one machine, by the host's service."""
+    """The suite of two processes, both in one machine, by the host's service: all of it, or a part that the seed chooses."""
+    sample = [] if os.environ.get("VRDMA_SOAK") == "1" else ["--sample", CONFORMANCE_SAMPLE]
+    print(f"--seed {guests.seed}", flush=True)
+
     def suite():
         program = guests.build.vrdma.parent / "vrdma-conformance"
-        code, said = replace(guests.roots[1], uid=USER).run([program, "--seed", guests.seed, "--timeout-scale", "8"], 600)
+        code, said = replace(guests.roots[1], uid=USER).run([program, "--seed", guests.seed, "--timeout-scale", "8", *sample], 600)
         guests.check()
         if code != 0:
             raise Failure("\n".join(line for line in said.splitlines() if not line.startswith("PASS")))
@@ -360,8 +386,12 @@ def reboots(tally, guests):
 
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
              "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
-             "hugetlbfs": huge_pages.hugetlbfs}
+             "hugetlbfs": huge_pages.hugetlbfs, "snapshots": snapshots.snapshots, "snapshots_interrupts": snapshots.snapshots,
+             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits}
+OTHER_MACHINES = {"given_up": snapshots.machines_kept_briefly, "snapshots": snapshots.machines, "snapshots_interrupts": snapshots.machines_with_interrupts,
+                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines}  # than two that are as they come
 LARGE_GIB = {"gibibyte": 3}
+ONE_BOOT = {"pair", "host", "crowd", "conformance_apart", "memory", "conformance"}  # leave their machines as they found them: the next one goes on
 
 
 def memory_for(scenario):
@@ -381,34 +411,31 @@ def main():
     parser.add_argument("--build", default="build/release")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
     options = parser.parse_args()
-    clean_up_on_signals()
     folder = Path(options.build).resolve()
-    tally, begun = Tally(), time.monotonic()
-    try:
+
+    def run():
+        tally, begun = Tally(), time.monotonic()
         require_emulator()
-        for name in options.scenarios:
+        names = list(options.scenarios)
+        while names:
+            name = names.pop(0)
             if name == "network":
                 network(tally, folder)
                 continue
             with huge_pages.lent() if name == "hugetlbfs" else contextlib.nullcontext() as first_ram_in:
-                guests = Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in,
-                                plain=name == "plain")
+                guests = (OTHER_MACHINES[name](folder, options.seed) if name in OTHER_MACHINES
+                          else Guests(folder, options.seed, interrupts=name == "interrupts", memory=memory_for(name), first_ram_in=first_ram_in,
+                                      plain=name == "plain"))
                 try:
-                    print(f"two machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
+                    print(f"machines and their agents after {time.monotonic() - begun:.0f} s", flush=True)
                     SCENARIOS[name](tally, guests)
+                    while name in ONE_BOOT and names and names[0] in ONE_BOOT:
+                        SCENARIOS[names.pop(0)](tally, guests)
                     tally.case("all leave cleanly", guests.close)
                 finally:
                     guests.forget()
         return tally.finish()
-    except Skip as reason:
-        print(f"SKIP  virtual machines: {reason}")
-        return SKIPPED_EXIT_CODE
-    except Failure as reason:
-        print(f"FAIL  {reason}")
-        return 1
-    finally:
-        print(f"{time.monotonic() - begun:.0f} s", flush=True)
-        clean_up()
+    return exit_code_of(run, "virtual machines")
 
 
 if __name__ == "__main__":

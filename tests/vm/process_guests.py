@@ -22,10 +22,10 @@ sys.path.insert(0, str(HERE))
 import image  # noqa: E402
 import newer  # noqa: E402
 import scenarios  # noqa: E402
-from harness import SKIPPED_EXIT_CODE, Failure, Skip, clean_up, clean_up_on_signals  # noqa: E402
+from harness import Skip, exit_code_of  # noqa: E402
 from machine import Machine, require_emulator  # noqa: E402
 
-SECONDS, NEWER_SECONDS = 240, 600
+SECONDS, NEWER_SECONDS = 600, 900
 
 
 SCRIPTS = [HERE / "scenarios.py", HERE / "register.py"]
@@ -62,10 +62,10 @@ def main():
     options = parser.parse_args(words)
     if (options.scenario is None) != found or found and not inside:
         parser.error("a scenario, or --inside and a command")
-    clean_up_on_signals()
     build = Path(options.build).resolve()
     command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, options.scenario]
-    try:
+
+    def run():
         require_emulator()
         if options.newer:
             cache = build / "vm" / newer.SUITE
@@ -80,14 +80,7 @@ def main():
         print(said)
         print(f"left with {code} after {time.monotonic() - begun:.0f} s", flush=True)
         return code
-    except Skip as reason:
-        print(f"SKIP  virtual machine: {reason}")
-        return SKIPPED_EXIT_CODE
-    except Failure as reason:
-        print(f"FAIL  {reason}")
-        return 1
-    finally:
-        clean_up()
+    return exit_code_of(run, "virtual machine")
 
 
 if __name__ == "__main__":

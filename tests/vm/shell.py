@@ -8,7 +8,8 @@ import secrets
 import signal
 import socket
 import threading
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import shell_server
@@ -16,7 +17,7 @@ from harness import PATIENCE, Failure, Program, Side, free_port, wait_until
 from machine import Machine
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("virtio_pci", "virtio_net")
+MODULES = ("virtio_pci", "virtio_net", "virtio_balloon")
 SCRIPTS = (HERE / "shell_server.py",)
 HOST = "10.0.2.2"
 PORTS = 24  # that lead into a machine: a port is used again only after so many others
@@ -42,9 +43,6 @@ class Shell(Machine):
             wait_until(lambda: self.said().count("serving\n") >= times, BOOT_SECONDS, f"{self.name} has booted", [self.qemu])
         except Failure as reason:
             raise Failure(f"{reason}\n--- its console\n{self.console_says()}") from None
-
-    def said(self):
-        return self.qemu.output().replace("\r\n", "\n")
 
     def console_says(self):
         return self.console.read_text(errors="replace")[-4000:] if self.console.exists() else ""
@@ -179,6 +177,63 @@ class RemoteProgram:
         return f"--- {self.name}: {' '.join(self.command)}\n{text}{lost}"
 
 
+class LastingProgram:
+    """A program in a machine that no connection holds: it outlives whoever looks at it, and the QEMU that runs it. The interface is
+    harness.Program's, as far as it is used."""
+    LOOK_SECONDS = 0.3  # every look is a program there
+
+    def __init__(self, side, command, name):
+        self.side, self.command, self.name = side, [str(word) for word in command], f"{name} in {side.shell.name}"
+        self.files = f"/tmp/lasting-{secrets.token_hex(4)}"
+        self.returncode, self._said, self._looked = None, "", 0.0
+        # Who starts it leaves when it has a session of its own.
+        inner = f'"$@" >{self.files}.said 2>&1 </dev/null & echo $! >{self.files}.new; mv {self.files}.new {self.files}.pid; wait $!; echo $? >{self.files}.new; mv {self.files}.new {self.files}.end'
+        code, said = replace(side, plain=True).run(["sh", "-c", f'busybox setsid sh -c \'{inner}\' sh "$@" & while [ ! -e {self.files}.pid ]; do :; done; cat {self.files}.pid',
+                                                    "sh", *side.command(self.command)], ANSWER_SECONDS)
+        if code != 0:
+            raise Failure(f"{self.name} cannot be started: {code}, {said}")
+        self.pid = int(said)
+
+    def _look(self, now=False):
+        if self.returncode is not None or not now and time.monotonic() < self._looked + self.LOOK_SECONDS:
+            return
+        code, said = replace(self.side, plain=True).run(["sh", "-c", f"cat {self.files}.end 2>/dev/null || echo lives; tail -c 3000 {self.files}.said"], ANSWER_SECONDS)
+        if code != 0:
+            raise Failure(f"{self.name} cannot be looked at: {code}, {said}")
+        end, _, self._said = said.partition("\n")
+        self.returncode = None if end == "lives" else int(end)
+        self._looked = time.monotonic()
+
+    def output(self):
+        """Its last words."""
+        self._look()
+        return self._said
+
+    def running(self):
+        self._look()
+        return self.returncode is None
+
+    def wait(self, seconds):
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(self.LOOK_SECONDS)
+        return self.returncode
+
+    def send_signal(self, number):
+        replace(self.side, plain=True).run(["kill", f"-{int(number)}", str(self.pid)], ANSWER_SECONDS)
+
+    def stop(self, grace_s=5.0):
+        if self.side.shell.qemu.running() and self.running():
+            self.send_signal(signal.SIGTERM)
+            if self.wait(grace_s * PATIENCE) is None:
+                self.send_signal(signal.SIGKILL)
+                self.wait(ANSWER_SECONDS * PATIENCE)
+        return self.returncode
+
+    def says(self):
+        return f"--- {self.name}: {' '.join(self.command)}\n{self._said}\n    ({'lives' if self.returncode is None else f'ended with {self.returncode}'})"
+
+
 @dataclass
 class MachineSide(Side):
     """Programs of a user in a machine; with `plain` not under vrdma."""
@@ -204,6 +259,9 @@ class MachineSide(Side):
             return code, remote.output()
         finally:
             remote.stop()
+
+    def start_lasting(self, program, name):
+        return LastingProgram(self, program, name)
 
     def free_port(self):
         return self.shell.free_port()

@@ -43,6 +43,7 @@ class UmlShell(Shell):
         self.port = free_port()
         self.ports = [free_port() for _ in range(PORTS)]
         self.next_port = 0
+        self.said_before = ""
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"
         self.network = None

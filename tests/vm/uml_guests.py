@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import re
-import secrets
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -25,9 +25,8 @@ import perftest  # noqa: E402
 import pingpong  # noqa: E402
 import shell  # noqa: E402
 from guests import Guests  # noqa: E402
-from harness import SKIPPED_EXIT_CODE, Build, Failure, Program, Service, Side, Skip, Tally, clean_up, clean_up_on_signals, wait_until  # noqa: E402
+from harness import Failure, Program, Tally, exit_code_of, wait_until  # noqa: E402
 from machine_guests import CASE_SECONDS, OTHER, RETRY_EXCEEDED, USER, run_cases  # noqa: E402
-from shell import MachineSide, both  # noqa: E402
 from uml import UmlShell, require_uml  # noqa: E402
 
 
@@ -40,78 +39,25 @@ IDLE_SECONDS = 3
 class UmlGuests(Guests):
     """A vrdmad, two User Mode Linux machines that it serves, and the agent in each."""
 
+    lasting = False
+
     def __init__(self, folder, seed):
-        self.seed = seed
-        self.build = Build.at(folder)
+        self.rams = {}
         contents = image.Contents(HERE / "init", guests.PROGRAMS, [folder / name for name in (*guests.BUILT, RELAY)], shell.SCRIPTS, kind="uml")
-        self.initramfs = image.initramfs(folder / "vm", contents)
-        self.service = Service(self.build)
-        self.env = self.service.environment()
-        token = secrets.token_hex(3)
-        self.names = [f"{name}-{token}" for name in ("one", "two")]
-        self.added, self.machines, self.agents, self.heard, self.rams = {}, [], {}, {}, {}
-        try:
-            for name in self.names:
-                self.added[name] = json.loads(self.vrdma("vm", "add", name, "--uml", "--json"))
-                self.machines.append(self.boot(name))
-            both(self.machines, UmlShell.await_boot)
-            self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
-            for side in self.roots:
-                self.note_ram(side.shell)
-                self.start_agent(side)
-        except BaseException:
-            self.forget()
-            raise
-        self.host = Side(self.build, env=self.env)
+        self.start(folder, seed, image.initramfs(folder / "vm", contents))
+
+    def add(self, name):
+        return json.loads(self.vrdma("vm", "add", name, "--uml", "--json"))
 
     def boot(self, name):
-        return UmlShell(self.initramfs, name, [self.build.vrdma, *self.added[name]["uml"][1:5]], self.env)
+        return UmlShell(self.files, name, [self.build.vrdma, *self.added[name]["uml"][1:5]], self.env)
 
-    def note_ram(self, machine):
-        self.rams[machine.name] = machine.ram()
+    def start_agent(self, side, words=()):
+        self.rams[side.shell.name] = side.shell.ram()  # can be seen only while it runs
+        super().start_agent(side, words)
 
-    def boot_again(self, side):
-        name = side.shell.name
-        self.agents[name].stop(grace_s=0)
-        side.shell.stop()
-        self.await_state(name, "waiting")
-        self.await_unmapped(name)
-        side.shell = self.machines[self.names.index(name)] = self.boot(name)
-        side.shell.await_boot()
-        self.note_ram(side.shell)
-        self.start_agent(side)
-
-    def mapped(self, name):
-        return self.rams[name] in Path(f"/proc/{self.service.program.pid}/maps").read_text()
-
-    def await_unmapped(self, name):
-        wait_until(lambda: not self.mapped(name), 20, f"the service has unmapped the memory of {name}")
-
-    def close(self):
-        wait_until(lambda: not self.guests(), 60, "the service has forgotten all guests")
-        for name in self.names:
-            self.await_state(name, "attached")
-            if not self.mapped(name):
-                raise Failure(f"the memory of {name} is not seen mapped while it is: the test is wrong")
-        for name, agent in self.agents.items():
-            if (code := agent.stop(grace_s=30)) != 0:
-                raise Failure(f"vrdma-guestd left with {code} at SIGTERM\n{agent.says()}")
-            self.await_state(name, "connected", "waiting")
-        both(self.machines, UmlShell.leave)
-        for name in self.names:
-            self.await_state(name, "waiting")
-            self.await_unmapped(name)
-            self.vrdma("vm", "remove", name)
-        wait_until(lambda: not self.shown(), 20, "the service has forgotten the machines")
-        if left := [path for name in self.names if (path := Path(self.added[name]["link"]).parent).exists()]:
-            raise Failure(f"left over: {left}")
-        code, said = self.service.stop()
-        if code != 0:
-            raise Failure(f"vrdmad left with {code}\n{said}")
-
-    def forget(self):
-        for machine in self.machines:
-            machine.stop()
+    def ram_in_maps(self, name):
+        return self.rams[name]
 
 
 def speed(tally, uml):
@@ -195,6 +141,14 @@ def pairs(tally, uml):
     run_cases(tally, uml, "a user in a machine to host", list(cases())[4:8], (uml.host, replace(two, uid=USER)))
 
 
+def runs(pid):
+    """Also a process that was reaped by nobody yet has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def lives(tally, uml):
     one, two = uml.roots
 
@@ -225,6 +179,19 @@ def lives(tally, uml):
         uml.await_unmapped(two.shell.name)
         return found.group(0)
 
+    def abandoned():
+        """Nobody is left to see to the rest: the kernel dies with its launcher, and the programs with the kernel."""
+        server = two.start(["ibv_rc_pingpong", "-p", str(two.free_port())], "a program of the machine")
+        processes = two.shell.processes()
+        os.kill(two.shell.qemu.pid, signal.SIGKILL)
+        try:
+            wait_until(lambda: not any(runs(pid) for pid in processes), 20, "all processes of the machine have ended")
+        finally:
+            two.shell.network.stop(grace_s=0)
+            server.stop(grace_s=0)
+        uml.await_state(two.shell.name, "waiting")
+        uml.await_unmapped(two.shell.name)
+
     def again():
         uml.boot_again(two)
         return pingpong.run_case(QUICK, (one, two), CASE_SECONDS)
@@ -239,6 +206,8 @@ def lives(tally, uml):
         return pingpong.run_case(QUICK, (one, two), CASE_SECONDS)
     tally.case("kill -9 of a machine's kernel", killed)
     tally.case("the machine boots again", again)
+    tally.case("kill -9 of a machine's launcher", abandoned)
+    tally.case("the machine boots once more", again)
     tally.case("kill -9 of vrdmad: a new one serves the machines that run", service_again)
 
 
@@ -251,9 +220,9 @@ def main():
     parser.add_argument("--build", default="build/release")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
     options = parser.parse_args()
-    clean_up_on_signals()
-    tally, begun = Tally(), time.monotonic()
-    try:
+
+    def run():
+        tally, begun = Tally(), time.monotonic()
         require_uml()
         uml = UmlGuests(Path(options.build).resolve(), options.seed)
         try:
@@ -264,15 +233,7 @@ def main():
         finally:
             uml.forget()
         return tally.finish()
-    except Skip as reason:
-        print(f"SKIP  User Mode Linux: {reason}")
-        return SKIPPED_EXIT_CODE
-    except Failure as reason:
-        print(f"FAIL  {reason}")
-        return 1
-    finally:
-        print(f"{time.monotonic() - begun:.0f} s", flush=True)
-        clean_up()
+    return exit_code_of(run, "User Mode Linux")
 
 
 if __name__ == "__main__":

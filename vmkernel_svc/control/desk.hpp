@@ -35,7 +35,7 @@ class ControlDesk {
   Result<control::AddBackingReply> on(Guest& guest, const control::AddPinnedRequest& request, PinnedPages pages);
   Status on(Guest& guest, const control::RemoveBackingRequest& request);
   Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
-  Result<control::HandleReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
+  Result<control::ChannelReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
   // How memory without a backing is to be reached: `answer`, whether by the service, comes at once or when its worker knows, never
   // where the guest goes first. Then reach() carries the decision out and makes the reply. EALREADY: asked before.
   Status ask_how_reached(Guest& guest, const control::ReachProcessRequest& request, std::function<void(bool)> answer);
@@ -58,6 +58,7 @@ class ControlDesk {
   engine::PortLimits limits_of(const Guest& guest) const;
   Result<std::uint64_t> carve(Guest& guest, std::uint64_t bytes);
   void uncarve(Guest& guest, std::uint64_t offset);
+  void forget_channel(Guest& guest, std::uint32_t handle);
   // Whether a request that waits for somebody else's memory may go on waiting (EINPROGRESS): not for ever.
   static bool may_wait(const Guest& guest);
   void connected_elsewhere() { ++fabric_.topology_generation; }

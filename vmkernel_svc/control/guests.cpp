@@ -9,8 +9,10 @@
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/eventfd_signal.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"
+#include "vrdma/vm_link.hpp"
 
 namespace vrdma::svc {
 
@@ -37,7 +39,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
                                         std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
   if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
   auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
-  if (tenant.guests >= tenant.quota.guests || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
+  if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = info.machine ? Result<Arena>(Arena::over(std::move(info.arena))) : Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
@@ -79,7 +81,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink);
+  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink, tenant.lingering);
 
   AttachReply reply{};
   reply.major = version_major;
@@ -142,16 +144,34 @@ Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&
   return OpenContextReply{handle, 0};
 }
 
-Result<HandleReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& request, std::vector<vmci::UniqueFd>& give) {
+Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& request, std::vector<vmci::UniqueFd>& give) {
   if (find(guest.contexts, request.context) == nullptr) return Errno{EINVAL};
+  const Interrupts* const interrupts = guest.machine ? guest.machine->interrupts.get() : nullptr;
+  const std::uint32_t vector = interrupts != nullptr ? request.interrupt : 0;
+  if (vector != 0 && (vector < vm::fixed_vectors || vector >= interrupts->size())) return Errno{EINVAL};
   if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
   auto pipe = make_pipe();
   if (!pipe) return --guest.tenant->objects, pipe.error();
   ++guest.tenant->descriptors;
   const std::uint32_t handle = guest.next_handle++;
-  guest.channels.emplace(handle, std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}}));
+  auto channel = std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}});
+  // Where it finds no room, the pipe does.
+  if (const auto offset = vector != 0 && can_signal_eventfds() ? carve(guest, sizeof(EventRing)) : Result<std::uint64_t>(Errno{ENOTSUP})) {
+    channel->ring = vmci::EventRingWriter(guest.arena.segment().at<EventRing>(*offset));
+    channel->ring_offset = *offset;
+    channel->interrupt = (*interrupts)[vector].get();
+  }
+  const ChannelReply reply{handle, static_cast<std::uint32_t>(channel->ring_offset / ring_unit_bytes)};
+  guest.channels.emplace(handle, std::move(channel));
   give.push_back(std::move(pipe->first));
-  return HandleReply{handle, 0};
+  return reply;
+}
+
+void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {
+  if (const Channel& channel = *guest.channels[handle]; channel.ring) uncarve(guest, channel.ring_offset);
+  guest.channels.erase(handle);
+  --guest.tenant->objects;
+  --guest.tenant->descriptors;
 }
 
 template <>
@@ -185,7 +205,7 @@ Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
   }
   for (const auto handle : regions) destroy_region(guest, handle, true);
   for (const auto handle : of_context(guest.pds)) guest.pds.erase(handle), --guest.tenant->objects;
-  for (const auto handle : of_context(guest.channels)) guest.channels.erase(handle), --guest.tenant->objects, --guest.tenant->descriptors;
+  for (const auto handle : of_context(guest.channels)) forget_channel(guest, handle);
   guest.contexts.erase(context);
   --guest.tenant->objects;
   --guest.tenant->descriptors;
@@ -197,9 +217,7 @@ Result<Empty> ControlDesk::on<Request::destroy_channel>(Guest& guest, const Hand
   Channel* const channel = find(guest.channels, request.handle);
   if (channel == nullptr) return Errno{EINVAL};
   if (channel->users != 0) return Errno{EBUSY};
-  guest.channels.erase(request.handle);
-  --guest.tenant->objects;
-  --guest.tenant->descriptors;
+  forget_channel(guest, request.handle);
   return Empty{};
 }
 

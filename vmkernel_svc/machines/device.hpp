@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 
 #include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/objects.hpp"
 #include "vrdma/vm_link.hpp"
 
 namespace vrdma::svc {
@@ -16,8 +18,6 @@ class MachineDevice {
  public:
   struct Events {
     std::function<void()> came, went;
-    std::function<void()> reset;          // the machine begins anew, with the same memory
-    std::function<LinkActivity()> look;   // whoever polls does so by this
   };
   virtual ~MachineDevice() = default;
 
@@ -27,6 +27,8 @@ class MachineDevice {
   // Eventfds that are rung for the service.
   virtual int service_event(std::uint32_t vector) const = 0;
   virtual void ring_machine() const = 0;
+  // By which its channels are interrupted; null: not at all.
+  virtual std::shared_ptr<const Interrupts> interrupts() const { return nullptr; }
   virtual void ring_service() const = 0;
   // The one that the shard watches, which has to let go of it first.
   virtual vmci::UniqueFd take_doorbell() = 0;

@@ -1,14 +1,24 @@
 #include "vmkernel_svc/machines/listening.hpp"
 
+#include <fmt/format.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "vmkernel_svc/watching.hpp"
+#include "vrdma/result.hpp"
 
 namespace vrdma::svc {
+
+namespace {
 
 Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   sockaddr_un address{};
@@ -23,6 +33,44 @@ Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
     spdlog::warn("{} cannot be given to uid {} ({}): run the machine as root, or as vrdmad's user", path, tenant, std::strerror(errno));
   return fd;
+}
+
+}  // namespace
+
+Listener::Listener(boost::asio::io_context& io, std::string machine) : machine_(std::move(machine)), listener_(io), pause_(io) {}
+
+Listener::~Listener() {
+  *alive_ = false;
+  stop_watching(listener_);
+  if (!path_.empty()) ::unlink(path_.c_str());
+}
+
+void Listener::open(const std::string& path, uid_t tenant, Handler take) {
+  auto listening = listen_stream(path, tenant);
+  if (!listening) throw std::runtime_error(fmt::format("machine {}: cannot listen at {} ({})", machine_, path, std::strerror(value(listening.error()))));
+  path_ = path;
+  take_ = std::move(take);
+  listener_.assign(listening->release());
+  accept_next();
+}
+
+void Listener::accept_next() {
+  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd) {
+      take_(std::move(fd));
+    } else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+      // Out of descriptors: who waits gets in when others have left.
+      spdlog::warn("machine {}: cannot accept who connects to {} ({}): raise the limit of open files", machine_, path_, std::strerror(errno));
+      pause_.expires_after(std::chrono::milliseconds(100));
+      pause_.async_wait([this, alive](const boost::system::error_code& late) {
+        if (!late && *alive) accept_next();
+      });
+      return;
+    }
+    if (*alive) accept_next();
+  });
 }
 
 }  // namespace vrdma::svc

@@ -1,17 +1,40 @@
-// Where whoever runs a machine connects to the service.
+// Where whoever runs a machine connects to the service: a stream socket for one user. The server's thread.
 #pragma once
 
 #include <sys/types.h>
 
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/posix/stream_descriptor.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <functional>
+#include <memory>
 #include <string>
 
 #include "vmci_channel/unique_fd.hpp"
-#include "vrdma/result.hpp"
 
 namespace vrdma::svc {
 
-// A stream socket for that user. Who else serves the folder of machines serves another socket of guests, too: what stands there is a
-// leftover.
-Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant);
+class Listener {
+ public:
+  using Handler = std::function<void(vmci::UniqueFd)>;
+  // machine: its name, for the log.
+  Listener(boost::asio::io_context& io, std::string machine);
+  ~Listener();  // takes the socket out of its folder
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+  // Once. Who else serves the folder of machines serves another socket of guests, too: what stands at `path` is a leftover.
+  // Throws std::runtime_error with a message for a person.
+  void open(const std::string& path, uid_t tenant, Handler take);
+
+ private:
+  void accept_next();
+
+  std::string machine_, path_;  // empty: not open
+  Handler take_;
+  boost::asio::posix::stream_descriptor listener_;
+  boost::asio::steady_timer pause_;  // between two tries when descriptors have run out
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this look here first
+};
 
 }  // namespace vrdma::svc

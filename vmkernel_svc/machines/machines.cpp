@@ -13,6 +13,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -36,12 +37,14 @@ MachineSpec read_spec(const fs::path& folder) {
       if (key == "ram") spec.ram = value.get<std::string>();
       else if (key == "tenant") spec.tenant = value.get<uid_t>();
       else if (key == "plain") spec.plain = value.get<bool>();
-      else throw refuse(fmt::format("unknown key \"{}\": known are plain, ram, tenant", key));
+      else if (key == "vectors") spec.vectors = value.get<std::uint32_t>();
+      else throw refuse(fmt::format("unknown key \"{}\": known are plain, ram, tenant, vectors", key));
     }
   } catch (const json::exception& error) {
     throw refuse(error.what());
   }
   if (spec.ram.empty() ? !spec.plain : spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
+  if (spec.vectors < vm::fixed_vectors || spec.vectors > vm::vectors_max) throw refuse(fmt::format("\"vectors\" must be from {} to {}", vm::fixed_vectors, vm::vectors_max));
   return spec;
 }
 
@@ -121,7 +124,11 @@ void Machines::look() {
       const MachineSpec spec = read_spec(entry.path());
       const auto found = ports_.find(name);
       if (found != ports_.end() && found->second->spec() == spec) continue;
-      if (found != ports_.end()) ports_.erase(found);
+      if (found != ports_.end()) {
+        const uid_t tenant = found->second->spec().tenant;
+        ports_.erase(found);
+        Keeper(folder_).drop(Keeper::name_of(name, tenant));
+      }
       ports_.emplace(name, std::make_unique<MachinePort>(spec, service_));
       complaints_.erase(name);
       spdlog::info("machine {}: served at {}/{}", name, spec.folder, spec.plain ? Plain::bar_name : "ivshmem.sock");
@@ -137,7 +144,9 @@ void Machines::look() {
     }
     spdlog::info("machine {}: removed", port->first);
     const std::string folder = port->second->spec().folder;
+    const std::string kept_as = Keeper::name_of(port->first, port->second->spec().tenant);
     port = ports_.erase(port);
+    Keeper(folder_).drop(kept_as);
     fs::remove(folder + "/" + Plain::bar_name, error);
     fs::remove(folder, error);  // if nothing of anybody else is in it
   }

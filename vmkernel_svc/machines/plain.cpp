@@ -17,7 +17,7 @@
 #include <stdexcept>
 
 #include "vmci_channel/backoff.hpp"
-#include "vmkernel_svc/machines/listening.hpp"
+#include "vmci_channel/descriptor_passing.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -32,32 +32,23 @@ constexpr std::uint64_t patience_ns = std::uint64_t{vm::agent_patience_ms} * 1'0
 // The one descriptor that a launcher sends with its first byte. EAGAIN: it is not there yet.
 Result<vmci::UniqueFd> receive_ram(int launcher) {
   std::byte word[8];
-  iovec data{word, sizeof(word)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  const ssize_t got = ::recvmsg(launcher, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (got < 0) return last_error();
-  const cmsghdr* const head = CMSG_FIRSTHDR(&message);
-  if (got == 0 || head == nullptr || head->cmsg_type != SCM_RIGHTS || head->cmsg_len != CMSG_LEN(sizeof(int))) return Errno{EPROTO};
-  int descriptor = -1;
-  std::memcpy(&descriptor, CMSG_DATA(head), sizeof(descriptor));
-  vmci::UniqueFd ram(descriptor);
+  auto got = vmci::receive_with_descriptors(launcher, word);
+  if (!got) return got.error();
+  if (got->bytes == 0 || got->descriptors.size() != 1) return Errno{EPROTO};
+  vmci::UniqueFd ram = std::move(got->descriptors.front());
   // Pages of another file system might be somebody's who never hands them out.
   struct statfs filesystem;
   struct stat status;
-  if (::fstatfs(descriptor, &filesystem) != 0 || ::fstat(descriptor, &status) != 0) return last_error();
+  if (::fstatfs(ram.get(), &filesystem) != 0 || ::fstat(ram.get(), &status) != 0) return last_error();
   if (filesystem.f_type != TMPFS_MAGIC || !S_ISREG(status.st_mode)) return Errno{EMEDIUMTYPE};
   return ram;
 }
 
 }  // namespace
 
-Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events)
-    : machine_(std::move(machine)), folder_(std::move(folder)), events_(std::move(events)), listener_(io), launcher_(io), nap_(io) {
+Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events, std::function<LinkActivity()> look)
+    : machine_(std::move(machine)), folder_(std::move(folder)), events_(std::move(events)), look_at_link_(std::move(look)), door_(io, machine_),
+      launcher_(io), nap_(io) {
   for (auto& event : events_fds_) {
     event.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!event) throw std::runtime_error(fmt::format("machine {}: cannot create its doorbells ({}): raise the limit of open files", machine_, std::strerror(errno)));
@@ -70,21 +61,18 @@ Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folde
   seen_.doorbells = std::atomic_ref(header().agent.doorbells).load(std::memory_order_relaxed);
   nap_ns_ = nap_ns_most;
   // Last: who finds it finds all of the rest.
-  const std::string path = folder_ + "/" + launcher_name;
-  auto listening = listen_stream(path, tenant);
-  if (!listening) {
+  try {
+    door_.open(folder_ + "/" + launcher_name, tenant, [this](vmci::UniqueFd launcher) { take(std::move(launcher)); });
+  } catch (...) {
     BusGuard::remove(bar_.data());
-    throw std::runtime_error(fmt::format("machine {}: cannot listen at {} ({})", machine_, path, std::strerror(value(listening.error()))));
+    throw;
   }
-  listener_.assign(listening->release());
-  accept_next();
   nap();
 }
 
 Plain::~Plain() {
   *alive_ = false;
-  for (auto* const watched : {&listener_, &launcher_}) stop_watching(*watched);
-  ::unlink((folder_ + "/" + launcher_name).c_str());
+  stop_watching(launcher_);
   BusGuard::remove(bar_.data());
 }
 
@@ -145,18 +133,9 @@ void Plain::look() {
     active = true;
   }
   seen_ = now;
-  const LinkActivity found = connected() ? events_.look() : LinkActivity::none;
+  const LinkActivity found = connected() ? look_at_link_() : LinkActivity::none;
   active |= found == LinkActivity::traffic;
   nap_ns_ = active ? nap_ns_least : std::min(nap_ns_ * 2, found == LinkActivity::processes ? nap_ns_processes : nap_ns_most);
-}
-
-void Plain::accept_next() {
-  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive) return;
-    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (fd) take(std::move(fd));
-    accept_next();
-  });
 }
 
 void Plain::take(vmci::UniqueFd launcher) {

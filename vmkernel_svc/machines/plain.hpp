@@ -9,11 +9,13 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/machines/device.hpp"
+#include "vmkernel_svc/machines/listening.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::svc {
@@ -23,8 +25,9 @@ class Plain final : public MachineDevice {
   static constexpr const char* bar_name = "link.bar";
   static constexpr const char* launcher_name = "launcher.sock";
 
-  // tenant: the user that the machine runs as. Throws std::runtime_error with a message for a person.
-  Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events);
+  // tenant: the user that the machine runs as; look: at the link, by which this polls. Throws std::runtime_error with a message for a
+  // person.
+  Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events, std::function<LinkActivity()> look);
   ~Plain() override;
   Plain(const Plain&) = delete;
   Plain& operator=(const Plain&) = delete;
@@ -41,16 +44,17 @@ class Plain final : public MachineDevice {
   void open_bar(uid_t tenant);
   void nap();
   void look();  // at the agent's line
-  void accept_next();
   void take(vmci::UniqueFd launcher);
   void await_end();
 
   std::string machine_, folder_;
   Events events_;
+  std::function<LinkActivity()> look_at_link_;
   vmci::UniqueFd bar_file_;
   vmci::Mapping bar_;
-  vmci::UniqueFd events_fds_[vm::vectors];
-  boost::asio::posix::stream_descriptor listener_, launcher_;
+  vmci::UniqueFd events_fds_[vm::fixed_vectors];
+  Listener door_;
+  boost::asio::posix::stream_descriptor launcher_;
   vmci::UniqueFd ram_;  // while there is a launcher
   boost::asio::steady_timer nap_;
   std::uint64_t nap_ns_ = 0;

@@ -6,6 +6,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <array>
@@ -80,6 +81,7 @@ struct MachinePort::Process {
 struct MachinePort::Session {
   Session(std::uint64_t boot_in, std::byte* bar) : boot(boot_in), link(bar, /*agent=*/false) {}
   std::uint64_t boot;
+  std::uint64_t generation = random_number();       // what stands in `page`: another number with each freeze and thaw
   vmci::VmLinkEnd link;
   std::shared_ptr<MachineRam> ram;                  // from hello on
   control::ServicePage* page = nullptr;             // the machine's copy, in its RAM
@@ -95,30 +97,30 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
       service_(std::move(service)),
       device_(make_device()),
       link_event_(service_.io),
-      heartbeat_(service_.io) {
+      heartbeat_(service_.io),
+      keeping_(service_.io),
+      epoch_(random_number()) {
+  if (device_->connected()) forgotten_boot_ = boot_of_agent();  // of a session with an earlier service
   if (!watch_copy(link_event_, device_->service_event(vm::link_vector)))
     throw std::runtime_error(fmt::format("machine {}: cannot watch its doorbell ({}): raise the limit of open files", spec_.name, std::strerror(errno)));
-  auto& mine = device_->header().service;
-  mine.major = vm::version_major;
-  mine.minor = vm::version_minor;
-  mine.service_epoch = random_number();
-  std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_release);
-
   service_.shard.submit([doorbell = device_->service_event(vm::doorbell_vector)](Shard& shard) { (void)shard.watch(doorbell); });
   await_link();
   beat();
 }
 
 std::unique_ptr<MachineDevice> MachinePort::make_device() {
-  MachineDevice::Events events{[this] { service_.changed(); }, [this] { forget(); }, [this] { forget(); }, [this] { return look(); }};
-  if (spec_.plain) return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant, std::move(events));
-  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, std::move(events));
+  if (spec_.plain)  // no came(): it is its agent that is noticed first, which must not find another epoch then
+    return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant,
+                                   MachineDevice::Events{[this] { service_.changed(); }, [this] { forget(); }}, [this] { return look(); });
+  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.vectors, MachineDevice::Events{[this] { came(); }, [this] { went(); }},
+                                [this](const MonitorNews& news) { take_news(news); });
 }
 
 MachinePort::~MachinePort() {
   *alive_ = false;
   end_session();
-  std::atomic_ref(device_->header().service.service_epoch).store(0, std::memory_order_release);
+  epoch_ = 0;
+  write_line();
   const auto doorbell = std::make_shared<vmci::UniqueFd>(device_->take_doorbell());
   service_.shard.submit([doorbell](Shard& shard) { shard.unwatch(doorbell->get()); });
   stop_watching(link_event_);
@@ -127,16 +129,138 @@ MachinePort::~MachinePort() {
 MachineStatus MachinePort::status() const {
   MachineStatus now{spec_.name, spec_.tenant, device_->connected() ? "connected" : "waiting", 0, 0, ""};
   if (session_ && session_->page != nullptr)
-    now.state = "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
+    now.state = kept_ ? "suspended" : frozen_ ? "paused" : "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
   return now;
 }
 
-// QEMU has gone, or its machine begins anew: what the agent wrote last is of the past.
-void MachinePort::forget() {
-  forgotten_boot_ = std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire);
+// The machine begins anew, or is not what it was when the service saw it last: what the agent has written is of the past. An agent that
+// does not know that yet finds another service.
+void MachinePort::forget(std::uint64_t boot) {
+  forgotten_boot_ = boot;
+  epoch_ = random_number();
+  kept_ = false;
+  keeping_.cancel();
   end_session();
-  // An agent that only stood still finds that out.
-  std::atomic_ref(device_->header().service.accepted).store(0, std::memory_order_release);
+  write_line();
+  service_.changed();
+}
+
+// --- machines that stand still, are saved, and come back -------------------------------------------------------------
+
+void MachinePort::came() {
+  run_state_.qemu_came();
+  keeping_.cancel();
+  if (!session_ && !kept_) epoch_ = random_number(), write_line();  // an agent that this QEMU loads knows another one
+  service_.changed();
+}
+
+void MachinePort::went() {
+  const bool saved = run_state_.saved(), unsound = run_state_.unsound();
+  run_state_.qemu_came();  // there is none
+  if (session_ && session_->page != nullptr && (saved || kept_) && service_.keep.count() != 0) {
+    kept_ = true;
+    spdlog::info("machine {}: is saved, and kept for {} s", spec_.name, service_.keep.count());
+    keeping_.expires_after(service_.keep);
+    keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+      if (error || !*alive || !kept_ || device_->connected()) return;
+      spdlog::info("machine {}: did not come back", spec_.name);
+      drop_kept();
+    });
+    return service_.changed();
+  }
+  if (unsound) spdlog::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
+  frozen_ = false;
+  forget();
+}
+
+void MachinePort::take_news(const MonitorNews& news) {
+  switch (news.kind) {
+    case MonitorNews::Kind::reset:
+      spdlog::info("machine {}: is reset", spec_.name);
+      return forget();
+    case MonitorNews::Kind::stopped:
+      run_state_.stopped();
+      break;
+    case MonitorNews::Kind::resumed:
+      if (kept_ && !run_state_.loading()) drop_kept();
+      if (!session_) forget();  // nobody knows whether the agent's boot is of now
+      run_state_.resumed();
+      break;
+    case MonitorNews::Kind::migration:
+      run_state_.migrated(news.text, news.at_us);
+      break;
+    case MonitorNews::Kind::run_state:
+      run_state_.ran_as(news.text);
+      if (kept_ && !run_state_.loading()) drop_kept();
+      break;
+  }
+  if (run_state_.still()) return freeze();
+  if (frozen_ && (!kept_ || news.kind == MonitorNews::Kind::resumed)) thaw();
+}
+
+// It boots anew, or does not come.
+void MachinePort::drop_kept() {
+  spdlog::info("machine {}: what was kept of it is given up", spec_.name);
+  frozen_ = false;
+  forget(session_->boot);
+}
+
+// True: the machine is the one that the service has seen last. The number is changed in one step, as the machine may be loaded under us.
+bool MachinePort::renew_generation() {
+  if (!session_) return true;
+  if (session_->page == nullptr) return boot_of_agent() == session_->boot;
+  std::uint64_t expected = session_->generation;
+  session_->generation = random_number();  // once it was another, it stays that
+  return std::atomic_ref(session_->page->machine_generation).compare_exchange_strong(expected, session_->generation) &&
+         boot_of_agent() == session_->boot;
+}
+
+void MachinePort::freeze() {
+  if (std::exchange(frozen_, true)) return;
+  if (session_)
+    for (auto& [connection, process] : session_->processes) process->known->frozen = true;
+  const auto state = session_ && session_->page != nullptr ? &session_->page->shards[0] : nullptr;
+  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state, freeze = ++freezes_](Shard& shard) {
+    if (state != nullptr) shard.end_mirror(*state);
+    for (auto& [id, guest] : shard.fabric().guests)
+      if (guest->machine && guest->machine->name == name) shard.freeze(*guest);
+    boost::asio::post(io, [this, alive, freeze] {
+      if (!*alive || !frozen_ || freeze != freezes_) return;  // it goes on already
+      (void)renew_generation();  // who is not the same any more is told so when it goes on
+      // That was the last write: a page that went out before may lack it.
+      const auto now = std::chrono::system_clock::now().time_since_epoch();
+      run_state_.frozen(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(now).count()));
+    });
+  });
+  service_.changed();
+}
+
+void MachinePort::thaw() {
+  frozen_ = kept_ = false;
+  run_state_.thawed();
+  if (!renew_generation()) {
+    spdlog::warn("machine {}: goes on from another state than it had: its programs lose their device", spec_.name);
+    return forget();
+  }
+  write_line();
+  if (session_) std::atomic_ref(device_->header().service.accepted).store(session_->boot, std::memory_order_release);
+  if (session_) {
+    auto* const state = session_->page != nullptr ? &session_->page->shards[0] : nullptr;
+    service_.shard.submit([name = spec_.name, ram = session_->ram, state](Shard& shard) {
+      if (state != nullptr) {
+        std::atomic_ref(state->sleeping).store(0, std::memory_order_relaxed);
+        shard.mirror(*state);
+      }
+      for (auto& [id, guest] : shard.fabric().guests)
+        if (guest->machine && guest->machine->name == name) shard.thaw(*guest);
+    });
+    for (auto& [connection, process] : session_->processes) {
+      process->known->frozen = false;
+      if (const auto thawed = std::exchange(process->known->thawed, {})) thawed();
+    }
+  }  // guests of a session that has ended meanwhile are on their way out, and stay frozen
+  push();
+  look();
   service_.changed();
 }
 
@@ -145,17 +269,38 @@ void MachinePort::forget() {
 void MachinePort::await_link() {
   link_event_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
     if (error || !*alive) return;
+    // Its description is QEMU's, too, which may have made it blocking and be quicker than we.
     std::uint64_t count;
-    [[maybe_unused]] const auto got = ::read(link_event_.native_handle(), &count, sizeof(count));
+    iovec whole{&count, sizeof(count)};
+    if (::preadv2(link_event_.native_handle(), &whole, 1, -1, RWF_NOWAIT) < 0 && errno == EOPNOTSUPP)  // Linux before 5.8
+      [[maybe_unused]] const auto got = ::read(link_event_.native_handle(), &count, sizeof(count));
     look();
     await_link();
   });
 }
 
+std::uint64_t MachinePort::boot_of_agent() const {
+  // Pairs with the agent's release: its cursor is zero.
+  return std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire);
+}
+
+// The service's line, whole: a machine that is loaded brings an older one along.
+void MachinePort::write_line() {
+  auto& mine = device_->header().service;
+  mine.major = vm::version_major;
+  mine.minor = vm::version_minor;
+  const auto interrupts = device_->interrupts();
+  std::atomic_ref(mine.vectors).store(interrupts ? interrupts->size() : 0, std::memory_order_relaxed);
+  std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_relaxed);
+  std::atomic_ref(mine.heartbeat).store(heartbeats_, std::memory_order_relaxed);
+  // Pairs with the agent's acquire: the line is good.
+  std::atomic_ref(mine.service_epoch).store(epoch_, std::memory_order_release);
+}
+
 // Says that the service lives, and finds what nobody rang for.
 void MachinePort::beat() {
-  auto heart = std::atomic_ref(device_->header().service.heartbeat);
-  heart.store(heart.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  ++heartbeats_;
+  write_line();
   look();
   heartbeat_.expires_after(std::chrono::milliseconds(vm::heartbeat_ms));
   heartbeat_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
@@ -164,9 +309,10 @@ void MachinePort::beat() {
 }
 
 LinkActivity MachinePort::look() {
-  if (!device_->connected()) return LinkActivity::none;
-  // Pairs with the agent's release: its cursor is zero.
-  const std::uint64_t boot = std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire);
+  if (!device_->connected() || run_state_.loading()) return LinkActivity::none;
+  const std::uint64_t boot = boot_of_agent();
+  if (kept_ && boot != 0 && boot != session_->boot) drop_kept();  // a QEMU whose monitor says nothing, and another agent in it
+  if (frozen_) return LinkActivity::none;
   if (session_ && session_->boot != boot) end_session();
   if (boot == 0 || boot == forgotten_boot_) return LinkActivity::none;
   if (!session_) {
@@ -179,7 +325,7 @@ LinkActivity MachinePort::look() {
     anything = true;
     if (!session_->broken) take(head, body);
   });
-  if (!sound && std::atomic_ref(device_->header().agent.boot).load(std::memory_order_acquire) == boot) refuse("its frames make no sense");
+  if (!sound && boot_of_agent() == boot) refuse("its frames make no sense");
   anything |= session_->link.unsent_bytes() != 0;
   push();
   // A machine that has much to say gets its turn again after the others.
@@ -202,6 +348,8 @@ void MachinePort::end_session() {
       if (*alive && --leaving_ == 0) look();
     };
     process->hang_up();
+    process->known->ended = true;
+    if (const auto thawed = std::exchange(process->known->thawed, {})) thawed();
   }
   if (ended->page != nullptr) {
     // The mapping stays until the shard writes there no more.
@@ -232,7 +380,7 @@ void MachinePort::refuse(const char* why) {
 }
 
 void MachinePort::push() {
-  if (!session_) return;
+  if (!session_ || frozen_) return;
   if (session_->link.flush()) device_->ring_machine();
   if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
     for (const auto& process : std::exchange(session_->held, {}))
@@ -271,7 +419,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     session_->link.send(vm::Frame::welcome, 0, welcome);
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
-  if (hello->major != vm::version_major || (spec_.plain && hello->minor < vm::minor_polls)) return answer(EPROTONOSUPPORT);
+  if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
   auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
              : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
                                  : MachineRam::map(spec_.ram, hello->high_bytes);
@@ -280,13 +428,11 @@ void MachinePort::greet(std::span<const std::byte> body) {
                  std::strerror(value(ram.error())), spec_.name);
     return answer(ENODEV);
   }
-  if (const std::uint64_t page_bytes = (*ram)->page_bytes(); page_bytes != vm::page_bytes) {
-    if (service_.arena_bytes % page_bytes != 0) {
-      spdlog::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
-                   "smaller pages", spec_.name, spec_.ram, page_bytes >> 10, service_.arena_bytes);
-      return answer(EINVAL);
-    }
-    welcome.ram_page_bytes = page_bytes;
+  welcome.ram_page_bytes = (*ram)->page_bytes();
+  if (service_.arena_bytes % welcome.ram_page_bytes != 0) {
+    spdlog::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
+                 "smaller pages", spec_.name, spec_.ram, welcome.ram_page_bytes >> 10, service_.arena_bytes);
+    return answer(EINVAL);
   }
   const auto offset = (*ram)->offset_of({hello->page, 1});
   if (!offset) return answer(EFAULT);
@@ -302,6 +448,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
   page->minor = control::version_minor;
   page->device_generation = 1;
   page->shard_count = 1;
+  page->machine_generation = session_->generation;
   constexpr std::uint32_t somebody = 1;  // not FUTEX_OWNER_DIED; the agent sets that
   std::memcpy(page->alive_mutex, &somebody, sizeof(somebody));
   // Until the shard mirrors its state, everybody rings.
@@ -329,6 +476,7 @@ void MachinePort::open(std::uint32_t connection, std::span<const std::byte> body
   vmci::UniqueFd ours(ends[0]), theirs(ends[1]);
   auto process = std::make_shared<Process>(service_.io, connection);
   process->known = std::make_shared<MachineProcess>(MachineProcess{spec_.name, spec_.tenant, who->uid, who->gid, who->pid, {}});
+  process->known->interrupts = device_->interrupts();
   process->socket = vmci::PacketSocket(std::move(ours));
   // Called after end_session() has taken itself out of this.
   process->known->detached = [this, connection] {

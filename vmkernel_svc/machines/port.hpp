@@ -2,10 +2,14 @@
 // Every process of the machine becomes a connection of the server, as if it were a process of this host: packets go through a pair of
 // sockets, what it would read from pipes goes over the link, and its queues lie in the machine's RAM.
 //
-//   QEMU ── monitor.sock ──► resets (QMP)
+//   QEMU ── monitor.sock ──► what becomes of the machine (monitor.hpp, run_state.hpp)
 //   QEMU ── ivshmem.sock ──► BAR, eventfds          agent ◄── link ──► MachinePort ◄── socket pair ──► Server ──► shard
 //
-// (One that can interrupt nobody has other devices: machines/plain.hpp.)
+// A machine that stands still or is being saved is frozen: nothing of the service touches its memory or the link, and to the peers of
+// its queue pairs it is silent. One that was saved is kept for a while when its QEMU has ended; if it comes back as it was, which a
+// number in its RAM tells that only the service writes, its session goes on. (One that can interrupt nobody has other devices,
+// machines/plain.hpp, and no monitor: it is never frozen.)
+//
 // The server's thread. Nothing of the machine is believed; a machine that breaks the protocol loses its session.
 #pragma once
 
@@ -23,10 +27,12 @@
 #include "vmci_channel/vm_link.hpp"
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/machines/device.hpp"
+#include "vmkernel_svc/machines/run_state.hpp"
 #include "vmkernel_svc/memory/machine_ram.hpp"
 
 namespace vrdma::svc {
 
+struct MonitorNews;
 class Shard;
 
 struct MachineSpec {
@@ -35,6 +41,7 @@ struct MachineSpec {
   std::string ram;     // the file that is its RAM; empty: its launcher brings it
   uid_t tenant;
   bool plain = false;  // machines/plain.hpp
+  std::uint32_t vectors = vm::fixed_vectors;  // of its device
   bool operator==(const MachineSpec&) const = default;
 };
 
@@ -45,6 +52,10 @@ struct MachineProcess {
   std::uint32_t uid, gid, pid;                     // in the machine
   std::map<std::uint32_t, PinnedPages> segments;   // lent, until a packet uses them
   std::function<void()> detached = {};             // the service touches nothing of it any more
+  bool frozen = false;                             // what it asks waits …
+  std::function<void()> thawed = {};               // … for this
+  bool ended = false;                              // what it has asked last is nobody's any more
+  std::shared_ptr<const Interrupts> interrupts = nullptr;  // of its machine
 
   std::optional<PinnedPages> take_segment(std::uint32_t number) {
     auto node = segments.extract(number);
@@ -58,6 +69,7 @@ class MachinePort {
     boost::asio::io_context& io;
     Shard& shard;
     std::uint64_t arena_bytes;  // of each process
+    std::chrono::seconds keep;  // how long a machine that was saved may be away
     std::function<void(vmci::PacketSocket, std::shared_ptr<MachineProcess>)> admit;
     std::function<void()> changed;  // status() says something else
   };
@@ -67,7 +79,7 @@ class MachinePort {
 
   const MachineSpec& spec() const { return spec_; }
   MachineStatus status() const;
-  bool running() const { return device_->connected(); }
+  bool running() const { return device_->connected() || kept_; }
 
   MachinePort(const MachinePort&) = delete;
   MachinePort& operator=(const MachinePort&) = delete;
@@ -78,7 +90,17 @@ class MachinePort {
   struct Session;
 
   std::unique_ptr<MachineDevice> make_device();
-  void forget();
+  void came();
+  void went();
+  void take_news(const MonitorNews& news);
+  void freeze();
+  void thaw();
+  bool renew_generation();
+  void write_line();
+  void forget() { forget(boot_of_agent()); }
+  void forget(std::uint64_t boot);
+  void drop_kept();
+  std::uint64_t boot_of_agent() const;
   void await_link();
   void beat();
   LinkActivity look();
@@ -101,7 +123,13 @@ class MachinePort {
   std::unique_ptr<MachineDevice> device_;
   boost::asio::posix::stream_descriptor link_event_;
   boost::asio::steady_timer heartbeat_;
+  boost::asio::steady_timer keeping_;
+  std::uint64_t epoch_ = 0, heartbeats_ = 0;
   std::uint64_t forgotten_boot_ = 0;
+  RunState run_state_;
+  bool frozen_ = false;
+  std::uint64_t freezes_ = 0;
+  bool kept_ = false;  // the session's machine was saved, and did not come back yet
   std::unique_ptr<Session> session_;
   std::size_t leaving_ = 0;  // processes and pages of sessions that have ended, that the service may still touch
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this port look here first

@@ -6,12 +6,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstring>
-#include <nlohmann/json.hpp>
+#include <filesystem>
 #include <stdexcept>
 
-#include "vmkernel_svc/machines/listening.hpp"
+#include "vmci_channel/descriptor_passing.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -20,71 +19,47 @@ namespace {
 
 // One message of the ivshmem protocol (QEMU, docs/specs/ivshmem-spec.txt): a number, perhaps with a descriptor.
 Status send_message(int socket, std::int64_t number, int descriptor = -1) {
-  iovec data{&number, sizeof(number)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  if (descriptor >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof(control);
-    cmsghdr* const head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET;
-    head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(head), &descriptor, sizeof(descriptor));
-  }
-  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == sizeof(number) ? ok() : Status(last_error());
+  return vmci::send_with_descriptors(socket, std::as_bytes(std::span(&number, 1)), std::span(&descriptor, descriptor >= 0 ? 1 : 0));
 }
 
 }  // namespace
 
-Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events)
-    : machine_(std::move(machine)), folder_(std::move(folder)), events_(std::move(events)), listener_(io), qemu_(io), monitor_listener_(io), monitor_(io) {
-  const auto cannot = [&](const std::string& what, int error) {
+Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, Events events, Monitor::Handler news)
+    : machine_(std::move(machine)), kept_as_(Keeper::name_of(machine_, tenant)), events_(std::move(events)), keeper_(std::filesystem::path(folder).parent_path()), machine_events_(std::make_shared<Interrupts>(vectors)),
+      link_door_(io, machine_), monitor_door_(io, machine_), qemu_(io), monitor_(io, machine_, std::move(news)) {
+  const auto cannot = [&](const char* what, int error) {
     return std::runtime_error(fmt::format("machine {}: cannot {} ({})", machine_, what, std::strerror(error)));
   };
-  auto bar = vmci::Segment::create("vrdma-bar", vm::bar_bytes);
-  if (!bar) throw cannot("create shared memory", value(bar.error()));
-  bar_ = std::move(*bar);
-  for (auto* const side : {service_events_, machine_events_})
-    for (std::uint32_t i = 0; i < vm::vectors; ++i) {
-      side[i].reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-      if (!side[i]) throw cannot("create its doorbells", errno);
-    }
-  for (const auto& [listener, name] : {std::pair{&listener_, "ivshmem.sock"}, {&monitor_listener_, "monitor.sock"}}) {
-    const std::string path = folder_ + "/" + name;
-    auto listening = listen_stream(path, tenant);
-    if (!listening) throw cannot("listen at " + path, value(listening.error()));
-    listener->assign(listening->release());
+  if (!can_signal_eventfds())
+    spdlog::warn("machine {}: no asynchronous I/O here ({}): its programs' events take a longer way, and a QEMU that means harm can stop the service; raise "
+                 "fs.aio-max-nr", machine_, std::strerror(errno));
+  if (!find_again()) {
+    auto bar = vmci::Segment::create("vrdma-bar", vm::bar_bytes);
+    if (!bar) throw cannot("create shared memory", value(bar.error()));
+    bar_ = std::move(*bar);
+    for (const auto side : doorbells())
+      for (auto& event : side) {
+        event.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+        if (!event) throw cannot("create its doorbells", errno);
+      }
   }
-  accept_next();
-  accept_monitor();
+  link_door_.open(folder + "/ivshmem.sock", tenant, [this](vmci::UniqueFd fd) { take(std::move(fd)); });
+  monitor_door_.open(folder + "/monitor.sock", tenant, [this](vmci::UniqueFd fd) { take_monitor(std::move(fd)); });
 }
 
 Qemu::~Qemu() {
   *alive_ = false;
-  for (auto* const watched : {&listener_, &qemu_, &monitor_listener_, &monitor_}) stop_watching(*watched);
-  for (const char* name : {"/ivshmem.sock", "/monitor.sock"}) ::unlink((folder_ + name).c_str());
+  stop_watching(qemu_);
 }
 
-void Qemu::ring(const vmci::UniqueFd& event) {
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof(one));  // full: it is readable all the more
-}
-
-void Qemu::accept_next() {
-  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive) return;
-    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (fd) take(std::move(fd));
-    accept_next();
-  });
+bool Qemu::ended() const {
+  char byte;
+  auto& socket = const_cast<boost::asio::posix::stream_descriptor&>(qemu_);
+  return socket.is_open() && ::recv(socket.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
 }
 
 void Qemu::take(vmci::UniqueFd fd) {
-  // The end of the one before may be the next that we hear of.
-  if (char byte; qemu_.is_open() && ::recv(qemu_.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) lose();
+  if (ended()) lose();  // that of the one before may be the next that we hear of
   if (qemu_.is_open()) {
     spdlog::warn("machine {}: a second QEMU wants to be it: refused", machine_);
     return;
@@ -97,8 +72,44 @@ void Qemu::take(vmci::UniqueFd fd) {
   if (qemu_.assign(fd.get(), error)) return;
   fd.release();
   spdlog::info("machine {}: QEMU is connected", machine_);
+  keep();
   await_end();
   events_.came();
+}
+
+// What of a QEMU is kept, in this order: its socket, the BAR, the service's doorbells, its own, and its monitor if it has one.
+void Qemu::keep() {
+  std::vector<int> descriptors{qemu_.native_handle(), bar_.fd()};
+  for (const auto side : doorbells())
+    for (const auto& event : side) descriptors.push_back(event.get());
+  if (monitor_.descriptor() >= 0) descriptors.push_back(monitor_.descriptor());
+  if (const Status kept = keeper_.keep(kept_as_, descriptors); !kept)
+    spdlog::warn("machine {}: a vrdmad that is started anew will not find it ({})", machine_, std::strerror(value(kept.error())));
+}
+
+bool Qemu::find_again() {
+  const std::size_t without_monitor = 2 + vm::fixed_vectors + machine_events_->size();
+  auto taken = keeper_.take(kept_as_);
+  if (!taken) spdlog::warn("machine {}: cannot tell whether its QEMU runs already ({}): if so, start that anew", machine_, std::strerror(value(taken.error())));
+  if (!taken || taken->empty()) return false;
+  auto& kept = *taken;
+  boost::system::error_code refused = boost::asio::error::invalid_argument;
+  if (kept.size() == without_monitor || kept.size() == without_monitor + 1)
+    if (auto bar = vmci::Segment::adopt(std::move(kept[1]), vm::bar_bytes, vmci::Writable::yes); bar && !qemu_.assign(kept[0].get(), refused))
+      bar_ = std::move(*bar);
+  if (refused) {
+    spdlog::warn("machine {}: what an earlier vrdmad has left of its QEMU is of another version: start it anew", machine_);
+    keeper_.drop(kept_as_);
+    return false;
+  }
+  kept[0].release();
+  auto event = kept.begin() + 2;
+  for (const auto side : doorbells())
+    for (auto& ours : side) ours = std::move(*event++);
+  if (event != kept.end()) monitor_.talk_to(std::move(*event));
+  spdlog::info("machine {}: QEMU runs, and is found again", machine_);
+  await_end();
+  return true;
 }
 
 Status Qemu::introduce(int qemu) const {
@@ -108,7 +119,7 @@ Status Qemu::introduce(int qemu) const {
   if (Status sent = send_message(qemu, shared_memory, bar_.fd()); !sent) return sent;
   for (const auto& event : service_events_)
     if (Status sent = send_message(qemu, vm::service_peer, event.get()); !sent) return sent;
-  for (const auto& event : machine_events_)
+  for (const auto& event : *machine_events_)
     if (Status sent = send_message(qemu, vm::machine_peer, event.get()); !sent) return sent;
   return ok();
 }
@@ -125,52 +136,16 @@ void Qemu::await_end() {
 }
 
 void Qemu::lose() {
+  monitor_.drain();  // its last words count
   spdlog::info("machine {}: QEMU has gone", machine_);
   stop_watching(qemu_);
   events_.went();
 }
 
-// A machine that is reset says nothing itself, and its memory is soon somebody else's: QEMU's monitor tells (QEMU Machine Protocol).
-void Qemu::accept_monitor() {
-  monitor_listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive) return;
-    vmci::UniqueFd fd(::accept4(monitor_listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    constexpr std::string_view hello = "{\"execute\":\"qmp_capabilities\"}\n";  // without it there are no events
-    if (fd && ::send(fd.get(), hello.data(), hello.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(hello.size())) {
-      stop_watching(monitor_);  // of a QEMU that has gone
-      news_.clear();
-      boost::system::error_code refused;
-      if (!monitor_.assign(fd.get(), refused)) fd.release(), await_news();
-    }
-    accept_monitor();
-  });
-}
-
-void Qemu::await_news() {
-  monitor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive || !monitor_.is_open()) return;
-    std::array<char, 4096> text;
-    const ssize_t got = ::recv(monitor_.native_handle(), text.data(), text.size(), MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return stop_watching(monitor_);
-    if (got > 0 && !take_news({text.data(), static_cast<std::size_t>(got)})) return stop_watching(monitor_);
-    await_news();
-  });
-}
-
-bool Qemu::take_news(std::string_view text) {
-  constexpr std::size_t line_bytes_max = 64 * 1024;
-  for (const char c : text) {
-    if (c != '\n') {
-      news_ += c;
-      continue;
-    }
-    const auto event = nlohmann::json::parse(std::exchange(news_, {}), nullptr, /*allow_exceptions=*/false);
-    const auto name = event.is_object() ? event.find("event") : event.end();
-    if (!event.is_object() || name == event.end() || *name != "RESET") continue;
-    spdlog::info("machine {}: is reset", machine_);
-    events_.reset();
-  }
-  return news_.size() <= line_bytes_max;
+void Qemu::take_monitor(vmci::UniqueFd fd) {
+  if (ended()) lose();
+  monitor_.talk_to(std::move(fd));
+  if (connected()) keep();
 }
 
 }  // namespace vrdma::svc

@@ -1,17 +1,22 @@
 // The QEMU that runs a virtual machine, as the service meets it: the ivshmem server that gives it the BAR and the doorbells, and
-// its monitor, which tells when the machine is reset. One QEMU at a time; another may come when it has gone. The server's thread.
+// its monitor (monitor.hpp). One QEMU at a time; another may come when it has gone; one that runs already when the service starts is
+// found again (keeper.hpp). The server's thread.
 #pragma once
 
+#include <array>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
-#include <functional>
 #include <memory>
+#include <span>
 #include <string>
-#include <string_view>
 
 #include "vmci_channel/segment.hpp"
 #include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/eventfd_signal.hpp"
 #include "vmkernel_svc/machines/device.hpp"
+#include "vmkernel_svc/machines/keeper.hpp"
+#include "vmkernel_svc/machines/listening.hpp"
+#include "vmkernel_svc/machines/monitor.hpp"
 #include "vrdma/result.hpp"
 #include "vrdma/vm_link.hpp"
 
@@ -19,8 +24,9 @@ namespace vrdma::svc {
 
 class Qemu final : public MachineDevice {
  public:
-  // Listens in `folder`; tenant: the user that QEMU runs as. Throws std::runtime_error with a message for a person.
-  Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events);
+  // Listens in `folder`; tenant: the user that QEMU runs as; vectors: of its device, at least vm::fixed_vectors; news: what its monitor says,
+  // all of it before Events::went. Throws std::runtime_error with a message for a person.
+  Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, Events events, Monitor::Handler news);
   ~Qemu() override;
   Qemu(const Qemu&) = delete;
   Qemu& operator=(const Qemu&) = delete;
@@ -28,27 +34,31 @@ class Qemu final : public MachineDevice {
   bool connected() const override { return qemu_.is_open(); }
   std::byte* bar() const override { return bar_.data(); }
   int service_event(std::uint32_t vector) const override { return service_events_[vector].get(); }
-  void ring_machine() const override { ring(machine_events_[vm::link_vector]); }
-  void ring_service() const override { ring(service_events_[vm::link_vector]); }
+  void ring_machine() const override { signal_eventfd((*machine_events_)[vm::link_vector].get()); }
+  void ring_service() const override { signal_eventfd(service_events_[vm::link_vector].get()); }
+  std::shared_ptr<const Interrupts> interrupts() const override { return machine_events_; }
   vmci::UniqueFd take_doorbell() override { return std::move(service_events_[vm::doorbell_vector]); }
 
  private:
-  static void ring(const vmci::UniqueFd& event);
-  void accept_next();
   void take(vmci::UniqueFd fd);
+  void take_monitor(vmci::UniqueFd fd);
+  bool ended() const;  // QEMU has, though nobody has noticed yet
   Status introduce(int qemu) const;  // the ivshmem protocol: who is who, and the descriptors
+  std::array<std::span<vmci::UniqueFd>, 2> doorbells() { return {{service_events_, *machine_events_}}; }
+  bool find_again();
+  void keep();
   void await_end();
   void lose();
-  void accept_monitor();
-  void await_news();
-  bool take_news(std::string_view text);  // false: it is no monitor
 
-  std::string machine_, folder_;
+  std::string machine_, kept_as_;
   Events events_;
+  Keeper keeper_;
   vmci::Segment bar_;
-  vmci::UniqueFd service_events_[vm::vectors], machine_events_[vm::vectors];  // eventfds of ivshmem's peers
-  boost::asio::posix::stream_descriptor listener_, qemu_, monitor_listener_, monitor_;
-  std::string news_;  // the beginning of a line of the monitor
+  vmci::UniqueFd service_events_[vm::fixed_vectors];  // eventfds of ivshmem's peers
+  std::shared_ptr<Interrupts> machine_events_;
+  Listener link_door_, monitor_door_;
+  boost::asio::posix::stream_descriptor qemu_;
+  Monitor monitor_;
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this look here first
 };
 

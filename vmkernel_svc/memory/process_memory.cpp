@@ -74,6 +74,7 @@ vmci::UniqueFd open_memory(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd) {
 struct ProcessMemory::Worker {
   vmci::UniqueFd memory;
   JobSink* sink = nullptr;
+  std::shared_ptr<std::atomic<std::uint32_t>> lingering;
   // The shard pushes, the worker pops.
   boost::lockfree::spsc_queue<ProcessJob*, boost::lockfree::capacity<jobs_max>> jobs;
   std::atomic<bool> sleeping{false};
@@ -137,10 +138,12 @@ struct ProcessMemory::Worker {
   }
 };
 
-void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink) {
+void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink,
+                         std::shared_ptr<std::atomic<std::uint32_t>> lingering) {
   worker_ = std::make_shared<Worker>();
   worker_->memory = open_memory(pid, uid, pidfd);
   worker_->sink = &sink;
+  worker_->lingering = std::move(lingering);
 }
 
 bool ProcessMemory::opened() const { return worker_ && worker_->memory; }
@@ -150,7 +153,10 @@ bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
   if (!worker_->started) {
     worker_->started = true;
     try {
-      std::thread([worker = worker_] { worker->run(); }).detach();
+      std::thread([worker = worker_] {
+        worker->run();  // until close(), which has counted it
+        worker->lingering->fetch_sub(1, std::memory_order_relaxed);
+      }).detach();
     } catch (const std::system_error&) {
       worker_->started = false;
       return false;
@@ -165,6 +171,7 @@ bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
 
 void ProcessMemory::close() {
   if (!worker_) return;
+  if (worker_->started) worker_->lingering->fetch_add(1, std::memory_order_relaxed);
   worker_->closing.store(true, std::memory_order_release);
   vmci::store_load_fence();
   if (worker_->sleeping.exchange(false, std::memory_order_acq_rel)) worker_->wake.release();

@@ -7,6 +7,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <boost/lockfree/spsc_queue.hpp>
 #include <condition_variable>
 #include <cstdint>
@@ -57,7 +58,8 @@ class ProcessMemory {
   ProcessMemory() = default;
   // Without open() every job fails. pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, uid: guard against another process
   // or program under that pid.
-  void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink);
+  // lingering: how many workers of closed memories have not left yet; such a thread and its descriptor are still somebody's to pay for.
+  void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<std::atomic<std::uint32_t>> lingering);
   // Whether the memory could be opened. Whose it is, a read of it must show: pids of another namespace name others.
   bool opened() const;
   // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable.

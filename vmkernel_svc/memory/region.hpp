@@ -36,6 +36,7 @@ struct Region {
   std::uint64_t bytes = 0;
   std::uint64_t address = 0;
   std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back
+  bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
   std::vector<Piece> pieces;
 
   // The piece that holds `offset`. offset < bytes.

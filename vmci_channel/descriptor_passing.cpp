@@ -1,0 +1,63 @@
+#include "vmci_channel/descriptor_passing.hpp"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace vmci {
+
+using vrdma::Errno;
+using vrdma::Result;
+using vrdma::Status;
+
+Status send_with_descriptors(int socket, std::span<const std::byte> bytes, std::span<const int> descriptors) {
+  if (descriptors.size() > packet_descriptors_max) return Errno{EMSGSIZE};
+  iovec part{const_cast<std::byte*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (!descriptors.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
+  }
+  for (;;) {
+    if (::sendmsg(socket, &message, MSG_NOSIGNAL) >= 0) return vrdma::ok();
+    if (errno != EINTR) return vrdma::last_error();
+  }
+}
+
+Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffer) {
+  iovec part{buffer.data(), buffer.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(packet_descriptors_max * sizeof(int))];
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  ssize_t got;
+  do {
+    got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0) return vrdma::last_error();
+  Received received{static_cast<std::size_t>(got), {}};
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+      received.descriptors.emplace_back(fd);
+    }
+  }
+  if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) return Errno{EMSGSIZE};
+  return received;
+}
+
+}  // namespace vmci

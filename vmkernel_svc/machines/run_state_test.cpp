@@ -1,0 +1,129 @@
+#include "vmkernel_svc/machines/run_state.hpp"
+
+#include <doctest/doctest.h>
+
+#include <vector>
+
+#include "vmkernel_svc/machines/monitor.hpp"
+
+namespace vrdma::svc {
+namespace {
+
+TEST_CASE("a machine stands still from STOP to RESUME") {
+  RunState state;
+  CHECK(!state.still());
+  state.stopped();
+  CHECK(state.still());
+  CHECK(!state.saved());
+  state.resumed();
+  CHECK(!state.still());
+}
+
+TEST_CASE("a machine is frozen while it is saved, runs or not, and saved once it is completed") {
+  RunState state;
+  state.migrated("setup", 1000);
+  CHECK(state.still());
+  state.frozen(1500);
+  state.migrated("active", 2000);
+  state.stopped();
+  CHECK(!state.saved());
+  state.migrated("completed", 3000);
+  CHECK(state.saved());
+  SUBCASE("unless it goes on where it is") {
+    state.resumed();
+    CHECK(!state.still());
+    CHECK(!state.saved());
+  }
+  SUBCASE("until another QEMU comes") {
+    state.qemu_came();
+    CHECK(!state.saved());
+  }
+}
+
+TEST_CASE("a migration that fails leaves a machine that goes on, or stands as still as it did") {
+  for (const char* end : {"failed", "cancelled"}) {
+    RunState state;
+    state.migrated("setup", 1000);
+    state.migrated(end, 2000);
+    CHECK(!state.still());
+    state.stopped();
+    state.migrated("setup", 3000);
+    state.migrated(end, 4000);
+    CHECK(state.still());
+    CHECK(!state.saved());
+  }
+}
+
+TEST_CASE("a machine that runs again while it is saved stays frozen, and was saved in the background only") {
+  RunState state;
+  state.stopped();
+  state.frozen(500);
+  state.migrated("setup", 1000);
+  state.migrated("active", 2000);
+  state.resumed();
+  CHECK(state.still());
+  state.migrated("completed", 3000);
+  CHECK(!state.still());
+  CHECK(!state.saved());
+}
+
+TEST_CASE("pages that went out before the machine was frozen spoil what is saved") {
+  for (const std::uint64_t frozen_at_us : {0, 2001}) {
+    RunState state;
+    state.migrated("setup", 1000);
+    if (frozen_at_us != 0) state.frozen(frozen_at_us);
+    state.migrated("active", 2000);
+    state.stopped();
+    state.migrated("completed", 3000);
+    CHECK(!state.saved());
+    CHECK(state.unsound());
+    state.migrated("setup", 4000);  // the next one may be better
+    state.frozen(2001);
+    state.migrated("active", 5000);
+    state.migrated("completed", 6000);
+    CHECK(state.saved());
+  }
+}
+
+TEST_CASE("a QEMU that loads a machine saves none") {
+  RunState state;
+  state.ran_as("inmigrate");
+  CHECK(state.loading());
+  for (const char* status : {"setup", "active"}) state.migrated(status, 1000);
+  CHECK(!state.still());
+  state.resumed();
+  CHECK(!state.loading());
+  state.migrated("completed", 2000);  // said after RESUME
+  state.stopped();
+  CHECK(!state.saved());
+  RunState fresh;
+  fresh.ran_as("running");
+  CHECK(!fresh.loading());
+}
+
+std::vector<MonitorNews> heard(std::string_view line) {
+  std::vector<MonitorNews> news;
+  Monitor::understand(line, [&](const MonitorNews& one) { news.push_back(one); });
+  return news;
+}
+
+TEST_CASE("the monitor's lines are understood, and whatever else comes is left out") {
+  const auto migration = heard(R"({"timestamp": {"seconds": 1795315572, "microseconds": 379032}, "event": "MIGRATION", "data": {"status": "setup"}})");
+  REQUIRE(migration.size() == 1);
+  CHECK(migration[0].kind == MonitorNews::Kind::migration);
+  CHECK(migration[0].text == "setup");
+  CHECK(migration[0].at_us == 1795315572379032);
+  const auto state = heard(R"({"return": {"status": "inmigrate", "singlestep": false, "running": false}, "id": "vrdma-run-state"})");
+  REQUIRE(state.size() == 1);
+  CHECK(state[0].kind == MonitorNews::Kind::run_state);
+  CHECK(state[0].text == "inmigrate");
+  CHECK(heard(R"({"event": "STOP"})").at(0).kind == MonitorNews::Kind::stopped);
+  CHECK(heard(R"({"event": "RESUME", "timestamp": 7})").at(0).kind == MonitorNews::Kind::resumed);
+  CHECK(heard(R"({"event": "RESET", "timestamp": {"seconds": -1, "microseconds": "x"}})").at(0).kind == MonitorNews::Kind::reset);
+  for (const char* line : {"", "no JSON", "7", "[]", "{}", R"({"event": 7})", R"({"event": "MIGRATION"})", R"({"event": "MIGRATION", "data": []})",
+                           R"({"return": {"status": "running"}})", R"({"id": "vrdma-run-state", "error": {}})", R"({"id": "vrdma-run-state", "return": []})"})
+    CHECK(heard(line).empty());
+}
+
+}  // namespace
+}  // namespace vrdma::svc

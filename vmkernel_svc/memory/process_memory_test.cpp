@@ -1,0 +1,70 @@
+// Copies through a process, this one's own: who pays for a worker that does not come back.
+#include "vmkernel_svc/memory/process_memory.hpp"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <semaphore>
+#include <thread>
+
+#include "doctest/doctest.h"
+
+namespace vrdma::svc {
+namespace {
+
+// Holds the worker up, as memory that does not come does.
+struct Sink : JobSink {
+  std::atomic<int> came{0};
+  std::binary_semaphore let_go{0};
+  void finished(ProcessJob* job) override {
+    CHECK(job->ok);
+    delete job;
+    ++came;
+    let_go.acquire();
+  }
+};
+
+template <class Condition>
+bool eventually(const Condition& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  while (!condition() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  return condition();
+}
+
+TEST_CASE("a worker that is held up when its guest goes counts for as long as it stays") {
+  const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  const auto lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
+  Sink sink;
+  {
+    ProcessMemory memory;
+    memory.open(::getpid(), ::getuid(), self, sink, lingering);
+    const std::uint64_t word = 7;
+    auto job = std::make_unique<ProcessJob>();
+    job->kind = ProcessJob::Kind::read;
+    job->ranges = {{reinterpret_cast<std::uintptr_t>(&word), sizeof(word)}};
+    job->buffer.resize(sizeof(word));
+    REQUIRE(memory.submit(std::move(job)));
+    REQUIRE(eventually([&] { return sink.came == 1; }));
+    CHECK(*lingering == 0);
+  }
+  CHECK(*lingering == 1);
+  sink.let_go.release();
+  CHECK(eventually([&] { return *lingering == 0; }));
+}
+
+TEST_CASE("a memory that was never used leaves nobody behind") {
+  const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  const auto lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
+  Sink sink;
+  {
+    ProcessMemory memory;
+    memory.open(::getpid(), ::getuid(), self, sink, lingering);
+    CHECK(memory.opened());
+  }
+  CHECK(*lingering == 0);
+}
+
+}  // namespace
+}  // namespace vrdma::svc
