@@ -34,6 +34,7 @@ Machine::Machine(bool by_interrupts, std::uint64_t patience_ns, std::uint64_t ba
   const int flags = bar_file ? MAP_SHARED : MAP_SHARED | MAP_ANONYMOUS;
   bar = static_cast<std::byte*>(::mmap(nullptr, bar_bytes_, PROT_READ | PROT_WRITE, flags, bar_file.get(), 0));
   REQUIRE(bar != MAP_FAILED);
+  if (bar_file) store(header().service.flags, vm::service_lends_bar);  // seen at the agent's very beginning
   char name[] = "/tmp/vrdma-guestd-test-XXXXXX";
   REQUIRE(::mkdtemp(name) != nullptr);
   folder_ = name;
