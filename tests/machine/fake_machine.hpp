@@ -80,6 +80,14 @@ class FakeMachine {
     }
   }
 
+  // How often it was interrupted since the last time.
+  std::uint64_t take_interrupts(std::uint32_t vector) const {
+    pollfd event{machine_events_[vector].get(), POLLIN, 0};
+    std::uint64_t count = 0;
+    if (::poll(&event, 1, 0) == 1) [[maybe_unused]] const auto got = ::read(event.fd, &count, sizeof(count));
+    return count;
+  }
+
   static constexpr int patience_ms = 60'000;  // with what comes; what does not come is waited for by call_patience_ms
 
   // The service takes nothing over from the session before. False: it does not answer.

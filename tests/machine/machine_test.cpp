@@ -154,6 +154,29 @@ TEST_CASE("a machine that runs is found again by a service that is started anew,
   eventually("what was kept is given up with its registration", [&] { return !fs::exists(keeper); });
 }
 
+TEST_CASE("two services do not serve the same machines") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 27);
+  REQUIRE(machine.connected());
+  const std::string other = "timeout -s KILL 60 '" VRDMAD_PATH "' --socket '" + (world.folder / "other.sock").string() + "' --vm-folder '" + world.folder.string() + "' 2>&1";
+  FILE* const second = ::popen(other.c_str(), "re");
+  REQUIRE(second != nullptr);
+  std::string said;
+  for (int c; (c = std::fgetc(second)) != EOF;) said += static_cast<char>(c);
+  const int status = ::pclose(second);
+  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 1));
+  CHECK_MESSAGE(said.find("process " + std::to_string(world.service.pid())) != said.npos, said);
+  CHECK_MESSAGE(said.find("--vm-folder") != said.npos, said);
+  // The first one's sockets are there, and its successor has the folder for itself.
+  CHECK(fs::exists(world.socket()));
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == 0);
+  world.service.kill_now();
+  const std::uint64_t epoch = machine.service_epoch();
+  world.service.start();
+  CHECK(machine.wait([&] { return machine.service_epoch() != epoch; }));
+}
+
 TEST_CASE("a machine that can interrupt nobody is served; when its heart stands still it is forgotten, and finds that out") {
   World world(World::Kind::plain);
   FakeMachine machine(world.link(), world.ram, 21);
@@ -241,8 +264,9 @@ TEST_CASE("a machine sees what is its own") {
   const auto shown_to = [&](std::uint32_t uid) {
     const std::uint32_t tool = machine.open(uid);
     REQUIRE(machine.call<Request::show>(tool, {}));
+    REQUIRE(machine.await(vm::Frame::stream_end, tool));  // what comes before it has come
     std::string text;
-    for (auto part = machine.await(vm::Frame::stream, tool); part; part = machine.await(vm::Frame::stream, tool, 50))
+    for (auto part = machine.await(vm::Frame::stream, tool, 0); part; part = machine.await(vm::Frame::stream, tool, 0))
       text.append(reinterpret_cast<const char*>(part->body.data()), part->body.size());
     return nlohmann::json::parse(text);
   };

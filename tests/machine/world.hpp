@@ -1,7 +1,9 @@
 // A private vrdmad that serves one machine, a process of that machine, and what its QEMU would tell.
 #pragma once
 
+#include <linux/sockios.h>
 #include <nlohmann/json.hpp>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -96,6 +98,7 @@ struct Process {
 // What a machine's QEMU tells.
 struct Monitor {
   vmci::UniqueFd socket{::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  std::string heard;
   explicit Monitor(const World& world) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -106,6 +109,41 @@ struct Monitor {
   void event(const char* name) const { says(nlohmann::json{{"event", name}}.dump() + "\r\n"); }
   void migration(const char* status, std::int64_t at_s) const {
     says(nlohmann::json{{"event", "MIGRATION"}, {"data", {{"status", status}}}, {"timestamp", {{"seconds", at_s}, {"microseconds", 0}}}}.dump() + "\r\n");
+  }
+  // Whether the service hangs up. What it says is kept.
+  bool hears_end() {
+    pollfd waiting{socket.get(), POLLIN, 0};
+    char part[4096];
+    for (ssize_t got; ::poll(&waiting, 1, FakeMachine::patience_ms) == 1; heard.append(part, static_cast<std::size_t>(got)))
+      if ((got = ::recv(socket.get(), part, sizeof(part), 0)) <= 0) return true;
+    return false;
+  }
+  // What of the service's words follows `words`, up to the next quote; only once.
+  std::string hears(const std::string& words) {
+    pollfd waiting{socket.get(), POLLIN, 0};
+    for (;;) {
+      const auto at = heard.find(words), end = at == heard.npos ? at : heard.find('"', at + words.size());
+      if (end != heard.npos) {
+        const std::string rest = heard.substr(at + words.size(), end - at - words.size());
+        heard.erase(0, end);
+        return rest;
+      }
+      char part[4096];
+      REQUIRE(::poll(&waiting, 1, FakeMachine::patience_ms) == 1);
+      const ssize_t got = ::recv(socket.get(), part, sizeof(part), 0);
+      REQUIRE(got > 0);
+      heard.append(part, static_cast<std::size_t>(got));
+    }
+  }
+  // As QEMU does between whatever else it says.
+  void answers() {
+    const std::string number = hears("vrdma-asked-");
+    says(nlohmann::json{{"id", "vrdma-asked-" + number}, {"return", {{"status", "paused"}}}}.dump() + "\r\n");
+  }
+  // All that was said has been read.
+  bool all_heard() const {
+    int unread = 0;
+    return ::ioctl(socket.get(), SIOCOUTQ, &unread) == 0 && unread == 0;
   }
   void runs_as(const char* state) const { says(nlohmann::json{{"id", "vrdma-run-state"}, {"return", {{"status", state}}}}.dump() + "\r\n"); }
 };

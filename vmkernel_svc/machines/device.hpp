@@ -32,6 +32,10 @@ class MachineDevice {
   virtual void ring_service() const = 0;
   // The one that the shard watches, which has to let go of it first.
   virtual vmci::UniqueFd take_doorbell() = 0;
+  // Somebody tells what becomes of the machine.
+  virtual bool monitored() const { return false; }
+  // Has that somebody answer by news with this number.
+  virtual void ask(std::uint64_t) {}
   // The machine's RAM, if whoever runs it has brought it along; else -1.
   virtual int ram() const { return -1; }
 };
