@@ -148,24 +148,47 @@ struct Monitor {
   void runs_as(const char* state) const { says(nlohmann::json{{"id", "vrdma-run-state"}, {"return", {{"status", state}}}}.dump() + "\r\n"); }
 };
 
-// By its control queue and doorbell, as a process does once it is attached.
-inline void ask_by_queues(Process& process) {
-  using namespace control;
-  vmci::QueuePairView control(process.arena.data() + process.attached->control_offset, process.attached->control_geometry);
-  vmci::RecordWriter requests(control.produce(), process.attached->control_geometry.produce_slots);
-  vmci::RecordReader replies(control.consume_records(), process.attached->control_geometry.consume_entries);
-  Head head{};
-  head.sequence = 99;
-  requests.write(sizeof(RecordHead), std::as_bytes(std::span(&head, 1)).subspan(sizeof(RecordHead)));
-  requests.publish(address_of(host_context, control_port), 0, static_cast<std::uint32_t>(Request::query_device), 1);
-  vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process.arena.data() + process.attached->doorbell_offset)).set(0);
-  process.machine.ring(vm::doorbell_vector);
-  alignas(64) std::byte record[record_slots_max * slot_bytes];
-  std::uint32_t slots = 0;
-  REQUIRE(process.machine.wait([&] { return replies.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
-  std::memcpy(&head, record, sizeof(head));
-  CHECK(head.sequence == 99);
-  CHECK(head.status == 0);
-}
+// A process's control queue and doorbell, as it uses them once it is attached. One for each process.
+class ControlQueue {
+ public:
+  explicit ControlQueue(Process& process)
+      : process_(process), control_(process.arena.data() + process.attached->control_offset, process.attached->control_geometry),
+        requests_(control_.produce(), process.attached->control_geometry.produce_slots),
+        replies_(control_.consume_records(), process.attached->control_geometry.consume_entries) {}
+
+  // The answer's status.
+  template <control::Request R>
+  int ask(const typename control::Message<R>::RequestBody& body, typename control::Message<R>::ReplyBody* answer = nullptr) {
+    using namespace control;
+    Head head{};
+    head.sequence = ++sequence_;
+    constexpr std::uint32_t body_bytes = std::is_empty_v<std::remove_cvref_t<decltype(body)>> ? 0 : sizeof(body);
+    std::byte packet[sizeof(head) + body_bytes];
+    std::memcpy(packet, &head, sizeof(head));
+    if constexpr (body_bytes != 0) std::memcpy(packet + sizeof(head), &body, sizeof(body));
+    requests_.write(sizeof(RecordHead), std::span<const std::byte>(packet).subspan(sizeof(RecordHead)));
+    requests_.publish(address_of(host_context, control_port), body_bytes, static_cast<std::uint32_t>(R), (sizeof(packet) + slot_bytes - 1) / slot_bytes);
+    vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process_.arena.data() + process_.attached->doorbell_offset)).set(0);
+    process_.machine.ring(vm::doorbell_vector);
+    alignas(64) std::byte record[record_slots_max * slot_bytes];
+    std::uint32_t slots = 0;
+    REQUIRE(process_.machine.wait([&] { return replies_.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
+    replies_.advance(slots);
+    std::atomic_ref(control_.header().creator.consumed).store(replies_.position(), std::memory_order_release);
+    std::memcpy(&head, record, sizeof(head));
+    CHECK(head.sequence == sequence_);
+    if (answer != nullptr) std::memcpy(static_cast<void*>(answer), record + sizeof(head), sizeof(*answer));
+    return head.status;
+  }
+
+ private:
+  Process& process_;
+  vmci::QueuePairView control_;
+  vmci::RecordWriter requests_;
+  vmci::RecordReader replies_;
+  std::uint32_t sequence_ = 98;
+};
+
+inline void ask_by_queues(Process& process) { CHECK(ControlQueue(process).ask<control::Request::query_device>({}) == 0); }
 
 }  // namespace vrdma::test

@@ -16,6 +16,7 @@
 
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
+#include "vmkernel_svc/memory/ram_file.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -408,7 +409,7 @@ LinkActivity MachinePort::look() {
 void MachinePort::begin_session(std::uint64_t boot) {
   session_ = std::make_unique<Session>(boot, device_->bar());
   std::atomic_ref(device_->header().service.accepted).store(boot, std::memory_order_release);
-  device_->ring_machine();
+  ring_owed_ = !device_->ring_machine();
 }
 
 void MachinePort::end_session() {
@@ -453,7 +454,7 @@ void MachinePort::refuse(const char* why) {
 
 void MachinePort::push() {
   if (!session_ || frozen_) return;
-  if (session_->link.flush()) device_->ring_machine();
+  if (session_->link.flush() || ring_owed_) ring_owed_ = !device_->ring_machine();
   if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
     for (const auto& process : std::exchange(session_->held, {}))
       if (process->socket) await_replies(process);
@@ -492,12 +493,16 @@ void MachinePort::greet(std::span<const std::byte> body) {
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
   if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
+  const auto open_ram = [&]() -> Result<std::shared_ptr<MachineRam>> {
+    auto file = open_ram_file(spec_.ram, spec_.tenant);
+    if (!file) return file.error();
+    return MachineRam::map(std::move(*file), hello->high_bytes);
+  };
   auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
              : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
-                                 : MachineRam::map(spec_.ram, hello->high_bytes);
+                                 : open_ram();
   if (!ram) {
-    spdlog::warn("machine {}: cannot map its RAM {} ({}): start it as \"vrdma vm show {}\" says", spec_.name, spec_.ram,
-                 std::strerror(value(ram.error())), spec_.name);
+    spdlog::warn("machine {}: cannot map its RAM {} ({}): {}", spec_.name, spec_.ram, std::strerror(value(ram.error())), ram_file_remedy(value(ram.error())));
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();

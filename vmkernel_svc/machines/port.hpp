@@ -148,6 +148,7 @@ class MachinePort {
   std::uint32_t beats_unheard_ = 0;  // … that has been seen to beat so often, though the machine is said to stand still
   bool kept_ = false;  // the session's machine was saved, and did not come back yet
   std::unique_ptr<Session> session_;
+  bool ring_owed_ = false;  // the machine could not be interrupted yet
   std::size_t leaving_ = 0;  // processes and pages of sessions that have ended, that the service may still touch
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this port look here first
 };

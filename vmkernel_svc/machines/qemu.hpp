@@ -36,8 +36,8 @@ class Qemu final : public MachineDevice {
   bool connected() const override { return qemu_.is_open(); }
   std::byte* bar() const override { return bar_.data(); }
   int service_event(std::uint32_t vector) const override { return service_events_[vector].get(); }
-  void ring_machine() const override { signal_eventfd((*machine_events_)[vm::link_vector].get()); }
-  void ring_service() const override { signal_eventfd(service_events_[vm::link_vector].get()); }
+  bool ring_machine() const override { return signal_eventfd((*machine_events_)[vm::link_vector].get()); }
+  void ring_service() const override { (void)signal_eventfd(service_events_[vm::link_vector].get()); }
   std::shared_ptr<const Interrupts> interrupts() const override { return machine_events_; }
   vmci::UniqueFd take_doorbell() override { return std::move(service_events_[vm::doorbell_vector]); }
   bool monitored() const override { return monitor_.there(); }
