@@ -181,7 +181,7 @@ int main(int argc, char** argv) {
     std::printf("SKIP  hostile %s: no %s: build the release, whose library the honest pair preloads\n", target.c_str(), library);
     return 77;
   }
-  const bool other_uid = ::geteuid() == 0;
+  const bool other_uid = ::geteuid() == 0, of_machine = target.starts_with("machine");
   if (!other_uid) std::printf("SKIP  hostile guests run as the same user: only root can give them another\n");
   std::printf("target %s, %lu s, %lu guests, seed %lu\n", target.c_str(), seconds, guests, seed);
 
@@ -190,7 +190,7 @@ int main(int argc, char** argv) {
   ::chmod(pattern, 0755);
   const std::string directory = pattern, path = directory + "/vrdmad.sock", log = directory + "/log";
   for (const char* name : {"0", "1", "2"}) {
-    if (target != "machine") break;
+    if (!of_machine) break;
     const std::filesystem::path folder = std::filesystem::path(directory) / "vm" / name;
     std::filesystem::create_directories(folder);
     std::ofstream(folder / "ram").close();
@@ -224,7 +224,7 @@ int main(int argc, char** argv) {
   std::vector<pid_t> enemies;
   for (unsigned long i = 0; i < guests; ++i) {
     std::vector<std::string> command{GUEST_PATH, path, target, std::to_string(seed + i), std::to_string(seconds)};
-    if (other_uid && target != "machine") command.push_back(std::to_string(hostile_uid));
+    if (other_uid && !of_machine) command.push_back(std::to_string(hostile_uid));
     // Nobody judges their leaks, and LeakSanitizer, which stops the program at its end, waits for ever where a SIGCONT comes in between.
     enemies.push_back(spawn(command, {"ASAN_OPTIONS=detect_leaks=0"}));
   }
