@@ -76,7 +76,7 @@ class FarRequester {
 
  private:
   static constexpr std::uint64_t patience_min_ns = 5'000'000'000;    // a loaded host is no lost one
-  static constexpr std::uint64_t uc_patience_ns = 1'000'000'000;
+  static constexpr std::uint64_t uc_patience_ns = patience_min_ns;    // then a message is lost
   static constexpr std::uint64_t look_again_ns = 500'000;            // for room
 
   static bool busy(const Qp<P>& qp) { return qp.operation.stage != Operation::Stage::none; }

@@ -33,12 +33,33 @@ constexpr std::int64_t turn_bytes = 128 * 1024;
 
 FarDesk::FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Engine<MediatedPorts>& engine,
                  std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier)
-    : fabric_(fabric), shard_(shard), ports_(ports), engine_(engine), directory_(std::move(directory)), carrier_(std::move(carrier)) {}
+    : fabric_(fabric), shard_(shard), ports_(ports), engine_(engine), directory_(std::move(directory)), carrier_(std::move(carrier)) {
+  look_at_directory();
+}
 
 FarDesk::~FarDesk() {
   for (auto& [key, stand_in] : stand_ins_) drop(*stand_in);
   for (auto& [id, host] : hosts_)
     if (host.datagrams) drop(*host.datagrams);
+}
+
+void FarDesk::look_at_directory() {
+  ranges_.clear();
+  for (std::uint32_t lid = 1; lid <= 0xbfff; ++lid) {
+    const auto id = directory_->host_of(static_cast<std::uint16_t>(lid));
+    if (!id) continue;
+    if (ranges_.empty() || ranges_.back().host != *id || ranges_.back().lids.last + 1u != lid)
+      ranges_.push_back({*id, {static_cast<std::uint16_t>(lid), 0}});
+    ranges_.back().lids.last = static_cast<std::uint16_t>(lid);
+    at(*id);
+  }
+  ++fabric_.topology_generation;  // who found nobody looks again
+}
+
+std::size_t FarDesk::stand_in_count(remote::HostId host) const {
+  std::size_t count = 0;
+  for (auto one = stand_ins_.lower_bound({host, 0}); one != stand_ins_.end() && one->first.first == host; ++one) ++count;
+  return count;
 }
 
 FarDesk::Host& FarDesk::at(std::uint32_t host) {

@@ -67,9 +67,17 @@ class FarDesk {
   void make_runnable(StandIn& stand_in);
   void set_timer(StandIn& stand_in, std::uint64_t at_ns);
 
+  // The directory says something else than before.
+  void look_at_directory();
+  struct Range {
+    remote::HostId host;
+    remote::LidRange lids;
+  };
+  const std::vector<Range>& ranges() const { return ranges_; }  // who has which LIDs
+  std::size_t stand_in_count(remote::HostId host) const;
+
   const remote::Directory& directory() const { return *directory_; }
   remote::Carrier& carrier() { return *carrier_; }
-  std::size_t stand_in_count() const { return stand_ins_.size(); }
   std::uint64_t dropped_datagrams() const { return dropped_datagrams_; }
   std::uint64_t malformed() const { return malformed_; }
 
@@ -106,6 +114,7 @@ class FarDesk {
   std::shared_ptr<remote::Directory> directory_;
   std::unique_ptr<remote::Carrier> carrier_;
   std::map<remote::HostId, Host> hosts_;
+  std::vector<Range> ranges_;
   std::map<StandInKey, std::unique_ptr<StandIn>> stand_ins_;
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
