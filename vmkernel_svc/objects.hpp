@@ -39,6 +39,7 @@ struct Channel {  // completion channel
   vmci::EventRingWriter ring = {};
   std::uint64_t ring_offset = 0;  // in the arena
   int interrupt = -1;             // its machine's eventfd
+  bool interrupt_owed = false;    // the kernel could not ring it yet
 };
 
 struct Context {
@@ -143,6 +144,7 @@ struct Guest {
   std::array<control::GidEntry, 16> gids{};
 
   Arena arena;
+  bool arena_was_full = false;  // said once
   std::uint64_t control_offset = 0, doorbell_offset = 0;
   vmci::QueuePairView control;
   vmci::RecordReader requests;

@@ -82,6 +82,18 @@ class FakeMachine {
     }
   }
 
+  // Rings without a machine behind it, full or not; and as often as it can be.
+  void knock(std::uint32_t vector) const { add(service_events_[vector].get(), 1); }
+  void flood(std::uint32_t vector) const { add(service_events_[vector].get(), ~std::uint64_t{0} - 1); }
+
+  // How often it was interrupted since the last time.
+  std::uint64_t take_interrupts(std::uint32_t vector) const {
+    pollfd event{machine_events_[vector].get(), POLLIN, 0};
+    std::uint64_t count = 0;
+    if (::poll(&event, 1, 0) == 1) [[maybe_unused]] const auto got = ::read(event.fd, &count, sizeof(count));
+    return count;
+  }
+
   static constexpr int patience_ms = 60'000;  // with what comes; what does not come is waited for by call_patience_ms
 
   // The service takes nothing over from the session before. False: it does not answer.
@@ -229,6 +241,12 @@ class FakeMachine {
   std::uint32_t first_stream = 0;
 
  private:
+  static void add(int eventfd, std::uint64_t count) {
+    pollfd room{eventfd, POLLOUT, 0};
+    ::fcntl(eventfd, F_SETFL, O_NONBLOCK);
+    if (::poll(&room, 1, 0) == 1) [[maybe_unused]] const auto written = ::write(eventfd, &count, sizeof(count));
+    ::fcntl(eventfd, F_SETFL, 0);
+  }
   void connect(const std::string& path) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;

@@ -37,7 +37,7 @@ class Plain final : public MachineDevice {
   std::byte* bar() const override { return bar_.data(); }
   int bar_fd() const override { return bar_file_.get(); }
   int service_event(std::uint32_t vector) const override { return events_fds_[vector].get(); }
-  void ring_machine() const override {}  // it polls
+  bool ring_machine() const override { return true; }  // it polls
   void ring_service() const override;
   vmci::UniqueFd take_doorbell() override { return std::move(events_fds_[vm::doorbell_vector]); }
   int ram() const override { return ram_.get(); }

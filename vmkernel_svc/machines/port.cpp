@@ -16,6 +16,7 @@
 
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
+#include "vmkernel_svc/memory/ram_file.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -28,6 +29,8 @@ constexpr std::uint64_t unsent_bytes_busy = 1 << 20;  // … and before that the
 constexpr std::size_t processes_max = 4096;
 constexpr std::size_t segments_max = 64;              // lent and not used yet, of one process
 constexpr std::size_t segment_parts_max = 1 << 22;    // of one segment: 16 GiB in single pages
+constexpr std::chrono::milliseconds thaw_every{10};   // a thaw looks at every queue pair
+constexpr std::uint32_t beats_unheard_max = 20;       // of an agent that nobody tells about, heartbeat_ms each
 
 std::uint64_t random_number() {
   std::uint64_t number = 0;
@@ -99,6 +102,7 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
       link_event_(service_.io),
       heartbeat_(service_.io),
       keeping_(service_.io),
+      resting_(service_.io),
       epoch_(random_number()) {
   if (device_->connected()) forgotten_boot_ = boot_of_agent();  // of a session with an earlier service
   if (!watch_copy(link_event_, device_->service_event(vm::link_vector)))
@@ -150,7 +154,7 @@ void MachinePort::forget(std::uint64_t boot) {
 
 void MachinePort::came() {
   run_state_.qemu_came();
-  keeping_.cancel();
+  beats_unheard_ = 0;
   if (!session_ && !kept_) epoch_ = random_number(), write_line();  // an agent that this QEMU loads knows another one
   service_.changed();
 }
@@ -159,14 +163,11 @@ void MachinePort::went() {
   const bool saved = run_state_.saved(), unsound = run_state_.unsound();
   run_state_.qemu_came();  // there is none
   if (session_ && session_->page != nullptr && (saved || kept_) && service_.keep.count() != 0) {
-    kept_ = true;
     spdlog::info("machine {}: is saved, and kept for {} s", spec_.name, service_.keep.count());
-    keeping_.expires_after(service_.keep);
-    keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
-      if (error || !*alive || !kept_ || device_->connected()) return;
-      spdlog::info("machine {}: did not come back", spec_.name);
-      drop_kept();
-    });
+    kept_ = true;
+    // Who has it again has loaded it.
+    std::atomic_ref(session_->page->machine_generation).store(0, std::memory_order_relaxed);
+    keep_for_a_while();
     return service_.changed();
   }
   if (unsound) spdlog::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
@@ -174,34 +175,57 @@ void MachinePort::went() {
   forget();
 }
 
+void MachinePort::keep_for_a_while() {
+  keeping_.expires_after(service_.keep);
+  keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive || !kept_) return;
+    // What is loaded, or waits to go on, is heard of again.
+    if (device_->monitored() && run_state_.known() && (run_state_.loading() || restored())) return keep_for_a_while();
+    spdlog::info("machine {}: did not come back", spec_.name);
+    drop_kept();
+  });
+}
+
 void MachinePort::take_news(const MonitorNews& news) {
+  look_at_clock();
   switch (news.kind) {
     case MonitorNews::Kind::reset:
-      spdlog::info("machine {}: is reset", spec_.name);
+      if (session_) spdlog::info("machine {}: is reset", spec_.name);
       return forget();
     case MonitorNews::Kind::stopped:
       run_state_.stopped();
       break;
     case MonitorNews::Kind::resumed:
-      if (kept_ && !run_state_.loading()) drop_kept();
+      if (kept_ && !run_state_.loading() && !restored()) drop_kept();
       if (!session_) forget();  // nobody knows whether the agent's boot is of now
       run_state_.resumed();
+      kept_ = false;
       break;
     case MonitorNews::Kind::migration:
       run_state_.migrated(news.text, news.at_us);
+      if (clock_.set_lately()) run_state_.clock_was_set();
       break;
     case MonitorNews::Kind::run_state:
       run_state_.ran_as(news.text);
-      if (kept_ && !run_state_.loading()) drop_kept();
+      if (!kept_ || run_state_.loading()) break;
+      if (!restored()) return drop_kept();
+      kept_ = news.text != "running";  // it was loaded before anybody was told
+      break;
+    case MonitorNews::Kind::answer:
+      if (news.text == std::to_string(asked_)) run_state_.answered();
       break;
   }
-  if (run_state_.still()) return freeze();
-  if (frozen_ && (!kept_ || news.kind == MonitorNews::Kind::resumed)) thaw();
+  settle();
+}
+
+void MachinePort::look_at_clock() {
+  if (clock_.look()) run_state_.clock_was_set();
 }
 
 // It boots anew, or does not come.
 void MachinePort::drop_kept() {
   spdlog::info("machine {}: what was kept of it is given up", spec_.name);
+  run_state_.thawed();
   frozen_ = false;
   forget(session_->boot);
 }
@@ -216,29 +240,59 @@ bool MachinePort::renew_generation() {
          boot_of_agent() == session_->boot;
 }
 
+// Whether the machine that was saved has been loaded into this QEMU.
+bool MachinePort::restored() const {
+  return std::atomic_ref(session_->page->machine_generation).load(std::memory_order_relaxed) == session_->generation && boot_of_agent() == session_->boot;
+}
+
+// What the monitor has said last counts, not how often it has changed its mind.
+void MachinePort::settle() {
+  const bool still = run_state_.still();
+  if (changing_ || kept_ || still == frozen_) return;
+  if (still) return freeze();
+  if (std::chrono::steady_clock::now() >= thaw_again_) return thaw();
+  resting_.expires_at(thaw_again_);
+  resting_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (!error && *alive) settle();
+  });
+}
+
+// The shard is through with it.
+void MachinePort::changed_over() {
+  changing_ = false;
+  settle();
+}
+
 void MachinePort::freeze() {
-  if (std::exchange(frozen_, true)) return;
+  frozen_ = changing_ = true;
+  beats_unheard_ = 0;
   if (session_)
     for (auto& [connection, process] : session_->processes) process->known->frozen = true;
   const auto state = session_ && session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state, freeze = ++freezes_](Shard& shard) {
+  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state](Shard& shard) {
     if (state != nullptr) shard.end_mirror(*state);
     for (auto& [id, guest] : shard.fabric().guests)
       if (guest->machine && guest->machine->name == name) shard.freeze(*guest);
-    boost::asio::post(io, [this, alive, freeze] {
-      if (!*alive || !frozen_ || freeze != freezes_) return;  // it goes on already
-      (void)renew_generation();  // who is not the same any more is told so when it goes on
-      // That was the last write: a page that went out before may lack it.
-      const auto now = std::chrono::system_clock::now().time_since_epoch();
-      run_state_.frozen(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(now).count()));
+    boost::asio::post(io, [this, alive] {
+      if (!*alive) return;
+      if (frozen_) {
+        (void)renew_generation();  // who is not the same any more is told so when it goes on
+        // That was the last write: a page that went out before may lack it.
+        look_at_clock();
+        run_state_.frozen(clock_.now_us());
+        device_->ask(++asked_);
+      }
+      changed_over();
     });
   });
   service_.changed();
 }
 
 void MachinePort::thaw() {
-  frozen_ = kept_ = false;
+  frozen_ = false;
+  keeping_.cancel();
   run_state_.thawed();
+  thaw_again_ = std::chrono::steady_clock::now() + thaw_every;
   if (!renew_generation()) {
     spdlog::warn("machine {}: goes on from another state than it had: its programs lose their device", spec_.name);
     return forget();
@@ -247,13 +301,17 @@ void MachinePort::thaw() {
   if (session_) std::atomic_ref(device_->header().service.accepted).store(session_->boot, std::memory_order_release);
   if (session_) {
     auto* const state = session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-    service_.shard.submit([name = spec_.name, ram = session_->ram, state](Shard& shard) {
+    changing_ = true;
+    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, state](Shard& shard) {
       if (state != nullptr) {
         std::atomic_ref(state->sleeping).store(0, std::memory_order_relaxed);
         shard.mirror(*state);
       }
       for (auto& [id, guest] : shard.fabric().guests)
         if (guest->machine && guest->machine->name == name) shard.thaw(*guest);
+      boost::asio::post(io, [this, alive] {
+        if (*alive) changed_over();
+      });
     });
     for (auto& [connection, process] : session_->processes) {
       process->known->frozen = false;
@@ -263,6 +321,18 @@ void MachinePort::thaw() {
   push();
   look();
   service_.changed();
+}
+
+// A machine that is said to stand still, or to be saved, and whose monitor has gone: that it runs again is told by its agent's heart alone,
+// and too late to go on with it.
+void MachinePort::end_unheard() {
+  if (!device_->connected() || device_->monitored()) return;
+  const std::uint64_t heart = std::atomic_ref(device_->header().agent.heartbeat).load(std::memory_order_relaxed);
+  if (std::exchange(heart_seen_, heart) == heart || ++beats_unheard_ < beats_unheard_max) return;
+  spdlog::warn("machine {}: it runs, and no monitor has said so: its programs lose their device", spec_.name);
+  run_state_.qemu_came();
+  frozen_ = false;
+  forget();
 }
 
 // --- the link -------------------------------------------------------------------------------------------------
@@ -302,6 +372,9 @@ void MachinePort::write_line() {
 // Says that the service lives, and finds what nobody rang for.
 void MachinePort::beat() {
   ++heartbeats_;
+  clock_.beat();
+  look_at_clock();
+  if (frozen_) end_unheard();
   write_line();
   look();
   heartbeat_.expires_after(std::chrono::milliseconds(vm::heartbeat_ms));
@@ -338,7 +411,7 @@ LinkActivity MachinePort::look() {
 void MachinePort::begin_session(std::uint64_t boot) {
   session_ = std::make_unique<Session>(boot, device_->bar());
   std::atomic_ref(device_->header().service.accepted).store(boot, std::memory_order_release);
-  device_->ring_machine();
+  ring_owed_ = !device_->ring_machine();
 }
 
 void MachinePort::end_session() {
@@ -383,7 +456,7 @@ void MachinePort::refuse(const char* why) {
 
 void MachinePort::push() {
   if (!session_ || frozen_) return;
-  if (session_->link.flush()) device_->ring_machine();
+  if (session_->link.flush() || ring_owed_) ring_owed_ = !device_->ring_machine();
   if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
     for (const auto& process : std::exchange(session_->held, {}))
       if (process->socket) await_replies(process);
@@ -428,13 +501,18 @@ void MachinePort::greet(std::span<const std::byte> body) {
                  session_->version);
     return answer(EPROTONOSUPPORT);
   }
-  auto ram = in_bar                 ? MachineRam::map_bar(device_->bar_fd())
-             : device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
-             : spec_.ram.empty()    ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
-                                    : MachineRam::map(spec_.ram, hello->high_bytes);
+  const auto open_ram = [&]() -> Result<std::shared_ptr<MachineRam>> {
+    auto file = open_ram_file(spec_.ram, spec_.tenant);
+    if (!file) return file.error();
+    return MachineRam::map(std::move(*file), hello->high_bytes);
+  };
+  auto ram = in_bar               ? MachineRam::map_bar(device_->bar_fd())
+             : device_->ram() >= 0 ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
+             : spec_.ram.empty()   ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
+                                   : open_ram();
   if (!ram) {
-    spdlog::warn("machine {}: cannot map its {} {} ({}): start it as \"vrdma vm show {}\" says", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram,
-                 std::strerror(value(ram.error())), spec_.name);
+    spdlog::warn("machine {}: cannot map its {} {} ({}): {}", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram, std::strerror(value(ram.error())),
+                 ram_file_remedy(value(ram.error())));
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();

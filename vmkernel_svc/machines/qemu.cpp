@@ -6,9 +6,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <stdexcept>
+#include <utility>
 
 #include "vmci_channel/descriptor_passing.hpp"
 #include "vmkernel_svc/watching.hpp"
@@ -16,6 +18,9 @@
 namespace vrdma::svc {
 
 namespace {
+
+// Four times at once, and then once a second.
+constexpr std::chrono::seconds keep_every{1}, keep_in_advance{3};
 
 // One message of the ivshmem protocol (QEMU, docs/specs/ivshmem-spec.txt): a number, perhaps with a descriptor.
 Status send_message(int socket, std::int64_t number, int descriptor = -1) {
@@ -26,7 +31,7 @@ Status send_message(int socket, std::int64_t number, int descriptor = -1) {
 
 Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, std::uint64_t bar_bytes, Events events, Monitor::Handler news)
     : machine_(std::move(machine)), kept_as_(Keeper::name_of(machine_, tenant)), events_(std::move(events)), keeper_(std::filesystem::path(folder).parent_path()), machine_events_(std::make_shared<Interrupts>(vectors)),
-      link_door_(io, machine_), monitor_door_(io, machine_), qemu_(io), monitor_(io, machine_, std::move(news)) {
+      link_door_(io, machine_), monitor_door_(io, machine_), qemu_(io), monitor_(io, machine_, std::move(news)), keeping_(io) {
   const auto cannot = [&](const char* what, int error) {
     return std::runtime_error(fmt::format("machine {}: cannot {} ({})", machine_, what, std::strerror(error)));
   };
@@ -61,7 +66,7 @@ bool Qemu::ended() const {
 void Qemu::take(vmci::UniqueFd fd) {
   if (ended()) lose();  // that of the one before may be the next that we hear of
   if (qemu_.is_open()) {
-    spdlog::warn("machine {}: a second QEMU wants to be it: refused", machine_);
+    if (!std::exchange(refused_, true)) spdlog::warn("machine {}: a second QEMU wants to be it: refused", machine_);
     return;
   }
   if (const auto introduced = introduce(fd.get()); !introduced) {
@@ -71,8 +76,9 @@ void Qemu::take(vmci::UniqueFd fd) {
   boost::system::error_code error;
   if (qemu_.assign(fd.get(), error)) return;
   fd.release();
+  refused_ = false;
   spdlog::info("machine {}: QEMU is connected", machine_);
-  keep();
+  keep_soon();
   await_end();
   events_.came();
 }
@@ -85,6 +91,21 @@ void Qemu::keep() {
   if (monitor_.descriptor() >= 0) descriptors.push_back(monitor_.descriptor());
   if (const Status kept = keeper_.keep(kept_as_, descriptors); !kept)
     spdlog::warn("machine {}: a vrdmad that is started anew will not find it ({})", machine_, std::strerror(value(kept.error())));
+}
+
+// The server waits for the keeper: who connects and hangs up without end makes it wait no more often than this.
+void Qemu::keep_soon() {
+  if (keep_waits_) return;
+  const auto now = std::chrono::steady_clock::now();
+  kept_until_ = std::max(kept_until_, now) + keep_every;
+  if (kept_until_ - now <= keep_every + keep_in_advance) return keep();
+  keep_waits_ = true;
+  keeping_.expires_at(kept_until_ - keep_every - keep_in_advance);
+  keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    keep_waits_ = false;
+    if (connected()) keep();
+  });
 }
 
 bool Qemu::find_again(std::uint64_t bar_bytes) {
@@ -137,15 +158,23 @@ void Qemu::await_end() {
 
 void Qemu::lose() {
   monitor_.drain();  // its last words count
+  monitor_.hang_up();
   spdlog::info("machine {}: QEMU has gone", machine_);
   stop_watching(qemu_);
+  refused_ = false;
   events_.went();
 }
 
 void Qemu::take_monitor(vmci::UniqueFd fd) {
   if (ended()) lose();
+  monitor_.drain();  // the one before may have hung up
+  if (monitor_.there()) {
+    if (!std::exchange(refused_, true)) spdlog::warn("machine {}: a second monitor beside the one that stands: refused", machine_);
+    return;
+  }
+  refused_ = false;
   monitor_.talk_to(std::move(fd));
-  if (connected()) keep();
+  if (connected()) keep_soon();
 }
 
 }  // namespace vrdma::svc

@@ -24,12 +24,6 @@ struct Guarded {
 };
 }
 
-Result<std::shared_ptr<MachineRam>> MachineRam::map(const std::string& path, std::uint64_t high_bytes) {
-  vmci::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (!file) return last_error();
-  return map(std::move(file), high_bytes);
-}
-
 Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::uint64_t high_bytes) {
   std::shared_ptr<MachineRam> ram(new MachineRam);
   ram->fd_ = std::move(file);

@@ -21,8 +21,7 @@ namespace vrdma::svc {
 
 class MachineRam {
  public:
-  // ENOENT, EACCES …; ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
-  static Result<std::shared_ptr<MachineRam>> map(const std::string& path, std::uint64_t high_bytes);
+  // ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
   static Result<std::shared_ptr<MachineRam>> map(vmci::UniqueFd file, std::uint64_t high_bytes);
   // ENODEV: the BAR has room for the link only.
   static Result<std::shared_ptr<MachineRam>> map_bar(int bar);
