@@ -128,6 +128,7 @@ struct InMachine {
   std::string name;  // the machine's
   std::uint32_t uid, pid;  // in the machine
   std::shared_ptr<const Interrupts> interrupts;
+  bool in_bar = false;     // its memory is lent of the BAR
   vmci::Segment copier_segment = {};  // lent for its copying thread, until it is used
 };
 

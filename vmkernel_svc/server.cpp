@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -62,7 +63,20 @@ Server::Server(const Config& config) : config_(config) {
                               : "give another --socket"));
   }
   listener_.assign(listening->release());
+  if (!config_.remote.hosts.empty()) {
+    const RemoteConfig& remote = config_.remote;
+    directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
+    carrier_place_ = {remote.name, remote.address, remote.port};
+  }
+  if (directory_) {
+    config_.lid_first = directory_->ours().first;
+    config_.lid_count = directory_->ours().last - config_.lid_first + 1u;
+  }
   shard_ = std::make_unique<Shard>(config_, head.shards[0]);
+  if (directory_) {
+    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_, [shard = shard_.get()] { shard->wake(); }));
+    directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
+  }
   desk_ = std::make_unique<ControlDesk>(*shard_);
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
 }
@@ -293,7 +307,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, {}}), std::move(*arena)});
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
   });

@@ -14,6 +14,7 @@
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/machines/machines.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
+#include "vmkernel_svc/remote/tcp_carrier.hpp"
 #include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {
@@ -63,6 +64,8 @@ class Server {
   boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
   vmci::Segment page_;
   pthread_mutex_t* alive_ = nullptr;  // on the page; held from run() on
+  std::shared_ptr<remote::Directory> directory_;  // nullptr: no other hosts
+  remote::TcpCarrier::Place carrier_place_;
   std::unique_ptr<Shard> shard_;
   std::unique_ptr<ControlDesk> desk_;    // these two are used on the shard's thread
   std::unique_ptr<PacketDesk> packets_;

@@ -252,20 +252,20 @@ int main(int argc, char** argv) {
   }
   for (const pid_t enemy : enemies) {
     ::kill(enemy, SIGCONT);  // some stop themselves
-    const int status = reap(enemy, failures == 0 ? 5000 : 0);
+    const int status = reap(enemy, failures == 0 ? 30'000 : 0);
     if (failures == 0 && status != 0)
       fail("a hostile guest did nothing: it hung (-1) or never attached: wait status " + std::to_string(status));
   }
   const std::uint64_t done = report->rounds.load() - first_round;
-  if (lives && failures == 0 && !eventually(2000, [&] { return report->rounds.load() > rounds; })) fail("the honest pair did not go on afterwards");
+  if (lives && failures == 0 && !eventually(30'000, [&] { return report->rounds.load() > rounds; })) fail("the honest pair did not go on afterwards");
   ::kill(victims, SIGTERM);
-  reap(victims, 5000);
+  reap(victims, 30'000);
 
   if (lives && (lives = service_lives())) {
     std::string left;
-    if (!eventually(10'000, [&] { return (left = leftovers(show(path))).empty(); })) fail("the service still holds " + left);
+    if (!eventually(30'000, [&] { return (left = leftovers(show(path))).empty(); })) fail("the service still holds " + left);
     Footprint after;
-    if (!eventually(10'000, [&] {
+    if (!eventually(30'000, [&] {
           after = footprint(service);
           return after.descriptors <= before.descriptors && after.threads <= before.threads + 1 &&
                  after.resident_kib <= before.resident_kib + growth_max_kib;

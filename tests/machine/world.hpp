@@ -26,9 +26,11 @@ struct World {
   enum class Kind { interrupted, plain, launched };  // plain: the device is a file; launched: and the RAM comes with a launcher
   Kind kind;
 
+  // bar_bytes: of the BAR, where the RAM is the machine's own.
   // own_ram: the file that is the machine's RAM, where it shall be another than the one that is made here. vectors: as vm.json says; 0: it says
   // nothing, as those of older versions.
-  explicit World(Kind of = Kind::interrupted, const std::string& configuration = "{}", const fs::path& own_ram = {}, std::uint32_t vectors = 0) : kind(of) {
+  explicit World(Kind of = Kind::interrupted, const std::string& configuration = "{}", const fs::path& own_ram = {}, std::uint32_t vectors = 0, std::uint64_t bar_bytes = 0)
+      : kind(of) {
     service.start(configuration);
     folder = fs::path(std::getenv("VRDMA_SOCKET")).parent_path() / "vm";
     ram = folder / "one.ram";
@@ -38,7 +40,8 @@ struct World {
     if (!own_ram.empty()) ram = own_ram;
     const fs::path file = folder / "one" / "vm.json";
     nlohmann::json spec = nlohmann::json::object();
-    if (kind != Kind::launched) spec["ram"] = ram;
+    if (kind != Kind::launched && bar_bytes == 0) spec["ram"] = ram;
+    if (bar_bytes != 0) spec["bar_bytes"] = bar_bytes;
     if (kind != Kind::interrupted) spec["plain"] = true;
     if (vectors != 0) spec["vectors"] = vectors;
     std::ofstream(file.string() + ".new") << spec;

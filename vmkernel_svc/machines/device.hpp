@@ -23,6 +23,7 @@ class MachineDevice {
 
   virtual bool connected() const = 0;
   virtual std::byte* bar() const = 0;
+  virtual int bar_fd() const = 0;  // the memory that is the BAR
   vm::LinkHeader& header() const { return *reinterpret_cast<vm::LinkHeader*>(bar()); }
   // Eventfds that are rung for the service.
   virtual int service_event(std::uint32_t vector) const = 0;

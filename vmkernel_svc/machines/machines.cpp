@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -42,12 +43,16 @@ MachineSpec read_spec(const fs::path& folder) {
       else if (key == "tenant") spec.tenant = value.get<uid_t>();
       else if (key == "plain") spec.plain = value.get<bool>();
       else if (key == "vectors") spec.vectors = value.get<std::uint32_t>();
-      else throw refuse(fmt::format("unknown key \"{}\": known are plain, ram, tenant, vectors", key));
+      else if (key == "bar_bytes") spec.bar_bytes = value.get<std::uint64_t>();
+      else throw refuse(fmt::format("unknown key \"{}\": known are bar_bytes, plain, ram, tenant, vectors", key));
     }
   } catch (const json::exception& error) {
     throw refuse(error.what());
   }
-  if (spec.ram.empty() ? !spec.plain : spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
+  if (spec.bar_bytes != 0 && (!std::has_single_bit(spec.bar_bytes) || spec.bar_bytes < vm::lent_bar_bytes_min || spec.bar_bytes > vm::lent_bar_bytes_max))
+    throw refuse(fmt::format("\"bar_bytes\" must be a power of two from {} to {}", vm::lent_bar_bytes_min, vm::lent_bar_bytes_max));
+  if (spec.bar_bytes != 0 && !spec.ram.empty()) throw refuse("\"bar_bytes\" is of a machine whose RAM is its own: it has no \"ram\"");
+  if (spec.ram.empty() ? !spec.plain && spec.bar_bytes == 0 : spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
   if (spec.vectors < vm::fixed_vectors || spec.vectors > vm::vectors_max) throw refuse(fmt::format("\"vectors\" must be from {} to {}", vm::fixed_vectors, vm::vectors_max));
   return spec;
 }

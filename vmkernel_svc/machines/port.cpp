@@ -114,9 +114,10 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
 
 std::unique_ptr<MachineDevice> MachinePort::make_device() {
   if (spec_.plain)  // no came(): it is its agent that is noticed first, which must not find another epoch then
-    return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant,
+    return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.device_bar_bytes(),
                                    MachineDevice::Events{[this] { service_.changed(); }, [this] { forget(); }}, [this] { return look(); });
-  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.vectors, MachineDevice::Events{[this] { came(); }, [this] { went(); }},
+  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.vectors, spec_.device_bar_bytes(),
+                                MachineDevice::Events{[this] { came(); }, [this] { went(); }},
                                 [this](const MonitorNews& news) { take_news(news); });
 }
 
@@ -131,9 +132,9 @@ MachinePort::~MachinePort() {
 }
 
 MachineStatus MachinePort::status() const {
-  MachineStatus now{spec_.name, spec_.tenant, device_->connected() ? "connected" : "waiting", 0, 0, ""};
+  MachineStatus now{spec_.name, spec_.tenant, device_->connected() ? "connected" : "waiting", 0, 0, "", spec_.bar_bytes};
   if (session_ && session_->page != nullptr)
-    now.state = kept_ ? "suspended" : frozen_ ? "paused" : "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
+    now.state = kept_ ? "suspended" : frozen_ ? "paused" : "attached", now.ram_bytes = spec_.bar_bytes != 0 ? 0 : session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
   return now;
 }
 
@@ -359,6 +360,7 @@ void MachinePort::write_line() {
   auto& mine = device_->header().service;
   mine.major = vm::version_major;
   mine.minor = vm::version_minor;
+  std::atomic_ref(mine.flags).store((spec_.plain ? vm::service_polls : 0) | (spec_.bar_bytes != 0 ? vm::service_lends_bar : 0), std::memory_order_relaxed);
   const auto interrupts = device_->interrupts();
   std::atomic_ref(mine.vectors).store(interrupts ? interrupts->size() : 0, std::memory_order_relaxed);
   std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_relaxed);
@@ -493,16 +495,24 @@ void MachinePort::greet(std::span<const std::byte> body) {
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
   if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
+  const bool in_bar = spec_.bar_bytes != 0;
+  if (in_bar && (hello->flags & vm::hello_bar) == 0) {
+    spdlog::warn("machine {}: its agent, vrdma {}, knows of no machine whose RAM is its own: install the vrdma-guestd that belongs to this vrdmad", spec_.name,
+                 session_->version);
+    return answer(EPROTONOSUPPORT);
+  }
   const auto open_ram = [&]() -> Result<std::shared_ptr<MachineRam>> {
     auto file = open_ram_file(spec_.ram, spec_.tenant);
     if (!file) return file.error();
     return MachineRam::map(std::move(*file), hello->high_bytes);
   };
-  auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
-             : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
-                                 : open_ram();
+  auto ram = in_bar               ? MachineRam::map_bar(device_->bar_fd())
+             : device_->ram() >= 0 ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
+             : spec_.ram.empty()   ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
+                                   : open_ram();
   if (!ram) {
-    spdlog::warn("machine {}: cannot map its RAM {} ({}): {}", spec_.name, spec_.ram, std::strerror(value(ram.error())), ram_file_remedy(value(ram.error())));
+    spdlog::warn("machine {}: cannot map its {} {} ({}): {}", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram, std::strerror(value(ram.error())),
+                 ram_file_remedy(value(ram.error())));
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();
@@ -536,7 +546,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
     shard.mirror(page->shards[0]);
   });
-  spdlog::info("machine {}: attached, {} MiB of RAM, agent {}", spec_.name, (*ram)->bytes() >> 20, session_->version);
+  spdlog::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
   answer(0);
   service_.changed();
 }
@@ -554,6 +564,7 @@ void MachinePort::open(std::uint32_t connection, std::span<const std::byte> body
   auto process = std::make_shared<Process>(service_.io, connection);
   process->known = std::make_shared<MachineProcess>(MachineProcess{spec_.name, spec_.tenant, who->uid, who->gid, who->pid, {}});
   process->known->interrupts = device_->interrupts();
+  process->known->in_bar = session_->ram->is_bar();
   process->socket = vmci::PacketSocket(std::move(ours));
   // Called after end_session() has taken itself out of this.
   process->known->detached = [this, connection] {

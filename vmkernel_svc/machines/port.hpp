@@ -44,10 +44,12 @@ class Shard;
 struct MachineSpec {
   std::string name;
   std::string folder;  // where ivshmem.sock and monitor.sock stand, or link.bar
-  std::string ram;     // the file that is its RAM; empty: its launcher brings it
+  std::string ram;     // the file that is its RAM; empty: its launcher brings it, or nobody
   uid_t tenant;
   bool plain = false;  // machines/plain.hpp
   std::uint32_t vectors = vm::fixed_vectors;  // of its device
+  std::uint64_t bar_bytes = 0;  // of a machine whose RAM is its own: memory is lent of the BAR, which is so big; 0: of its RAM
+  std::uint64_t device_bar_bytes() const { return bar_bytes != 0 ? bar_bytes : vm::bar_bytes; }
   bool operator==(const MachineSpec&) const = default;
 };
 
@@ -62,6 +64,7 @@ struct MachineProcess {
   std::function<void()> thawed = {};               // … for this
   bool ended = false;                              // what it has asked last is nobody's any more
   std::shared_ptr<const Interrupts> interrupts = nullptr;  // of its machine
+  bool in_bar = false;                             // what is lent is of the BAR
 
   std::optional<PinnedPages> take_segment(std::uint32_t number) {
     auto node = segments.extract(number);

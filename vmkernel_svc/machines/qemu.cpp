@@ -29,7 +29,7 @@ Status send_message(int socket, std::int64_t number, int descriptor = -1) {
 
 }  // namespace
 
-Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, Events events, Monitor::Handler news)
+Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, std::uint64_t bar_bytes, Events events, Monitor::Handler news)
     : machine_(std::move(machine)), kept_as_(Keeper::name_of(machine_, tenant)), events_(std::move(events)), keeper_(std::filesystem::path(folder).parent_path()), machine_events_(std::make_shared<Interrupts>(vectors)),
       link_door_(io, machine_), monitor_door_(io, machine_), qemu_(io), monitor_(io, machine_, std::move(news)), keeping_(io) {
   const auto cannot = [&](const char* what, int error) {
@@ -38,8 +38,8 @@ Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder,
   if (!can_signal_eventfds())
     spdlog::warn("machine {}: no asynchronous I/O here ({}): its programs' events take a longer way, and a QEMU that means harm can stop the service; raise "
                  "fs.aio-max-nr", machine_, std::strerror(errno));
-  if (!find_again()) {
-    auto bar = vmci::Segment::create("vrdma-bar", vm::bar_bytes);
+  if (!find_again(bar_bytes)) {
+    auto bar = vmci::Segment::create("vrdma-bar", bar_bytes);
     if (!bar) throw cannot("create shared memory", value(bar.error()));
     bar_ = std::move(*bar);
     for (const auto side : doorbells())
@@ -108,7 +108,7 @@ void Qemu::keep_soon() {
   });
 }
 
-bool Qemu::find_again() {
+bool Qemu::find_again(std::uint64_t bar_bytes) {
   const std::size_t without_monitor = 2 + vm::fixed_vectors + machine_events_->size();
   auto taken = keeper_.take(kept_as_);
   if (!taken) spdlog::warn("machine {}: cannot tell whether its QEMU runs already ({}): if so, start that anew", machine_, std::strerror(value(taken.error())));
@@ -116,7 +116,7 @@ bool Qemu::find_again() {
   auto& kept = *taken;
   boost::system::error_code refused = boost::asio::error::invalid_argument;
   if (kept.size() == without_monitor || kept.size() == without_monitor + 1)
-    if (auto bar = vmci::Segment::adopt(std::move(kept[1]), vm::bar_bytes, vmci::Writable::yes); bar && !qemu_.assign(kept[0].get(), refused))
+    if (auto bar = vmci::Segment::adopt(std::move(kept[1]), bar_bytes, vmci::Writable::yes); bar && !qemu_.assign(kept[0].get(), refused))
       bar_ = std::move(*bar);
   if (refused) {
     spdlog::warn("machine {}: what an earlier vrdmad has left of its QEMU is of another version: start it anew", machine_);

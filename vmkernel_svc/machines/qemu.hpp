@@ -26,15 +26,16 @@ namespace vrdma::svc {
 
 class Qemu final : public MachineDevice {
  public:
-  // Listens in `folder`; tenant: the user that QEMU runs as; vectors: of its device, at least vm::fixed_vectors; news: what its monitor says,
+  // Listens in `folder`; tenant: the user that QEMU runs as; vectors: of its device, at least vm::fixed_vectors; bar_bytes: of its BAR; news: what its monitor says,
   // all of it before Events::went. Throws std::runtime_error with a message for a person.
-  Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, Events events, Monitor::Handler news);
+  Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, std::uint64_t bar_bytes, Events events, Monitor::Handler news);
   ~Qemu() override;
   Qemu(const Qemu&) = delete;
   Qemu& operator=(const Qemu&) = delete;
 
   bool connected() const override { return qemu_.is_open(); }
   std::byte* bar() const override { return bar_.data(); }
+  int bar_fd() const override { return bar_.fd(); }
   int service_event(std::uint32_t vector) const override { return service_events_[vector].get(); }
   bool ring_machine() const override { return signal_eventfd((*machine_events_)[vm::link_vector].get()); }
   void ring_service() const override { (void)signal_eventfd(service_events_[vm::link_vector].get()); }
@@ -49,7 +50,7 @@ class Qemu final : public MachineDevice {
   bool ended() const;  // QEMU has, though nobody has noticed yet
   Status introduce(int qemu) const;  // the ivshmem protocol: who is who, and the descriptors
   std::array<std::span<vmci::UniqueFd>, 2> doorbells() { return {{service_events_, *machine_events_}}; }
-  bool find_again();
+  bool find_again(std::uint64_t bar_bytes);
   void keep();
   void keep_soon();
   void await_end();
