@@ -82,6 +82,8 @@ class Monitor {
   vmci::UniqueFd socket_;
 };
 
+constexpr std::string_view resume = "{\"event\": \"RESUME\"}\n";
+
 std::string news(Dice& dice) {
   constexpr const char* events[] = {"STOP", "RESUME", "RESET", "POWERDOWN"};
   constexpr const char* statuses[] = {"setup", "active", "completed", "failed", "cancelled", "x"};
@@ -105,17 +107,19 @@ void strike_at_bells(Raid& raid, FakeMachine& machine, Monitor& monitor) {
     case 2: monitor.hang_up(); [[fallthrough]];
     case 3: monitor.connect(); break;
     case 4: {
+      if (!dice.one_in(4)) break;
       std::string noise(dice.below(70'000), ' ');
       dice.fill(std::as_writable_bytes(std::span(noise)));
       monitor.say(noise);
       break;
     }
     case 5:
-      for (int i = 0; i < 100; ++i) machine.knock(dice.below(vm::fixed_vectors));
+      for (int i = 0; i < 100; ++i) machine.ring(dice.below(vm::fixed_vectors));
       break;
     default: {
       std::string text;
       for (std::size_t lines = dice.below(500); lines > 0; --lines) text += news(dice);
+      if (!dice.one_in(10)) text += resume;  // a machine that stands still strikes at nothing
       monitor.say(text);
     }
   }
@@ -135,7 +139,9 @@ void raid_sessions(Raid& raid, const Act& act) {
   Monitor monitor(folder + "/monitor.sock");
   if (dice.one_in(3)) machine.clog();
   for (int sessions = 0; sessions < 4 && !raid.over(); ++sessions) {
-    monitor.say("\n{\"event\": \"RESUME\"}\n");
+    monitor.hang_up();
+    monitor.connect();
+    monitor.say(resume);
     if (!machine.begin_session(2000) || machine.greet(dice.one_in(20) ? 8 : 0, 2000) != 0) continue;
     ++raid.attached;
     act(machine, monitor);

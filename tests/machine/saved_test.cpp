@@ -112,6 +112,10 @@ TEST_CASE("a machine that was saved is kept, and goes on where it comes back as 
     CHECK(saved.opens_context());
     CHECK(saved.machine.service_epoch() == saved.epoch);
   }
+  // Its next session takes nothing of this one over.
+  REQUIRE(saved.machine.begin_session());
+  CHECK(saved.machine.greet() == 0);
+  CHECK(Process(saved.machine).attached);
 }
 
 TEST_CASE("a machine that was written to while it was saved is not kept") {
