@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/remote/peer_filter.hpp"
 
 namespace vrdma::remote {
 
@@ -65,6 +66,7 @@ std::string TcpCarrier::Loop::device_of(const std::string& text) {
 }
 
 void TcpCarrier::Loop::start() {
+  const std::set<int> before = listening_sockets();
   const TcpCarrier::Place& here = carrier_.here_;
   const auto check = [&](ucs_status_t status, const std::string& what) {
     if (status != UCS_OK) throw std::runtime_error(fmt::format("{} ({})", what, ucx_.status_string(status)));
@@ -105,6 +107,9 @@ void TcpCarrier::Loop::start() {
   listening.conn_handler = {on_connection, this};
   check(ucx_.listener_create(worker_, &listening, &listener_),
         fmt::format("cannot listen at {} port {}: is another vrdmad there?", here.address, here.port));
+  for (const int socket : listening_sockets())
+    if (!before.contains(socket)) listening_.push_back(socket);
+  find_hosts();
   int descriptor = -1;
   check(ucx_.worker_get_efd(worker_, &descriptor), "UCX has no descriptor to wait for");
   epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
@@ -131,10 +136,16 @@ void TcpCarrier::Loop::stop() {
   listener_ = nullptr, worker_ = nullptr, context_ = nullptr;
 }
 
-// The directory is asked for every LID: there is no list of hosts that could differ from what look-ups say.
+// Who may connect, and whom we connect to. The directory is asked for every LID: there is no list of hosts that could differ from what look-ups say.
 void TcpCarrier::Loop::find_hosts() {
   for (std::uint32_t lid = 1; lid <= 0xbfff; ++lid)
     if (const auto id = carrier_.directory_->host_of(static_cast<std::uint16_t>(lid))) find(*id);
+  std::vector<std::string> addresses;
+  for (const auto& [id, link] : links_)
+    if (const auto host = carrier_.directory_->host(id)) addresses.push_back(host->address);
+  for (const int socket : listening_)
+    if (!accept_only(socket, addresses))
+      spdlog::warn("the carrier's sockets cannot be closed to strangers ({}): let a firewall do it (docs/hosts.md)", std::strerror(errno));
 }
 
 TcpCarrier::Loop::Link* TcpCarrier::Loop::find(HostId id) {

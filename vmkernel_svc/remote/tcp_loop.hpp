@@ -109,6 +109,7 @@ class TcpCarrier::Loop {
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   ucp_listener_h listener_ = nullptr;
+  std::vector<int> listening_;  // UCX's, for others to connect to
   vmci::UniqueFd epoll_;
   std::map<HostId, std::unique_ptr<Link>> links_;
   std::vector<std::unique_ptr<Connection>> accepted_, closing_;
