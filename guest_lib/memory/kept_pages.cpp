@@ -40,16 +40,14 @@ bool can_be_read(Range range) { return ::syscall(SYS_madvise, range.begin, range
 }  // namespace
 
 KeptPages::~KeptPages() {
-  for (std::size_t i = 0; i < count_; ++i)
-    if (kept_[i].aside != 0) unmap_raw(kept_[i].aside, kept_[i].range.bytes());
+  for (std::size_t i = 0; i < count_; ++i) let_go(kept_[i]);
 }
 
 bool KeptPages::move_in(Range range) {
   Kept* const kept = find(range, false);
-  const std::uint64_t aside = kept != nullptr ? std::exchange(kept->aside, 0) : 0;
   std::uint64_t private_pages = 0;
-  const bool moved = aside != 0 && window_is_at(aside, range) && replace_by_window(range, aside, private_pages);
-  if (aside != 0 && !moved) unmap_raw(aside, range.bytes());
+  const bool moved = kept != nullptr && replace_by_window(range, kept->aside, private_pages);
+  if (moved) kept->aside = 0;
   unmap(range);
   if (!moved) return false;
   moved_in(range);
@@ -79,9 +77,7 @@ void KeptPages::moved_in(Range range) {
 bool KeptPages::move_out(Range range) {
   if (range.bytes() < bytes_min || !window_.intact() || !can_be_read(range)) return false;
   std::uint64_t private_pages = 0;
-  if (Kept* const kept = find(range, true)) {
-    if (private_pages_are_at(kept->aside, range.bytes())) private_pages = std::exchange(kept->aside, 0);
-  }
+  if (Kept* const kept = find(range, true)) private_pages = std::exchange(kept->aside, 0);
   unmap(range);
   if (private_pages != 0) raw_copy(private_pages, range.begin, range.bytes());
   const std::uint64_t aside = put_aside(range);
@@ -105,7 +101,7 @@ bool KeptPages::move_out(Range range) {
 void KeptPages::unmap(Range range) {
   for (std::size_t i = count_; i-- > 0;) {
     if (!kept_[i].range.overlaps(range)) continue;
-    if (const std::uint64_t aside = std::exchange(kept_[i].aside, 0)) unmap_raw(aside, kept_[i].range.bytes());
+    let_go(kept_[i]);
     if (kept_[i].registered) erase(i);
   }
 }
@@ -122,9 +118,9 @@ void KeptPages::keep(Kept kept) {
 }
 
 void KeptPages::drop(std::size_t index) {
-  const Kept dropped = kept_[index];
+  Kept dropped = kept_[index];
   erase(index);
-  if (dropped.aside != 0) unmap_raw(dropped.aside, dropped.range.bytes());
+  let_go(dropped);
   if (dropped.registered) return;
   for (std::uint64_t at = dropped.range.begin; at < dropped.range.end;) {
     const Range used = resident_->first_overlap({at, dropped.range.end});
@@ -143,10 +139,19 @@ KeptPages::Kept* KeptPages::find(Range range, bool registered) {
   const auto found = std::find_if(kept_, kept_ + count_, [&](const Kept& kept) {
     return kept.range == range && kept.registered == registered && kept.aside != 0;
   });
-  return found == kept_ + count_ ? nullptr : found;
+  return found == kept_ + count_ || !is_there(*found) ? nullptr : found;
+}
+
+void KeptPages::let_go(Kept& kept) {
+  if (kept.aside != 0 && is_there(kept)) unmap_raw(kept.aside, kept.range.bytes());
+  kept.aside = 0;
 }
 
 // Our tables never prove a mapping: an application may have put one of its own there.
+bool KeptPages::is_there(const Kept& kept) const {
+  return kept.registered ? private_pages_are_at(kept.aside, kept.range.bytes()) : window_is_at(kept.aside, kept.range);
+}
+
 bool KeptPages::window_is_at(std::uint64_t address, Range range) const {
   auto reader = VmaReader::open();
   const auto vma = reader ? reader->at_or_after(address) : Result<Vma>(reader.error());

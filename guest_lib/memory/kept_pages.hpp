@@ -57,7 +57,10 @@ class KeptPages {
   void keep(Kept kept);
   void drop(std::size_t index);
   void erase(std::size_t index);
+  // What is aside for exactly this range, and is still there.
   Kept* find(Range range, bool registered);
+  void let_go(Kept& kept);
+  bool is_there(const Kept& kept) const;
   bool window_is_at(std::uint64_t address, Range range) const;
   bool private_pages_are_at(std::uint64_t address, std::uint64_t bytes) const;
   bool replace_by_window(Range range, std::uint64_t aside, std::uint64_t& private_pages);

@@ -165,6 +165,8 @@ TEST_CASE("What the application maps where our pages were aside stays as it is")
     CHECK(holds(p, round));
     manager.remove(std::move(registration));
     CHECK(holds(p, round));
+    CHECK(holds(taken, 200));
+    ::munmap(taken, bytes);
   }
   ::munmap(p, bytes);
 }
