@@ -53,7 +53,10 @@ struct MachineStatus {
   std::uint64_t ram_bytes;
   std::size_t processes;
   std::string version;  // of its agent
+  std::uint64_t bar_bytes;  // of a machine whose RAM is its own: what is lent is of its BAR; 0: of its RAM
 };
+
+class FarDesk;
 
 class Fabric {
  public:
@@ -82,13 +85,18 @@ class Fabric {
   boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
   std::uint64_t local_copies_bytes = 0;
   std::vector<MachineStatus> machines;  // as the server said last
+  FarDesk* far = nullptr;               // where there are other hosts
 
   std::uint32_t new_qpn();
   std::uint16_t new_lid();  // 0: none left
   void rest_lid(std::uint16_t lid) { resting_lids_.push_back(lid); }
 
-  // Whether an address vector leads to that guest: by LID on InfiniBand, by GID on Ethernet or where no LID is given.
-  bool leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global, const std::uint8_t* dgid) const;
+  // Whether an address vector leads to that guest, or that port: by LID on InfiniBand, by GID on Ethernet or where no LID is given.
+  static bool leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global, const std::uint8_t* dgid) {
+    return leads_to(guest.lid, guest.gids, sender_link_layer, dlid, global, dgid);
+  }
+  static bool leads_to(std::uint16_t lid, const std::array<control::GidEntry, 16>& gids, std::uint32_t sender_link_layer,
+                       std::uint16_t dlid, bool global, const std::uint8_t* dgid);
 
  private:
   std::uint32_t next_qpn_ = 0x11;
