@@ -40,6 +40,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     return channel_.call<R>(body);
   }
   template <control::Request R>
+  Result<ReplyBody<R>> call_after(control::Request first, std::span<const std::byte> first_body, const RequestBody<R>& body) {
+    return channel_.call_after<R>(first, first_body, body);
+  }
+  template <control::Request R>
   Result<SocketReply<R>> call_on_socket(const RequestBody<R>& body, std::span<const int> descriptors = {}) {
     return channel_.call_on_socket<R>(body, descriptors);
   }

@@ -91,15 +91,23 @@ Result<std::vector<vmci::UniqueFd>> ControlChannel::exchange_on_socket(control::
   return received;
 }
 
-Status ControlChannel::exchange(control::Request request, std::span<const std::byte> body, std::span<std::byte> reply) {
+Status ControlChannel::exchange(std::span<const Outgoing> requests, std::span<std::byte> reply) {
   if (liveness_.gone()) return Errno{EIO};
   CancellationOff cancellation_off;
   std::lock_guard lock(mutex_);
+  for (const Outgoing& outgoing : requests) {
+    if (Status sent = send(outgoing, sequence_++); !sent) return sent;
+    if (&outgoing != &requests.back()) VRDMA_CRASH_POINT("guest.reg_mr.staged");
+  }
+  return wait_for_reply(requests.back().request, sequence_ - 1, reply);
+}
+
+Status ControlChannel::send(const Outgoing& outgoing, std::uint32_t sequence) {
+  const auto& [request, body] = outgoing;
   const auto slots = static_cast<std::uint32_t>((sizeof(Head) + body.size() + slot_bytes - 1) / slot_bytes);
   if (slots > record_slots_max || slots >= requests_.slot_count()) return Errno{EMSGSIZE};
   if (Status room = wait_for_room(slots); !room) return room;
 
-  const std::uint32_t sequence = sequence_++;
   const Head head = make_head(request, guest_, sequence, body.size());
   requests_.write(head_bytes_in_ring, std::as_bytes(std::span(&head, 1)).subspan(head_bytes_in_ring));
   requests_.write(sizeof(Head), body);
@@ -111,7 +119,7 @@ Status ControlChannel::exchange(control::Request request, std::span<const std::b
   store_load_fence();
   if (std::atomic_ref(rings_.header().attacher.needs_doorbell).load(std::memory_order_relaxed) != 0)
     doorbell_.ring(control_member);
-  return wait_for_reply(request, sequence, reply);
+  return ok();
 }
 
 Status ControlChannel::wait_for_room(std::uint32_t slots) {

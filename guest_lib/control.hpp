@@ -58,7 +58,19 @@ class ControlChannel {
   Result<ReplyBody<R>> call(const RequestBody<R>& body) {
     static_assert(!control::Message<R>::on_socket);
     ReplyBody<R> reply{};
-    const Status status = exchange(R, bytes_of(body), std::as_writable_bytes(std::span(&reply, 1)).first(body_bytes<ReplyBody<R>>));
+    const Outgoing request[] = {{R, bytes_of(body)}};
+    const Status status = exchange(request, std::as_writable_bytes(std::span(&reply, 1)).first(body_bytes<ReplyBody<R>>));
+    if (!status) return status.error();
+    return reply;
+  }
+
+  // The same after a request whose answer says nothing that the other's does not: both travel at once, and the service wakes up once.
+  template <control::Request R>
+  Result<ReplyBody<R>> call_after(control::Request first, std::span<const std::byte> first_body, const RequestBody<R>& body) {
+    static_assert(!control::Message<R>::on_socket);
+    ReplyBody<R> reply{};
+    const Outgoing requests[] = {{first, first_body}, {R, bytes_of(body)}};
+    const Status status = exchange(requests, std::as_writable_bytes(std::span(&reply, 1)).first(body_bytes<ReplyBody<R>>));
     if (!status) return status.error();
     return reply;
   }
@@ -88,7 +100,13 @@ class ControlChannel {
     return std::as_bytes(std::span(&body, 1)).first(body_bytes<Body>);
   }
 
-  Status exchange(control::Request request, std::span<const std::byte> body, std::span<std::byte> reply);
+  struct Outgoing {
+    control::Request request;
+    std::span<const std::byte> body;
+  };
+  // Sends them in order and waits for the last one's reply.
+  Status exchange(std::span<const Outgoing> requests, std::span<std::byte> reply);
+  Status send(const Outgoing& outgoing, std::uint32_t sequence);
   Result<std::vector<vmci::UniqueFd>> exchange_on_socket(control::Request request, std::span<const std::byte> body,
                                                          std::span<const int> descriptors, std::span<std::byte> reply);
   Status wait_for_room(std::uint32_t slots);

@@ -19,6 +19,11 @@ class Doorbell {
   Doorbell(vmci::ReadyWords* words, const std::uint32_t* sleeping, int fd)
       : words_(words), sleeping_(const_cast<std::uint32_t*>(sleeping)), fd_(fd) {}
 
+  // There will be news soon: whoever sleeps wakes up meanwhile.
+  void announce() const {
+    if (std::atomic_ref(*sleeping_).load(std::memory_order_relaxed) != 0) wake();
+  }
+
   void ring(std::uint32_t member) const {
     vmci::ReadyBitmap(words_).set(member);
     // D2: pairs with the shard's fence between its store of `sleeping` and its last look at the bitmap.

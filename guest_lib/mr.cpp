@@ -28,6 +28,8 @@ constexpr std::uint32_t known_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOT
                                        IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |
                                        IBV_ACCESS_HUGETLB;
 
+constexpr std::size_t bytes_worth_waking_for = 256 << 10, bytes_moved_at_once = 4 << 20;
+
 Status check_range(std::uint64_t address, std::uint64_t bytes) {
   if (bytes == 0) return Errno{EINVAL};
   return address + bytes < address ? Status(Errno{EFAULT}) : ok();
@@ -40,18 +42,20 @@ Status check_access(std::uint32_t access) {
   return remote_writes && (access & IBV_ACCESS_LOCAL_WRITE) == 0 ? Status(Errno{EINVAL}) : ok();
 }
 
-// The extents wait in the service until the registration that follows takes them. The registration mutex is held.
-Status stage(Attachment& attachment, std::span<const control::Extent> extents) {
-  for (bool first = true; !extents.empty(); first = false) {
-    control::StageExtentsRequest request{};
-    request.count = static_cast<std::uint32_t>(std::min<std::size_t>(extents.size(), control::stage_extents_max));
-    request.clear_first = first;
-    std::copy_n(extents.begin(), request.count, request.extents);
-    auto staged = attachment.call<control::Request::stage_extents>(request);
-    if (!staged) return staged.error();
-    extents = extents.subspan(request.count);
+// The extents wait in the service until the request that follows takes them. The registration mutex is held.
+template <control::Request R>
+Result<ReplyBody<R>> call_with_extents(Attachment& attachment, std::span<const control::Extent> extents, const RequestBody<R>& body) {
+  for (bool first = true;; first = false) {
+    control::StageExtentsRequest stage;
+    stage.count = static_cast<std::uint32_t>(std::min<std::size_t>(extents.size(), control::stage_extents_max));
+    stage.clear_first = first;
+    std::copy_n(extents.begin(), stage.count, stage.extents);
+    extents = extents.subspan(stage.count);
+    const auto bytes = std::as_bytes(std::span(&stage, 1)).first(control::stage_extents_bytes(stage.count));
+    // Where this one is refused, the other is, for lack of extents.
+    if (extents.empty()) return attachment.call_after<R>(control::Request::stage_extents, bytes, body);
+    if (auto staged = attachment.call<control::Request::stage_extents>(stage); !staged) return staged.error();
   }
-  return ok();
 }
 
 Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t iova, std::uint32_t access) {
@@ -66,17 +70,13 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
 
   auto mr = std::make_unique<Mr>();
   std::lock_guard lock((*attachment)->registration_mutex());
+  // It takes about as long to wake up as these pages to move.
+  if (bytes >= bytes_worth_waking_for && bytes <= bytes_moved_at_once) (*attachment)->doorbell().announce();
   auto reached = reach(**attachment, address, bytes, access);
   if (!reached) return reached.error();
   VRDMA_CRASH_POINT("guest.reg_mr.pages_moved");
   if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
-  Result<control::RegMrReply> made = Errno{EIO};
-  if (Status staged = stage(**attachment, reached->extents); !staged) {
-    made = staged.error();
-  } else {
-    VRDMA_CRASH_POINT("guest.reg_mr.staged");
-    made = (*attachment)->call<control::Request::reg_mr>({*pd_handle, access, address, bytes, iova});
-  }
+  auto made = call_with_extents<control::Request::reg_mr>(**attachment, reached->extents, {*pd_handle, access, address, bytes, iova});
   VRDMA_CRASH_POINT("guest.reg_mr.answered");
   if (!made) {
     unreach(std::move(reached->registration));
@@ -115,17 +115,16 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
   }
 
   std::lock_guard lock(mr.attachment->registration_mutex());
+  std::vector<control::Extent> extents;
   memory::Registration before;  // what is given back at the end: the old memory, or the new where the service refused
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
     auto reached = reach(*mr.attachment, address, bytes, wanted & IBV_REREG_MR_CHANGE_ACCESS ? access : mr.access);
     if (!reached) return refuse(value(reached.error()));
     before = std::move(reached->registration);
-    if (Status staged = stage(*mr.attachment, reached->extents); !staged) {
-      unreach(std::move(before));
-      return refuse(value(staged.error()));
-    }
+    extents = std::move(reached->extents);
   }
-  auto made = mr.attachment->call<control::Request::rereg_mr>(request);
+  auto made = extents.empty() ? mr.attachment->call<control::Request::rereg_mr>(request)
+                              : call_with_extents<control::Request::rereg_mr>(*mr.attachment, extents, request);
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
     if (made) std::swap(before, mr.registration);
     unreach(std::move(before));

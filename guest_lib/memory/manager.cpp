@@ -16,7 +16,7 @@ namespace vrdma::memory {
 namespace {
 
 constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8;  // enum ibv_access_flags
-constexpr std::uint64_t retained_bytes_max = 32 << 20;
+constexpr int read_write = PROT_READ | PROT_WRITE;
 constexpr std::uint64_t give_back_bytes = 4 << 20;  // as much as is moved at once
 
 Range whole_pages_around(Range range) {
@@ -203,20 +203,16 @@ std::uint64_t MemoryManager::take_in(const Piece& piece, OtherThreads others) {
   if (!budget_.take(piece.range.bytes())) return 0;
   // Marked resident but not mapped in place: the application has replaced the mapping since. What the window still
   // holds at these offsets is nobody's, unless the old mapping lives on at another address.
-  if (resident_->any(piece.range) && mapped_elsewhere(piece.range)) return 0;
+  const bool known = resident_->any(piece.range), quick = others == OtherThreads::none && piece.protection == read_write;
+  if (known || !quick) kept_.unmap(piece.range);
+  if (known && mapped_elsewhere(piece.range)) return 0;
   resident_->insert(piece.range);
-  const std::uint64_t moved = move_in(window_, piece.range, piece.protection, others);
+  const std::uint64_t moved = quick && kept_.move_in(piece.range)
+                                  ? piece.range.bytes()
+                                  : move_in(window_, piece.range, piece.protection, others);
   if (moved < piece.range.bytes()) resident_->erase({piece.range.begin + moved, piece.range.end});
   statistics_.moved_in_bytes += moved;
-  // What was kept for this moment is in use again.
-  for (std::size_t i = 0; i < retained_count_;) {
-    if (retained_[i].begin < piece.range.begin || retained_[i].end > piece.range.begin + moved) {
-      ++i;
-      continue;
-    }
-    retained_bytes_ -= retained_[i].bytes();
-    std::move(retained_ + i + 1, retained_ + retained_count_--, retained_ + i);
-  }
+  kept_.moved_in({piece.range.begin, piece.range.begin + moved});
   return moved;
 }
 
@@ -312,6 +308,7 @@ void MemoryManager::give_back(Range range) {
   }
   // Of what the application unmapped or replaced, nothing is put back; the window's pages go, unless mremap took them
   // along.
+  if (lost) kept_.unmap(range);
   if (lost && (window_.lent() || !mapped_elsewhere(range))) {
     std::uint64_t at = range.begin;
     for (std::size_t i = 0; i <= mapped.size(); ++i) {
@@ -327,8 +324,14 @@ void MemoryManager::give_back(Range range) {
   for (const Vma& vma : mapped) {
     // More than is kept afterwards goes in pieces, so that the pages that one gives up serve for the next: else all of it would exist
     // twice, and the second half be pages that the machine has to find anew.
-    const bool kept = !window_.lent() && vma.range.bytes() <= retained_bytes_max;
+    const bool kept = !window_.lent() && vma.range.bytes() <= KeptPages::bytes_max;
     const OtherThreads writers = other_writers(vma.range, others);
+    if (kept && writers == OtherThreads::none && vma.protection() == read_write && kept_.move_out(vma.range)) {
+      statistics_.moved_out_bytes += vma.range.bytes();
+      resident_->erase(vma.range);
+      continue;
+    }
+    kept_.unmap(vma.range);
     for (std::uint64_t at = vma.range.begin; at < vma.range.end;) {
       const Range piece{at, kept ? vma.range.end : std::min(vma.range.end, (at / give_back_bytes + 1) * give_back_bytes)};
       const std::uint64_t moved = move_out(window_, piece, vma.protection(), writers);
@@ -337,32 +340,12 @@ void MemoryManager::give_back(Range range) {
       const Range freed{at, at + moved};
       resident_->erase(freed);
       if (kept)
-        retain(freed);
+        kept_.retain(freed);
       else
         (void)window_.punch(freed);
       if (moved < piece.bytes()) break;
       at = piece.end;
     }
-  }
-}
-
-void MemoryManager::retain(Range range) {
-  while (retained_count_ == retained_max ||
-         (retained_count_ > 0 && retained_bytes_ + range.bytes() > retained_bytes_max))
-    drop_oldest_retained();
-  retained_[retained_count_++] = range;
-  retained_bytes_ += range.bytes();
-}
-
-void MemoryManager::drop_oldest_retained() {
-  const Range oldest = retained_[0];
-  retained_bytes_ -= oldest.bytes();
-  std::move(retained_ + 1, retained_ + retained_count_--, retained_);
-  for (std::uint64_t at = oldest.begin; at < oldest.end;) {
-    const Range used = resident_->first_overlap({at, oldest.end});
-    const std::uint64_t free_end = used.empty() ? oldest.end : used.begin;
-    if (at < free_end) (void)window_.punch({at, free_end});
-    at = used.empty() ? oldest.end : used.end;
   }
 }
 

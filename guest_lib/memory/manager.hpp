@@ -18,6 +18,7 @@
 
 #include "guest_lib/memory/copy_gate.hpp"
 #include "guest_lib/memory/fork_guard.hpp"
+#include "guest_lib/memory/kept_pages.hpp"
 #include "guest_lib/memory/lent_memory.hpp"
 #include "guest_lib/memory/mapped_memory.hpp"
 #include "guest_lib/memory/mover.hpp"
@@ -142,8 +143,6 @@ class MemoryManager {
   PageCounts* counts_of(Piece::Kind kind);
   void give_back_unheld(Range range);
   void give_back(Range range);
-  void retain(Range range);
-  void drop_oldest_retained();
   void use_file(const Piece& piece, std::uint64_t service, UsedFiles& used);
   void release_file(std::uint32_t backing, std::uint64_t service);
 
@@ -177,11 +176,7 @@ class MemoryManager {
   Window window_;  // of its own, or over lent_
   bool window_refused_ = false;
   VmaBudget budget_;
-  static constexpr std::size_t retained_max = 64;
-  Range retained_[retained_max];  // oldest first: window pages kept allocated for the next registration of the same
-                                  // memory
-  std::size_t retained_count_ = 0;
-  std::uint64_t retained_bytes_ = 0;
+  KeptPages kept_{window_, resident_};
   Statistics statistics_;
   ForkGuard fork_guard_;
   std::optional<SignalsBlocked> fork_signals_;

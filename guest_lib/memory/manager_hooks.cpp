@@ -52,6 +52,7 @@ void MemoryManager::before_fork() {
   self->fork_signals_.emplace();
   self->fork_gate_.emplace();
   self->mutex_.lock();
+  self->kept_.drop_private();
   self->fork_guard_.copy(self->window_, *self->resident_);
   self->forking_.store(true);
 }
@@ -99,8 +100,7 @@ void MemoryManager::become_child() {
   lends_.store(false, std::memory_order_relaxed);
   window_refused_ = false;
   budget_ = VmaBudget{};
-  retained_count_ = 0;
-  retained_bytes_ = 0;
+  kept_.forget();
   statistics_ = Statistics{};
   exempt_threads_.store(0, std::memory_order_relaxed);
   // Another thread may have been changing these at the fork, and the allocator may not be usable yet: start afresh.
@@ -195,6 +195,7 @@ void MemoryManager::evict(Range range) {
     const Range part = run.clipped_to(vma->range);
     at = part.end;
     if (!window_.holds_in_place(*vma)) continue;
+    kept_.unmap(part);
     const std::uint64_t moved = move_out(window_, part, vma->protection(), other_writers(part, others));
     statistics_.moved_out_bytes += moved;
     try {

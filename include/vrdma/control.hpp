@@ -16,7 +16,7 @@
 namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
-constexpr std::uint16_t version_major = 1;
+constexpr std::uint16_t version_major = 2;
 constexpr std::uint16_t version_minor = 2;  // 2: attach_in_bar
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
@@ -209,8 +209,10 @@ constexpr std::uint32_t stage_extents_max = 120;
 struct StageExtentsRequest {
   std::uint32_t count;
   std::uint32_t clear_first;
-  Extent extents[stage_extents_max];
+  Extent extents[stage_extents_max];  // those behind `count` need not travel
 };
+constexpr std::size_t stage_extents_bytes(std::uint32_t count) { return 8 + count * sizeof(Extent); }
+static_assert(stage_extents_bytes(stage_extents_max) == sizeof(StageExtentsRequest));
 struct RegMrRequest {
   std::uint32_t pd;
   std::uint32_t access;  // enum ibv_access_flags
@@ -247,12 +249,14 @@ constexpr std::uint32_t hot_lanes = 4;
 constexpr std::uint32_t no_lane = 0xffffffff;
 
 // A CQ in the arena. The first line is the guest's to write, except that the service moves `arm` to arm_fired.
+// The service reads the first line after each completion, and the guest writes to the second at each: apart, both keep theirs.
 struct alignas(128) CqShared {
-  std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
   std::uint32_t arm;              // sequence << 2 | ArmState; the guest arms, the service claims by compare-and-swap
   std::uint32_t hot[hot_lanes];   // lanes that the guest looks at without being told; no_lane: none
   std::uint32_t poller;           // the processor on which it is polled, plus 1; 0: not known
-  std::uint32_t reserved[25];
+  std::uint32_t reserved[10];
+  std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
+  std::uint32_t reserved_too[15];
   vmci::ReadyWords ready;         // lanes with news; the service sets, the guest takes
 };
 static_assert(sizeof(CqShared) == 128 + sizeof(vmci::ReadyWords));

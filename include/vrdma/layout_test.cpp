@@ -61,7 +61,7 @@ PIN(control::Head, source_context, 16);
 PIN(control::Head, source_port, 20);
 PIN(control::Head, sequence, 24);
 PIN(control::Head, status, 28);
-static_assert(control::magic == 0x4d445256 && control::version_major == 1 && control::host_context == 2 &&
+static_assert(control::magic == 0x4d445256 && control::version_major == 2 && control::host_context == 2 &&
               control::control_port == 28249 && control::reply_bit == 0x10000 && control::body_bytes_max == 4064);
 PIN(control::AttachRequest, magic, 0);
 PIN(control::AttachRequest, major, 4);
@@ -78,10 +78,10 @@ PIN(control::AttachReply, shard, 48);
 PIN(control::AttachReply, service_pid, 52);
 PIN(control::AttachReply, name, 56);
 PIN(control::AttachReply, service_version, 88);
-PIN(control::CqShared, consumed, 0);
-PIN(control::CqShared, arm, 4);
-PIN(control::CqShared, hot, 8);
-PIN(control::CqShared, poller, 24);
+PIN(control::CqShared, arm, 0);
+PIN(control::CqShared, hot, 4);
+PIN(control::CqShared, poller, 20);
+PIN(control::CqShared, consumed, 64);
 PIN(control::CqShared, ready, 128);
 PIN(control::ServicePage, device_generation, 8);
 PIN(control::ServicePage, shard_count, 12);

@@ -107,7 +107,7 @@ void raid_socket(Raid& raid) {
       AttachRequest request{};
       std::memcpy(&request, packet.data() + sizeof(Head), sizeof(request));
       request.magic = magic;
-      request.major = dice.one_in(8) ? 2 : version_major;
+      request.major = dice.one_in(8) ? version_major + 1 : version_major;
       std::memcpy(packet.data() + sizeof(Head), &request, sizeof(request));
     }
     std::vector<int> given(dice.one_in(4) ? dice.below(vmci::packet_descriptors_max + 1) : 0, null);

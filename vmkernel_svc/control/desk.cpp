@@ -1,5 +1,6 @@
 #include "vmkernel_svc/control/desk.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "vmkernel_svc/guest_mail.hpp"
@@ -54,11 +55,12 @@ bool ControlDesk::dispatch(Guest& guest, std::span<const std::byte> body, std::b
   } else {
     typename M::RequestBody request{};
     if (!std::is_empty_v<typename M::RequestBody>) {
-      if (body.size() < sizeof(request)) {
+      constexpr std::size_t least = R == Request::stage_extents ? stage_extents_bytes(0) : sizeof(request);
+      if (body.size() < least) {
         status = EINVAL;
         return true;
       }
-      std::memcpy(static_cast<void*>(&request), body.data(), sizeof(request));
+      std::memcpy(static_cast<void*>(&request), body.data(), std::min(body.size(), sizeof(request)));
     }
     Result<typename M::ReplyBody> result = on<R>(guest, request);
     if (!result) {
