@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "vmkernel_svc/hosts/settings.hpp"
 
 namespace vrdma::svc {
 
@@ -36,6 +39,7 @@ struct Config {
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
+  std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
 
   std::string machines_folder() const;
 

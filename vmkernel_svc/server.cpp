@@ -65,6 +65,12 @@ Server::Server(const Config& config) : config_(config) {
   shard_ = std::make_unique<Shard>(config_, head.shards[0]);
   desk_ = std::make_unique<ControlDesk>(*shard_);
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
+  if (config_.hosts) {
+    auto settings = *config_.hosts;
+    settings.version = VRDMA_VERSION;
+    if (settings.carrier_port == 0) settings.carrier_port = static_cast<std::uint16_t>(settings.port + 1);
+    hosts_ = std::make_shared<hosts::Service>(std::move(settings));
+  }
 }
 
 Server::~Server() {
@@ -122,6 +128,7 @@ void Server::run() {
                              if (!machines_) return;
                              shard_->submit([all = machines_->status()](Shard& shard) { shard.fabric().machines = all; });
                            }});
+  if (hosts_) join_hosts();
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
@@ -132,8 +139,19 @@ void Server::run() {
   }
   io_.run();
   machines_.reset();
+  if (hosts_) hosts_->stop();
   shard_->stop();
   shard_thread_.join();
+}
+
+void Server::join_hosts() {
+  const auto lease = [this] {
+    const auto now = hosts_->snapshot();
+    shard_->submit([lids = now->lids, may_give = now->may_give()](Shard& shard) { shard.fabric().lease_lids(lids, may_give); });
+  };
+  shard_->submit([hosts = hosts_](Shard& shard) { shard.fabric().hosts = hosts; });
+  hosts_->when_changed(lease);
+  hosts_->start();
 }
 
 void Server::watch_idle() {

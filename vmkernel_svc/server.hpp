@@ -12,6 +12,7 @@
 
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/machines/machines.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
@@ -52,6 +53,7 @@ class Server {
   void lost(const ConnectionPtr& connection);
   void await_exit(const ConnectionPtr& connection);
   void watch_idle();
+  void join_hosts();
 
   Config config_;
   boost::asio::io_context io_;
@@ -66,6 +68,7 @@ class Server {
   std::unique_ptr<PacketDesk> packets_;
   std::thread shard_thread_;
   std::unique_ptr<Machines> machines_;
+  std::shared_ptr<hosts::Service> hosts_;  // nullptr: no other hosts
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t connections_max_ = 2048;  // of one user
