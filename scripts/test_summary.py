@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""One summary, in ctest's words, of the runs whose JUnit files lie in a folder: what was skipped and why, what failed, the count.
+"""One summary, in ctest's words, of the runs whose JUnit files (and ctest's own words, in NAME.log) lie in a folder: what was skipped
+and why, what passed at the second try only, what failed, the count.
 
     test_summary.py FOLDER [FAILURE]...     a FAILURE is a sentence about a run that has no results at all
 """
@@ -16,10 +17,17 @@ def reasons(text):
     return said[:5] or ["the test gave no reason"]
 
 
+def failed_tries(log):
+    """The tests that have failed at least once, by what ctest printed."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return set(re.findall(r"^ *(?:\d+/\d+ )?Test +#\d+: (\S+) \.*\*\*\*(?!Skipped|Not Run)", text, re.MULTILINE))
+
+
 def main():
     folder, failures = Path(sys.argv[1]), list(sys.argv[2:])
-    total, seconds, skipped, partly, failed = 0, 0.0, [], [], [(sentence, "") for sentence in failures]
+    total, seconds, skipped, partly, again, failed = 0, 0.0, [], [], [], [(sentence, "") for sentence in failures]
     for file in sorted(folder.glob("*.xml")):
+        tries = failed_tries(file.with_suffix(".log"))
         for case in ElementTree.parse(file).getroot().iter("testcase"):
             name = f"{file.stem}/{case.get('name')}"
             output = case.findtext("system-out") or ""
@@ -35,12 +43,18 @@ def main():
                 skipped.append((name, reasons(output)))
             elif re.search(r"^SKIP  ", output, re.MULTILINE):
                 partly.append((name, [line for line in output.splitlines() if line.startswith("SKIP  ")][:10]))
+            if case.get("name") in tries and status == "run":
+                again.append((name, file.with_suffix(".log")))
     if skipped or partly:
         print("\nThe following tests were left out, in whole or in part:")
         for name, lines in skipped + partly:
             print(f"\t{name}")
             for line in lines:
                 print(f"\t\t{line[:200]}")
+    if again:
+        print("\nThe following tests passed at the second try only, a defect of theirs or of what they test:")
+        for name, log in again:
+            print(f"\t{name}: the first is in {log}")
     if failed:
         print("\nThe following tests FAILED:")
         for name, message in failed:

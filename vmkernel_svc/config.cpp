@@ -134,7 +134,8 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                                  n(quota.queue_bytes, "queue_bytes"),
                                                  n(quota.pieces, "pieces"),
                                                  n(quota.mappings, "mappings"),
-                                                 n(quota.descriptors, "descriptors")};
+                                                 n(quota.descriptors, "descriptors"),
+                                                 n(quota.memberships, "memberships")};
   std::map<std::string, Setter> keys{t(socket, "socket"),           t(link_layer, "link_layer"),
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      t(vm_folder, "vm_folder"),

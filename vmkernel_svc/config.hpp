@@ -19,6 +19,7 @@ struct Quota {  // of one tenant
   std::uint32_t pieces = 1u << 21;               // that registrations consist of: 48 bytes of the service each
   std::uint32_t mappings = 8192;                 // chunks of 256 MiB of guests' files that the service has mapped
   std::uint32_t descriptors = 8192;              // of the service, on behalf of the tenant; at most a quarter of all it may have
+  std::uint32_t memberships = 2048;              // of queue pairs in multicast groups; there are at most 8192 groups on a host
 };
 
 struct Config {

@@ -205,6 +205,7 @@ void FuzzWorld::check() {
     fuzz_require(tenant.queue_bytes == due.queue_bytes, "a tenant's queue bytes are counted back");
     fuzz_require(tenant.pieces == due.pieces, "a tenant's pieces are counted back");
     fuzz_require(tenant.mappings == due.mappings, "a tenant's mappings are counted back");
+    fuzz_require(tenant.memberships == due.memberships, "a tenant's memberships are counted back");
     fuzz_require(tenant.descriptors == due.descriptors, "a tenant's descriptors are counted back");
   }
   fuzz_require(std::memcmp(victim_->arena.segment().data(), victim_arena_.data(), victim_arena_.size()) == 0,

@@ -1,7 +1,7 @@
 // Asks for one kind of thing until it is refused, says with which errno, checks that what it has still works, gives half
 // back, and asks again.
 //
-//   limits_client pd|cq|qp|srq|channel|mr|context COUNT_MAX
+//   limits_client pd|cq|qp|srq|channel|mr|context|group COUNT_MAX
 //
 // Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
 #include <infiniband/verbs.h>
@@ -148,6 +148,30 @@ int main(int argc, char** argv) {
   } else if (kind == "context") {
     make = [&] { return ibv_open_device(list[0]); };
     free_one = [](void* p) { return ibv_close_device(static_cast<ibv_context*>(p)); };
+  } else if (kind == "group") {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = base.cq;
+    init.qp_type = IBV_QPT_UD;
+    init.cap = {1, 1, 1, 1, 0};
+    ibv_qp* const member = ibv_create_qp(base.pd, &init);
+    if (member == nullptr) fail("ibv_create_qp of UD");
+    make = [=, next = std::uint32_t{0}]() mutable -> void* {
+      auto* const group = new ibv_gid{};
+      group->raw[0] = 0xff;
+      ++next;
+      std::memcpy(group->raw + 12, &next, sizeof next);
+      const int refused = ibv_attach_mcast(member, group, 0xc001);
+      if (refused == 0) return group;
+      delete group;
+      errno = refused;
+      return nullptr;
+    };
+    free_one = [=](void* p) {
+      auto* const group = static_cast<ibv_gid*>(p);
+      const int refused = ibv_detach_mcast(member, group, 0xc001);
+      delete group;
+      return refused;
+    };
   } else {
     return 2;
   }

@@ -99,7 +99,7 @@ class Parsers(unittest.TestCase):
             figures.bandwidth(said[0])
         left = iter(said)
         self.assertEqual(figures.with_clock(lambda: figures.bandwidth(next(left)))[0].iterations, 1000)
-        left = iter(said[:1] * 3)
+        left = iter(said[:1] * 10)
         with self.assertRaises(figures.NoClock):
             figures.with_clock(lambda: figures.bandwidth(next(left)))
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Boots a stock Debian kernel and runs the project's process guests on it: scenarios.py, inside.
 
-    process_guests.py --build build/release SCENARIO [--seed N]
-    process_guests.py --build build/release --newer SCENARIO        in a newer Debian with its own kernel, installed into a folder
+    process_guests.py --build build/release SCENARIO... [--seed N]
+    process_guests.py --build build/release --newer SCENARIO...     in a newer Debian with its own kernel, installed into a folder
     process_guests.py --build build/release --inside COMMAND...     any command in such a machine; what is built lies at its own
                                                                     path; no word has blanks or is --
 
@@ -50,7 +50,8 @@ def contents(build):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", nargs="?", choices=[scenario.name for scenario in scenarios.SCENARIOS])
+    names = [scenario.name for scenario in scenarios.SCENARIOS]
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(names))
     parser.add_argument("--build", default="build/release")
     parser.add_argument("--newer", action="store_true", help=f"in Debian {newer.SUITE}")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn at random")
@@ -60,10 +61,12 @@ def main():
     if found := "--inside" in words:
         words, inside = words[:words.index("--inside")], words[words.index("--inside") + 1:]
     options = parser.parse_args(words)
-    if (options.scenario is None) != found or found and not inside:
-        parser.error("a scenario, or --inside and a command")
+    if bool(options.scenarios) == found or found and not inside:
+        parser.error("scenarios, or --inside and a command")
+    if unknown := set(options.scenarios) - set(names):
+        parser.error(f"no scenario {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     build = Path(options.build).resolve()
-    command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, options.scenario]
+    command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, *options.scenarios]
 
     def run():
         require_emulator()

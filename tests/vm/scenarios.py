@@ -1,6 +1,6 @@
 """Process guests on a stock kernel: what runs inside the virtual machine, and under which of the kernel's settings.
 
-    scenarios.py --build FOLDER [--seed N] NAME      as root; changes the machine's settings: never outside of one
+    scenarios.py --build FOLDER [--seed N] NAME...   as root; changes the machine's settings: never outside of one
 
 Each world of a scenario shows by which way D6 reaches memory there, asserts that it is the one that may work there, and runs
 the same unmodified programs as on any machine.
@@ -245,7 +245,7 @@ def run_world(tally, build, scenario, world, seed):
                 return function()
             finally:
                 inside.service.check()
-        tally.case(f"{world.name}: {name}", checked)
+        tally.case(f"{scenario.name}, {world.name}: {name}", checked)
     case("memory", inside.paths)
     case("vrdma doctor", inside.doctor)
     if scenario.whole:
@@ -257,7 +257,7 @@ def run_world(tally, build, scenario, world, seed):
         case(f"kill -9 of a peer ({workload})", lambda workload=workload: inside.killed_peer(workload))
     if scenario.whole:
         case(f"conformance suite: registrations and {CONFORMANCE_SAMPLE} others", lambda: inside.conformance(seed))
-    tally.case(f"{world.name}: vrdmad leaves cleanly", inside.close)
+    tally.case(f"{scenario.name}, {world.name}: vrdmad leaves cleanly", inside.close)
 
 
 def run_units(tally, folder):
@@ -276,23 +276,24 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("name", choices=[scenario.name for scenario in SCENARIOS])
+    parser.add_argument("names", nargs="+", choices=[scenario.name for scenario in SCENARIOS], metavar="NAME")
     options = parser.parse_args()
     if os.getpid() == 1 or "rdinit=/init" not in Path("/proc/cmdline").read_text():
         sys.exit("scenarios.py changes the machine's settings: process_guests.py runs it in a virtual one")
     clean_up_on_signals()
     folder = Path(options.build)
-    scenario = next(scenario for scenario in SCENARIOS if scenario.name == options.name)
-    print(f"scenario {scenario.name}, --seed {options.seed}", flush=True)
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in options.names]
+    print(f"scenarios {' '.join(scenario.name for scenario in chosen)}, --seed {options.seed}", flush=True)
     tally = Tally()
     try:
         build = Build.at(folder).staged(TempFolder().path)
         for name in ("bin/vrdma-conformance", "tests/crash/crash_client"):
             (build.vrdma.parent / Path(name).name).symlink_to(folder / name)
-        for world in scenario.worlds:
-            run_world(tally, build, scenario, world, options.seed)
-        if not scenario.worlds:
-            run_units(tally, folder)
+        for scenario in chosen:
+            for world in scenario.worlds:
+                run_world(tally, build, scenario, world, options.seed)
+            if not scenario.worlds:
+                run_units(tally, folder)
         return tally.finish()
     finally:
         clean_up()

@@ -161,7 +161,7 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   fabric_.by_qpn.erase(qp.core.qpn.value);
   for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
     auto& members = group->second;
-    members.erase(std::remove(members.begin(), members.end(), &qp), members.end());
+    guest.tenant->memberships -= static_cast<std::uint32_t>(std::erase(members, &qp));
     group = members.empty() ? fabric_.multicast.erase(group) : std::next(group);
   }
   connected_elsewhere();
@@ -197,11 +197,12 @@ Result<Empty> ControlDesk::on<Request::attach_mcast>(Guest& guest, const McastRe
   QueuePair* const qp = find(guest.qps, request.qp);
   if (qp == nullptr || qp->core.type != QpType::ud || request.gid[0] != 0xff) return Errno{EINVAL};
   const auto existing = fabric_.multicast.find(request.gid);
-  if (existing == fabric_.multicast.end() && fabric_.multicast.size() >= limits::mcast_groups_max) return Errno{ENOMEM};
-  auto& members = fabric_.multicast[request.gid];
-  if (std::find(members.begin(), members.end(), qp) != members.end()) return Empty{};
-  if (members.size() >= limits::mcast_qp_attach_max) return Errno{ENOMEM};
-  members.push_back(qp);
+  const bool is_new = existing == fabric_.multicast.end();
+  if (!is_new && std::find(existing->second.begin(), existing->second.end(), qp) != existing->second.end()) return Empty{};
+  if (is_new ? fabric_.multicast.size() >= limits::mcast_groups_max : existing->second.size() >= limits::mcast_qp_attach_max) return Errno{ENOMEM};
+  if (guest.tenant->memberships >= guest.tenant->quota.memberships) return Errno{EDQUOT};
+  ++guest.tenant->memberships;
+  fabric_.multicast[request.gid].push_back(qp);
   ++qp->mcast_groups;
   return Empty{};
 }
@@ -216,6 +217,7 @@ Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRe
   if (member == members.end()) return Errno{EINVAL};
   members.erase(member);
   --qp->mcast_groups;
+  --guest.tenant->memberships;
   if (members.empty()) fabric_.multicast.erase(group);
   return Empty{};
 }
