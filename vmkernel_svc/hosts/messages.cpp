@@ -195,13 +195,24 @@ Message message_of(const json& o) {
   throw Malformed("of an unknown type");
 }
 
-// Deeper than any message: refused by the parser, so that nobody's nesting costs more than its bytes.
+// Deeper than any message is refused before it is parsed, so that nobody's nesting costs more than its bytes. (The parser's own
+// callbacks would look through a list of hosts once for each of them.)
 json parse(std::string_view encoded) {
   constexpr int depth_max = 8;
-  return json::parse(encoded, [](int depth, json::parse_event_t, json&) {
+  int depth = 0;
+  bool in_string = false;
+  for (std::size_t i = 0; i < encoded.size(); ++i) {
+    const char c = encoded[i];
+    if (in_string) {
+      if (c == '\\') ++i;
+      else in_string = c != '"';
+      continue;
+    }
+    in_string = c == '"';
+    depth += (c == '{' || c == '[') - (c == '}' || c == ']');
     if (depth > depth_max) throw Malformed("nested too deeply");
-    return true;
-  });
+  }
+  return json::parse(encoded);
 }
 
 template <class Read>

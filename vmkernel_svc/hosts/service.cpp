@@ -132,7 +132,7 @@ void Service::perform(Outbox out) {
   if (member.lids() != before->lids || member.leader() != before->leader || member.problem() != before->problem || member.known().id().version != before->version ||
       member.may_give(now_ms()) != may_give_ || node_->consensus().memory().term != before->term)
     publish();
-  else if (const auto until = began_ + std::chrono::milliseconds(now_ms() + member.lease_left_ms(now_ms())); until > before->lease_until)
+  else if (may_give_ && began_ + std::chrono::milliseconds(now_ms() + member.lease_left_ms(now_ms())) > before->lease_until)
     publish(false);
 }
 

@@ -60,7 +60,9 @@ void Session::shake_hands() {
 }
 
 void Session::read_head() {
+  reading_ = true;
   asio::async_read(*stream_, asio::buffer(head_), [self = shared_from_this()](const error_code& error, std::size_t) {
+    self->reading_ = false;
     if (self->closed_) return;
     if (error) return self->end(explain(error, *self->refused_));
     const auto& h = self->head_;
@@ -73,12 +75,14 @@ void Session::read_head() {
 
 void Session::read_body(std::size_t bytes) {
   body_.resize(bytes);
+  reading_ = true;
   asio::async_read(*stream_, asio::buffer(body_), [self = shared_from_this()](const error_code& error, std::size_t) {
+    self->reading_ = false;
     if (self->closed_) return;
     if (error) return self->end(explain(error, *self->refused_));
     self->heard_ = std::chrono::steady_clock::now();
-    self->handle(self->body_);
-    if (!self->closed_ && !self->ending_) self->read_head();
+    if (!self->ending_) self->handle(self->body_);
+    if (!self->closed_) self->read_head();
   });
 }
 
@@ -142,7 +146,12 @@ void Session::write_next() {
     self->outgoing_bytes_ -= self->outgoing_.front().size();
     self->outgoing_.pop_front();
     if (!self->outgoing_.empty()) return self->write_next();
-    if (self->ending_) self->end(self->why_);
+    if (!self->ending_) return;
+    // A connection that is closed with something unread is reset, and our goodbye with it: until the other side closes, too, what
+    // it sends is read and forgotten.
+    error_code ignored;
+    if (self->reading_) self->stream_->lowest_layer().shutdown(asio::ip::tcp::socket::shutdown_send, ignored);
+    else self->end(self->why_);
   });
 }
 

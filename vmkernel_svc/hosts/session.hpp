@@ -68,7 +68,7 @@ class Session : public std::enable_shared_from_this<Session> {
   CertificateInfo certificate_{};
   std::array<std::byte, 32> key_{};
   std::string expected_, remote_, remote_address_;
-  bool dialed_, up_ = false, closed_ = false, ending_ = false, retired_ = false, writing_ = false;
+  bool dialed_, up_ = false, closed_ = false, ending_ = false, retired_ = false, writing_ = false, reading_ = false;
   std::string why_;
   std::array<unsigned char, 4> head_{};
   std::string body_;

@@ -1,4 +1,6 @@
 // What the service says to other threads.
+#include <utility>
+
 #include "vmkernel_svc/hosts/service.hpp"
 
 namespace vrdma::hosts {
@@ -7,13 +9,14 @@ void Service::publish(bool tell) {
   auto next = std::make_shared<Snapshot>();
   const Member& member = node_->member();
   const std::uint64_t now = now_ms();
-  may_give_ = member.may_give(now);
+  const bool may_give = member.may_give(now);
+  tell |= std::exchange(may_give_, may_give) != may_give;
   const State& known = member.known();
   next->us = {settings_.name, settings_.address, settings_.port, settings_.carrier_port, 0, member.lids(), tls_->us().serial, 0};
   next->version = known.id().version;
   if (const Host* const us = known.find(settings_.name)) next->us.id = us->id;
   next->lids = member.lids();
-  next->lease_until = began_ + std::chrono::milliseconds(now + member.lease_left_ms(now));
+  next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
   next->leader = member.leader();
   next->problem = unsaved_ ? "its file cannot be written" : member.problem();
   next->manages = node_->consensus().votes();

@@ -14,6 +14,10 @@
 
 #include "vmkernel_svc/remote/directory.hpp"
 
+namespace vrdma::remote {
+inline bool operator==(LidRange a, LidRange b) { return a.first == b.first && a.last == b.last; }
+}
+
 namespace vrdma::hosts {
 
 using remote::LidRange;
