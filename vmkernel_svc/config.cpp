@@ -18,6 +18,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "vmkernel_svc/hosts/address.hpp"
+
 namespace vrdma::svc {
 
 namespace {
@@ -108,6 +110,32 @@ void read_remote(const json& value, RemoteConfig& remote, const std::string& ori
   if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
 }
 
+// A numeric address and port in one string, as for "seed"; or a list of them with names, as for "peers".
+void read_hosts(const json& section, hosts::Settings& to, const std::string& origin) {
+  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
+  const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, key)}; };
+  std::string folder = to.folder, seed;
+  std::uint32_t lease_s = static_cast<std::uint32_t>(to.timing.lease_ms / 1000);
+  std::map<std::string, Setter> keys{t(to.name, "name"), t(to.address, "address"), n(to.port, "port"), n(to.carrier_port, "carrier_port"), n(to.lids, "lids"),
+                                     t(folder, "folder"), t(seed, "seed"), n(lease_s, "lease_s"), n(to.timing.heartbeat_ms, "heartbeat_ms"),
+                                     n(to.timing.election_ms, "election_ms"), n(to.timing.refresh_ms, "refresh_ms"), n(to.limits.opening_ms, "opening_ms"),
+                                     n(to.limits.silence_ms, "silence_ms")};
+  keys["peers"] = [&](const json& peers) {
+    if (!peers.is_array()) refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
+    for (const json& peer : peers) {
+      hosts::Endpoint& one = to.peers.emplace_back();
+      one.port = hosts::default_port;
+      apply(peer, {t(one.name, "name"), t(one.address, "address"), n(one.port, "port")}, origin, "\"peers\"");
+    }
+  };
+  apply(section, keys, origin, "\"hosts\"");
+  to.folder = folder;
+  to.timing.lease_ms = std::uint64_t{lease_s} * 1000;
+  if (!section.contains("seed")) return;
+  to.seed = hosts::address_and_port(seed);
+  if (!to.seed) refuse(origin, fmt::format("\"seed\" is \"{}\": it must be a numeric address, with a port or without: \"10.0.0.1:28250\"", seed));
+}
+
 }  // namespace
 
 void Config::read_file(const std::string& path) {
@@ -155,6 +183,7 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      t(process_memory, "process_memory")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
+  keys["hosts"] = [&](const json& value) { read_hosts(value, hosts.emplace(), origin); };
   apply(document, keys, origin, "the configuration");
 }
 
@@ -193,10 +222,44 @@ std::string Config::machines_folder() const {
   return std::filesystem::absolute(std::filesystem::path(socket)).parent_path() / "vm";
 }
 
-void Config::check() const {
-  const auto require = [](bool good, const std::string& what) {
-    if (!good) throw std::runtime_error("configuration: " + what);
+namespace {
+
+void require(bool good, const std::string& what) {
+  if (!good) throw std::runtime_error("configuration: " + what);
+}
+
+void check_hosts(const hosts::Settings& section) {
+  const auto endpoint = [](const std::string& what, const std::string& address, std::uint16_t port) {
+    require(hosts::is_numeric(address), fmt::format("\"address\" of {} is \"{}\": it must be a numeric IP address", what, address));
+    require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
+  endpoint("\"hosts\"", section.address, section.port);
+  require(section.port != 65535 || section.carrier_port != 0, "\"port\" of \"hosts\" is 65535: give a \"carrier_port\", as there is none after it");
+  require(section.lids >= 1 && section.lids <= hosts::lid_max, fmt::format("\"lids\" is {}: it must be from 1 to {}", section.lids, hosts::lid_max));
+  require(!section.folder.empty(), "\"folder\" of \"hosts\" is empty: give that of \"vrdma host\"");
+  require(section.peers.empty() || !section.seed, "\"hosts\" has \"peers\" and \"seed\": give one of them");
+  require(section.peers.size() <= hosts::managers_max, fmt::format("\"peers\" has {} hosts: at most {} lead a subnet, the others name one as \"seed\"",
+                                                                   section.peers.size(), hosts::managers_max));
+  for (const auto& peer : section.peers) {
+    endpoint("\"" + peer.name + "\" in \"peers\"", peer.address, peer.port);
+    const auto same = [&](const hosts::Endpoint& other) { return other.name == peer.name || (other.address == peer.address && other.port == peer.port); };
+    require(std::count_if(section.peers.begin(), section.peers.end(), same) == 1, fmt::format("\"{}\" or its address is in \"peers\" twice", peer.name));
+    require(peer.name != section.name || (peer.address == section.address && peer.port == section.port),
+            fmt::format("\"peers\" has \"{}\" at {}, \"hosts\" itself at {}", peer.name, hosts::with_port(peer.address, peer.port),
+                        hosts::with_port(section.address, section.port)));
+  }
+  const auto& timing = section.timing;
+  require(timing.heartbeat_ms >= 10 && timing.election_ms >= 3 * timing.heartbeat_ms && timing.election_ms <= 600'000,
+          fmt::format("\"election_ms\" is {}, \"heartbeat_ms\" {}: at least 10 ms between heartbeats, and three of them (to ten minutes) until an election",
+                      timing.election_ms, timing.heartbeat_ms));
+  require(timing.refresh_ms >= 10 && timing.lease_ms >= 3 * timing.refresh_ms && timing.lease_ms <= 86'400'000,
+          fmt::format("\"lease_s\" is {}, \"refresh_ms\" {}: a lease lasts at least three of them, and at most a day", timing.lease_ms / 1000, timing.refresh_ms));
+  require(section.limits.opening_ms >= 100 && section.limits.silence_ms >= 1000, "\"opening_ms\" is at least 100, \"silence_ms\" at least 1000");
+}
+
+}  // namespace
+
+void Config::check() const {
   require(!socket.empty(), "\"socket\" is empty: give the path of the socket to listen at");
   require(link_layer == "infiniband" || link_layer == "ethernet",
           fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" or \"ethernet\"", link_layer));
@@ -213,6 +276,8 @@ void Config::check() const {
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
+  require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\": a subnet with a manager, or one that is written down; give one of them");
+  if (hosts) check_hosts(*hosts);
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
   require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
           fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));

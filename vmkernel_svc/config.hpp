@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "vmkernel_svc/hosts/settings.hpp"
 
 namespace vrdma::svc {
 
@@ -55,6 +58,7 @@ struct Config {
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
   RemoteConfig remote;
+  std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
 
   std::string machines_folder() const;
 

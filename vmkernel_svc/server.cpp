@@ -67,10 +67,16 @@ Server::Server(const Config& config) : config_(config) {
     const RemoteConfig& remote = config_.remote;
     directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
     carrier_place_ = {remote.name, remote.address, remote.port};
-  }
-  if (directory_) {
     config_.lid_first = directory_->ours().first;
     config_.lid_count = directory_->ours().last - config_.lid_first + 1u;
+  } else if (config_.hosts) {
+    auto settings = *config_.hosts;
+    settings.version = VRDMA_VERSION;
+    if (settings.carrier_port == 0) settings.carrier_port = static_cast<std::uint16_t>(settings.port + 1);
+    hosts_ = std::make_shared<hosts::Service>(std::move(settings));
+    directory_ = hosts_;
+    const auto us = hosts_->snapshot()->us;
+    carrier_place_ = {us.name, us.address, us.carrier_port};
   }
   shard_ = std::make_unique<Shard>(config_, head.shards[0]);
   if (directory_) {
@@ -134,6 +140,7 @@ void Server::run() {
                            },
                            [this] { machines_changed(); }});
   machines_changed();
+  if (hosts_) join_hosts();
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
@@ -144,6 +151,7 @@ void Server::run() {
   }
   io_.run();
   machines_.reset();
+  if (hosts_) hosts_->stop();
   shard_->stop();
   shard_thread_.join();
 }
@@ -164,6 +172,16 @@ void Server::tell_of_machines() {
       tell_of_machines();
     });
   });
+}
+
+void Server::join_hosts() {
+  const auto lease = [this] {
+    const auto now = hosts_->snapshot();
+    shard_->submit([lids = now->lids, may_give = now->may_give()](Shard& shard) { shard.fabric().lease_lids(lids, may_give); });
+  };
+  shard_->submit([hosts = hosts_](Shard& shard) { shard.fabric().hosts = hosts; });
+  hosts_->when_changed(lease);
+  hosts_->start();
 }
 
 void Server::watch_idle() {

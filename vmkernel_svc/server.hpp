@@ -12,6 +12,7 @@
 
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/machines/machines.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
 #include "vmkernel_svc/remote/tcp_carrier.hpp"
@@ -55,6 +56,7 @@ class Server {
   void watch_idle();
   void machines_changed();
   void tell_of_machines();
+  void join_hosts();
 
   Config config_;
   boost::asio::io_context io_;
@@ -72,6 +74,7 @@ class Server {
   std::thread shard_thread_;
   std::unique_ptr<Machines> machines_;
   bool machines_changed_ = false, telling_of_machines_ = false;
+  std::shared_ptr<hosts::Service> hosts_;  // nullptr: no other hosts
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t connections_max_ = 2048;  // of one user

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/hosts/service.hpp"
 
 namespace vrdma::svc {
 
@@ -163,6 +164,22 @@ json describe(Guest& guest, Shard& shard) {
   return out;
 }
 
+// Of the subnet, as everybody may see it: nothing of a tenant is in it.
+json describe(const hosts::Service& service, const std::string& folder) {
+  const auto now = service.snapshot();
+  const auto lids = [](hosts::LidRange range) { return range == hosts::no_lids ? json() : json::array({range.first, range.last}); };
+  const auto left = std::chrono::duration_cast<std::chrono::seconds>(now->lease_until - std::chrono::steady_clock::now()).count();
+  json out{{"name", now->us.name},     {"folder", folder},           {"address", now->us.address}, {"port", now->us.port},       {"lids", lids(now->lids)},
+           {"lease_s", std::max<std::int64_t>(left, 0)}, {"may_give", now->may_give()}, {"leader", now->leader},     {"problem", now->problem},
+           {"manages", now->manages},  {"term", now->term},          {"strangers", now->strangers}, {"last_stranger", now->last_stranger}};
+  out["others"] = json::array();
+  for (const auto& [name, other] : now->others)
+    out["others"].push_back({{"name", name}, {"address", other.host.address}, {"port", other.host.port}, {"id", other.host.id}, {"lids", lids(other.host.lids)},
+                             {"reachable", other.reachable}, {"manages", other.manages}, {"leads", name == now->leader}, {"version", other.version},
+                             {"problem", other.problem}});
+  return out;
+}
+
 }  // namespace
 
 Viewer Viewer::at(const vmci::PacketSocket& socket) {
@@ -179,7 +196,7 @@ bool Viewer::sees(const Guest& guest) const {
 namespace {
 
 // The other hosts: which LIDs are theirs, how they are reached, and why so.
-json describe_hosts(Fabric& fabric) {
+json describe_carriers(Fabric& fabric) {
   json out = json::array();
   if (fabric.far == nullptr) return out;
   std::map<remote::HostId, std::string> lids;
@@ -245,7 +262,8 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     const bool ethernet = guest->link_layer == link_layer_ethernet;
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
-  out["hosts"] = describe_hosts(fabric);
+  out["carriers"] = describe_carriers(fabric);
+  out["hosts"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)
     if (machine.name == viewer.machine || owns(machine.tenant))

@@ -153,7 +153,7 @@ void TcpCarrier::Loop::on_connection(ucp_conn_request_h request, void* argument)
 
 void TcpCarrier::Loop::connect(Link& link, std::uint64_t now) {
   const auto host = carrier_.directory_->host(link.id);
-  if (!host || !host->reachable) return;
+  if (!host || !host->reachable || !link.tagger) return;
   sockaddr_storage address;
   const socklen_t bytes = address_of(host->address, host->carrier_port, address);
   if (bytes == 0) return;
@@ -267,12 +267,21 @@ void TcpCarrier::Loop::say(Link& link, LinkKind kind, std::uint64_t your_run) {
   transmit(link, frame);
 }
 
+static std::shared_ptr<FarFrame> copy_of(FarFrame& frame) {
+  FarFramePtr copy = FarFrame::make(frame.record().payload_bytes);
+  std::memcpy(copy->whole(), frame.whole(), frame.whole_bytes());
+  copy->host = frame.host;
+  copy->session = frame.session;
+  return copy;
+}
+
 bool TcpCarrier::Loop::pump(Link& link, std::uint64_t now) {
   if (!link.connection || link.connection->broken) return false;
   bool worked = false;
   while (link.session != 0 && link.unsent < link.records.size() && link.connection->sends < sends_max && !link.connection->broken) {
     auto& record = link.records[link.unsent++];
     if (!std::exchange(record.sealed, true)) {
+      if (record.frame.use_count() > 1) record.frame = copy_of(*record.frame);  // UCX is not done with how it was tagged before
       seal(link, *record.frame, LinkKind::record, record.number, link.run);
     } else {
       link.gauge->resent.fetch_add(1, std::memory_order_relaxed);
@@ -340,7 +349,11 @@ void TcpCarrier::Loop::message(const std::byte* data, std::size_t bytes) {
   const Tag tag = head.tag;
   head.tag = {};
   std::memcpy(frame->whole(), &head, sizeof(head));
-  if ((*link->tagger)({frame->whole(), bytes}) != tag) return count(carrier_.counters_.unauthenticated);
+  const auto tagged_by = [&](const std::unique_ptr<Tagger>& tagger) { return tagger && (*tagger)({frame->whole(), bytes}) == tag; };
+  if (tagged_by(link->tagger))
+    link->last_tagger.reset();
+  else if (!tagged_by(link->last_tagger))
+    return count(carrier_.counters_.unauthenticated);
   if (frame->record().payload_bytes != bytes - least) return count(carrier_.counters_.malformed);
 
   const std::uint64_t now = vmci::monotonic_ns();

@@ -49,6 +49,7 @@ socklen_t TcpCarrier::Loop::address_of(const std::string& text, std::uint16_t po
 std::string TcpCarrier::Loop::device_of(const std::string& text) {
   sockaddr_storage wanted;
   if (address_of(text, 0, wanted) == 0) return {};
+  if (wanted.ss_family == AF_INET && ntohl(reinterpret_cast<const sockaddr_in&>(wanted).sin_addr.s_addr) >> 24 == 127) return "lo";
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return {};
   std::string name;
@@ -140,6 +141,7 @@ void TcpCarrier::Loop::stop() {
 void TcpCarrier::Loop::find_hosts() {
   for (std::uint32_t lid = 1; lid <= 0xbfff; ++lid)
     if (const auto id = carrier_.directory_->host_of(static_cast<std::uint16_t>(lid))) find(*id);
+  for (auto& [id, link] : links_) agree(*link, vmci::monotonic_ns());
   std::vector<std::string> addresses;
   for (const auto& [id, link] : links_)
     if (const auto host = carrier_.directory_->host(id)) addresses.push_back(host->address);
@@ -156,8 +158,21 @@ TcpCarrier::Loop::Link* TcpCarrier::Loop::find(HostId id) {
   link->id = id;
   link->name = host->name;
   link->gauge = carrier_.gauge(id);
-  link->tagger = std::make_unique<Tagger>(std::span<const std::byte, 16>(host->tag_key.data(), 16));
+  agree(*link, vmci::monotonic_ns());
   return links_.emplace(id, std::move(link)).first->second.get();
+}
+
+// With a new key all that is not acknowledged is tagged anew, on a new connection; the far end learns of the key at about the same time.
+void TcpCarrier::Loop::agree(Link& link, std::uint64_t now) {
+  const auto host = carrier_.directory_->host(link.id);
+  if (host && (!host->reachable || (link.tagger && host->tag_key == link.key))) return;
+  link.last_tagger = host ? std::move(link.tagger) : nullptr;
+  link.tagger = host ? std::make_unique<Tagger>(std::span<const std::byte, 16>(host->tag_key.data(), 16)) : nullptr;
+  if (host) link.key = host->tag_key;
+  for (auto& record : link.records) record.sealed = false;
+  if (!link.connection) return;
+  disconnect(link, now);
+  link.connect_at_ns = now + agree_ns;
 }
 
 }  // namespace vrdma::remote

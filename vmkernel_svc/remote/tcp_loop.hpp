@@ -28,7 +28,7 @@ class TcpCarrier::Loop {
   static constexpr std::size_t accepted_max = 64;
   static constexpr std::uint32_t sends_max = 64;
   static constexpr std::uint64_t look_ns = 50'000'000, alive_ns = 200'000'000, hello_pause_ns = 20'000'000;
-  static constexpr std::uint64_t stall_ns = 4'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
+  static constexpr std::uint64_t stall_ns = 4'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000, agree_ns = 150'000'000;
   static constexpr std::uint64_t acknowledge_ns = 5'000'000, acknowledge_bytes = 512 * 1024, early_max = 4096;
   static constexpr std::int64_t arrived_bytes_max = 8 << 20;
   static constexpr std::size_t past_runs_max = 1024;
@@ -53,7 +53,9 @@ class TcpCarrier::Loop {
     HostId id = 0;
     std::string name;
     std::shared_ptr<Gauge> gauge;
-    std::unique_ptr<Tagger> tagger;
+    std::array<std::byte, 32> key{};
+    std::unique_ptr<Tagger> tagger;          // nullptr: the two have agreed on no key yet, or the host was removed
+    std::unique_ptr<Tagger> last_tagger;     // of the key before, which the far end may still use
     std::unique_ptr<Connection> connection;  // on which we send
     std::uint64_t connect_at_ns = 0, pause_ns = 0, connected_at_ns = 0;
     std::uint64_t said_ns = 0, progress_ns = 0;
@@ -82,6 +84,7 @@ class TcpCarrier::Loop {
   void stop();
   void find_hosts();
   Link* find(HostId host);
+  void agree(Link& link, std::uint64_t now);
   void sleep();
   bool take_outgoing();
   void connect(Link& link, std::uint64_t now);
