@@ -138,12 +138,16 @@ void routes(const json& state, std::string& out) {
     for (const auto& gid : route.at("gids")) line.add("gid", gid);
     line.add("via", route.at("via")).add("guest", route.at("guest")).add("name", route.at("name")).end(out);
   }
+  for (const auto& host : state.value("hosts", json::array()))
+    Line("route lids " + host.at("lids").get<std::string>()).add("via", host.at("via")).add("host", host.at("host")).add("address", host.at("address"))
+        .add("state", host.at("state")).add("why", host.at("why")).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
+        .add("connections_here", host.at("connections_here")).add_counters(host.at("counters")).end(out);
 }
 
 std::string range(const json& lids) { return lids.is_array() ? fmt::format("{}-{}", lids.at(0).get<int>(), lids.at(1).get<int>()) : "none"; }
 
 void hosts(const json& state, std::string& out) {
-  const json& us = state.at("hosts");
+  const json& us = state.at("subnet");
   if (!us.is_object()) return;
   Line line("host " + us.at("name").get<std::string>());
   line.add("address", us.at("address")).add("port", us.at("port")).add("lids", range(us.at("lids"))).add("state", "here");
@@ -252,7 +256,13 @@ std::string show_text(const json& state, const std::string& object) {
 
 json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
-  if (object == "guests" || object == "routes" || object == "hosts" || object == "cache") return state.at(object);
+  if (object == "guests" || object == "cache") return state.at(object);
+  if (object == "hosts") return state.at("subnet");
+  if (object == "routes") {  // to this host's guests, then to other hosts
+    json out = state.at("routes");
+    for (const auto& host : state.value("hosts", json::array())) out.push_back(host);
+    return out;
+  }
   if (object == "counters") {
     json out{{"service", state.at("counters")}, {"tenants", state.at("tenants")}, {"guests", json::array()}};
     for (const auto& guest : state.at("guests")) {

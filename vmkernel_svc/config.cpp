@@ -1,9 +1,11 @@
 #include "vmkernel_svc/config.hpp"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -100,6 +102,40 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
   if (!to.seed) refuse(origin, fmt::format("\"seed\" is \"{}\": it must be a numeric address, with a port or without: \"10.0.0.1:28250\"", seed));
 }
 
+// "1-4095", or one LID.
+Setter lids(RemoteHost& to, const std::string& origin) {
+  return [&to, origin](const json& value) {
+    const std::string range = value.is_string() ? value.get<std::string>() : "";
+    unsigned first = 0, last = 0;
+    int end = 0;
+    const auto whole = [&](int fields, int wanted) { return fields == wanted && end == static_cast<int>(range.size()); };
+    const bool good = whole(std::sscanf(range.c_str(), "%5u-%5u%n", &first, &last, &end), 2) ||
+                      (end = 0, whole(std::sscanf(range.c_str(), "%5u%n", &first, &end), 1) && (last = first, true));
+    if (!good || first < 1 || last > 0xbfff || first > last)
+      refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to 49151) in a string, such as \"1-4095\"", shown(value)));
+    to.lid_first = static_cast<std::uint16_t>(first), to.lid_last = static_cast<std::uint16_t>(last);
+  };
+}
+
+void read_remote(const json& value, RemoteConfig& remote, const std::string& origin) {
+  const auto read_hosts = [&](const json& list) {
+    if (!list.is_array()) refuse(origin, fmt::format("\"hosts\" in \"remote\" must be a list, not {}", list.type_name()));
+    for (const auto& entry : list) {
+      RemoteHost host;
+      apply(entry, {{"name", text(host.name, origin, "name")}, {"address", text(host.address, origin, "address")},
+                    {"port", number(host.port, origin, "port")}, {"lids", lids(host, origin)}},
+            origin, "a host of \"remote\"");
+      remote.hosts.push_back(std::move(host));
+    }
+  };
+  remote.hosts.clear();
+  apply(value, {{"name", text(remote.name, origin, "name")}, {"address", text(remote.address, origin, "address")},
+                {"port", number(remote.port, origin, "port")}, {"secret_file", text(remote.secret_file, origin, "secret_file")},
+                {"hosts", read_hosts}},
+        origin, "\"remote\"");
+  if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
+}
+
 }  // namespace
 
 void Config::read_file(const std::string& path) {
@@ -147,7 +183,38 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      t(process_memory, "process_memory")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   keys["hosts"] = [&](const json& value) { read_hosts(value, hosts.emplace(), origin); };
+  keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
   apply(document, keys, origin, "the configuration");
+}
+
+void RemoteConfig::check() const {
+  if (hosts.empty()) return;
+  const auto require = [](bool good, const std::string& what) {
+    if (!good) throw std::runtime_error("configuration: \"remote\": " + what);
+  };
+  const auto numeric = [](const std::string& where) {
+    in6_addr any;
+    return ::inet_pton(AF_INET, where.c_str(), &any) == 1 || ::inet_pton(AF_INET6, where.c_str(), &any) == 1;
+  };
+  require(numeric(address), fmt::format("\"address\" is \"{}\": it must be the numeric address of this host's interface", address));
+  require(port != 0, "\"port\" is 0: give the port to listen at (28251 by default)");
+  require(!secret_file.empty(), "\"secret_file\" is missing: the file with the subnet's secret, the same on all hosts");
+  bool self = false;
+  for (const RemoteHost& host : hosts) {
+    require(!host.name.empty() && host.name.size() < 40, fmt::format("\"name\" is \"{}\": it must have 1 to 39 characters", host.name));
+    require(numeric(host.address), fmt::format("the \"address\" of host {} is \"{}\": it must be numeric", host.name, host.address));
+    require(host.port != 0, fmt::format("the \"port\" of host {} is 0", host.name));
+    require(host.lid_first != 0, fmt::format("host {} has no \"lids\"", host.name));
+    self |= host.name == name;
+    for (const RemoteHost& other : hosts) {
+      if (&other == &host) break;
+      require(other.name != host.name, fmt::format("host {} is named twice", host.name));
+      require(other.lid_last < host.lid_first || host.lid_last < other.lid_first,
+              fmt::format("hosts {} and {} have LIDs in common: {}-{} and {}-{}", other.name, host.name, other.lid_first, other.lid_last,
+                          host.lid_first, host.lid_last));
+    }
+  }
+  require(self, fmt::format("\"name\" is \"{}\", which is none of \"hosts\": this host must be among them", name));
 }
 
 std::string Config::machines_folder() const {
@@ -204,11 +271,13 @@ void Config::check() const {
   constexpr std::uint32_t lid_max = 0xbfff;
   require(lid_first >= 1 && lid_first <= lid_max && lid_count >= 1 && lid_count <= lid_max - lid_first + 1,
           fmt::format("\"lid_count\" {} from \"lid_first\" {}: unicast LIDs are 1 to {}", lid_count, lid_first, lid_max));
+  remote.check();
   require(active_mtu == 256 || active_mtu == 512 || active_mtu == 1024 || active_mtu == 2048 || active_mtu == 4096,
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
   if (hosts) check_hosts(*hosts);
+  require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
   require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
           fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));

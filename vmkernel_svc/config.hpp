@@ -22,6 +22,23 @@ struct Quota {  // of one tenant
   std::uint32_t memberships = 2048;              // of queue pairs in multicast groups; there are at most 8192 groups on a host
 };
 
+struct RemoteHost {  // a host of a configured subnet
+  std::string name;
+  std::string address;  // numeric IP
+  std::uint16_t port = 28251;
+  std::uint16_t lid_first = 0, lid_last = 0;
+};
+
+struct RemoteConfig {  // a subnet of hosts that is simply configured; no hosts: none
+  std::string name;     // this host's
+  std::string address;  // of this host, where the carrier listens and which it sends from
+  std::uint16_t port = 28251;
+  std::string secret_file;
+  std::vector<RemoteHost> hosts;  // this one among them
+
+  void check() const;
+};
+
 struct Config {
   std::string socket = "/run/vrdma/vrdmad.sock";
   std::uint32_t socket_mode = 0666;              // who may attach; the tenant is the peer's uid
@@ -41,6 +58,7 @@ struct Config {
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
   std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
+  RemoteConfig remote;
 
   std::string machines_folder() const;
 

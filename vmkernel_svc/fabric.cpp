@@ -29,11 +29,11 @@ void Fabric::lease_lids(hosts::LidRange lids, bool may_give) {
   lid_count_ = lids.last - lids.first + 1u;
 }
 
-bool Fabric::leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global,
-                      const std::uint8_t* dgid) const {
-  if (sender_link_layer == control::link_layer_infiniband && dlid != 0) return guest.lid == dlid;
+bool Fabric::leads_to(std::uint16_t lid, const std::array<control::GidEntry, 16>& gids, std::uint32_t sender_link_layer,
+                      std::uint16_t dlid, bool global, const std::uint8_t* dgid) {
+  if (sender_link_layer == control::link_layer_infiniband && dlid != 0) return lid == dlid;
   if (!global) return false;
-  for (const auto& entry : guest.gids)
+  for (const auto& entry : gids)
     if (std::memcmp(entry.gid.data(), dgid, 16) == 0) return true;
   return false;
 }

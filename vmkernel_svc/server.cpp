@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -62,7 +63,20 @@ Server::Server(const Config& config) : config_(config) {
                               : "give another --socket"));
   }
   listener_.assign(listening->release());
+  if (!config_.remote.hosts.empty()) {
+    const RemoteConfig& remote = config_.remote;
+    directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
+    carrier_place_ = {remote.name, remote.address, remote.port};
+  }
+  if (directory_) {
+    config_.lid_first = directory_->ours().first;
+    config_.lid_count = directory_->ours().last - config_.lid_first + 1u;
+  }
   shard_ = std::make_unique<Shard>(config_, head.shards[0]);
+  if (directory_) {
+    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_, [shard = shard_.get()] { shard->wake(); }));
+    directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
+  }
   desk_ = std::make_unique<ControlDesk>(*shard_);
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
   if (config_.hosts) {
@@ -124,10 +138,8 @@ void Server::run() {
                              const uid_t uid = machine->tenant;
                              admit(std::move(socket), uid, std::move(machine));
                            },
-                           [this] {
-                             if (!machines_) return;
-                             shard_->submit([all = machines_->status()](Shard& shard) { shard.fabric().machines = all; });
-                           }});
+                           [this] { machines_changed(); }});
+  machines_changed();
   if (hosts_) join_hosts();
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
@@ -152,6 +164,24 @@ void Server::join_hosts() {
   shard_->submit([hosts = hosts_](Shard& shard) { shard.fabric().hosts = hosts; });
   hosts_->when_changed(lease);
   hosts_->start();
+}
+
+// However often they change, the shard is told once at a time, and before it is asked.
+void Server::machines_changed() {
+  machines_changed_ = true;
+  if (!telling_of_machines_) tell_of_machines();
+}
+
+void Server::tell_of_machines() {
+  if (!machines_ || !std::exchange(machines_changed_, false)) return;
+  telling_of_machines_ = true;
+  shard_->submit([this, all = machines_->status()](Shard& shard) {
+    shard.fabric().machines = all;
+    boost::asio::post(io_, [this] {
+      telling_of_machines_ = false;
+      tell_of_machines();
+    });
+  });
 }
 
 void Server::watch_idle() {
@@ -295,7 +325,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, {}}), std::move(*arena)});
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
   });
@@ -334,6 +364,7 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
   auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
+  if (PacketDesk::request_of(head) == Request::show) tell_of_machines();
   const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
   shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
     packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer);

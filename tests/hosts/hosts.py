@@ -1,0 +1,335 @@
+"""Programs on two hosts, each with a vrdmad of its own, joined by a network that can fail (network.py). Every case is one line."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "interop"))
+import harness  # noqa: E402
+from harness import Build, Failure, Program, Service, Skip, TempFolder, wait_until  # noqa: E402
+from network import Network, why_not  # noqa: E402
+
+PORT = 28251
+
+
+class Host(Service):
+    """A vrdmad in a namespace."""
+
+    def __init__(self, build, network, index, secret, lids=1000):
+        self.network, self.index = network, index
+        everybody = [{"name": f"h{i}", "address": address, "port": PORT, "lids": f"{i * lids + 1}-{(i + 1) * lids}"}
+                     for i, address in enumerate(network.addresses)]
+        remote = {"name": f"h{index}", "address": network.addresses[index], "port": PORT, "secret_file": str(secret), "hosts": everybody}
+        super().__init__(build, config={"remote": remote})
+
+    @property
+    def user(self):
+        return self.network.run_in(self.index, [])
+
+    @user.setter
+    def user(self, _):
+        pass
+
+    @property
+    def address(self):
+        return self.network.addresses[self.index]
+
+    def start_program(self, words, link_layer="ib", name=None):
+        return Program(self.network.run_in(self.index, [self.build.vrdma, "run", "--link-layer", link_layer, "--", *words]),
+                       env=self.environment(), name=name or f"{words[0]} on h{self.index}")
+
+    def show(self, what=None):
+        program = Program([self.build.vrdma, "show", *([what] if what else []), "--json"], env=self.environment())
+        code = program.wait(30 * harness.PATIENCE)
+        text = program.output()
+        program.stop()
+        if code != 0:
+            raise Failure(f"vrdma show ended with {code}: {text}")
+        return json.loads(text)
+
+    def reaches(self, other):
+        return any(route.get("host") == f"h{other.index}" and route["state"] == "connected" for route in self.show("routes"))
+
+
+class World:
+    """Hosts that know each other."""
+
+    def __init__(self, build, count):
+        self.network = Network(count)
+        self.hosts = []
+        try:
+            self.folder = TempFolder()
+            self.secret = self.folder.path / "secret"
+            self.secret.write_bytes(os.urandom(32))
+            self.secret.chmod(0o600)
+            self.hosts = [Host(build, self.network, i, self.secret) for i in range(count)]
+            self.wait_joined()
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_joined(self):
+        for one in self.hosts:
+            for other in self.hosts:
+                if one is not other:
+                    wait_until(lambda: one.reaches(other), 60, f"h{one.index} reaches h{other.index}", [one.program, other.program])
+
+    def check(self):
+        for host in self.hosts:
+            if not host.program.running():
+                raise Failure(f"vrdmad of h{host.index} died\n{host.program.says()}")
+
+    def close(self):
+        said = []
+        for host in self.hosts:
+            if host.program.running() and host.stop()[0] != 0:
+                said.append(host.program.says())
+        self.network.close()
+        if said:
+            raise Failure("vrdmad did not leave in order\n" + "\n".join(said))
+
+
+class Pair:
+    """A program on one host that listens, and the same one on another that connects to it."""
+
+    next_port = 20000
+
+    def __init__(self, server, client, words, link_layer="ib", port_flag="-p", more=()):
+        Pair.next_port += 1
+        port = Pair.next_port
+        words = [*words, port_flag, port, *more]
+        self.server = server.start_program(words, link_layer)
+        self.client = None
+        try:
+            wait_until(lambda: harness.listening(self.server.pid, port), 60, f"{words[0]} listens", [self.server])
+            self.client = client.start_program([*words, server.address], link_layer)
+        except BaseException:
+            self.stop()
+            raise
+
+    def says(self):
+        return "\n".join(p.says() for p in (self.server, self.client) if p)
+
+    def end(self, seconds=120):
+        """Both must end well."""
+        try:
+            for program in (self.client, self.server):
+                code = program.wait(seconds * harness.PATIENCE)
+                if code != 0 or harness.BAD_WORDS.search(program.output()):
+                    raise Failure(f"{program.name} ended with {code}\n{self.says()}")
+        finally:
+            self.stop()
+
+    def stop(self):
+        for program in (self.server, self.client):
+            if program:
+                program.stop(grace_s=0.5)
+
+
+def gid(link_layer, index=3):
+    return ["-g", str(index)] if link_layer == "ethernet" else []
+
+
+# ---------------------------------------------------------------------------------------------------- cases
+
+def pingpong(world):
+    a, b = world.hosts[:2]
+    for layer in ("ib", "ethernet"):
+        for transport, more in (("rc", ["-s", "100000", "-c"]), ("rc", ["-e"]), ("uc", ["-c"]), ("ud", ["-c"]), ("srq", ["-c"])):
+            yield f"{layer} ibv_{transport}_pingpong {' '.join(more)}", lambda: Pair(
+                a, b, [f"ibv_{transport}_pingpong", "-n", "100", *more], layer, more=gid(layer)).end()
+    yield "by GID on InfiniBand", lambda: Pair(a, b, ["ibv_rc_pingpong", "-n", "50", "-g", "0"]).end()
+
+
+def perftest(world):
+    a, b = world.hosts[:2]
+    for layer in ("ib", "ethernet"):
+        address = ["-x", "3"] if layer == "ethernet" else []
+        for program, more in (("ib_send_lat", ["-n", "50"]), ("ib_write_lat", ["-n", "50"]), ("ib_read_lat", ["-n", "50"]), ("ib_atomic_lat", ["-n", "50"]),
+                              ("ib_send_bw", ["-n", "30", "-s", "1000000"]), ("ib_write_bw", ["-n", "30", "-s", "1000000", "-b"]),
+                              ("ib_read_bw", ["-n", "30", "-s", "1000000"]), ("ib_atomic_bw", ["-n", "100"]),
+                              ("ib_write_bw", ["-n", "100", "-c", "UC"]), ("ib_send_lat", ["-n", "50", "-c", "UD"])):
+            yield f"{layer} {program} {' '.join(more)}", lambda: Pair(a, b, [program, "-d", "vrdma0", "-F", *more], layer, more=address).end()
+
+
+def four(world):
+    """Every host with every other one, at once."""
+    def all_pairs():
+        pairs = []
+        try:
+            for i, one in enumerate(world.hosts):
+                for other in world.hosts[i + 1:]:
+                    pairs.append(Pair(one, other, ["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"]))
+            for pair in pairs:
+                pair.end()
+        finally:
+            for pair in pairs:
+                pair.stop()
+    yield f"ibv_rc_pingpong, {len(world.hosts)} hosts, each with each", all_pairs
+
+
+def conformance(world, sample):
+    a, b = world.hosts[:2]
+    suite = a.build.vrdma.parent / "vrdma-conformance"
+    for layer in ("ib", "ethernet"):
+        def run(layer=layer):
+            address = ["--gid-index", "3"] if layer == "ethernet" else []
+            Pair.next_port += 1
+            port = Pair.next_port
+            words = [suite, "--dev", "vrdma0", "--timeout-scale", "4", *address]
+            server = a.start_program([*words, "--serve", port], layer)
+            client = None
+            try:
+                wait_until(lambda: harness.listening(server.pid, port), 60, "the suite's second process listens", [server])
+                client = b.start_program([*words, "--with", f"{a.address}:{port}", *(["--sample", sample] if sample else [])], layer)
+                code = client.wait(900 * harness.PATIENCE)
+                passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
+                if code != 0 or not passed or int(passed[1]) == 0:
+                    raise Failure(f"the suite ended with {code}\n{client.says()}\n{server.says()}")
+            finally:
+                server.stop()
+                if client:
+                    client.stop()
+        yield f"{layer} vrdma-conformance, two processes on two hosts", run
+
+
+def received(host, other):
+    return next(route["counters"]["received_records"] for route in host.show("routes") if route.get("host") == f"h{other.index}")
+
+
+def faults(world):
+    a, b = world.hosts[:2]
+    long = ["ibv_rc_pingpong", "-n", "1000000000", "-s", "5000", "-c"]
+
+    def flowing(pair, records=20):
+        before = received(a, b)
+        wait_until(lambda: received(a, b) >= before + records, 60, "messages flow", [pair.server, pair.client])
+
+    def must_fail(program, pair):
+        """Nobody answers: the message in flight ends so, and in no other way."""
+        if program.wait(90 * harness.PATIENCE) is None:
+            raise Failure(f"{program.name} did not notice\n{pair.says()}")
+        if "transport retry counter exceeded (12)" not in program.output() and "Failed status Work Request Flushed Error (5)" not in program.output():
+            raise Failure(f"{program.name} ended otherwise\n{pair.says()}")
+
+    def works():
+        world.wait_joined()
+        Pair(a, b, ["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"]).end()
+
+    def short_partition():
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "2000", "-s", "5000", "-c"])
+        try:
+            flowing(pair)
+            world.network.cut(1)
+            harness.time.sleep(1)  # what is tested is a second
+            world.network.cut(1, False)
+            pair.end()
+        finally:
+            world.network.cut(1, False)
+            pair.stop()
+
+    def loss():
+        world.network.lose(20)
+        try:
+            Pair(a, b, ["ibv_rc_pingpong", "-n", "200", "-s", "50000", "-c"]).end()
+        finally:
+            world.network.lose(0)
+
+    def long_partition():
+        pair = Pair(a, b, long)
+        try:
+            flowing(pair)
+            world.network.cut(1)
+            wait_until(lambda: not (pair.server.running() and pair.client.running()), 90, "one side notices")
+            for program in (pair.server, pair.client):
+                if not program.running():
+                    must_fail(program, pair)
+        finally:
+            world.network.cut(1, False)
+            pair.stop()
+        works()
+
+    def killed():
+        pair = Pair(a, b, long)
+        try:
+            flowing(pair)
+            b.kill()
+            must_fail(pair.server, pair)
+        finally:
+            pair.stop()
+            b.program.stop()
+        b.start()
+        works()
+
+    def garbage():
+        script = ("import os, socket, sys\n"
+                  "kept = []\n"
+                  "for line in open('/proc/net/tcp').readlines()[1:]:\n"
+                  "    columns = line.split()\n"
+                  "    if columns[3] != '0A': continue\n"
+                  "    for size in (0, 1, 7, 8, 9, 64, 4096, 100000):\n"
+                  "        for kind in (b'\\xff' * size, os.urandom(size), b'\\0' * size):\n"
+                  "            try:\n"
+                  "                s = socket.create_connection((sys.argv[1], int(columns[1].split(':')[1], 16)), 5)\n"
+                  "                s.setblocking(False)\n"
+                  "                s.send(kind)\n"
+                  "                kept.append(s) if size % 2 else s.close()\n"
+                  "            except OSError: pass\n"
+                  "print('tried', len(kept))\n")
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "1000", "-s", "5000", "-c"])
+        try:
+            code, said = harness.run(world.network.run_in(0, [sys.executable, "-c", script, a.address]), 120)
+            if code != 0 or "tried" not in said:
+                raise Failure(f"nothing was sent: {said}")
+            pair.end()
+        finally:
+            pair.stop()
+        works()
+
+    yield "garbage on every port of a host, while messages flow", garbage
+    yield "2 % of all packets lost", loss
+    yield "a partition of one second heals", short_partition
+    yield "a partition that lasts: RETRY_EXC_ERR, and all is well afterwards", long_partition
+    yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
+
+
+GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", required=True)
+    parser.add_argument("--sample", type=int, default=0, help="so many tests of the conformance suite; 0: all")
+    parser.add_argument("groups", nargs="+", choices=GROUPS)
+    arguments = parser.parse_args()
+    missing = why_not()
+    if missing:
+        raise Skip(missing)
+    build = Build.at(arguments.build)
+    failed = 0
+    for group in arguments.groups:
+        count, cases = GROUPS[group]
+        world = World(build, count)
+        try:
+            for name, case in cases(world, arguments.sample) if group == "conformance" else cases(world):
+                begun = harness.time.monotonic()
+                try:
+                    case()
+                    world.check()
+                    print(f"ok    {harness.time.monotonic() - begun:5.1f} s  {name}", flush=True)
+                except Failure as reason:
+                    failed += 1
+                    print(f"FAIL  {name}: {reason}", flush=True)
+                    for host in world.hosts:
+                        print(host.program.says(), flush=True)
+                    world.check()
+        finally:
+            world.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_code_of(main, "programs on two hosts"))
