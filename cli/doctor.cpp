@@ -119,11 +119,11 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
   std::uint16_t port = 0;
   if (auto service = find_service(options.socket)) {
     const auto state = query(*service);
-    if (const auto& hosts = state.at("hosts"); hosts.is_object()) {
-      here = hosts.at("address").get<std::string>();
-      port = hosts.at("port").get<std::uint16_t>();
-      if (folder.empty()) folder = hosts.at("folder").get<std::string>();
-      for (const auto& other : hosts.at("others"))
+    if (const auto& us = state.at("subnet"); us.is_object()) {
+      here = us.at("address").get<std::string>();
+      port = us.at("port").get<std::uint16_t>();
+      if (folder.empty()) folder = us.at("folder").get<std::string>();
+      for (const auto& other : us.at("others"))
         if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
     }
   }

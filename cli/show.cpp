@@ -147,7 +147,7 @@ void routes(const json& state, std::string& out) {
 std::string range(const json& lids) { return lids.is_array() ? fmt::format("{}-{}", lids.at(0).get<int>(), lids.at(1).get<int>()) : "none"; }
 
 void hosts(const json& state, std::string& out) {
-  const json& us = state.at("hosts");
+  const json& us = state.at("subnet");
   if (!us.is_object()) return;
   Line line("host " + us.at("name").get<std::string>());
   line.add("address", us.at("address")).add("port", us.at("port")).add("lids", range(us.at("lids"))).add("state", "here");

@@ -278,6 +278,7 @@ void Config::check() const {
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
   require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\": a subnet with a manager, or one that is written down; give one of them");
   if (hosts) check_hosts(*hosts);
+  require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
   require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
           fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));

@@ -128,7 +128,7 @@ class Subnet(TestCase):
                 connected = {other["name"] for other in us["others"] if other["reachable"] and other["lids"]}
                 if not connected >= set(names) - {name}:
                     return None
-            return shown
+            return shown if len({us["leader"] for us in shown.values()}) == 1 else None
         try:
             return wait_until(all_of_them, f"{', '.join(names)} have leases and know one another")
         except AssertionError as error:
@@ -180,7 +180,6 @@ class Joining(Subnet):
         self.make("a", "b", "c")
         self.start("a", "b", "c")
         shown = self.settled("a", "b", "c")
-        self.assertEqual(len({us["leader"] for us in shown.values()}), 1)
         self.make("d", seed="b")
         self.start("d")
         shown = self.settled("a", "b", "c", "d")
@@ -314,15 +313,18 @@ class Refused(Subnet):
         # A member that lies: not JSON, too much, a message that is not for it, another version.
         hello = {"type": "hello", "protocol": "vrdma-hosts", "major": 1, "minor": 0, "version": "x", "name": "b", "run": "liar", "address": "", "port": 0,
                  "carrier_port": 0, "managers": [], "manages": False}
+
+        def goodbyes_to(said):  # a machine that is busy may not get as far as that within opening_ms
+            with socket.create_connection(place, WATCHDOG_S) as plain, self.tls("b").wrap_socket(plain) as liar:
+                liar.settimeout(WATCHDOG_S)
+                liar.sendall(said)
+                return [one["why"] for one in read_frames(liar) if one["type"] == "goodbye"]
+
         for said, answer in ((struct.pack(">I", 5) + b"hello", "not valid JSON"), (struct.pack(">I", 1 << 31), "a message of 2147483648 bytes"),
                              (frame(hello) + frame({"type": "vote", "term": 1 << 60, "last": [1 << 60, 1], "trial": False}), "a tool asks to be probed"),
                              (frame({**hello, "major": 2}), "speaks version 2 of the hosts' protocol"), (frame({**hello, "name": "a"}), "it calls itself"),
                              (frame({"type": "ping", "sequence": 1}), "no hello first"), (frame(hello) + frame({"type": "remove", "name": "a"}), "authority removes")):
-            with socket.create_connection(place, WATCHDOG_S) as plain, self.tls("b").wrap_socket(plain) as liar:
-                liar.settimeout(WATCHDOG_S)
-                liar.sendall(said)
-                goodbye = [one for one in read_frames(liar) if one["type"] == "goodbye"]
-                self.assertTrue(goodbye and answer in goodbye[0]["why"], (said, goodbye))
+            wait_until(lambda: any(answer in why for why in goodbyes_to(said)), f"{said!r} is answered by: {answer}")  # noqa: B023
         self.settled("a", "b")
         self.assertEqual(self.kill("a", signal.SIGTERM), 0)
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 
@@ -63,6 +64,7 @@ TEST_CASE("LidsAreGivenRoundTheWholeRangeAndNeverTwice") {
 TEST_CASE("FortyNineThousandLidsAreAssignedSavedAndReloaded") {
   const TemporaryFolder folder;
   const auto began = std::chrono::steady_clock::now();
+  const std::clock_t began_cpu = std::clock();
   SubnetFile file;
   State& state = file.memory.consensus.state;
   state.begin(1);
@@ -70,7 +72,8 @@ TEST_CASE("FortyNineThousandLidsAreAssignedSavedAndReloaded") {
   save_subnet(folder.path / "subnet.json", file);
   const SubnetFile again = load_subnet(folder.path / "subnet.json");
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-  MESSAGE("49 000 LIDs of as many hosts, assigned, saved and reloaded: " << took.count() << " s");
+  MESSAGE("49 000 LIDs of as many hosts, assigned, saved and reloaded: " << took.count() << " s, of which this program ran "
+                                                                               << static_cast<double>(std::clock() - began_cpu) / CLOCKS_PER_SEC << " s");
   CHECK(again.memory.consensus.state.hosts() == state.hosts());
   CHECK(again.memory.consensus.state.id() == state.id());
 }
