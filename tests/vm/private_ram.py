@@ -18,8 +18,20 @@ RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
 LARGE, SMALL = 32 * MIB, 16 * MIB  # of the BAR's 64 MiB two large ones find no room, with the link and the queues
 
 
-def machines(folder, seed, interrupts=False, plain=False):
-    return Guests(folder, seed, interrupts=interrupts, plain=plain, private_bar=BAR)
+def machines(folder, seed):
+    return Guests(folder, seed, private_bar=BAR)
+
+
+def machines_without_interrupts(folder, seed):
+    return Guests(folder, seed, plain=True, private_bar=BAR)
+
+
+def machines_with_interrupts(folder, seed):
+    return Guests(folder, seed, interrupts=True, private_bar=BAR)
+
+
+def machines_to_save(folder, seed):
+    return Guests(folder, seed, lasting=True, devices=((),), private_bar=BAR)
 
 
 def cases():
@@ -159,6 +171,14 @@ def private_ram(tally, guests):
         guests.boot_again(two)
     tally.case("kill -9 of a machine, and its next boot", killed)
     run_cases(tally, guests, "then", list(some_cases())[:1], (one, replace(two, uid=USER)))
+
+
+def by_every_case(tally, guests):
+    """Of machines that are not as they come: with interrupts, or without a doorbell."""
+    one, two = guests.roots
+    user = replace(two, uid=USER)
+    run_cases(tally, guests, "machine to machine", cases(), (one, user))
+    run_cases(tally, guests, "host to machine", some_cases(), (user, guests.host))
 
 
 def moved(guests):
