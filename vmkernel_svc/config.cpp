@@ -276,7 +276,6 @@ void Config::check() const {
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
-  require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\": a subnet with a manager, or one that is written down; give one of them");
   if (hosts) check_hosts(*hosts);
   require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
