@@ -99,6 +99,8 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
     findings.push_back({Level::ok, "mapping", "registered pages are mapped into the service: copied once, at the speed of memory", ""});
   else if (result.pages_path == "pinned")
     findings.push_back({Level::ok, "mapping", "registered pages are pinned where they are, and reached by the host in this machine's RAM: copied once", ""});
+  else if (result.pages_path == "bar")
+    findings.push_back({Level::ok, "mapping", "registered pages lie in the BAR of this machine's device, as its RAM is its own: copied once", ""});
   else if (result.pages_path == "process")
     findings.push_back({Level::note, "mapping", "registered pages are reached through the process: correct, and slower for small messages", ""});
   else if (!result.pages_path.empty())

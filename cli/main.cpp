@@ -67,7 +67,15 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
   adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
   CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
-  adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")->excludes("--memory", "--ram")->excludes(plain);
+  CLI::Option* const private_ram =
+      adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")->excludes("--memory", "--ram");
+  adding->add_option("--bar", options.bar_bytes, "with --private-ram: how much memory its programs can share, a power of two (default: 256M)")
+      ->transform(CLI::AsSizeValue(false))
+      ->needs(private_ram);
+  adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")
+      ->excludes("--memory", "--ram")
+      ->excludes(plain)
+      ->excludes(private_ram);
   CLI::App* const listing = add("list", "List the machines.", vm_list, false);
   CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, true);
   for (CLI::App* const sub : {adding, listing, showing}) sub->add_flag("-j,--json", options.json, "print JSON");

@@ -26,6 +26,7 @@ Status outcome(long moved, std::uint64_t wanted) {
 }  // namespace
 
 OwnMemory::OwnMemory(vmci::Mapping segment, vmci::UniqueFd fd) : segment_(std::move(segment)), fd_(std::move(fd)) {
+  if (!fd_) return;
   if (const int high = ::fcntl(fd_.get(), F_DUPFD_CLOEXEC, first_descriptor); high >= 0) fd_.reset(high);
   if (const auto id = memory::file_id(fd_.get())) id_ = *id;
 }

@@ -49,7 +49,7 @@ _vrdma() {
             elif [[ $current == -* ]]; then
                 local options="--socket --vm-folder --help"
                 [[ $word == remove || $word == uml ]] || options+=" --json"
-                [[ $word != add ]] || options+=" --memory --ram --tenant --plain --uml"
+                [[ $word != add ]] || options+=" --memory --ram --private-ram --bar --tenant --plain --uml"
                 COMPREPLY=($(compgen -W "$options" -- "$current"))
             elif [[ $word == show || $word == uml || $word == remove ]]; then
                 COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" vm list 2>/dev/null | sed -n 's/^vm \([^ ]*\) .*/\1/p')" -- "$current"))

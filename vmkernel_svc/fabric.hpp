@@ -53,6 +53,7 @@ struct MachineStatus {
   std::uint64_t ram_bytes;
   std::size_t processes;
   std::string version;  // of its agent
+  std::uint64_t bar_bytes;  // of a machine whose RAM is its own: what is lent is of its BAR; 0: of its RAM
 };
 
 class FarDesk;

@@ -132,10 +132,8 @@ void Server::run() {
                              const uid_t uid = machine->tenant;
                              admit(std::move(socket), uid, std::move(machine));
                            },
-                           [this] {
-                             if (!machines_) return;
-                             shard_->submit([all = machines_->status()](Shard& shard) { shard.fabric().machines = all; });
-                           }});
+                           [this] { machines_changed(); }});
+  machines_changed();
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
@@ -148,6 +146,24 @@ void Server::run() {
   machines_.reset();
   shard_->stop();
   shard_thread_.join();
+}
+
+// However often they change, the shard is told once at a time, and before it is asked.
+void Server::machines_changed() {
+  machines_changed_ = true;
+  if (!telling_of_machines_) tell_of_machines();
+}
+
+void Server::tell_of_machines() {
+  if (!machines_ || !std::exchange(machines_changed_, false)) return;
+  telling_of_machines_ = true;
+  shard_->submit([this, all = machines_->status()](Shard& shard) {
+    shard.fabric().machines = all;
+    boost::asio::post(io_, [this] {
+      telling_of_machines_ = false;
+      tell_of_machines();
+    });
+  });
 }
 
 void Server::watch_idle() {
@@ -291,7 +307,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, {}}), std::move(*arena)});
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
   });
@@ -330,6 +346,7 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
   auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
+  if (PacketDesk::request_of(head) == Request::show) tell_of_machines();
   const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
   shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
     packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer);

@@ -53,6 +53,8 @@ class Server {
   void lost(const ConnectionPtr& connection);
   void await_exit(const ConnectionPtr& connection);
   void watch_idle();
+  void machines_changed();
+  void tell_of_machines();
 
   Config config_;
   boost::asio::io_context io_;
@@ -69,6 +71,7 @@ class Server {
   std::unique_ptr<PacketDesk> packets_;
   std::thread shard_thread_;
   std::unique_ptr<Machines> machines_;
+  bool machines_changed_ = false, telling_of_machines_ = false;
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t connections_max_ = 2048;  // of one user

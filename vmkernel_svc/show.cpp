@@ -157,7 +157,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"pd", region.pd},
                           {"pieces", region.pieces.size()},
                           {"mapped_bytes", mapped},
-                          {"path", mapped == region.bytes ? (guest.machine ? "pinned" : "mapped") : mapped != 0 ? "mixed" : unmapped_by},
+                          {"path", mapped == region.bytes ? (!guest.machine ? "mapped" : guest.machine->in_bar ? "bar" : "pinned") : mapped != 0 ? "mixed" : unmapped_by},
                           {"unmapped_by", mapped == region.bytes ? "none" : unmapped_by}});
   }
   return out;
@@ -249,7 +249,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)
     if (machine.name == viewer.machine || owns(machine.tenant))
-      out["vms"].push_back({{"name", machine.name}, {"tenant", machine.tenant}, {"state", machine.state}, {"ram_bytes", machine.ram_bytes},
+      out["vms"].push_back({{"name", machine.name}, {"tenant", machine.tenant}, {"state", machine.state}, {"ram_bytes", machine.ram_bytes}, {"bar_bytes", machine.bar_bytes},
                             {"processes", machine.processes}, {"version", machine.version}});
   out["departed"] = json::array();
   for (const auto& guest : fabric.departed)

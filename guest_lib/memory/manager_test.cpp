@@ -280,13 +280,14 @@ TEST_CASE("Many isolated pages leave the process the mappings it needs") {
 
 namespace {
 
-// The most memory, of the other process's own and of its window, that there was at once until `stop` is closed at its other end.
-std::uint64_t watch_peak_mib(pid_t process, int window, int stop) {
+// The most memory, of the other process's own and of its window, that there was at once until `other` is closed at its other end, who is
+// told when it has been looked at for the first time.
+std::uint64_t watch_peak_mib(pid_t process, int window, int other) {
   const std::string folder = "/proc/" + std::to_string(process);
-  std::uint64_t peak = 0;
+  std::uint64_t peak = 0, looks = 0;
   char byte;
   do {
-    // In this order: what moves from the window into the process meanwhile is not counted twice.
+    // In this order: what moves from the window into the process meanwhile is not counted twice. It may not be counted at all.
     std::uint64_t own_kib = 0;
     std::ifstream status(folder + "/status");
     for (std::string line; std::getline(status, line);)
@@ -294,7 +295,8 @@ std::uint64_t watch_peak_mib(pid_t process, int window, int stop) {
     struct stat file {};
     ::stat((folder + "/fd/" + std::to_string(window)).c_str(), &file);
     peak = std::max(peak, (own_kib >> 10) + (static_cast<std::uint64_t>(file.st_blocks) >> 11));
-  } while (::recv(stop, &byte, 1, MSG_DONTWAIT) < 0);
+    if (++looks == 1 && ::send(other, "", 1, MSG_NOSIGNAL) != 1) break;
+  } while (::recv(other, &byte, 1, MSG_DONTWAIT) < 0);
   return peak;
 }
 
@@ -325,6 +327,8 @@ TEST_CASE("Much memory that is moved back exists twice only in part") {
   REQUIRE(r.has_value());
   CHECK(in_window(*r));
   REQUIRE(::send(ends[1], "", 1, MSG_NOSIGNAL) == 1);
+  char watched;
+  REQUIRE(::recv(ends[1], &watched, 1, 0) == 1);
   manager.remove(std::move(*r));
   ::close(ends[1]);
   std::uint64_t peak = 0;

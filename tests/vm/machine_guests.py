@@ -27,6 +27,7 @@ import limits  # noqa: E402
 import lost  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
+import private_ram  # noqa: E402
 import snapshots  # noqa: E402
 from guests import MEMORY, Guests  # noqa: E402
 from harness import Failure, Skip, Tally, exit_code_of, wait_until  # noqa: E402
@@ -387,9 +388,10 @@ def reboots(tally, guests):
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
              "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
              "hugetlbfs": huge_pages.hugetlbfs, "snapshots": snapshots.snapshots, "snapshots_interrupts": snapshots.snapshots,
-             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits}
+             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits, "private_ram": private_ram.private_ram}
 OTHER_MACHINES = {"given_up": snapshots.machines_kept_briefly, "snapshots": snapshots.machines, "snapshots_interrupts": snapshots.machines_with_interrupts,
-                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines}  # than two that are as they come
+                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines,
+                  "private_ram": private_ram.machines}  # than two that are as they come
 LARGE_GIB = {"gibibyte": 3}
 ONE_BOOT = {"pair", "host", "crowd", "conformance_apart", "memory", "conformance"}  # leave their machines as they found them: the next one goes on
 
