@@ -221,7 +221,7 @@ def faults(world):
         Pair(a, b, ["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"]).end()
 
     def short_partition():
-        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "2000", "-s", "5000", "-c"])
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "600", "-s", "5000", "-c"])
         try:
             flowing(pair)
             world.network.cut(1)

@@ -27,6 +27,7 @@ constexpr std::size_t datagrams_waiting_max = 1024;        // at a receiver's ho
 constexpr std::uint64_t stand_in_bytes_max = 4 * engine::far_window_bytes;  // queued, by a peer that keeps to the window
 constexpr std::uint64_t blocked_look_ns = 500'000;
 constexpr std::uint64_t srq_look_ns = 100'000;
+constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
 constexpr int frames_per_turn = 64;
 constexpr std::int64_t turn_bytes = 128 * 1024;
 }  // namespace
@@ -208,7 +209,10 @@ void FarDesk::to_requester(FarFramePtr frame) {
   if (qp.far == nullptr || qp.far->host != frame->host || qp.far->epoch != record.epoch || !qp.far->opened) return;
   engine::FarHalf& far = *qp.far;
   if (record.taken > far.credited && record.taken <= far.sent) far.credited = record.taken;
-  if (record.kind != FarKind::credit) far.arrived.push_back(std::move(frame));
+  if (record.kind != FarKind::credit) {
+    if (far.arrived.size() >= arrived_max) return void(++malformed_);  // it does not keep to the window
+    far.arrived.push_back(std::move(frame));
+  }
   shard_.make_runnable(qp);
 }
 

@@ -20,7 +20,7 @@ using engine::FarKind;
 
 namespace {
 
-// A secret and two hosts of this machine, on loopback addresses of their own.
+// A secret and two hosts of this machine, with ports of their own.
 struct Subnet {
   std::string secret = "/tmp/vrdma-remote-test." + std::to_string(::getpid());
   svc::RemoteConfig config;
@@ -29,7 +29,7 @@ struct Subnet {
     write_secret(fill);
     config.secret_file = secret;
     for (int i = 0; i < 2; ++i) {
-      svc::RemoteHost host{"h" + std::to_string(i), "127.0.0." + std::to_string(7 + i), port(), static_cast<std::uint16_t>(1 + 100 * i),
+      svc::RemoteHost host{"h" + std::to_string(i), "127.0.0.1", static_cast<std::uint16_t>(port() + i), static_cast<std::uint16_t>(1 + 100 * i),
                            static_cast<std::uint16_t>(100 + 100 * i)};
       config.hosts.push_back(host);
     }
@@ -40,7 +40,7 @@ struct Subnet {
     const vmci::UniqueFd file(::open(secret.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
     REQUIRE(::write(file.get(), std::string(40, fill).data(), 40) == 40);
   }
-  static std::uint16_t port() { return static_cast<std::uint16_t>(29000 + ::getpid() % 20000); }
+  static std::uint16_t port() { return static_cast<std::uint16_t>(20000 + 2 * (::getpid() % 4000)); }
   std::shared_ptr<ConfiguredSubnet> seen_by(std::size_t host) const {
     svc::RemoteConfig own = config;
     own.name = own.hosts[host].name;
@@ -57,7 +57,7 @@ struct End {
   std::unique_ptr<TcpCarrier> carrier;
 
   End(const Subnet& subnet, std::size_t host)
-      : carrier(std::make_unique<TcpCarrier>(TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, Subnet::port()},
+      : carrier(std::make_unique<TcpCarrier>(TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, subnet.config.hosts[host].port},
                                              subnet.seen_by(host), [this] {
                                                const std::lock_guard lock(mutex);
                                                ring = true;

@@ -9,12 +9,28 @@
 #include <sys/epoll.h>
 #include <sys/random.h>
 
+#include <cstdlib>
 #include <stdexcept>
 
 #include "vmci_channel/arch.hpp"
 #include "vmkernel_svc/remote/peer_filter.hpp"
 
 namespace vrdma::remote {
+
+namespace {
+// A service that takes another's place listens where that one's connections still linger. UCX reads this from the environment only,
+// as the worker is made and as it listens; children of the service do not find it there.
+struct ReuseAddress {
+  static constexpr const char* name = "UCX_TCP_CM_REUSEADDR";
+  const bool ours = ::getenv(name) == nullptr;
+  ReuseAddress() {
+    if (ours) ::setenv(name, "y", 1);
+  }
+  ~ReuseAddress() {
+    if (ours) ::unsetenv(name);
+  }
+};
+}  // namespace
 
 TcpCarrier::Loop::Loop(TcpCarrier& carrier) : carrier_(carrier), ucx_(carrier.ucx_) {
   while (run_ == 0)
@@ -88,6 +104,7 @@ void TcpCarrier::Loop::start() {
   const auto made = ucx_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
   ucx_.config_release(config);
   check(made, fmt::format("UCX finds no way to send over {} ({})", here.address, device));
+  const ReuseAddress reuse;
   ucp_worker_params_t worker{};
   worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;  // made here, used by the carrier's thread
