@@ -97,7 +97,8 @@ class Subnet(TestCase):
     def start(self, *names):
         for name in names:
             log = open(self.hosts[name]["folder"] / "log", "ab")
-            process = subprocess.Popen([str(BIN / "vrdmad"), "--config", self.hosts[name]["folder"] / "vrdmad.json"], env=self.environment, stdin=subprocess.DEVNULL,
+            # Also when ctest ends us, nothing of ours stays.
+            process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", str(BIN / "vrdmad"), "--config", self.hosts[name]["folder"] / "vrdmad.json"], env=self.environment, stdin=subprocess.DEVNULL,
                                        stdout=subprocess.DEVNULL, stderr=log)
             process.stderr = log
             self.processes[name] = process
