@@ -35,8 +35,11 @@ def machines_to_save(folder, seed):
 
 
 def cases():
-    for transport in ("rc", "uc", "ud", "srq"):
+    for transport in ("rc", "srq"):
         yield pingpong, pingpong.Case(transport, validate=True, iterations=50)
+    # What is lost stays lost: of whole pages, with the 40 bytes before a datagram, so that no copying thread that gets no processor loses one.
+    yield pingpong, pingpong.Case("uc", validate=True, size=4096, iterations=50)
+    yield pingpong, pingpong.Case("ud", validate=True, size=4096 - 40, iterations=50)
     yield pingpong, pingpong.Case("rc", validate=True, events=True, iterations=30)
     yield perftest, perftest.Case("send", "lat", events=True, iterations=30)
     yield perftest, perftest.Case("write", "bw", size=1 << 20, iterations=10)
