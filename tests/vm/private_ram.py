@@ -13,6 +13,7 @@ USER, OTHER = 64321, 64322
 MIB = 1 << 20
 BAR = 64 * MIB
 SECONDS = 120
+SUITE_SECONDS = 400
 CASE_SECONDS = 150
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
 LARGE, SMALL = 32 * MIB, 16 * MIB  # of the BAR's 64 MiB two large ones find no room, with the link and the queues
@@ -35,8 +36,11 @@ def machines_to_save(folder, seed):
 
 
 def cases():
-    for transport in ("rc", "uc", "ud", "srq"):
+    for transport in ("rc", "srq"):
         yield pingpong, pingpong.Case(transport, validate=True, iterations=50)
+    # What is lost stays lost: of whole pages, with the 40 bytes before a datagram, so that no copying thread that gets no processor loses one.
+    yield pingpong, pingpong.Case("uc", validate=True, size=4096, iterations=50)
+    yield pingpong, pingpong.Case("ud", validate=True, size=4096 - 40, iterations=50)
     yield pingpong, pingpong.Case("rc", validate=True, events=True, iterations=30)
     yield perftest, perftest.Case("send", "lat", events=True, iterations=30)
     yield perftest, perftest.Case("write", "bw", size=1 << 20, iterations=10)
@@ -121,7 +125,7 @@ def private_ram(tally, guests):
     tally.case("more than the BAR has: ENOMEM, and all of it comes back", exhausted)
 
     def conformance(name):
-        code, said = user.run([guests.build.vrdma.parent / "vrdma-conformance", "--seed", guests.seed, "--timeout-scale", "8", "--filter", name], SECONDS)
+        code, said = user.run([guests.build.vrdma.parent / "vrdma-conformance", "--seed", guests.seed, "--timeout-scale", "8", "--filter", name], SUITE_SECONDS)
         guests.check()
         if code != 0:
             raise Failure(said)
