@@ -256,7 +256,8 @@ std::string show_text(const json& state, const std::string& object) {
 
 json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
-  if (object == "guests" || object == "hosts" || object == "cache") return state.at(object);
+  if (object == "guests" || object == "cache") return state.at(object);
+  if (object == "hosts") return state.at("subnet");
   if (object == "routes") {  // to this host's guests, then to other hosts
     json out = state.at("routes");
     for (const auto& host : state.value("carriers", json::array())) out.push_back(host);

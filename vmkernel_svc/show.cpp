@@ -263,7 +263,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
   out["carriers"] = describe_carriers(fabric);
-  out["hosts"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
+  out["subnet"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)
     if (machine.name == viewer.machine || owns(machine.tenant))

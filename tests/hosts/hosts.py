@@ -18,12 +18,9 @@ PORT = 28251
 class Host(Service):
     """A vrdmad in a namespace."""
 
-    def __init__(self, build, network, index, secret, lids=1000):
+    def __init__(self, build, network, index, config):
         self.network, self.index = network, index
-        everybody = [{"name": f"h{i}", "address": address, "port": PORT, "lids": f"{i * lids + 1}-{(i + 1) * lids}"}
-                     for i, address in enumerate(network.addresses[:-1])]
-        remote = {"name": f"h{index}", "address": network.addresses[index], "port": PORT, "secret_file": str(secret), "hosts": everybody}
-        super().__init__(build, config={"remote": remote})
+        super().__init__(build, config=config)
 
     @property
     def user(self):
@@ -54,18 +51,51 @@ class Host(Service):
         return any(route.get("host") == f"h{other.index}" and route["state"] == "connected" for route in self.show("routes"))
 
 
+class Written:
+    """A subnet that is written down: a file on every host, and a secret."""
+
+    def __init__(self, build, network, folder, lids=1000):
+        self.addresses = network.addresses[:-1]
+        self.secret = folder / "secret"
+        self.secret.write_bytes(os.urandom(32))
+        self.secret.chmod(0o600)
+        self.everybody = [{"name": f"h{i}", "address": address, "port": PORT, "lids": f"{i * lids + 1}-{(i + 1) * lids}"} for i, address in enumerate(self.addresses)]
+
+    def config(self, index):
+        return {"remote": {"name": f"h{index}", "address": self.addresses[index], "port": PORT, "secret_file": str(self.secret), "hosts": self.everybody}}
+
+
+class Managed:
+    """A subnet with managers: certificates on every host, and LIDs that are leased."""
+
+    def __init__(self, build, network, folder):
+        self.addresses, self.folder = network.addresses[:-1], folder
+
+        def vrdma(*words):
+            code, said = harness.run([build.vrdma, "host", *words], 60)
+            if code != 0:
+                raise Failure(f"vrdma host {words[0]} left with {code}: {said}")
+        vrdma("init", "h0", "--folder", folder / "h0")
+        for name in [f"h{i}" for i in range(1, len(self.addresses))]:
+            vrdma("add", name, "--folder", folder / "h0", "-o", folder / f"{name}.invitation")
+            vrdma("join", folder / f"{name}.invitation", "--folder", folder / name)
+
+    def config(self, index):
+        peers = [{"name": f"h{i}", "address": address, "port": PORT - 1} for i, address in enumerate(self.addresses)]
+        return {"hosts": {"name": f"h{index}", "address": self.addresses[index], "port": PORT - 1, "folder": str(self.folder / f"h{index}"), "peers": peers}}
+
+
 class World:
     """Hosts that know each other."""
 
-    def __init__(self, build, count):
+    def __init__(self, build, count, subnet=Written):
         self.network = Network(count + 1)  # and a stranger
         self.hosts = []
         try:
             self.folder = TempFolder()
-            self.secret = self.folder.path / "secret"
-            self.secret.write_bytes(os.urandom(32))
-            self.secret.chmod(0o600)
-            self.hosts = [Host(build, self.network, i, self.secret) for i in range(count)]
+            known = subnet(build, self.network, self.folder.path)
+            for i in range(count):
+                self.hosts.append(Host(build, self.network, i, known.config(i)))
             self.wait_joined()
         except BaseException:
             self.close()
@@ -298,7 +328,58 @@ def faults(world):
     yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
 
 
-GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults)}
+def managed(world):
+    """Certificates, sessions and leases in place of a file: what programs see is the same."""
+    a, b, c = world.hosts
+
+    def lids():
+        shown = [host.show("hosts") for host in world.hosts]
+        ranges = sorted(tuple(one["lids"]) for one in shown)
+        if any(first[1] >= second[0] for first, second in zip(ranges, ranges[1:])):
+            raise Failure(f"LIDs that two hosts have: {ranges}")
+
+    def pairs(one, other):
+        for words in (["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"], ["ibv_ud_pingpong", "-n", "50", "-c"]):
+            Pair(one, other, words).end()
+        Pair(one, other, ["ib_write_bw", "-d", "vrdma0", "-F", "-n", "30", "-s", "100000"]).end()
+        Pair(one, other, ["ib_atomic_lat", "-d", "vrdma0", "-F", "-n", "50", "-x", "3"], "ethernet").end()
+
+    def another_key():
+        """The connection on which two hosts agreed on their key ends; messages go on under the next one's."""
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "1000", "-s", "5000", "-c"])
+        try:
+            before = received(a, b)
+            wait_until(lambda: received(a, b) >= before + 20, 60, "messages flow", [pair.server, pair.client])
+            code, said = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "dport", "=", PORT - 1]), 30)
+            code_too, said_too = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "sport", "=", PORT - 1]), 30)
+            if code != 0 or code_too != 0:
+                raise Failure(f"ss -K: {said} {said_too}")
+            pair.end()
+        finally:
+            pair.stop()
+
+    def leader_killed():
+        leader = next(host for host in world.hosts if f"h{host.index}" == a.show("hosts")["leader"])
+        others = [host for host in world.hosts if host is not leader]
+        pair = Pair(*others, ["ibv_rc_pingpong", "-n", "1000", "-s", "5000", "-c"])
+        try:
+            leader.kill()
+            leader.program.stop()
+            pair.end()
+        finally:
+            pair.stop()
+        wait_until(lambda: others[0].show("hosts")["leader"] in {f"h{host.index}" for host in others}, 90, "another leads", [host.program for host in others])
+        leader.start()
+        world.wait_joined()
+        pairs(leader, others[0])
+
+    yield "no LID is two hosts'", lids
+    yield "programs of every two hosts", lambda: [pairs(one, other) for one, other in ((a, b), (b, c), (c, a))]
+    yield "the hosts' session is made anew while messages flow", another_key
+    yield "the host that leads is killed while others' messages flow, and comes back", leader_killed
+
+
+GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults), "managed": (3, managed)}
 
 
 def main():
@@ -314,7 +395,7 @@ def main():
     failed = 0
     for group in arguments.groups:
         count, cases = GROUPS[group]
-        world = World(build, count)
+        world = World(build, count, Managed if group == "managed" else Written)
         try:
             for name, case in cases(world, arguments.sample) if group == "conformance" else cases(world):
                 begun = harness.time.monotonic()
