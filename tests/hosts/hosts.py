@@ -226,8 +226,12 @@ def conformance(world, sample):
         yield f"{layer} vrdma-conformance, two processes on two hosts", run
 
 
+def counter(host, other, name):
+    return next(route["counters"][name] for route in host.show("routes") if route.get("host") == f"h{other.index}")
+
+
 def received(host, other):
-    return next(route["counters"]["received_records"] for route in host.show("routes") if route.get("host") == f"h{other.index}")
+    return counter(host, other, "received_records")
 
 
 def faults(world):
@@ -346,7 +350,8 @@ def managed(world):
 
     def another_key():
         """The connection on which two hosts agreed on their key ends; messages go on under the next one's."""
-        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "1000", "-s", "5000", "-c"])
+        made = counter(a, b, "reconnects")
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "5000", "-s", "5000", "-c"])
         try:
             before = received(a, b)
             wait_until(lambda: received(a, b) >= before + 20, 60, "messages flow", [pair.server, pair.client])
@@ -354,6 +359,7 @@ def managed(world):
             code_too, said_too = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "sport", "=", PORT - 1]), 30)
             if code != 0 or code_too != 0:
                 raise Failure(f"ss -K: {said} {said_too}")
+            wait_until(lambda: counter(a, b, "reconnects") > made, 60, "records have another key", [a.program, b.program])
             pair.end()
         finally:
             pair.stop()
