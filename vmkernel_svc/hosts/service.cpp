@@ -148,7 +148,7 @@ Service::SessionPtr Service::session_with(const std::string& name) const {
   SessionPtr best;
   const Host* const known = node_->member().known().find(name);
   for (const auto& [route, session] : sessions_) {
-    if (!session->is_up() || session->peer().name != name || session->peer().address.empty()) continue;
+    if (!session->is_up() || session->retired() || session->peer().name != name || session->peer().address.empty()) continue;
     // Of two that claim a name, the one that the subnet knows.
     const bool right = known != nullptr && session->peer().address == known->address && session->peer().port == known->port;
     if (right) return session;
@@ -256,7 +256,10 @@ void Service::on_message(const SessionPtr& session, const Message& message) {
 
 void Service::on_down(const SessionPtr& session, const std::string& why) {
   const bool was_up = sessions_.erase(session->route) != 0;
-  if (session->retired()) return;
+  if (session->retired()) {
+    if (was_up) publish();  // the other session's key counts from here on, if it did not before
+    return;
+  }
   if (was_up) {
     if (session->peer().address.empty()) return;
     spdlog::info("hosts: \"{}\" ({}) is gone: {}", session->peer().name, session->remote(), why);
