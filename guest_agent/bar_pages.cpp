@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -23,24 +24,53 @@ struct Line {  // of /proc/PID/maps
 
 bool overlap(std::uint64_t one, std::uint64_t one_bytes, std::uint64_t two, std::uint64_t two_bytes) { return one < two + two_bytes && two < one + one_bytes; }
 
-// False: there are no such lines, or no such process.
+enum class Maps { gone, unknown, read };
+Maps gone_or_unknown() { return errno == ENOENT || errno == ESRCH ? Maps::gone : Maps::unknown; }
+
 template <class Take>
-bool for_each_mapping(int process, Take&& take) {
-  const int fd = ::openat(process, "maps", O_RDONLY | O_CLOEXEC);
+Maps read_maps(int folder, Take&& take) {
+  const int fd = ::openat(folder, "maps", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return gone_or_unknown();
   const std::unique_ptr<FILE, int (*)(FILE*)> maps(fd < 0 ? nullptr : ::fdopen(fd, "r"), [](FILE* file) { return file == nullptr ? 0 : std::fclose(file); });
   if (maps == nullptr) {
-    if (fd >= 0) ::close(fd);
-    return false;
+    ::close(fd);
+    return Maps::unknown;
   }
   char text[512];
+  bool any = false;
   for (bool begins = true; std::fgets(text, sizeof(text), maps.get()) != nullptr;) {
     unsigned long long first, end, offset, inode;
     unsigned major, minor;
+    any = true;
     if (begins && std::sscanf(text, "%llx-%llx %*s %llx %x:%x %llu", &first, &end, &offset, &major, &minor, &inode) == 6)
       take(Line{first, end, offset, gnu_dev_makedev(major, minor), inode});
     begins = std::strchr(text, '\n') != nullptr;  // a path may be longer than `text`
   }
-  return true;
+  if (std::ferror(maps.get()) != 0) return gone_or_unknown();
+  return any ? Maps::read : Maps::gone;
+}
+
+// Of a process, by its folder. The first thread's list is empty once that has ended; others may go on.
+template <class Take>
+Maps for_each_mapping(int process, Take&& take) {
+  if (const Maps first = read_maps(process, take); first != Maps::gone) return first;
+  const int fd = ::openat(process, "task", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return gone_or_unknown();
+  const std::unique_ptr<DIR, int (*)(DIR*)> tasks(::fdopendir(fd), [](DIR* folder) { return folder == nullptr ? 0 : ::closedir(folder); });
+  if (tasks == nullptr) {
+    ::close(fd);
+    return Maps::unknown;
+  }
+  while (const dirent* const task = ::readdir(tasks.get())) {
+    if (task->d_name[0] < '1' || task->d_name[0] > '9') continue;
+    const UniqueFd folder(::openat(fd, task->d_name, O_PATH | O_DIRECTORY | O_CLOEXEC));
+    if (!folder) {
+      if (gone_or_unknown() == Maps::unknown) return Maps::unknown;
+      continue;
+    }
+    if (const Maps answer = read_maps(folder.get(), take); answer != Maps::gone) return answer;
+  }
+  return Maps::gone;
 }
 
 }  // namespace
@@ -59,11 +89,12 @@ BarPages::BarPages(const Device& device) : bar_(device.bar), bytes_(device.bar_b
 
 std::optional<std::vector<BarPages::Part>> BarPages::mapped_by(int process) const {
   std::vector<Part> parts;
-  const bool there = for_each_mapping(process, [&](const Line& line) {
+  const Maps answer = for_each_mapping(process, [&](const Line& line) {
     if (line.inode != inode_ || line.device != device_ || line.offset < first_in_maps_ + vm::bar_bytes) return;
     parts.push_back({line.offset - first_in_maps_, line.end - line.first});
   });
-  if (!there) return std::nullopt;
+  if (answer == Maps::gone) return std::nullopt;
+  if (answer == Maps::unknown) return std::vector<Part>{{0, bytes_}};  // what cannot be told may be in use
   return parts;
 }
 
@@ -73,6 +104,9 @@ void BarPages::look_who_maps() {
   while (const dirent* const entry = ::readdir(all.get())) {
     if (entry->d_name[0] < '1' || entry->d_name[0] > '9') continue;
     UniqueFd process(::openat(::dirfd(all.get()), entry->d_name, O_PATH | O_DIRECTORY | O_CLOEXEC));
+    if (!process) continue;
+    // One that keeps its list even from root cannot have had the device of root either.
+    if (const UniqueFd maps(::openat(process.get(), "maps", O_RDONLY | O_CLOEXEC)); !maps && (errno == EACCES || errno == EPERM)) continue;
     const auto parts = mapped_by(process.get());
     if (!parts) continue;
     struct stat status;

@@ -47,7 +47,7 @@ Status OwnMemory::transfer(std::span<const iovec> ranges, std::uint64_t offset) 
     (void)fd_.release();  // the number is the application's now
   }
   const iovec here{segment_.data() + offset, wanted};
-  return outcome(::syscall(OnProcess, ::getpid(), &here, 1, ranges.data(), ranges.size(), 0), wanted);
+  return outcome(::syscall(OnProcess, ::syscall(SYS_gettid), &here, 1, ranges.data(), ranges.size(), 0), wanted);
 }
 
 Status OwnMemory::gather(std::span<const iovec> ranges, std::uint64_t offset) {

@@ -1,5 +1,7 @@
 #include "vmkernel_svc/fabric.hpp"
 
+#include "vmkernel_svc/hosts/service.hpp"
+
 #include <cstring>
 
 namespace vrdma::svc {
@@ -14,7 +16,7 @@ std::uint32_t Fabric::new_qpn() {
 }
 
 std::uint16_t Fabric::new_lid() {
-  if (!may_give_lids_) return 0;
+  if (!may_give_lids_ || (hosts && !hosts->snapshot()->may_give())) return 0;
   if (next_lid_ < lid_count_) return static_cast<std::uint16_t>(lid_first_ + next_lid_++);
   if (resting_lids_.empty()) return 0;
   const std::uint16_t lid = resting_lids_.front();

@@ -88,6 +88,7 @@ Server::Server(const Config& config) : config_(config) {
 }
 
 Server::~Server() {
+  if (hosts_) hosts_->stop();
   if (shard_thread_.joinable()) {
     shard_->stop();
     shard_thread_.join();

@@ -162,6 +162,11 @@ Result<LentPiece> MemoryManager::borrow(std::uint64_t bytes, std::uint64_t servi
   Status usable = alias ? ok() : Status(alias.error());
   if (alias) {
     piece.alias = *alias;
+    // Only while the lender lives: who comes after it may not have seen this mapping, and have lent the pages again.
+    if (backings_.service() != service) {
+      return_piece(piece);
+      return Errno{EIO};
+    }
     Locked lock(*this);
     usable = lent_->use(lent->file);
     if (usable) usable = lent_->learn_from(piece);

@@ -1,4 +1,5 @@
 // What kinds of memory become which extents, and that contents and mappings survive.
+
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/memory/mapped_memory.hpp"
 
@@ -6,18 +7,48 @@
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "guest_lib/memory/test_support.hpp"
 
 using namespace vrdma;
 using namespace vrdma::memory;
 using namespace vrdma::memory::test;
+
+TEST_CASE("Mappings are found also when the first thread has ended") {
+  static const char page[1] = {};
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::thread([] {
+      const auto zombie = [] {
+        std::ifstream status("/proc/self/stat");
+        const std::string text(std::istreambuf_iterator<char>(status), {});
+        const auto behind = text.rfind(')');
+        return behind != std::string::npos && text.substr(behind + 2, 1) == "Z";
+      };
+      for (int i = 0; i < 10'000 && !zombie(); ++i) ::usleep(1000);
+      auto reader = VmaReader::open();
+      const auto vma = reader ? reader->at_or_after(reinterpret_cast<std::uint64_t>(page)) : Result<Vma>(reader.error());
+      const bool found = vma && vma->range.begin <= reinterpret_cast<std::uint64_t>(page) && *count_mappings() > 0;
+      ::_exit(!zombie() ? 2 : found ? 0 : 1);
+    }).detach();
+    ::syscall(SYS_exit, 0);
+  }
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
 
 TEST_CASE("The ioctl and the text of /proc/self/maps describe the same mappings") {
   auto query = VmaReader::open();

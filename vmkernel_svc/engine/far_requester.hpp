@@ -190,7 +190,8 @@ class FarRequester {
     far.arrived.clear();
     if (qp.type == QpType::uc) {
       while (!far.outstanding.empty()) end(qp, WcStatus::success);
-      if (busy(qp)) requester_.drop(qp);
+      if (far.refused != WcStatus::success) requester_.refuse(qp, std::exchange(far.refused, WcStatus::success));
+      else if (busy(qp)) requester_.drop(qp);
       close(qp, [](std::uint64_t, std::uint32_t) {});
       return;
     }

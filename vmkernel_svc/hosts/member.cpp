@@ -16,12 +16,14 @@ void Member::tick(std::uint64_t now_ms, Outbox& out) {
 void Member::ask(std::uint64_t now_ms, Outbox& out) {
   const std::string& to = !leader_.empty() ? leader_ : managers_[next_manager_++ % managers_.size()];
   asked_ms_ = now_ms;
+  asked_of_ = to;
   answered_ = false;
   ask_at_ms_ = now_ms + timing_.heartbeat_ms * 2;
   out.send(to, Renew{++sequence_, self_.run, self_.address, self_.port, self_.carrier_port, self_.lids_wanted, lids_, known_.id()});
 }
 
 void Member::receive(std::uint64_t now_ms, const Peer& from, const Message& message, Outbox& out) {
+  if (from.name != asked_of_) return;
   if (const auto* lease = std::get_if<Lease>(&message)) {
     if (lease->sequence != sequence_ || answered_) return;
     // Never with other LIDs than those that guests have: that would be the managers' mistake.

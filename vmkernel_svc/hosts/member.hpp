@@ -41,7 +41,7 @@ class Member {
   const Timing timing_;
   LidRange lids_;
   State known_;
-  std::string leader_, problem_;
+  std::string leader_, problem_, asked_of_;
   std::size_t next_manager_ = 0;
   std::uint64_t sequence_ = 0;
   std::uint64_t asked_ms_ = 0, ask_at_ms_ = 0, lease_until_ms_ = 0;

@@ -100,13 +100,13 @@ std::uint64_t Service::now_ms() const {
 // --- the node
 
 void Service::tick() {
-  perform(node_->tick(now_ms()));
-  dial_those_missing();
-  if (node_->member().may_give(now_ms()) != may_give_) publish();
   timer_.expires_after(std::chrono::milliseconds(tick_ms));
   timer_.async_wait([this](const error_code& error) {
     if (!error) tick();
   });
+  perform(node_->tick(now_ms()));
+  dial_those_missing();
+  if (node_->member().may_give(now_ms()) != may_give_) publish();
 }
 
 void Service::save() {
@@ -133,7 +133,7 @@ void Service::perform(Outbox out) {
       member.may_give(now_ms()) != may_give_ || node_->consensus().memory().term != before->term)
     publish();
   else if (may_give_ && began_ + std::chrono::milliseconds(now_ms() + member.lease_left_ms(now_ms())) > before->lease_until)
-    publish(false);
+    publish();
 }
 
 void Service::deliver(const Outbox::Letter& letter) {
@@ -237,7 +237,8 @@ void Service::on_up(const SessionPtr& session) {
 }
 
 void Service::adopt_managers(const Hello& peer) {
-  if (!settings_.seed || !(peer.manages || peer.name == seed_name_) || peer.managers.empty() || listed(peer.managers) == listed(managers_)) return;
+  const bool known = std::ranges::any_of(managers_, [&](const Endpoint& one) { return one.name == peer.name; });
+  if (!settings_.seed || !(known || peer.name == seed_name_) || peer.managers.empty() || listed(peer.managers) == listed(managers_)) return;
   managers_ = peer.managers;
   file_.managers = managers_;
   node_->member().set_managers(names_of(managers_));

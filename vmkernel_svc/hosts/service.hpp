@@ -55,7 +55,7 @@ class Service final : public remote::Directory {
   std::optional<remote::HostId> host_of(std::uint16_t lid) const override;
   std::shared_ptr<const remote::PeerHost> host(remote::HostId id) const override;
   std::shared_ptr<const remote::PeerHost> host_named(std::string_view name) const override;
-  // Also when a lease begins or lapses.
+  // Of what this class tells, and when a lease begins or lapses.
   void when_changed(std::function<void()> call) override;
 
  private:
@@ -87,7 +87,7 @@ class Service final : public remote::Directory {
   void remove(const SessionPtr& asker, const Remove& message);
   SessionPtr session_with(const std::string& name) const;
   void drop_removed();
-  void publish(bool tell = true);
+  void publish();
 
   Settings settings_;
   std::shared_ptr<Tls> tls_;
@@ -99,6 +99,7 @@ class Service final : public remote::Directory {
   std::string run_;
   std::vector<Endpoint> managers_;
   std::unique_ptr<Node> node_;
+  std::map<std::string, remote::HostId> ids_;  // by name and certificate: this process's numbers of hosts
   std::uint64_t next_route_ = 1;
   std::map<std::uint64_t, SessionPtr> sessions_;  // up, by route
   std::deque<std::weak_ptr<Session>> opening_;    // accepted, and not up yet; oldest first

@@ -157,6 +157,7 @@ void Session::write_next() {
 
 void Session::close(const std::string& why) {
   if (closed_ || ending_) return;
+  if (certificate_.name.empty()) return end(why);  // in the middle of the handshake: nobody could read a goodbye
   send(Goodbye{why});
   if (closed_) return;
   ending_ = true;

@@ -5,12 +5,12 @@
 
 namespace vrdma::hosts {
 
-void Service::publish(bool tell) {
+void Service::publish() {
   auto next = std::make_shared<Snapshot>();
   const Member& member = node_->member();
   const std::uint64_t now = now_ms();
   const bool may_give = member.may_give(now);
-  tell |= std::exchange(may_give_, may_give) != may_give;
+  bool news = std::exchange(may_give_, may_give) != may_give;  // for those who listen
   const State& known = member.known();
   next->us = {settings_.name, settings_.address, settings_.port, settings_.carrier_port, 0, member.lids(), tls_->us().serial, 0};
   next->version = known.id().version;
@@ -40,22 +40,28 @@ void Service::publish(bool tell) {
   for (const auto& [name, host] : known.hosts()) {
     if (name == settings_.name) continue;
     add(host);
-    const Other& other = next->others[name];
-    next->blocks[host.lids.first] = {host.lids.last, host.id};
-    next->peers[host.id] = std::make_shared<remote::PeerHost>(
-        remote::PeerHost{host.id, host.name, host.address, host.carrier_port, other.key, other.reachable});
+    Other& other = next->others[name];
+    // Managers who have lost their files count anew; who has connections of that host's number must not come upon another's.
+    other.host.id = ids_.try_emplace(name + "/" + host.serial, static_cast<std::uint32_t>(ids_.size() + 1)).first->second;
+    next->blocks[host.lids.first] = {host.lids.last, other.host.id};
+    next->peers[other.host.id] = std::make_shared<remote::PeerHost>(
+        remote::PeerHost{other.host.id, host.name, host.address, host.carrier_port, other.key, other.reachable});
   }
   std::vector<std::function<void()>> calls;
   {
     const std::lock_guard lock(mutex_);
     // Who holds a snapshot's PeerHost compares pointers: what is as before stays the same object.
-    for (auto& [id, peer] : next->peers)
-      if (const auto old = snapshot_->peers.find(id); old != snapshot_->peers.end() && old->second->name == peer->name && old->second->address == peer->address &&
-                                                      old->second->carrier_port == peer->carrier_port && old->second->tag_key == peer->tag_key &&
-                                                      old->second->reachable == peer->reachable)
+    news |= next->lids != snapshot_->lids || next->blocks != snapshot_->blocks || next->peers.size() != snapshot_->peers.size();
+    for (auto& [id, peer] : next->peers) {
+      const auto old = snapshot_->peers.find(id);
+      if (old != snapshot_->peers.end() && old->second->name == peer->name && old->second->address == peer->address &&
+          old->second->carrier_port == peer->carrier_port && old->second->tag_key == peer->tag_key && old->second->reachable == peer->reachable)
         peer = old->second;
+      else
+        news = true;
+    }
     snapshot_ = std::move(next);
-    if (tell) calls = listeners_;
+    if (news) calls = listeners_;
   }
   for (const auto& call : calls) call();
 }

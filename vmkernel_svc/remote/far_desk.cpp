@@ -27,6 +27,7 @@ constexpr std::size_t datagrams_waiting_max = 1024;        // at a receiver's ho
 constexpr std::uint64_t stand_in_bytes_max = 4 * engine::far_window_bytes;  // queued, by a peer that keeps to the window
 constexpr std::uint64_t blocked_look_ns = 500'000;
 constexpr std::uint64_t srq_look_ns = 100'000;
+constexpr std::uint32_t stand_ins_max = 65536;             // of one host
 constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
 constexpr int frames_per_turn = 64;
 constexpr std::int64_t turn_bytes = 128 * 1024;
@@ -53,6 +54,15 @@ void FarDesk::look_at_directory() {
       ranges_.push_back({*id, {static_cast<std::uint16_t>(lid), 0}});
     ranges_.back().lids.last = static_cast<std::uint16_t>(lid);
     at(*id);
+  }
+  for (auto one = stand_ins_.begin(); one != stand_ins_.end();) {
+    if (directory_->host(one->first.first)) {
+      ++one;
+      continue;
+    }
+    drop(*one->second);  // its host was removed
+    --at(one->first.first).stand_ins;
+    one = stand_ins_.erase(one);
   }
   ++fabric_.topology_generation;  // who found nobody looks again
 }
@@ -195,10 +205,17 @@ void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
   auto last = first;
   for (; last != stand_ins_.end() && last->first.first == id; ++last) drop(*last->second);
   stand_ins_.erase(first, last);
+  host.stand_ins = 0;
   if (host.datagrams) drop(*host.datagrams);
   host.datagrams.reset();
   for (auto& [qpn, qp] : fabric_.by_qpn)
     if (qp->core.far != nullptr && qp->core.far->host == id) shard_.make_runnable(qp->core);
+}
+
+// What a host says of a guest of its own; it cannot speak for another's.
+bool FarDesk::is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const {
+  return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) &&
+         static_cast<std::uint16_t>(guid) == lid && directory_->host_of(lid) == host;
 }
 
 void FarDesk::to_requester(FarFramePtr frame) {
@@ -222,8 +239,11 @@ void FarDesk::open(FarFramePtr frame) {
   engine::FarOpen said;
   std::memcpy(&said, frame->payload(), sizeof(said));
   if (said.type != static_cast<std::uint8_t>(QpType::rc) && said.type != static_cast<std::uint8_t>(QpType::uc)) return void(++malformed_);
-  auto& slot = stand_ins_[{frame->host, record.connection}];
-  if (slot) drop(*slot);
+  if (!is_of(frame->host, said.guid, said.lid, said.link_layer) || record.connection > psn_mask) return void(++malformed_);
+  const StandInKey key{frame->host, record.connection};
+  if (const auto known = stand_ins_.find(key); known != stand_ins_.end()) drop(*known->second);
+  else if (++at(frame->host).stand_ins > stand_ins_max) return --at(frame->host).stand_ins, void(++malformed_);
+  auto& slot = stand_ins_[key];
   slot = std::make_unique<StandIn>();
   StandIn& stand_in = *slot;
   stand_in.host = frame->host;
@@ -253,6 +273,7 @@ void FarDesk::to_stand_in(FarFramePtr frame) {
   if (record.kind == FarKind::close) {
     drop(stand_in);
     stand_ins_.erase(found);
+    --at(frame->host).stand_ins;
     return;
   }
   if (record.taken > stand_in.credited && record.taken <= stand_in.sent) stand_in.credited = record.taken;
@@ -272,6 +293,9 @@ void FarDesk::to_datagrams(FarFramePtr frame) {
   if (frame->record().payload_bytes < sizeof(engine::FarDatagram) ||
       frame->record().payload_bytes - sizeof(engine::FarDatagram) != frame->record().bytes || frame->record().bytes > limits::mtu_max_bytes)
     return void(++malformed_);
+  engine::FarDatagram head;
+  std::memcpy(&head, frame->payload(), sizeof(head));
+  if (!is_of(frame->host, head.guid, head.lid, head.link_layer)) return void(++malformed_);
   if (!host.datagrams) {
     host.datagrams = std::make_unique<StandIn>();
     host.datagrams->host = frame->host;
@@ -352,16 +376,38 @@ void FarDesk::take_first(StandIn& stand_in) {
   stand_in.queue.pop_front();
 }
 
+// A message that is half way to a machine that stands still goes on with it, if that is in time; a new one waits as it does here.
+bool FarDesk::waits_for_frozen(StandIn& stand_in) {
+  constexpr std::uint64_t look_again_ns = 10'000'000;
+  const Qp& core = stand_in.core;
+  const Qp* const target = core.accepted_by;
+  if (core.type == QpType::rc && core.operation.stage == Operation::Stage::moving && !core.operation.copy_pending && target != nullptr &&
+      target->port.owner->guest->frozen) {
+    const std::uint64_t now = vmci::monotonic_ns(), timeout = engine::ack_timeout_ns(core.attributes.timeout);
+    if (stand_in.frozen_since_ns == 0) stand_in.frozen_since_ns = now;
+    if (timeout == 0 || now - stand_in.frozen_since_ns < timeout * (core.attributes.retry_cnt + 1u)) {
+      set_timer(stand_in, now + look_again_ns);
+      return true;
+    }
+  }
+  stand_in.frozen_since_ns = 0;
+  return false;
+}
+
 bool FarDesk::run(StandIn& stand_in) {
   Operation& op = stand_in.core.operation;
   engine::Budget budget{turn_bytes, 32};
   bool worked = false;
   while (!budget.spent()) {
     if (op.stage == Operation::Stage::none) {
-      if (!(stand_in.core.type == QpType::ud ? begin_datagram(stand_in) : begin(stand_in))) break;
+      if (!(stand_in.core.type == QpType::ud ? begin_datagram(stand_in) : begin(stand_in))) {
+        if (stand_in.core.type == QpType::uc && !stand_in.queue.empty() && !stand_in.broken) continue;  // one that made no sense is gone
+        break;
+      }
       --budget.wqes;
       worked = true;
     }
+    if (waits_for_frozen(stand_in)) break;
     if (stand_in.core.type != QpType::ud && !feed(stand_in)) {
       if (op.stage == Operation::Stage::none) continue;  // broken off
       break;
@@ -443,7 +489,8 @@ bool FarDesk::begin(StandIn& stand_in) {
 // Sees to it that the operation has payload to move, or room to move it to. False: it has not, and waits.
 bool FarDesk::feed(StandIn& stand_in) {
   Operation& op = stand_in.core.operation;
-  if (op.stage == Operation::Stage::routing && op.local.total_bytes() != stand_in.fed_bytes) {
+  const bool left = op.stage == Operation::Stage::moving && !op.rule->atomic && stand_in.core.accepted_by == nullptr;
+  if ((left || op.stage == Operation::Stage::routing) && op.local.total_bytes() != stand_in.fed_bytes) {
     // The far end is not any more what accepted the message, and its beginning is not here any more.
     break_off(stand_in, WcStatus::retry_exc_err);
     return false;
@@ -474,6 +521,7 @@ bool FarDesk::feed_read(StandIn& stand_in) {
     stand_in.part->record().message = stand_in.message;
     send(stand_in, std::move(stand_in.part));
   }
+  if (stand_in.fed_bytes == op.request.bytes) return break_off(stand_in, WcStatus::retry_exc_err), false;
   if (stand_in.sent - stand_in.credited >= engine::far_window_bytes) return false;  // a credit makes it runnable
   if (!has_room(stand_in.host)) {
     set_timer(stand_in, vmci::monotonic_ns() + blocked_look_ns);

@@ -36,6 +36,7 @@ struct StandIn {
   bool any_message = false;
   std::uint64_t queued_bytes = 0;         // in queue
   std::uint64_t sent = 0, credited = 0, taken = 0, told = 0;
+  std::uint64_t frozen_since_ns = 0;      // the target's machine; 0: it runs
   bool broken = false;                    // answered with an error: what follows is dropped
   bool runnable = false;
   std::uint64_t wake_ns = 0;
@@ -85,6 +86,7 @@ class FarDesk {
   struct Host {
     std::uint64_t session = 0;
     std::shared_ptr<remote::Gauge> gauge;
+    std::uint32_t stand_ins = 0;
     std::unique_ptr<StandIn> datagrams;  // one for all of the host's UD queue pairs
   };
   using StandInKey = std::pair<remote::HostId, std::uint32_t>;  // and the requester's QPN
@@ -96,6 +98,8 @@ class FarDesk {
   void to_datagrams(engine::FarFramePtr frame);
   void open(engine::FarFramePtr frame);
   void new_session(remote::HostId host, std::uint64_t session);
+  bool is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const;
+  bool waits_for_frozen(StandIn& stand_in);
   void drop(StandIn& stand_in);
   bool run(StandIn& stand_in);
   bool begin(StandIn& stand_in);

@@ -27,8 +27,8 @@ struct LinkHead {
   std::uint64_t your_run;    // as the sender knows it; 0: it does not
   std::uint64_t number;      // record
   std::uint64_t acknowledged;  // all up to this one have come
-  char name[40];             // of the sender
-  std::uint8_t reserved[28];
+  char name[64];             // of the sender
+  std::uint8_t reserved[4];
   std::uint32_t bytes;       // of record and payload, which follow
   Tag tag;                   // of all of it, this field being 0
 };

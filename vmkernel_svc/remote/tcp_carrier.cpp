@@ -97,7 +97,7 @@ void TcpCarrier::Loop::sleep() {
     const std::uint64_t now = vmci::monotonic_ns();
     std::uint64_t until = next_look_ns_;
     for (const auto& [id, link] : links_)
-      if (link->acknowledge_at_ns != 0) until = std::min(until, link->acknowledge_at_ns);
+      if (link->connection && link->acknowledge_at_ns != 0) until = std::min(until, link->acknowledge_at_ns);
     const std::uint64_t wait = until > now ? until - now : 0;
     epoll_event events[4];
     ::epoll_wait(epoll_.get(), events, 4, static_cast<int>((wait + 999'999) / 1'000'000));
@@ -350,9 +350,9 @@ void TcpCarrier::Loop::message(const std::byte* data, std::size_t bytes) {
   head.tag = {};
   std::memcpy(frame->whole(), &head, sizeof(head));
   const auto tagged_by = [&](const std::unique_ptr<Tagger>& tagger) { return tagger && (*tagger)({frame->whole(), bytes}) == tag; };
-  if (tagged_by(link->tagger))
-    link->last_tagger.reset();
-  else if (!tagged_by(link->last_tagger))
+  if (tagged_by(link->tagger)) {
+    if (link->last_tagger) link->last_tagger.reset(), link->unsent = 0;  // it has the key now: what it could not read is sent again
+  } else if (!tagged_by(link->last_tagger))
     return count(carrier_.counters_.unauthenticated);
   if (frame->record().payload_bytes != bytes - least) return count(carrier_.counters_.malformed);
 
@@ -391,6 +391,7 @@ void TcpCarrier::Loop::hello(Link& link, const LinkHead& head, std::uint64_t now
   link.run = link.candidate = head.run;
   forget_records(link);
   link.early.clear();
+  link.early_bytes = 0;
   link.expected = 1;
   link.last_number = 0;
   ++link.session;
@@ -433,12 +434,17 @@ void TcpCarrier::Loop::record(Link& link, std::uint64_t number, FarFramePtr fram
   frame->host = link.id;
   frame->session = link.session;
   if (number != link.expected) {
-    link.early.emplace(number, std::move(frame));
+    // What there is no room for is not acknowledged, and so comes again.
+    if (link.early_bytes > early_bytes_max) return;
+    const std::size_t early = frame->whole_bytes();
+    if (link.early.emplace(number, std::move(frame)).second) link.early_bytes += early;
     return;
   }
   take(link, std::move(frame));
-  for (auto next = link.early.begin(); next != link.early.end() && next->first == link.expected; next = link.early.erase(next))
+  for (auto next = link.early.begin(); next != link.early.end() && next->first == link.expected; next = link.early.erase(next)) {
+    link.early_bytes -= next->second->whole_bytes();
     take(link, std::move(next->second));
+  }
 }
 
 void TcpCarrier::Loop::take(Link& link, FarFramePtr frame) {

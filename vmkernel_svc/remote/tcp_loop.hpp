@@ -29,7 +29,7 @@ class TcpCarrier::Loop {
   static constexpr std::uint32_t sends_max = 64;
   static constexpr std::uint64_t look_ns = 50'000'000, alive_ns = 200'000'000, hello_pause_ns = 20'000'000;
   static constexpr std::uint64_t stall_ns = 4'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000, agree_ns = 150'000'000;
-  static constexpr std::uint64_t acknowledge_ns = 5'000'000, acknowledge_bytes = 512 * 1024, early_max = 4096;
+  static constexpr std::uint64_t acknowledge_ns = 5'000'000, acknowledge_bytes = 512 * 1024, early_max = 4096, early_bytes_max = 32 << 20;
   static constexpr std::int64_t arrived_bytes_max = 8 << 20;
   static constexpr std::size_t past_runs_max = 1024;
 
@@ -67,6 +67,7 @@ class TcpCarrier::Loop {
     std::uint64_t last_number = 0;
     std::uint64_t expected = 1;
     std::map<std::uint64_t, engine::FarFramePtr> early;
+    std::uint64_t early_bytes = 0;
     std::uint64_t acknowledge_at_ns = 0;     // 0: nothing to acknowledge
     std::uint64_t unacknowledged_bytes = 0;
   };
