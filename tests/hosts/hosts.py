@@ -218,7 +218,9 @@ def conformance(world, sample):
                 code = client.wait(900 * harness.PATIENCE)
                 passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
                 if code != 0 or not passed or int(passed[1]) == 0:
-                    raise Failure(f"the suite ended with {code}\n{client.says()}\n{server.says()}")
+                    lines = client.output().splitlines()
+                    failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
+                    raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
             finally:
                 server.stop()
                 if client:
