@@ -360,6 +360,8 @@ void FarDesk::answer(StandIn& stand_in, WcStatus status) {
     stand_in.queue.clear();
     stand_in.queued_bytes = 0;
   }
+  // Who hears of the answer may tell the receiver, who may arm: the completion's event is decided before that.
+  ports_.announce();
   send(stand_in, std::move(frame));
 }
 
