@@ -39,7 +39,7 @@ IDLE_SECONDS = 3
 class UmlGuests(Guests):
     """A vrdmad, two User Mode Linux machines that it serves, and the agent in each."""
 
-    lasting = False
+    lasting, private_bar = False, None
 
     def __init__(self, folder, seed):
         self.rams = {}
