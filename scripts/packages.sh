@@ -109,10 +109,13 @@ fetch_libvirt_schemas() (
   return 1
 )
 
-# build_preset PRESET [TARGET...]
+# build_preset PRESET [TARGET...]: with ccache, where it is installed.
 build_preset() {
   local preset=$1 log
   shift
+  if command -v ccache >/dev/null 2>&1; then
+    export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+  fi
   mkdir -p build
   log=build/$preset.log
   if ! cmake --preset "$preset" >"$log" 2>&1 || ! cmake --build --preset "$preset" -j "$(nproc)" ${1:+--target "$@"} >>"$log" 2>&1; then
