@@ -30,7 +30,7 @@ bool can_pin() {
 }
 
 Machine::Machine(bool by_interrupts, std::uint64_t patience_ns, std::uint64_t bar_bytes) : bar_bytes_(bar_bytes != 0 ? bar_bytes : vm::bar_bytes) {
-  if (bar_bytes != 0) bar_file = std::move(*vmci::create_sealed("test-bar", bar_bytes));
+  if (bar_bytes != 0) bar_file = *vmci::create_sealed("test-bar", bar_bytes);
   const int flags = bar_file ? MAP_SHARED : MAP_SHARED | MAP_ANONYMOUS;
   bar = static_cast<std::byte*>(::mmap(nullptr, bar_bytes_, PROT_READ | PROT_WRITE, flags, bar_file.get(), 0));
   REQUIRE(bar != MAP_FAILED);
