@@ -17,6 +17,7 @@ from shell import MachineSide, Shell, both
 HERE = Path(__file__).resolve().parent
 MEMORY = "512M"
 AGENT_SECONDS = 60
+CASE_SECONDS = 150
 BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "tests/vm_talk", "tests/vm_lost", "tests/vm_limits", "lib/libvrdma.so")
 INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
 PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
@@ -50,6 +51,19 @@ def boot_image(build, built, more=Carried()):
     files = image.initramfs(cache, contents)
     print(f"Linux {release} under TCG", flush=True)
     return kernel, files
+
+
+def run_cases(tally, guests, name, cases, sides):
+    def checked(kind, one):
+        try:
+            return kind.run_case(one, sides, CASE_SECONDS)
+        except Failure as reason:
+            guests.check()
+            raise Failure(f"{reason}\n{guests.news()}") from None
+        finally:
+            guests.check()
+    for kind, one in cases:
+        tally.case(f"{name}: {one.name}", lambda kind=kind, one=one: checked(kind, one))
 
 
 class Guests:
@@ -157,6 +171,11 @@ class Guests:
 
     def guests(self):
         return json.loads(self.vrdma("show", "guests", "--json"))
+
+    def moved(self):
+        """Whether somebody has sent a megabyte: there is traffic."""
+        counters = json.loads(self.vrdma("show", "counters", "--json"))
+        return any(guest["counters"].get("sent_bytes", 0) > 1 << 20 for guest in counters["guests"])
 
     def await_state(self, name, *states):
         wait_until(lambda: self.shown().get(name, {}).get("state") in states, 60, f"{name} is {' or '.join(states)}", [self.service.program])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import perftest
 import pingpong
-from guests import Guests
+from guests import Guests, run_cases
 from harness import Failure, wait_until
 from lost import left_over
 
@@ -14,7 +14,6 @@ MIB = 1 << 20
 BAR = 64 * MIB
 SECONDS = 120
 SUITE_SECONDS = 400
-CASE_SECONDS = 150
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
 LARGE, SMALL = 32 * MIB, 16 * MIB  # of the BAR's 64 MiB two large ones find no room, with the link and the queues
 
@@ -51,19 +50,6 @@ def cases():
 def some_cases():
     yield pingpong, pingpong.Case("rc", validate=True, events=True, iterations=30)
     yield perftest, perftest.Case("write", "bw", size=1 << 20, iterations=10)
-
-
-def run_cases(tally, guests, name, all_of_them, sides):
-    def checked(kind, one):
-        try:
-            return kind.run_case(one, sides, CASE_SECONDS)
-        except Failure as reason:
-            guests.check()
-            raise Failure(f"{reason}\n{guests.news()}") from None
-        finally:
-            guests.check()
-    for kind, one in all_of_them:
-        tally.case(f"{name}: {one.name}", lambda kind=kind, one=one: checked(kind, one))
 
 
 def inside(side, *words):
@@ -164,7 +150,7 @@ def private_ram(tally, guests):
         try:
             wait_until(lambda: two.listening(server, port), 60, "the server listens", [server])
             client = guests.host.start([*words, "127.0.0.1"], "client")
-            wait_until(lambda: len(guests.guests()) == 2 and moved(guests), 60, "there is traffic", [server, client])
+            wait_until(lambda: len(guests.guests()) == 2 and guests.moved(), 60, "there is traffic", [server, client])
             two.shell.kill()
             if client.wait(90) in (None, 0) or f"Failed status {RETRY_EXCEEDED}" not in client.output():
                 raise Failure(f"the client should end with exhausted retries, and left with {client.returncode}\n{client.says()}")
@@ -183,8 +169,3 @@ def by_every_case(tally, guests):
     user = replace(two, uid=USER)
     run_cases(tally, guests, "machine to machine", cases(), (one, user))
     run_cases(tally, guests, "host to machine", some_cases(), (user, guests.host))
-
-
-def moved(guests):
-    counters = json.loads(guests.vrdma("show", "counters", "--json"))
-    return any(guest["counters"].get("sent_bytes", 0) > MIB for guest in counters["guests"])

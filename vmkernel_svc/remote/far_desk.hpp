@@ -33,7 +33,6 @@ struct StandIn {
   engine::FarFramePtr part;               // READ, atomics: being filled
   std::uint64_t fed_bytes = 0;            // of the operation: its payload that was given to it, or room for it
   std::uint32_t message = 0;              // of the operation, or of the last one
-  bool any_message = false;
   std::uint64_t queued_bytes = 0;         // in queue
   std::uint64_t sent = 0, credited = 0, taken = 0, told = 0;
   std::uint64_t frozen_since_ns = 0;      // the target's machine; 0: it runs

@@ -50,27 +50,8 @@ const Ucx& Ucx::load() {
     if (library == nullptr)
       throw std::runtime_error(fmt::format("other hosts are reached through UCX, which cannot be loaded ({}): install it (Debian: libucx0)", ::dlerror()));
     Ucx ucx;
-#define VRDMA_UCP(name) find(library, "ucp_" #name, ucx.name)
-    VRDMA_UCP(config_read);
-    VRDMA_UCP(config_modify);
-    VRDMA_UCP(config_release);
-    VRDMA_UCP(init_version);
-    VRDMA_UCP(cleanup);
-    VRDMA_UCP(worker_create);
-    VRDMA_UCP(worker_destroy);
-    VRDMA_UCP(worker_progress);
-    VRDMA_UCP(worker_get_efd);
-    VRDMA_UCP(worker_arm);
-    VRDMA_UCP(worker_set_am_recv_handler);
-    VRDMA_UCP(listener_create);
-    VRDMA_UCP(listener_destroy);
-    VRDMA_UCP(listener_reject);
-    VRDMA_UCP(ep_create);
-    VRDMA_UCP(ep_close_nbx);
-    VRDMA_UCP(am_send_nbx);
-    VRDMA_UCP(request_check_status);
-    VRDMA_UCP(request_free);
-    VRDMA_UCP(get_version_string);
+#define VRDMA_UCP(name) find(library, "ucp_" #name, ucx.name);
+    VRDMA_UCP_FUNCTIONS(VRDMA_UCP)
 #undef VRDMA_UCP
     find(library, "ucs_status_string", ucx.status_string);
     return ucx;

@@ -7,28 +7,15 @@
 
 namespace vrdma::remote {
 
+// All that is used of it, without "ucp_".
+#define VRDMA_UCP_FUNCTIONS(X) \
+  X(config_read) X(config_modify) X(config_release) X(init_version) X(cleanup) X(worker_create) X(worker_destroy) \
+  X(worker_progress) X(worker_get_efd) X(worker_arm) X(worker_set_am_recv_handler) X(listener_create) X(listener_destroy) \
+  X(listener_reject) X(ep_create) X(ep_close_nbx) X(am_send_nbx) X(request_free)
+
 struct Ucx {
-#define VRDMA_UCP(name) decltype(&ucp_##name) name = nullptr
-  VRDMA_UCP(config_read);
-  VRDMA_UCP(config_modify);
-  VRDMA_UCP(config_release);
-  VRDMA_UCP(init_version);
-  VRDMA_UCP(cleanup);
-  VRDMA_UCP(worker_create);
-  VRDMA_UCP(worker_destroy);
-  VRDMA_UCP(worker_progress);
-  VRDMA_UCP(worker_get_efd);
-  VRDMA_UCP(worker_arm);
-  VRDMA_UCP(worker_set_am_recv_handler);
-  VRDMA_UCP(listener_create);
-  VRDMA_UCP(listener_destroy);
-  VRDMA_UCP(listener_reject);
-  VRDMA_UCP(ep_create);
-  VRDMA_UCP(ep_close_nbx);
-  VRDMA_UCP(am_send_nbx);
-  VRDMA_UCP(request_check_status);
-  VRDMA_UCP(request_free);
-  VRDMA_UCP(get_version_string);
+#define VRDMA_UCP(name) decltype(&ucp_##name) name = nullptr;
+  VRDMA_UCP_FUNCTIONS(VRDMA_UCP)
 #undef VRDMA_UCP
   decltype(&ucs_status_string) status_string = nullptr;
 
