@@ -39,6 +39,12 @@ struct RemoteConfig {  // a subnet of hosts that is simply configured; no hosts:
   void check() const;
 };
 
+struct HcaSettings {  // the physical HCA that takes connections to other hosts
+  std::string device;   // as the kernel names it; empty: the first with an active port
+  std::uint8_t port = 0;  // 0: the first active one
+  int gid_index = -1;   // -1: the one that suits best
+};
+
 struct Config {
   std::string socket = "/run/vrdma/vrdmad.sock";
   std::uint32_t socket_mode = 0666;              // who may attach; the tenant is the peer's uid
@@ -59,6 +65,7 @@ struct Config {
   Quota quota;
   RemoteConfig remote;
   std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
+  std::optional<HcaSettings> hca;                // without it, no HCA is used
 
   std::string machines_folder() const;
 

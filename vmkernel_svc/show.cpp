@@ -85,6 +85,14 @@ json describe_device(const Guest& guest, const Config& config) {
   return out;
 }
 
+// How a connected queue pair's messages reach another host; null: they do not leave this one, or it does not know yet.
+json describe_way(Fabric& fabric, const MediatedPorts::Qp& qp) {
+  if (qp.far == nullptr) return json();
+  if (fabric.far->hca() == nullptr) return {{"via", fabric.far->carrier().name()}, {"why", "only-carrier"}};
+  const std::string why = fabric.far->hca()->why_not(qp);
+  return {{"via", why.empty() ? "hca" : fabric.far->carrier().name()}, {"why", why.empty() ? "both hosts have an HCA" : why}};
+}
+
 json describe(Guest& guest, Shard& shard) {
   Fabric& fabric = shard.fabric();
   json out{{"guest", guest.id.value},
@@ -121,6 +129,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"type", type_name(qp->core.type)},
                           {"state", state_name(qp->core.state)},
                           {"mode", "mediated"},
+                          {"carrier", describe_way(fabric, qp->core)},
                           {"dest_qpn", attributes.dest_qp_num},
                           {"dlid", attributes.path.dlid},
                           {"dgid", attributes.path.is_global != 0 ? json(gid_text(std::to_array(attributes.path.dgid))) : json()},
@@ -210,11 +219,13 @@ json describe_carriers(Fabric& fabric) {
     const std::uint64_t silent_ns = fabric.far->silent_ns(id);
     constexpr std::uint64_t quiet_ns = 2'000'000'000;  // it says something every 200 ms
     const bool known = fabric.far->session(id) != 0;
+    const HcaDesk* const hca = fabric.far->hca();
+    const std::string why_not = hca != nullptr ? hca->why_not(id) : "only-carrier";
     out.push_back({{"host", host->name},
                    {"address", host->address + ":" + std::to_string(host->carrier_port)},
                    {"lids", text},
-                   {"via", fabric.far->carrier().name()},
-                   {"why", "only-carrier"},
+                   {"via", why_not.empty() ? "hca" : fabric.far->carrier().name()},
+                   {"why", why_not.empty() ? "both hosts have an HCA" : why_not},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},
@@ -223,6 +234,29 @@ json describe_carriers(Fabric& fabric) {
                    {"counters", {{"sent_records", count(gauge->sent_records)}, {"sent_bytes", count(gauge->sent_bytes)},
                                  {"received_records", count(gauge->received_records)}, {"received_bytes", count(gauge->received_bytes)},
                                  {"resent_records", count(gauge->resent)}, {"reconnects", count(gauge->reconnects)}}}});
+  }
+  return out;
+}
+
+json describe_hca(Fabric& fabric) {
+  HcaDesk* const desk = fabric.far != nullptr ? fabric.far->hca() : nullptr;
+  if (desk == nullptr) return json();
+  const auto& c = desk->counters();
+  json out{{"state", "none"}, {"why", desk->why_no_device()}, {"connections", desk->connection_count()}, {"registrations", desk->registration_count()},
+           {"counters", {{"sent_messages", c.sent}, {"received_messages", c.received}, {"copies", c.copies}, {"copied_bytes", c.copied_bytes},
+                         {"by_records", c.by_records}, {"losses", c.losses}, {"keys_asked", c.keys_asked}, {"keys_revoked", c.revoked}}}};
+  if (auto* const device = desk->device()) {
+    out["state"] = device->port_state();
+    out["device"] = device->name();
+    out["port"] = device->port();
+    out["link_layer"] = device->port_attributes().link_layer == IBV_LINK_LAYER_ETHERNET ? "Ethernet" : "InfiniBand";
+    out["gid_index"] = device->gid_index();
+    out["gid_type"] = device->gid_type();
+    Gid gid;
+    std::memcpy(gid.data(), device->gid().raw, gid.size());
+    out["gid"] = gid_text(gid);
+    out["active_mtu"] = 128u << device->port_attributes().active_mtu;
+    out["pfc"] = device->flow_control();
   }
   return out;
 }
@@ -247,7 +281,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"vm_folder", fabric.config.machines_folder()},
                     {"link_layer", fabric.config.link_layer},
                     {"active_mtu", fabric.config.active_mtu},
-                    {"physical_hca", false},
+                    {"physical_hca", fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr},
                     {"all", viewer.all}};
   out["guests"] = json::array();
   for (auto& [id, guest] : fabric.guests)
@@ -263,6 +297,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
   out["carriers"] = describe_carriers(fabric);
+  out["hca"] = describe_hca(fabric);
   out["subnet"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)
