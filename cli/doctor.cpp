@@ -9,10 +9,12 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cli/host_talk.hpp"
 #include "cli/output.hpp"
 #include "cli/query.hpp"
 #include "cli/self_test.hpp"
 #include "cli/service.hpp"
+#include "vmkernel_svc/hosts/address.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::cli {
@@ -99,6 +101,8 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
     findings.push_back({Level::ok, "mapping", "registered pages are mapped into the service: copied once, at the speed of memory", ""});
   else if (result.pages_path == "pinned")
     findings.push_back({Level::ok, "mapping", "registered pages are pinned where they are, and reached by the host in this machine's RAM: copied once", ""});
+  else if (result.pages_path == "bar")
+    findings.push_back({Level::ok, "mapping", "registered pages lie in the BAR of this machine's device, as its RAM is its own: copied once", ""});
   else if (result.pages_path == "process")
     findings.push_back({Level::note, "mapping", "registered pages are reached through the process: correct, and slower for small messages", ""});
   else if (!result.pages_path.empty())
@@ -109,13 +113,34 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
                         "run vrdmad as root or by its systemd unit"});
 }
 
+// The service knows where this host is, and where those are that have names; what it does not know is taken as it is given.
+std::vector<Finding> examine_way_to(const DoctorOptions& options) {
+  std::string target = options.host, folder = options.folder, here;
+  std::uint16_t port = 0;
+  if (auto service = find_service(options.socket)) {
+    const auto state = query(*service);
+    if (const auto& us = state.at("subnet"); us.is_object()) {
+      here = us.at("address").get<std::string>();
+      port = us.at("port").get<std::uint16_t>();
+      if (folder.empty()) folder = us.at("folder").get<std::string>();
+      for (const auto& other : us.at("others"))
+        if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
+    }
+  }
+  return examine_host(folder.empty() ? "/var/lib/vrdma/subnet" : folder, target, here, port);
+}
+
 }  // namespace
 
 int doctor(const DoctorOptions& options) {
   std::vector<Finding> findings;
-  const auto running = examine_service(options.socket, findings);
-  examine_library(options.socket, running, findings);
-  for (auto& finding : examine_machine()) findings.push_back(std::move(finding));
+  if (!options.host.empty()) {
+    findings = examine_way_to(options);
+  } else {
+    const auto running = examine_service(options.socket, findings);
+    examine_library(options.socket, running, findings);
+    for (auto& finding : examine_machine()) findings.push_back(std::move(finding));
+  }
 
   int problems = 0, notes = 0;
   for (const auto& finding : findings) {
@@ -133,7 +158,8 @@ int doctor(const DoctorOptions& options) {
       text += fmt::format("{:8} {:12} {}\n", name_of(finding.level), finding.subject, finding.what);
       if (!finding.remedy.empty()) text += fmt::format("{:8} {:12} → {}\n", "", "", finding.remedy);
     }
-    text += problems != 0 ? fmt::format("\n{} problem{}: programs do not work until solved\n", problems, problems == 1 ? "" : "s")
+    const char* const cost = options.host.empty() ? "programs do not work" : "guests of the two hosts do not meet";
+    text += problems != 0 ? fmt::format("\n{} problem{}: {} until solved\n", problems, problems == 1 ? "" : "s", cost)
                           : fmt::format("\nno problems{}\n", notes == 0 ? "" : fmt::format(", {} note{}", notes, notes == 1 ? "" : "s"));
     print_all(text);
   }

@@ -12,6 +12,8 @@ namespace vrdma::cli {
 struct DoctorOptions {
   std::string socket;  // empty: where find_service() looks
   bool json = false;
+  std::string host;    // empty: this machine is looked at; else the way to that host and back
+  std::string folder;  // of the certificates
 };
 
 // 0; 1 where something keeps programs from working.

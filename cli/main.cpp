@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "cli/doctor.hpp"
+#include "cli/host.hpp"
 #include "cli/run.hpp"
 #include "cli/show.hpp"
 #include "cli/vm.hpp"
@@ -41,7 +42,7 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "show", "Show what the service has, one object a line in the manner of rdma(8). Root and the service's own user see\n"
               "everything, others what is theirs.");
-  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, routes, cache or counters; nothing: an overview")
+  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, routes, hosts, cache or counters; nothing: an overview")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
   command->add_flag("-j,--json", options.json, "print JSON");
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
@@ -67,7 +68,15 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
   adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
   CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
-  adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")->excludes("--memory", "--ram")->excludes(plain);
+  CLI::Option* const private_ram =
+      adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")->excludes("--memory", "--ram");
+  adding->add_option("--bar", options.bar_bytes, "with --private-ram: how much memory its programs can share, a power of two (default: 256M)")
+      ->transform(CLI::AsSizeValue(false))
+      ->needs(private_ram);
+  adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")
+      ->excludes("--memory", "--ram")
+      ->excludes(plain)
+      ->excludes(private_ram);
   CLI::App* const listing = add("list", "List the machines.", vm_list, false);
   CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, true);
   for (CLI::App* const sub : {adding, listing, showing}) sub->add_flag("-j,--json", options.json, "print JSON");
@@ -75,6 +84,38 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   CLI::App* const uml = add("uml", "Start User Mode Linux as a machine that was added with --uml, and stay until it ends.", vm_uml, true);
   uml->add_option("command", options.command, "its kernel, with what that is given: linux.uml mem=512M …")->required();
   uml->positionals_at_end();
+  return command;
+}
+
+using HostCommand = int (*)(const HostOptions&);
+
+CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
+  CLI::App* const command = app.add_subcommand("host", "Make the keys and certificates by which hosts of a subnet trust each other.");
+  command->require_subcommand(0, 1);
+  const auto add = [&](const char* name, const char* what, HostCommand function) {
+    CLI::App* const sub = command->add_subcommand(name, what);
+    sub->add_option("--folder", options.folder, "where they are (default: /var/lib/vrdma/subnet)");
+    sub->callback([&chosen, function] { chosen = function; });
+    return sub;
+  };
+  CLI::App* const init = add("init", "Begin a subnet: its authority, and the certificate of this host, its first.", host_init);
+  init->add_option("name", options.name, "of this host")->required();
+  init->add_option("--address", options.address, "this host's, for the configuration that is printed");
+  CLI::App* const adding = add("add", "Make a certificate for another host, where the authority is; a file lets that host join.", host_add);
+  adding->add_option("name", options.name, "of the other host")->required();
+  adding->add_option("--address", options.address, "of a host of the subnet: whom the new one asks first");
+  adding->add_option("-o,--output", options.file, "the file (default: NAME.invitation)");
+  for (CLI::App* const sub : {init, adding}) sub->add_option("--days", options.days, "how long the certificate lasts (default: 1825)");
+  CLI::App* const joining = add("join", "Take what \"add\" made, on the host that joins.", host_join);
+  joining->add_option("file", options.file, "the invitation")->required();
+  joining->add_option("--address", options.address, "this host's, for the configuration that is printed");
+  CLI::App* const listing = add("list", "List the certificates that were made here.", host_list);
+  CLI::App* const showing = add("show", "Show this host's certificate, or one that was made here.", host_show);
+  showing->add_option("name", options.name, "of another host");
+  for (CLI::App* const sub : {listing, showing}) sub->add_flag("-j,--json", options.json, "print JSON");
+  CLI::App* const removing = add("remove", "Take a host out of the subnet for good, where the authority is.", host_remove);
+  removing->add_option("name", options.name, "of the host")->required();
+  removing->add_option("--address", options.address, "of a host of the subnet that runs")->required();
   return command;
 }
 
@@ -95,12 +136,18 @@ int main(int argc, char** argv) {
       "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
   doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
   doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at");
+  doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
+  doctor_command->add_option("--folder", doctor_options.folder, "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)");
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
 
   VmOptions vm_options;
   VmCommand vm_command = nullptr;
   CLI::App* const vm = add_vm(app, vm_options, vm_command);
+
+  HostOptions host_options;
+  HostCommand host_command = nullptr;
+  CLI::App* const host = add_host(app, host_options, host_command);
 
   app.failure_message([](const CLI::App*, const CLI::Error& error) {
     return std::string("vrdma: ") + error.what() + "\nvrdma --help, and --help after a subcommand, say what there is\n";
@@ -120,7 +167,12 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "vrdma: vm: nothing to do: name a subcommand, add, list, show or remove (vrdma vm --help says more)\n");
       return usage_error;
     }
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor, metrics or vm (vrdma --help says more)\n");
+    if (host_command != nullptr) return host_command(host_options);
+    if (host->parsed()) {
+      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show or remove (vrdma host --help says more)\n");
+      return usage_error;
+    }
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor, metrics, vm or host (vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

@@ -138,6 +138,34 @@ void routes(const json& state, std::string& out) {
     for (const auto& gid : route.at("gids")) line.add("gid", gid);
     line.add("via", route.at("via")).add("guest", route.at("guest")).add("name", route.at("name")).end(out);
   }
+  for (const auto& host : state.value("carriers", json::array()))
+    Line("route lids " + host.at("lids").get<std::string>()).add("via", host.at("via")).add("host", host.at("host")).add("address", host.at("address"))
+        .add("state", host.at("state")).add("why", host.at("why")).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
+        .add("connections_here", host.at("connections_here")).add_counters(host.at("counters")).end(out);
+}
+
+std::string range(const json& lids) { return lids.is_array() ? fmt::format("{}-{}", lids.at(0).get<int>(), lids.at(1).get<int>()) : "none"; }
+
+void hosts(const json& state, std::string& out) {
+  const json& us = state.at("subnet");
+  if (!us.is_object()) return;
+  Line line("host " + us.at("name").get<std::string>());
+  line.add("address", us.at("address")).add("port", us.at("port")).add("lids", range(us.at("lids"))).add("state", "here");
+  line.add("lease", us.at("may_give") == true ? fmt::format("{}s", us.at("lease_s").get<std::int64_t>()) : "none");
+  if (us.at("manages") == true) line.add("manager", us.at("leader") == us.at("name") ? "leads" : "yes");
+  line.add("leader", us.at("leader") == "" ? json("none") : us.at("leader"));
+  if (us.at("problem") != "") line.add("problem", "\"" + us.at("problem").get<std::string>() + "\"");
+  if (us.at("strangers") != 0) line.add("refused", us.at("strangers")).add("last_refused", "\"" + us.at("last_stranger").get<std::string>() + "\"");
+  line.end(out);
+  for (const auto& other : us.at("others")) {
+    Line one("host " + other.at("name").get<std::string>());
+    one.add("address", other.at("address")).add("port", other.at("port")).add("lids", range(other.at("lids")));
+    one.add("state", other.at("reachable") == true ? "connected" : "unreachable");
+    if (other.at("manages") == true) one.add("manager", other.at("leads") == true ? "leads" : "yes");
+    if (other.at("version") != "") one.add("version", other.at("version"));
+    if (other.at("reachable") != true && other.at("problem") != "") one.add("problem", "\"" + other.at("problem").get<std::string>() + "\"");
+    one.end(out);
+  }
 }
 
 void caches(const json& state, std::string& out) {
@@ -169,7 +197,7 @@ struct View {
   void (*print)(const json&, std::string&);
 };
 constexpr View views[] = {{"", overview},  {"devices", devices}, {"guests", guests}, {"qps", qps},     {"cqs", cqs},
-                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"cache", caches}, {"counters", counters}};
+                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"cache", caches}, {"counters", counters}};
 
 void sort_by(json& list, const char* key) {
   std::sort(list.begin(), list.end(), [key](const json& a, const json& b) { return a.at(key) < b.at(key); });
@@ -228,7 +256,13 @@ std::string show_text(const json& state, const std::string& object) {
 
 json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
-  if (object == "guests" || object == "routes" || object == "cache") return state.at(object);
+  if (object == "guests" || object == "cache") return state.at(object);
+  if (object == "hosts") return state.at("subnet");
+  if (object == "routes") {  // to this host's guests, then to other hosts
+    json out = state.at("routes");
+    for (const auto& host : state.value("carriers", json::array())) out.push_back(host);
+    return out;
+  }
   if (object == "counters") {
     json out{{"service", state.at("counters")}, {"tenants", state.at("tenants")}, {"guests", json::array()}};
     for (const auto& guest : state.at("guests")) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -69,7 +70,9 @@ json state_of(const Place& place, const std::string& name) {
   return nullptr;
 }
 
-Vm machine_of(const VmFolder& folder, const VmRecord& record) { return {record.name, folder.link(record.name, record.plain), record.ram, record.memory_bytes, record.plain, record.vectors}; }
+Vm machine_of(const VmFolder& folder, const VmRecord& record) {
+  return {record.name, folder.link(record.name, record.plain), record.ram, record.memory_bytes, record.plain, record.vectors, record.private_ram() ? record.bar_bytes : vm::bar_bytes};
+}
 
 // Until the service, which watches the folder, has seen a machine there.
 void await_service(Place& place, const VmFolder& folder, const std::string& name) {
@@ -88,7 +91,8 @@ void await_service(Place& place, const VmFolder& folder, const std::string& name
 json describe(const Place& place, const VmFolder& folder, const VmRecord& record) {
   const Vm vm = machine_of(folder, record);
   json out{{"name", record.name}, {"tenant", nullptr}, {"plain", record.plain}, {"link", vm.link}, {"state", "not served"}};
-  if (!record.uml()) out["memory_bytes"] = record.memory_bytes, out["ram"] = record.ram;
+  if (!record.ram.empty()) out["memory_bytes"] = record.memory_bytes, out["ram"] = record.ram;
+  if (record.private_ram()) out["bar_bytes"] = record.bar_bytes;
   if (record.tenant) out["tenant"] = *record.tenant;
   if (const json state = state_of(place, record.name); state.is_object())
     for (const char* key : {"state", "tenant", "processes", "version"})
@@ -102,6 +106,7 @@ std::string line_of(const json& vm) {
   if (vm.contains("processes")) out += fmt::format(" processes {}", vm.at("processes").dump());
   if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + vm.at("version").get<std::string>();
   if (vm.contains("ram")) out += fmt::format(" memory {} ram {}", vm.at("memory_bytes").get<std::uint64_t>(), vm.at("ram").get<std::string>());
+  if (vm.contains("bar_bytes")) out += fmt::format(" ram private bar {}", vm.at("bar_bytes").get<std::uint64_t>());
   return out + fmt::format(" link {}\n", vm.at("link").get<std::string>());
 }
 
@@ -113,9 +118,18 @@ std::string lines_of(const std::vector<std::string>& words) {
   return out;
 }
 
+std::string for_libvirt(const Vm& vm) {
+  std::string hint = "\nFor libvirt, to be merged into the domain by \"virsh edit\"";
+  if (const std::string files = vm.ram.empty() ? (vm.plain ? "link" : "") : vm.plain ? "RAM, nor the link" : "RAM"; !files.empty())
+    hint += fmt::format(" (it cannot name the file that is the {}, hence the arguments past it;\nits QEMU must be allowed to open {})", files,
+                        vm.ram.empty() ? "that file" : vm.plain ? "both" : "that file and the link");
+  return hint + ":\n\n";
+}
+
 void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
   constexpr const char* inside = "\nIn the VM, as root: vrdma-guestd. Then every user there has \"vrdma run\".\n";
-  if (vm.ram.empty()) {  // User Mode Linux
+  const bool uml = vm.ram.empty() && !described.contains("bar_bytes");
+  if (uml) {
     const std::vector<std::string> words{"vrdma", "vm", "uml", vm.name, "--", "linux.uml", "mem=512M"};
     json out = described;
     out["uml"] = words;
@@ -135,9 +149,7 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
   std::string text = line_of(described) + (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") + lines_of(qemu_arguments(vm));
   if (!vm.plain)
     text += "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments());
-  print_all(text + fmt::format("\nFor libvirt, to be merged into the domain by \"virsh edit\" (it cannot name the file that is the {}, hence the arguments past it;\n"
-                               "its QEMU must be allowed to open {}):\n\n", vm.plain ? "RAM, nor the link" : "RAM", vm.plain ? "both" : "that file and the link") +
-            libvirt_xml(vm) + inside);
+  print_all(text + for_libvirt(vm) + libvirt_xml(vm) + inside);
 }
 
 void check_memory(std::uint64_t bytes) {
@@ -145,10 +157,16 @@ void check_memory(std::uint64_t bytes) {
     fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M, like --memory 2G", bytes, memory_least / mib));
 }
 
+void check_bar(std::uint64_t bytes) {
+  if (!std::has_single_bit(bytes) || bytes < vm::lent_bar_bytes_min || bytes > vm::lent_bar_bytes_max)
+    fail(fmt::format("a device's BAR cannot have {} bytes: give a power of two from {}M to {}G, like --bar 256M", bytes, vm::lent_bar_bytes_min / mib,
+                     vm::lent_bar_bytes_max >> 30));
+}
+
 void write_down(VmFolder& folder, const VmRecord& record, bool ram_must_be_new) {
   const VmFolder::Lock held = folder.lock();
   folder.require_free(record.name);  // said before its RAM file is in the way
-  const bool made = !record.uml() && make_ram_file(record, ram_must_be_new);
+  const bool made = !record.ram.empty() && make_ram_file(record, ram_must_be_new);
   try {
     folder.add(record);
   } catch (...) {
@@ -169,13 +187,16 @@ std::string vm_default_ram(const std::string& name) { return "/dev/shm/vrdma-vm-
 
 int vm_add(const VmOptions& options) {
   check_memory(options.memory_bytes);
+  const std::uint64_t bar_bytes = options.private_ram ? options.bar_bytes.value_or(vm_default_bar_bytes) : 0;
+  if (options.private_ram) check_bar(bar_bytes);
   Place place = find_place(options);
   VmFolder folder(place.folder);
   if (const auto link = folder.link(options.name); link.size() > path_characters)
     fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(), path_characters));
   VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
                   options.memory_bytes, options.tenant, options.plain || options.uml};
-  if (options.uml) record.ram.clear(), record.memory_bytes = 0;
+  if (options.uml || options.private_ram) record.ram.clear(), record.memory_bytes = 0;
+  record.bar_bytes = bar_bytes;
   write_down(folder, record, options.ram.empty());
   await_service(place, folder, record.name);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
@@ -199,7 +220,7 @@ int vm_show(const VmOptions& options) {
   const Place place = find_place(options);
   const VmFolder folder(place.folder);
   const VmRecord record = folder.read(options.name);
-  if (record.memory_bytes == 0 && !record.uml())
+  if (record.memory_bytes == 0 && !record.ram.empty())
     fail(fmt::format("the RAM file {} of machine \"{}\" has gone: remove the machine and add it again", record.ram, record.name));
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
   return 0;

@@ -21,9 +21,13 @@ struct VmOptions {
   std::optional<std::uint32_t> tenant;  // a uid; else the service's own
   bool json = false;
   bool plain = false;                // add: a device without interrupts
+  bool private_ram = false;          // add: its RAM is QEMU's own, and what programs share lies in the device's BAR …
+  std::optional<std::uint64_t> bar_bytes;  // … which is so big; else vm_default_bar_bytes
   bool uml = false;                  // add: a machine of User Mode Linux
   std::vector<std::string> command;  // uml: what starts it
 };
+
+constexpr std::uint64_t vm_default_bar_bytes = 256ull << 20;
 
 // Exit code. Throw std::runtime_error with a message for a person.
 int vm_add(const VmOptions& options);

@@ -36,6 +36,7 @@ std::string xml(const std::string& text) {
 
 // share=on: the service maps the same pages.
 std::vector<std::string> ram_arguments(const Vm& vm) {
+  if (vm.ram.empty()) return {};  // QEMU's own, as it is
   return {"-object", fmt::format("memory-backend-file,id=vrdma-ram,mem-path={},size={}M,share=on", qemu_value(vm.ram), vm.memory_bytes / mib),
           "-machine", "memory-backend=vrdma-ram"};
 }
@@ -47,14 +48,15 @@ std::vector<std::string> monitor_arguments(const Vm& vm) {
 }
 
 std::vector<std::string> plain_link_arguments(const Vm& vm) {
-  return {"-object", fmt::format("memory-backend-file,id=vrdma,mem-path={},size={}M,share=on", qemu_value(vm.link), vm::bar_bytes / mib),
+  return {"-object", fmt::format("memory-backend-file,id=vrdma,mem-path={},size={}M,share=on", qemu_value(vm.link), vm.bar_bytes / mib),
           "-device", "ivshmem-plain,memdev=vrdma"};
 }
 
 }  // namespace
 
 std::vector<std::string> qemu_arguments(const Vm& vm) {
-  std::vector<std::string> out{"-m", fmt::format("{}M", vm.memory_bytes / mib)};  // QEMU wants it to be that of the object
+  std::vector<std::string> out;
+  if (!vm.ram.empty()) out = {"-m", fmt::format("{}M", vm.memory_bytes / mib)};  // QEMU wants it to be that of the object
   for (auto& word : ram_arguments(vm)) out.push_back(std::move(word));
   if (vm.plain) {
     for (auto& word : plain_link_arguments(vm)) out.push_back(std::move(word));
@@ -80,11 +82,12 @@ std::string shell_quoted(const std::string& word) {
 }
 
 std::string libvirt_xml(const Vm& vm) {
-  std::string out = fmt::format(
-      "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\n"
-      "  <memory unit='MiB'>{0}</memory>\n"
-      "  <currentMemory unit='MiB'>{0}</currentMemory>\n",
-      vm.memory_bytes / mib);
+  std::string out = "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\n";
+  if (!vm.ram.empty())
+    out += fmt::format(
+        "  <memory unit='MiB'>{0}</memory>\n"
+        "  <currentMemory unit='MiB'>{0}</currentMemory>\n",
+        vm.memory_bytes / mib);
   if (!vm.plain)
     out += fmt::format(
         "  <!-- for interrupts: <features><ioapic driver='qemu'/></features> -->\n"

@@ -13,10 +13,11 @@ struct Vm {
   std::string name;
   std::string link;  // socket of the service for this machine's device; beside it monitor.sock, where the service hears of resets;
                      // of a plain one the file that is the device's memory
-  std::string ram;   // file
+  std::string ram;   // file; empty: private
   std::uint64_t memory_bytes = 0;
   bool plain = false;
   std::uint32_t vectors = vm::fixed_vectors;  // interrupts of the device
+  std::uint64_t bar_bytes = vm::bar_bytes;    // of its memory
 };
 
 // Words for an exec, not for a shell.

@@ -83,6 +83,7 @@ void VmFolder::add(const VmRecord& record) {
   nlohmann::json json = nlohmann::json::object();
   if (!record.ram.empty()) json["ram"] = record.ram;
   if (record.plain) json["plain"] = true;
+  if (record.private_ram()) json["bar_bytes"] = record.bar_bytes;
   if (!record.plain) json["vectors"] = record.vectors;
   if (record.tenant) json["tenant"] = *record.tenant;
   const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
@@ -117,7 +118,8 @@ VmRecord VmFolder::read(const std::string& name) const {
   try {
     const auto json = nlohmann::json::parse(in);
     VmRecord record{name, "", 0, std::nullopt, json.value("plain", false)};
-    if (json.contains("ram") || !record.plain) record.ram = json.at("ram").get<std::string>();
+    record.bar_bytes = json.value("bar_bytes", std::uint64_t{0});
+    if (json.contains("ram") || !(record.plain || record.private_ram())) record.ram = json.at("ram").get<std::string>();
     record.vectors = json.value("vectors", vm::fixed_vectors);  // of a machine that an older version has added
     if (json.contains("tenant")) record.tenant = json.at("tenant").get<std::uint32_t>();
     struct stat status;

@@ -14,12 +14,14 @@ namespace vrdma::cli {
 
 struct VmRecord {
   std::string name;
-  std::string ram;                      // empty: of User Mode Linux, which makes it itself
-  std::uint64_t memory_bytes = 0;       // the size of that file, which is where it is kept
+  std::string ram;                      // empty: of User Mode Linux, which makes it itself, or private
+  std::uint64_t memory_bytes = 0;       // the size of that file, which is where it is kept; 0: of private RAM, which is nobody else's affair
   std::optional<std::uint32_t> tenant;  // else the service's own
   bool plain = false;                   // without interrupts: the device is a file
   std::uint32_t vectors = vm::vectors_max;  // else: how many its device has
-  bool uml() const { return plain && ram.empty(); }
+  std::uint64_t bar_bytes = 0;              // of a machine whose RAM is QEMU's own: of its device's BAR
+  bool private_ram() const { return bar_bytes != 0; }
+  bool uml() const { return plain && ram.empty() && !private_ram(); }
 };
 
 class VmFolder {

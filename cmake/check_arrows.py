@@ -17,11 +17,12 @@ ARROWS = {
     "vmci_channel": {"include"},
     "cache": {"include"},
     "vmkernel_svc/engine": {"include", "vmci_channel", "cache"},
-    "vmkernel_svc": {"include", "vmci_channel", "cache", "vmkernel_svc/engine"},
+    "vmkernel_svc/hosts": {"include", "vmkernel_svc"},
+    "vmkernel_svc": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc/hosts"},
     "guest_lib": {"include", "vmci_channel", "cache", "vmkernel_svc/engine"},
     "guest_agent": {"include", "vmci_channel"},
-    "cli": {"include", "vmci_channel"},
-    "tests": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc", "guest_lib", "guest_agent", "cli"},
+    "cli": {"include", "vmci_channel", "vmkernel_svc/hosts"},
+    "tests": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc", "vmkernel_svc/hosts", "guest_lib", "guest_agent", "cli"},
 }
 SOURCES = {".hpp", ".cpp", ".h", ".c", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')

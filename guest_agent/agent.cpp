@@ -29,7 +29,8 @@ constexpr std::uint64_t goodbye_ns = 2'000'000'000;
 }  // namespace
 
 Agent::Agent(const Device& device, Options options) : options_(std::move(options)), session_(device, options_.patience_ns) {
-  const auto trial = PinnedSegment::make("vrdma-trial", vm::page_bytes);
+  // Where memory is of the BAR, nothing is pinned.
+  const auto trial = device.service_lends_bar() ? Result<PinnedSegment>(PinnedSegment{}) : PinnedSegment::make("vrdma-trial", vm::page_bytes);
   if (!trial)
     throw std::runtime_error(std::string("cannot pin memory here (") + std::strerror(value(trial.error())) +
                              "): run vrdma-guestd as root, with io_uring allowed (sysctl kernel.io_uring_disabled=0)");

@@ -32,11 +32,6 @@ void lift_memlock(pid_t process) {
       std::strerror(errno));
 }
 
-Result<Pagemap> pagemap_of(pid_t process) {
-  const UniqueFd folder(::open(("/proc/" + std::to_string(process)).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
-  if (!folder) return last_error();
-  return Pagemap::of(folder.get());
-}
 
 struct Packet {
   std::size_t bytes;  // 0: the other end is closed
@@ -84,8 +79,10 @@ Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci:
   std::unique_ptr<Connection> connection(new Connection(number, std::move(socket), session, watch));
   connection->credentials_ = *credentials;
   connection->exited_ = std::move(*pidfd);
-  lift_memlock(credentials->pid);
-  auto pagemap = pagemap_of(credentials->pid);
+  if (session.bar() == nullptr) lift_memlock(credentials->pid);
+  connection->folder_.reset(::open(("/proc/" + std::to_string(credentials->pid)).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+  if (!connection->folder_) return last_error();
+  auto pagemap = Pagemap::of(connection->folder_.get());
   if (!pagemap) return pagemap.error();
   connection->pagemap_ = std::move(*pagemap);
   const int yes = 1;  // every packet says who has sent it
@@ -99,6 +96,16 @@ Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci:
   }
   session.link().send(Frame::open, number, vm::Open{credentials->uid, credentials->gid, static_cast<std::uint32_t>(credentials->pid), 0});
   return connection;
+}
+
+// The service is through with it. The process may not be: its memory may lie in what it was lent.
+Connection::~Connection() {
+  leave();
+  BarPages* const bar = session_.bar_ever();
+  if (bar == nullptr) return;
+  for (auto* const slice : {&lent_arena_, &lent_copier_}) bar->give_back(std::move(*slice), folder_.get());
+  for (auto& [backing, slice] : lent_) bar->give_back(std::move(slice), folder_.get());
+  for (auto& [sequence, asked] : outstanding_) bar->give_back(std::move(asked.lent), folder_.get());
 }
 
 void Connection::leave() {
@@ -149,7 +156,13 @@ bool Connection::take_packet() {
   int refused = 0;
   switch (asked.request) {
     case Request::attach:
-      refused = prepare_attach();
+      refused = prepare_attach(body);
+      if (refused == EPROTONOSUPPORT) {
+        control::AttachReply mine{};
+        mine.major = control::version_major;
+        mine.minor = control::version_minor;
+        return answer(head, refused, std::as_bytes(std::span(&mine, 1)));
+      }
       break;
     case Request::reach_process:
       refused = prepare_reach();
@@ -158,7 +171,7 @@ bool Connection::take_packet() {
       control::AddPinnedRequest pinned{};
       if (body.size() < sizeof(pinned)) return answer(head, EINVAL);
       std::memcpy(&pinned, body.data(), sizeof(pinned));
-      refused = prepare_pinned(pinned, received->sender, asked.ring);
+      refused = session_.bar() != nullptr ? prepare_lent(pinned, asked.lent) : prepare_pinned(pinned, received->sender, asked.ring);
       std::memcpy(body.data(), &pinned, sizeof(pinned));
       break;
     }
@@ -192,14 +205,18 @@ bool Connection::take_packet() {
   return true;
 }
 
-bool Connection::answer(const Head& request, int status) {
+bool Connection::answer(const Head& request, int status, std::span<const std::byte> body) {
   Head head{};
+  head.record.word = static_cast<std::uint32_t>(body.size());
   head.record.control = (request.record.control & control_user_mask) | control::reply_bit;
   head.source_context = control::host_context;
   head.source_port = control::control_port;
   head.sequence = request.sequence;
   head.status = status;
-  return socket_.send(std::as_bytes(std::span(&head, 1))).has_value();
+  const auto bytes = std::as_bytes(std::span(&head, 1));
+  std::vector<std::byte> packet(bytes.begin(), bytes.end());
+  packet.insert(packet.end(), body.begin(), body.end());
+  return socket_.send(packet).has_value();
 }
 
 void Connection::send_segment(std::uint32_t segment, const Runs& runs) {
@@ -210,8 +227,38 @@ void Connection::send_segment(std::uint32_t segment, const Runs& runs) {
   }
 }
 
-int Connection::prepare_attach() {
+Result<BarPages::Slice> Connection::lend(std::uint64_t bytes) {
+  auto slice = session_.bar()->take(bytes);
+  if (slice || std::exchange(said_full_, true)) return slice;
+  say("no %llu KiB in one piece for process %d: of the %llu MiB of this machine's device %llu MiB are not lent; deregister memory, or give the machine a bigger "
+      "one (\"vrdma vm add --private-ram --bar …\" on the host)",
+      static_cast<unsigned long long>(bytes >> 10), credentials_.pid, static_cast<unsigned long long>(session_.bar()->bytes() >> 20),
+      static_cast<unsigned long long>(session_.bar()->free_bytes() >> 20));
+  return slice;
+}
+
+int Connection::prepare_attach(std::span<const std::byte> body) {
   if (std::exchange(asked_to_attach_, true)) return EISCONN;
+  if (session_.bar() != nullptr) {
+    control::AttachRequest request{};
+    if (body.size() < sizeof(request)) return EPROTO;
+    std::memcpy(&request, body.data(), sizeof(request));
+    if (request.major == control::version_major && request.minor < control::minor_of_bar) {
+      say("process %d has a libvrdma of an older version, which cannot be served in a machine whose RAM is its own: install the one that belongs to this vrdma-guestd",
+          credentials_.pid);
+      return EPROTONOSUPPORT;
+    }
+    if (!session_.admits(credentials_.uid)) {
+      say("process %d of user %u is not served: where the machine's RAM is its own, all programs reach one another's queues, so they are one user's (and root's)",
+          credentials_.pid, credentials_.uid);
+      return EACCES;
+    }
+    auto arena = lend(session_.arena_bytes());
+    if (!arena) return value(arena.error());
+    lent_arena_ = std::move(*arena);
+    send_segment(vm::segment_arena, lent_arena_.runs());
+    return 0;
+  }
   auto arena = PinnedSegment::of_pages("vrdma-arena", session_.arena_bytes(), session_.ram_page_bytes());
   if (!arena && session_.ram_page_bytes() != vm::page_bytes) {
     say("no huge pages of %llu KiB for process %d (%s), which it needs as the host keeps this machine's RAM on such: give this machine more memory, or "
@@ -231,7 +278,16 @@ int Connection::prepare_attach() {
 
 int Connection::prepare_reach() {
   if (!attached_) return ENOTCONN;
-  if (copier_.ring) return 0;
+  if (copier_.ring || lent_copier_) return 0;
+  if (session_.bar() != nullptr) {
+    auto word = vmci::Segment::create("vrdma-copier-word", vm::page_bytes);
+    auto lent = word ? lend(copying::segment_bytes) : Result<BarPages::Slice>(word.error());
+    if (!lent) return value(lent.error());
+    copier_word_ = std::move(*word);
+    lent_copier_ = std::move(*lent);
+    send_segment(vm::segment_copier, lent_copier_.runs());
+    return 0;
+  }
   auto copier = PinnedSegment::of_pages("vrdma-copier", copying::segment_bytes, session_.ram_page_bytes());
   if (!copier) return value(copier.error());
   copier_ = std::move(*copier);
@@ -245,6 +301,20 @@ void Connection::prepare_channel(control::CreateChannelRequest& body, Outstandin
   if (asked.vector.number() != 0) asked.interrupt = session_.device().interrupt_by(asked.vector.number());
   if (!asked.interrupt) asked.vector = {};
   body.interrupt = asked.vector.number();
+}
+
+int Connection::prepare_lent(control::AddPinnedRequest& body, BarPages::Slice& lent) {
+  if (!attached_) return ENOTCONN;
+  if (body.ring != control::lend_pages) return EOPNOTSUPP;
+  if (body.bytes == 0 || body.bytes > session_.bar()->bytes()) return body.bytes == 0 ? EINVAL : ENOMEM;
+  auto slice = lend(body.bytes);
+  if (!slice) return value(slice.error());
+  body.address = 0;
+  body.bytes = slice->bytes();
+  body.segment = next_segment_++;
+  send_segment(body.segment, slice->runs());
+  lent = std::move(*slice);
+  return 0;
 }
 
 int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, UniqueFd& ring) {

@@ -2,6 +2,8 @@
 // on to the service and the replies back, makes and pins the memory that a guest shares with the service, and takes over the
 // rings by which the process has pinned memory of its own.
 //
+// Where memory is of the BAR (bar_pages.hpp), that is lent instead, and nothing is pinned.
+//
 // The service writes to all that memory whenever it likes until it says `closed`, or until another session is accepted. So it
 // outlives the process: leave() frees what only the process needs, the destructor the rest. One thread; never blocks.
 #pragma once
@@ -13,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "guest_agent/bar_pages.hpp"
 #include "guest_agent/pinned.hpp"
 #include "guest_agent/poller.hpp"
 #include "guest_agent/session.hpp"
@@ -37,7 +40,7 @@ class Connection {
   static Result<std::unique_ptr<Connection>> open(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
-  ~Connection() { leave(); }
+  ~Connection();
 
   uid_t uid() const { return credentials_.uid; }
   bool connected() const { return static_cast<bool>(socket_); }
@@ -55,7 +58,8 @@ class Connection {
   struct Outstanding {
     control::Request request = control::Request::none;
     std::uint32_t backing = 0;  // of remove_backing
-    vmci::UniqueFd ring;        // of add_pinned
+    vmci::UniqueFd ring;        // of add_pinned, or …
+    BarPages::Slice lent;       // … this
     Vectors::Lease vector;      // of create_channel, and …
     vmci::UniqueFd interrupt;   // … the eventfd that it rings
   };
@@ -63,14 +67,17 @@ class Connection {
       : number_(number), socket_(std::move(socket)), session_(session), watch_(watch) {}
 
   bool take_packet();
-  bool answer(const control::Head& request, int status);  // in the service's place
+  bool answer(const control::Head& request, int status, std::span<const std::byte> body = {});  // in the service's place
   void send_segment(std::uint32_t segment, const Runs& runs);
   // The next three: 0, or why the request is refused without asking the service.
-  int prepare_attach();
+  int prepare_attach(std::span<const std::byte> body);
   int prepare_reach();
   int prepare_pinned(control::AddPinnedRequest& body, pid_t sender, vmci::UniqueFd& ring);
+  int prepare_lent(control::AddPinnedRequest& body, BarPages::Slice& lent);
+  Result<BarPages::Slice> lend(std::uint64_t bytes);
   void prepare_channel(control::CreateChannelRequest& body, Outstanding& asked);
-  bool attach_reply(std::span<std::byte> body, std::vector<int>& descriptors);
+  bool attach_reply(std::span<std::byte> body, std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& made);
+  bool copier_reply(std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& made);
   Result<vmci::UniqueFd> open_stream(std::uint32_t item, Stream::Use use);
   void watch(std::uint32_t item, Stream& stream);
   void close_stream(std::map<std::uint32_t, Stream>::iterator stream);
@@ -82,6 +89,7 @@ class Connection {
   Watch& watch_;
   vmci::Credentials credentials_{};
   vmci::UniqueFd exited_;  // pidfd
+  vmci::UniqueFd folder_;  // its own in /proc
   Pagemap pagemap_;        // of the program that the process ran when it was accepted
   bool asked_to_attach_ = false, attached_ = false;
   vmci::UniqueFd doorbell_;
@@ -95,6 +103,10 @@ class Connection {
   std::set<std::uint32_t> copier_streams_;  // what comes by these wakes the process's copying thread
   std::map<std::uint32_t, Outstanding> outstanding_;  // by sequence number
   PinnedSegment arena_, copier_;
+  BarPages::Slice lent_arena_, lent_copier_;  // in their place
+  vmci::Segment copier_word_;                 // what the copying thread sleeps on then: nobody can sleep on a BAR
+  std::map<std::uint32_t, BarPages::Slice> lent_;  // by backing
+  bool said_full_ = false;
   std::map<std::uint32_t, vmci::UniqueFd> rings_;  // by backing
   std::uint32_t next_segment_ = vm::segment_first;
 };

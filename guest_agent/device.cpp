@@ -72,6 +72,15 @@ std::pair<void*, std::size_t> map_bar(const fs::path& file, std::size_t bytes_mi
   return {memory, bytes};
 }
 
+// Null where it cannot be.
+VfioDevice::Bar map_whole(int file) {
+  struct stat status {};
+  if (file < 0 || ::fstat(file, &status) != 0) return {nullptr, 0};
+  const auto bytes = static_cast<std::size_t>(status.st_size);
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return memory == MAP_FAILED ? VfioDevice::Bar{nullptr, 0} : VfioDevice::Bar{memory, bytes};
+}
+
 }  // namespace
 
 IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
@@ -85,7 +94,7 @@ IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one(
 bool IvshmemDevice::any() { return !found().empty(); }
 
 IvshmemDevice::~IvshmemDevice() {
-  if (device_.bar != nullptr) ::munmap(device_.bar, bar_bytes_);
+  if (device_.bar != nullptr) ::munmap(device_.bar, device_.bar_bytes);
   if (device_.registers != nullptr) ::munmap(const_cast<std::uint32_t*>(device_.registers), register_bytes_);
 }
 
@@ -101,12 +110,18 @@ void IvshmemDevice::open_by_sysfs() {
     fail("PCI device " + bdf_ + " is served by another vrdma-guestd: stop that one, or give another --device");
   const auto [registers, register_bytes] = map_bar(folder / "resource0", vm::doorbell_register + sizeof(std::uint32_t));
   const auto [bar, bar_bytes] = map_bar(folder / "resource2", vm::bar_bytes);
+  bar_file_.reset(::open((folder / "resource2").c_str(), O_RDWR | O_CLOEXEC));
   take(registers, register_bytes, bar, bar_bytes);
 }
 
 void IvshmemDevice::open_by_vfio() {
   vfio_.emplace(devices / bdf_);
-  const auto registers = vfio_->map_bar(0), bar = vfio_->map_bar(2);
+  const auto registers = vfio_->map_bar(0);
+  // Not by vfio, if it can be: programs may have to map it, too, who must get no more of the device than that; and the kernel lets nobody
+  // map in the other way what somebody has mapped by vfio.
+  bar_file_.reset(::open((devices / bdf_ / "resource2").c_str(), O_RDWR | O_CLOEXEC));
+  VfioDevice::Bar bar = map_whole(bar_file_.get());
+  if (bar.memory == nullptr) bar_file_.reset(), bar = vfio_->map_bar(2);
   if (registers.bytes < vm::doorbell_register + sizeof(std::uint32_t) || bar.bytes < vm::bar_bytes)
     fail("PCI device " + bdf_ + " has a BAR of " + std::to_string(bar.bytes) + " bytes: it is not vrdma's device");
   take(registers.memory, registers.bytes, bar.memory, bar.bytes);
@@ -123,7 +138,8 @@ void IvshmemDevice::take(void* registers, std::size_t register_bytes, void* bar,
   device_.registers = static_cast<volatile std::uint32_t*>(registers);
   register_bytes_ = register_bytes;
   device_.bar = static_cast<std::byte*>(bar);
-  bar_bytes_ = bar_bytes;
+  device_.bar_bytes = bar_bytes;
+  device_.bar_file = bar_file_.get();
 }
 
 }  // namespace vrdma::agent

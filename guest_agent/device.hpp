@@ -11,13 +11,18 @@
 
 #include "guest_agent/vfio.hpp"
 #include "vmci_channel/unique_fd.hpp"
+#include "vrdma/control.hpp"
 #include "vrdma/vm_link.hpp"
 
 namespace vrdma::agent {
 
+constexpr std::uint32_t owner_died = 0x40000000;  // FUTEX_OWNER_DIED, by which libvrdma knows
+
 // What the rest of the agent knows of a device; a test makes its own of plain memory. One thread.
 struct Device {
-  std::byte* bar = nullptr;                      // vm::bar_bytes
+  std::byte* bar = nullptr;                      // bar_bytes
+  std::uint64_t bar_bytes = vm::bar_bytes;       // at least
+  int bar_file = -1;                             // by which programs can map it, too; -1: they cannot
   volatile std::uint32_t* registers = nullptr;   // BAR 0; null: there is none
   int interrupt = -1;                            // eventfd of vm::link_vector; -1: there are no interrupts, the link is polled
   // Of the vectors from vm::fixed_vectors to here, a new eventfd that the kernel rings for one, in place of the last; none: it cannot be had.
@@ -28,6 +33,20 @@ struct Device {
 
   bool service_polls() const {
     return (std::atomic_ref(reinterpret_cast<vm::LinkHeader*>(bar)->service.flags).load(std::memory_order_relaxed) & vm::service_polls) != 0;
+  }
+  // The machine's RAM is its own: what is lent is of the BAR.
+  bool service_lends_bar() const {
+    return (std::atomic_ref(reinterpret_cast<vm::LinkHeader*>(bar)->service.flags).load(std::memory_order_relaxed) & vm::service_lends_bar) != 0;
+  }
+  // What programs look at while they poll says from now on that nobody serves them: for pages of the BAR, whose agent may have been killed.
+  // Not by a robust mutex, as in other pages: every program can write here, and the kernel and the C library would follow its pointers.
+  void mark_page_dead() const {
+    auto& header = *reinterpret_cast<vm::LinkHeader*>(bar);
+    const std::uint64_t page = std::atomic_ref(header.agent.page).load(std::memory_order_relaxed);
+    if (page < vm::bar_bytes / vm::page_bytes || page >= bar_bytes / vm::page_bytes) return;
+    auto& alive = reinterpret_cast<control::ServicePage*>(bar + page * vm::page_bytes)->alive_mutex;
+    std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive)).store(owner_died, std::memory_order_release);
+    std::atomic_ref(header.agent.page).store(0, std::memory_order_relaxed);
   }
   // Tells the service.
   void ring(std::uint32_t vector) const {
@@ -59,10 +78,10 @@ class IvshmemDevice {
 
   std::string bdf_;
   Device device_;
-  std::size_t bar_bytes_ = 0, register_bytes_ = 0;
+  std::size_t register_bytes_ = 0;
   std::optional<VfioDevice> vfio_;
   vmci::UniqueFd lock_;  // without vfio, which lends a device once
-  vmci::UniqueFd interrupt_, doorbell_;
+  vmci::UniqueFd bar_file_, interrupt_, doorbell_;
 };
 
 }  // namespace vrdma::agent

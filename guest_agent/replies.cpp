@@ -27,27 +27,36 @@ bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byt
   const Request request = asked.mapped().request;
   const bool good = head.status == 0;
 
+  std::vector<std::byte> answer(packet.begin(), packet.end());
   // What the service now knows counts whether the process is still there or not.
   if (request == Request::add_pinned && good) {
     control::AddBackingReply added{};
     if (packet.size() < sizeof(head) + sizeof(added)) return false;
     std::memcpy(&added, packet.data() + sizeof(head), sizeof(added));
-    rings_[added.backing] = std::move(asked.mapped().ring);
+    if (auto& lent = asked.mapped().lent) {
+      added.page = static_cast<std::uint32_t>(lent.offset() / vm::page_bytes);
+      std::memcpy(answer.data() + sizeof(head), &added, sizeof(added));
+      lent_[added.backing] = std::move(lent);
+    } else {
+      rings_[added.backing] = std::move(asked.mapped().ring);
+    }
   }
-  if (request == Request::remove_backing && good) rings_.erase(asked.mapped().backing);
+  if (request == Request::remove_backing && good) {
+    rings_.erase(asked.mapped().backing);
+    if (auto lent = lent_.extract(asked.mapped().backing)) session_.bar_ever()->give_back(std::move(lent.mapped()), folder_.get());
+  }
   if (!connected()) return true;
 
-  std::vector<std::byte> answer(packet.begin(), packet.end());
   std::vector<int> descriptors;
   std::vector<UniqueFd> pipes;
   bool copies = false;
-  if (request == Request::attach && good && !attach_reply(std::span(answer).subspan(sizeof(head)), descriptors)) return false;
+  if (request == Request::attach && good && !attach_reply(std::span(answer).subspan(sizeof(head)), descriptors, pipes)) return false;
   if (request == Request::reach_process && good) {
     control::ReachProcessReply reached{};
     if (packet.size() < sizeof(head) + sizeof(reached)) return false;
     std::memcpy(&reached, packet.data() + sizeof(head), sizeof(reached));
     copies = reached.way == control::reach_by_guest;
-    if (copies) descriptors.push_back(copier_.memory.fd());
+    if (copies && !copier_reply(descriptors, pipes)) copies = false, descriptors.push_back(-1);
   }
   if (request == Request::show && good && frame.flags == 1) {
     UniqueFd file(::memfd_create("vrdma-show", MFD_CLOEXEC));
@@ -58,7 +67,7 @@ bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byt
     ::shutdown(socket_.fd(), SHUT_RDWR);
     return true;
   }
-  bool served = request != Request::attach || !good || descriptors.back() >= 0;
+  bool served = descriptors.empty() || descriptors.back() >= 0;
   for (std::uint32_t i = 0; i < frame.flags && served; ++i) {
     if (copies) {
       copier_streams_.insert(frame.item + i);
@@ -86,12 +95,13 @@ bool Connection::take_reply(const vm::FrameHead& frame, std::span<const std::byt
   return true;
 }
 
-bool Connection::attach_reply(std::span<std::byte> body, std::vector<int>& descriptors) {
+bool Connection::attach_reply(std::span<std::byte> body, std::vector<int>& descriptors, std::vector<UniqueFd>& made) {
   control::AttachReply reply{};
   if (body.size() < sizeof(reply) || attached_) return false;
   std::memcpy(&reply, body.data(), sizeof(reply));
-  if (reply.arena_bytes > arena_.memory.bytes()) return false;
+  if (reply.arena_bytes > (lent_arena_ ? lent_arena_.bytes() : arena_.memory.bytes())) return false;
   reply.flags |= control::attach_in_machine;
+  if (lent_arena_) reply.flags |= control::attach_in_bar;
   reply.service_pid = 0;
   std::memcpy(body.data(), &reply, sizeof(reply));
   attached_ = true;
@@ -99,7 +109,27 @@ bool Connection::attach_reply(std::span<std::byte> body, std::vector<int>& descr
   const bool by_kernel = device.doorbell >= 0 && !device.service_polls();
   if (!by_kernel) doorbell_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (doorbell_ && !watch_.events.add(doorbell_.get(), EPOLLIN, {number_, item_doorbell})) doorbell_.reset();
-  descriptors = {arena_.memory.fd(), session_.page_fd(), by_kernel ? device.doorbell : doorbell_.get()};
+  int arena = arena_.memory.fd(), page = session_.page_fd();
+  if (lent_arena_) {
+    auto fd = session_.bar()->descriptor(lent_arena_, true);
+    if (fd) made.push_back(std::move(*fd));
+    arena = fd ? made.back().get() : -1;
+  }
+  descriptors = {arena, page, by_kernel ? device.doorbell : doorbell_.get()};
+  if (arena < 0) descriptors.back() = -1;  // it is not served then
+  return true;
+}
+
+bool Connection::copier_reply(std::vector<int>& descriptors, std::vector<UniqueFd>& made) {
+  if (!lent_copier_) {
+    descriptors.push_back(copier_.memory.fd());
+    return true;
+  }
+  auto fd = session_.bar()->descriptor(lent_copier_, true);
+  if (!fd) return false;
+  made.push_back(std::move(*fd));
+  descriptors.push_back(made.back().get());
+  descriptors.push_back(copier_word_.fd());
   return true;
 }
 
@@ -114,8 +144,10 @@ Result<UniqueFd> Connection::open_stream(std::uint32_t item, Stream::Use use) {
 bool Connection::take_stream(std::uint32_t item, std::span<const std::byte> bytes) {
   if (!connected()) return true;
   if (copier_streams_.contains(item)) {
-    // The service has changed the word; the thread sleeps on it in this machine.
-    vmci::wake_word(&copier_.memory.at<copying::Header>(0)->service.news);
+    // The service has changed the word; the thread sleeps on it in this machine, or on one that is ours to change.
+    std::uint32_t* word = lent_copier_ ? copier_word_.at<std::uint32_t>(0) : &copier_.memory.at<copying::Header>(0)->service.news;
+    if (lent_copier_) std::atomic_ref(*word).fetch_add(1, std::memory_order_release);  // pairs with the acquire in Copier::sleep
+    vmci::wake_word(word);
     return true;
   }
   if (const auto document = documents_.find(item); document != documents_.end()) {

@@ -1,7 +1,6 @@
 #include "guest_agent/session.hpp"
 
 #include <fcntl.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sys/random.h>
 
@@ -36,9 +35,9 @@ std::uint64_t random_number() {
 
 vm::LinkHeader& header_of(const Device& device) { return *reinterpret_cast<vm::LinkHeader*>(device.bar); }
 
-pthread_mutex_t* alive_mutex(const PinnedSegment& page) {
+pthread_mutex_t* alive_mutex(control::ServicePage* page) {
   static_assert(sizeof(pthread_mutex_t) <= sizeof(control::ServicePage::alive_mutex));
-  return reinterpret_cast<pthread_mutex_t*>(page.memory.at<control::ServicePage>(0)->alive_mutex);
+  return reinterpret_cast<pthread_mutex_t*>(page->alive_mutex);
 }
 
 std::string text_of(const char (&field)[32]) { return std::string(field, ::strnlen(field, sizeof(field))); }
@@ -117,26 +116,64 @@ void Session::begin() {
   state_ = State::asked;
 }
 
-void Session::greet() {
+// The machine's copy of the ServicePage.
+std::uint64_t Session::make_page() {
+  if (in_bar_) {
+    auto page = bar_->take(sizeof(control::ServicePage));
+    auto to_read = page ? bar_->descriptor(*page, false) : Result<vmci::UniqueFd>(page.error());
+    if (!to_read)
+      throw std::runtime_error(std::string("cannot take a page of the device's BAR (") + std::strerror(value(to_read.error())) +
+                               "): give this machine a bigger one (vrdma vm add --bar)");
+    bar_pages_.push_back(std::move(*page));
+    page_to_read_ = std::move(*to_read);
+    page_ = reinterpret_cast<control::ServicePage*>(bar_pages_.back().data());
+    return bar_pages_.back().offset() / vm::page_bytes;
+  }
   auto page = PinnedSegment::make("vrdma-service-page", sizeof(control::ServicePage), true);
   if (!page)
     throw std::runtime_error(std::string("cannot pin a page of memory (") + std::strerror(value(page.error())) +
                              "): run vrdma-guestd as root, with io_uring allowed (sysctl kernel.io_uring_disabled=0)");
-  page_ = std::move(*page);
+  pinned_page_ = std::move(*page);
+  page_ = pinned_page_.memory.at<control::ServicePage>(0);
   // The seal keeps everybody from mapping it for writing; that the descriptor cannot be written to says so at once.
-  page_to_read_.reset(::open(("/proc/self/fd/" + std::to_string(page_.memory.fd())).c_str(), O_RDONLY | O_CLOEXEC));
+  page_to_read_.reset(::open(("/proc/self/fd/" + std::to_string(pinned_page_.memory.fd())).c_str(), O_RDONLY | O_CLOEXEC));
   if (!page_to_read_) throw std::runtime_error(std::string("cannot open /proc/self/fd (") + std::strerror(errno) + "): mount /proc");
+  return pinned_page_.runs.front().page;
+}
+
+bool Session::admits(uid_t user) {
+  if (!in_bar_ || user == 0) return true;
+  if (!bar_user_) bar_user_ = user;
+  return *bar_user_ == user;
+}
+
+void Session::greet() {
+  in_bar_ = device_.service_lends_bar();
+  if (in_bar_ && !bar_) {
+    if (device_.bar_file < 0)
+      throw Unsuitable("this machine's RAM is its own, and programs cannot map the BAR of its device: do without kernel lockdown");
+    if (device_.bar_bytes < vm::lent_bar_bytes_min)
+      throw Unsuitable("this machine's RAM is its own, and its device's BAR has no room for memory of programs: start it with exactly the QEMU arguments "
+                       "that \"vrdma vm add --private-ram\" prints");
+    device_.mark_page_dead();  // of an agent that nobody has outlived
+    bar_ = std::make_unique<BarPages>(device_);
+    bar_user_ = bar_->user_before();
+    say("this machine's RAM is its own: %llu MiB of the device's BAR are lent to programs", static_cast<unsigned long long>(bar_->bytes() >> 20));
+  }
+  const std::uint64_t page = make_page();
 
   vm::Hello hello{};
   hello.major = vm::version_major;
   hello.minor = vm::version_minor;
-  hello.flags = device_.interrupt >= 0 ? vm::hello_interrupts : 0;
-  std::ifstream iomem("/proc/iomem");
-  hello.high_bytes = high_ram_bytes(iomem);
-  hello.page = page_.runs.front().page;
+  hello.flags = (device_.interrupt >= 0 ? vm::hello_interrupts : 0) | (in_bar_ ? vm::hello_bar : 0);
+  if (!in_bar_) {
+    std::ifstream iomem("/proc/iomem");
+    hello.high_bytes = high_ram_bytes(iomem);
+  }
+  hello.page = page;
   hello.proof = random_number();
   std::snprintf(hello.version, sizeof(hello.version), "%s", VRDMA_VERSION);
-  std::memcpy(page_.memory.data(), &hello.proof, sizeof(hello.proof));
+  std::memcpy(static_cast<void*>(page_), &hello.proof, sizeof(hello.proof));
   heartbeat_ = service().heartbeat;
   heartbeat_ns_ = last_look_ns_ = vmci::monotonic_ns();  // pinning can take its time
   state_ = State::greeted;
@@ -190,6 +227,11 @@ Vectors::Lease Session::lend_vector() {
 
 // The lock that libvrdma's poll loops look at is the agent's: the kernel marks it if the agent dies, whatever of.
 void Session::mark_alive() {
+  marked_alive_ = true;
+  if (in_bar_) {
+    std::atomic_ref(header_of(device_).agent.page).store(bar_pages_.back().offset() / vm::page_bytes, std::memory_order_relaxed);
+    return;
+  }
   pthread_mutex_t* const alive = alive_mutex(page_);
   pthread_mutexattr_t attributes;
   pthread_mutexattr_init(&attributes);
@@ -198,14 +240,14 @@ void Session::mark_alive() {
   pthread_mutex_init(alive, &attributes);
   pthread_mutexattr_destroy(&attributes);
   pthread_mutex_lock(alive);
-  marked_alive_ = true;
 }
 
 void Session::mark_dead() {
   if (!std::exchange(marked_alive_, false)) return;
+  if (in_bar_) return device_.mark_page_dead();
   pthread_mutex_t* const alive = alive_mutex(page_);
   pthread_mutex_unlock(alive);
-  std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive)).store(FUTEX_OWNER_DIED, std::memory_order_release);
+  std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive)).store(owner_died, std::memory_order_release);
 }
 
 }  // namespace vrdma::agent

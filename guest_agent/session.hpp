@@ -7,15 +7,19 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "guest_agent/bar_pages.hpp"
 #include "guest_agent/device.hpp"
 #include "guest_agent/pinned.hpp"
 #include "guest_agent/vectors.hpp"
 #include "vmci_channel/vm_link.hpp"
+#include "vrdma/control.hpp"
 
 namespace vrdma::agent {
 
@@ -58,7 +62,12 @@ class Session {
   // While open: the machine's copy of the ServicePage, for reading only; what welcome said.
   int page_fd() const { return page_to_read_.get(); }
   // The service writes to that page, or did when the last session was lost.
-  bool page_lent() const { return static_cast<bool>(page_.ring); }
+  bool page_lent() const { return page_ != nullptr; }
+  // Where memory is lent of the BAR; else null.
+  BarPages* bar() const { return in_bar_ ? bar_.get() : nullptr; }
+  BarPages* bar_ever() const { return bar_.get(); }  // or was, in an earlier session
+  // Whether programs of that user are served: where memory is of the BAR, they are root's and one other user's, the first that comes.
+  bool admits(uid_t user);
   std::uint64_t arena_bytes() const { return arena_bytes_; }
   std::uint64_t ram_page_bytes() const { return ram_page_bytes_; }
   const std::string& machine() const { return machine_; }
@@ -71,6 +80,7 @@ class Session {
   };
   ServiceNow service() const;
   void greet();
+  std::uint64_t make_page();  // its number
   void mark_alive();
   void mark_dead();
 
@@ -83,7 +93,13 @@ class Session {
   std::uint64_t heartbeat_ = 0, heartbeat_ns_ = 0;  // the last one, and when it was first seen
   std::uint64_t last_look_ns_ = 0;
   std::optional<vmci::VmLinkEnd> link_;
-  PinnedSegment page_;  // kept when the session is lost, until the next one is accepted: the service may still write to it
+  bool in_bar_ = false;  // of this session
+  std::unique_ptr<BarPages> bar_;  // once it was
+  std::optional<uid_t> bar_user_;
+  control::ServicePage* page_ = nullptr;
+  PinnedSegment pinned_page_;  // kept when the session is lost, until the next one is accepted: the service may still write to it
+  // In the BAR, one of each session: programs that have lost theirs may still read it, and must find the mark there.
+  std::vector<BarPages::Slice> bar_pages_;
   bool marked_alive_ = false;
   vmci::UniqueFd page_to_read_;
   std::uint64_t arena_bytes_ = 0, ram_page_bytes_ = vm::page_bytes;

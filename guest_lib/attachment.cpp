@@ -75,6 +75,15 @@ Result<Mapping> map_segment(const UniqueFd& fd, std::uint64_t bytes, Writable wr
   return mapping;
 }
 
+// A part of the BAR of a virtual machine's device, which begins at the descriptor's position: likewise.
+Result<Mapping> map_lent(const UniqueFd& bar, std::uint64_t bytes, Writable writable) {
+  const off_t at = ::lseek(bar.get(), 0, SEEK_CUR);
+  if (at < 0) return last_error();
+  auto mapping = Mapping::map(bar.get(), static_cast<std::uint64_t>(at), bytes, writable);
+  if (mapping && ::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
+  return mapping;
+}
+
 // A program that tries again and again is told once.
 bool first_complaint() {
   static std::atomic<bool> said{false};
@@ -128,12 +137,15 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   VRDMA_CRASH_POINT("guest.attach.answered");
   if (descriptors->size() != 4 || parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
 
-  auto arena = map_segment((*descriptors)[0], parts.reply.arena_bytes, Writable::yes);
+  const bool in_bar = (parts.reply.flags & control::attach_in_bar) != 0;
+  const auto map = in_bar ? map_lent : map_segment;
+  auto arena = map((*descriptors)[0], parts.reply.arena_bytes, Writable::yes);
   if (!arena) return arena.error();
-  auto page = map_segment((*descriptors)[1], sizeof(control::ServicePage), Writable::no);
+  auto page = map((*descriptors)[1], sizeof(control::ServicePage), Writable::no);
   if (!page) return page.error();
   parts.arena = std::move(*arena);
   parts.page = std::move(*page);
+  if (in_bar) parts.bar = std::move((*descriptors)[0]);
   parts.doorbell = std::move((*descriptors)[2]);
   parts.wake = std::move((*descriptors)[3]);
   parts.socket = std::move(*socket);
@@ -163,6 +175,7 @@ Attachment::Attachment(Parts parts)
       doorbell_fd_(std::move(parts.doorbell)),
       guest_(parts.reply.guest),
       in_machine_((parts.reply.flags & control::attach_in_machine) != 0),
+      bar_(std::move(parts.bar)),
       liveness_(page_),
       doorbell_(reinterpret_cast<vmci::ReadyWords*>(arena_.data() + parts.reply.doorbell_offset),
                 &page_->shards[parts.reply.shard].sleeping, doorbell_fd_.get()),
@@ -220,10 +233,17 @@ Status Attachment::prepare_process_memory() {
   if (!reply && value(reply.error()) != EOPNOTSUPP) return reply.error();
   process_memory_known_ = true;
   if (!reply || reply->body.way == control::reach_by_service) return ok();
-  if (reply->descriptors.size() != 1) return Errno{EPROTO};
-  auto segment = map_segment(reply->descriptors[0], copying::segment_bytes, Writable::yes);
+  if (reply->descriptors.size() != (bar_ ? 2 : 1)) return Errno{EPROTO};
+  auto segment = (bar_ ? map_lent : map_segment)(reply->descriptors[0], copying::segment_bytes, Writable::yes);
   if (!segment) return segment.error();
-  copier_ = std::make_unique<Copier>(std::move(*segment), std::move(reply->descriptors[0]), doorbell_, reply->body.doorbell, liveness_);
+  Mapping word;
+  if (bar_) {
+    reply->descriptors[0].reset();  // the kernel copies nothing to a BAR by its descriptor
+    auto mapped = map_segment(reply->descriptors[1], sizeof(std::uint32_t), Writable::yes);
+    if (!mapped) return mapped.error();
+    word = std::move(*mapped);
+  }
+  copier_ = std::make_unique<Copier>(std::move(*segment), std::move(reply->descriptors[0]), std::move(word), doorbell_, reply->body.doorbell, liveness_);
   return copier_->start();
 }
 
@@ -232,6 +252,7 @@ void Attachment::become_inherited() {
   if (copier_) copier_->abandon();
   channel_.abandon();
   doorbell_fd_.reset();
+  bar_.reset();
   arena_.abandon();
   page_mapping_.abandon();
 }

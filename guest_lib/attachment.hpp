@@ -53,6 +53,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::uint64_t requests_sent() const { return channel_.requests_sent(); }
   std::uint32_t guest() const { return guest_; }
   bool in_machine() const { return in_machine_; }  // of a virtual machine, served by its agent: memory is pinned where it is
+  // The machine's device, of whose BAR memory is lent instead (control::attach_in_bar); else -1.
+  int bar() const { return bar_.get(); }
   std::uint64_t ordinal() const { return ordinal_; }  // among all attachments of this process, from 1
 
   // What the device, port and GID queries answer: asked again only when the service says that it changed.
@@ -85,6 +87,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   struct Parts {
     vmci::PacketSocket socket;
     vmci::UniqueFd doorbell, wake;
+    vmci::UniqueFd bar;
     vmci::Mapping arena, page;
     control::AttachReply reply;
   };
@@ -99,6 +102,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   vmci::UniqueFd doorbell_fd_;
   std::uint32_t guest_;
   bool in_machine_;
+  vmci::UniqueFd bar_;
   const std::uint64_t ordinal_ = next_ordinal();
   Liveness liveness_;
   Doorbell doorbell_;

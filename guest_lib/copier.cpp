@@ -32,8 +32,9 @@ bool gave_way_for_long(vmci::Backoff& backoff) {
 
 }  // namespace
 
-Copier::Copier(vmci::Mapping segment, vmci::UniqueFd fd, Doorbell doorbell, std::uint32_t member, Liveness& liveness)
+Copier::Copier(vmci::Mapping segment, vmci::UniqueFd fd, vmci::Mapping word, Doorbell doorbell, std::uint32_t member, Liveness& liveness)
     : memory_(std::move(segment), std::move(fd)),
+      word_(std::move(word)),
       doorbell_(doorbell),
       member_(member),
       liveness_(liveness),
@@ -63,8 +64,8 @@ Copier::~Copier() {
   if (!running_) return;
   stopping_.store(true, std::memory_order_release);
   // The word is the service's to change, but nobody needs its value any more.
-  std::atomic_ref(header().service.news).fetch_add(1, std::memory_order_acq_rel);
-  vmci::wake_word(&header().service.news);
+  std::atomic_ref(word()).fetch_add(1, std::memory_order_acq_rel);
+  vmci::wake_word(&word());
   pthread_join(thread_, nullptr);
   memory::CopyGate::change_threads(-1);
 }
@@ -72,6 +73,7 @@ Copier::~Copier() {
 void Copier::abandon() {
   running_ = false;
   memory_.abandon();
+  if (word_) word_.abandon();
 }
 
 void* Copier::main(void* self) {
@@ -108,9 +110,9 @@ void Copier::sleep() {
   auto sleeping = std::atomic_ref(header().guest.sleeping);
   sleeping.store(1, std::memory_order_relaxed);
   vmci::store_load_fence();  // G2: pairs with G1 in GuestCopier::give
-  const std::uint32_t seen = std::atomic_ref(header().service.news).load(std::memory_order_acquire);
+  const std::uint32_t seen = std::atomic_ref(word()).load(std::memory_order_acquire);
   if (jobs_.empty() && !stopping_.load(std::memory_order_acquire))
-    vmci::sleep_on_word(&header().service.news, seen, longest_sleep_ns);
+    vmci::sleep_on_word(&word(), seen, longest_sleep_ns);
   sleeping.store(0, std::memory_order_relaxed);
 }
 

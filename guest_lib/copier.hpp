@@ -24,8 +24,9 @@ namespace vrdma::guest {
 
 class Copier {
  public:
-  // doorbell and liveness outlive the copier. member: what it rings.
-  Copier(vmci::Mapping segment, vmci::UniqueFd fd, Doorbell doorbell, std::uint32_t member, Liveness& liveness);
+  // fd: of the segment; none where the kernel does not copy by it. word: what the thread sleeps on, in memory that the waker shares with
+  // it; empty: the one in the segment. doorbell and liveness outlive the copier. member: what it rings.
+  Copier(vmci::Mapping segment, vmci::UniqueFd fd, vmci::Mapping word, Doorbell doorbell, std::uint32_t member, Liveness& liveness);
   ~Copier();  // ends the thread; waits for a job in hand
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
@@ -41,9 +42,11 @@ class Copier {
   void sleep();
   void answer(std::span<const std::byte> record);
   Status execute(const copying::Job& job, std::span<iovec> ranges, std::uint64_t& value);
+  std::uint32_t& word() const { return word_ ? *reinterpret_cast<std::uint32_t*>(word_.data()) : header().service.news; }
   copying::Header& header() const { return *reinterpret_cast<copying::Header*>(memory_.segment()); }
 
   OwnMemory memory_;
+  vmci::Mapping word_;
   Doorbell doorbell_;
   std::uint32_t member_;
   Liveness& liveness_;

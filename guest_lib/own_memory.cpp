@@ -26,6 +26,7 @@ Status outcome(long moved, std::uint64_t wanted) {
 }  // namespace
 
 OwnMemory::OwnMemory(vmci::Mapping segment, vmci::UniqueFd fd) : segment_(std::move(segment)), fd_(std::move(fd)) {
+  if (!fd_) return;
   if (const int high = ::fcntl(fd_.get(), F_DUPFD_CLOEXEC, first_descriptor); high >= 0) fd_.reset(high);
   if (const auto id = memory::file_id(fd_.get())) id_ = *id;
 }
@@ -46,7 +47,7 @@ Status OwnMemory::transfer(std::span<const iovec> ranges, std::uint64_t offset) 
     (void)fd_.release();  // the number is the application's now
   }
   const iovec here{segment_.data() + offset, wanted};
-  return outcome(::syscall(OnProcess, ::getpid(), &here, 1, ranges.data(), ranges.size(), 0), wanted);
+  return outcome(::syscall(OnProcess, ::syscall(SYS_gettid), &here, 1, ranges.data(), ranges.size(), 0), wanted);
 }
 
 Status OwnMemory::gather(std::span<const iovec> ranges, std::uint64_t offset) {

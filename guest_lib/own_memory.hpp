@@ -24,7 +24,7 @@ namespace vrdma::guest {
 
 class OwnMemory {
  public:
-  // fd: what `segment` maps, from its start.
+  // fd: what `segment` maps, from its start; none: memory of a device, which the kernel copies to by addresses only.
   OwnMemory(vmci::Mapping segment, vmci::UniqueFd fd);
 
   // The ranges, in order, to `offset` of the segment, or from there. All or an error.

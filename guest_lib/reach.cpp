@@ -20,6 +20,15 @@ void withdraw(std::uint32_t backing) {
     (void)attachment->call_on_socket<control::Request::remove_backing>({backing, 0});
 }
 
+// Of a virtual machine's device.
+Result<memory::Lent> lend(std::uint64_t bytes) {
+  const auto attachment = Attachment::existing();
+  if (attachment == nullptr || attachment->bar() < 0) return Errno{EIO};
+  auto reply = attachment->call_on_socket<control::Request::add_pinned>({0, bytes, control::lend_pages, 0});
+  if (!reply) return reply.error();
+  return memory::Lent{attachment->bar(), std::uint64_t{reply->body.page} * 4096, reply->body.backing};
+}
+
 std::uint64_t service() {
   const auto attachment = Attachment::existing();
   return attachment == nullptr ? 0 : attachment->ordinal();
@@ -27,7 +36,7 @@ std::uint64_t service() {
 
 // Never destroyed: the interposed functions may be called until the very end.
 memory::MemoryManager& manager() {
-  static auto* const made = new memory::MemoryManager({announce, withdraw, service});
+  static auto* const made = new memory::MemoryManager({announce, withdraw, service, lend});
   return *made;
 }
 
@@ -57,7 +66,7 @@ bool pin(Attachment& attachment, control::Extent& extent, std::vector<std::uint3
 Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents,
                                                                std::vector<std::uint32_t>& pinned) {
   for (auto& extent : extents) {
-    if (extent.backing == control::backing_process && attachment.in_machine() && pin(attachment, extent, pinned)) continue;
+    if (extent.backing == control::backing_process && attachment.in_machine() && attachment.bar() < 0 && pin(attachment, extent, pinned)) continue;
     if (extent.backing == control::backing_process) {
       if (const Status prepared = attachment.prepare_process_memory(); !prepared) return prepared.error();
     } else if (extent.backing == memory::window_backing) {
@@ -74,7 +83,10 @@ Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attac
 void prepare_reach() { (void)manager(); }
 
 Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
-  if (attachment.in_machine()) manager().keep_in_place();
+  if (attachment.bar() >= 0)
+    manager().move_to_lent_pages();
+  else if (attachment.in_machine())
+    manager().keep_in_place();
   auto registration = manager().add(address, bytes, access);
   if (!registration) return registration.error();
   auto extents = as_the_service_knows_them(attachment, registration->extents, registration->pinned);

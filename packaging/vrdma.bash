@@ -4,7 +4,7 @@ _vrdma() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} subcommand= word i
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
-        if [[ $word == run || $word == show || $word == doctor || $word == metrics || $word == vm ]]; then
+        if [[ $word == run || $word == show || $word == doctor || $word == metrics || $word == vm || $word == host ]]; then
             subcommand=$word
             break
         fi
@@ -25,14 +25,14 @@ _vrdma() {
         fi
     fi
     case $previous in
-        --socket | -s) COMPREPLY=($(compgen -f -- "$current")); return ;;
-        --vm-folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
+        --socket | -s | --output | -o) COMPREPLY=($(compgen -f -- "$current")); return ;;
+        --vm-folder | --folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
         --ram) COMPREPLY=($(compgen -f -- "$current")); return ;;
         --link-layer) COMPREPLY=($(compgen -W "ib ethernet" -- "$current")); return ;;
-        --name | --memory | --tenant) return ;;
+        --name | --memory | --tenant | --address | --days) return ;;
     esac
     case $subcommand in
-        "") COMPREPLY=($(compgen -W "run show doctor metrics vm --help --version" -- "$current")) ;;
+        "") COMPREPLY=($(compgen -W "run show doctor metrics vm host --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --stats --help --" -- "$current"))
@@ -40,8 +40,23 @@ _vrdma() {
                 COMPREPLY=($(compgen -c -- "$current"))
             fi
             ;;
-        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes cache counters --json --socket --help" -- "$current")) ;;
-        doctor) COMPREPLY=($(compgen -W "--json --socket --help" -- "$current")) ;;
+        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes hosts cache counters --json --socket --help" -- "$current")) ;;
+        doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
+        host)
+            word=${COMP_WORDS[i + 1]}
+            if ((COMP_CWORD == i + 1)); then
+                COMPREPLY=($(compgen -W "init add join list show remove --help" -- "$current"))
+            elif [[ $current == -* ]]; then
+                local options="--folder --help"
+                [[ $word != list && $word != show ]] || options+=" --json"
+                [[ $word != init && $word != add && $word != join && $word != remove ]] || options+=" --address"
+                [[ $word != init && $word != add ]] || options+=" --days"
+                [[ $word != add ]] || options+=" --output"
+                COMPREPLY=($(compgen -W "$options" -- "$current"))
+            elif [[ $word == join ]]; then
+                COMPREPLY=($(compgen -f -- "$current"))
+            fi
+            ;;
         vm)
             word=${COMP_WORDS[i + 1]}
             if ((COMP_CWORD == i + 1)); then
@@ -49,7 +64,7 @@ _vrdma() {
             elif [[ $current == -* ]]; then
                 local options="--socket --vm-folder --help"
                 [[ $word == remove || $word == uml ]] || options+=" --json"
-                [[ $word != add ]] || options+=" --memory --ram --tenant --plain --uml"
+                [[ $word != add ]] || options+=" --memory --ram --private-ram --bar --tenant --plain --uml"
                 COMPREPLY=($(compgen -W "$options" -- "$current"))
             elif [[ $word == show || $word == uml || $word == remove ]]; then
                 COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" vm list 2>/dev/null | sed -n 's/^vm \([^ ]*\) .*/\1/p')" -- "$current"))

@@ -1,6 +1,6 @@
 # Debian packages that ./run and ./test need, and need_packages to have them. Sourced by bash; contacts nobody when all are there.
 
-build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspdlog-dev libcli11-dev libibverbs-dev)
+build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspdlog-dev libcli11-dev libibverbs-dev libucx-dev libssl-dev)
 # The programs whose traffic is shown, and the interpreter of the harness.
 run_packages=("${build_packages[@]}" python3 ibverbs-utils perftest)
 test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-core python3-pyverbs ibverbs-providers qperf ucx-utils bubblewrap iproute2 dpkg-dev
@@ -109,10 +109,13 @@ fetch_libvirt_schemas() (
   return 1
 )
 
-# build_preset PRESET [TARGET...]
+# build_preset PRESET [TARGET...]: with ccache, where it is installed.
 build_preset() {
   local preset=$1 log
   shift
+  if command -v ccache >/dev/null 2>&1; then
+    export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+  fi
   mkdir -p build
   log=build/$preset.log
   if ! cmake --preset "$preset" >"$log" 2>&1 || ! cmake --build --preset "$preset" -j "$(nproc)" ${1:+--target "$@"} >>"$log" 2>&1; then

@@ -59,21 +59,27 @@ Gid ipv4_mapped(std::uint32_t address) {
 
 }  // namespace
 
-void assign_addresses(Guest& guest) {
-  const std::uint64_t hash = mix(host_identity(), guest.name);
-  guest.guid = eui64(hash ^ (static_cast<std::uint64_t>(guest.id.value) * 0x9e3779b1u & 0xffffff));
+std::array<GidEntry, 16> gids_of(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) {
   constexpr std::uint32_t type_ib = 0, type_v1 = 1, type_v2 = 2;
-  if (guest.link_layer == link_layer_infiniband) {
-    guest.gids[0] = {link_local(guest.guid, false), type_ib, 0};
-    return;
+  std::array<GidEntry, 16> gids{};
+  if (link_layer == link_layer_infiniband) {
+    gids[0] = {link_local(guid, false), type_ib, 0};
+    return gids;
   }
   // The usual order of a RoCE port: link-local v1, v2, then the IPv4 address v1, v2. The address is from the benchmarking
   // network 198.18.0.0/15 (RFC 2544): a virtual HCA has no interface of its own, and this one is nobody else's.
-  const Gid local = link_local(guest.guid, true), v4 = ipv4_mapped(0xc6120000u | guest.lid);
-  guest.gids[0] = {local, type_v1, 0};
-  guest.gids[1] = {local, type_v2, 0};
-  guest.gids[2] = {v4, type_v1, 0};
-  guest.gids[3] = {v4, type_v2, 0};
+  const Gid local = link_local(guid, true), v4 = ipv4_mapped(0xc6120000u | lid);
+  gids[0] = {local, type_v1, 0};
+  gids[1] = {local, type_v2, 0};
+  gids[2] = {v4, type_v1, 0};
+  gids[3] = {v4, type_v2, 0};
+  return gids;
+}
+
+void assign_addresses(Guest& guest) {
+  const std::uint64_t hash = mix(host_identity(), guest.name);
+  guest.guid = (eui64(hash ^ (static_cast<std::uint64_t>(guest.id.value) * 0x9e3779b1u & 0xffffff)) & ~std::uint64_t{0xffff}) | guest.lid;
+  guest.gids = gids_of(guest.guid, guest.lid, guest.link_layer);
 }
 
 DeviceReply device_reply(const Guest& guest, const Config& config) {

@@ -1,5 +1,5 @@
 // The addresses of a guest's virtual HCA and what a device query answers. GUIDs derive from the host's identity and the guest's
-// name or number, so a named guest keeps its own.
+// name or number, and end in its LID.
 #pragma once
 
 #include "vmkernel_svc/objects.hpp"
@@ -8,6 +8,10 @@ namespace vrdma::svc {
 
 // Sets guid and the GID table from guest.name, id, lid and link_layer.
 void assign_addresses(Guest& guest);
+// The GID table that follows from the others.
+std::array<control::GidEntry, 16> gids_of(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer);
+// Every GID of ours ends in its port's LID: no table leads from one to the other. dgid: 16 bytes.
+inline std::uint16_t lid_of(const std::uint8_t* dgid) { return static_cast<std::uint16_t>(dgid[14] << 8 | dgid[15]); }
 control::DeviceReply device_reply(const Guest& guest, const Config& config);
 
 }  // namespace vrdma::svc

@@ -1,9 +1,11 @@
 #include "vmkernel_svc/config.hpp"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +17,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <vector>
+
+#include "vmkernel_svc/hosts/address.hpp"
 
 namespace vrdma::svc {
 
@@ -72,6 +76,66 @@ void apply(const json& object, const std::map<std::string, Setter>& known, const
   }
 }
 
+// "1-4095", or one LID.
+Setter lids(RemoteHost& to, const std::string& origin) {
+  return [&to, origin](const json& value) {
+    const std::string range = value.is_string() ? value.get<std::string>() : "";
+    unsigned first = 0, last = 0;
+    int end = 0;
+    const auto whole = [&](int fields, int wanted) { return fields == wanted && end == static_cast<int>(range.size()); };
+    const bool good = whole(std::sscanf(range.c_str(), "%5u-%5u%n", &first, &last, &end), 2) ||
+                      (end = 0, whole(std::sscanf(range.c_str(), "%5u%n", &first, &end), 1) && (last = first, true));
+    if (!good || first < 1 || last > 0xbfff || first > last)
+      refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to 49151) in a string, such as \"1-4095\"", shown(value)));
+    to.lid_first = static_cast<std::uint16_t>(first), to.lid_last = static_cast<std::uint16_t>(last);
+  };
+}
+
+void read_remote(const json& value, RemoteConfig& remote, const std::string& origin) {
+  const auto read_hosts = [&](const json& list) {
+    if (!list.is_array()) refuse(origin, fmt::format("\"hosts\" in \"remote\" must be a list, not {}", list.type_name()));
+    for (const auto& entry : list) {
+      RemoteHost host;
+      apply(entry, {{"name", text(host.name, origin, "name")}, {"address", text(host.address, origin, "address")},
+                    {"port", number(host.port, origin, "port")}, {"lids", lids(host, origin)}},
+            origin, "a host of \"remote\"");
+      remote.hosts.push_back(std::move(host));
+    }
+  };
+  remote.hosts.clear();
+  apply(value, {{"name", text(remote.name, origin, "name")}, {"address", text(remote.address, origin, "address")},
+                {"port", number(remote.port, origin, "port")}, {"secret_file", text(remote.secret_file, origin, "secret_file")},
+                {"hosts", read_hosts}},
+        origin, "\"remote\"");
+  if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
+}
+
+// A numeric address and port in one string, as for "seed"; or a list of them with names, as for "peers".
+void read_hosts(const json& section, hosts::Settings& to, const std::string& origin) {
+  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
+  const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, key)}; };
+  std::string folder = to.folder, seed;
+  std::uint32_t lease_s = static_cast<std::uint32_t>(to.timing.lease_ms / 1000);
+  std::map<std::string, Setter> keys{t(to.name, "name"), t(to.address, "address"), n(to.port, "port"), n(to.carrier_port, "carrier_port"), n(to.lids, "lids"),
+                                     t(folder, "folder"), t(seed, "seed"), n(lease_s, "lease_s"), n(to.timing.heartbeat_ms, "heartbeat_ms"),
+                                     n(to.timing.election_ms, "election_ms"), n(to.timing.refresh_ms, "refresh_ms"), n(to.limits.opening_ms, "opening_ms"),
+                                     n(to.limits.silence_ms, "silence_ms")};
+  keys["peers"] = [&](const json& peers) {
+    if (!peers.is_array()) refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
+    for (const json& peer : peers) {
+      hosts::Endpoint& one = to.peers.emplace_back();
+      one.port = hosts::default_port;
+      apply(peer, {t(one.name, "name"), t(one.address, "address"), n(one.port, "port")}, origin, "\"peers\"");
+    }
+  };
+  apply(section, keys, origin, "\"hosts\"");
+  to.folder = folder;
+  to.timing.lease_ms = std::uint64_t{lease_s} * 1000;
+  if (!section.contains("seed")) return;
+  to.seed = hosts::address_and_port(seed);
+  if (!to.seed) refuse(origin, fmt::format("\"seed\" is \"{}\": it must be a numeric address, with a port or without: \"10.0.0.1:28250\"", seed));
+}
+
 }  // namespace
 
 void Config::read_file(const std::string& path) {
@@ -118,7 +182,39 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      n(idle_exit_s, "idle_exit_s"),
                                      t(process_memory, "process_memory")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
+  keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
+  keys["hosts"] = [&](const json& value) { read_hosts(value, hosts.emplace(), origin); };
   apply(document, keys, origin, "the configuration");
+}
+
+void RemoteConfig::check() const {
+  if (hosts.empty()) return;
+  const auto require = [](bool good, const std::string& what) {
+    if (!good) throw std::runtime_error("configuration: \"remote\": " + what);
+  };
+  const auto numeric = [](const std::string& where) {
+    in6_addr any;
+    return ::inet_pton(AF_INET, where.c_str(), &any) == 1 || ::inet_pton(AF_INET6, where.c_str(), &any) == 1;
+  };
+  require(numeric(address), fmt::format("\"address\" is \"{}\": it must be the numeric address of this host's interface", address));
+  require(port != 0, "\"port\" is 0: give the port to listen at (28251 by default)");
+  require(!secret_file.empty(), "\"secret_file\" is missing: the file with the subnet's secret, the same on all hosts");
+  bool self = false;
+  for (const RemoteHost& host : hosts) {
+    require(!host.name.empty() && host.name.size() < 40, fmt::format("\"name\" is \"{}\": it must have 1 to 39 characters", host.name));
+    require(numeric(host.address), fmt::format("the \"address\" of host {} is \"{}\": it must be numeric", host.name, host.address));
+    require(host.port != 0, fmt::format("the \"port\" of host {} is 0", host.name));
+    require(host.lid_first != 0, fmt::format("host {} has no \"lids\"", host.name));
+    self |= host.name == name;
+    for (const RemoteHost& other : hosts) {
+      if (&other == &host) break;
+      require(other.name != host.name, fmt::format("host {} is named twice", host.name));
+      require(other.lid_last < host.lid_first || host.lid_last < other.lid_first,
+              fmt::format("hosts {} and {} have LIDs in common: {}-{} and {}-{}", other.name, host.name, other.lid_first, other.lid_last,
+                          host.lid_first, host.lid_last));
+    }
+  }
+  require(self, fmt::format("\"name\" is \"{}\", which is none of \"hosts\": this host must be among them", name));
 }
 
 std::string Config::machines_folder() const {
@@ -126,10 +222,44 @@ std::string Config::machines_folder() const {
   return std::filesystem::absolute(std::filesystem::path(socket)).parent_path() / "vm";
 }
 
-void Config::check() const {
-  const auto require = [](bool good, const std::string& what) {
-    if (!good) throw std::runtime_error("configuration: " + what);
+namespace {
+
+void require(bool good, const std::string& what) {
+  if (!good) throw std::runtime_error("configuration: " + what);
+}
+
+void check_hosts(const hosts::Settings& section) {
+  const auto endpoint = [](const std::string& what, const std::string& address, std::uint16_t port) {
+    require(hosts::is_numeric(address), fmt::format("\"address\" of {} is \"{}\": it must be a numeric IP address", what, address));
+    require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
+  endpoint("\"hosts\"", section.address, section.port);
+  require(section.port != 65535 || section.carrier_port != 0, "\"port\" of \"hosts\" is 65535: give a \"carrier_port\", as there is none after it");
+  require(section.lids >= 1 && section.lids <= hosts::lid_max, fmt::format("\"lids\" is {}: it must be from 1 to {}", section.lids, hosts::lid_max));
+  require(!section.folder.empty(), "\"folder\" of \"hosts\" is empty: give that of \"vrdma host\"");
+  require(section.peers.empty() || !section.seed, "\"hosts\" has \"peers\" and \"seed\": give one of them");
+  require(section.peers.size() <= hosts::managers_max, fmt::format("\"peers\" has {} hosts: at most {} lead a subnet, the others name one as \"seed\"",
+                                                                   section.peers.size(), hosts::managers_max));
+  for (const auto& peer : section.peers) {
+    endpoint("\"" + peer.name + "\" in \"peers\"", peer.address, peer.port);
+    const auto same = [&](const hosts::Endpoint& other) { return other.name == peer.name || (other.address == peer.address && other.port == peer.port); };
+    require(std::count_if(section.peers.begin(), section.peers.end(), same) == 1, fmt::format("\"{}\" or its address is in \"peers\" twice", peer.name));
+    require(peer.name != section.name || (peer.address == section.address && peer.port == section.port),
+            fmt::format("\"peers\" has \"{}\" at {}, \"hosts\" itself at {}", peer.name, hosts::with_port(peer.address, peer.port),
+                        hosts::with_port(section.address, section.port)));
+  }
+  const auto& timing = section.timing;
+  require(timing.heartbeat_ms >= 10 && timing.election_ms >= 3 * timing.heartbeat_ms && timing.election_ms <= 600'000,
+          fmt::format("\"election_ms\" is {}, \"heartbeat_ms\" {}: at least 10 ms between heartbeats, and three of them (to ten minutes) until an election",
+                      timing.election_ms, timing.heartbeat_ms));
+  require(timing.refresh_ms >= 10 && timing.lease_ms >= 3 * timing.refresh_ms && timing.lease_ms <= 86'400'000,
+          fmt::format("\"lease_s\" is {}, \"refresh_ms\" {}: a lease lasts at least three of them, and at most a day", timing.lease_ms / 1000, timing.refresh_ms));
+  require(section.limits.opening_ms >= 100 && section.limits.silence_ms >= 1000, "\"opening_ms\" is at least 100, \"silence_ms\" at least 1000");
+}
+
+}  // namespace
+
+void Config::check() const {
   require(!socket.empty(), "\"socket\" is empty: give the path of the socket to listen at");
   require(link_layer == "infiniband" || link_layer == "ethernet",
           fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" or \"ethernet\"", link_layer));
@@ -141,10 +271,13 @@ void Config::check() const {
   constexpr std::uint32_t lid_max = 0xbfff;
   require(lid_first >= 1 && lid_first <= lid_max && lid_count >= 1 && lid_count <= lid_max - lid_first + 1,
           fmt::format("\"lid_count\" {} from \"lid_first\" {}: unicast LIDs are 1 to {}", lid_count, lid_first, lid_max));
+  remote.check();
   require(active_mtu == 256 || active_mtu == 512 || active_mtu == 1024 || active_mtu == 2048 || active_mtu == 4096,
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
+  if (hosts) check_hosts(*hosts);
+  require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
   require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
           fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));

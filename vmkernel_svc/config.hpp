@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "vmkernel_svc/hosts/settings.hpp"
 
 namespace vrdma::svc {
 
@@ -17,6 +20,23 @@ struct Quota {  // of one tenant
   std::uint32_t mappings = 8192;                 // chunks of 256 MiB of guests' files that the service has mapped
   std::uint32_t descriptors = 8192;              // of the service, on behalf of the tenant; at most a quarter of all it may have
   std::uint32_t memberships = 2048;              // of queue pairs in multicast groups; there are at most 8192 groups on a host
+};
+
+struct RemoteHost {  // a host of a configured subnet
+  std::string name;
+  std::string address;  // numeric IP
+  std::uint16_t port = 28251;
+  std::uint16_t lid_first = 0, lid_last = 0;
+};
+
+struct RemoteConfig {  // a subnet of hosts that is simply configured; no hosts: none
+  std::string name;     // this host's
+  std::string address;  // of this host, where the carrier listens and which it sends from
+  std::uint16_t port = 28251;
+  std::string secret_file;
+  std::vector<RemoteHost> hosts;  // this one among them
+
+  void check() const;
 };
 
 struct Config {
@@ -37,6 +57,8 @@ struct Config {
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
+  RemoteConfig remote;
+  std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
 
   std::string machines_folder() const;
 

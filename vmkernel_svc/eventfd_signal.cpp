@@ -26,15 +26,13 @@ class Context {
   Context() {
     if (zeros() >= 0 && ::syscall(SYS_io_setup, requests, &context_) != 0) context_ = 0;
   }
-  ~Context() {
-    if (context_ != 0) ::syscall(SYS_io_destroy, context_);
-  }
+  ~Context() { close(); }
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
   explicit operator bool() const { return context_ != 0; }
 
-  void signal(int eventfd) {
+  bool signal(int eventfd) {
     char byte;
     iocb request{};
     request.aio_lio_opcode = IOCB_CMD_PREAD;  // over when the call returns
@@ -45,13 +43,25 @@ class Context {
     request.aio_resfd = static_cast<std::uint32_t>(eventfd);
     iocb* const list[] = {&request};
     if (++unread_ >= requests) forget_results();
-    if (::syscall(SYS_io_submit, context_, 1, list) == 1 || errno != EAGAIN) return;
-    forget_results();
-    ::syscall(SYS_io_submit, context_, 1, list);
+    for (int tries = 0; tries < 2; ++tries) {
+      if (::syscall(SYS_io_submit, context_, 1, list) == 1) return true;
+      if (errno == EBADF || errno == EINVAL) return true;  // no eventfd: nobody waits for it
+      if (errno != EAGAIN) {  // forbidden: by write(2), the next time
+        close();
+        return false;
+      }
+      forget_results();
+    }
+    return false;
   }
 
  private:
   static constexpr long requests = 64;
+
+  void close() {
+    if (context_ != 0) ::syscall(SYS_io_destroy, context_);
+    context_ = 0;
+  }
 
   void forget_results() {
     io_event results[requests];
@@ -73,10 +83,11 @@ Context& of_this_thread() {
 
 bool can_signal_eventfds() { return static_cast<bool>(of_this_thread()); }
 
-void signal_eventfd(int eventfd) {
+bool signal_eventfd(int eventfd) {
   if (Context& context = of_this_thread()) return context.signal(eventfd);
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(eventfd, &one, sizeof(one));
+  [[maybe_unused]] const auto written = ::write(eventfd, &one, sizeof(one));  // full is as good as rung
+  return true;
 }
 
 }  // namespace vrdma::svc

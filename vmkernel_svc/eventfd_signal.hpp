@@ -7,6 +7,7 @@ namespace vrdma::svc {
 
 // Whether the kernel lets this thread do so (CONFIG_AIO, fs.aio-max-nr, a filter of system calls).
 bool can_signal_eventfds();
-void signal_eventfd(int eventfd);
+// False: not yet, as the kernel lacks room for the request; whoever counts on it tries again.
+[[nodiscard]] bool signal_eventfd(int eventfd);
 
 }  // namespace vrdma::svc

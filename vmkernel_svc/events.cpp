@@ -13,6 +13,11 @@ namespace vrdma::svc {
 namespace {
 
 // Whether there is nothing left to do for the record: it is on its way, or nobody can read it any more.
+// Whoever does not hear of a record would sleep beside it: what could not be rung is owed.
+void interrupt(Channel& channel) { channel.interrupt_owed = !signal_eventfd(channel.interrupt); }
+bool owes(const Channel& channel) { return channel.interrupt_owed; }
+bool owes(const Context&) { return false; }
+
 template <class Record>
 bool put(int pipe, const Record& record) {
   return ::write(pipe, &record, sizeof(record)) == static_cast<ssize_t>(sizeof(record)) || errno == EPIPE;
@@ -20,7 +25,7 @@ bool put(int pipe, const Record& record) {
 bool put(Channel& channel, const control::CompletionRecord& record) {
   if (!channel.ring) return put(channel.pipe.get(), record);
   const auto result = channel.ring.put(record);
-  if (result == vmci::EventRingWriter::Put::interrupt) signal_eventfd(channel.interrupt);
+  if (result == vmci::EventRingWriter::Put::interrupt) interrupt(channel);
   return result != vmci::EventRingWriter::Put::full;
 }
 bool put(Context& context, const control::AsyncRecord& record) { return put(context.async_pipe.get(), record); }
@@ -28,7 +33,10 @@ bool put(Context& context, const control::AsyncRecord& record) { return put(cont
 template <class Target, class Record>
 void send(Guest& guest, Target& target, const Record& record) {
   auto& backlog = target.backlog;
-  if (backlog.empty() && put(target, record)) return;
+  if (backlog.empty() && put(target, record)) {
+    guest.events_held |= owes(target);
+    return;
+  }
   guest.events_held = true;
   if (backlog.size() < 65536) backlog.push_back(record);  // beyond that the guest has not read for 70 000 events
 }
@@ -65,8 +73,11 @@ void raise_async(Guest& guest, std::uint32_t context, std::uint32_t event, Handl
 bool flush_events(Guest& guest) {
   if (!guest.events_held || guest.frozen) return false;
   bool held = false;
-  for (auto& [handle, channel] : guest.channels)
+  for (auto& [handle, channel] : guest.channels) {
+    if (channel->interrupt_owed) interrupt(*channel);
     if (!channel->backlog.empty()) held |= resend(*channel);
+    held |= channel->interrupt_owed;
+  }
   for (auto& [handle, context] : guest.contexts)
     if (!context->backlog.empty()) held |= resend(*context);
   return guest.events_held = held;
@@ -74,7 +85,7 @@ bool flush_events(Guest& guest) {
 
 void interrupt_again(Guest& guest) {
   for (auto& [handle, channel] : guest.channels)
-    if (channel->ring) signal_eventfd(channel->interrupt);
+    if (channel->ring) interrupt(*channel), guest.events_held |= channel->interrupt_owed;
 }
 
 }  // namespace vrdma::svc

@@ -3,10 +3,20 @@
 
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
 #include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <iterator>
+#include <thread>
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/eventfd_signal.hpp"
@@ -76,6 +86,52 @@ struct MachineWorld : World {
   }
 };
 using Counts = std::vector<std::uint64_t>;
+
+#if defined(__x86_64__)
+// A thread of which the kernel refuses io_submit(2) for a while, as it does where it lacks memory for the request. For ever: the thread has
+// to end.
+class Refusing {
+ public:
+  static inline thread_local int refusals = 0;  // of the next calls
+
+  Refusing() {
+    struct sigaction action {};
+    action.sa_sigaction = &refuse;
+    action.sa_flags = SA_SIGINFO;
+    sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_submit, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[3])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, passes, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog program{std::size(filter), filter};
+    works_ = ::sigaction(SIGSYS, &action, &before_) == 0 && ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+             ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+  }
+  explicit operator bool() const { return works_; }
+
+ private:
+  static constexpr unsigned passes = 0x7654321;  // as a fourth argument, which nobody looks at
+
+  static void refuse(int, siginfo_t*, void* context) {
+    auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+    const int error = errno;
+    if (refusals > 0) {
+      --refusals;
+      registers[REG_RAX] = -EAGAIN;
+    } else {
+      const long result = ::syscall(SYS_io_submit, registers[REG_RDI], registers[REG_RSI], registers[REG_RDX], passes);
+      registers[REG_RAX] = result < 0 ? -errno : result;
+    }
+    errno = error;
+  }
+
+  struct sigaction before_ {};
+  bool works_;
+};
+#endif
 
 bool signals_work() {
   if (!can_signal_eventfds()) MESSAGE("SKIPPED: no asynchronous I/O here");
@@ -183,12 +239,50 @@ TEST_CASE("Whoever fills an eventfd that blocks keeps nobody waiting who signals
   const std::uint64_t most = ~std::uint64_t{0} - 1;
   REQUIRE(::write(event.get(), &most, sizeof(most)) == sizeof(most));
   ::alarm(60);  // ends the test if it does wait
-  for (int i = 0; i < 1000; ++i) signal_eventfd(event.get());
+  for (int i = 0; i < 1000; ++i) CHECK(signal_eventfd(event.get()));
   ::alarm(0);
   std::uint64_t count = 0;
   REQUIRE(::read(event.get(), &count, sizeof(count)) == sizeof(count));
   CHECK(count >= most);
-  for (int i = 0; i < 1000; ++i) signal_eventfd(event.get());
+  for (int i = 0; i < 1000; ++i) CHECK(signal_eventfd(event.get()));
   REQUIRE(::read(event.get(), &count, sizeof(count)) == sizeof(count));
   CHECK(count == 1000);
 }
+
+#if defined(__x86_64__)
+TEST_CASE("A machine that the kernel had no room to interrupt is interrupted as soon as it has") {
+  if (!signals_work()) return;
+  bool tried = false;
+  std::thread([&] {
+    const Refusing refusing;
+    if (!refusing) return;
+    tried = true;
+    MachineWorld world;
+    REQUIRE(world.channel.ring != 0);
+    Refusing::refusals = 1;  // tried again at once
+    world.complete();
+    CHECK(world.rung() == Counts{0, 0, 0, 1});
+    CHECK_FALSE(world.guest->events_held);
+
+    vmci::EventRingReader reader(world.ring);
+    reader.take([](const control::CompletionRecord&) {});
+    Refusing::refusals = 1000;
+    world.complete();
+    CHECK(world.rung() == Counts{0, 0, 0, 0});
+    CHECK(world.guest->events_held);
+    CHECK(flush_events(*world.guest));
+    Refusing::refusals = 0;
+    CHECK_FALSE(flush_events(*world.guest));
+    CHECK(world.rung() == Counts{0, 0, 0, 1});
+
+    // Also when it goes on after it stood still.
+    Refusing::refusals = 1000;
+    interrupt_again(*world.guest);
+    CHECK(world.guest->events_held);
+    Refusing::refusals = 0;
+    CHECK_FALSE(flush_events(*world.guest));
+    CHECK(world.rung() == Counts{0, 0, 0, 1});
+  }).join();
+  if (!tried) MESSAGE("SKIPPED: no filter of system calls here");
+}
+#endif

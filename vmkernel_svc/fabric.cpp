@@ -1,5 +1,7 @@
 #include "vmkernel_svc/fabric.hpp"
 
+#include "vmkernel_svc/hosts/service.hpp"
+
 #include <cstring>
 
 namespace vrdma::svc {
@@ -14,18 +16,26 @@ std::uint32_t Fabric::new_qpn() {
 }
 
 std::uint16_t Fabric::new_lid() {
-  if (next_lid_ < config.lid_count) return static_cast<std::uint16_t>(config.lid_first + next_lid_++);
+  if (!may_give_lids_ || (hosts && !hosts->snapshot()->may_give())) return 0;
+  if (next_lid_ < lid_count_) return static_cast<std::uint16_t>(lid_first_ + next_lid_++);
   if (resting_lids_.empty()) return 0;
   const std::uint16_t lid = resting_lids_.front();
   resting_lids_.pop_front();
   return lid;
 }
 
-bool Fabric::leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global,
-                      const std::uint8_t* dgid) const {
-  if (sender_link_layer == control::link_layer_infiniband && dlid != 0) return guest.lid == dlid;
+void Fabric::lease_lids(hosts::LidRange lids, bool may_give) {
+  may_give_lids_ = may_give;
+  if (lid_count_ != 0 || lids == hosts::no_lids) return;  // a host's LIDs do not change while it runs
+  lid_first_ = lids.first;
+  lid_count_ = lids.last - lids.first + 1u;
+}
+
+bool Fabric::leads_to(std::uint16_t lid, const std::array<control::GidEntry, 16>& gids, std::uint32_t sender_link_layer,
+                      std::uint16_t dlid, bool global, const std::uint8_t* dgid) {
+  if (sender_link_layer == control::link_layer_infiniband && dlid != 0) return lid == dlid;
   if (!global) return false;
-  for (const auto& entry : guest.gids)
+  for (const auto& entry : gids)
     if (std::memcmp(entry.gid.data(), dgid, 16) == 0) return true;
   return false;
 }

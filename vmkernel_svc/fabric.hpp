@@ -12,9 +12,14 @@
 
 #include "cache/generation_cache.hpp"
 #include "vmkernel_svc/config.hpp"
+#include "vmkernel_svc/hosts/state.hpp"
 #include "vmkernel_svc/memory/region.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/vmci_switch.hpp"
+
+namespace vrdma::hosts {
+class Service;
+}
 
 namespace vrdma::svc {
 
@@ -53,7 +58,10 @@ struct MachineStatus {
   std::uint64_t ram_bytes;
   std::size_t processes;
   std::string version;  // of its agent
+  std::uint64_t bar_bytes;  // of a machine whose RAM is its own: what is lent is of its BAR; 0: of its RAM
 };
+
+class FarDesk;
 
 class Fabric {
  public:
@@ -82,17 +90,26 @@ class Fabric {
   boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
   std::uint64_t local_copies_bytes = 0;
   std::vector<MachineStatus> machines;  // as the server said last
+  FarDesk* far = nullptr;               // where there are other hosts
+  std::shared_ptr<const hosts::Service> hosts;  // nullptr: alone
 
   std::uint32_t new_qpn();
-  std::uint16_t new_lid();  // 0: none left
+  std::uint16_t new_lid();  // 0: none left, or none may be given now
   void rest_lid(std::uint16_t lid) { resting_lids_.push_back(lid); }
+  // Where the LIDs are leased (hosts/): which they are, and whether the lease stands. What was given stays given.
+  void lease_lids(hosts::LidRange lids, bool may_give);
 
-  // Whether an address vector leads to that guest: by LID on InfiniBand, by GID on Ethernet or where no LID is given.
-  bool leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global, const std::uint8_t* dgid) const;
+  // Whether an address vector leads to that guest, or that port: by LID on InfiniBand, by GID on Ethernet or where no LID is given.
+  static bool leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global, const std::uint8_t* dgid) {
+    return leads_to(guest.lid, guest.gids, sender_link_layer, dlid, global, dgid);
+  }
+  static bool leads_to(std::uint16_t lid, const std::array<control::GidEntry, 16>& gids, std::uint32_t sender_link_layer,
+                       std::uint16_t dlid, bool global, const std::uint8_t* dgid);
 
  private:
   std::uint32_t next_qpn_ = 0x11;
-  std::uint32_t next_lid_ = 0;
+  std::uint32_t next_lid_ = 0, lid_first_ = config.lid_first, lid_count_ = config.hosts ? 0 : config.lid_count;
+  bool may_give_lids_ = !config.hosts;
   std::deque<std::uint16_t> resting_lids_;  // oldest first
 };
 

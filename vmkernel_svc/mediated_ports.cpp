@@ -9,6 +9,7 @@
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/grh.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/remote/far_desk.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
@@ -113,6 +114,10 @@ MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t byt
 }
 
 namespace {
+
+std::uint32_t link_layer_of(const MediatedPorts::Qp& qp) {
+  return qp.port.owner != nullptr ? qp.port.owner->guest->link_layer : qp.port.stand_in->link_layer;
+}
 
 // The parts of [offset, offset + bytes) of a region: mapped(host, bytes) or process(address, bytes), in order.
 template <class Mapped, class Process>
@@ -270,6 +275,7 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, Place place, std::uint64_t 
 // --- completions and events -----------------------------------------------------------------------------------
 
 bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeState state) {
+  if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
   QueuePair& owner = *qp.port.owner;
   CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;
   const std::uint32_t lane = direction == Direction::send ? owner.send_lane : owner.receive_lane;
@@ -324,6 +330,7 @@ bool MediatedPorts::take_answer_expected() {
 }
 
 void MediatedPorts::event(Qp& qp, engine::AsyncEvent event) {
+  if (qp.port.owner == nullptr) return;
   QueuePair& owner = *qp.port.owner;
   raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(event), owner.handle);
 }
@@ -338,6 +345,7 @@ std::uint32_t MediatedPorts::srq_posted(Srq& srq) {
 }
 
 void MediatedPorts::state_changed(Qp& qp) {
+  if (qp.port.owner == nullptr) return;
   qp.port.owner->watch_receives(qp.state == engine::QpState::err);
   fabric_.runner.make_runnable(qp);
 }
@@ -364,15 +372,18 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
   port.peer_generation = fabric_.topology_generation;
   port.peer = nullptr;
   const auto found = fabric_.by_qpn.find(qp.attributes.dest_qp_num);
-  if (found == fabric_.by_qpn.end() || found->second->guest->frozen) return nullptr;
   const auto& path = qp.attributes.path;
-  if (fabric_.leads_to(*found->second->guest, port.owner->guest->link_layer, path.dlid, path.is_global != 0, path.dgid))
-    port.peer = &found->second->core;
+  if (found != fabric_.by_qpn.end() &&
+      fabric_.leads_to(*found->second->guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid)) {
+    if (!found->second->guest->frozen) port.peer = &found->second->core;
+  } else if (fabric_.far != nullptr) {
+    fabric_.far->route(qp);
+  }
   return port.peer;
 }
 
 MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
-  const std::uint32_t link_layer = qp.port.owner->guest->link_layer;
+  const std::uint32_t link_layer = link_layer_of(qp);
   RouteKey key{ud.remote_qpn, ud.dlid, static_cast<std::uint16_t>(link_layer), {}};
   if (ud.route_flags & route_global) std::memcpy(key.dgid.data(), ud.dgid, 16);
   if (Qp* const* known = fabric_.routes.find(key, fabric_.topology_generation)) return *known;
@@ -397,22 +408,45 @@ MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp&, const UdOperand& ud, std::
 
 bool MediatedPorts::leads_back(Qp& receiver, Qp& sender) {
   const auto& path = receiver.attributes.path;
+  if (const StandIn* const far = sender.port.stand_in)
+    return fabric_.leads_to(far->lid, far->gids, receiver.port.owner->guest->link_layer, path.dlid, path.is_global != 0, path.dgid);
   return fabric_.leads_to(*sender.port.owner->guest, receiver.port.owner->guest->link_layer, path.dlid, path.is_global != 0,
                           path.dgid);
 }
 
 bool MediatedPorts::write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
-  const Guest& from = *sender.port.owner->guest;
+  const auto& gids = sender.port.owner != nullptr ? sender.port.owner->guest->gids : sender.port.stand_in->gids;
   const bool ethernet = receiver.port.owner->guest->link_layer == control::link_layer_ethernet;
   if ((ud.route_flags & route_global) == 0 && !ethernet) {
     std::memset(bytes, 0, engine::grh_bytes);
     return false;
   }
-  const auto& source = from.gids[ud.sgid_index % from.gids.size()];
+  const auto& source = gids[ud.sgid_index % gids.size()];
   write_grh_bytes(source, ud, payload_bytes, bytes);
   return true;
 }
 
-std::uint16_t MediatedPorts::lid(Qp& qp) { return qp.port.owner->guest->lid; }
+std::uint16_t MediatedPorts::lid(Qp& qp) {
+  return qp.port.owner != nullptr ? qp.port.owner->guest->lid : qp.port.stand_in->lid;
+}
+
+// --- other hosts ----------------------------------------------------------------------------------------------
+
+void MediatedPorts::far_send(Qp& qp, engine::FarFramePtr frame) { fabric_.far->send(qp, std::move(frame)); }
+bool MediatedPorts::far_room(Qp& qp) { return fabric_.far->has_room(qp.far->host); }
+std::uint64_t MediatedPorts::far_session(Qp& qp) { return fabric_.far->session(qp.far->host); }
+std::uint64_t MediatedPorts::far_silent_ns(Qp& qp) { return fabric_.far->silent_ns(qp.far->host); }
+std::uint32_t MediatedPorts::far_epoch() { return fabric_.far->new_epoch(); }
+
+void MediatedPorts::far_describe(Qp& qp, engine::FarOpen& open) {
+  const Guest& guest = *qp.port.owner->guest;
+  const QpAttributes& a = qp.attributes;
+  open = {a.path, guest.guid, guest.link_layer, guest.lid, static_cast<std::uint8_t>(qp.type), a.timeout, a.retry_cnt, a.rnr_retry,
+          static_cast<std::uint8_t>(a.path_mtu), 0, a.dest_qp_num};
+}
+
+void MediatedPorts::far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey) {
+  if (fabric_.far != nullptr) fabric_.far->send_datagram(qp, request, ud, qkey);
+}
 
 }  // namespace vrdma::svc

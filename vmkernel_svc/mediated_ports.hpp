@@ -23,6 +23,7 @@ struct QueuePair;
 struct SharedReceiveQueue;
 struct CompletionQueue;
 class Fabric;
+struct StandIn;
 
 class MediatedPorts {
  public:
@@ -36,7 +37,8 @@ class MediatedPorts {
     std::uint64_t generation = 0;
   };
   struct QpPort {
-    QueuePair* owner = nullptr;
+    QueuePair* owner = nullptr;    // nullptr: it stands in for a requester of another host, …
+    StandIn* stand_in = nullptr;   // … this
     std::uint64_t pd = 0;
     KeyHint local_hint, remote_hint, receive_hint;
     Qp* peer = nullptr;
@@ -88,6 +90,15 @@ class MediatedPorts {
   bool leads_back(Qp& receiver, Qp& sender);
   bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
   std::uint16_t lid(Qp& qp);
+
+  // Other hosts (engine/far_requester.hpp).
+  void far_send(Qp& qp, engine::FarFramePtr frame);
+  bool far_room(Qp& qp);
+  std::uint64_t far_session(Qp& qp);
+  std::uint64_t far_silent_ns(Qp& qp);
+  void far_describe(Qp& qp, engine::FarOpen& open);
+  std::uint32_t far_epoch();
+  void far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
 
  private:
   std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,

@@ -39,6 +39,7 @@ struct Channel {  // completion channel
   vmci::EventRingWriter ring = {};
   std::uint64_t ring_offset = 0;  // in the arena
   int interrupt = -1;             // its machine's eventfd
+  bool interrupt_owed = false;    // the kernel could not ring it yet
 };
 
 struct Context {
@@ -127,6 +128,7 @@ struct InMachine {
   std::string name;  // the machine's
   std::uint32_t uid, pid;  // in the machine
   std::shared_ptr<const Interrupts> interrupts;
+  bool in_bar = false;     // its memory is lent of the BAR
   vmci::Segment copier_segment = {};  // lent for its copying thread, until it is used
 };
 
@@ -142,6 +144,7 @@ struct Guest {
   std::array<control::GidEntry, 16> gids{};
 
   Arena arena;
+  bool arena_was_full = false;  // said once
   std::uint64_t control_offset = 0, doorbell_offset = 0;
   vmci::QueuePairView control;
   vmci::RecordReader requests;

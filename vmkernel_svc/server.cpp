@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -62,12 +63,32 @@ Server::Server(const Config& config) : config_(config) {
                               : "give another --socket"));
   }
   listener_.assign(listening->release());
+  if (!config_.remote.hosts.empty()) {
+    const RemoteConfig& remote = config_.remote;
+    directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
+    carrier_place_ = {remote.name, remote.address, remote.port};
+    config_.lid_first = directory_->ours().first;
+    config_.lid_count = directory_->ours().last - config_.lid_first + 1u;
+  } else if (config_.hosts) {
+    auto settings = *config_.hosts;
+    settings.version = VRDMA_VERSION;
+    if (settings.carrier_port == 0) settings.carrier_port = static_cast<std::uint16_t>(settings.port + 1);
+    hosts_ = std::make_shared<hosts::Service>(std::move(settings));
+    directory_ = hosts_;
+    const auto us = hosts_->snapshot()->us;
+    carrier_place_ = {us.name, us.address, us.carrier_port};
+  }
   shard_ = std::make_unique<Shard>(config_, head.shards[0]);
+  if (directory_) {
+    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_, [shard = shard_.get()] { shard->wake(); }));
+    directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
+  }
   desk_ = std::make_unique<ControlDesk>(*shard_);
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
 }
 
 Server::~Server() {
+  if (hosts_) hosts_->stop();
   if (shard_thread_.joinable()) {
     shard_->stop();
     shard_thread_.join();
@@ -118,10 +139,9 @@ void Server::run() {
                              const uid_t uid = machine->tenant;
                              admit(std::move(socket), uid, std::move(machine));
                            },
-                           [this] {
-                             if (!machines_) return;
-                             shard_->submit([all = machines_->status()](Shard& shard) { shard.fabric().machines = all; });
-                           }});
+                           [this] { machines_changed(); }});
+  machines_changed();
+  if (hosts_) join_hosts();
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
@@ -132,8 +152,37 @@ void Server::run() {
   }
   io_.run();
   machines_.reset();
+  if (hosts_) hosts_->stop();
   shard_->stop();
   shard_thread_.join();
+}
+
+// However often they change, the shard is told once at a time, and before it is asked.
+void Server::machines_changed() {
+  machines_changed_ = true;
+  if (!telling_of_machines_) tell_of_machines();
+}
+
+void Server::tell_of_machines() {
+  if (!machines_ || !std::exchange(machines_changed_, false)) return;
+  telling_of_machines_ = true;
+  shard_->submit([this, all = machines_->status()](Shard& shard) {
+    shard.fabric().machines = all;
+    boost::asio::post(io_, [this] {
+      telling_of_machines_ = false;
+      tell_of_machines();
+    });
+  });
+}
+
+void Server::join_hosts() {
+  const auto lease = [this] {
+    const auto now = hosts_->snapshot();
+    shard_->submit([lids = now->lids, may_give = now->may_give()](Shard& shard) { shard.fabric().lease_lids(lids, may_give); });
+  };
+  shard_->submit([hosts = hosts_](Shard& shard) { shard.fabric().hosts = hosts; });
+  hosts_->when_changed(lease);
+  hosts_->start();
 }
 
 void Server::watch_idle() {
@@ -277,7 +326,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, {}}), std::move(*arena)});
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
   });
@@ -316,6 +365,7 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
   auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
   auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
+  if (PacketDesk::request_of(head) == Request::show) tell_of_machines();
   const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
   shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
     packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer);

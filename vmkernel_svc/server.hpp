@@ -12,8 +12,10 @@
 
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/machines/machines.hpp"
 #include "vmkernel_svc/packet_desk.hpp"
+#include "vmkernel_svc/remote/tcp_carrier.hpp"
 #include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {
@@ -52,6 +54,9 @@ class Server {
   void lost(const ConnectionPtr& connection);
   void await_exit(const ConnectionPtr& connection);
   void watch_idle();
+  void machines_changed();
+  void tell_of_machines();
+  void join_hosts();
 
   Config config_;
   boost::asio::io_context io_;
@@ -61,11 +66,15 @@ class Server {
   boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
   vmci::Segment page_;
   pthread_mutex_t* alive_ = nullptr;  // on the page; held from run() on
+  std::shared_ptr<remote::Directory> directory_;  // nullptr: no other hosts
+  remote::TcpCarrier::Place carrier_place_;
   std::unique_ptr<Shard> shard_;
   std::unique_ptr<ControlDesk> desk_;    // these two are used on the shard's thread
   std::unique_ptr<PacketDesk> packets_;
   std::thread shard_thread_;
   std::unique_ptr<Machines> machines_;
+  bool machines_changed_ = false, telling_of_machines_ = false;
+  std::shared_ptr<hosts::Service> hosts_;  // nullptr: no other hosts
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t connections_max_ = 2048;  // of one user

@@ -40,8 +40,15 @@ Shard::~Shard() {
   Task* task;
   while (tasks_.pop(task)) delete task;
   while (!fabric_.guests.empty()) desk_->detach(*fabric_.guests.begin()->second);
+  fabric_.far = nullptr;
+  far_.reset();
   ProcessJob* job;
   while (jobs_.pop(job)) delete job;
+}
+
+void Shard::join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier) {
+  far_ = std::make_unique<FarDesk>(fabric_, *this, ports_, engine_, std::move(directory), std::move(carrier));
+  fabric_.far = far_.get();
 }
 
 Status Shard::watch(int fd) {
@@ -101,6 +108,7 @@ bool Shard::turn() {
   bool worked = run_tasks();
   worked |= run_finished_jobs();
   worked |= look_at_doorbells();
+  if (far_ != nullptr) worked |= far_->turn();
   // With a processor of its own it looks at queue pairs more often than at what is rare: an empty queue costs one load, the rest
   // of a turn several. Where others wait for the processor it is quick to give it away.
   for (int look = backoff_.alone() ? looks_per_turn : 1; look > 0; --look) worked |= run_queue_pairs();
@@ -269,7 +277,9 @@ void Shard::handle_overruns() {
 
 void Shard::make_runnable(Qp& qp) {
   qp.port.idle_turns = 0;
-  if (qp.port.runnable || qp.port.owner->guest->frozen) return;
+  if (qp.port.runnable) return;
+  if (qp.port.owner == nullptr) [[unlikely]] return far_->make_runnable(*qp.port.stand_in);
+  if (qp.port.owner->guest->frozen) return;
   qp.port.runnable = true;
   qp.port.owner->watch_sends(false);
   ++runnable_count_;
@@ -304,6 +314,7 @@ void Shard::park_all() {
 }
 
 void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
+  if (qp.port.owner == nullptr) [[unlikely]] return far_->set_timer(*qp.port.stand_in, at_ns);
   if (qp.port.wake_ns == at_ns) return;
   qp.port.wake_ns = at_ns;
   timers_.push({at_ns, qp.qpn.value});
@@ -371,6 +382,7 @@ void Shard::thaw(Guest& guest) {
 
 bool Shard::anything_waiting() {
   if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || runnable_count_ != 0) return true;
+  if (far_ != nullptr && far_->anything_waiting()) return true;
   for (Guest* guest : guests_)
     if (!guest->broken && !guest->frozen && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
   return false;
@@ -392,6 +404,7 @@ void Shard::sleep() {
     bool timed = false;
     const std::uint64_t now = vmci::monotonic_ns();
     std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
+    if (const std::uint64_t far = far_ != nullptr ? far_->next_wake_ns() : 0; far != 0 && (until == 0 || far < until)) until = far;
     bool held = false;
     for (Guest* guest : guests_) {
       held |= flush_events(*guest);

@@ -15,6 +15,7 @@
 #include "vmci_channel/backoff.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vmkernel_svc/fabric.hpp"
+#include "vmkernel_svc/remote/far_desk.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::svc {
@@ -36,6 +37,9 @@ class Shard final : public Runner, public JobSink {
 
   // Any thread: run `task` on the shard's thread, in order of submission.
   void submit(Task task);
+  void wake();  // any thread, after giving it something to find in its next turn
+  // Before run(): there are other hosts.
+  void join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier);
   void finished(ProcessJob* job) override;  // any thread
 
   Fabric& fabric() { return fabric_; }
@@ -103,6 +107,7 @@ class Shard final : public Runner, public JobSink {
   MediatedPorts ports_{fabric_};
   engine::Engine<MediatedPorts> engine_{ports_};
   std::unique_ptr<ControlDesk> desk_;
+  std::unique_ptr<FarDesk> far_;  // nullptr: no other hosts
 
   std::vector<Guest*> guests_;
   std::vector<RunList> lists_;
@@ -119,8 +124,6 @@ class Shard final : public Runner, public JobSink {
   std::atomic<bool> asleep_{false};
   vmci::UniqueFd epoll_, wake_;
   Counters counters_;
-
-  void wake();
 };
 
 }  // namespace vrdma::svc

@@ -6,9 +6,11 @@
 
 #include <array>
 #include <cstring>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/hosts/service.hpp"
 
 namespace vrdma::svc {
 
@@ -156,9 +158,25 @@ json describe(Guest& guest, Shard& shard) {
                           {"pd", region.pd},
                           {"pieces", region.pieces.size()},
                           {"mapped_bytes", mapped},
-                          {"path", mapped == region.bytes ? (guest.machine ? "pinned" : "mapped") : mapped != 0 ? "mixed" : unmapped_by},
+                          {"path", mapped == region.bytes ? (!guest.machine ? "mapped" : guest.machine->in_bar ? "bar" : "pinned") : mapped != 0 ? "mixed" : unmapped_by},
                           {"unmapped_by", mapped == region.bytes ? "none" : unmapped_by}});
   }
+  return out;
+}
+
+// Of the subnet, as everybody may see it: nothing of a tenant is in it.
+json describe(const hosts::Service& service, const std::string& folder) {
+  const auto now = service.snapshot();
+  const auto lids = [](hosts::LidRange range) { return range == hosts::no_lids ? json() : json::array({range.first, range.last}); };
+  const auto left = std::chrono::duration_cast<std::chrono::seconds>(now->lease_until - std::chrono::steady_clock::now()).count();
+  json out{{"name", now->us.name},     {"folder", folder},           {"address", now->us.address}, {"port", now->us.port},       {"lids", lids(now->lids)},
+           {"lease_s", std::max<std::int64_t>(left, 0)}, {"may_give", now->may_give()}, {"leader", now->leader},     {"problem", now->problem},
+           {"manages", now->manages},  {"term", now->term},          {"strangers", now->strangers}, {"last_stranger", now->last_stranger}};
+  out["others"] = json::array();
+  for (const auto& [name, other] : now->others)
+    out["others"].push_back({{"name", name}, {"address", other.host.address}, {"port", other.host.port}, {"id", other.host.id}, {"lids", lids(other.host.lids)},
+                             {"reachable", other.reachable}, {"manages", other.manages}, {"leads", name == now->leader}, {"version", other.version},
+                             {"problem", other.problem}});
   return out;
 }
 
@@ -174,6 +192,42 @@ bool Viewer::sees(const Guest& guest) const {
   if (machine.empty()) return all || guest.credentials.uid == uid;
   return guest.machine && guest.machine->name == machine && (all || guest.machine->uid == uid);
 }
+
+namespace {
+
+// The other hosts: which LIDs are theirs, how they are reached, and why so.
+json describe_carriers(Fabric& fabric) {
+  json out = json::array();
+  if (fabric.far == nullptr) return out;
+  std::map<remote::HostId, std::string> lids;
+  for (const auto& range : fabric.far->ranges())
+    lids[range.host] += (lids[range.host].empty() ? "" : ",") + std::to_string(range.lids.first) + "-" + std::to_string(range.lids.last);
+  for (const auto& [id, text] : lids) {
+    const auto host = fabric.far->directory().host(id);
+    if (!host) continue;
+    const auto gauge = fabric.far->carrier().gauge(id);
+    const auto count = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
+    const std::uint64_t silent_ns = fabric.far->silent_ns(id);
+    constexpr std::uint64_t quiet_ns = 2'000'000'000;  // it says something every 200 ms
+    const bool known = fabric.far->session(id) != 0;
+    out.push_back({{"host", host->name},
+                   {"address", host->address + ":" + std::to_string(host->carrier_port)},
+                   {"lids", text},
+                   {"via", fabric.far->carrier().name()},
+                   {"why", "only-carrier"},
+                   {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
+                   {"silent_ms", known ? silent_ns / 1'000'000 : 0},
+                   {"sessions", fabric.far->session(id)},
+                   {"connections_here", fabric.far->stand_in_count(id)},
+                   {"queued_bytes", count(gauge->queued_bytes)},
+                   {"counters", {{"sent_records", count(gauge->sent_records)}, {"sent_bytes", count(gauge->sent_bytes)},
+                                 {"received_records", count(gauge->received_records)}, {"received_bytes", count(gauge->received_bytes)},
+                                 {"resent_records", count(gauge->resent)}, {"reconnects", count(gauge->reconnects)}}}});
+  }
+  return out;
+}
+
+}  // namespace
 
 void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer) {
   Fabric& fabric = shard.fabric();
@@ -198,7 +252,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   out["guests"] = json::array();
   for (auto& [id, guest] : fabric.guests)
     if (viewer.sees(*guest)) out["guests"].push_back(describe(*guest, shard));
-  // A destination leads to a guest of this host, by LID or by GID, and is then a copy; other hosts are not served yet.
+  // A destination leads to a guest of this host, by LID or by GID, and is then a copy, or to another host.
   out["routes"] = json::array();
   for (auto& [id, guest] : fabric.guests) {
     if (!viewer.sees(*guest)) continue;
@@ -208,10 +262,12 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     const bool ethernet = guest->link_layer == link_layer_ethernet;
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
+  out["carriers"] = describe_carriers(fabric);
+  out["subnet"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)
     if (machine.name == viewer.machine || owns(machine.tenant))
-      out["vms"].push_back({{"name", machine.name}, {"tenant", machine.tenant}, {"state", machine.state}, {"ram_bytes", machine.ram_bytes},
+      out["vms"].push_back({{"name", machine.name}, {"tenant", machine.tenant}, {"state", machine.state}, {"ram_bytes", machine.ram_bytes}, {"bar_bytes", machine.bar_bytes},
                             {"processes", machine.processes}, {"version", machine.version}});
   out["departed"] = json::array();
   for (const auto& guest : fabric.departed)
@@ -231,6 +287,13 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   const auto& c = shard.counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
                      {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()}};
+  if (fabric.far != nullptr) {
+    const auto& from_network = fabric.far->carrier().counters();
+    out["counters"]["unauthenticated_records"] = from_network.unauthenticated.load(std::memory_order_relaxed);
+    out["counters"]["malformed_records"] = from_network.malformed.load(std::memory_order_relaxed) + fabric.far->malformed();
+    out["counters"]["refused_connections"] = from_network.refused_connections.load(std::memory_order_relaxed);
+    out["counters"]["dropped_far_datagrams"] = fabric.far->dropped_datagrams();
+  }
 
   // A guest chose its name: bytes that are not UTF-8 must not throw here.
   const std::string text = out.dump(-1, ' ', false, json::error_handler_t::replace);

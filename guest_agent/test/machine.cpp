@@ -29,9 +29,12 @@ bool can_pin() {
   return trial.has_value();
 }
 
-Machine::Machine(bool by_interrupts, std::uint64_t patience_ns) {
-  bar = static_cast<std::byte*>(::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+Machine::Machine(bool by_interrupts, std::uint64_t patience_ns, std::uint64_t bar_bytes) : bar_bytes_(bar_bytes != 0 ? bar_bytes : vm::bar_bytes) {
+  if (bar_bytes != 0) bar_file = *vmci::create_sealed("test-bar", bar_bytes);
+  const int flags = bar_file ? MAP_SHARED : MAP_SHARED | MAP_ANONYMOUS;
+  bar = static_cast<std::byte*>(::mmap(nullptr, bar_bytes_, PROT_READ | PROT_WRITE, flags, bar_file.get(), 0));
   REQUIRE(bar != MAP_FAILED);
+  if (bar_file) store(header().service.flags, vm::service_lends_bar);  // seen at the agent's very beginning
   char name[] = "/tmp/vrdma-guestd-test-XXXXXX";
   REQUIRE(::mkdtemp(name) != nullptr);
   folder_ = name;
@@ -44,6 +47,8 @@ Machine::Machine(bool by_interrupts, std::uint64_t patience_ns) {
   thread_ = std::thread([this, patience_ns, link_interrupt = interrupts[vm::link_vector].get()] {
     Device device;
     device.bar = bar;
+    device.bar_bytes = bar_bytes_;
+    device.bar_file = bar_file.get();
     device.registers = registers;
     device.interrupt = link_interrupt;
     if (link_interrupt >= 0) {
@@ -68,7 +73,7 @@ Machine::Machine(bool by_interrupts, std::uint64_t patience_ns) {
 
 Machine::~Machine() {
   if (thread_.joinable()) stop();
-  ::munmap(bar, vm::bar_bytes);
+  ::munmap(bar, bar_bytes_);
   std::filesystem::remove_all(folder_);
 }
 
@@ -99,6 +104,7 @@ void Machine::begin_service(std::uint64_t epoch) {
   store(line.major, vm::version_major);
   store(line.minor, vm::version_minor);
   store(line.vectors, vectors);
+  if (bar_file) store(line.flags, vm::service_lends_bar);
   link.reset();
   frames.clear();
   store(line.service_epoch, epoch);
@@ -202,6 +208,7 @@ void Machine::reply(const FrameIn& packet, int status, std::span<const std::byte
 }
 
 std::byte* Machine::at_frame(std::uint64_t page) {
+  if (bar_file) return bar + page * vm::page_bytes;
   std::ifstream maps("/proc/self/maps");
   const auto self = Pagemap::of_self();
   REQUIRE(self.has_value());
@@ -255,6 +262,11 @@ Process::Reply Process::reply() {
   result.descriptors = std::move(received->descriptors);
   CHECK((result.head.record.control & control::reply_bit) != 0);
   return result;
+}
+
+bool Process::answered() const {
+  pollfd waiting{socket.fd(), POLLIN, 0};
+  return ::poll(&waiting, 1, 0) == 1;
 }
 
 bool Process::closed() {

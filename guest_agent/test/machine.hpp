@@ -44,7 +44,8 @@ class Machine {
   // processor for a while.
   static constexpr std::uint64_t long_patience_ns = 60'000'000'000, short_patience_ns = 2'000'000'000;
 
-  explicit Machine(bool by_interrupts = false, std::uint64_t patience_ns = long_patience_ns);
+  // bar_bytes: of the BAR, where the machine's RAM is its own; 0: it is not.
+  explicit Machine(bool by_interrupts = false, std::uint64_t patience_ns = long_patience_ns, std::uint64_t bar_bytes = 0);
   ~Machine();
 
   // --- the host service
@@ -97,6 +98,7 @@ class Machine {
 
   std::string socket;
   std::byte* bar = nullptr;
+  vmci::UniqueFd bar_file;  // where programs can map it
   std::uint32_t registers[4] = {};
   // With interrupts: that of each vector, whoever has it now; the service rings it.
   static constexpr std::uint32_t vectors = 4;
@@ -111,6 +113,7 @@ class Machine {
  private:
   [[noreturn]] static void fail(const char* what);
 
+  std::uint64_t bar_bytes_;
   std::filesystem::path folder_;
   vmci::UniqueFd stop_;
   std::uint64_t boot_ = 0;
@@ -135,6 +138,7 @@ class Process {
     std::vector<vmci::UniqueFd> descriptors;
   };
   Reply reply();
+  bool answered() const;  // whether a reply is there
   bool closed();  // whether the agent has closed the connection; waits for it
 
   // The connection's number, from its open frame, and the four descriptors of attach.

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int read_write = PROT_READ | PROT_WRITE;
 constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
+constexpr int populate_write = 23;
 constexpr int dont_unmap = 4;      // MREMAP_DONTUNMAP, Linux 5.7; of shared memory 5.13
 
 // Raw system calls: the library's own mremap and munmap look for registered memory.
@@ -37,6 +38,9 @@ bool map_private(Range range) {
 // Pages that were given back to the system since, or are guarded, might not be had: to be learned here, and not by a signal.
 bool can_be_read(Range range) { return ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read) == 0; }
 
+// Of a mapping, which has one protection key: whether this thread may use it so now.
+bool allows(std::uint64_t address, int how) { return ::syscall(SYS_madvise, address, page_bytes(), how) == 0; }
+
 }  // namespace
 
 KeptPages::~KeptPages() {
@@ -46,7 +50,7 @@ KeptPages::~KeptPages() {
 bool KeptPages::move_in(Range range) {
   Kept* const kept = find(range, false);
   std::uint64_t private_pages = 0;
-  const bool moved = kept != nullptr && replace_by_window(range, kept->aside, private_pages);
+  const bool moved = kept != nullptr && allows(range.begin, populate_read) && allows(kept->aside, populate_write) && replace_by_window(range, kept->aside, private_pages);
   if (moved) kept->aside = 0;
   unmap(range);
   if (!moved) return false;
@@ -79,6 +83,7 @@ bool KeptPages::move_out(Range range) {
   std::uint64_t private_pages = 0;
   if (Kept* const kept = find(range, true)) private_pages = std::exchange(kept->aside, 0);
   unmap(range);
+  if (private_pages != 0 && !allows(private_pages, populate_write)) unmap_raw(std::exchange(private_pages, 0), range.bytes());
   if (private_pages != 0) raw_copy(private_pages, range.begin, range.bytes());
   const std::uint64_t aside = put_aside(range);
   bool moved = aside != 0 && private_pages != 0 && put_in_place(private_pages, range);
@@ -94,6 +99,8 @@ bool KeptPages::move_out(Range range) {
     unmap_raw(aside, range.bytes());
     return false;
   }
+  // The application may have taken back meanwhile what it had said of forks.
+  ::syscall(SYS_madvise, range.begin, range.bytes(), MADV_DOFORK);
   keep({range, aside, false});
   return true;
 }
@@ -122,6 +129,8 @@ void KeptPages::drop(std::size_t index) {
   erase(index);
   let_go(dropped);
   if (dropped.registered) return;
+  for (std::size_t i = 0; i < count_; ++i)  // their pages go, too
+    if (!kept_[i].registered && kept_[i].range.overlaps(dropped.range)) let_go(kept_[i]);
   for (std::uint64_t at = dropped.range.begin; at < dropped.range.end;) {
     const Range used = resident_->first_overlap({at, dropped.range.end});
     const std::uint64_t free_end = used.empty() ? dropped.range.end : used.begin;

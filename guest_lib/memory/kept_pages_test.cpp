@@ -40,7 +40,7 @@ bool pages_can_wait_aside() {
   void* const here = ::mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   ::close(file);
   REQUIRE(here != MAP_FAILED);
-  void* const there = ::mremap(here, page, page, MREMAP_MAYMOVE | dont_unmap);
+  void* const there = ::mremap(here, page, page, MREMAP_MAYMOVE | dont_unmap, nullptr);
   ::munmap(here, page);
   if (there == MAP_FAILED) return false;
   ::munmap(there, page);

@@ -88,6 +88,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   if (bytes == 0 || end < address || end > ~std::uint64_t{0} - page_bytes()) return Errno{EINVAL};
   const bool writes = (access & (access_local_write | access_remote_write | access_remote_atomic)) != 0;
   const Range range{address, end};
+  if (lends_) return add_lent(range, writes);
 
   alignas(std::max_align_t) char buffer[4096];
   MappedMemory outside(range);  // our own page in a hole of the range would pass for the application's
@@ -260,6 +261,7 @@ void MemoryManager::give_back_unheld(Range range) {
 
 void MemoryManager::remove(Registration&& registration) {
   const Registration taken = std::move(registration);
+  if (lends_) return remove_lent(taken);
   {
     Locked lock(*this);
     if (taken.generation != generation_) return;  // made before the fork that this process comes from
@@ -307,7 +309,7 @@ void MemoryManager::give_back(Range range) {
   // Of what the application unmapped or replaced, nothing is put back; the window's pages go, unless mremap took them
   // along.
   if (lost) kept_.unmap(range);
-  if (lost && !mapped_elsewhere(range)) {
+  if (lost && (window_.lent() || !mapped_elsewhere(range))) {
     std::uint64_t at = range.begin;
     for (std::size_t i = 0; i <= mapped.size(); ++i) {
       const Range gap{at, i < mapped.size() ? mapped[i].range.begin : range.end};
@@ -322,7 +324,7 @@ void MemoryManager::give_back(Range range) {
   for (const Vma& vma : mapped) {
     // More than is kept afterwards goes in pieces, so that the pages that one gives up serve for the next: else all of it would exist
     // twice, and the second half be pages that the machine has to find anew.
-    const bool kept = vma.range.bytes() <= KeptPages::bytes_max;
+    const bool kept = !window_.lent() && vma.range.bytes() <= KeptPages::bytes_max;
     const OtherThreads writers = other_writers(vma.range, others);
     if (kept && writers == OtherThreads::none && vma.protection() == read_write && kept_.move_out(vma.range)) {
       statistics_.moved_out_bytes += vma.range.bytes();

@@ -19,6 +19,7 @@
 #include "guest_lib/memory/copy_gate.hpp"
 #include "guest_lib/memory/fork_guard.hpp"
 #include "guest_lib/memory/kept_pages.hpp"
+#include "guest_lib/memory/lent_memory.hpp"
 #include "guest_lib/memory/mapped_memory.hpp"
 #include "guest_lib/memory/mover.hpp"
 #include "guest_lib/memory/page_counts.hpp"
@@ -35,6 +36,11 @@ using control::Extent;
 constexpr std::uint32_t window_backing = 0;  // the service's first backing of a guest
 using control::backing_process;
 
+struct Lent {
+  int file;  // the lender's descriptor
+  std::uint64_t offset;
+  std::uint32_t backing;
+};
 // How the service learns of the application's shareable files. announce: at most once per file while registrations use
 // it; the descriptor is sealed against shrinking and stays the caller's; returns the backing's id. withdraw: no
 // registration uses it. service: a number of the service that would be asked now; what another one was told does not count.
@@ -42,6 +48,9 @@ struct FileBackings {
   std::function<Result<std::uint32_t>(int fd, std::uint64_t bytes)> announce;
   std::function<void(std::uint32_t backing)> withdraw;
   std::function<std::uint64_t()> service = [] { return std::uint64_t{0}; };
+  // Where memory is moved to what the service lends in the window's place (lent_memory.hpp): a piece of so many bytes, zero, which
+  // withdraw() gives back. ENOMEM: none is left.
+  std::function<Result<Lent>(std::uint64_t bytes)> lend = {};
 };
 
 struct Registration {
@@ -72,9 +81,13 @@ class MemoryManager {
 
   // From now on nothing moves and no file is announced: memory is reached where it is.
   void keep_in_place() { in_place_.store(true, std::memory_order_relaxed); }
+  // From now on what moves goes to lent pages, and no file is announced. Only while one thread runs: with others, memory is reached where
+  // it is. Once it moved to a window, it goes on doing so.
+  void move_to_lent_pages();
 
   // access: ibv_access_flags. EINVAL: no bytes, or the range wraps. EFAULT: part of it is not mapped, or not readable,
-  // or not writable where local write, remote write or atomics are asked for. ENOMEM.
+  // or not writable where local write, remote write or atomics are asked for. ENOMEM. EBUSY: part of it lies in pages that an earlier
+  // service lent, and other threads run.
   Result<Registration> add(std::uint64_t address, std::uint64_t bytes, unsigned access);
   // The service has confirmed that it no longer touches the registration.
   void remove(Registration&& registration);
@@ -104,6 +117,17 @@ class MemoryManager {
     std::uint64_t bytes;
   };
   using UsedFiles = std::pmr::vector<UsedFile>;
+
+  // With lent pages (manager_lent.cpp).
+  Result<Registration> add_lent(Range range, bool writes);
+  Result<Plan> plan_lent(Range range, bool writes, std::uint64_t service, std::pmr::memory_resource* scratch);
+  void leave_to_process(Plan& plan, std::pmr::memory_resource* scratch);
+  Result<LentPiece> borrow(std::uint64_t bytes, std::uint64_t service);
+  void move_into(Plan& plan, std::pmr::vector<LentPiece>& spares);
+  void remove_lent(const Registration& registration);
+  void end_use(const Extent& extent, std::uint64_t service);
+  void give_back_pieces();
+  void return_piece(const LentPiece& piece);
 
   OtherThreads other_threads() const;
   OtherThreads other_writers(Range range, OtherThreads threads) const;
@@ -135,7 +159,7 @@ class MemoryManager {
 
   const FileBackings backings_;
   std::atomic<int> exempt_threads_{0};
-  std::atomic<bool> in_place_{false};
+  std::atomic<bool> in_place_{false}, lends_{false};
   std::atomic<std::uint64_t> resident_begin_{0},
       resident_end_{0};  // hint for the interposed functions: bounds of resident_
 
@@ -148,7 +172,8 @@ class MemoryManager {
   std::optional<PageCounts> by_process_;  // the same of extents that are reached through the process, by whoever copies for the service
   std::optional<PageCounts>
       resident_;  // pages whose contents live in the window (unless the application replaced the mapping)
-  Window window_;
+  std::optional<LentMemory> lent_;
+  Window window_;  // of its own, or over lent_
   bool window_refused_ = false;
   VmaBudget budget_;
   KeptPages kept_{window_, resident_};

@@ -90,12 +90,14 @@ void MemoryManager::become_child() {
   held_.reset();
   by_process_.reset();
   resident_.reset();
+  lent_.reset();  // the pieces' aliases are not mapped here
   pool_.emplace(&mapped_memory_);
   held_.emplace(&*pool_);
   by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
   publish_bounds();
   window_ = Window{};
+  lends_.store(false, std::memory_order_relaxed);
   window_refused_ = false;
   budget_ = VmaBudget{};
   kept_.forget();

@@ -1,4 +1,5 @@
 // What kinds of memory become which extents, and that contents and mappings survive.
+
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/memory/mapped_memory.hpp"
 
@@ -6,18 +7,48 @@
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "guest_lib/memory/test_support.hpp"
 
 using namespace vrdma;
 using namespace vrdma::memory;
 using namespace vrdma::memory::test;
+
+TEST_CASE("Mappings are found also when the first thread has ended") {
+  static const char page[1] = {};
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::thread([] {
+      const auto zombie = [] {
+        std::ifstream status("/proc/self/stat");
+        const std::string text(std::istreambuf_iterator<char>(status), {});
+        const auto behind = text.rfind(')');
+        return behind != std::string::npos && text.substr(behind + 2, 1) == "Z";
+      };
+      for (int i = 0; i < 10'000 && !zombie(); ++i) ::usleep(1000);
+      auto reader = VmaReader::open();
+      const auto vma = reader ? reader->at_or_after(reinterpret_cast<std::uint64_t>(page)) : Result<Vma>(reader.error());
+      const bool found = vma && vma->range.begin <= reinterpret_cast<std::uint64_t>(page) && *count_mappings() > 0;
+      ::_exit(!zombie() ? 2 : found ? 0 : 1);
+    }).detach();
+    ::syscall(SYS_exit, 0);
+  }
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
 
 TEST_CASE("The ioctl and the text of /proc/self/maps describe the same mappings") {
   auto query = VmaReader::open();
@@ -280,13 +311,14 @@ TEST_CASE("Many isolated pages leave the process the mappings it needs") {
 
 namespace {
 
-// The most memory, of the other process's own and of its window, that there was at once until `stop` is closed at its other end.
-std::uint64_t watch_peak_mib(pid_t process, int window, int stop) {
+// The most memory, of the other process's own and of its window, that there was at once until `other` is closed at its other end, who is
+// told when it has been looked at for the first time.
+std::uint64_t watch_peak_mib(pid_t process, int window, int other) {
   const std::string folder = "/proc/" + std::to_string(process);
-  std::uint64_t peak = 0;
+  std::uint64_t peak = 0, looks = 0;
   char byte;
   do {
-    // In this order: what moves from the window into the process meanwhile is not counted twice.
+    // In this order: what moves from the window into the process meanwhile is not counted twice. It may not be counted at all.
     std::uint64_t own_kib = 0;
     std::ifstream status(folder + "/status");
     for (std::string line; std::getline(status, line);)
@@ -294,7 +326,8 @@ std::uint64_t watch_peak_mib(pid_t process, int window, int stop) {
     struct stat file {};
     ::stat((folder + "/fd/" + std::to_string(window)).c_str(), &file);
     peak = std::max(peak, (own_kib >> 10) + (static_cast<std::uint64_t>(file.st_blocks) >> 11));
-  } while (::recv(stop, &byte, 1, MSG_DONTWAIT) < 0);
+    if (++looks == 1 && ::send(other, "", 1, MSG_NOSIGNAL) != 1) break;
+  } while (::recv(other, &byte, 1, MSG_DONTWAIT) < 0);
   return peak;
 }
 
@@ -325,6 +358,8 @@ TEST_CASE("Much memory that is moved back exists twice only in part") {
   REQUIRE(r.has_value());
   CHECK(in_window(*r));
   REQUIRE(::send(ends[1], "", 1, MSG_NOSIGNAL) == 1);
+  char watched;
+  REQUIRE(::recv(ends[1], &watched, 1, 0) == 1);
   manager.remove(std::move(*r));
   ::close(ends[1]);
   std::uint64_t peak = 0;

@@ -16,7 +16,7 @@ bool may_move(const Vma& vma) {
 
 void append(Plan& plan, Piece::Kind kind, Range range, const Vma& vma) {
   if (range.empty()) return;
-  plan.push_back({kind, range, vma.protection(), vma, 0});
+  plan.push_back({kind, range, vma.protection(), vma, 0, 0});
 }
 
 void append_movable(Plan& plan, Range part, Range registration, const Vma& vma) {

@@ -19,7 +19,8 @@ struct Piece {
   Range range;  // exact; movable: whole pages inside the registration and the mapping
   int protection = 0;
   Vma vma;                    // as found; kind file: which file, and where in it
-  std::uint32_t backing = 0;  // kind file, once announced
+  std::uint32_t backing = 0;  // kind file, once announced; kind window of lent memory
+  std::uint64_t backing_offset = 0;  // kind window of lent memory
 
   std::uint64_t file_offset() const { return vma.file_offset + (range.begin - vma.range.begin); }
 };

@@ -81,11 +81,17 @@ int Vma::protection() const {
   return (readable ? PROT_READ : 0) | (writable ? PROT_WRITE : 0) | (executable ? PROT_EXEC : 0);
 }
 
+// Not that of /proc/self, which is the first thread's, and empty once that has ended (pthread_exit in main).
+static int open_maps() {
+  const int fd = ::open("/proc/thread-self/maps", O_RDONLY | O_CLOEXEC);
+  return fd >= 0 ? fd : ::open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+}
+
 Result<VmaReader> VmaReader::open(Method method) {
   // Opened for each walk: a kept descriptor would show the parent's mappings after a fork, and the application may
   // close or reuse any descriptor number (closefrom).
   Result<VmaReader> reader(boost::system::in_place_value);  // in place: no temporaries, callers may have small stacks
-  reader->maps_.reset(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
+  reader->maps_.reset(open_maps());
   if (!reader->maps_) return last_error();
   reader->text_ = method == Method::text;
   return reader;
@@ -128,7 +134,7 @@ Result<Vma> VmaReader::scan(std::uint64_t address) {
   last_address_ = address;
   while (!have_current_ || current_.range.end <= address) {
     auto next = next_line();
-    if (!next) return next.error();
+    if (!next) return !have_current_ && next.error() == Errno{ENOENT} ? Errno{EIO} : next.error();  // no mapping at all is no answer
     current_ = *next;
     have_current_ = true;
   }
@@ -162,7 +168,7 @@ std::uint64_t page_bytes() {
 }
 
 Result<std::uint64_t> count_mappings() {
-  const vmci::UniqueFd maps(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
+  const vmci::UniqueFd maps(open_maps());
   if (!maps) return last_error();
   std::uint64_t lines = 0;
   char buffer[4096];  // the kernel gives a page at most in one go

@@ -43,6 +43,7 @@ Window& Window::operator=(Window&& other) noexcept {
     close();
     fd_ = std::move(other.fd_);
     id_ = other.id_;
+    lent_ = other.lent_;
   }
   return *this;
 }
@@ -72,6 +73,7 @@ Result<Window> Window::create() {
 }
 
 bool Window::intact() const {
+  if (lent_ != nullptr) return lent_->intact();
   auto id = file_id(fd_.get());
   return id && *id == id_;
 }
@@ -82,24 +84,29 @@ bool Window::size_limit_allows() {
 }
 
 bool Window::holds(const Vma& vma) const {
+  if (lent_ != nullptr) return lent_->holds(vma);
   return fd_ && vma.shared && vma.file == id_;
 }
 
 bool Window::holds_in_place(const Vma& vma) const {
+  if (lent_ != nullptr) return lent_->holds_in_place(vma);
   return holds(vma) && vma.file_offset == vma.range.begin;
 }
 
 Status Window::copy_from_memory(Range range) const {
+  if (lent_ != nullptr) return lent_->copy_from_memory(range);
   if (!intact()) return Errno{EBADF};
   return transfer<SYS_pwrite64>(fd_.get(), range.begin, range.begin, range.bytes());
 }
 
 Status Window::copy_to(void* to, Range range) const {
+  if (lent_ != nullptr) return lent_->copy_to(to, range);
   if (!intact()) return Errno{EBADF};
   return transfer<SYS_pread64>(fd_.get(), reinterpret_cast<std::uint64_t>(to), range.begin, range.bytes());
 }
 
 Status Window::map(Range range, int protection) const {
+  if (lent_ != nullptr) return lent_->map(range, protection);
   if (!intact()) return Errno{EBADF};
   if (::mmap(pointer(range.begin), range.bytes(), protection, MAP_SHARED | MAP_FIXED, fd_.get(),
              static_cast<off_t>(range.begin)) == MAP_FAILED)
@@ -111,6 +118,7 @@ Status Window::map(Range range, int protection) const {
 }
 
 Status Window::punch(Range range) const {
+  if (lent_ != nullptr) return Errno{EOPNOTSUPP};
   if (!intact()) return Errno{EBADF};
   if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.begin),
                   static_cast<off_t>(range.bytes())) != 0)

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "guest_lib/memory/lent_memory.hpp"
 #include "guest_lib/memory/vma.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
@@ -26,11 +27,18 @@ class Window {
   Window() = default;
   // EFBIG where RLIMIT_FSIZE or the kernel does not allow a file that large.
   static Result<Window> create();
+  // In its place: lent pages, which outlive this. There is nothing to punch then.
+  static Window over(const LentMemory& lent) {
+    Window window;
+    window.lent_ = &lent;
+    return window;
+  }
   Window(Window&&) noexcept = default;
   Window& operator=(Window&& other) noexcept;
   ~Window() { close(); }
 
-  explicit operator bool() const { return static_cast<bool>(fd_); }
+  explicit operator bool() const { return fd_ || lent_ != nullptr; }
+  bool lent() const { return lent_ != nullptr; }
   int fd() const { return fd_.get(); }
   bool intact() const;
   // Whether writing to the file cannot raise SIGXFSZ.
@@ -52,6 +60,7 @@ class Window {
  private:
   vmci::UniqueFd fd_;
   FileId id_;
+  const LentMemory* lent_ = nullptr;
 };
 
 }  // namespace vrdma::memory

@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 0;
+constexpr std::uint16_t version_minor = 2;  // 2: attach_in_bar
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -58,12 +58,16 @@ struct AttachReply {
   vmci::QueuePairGeometry control_geometry;
   std::uint64_t doorbell_offset;  // of the guest's ReadyWords: member 0 the control pair, others QpReply::doorbell
   std::uint16_t shard;            // index into ServicePage::shards
-  std::uint16_t flags;            // attach_in_machine
+  std::uint16_t flags;            // attach_in_machine, attach_in_bar
   std::int32_t service_pid;       // as the guest's pid namespace sees it, 0 if it does not
   char name[32];
   char service_version[32];
 };
 constexpr std::uint16_t attach_in_machine = 1;  // by a virtual machine's agent: memory is pinned where it is (add_pinned)
+// With that: the machine's RAM is its own. Segments are parts of its device's BAR, of which each descriptor is one, at a position that
+// says where the part begins; and memory that shall be reached in place is moved to more such parts (add_pinned with lend_pages).
+constexpr std::uint16_t attach_in_bar = 2;
+constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
 
 // One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
 struct AddBackingRequest {
@@ -74,7 +78,7 @@ struct AddBackingRequest {
 constexpr std::uint32_t backing_window = 1;
 struct AddBackingReply {
   std::uint32_t backing;
-  std::uint32_t reserved;
+  std::uint32_t page;  // with lend_pages, of the agent: where in the BAR / 4096
 };
 struct RemoveBackingRequest {
   std::uint32_t backing;
@@ -83,11 +87,13 @@ struct RemoveBackingRequest {
 // In a virtual machine: memory that the process has pinned by an io_uring's registered buffers. The machine's agent takes the ring
 // over (pidfd_getfd), so that the pages stay until remove_backing or the process's end, translates them, and passes the request
 // on with its own number of the memory. The backing begins at the page that holds `address`.
+// With lend_pages for a ring, the agent lends pages of the BAR, whole ones and zero, until remove_backing; `address` is 0.
 struct AddPinnedRequest {
   std::uint64_t address, bytes;
-  std::int32_t ring;      // the process's descriptor; may be closed after the reply
+  std::int32_t ring;      // the process's descriptor; may be closed after the reply; or lend_pages
   std::uint32_t segment;  // the agent's: vrdma/vm_link.hpp
 };
+constexpr std::int32_t lend_pages = -2;
 // Reply descriptor: the read end of the pipe that carries EventRecords of this context.
 struct OpenContextRequest {
   std::uint32_t reserved[2];

@@ -4,7 +4,9 @@
 //
 //   BAR:   LinkHeader (one page) | a byte queue pair (vmci_channel/byte_queue.hpp), created by the agent: agent → service, back
 //
-// Data and queues never pass here: they lie in the machine's RAM, which the service maps, in pages that the agent has pinned.
+// Data and queues never pass here: they lie in the machine's RAM, which the service maps, in pages that the agent has pinned. Where the
+// RAM is nobody's but the machine's (service_lends_bar), they lie in the rest of a BAR that is bigger, in pages that the agent lends to
+// processes. Pages (Run, Hello::page) then count from the BAR's beginning, and none of the first bar_bytes is lent.
 //
 // A session begins when the agent writes a new `boot` and ends with the next one, with another `service_epoch` (the service has
 // started anew, or knows that the machine ended or is not what it was), or when the service's `heartbeat` stands still for
@@ -30,7 +32,7 @@ namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
 constexpr std::uint16_t version_major = 2;   // another one is refused
-constexpr std::uint16_t version_minor = 0;
+constexpr std::uint16_t version_minor = 1;   // 1: service_lends_bar
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;
@@ -38,16 +40,18 @@ struct alignas(128) ServiceLine {  // written by the service only
   std::uint64_t service_epoch;  // random, never 0; 0 while the service is not ready
   std::uint64_t accepted;       // the boot for which its cursor is ready
   std::uint64_t heartbeat;      // changes at least every heartbeat_ms
-  std::uint64_t flags;          // service_polls
+  std::uint64_t flags;          // service_polls, service_lends_bar
   std::uint64_t vectors;        // by which it can interrupt the machine, from 0 on; 0: an older service, which has fixed_vectors
   std::uint64_t reserved[10];
 };
-constexpr std::uint64_t service_polls = 1;  // ringing has no effect
+constexpr std::uint64_t service_polls = 1;      // ringing has no effect
+constexpr std::uint64_t service_lends_bar = 2;  // it has no RAM of the machine's: memory is of the BAR
 struct alignas(128) AgentLine {  // written by the agent only
   std::uint64_t boot;            // random; 0: between two sessions
   std::uint64_t heartbeat;       // changes at least every heartbeat_ms
   std::uint64_t doorbells;       // counts what would have been rung with doorbell_vector
-  std::uint64_t reserved[13];
+  std::uint64_t page;            // of its session, where that is of the BAR (Hello::page): for who outlives it; else 0
+  std::uint64_t reserved[12];
 };
 struct LinkHeader {
   ServiceLine service;
@@ -62,6 +66,8 @@ constexpr std::uint64_t queues_offset = 4096;
 constexpr vmci::QueuePairGeometry queues{4096, 4096, vmci::QueueKind::bytes, 0};  // 256 KiB each way
 constexpr std::uint64_t bar_bytes = 1 << 20;  // of the BAR, at least; a power of two, as PCI wants
 static_assert(queues_offset + queues.total_bytes() <= bar_bytes);
+// Where memory is of the BAR: how big that may be; also a power of two.
+constexpr std::uint64_t lent_bar_bytes_min = std::uint64_t{32} << 20, lent_bar_bytes_max = std::uint64_t{64} << 30;
 
 // ivshmem: the machine is peer 0, as QEMU wants of one that can be saved (master=on), the service peer 1. Both have the fixed vectors; the
 // machine has more, as many as vm.json says, which the agent lends to completion channels (control::EventRing).
@@ -98,7 +104,7 @@ struct FrameHead {
 static_assert(WireRecord<FrameHead> && sizeof(FrameHead) == 16);
 constexpr std::uint32_t frame_bytes_max = 8192;
 
-// Consecutive pages (4096 bytes) of the machine's physical memory.
+// Consecutive pages (4096 bytes) of the machine's physical memory, or of the BAR.
 struct Run {
   std::uint64_t page;   // guest-physical address / 4096
   std::uint64_t pages;
@@ -109,13 +115,14 @@ constexpr std::uint32_t runs_per_frame = frame_bytes_max / sizeof(Run);
 
 struct Hello {
   std::uint16_t major, minor;
-  std::uint32_t flags;       // hello_interrupts
+  std::uint32_t flags;       // hello_interrupts, hello_bar
   std::uint64_t high_bytes;  // of the machine's RAM from 4 GiB on: it follows the rest in the file that is the RAM
   std::uint64_t page;        // guest-physical address / 4096 of a page for the machine's copy of the ServicePage …
   std::uint64_t proof;       // … whose first 8 bytes hold this until welcome: the service sees the memory that the agent means
   char version[32];
 };
 constexpr std::uint32_t hello_interrupts = 1;  // the agent sleeps until it is interrupted; else it polls
+constexpr std::uint32_t hello_bar = 2;         // what it lends is of the BAR, `page` too
 struct Welcome {
   std::int32_t status;   // 0, or an errno value: EPROTONOSUPPORT, EFAULT (the proof is not there), ENODEV (no RAM that can be mapped)
   std::uint16_t major, minor;

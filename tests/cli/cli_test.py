@@ -11,7 +11,7 @@ import signal
 import subprocess
 import unittest
 
-from support import BIN, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
+from support import BIN, MAJOR, MINOR, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
 
 needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
 needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
@@ -177,9 +177,9 @@ class Versions(TestCase):
             guest, status, body = attach(self.socket, major=99, minor=3)
             guest.close()
             self.assertEqual(status, errno.EPROTONOSUPPORT)
-            self.assertEqual(int.from_bytes(body[0:2], "little"), 1)
+            self.assertEqual(int.from_bytes(body[0:2], "little"), MAJOR)
         self.assertIn("99.3", self.service_said)
-        self.assertIn("1.0", self.service_said)
+        self.assertIn(f"{MAJOR}.{MINOR}", self.service_said)
 
     def test_the_service_accepts_a_newer_minor(self):
         with self.service():
@@ -194,13 +194,13 @@ class Versions(TestCase):
             self.assertEqual(status, errno.EPROTO)
 
     def test_a_program_under_a_service_of_another_major_is_told(self):
-        def refuse(packet):  # major 2, minor 0, in the reply of an attach
-            return reply_to(packet, errno.EPROTONOSUPPORT, b"\x02\x00\x00\x00" + bytes(200))
+        def refuse(packet):  # its version, in the reply of an attach
+            return reply_to(packet, errno.EPROTONOSUPPORT, bytes([MAJOR + 1, 0, 0, 0]) + bytes(200))
         with self.counterfeit(refuse):
             result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket})
             self.assertNotEqual(result.returncode, 0)
             self.assertIn(self.socket, result.stderr)
-            self.assertIn("speaks version 2.", result.stderr)
+            self.assertIn(f"speaks version {MAJOR + 1}.", result.stderr)
             self.assertIn("libvrdma", result.stderr)
             result = self.vrdma("doctor", "--socket", self.socket)
             self.assertEqual(result.returncode, 1, result.stdout)

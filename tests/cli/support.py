@@ -3,6 +3,7 @@ import array
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import socket
 import struct
@@ -20,6 +21,8 @@ HEAD = struct.Struct("<QIIIIIi")  # RecordHead (tag, control, word), source cont
 ATTACH = struct.Struct("<IHHII32s")
 REPLY_BIT = 1 << 16
 MAGIC = 0x4D445256
+MAJOR, MINOR = (int(re.search(rf"version_{part} = (\d+);", (pathlib.Path(__file__).parents[2] / "include/vrdma/control.hpp").read_text())[1])
+                for part in ("major", "minor"))
 REQUEST_ATTACH, REQUEST_SHOW = 1, 6
 
 
@@ -112,7 +115,7 @@ def reply_to(packet, status=0, body=b""):
     return HEAD.pack(0, control | REPLY_BIT, len(body), 2, 28249, sequence, status) + body
 
 
-def attach(path, name=b"", major=1, minor=0, magic=MAGIC):
+def attach(path, name=b"", major=MAJOR, minor=0, magic=MAGIC):
     """A raw guest: its socket (keep it open to stay attached), the reply's status and body."""
     guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     guest.settimeout(WATCHDOG_S)

@@ -72,6 +72,26 @@ class Adding(VmCase):
         said = [argument.get("value") for argument in xml.fromstring(added["libvirt"]).iter("{http://libvirt.org/schemas/domain/qemu/1.0}arg")]
         self.assertEqual(said, added["qemu"][2:])  # libvirt says -m itself
 
+    def test_a_machine_may_have_ram_of_its_own(self):
+        added = self.add("--private-ram", "--bar", "64M")
+        self.assertEqual(self.record(), {"bar_bytes": 64 << 20, "vectors": 32})
+        self.assertFalse(self.ram(self.name).exists())
+        self.assertEqual((added["bar_bytes"], added.get("ram")), (64 << 20, None))
+        self.assertEqual([word for word in added["qemu"] if word.startswith("-")], ["-chardev", "-device", "-chardev", "-mon"])
+        self.assertNotIn("memory", " ".join(added["qemu"]) + added["libvirt"])
+        self.assertIn(f" ram private bar {64 << 20} link ", self.vm("list").stdout)
+        plain = self.add("--private-ram", "--plain", name="plain")
+        self.assertEqual(plain["bar_bytes"], 256 << 20)
+        self.assertIn(f"memory-backend-file,id=vrdma,mem-path={plain['link']},size=256M,share=on", plain["qemu"])
+        self.assertNotIn("-machine", plain["qemu"])
+        self.assertIn("link.bar", self.vm("show", "plain").stdout)
+        for wrong in ("63M", "16M", "128G", "0"):
+            self.assert_refuses(self.vm("add", "x", "--private-ram", "--bar", wrong), 1, "power of two")
+        self.assert_refuses(self.vm("add", "x", "--bar", "64M"), 2, "--private-ram")
+        for other in (("--memory", "64M"), ("--ram", "/dev/shm/x"), ("--uml",)):
+            self.assert_refuses(self.vm("add", "x", "--private-ram", *other), 2, "--private-ram")
+        self.assertEqual(self.vm("remove", self.name).returncode, 0)
+
     def test_user_mode_linux_brings_its_own_memory(self):
         added = self.add("--uml")
         self.assertEqual(self.record(), {"plain": True})
@@ -350,6 +370,9 @@ class Others(VmCase):
             self.assertNotEqual(self.judged(printed.replace(wrong, wrong[0] + "x" + wrong[1:]).replace("</domain>", rest)), "", wrong)
         plain = self.add("--plain", "--ram", str(self.folder / "ram"), "--memory", "64M", name=self.name + "-plain")["libvirt"]
         self.assertEqual(self.judged(plain.replace("</domain>", rest)), "")
+        for words in ((), ("--plain",)):  # whose memory the domain says already
+            own = self.add("--private-ram", *words, name=f"{self.name}-own{len(words)}")["libvirt"]
+            self.assertEqual(self.judged(own.replace("</domain>", "<memory unit='MiB'>512</memory>" + rest)), "")
 
     def judged(self, text):
         file = self.folder / "domain.xml"

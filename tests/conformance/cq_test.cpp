@@ -92,10 +92,11 @@ CONFORMANCE(ResizingACqKeepsItsCompletions, "CQ-06") {
     EXPECT_OK(rc);
     EXPECT_GE(link.scq.p->cqe, 40);
     for (std::uint64_t i = 0; i < 20; ++i) EXPECT_OK(post(link.qp, link.write(i, 0, 0, 8)));
-    // That they were executed shows at the far end, without polling here.
+    // That they were executed shows at the far end, without polling here; that they are complete, by what comes back behind it.
     *link.mem.data(8) = std::byte{1};
+    EXPECT_OK(post(link.qp, link.recv(500, 8192, 8)));
     EXPECT_OK(post(link.qp, link.write(20, 8, 4096, 1)));
-    run.peer.barrier();
+    link.rcq.expect(500);
     // Twenty-one are outstanding: below that it must not shrink.
     const int before = link.scq.p->cqe;
     EXPECT_ERRNO(ibv_resize_cq(link.scq, 8), EINVAL);
@@ -116,7 +117,8 @@ CONFORMANCE(ResizingACqKeepsItsCompletions, "CQ-06") {
   } else {
     const volatile std::byte* flag = link.mem.data(4096);
     wait_until("the last write", [&] { return *flag == std::byte{1}; });
-    run.peer.barrier();
+    EXPECT_OK(post(link.qp, link.send(600, 0, 8)));
+    link.scq.expect(600);
   }
   run.peer.barrier();
 }

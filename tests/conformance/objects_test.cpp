@@ -44,6 +44,7 @@ CONFORMANCE(ManyContextsShareNoKeysOrQpNumbers, "OBJ-02") {
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<std::unique_ptr<Qp>> qps;
   struct Ids {
+    __be64 guid;  // a number is a port's: on another host it may be somebody else's
     std::uint32_t qpn[contexts];
     std::uint32_t rkey[contexts];
   } mine{};
@@ -57,11 +58,12 @@ CONFORMANCE(ManyContextsShareNoKeysOrQpNumbers, "OBJ-02") {
     mine.rkey[i] = regions[i]->mr.p->rkey;
     for (std::size_t k = 0; k < i; ++k) EXPECT(devices[k]->ctx != devices[i]->ctx);
   }
+  mine.guid = ibv_get_device_guid(devices[0]->ctx->device);
   const Ids theirs = run.peer.exchange(mine);
-  std::set<std::uint32_t> qpns;
+  std::set<std::pair<std::uint64_t, std::uint32_t>> qpns;
   std::set<std::uint32_t> rkeys(mine.rkey, mine.rkey + contexts);
   for (const Ids& ids : {mine, theirs}) {
-    for (const std::uint32_t qpn : ids.qpn) EXPECT(qpns.insert(qpn).second);
+    for (const std::uint32_t qpn : ids.qpn) EXPECT(qpns.insert({ids.guid, qpn}).second);
   }
   EXPECT_EQ(rkeys.size(), contexts);
   run.peer.barrier();

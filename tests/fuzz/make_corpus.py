@@ -144,7 +144,7 @@ def packet(connection, request, body=b"", descriptors=(), bytes_of_body=None):
     return struct.pack("<BBB", connection << 3, request, len(descriptors)) + bytes(descriptors) + struct.pack("<HB", size, len(body)) + body
 
 
-def attach(connection=0, magic=0x4D445256, major=1, link_layer=0):
+def attach(connection=0, magic=0x4D445256, major=2, link_layer=0):
     return packet(connection, ATTACH, struct.pack("<IHHII", magic, major, 0, link_layer, 1) + b"fuzz".ljust(32, b"\0"))
 
 

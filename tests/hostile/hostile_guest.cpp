@@ -1,7 +1,7 @@
 // A guest that means harm: attaches by raw packets, makes real objects, then writes and passes garbage, random and targeted, by
 // a seed, until its time is over. One target a process:
 //
-//   hostile_guest SOCKET TARGET SEED SECONDS [UID]      target machine: one of three beside the socket, by the seed; no UID
+//   hostile_guest SOCKET TARGET SEED SECONDS [UID]      target machine_…: one of three beside the socket, by the seed; no UID
 //
 // It never judges the service: hostile_test does, from outside. Exit code 0 unless it could not attach even once.
 #include <sys/prctl.h>
@@ -38,7 +38,8 @@ int main(int argc, char** argv) {
   constexpr std::pair<std::string_view, void (*)(Raid&)> raids[] = {
       {"rings", raid_rings},   {"control", raid_control}, {"socket", raid_socket}, {"descriptors", raid_descriptors},
       {"memory", raid_memory}, {"copies", raid_copies}, {"events", raid_events},   {"flood", raid_flood},
-      {"machine", raid_machine}};
+      {"machine_bar", raid_machine_bar},     {"machine_frames", raid_machine_frames},
+      {"machine_bells", raid_machine_bells}, {"machine_rings", raid_machine_rings}};
   for (const auto& [name, run] : raids) {
     if (name != target) continue;
     Raid raid{argv[1], Dice(seed), now_ms() + std::strtoull(argv[4], nullptr, 0) * 1000, seed};

@@ -181,7 +181,7 @@ int main(int argc, char** argv) {
     std::printf("SKIP  hostile %s: no %s: build the release, whose library the honest pair preloads\n", target.c_str(), library);
     return 77;
   }
-  const bool other_uid = ::geteuid() == 0;
+  const bool other_uid = ::geteuid() == 0, of_machine = target.starts_with("machine");
   if (!other_uid) std::printf("SKIP  hostile guests run as the same user: only root can give them another\n");
   std::printf("target %s, %lu s, %lu guests, seed %lu\n", target.c_str(), seconds, guests, seed);
 
@@ -190,7 +190,7 @@ int main(int argc, char** argv) {
   ::chmod(pattern, 0755);
   const std::string directory = pattern, path = directory + "/vrdmad.sock", log = directory + "/log";
   for (const char* name : {"0", "1", "2"}) {
-    if (target != "machine") break;
+    if (!of_machine) break;
     const std::filesystem::path folder = std::filesystem::path(directory) / "vm" / name;
     std::filesystem::create_directories(folder);
     std::ofstream(folder / "ram").close();
@@ -224,7 +224,7 @@ int main(int argc, char** argv) {
   std::vector<pid_t> enemies;
   for (unsigned long i = 0; i < guests; ++i) {
     std::vector<std::string> command{GUEST_PATH, path, target, std::to_string(seed + i), std::to_string(seconds)};
-    if (other_uid && target != "machine") command.push_back(std::to_string(hostile_uid));
+    if (other_uid && !of_machine) command.push_back(std::to_string(hostile_uid));
     // Nobody judges their leaks, and LeakSanitizer, which stops the program at its end, waits for ever where a SIGCONT comes in between.
     enemies.push_back(spawn(command, {"ASAN_OPTIONS=detect_leaks=0"}));
   }
@@ -252,20 +252,20 @@ int main(int argc, char** argv) {
   }
   for (const pid_t enemy : enemies) {
     ::kill(enemy, SIGCONT);  // some stop themselves
-    const int status = reap(enemy, failures == 0 ? 5000 : 0);
+    const int status = reap(enemy, failures == 0 ? 30'000 : 0);
     if (failures == 0 && status != 0)
       fail("a hostile guest did nothing: it hung (-1) or never attached: wait status " + std::to_string(status));
   }
   const std::uint64_t done = report->rounds.load() - first_round;
-  if (lives && failures == 0 && !eventually(2000, [&] { return report->rounds.load() > rounds; })) fail("the honest pair did not go on afterwards");
+  if (lives && failures == 0 && !eventually(30'000, [&] { return report->rounds.load() > rounds; })) fail("the honest pair did not go on afterwards");
   ::kill(victims, SIGTERM);
-  reap(victims, 5000);
+  reap(victims, 30'000);
 
   if (lives && (lives = service_lives())) {
     std::string left;
-    if (!eventually(10'000, [&] { return (left = leftovers(show(path))).empty(); })) fail("the service still holds " + left);
+    if (!eventually(30'000, [&] { return (left = leftovers(show(path))).empty(); })) fail("the service still holds " + left);
     Footprint after;
-    if (!eventually(10'000, [&] {
+    if (!eventually(30'000, [&] {
           after = footprint(service);
           return after.descriptors <= before.descriptors && after.threads <= before.threads + 1 &&
                  after.resident_kib <= before.resident_kib + growth_max_kib;

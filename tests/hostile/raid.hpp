@@ -25,7 +25,10 @@ void raid_flood(Raid& raid);
 void raid_descriptors(Raid& raid);  // raid_memory.cpp
 void raid_memory(Raid& raid);
 void raid_copies(Raid& raid);
-void raid_machine(Raid& raid);      // raid_machine.cpp
+void raid_machine_bar(Raid& raid);  // raid_machine.cpp
+void raid_machine_frames(Raid& raid);
+void raid_machine_bells(Raid& raid);
+void raid_machine_rings(Raid& raid);
 
 // A userfaultfd that holds up the kernel too, opened before privileges go: what a guest without any does by FUSE. -1: none.
 extern int faults;

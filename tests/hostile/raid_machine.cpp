@@ -1,7 +1,12 @@
-// A virtual machine whose root means harm: it owns the BAR, the doorbells, all of its RAM and what it says of it.
+// A virtual machine whose root means harm: it owns the BAR, the doorbells, all of its RAM and what it says of it; and one whose QEMU does.
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
 
 #include "tests/hostile/raid.hpp"
 
@@ -58,9 +63,72 @@ void strike_with_frames(Raid& raid, FakeMachine& machine) {
   ++raid.blows;
 }
 
-}  // namespace
+// What its QEMU holds besides: the eventfds of both sides, and a monitor, whose news it makes up.
+class Monitor {
+ public:
+  explicit Monitor(std::string path) : path_(std::move(path)) { connect(); }
+  void connect() {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path_.c_str(), sizeof(address.sun_path) - 1);
+    vmci::UniqueFd next(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (::connect(next.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) socket_ = std::move(next);
+  }
+  void hang_up() { socket_.reset(); }
+  void say(std::string_view text) { [[maybe_unused]] const auto sent = ::send(socket_.get(), text.data(), text.size(), MSG_NOSIGNAL); }
 
-void raid_machine(Raid& raid) {
+ private:
+  std::string path_;
+  vmci::UniqueFd socket_;
+};
+
+constexpr std::string_view resume = "{\"event\": \"RESUME\"}\n";
+
+std::string news(Dice& dice) {
+  constexpr const char* events[] = {"STOP", "RESUME", "RESET", "POWERDOWN"};
+  constexpr const char* statuses[] = {"setup", "active", "completed", "failed", "cancelled", "x"};
+  constexpr const char* states[] = {"inmigrate", "running", "paused", "postmigrate"};
+  const std::string number = std::to_string(dice.one_in(2) ? dice.below(100) : dice.nasty());
+  switch (dice.below(8)) {
+    case 0:
+      return "{\"event\": \"MIGRATION\", \"data\": {\"status\": \"" + std::string(statuses[dice.below(std::size(statuses))]) + "\"}, \"timestamp\": {\"seconds\": " +
+             number + ", \"microseconds\": 0}}\n";
+    case 1: return "{\"id\": \"vrdma-run-state\", \"return\": {\"status\": \"" + std::string(states[dice.below(std::size(states))]) + "\"}}\n";
+    case 2: return "{\"id\": \"vrdma-asked-" + number + "\", \"return\": {}}\n";
+    default: return "{\"event\": \"" + std::string(events[dice.below(dice.one_in(20) ? 4 : 2)]) + "\"}\n";
+  }
+}
+
+void strike_at_bells(Raid& raid, FakeMachine& machine, Monitor& monitor) {
+  Dice& dice = raid.dice;
+  switch (dice.below(8)) {
+    case 0: machine.clog(); break;
+    case 1: machine.flood(dice.below(vm::fixed_vectors)); break;
+    case 2: monitor.hang_up(); [[fallthrough]];
+    case 3: monitor.connect(); break;
+    case 4: {
+      if (!dice.one_in(4)) break;
+      std::string noise(dice.below(70'000), ' ');
+      dice.fill(std::as_writable_bytes(std::span(noise)));
+      monitor.say(noise);
+      break;
+    }
+    case 5:
+      for (int i = 0; i < 100; ++i) machine.ring(dice.below(vm::fixed_vectors));
+      break;
+    default: {
+      std::string text;
+      for (std::size_t lines = dice.below(500); lines > 0; --lines) text += news(dice);
+      if (!dice.one_in(10)) text += resume;  // a machine that stands still strikes at nothing
+      monitor.say(text);
+    }
+  }
+  ++raid.blows;
+}
+
+// Begins sessions as an agent does; in each of them the machine does what it is there for.
+template <class Act>
+void raid_sessions(Raid& raid, const Act& act) {
   Dice& dice = raid.dice;
   const std::string folder = raid.path.substr(0, raid.path.rfind('/')) + "/vm/" + std::to_string(raid.number % 3);
   FakeMachine machine(folder + "/ivshmem.sock", folder + "/ram", dice.any(), dice.one_in(3) ? dice.below(16) << 20 : 0, /*vectors=*/4);
@@ -68,29 +136,49 @@ void raid_machine(Raid& raid) {
     ::usleep(1000);
     return;
   }
+  Monitor monitor(folder + "/monitor.sock");
   if (dice.one_in(3)) machine.clog();
   for (int sessions = 0; sessions < 4 && !raid.over(); ++sessions) {
-    if (dice.one_in(4))
-      for (int i = 0; i < 50; ++i) strike_at_bar(raid, machine);
+    monitor.hang_up();
+    monitor.connect();
+    monitor.say(resume);
     if (!machine.begin_session(2000) || machine.greet(dice.one_in(20) ? 8 : 0, 2000) != 0) continue;
     ++raid.attached;
-    switch (dice.below(4)) {
-      case 0:
-        for (int i = 0; i < 500 && !raid.over(); ++i) strike_with_frames(raid, machine);
-        break;
-      case 1: {
-        Intruder in(machine, "bar");
-        Property own(in);
-        if (in.attached()) (void)own.make();
-        for (int i = 0; i < 200 && !raid.over(); ++i) strike_at_bar(raid, machine);
-        break;
-      }
-      default:
-        raid.machine = &machine;
-        (dice.one_in(3) ? raid_control : raid_rings)(raid);
-        raid.machine = nullptr;
-    }
+    act(machine, monitor);
   }
+}
+
+}  // namespace
+
+void raid_machine_bar(Raid& raid) {
+  raid_sessions(raid, [&](FakeMachine& machine, Monitor&) {
+    Intruder in(machine, "bar");
+    Property own(in);
+    if (raid.dice.one_in(2) && in.attached()) (void)own.make();
+    for (int i = 0; i < 200 && !raid.over(); ++i) strike_at_bar(raid, machine);
+  });
+}
+
+void raid_machine_frames(Raid& raid) {
+  raid_sessions(raid, [&](FakeMachine& machine, Monitor&) {
+    for (int i = 0; i < 500 && !raid.over(); ++i) strike_with_frames(raid, machine);
+  });
+}
+
+// Without processes: they would wait for answers that a machine that stands still never gets.
+void raid_machine_bells(Raid& raid) {
+  raid_sessions(raid, [&](FakeMachine& machine, Monitor& monitor) {
+    for (int i = 0; i < 100 && !raid.over(); ++i) strike_at_bells(raid, machine, monitor);
+  });
+}
+
+// The rings of its processes, and what they ask for.
+void raid_machine_rings(Raid& raid) {
+  raid_sessions(raid, [&](FakeMachine& machine, Monitor&) {
+    raid.machine = &machine;
+    (raid.dice.one_in(3) ? raid_control : raid_rings)(raid);
+    raid.machine = nullptr;
+  });
 }
 
 }  // namespace vrdma::hostile

@@ -30,18 +30,20 @@ class FakeMachine {
  public:
   // ram: a file that is there, of whole pages; high_bytes of it count as lying above 4 GiB. seed: another one for each machine
   // that a service sees, since the boot numbers come from it.
+  // Without a file its RAM is nobody's affair, and what it lends is of the BAR.
   // link: ivshmem.sock, or link.bar.
   // vectors: of its device, as vm.json says.
   FakeMachine(const std::string& link, const std::string& ram, std::uint64_t seed, std::uint64_t high_bytes = 0, std::uint32_t vectors = vm::fixed_vectors)
       : random_(seed), high_bytes_(high_bytes), vectors_(vectors) {
-    ram_fd_.reset(::open(ram.c_str(), O_RDWR | O_CLOEXEC));
-    ram_bytes_ = static_cast<std::uint64_t>(::lseek(ram_fd_.get(), 0, SEEK_END));
-    for (std::uint64_t page = 0; page < ram_bytes_ / vm::page_bytes; ++page) free_.push_back(page);
-    std::shuffle(free_.begin(), free_.end(), random_);
     if (link.ends_with(".bar"))
       open_bar(link);
     else
       connect(link);
+    in_bar = ram.empty();
+    ram_fd_.reset(in_bar ? ::fcntl(bar_fd_.get(), F_DUPFD_CLOEXEC, 0) : ::open(ram.c_str(), O_RDWR | O_CLOEXEC));
+    ram_bytes_ = static_cast<std::uint64_t>(::lseek(ram_fd_.get(), 0, SEEK_END));
+    for (std::uint64_t page = in_bar ? vm::bar_bytes / vm::page_bytes : 0; page < ram_bytes_ / vm::page_bytes; ++page) free_.push_back(page);
+    std::shuffle(free_.begin(), free_.end(), random_);
   }
   ~FakeMachine() {
     if (bar_ != nullptr) ::munmap(bar_, vm::bar_bytes);
@@ -59,12 +61,10 @@ class FakeMachine {
   std::uint64_t service_epoch() const { return std::atomic_ref(header().service.service_epoch).load(std::memory_order_acquire); }
   vmci::VmLinkEnd& link() { return *link_; }
   void ring(std::uint32_t vector) const {
-    const std::uint64_t one = 1;
-    if (!service_events_[vector]) {
-      if (vector == vm::doorbell_vector) std::atomic_ref(header().agent.doorbells).fetch_add(1, std::memory_order_release);
-      return;
-    }
-    [[maybe_unused]] const auto written = ::write(service_events_[vector].get(), &one, sizeof(one));
+    if (service_events_[vector])
+      add(service_events_[vector].get(), 1);
+    else if (vector == vm::doorbell_vector)
+      std::atomic_ref(header().agent.doorbells).fetch_add(1, std::memory_order_release);
   }
 
   // Whoever interrupts it by write(2) waits for ever: a QEMU has the service's own descriptions.
@@ -78,6 +78,17 @@ class FakeMachine {
       [[maybe_unused]] const auto filled = ::write(event, &most, sizeof(most));
       ::fcntl(event, F_SETFL, 0);
     }
+  }
+
+  // Rings so often that nobody else can, who waits until it is read.
+  void flood(std::uint32_t vector) const { add(service_events_[vector].get(), ~std::uint64_t{0} - 1); }
+
+  // How often it was interrupted since the last time.
+  std::uint64_t take_interrupts(std::uint32_t vector) const {
+    pollfd event{machine_events_[vector].get(), POLLIN, 0};
+    std::uint64_t count = 0;
+    if (::poll(&event, 1, 0) == 1) [[maybe_unused]] const auto got = ::read(event.fd, &count, sizeof(count));
+    return count;
   }
 
   static constexpr int patience_ms = 60'000;  // with what comes; what does not come is waited for by call_patience_ms
@@ -98,7 +109,7 @@ class FakeMachine {
   // Greets; what the service says to it. EIO: nothing.
   int greet(std::uint64_t proof_offset = 0, int timeout_ms = patience_ms) {
     page_ = take_pages(1).front();
-    vm::Hello hello{vm::version_major, vm::version_minor, 0, high_bytes_, physical(page_), random_() | 1, "fake"};
+    vm::Hello hello{vm::version_major, vm::version_minor, in_bar ? vm::hello_bar : 0, high_bytes_, physical(page_), random_() | 1, "fake"};
     write_ram(page_ * vm::page_bytes + proof_offset, &hello.proof, sizeof(hello.proof));
     link_->send(vm::Frame::hello, 0, hello);
     const auto frame = await(vm::Frame::welcome, 0, timeout_ms);
@@ -154,7 +165,7 @@ class FakeMachine {
     }
   }
 
-  // --- memory: pages of the RAM file
+  // --- memory: pages of the RAM file, or of the BAR
 
   std::vector<std::uint64_t> take_pages(std::size_t count) {
     std::vector<std::uint64_t> taken(free_.end() - static_cast<std::ptrdiff_t>(std::min(count, free_.size())), free_.end());
@@ -220,12 +231,19 @@ class FakeMachine {
   }
 
   bool heart_beats = true;
+  bool in_bar = false;  // as its agent greets
   int call_patience_ms = patience_ms;
   vm::Welcome welcome{};
   int status = 0;
   std::uint32_t first_stream = 0;
 
  private:
+  // One that is full is as good as rung. It is left blocking, as a hostile machine would.
+  static void add(int eventfd, std::uint64_t count) {
+    ::fcntl(eventfd, F_SETFL, O_NONBLOCK);
+    [[maybe_unused]] const auto written = ::write(eventfd, &count, sizeof(count));
+    ::fcntl(eventfd, F_SETFL, 0);
+  }
   void connect(const std::string& path) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -239,12 +257,13 @@ class FakeMachine {
     for (auto& event : service_events_) event = message().second;
     for (std::uint32_t i = 0; i < vectors_; ++i) machine_events_[i] = message().second;
     if (bar_ != nullptr) return;  // it is the same memory
+    bar_fd_.reset(::fcntl(bar.get(), F_DUPFD_CLOEXEC, 0));
     void* const at = ::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, bar.get(), 0);
     if (at != MAP_FAILED) bar_ = static_cast<std::byte*>(at);
   }
   void open_bar(const std::string& path) {
-    const vmci::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    void* const at = ::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+    bar_fd_.reset(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    void* const at = ::mmap(nullptr, vm::bar_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, bar_fd_.get(), 0);
     if (at != MAP_FAILED) bar_ = static_cast<std::byte*>(at);
   }
   std::pair<std::int64_t, vmci::UniqueFd> message() const {
@@ -265,7 +284,7 @@ class FakeMachine {
   std::mt19937_64 random_;
   std::uint64_t high_bytes_, ram_bytes_ = 0, page_ = 0;
   std::uint32_t vectors_;
-  vmci::UniqueFd ram_fd_, qemu_;
+  vmci::UniqueFd ram_fd_, bar_fd_, qemu_;
   vmci::UniqueFd service_events_[vm::fixed_vectors], machine_events_[vm::vectors_max];
   std::byte* bar_ = nullptr;
   std::optional<vmci::VmLinkEnd> link_;

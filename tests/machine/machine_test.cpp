@@ -1,6 +1,10 @@
 // The service's side of virtual machines, against a machine that is only a file and a socket: what the link carries, whose memory
 // is taken, and what becomes of a machine that restarts, ends or lies.
 #include "tests/machine/world.hpp"
+
+#include <sched.h>
+#include <sys/mount.h>
+
 #include "vmci_channel/descriptor_passing.hpp"
 
 namespace vrdma::test {
@@ -154,6 +158,64 @@ TEST_CASE("a machine that runs is found again by a service that is started anew,
   eventually("what was kept is given up with its registration", [&] { return !fs::exists(keeper); });
 }
 
+TEST_CASE("a process whose queues do not fit into what it has lent is told so, and goes on with those that it has") {
+  const fs::path log = fs::temp_directory_path() / ("vrdma-machine-test-" + std::to_string(::getpid()) + ".log");
+  {
+    World world(World::Kind::interrupted, nlohmann::json{{"machine_arena_bytes", 1 << 20}, {"log_file", log}}.dump());
+    FakeMachine machine(world.socket(), world.ram, 37);
+    REQUIRE(machine.begin_session());
+    REQUIRE(machine.greet() == 0);
+    Process process(machine);
+    REQUIRE_MESSAGE(process.attached, process.machine.status);
+    const auto context = machine.call<Request::open_context>(process.connection, {});
+    REQUIRE(context);
+    ControlQueue control(process);
+    std::vector<std::uint32_t> queues;
+    CreateCqReply made{};
+    const auto make = [&] { return control.ask<Request::create_cq>({context->context, 64, 0, 0}, &made); };
+    int status = 0;
+    while ((status = make()) == 0 && queues.size() < 1000) queues.push_back(made.cq);
+    CHECK(status == ENOMEM);
+    REQUIRE(queues.size() > 10);
+    CHECK(make() == ENOMEM);
+    // What it gives back it can have again.
+    CHECK(control.ask<Request::destroy_cq>({queues.back(), 0}) == 0);
+    CHECK(make() == 0);
+    CHECK(make() == ENOMEM);
+    machine.link().send(vm::Frame::close, process.connection, std::span<const std::byte>{});
+    CHECK(machine.await(vm::Frame::closed, process.connection));
+    CHECK(World::shown()["guests"].empty());
+  }
+  std::ifstream in(log);
+  std::size_t said = 0;
+  for (std::string line; std::getline(in, line);) said += line.find("machine_arena_bytes") != line.npos && line.find("machine one") != line.npos;
+  CHECK(said == 1);
+  fs::remove(log);
+}
+
+TEST_CASE("two services do not serve the same machines") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 27);
+  REQUIRE(machine.connected());
+  const std::string other = "timeout -s KILL 60 '" VRDMAD_PATH "' --socket '" + (world.folder / "other.sock").string() + "' --vm-folder '" + world.folder.string() + "' 2>&1";
+  FILE* const second = ::popen(other.c_str(), "re");
+  REQUIRE(second != nullptr);
+  std::string said;
+  for (int c; (c = std::fgetc(second)) != EOF;) said += static_cast<char>(c);
+  const int status = ::pclose(second);
+  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 1));
+  CHECK_MESSAGE(said.find("process " + std::to_string(world.service.pid())) != said.npos, said);
+  CHECK_MESSAGE(said.find("--vm-folder") != said.npos, said);
+  // The first one's sockets are there, and its successor has the folder for itself.
+  CHECK(fs::exists(world.socket()));
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == 0);
+  world.service.kill_now();
+  const std::uint64_t epoch = machine.service_epoch();
+  world.service.start();
+  CHECK(machine.wait([&] { return machine.service_epoch() != epoch; }));
+}
+
 TEST_CASE("a machine that can interrupt nobody is served; when its heart stands still it is forgotten, and finds that out") {
   World world(World::Kind::plain);
   FakeMachine machine(world.link(), world.ram, 21);
@@ -241,8 +303,9 @@ TEST_CASE("a machine sees what is its own") {
   const auto shown_to = [&](std::uint32_t uid) {
     const std::uint32_t tool = machine.open(uid);
     REQUIRE(machine.call<Request::show>(tool, {}));
+    REQUIRE(machine.await(vm::Frame::stream_end, tool));  // what comes before it has come
     std::string text;
-    for (auto part = machine.await(vm::Frame::stream, tool); part; part = machine.await(vm::Frame::stream, tool, 50))
+    for (auto part = machine.await(vm::Frame::stream, tool, 0); part; part = machine.await(vm::Frame::stream, tool, 0))
       text.append(reinterpret_cast<const char*>(part->body.data()), part->body.size());
     return nlohmann::json::parse(text);
   };
@@ -305,28 +368,64 @@ class LentHugePages {
   std::uint64_t before_ = 0;
 };
 
+// A hugetlbfs that this process and its children see, with a file that can be mapped; `file` is empty where that cannot be had.
+class OwnHugePages {
+ public:
+  explicit OwnHugePages(std::uint64_t bytes) {
+    fs::create_directory(folder_);
+    if (::unshare(CLONE_NEWNS) != 0 || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        ::mount("vrdma", folder_.c_str(), "hugetlbfs", 0, "pagesize=2M") != 0)
+      return;
+    mounted_ = true;
+    const vmci::UniqueFd ram(::open((folder_ / "ram").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    if (!ram || ::ftruncate(ram.get(), static_cast<off_t>(bytes)) != 0) return;
+    void* const all = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, ram.get(), 0);
+    if (all == MAP_FAILED) return;
+    ::munmap(all, bytes);
+    file = folder_ / "ram";
+  }
+  ~OwnHugePages() {
+    if (mounted_) ::umount2(folder_.c_str(), MNT_DETACH);
+    ::rmdir(folder_.c_str());
+  }
+  OwnHugePages(const OwnHugePages&) = delete;
+  OwnHugePages& operator=(const OwnHugePages&) = delete;
+  fs::path file;
+
+ private:
+  const fs::path folder_ = fs::temp_directory_path() / ("vrdma-huge-pages-" + std::to_string(::getpid()));
+  bool mounted_ = false;
+};
+
 TEST_CASE("RAM on larger pages than queues have room for is refused when the agent greets") {
   constexpr std::uint64_t huge = 2 << 20;
   const LentHugePages lent;
-  const auto ram = vmci::Segment::create("ram", 2 * huge, false, huge);
-  if (!ram) {
-    MESSAGE("SKIP: no huge pages can be had here: ", std::strerror(value(ram.error())));
+  const OwnHugePages ram(2 * huge);
+  if (ram.file.empty()) {
+    MESSAGE("SKIP: no huge pages can be had here: ", std::strerror(errno));
     return;
   }
-  const std::string path = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(ram->fd());
   for (const auto& [configuration, status] : {std::pair{R"({"machine_arena_bytes": 1048576})", EINVAL},
                                               std::pair{R"({"machine_arena_bytes": 2097152})", EFAULT}}) {  // what it shows is looked at: nothing
-    World world(World::Kind::interrupted, configuration, path);
+    World world(World::Kind::interrupted, configuration, ram.file);
     FakeMachine machine(world.socket(), world.ram, 51);
     REQUIRE(machine.begin_session());
     CHECK(machine.greet() == status);
-    eventually("the service has none of it mapped", [&] {
-      std::ifstream maps("/proc/" + std::to_string(world.service.pid()) + "/maps");
-      std::string line;
-      while (std::getline(maps, line) && line.find("memfd:ram") == std::string::npos) continue;
-      return !maps;
-    });
+    eventually("the service has none of it mapped", [&] { return !world.ram_mapped(); });
   }
+}
+
+TEST_CASE("what stands in the place of a machine's RAM and is a link to other memory is not mapped") {
+  World world;
+  const fs::path other = world.folder / "other.ram";
+  fs::rename(world.ram, other);
+  fs::create_symlink(other, world.ram);
+  FakeMachine machine(world.socket(), world.ram, 15);
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == ENODEV);
+  fs::rename(other, world.ram);
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == 0);
 }
 
 TEST_CASE("who cannot show that the service sees its memory is refused") {

@@ -1,7 +1,9 @@
 // A private vrdmad that serves one machine, a process of that machine, and what its QEMU would tell.
 #pragma once
 
+#include <linux/sockios.h>
 #include <nlohmann/json.hpp>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -24,9 +26,11 @@ struct World {
   enum class Kind { interrupted, plain, launched };  // plain: the device is a file; launched: and the RAM comes with a launcher
   Kind kind;
 
+  // bar_bytes: of the BAR, where the RAM is the machine's own.
   // own_ram: the file that is the machine's RAM, where it shall be another than the one that is made here. vectors: as vm.json says; 0: it says
   // nothing, as those of older versions.
-  explicit World(Kind of = Kind::interrupted, const std::string& configuration = "{}", const fs::path& own_ram = {}, std::uint32_t vectors = 0) : kind(of) {
+  explicit World(Kind of = Kind::interrupted, const std::string& configuration = "{}", const fs::path& own_ram = {}, std::uint32_t vectors = 0, std::uint64_t bar_bytes = 0)
+      : kind(of) {
     service.start(configuration);
     folder = fs::path(std::getenv("VRDMA_SOCKET")).parent_path() / "vm";
     ram = folder / "one.ram";
@@ -36,7 +40,8 @@ struct World {
     if (!own_ram.empty()) ram = own_ram;
     const fs::path file = folder / "one" / "vm.json";
     nlohmann::json spec = nlohmann::json::object();
-    if (kind != Kind::launched) spec["ram"] = ram;
+    if (kind != Kind::launched && bar_bytes == 0) spec["ram"] = ram;
+    if (bar_bytes != 0) spec["bar_bytes"] = bar_bytes;
     if (kind != Kind::interrupted) spec["plain"] = true;
     if (vectors != 0) spec["vectors"] = vectors;
     std::ofstream(file.string() + ".new") << spec;
@@ -96,6 +101,7 @@ struct Process {
 // What a machine's QEMU tells.
 struct Monitor {
   vmci::UniqueFd socket{::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  std::string heard;
   explicit Monitor(const World& world) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -107,27 +113,85 @@ struct Monitor {
   void migration(const char* status, std::int64_t at_s) const {
     says(nlohmann::json{{"event", "MIGRATION"}, {"data", {{"status", status}}}, {"timestamp", {{"seconds", at_s}, {"microseconds", 0}}}}.dump() + "\r\n");
   }
+  // Whether the service hangs up. What it says is kept.
+  bool hears_end() {
+    pollfd waiting{socket.get(), POLLIN, 0};
+    char part[4096];
+    for (ssize_t got; ::poll(&waiting, 1, FakeMachine::patience_ms) == 1; heard.append(part, static_cast<std::size_t>(got)))
+      if ((got = ::recv(socket.get(), part, sizeof(part), 0)) <= 0) return true;
+    return false;
+  }
+  // What of the service's words follows `words`, up to the next quote; only once.
+  std::string hears(const std::string& words) {
+    pollfd waiting{socket.get(), POLLIN, 0};
+    for (;;) {
+      const auto at = heard.find(words), end = at == heard.npos ? at : heard.find('"', at + words.size());
+      if (end != heard.npos) {
+        const std::string rest = heard.substr(at + words.size(), end - at - words.size());
+        heard.erase(0, end);
+        return rest;
+      }
+      char part[4096];
+      REQUIRE(::poll(&waiting, 1, FakeMachine::patience_ms) == 1);
+      const ssize_t got = ::recv(socket.get(), part, sizeof(part), 0);
+      REQUIRE(got > 0);
+      heard.append(part, static_cast<std::size_t>(got));
+    }
+  }
+  // As QEMU does between whatever else it says.
+  void answers() {
+    const std::string number = hears("vrdma-asked-");
+    says(nlohmann::json{{"id", "vrdma-asked-" + number}, {"return", {{"status", "paused"}}}}.dump() + "\r\n");
+  }
+  // All that was said has been read.
+  bool all_heard() const {
+    int unread = 0;
+    return ::ioctl(socket.get(), SIOCOUTQ, &unread) == 0 && unread == 0;
+  }
   void runs_as(const char* state) const { says(nlohmann::json{{"id", "vrdma-run-state"}, {"return", {{"status", state}}}}.dump() + "\r\n"); }
 };
 
-// By its control queue and doorbell, as a process does once it is attached.
-inline void ask_by_queues(Process& process) {
-  using namespace control;
-  vmci::QueuePairView control(process.arena.data() + process.attached->control_offset, process.attached->control_geometry);
-  vmci::RecordWriter requests(control.produce(), process.attached->control_geometry.produce_slots);
-  vmci::RecordReader replies(control.consume_records(), process.attached->control_geometry.consume_entries);
-  Head head{};
-  head.sequence = 99;
-  requests.write(sizeof(RecordHead), std::as_bytes(std::span(&head, 1)).subspan(sizeof(RecordHead)));
-  requests.publish(address_of(host_context, control_port), 0, static_cast<std::uint32_t>(Request::query_device), 1);
-  vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process.arena.data() + process.attached->doorbell_offset)).set(0);
-  process.machine.ring(vm::doorbell_vector);
-  alignas(64) std::byte record[record_slots_max * slot_bytes];
-  std::uint32_t slots = 0;
-  REQUIRE(process.machine.wait([&] { return replies.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
-  std::memcpy(&head, record, sizeof(head));
-  CHECK(head.sequence == 99);
-  CHECK(head.status == 0);
-}
+// A process's control queue and doorbell, as it uses them once it is attached. One for each process.
+class ControlQueue {
+ public:
+  explicit ControlQueue(Process& process)
+      : process_(process), control_(process.arena.data() + process.attached->control_offset, process.attached->control_geometry),
+        requests_(control_.produce(), process.attached->control_geometry.produce_slots),
+        replies_(control_.consume_records(), process.attached->control_geometry.consume_entries) {}
+
+  // The answer's status.
+  template <control::Request R>
+  int ask(const typename control::Message<R>::RequestBody& body, typename control::Message<R>::ReplyBody* answer = nullptr) {
+    using namespace control;
+    Head head{};
+    head.sequence = ++sequence_;
+    constexpr std::uint32_t body_bytes = std::is_empty_v<std::remove_cvref_t<decltype(body)>> ? 0 : sizeof(body);
+    std::byte packet[sizeof(head) + body_bytes];
+    std::memcpy(packet, &head, sizeof(head));
+    if constexpr (body_bytes != 0) std::memcpy(packet + sizeof(head), &body, sizeof(body));
+    requests_.write(sizeof(RecordHead), std::span<const std::byte>(packet).subspan(sizeof(RecordHead)));
+    requests_.publish(address_of(host_context, control_port), body_bytes, static_cast<std::uint32_t>(R), (sizeof(packet) + slot_bytes - 1) / slot_bytes);
+    vmci::ReadyBitmap(reinterpret_cast<vmci::ReadyWords*>(process_.arena.data() + process_.attached->doorbell_offset)).set(0);
+    process_.machine.ring(vm::doorbell_vector);
+    alignas(64) std::byte record[record_slots_max * slot_bytes];
+    std::uint32_t slots = 0;
+    REQUIRE(process_.machine.wait([&] { return replies_.peek(record, record_slots_max, slots) == vmci::RecordReader::Peek::ready; }));
+    replies_.advance(slots);
+    std::atomic_ref(control_.header().creator.consumed).store(replies_.position(), std::memory_order_release);
+    std::memcpy(&head, record, sizeof(head));
+    CHECK(head.sequence == sequence_);
+    if (answer != nullptr) std::memcpy(static_cast<void*>(answer), record + sizeof(head), sizeof(*answer));
+    return head.status;
+  }
+
+ private:
+  Process& process_;
+  vmci::QueuePairView control_;
+  vmci::RecordWriter requests_;
+  vmci::RecordReader replies_;
+  std::uint32_t sequence_ = 98;
+};
+
+inline void ask_by_queues(Process& process) { CHECK(ControlQueue(process).ask<control::Request::query_device>({}) == 0); }
 
 }  // namespace vrdma::test

@@ -1,7 +1,9 @@
 """A vrdmad, two virtual machines that it serves, and vrdma-guestd in each: what the scenarios of machine_guests.py run in."""
 import json
+import re
 import secrets
 import shutil
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from shell import MachineSide, Shell, both
 HERE = Path(__file__).resolve().parent
 MEMORY = "512M"
 AGENT_SECONDS = 60
+CASE_SECONDS = 150
 BUILT = ("bin/vrdma", "bin/vrdma-guestd", "bin/vrdma-conformance", "tests/vm_talk", "tests/vm_lost", "tests/vm_limits", "lib/libvrdma.so")
 INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
 PROGRAMS = ("busybox", "setpriv", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
@@ -50,14 +53,29 @@ def boot_image(build, built, more=Carried()):
     return kernel, files
 
 
+def run_cases(tally, guests, name, cases, sides):
+    def checked(kind, one):
+        try:
+            return kind.run_case(one, sides, CASE_SECONDS)
+        except Failure as reason:
+            guests.check()
+            raise Failure(f"{reason}\n{guests.news()}") from None
+        finally:
+            guests.check()
+    for kind, one in cases:
+        tally.case(f"{name}: {one.name}", lambda kind=kind, one=one: checked(kind, one))
+
+
 class Guests:
     """A vrdmad, two machines that it serves, and the agent in each. Other kinds of machines override add(), boot() and what is behind them."""
 
     def __init__(self, folder, seed, interrupts=False, memory=MEMORY, carried=Carried(), devices=((), ()), first_ram_in=None, plain=False,
-                 lasting=False, config=None):
+                 lasting=False, config=None, private_bar=None):
         """interrupts: the machines have an IOMMU, and their agents sleep in place of polling. memory: of each, as QEMU writes it; devices:
         more arguments for it, of as many machines as there are to be. first_ram_in: the folder for the file that is the first one's RAM.
-        plain: nobody can interrupt anybody. lasting: the agents outlive their QEMU, which takes commands at monitor(). config: the service's."""
+        plain: nobody can interrupt anybody. lasting: the agents outlive their QEMU, which takes commands at monitor(). config: the service's.
+        private_bar: their RAM is QEMU's own, and their device's BAR has so many bytes."""
+        self.private_bar, self.told_qemu = private_bar, {}
         self.interrupts, self.memory, self.devices, self.first_ram_in, self.plain, self.lasting = interrupts, memory, devices, first_ram_in, plain, lasting
         # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
         self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
@@ -87,7 +105,11 @@ class Guests:
 
     def add(self, name):
         """What `vrdma vm add` says of it, and QEMU is told besides."""
-        added = json.loads(self.vrdma("vm", "add", name, "--memory", self.memory, "--json", *(["--plain"] if self.plain else []), *self.ram_elsewhere(name)))
+        memory = ["--private-ram", "--bar", str(self.private_bar)] if self.private_bar else ["--memory", self.memory, *self.ram_elsewhere(name)]
+        added = json.loads(self.vrdma("vm", "add", name, "--json", *memory, *(["--plain"] if self.plain else [])))
+        self.told_qemu[name] = list(added["qemu"])
+        if self.private_bar:
+            added["qemu"] += ["-m", self.memory]
         link = Path(added["link"])
         wait_until(link.exists, 20, f"vrdmad serves {link}", [self.service.program])
         if self.interrupts:
@@ -150,6 +172,11 @@ class Guests:
     def guests(self):
         return json.loads(self.vrdma("show", "guests", "--json"))
 
+    def moved(self):
+        """Whether somebody has sent a megabyte: there is traffic."""
+        counters = json.loads(self.vrdma("show", "counters", "--json"))
+        return any(guest["counters"].get("sent_bytes", 0) > 1 << 20 for guest in counters["guests"])
+
     def await_state(self, name, *states):
         wait_until(lambda: self.shown().get(name, {}).get("state") in states, 60, f"{name} is {' or '.join(states)}", [self.service.program])
 
@@ -181,7 +208,15 @@ class Guests:
 
     def maps_ram(self, name):
         """Whether the service has the machine's memory mapped."""
+        if self.private_bar:
+            return self.attached_bars() > sum(vm["state"] == "attached" for other, vm in self.shown().items() if other != name)
         return self.ram_in_maps(name) in Path(f"/proc/{self.service.program.pid}/maps").read_text()
+
+    def attached_bars(self):
+        """How many machines lend of their BARs: the service then has them mapped once more than for the link. While there are no programs."""
+        maps = Path(f"/proc/{self.service.program.pid}/maps").read_text()
+        bars = re.findall(r"\S+ \S+ \S+ \S+ (\d+) +(?:/memfd:vrdma-bar|\S+/link\.bar)\b", maps)
+        return sum(count > 1 for count in Counter(bars).values())
 
     def await_unmapped(self, name):
         wait_until(lambda: not self.maps_ram(name), 20, f"the service has unmapped the memory of {name}")

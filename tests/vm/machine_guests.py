@@ -27,14 +27,14 @@ import limits  # noqa: E402
 import lost  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
+import private_ram  # noqa: E402
 import snapshots  # noqa: E402
-from guests import MEMORY, Guests  # noqa: E402
+from guests import CASE_SECONDS, MEMORY, Guests, run_cases  # noqa: E402
 from harness import Failure, Skip, Tally, exit_code_of, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from network import network  # noqa: E402
 
 USER, OTHER = 64321, 64322
-CASE_SECONDS = 150
 FIXED_VECTORS = 2  # of the device: the link, and a doorbell of the service
 CROWD, CROWD_ROUNDS = 16, 200  # programs in a machine; messages of each
 REBOOTS = 20
@@ -76,19 +76,6 @@ def devices(guests, side):
             raise Failure(f"vrdma {' '.join(words)} left with {code}\n{said}")
     pingpong.devinfo(replace(side, link_layer="ib"))
     guests.check()
-
-
-def run_cases(tally, guests, name, cases, sides):
-    def checked(kind, one):
-        try:
-            return kind.run_case(one, sides, CASE_SECONDS)
-        except Failure as reason:
-            guests.check()
-            raise Failure(f"{reason}\n{guests.news()}") from None
-        finally:
-            guests.check()
-    for kind, one in cases:
-        tally.case(f"{name}: {one.name}", lambda kind=kind, one=one: checked(kind, one))
 
 
 def pair(tally, guests):
@@ -160,7 +147,7 @@ def lives(tally, guests):
         try:
             wait_until(lambda: two.listening(victim, port), 60, "the victim listens", [victim])
             survivor = survivor_side.start([*words, survivor_side.address_of(two)], "survivor")
-            wait_until(lambda: guests.shown()[two.shell.name]["processes"] > 0 and moved(), 60, "there is traffic", [victim, survivor])
+            wait_until(lambda: guests.shown()[two.shell.name]["processes"] > 0 and guests.moved(), 60, "there is traffic", [victim, survivor])
             cut(victim)
             if survivor.wait(60) is None:
                 raise Failure(f"the survivor hangs\n{survivor.says()}")
@@ -173,10 +160,6 @@ def lives(tally, guests):
             for program in (survivor, victim):
                 if program:
                     program.stop(grace_s=0)
-
-    def moved():
-        counters = json.loads(guests.vrdma("show", "counters", "--json"))
-        return any(guest["counters"].get("sent_bytes", 0) > 1 << 20 for guest in counters["guests"])
 
     def killed_program(victim):
         victim.send_signal(signal.SIGKILL)
@@ -255,7 +238,7 @@ def lives(tally, guests):
         try:
             wait_until(lambda: guests.host.listening(server, port), 60, "the server listens", [server])
             client = one.start([*words, one.address_of(guests.host)], "client")
-            wait_until(moved, 60, "there is traffic", [server, client])
+            wait_until(guests.moved, 60, "there is traffic", [server, client])
             guests.service.kill()
             for program in (client, server):
                 if program.wait(60) in (None, 0):
@@ -387,9 +370,12 @@ def reboots(tally, guests):
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
              "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
              "hugetlbfs": huge_pages.hugetlbfs, "snapshots": snapshots.snapshots, "snapshots_interrupts": snapshots.snapshots,
-             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits}
+             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits, "private_ram": private_ram.private_ram,
+             "private_plain": private_ram.by_every_case, "private_interrupts": private_ram.by_every_case, "private_snapshots": snapshots.snapshots}
 OTHER_MACHINES = {"given_up": snapshots.machines_kept_briefly, "snapshots": snapshots.machines, "snapshots_interrupts": snapshots.machines_with_interrupts,
-                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines}  # than two that are as they come
+                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines,
+                  "private_ram": private_ram.machines, "private_plain": private_ram.machines_without_interrupts,
+                  "private_interrupts": private_ram.machines_with_interrupts, "private_snapshots": private_ram.machines_to_save}  # than two that are as they come
 LARGE_GIB = {"gibibyte": 3}
 ONE_BOOT = {"pair", "host", "crowd", "conformance_apart", "memory", "conformance"}  # leave their machines as they found them: the next one goes on
 

@@ -24,9 +24,9 @@ import image  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 import shell  # noqa: E402
-from guests import Guests  # noqa: E402
+from guests import CASE_SECONDS, Guests, run_cases  # noqa: E402
 from harness import Failure, Program, Tally, exit_code_of, wait_until  # noqa: E402
-from machine_guests import CASE_SECONDS, OTHER, RETRY_EXCEEDED, USER, run_cases  # noqa: E402
+from machine_guests import OTHER, RETRY_EXCEEDED, USER  # noqa: E402
 from uml import UmlShell, require_uml  # noqa: E402
 
 
@@ -39,7 +39,7 @@ IDLE_SECONDS = 3
 class UmlGuests(Guests):
     """A vrdmad, two User Mode Linux machines that it serves, and the agent in each."""
 
-    lasting = False
+    lasting, private_bar = False, None
 
     def __init__(self, folder, seed):
         self.rams = {}
@@ -161,8 +161,7 @@ def lives(tally, uml):
         try:
             wait_until(lambda: two.listening(victim, port), 60, "the victim listens", [victim])
             survivor = one.start([*words, one.address_of(two)], "survivor")
-            wait_until(lambda: any(guest["counters"].get("sent_bytes", 0) > 1 << 20 for guest in json.loads(uml.vrdma("show", "counters", "--json"))["guests"]),
-                       60, "there is traffic", [victim, survivor])
+            wait_until(uml.moved, 60, "there is traffic", [victim, survivor])
             processes = two.shell.processes()
             two.shell.kill()
             if running := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:

@@ -1,5 +1,8 @@
 // Completion queues and shared receive queues.
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
+#include <utility>
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
@@ -15,7 +18,17 @@ Result<std::uint64_t> ControlDesk::carve(Guest& guest, std::uint64_t bytes) {
   if (tenant.queue_bytes + bytes > tenant.quota.queue_bytes) return Errno{EDQUOT};
   const std::uint64_t before = guest.arena.used_bytes();
   auto offset = guest.arena.allocate(bytes);
-  if (offset) tenant.queue_bytes += guest.arena.used_bytes() - before;
+  if (offset) {
+    tenant.queue_bytes += guest.arena.used_bytes() - before;
+  } else if (!std::exchange(guest.arena_was_full, true)) {
+    const std::uint64_t all = guest.arena.segment().bytes();
+    const auto& machine = guest.machine;
+    spdlog::warn("{} ({}uid {}, pid {}): {} bytes more of queues do not fit into its {} KiB, of which {} KiB are in use; it is told ENOMEM: raise \"{}\" in "
+                 "vrdmad.json, or have it make fewer or shallower queues",
+                 guest.name, machine ? "machine " + machine->name + ", " : "", machine ? machine->uid : guest.credentials.uid,
+                 machine ? machine->pid : static_cast<std::uint32_t>(guest.credentials.pid), bytes, all >> 10, before >> 10,
+                 machine ? "machine_arena_bytes" : "arena_bytes");
+  }
   return offset;
 }
 

@@ -3,6 +3,7 @@
 // run() is bounded by its budget and leaves everything it has not finished in the queue pair, to go on in the next turn.
 #pragma once
 
+#include "vmkernel_svc/engine/far_requester.hpp"
 #include "vmkernel_svc/engine/requester.hpp"
 #include "vmkernel_svc/engine/responder.hpp"
 
@@ -11,7 +12,7 @@ namespace vrdma::engine {
 template <class P>
 class Engine {
  public:
-  explicit Engine(P& ports) : ports_(ports), responder_(ports), requester_(ports, responder_) {}
+  explicit Engine(P& ports) : ports_(ports), responder_(ports), requester_(ports, responder_), far_(ports, responder_, requester_) {}
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -20,6 +21,12 @@ class Engine {
     while (!budget.spent()) {
       if (qp.state == QpState::err || qp.state == QpState::sqe) return flush(qp, budget, worked);
       const bool active = qp.operation.stage != Operation::Stage::none;
+      if constexpr (FarPortsFor<P>) {
+        if (qp.far != nullptr) [[unlikely]] {
+          if (qp.state == QpState::sqd && !active && qp.far->outstanding.empty()) report_drained(qp);
+          return far_.run(qp, budget, worked);
+        }
+      }
       if (!active) {
         if (qp.state == QpState::sqd) report_drained(qp);
         if (qp.state != QpState::rts) break;
@@ -39,11 +46,19 @@ class Engine {
     return worked ? Progress::worked : Progress::idle;
   }
 
-  // Whether a turn could find something to do without anybody ringing: an operation or a flush is under way.
-  static bool busy(const Qp<P>& qp) { return qp.operation.stage != Operation::Stage::none; }
+  // Carries on what a stand-in has in its `operation` (FarRecord): it stands for a requester on another host.
+  bool carry_on(Qp<P>& stand_in, Budget& budget) {
+    return requester_.advance(stand_in, budget) != Requester<P>::Step::waiting && stand_in.operation.stage != Operation::Stage::none;
+  }
+
+  // Whether a turn could find something to do without anybody ringing: an operation or a flush is under way, or answers came.
+  static bool busy(const Qp<P>& qp) {
+    return qp.operation.stage != Operation::Stage::none || (qp.far != nullptr && !qp.far->arrived.empty());
+  }
 
   // Whether a turn would take what lies at the head of the send queue.
   static bool may_take_sends(const Qp<P>& qp) {
+    if (qp.far != nullptr && qp.far->blocked) return false;
     return !busy(qp) && !qp.send_queue_lost && (qp.state == QpState::rts || qp.state == QpState::err || qp.state == QpState::sqe) &&
            !qp.send_ring.empty();
   }
@@ -58,6 +73,11 @@ class Engine {
     if (qp.state == QpState::rtr && before == QpState::init) qp.expected_psn = Psn{qp.attributes.rq_psn & psn_mask};
     if (qp.state == QpState::rts && before == QpState::rtr) qp.send_psn = Psn{qp.attributes.sq_psn & psn_mask};
     if (qp.state == QpState::sqd && before != QpState::sqd) qp.drain_reported = false;
+    // In SQD it may have been given another path.
+    if (qp.state == QpState::rts && before == QpState::sqd && qp.far != nullptr && qp.far->outstanding.empty() && !busy(qp)) {
+      close_far(qp, [](std::uint64_t, std::uint32_t) {});
+      qp.far.reset();
+    }
   }
 
   // To RESET: everything posted is forgotten; the rings go on where the guest's writers stand.
@@ -80,6 +100,8 @@ class Engine {
 
   // Before the queue pair is destroyed.
   void abandon(Qp<P>& qp) {
+    close_far(qp, [](std::uint64_t, std::uint32_t) {});
+    qp.far.reset();
     requester_.abandon(qp);
     dismiss_requester(qp);
     responder_.give_back(qp);
@@ -94,6 +116,14 @@ class Engine {
 
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
   Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
+    if (qp.far != nullptr && (qp.far->opened || qp.operation.copy_pending)) {
+      if (qp.operation.copy_pending && hold_flush(qp) && !requester_.settled(qp))
+        return worked ? Progress::worked : Progress::waiting;
+      close_far(qp, [&](std::uint64_t wr_id, std::uint32_t position) {
+        complete_flushed(qp, Direction::send, wr_id, position);
+        worked = true;
+      });
+    }
     if (qp.operation.stage != Operation::Stage::none) {
       // A flushed WQE's buffers are its owner's again, and the receive WQE at the far end free for the next message: not before
       // a copy that is under way has ended.
@@ -143,6 +173,13 @@ class Engine {
     return worked ? Progress::worked : Progress::idle;
   }
 
+  template <class Flushed>
+  void close_far(Qp<P>& qp, Flushed&& flushed) {
+    if constexpr (FarPortsFor<P>) {
+      if (qp.far != nullptr) far_.close(qp, flushed);
+    }
+  }
+
   // Somebody else's memory cannot hold a flush for ever.
   bool hold_flush(Qp<P>& qp) {
     constexpr std::uint64_t patience_ns = 100'000'000;
@@ -166,6 +203,7 @@ class Engine {
   P& ports_;
   Responder<P> responder_;
   Requester<P> requester_;
+  FarRequester<P> far_;
 };
 
 }  // namespace vrdma::engine

@@ -9,6 +9,7 @@
 
 #include "vmci_channel/lane.hpp"
 #include "vmci_channel/record_ring.hpp"
+#include "vmkernel_svc/engine/far_half.hpp"
 #include "vmkernel_svc/engine/records.hpp"
 #include "vmkernel_svc/engine/scatter_gather.hpp"
 #include "vrdma/attributes.hpp"
@@ -28,8 +29,8 @@ struct Inbound {
 
 // The send WQE that is being carried out.
 struct Operation {
-  // UD: gathering, then delivering to one receiver after the other.
-  enum class Stage : std::uint8_t { none, routing, moving, returning_value, gathering, delivering } stage = Stage::none;
+  // UD: gathering, then delivering to one receiver after the other. refused: it failed, and waits for those before it (FarHalf).
+  enum class Stage : std::uint8_t { none, routing, moving, returning_value, gathering, delivering, refused } stage = Stage::none;
   bool copy_pending = false;    // the ports have the copy below; it must be repeated until they say how it ended
   bool grh = false;             // UD: the datagram under way carries one
   std::uint64_t wr_id;
@@ -120,6 +121,7 @@ struct Qp {
   Qp* accepted_by = nullptr;  // whose responder half our operation is in the middle of
   Qp* serves = nullptr;       // whose message our responder half is in the middle of
   std::uint64_t flush_held_until_ns = 0;
+  std::unique_ptr<FarHalf> far;           // the peer is on another host: the requester's half of the connection
   std::unique_ptr<std::byte[]> datagram;  // UD: the message between sender and receiver, grh_bytes + MTU
 };
 

@@ -100,6 +100,7 @@ class Requester {
       op.stage = Operation::Stage::routing;
     }
     if (op.stage == Operation::Stage::routing) {
+      if (peer == nullptr && qp.far != nullptr) return Step::done;  // it is on another host: from here on FarRequester's
       const Response response =
           peer != nullptr ? responder_.begin(*peer, qp, op.request, *op.rule, op.far) : Response::silence();
       if (response.kind != Response::Kind::proceed) return not_accepted(qp, peer, response);
@@ -110,6 +111,11 @@ class Requester {
     }
     return op.rule->atomic ? execute_atomic(qp, *peer) : move(qp, *peer, budget);
   }
+
+  // The operation under way failed for a local reason, or because nobody answers.
+  void refuse(Qp<P>& qp, WcStatus status) { local_error(qp, status); }
+  void give_up(Qp<P>& qp) { fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded); }
+  void drop(Qp<P>& qp) { succeed(qp); }  // UC: it is lost, and nobody tells the sender
 
   // The operation under way is given up (its queue pair flushes, is reset or destroyed).
   void abandon(Qp<P>& qp) {
@@ -262,6 +268,7 @@ class Requester {
     while (op.moved_bytes < op.request.bytes) {
       if (budget.bytes <= 0) return Step::budget_spent;
       const std::uint64_t bytes = std::min({from.contiguous_bytes(), to.contiguous_bytes(), slice_bytes});
+      if (bytes == 0) [[unlikely]] return Step::waiting;  // a stand-in's next part has yet to come, or to go
       switch (copy(qp, to.here(), from.here(), bytes)) {
         case MemoryStatus::done:
           break;
@@ -349,7 +356,10 @@ class Requester {
       if (op.stage == Operation::Stage::routing) {
         if (budget.bytes <= 0) return Step::budget_spent;
         Qp<P>* const receiver = datagram_peer(qp);
-        if (receiver == nullptr) return succeed(qp);
+        if (receiver == nullptr) {
+          if constexpr (requires { ports_.far_datagram(qp, op.request, op.ud, qkey); }) ports_.far_datagram(qp, op.request, op.ud, qkey);
+          return succeed(qp);
+        }
         if (receiver->serves != nullptr) {  // one datagram at a time
           if (wait_for_turn(qp)) return Step::waiting;
           ++receiver->counters.dropped;
@@ -450,6 +460,12 @@ class Requester {
 
   Step fail(Qp<P>& qp, WcStatus status, std::uint64_t& counter) {
     Operation& op = qp.operation;
+    if (qp.far != nullptr && !qp.far->outstanding.empty()) [[unlikely]] {  // those before it complete first
+      drop_engagement(qp);
+      qp.far->refused = status;
+      op.stage = Operation::Stage::refused;
+      return Step::waiting;
+    }
     abandon(qp);
     ++counter;
     Cqe cqe{};

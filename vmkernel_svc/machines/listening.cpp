@@ -20,6 +20,8 @@ namespace vrdma::svc {
 
 namespace {
 
+constexpr std::chrono::milliseconds between_two{20};
+
 Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -60,16 +62,23 @@ void Listener::accept_next() {
     vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd) {
       take_(std::move(fd));
-    } else if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+      if (!*alive) return;
+      // Nobody connects often; who does it all the same keeps nobody else waiting.
+      return accept_after(between_two);
+    }
+    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
       // Out of descriptors: who waits gets in when others have left.
       spdlog::warn("machine {}: cannot accept who connects to {} ({}): raise the limit of open files", machine_, path_, std::strerror(errno));
-      pause_.expires_after(std::chrono::milliseconds(100));
-      pause_.async_wait([this, alive](const boost::system::error_code& late) {
-        if (!late && *alive) accept_next();
-      });
-      return;
+      return accept_after(std::chrono::milliseconds(100));
     }
-    if (*alive) accept_next();
+    accept_next();
+  });
+}
+
+void Listener::accept_after(std::chrono::milliseconds pause) {
+  pause_.expires_after(pause);
+  pause_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (!error && *alive) accept_next();
   });
 }
 

@@ -6,6 +6,7 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -29,11 +30,12 @@ class Listener {
 
  private:
   void accept_next();
+  void accept_after(std::chrono::milliseconds pause);
 
   std::string machine_, path_;  // empty: not open
   Handler take_;
   boost::asio::posix::stream_descriptor listener_;
-  boost::asio::steady_timer pause_;  // between two tries when descriptors have run out
+  boost::asio::steady_timer pause_;  // between two who connect, and two tries when descriptors have run out
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this look here first
 };
 

@@ -1,12 +1,17 @@
 #include "vmkernel_svc/machines/machines.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
+#include <sys/file.h>
 #include <sys/inotify.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -38,12 +43,16 @@ MachineSpec read_spec(const fs::path& folder) {
       else if (key == "tenant") spec.tenant = value.get<uid_t>();
       else if (key == "plain") spec.plain = value.get<bool>();
       else if (key == "vectors") spec.vectors = value.get<std::uint32_t>();
-      else throw refuse(fmt::format("unknown key \"{}\": known are plain, ram, tenant, vectors", key));
+      else if (key == "bar_bytes") spec.bar_bytes = value.get<std::uint64_t>();
+      else throw refuse(fmt::format("unknown key \"{}\": known are bar_bytes, plain, ram, tenant, vectors", key));
     }
   } catch (const json::exception& error) {
     throw refuse(error.what());
   }
-  if (spec.ram.empty() ? !spec.plain : spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
+  if (spec.bar_bytes != 0 && (!std::has_single_bit(spec.bar_bytes) || spec.bar_bytes < vm::lent_bar_bytes_min || spec.bar_bytes > vm::lent_bar_bytes_max))
+    throw refuse(fmt::format("\"bar_bytes\" must be a power of two from {} to {}", vm::lent_bar_bytes_min, vm::lent_bar_bytes_max));
+  if (spec.bar_bytes != 0 && !spec.ram.empty()) throw refuse("\"bar_bytes\" is of a machine whose RAM is its own: it has no \"ram\"");
+  if (spec.ram.empty() ? !spec.plain && spec.bar_bytes == 0 : spec.ram.front() != '/') throw refuse("\"ram\" must be the path of the file that is the machine's RAM, from / on");
   if (spec.vectors < vm::fixed_vectors || spec.vectors > vm::vectors_max) throw refuse(fmt::format("\"vectors\" must be from {} to {}", vm::fixed_vectors, vm::vectors_max));
   return spec;
 }
@@ -60,6 +69,8 @@ Machines::Machines(std::string folder, MachinePort::Service service)
     notices.release();
     await_changes();
   }
+  if (const std::string holder = hold(); !holder.empty())
+    throw std::runtime_error(fmt::format("{} is served already, by {}: stop that vrdmad, or give another --vm-folder", folder_, holder));
   look();
 }
 
@@ -111,8 +122,43 @@ bool Machines::take_changes() {
   return concerned;
 }
 
+// The lock is that of an open file, which ends with the process that has it, however that ends.
+std::string Machines::hold() {
+  struct stat status;
+  if (held_ && ::fstat(held_.get(), &status) == 0 && status.st_nlink != 0) return "";
+  held_.reset();  // of a folder that somebody has removed
+  std::error_code error;
+  if (!fs::is_directory(folder_, error)) return "";
+  const std::string path = folder_ + "/.vrdmad";
+  const auto doubt = [&](const char* what, const char* consequence) {
+    const std::string text = fmt::format("cannot {} {} ({}): {}", what, path, std::strerror(errno), consequence);
+    if (auto& known = complaints_["."]; known != text) spdlog::warn("{}", known = text);
+    return "";
+  };
+  constexpr const char* unnoticed = "another vrdmad that serves the same folder would not be noticed";
+  vmci::UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (!file) return doubt("open", unnoticed);
+  std::array<char, 32> text{};
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) return doubt("lock", unnoticed);
+    // Who has it may be about to write.
+    [[maybe_unused]] const auto got = ::pread(file.get(), text.data(), text.size() - 1, 0);
+    const std::string pid(text.data(), std::strspn(text.data(), "0123456789"));
+    return pid.empty() ? "another process" : "process " + pid;
+  }
+  const std::string pid = std::to_string(::getpid()) + "\n";
+  if (::ftruncate(file.get(), 0) != 0 || ::pwrite(file.get(), pid.data(), pid.size(), 0) != static_cast<ssize_t>(pid.size()))
+    doubt("write", "who finds it locked does not learn by whom");
+  held_ = std::move(file);
+  return "";
+}
+
 void Machines::look() {
   watch();  // first: what changes from here on is noticed
+  if (const std::string holder = hold(); !holder.empty()) {
+    if (auto& known = complaints_["."]; known != holder) spdlog::warn("{} is served already, by {}: no machine of it is served here", folder_, known = holder);
+    return;
+  }
   std::set<std::string> there;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(folder_, error)) {

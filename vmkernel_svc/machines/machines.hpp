@@ -1,5 +1,5 @@
 // The virtual machines of this host, as the folder of machines says: one sub-folder each, with vm.json in it. Watched, so that
-// `vrdma vm add` and `vrdma vm remove` take effect at once. The server's thread.
+// `vrdma vm add` and `vrdma vm remove` take effect at once. One service at a time serves a folder. The server's thread.
 #pragma once
 
 #include <map>
@@ -7,13 +7,15 @@
 #include <string>
 #include <vector>
 
+#include "vmci_channel/unique_fd.hpp"
 #include "vmkernel_svc/machines/port.hpp"
 
 namespace vrdma::svc {
 
 class Machines {
  public:
-  // folder: may not exist yet. What is wrong with one machine is logged and hurts no other.
+  // folder: may not exist yet. What is wrong with one machine is logged and hurts no other. Throws std::runtime_error with a message for a
+  // person where another service serves it.
   Machines(std::string folder, MachinePort::Service service);
   ~Machines();
 
@@ -22,11 +24,13 @@ class Machines {
 
  private:
   void look();   // what the folder says now
+  std::string hold();  // the folder, if it is there; else who does
   void watch();
   bool take_changes();
   void await_changes();
 
   std::string folder_;
+  vmci::UniqueFd held_;  // locked while this lives
   MachinePort::Service service_;
   boost::asio::posix::stream_descriptor changes_;  // inotify
   int beside_ = -1;                                // its watch of the place where the folder would appear

@@ -16,7 +16,8 @@ using nlohmann::json;
 using Kind = MonitorNews::Kind;
 
 constexpr std::size_t line_bytes_max = 64 * 1024;
-constexpr std::string_view ask_run_state = "vrdma-run-state";  // the id of our question
+constexpr std::string_view ask_run_state = "vrdma-run-state";  // the ids of our questions
+constexpr std::string_view asked = "vrdma-asked-";              // and a number
 
 // A member of that name and type; null where there is none.
 const json* member(const json& object, const char* name, json::value_t type) {
@@ -56,8 +57,7 @@ Monitor::~Monitor() {
 }
 
 void Monitor::talk_to(vmci::UniqueFd qemu) {
-  stop_watching(socket_);
-  line_.clear();
+  hang_up();
   boost::system::error_code refused;
   if (socket_.assign(qemu.get(), refused)) return;
   qemu.release();
@@ -80,6 +80,15 @@ void Monitor::await() {
     read();
     if (*alive && socket_.is_open()) await();
   });
+}
+
+void Monitor::hang_up() {
+  stop_watching(socket_);
+  line_.clear();
+}
+
+void Monitor::ask(std::uint64_t number) {
+  if (socket_.is_open()) say(R"({"execute":"query-status","id":")" + std::string(asked) + std::to_string(number) + R"("})");
 }
 
 int Monitor::descriptor() { return socket_.is_open() ? socket_.native_handle() : -1; }
@@ -117,7 +126,9 @@ bool Monitor::take(std::string_view text) {
 void Monitor::understand(std::string_view line, const Handler& handler) {
   const json said = json::parse(line, nullptr, /*allow_exceptions=*/false);
   if (const std::string event = text_of(said, "event"); !event.empty()) return understand_event(event, said, handler);
-  if (text_of(said, "id") != ask_run_state) return;
+  const std::string id = text_of(said, "id");
+  if (id.starts_with(asked)) return handler({Kind::answer, id.substr(asked.size()), 0});
+  if (id != ask_run_state) return;
   if (const json* const answer = member(said, "return", json::value_t::object)) handler({Kind::run_state, text_of(*answer, "status"), 0});
 }
 

@@ -23,6 +23,7 @@ struct MonitorNews {
     resumed,    // they run, perhaps with another state than they had: one that was loaded
     migration,  // `text`: its status
     run_state,  // the answer to a question at the beginning; `text`: QEMU's run state
+    answer,     // to ask(); `text`: its number
   };
   Kind kind;
   std::string text;
@@ -40,7 +41,11 @@ class Monitor {
 
   void talk_to(vmci::UniqueFd qemu);  // in place of the one before
   int descriptor();                   // -1: there is none
+  bool there() const { return socket_.is_open(); }
+  void hang_up();
   void drain();                       // hands over what has been said by now
+  // What comes before the answer was said before QEMU had heard the question, and nothing that comes after it.
+  void ask(std::uint64_t number);
   // A line that QEMU has said. What concerns nobody is left out.
   static void understand(std::string_view line, const Handler& handler);
 

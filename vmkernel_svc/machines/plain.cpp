@@ -46,15 +46,16 @@ Result<vmci::UniqueFd> receive_ram(int launcher) {
 
 }  // namespace
 
-Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events, std::function<LinkActivity()> look)
+Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint64_t bar_bytes, Events events,
+             std::function<LinkActivity()> look)
     : machine_(std::move(machine)), folder_(std::move(folder)), events_(std::move(events)), look_at_link_(std::move(look)), door_(io, machine_),
       launcher_(io), nap_(io) {
   for (auto& event : events_fds_) {
     event.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!event) throw std::runtime_error(fmt::format("machine {}: cannot create its doorbells ({}): raise the limit of open files", machine_, std::strerror(errno)));
   }
-  open_bar(tenant);
-  std::atomic_ref(header().service.flags).store(vm::service_polls, std::memory_order_relaxed);
+  open_bar(tenant, bar_bytes);
+  std::atomic_ref(header().service.flags).store(vm::service_polls, std::memory_order_relaxed);  // the rest, the port adds
   // Of whom this was left by, nothing has been heard yet.
   seen_.boot = std::atomic_ref(header().agent.boot).load(std::memory_order_acquire);
   seen_.heartbeat = std::atomic_ref(header().agent.heartbeat).load(std::memory_order_relaxed);
@@ -76,7 +77,7 @@ Plain::~Plain() {
   BusGuard::remove(bar_.data());
 }
 
-void Plain::open_bar(uid_t tenant) {
+void Plain::open_bar(uid_t tenant, std::uint64_t bytes) {
   const std::string path = folder_ + "/" + bar_name;
   const auto fail = [&](const char* what, int error) {
     throw std::runtime_error(fmt::format("machine {}: cannot {} {} ({})", machine_, what, path, std::strerror(error)));
@@ -85,15 +86,15 @@ void Plain::open_bar(uid_t tenant) {
   struct stat status;
   if (!bar_file_ || ::fstat(bar_file_.get(), &status) != 0) fail("open", errno);
   if (!S_ISREG(status.st_mode)) fail("use", EINVAL);
-  if (static_cast<std::uint64_t>(status.st_size) != vm::bar_bytes && ::ftruncate(bar_file_.get(), vm::bar_bytes) != 0) fail("give 1 MiB to", errno);
+  if (static_cast<std::uint64_t>(status.st_size) != bytes && ::ftruncate(bar_file_.get(), static_cast<off_t>(bytes)) != 0) fail("give its size to", errno);
   // The machine runs as the tenant.
   if (tenant != status.st_uid && ::fchown(bar_file_.get(), tenant, static_cast<gid_t>(-1)) != 0)
     spdlog::warn("{} cannot be given to uid {} ({}): run the machine as root, or as vrdmad's user", path, tenant, std::strerror(errno));
-  auto mapping = vmci::Mapping::map(bar_file_.get(), 0, vm::bar_bytes, vmci::Writable::yes);
+  auto mapping = vmci::Mapping::map(bar_file_.get(), 0, bytes, vmci::Writable::yes);
   if (!mapping) fail("map", value(mapping.error()));
   bar_ = std::move(*mapping);
   // Its owner may make it smaller.
-  if (!BusGuard::add(bar_.data(), vm::bar_bytes, vm::page_bytes, bar_file_.get(), 0)) fail("guard", ENOMEM);
+  if (!BusGuard::add(bar_.data(), bytes, vm::page_bytes, bar_file_.get(), 0)) fail("guard", ENOMEM);
 }
 
 void Plain::ring_service() const {

@@ -25,23 +25,25 @@ class Plain final : public MachineDevice {
   static constexpr const char* bar_name = "link.bar";
   static constexpr const char* launcher_name = "launcher.sock";
 
-  // tenant: the user that the machine runs as; look: at the link, by which this polls. Throws std::runtime_error with a message for a
+  // tenant: the user that the machine runs as; bar_bytes: of its BAR; look: at the link, by which this polls. Throws std::runtime_error with a message for a
   // person.
-  Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, Events events, std::function<LinkActivity()> look);
+  Plain(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint64_t bar_bytes, Events events,
+        std::function<LinkActivity()> look);
   ~Plain() override;
   Plain(const Plain&) = delete;
   Plain& operator=(const Plain&) = delete;
 
   bool connected() const override { return ram_ || alive_until_ns_ != 0; }
   std::byte* bar() const override { return bar_.data(); }
+  int bar_fd() const override { return bar_file_.get(); }
   int service_event(std::uint32_t vector) const override { return events_fds_[vector].get(); }
-  void ring_machine() const override {}  // it polls
+  bool ring_machine() const override { return true; }  // it polls
   void ring_service() const override;
   vmci::UniqueFd take_doorbell() override { return std::move(events_fds_[vm::doorbell_vector]); }
   int ram() const override { return ram_.get(); }
 
  private:
-  void open_bar(uid_t tenant);
+  void open_bar(uid_t tenant, std::uint64_t bytes);
   void nap();
   void look();  // at the agent's line
   void take(vmci::UniqueFd launcher);

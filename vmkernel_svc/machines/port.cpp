@@ -16,6 +16,7 @@
 
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
+#include "vmkernel_svc/memory/ram_file.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -28,6 +29,8 @@ constexpr std::uint64_t unsent_bytes_busy = 1 << 20;  // … and before that the
 constexpr std::size_t processes_max = 4096;
 constexpr std::size_t segments_max = 64;              // lent and not used yet, of one process
 constexpr std::size_t segment_parts_max = 1 << 22;    // of one segment: 16 GiB in single pages
+constexpr std::chrono::milliseconds thaw_every{10};   // a thaw looks at every queue pair
+constexpr std::uint32_t beats_unheard_max = 20;       // of an agent that nobody tells about, heartbeat_ms each
 
 std::uint64_t random_number() {
   std::uint64_t number = 0;
@@ -99,6 +102,7 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
       link_event_(service_.io),
       heartbeat_(service_.io),
       keeping_(service_.io),
+      resting_(service_.io),
       epoch_(random_number()) {
   if (device_->connected()) forgotten_boot_ = boot_of_agent();  // of a session with an earlier service
   if (!watch_copy(link_event_, device_->service_event(vm::link_vector)))
@@ -110,9 +114,10 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
 
 std::unique_ptr<MachineDevice> MachinePort::make_device() {
   if (spec_.plain)  // no came(): it is its agent that is noticed first, which must not find another epoch then
-    return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant,
+    return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.device_bar_bytes(),
                                    MachineDevice::Events{[this] { service_.changed(); }, [this] { forget(); }}, [this] { return look(); });
-  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.vectors, MachineDevice::Events{[this] { came(); }, [this] { went(); }},
+  return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.vectors, spec_.device_bar_bytes(),
+                                MachineDevice::Events{[this] { came(); }, [this] { went(); }},
                                 [this](const MonitorNews& news) { take_news(news); });
 }
 
@@ -127,9 +132,9 @@ MachinePort::~MachinePort() {
 }
 
 MachineStatus MachinePort::status() const {
-  MachineStatus now{spec_.name, spec_.tenant, device_->connected() ? "connected" : "waiting", 0, 0, ""};
+  MachineStatus now{spec_.name, spec_.tenant, device_->connected() ? "connected" : "waiting", 0, 0, "", spec_.bar_bytes};
   if (session_ && session_->page != nullptr)
-    now.state = kept_ ? "suspended" : frozen_ ? "paused" : "attached", now.ram_bytes = session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
+    now.state = kept_ ? "suspended" : frozen_ ? "paused" : "attached", now.ram_bytes = spec_.bar_bytes != 0 ? 0 : session_->ram->bytes(), now.processes = session_->processes.size(), now.version = session_->version;
   return now;
 }
 
@@ -149,7 +154,7 @@ void MachinePort::forget(std::uint64_t boot) {
 
 void MachinePort::came() {
   run_state_.qemu_came();
-  keeping_.cancel();
+  beats_unheard_ = 0;
   if (!session_ && !kept_) epoch_ = random_number(), write_line();  // an agent that this QEMU loads knows another one
   service_.changed();
 }
@@ -158,14 +163,11 @@ void MachinePort::went() {
   const bool saved = run_state_.saved(), unsound = run_state_.unsound();
   run_state_.qemu_came();  // there is none
   if (session_ && session_->page != nullptr && (saved || kept_) && service_.keep.count() != 0) {
-    kept_ = true;
     spdlog::info("machine {}: is saved, and kept for {} s", spec_.name, service_.keep.count());
-    keeping_.expires_after(service_.keep);
-    keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
-      if (error || !*alive || !kept_ || device_->connected()) return;
-      spdlog::info("machine {}: did not come back", spec_.name);
-      drop_kept();
-    });
+    kept_ = true;
+    // Who has it again has loaded it.
+    std::atomic_ref(session_->page->machine_generation).store(0, std::memory_order_relaxed);
+    keep_for_a_while();
     return service_.changed();
   }
   if (unsound) spdlog::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
@@ -173,34 +175,57 @@ void MachinePort::went() {
   forget();
 }
 
+void MachinePort::keep_for_a_while() {
+  keeping_.expires_after(service_.keep);
+  keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive || !kept_) return;
+    // What is loaded, or waits to go on, is heard of again.
+    if (device_->monitored() && run_state_.known() && (run_state_.loading() || restored())) return keep_for_a_while();
+    spdlog::info("machine {}: did not come back", spec_.name);
+    drop_kept();
+  });
+}
+
 void MachinePort::take_news(const MonitorNews& news) {
+  look_at_clock();
   switch (news.kind) {
     case MonitorNews::Kind::reset:
-      spdlog::info("machine {}: is reset", spec_.name);
+      if (session_) spdlog::info("machine {}: is reset", spec_.name);
       return forget();
     case MonitorNews::Kind::stopped:
       run_state_.stopped();
       break;
     case MonitorNews::Kind::resumed:
-      if (kept_ && !run_state_.loading()) drop_kept();
+      if (kept_ && !run_state_.loading() && !restored()) drop_kept();
       if (!session_) forget();  // nobody knows whether the agent's boot is of now
       run_state_.resumed();
+      kept_ = false;
       break;
     case MonitorNews::Kind::migration:
       run_state_.migrated(news.text, news.at_us);
+      if (clock_.set_lately()) run_state_.clock_was_set();
       break;
     case MonitorNews::Kind::run_state:
       run_state_.ran_as(news.text);
-      if (kept_ && !run_state_.loading()) drop_kept();
+      if (!kept_ || run_state_.loading()) break;
+      if (!restored()) return drop_kept();
+      kept_ = news.text != "running";  // it was loaded before anybody was told
+      break;
+    case MonitorNews::Kind::answer:
+      if (news.text == std::to_string(asked_)) run_state_.answered();
       break;
   }
-  if (run_state_.still()) return freeze();
-  if (frozen_ && (!kept_ || news.kind == MonitorNews::Kind::resumed)) thaw();
+  settle();
+}
+
+void MachinePort::look_at_clock() {
+  if (clock_.look()) run_state_.clock_was_set();
 }
 
 // It boots anew, or does not come.
 void MachinePort::drop_kept() {
   spdlog::info("machine {}: what was kept of it is given up", spec_.name);
+  run_state_.thawed();
   frozen_ = false;
   forget(session_->boot);
 }
@@ -215,29 +240,59 @@ bool MachinePort::renew_generation() {
          boot_of_agent() == session_->boot;
 }
 
+// Whether the machine that was saved has been loaded into this QEMU.
+bool MachinePort::restored() const {
+  return std::atomic_ref(session_->page->machine_generation).load(std::memory_order_relaxed) == session_->generation && boot_of_agent() == session_->boot;
+}
+
+// What the monitor has said last counts, not how often it has changed its mind.
+void MachinePort::settle() {
+  const bool still = run_state_.still();
+  if (changing_ || kept_ || still == frozen_) return;
+  if (still) return freeze();
+  if (std::chrono::steady_clock::now() >= thaw_again_) return thaw();
+  resting_.expires_at(thaw_again_);
+  resting_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (!error && *alive) settle();
+  });
+}
+
+// The shard is through with it.
+void MachinePort::changed_over() {
+  changing_ = false;
+  settle();
+}
+
 void MachinePort::freeze() {
-  if (std::exchange(frozen_, true)) return;
+  frozen_ = changing_ = true;
+  beats_unheard_ = 0;
   if (session_)
     for (auto& [connection, process] : session_->processes) process->known->frozen = true;
   const auto state = session_ && session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state, freeze = ++freezes_](Shard& shard) {
+  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state](Shard& shard) {
     if (state != nullptr) shard.end_mirror(*state);
     for (auto& [id, guest] : shard.fabric().guests)
       if (guest->machine && guest->machine->name == name) shard.freeze(*guest);
-    boost::asio::post(io, [this, alive, freeze] {
-      if (!*alive || !frozen_ || freeze != freezes_) return;  // it goes on already
-      (void)renew_generation();  // who is not the same any more is told so when it goes on
-      // That was the last write: a page that went out before may lack it.
-      const auto now = std::chrono::system_clock::now().time_since_epoch();
-      run_state_.frozen(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(now).count()));
+    boost::asio::post(io, [this, alive] {
+      if (!*alive) return;
+      if (frozen_) {
+        (void)renew_generation();  // who is not the same any more is told so when it goes on
+        // That was the last write: a page that went out before may lack it.
+        look_at_clock();
+        run_state_.frozen(clock_.now_us());
+        device_->ask(++asked_);
+      }
+      changed_over();
     });
   });
   service_.changed();
 }
 
 void MachinePort::thaw() {
-  frozen_ = kept_ = false;
+  frozen_ = false;
+  keeping_.cancel();
   run_state_.thawed();
+  thaw_again_ = std::chrono::steady_clock::now() + thaw_every;
   if (!renew_generation()) {
     spdlog::warn("machine {}: goes on from another state than it had: its programs lose their device", spec_.name);
     return forget();
@@ -246,13 +301,17 @@ void MachinePort::thaw() {
   if (session_) std::atomic_ref(device_->header().service.accepted).store(session_->boot, std::memory_order_release);
   if (session_) {
     auto* const state = session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-    service_.shard.submit([name = spec_.name, ram = session_->ram, state](Shard& shard) {
+    changing_ = true;
+    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, state](Shard& shard) {
       if (state != nullptr) {
         std::atomic_ref(state->sleeping).store(0, std::memory_order_relaxed);
         shard.mirror(*state);
       }
       for (auto& [id, guest] : shard.fabric().guests)
         if (guest->machine && guest->machine->name == name) shard.thaw(*guest);
+      boost::asio::post(io, [this, alive] {
+        if (*alive) changed_over();
+      });
     });
     for (auto& [connection, process] : session_->processes) {
       process->known->frozen = false;
@@ -262,6 +321,18 @@ void MachinePort::thaw() {
   push();
   look();
   service_.changed();
+}
+
+// A machine that is said to stand still, or to be saved, and whose monitor has gone: that it runs again is told by its agent's heart alone,
+// and too late to go on with it.
+void MachinePort::end_unheard() {
+  if (!device_->connected() || device_->monitored()) return;
+  const std::uint64_t heart = std::atomic_ref(device_->header().agent.heartbeat).load(std::memory_order_relaxed);
+  if (std::exchange(heart_seen_, heart) == heart || ++beats_unheard_ < beats_unheard_max) return;
+  spdlog::warn("machine {}: it runs, and no monitor has said so: its programs lose their device", spec_.name);
+  run_state_.qemu_came();
+  frozen_ = false;
+  forget();
 }
 
 // --- the link -------------------------------------------------------------------------------------------------
@@ -289,6 +360,7 @@ void MachinePort::write_line() {
   auto& mine = device_->header().service;
   mine.major = vm::version_major;
   mine.minor = vm::version_minor;
+  std::atomic_ref(mine.flags).store((spec_.plain ? vm::service_polls : 0) | (spec_.bar_bytes != 0 ? vm::service_lends_bar : 0), std::memory_order_relaxed);
   const auto interrupts = device_->interrupts();
   std::atomic_ref(mine.vectors).store(interrupts ? interrupts->size() : 0, std::memory_order_relaxed);
   std::atomic_ref(mine.magic).store(vm::magic, std::memory_order_relaxed);
@@ -300,6 +372,9 @@ void MachinePort::write_line() {
 // Says that the service lives, and finds what nobody rang for.
 void MachinePort::beat() {
   ++heartbeats_;
+  clock_.beat();
+  look_at_clock();
+  if (frozen_) end_unheard();
   write_line();
   look();
   heartbeat_.expires_after(std::chrono::milliseconds(vm::heartbeat_ms));
@@ -336,7 +411,7 @@ LinkActivity MachinePort::look() {
 void MachinePort::begin_session(std::uint64_t boot) {
   session_ = std::make_unique<Session>(boot, device_->bar());
   std::atomic_ref(device_->header().service.accepted).store(boot, std::memory_order_release);
-  device_->ring_machine();
+  ring_owed_ = !device_->ring_machine();
 }
 
 void MachinePort::end_session() {
@@ -381,7 +456,7 @@ void MachinePort::refuse(const char* why) {
 
 void MachinePort::push() {
   if (!session_ || frozen_) return;
-  if (session_->link.flush()) device_->ring_machine();
+  if (session_->link.flush() || ring_owed_) ring_owed_ = !device_->ring_machine();
   if (!session_->held.empty() && session_->link.unsent_bytes() <= unsent_bytes_busy)
     for (const auto& process : std::exchange(session_->held, {}))
       if (process->socket) await_replies(process);
@@ -420,12 +495,24 @@ void MachinePort::greet(std::span<const std::byte> body) {
     if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
   if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
-  auto ram = device_->ram() >= 0  ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
-             : spec_.ram.empty() ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
-                                 : MachineRam::map(spec_.ram, hello->high_bytes);
+  const bool in_bar = spec_.bar_bytes != 0;
+  if (in_bar && (hello->flags & vm::hello_bar) == 0) {
+    spdlog::warn("machine {}: its agent, vrdma {}, knows of no machine whose RAM is its own: install the vrdma-guestd that belongs to this vrdmad", spec_.name,
+                 session_->version);
+    return answer(EPROTONOSUPPORT);
+  }
+  const auto open_ram = [&]() -> Result<std::shared_ptr<MachineRam>> {
+    auto file = open_ram_file(spec_.ram, spec_.tenant);
+    if (!file) return file.error();
+    return MachineRam::map(std::move(*file), hello->high_bytes);
+  };
+  auto ram = in_bar               ? MachineRam::map_bar(device_->bar_fd())
+             : device_->ram() >= 0 ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
+             : spec_.ram.empty()   ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
+                                   : open_ram();
   if (!ram) {
-    spdlog::warn("machine {}: cannot map its RAM {} ({}): start it as \"vrdma vm show {}\" says", spec_.name, spec_.ram,
-                 std::strerror(value(ram.error())), spec_.name);
+    spdlog::warn("machine {}: cannot map its {} {} ({}): {}", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram, std::strerror(value(ram.error())),
+                 ram_file_remedy(value(ram.error())));
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();
@@ -459,7 +546,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
     shard.mirror(page->shards[0]);
   });
-  spdlog::info("machine {}: attached, {} MiB of RAM, agent {}", spec_.name, (*ram)->bytes() >> 20, session_->version);
+  spdlog::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
   answer(0);
   service_.changed();
 }
@@ -477,6 +564,7 @@ void MachinePort::open(std::uint32_t connection, std::span<const std::byte> body
   auto process = std::make_shared<Process>(service_.io, connection);
   process->known = std::make_shared<MachineProcess>(MachineProcess{spec_.name, spec_.tenant, who->uid, who->gid, who->pid, {}});
   process->known->interrupts = device_->interrupts();
+  process->known->in_bar = session_->ram->is_bar();
   process->socket = vmci::PacketSocket(std::move(ours));
   // Called after end_session() has taken itself out of this.
   process->known->detached = [this, connection] {

@@ -7,8 +7,12 @@
 //
 // A machine that stands still or is being saved is frozen: nothing of the service touches its memory or the link, and to the peers of
 // its queue pairs it is silent. One that was saved is kept for a while when its QEMU has ended; if it comes back as it was, which a
-// number in its RAM tells that only the service writes, its session goes on. (One that can interrupt nobody has other devices,
-// machines/plain.hpp, and no monitor: it is never frozen.)
+// number in its RAM tells that only the service writes, its session goes on. That number is taken out of the RAM file when QEMU has
+// ended: a machine that boots has none, one that was loaded brings it along, even if nobody heard it being loaded. (One that can
+// interrupt nobody has other devices, machines/plain.hpp, and no monitor: it is never frozen.)
+//
+// What a monitor says is taken in at once, and acted upon one change at a time (`changing_`): a machine that is stopped and goes on a
+// thousand times a second has the shard do no more than one that does it a hundred times.
 //
 // The server's thread. Nothing of the machine is believed; a machine that breaks the protocol loses its session.
 #pragma once
@@ -16,6 +20,7 @@
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -28,6 +33,7 @@
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/machines/device.hpp"
 #include "vmkernel_svc/machines/run_state.hpp"
+#include "vmkernel_svc/machines/wall_clock.hpp"
 #include "vmkernel_svc/memory/machine_ram.hpp"
 
 namespace vrdma::svc {
@@ -38,10 +44,12 @@ class Shard;
 struct MachineSpec {
   std::string name;
   std::string folder;  // where ivshmem.sock and monitor.sock stand, or link.bar
-  std::string ram;     // the file that is its RAM; empty: its launcher brings it
+  std::string ram;     // the file that is its RAM; empty: its launcher brings it, or nobody
   uid_t tenant;
   bool plain = false;  // machines/plain.hpp
   std::uint32_t vectors = vm::fixed_vectors;  // of its device
+  std::uint64_t bar_bytes = 0;  // of a machine whose RAM is its own: memory is lent of the BAR, which is so big; 0: of its RAM
+  std::uint64_t device_bar_bytes() const { return bar_bytes != 0 ? bar_bytes : vm::bar_bytes; }
   bool operator==(const MachineSpec&) const = default;
 };
 
@@ -56,6 +64,7 @@ struct MachineProcess {
   std::function<void()> thawed = {};               // … for this
   bool ended = false;                              // what it has asked last is nobody's any more
   std::shared_ptr<const Interrupts> interrupts = nullptr;  // of its machine
+  bool in_bar = false;                             // what is lent is of the BAR
 
   std::optional<PinnedPages> take_segment(std::uint32_t number) {
     auto node = segments.extract(number);
@@ -93,13 +102,19 @@ class MachinePort {
   void came();
   void went();
   void take_news(const MonitorNews& news);
+  void settle();
   void freeze();
   void thaw();
+  void changed_over();
+  void keep_for_a_while();
+  bool restored() const;
+  void end_unheard();
   bool renew_generation();
   void write_line();
   void forget() { forget(boot_of_agent()); }
   void forget(std::uint64_t boot);
   void drop_kept();
+  void look_at_clock();
   std::uint64_t boot_of_agent() const;
   void await_link();
   void beat();
@@ -123,14 +138,20 @@ class MachinePort {
   std::unique_ptr<MachineDevice> device_;
   boost::asio::posix::stream_descriptor link_event_;
   boost::asio::steady_timer heartbeat_;
-  boost::asio::steady_timer keeping_;
+  boost::asio::steady_timer keeping_, resting_;
   std::uint64_t epoch_ = 0, heartbeats_ = 0;
   std::uint64_t forgotten_boot_ = 0;
   RunState run_state_;
+  WallClock clock_;
   bool frozen_ = false;
-  std::uint64_t freezes_ = 0;
+  bool changing_ = false;    // the shard freezes or thaws it
+  std::chrono::steady_clock::time_point thaw_again_{};  // not before
+  std::uint64_t asked_ = 0;  // of the monitor
+  std::uint64_t heart_seen_ = 0;  // the agent's, …
+  std::uint32_t beats_unheard_ = 0;  // … that has been seen to beat so often, though the machine is said to stand still
   bool kept_ = false;  // the session's machine was saved, and did not come back yet
   std::unique_ptr<Session> session_;
+  bool ring_owed_ = false;  // the machine could not be interrupted yet
   std::size_t leaving_ = 0;  // processes and pages of sessions that have ended, that the service may still touch
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this port look here first
 };

@@ -6,9 +6,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <stdexcept>
+#include <utility>
 
 #include "vmci_channel/descriptor_passing.hpp"
 #include "vmkernel_svc/watching.hpp"
@@ -17,6 +19,9 @@ namespace vrdma::svc {
 
 namespace {
 
+// Four times at once, and then once a second.
+constexpr std::chrono::seconds keep_every{1}, keep_in_advance{3};
+
 // One message of the ivshmem protocol (QEMU, docs/specs/ivshmem-spec.txt): a number, perhaps with a descriptor.
 Status send_message(int socket, std::int64_t number, int descriptor = -1) {
   return vmci::send_with_descriptors(socket, std::as_bytes(std::span(&number, 1)), std::span(&descriptor, descriptor >= 0 ? 1 : 0));
@@ -24,17 +29,17 @@ Status send_message(int socket, std::int64_t number, int descriptor = -1) {
 
 }  // namespace
 
-Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, Events events, Monitor::Handler news)
+Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder, uid_t tenant, std::uint32_t vectors, std::uint64_t bar_bytes, Events events, Monitor::Handler news)
     : machine_(std::move(machine)), kept_as_(Keeper::name_of(machine_, tenant)), events_(std::move(events)), keeper_(std::filesystem::path(folder).parent_path()), machine_events_(std::make_shared<Interrupts>(vectors)),
-      link_door_(io, machine_), monitor_door_(io, machine_), qemu_(io), monitor_(io, machine_, std::move(news)) {
+      link_door_(io, machine_), monitor_door_(io, machine_), qemu_(io), monitor_(io, machine_, std::move(news)), keeping_(io) {
   const auto cannot = [&](const char* what, int error) {
     return std::runtime_error(fmt::format("machine {}: cannot {} ({})", machine_, what, std::strerror(error)));
   };
   if (!can_signal_eventfds())
     spdlog::warn("machine {}: no asynchronous I/O here ({}): its programs' events take a longer way, and a QEMU that means harm can stop the service; raise "
                  "fs.aio-max-nr", machine_, std::strerror(errno));
-  if (!find_again()) {
-    auto bar = vmci::Segment::create("vrdma-bar", vm::bar_bytes);
+  if (!find_again(bar_bytes)) {
+    auto bar = vmci::Segment::create("vrdma-bar", bar_bytes);
     if (!bar) throw cannot("create shared memory", value(bar.error()));
     bar_ = std::move(*bar);
     for (const auto side : doorbells())
@@ -61,7 +66,7 @@ bool Qemu::ended() const {
 void Qemu::take(vmci::UniqueFd fd) {
   if (ended()) lose();  // that of the one before may be the next that we hear of
   if (qemu_.is_open()) {
-    spdlog::warn("machine {}: a second QEMU wants to be it: refused", machine_);
+    if (!std::exchange(refused_, true)) spdlog::warn("machine {}: a second QEMU wants to be it: refused", machine_);
     return;
   }
   if (const auto introduced = introduce(fd.get()); !introduced) {
@@ -71,8 +76,9 @@ void Qemu::take(vmci::UniqueFd fd) {
   boost::system::error_code error;
   if (qemu_.assign(fd.get(), error)) return;
   fd.release();
+  refused_ = false;
   spdlog::info("machine {}: QEMU is connected", machine_);
-  keep();
+  keep_soon();
   await_end();
   events_.came();
 }
@@ -87,7 +93,22 @@ void Qemu::keep() {
     spdlog::warn("machine {}: a vrdmad that is started anew will not find it ({})", machine_, std::strerror(value(kept.error())));
 }
 
-bool Qemu::find_again() {
+// The server waits for the keeper: who connects and hangs up without end makes it wait no more often than this.
+void Qemu::keep_soon() {
+  if (keep_waits_) return;
+  const auto now = std::chrono::steady_clock::now();
+  kept_until_ = std::max(kept_until_, now) + keep_every;
+  if (kept_until_ - now <= keep_every + keep_in_advance) return keep();
+  keep_waits_ = true;
+  keeping_.expires_at(kept_until_ - keep_every - keep_in_advance);
+  keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
+    if (error || !*alive) return;
+    keep_waits_ = false;
+    if (connected()) keep();
+  });
+}
+
+bool Qemu::find_again(std::uint64_t bar_bytes) {
   const std::size_t without_monitor = 2 + vm::fixed_vectors + machine_events_->size();
   auto taken = keeper_.take(kept_as_);
   if (!taken) spdlog::warn("machine {}: cannot tell whether its QEMU runs already ({}): if so, start that anew", machine_, std::strerror(value(taken.error())));
@@ -95,7 +116,7 @@ bool Qemu::find_again() {
   auto& kept = *taken;
   boost::system::error_code refused = boost::asio::error::invalid_argument;
   if (kept.size() == without_monitor || kept.size() == without_monitor + 1)
-    if (auto bar = vmci::Segment::adopt(std::move(kept[1]), vm::bar_bytes, vmci::Writable::yes); bar && !qemu_.assign(kept[0].get(), refused))
+    if (auto bar = vmci::Segment::adopt(std::move(kept[1]), bar_bytes, vmci::Writable::yes); bar && !qemu_.assign(kept[0].get(), refused))
       bar_ = std::move(*bar);
   if (refused) {
     spdlog::warn("machine {}: what an earlier vrdmad has left of its QEMU is of another version: start it anew", machine_);
@@ -137,15 +158,23 @@ void Qemu::await_end() {
 
 void Qemu::lose() {
   monitor_.drain();  // its last words count
+  monitor_.hang_up();
   spdlog::info("machine {}: QEMU has gone", machine_);
   stop_watching(qemu_);
+  refused_ = false;
   events_.went();
 }
 
 void Qemu::take_monitor(vmci::UniqueFd fd) {
   if (ended()) lose();
+  monitor_.drain();  // the one before may have hung up
+  if (monitor_.there()) {
+    if (!std::exchange(refused_, true)) spdlog::warn("machine {}: a second monitor beside the one that stands: refused", machine_);
+    return;
+  }
+  refused_ = false;
   monitor_.talk_to(std::move(fd));
-  if (connected()) keep();
+  if (connected()) keep_soon();
 }
 
 }  // namespace vrdma::svc

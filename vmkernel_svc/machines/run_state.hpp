@@ -9,7 +9,9 @@
 //     MIGRATION setup, active … completed, QEMU ends    saved: a QEMU that is started with -incoming may go on with it
 //
 //   Events come late. A migration whose first page went out before the machine was frozen may lack what the service wrote in
-//   between: what was saved is then no state that the service can go on from, and counts as if nothing had been saved.
+//   between: what was saved is then no state that the service can go on from, and counts as if nothing had been saved. That it went out
+//   later is known where QEMU has answered, before it said "active", a question that was asked once the machine was frozen; else by QEMU's
+//   clock, which is this host's wall clock, unless that was set meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -29,11 +31,19 @@ class RunState {
   bool unsound() const { return saved_ && !sound(); }
   // QEMU loads a machine, or waits for one, and has not yet let it run.
   bool loading() const { return loading_; }
+  // It has said what it is about.
+  bool known() const { return known_; }
 
-  void frozen(std::uint64_t at_us) { frozen_at_us_ = at_us; }  // from now on nothing touches the memory
-  void thawed() { frozen_at_us_ = 0; }
+  void frozen(std::uint64_t at_us) { frozen_at_us_ = at_us, answered_ = false; }  // from now on nothing touches the memory
+  void answered() { answered_ = frozen_at_us_ != 0; }  // a question that was asked after that
+  void thawed() { frozen_at_us_ = 0, answered_ = false; }
+  void clock_was_set() { by_clock_ = false; }
 
-  void ran_as(std::string_view run_state) { loading_ = run_state == "inmigrate"; }
+  void ran_as(std::string_view run_state) {
+    known_ = true;
+    loading_ = run_state == "inmigrate";
+    if (loading_) saving_ = false;  // that was its own, too
+  }
   void stopped() { stopped_ = true; }
   void resumed() {
     if (saved_) saving_ = saved_ = false;  // it goes on here; what was saved is its past
@@ -45,10 +55,13 @@ class RunState {
       saving_ = true;
       saved_ = false;
       copied_from_us_ = 0;
+      by_clock_ = true;
+      proven_ = false;
     } else if (!saving_) {
       return;
     } else if (status == "active") {
       copied_from_us_ = at_us;
+      proven_ = answered_;
     } else if (status == "failed" || status == "cancelled") {
       saving_ = false;
     } else if (status == "completed") {
@@ -59,9 +72,12 @@ class RunState {
   }
 
  private:
-  bool sound() const { return frozen_at_us_ != 0 && frozen_at_us_ <= copied_from_us_; }
+  bool sound() const { return proven_ || (by_clock_ && frozen_at_us_ != 0 && frozen_at_us_ <= copied_from_us_); }
 
-  bool stopped_ = false, saving_ = false, saved_ = false, loading_ = false;
+  bool stopped_ = false, saving_ = false, saved_ = false, loading_ = false, known_ = false;
+  bool answered_ = false;             // since it is frozen
+  bool proven_ = false;               // the first page went out after that
+  bool by_clock_ = true;              // the times can be compared
   std::uint64_t frozen_at_us_ = 0;    // 0: not frozen, or not known yet
   std::uint64_t copied_from_us_ = 0;  // no page went out before
 };

@@ -85,6 +85,48 @@ TEST_CASE("pages that went out before the machine was frozen spoil what is saved
   }
 }
 
+TEST_CASE("what QEMU answers once the machine is frozen tells more than the clock") {
+  RunState state;
+  state.stopped();
+  state.frozen(5000);
+  const auto saved_at = [&](std::uint64_t at_us) {
+    state.migrated("setup", at_us);
+    state.migrated("active", at_us);
+    state.migrated("completed", at_us);
+    return state.saved();
+  };
+  SUBCASE("the clock was put back since") {
+    CHECK(!saved_at(1000));
+    state.answered();
+    CHECK(saved_at(1000));
+  }
+  SUBCASE("the clock was set while it was saved") {
+    state.migrated("setup", 6000);
+    state.clock_was_set();
+    state.migrated("active", 6000);
+    state.migrated("completed", 6000);
+    CHECK(state.unsound());
+    CHECK(saved_at(7000));  // the next one is judged by itself
+  }
+  SUBCASE("the answer comes after the first page") {
+    state.migrated("setup", 1000);
+    state.migrated("active", 1000);
+    state.answered();
+    state.migrated("completed", 1000);
+    CHECK(state.unsound());
+  }
+  SUBCASE("the answer is to what was asked before it ran again") {
+    state.answered();
+    state.resumed();
+    state.thawed();
+    state.stopped();
+    state.answered();
+    CHECK(!saved_at(1000));
+    state.frozen(5000);
+    CHECK(!saved_at(1000));
+  }
+}
+
 TEST_CASE("a QEMU that loads a machine saves none") {
   RunState state;
   state.ran_as("inmigrate");
@@ -96,6 +138,10 @@ TEST_CASE("a QEMU that loads a machine saves none") {
   state.migrated("completed", 2000);  // said after RESUME
   state.stopped();
   CHECK(!state.saved());
+  RunState early;
+  early.migrated("setup", 1000);  // heard before the answer
+  early.ran_as("inmigrate");
+  CHECK(!early.still());
   RunState fresh;
   fresh.ran_as("running");
   CHECK(!fresh.loading());
@@ -117,6 +163,10 @@ TEST_CASE("the monitor's lines are understood, and whatever else comes is left o
   REQUIRE(state.size() == 1);
   CHECK(state[0].kind == MonitorNews::Kind::run_state);
   CHECK(state[0].text == "inmigrate");
+  const auto answer = heard(R"({"return": {"status": "paused"}, "id": "vrdma-asked-17"})");
+  REQUIRE(answer.size() == 1);
+  CHECK(answer[0].kind == MonitorNews::Kind::answer);
+  CHECK(answer[0].text == "17");
   CHECK(heard(R"({"event": "STOP"})").at(0).kind == MonitorNews::Kind::stopped);
   CHECK(heard(R"({"event": "RESUME", "timestamp": 7})").at(0).kind == MonitorNews::Kind::resumed);
   CHECK(heard(R"({"event": "RESET", "timestamp": {"seconds": -1, "microseconds": "x"}})").at(0).kind == MonitorNews::Kind::reset);

@@ -24,12 +24,6 @@ struct Guarded {
 };
 }
 
-Result<std::shared_ptr<MachineRam>> MachineRam::map(const std::string& path, std::uint64_t high_bytes) {
-  vmci::UniqueFd file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (!file) return last_error();
-  return map(std::move(file), high_bytes);
-}
-
 Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::uint64_t high_bytes) {
   std::shared_ptr<MachineRam> ram(new MachineRam);
   ram->fd_ = std::move(file);
@@ -50,6 +44,16 @@ Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::ui
   return ram;
 }
 
+Result<std::shared_ptr<MachineRam>> MachineRam::map_bar(int bar) {
+  vmci::UniqueFd file(::fcntl(bar, F_DUPFD_CLOEXEC, 0));
+  if (!file) return last_error();
+  auto ram = map(std::move(file), 0);
+  if (!ram) return ram.error();
+  if ((*ram)->bytes() <= vm::bar_bytes) return Errno{ENODEV};
+  (*ram)->lent_from_ = vm::bar_bytes;
+  return ram;
+}
+
 MachineRam::~MachineRam() {
   if (mapping_) BusGuard::remove(mapping_.data());
 }
@@ -58,6 +62,7 @@ std::optional<std::uint64_t> MachineRam::offset_of(vm::Run run) const {
   constexpr std::uint64_t pages_max = std::uint64_t{1} << 40;
   if (run.pages == 0 || run.page > pages_max || run.pages > pages_max) return std::nullopt;
   const std::uint64_t begin = run.page * vm::page_bytes, end = begin + run.pages * vm::page_bytes;
+  if (begin < lent_from_) return std::nullopt;
   if (end <= low_bytes_) return begin;
   if (begin >= four_gib && end - four_gib <= bytes() - low_bytes_) return begin - four_gib + low_bytes_;
   return std::nullopt;

@@ -2,6 +2,8 @@
 //
 // Physical addresses are the file's offsets up to the hole below 4 GiB; what lies behind 4 GiB follows (QEMU's memory map of the
 // pc and q35 machines); User Mode Linux has no such hole, and says 0. The machine says how much that is, and proves it by a word that the service must find.
+//
+// A machine whose RAM is nobody's but its own lends pages of its device's BAR instead, all but those of the link.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +21,18 @@ namespace vrdma::svc {
 
 class MachineRam {
  public:
-  // ENOENT, EACCES …; ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
-  static Result<std::shared_ptr<MachineRam>> map(const std::string& path, std::uint64_t high_bytes);
+  // ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
   static Result<std::shared_ptr<MachineRam>> map(vmci::UniqueFd file, std::uint64_t high_bytes);
+  // ENODEV: the BAR has room for the link only.
+  static Result<std::shared_ptr<MachineRam>> map_bar(int bar);
   ~MachineRam();
 
-  // Where pages of the machine's physical memory lie in the file, if all of them are RAM.
+  // Where pages of the machine's physical memory lie in the file, if all of them are RAM; or pages of the BAR, if they may be lent.
   std::optional<std::uint64_t> offset_of(vm::Run run) const;
 
   std::byte* data() const { return mapping_.data(); }
   std::uint64_t bytes() const { return mapping_.bytes(); }
+  bool is_bar() const { return lent_from_ != 0; }
   int fd() const { return fd_.get(); }
   std::uint64_t page_bytes() const { return page_bytes_; }  // of huge ones, where the file lies on a hugetlbfs
 
@@ -40,6 +44,7 @@ class MachineRam {
   vmci::UniqueFd fd_;
   vmci::Mapping mapping_;
   std::uint64_t low_bytes_ = 0;
+  std::uint64_t lent_from_ = 0;  // what lies before is the link's; 0: all of it is RAM
   std::uint64_t page_bytes_ = vm::page_bytes;
 };
 

@@ -1,0 +1,202 @@
+#include "cli/host.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <ctime>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <vector>
+
+#include "cli/host_talk.hpp"
+#include "cli/output.hpp"
+#include "vmkernel_svc/hosts/address.hpp"
+#include "vmkernel_svc/hosts/certificates.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+using namespace hosts;
+
+constexpr int authority_days = 7300;
+
+std::string day_of(std::int64_t seconds) {
+  const auto time = static_cast<std::time_t>(seconds);
+  std::tm parts{};
+  ::gmtime_r(&time, &parts);
+  char text[32];
+  std::strftime(text, sizeof(text), "%Y-%m-%d", &parts);
+  return text;
+}
+
+void make_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (!error) fs::permissions(folder, fs::perms::owner_all, error);
+  if (error) throw std::runtime_error(fmt::format("cannot make the folder {} ({}): run as the service's user, or give another --folder", folder.string(), error.message()));
+}
+
+// Nothing was there; what an attempt that fails has made is taken away again.
+class NewFiles {
+ public:
+  ~NewFiles() {
+    for (const auto& file : made_) {
+      std::error_code ignored;
+      fs::remove(file, ignored);
+    }
+  }
+  void save(const fs::path& file, const std::string& text, bool secret) {
+    save_new(file, text, secret);
+    made_.push_back(file);
+  }
+  void keep() { made_.clear(); }
+
+ private:
+  std::vector<fs::path> made_;
+};
+
+std::int64_t last_day(int days, const Identity& authority) {
+  if (days < 1 || days > authority_days) throw std::runtime_error(fmt::format("--days {}: a certificate lasts from 1 to {} days", days, authority_days));
+  return std::min<std::int64_t>(std::time(nullptr) + std::int64_t{days} * 86400, describe(authority.certificate.get()).not_after_s);
+}
+
+// Clocks differ.
+std::int64_t first_day() { return std::time(nullptr) - 86400; }
+
+std::string section(const std::string& address, const std::string& folder, const std::string& seed) {
+  const auto ours = address_and_port(address.empty() ? "" : address);
+  std::string text = fmt::format("\"hosts\": {{ \"address\": \"{}\", \"folder\": \"{}\"", ours ? ours->first : "ADDRESS OF THIS HOST", folder);
+  if (ours && ours->second != default_port) text += fmt::format(", \"port\": {}", ours->second);
+  if (!seed.empty()) text += fmt::format(", \"seed\": \"{}\"", seed);
+  return text + " }";
+}
+
+void check_address(const std::string& address) {
+  if (!address.empty() && !address_and_port(address))
+    throw std::runtime_error(fmt::format("--address \"{}\": give a numeric address, with a port or without, as in 10.0.0.1:28250", address));
+}
+
+std::string word(Role role) { return role == Role::authority ? "authority" : role == Role::admin ? "administrator" : "host"; }
+
+nlohmann::json as_json(const CertificateInfo& info) {
+  return {{"name", info.name},     {"role", word(info.role)}, {"authority", info.issuer},       {"serial", info.serial},
+          {"sha256", info.fingerprint}, {"from", day_of(info.not_before_s)}, {"until", day_of(info.not_after_s)}};
+}
+std::string as_line(const CertificateInfo& info) {
+  return fmt::format("{} {} authority {} until {} serial {} sha256 {}\n", word(info.role), info.name, info.issuer, day_of(info.not_after_s), info.serial, info.fingerprint);
+}
+
+}  // namespace
+
+int host_init(const HostOptions& options) {
+  const fs::path folder = options.folder;
+  check_address(options.address);
+  make_folder(folder);
+  const Identity authority = make_authority(authority_days);
+  const Identity host = issue(authority, options.name, Role::host, first_day(), last_day(options.days, authority));
+  NewFiles files;
+  files.save(folder / "authority.key", to_pem(authority.key.get()), true);
+  files.save(folder / "ca.pem", to_pem(authority.certificate.get()), false);
+  files.save(folder / "host.key", to_pem(host.key.get()), true);
+  files.save(folder / "host.pem", to_pem(host.certificate.get()), false);
+  make_folder(folder / "issued");
+  files.save(folder / "issued" / (options.name + ".pem"), to_pem(host.certificate.get()), false);
+  files.keep();
+  print_all(fmt::format("A new subnet, \"{}\", and its first host, \"{}\", in {}.\n"
+                        "Put this into the configuration of vrdmad, and start it:\n\n    {}\n\n"
+                        "Another host: vrdma host add NAME. Who has {} can add hosts: keep a copy where it is safe.\n",
+                        describe(authority.certificate.get()).name, options.name, folder.string(), section(options.address, options.folder, ""),
+                        (folder / "authority.key").string()));
+  return 0;
+}
+
+int host_add(const HostOptions& options) {
+  const fs::path folder = options.folder;
+  check_address(options.address);
+  Invitation invitation;
+  const Identity authority = load_authority(folder);
+  const fs::path issued = folder / "issued" / (options.name + ".pem");
+  if (fs::exists(issued))
+    throw std::runtime_error(fmt::format("\"{}\" was added already ({}): two hosts with one name are refused. Take another name, or take that one out first by \"vrdma host remove {}\"",
+                                         options.name, issued.string(), options.name));
+  invitation.host = issue(authority, options.name, Role::host, first_day(), last_day(options.days, authority));
+  invitation.authority = load_certificate(folder / "ca.pem");
+  if (const auto seed = address_and_port(options.address)) invitation.seed = with_port(seed->first, seed->second);
+  const std::string file = options.file.empty() ? options.name + ".invitation" : options.file;
+  make_folder(folder / "issued");
+  NewFiles files;
+  files.save(file, write_invitation(invitation), true);
+  files.save(issued, to_pem(invitation.host.certificate.get()), false);
+  files.keep();
+  print_all(fmt::format("{} lets a host join as \"{}\". Bring it there by a safe way, and run there:\n\n    vrdma host join {}\n\n"
+                        "Whoever has the file is that host: remove it when it is done.\n",
+                        file, options.name, fs::path(file).filename().string()));
+  return 0;
+}
+
+int host_join(const HostOptions& options) {
+  const fs::path folder = options.folder;
+  check_address(options.address);
+  const Invitation invitation = read_invitation(read_file(options.file), options.file);
+  if (const auto why = refusal(invitation.host.certificate.get(), invitation.authority.get(), std::time(nullptr)); !why.empty())
+    throw std::runtime_error(fmt::format("{}: {}", options.file, why));
+  make_folder(folder);
+  NewFiles files;
+  files.save(folder / "host.key", to_pem(invitation.host.key.get()), true);
+  files.save(folder / "host.pem", to_pem(invitation.host.certificate.get()), false);
+  files.save(folder / "ca.pem", to_pem(invitation.authority.get()), false);
+  files.keep();
+  print_all(fmt::format("This host is \"{}\" now. Put this into the configuration of vrdmad, start it, and remove {}:\n\n    {}\n",
+                        describe(invitation.host.certificate.get()).name, options.file, section(options.address, options.folder, invitation.seed)));
+  return 0;
+}
+
+int host_list(const HostOptions& options) {
+  const fs::path folder = fs::path(options.folder) / "issued";
+  if (!fs::exists(folder)) throw std::runtime_error(fmt::format("{}: no certificates were made here; \"vrdma show hosts\" says who is in the subnet", folder.string()));
+  std::vector<fs::path> found;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (entry.path().extension() == ".pem") found.push_back(entry.path());
+  std::sort(found.begin(), found.end());
+  nlohmann::json out = nlohmann::json::array();
+  std::string text;
+  for (const auto& file : found) {
+    const auto info = describe(load_certificate(file).get());
+    out.push_back(as_json(info));
+    text += as_line(info);
+  }
+  print_all(options.json ? out.dump(2) + "\n" : text);
+  return 0;
+}
+
+int host_show(const HostOptions& options) {
+  const fs::path folder = options.folder;
+  const auto certificate = load_certificate(options.name.empty() ? folder / "host.pem" : folder / "issued" / (options.name + ".pem"));
+  const auto authority = load_certificate(folder / "ca.pem");
+  const auto info = describe(certificate.get());
+  const std::string why = refusal(certificate.get(), authority.get(), std::time(nullptr));
+  auto out = as_json(info);
+  out["problem"] = why;
+  print_all(options.json ? out.dump(2) + "\n" : as_line(info) + (why.empty() ? "" : "problem: " + why + "\n"));
+  return why.empty() ? 0 : 1;
+}
+
+int host_remove(const HostOptions& options) {
+  const fs::path folder = options.folder;
+  const Identity authority = load_authority(folder);
+  const auto at = address_and_port(options.address);
+  if (!at) throw std::runtime_error("--address is missing: that of a host of the subnet that runs, as in 10.0.0.1:28250");
+  const std::int64_t now = std::time(nullptr);
+  const Identity admin = issue(authority, "administrator", Role::admin, first_day(), now + 3600);
+  ask_removal(admin, load_certificate(folder / "ca.pem"), at->first, at->second, options.name);
+  std::error_code ignored;
+  const fs::path issued = folder / "issued" / (options.name + ".pem");
+  if (fs::exists(issued)) fs::rename(issued, folder / "issued" / fmt::format("{}.removed-{}", options.name, now), ignored);
+  print_all(fmt::format("\"{}\" is out of the subnet: its certificate is refused, its LIDs go to others when no lease can be left\n", options.name));
+  return 0;
+}
+
+}  // namespace vrdma::cli

@@ -1,0 +1,26 @@
+// `vrdma host`: keys and certificates of the hosts of a subnet, in a folder. No service has to run for it, except for `remove`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace vrdma::cli {
+
+struct HostOptions {
+  std::string folder = "/var/lib/vrdma/subnet";
+  std::string name;
+  std::string address;  // of init and join: this host's; of add: whom the new host asks first
+  std::string file;     // the invitation
+  int days = 1825;
+  bool json = false;
+};
+
+// Exit codes. Throw std::runtime_error with a message for a person.
+int host_init(const HostOptions& options);
+int host_add(const HostOptions& options);
+int host_join(const HostOptions& options);
+int host_list(const HostOptions& options);
+int host_show(const HostOptions& options);
+int host_remove(const HostOptions& options);
+
+}  // namespace vrdma::cli

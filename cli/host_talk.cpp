@@ -1,0 +1,122 @@
+#include "cli/host_talk.hpp"
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <optional>
+#include <stdexcept>
+
+#include "vmkernel_svc/hosts/address.hpp"
+#include "vmkernel_svc/hosts/session.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+namespace asio = boost::asio;
+using asio::ip::tcp;
+using namespace hosts;
+using Level = Finding::Level;
+
+constexpr auto patience = std::chrono::seconds(20);
+
+// Why a conversation did not come about.
+struct Failed : std::runtime_error {
+  explicit Failed(const std::string& what, bool blocked_in = false) : runtime_error(what), blocked(blocked_in) {}
+  bool blocked;  // no answer at all: as a firewall does it
+};
+
+// One question to the vrdmad at an address, one answer.
+template <class Answer>
+Answer converse(Tls& tls, const std::string& from, const std::string& address, std::uint16_t port, const Message& question, std::string* version = nullptr) {
+  asio::io_context io;
+  tcp::socket socket(io);
+  boost::system::error_code error = asio::error::timed_out;
+  const tcp::endpoint endpoint(asio::ip::make_address(address), port);
+  socket.open(endpoint.protocol());
+  if (!from.empty()) {
+    boost::system::error_code bound;
+    socket.bind({asio::ip::make_address(from), 0}, bound);
+    if (bound) throw Failed(fmt::format("{} is not an address of this host ({})", from, bound.message()));
+  }
+  socket.async_connect(endpoint, [&](const boost::system::error_code& result) { error = result; });
+  io.run_for(patience);
+  if (error) throw Failed(error == asio::error::timed_out ? fmt::format("no answer within {} s", patience.count()) : error.message(), error != asio::error::connection_refused);
+
+  Hello hello;
+  hello.version = VRDMA_VERSION;
+  hello.name = tls.us().name;
+  hello.run = "tool";
+  std::optional<Answer> answer;
+  std::string why = "no answer";
+  Session::Events events{[&](const std::shared_ptr<Session>& session) {
+                           if (version != nullptr) *version = session->peer().version;
+                           session->send(question);
+                         },
+                         [&](const std::shared_ptr<Session>& session, const Message& message) {
+                           if (const auto* given = std::get_if<Answer>(&message)) answer = *given;
+                           session->retire();
+                         },
+                         [&](const std::shared_ptr<Session>&, const std::string& reason) { why = reason; }};
+  const auto session = std::make_shared<Session>(tls, std::move(socket), true, SessionLimits{}, std::move(events));
+  session->start(hello, "");
+  io.restart();
+  io.run_for(patience * 2);
+  if (!answer) throw Failed(why);
+  return *answer;
+}
+
+std::string rule(const std::string& from, std::uint16_t port) {
+  return fmt::format("nft add rule inet filter input ip{} saddr {} tcp dport {{ {}, {} }} accept", from.find(':') != std::string::npos ? "6" : "", from, port, port + 1);
+}
+
+}  // namespace
+
+void ask_removal(const Identity& admin, X509Ptr authority, std::string address, std::uint16_t port, const std::string& name) {
+  Tls tls(admin, std::move(authority));
+  for (int hops = 0; hops < 3; ++hops) {  // from a member to the leader, which may change meanwhile
+    RemoveReply reply;
+    try {
+      reply = converse<RemoveReply>(tls, "", address, port, Remove{name});
+    } catch (const Failed& error) {
+      throw std::runtime_error(fmt::format("{}: {}", with_port(address, port), error.what()));
+    }
+    if (!reply.error.empty()) throw std::runtime_error(reply.error);
+    if (reply.leader.empty()) return;
+    address = reply.leader;
+    port = reply.port;
+  }
+  throw std::runtime_error("the subnet is about to elect a leader: try again");
+}
+
+std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port) {
+  const auto there = address_and_port(target);
+  if (!there) return {{Level::problem, "host", fmt::format("\"{}\" is neither a host that the service knows nor a numeric address", target), "vrdma show hosts says who is known"}};
+  const std::string at = with_port(there->first, there->second);
+  std::shared_ptr<Tls> tls;
+  try {
+    tls = Tls::of_host(folder);
+  } catch (const std::exception& error) {
+    return {{Level::problem, "certificate", error.what(), ""}};
+  }
+  std::vector<Finding> findings;
+  std::string version;
+  try {
+    const auto probed = converse<Probed>(*tls, here, there->first, there->second, Probe{here.empty() ? "127.0.0.1" : here, port == 0 ? default_port : port}, &version);
+    findings.push_back({Level::ok, "to", fmt::format("{} answers, with a certificate of this subnet: vrdmad {}", at, version), ""});
+    if (port == 0)
+      findings.push_back({Level::note, "from", "the other direction was not tried: no vrdmad with \"hosts\" in its configuration runs here", "start it, and try again"});
+    else if (probed.error.empty())
+      findings.push_back({Level::ok, "from", fmt::format("{} reaches this host at {}", at, with_port(here, port)), ""});
+    else
+      findings.push_back({Level::problem, "from", fmt::format("{} does not reach this host at {}: {}", at, with_port(here, port), probed.error),
+                          "on this host: " + rule(there->first, port)});
+  } catch (const Failed& error) {
+    findings.push_back({Level::problem, "to", fmt::format("{} cannot be reached: {}", at, error.what()),
+                        error.blocked ? fmt::format("on {}: {}", there->first, rule(here.empty() ? "ADDRESS OF THIS HOST" : here, there->second))
+                                      : "is vrdmad running there, with \"hosts\" in its configuration, and the certificates of one subnet on both hosts?"});
+  }
+  return findings;
+}
+
+}  // namespace vrdma::cli

@@ -1,0 +1,20 @@
+// What a tool says to the vrdmads of other hosts, with certificates of its own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cli/doctor.hpp"
+#include "vmkernel_svc/hosts/certificates.hpp"
+
+namespace vrdma::cli {
+
+// Has the subnet's leader take a host out. Throws std::runtime_error with a message for a person.
+void ask_removal(const hosts::Identity& admin, hosts::X509Ptr authority, std::string address, std::uint16_t port, const std::string& name);
+
+// Whether `target` ("10.0.0.2", with a port or without) and this host reach each other. `here`: at what address and port this
+// host's vrdmad listens for others; port 0: it is not known, and only one direction is tried.
+std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port);
+
+}  // namespace vrdma::cli

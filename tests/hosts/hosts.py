@@ -1,0 +1,426 @@
+"""Programs on two hosts, each with a vrdmad of its own, joined by a network that can fail (network.py). Every case is one line."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "interop"))
+import harness  # noqa: E402
+from harness import Build, Failure, Program, Service, Skip, TempFolder, wait_until  # noqa: E402
+from network import Network, why_not  # noqa: E402
+
+PORT = 28251
+
+
+class Host(Service):
+    """A vrdmad in a namespace."""
+
+    def __init__(self, build, network, index, config):
+        self.network, self.index = network, index
+        super().__init__(build, config=config)
+
+    @property
+    def user(self):
+        return self.network.run_in(self.index, [])
+
+    @user.setter
+    def user(self, _):
+        pass
+
+    @property
+    def address(self):
+        return self.network.addresses[self.index]
+
+    def start_program(self, words, link_layer="ib", name=None):
+        return Program(self.network.run_in(self.index, [self.build.vrdma, "run", "--link-layer", link_layer, "--", *words]),
+                       env=self.environment(), name=name or f"{words[0]} on h{self.index}")
+
+    def show(self, what=None):
+        program = Program([self.build.vrdma, "show", *([what] if what else []), "--json"], env=self.environment())
+        code = program.wait(30 * harness.PATIENCE)
+        text = program.output()
+        program.stop()
+        if code != 0:
+            raise Failure(f"vrdma show ended with {code}: {text}")
+        return json.loads(text)
+
+    def reaches(self, other):
+        return any(route.get("host") == f"h{other.index}" and route["state"] == "connected" for route in self.show("routes"))
+
+
+class Written:
+    """A subnet that is written down: a file on every host, and a secret."""
+
+    def __init__(self, build, network, folder, lids=1000):
+        self.addresses = network.addresses[:-1]
+        self.secret = folder / "secret"
+        self.secret.write_bytes(os.urandom(32))
+        self.secret.chmod(0o600)
+        self.everybody = [{"name": f"h{i}", "address": address, "port": PORT, "lids": f"{i * lids + 1}-{(i + 1) * lids}"} for i, address in enumerate(self.addresses)]
+
+    def config(self, index):
+        return {"remote": {"name": f"h{index}", "address": self.addresses[index], "port": PORT, "secret_file": str(self.secret), "hosts": self.everybody}}
+
+
+class Managed:
+    """A subnet with managers: certificates on every host, and LIDs that are leased."""
+
+    def __init__(self, build, network, folder):
+        self.addresses, self.folder = network.addresses[:-1], folder
+
+        def vrdma(*words):
+            code, said = harness.run([build.vrdma, "host", *words], 60)
+            if code != 0:
+                raise Failure(f"vrdma host {words[0]} left with {code}: {said}")
+        vrdma("init", "h0", "--folder", folder / "h0")
+        for name in [f"h{i}" for i in range(1, len(self.addresses))]:
+            vrdma("add", name, "--folder", folder / "h0", "-o", folder / f"{name}.invitation")
+            vrdma("join", folder / f"{name}.invitation", "--folder", folder / name)
+
+    def config(self, index):
+        peers = [{"name": f"h{i}", "address": address, "port": PORT - 1} for i, address in enumerate(self.addresses)]
+        return {"hosts": {"name": f"h{index}", "address": self.addresses[index], "port": PORT - 1, "folder": str(self.folder / f"h{index}"), "peers": peers}}
+
+
+class World:
+    """Hosts that know each other."""
+
+    def __init__(self, build, count, subnet=Written):
+        self.network = Network(count + 1)  # and a stranger
+        self.hosts = []
+        try:
+            self.folder = TempFolder()
+            known = subnet(build, self.network, self.folder.path)
+            for i in range(count):
+                self.hosts.append(Host(build, self.network, i, known.config(i)))
+            self.wait_joined()
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_joined(self):
+        for one in self.hosts:
+            for other in self.hosts:
+                if one is not other:
+                    wait_until(lambda: one.reaches(other), 60, f"h{one.index} reaches h{other.index}", [one.program, other.program])
+
+    def check(self):
+        for host in self.hosts:
+            if not host.program.running():
+                raise Failure(f"vrdmad of h{host.index} died\n{host.program.says()}")
+
+    def close(self):
+        said = []
+        for host in self.hosts:
+            if host.program.running() and host.stop()[0] != 0:
+                said.append(host.program.says())
+        self.network.close()
+        if said:
+            raise Failure("vrdmad did not leave in order\n" + "\n".join(said))
+
+
+class Pair:
+    """A program on one host that listens, and the same one on another that connects to it."""
+
+    next_port = 20000
+
+    def __init__(self, server, client, words, link_layer="ib", port_flag="-p", more=()):
+        Pair.next_port += 1
+        port = Pair.next_port
+        words = [*words, port_flag, port, *more]
+        self.server = server.start_program(words, link_layer)
+        self.client = None
+        try:
+            wait_until(lambda: harness.listening(self.server.pid, port), 60, f"{words[0]} listens", [self.server])
+            self.client = client.start_program([*words, server.address], link_layer)
+        except BaseException:
+            self.stop()
+            raise
+
+    def says(self):
+        return "\n".join(p.says() for p in (self.server, self.client) if p)
+
+    def end(self, seconds=120):
+        """Both must end well."""
+        try:
+            for program in (self.client, self.server):
+                code = program.wait(seconds * harness.PATIENCE)
+                if code != 0 or harness.BAD_WORDS.search(program.output()):
+                    raise Failure(f"{program.name} ended with {code}\n{self.says()}")
+        finally:
+            self.stop()
+
+    def stop(self):
+        for program in (self.server, self.client):
+            if program:
+                program.stop(grace_s=0.5)
+
+
+def gid(link_layer, index=3):
+    return ["-g", str(index)] if link_layer == "ethernet" else []
+
+
+# ---------------------------------------------------------------------------------------------------- cases
+
+def pingpong(world):
+    a, b = world.hosts[:2]
+    for layer in ("ib", "ethernet"):
+        for transport, more in (("rc", ["-s", "100000", "-c"]), ("rc", ["-e"]), ("uc", ["-c"]), ("ud", ["-c"]), ("srq", ["-c"])):
+            yield f"{layer} ibv_{transport}_pingpong {' '.join(more)}", lambda: Pair(
+                a, b, [f"ibv_{transport}_pingpong", "-n", "100", *more], layer, more=gid(layer)).end()
+    yield "by GID on InfiniBand", lambda: Pair(a, b, ["ibv_rc_pingpong", "-n", "50", "-g", "0"]).end()
+
+
+def perftest(world):
+    a, b = world.hosts[:2]
+    for layer in ("ib", "ethernet"):
+        address = ["-x", "3"] if layer == "ethernet" else []
+        for program, more in (("ib_send_lat", ["-n", "50"]), ("ib_write_lat", ["-n", "50"]), ("ib_read_lat", ["-n", "50"]), ("ib_atomic_lat", ["-n", "50"]),
+                              ("ib_send_bw", ["-n", "30", "-s", "1000000"]), ("ib_write_bw", ["-n", "30", "-s", "1000000", "-b"]),
+                              ("ib_read_bw", ["-n", "30", "-s", "1000000"]), ("ib_atomic_bw", ["-n", "100"]),
+                              ("ib_write_bw", ["-n", "100", "-c", "UC"]), ("ib_send_lat", ["-n", "50", "-c", "UD"])):
+            yield f"{layer} {program} {' '.join(more)}", lambda: Pair(a, b, [program, "-d", "vrdma0", "-F", *more], layer, more=address).end()
+
+
+def four(world):
+    """Every host with every other one, at once."""
+    def all_pairs():
+        pairs = []
+        try:
+            for i, one in enumerate(world.hosts):
+                for other in world.hosts[i + 1:]:
+                    pairs.append(Pair(one, other, ["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"]))
+            for pair in pairs:
+                pair.end()
+        finally:
+            for pair in pairs:
+                pair.stop()
+    yield f"ibv_rc_pingpong, {len(world.hosts)} hosts, each with each", all_pairs
+
+
+def conformance(world, sample):
+    a, b = world.hosts[:2]
+    suite = a.build.vrdma.parent / "vrdma-conformance"
+    for layer in ("ib", "ethernet"):
+        def run(layer=layer):
+            address = ["--gid-index", "3"] if layer == "ethernet" else []
+            Pair.next_port += 1
+            port = Pair.next_port
+            words = [suite, "--dev", "vrdma0", "--timeout-scale", "4", *address]
+            server = a.start_program([*words, "--serve", port], layer)
+            client = None
+            try:
+                wait_until(lambda: harness.listening(server.pid, port), 60, "the suite's second process listens", [server])
+                client = b.start_program([*words, "--with", f"{a.address}:{port}", *(["--sample", sample] if sample else [])], layer)
+                code = client.wait(900 * harness.PATIENCE)
+                passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
+                if code != 0 or not passed or int(passed[1]) == 0:
+                    lines = client.output().splitlines()
+                    failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
+                    raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
+            finally:
+                server.stop()
+                if client:
+                    client.stop()
+        yield f"{layer} vrdma-conformance, two processes on two hosts", run
+
+
+def counter(host, other, name):
+    return next(route["counters"][name] for route in host.show("routes") if route.get("host") == f"h{other.index}")
+
+
+def received(host, other):
+    return counter(host, other, "received_records")
+
+
+def faults(world):
+    a, b = world.hosts[:2]
+    # Who only waits for a message has nothing in flight that could fail: the survivor of a fault must be the sender.
+    long = ["ib_write_bw", "-d", "vrdma0", "-F", "-n", "1000000", "-s", "20000"]
+
+    def flowing(pair, records=20):
+        before = received(a, b)
+        wait_until(lambda: received(a, b) >= before + records, 60, "messages flow", [pair.server, pair.client])
+
+    def must_fail(program, pair):
+        """Nobody answers: the message in flight ends so, and in no other way."""
+        if program.wait(90 * harness.PATIENCE) is None:
+            raise Failure(f"{program.name} did not notice\n{pair.says()}")
+        if "Failed status 12" not in program.output():
+            raise Failure(f"{program.name} ended otherwise\n{pair.says()}")
+
+    def works():
+        world.wait_joined()
+        Pair(a, b, ["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"]).end()
+
+    def short_partition():
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "600", "-s", "5000", "-c"])
+        try:
+            flowing(pair)
+            world.network.cut(1)
+            harness.time.sleep(1)  # what is tested is a second
+            world.network.cut(1, False)
+            pair.end()
+        finally:
+            world.network.cut(1, False)
+            pair.stop()
+
+    def loss():
+        world.network.lose(20)
+        try:
+            Pair(a, b, ["ibv_rc_pingpong", "-n", "200", "-s", "50000", "-c"]).end()
+        finally:
+            world.network.lose(0)
+
+    def long_partition():
+        pair = Pair(b, a, long)
+        try:
+            flowing(pair)
+            world.network.cut(1)
+            must_fail(pair.client, pair)
+        finally:
+            world.network.cut(1, False)
+            pair.stop()
+        works()
+
+    def killed():
+        pair = Pair(b, a, long)
+        try:
+            flowing(pair)
+            b.kill()
+            must_fail(pair.client, pair)
+        finally:
+            pair.stop()
+            b.program.stop()
+        b.start()
+        works()
+
+    def garbage():
+        # UCX's own set-up ends the process at a few wrong bytes; its sockets are therefore closed to all but the subnet's hosts.
+        script = ("import os, socket, sys\n"
+                  "kept = []\n"
+                  "for port in map(int, sys.argv[2:]):\n"
+                  "    for size in (1, 8, 64, 100000):\n"
+                  "            try:\n"
+                  "                s = socket.create_connection((sys.argv[1], port), 0.5)\n"
+                  "                s.send(os.urandom(size))\n"
+                  "                kept.append(s)\n"
+                  "            except OSError: pass\n"
+                  "print('let in:', len(kept))\n")
+        ports = []
+        for line in Path(f"/proc/{a.program.pid}/net/tcp").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and not columns[1].startswith("00000000"):
+                ports.append(int(columns[1].split(":")[1], 16))
+        if PORT not in ports:
+            raise Failure(f"vrdmad does not listen at {PORT}, only at {ports}")
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "1000", "-s", "5000", "-c"])
+        try:
+            code, said = harness.run(world.network.run_in(2, [sys.executable, "-c", script, a.address, *ports]), 120)
+            if code != 0 or "let in: 0" not in said:
+                raise Failure(f"a stranger was let in: {said}")
+            pair.end()
+        finally:
+            pair.stop()
+        works()
+
+    yield "a stranger knocks at every port of a host, while messages flow", garbage
+    yield "2 % of all packets lost", loss
+    yield "a partition of one second heals", short_partition
+    yield "a partition that lasts: RETRY_EXC_ERR, and all is well afterwards", long_partition
+    yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
+
+
+def managed(world):
+    """Certificates, sessions and leases in place of a file: what programs see is the same."""
+    a, b, c = world.hosts
+
+    def lids():
+        shown = [host.show("hosts") for host in world.hosts]
+        ranges = sorted(tuple(one["lids"]) for one in shown)
+        if any(first[1] >= second[0] for first, second in zip(ranges, ranges[1:])):
+            raise Failure(f"LIDs that two hosts have: {ranges}")
+
+    def pairs(one, other):
+        for words in (["ibv_rc_pingpong", "-n", "50", "-c", "-s", "20000"], ["ibv_ud_pingpong", "-n", "50", "-c"]):
+            Pair(one, other, words).end()
+        Pair(one, other, ["ib_write_bw", "-d", "vrdma0", "-F", "-n", "30", "-s", "100000"]).end()
+        Pair(one, other, ["ib_atomic_lat", "-d", "vrdma0", "-F", "-n", "50", "-x", "3"], "ethernet").end()
+
+    def another_key():
+        """The connection on which two hosts agreed on their key ends; messages go on under the next one's."""
+        made = counter(a, b, "reconnects")
+        pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "5000", "-s", "5000", "-c"])
+        try:
+            before = received(a, b)
+            wait_until(lambda: received(a, b) >= before + 20, 60, "messages flow", [pair.server, pair.client])
+            code, said = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "dport", "=", PORT - 1]), 30)
+            code_too, said_too = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "sport", "=", PORT - 1]), 30)
+            if code != 0 or code_too != 0:
+                raise Failure(f"ss -K: {said} {said_too}")
+            wait_until(lambda: counter(a, b, "reconnects") > made, 60, "records have another key", [a.program, b.program])
+            pair.end()
+        finally:
+            pair.stop()
+
+    def leader_killed():
+        leader = next(host for host in world.hosts if f"h{host.index}" == a.show("hosts")["leader"])
+        others = [host for host in world.hosts if host is not leader]
+        pair = Pair(*others, ["ibv_rc_pingpong", "-n", "1000", "-s", "5000", "-c"])
+        try:
+            leader.kill()
+            leader.program.stop()
+            pair.end()
+        finally:
+            pair.stop()
+        wait_until(lambda: others[0].show("hosts")["leader"] in {f"h{host.index}" for host in others}, 90, "another leads", [host.program for host in others])
+        leader.start()
+        world.wait_joined()
+        pairs(leader, others[0])
+
+    yield "no LID is two hosts'", lids
+    yield "programs of every two hosts", lambda: [pairs(one, other) for one, other in ((a, b), (b, c), (c, a))]
+    yield "the hosts' session is made anew while messages flow", another_key
+    yield "the host that leads is killed while others' messages flow, and comes back", leader_killed
+
+
+GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults), "managed": (3, managed)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", required=True)
+    parser.add_argument("--sample", type=int, default=0, help="so many tests of the conformance suite; 0: all")
+    parser.add_argument("groups", nargs="+", choices=GROUPS)
+    arguments = parser.parse_args()
+    missing = why_not()
+    if missing:
+        raise Skip(missing)
+    build = Build.at(arguments.build)
+    failed = 0
+    for group in arguments.groups:
+        count, cases = GROUPS[group]
+        world = World(build, count, Managed if group == "managed" else Written)
+        try:
+            for name, case in cases(world, arguments.sample) if group == "conformance" else cases(world):
+                begun = harness.time.monotonic()
+                try:
+                    case()
+                    world.check()
+                    print(f"ok    {harness.time.monotonic() - begun:5.1f} s  {name}", flush=True)
+                except Failure as reason:
+                    failed += 1
+                    print(f"FAIL  {name}: {reason}", flush=True)
+                    for host in world.hosts:
+                        print(host.program.says(), flush=True)
+                    world.check()
+        finally:
+            world.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_code_of(main, "programs on two hosts"))

@@ -1,0 +1,426 @@
+"""Hosts that join a subnet: real vrdmads at addresses 127.77.x.y, certificates made by `vrdma host`, and what goes wrong.
+
+Every wait is for a condition, under one generous watchdog; nothing is asserted about how long something took.
+"""
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "cli"))
+from support import BIN, TestCase, attach  # noqa: E402
+
+WATCHDOG_S = 180
+MANAGERS = ("a", "b", "c")
+
+
+def wait_until(condition, what):
+    """The first true value of condition(). It may raise what the world raises while things are on their way."""
+    end = time.monotonic() + WATCHDOG_S
+    last = None
+    while time.monotonic() < end:
+        try:
+            if value := condition():
+                return value
+        except (OSError, ValueError, subprocess.SubprocessError, AssertionError) as error:
+            last = error
+        time.sleep(0.05)
+    raise AssertionError(f"not within {WATCHDOG_S} s: {what}" + (f" ({last})" if last else ""))
+
+
+class Subnet(TestCase):
+    """Hosts a, b, c … of one subnet, each with a folder, an address and a port of its own."""
+
+    def setUp(self):
+        super().setUp()
+        self.processes = {}
+        self.addCleanup(self.stop_all)
+        self.hosts = {}
+        # Nobody else's: 127/8 belongs to this machine, and a process has its pid for itself.
+        self.net = f"127.77.{os.getpid() >> 8 & 255}.{{}}"
+        self.first = os.getpid() & 127
+
+    def stop_all(self):
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stderr.close()
+
+    def free_port(self, address):
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return probe.getsockname()[1]
+
+    def make(self, *names, managers=MANAGERS, seed=None):
+        """Certificates and configurations. The first name begins the subnet."""
+        for name in names:
+            folder = self.folder / name
+            address = self.net.format(self.first + len(self.hosts) + 1)
+            self.hosts[name] = {"name": name, "folder": folder, "address": address, "port": self.free_port(address)}
+            if len(self.hosts) == 1:
+                self.root = folder
+                self.good("host", "init", name, "--folder", folder)
+            else:
+                self.good("host", "add", name, "--folder", self.root, "-o", self.folder / f"{name}.invitation")
+                self.good("host", "join", self.folder / f"{name}.invitation", "--folder", folder)
+        for name in names:
+            peers = [] if seed and name != seed else [self.peer(one) for one in managers if one in self.hosts]
+            self.configure(name, **({"seed": self.at(seed)} if seed and name != seed else {"peers": peers}))
+
+    def peer(self, name):
+        return {key: self.hosts[name][key] for key in ("name", "address", "port")}
+
+    def at(self, name):
+        return f"{self.hosts[name]['address']}:{self.hosts[name]['port']}"
+
+    def configure(self, host_name, **more):
+        host = self.hosts[host_name]
+        section = {"name": host_name, "address": host["address"], "port": host["port"], "folder": str(host["folder"]), "lids": 16,
+                   "heartbeat_ms": 100, "election_ms": 1500, "refresh_ms": 200, "lease_s": 20, "silence_ms": 20000, **more}
+        (host["folder"] / "vrdmad.json").write_text(json.dumps({"socket": str(host["folder"] / "s.sock"), "hosts": section}))
+
+    def good(self, *arguments):
+        result = self.vrdma(*arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout
+
+    def start(self, *names):
+        for name in names:
+            log = open(self.hosts[name]["folder"] / "log", "ab")
+            # Also when ctest ends us, nothing of ours stays.
+            process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", str(BIN / "vrdmad"), "--config", self.hosts[name]["folder"] / "vrdmad.json"], env=self.environment, stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.DEVNULL, stderr=log)
+            process.stderr = log
+            self.processes[name] = process
+
+    def kill(self, name, how=signal.SIGKILL):
+        process = self.processes.pop(name)
+        process.send_signal(how)
+        process.wait(WATCHDOG_S)
+        process.stderr.close()
+        return process.returncode
+
+    def log(self, name):
+        return (self.hosts[name]["folder"] / "log").read_text(errors="replace")
+
+    def show(self, name):
+        result = self.vrdma("show", "hosts", "--json", "--socket", self.hosts[name]["folder"] / "s.sock")
+        if result.returncode != 0:
+            raise OSError(result.stderr)
+        return json.loads(result.stdout)
+
+    def settled(self, *names):
+        """All of them have a lease, and each of them a connection to each other: what each shows."""
+        def all_of_them():
+            shown = {name: self.show(name) for name in names}
+            for name, us in shown.items():
+                if not us["may_give"] or not us["leader"]:
+                    return None
+                connected = {other["name"] for other in us["others"] if other["reachable"] and other["lids"]}
+                if not connected >= set(names) - {name}:
+                    return None
+            return shown if len({us["leader"] for us in shown.values()}) == 1 else None
+        try:
+            return wait_until(all_of_them, f"{', '.join(names)} have leases and know one another")
+        except AssertionError as error:
+            logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in names)
+            raise AssertionError(f"{error}\n{logs}") from None
+
+    def guest_gets_lid(self, path):
+        guest, status, _ = attach(path)
+        guest.close()
+        return status == 0
+
+    def lids(self, shown):
+        ranges = sorted(tuple(us["lids"]) for us in shown.values())
+        for (_, last), (first, _) in zip(ranges, ranges[1:]):
+            self.assertLess(last, first, ranges)
+        return {name: tuple(us["lids"]) for name, us in shown.items()}
+
+    def tls(self, name):
+        """A connection to a host with that one's own certificate: a tool, or a liar of the subnet."""
+        folder = self.hosts[name]["folder"]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.load_verify_locations(folder / "ca.pem")
+        context.load_cert_chain(folder / "host.pem", folder / "host.key")
+        return context
+
+
+def frame(message):
+    data = json.dumps(message).encode()
+    return struct.pack(">I", len(data)) + data
+
+
+def read_frames(connection):
+    """Until the other side hangs up."""
+    data = b""
+    with contextlib.suppress(OSError):
+        while part := connection.recv(65536):
+            data += part
+    messages = []
+    while len(data) >= 4:
+        length, = struct.unpack_from(">I", data)
+        messages.append(json.loads(data[4:4 + length]))
+        data = data[4 + length:]
+    return messages
+
+
+class Joining(Subnet):
+    def test_three_hosts_lead_and_a_fourth_joins_by_a_seed(self):
+        self.make("a", "b", "c")
+        self.start("a", "b", "c")
+        shown = self.settled("a", "b", "c")
+        self.make("d", seed="b")
+        self.start("d")
+        shown = self.settled("a", "b", "c", "d")
+        lids = self.lids(shown)
+        self.assertEqual({last - first + 1 for first, last in lids.values()}, {16})
+        text = self.good("show", "hosts", "--socket", self.hosts["d"]["folder"] / "s.sock")
+        self.assertIn(f"host a address {self.hosts['a']['address']}", text)
+        self.assertIn("manager leads", text)
+        # A guest's LID is of its host's block.
+        guest, status, _ = attach(str(self.hosts["d"]["folder"] / "s.sock"))
+        with guest:
+            self.assertEqual(status, 0)
+            state = json.loads(self.good("show", "guests", "--json", "--socket", self.hosts["d"]["folder"] / "s.sock"))
+            self.assertEqual([one["lid"] for one in state], [lids["d"][0]])
+
+    def test_one_host_alone_leads_itself(self):
+        self.make("a", managers=())
+        self.start("a")
+        self.assertEqual(self.settled("a")["a"]["leader"], "a")
+
+    def test_another_leads_when_its_host_is_killed_and_it_comes_back_with_its_lids(self):
+        self.make("a", "b", "c")
+        self.make("d")
+        self.start("a", "b", "c", "d")
+        before = self.settled("a", "b", "c", "d")
+        leader = before["d"]["leader"]
+        self.kill(leader)
+        rest = [name for name in "abcd" if name != leader]
+        wait_until(lambda: all(self.show(name)["leader"] not in ("", leader) and self.show(name)["may_give"] for name in rest), "another leads")
+        after = self.settled(*rest)
+        self.start(leader)
+        again = self.settled("a", "b", "c", "d")
+        self.assertEqual(self.lids(before), self.lids(again))
+        self.assertEqual({**self.lids(after), leader: self.lids(before)[leader]}, self.lids(before))
+        # All at once, with nothing but their files.
+        for name in "abcd":
+            self.kill(name)
+        self.start("d", "c", "b", "a")
+        self.assertEqual(self.lids(self.settled("a", "b", "c", "d")), self.lids(before))
+
+    def test_without_a_majority_the_lease_lapses_and_guests_that_are_there_stay(self):
+        self.make("a", "b", "c")
+        for name in MANAGERS:
+            self.configure(name, peers=[self.peer(one) for one in MANAGERS], lease_s=5)
+        self.start("a", "b", "c")
+        self.settled("a", "b", "c")
+        path = str(self.hosts["c"]["folder"] / "s.sock")
+
+        def attached():
+            guest, status, _ = attach(path)
+            return guest if status == 0 else guest.close()
+        with wait_until(attached, "a guest has a LID"):
+            self.kill("a")
+            self.kill("b")
+            wait_until(lambda: not self.show("c")["may_give"], "the lease lapses")
+            wait_until(lambda: not self.guest_gets_lid(path), "a new guest gets no LID")
+            wait_until(lambda: len(json.loads(self.good("show", "guests", "--json", "--socket", path))) == 1, "the guest that was there stays")
+            self.start("a")
+            self.settled("a", "c")
+            wait_until(lambda: self.guest_gets_lid(path), "new guests get LIDs again")
+
+
+class Refused(Subnet):
+    def test_hosts_of_two_subnets_do_not_meet(self):
+        self.make("a", managers=("a",))
+        self.start("a")
+        self.settled("a")
+        self.hosts["x"] = {**self.hosts["a"], "name": "x", "folder": self.folder / "x", "address": self.net.format(self.first + 20)}
+        self.good("host", "init", "x", "--folder", self.folder / "x")
+        self.configure("x", seed=self.at("a"))
+        self.start("x")
+        wait_until(lambda: "it is of another subnet" in self.log("a"), "a says why x is not let in")
+        wait_until(lambda: 'the certificate of "a" is of another authority' in self.log("x"), "x says why it does not believe a")
+        us = wait_until(lambda: self.show("a")["strangers"] > 0 and self.show("a"), "it is counted")
+        self.assertEqual(us["others"], [])
+        self.assertFalse(self.show("x")["may_give"])
+
+    def test_a_copy_of_a_host_gets_no_lids(self):
+        self.make("a", "b", managers=("a",))
+        self.start("a", "b")
+        before = self.lids(self.settled("a", "b"))
+        shutil.copytree(self.hosts["b"]["folder"], self.folder / "twin", ignore=shutil.ignore_patterns("*.sock", "log", "vm"))
+        self.hosts["twin"] = {**self.hosts["b"], "folder": self.folder / "twin", "address": self.net.format(self.first + 21)}
+        self.configure("twin", name="b", peers=[self.peer("a")])
+        self.start("twin")
+        wait_until(lambda: 'another host is "b"' in self.log("twin"), "the copy is told")
+        self.assertFalse(self.show("twin")["may_give"])
+        self.assertEqual(self.lids(self.settled("a", "b")), before)
+
+    def test_a_file_with_the_lids_of_another(self):
+        self.make("a", "b", "c", managers=("a",))
+        self.start("a", "b")
+        lids = self.lids(self.settled("a", "b"))
+        # c's own file claims what b has.
+        serial = json.loads(self.good("host", "show", "--json", "--folder", self.hosts["c"]["folder"]))["serial"]
+        empty = {"from": [0, 0], "to": [0, 0], "next_id": 1, "next_lid": 1, "hosts": [], "removed": []}
+        (self.hosts["c"]["folder"] / "subnet.json").write_text(json.dumps(
+            {"format": 1, "lids": lids["b"], "serial": serial, "term": 0, "voted_for": "", "managers": [], "state": empty}))
+        self.start("c")
+        wait_until(lambda: 'of which "b" has some' in self.log("c"), "c is told of the clash")
+        self.assertFalse(self.show("c")["may_give"])
+        self.kill("c")
+        (self.hosts["c"]["folder"] / "subnet.json").unlink()
+        self.start("c")
+        self.assertEqual({**lids, "c": self.lids(self.settled("a", "b", "c"))["c"]}, self.lids(self.settled("a", "b", "c")))
+
+    def test_garbage_on_the_port_and_connections_that_say_nothing(self):
+        self.make("a", "b", managers=("a",))
+        self.configure("a", peers=[self.peer("a")], opening_ms=1000)
+        self.start("a", "b")
+        self.settled("a", "b")
+        place = (self.hosts["a"]["address"], self.hosts["a"]["port"])
+        silent = [socket.create_connection(place, WATCHDOG_S) for _ in range(200)]
+        for data in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\x16\x03\x01\xff\xff" + b"\0" * 100, b"\0" * 70000):
+            with socket.create_connection(place, WATCHDOG_S) as liar, contextlib.suppress(OSError):
+                liar.sendall(data)
+                liar.settimeout(WATCHDOG_S)
+                while liar.recv(4096):
+                    pass
+        # TLS without a certificate: refused before anything is said.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with contextlib.suppress(OSError), socket.create_connection(place, WATCHDOG_S) as plain, context.wrap_socket(plain) as nobody:
+            self.assertEqual(nobody.recv(1), b"")
+        # Those that said nothing are hung up on.
+        for connection in silent:
+            connection.settimeout(WATCHDOG_S)
+            with contextlib.suppress(ConnectionResetError):
+                self.assertEqual(connection.recv(1), b"")
+            connection.close()
+        # A member that lies: not JSON, too much, a message that is not for it, another version.
+        hello = {"type": "hello", "protocol": "vrdma-hosts", "major": 1, "minor": 0, "version": "x", "name": "b", "run": "liar", "address": "", "port": 0,
+                 "carrier_port": 0, "managers": [], "manages": False}
+
+        def goodbyes_to(said):  # a machine that is busy may not get as far as that within opening_ms
+            with socket.create_connection(place, WATCHDOG_S) as plain, self.tls("b").wrap_socket(plain) as liar:
+                liar.settimeout(WATCHDOG_S)
+                liar.sendall(said)
+                return [one["why"] for one in read_frames(liar) if one["type"] == "goodbye"]
+
+        for said, answer in ((struct.pack(">I", 5) + b"hello", "not valid JSON"), (struct.pack(">I", 1 << 31), "a message of 2147483648 bytes"),
+                             (frame(hello) + frame({"type": "vote", "term": 1 << 60, "last": [1 << 60, 1], "trial": False}), "a tool asks to be probed"),
+                             (frame({**hello, "major": 2}), "speaks version 2 of the hosts' protocol"), (frame({**hello, "name": "a"}), "it calls itself"),
+                             (frame({"type": "ping", "sequence": 1}), "no hello first"), (frame(hello) + frame({"type": "remove", "name": "a"}), "authority removes")):
+            wait_until(lambda: any(answer in why for why in goodbyes_to(said)), f"{said!r} is answered by: {answer}")  # noqa: B023
+        self.settled("a", "b")
+        self.assertEqual(self.kill("a", signal.SIGTERM), 0)
+
+    def test_managers_that_do_not_agree_who_they_are(self):
+        self.make("a", "b", managers=("a", "b"))
+        self.configure("b", peers=[self.peer("b")])
+        self.configure("a", peers=[self.peer("a"), self.peer("b")])
+        self.start("a", "b")
+        wait_until(lambda: 'the lists of "peers" differ' in self.log("a") and 'the lists of "peers" differ' in self.log("b"), "both say so")
+
+    def test_what_vrdmad_says_of_a_folder_that_is_not_right(self):
+        self.make("a")
+        folder = self.hosts["a"]["folder"]
+        configuration = ("--config", folder / "vrdmad.json")
+        (folder / "host.key").chmod(0o644)
+        self.assert_refuses(self.vrdmad(*configuration), 1, "host.key", "others may read this key", "chmod 600")
+        (folder / "host.key").chmod(0o600)
+        (folder / "subnet.json").write_text("{")
+        self.assert_refuses(self.vrdmad(*configuration), 1, "subnet.json", "is damaged", "remove it")
+        (folder / "subnet.json").unlink()
+        self.configure("a", name="z")
+        self.assert_refuses(self.vrdmad(*configuration), 1, '"z" by the configuration', '"a" by its certificate')
+        self.configure("a", address="192.0.2.1")
+        self.assert_refuses(self.vrdmad(*configuration), 1, "cannot listen for other hosts at 192.0.2.1")
+        for wrong, *words in (({"address": "localhost"}, "numeric IP"), ({"seed": "10.0.0.1:x"}, '"seed" is "10.0.0.1:x"'), ({"peers": [{"nam": "b"}]}, 'unknown key "nam"'),
+                              ({"seed": "10.0.0.1", "peers": [self.peer("a")]}, '"peers" and "seed"'), ({"lids": 0}, '"lids" is 0'), ({"lease_s": 0}, '"lease_s" is 0'),
+                              ({"peers": [self.peer("a"), self.peer("a")]}, "twice"), ({"election_ms": 100}, '"election_ms" is 100'), ({"port": 0}, '"port"')):
+            with self.subTest(wrong):
+                self.configure("a", **wrong)
+                self.assert_refuses(self.vrdmad(*configuration, "--check"), 1, *words)
+
+
+class Tools(Subnet):
+    def test_doctor_tries_both_directions(self):
+        self.make("a", "b", managers=("a",))
+        self.start("a", "b")
+        self.settled("a", "b")
+        path = self.hosts["a"]["folder"] / "s.sock"
+        result = self.vrdma("doctor", "b", "--socket", path)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertIn(f"{self.at('b')} answers, with a certificate of this subnet", result.stdout)
+        self.assertIn(f"{self.at('b')} reaches this host at {self.at('a')}", result.stdout)
+        self.kill("b")
+        result = self.vrdma("doctor", self.at("b"), "--socket", path)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"{self.at('b')} cannot be reached", result.stdout)
+        self.assert_says(self.vrdma("doctor", "nonsense", "--socket", path), "neither a host that the service knows")
+
+    def assert_says(self, result, *words):
+        self.assertEqual(result.returncode, 1, result.stdout + result.stderr)
+        for word in words:
+            self.assertIn(word, result.stdout)
+
+    def test_a_host_is_removed_for_good(self):
+        self.make("a", "b", "c", managers=("a",))
+        self.start("a", "b", "c")
+        before = self.lids(self.settled("a", "b", "c"))
+        self.assert_refuses(self.vrdma("host", "remove", "c", "--folder", self.hosts["b"]["folder"], "--address", self.at("a")), 1, "authority is not here")
+        # Asked of one that does not lead: it says who does.
+        self.good("host", "remove", "c", "--folder", self.root, "--address", self.at("b"))
+        wait_until(lambda: "was removed from the subnet" in self.log("c"), "c is told")
+        wait_until(lambda: not any(other["name"] == "c" for other in self.show("b")["others"]), "b knows it no more")
+        self.assert_refuses(self.vrdma("host", "remove", "c", "--folder", self.root, "--address", self.at("a")), 1, 'no host "c"')
+        self.kill("c")
+        # It may come back, with another certificate and other LIDs.
+        shutil.rmtree(self.hosts["c"]["folder"])
+        self.good("host", "add", "c", "--folder", self.root, "-o", self.folder / "again")
+        self.good("host", "join", self.folder / "again", "--folder", self.hosts["c"]["folder"])
+        self.configure("c", peers=[self.peer("a")])
+        self.start("c")
+        after = self.lids(self.settled("a", "b", "c"))
+        self.assertEqual((after["a"], after["b"]), (before["a"], before["b"]))
+        self.assertNotEqual(after["c"], before["c"])
+
+    def test_what_host_makes_and_refuses(self):
+        root = self.folder / "root"
+        text = self.good("host", "init", "a", "--folder", root, "--address", "10.0.0.1")
+        self.assertIn(f'"hosts": {{ "address": "10.0.0.1", "folder": "{root}" }}', text)
+        for secret in ("authority.key", "host.key"):
+            self.assertEqual((root / secret).stat().st_mode & 0o777, 0o600)
+        self.assertEqual(root.stat().st_mode & 0o777, 0o700)
+        self.assert_refuses(self.vrdma("host", "init", "a", "--folder", root), 1, "is there already")
+        self.assert_refuses(self.vrdma("host", "add", "Big", "--folder", root), 1, '"Big"', "a-z")
+        invitation = self.folder / "b.invitation"
+        self.good("host", "add", "b", "--folder", root, "--address", "10.0.0.1", "-o", invitation)
+        self.assertEqual(invitation.stat().st_mode & 0o777, 0o600)
+        self.assert_refuses(self.vrdma("host", "add", "b", "--folder", root), 1, "was added already")
+        text = self.good("host", "join", invitation, "--folder", self.folder / "b", "--address", "10.0.0.2")
+        self.assertIn('"seed": "10.0.0.1:28250"', text)
+        self.assert_refuses(self.vrdma("host", "join", invitation, "--folder", self.folder / "b"), 1, "is there already")
+        self.assert_refuses(self.vrdma("host", "add", "d", "--folder", self.folder / "b"), 1, "the subnet's authority is not here")
+        self.assertEqual([one["name"] for one in json.loads(self.good("host", "list", "--json", "--folder", root))], ["a", "b"])
+        self.assertIn("host b authority vrdma-", self.good("host", "show", "--folder", self.folder / "b"))
+        self.assert_refuses(self.vrdma("host"), 2, "name a subcommand")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,49 @@
+// Numeric addresses, as configurations and messages have them.
+#pragma once
+
+#include <arpa/inet.h>
+
+#include <charconv>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace vrdma::hosts {
+
+constexpr std::uint16_t default_port = 28250;  // the first of PVRDMA's range for hosts
+
+inline bool is_numeric(const std::string& address) {
+  in6_addr ignored;
+  return ::inet_pton(AF_INET, address.c_str(), &ignored) == 1 || ::inet_pton(AF_INET6, address.c_str(), &ignored) == 1;
+}
+
+// "10.0.0.1", "10.0.0.1:28250", "fd00::1", "[fd00::1]:28250".
+inline std::optional<std::pair<std::string, std::uint16_t>> address_and_port(const std::string& text) {
+  std::string address = text, port;
+  if (text.starts_with("[")) {
+    const auto end = text.find(']');
+    if (end == std::string::npos || (end + 1 < text.size() && text[end + 1] != ':')) return std::nullopt;
+    address = text.substr(1, end - 1);
+    if (end + 1 < text.size()) port = text.substr(end + 2);
+    if (end + 1 < text.size() && port.empty()) return std::nullopt;
+  } else if (const auto colon = text.find(':'); colon != std::string::npos && text.find(':', colon + 1) == std::string::npos) {
+    address = text.substr(0, colon);
+    port = text.substr(colon + 1);
+    if (port.empty()) return std::nullopt;
+  }
+  std::uint16_t number = default_port;
+  if (!port.empty()) {
+    const auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), number);
+    if (error != std::errc() || end != port.data() + port.size() || number == 0) return std::nullopt;
+  }
+  if (!is_numeric(address)) return std::nullopt;
+  return std::pair{address, number};
+}
+
+inline std::string with_port(const std::string& address, std::uint16_t port) {
+  const bool v6 = address.find(':') != std::string::npos;
+  return (v6 ? "[" + address + "]" : address) + ":" + std::to_string(port);
+}
+
+}  // namespace vrdma::hosts

@@ -1,0 +1,92 @@
+// How the managers of a subnet agree on its State, and on who leads: after Raft (Ongaro and Ousterhout, 2014), with a log of one
+// entry, as every entry is the whole state.
+//
+//   vote:   a manager votes once a term, and only for one whose state is not older than its own
+//   change: the leader makes it, sends it, and believes in it when a majority has it on disk
+//
+// A majority that has a change and a majority that votes have a manager in common, so a new leader knows all that was ever
+// committed. It believes in nothing before a state of its own term is committed (Raft 5.4.2).
+//
+// Elections are tried first (`trial`): who comes back from a partition does not unseat a leader that is well. A leader that has
+// not heard of a majority for election_ms stops leading.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "vmkernel_svc/hosts/outbox.hpp"
+
+namespace vrdma::hosts {
+
+class Consensus {
+ public:
+  // What has to survive a crash.
+  struct Memory {
+    std::uint64_t term = 0;
+    std::string voted_for;
+    State state;
+  };
+
+  // `managers` without `me`: never votes, never leads.
+  Consensus(std::string me, std::vector<std::string> managers, Timing timing, std::uint64_t seed, Memory memory);
+
+  void tick(std::uint64_t now_ms, Outbox& out);
+  void receive(std::uint64_t now_ms, const Peer& from, const Message& message, Outbox& out);
+
+  // Leads, knows all that was committed, and has heard of a majority lately.
+  bool leads(std::uint64_t now_ms) const;
+  const std::string& leader() const { return leader_; }  // as far as known; empty: none
+  const State& committed() const { return committed_; }  // while leads()
+  const Memory& memory() const { return memory_; }
+  bool votes() const { return voter_; }
+
+  // One change at a time. `changed` is made of committed(), with State::begin(memory().term).
+  bool can_propose(std::uint64_t now_ms) const { return leads(now_ms) && memory_.state.id() == committed_.id(); }
+  void propose(std::uint64_t now_ms, State changed, Outbox& out);
+
+ private:
+  enum class Stance { follower, trying, candidate, leader };
+  struct Follower {
+    StateId has;                    // known only where `in_our_history`
+    bool in_our_history = false;
+    std::uint64_t heard_of_ms = 0;  // when the request was sent that it answered last
+    std::uint64_t sent_ms = 0;
+    std::map<std::uint64_t, std::uint64_t> sent_at;  // sequence → when; few
+  };
+
+  std::size_t majority() const { return managers_.size() / 2 + 1; }
+  void follow(std::uint64_t term, const std::string& leader, std::uint64_t now_ms, Outbox& out);
+  void stand(bool trial, std::uint64_t now_ms, Outbox& out);
+  void lead(std::uint64_t now_ms, Outbox& out);
+  void send_append(std::uint64_t now_ms, const std::string& to, Outbox& out);
+  void see_commit(Outbox& out);
+  void wait_again(std::uint64_t now_ms);
+  bool heard_of_majority(std::uint64_t now_ms) const;
+
+  void on(std::uint64_t now_ms, const Peer& from, const VoteRequest& m, Outbox& out);
+  void on(std::uint64_t now_ms, const Peer& from, const VoteReply& m, Outbox& out);
+  void on(std::uint64_t now_ms, const Peer& from, const Append& m, Outbox& out);
+  void on(std::uint64_t now_ms, const Peer& from, const AppendReply& m, Outbox& out);
+
+  const std::string me_;
+  const std::vector<std::string> managers_;
+  const Timing timing_;
+  bool voter_ = false;
+  std::mt19937_64 random_;
+  Memory memory_;
+  State committed_;
+  Stance stance_ = Stance::follower;
+  std::string leader_;
+  std::uint64_t heard_ms_ = 0;   // of a leader
+  std::uint64_t stand_at_ms_ = 0;
+  std::uint64_t sequence_ = 0;
+  StateId led_from_;             // our state when the term began: with what we make, our history
+  std::set<std::string> votes_for_us_;
+  std::map<std::string, Follower> followers_;
+};
+
+}  // namespace vrdma::hosts

@@ -1,0 +1,150 @@
+#include "vmkernel_svc/hosts/manager.hpp"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace vrdma::hosts {
+
+void Manager::tick(std::uint64_t now_ms, Outbox& out) {
+  const bool leads = consensus_.leads(now_ms);
+  if (leads != led_) {
+    led_ = leads;
+    holders_.clear();
+    queue_.clear();
+    waiting_.clear();
+    removals_.clear();
+    removers_.clear();
+    resting_since_.clear();
+    // Who had a lease of the leader before may have it still.
+    if (leads)
+      for (const auto& [name, host] : consensus_.committed().hosts()) holders_[name] = {"", host.address, host.port, now_ms};
+  }
+  if (!leads || !consensus_.can_propose(now_ms)) return;
+  answer_waiting(now_ms, out);
+  change(now_ms, out);
+}
+
+void Manager::receive(std::uint64_t now_ms, const Peer& from, const Renew& m, Outbox& out) {
+  if (!consensus_.leads(now_ms)) return out.send(from, Redirect{m.sequence, consensus_.leader()});
+  tick(now_ms, out);  // begins anew where we have just come to lead
+  const Asked asked{from, m};
+  if (consensus_.committed().removed().contains(from.serial))
+    return out.send(from, Refused{m.sequence, "this host was removed from the subnet: make it another certificate by \"vrdma host add\", and join with that"});
+  if (const auto why = duplicate(now_ms, asked); !why.empty()) return out.send(from, Refused{m.sequence, why});
+  holders_[from.name] = {m.run, m.address, m.port, now_ms};
+  if (!needs_change(asked)) return grant(now_ms, asked, out);
+  queue_.insert_or_assign(from.name, asked);
+  tick(now_ms, out);
+}
+
+void Manager::receive(std::uint64_t now_ms, const Peer& from, const Remove& m, Outbox& out) {
+  if (!consensus_.leads(now_ms)) return out.send(from, RemoveReply{"not the leader", "", 0});
+  if (consensus_.committed().find(m.name) == nullptr) return out.send(from, RemoveReply{fmt::format("the subnet has no host \"{}\"", m.name), "", 0});
+  removals_.emplace_back(from, m.name);
+  tick(now_ms, out);
+}
+
+bool Manager::needs_change(const Asked& asked) const {
+  const Host* const host = consensus_.committed().find(asked.from.name);
+  return host == nullptr || host->address != asked.renew.address || host->port != asked.renew.port || host->carrier_port != asked.renew.carrier_port ||
+         host->serial != asked.from.serial || (asked.renew.held != no_lids && asked.renew.held != host->lids);
+}
+
+std::string Manager::duplicate(std::uint64_t now_ms, const Asked& asked) const {
+  const auto found = holders_.find(asked.from.name);
+  if (found == holders_.end() || found->second.run == asked.renew.run) return {};
+  const Holder& other = found->second;
+  // Two cannot listen at one place: the one before has gone.
+  if (other.address == asked.renew.address && other.port == asked.renew.port) return {};
+  // It moved, and whoever may have stayed behind has no lease any more.
+  if (now_ms - other.at_ms >= timing_.lease_ms + timing_.election_ms) return {};
+  return fmt::format("another host is \"{}\", at {} port {}: give this one a name and a certificate of its own, or wait {} s if it moved", asked.from.name,
+                     other.address, other.port, (timing_.lease_ms + timing_.election_ms + 999) / 1000);
+}
+
+std::string Manager::admit(State& state, const Asked& asked) const {
+  const Renew& m = asked.renew;
+  const Host* const known = state.find(asked.from.name);
+  Host host = known != nullptr ? *known : Host{};
+  host.name = asked.from.name;
+  host.address = m.address;
+  host.port = m.port;
+  host.carrier_port = m.carrier_port;
+  host.serial = asked.from.serial;
+  if (known != nullptr && m.held != no_lids && m.held != known->lids)
+    return fmt::format("its file says that its LIDs are {}-{}, the subnet's that they are {}-{}: one of them is an old copy. Stop it, remove its subnet.json, start it",
+                       m.held.first, m.held.last, known->lids.first, known->lids.last);
+  if (known == nullptr && m.held != no_lids) {
+    // The managers have lost their file, or it was restored: what hosts hold is right, as far as it does not clash.
+    const Host* const other = state.holder(m.held.first) != nullptr ? state.holder(m.held.first) : state.holder(m.held.last);
+    if (!state.is_free(m.held))
+      return fmt::format("its file says that its LIDs are {}-{}, of which {} has some: its subnet.json is an old copy. Stop it, remove that file, start it",
+                         m.held.first, m.held.last, other != nullptr ? "\"" + other->name + "\"" : "another host");
+    host.lids = m.held;
+  } else if (known == nullptr) {
+    const auto lids = state.allocate(m.lids_wanted);
+    if (!lids) return fmt::format("there are no {} LIDs in one piece left: lower \"lids\", or remove hosts that are no more", m.lids_wanted);
+    host.lids = *lids;
+  }
+  state.put(std::move(host));
+  return {};
+}
+
+void Manager::change(std::uint64_t now_ms, Outbox& out) {
+  // No lease of a removed host can be left: it was renewed at most until it was removed, by a leader that this one outlived.
+  const std::uint64_t rest_ms = timing_.lease_ms + 2 * timing_.election_ms;
+  std::vector<std::string> rested;
+  for (const auto& [serial, gone] : consensus_.committed().removed()) {
+    if (gone.resting == no_lids) continue;
+    const auto since = resting_since_.try_emplace(serial, now_ms).first->second;
+    if (now_ms - since >= rest_ms) rested.push_back(serial);
+  }
+  if (queue_.empty() && removals_.empty() && rested.empty()) return;
+
+  State next = consensus_.committed();
+  next.begin(consensus_.memory().term);
+  bool changed = false;
+  for (const auto& serial : rested) next.end_rest(serial), changed = true;
+  for (const auto& [by, name] : removals_) {
+    out.log.push_back(fmt::format("\"{}\" is removed from the subnet", name));
+    next.remove(name);
+    holders_.erase(name);
+    removers_.push_back(by);
+    changed = true;
+  }
+  removals_.clear();
+  for (const auto& [name, asked] : queue_) {
+    const bool was_there = next.find(name) != nullptr;
+    const std::string why = next.removed().contains(asked.from.serial) ? "this host was removed from the subnet" : admit(next, asked);
+    if (!why.empty()) {
+      out.log.push_back(fmt::format("\"{}\" ({} port {}) is refused: {}", name, asked.renew.address, asked.renew.port, why));
+      out.send(asked.from, Refused{asked.renew.sequence, why});
+      continue;
+    }
+    if (const Host& host = *next.find(name); !was_there)
+      out.log.push_back(fmt::format("\"{}\" ({} port {}) joins with LIDs {}-{}", name, host.address, host.port, host.lids.first, host.lids.last));
+    waiting_.push_back(asked);
+    changed = true;
+  }
+  queue_.clear();
+  if (!changed) return;
+  consensus_.propose(now_ms, std::move(next), out);
+  if (consensus_.can_propose(now_ms)) answer_waiting(now_ms, out);  // one manager alone is its own majority
+}
+
+void Manager::answer_waiting(std::uint64_t now_ms, Outbox& out) {
+  for (const auto& asked : std::exchange(waiting_, {})) grant(now_ms, asked, out);
+  for (const auto& by : std::exchange(removers_, {})) out.send(by, RemoveReply{});
+}
+
+void Manager::grant(std::uint64_t, const Asked& asked, Outbox& out) {
+  const State& state = consensus_.committed();
+  const Host* const host = state.find(asked.from.name);
+  if (host == nullptr || host->serial != asked.from.serial) return;  // removed meanwhile: it will ask again, and hear of it
+  // What it knows is of our history where it is not newer: what was committed once is in every later leader's.
+  const StateId known = asked.renew.known <= state.id() ? asked.renew.known : StateId{};
+  out.send(asked.from, Lease{asked.renew.sequence, static_cast<std::uint32_t>(timing_.lease_ms), host->lids, state.since(known)});
+}
+
+}  // namespace vrdma::hosts

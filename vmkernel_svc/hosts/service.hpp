@@ -1,0 +1,120 @@
+// This host in its subnet: listens and dials, keeps a session with every other host, runs the node, keeps its file, and says what
+// is so. A thread of its own; what is public may be called from any thread.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "vmkernel_svc/hosts/session.hpp"
+#include "vmkernel_svc/hosts/settings.hpp"
+#include "vmkernel_svc/hosts/subnet_file.hpp"
+
+namespace vrdma::hosts {
+
+class Service final : public remote::Directory {
+ public:
+  struct Other {
+    Host host;
+    bool reachable = false;
+    bool manages = false;
+    std::array<std::byte, 32> key{};
+    std::string version, problem;  // why it is not reachable, as far as known
+  };
+  struct Snapshot {
+    Host us;
+    LidRange lids = no_lids;
+    std::chrono::steady_clock::time_point lease_until;
+    std::string leader, problem;
+    bool manages = false;
+    std::uint64_t term = 0, version = 0;  // of the managers; of what is known of the subnet
+    std::map<std::string, Other> others;
+    std::map<std::uint16_t, std::pair<std::uint16_t, std::uint32_t>> blocks;  // first → last, host id
+    std::map<std::uint32_t, std::shared_ptr<const remote::PeerHost>> peers;
+    std::uint64_t strangers = 0;  // connections that showed no good certificate
+    std::string last_stranger;
+
+    bool may_give() const { return lids != no_lids && std::chrono::steady_clock::now() < lease_until; }
+  };
+
+  // Reads the folder and listens. Throws std::runtime_error with a message for a person.
+  explicit Service(Settings settings);
+  ~Service() override;
+  void start();
+  void stop();  // nobody is called any more when it returns
+
+  std::shared_ptr<const Snapshot> snapshot() const;
+
+  remote::LidRange ours() const override { return snapshot()->lids; }
+  std::optional<remote::HostId> host_of(std::uint16_t lid) const override;
+  std::shared_ptr<const remote::PeerHost> host(remote::HostId id) const override;
+  std::shared_ptr<const remote::PeerHost> host_named(std::string_view name) const override;
+  // Of what this class tells, and when a lease begins or lapses.
+  void when_changed(std::function<void()> call) override;
+
+ private:
+  using SessionPtr = std::shared_ptr<Session>;
+  struct Dial {
+    std::string address;
+    std::uint16_t port = 0;
+    bool under_way = false;
+    std::uint64_t next_ms = 0, pause_ms = 0;
+    std::string problem;
+  };
+
+  std::uint64_t now_ms() const;
+  void accept_next();
+  void tick();
+  void perform(Outbox out);
+  void save();
+  void deliver(const Outbox::Letter& letter);
+  Hello hello() const;
+  Session::Events events();
+  void on_up(const SessionPtr& session);
+  void on_message(const SessionPtr& session, const Message& message);
+  void on_down(const SessionPtr& session, const std::string& why);
+  void adopt_managers(const Hello& hello);
+  void dial_those_missing();
+  void dial(const std::string& key, const std::string& expected, Dial& target);
+  void dialed(const std::string& key, const std::string& problem);
+  void probe(const SessionPtr& asker, const Probe& probe);
+  void remove(const SessionPtr& asker, const Remove& message);
+  SessionPtr session_with(const std::string& name) const;
+  void drop_removed();
+  void publish();
+
+  Settings settings_;
+  std::shared_ptr<Tls> tls_;
+  SubnetFile file_;
+  boost::asio::io_context io_{1};
+  boost::asio::ip::tcp::acceptor acceptor_{io_};
+  boost::asio::steady_timer timer_{io_}, accept_timer_{io_};
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  std::string run_;
+  std::vector<Endpoint> managers_;
+  std::unique_ptr<Node> node_;
+  std::map<std::string, remote::HostId> ids_;  // by name and certificate: this process's numbers of hosts
+  std::uint64_t next_route_ = 1;
+  std::map<std::uint64_t, SessionPtr> sessions_;  // up, by route
+  std::deque<std::weak_ptr<Session>> opening_;    // accepted, and not up yet; oldest first
+  std::map<std::string, Dial> dials_;             // by name; the seed's by "seed"
+  std::string seed_name_;
+  bool unsaved_ = false, may_give_ = false;
+  std::uint64_t strangers_ = 0;
+  std::string last_stranger_;
+  std::uint64_t warned_ms_ = 0;
+  std::set<std::string> said_;                    // what was logged of whom, once
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Snapshot> snapshot_ = std::make_shared<Snapshot>();
+  std::vector<std::function<void()>> listeners_;
+  std::thread thread_;
+};
+
+}  // namespace vrdma::hosts

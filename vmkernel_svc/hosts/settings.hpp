@@ -1,0 +1,34 @@
+// The section "hosts" of the configuration.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "vmkernel_svc/hosts/outbox.hpp"
+
+namespace vrdma::hosts {
+
+struct SessionLimits {
+  std::uint64_t opening_ms = 10'000;  // for all of TLS and hello
+  std::uint64_t silence_ms = 20'000;  // after which a host is gone; a quarter of it: a ping
+};
+
+struct Settings {
+  std::string name;              // that of the certificate where it is empty
+  std::string address;           // numeric IP: where it listens, and what others dial
+  std::uint16_t port = 28250;    // the first of PVRDMA's range for hosts
+  std::uint16_t carrier_port = 0;  // 0: the one after port
+  std::uint16_t lids = 256;      // how many it asks for
+  std::filesystem::path folder = "/var/lib/vrdma/subnet";
+  std::vector<Endpoint> peers;   // who may lead the subnet; the same list on each of them
+  std::optional<std::pair<std::string, std::uint16_t>> seed;  // whom to ask that
+  Timing timing;
+  SessionLimits limits;
+  std::string version;           // of the program
+};
+
+}  // namespace vrdma::hosts

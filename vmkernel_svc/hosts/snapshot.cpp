@@ -1,0 +1,98 @@
+// What the service says to other threads.
+#include <utility>
+
+#include "vmkernel_svc/hosts/service.hpp"
+
+namespace vrdma::hosts {
+
+void Service::publish() {
+  auto next = std::make_shared<Snapshot>();
+  const Member& member = node_->member();
+  const std::uint64_t now = now_ms();
+  const bool may_give = member.may_give(now);
+  bool news = std::exchange(may_give_, may_give) != may_give;  // for those who listen
+  const State& known = member.known();
+  next->us = {settings_.name, settings_.address, settings_.port, settings_.carrier_port, 0, member.lids(), tls_->us().serial, 0};
+  next->version = known.id().version;
+  if (const Host* const us = known.find(settings_.name)) next->us.id = us->id;
+  next->lids = member.lids();
+  next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
+  next->leader = member.leader();
+  next->problem = unsaved_ ? "its file cannot be written" : member.problem();
+  next->manages = node_->consensus().votes();
+  next->term = node_->consensus().memory().term;
+  next->strangers = strangers_;
+  next->last_stranger = last_stranger_;
+  const auto add = [&](const Host& host) {
+    Other& other = next->others[host.name];
+    other.host = host;
+    for (const auto& one : managers_) other.manages |= one.name == host.name;
+    if (const auto session = session_with(host.name)) {
+      other.reachable = true;
+      other.version = session->peer().version;
+      other.key = session->key();
+    } else if (const auto dial = dials_.find(host.name); dial != dials_.end()) {
+      other.problem = dial->second.problem;
+    }
+  };
+  for (const auto& one : managers_)
+    if (one.name != settings_.name && known.find(one.name) == nullptr) add({one.name, one.address, one.port, 0, 0, no_lids, "", 0});
+  for (const auto& [name, host] : known.hosts()) {
+    if (name == settings_.name) continue;
+    add(host);
+    Other& other = next->others[name];
+    // Managers who have lost their files count anew; who has connections of that host's number must not come upon another's.
+    other.host.id = ids_.try_emplace(name + "/" + host.serial, static_cast<std::uint32_t>(ids_.size() + 1)).first->second;
+    next->blocks[host.lids.first] = {host.lids.last, other.host.id};
+    next->peers[other.host.id] = std::make_shared<remote::PeerHost>(
+        remote::PeerHost{other.host.id, host.name, host.address, host.carrier_port, other.key, other.reachable});
+  }
+  std::vector<std::function<void()>> calls;
+  {
+    const std::lock_guard lock(mutex_);
+    // Who holds a snapshot's PeerHost compares pointers: what is as before stays the same object.
+    news |= next->lids != snapshot_->lids || next->blocks != snapshot_->blocks || next->peers.size() != snapshot_->peers.size();
+    for (auto& [id, peer] : next->peers) {
+      const auto old = snapshot_->peers.find(id);
+      if (old != snapshot_->peers.end() && old->second->name == peer->name && old->second->address == peer->address &&
+          old->second->carrier_port == peer->carrier_port && old->second->tag_key == peer->tag_key && old->second->reachable == peer->reachable)
+        peer = old->second;
+      else
+        news = true;
+    }
+    snapshot_ = std::move(next);
+    if (news) calls = listeners_;
+  }
+  for (const auto& call : calls) call();
+}
+
+std::shared_ptr<const Service::Snapshot> Service::snapshot() const {
+  const std::lock_guard lock(mutex_);
+  return snapshot_;
+}
+
+std::optional<remote::HostId> Service::host_of(std::uint16_t lid) const {
+  const auto now = snapshot();
+  const auto after = now->blocks.upper_bound(lid);
+  if (after == now->blocks.begin() || std::prev(after)->second.first < lid) return std::nullopt;
+  return std::prev(after)->second.second;
+}
+
+std::shared_ptr<const remote::PeerHost> Service::host(remote::HostId id) const {
+  const auto now = snapshot();
+  const auto found = now->peers.find(id);
+  return found == now->peers.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<const remote::PeerHost> Service::host_named(std::string_view name) const {
+  const auto now = snapshot();
+  const auto found = now->others.find(std::string(name));
+  return found == now->others.end() ? nullptr : host(found->second.host.id);
+}
+
+void Service::when_changed(std::function<void()> call) {
+  const std::lock_guard lock(mutex_);
+  listeners_.push_back(std::move(call));
+}
+
+}  // namespace vrdma::hosts

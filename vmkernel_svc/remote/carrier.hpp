@@ -1,0 +1,45 @@
+// Takes records to other hosts: each once, in order, and only to the run of the far service that it is meant for.
+//
+// All members are for the shard's thread; the carrier has a thread of its own.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "vmkernel_svc/engine/far_frame.hpp"
+#include "vmkernel_svc/remote/directory.hpp"
+
+namespace vrdma::remote {
+
+// What both threads look at, of one host.
+struct Gauge {
+  std::atomic<std::uint64_t> heard_ns{0};      // when the far service was last heard
+  std::atomic<std::int64_t> queued_bytes{0};   // given to the carrier and not acknowledged
+  std::atomic<std::int64_t> arrived_bytes{0};  // that came and the shard has not taken
+  std::atomic<bool> connected{false};
+  // For `vrdma show`.
+  std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};
+};
+
+struct CarrierCounters {
+  std::atomic<std::uint64_t> unauthenticated{0};  // not tagged by a host of this subnet: dropped
+  std::atomic<std::uint64_t> malformed{0}, refused_connections{0};
+};
+
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+  // frame->host and frame->session are set. What is of another session than the present one is dropped.
+  virtual void send(engine::FarFramePtr frame) = 0;
+  // The next that came; nullptr: none. One with record().kind news says: from here on frame->session of that host counts, and what
+  // was sent before and not answered is lost.
+  virtual engine::FarFramePtr receive() = 0;
+  virtual bool anything_arrived() const = 0;
+  virtual std::shared_ptr<Gauge> gauge(HostId host) = 0;
+  virtual const CarrierCounters& counters() const = 0;
+  virtual std::string name() const = 0;
+};
+
+}  // namespace vrdma::remote

@@ -1,0 +1,41 @@
+// Which host has which LIDs, and how to reach it. Thread-safe: look-ups give values, or shared snapshots that do not change.
+// Who knows: a subnet that is simply configured (configured_subnet.hpp), or one with a manager.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace vrdma::remote {
+
+using HostId = std::uint32_t;  // small, stable while this vrdmad runs; never reused
+
+struct LidRange {
+  std::uint16_t first, last;  // inclusive
+};
+
+struct PeerHost {  // immutable; replaced when something changes
+  HostId id;
+  std::string name;                     // as configured or certified
+  std::string address;                  // numeric IP of its fabric address
+  std::uint16_t carrier_port;           // where its UCX listener is
+  std::array<std::byte, 32> tag_key;    // what records between the two hosts are tagged with
+  bool reachable;                       // a session stands: connect to it and accept from it
+};
+
+class Directory {
+ public:
+  virtual ~Directory() = default;
+  virtual LidRange ours() const = 0;                                             // what this host may give to guests
+  virtual std::optional<HostId> host_of(std::uint16_t lid) const = 0;            // nullopt: nobody's, or ours
+  virtual std::shared_ptr<const PeerHost> host(HostId) const = 0;                // nullptr: unknown
+  virtual std::shared_ptr<const PeerHost> host_named(std::string_view) const = 0;
+  virtual void when_changed(std::function<void()>) = 0;                          // called from any thread
+};
+
+}  // namespace vrdma::remote

@@ -1,0 +1,128 @@
+// The shard's side of other hosts: which destinations lie there, the records that go and come, and the stand-ins: one for each
+// requester of another host that is connected to a queue pair here. A stand-in is a queue pair without an owner, whose operation
+// comes out of records, and which runs by the same rules as a requester of this host.
+//
+// Used by the shard's thread only.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/objects.hpp"
+#include "vmkernel_svc/remote/carrier.hpp"
+
+namespace vrdma::svc {
+
+class Fabric;
+class Shard;
+
+struct StandIn {
+  MediatedPorts::Qp core;
+  remote::HostId host = 0;
+  std::uint32_t epoch = 0;
+  std::uint64_t guid = 0;
+  std::uint32_t link_layer = 0;
+  std::uint16_t lid = 0;
+  std::array<control::GidEntry, 16> gids{};
+
+  std::deque<engine::FarFramePtr> queue;  // the first one's payload may be in use by the operation
+  engine::FarFramePtr part;               // READ, atomics: being filled
+  std::uint64_t fed_bytes = 0;            // of the operation: its payload that was given to it, or room for it
+  std::uint32_t message = 0;              // of the operation, or of the last one
+  std::uint64_t queued_bytes = 0;         // in queue
+  std::uint64_t sent = 0, credited = 0, taken = 0, told = 0;
+  std::uint64_t frozen_since_ns = 0;      // the target's machine; 0: it runs
+  bool broken = false;                    // answered with an error: what follows is dropped
+  bool runnable = false;
+  std::uint64_t wake_ns = 0;
+};
+
+class FarDesk {
+ public:
+  using Qp = MediatedPorts::Qp;
+
+  FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Engine<MediatedPorts>& engine,
+          std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier);
+  ~FarDesk();
+
+  bool turn();  // false: there was nothing to do
+  bool anything_waiting() const { return carrier_->anything_arrived() || !runnable_.empty(); }
+  std::uint64_t next_wake_ns() const { return timers_.empty() ? 0 : timers_.begin()->first; }
+
+  // Whether the connection that `qp` is set up for leads to another host. Then it has its half of it (Qp::far) from now on.
+  bool route(Qp& qp);
+
+  // For the ports.
+  void send(Qp& qp, engine::FarFramePtr frame);
+  bool has_room(std::uint32_t host);
+  std::uint64_t session(std::uint32_t host) { return at(host).session; }
+  std::uint64_t silent_ns(std::uint32_t host);
+  std::uint32_t new_epoch() { return ++last_epoch_; }
+  void send_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
+  void answer(StandIn& stand_in, WcStatus status);
+  void make_runnable(StandIn& stand_in);
+  void set_timer(StandIn& stand_in, std::uint64_t at_ns);
+
+  // The directory says something else than before.
+  void look_at_directory();
+  struct Range {
+    remote::HostId host;
+    remote::LidRange lids;
+  };
+  const std::vector<Range>& ranges() const { return ranges_; }  // who has which LIDs
+  std::size_t stand_in_count(remote::HostId host) const;
+
+  const remote::Directory& directory() const { return *directory_; }
+  remote::Carrier& carrier() { return *carrier_; }
+  std::uint64_t dropped_datagrams() const { return dropped_datagrams_; }
+  std::uint64_t malformed() const { return malformed_; }
+
+ private:
+  struct Host {
+    std::uint64_t session = 0;
+    std::shared_ptr<remote::Gauge> gauge;
+    std::uint32_t stand_ins = 0;
+    std::unique_ptr<StandIn> datagrams;  // one for all of the host's UD queue pairs
+  };
+  using StandInKey = std::pair<remote::HostId, std::uint32_t>;  // and the requester's QPN
+
+  Host& at(std::uint32_t host);
+  void arrived(engine::FarFramePtr frame);
+  void to_requester(engine::FarFramePtr frame);
+  void to_stand_in(engine::FarFramePtr frame);
+  void to_datagrams(engine::FarFramePtr frame);
+  void open(engine::FarFramePtr frame);
+  void new_session(remote::HostId host, std::uint64_t session);
+  bool is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const;
+  bool waits_for_frozen(StandIn& stand_in);
+  void drop(StandIn& stand_in);
+  bool run(StandIn& stand_in);
+  bool begin(StandIn& stand_in);
+  bool begin_datagram(StandIn& stand_in);
+  bool feed(StandIn& stand_in);
+  bool feed_read(StandIn& stand_in);
+  void take_first(StandIn& stand_in);
+  void break_off(StandIn& stand_in, WcStatus status);
+  void send(StandIn& stand_in, engine::FarFramePtr frame);
+  std::optional<std::uint32_t> host_of(const Qp& qp, std::uint16_t dlid, bool global, const std::uint8_t* dgid) const;
+
+  Fabric& fabric_;
+  Shard& shard_;
+  MediatedPorts& ports_;
+  engine::Engine<MediatedPorts>& engine_;
+  std::shared_ptr<remote::Directory> directory_;
+  std::unique_ptr<remote::Carrier> carrier_;
+  std::map<remote::HostId, Host> hosts_;
+  std::vector<Range> ranges_;
+  std::map<StandInKey, std::unique_ptr<StandIn>> stand_ins_;
+  std::vector<StandIn*> runnable_;
+  std::set<std::pair<std::uint64_t, StandIn*>> timers_;
+  std::uint32_t last_epoch_ = 0;
+  std::uint64_t dropped_datagrams_ = 0, malformed_ = 0;
+};
+
+}  // namespace vrdma::svc
