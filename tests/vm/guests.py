@@ -126,8 +126,9 @@ class Guests:
         """Where /dev/shm is small, as in many containers, the RAM is a file of the build."""
         if self.first_ram_in and name == self.names[0]:
             return ["--ram", self.first_ram_in / f"{name}.ram"]
-        for_two_and_more = 3 * int(self.memory[:-1]) << {"M": 20, "G": 30}[self.memory[-1]]
-        if shutil.disk_usage("/dev/shm").free >= for_two_and_more:
+        # Of this test and of another that has not filled its own yet.
+        for_four_and_more = 5 * int(self.memory[:-1]) << {"M": 20, "G": 30}[self.memory[-1]]
+        if shutil.disk_usage("/dev/shm").free >= for_four_and_more:
             return []
         ram = self.build.vrdma.parent.parent / "vm" / f"{name}.ram"
         return ["--ram", ram]
