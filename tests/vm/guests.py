@@ -77,8 +77,7 @@ class Guests:
         private_bar: their RAM is QEMU's own, and their device's BAR has so many bytes."""
         self.private_bar, self.told_qemu = private_bar, {}
         self.interrupts, self.memory, self.devices, self.first_ram_in, self.plain, self.lasting = interrupts, memory, devices, first_ram_in, plain, lasting
-        # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
-        self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
+        self.kernel_words = ("intel_iommu=on",) if interrupts else ()
         self.start(folder, seed, boot_image(folder, BUILT, carried), len(devices), config)
 
     def start(self, folder, seed, files, count=2, config=None):

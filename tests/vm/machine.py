@@ -38,8 +38,9 @@ class Machine:
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"
         # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not. lpj: nor
-        # is what it would measure of its own loops, for half a second.
-        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc lpj={LOOPS} {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
+        # is what it would measure of its own loops, for half a second. no_timer_check: it would panic where the emulator is kept waiting
+        # while it counts the first few ticks.
+        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc lpj={LOOPS} no_timer_check {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
         try:
             self.command = [QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", *memory, "-smp", CPUS, "-nodefaults",
                             "-no-user-config", *([] if reboots else ["-no-reboot"]), "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
