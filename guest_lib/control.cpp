@@ -6,6 +6,7 @@
 #include <array>
 
 #include "guest_lib/cancellation.hpp"
+#include "vmci_channel/answer.hpp"
 #include "vmci_channel/backoff.hpp"
 #include "vrdma/fault.hpp"
 
@@ -49,7 +50,7 @@ Status take_reply(const Head& head, std::span<const std::byte> body, std::span<s
 Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, std::uint32_t source_context,
                                                     std::uint32_t sequence, control::Request request,
                                                     std::span<const std::byte> body, std::span<const int> descriptors,
-                                                    std::span<std::byte> reply, int stopped_ms) {
+                                                    std::span<std::byte> reply, int timeout_ms) {
   std::array<std::byte, sizeof(Head) + control::body_bytes_max> packet;
   Head head = make_head(request, source_context, sequence, body.size());
   std::memcpy(packet.data(), &head, sizeof(head));
@@ -60,7 +61,7 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
   }
   VRDMA_CRASH_POINT("guest.control.packet_sent");
   for (;;) {
-    auto received = stopped_ms < 0 ? socket.receive(packet) : socket.receive_answer(packet, stopped_ms);
+    auto received = timeout_ms < 0 ? socket.receive(packet) : vmci::receive_answer(socket, packet, timeout_ms);
     if (!received) return Errno{value(received.error()) == ECONNRESET ? EIO : value(received.error())};
     if (received->bytes == 0) return Errno{EIO};
     if (received->bytes < sizeof(head)) return Errno{EPROTO};

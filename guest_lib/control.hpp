@@ -35,12 +35,11 @@ template <class Body>
 constexpr std::size_t body_bytes = std::is_empty_v<Body> ? 0 : sizeof(Body);
 
 // One packet to the service and its answer; what attach and ControlChannel share. EIO: the service is gone. `reply` holds
-// what the service said also where the outcome is an error. ETIMEDOUT where it is stopped and has said nothing for
-// stopped_ms, or is very slow (PacketSocket::receive_answer); -1: waits for ever.
+// what the service said also where the outcome is an error. ETIMEDOUT where it has said nothing for timeout_ms (-1: waits for ever).
 Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, std::uint32_t source_context,
                                                     std::uint32_t sequence, control::Request request,
                                                     std::span<const std::byte> body, std::span<const int> descriptors,
-                                                    std::span<std::byte> reply, int stopped_ms = -1);
+                                                    std::span<std::byte> reply, int timeout_ms = -1);
 
 class ControlChannel {
  public:

@@ -16,9 +16,7 @@
 
 namespace vmci {
 
-// How long who wants to attach waits for a service that is stopped, or cannot be seen; and for one that runs: it is slow, as in an
-// emulated machine whose host has other work.
-constexpr int attach_within_ms = 5000, attach_slowly_within_ms = 60000;
+constexpr int attach_within_ms = 5000;  // how long who wants to attach waits for a service that does not answer
 
 struct Credentials {
   pid_t pid;  // 0: not visible in our pid namespace
@@ -40,9 +38,6 @@ class PacketSocket {
   // EMSGSIZE: the packet was longer than the buffer, or carried too many descriptors (all of them closed).
   // timeout_ms -1: wait for ever; ETIMEDOUT.
   vrdma::Result<Received> receive(std::span<std::byte> buffer, int timeout_ms = -1) const;
-  // Where the peer is who listened. ETIMEDOUT: it has said nothing for so long, and is stopped; or for that long, though it runs.
-  vrdma::Result<Received> receive_answer(std::span<std::byte> buffer, int stopped_ms = attach_within_ms,
-                                         int running_ms = attach_slowly_within_ms) const;
 
   vrdma::Result<Credentials> peer() const;
   // A pidfd of the peer as it was at connect time, where the kernel can tell (SO_PEERPIDFD), else by its pid.
@@ -53,8 +48,6 @@ class PacketSocket {
   explicit operator bool() const { return static_cast<bool>(fd_); }
 
  private:
-  bool peer_runs() const;
-
   UniqueFd fd_;
 };
 
