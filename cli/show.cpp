@@ -33,9 +33,6 @@ class Line {
   std::string text_;
 };
 
-// In quotes where it is more than a word.
-std::string quoted(const std::string& text) { return text.find(' ') == std::string::npos ? text : "\"" + text + "\""; }
-
 std::string joined(const json& list, const char* none) {
   std::string text;
   for (const auto& item : list) text += (text.empty() ? "" : ",") + item.get<std::string>();
@@ -100,9 +97,7 @@ void qps(const json& state, std::string& out) {
     for (const auto& qp : guest.at("qps")) {
       Line line = link_of(guest);
       line.add("lqpn", qp.at("qpn")).add_unless_zero("rqpn", qp.at("dest_qpn")).add("type", qp.at("type")).add("state", qp.at("state"));
-      line.add("mode", qp.at("mode"));
-      if (const json& way = qp.value("carrier", json()); way.is_object()) line.add("via", way.at("via"));
-      line.add_unless_zero("dlid", qp.at("dlid")).add_unless_zero("path_mtu", qp.at("path_mtu"));
+      line.add("mode", qp.at("mode")).add_unless_zero("dlid", qp.at("dlid")).add_unless_zero("path_mtu", qp.at("path_mtu"));
       if (qp.at("dgid").is_string()) line.add("dgid", qp.at("dgid"));
       line.add("pdn", qp.at("pd")).add("scqn", qp.at("send_cq")).add("rcqn", qp.at("recv_cq")).add_unless_zero("srqn", qp.at("srq"));
       line.add("max_send_wr", qp.at("max_send_wr")).add("max_recv_wr", qp.at("max_recv_wr")).add("pid", guest.at("pid"));
@@ -145,19 +140,8 @@ void routes(const json& state, std::string& out) {
   }
   for (const auto& host : state.value("carriers", json::array()))
     Line("route lids " + host.at("lids").get<std::string>()).add("via", host.at("via")).add("host", host.at("host")).add("address", host.at("address"))
-        .add("state", host.at("state")).add("why", quoted(host.at("why"))).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
+        .add("state", host.at("state")).add("why", host.at("why")).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
         .add("connections_here", host.at("connections_here")).add_counters(host.at("counters")).end(out);
-}
-
-void hca(const json& state, std::string& out) {
-  const json& device = state.value("hca", json());
-  if (!device.is_object()) return;
-  Line line("hca " + device.value("device", std::string("none")));
-  line.add("state", device.at("state"));
-  if (!device.contains("device")) line.add("why", quoted(device.at("why")));
-  for (const char* const key : {"port", "link_layer", "gid_index", "gid_type", "gid", "active_mtu", "pfc"})
-    if (device.contains(key)) line.add(key, device.at(key));
-  line.add("connections", device.at("connections")).add("registrations", device.at("registrations")).add_counters(device.at("counters")).end(out);
 }
 
 std::string range(const json& lids) { return lids.is_array() ? fmt::format("{}-{}", lids.at(0).get<int>(), lids.at(1).get<int>()) : "none"; }
@@ -213,7 +197,7 @@ struct View {
   void (*print)(const json&, std::string&);
 };
 constexpr View views[] = {{"", overview},  {"devices", devices}, {"guests", guests}, {"qps", qps},     {"cqs", cqs},
-                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hca", hca}, {"hosts", hosts}, {"cache", caches}, {"counters", counters}};
+                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"cache", caches}, {"counters", counters}};
 
 void sort_by(json& list, const char* key) {
   std::sort(list.begin(), list.end(), [key](const json& a, const json& b) { return a.at(key) < b.at(key); });
@@ -274,7 +258,6 @@ json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
   if (object == "guests" || object == "cache") return state.at(object);
   if (object == "hosts") return state.at("subnet");
-  if (object == "hca") return state.value("hca", json());
   if (object == "routes") {  // to this host's guests, then to other hosts
     json out = state.at("routes");
     for (const auto& host : state.value("carriers", json::array())) out.push_back(host);

@@ -40,7 +40,7 @@ _vrdma() {
                 COMPREPLY=($(compgen -c -- "$current"))
             fi
             ;;
-        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes hca hosts cache counters --json --socket --help" -- "$current")) ;;
+        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes hosts cache counters --json --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
         host)
             word=${COMP_WORDS[i + 1]}
