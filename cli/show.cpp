@@ -101,6 +101,7 @@ void qps(const json& state, std::string& out) {
       if (qp.at("dgid").is_string()) line.add("dgid", qp.at("dgid"));
       line.add("pdn", qp.at("pd")).add("scqn", qp.at("send_cq")).add("rcqn", qp.at("recv_cq")).add_unless_zero("srqn", qp.at("srq"));
       line.add("max_send_wr", qp.at("max_send_wr")).add("max_recv_wr", qp.at("max_recv_wr")).add("pid", guest.at("pid"));
+      if (const auto& why = qp.at("mediated_because"); why.is_string()) line.add("mediated-because", why);
       line.end(out);
     }
 }

@@ -180,7 +180,7 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first"),
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
                                      n(idle_exit_s, "idle_exit_s"),
-                                     t(process_memory, "process_memory")};
+                                     t(process_memory, "process_memory"), t(direct, "direct")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
   keys["hosts"] = [&](const json& value) { read_hosts(value, hosts.emplace(), origin); };
@@ -276,6 +276,7 @@ void Config::check() const {
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
+  require(direct == "mediated" || direct == "auto", fmt::format("\"direct\" is \"{}\": it must be \"mediated\" or \"auto\"", direct));
   if (hosts) check_hosts(*hosts);
   require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};

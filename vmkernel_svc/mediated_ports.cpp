@@ -279,7 +279,8 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
   QueuePair& owner = *qp.port.owner;
   CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;
   const std::uint32_t lane = direction == Direction::send ? owner.send_lane : owner.receive_lane;
-  if (cq.produced - cq.consumed_seen >= cq.cqe) {
+  // Where somebody else completes, too, there is room for all that can be posted (DirectDesk).
+  if (cq.produced - cq.consumed_seen >= cq.cqe && cq.direct_lanes == 0) {
     cq.consumed_seen = std::atomic_ref(cq.shared->consumed).load(std::memory_order_acquire);
     if (cq.produced - cq.consumed_seen >= cq.cqe) {
       fabric_.runner.overran(cq);

@@ -24,6 +24,7 @@ struct SharedReceiveQueue;
 struct CompletionQueue;
 class Fabric;
 struct StandIn;
+struct DirectLink;
 
 class MediatedPorts {
  public:
@@ -50,6 +51,7 @@ class MediatedPorts {
     bool runnable = false;       // stands in its tenant's list
     std::uint32_t idle_turns = 0;
     std::uint64_t wake_ns = 0;   // 0: no timer
+    DirectLink* link = nullptr;  // its guest may run it (direct/)
     Qp* waiting_sender = nullptr;  // found no receive WQE here, and …
     Qp* waiting_at = nullptr;      // … the other way round
   };

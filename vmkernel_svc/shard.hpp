@@ -21,6 +21,7 @@
 namespace vrdma::svc {
 
 class ControlDesk;
+class DirectDesk;
 
 class Shard final : public Runner, public JobSink {
  public:
@@ -44,6 +45,8 @@ class Shard final : public Runner, public JobSink {
 
   Fabric& fabric() { return fabric_; }
   engine::Engine<MediatedPorts>& engine() { return engine_; }
+  DirectDesk& direct() { return *direct_; }
+  Qp* peer(Qp& qp) { return ports_.peer(qp); }  // on this host
 
   // Another place where this shard says that it sleeps: the page of a virtual machine. In the shard's thread.
   void mirror(control::ShardState& state) { mirrors_.push_back(&state); }
@@ -60,6 +63,7 @@ class Shard final : public Runner, public JobSink {
   void thaw(Guest& guest);
 
   void make_runnable(Qp& qp) override;
+  void withdraw(Qp& qp) { take_out(qp); }  // the other way round
   void set_timer(Qp& qp, std::uint64_t at_ns) override;
   void overran(CompletionQueue& cq) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
@@ -94,6 +98,7 @@ class Shard final : public Runner, public JobSink {
   bool run_list(RunList& list);
   bool run_timers();
   void handle_overruns();
+  // The queue pair is not looked at any more, until somebody rings. False: it has something to do after all.
   bool park(RunList& list, std::size_t index);
   void take_out(Qp& qp);  // of its tenant's list
   void park_all();
@@ -106,6 +111,7 @@ class Shard final : public Runner, public JobSink {
   Fabric fabric_;
   MediatedPorts ports_{fabric_};
   engine::Engine<MediatedPorts> engine_{ports_};
+  std::unique_ptr<DirectDesk> direct_;
   std::unique_ptr<ControlDesk> desk_;
   std::unique_ptr<FarDesk> far_;  // nullptr: no other hosts
 

@@ -1,3 +1,4 @@
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/show.hpp"
 
 #include <endian.h>
@@ -115,12 +116,14 @@ json describe(Guest& guest, Shard& shard) {
   engine::QpCounters totals = guest.totals;
   out["qps"] = json::array();
   for (auto& [handle, qp] : guest.qps) {
-    totals += qp->core.counters;
+    const engine::QpCounters counters = shard.direct().counters(*qp);
+    totals += counters;
     const auto& attributes = qp->core.attributes;
     out["qps"].push_back({{"qpn", qp->core.qpn.value},
                           {"type", type_name(qp->core.type)},
                           {"state", state_name(qp->core.state)},
-                          {"mode", "mediated"},
+                          {"mode", shard.direct().mode(*qp)},
+                          {"mediated_because", fabric.config.direct == "auto" && !qp->mediated_because.empty() ? json(qp->mediated_because) : json()},
                           {"dest_qpn", attributes.dest_qp_num},
                           {"dlid", attributes.path.dlid},
                           {"dgid", attributes.path.is_global != 0 ? json(gid_text(std::to_array(attributes.path.dgid))) : json()},
@@ -131,7 +134,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"srq", qp->srq != nullptr ? qp->srq->handle.value : 0},
                           {"max_send_wr", attributes.max_send_wr},
                           {"max_recv_wr", attributes.max_recv_wr},
-                          {"counters", describe(qp->core.counters)}});
+                          {"counters", describe(counters)}});
   }
   out["counters"] = describe(totals);  // of all its queue pairs, those that are gone too
   out["cqs"] = json::array();

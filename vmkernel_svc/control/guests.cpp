@@ -9,6 +9,7 @@
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/eventfd_signal.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"
@@ -20,7 +21,7 @@ using namespace control;
 
 namespace {
 
-constexpr std::uint32_t guest_descriptors = 8;  // socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe
+constexpr std::uint32_t guest_descriptors = 9;  // socket twice, pidfd thrice, duplicate of the socket, arena, doorbell, pipe
 constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one of 4 KiB always fits
 constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
 
@@ -82,6 +83,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
   if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink, tenant.lingering);
+  guest->pidfd = std::make_shared<vmci::UniqueFd>(std::move(info.pidfd));
 
   AttachReply reply{};
   reply.major = version_major;
@@ -112,6 +114,7 @@ void ControlDesk::detach(Guest& guest) {
   VRDMA_CRASH_POINT("service.detach.begun");
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
   VRDMA_CRASH_POINT("service.detach.contexts_closed");
+  shard_.direct().forget(guest);
   fabric_.vmci.leave(guest);
   shard_.remove(guest);
   shard_.unwatch(guest.doorbell_fd.get());
@@ -181,6 +184,8 @@ Result<DeviceReply> ControlDesk::on<Request::query_device>(Guest& guest, const E
 
 template <>
 Result<Empty> ControlDesk::on<Request::close_context>(Guest& guest, const HandleRequest& request) {
+  for (auto& [handle, qp] : guest.qps)
+    if (qp->context == request.handle && !shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   const auto closed = close_context(guest, request.handle);
   if (!closed) return closed.error();
   return Empty{};
