@@ -86,6 +86,12 @@ json describe_device(const Guest& guest, const Config& config) {
   return out;
 }
 
+// Without those that were written directly and are not counted yet.
+std::uint32_t unpolled(const CompletionQueue& cq) {
+  const std::uint32_t count = cq.produced - std::atomic_ref(cq.shared->consumed).load(std::memory_order_relaxed);
+  return cq.direct_lanes != 0 && static_cast<std::int32_t>(count) < 0 ? 0 : count;
+}
+
 json describe(Guest& guest, Shard& shard) {
   Fabric& fabric = shard.fabric();
   json out{{"guest", guest.id.value},
@@ -142,7 +148,7 @@ json describe(Guest& guest, Shard& shard) {
     out["cqs"].push_back({{"cq", handle},
                           {"cqe", cq->cqe},
                           {"completions", cq->produced},
-                          {"unpolled", cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_relaxed)},
+                          {"unpolled", unpolled(*cq)},
                           {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
