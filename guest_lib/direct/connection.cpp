@@ -46,7 +46,6 @@ void DirectConnection::step_back() {
 
 void DirectConnection::record() {
   direct::Direction& direction = claim_.direction();
-  VRDMA_CRASH_POINT("guest.direct.before_record");
   const std::uint32_t next = direction.current + 1;
   direct::Positions& at = direction.positions[next & 1];
   at.send_head = near_.send_ring.position();
@@ -60,7 +59,6 @@ void DirectConnection::record() {
   at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
   // R1: pairs with R2 in the service's Link::recover, should this process end here: one of the two positions is whole.
   std::atomic_ref(direction.current).store(next, std::memory_order_release);
-  VRDMA_CRASH_POINT("guest.direct.recorded");
 }
 
 bool DirectConnection::run_queue() {

@@ -37,12 +37,9 @@ class DirectConnection {
   template <class Alive>
   bool run(Alive&& alive) {
     if (!claim_.enter()) return false;
-    VRDMA_CRASH_POINT("guest.direct.claimed");
     const bool all = alive() && run_queue();
     tell();
-    VRDMA_CRASH_POINT("guest.direct.announced");
     claim_.leave();
-    VRDMA_CRASH_POINT("guest.direct.left");
     return all;
   }
   // What was not mapped when a message needed it; to be mapped while the claim is not held.

@@ -14,7 +14,6 @@
 #include "vmci_channel/placement_copy.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vrdma/direct.hpp"
-#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -55,7 +54,6 @@ class DirectPorts {
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
     vmci::placement_copy(reinterpret_cast<std::byte*>(to.address), reinterpret_cast<const std::byte*>(from.address), bytes);
-    VRDMA_CRASH_POINT("guest.direct.copied");
     return engine::MemoryStatus::done;
   }
   engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
@@ -73,10 +71,8 @@ class DirectPorts {
 
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
     if (state.status != WcStatus::success || given_up_) return give_up(), true;
-    VRDMA_CRASH_POINT("guest.direct.before_cqe");
     (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
     (direction == engine::Direction::send ? sent_ : received_) = true;
-    VRDMA_CRASH_POINT("guest.direct.cqe_written");
     return true;
   }
   void event(Qp&, engine::AsyncEvent) { give_up(); }

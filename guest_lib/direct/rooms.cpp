@@ -6,7 +6,6 @@
 
 #include "guest_lib/objects.hpp"
 #include "guest_lib/sparse_mapping.hpp"
-#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -68,7 +67,6 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   if (!room) return room.error();
   const vmci::Mapping& arena = (*room)->arena;
   if (!inside(arena, reply.peer_receive.offset, geometry.total_bytes()) || !inside(arena, reply.peer_cq, sizeof(control::CqShared))) return Errno{EPROTO};
-  VRDMA_CRASH_POINT("guest.direct.opened");
 
   DirectConnection::Ends ends;
   auto* const words = reinterpret_cast<direct::Room*>((*room)->words.data());

@@ -42,15 +42,6 @@
   X("guest.post_recv.published")         \
   X("guest.post_srq.before_count")       \
   X("guest.post.doorbell_rung")          \
-  X("guest.direct.opened")               \
-  X("guest.direct.claimed")              \
-  X("guest.direct.copied")               \
-  X("guest.direct.before_cqe")           \
-  X("guest.direct.cqe_written")          \
-  X("guest.direct.before_record")        \
-  X("guest.direct.recorded")             \
-  X("guest.direct.announced")            \
-  X("guest.direct.left")                 \
   X("guest.poll.before_consumed")        \
   X("guest.poll.lane_consumed")          \
   X("guest.poll.consumed")               \

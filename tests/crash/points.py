@@ -24,16 +24,12 @@ from support import Failure, Service, World, eventually, state_of
 
 WORKLOADS = ("send", "event", "rdma", "uc", "ud", "srq", "churn")
 # How often a point is passed before it strikes, at most: a point on the data path is passed with every message.
-DATA = re.compile(r"guest\.(post|poll|arm|event|copy|direct)|service\.(copy|complete|event)")
+DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)")
 CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dereg_mr|guest\.modify_qp")
 
 
 # Passed only where a thread of the guest copies. A stopped guest's memory is then not served, as it is otherwise.
 COPIES = re.compile(r"guest\.copy")
-# Passed only where the posting thread carries messages out, which it does for two kinds of workloads. One that is stopped inside its
-# claim is waited for (docs/direct.md), which here would be for ever: it is only killed.
-DIRECT = re.compile(r"guest\.direct")
-DIRECT_WORKLOADS = ("send", "rdma")
 # Passed while a queue pair is taken down, too.
 TAKING_DOWN = re.compile(r"guest\.(control|dereg_mr|destroy_qp|modify_qp)")
 
@@ -169,30 +165,24 @@ def main():
     rng = random.Random(options.seed)
     cases = []
     for point, workload in itertools.product(chosen, WORKLOADS):
-        if DIRECT.match(point):
-            if workload in DIRECT_WORKLOADS:
-                cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
-        elif point.startswith("guest."):
+        if point.startswith("guest."):
             cases += [(point, passing, action, workload) for passing in passings_of(point, rng) for action in ("kill", "stop")
                       if not waits_for_long(point, action, workload)]
         elif passes(point, workload):
             cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
-    services, copied_for, direct = queue.Queue(), queue.Queue(), queue.Queue()
+    services, copied_for = queue.Queue(), queue.Queue()
     started = [Service(world.vrdmad).start() for _ in range(options.jobs)]
     for service in started:
         services.put(service)
     for _ in range(options.jobs if any(COPIES.match(point) for point in chosen) else 0):
         started.append(Service(world.vrdmad, {"process_memory": "guest"}).start())
         copied_for.put(started[-1])
-    for _ in range(options.jobs if any(DIRECT.match(point) for point in chosen) else 0):
-        started.append(Service(world.vrdmad, {"direct": "auto"}).start())
-        direct.put(started[-1])
 
     def run(case):
         point, passing, action, workload = case
         if point.startswith("service."):
             return service_case(world, point, passing, workload)
-        free = copied_for if COPIES.match(point) else direct if DIRECT.match(point) else services
+        free = copied_for if COPIES.match(point) else services
         service = free.get()
         try:
             return guest_case(world, service, point, passing, action, workload)
