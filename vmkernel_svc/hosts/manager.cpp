@@ -6,6 +6,24 @@
 
 namespace vrdma::hosts {
 
+namespace {
+
+std::pair<Partitions, std::string> changed_by(const Partitions& before, const ChangePartition& wish) {
+  Partitions partitions = before;
+  if (!wish.add && wish.members.empty() && partitions.remove_partition(partition_of(wish.pkey)) == 0)
+    return {before, fmt::format("there is no partition {}", pkey_text(partition_of(wish.pkey)))};
+  for (const Membership& one : wish.members) {
+    if (wish.add) {
+      if (!before.memberships().contains(one) && !partitions.add(one)) return {before, fmt::format("partitions have {} members, and no room for more", memberships_max)};
+    } else if (!partitions.remove(one)) {
+      return {before, fmt::format("{} has no P_Key {}: vrdma host partition list", one.member(), pkey_text(one.pkey))};
+    }
+  }
+  return {partitions, ""};
+}
+
+}  // namespace
+
 void Manager::tick(std::uint64_t now_ms, Outbox& out) {
   const bool leads = consensus_.leads(now_ms);
   if (leads != led_) {
@@ -15,6 +33,8 @@ void Manager::tick(std::uint64_t now_ms, Outbox& out) {
     waiting_.clear();
     removals_.clear();
     removers_.clear();
+    partition_changes_.clear();
+    partition_changers_.clear();
     resting_since_.clear();
     // Who had a lease of the leader before may have it still.
     if (leads)
@@ -42,6 +62,13 @@ void Manager::receive(std::uint64_t now_ms, const Peer& from, const Remove& m, O
   if (!consensus_.leads(now_ms)) return out.send(from, RemoveReply{"not the leader", "", 0});
   if (consensus_.committed().find(m.name) == nullptr) return out.send(from, RemoveReply{fmt::format("the subnet has no host \"{}\"", m.name), "", 0});
   removals_.emplace_back(from, m.name);
+  tick(now_ms, out);
+}
+
+void Manager::receive(std::uint64_t now_ms, const Peer& from, const ChangePartition& m, Outbox& out) {
+  if (!consensus_.leads(now_ms)) return out.send(from, PartitionsReply{"not the leader", "", 0, {}});
+  if (m.pkey == 0) return out.send(from, PartitionsReply{"", "", 0, consensus_.committed().partitions()});
+  partition_changes_.emplace_back(from, m);
   tick(now_ms, out);
 }
 
@@ -100,7 +127,7 @@ void Manager::change(std::uint64_t now_ms, Outbox& out) {
     const auto since = resting_since_.try_emplace(serial, now_ms).first->second;
     if (now_ms - since >= rest_ms) rested.push_back(serial);
   }
-  if (queue_.empty() && removals_.empty() && rested.empty()) return;
+  if (queue_.empty() && removals_.empty() && partition_changes_.empty() && rested.empty()) return;
 
   State next = consensus_.committed();
   next.begin(consensus_.memory().term);
@@ -114,6 +141,17 @@ void Manager::change(std::uint64_t now_ms, Outbox& out) {
     changed = true;
   }
   removals_.clear();
+  for (const auto& [by, wish] : std::exchange(partition_changes_, {})) {
+    const auto [partitions, error] = changed_by(next.partitions(), wish);
+    if (!error.empty() || partitions == next.partitions()) {  // it is so already
+      out.send(by, PartitionsReply{error, "", 0, next.partitions()});
+      continue;
+    }
+    out.log.push_back(fmt::format("partition {}: {} {} member(s)", pkey_text(wish.pkey), wish.add ? "has new" : "loses", wish.members.empty() ? "all" : std::to_string(wish.members.size())));
+    next.set(partitions);
+    partition_changers_.push_back(by);
+    changed = true;
+  }
   for (const auto& [name, asked] : queue_) {
     const bool was_there = next.find(name) != nullptr;
     const std::string why = next.removed().contains(asked.from.serial) ? "this host was removed from the subnet" : admit(next, asked);
@@ -136,6 +174,7 @@ void Manager::change(std::uint64_t now_ms, Outbox& out) {
 void Manager::answer_waiting(std::uint64_t now_ms, Outbox& out) {
   for (const auto& asked : std::exchange(waiting_, {})) grant(now_ms, asked, out);
   for (const auto& by : std::exchange(removers_, {})) out.send(by, RemoveReply{});
+  for (const auto& by : std::exchange(partition_changers_, {})) out.send(by, PartitionsReply{"", "", 0, consensus_.committed().partitions()});
 }
 
 void Manager::grant(std::uint64_t, const Asked& asked, Outbox& out) {

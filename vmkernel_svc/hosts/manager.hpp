@@ -20,6 +20,7 @@ class Manager {
   void receive(std::uint64_t now_ms, const Peer& from, const Renew& m, Outbox& out);
   // An administrator's wish; answered when it is done.
   void receive(std::uint64_t now_ms, const Peer& from, const Remove& m, Outbox& out);
+  void receive(std::uint64_t now_ms, const Peer& from, const ChangePartition& m, Outbox& out);
 
  private:
   struct Asked {
@@ -47,6 +48,8 @@ class Manager {
   std::vector<std::pair<Peer, std::string>> removals_;
   std::vector<Asked> waiting_;             // for the change that is under way
   std::vector<Peer> removers_;
+  std::vector<std::pair<Peer, ChangePartition>> partition_changes_;
+  std::vector<Peer> partition_changers_;
   std::map<std::string, std::uint64_t> resting_since_;  // by serial, since we lead
 };
 

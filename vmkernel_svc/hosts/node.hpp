@@ -52,6 +52,7 @@ class Node {
   void deliver(std::uint64_t now_ms, const Peer& from, const Message& message, Outbox& out) {
     if (const auto* renew = std::get_if<Renew>(&message)) return manager_.receive(now_ms, from, *renew, out);
     if (const auto* remove = std::get_if<Remove>(&message)) return manager_.receive(now_ms, from, *remove, out);
+    if (const auto* change = std::get_if<ChangePartition>(&message)) return manager_.receive(now_ms, from, *change, out);
     consensus_.receive(now_ms, from, message, out);
     manager_.tick(now_ms, out);  // a change may have been committed
     member_.receive(now_ms, from, message, out);

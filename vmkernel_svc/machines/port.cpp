@@ -268,9 +268,9 @@ void MachinePort::freeze() {
   beats_unheard_ = 0;
   if (session_)
     for (auto& [connection, process] : session_->processes) process->known->frozen = true;
-  const auto state = session_ && session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state](Shard& shard) {
-    if (state != nullptr) shard.end_mirror(*state);
+  const auto page = session_ ? session_->page : nullptr;
+  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, page](Shard& shard) {
+    if (page != nullptr) shard.end_mirror(*page);
     for (auto& [id, guest] : shard.fabric().guests)
       if (guest->machine && guest->machine->name == name) shard.freeze(*guest);
     boost::asio::post(io, [this, alive] {
@@ -300,12 +300,11 @@ void MachinePort::thaw() {
   write_line();
   if (session_) std::atomic_ref(device_->header().service.accepted).store(session_->boot, std::memory_order_release);
   if (session_) {
-    auto* const state = session_->page != nullptr ? &session_->page->shards[0] : nullptr;
     changing_ = true;
-    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, state](Shard& shard) {
-      if (state != nullptr) {
-        std::atomic_ref(state->sleeping).store(0, std::memory_order_relaxed);
-        shard.mirror(*state);
+    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, page = session_->page](Shard& shard) {
+      if (page != nullptr) {
+        std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
+        shard.mirror(*page);
       }
       for (auto& [id, guest] : shard.fabric().guests)
         if (guest->machine && guest->machine->name == name) shard.thaw(*guest);
@@ -429,8 +428,8 @@ void MachinePort::end_session() {
   if (ended->page != nullptr) {
     // The mapping stays until the shard writes there no more.
     ++leaving_;
-    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, state = &ended->page->shards[0]](Shard& shard) {
-      shard.end_mirror(*state);
+    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, page = ended->page](Shard& shard) {
+      shard.end_mirror(*page);
       boost::asio::post(io, [this, alive] {
         if (*alive && --leaving_ == 0) look();
       });
@@ -544,7 +543,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
   session_->page = page;
   service_.shard.submit([ram = *ram, page](Shard& shard) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
-    shard.mirror(page->shards[0]);
+    shard.mirror(*page);
   });
   spdlog::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
   answer(0);
