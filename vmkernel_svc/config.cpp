@@ -128,6 +128,15 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
       apply(peer, {t(one.name, "name"), t(one.address, "address"), n(one.port, "port")}, origin, "\"peers\"");
     }
   };
+  keys["etcd"] = [&](const json& etcd) {
+    hosts::EtcdSettings& one = to.etcd.emplace();
+    const auto read_endpoints = [&](const json& list) {
+      if (!list.is_array()) refuse(origin, fmt::format("\"endpoints\" is {}: it must be a list of strings, as in [\"http://10.0.0.9:2379\"]", shown(list)));
+      for (const json& url : list) text(one.endpoints.emplace_back(), origin, "endpoints")(url);
+    };
+    apply(etcd, {{"endpoints", read_endpoints}, t(one.prefix, "prefix"), t(one.ca_file, "ca_file"), t(one.certificate_file, "certificate_file"), t(one.key_file, "key_file")},
+          origin, "\"etcd\"");
+  };
   apply(section, keys, origin, "\"hosts\"");
   to.folder = folder;
   to.timing.lease_ms = std::uint64_t{lease_s} * 1000;
@@ -259,6 +268,15 @@ void check_hosts(const hosts::Settings& section) {
   require(section.lids >= 1 && section.lids <= hosts::lid_max, fmt::format("\"lids\" is {}: it must be from 1 to {}", section.lids, hosts::lid_max));
   require(!section.folder.empty(), "\"folder\" of \"hosts\" is empty: give that of \"vrdma host\"");
   require(section.peers.empty() || !section.seed, "\"hosts\" has \"peers\" and \"seed\": give one of them");
+  if (section.etcd) {
+    const auto& etcd = *section.etcd;
+    require(section.peers.empty() && !section.seed, "\"hosts\" has \"etcd\" and \"peers\" or \"seed\": where an etcd knows who leads, they are not needed");
+    require(!etcd.endpoints.empty(), "\"etcd\" has no \"endpoints\": give a list of URLs, as in [\"http://10.0.0.9:2379\"]");
+    for (const auto& endpoint : etcd.endpoints)
+      require(hosts::etcd_endpoint(endpoint).has_value(), fmt::format("\"{}\" in \"endpoints\" of \"etcd\" is not http://HOST:PORT or https://HOST:PORT", endpoint));
+    require(!etcd.prefix.empty(), "\"prefix\" of \"etcd\" is empty: it is the beginning of the subnet's keys");
+    require(etcd.certificate_file.empty() == etcd.key_file.empty(), "\"etcd\" has one of \"certificate_file\" and \"key_file\": give both or neither");
+  }
   require(section.peers.size() <= hosts::managers_max, fmt::format("\"peers\" has {} hosts: at most {} lead a subnet, the others name one as \"seed\"",
                                                                    section.peers.size(), hosts::managers_max));
   for (const auto& peer : section.peers) {

@@ -2,6 +2,10 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "vmkernel_svc/events.hpp"
 #include "vmkernel_svc/shard.hpp"
 
@@ -22,10 +26,10 @@ void use_partitions(Shard& shard, const hosts::Partitions& partitions) {
   Fabric& fabric = shard.fabric();
   if (fabric.partitions == partitions) return;
   fabric.partitions = partitions;
-  bool any = false;
+  std::vector<Tenant*> changed;
   for (auto& [uid, tenant] : fabric.tenants) {
     if (!give_pkeys(fabric, tenant)) continue;
-    any = true;
+    changed.push_back(&tenant);
     for (auto& [id, guest] : fabric.guests) {
       if (guest->tenant != &tenant) continue;
       for (auto& [handle, qp] : guest->qps) {
@@ -33,12 +37,15 @@ void use_partitions(Shard& shard, const hosts::Partitions& partitions) {
         if (std::exchange(qp->core.port.pkey, pkey) == pkey) continue;
         if (fabric.far != nullptr) fabric.far->tell_pkey(qp->core);
       }
-      for (auto& [handle, context] : guest->contexts) raise_async(*guest, context->handle, event_pkey_change, Handle{0});
     }
   }
   ++fabric.topology_generation;  // who found somebody by the tables before looks again
   if (fabric.far != nullptr) fabric.far->look_at_partitions();
-  if (any) shard.devices_changed();
+  if (changed.empty()) return;
+  shard.devices_changed();  // before the event: who has it sees the new table
+  for (auto& [id, guest] : fabric.guests)
+    if (std::find(changed.begin(), changed.end(), guest->tenant) != changed.end())
+      for (auto& [handle, context] : guest->contexts) raise_async(*guest, context->handle, event_pkey_change, Handle{0});
 }
 
 }  // namespace vrdma::svc

@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr std::size_t slot_bytes = 256, slots = 16;
+constexpr std::size_t slot_bytes = 256, slots = 16, pairs_max = 64;
 constexpr std::uint32_t qkey = 0x11111111, multicast = 0xffffff;
 
 void need(bool good, const char* what) {
@@ -38,6 +38,7 @@ struct Pair {
   ibv_qp* qp;
   ibv_cq *sends, *receives;
   ibv_qp_type type;
+  char* memory;  // its slots; the first one is for what it sends
 };
 
 struct World {
@@ -46,7 +47,7 @@ struct World {
   ibv_mr* mr = nullptr;
   ibv_port_attr port{};
   std::vector<Pair> pairs;
-  alignas(4096) char memory[slots * slot_bytes] = {};
+  alignas(4096) char memory[pairs_max * slots * slot_bytes] = {};
 
   void open() {
     int count = 0;
@@ -77,7 +78,9 @@ struct World {
   }
 
   std::size_t make(ibv_qp_type type, std::uint16_t index) {
-    Pair pair{nullptr, ibv_create_cq(context, 64, nullptr, nullptr, 0), ibv_create_cq(context, 64, nullptr, nullptr, 0), type};
+    Pair pair{nullptr, ibv_create_cq(context, 64, nullptr, nullptr, 0), ibv_create_cq(context, 64, nullptr, nullptr, 0), type,
+              memory + pairs.size() * slots * slot_bytes};
+    need(pairs.size() < pairs_max, "more queue pairs than there is room for");
     need(pair.sends != nullptr && pair.receives != nullptr, "ibv_create_cq");
     ibv_qp_init_attr wanted{};
     wanted.qp_type = type;
@@ -99,7 +102,7 @@ struct World {
   }
 
   void receive_into(Pair& pair, std::uint64_t slot) {
-    ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory) + slot * slot_bytes, slot_bytes, mr->lkey};
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(pair.memory) + slot * slot_bytes, slot_bytes, mr->lkey};
     ibv_recv_wr wr{slot, nullptr, &sge, 1}, *bad = nullptr;
     need_zero(ibv_post_recv(pair.qp, &wr, &bad), "ibv_post_recv");
   }
@@ -140,8 +143,8 @@ struct World {
   }
 
   std::string send(Pair& pair, const std::string& text, std::uint32_t qpn, std::uint16_t lid) {
-    std::memcpy(memory, text.c_str(), text.size() + 1);
-    ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory), static_cast<std::uint32_t>(text.size() + 1), mr->lkey};
+    std::memcpy(pair.memory, text.c_str(), text.size() + 1);
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(pair.memory), static_cast<std::uint32_t>(text.size() + 1), mr->lkey};
     ibv_send_wr wr{}, *bad = nullptr;
     wr.sg_list = &sge;
     wr.num_sge = 1;
@@ -163,7 +166,7 @@ struct World {
   std::string receive(Pair& pair) {
     const ibv_wc wc = next(pair.receives);
     if (wc.status != IBV_WC_SUCCESS) return ibv_wc_status_str(wc.status);
-    const std::string text = memory + wc.wr_id * slot_bytes + (pair.type == IBV_QPT_UD ? 40 : 0);
+    const std::string text = pair.memory + wc.wr_id * slot_bytes + (pair.type == IBV_QPT_UD ? 40 : 0);
     receive_into(pair, wc.wr_id);
     return text;
   }

@@ -8,13 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "vmkernel_svc/hosts/consensus.hpp"
+#include "vmkernel_svc/hosts/agreement.hpp"
 
 namespace vrdma::hosts {
 
 class Manager {
  public:
-  Manager(Timing timing, Consensus& consensus) : timing_(timing), consensus_(consensus) {}
+  Manager(Timing timing, Agreement& agreement) : timing_(timing), agreement_(agreement) {}
 
   void tick(std::uint64_t now_ms, Outbox& out);
   void receive(std::uint64_t now_ms, const Peer& from, const Renew& m, Outbox& out);
@@ -41,7 +41,7 @@ class Manager {
   void answer_waiting(std::uint64_t now_ms, Outbox& out);
 
   const Timing timing_;
-  Consensus& consensus_;
+  Agreement& agreement_;
   bool led_ = false;
   std::map<std::string, Holder> holders_;
   std::map<std::string, Asked> queue_;     // by name: to be put into the next change

@@ -57,12 +57,18 @@ Service::Service(Settings settings) : settings_(std::move(settings)), tls_(Tls::
   if (error)
     throw std::runtime_error(fmt::format("cannot listen for other hosts at {} ({}): correct \"address\" and \"port\" in \"hosts\"",
                                          with_port(settings_.address, settings_.port), error.message()));
+  const Endpoint us{settings_.name, settings_.address, settings_.port};
   managers_ = !settings_.peers.empty() ? settings_.peers
               : settings_.seed         ? file_.managers
-                                       : std::vector<Endpoint>{{settings_.name, settings_.address, settings_.port}};
+                                       : std::vector<Endpoint>{us};
+  if (settings_.etcd) {
+    const std::uint64_t patience_ms = std::max<std::uint64_t>(500, settings_.timing.election_ms / 2);  // two tries within a lease
+    etcd_client_ = std::make_unique<EtcdClient>(io_, *settings_.etcd, patience_ms);
+    etcd_ = std::make_unique<EtcdAgreement>(*etcd_client_, settings_.etcd->prefix, us, settings_.timing, [this] { return now_ms(); }, [this] { heard_of_etcd(); });
+  }
   run_ = fmt::format("{:016x}", random_number());
   node_ = std::make_unique<Node>(Member::Self{settings_.name, tls_->us().serial, run_, settings_.address, settings_.port, settings_.carrier_port, settings_.lids},
-                                 names_of(managers_), settings_.timing, random_number(), file_.memory);
+                                 names_of(managers_), settings_.timing, random_number(), file_.memory, etcd_.get());
   publish();
 }
 
@@ -107,6 +113,15 @@ void Service::tick() {
   perform(node_->tick(now_ms()));
   dial_those_missing();
   if (node_->member().may_give(now_ms()) != may_give_) publish();
+}
+
+void Service::heard_of_etcd() {
+  // Who leads is to be reached, also before anything else is known of the subnet.
+  const Endpoint us{settings_.name, settings_.address, settings_.port}, &leader = etcd_->leader_endpoint();
+  managers_ = {us};
+  if (!leader.name.empty() && leader.name != us.name) managers_.push_back(leader);
+  perform(node_->tick(now_ms()));
+  if (etcd_->problem() != snapshot()->problem && node_->member().problem().empty()) publish();
 }
 
 void Service::save() {

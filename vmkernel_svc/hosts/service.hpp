@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "vmkernel_svc/hosts/boot_clock.hpp"
+#include "vmkernel_svc/hosts/etcd_agreement.hpp"
 #include "vmkernel_svc/hosts/session.hpp"
 #include "vmkernel_svc/hosts/settings.hpp"
 #include "vmkernel_svc/hosts/subnet_file.hpp"
@@ -73,6 +74,7 @@ class Service final : public remote::Directory {
   std::uint64_t now_ms() const;
   void accept_next();
   void tick();
+  void heard_of_etcd();
   void perform(Outbox out);
   void save();
   void deliver(const Outbox::Letter& letter);
@@ -102,6 +104,8 @@ class Service final : public remote::Directory {
   BootClock::time_point began_ = BootClock::now();
   std::string run_;
   std::vector<Endpoint> managers_;
+  std::unique_ptr<EtcdClient> etcd_client_;  // nullptr: the managers agree among themselves
+  std::unique_ptr<EtcdAgreement> etcd_;
   std::unique_ptr<Node> node_;
   std::map<std::string, remote::HostId> ids_;  // by name and certificate: this process's numbers of hosts
   std::uint64_t next_route_ = 1;

@@ -20,7 +20,8 @@ void Service::publish() {
   next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
   next->leader = member.leader();
   next->problem = unsaved_ ? "its file cannot be written" : member.problem();
-  next->manages = node_->consensus().votes();
+  if (next->problem.empty() && etcd_) next->problem = etcd_->problem();
+  next->manages = etcd_ || node_->consensus().votes();
   next->term = node_->consensus().memory().term;
   next->strangers = strangers_;
   next->last_stranger = last_stranger_;
