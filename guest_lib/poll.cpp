@@ -278,6 +278,18 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
   return got;
 }
 
+int poll_cq_at_once(ibv_cq* verbs, int count, ibv_wc* wc) {
+  Cq& cq = Cq::of(verbs);
+  if (cq.liveness->inherited()) [[unlikely]] {
+    errno = EIO;
+    return -1;
+  }
+  std::lock_guard guard(cq.lock);
+  const int got = look(cq, count, wc);
+  if (got != 0) poll_wait.reset();
+  return got;
+}
+
 int req_notify_cq(ibv_cq* verbs, int solicited_only) {
   Cq& cq = Cq::of(verbs);
   if (cq.liveness->inherited()) return EIO;

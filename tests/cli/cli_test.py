@@ -314,6 +314,30 @@ class Running(TestCase):
             script.write_text("#!/bin/sh\n")
             self.assert_refuses(self.run_under(script), 126, str(script), "Permission denied")
 
+    def test_a_program_that_cannot_load_the_library_is_noted(self):
+        program = self.folder / "program"
+        elf = bytearray(pathlib.Path("/bin/true").resolve().read_bytes())
+        first, size, count = (int.from_bytes(elf[at:at + length], "little") for at, length in ((32, 8), (54, 2), (56, 2)))
+        headers = [first + i * size for i in range(count)]
+        interpreter = next(at for at in headers if int.from_bytes(elf[at:at + 4], "little") == 3)
+
+        def note(changed, mode=0o755, owner=None):
+            program.unlink(missing_ok=True)
+            program.write_bytes(changed)
+            if owner is not None:
+                os.chown(program, owner, -1)
+            program.chmod(mode)
+            return self.run_under(program).stderr
+        with self.service():
+            self.assertEqual(note(elf), "")
+            static, other = bytearray(elf), bytearray(elf)
+            static[interpreter:interpreter + 4] = bytes(4)
+            other[4] = 1
+            self.assertRegex(note(static), f"{program} is linked statically.*does not see vrdma0")
+            self.assertRegex(note(other), "is a 32-bit program")
+            if os.geteuid() == 0:
+                self.assertRegex(note(elf, 0o4755, 64321), "is a set-user-ID")
+
     def test_a_signal_reaches_the_command(self):
         with self.service():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
