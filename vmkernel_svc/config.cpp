@@ -272,8 +272,8 @@ void check_hosts(const hosts::Settings& section) {
     const auto& etcd = *section.etcd;
     require(section.peers.empty() && !section.seed, "\"hosts\" has \"etcd\" and \"peers\" or \"seed\": where an etcd knows who leads, they are not needed");
     require(!etcd.endpoints.empty(), "\"etcd\" has no \"endpoints\": give a list of URLs, as in [\"http://10.0.0.9:2379\"]");
-    for (const auto& url : etcd.urls)
-      require(hosts::etcd_url(url).has_value(), fmt::format("\"{}\" in \"urls\" of \"etcd\" is not http://HOST:PORT or https://HOST:PORT", url));
+    for (const auto& url : etcd.endpoints)
+      require(hosts::etcd_endpoint(url).has_value(), fmt::format("\"{}\" in \"endpoints\" of \"etcd\" is not http://HOST:PORT or https://HOST:PORT", url));
     require(!etcd.prefix.empty(), "\"prefix\" of \"etcd\" is empty: it is the beginning of the subnet's keys");
     require(etcd.certificate_file.empty() == etcd.key_file.empty(), "\"etcd\" has one of \"certificate_file\" and \"key_file\": give both or neither");
   }
