@@ -59,7 +59,8 @@ struct World {
     need_zero(ibv_query_port(context, 1, &port), "ibv_query_port");
     pd = ibv_alloc_pd(context);
     need(pd != nullptr, "ibv_alloc_pd");
-    mr = ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE);
+    constexpr int access = IBV_ACCESS_LOCAL_WRITE;  // the macro mixes enumerations otherwise
+    mr = ibv_reg_mr(pd, memory, sizeof(memory), access);
     need(mr != nullptr, "ibv_reg_mr");
   }
 

@@ -8,7 +8,7 @@ import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "partitions"))
-from partitions_test import Peer, SUCCESS, joined  # noqa: E402
+from partitions_test import SUCCESS, joined, let_in  # noqa: E402
 from subnet_test import Subnet, WATCHDOG_S, wait_until  # noqa: E402
 from support import attach  # noqa: E402
 
@@ -68,7 +68,7 @@ class Etcd(Subnet):
         self.assertIn(f'"{shown["a"]["leader"]}"', self.ctl("get", "--print-value-only", "subnet/one/leader"))
         self.good("host", "partition", "add", "0x8001", "*", "--folder", self.root, "--address", self.at("b"))
         sockets = {name: self.hosts[name]["folder"] / "s.sock" for name in self.hosts}
-        a, b = Peer(self, sockets["a"]), Peer(self, sockets["b"])
+        a, b = let_in(self, sockets["a"]), let_in(self, sockets["b"])
         wait_until(lambda: a.keys() == b.keys() == {0: "0x8001"}, "the partition is known everywhere")
         x, y = joined("rc", (a, 0), (b, 0))
         self.assertEqual(x.ask("send", "before"), SUCCESS)
