@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "vmkernel_svc/hosts/partitions.hpp"
 #include "vmkernel_svc/hosts/settings.hpp"
 
 namespace vrdma::svc {
@@ -59,6 +60,7 @@ struct Config {
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
   RemoteConfig remote;
+  hosts::Partitions partitions;                  // of tenants; where the hosts have managers, those know
   std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
 
   std::string machines_folder() const;

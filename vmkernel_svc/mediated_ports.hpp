@@ -43,6 +43,7 @@ class MediatedPorts {
     std::uint64_t pd = 0;
     KeyHint local_hint, remote_hint, receive_hint;
     Qp* peer = nullptr;
+    std::uint16_t pkey = 0;             // what its packets bear and take: its tenant's, at pkey_index (pkeys.hpp)
     std::uint64_t peer_generation = 0;  // Fabric::topology_generation that `peer` was found under
     // A copy that a guest's worker has: which, and the finished job once it is back.
     std::uint64_t job_sequence = 0;  // 0: none
@@ -92,6 +93,8 @@ class MediatedPorts {
   bool leads_back(Qp& receiver, Qp& sender);
   bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
   std::uint16_t lid(Qp& qp);
+  // Whether what `sender` sends may come to `receiver`: by their P_Keys. What may not is counted there.
+  static bool admits(const Qp& sender, Qp& receiver);
 
   // Other hosts (engine/far_requester.hpp).
   void far_send(Qp& qp, engine::FarFramePtr frame);

@@ -198,6 +198,7 @@ struct Guest {
     return member;
   }
 
+  std::uint64_t bad_pkeys = 0;  // who wanted to reach it and is in no partition of its own: connections each time they were looked up, datagrams
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;
   std::uint64_t protocol_errors = 0;

@@ -29,8 +29,8 @@ constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
-Shard::Shard(const Config& config, control::ShardState& state)
-    : state_(state), fabric_(config, *this, *this), direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)) {
+Shard::Shard(const Config& config, control::ServicePage& page)
+    : page_(page), fabric_(config, *this, *this), direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)) {
   epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
   wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) throw std::runtime_error("cannot create the shard's descriptors: too many open files?");
@@ -396,8 +396,20 @@ bool Shard::anything_waiting() {
 }
 
 void Shard::say_asleep(bool asleep) {
-  std::atomic_ref(state_.sleeping).store(asleep, std::memory_order_relaxed);
-  for (control::ShardState* mirror : mirrors_) std::atomic_ref(mirror->sleeping).store(asleep, std::memory_order_relaxed);
+  std::atomic_ref(page_.shards[0].sleeping).store(asleep, std::memory_order_relaxed);
+  for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->shards[0].sleeping).store(asleep, std::memory_order_relaxed);
+}
+
+void Shard::mirror(control::ServicePage& page) {
+  mirrors_.push_back(&page);
+  std::atomic_ref(page.device_generation).store(fabric_.device_generation, std::memory_order_release);
+}
+
+void Shard::devices_changed() {
+  ++fabric_.device_generation;
+  // Who sees it asks by a request, which the shard answers after this: it needs no order.
+  std::atomic_ref(page_.device_generation).store(fabric_.device_generation, std::memory_order_release);
+  for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->device_generation).store(fabric_.device_generation, std::memory_order_release);
 }
 
 void Shard::sleep() {

@@ -28,8 +28,8 @@ class Shard final : public Runner, public JobSink {
   using Qp = MediatedPorts::Qp;
   using Task = std::function<void(Shard&)>;
 
-  // state: this shard's line in the service page.
-  Shard(const Config& config, control::ShardState& state);
+  // page: the service's, in which it has a line.
+  Shard(const Config& config, control::ServicePage& page);
   ~Shard();
 
   void run();   // until stop()
@@ -48,9 +48,11 @@ class Shard final : public Runner, public JobSink {
   DirectDesk& direct() { return *direct_; }
   Qp* peer(Qp& qp) { return ports_.peer(qp); }  // on this host
 
-  // Another place where this shard says that it sleeps: the page of a virtual machine. In the shard's thread.
-  void mirror(control::ShardState& state) { mirrors_.push_back(&state); }
-  void end_mirror(control::ShardState& state) { std::erase(mirrors_, &state); }
+  // Another place where this shard says that it sleeps, and that devices have changed: the page of a virtual machine. In the shard's thread.
+  void mirror(control::ServicePage& page);
+  void end_mirror(control::ServicePage& page) { std::erase(mirrors_, &page); }
+  // What a guest has been told of its device is not true any more: it asks again.
+  void devices_changed();
 
   // A guest's doorbell descriptor is to be waited for in sleep.
   Status watch(int doorbell_fd);
@@ -106,8 +108,8 @@ class Shard final : public Runner, public JobSink {
   void sleep();
   void say_asleep(bool asleep);
 
-  control::ShardState& state_;
-  std::vector<control::ShardState*> mirrors_;
+  control::ServicePage& page_;
+  std::vector<control::ServicePage*> mirrors_;
   Fabric fabric_;
   MediatedPorts ports_{fabric_};
   engine::Engine<MediatedPorts> engine_{ports_};

@@ -11,6 +11,7 @@
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/eventfd_signal.hpp"
+#include "vmkernel_svc/pkeys.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
@@ -39,7 +40,9 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
 Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
                                         std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
   if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
-  auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
+  const auto [known, is_new] = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota});
+  auto& tenant = known->second;
+  if (is_new) give_pkeys(fabric_, tenant);
   if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = info.machine ? Result<Arena>(Arena::over(std::move(info.arena))) : Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
@@ -179,7 +182,7 @@ void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {
 
 template <>
 Result<DeviceReply> ControlDesk::on<Request::query_device>(Guest& guest, const Empty&) {
-  return device_reply(guest, fabric_.config);
+  return device_reply(guest, fabric_.config, fabric_.device_generation);
 }
 
 template <>

@@ -105,6 +105,7 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   core.attributes.max_inline_data = request.max_inline_data;
   core.port.owner = qp.get();
   core.port.pd = pd->number;
+  core.port.pkey = guest.tenant->pkeys[0];
   qp->watch_sends(true);
   ++pd->users;
   send_cq->users.push_back(qp.get());
@@ -140,6 +141,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
   if (!modified) return modified.error();
   core.state = static_cast<QpState>(core.attributes.state);
+  core.port.pkey = guest.tenant->pkeys[core.attributes.pkey_index];
   if (core.state == QpState::reset) {
     shard_.engine().reset(core, request.send_position, request.receive_position);
     qp->watch_sends(true);
