@@ -22,7 +22,8 @@ using namespace control;
 
 namespace {
 
-constexpr std::uint32_t guest_descriptors = 9;  // socket twice, pidfd thrice, duplicate of the socket, arena, doorbell, pipe
+// Socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe; and another pidfd for direct mode.
+std::uint32_t guest_descriptors(const Config& config) { return config.direct == "auto" ? 9 : 8; }
 constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one of 4 KiB always fits
 constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
 
@@ -43,7 +44,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   const auto [known, is_new] = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota});
   auto& tenant = known->second;
   if (is_new) give_pkeys(fabric_, tenant);
-  if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
+  if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors(fabric_.config) > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = info.machine ? Result<Arena>(Arena::over(std::move(info.arena))) : Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
@@ -86,7 +87,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
   if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink, tenant.lingering);
-  guest->pidfd = std::make_shared<vmci::UniqueFd>(std::move(info.pidfd));
+  if (fabric_.config.direct == "auto") guest->pidfd = std::make_shared<vmci::UniqueFd>(std::move(info.pidfd));
 
   AttachReply reply{};
   reply.major = version_major;
@@ -106,7 +107,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   keep.push_back(std::move(wake->first));
 
   ++tenant.guests;
-  tenant.descriptors += guest_descriptors;
+  tenant.descriptors += guest_descriptors(fabric_.config);
   shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
   VRDMA_CRASH_POINT("service.attach.added");
@@ -131,7 +132,7 @@ void ControlDesk::detach(Guest& guest) {
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
   --guest.tenant->guests;
-  guest.tenant->descriptors -= guest_descriptors + static_cast<std::uint32_t>(guest.backings.size());
+  guest.tenant->descriptors -= guest_descriptors(fabric_.config) + static_cast<std::uint32_t>(guest.backings.size());
   fabric_.rest_lid(guest.lid);
   ++fabric_.topology_generation;
   fabric_.guests.erase(guest.id.value);
