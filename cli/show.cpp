@@ -57,6 +57,8 @@ std::string access_words(std::uint32_t flags) {
   return text.empty() ? "local_read" : text;
 }
 
+std::string quoted(const json& text) { return "\"" + text.get<std::string>() + "\""; }
+
 void devices(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests")) {
     const json& device = guest.at("device");
@@ -75,6 +77,7 @@ void devices(const json& state, std::string& out) {
     for (const auto& gid : device.at("gids"))
       line.add("gid", fmt::format("{}={}/{}", gid.at("index").get<int>(), gid.at("gid").get<std::string>(),
                                   gid.at("type") == "RoCE v2" ? "RoCEv2" : gid.at("type") == "RoCE v1" ? "RoCEv1" : "IB"));
+    line.add("pkeys", joined(device.at("pkeys"), "none"));
     line.end(out);
   }
 }
@@ -88,6 +91,7 @@ void guests(const json& state, std::string& out) {
     line.add("pd", guest.at("pds")).add("cq", guest.at("cqs").size()).add("qp", guest.at("qps").size());
     line.add("srq", guest.at("srqs").size()).add("mr", guest.at("mrs").size()).add("ctx", guest.at("contexts"));
     line.add("requests", guest.at("requests")).add_unless_zero("protocol_errors", guest.at("protocol_errors"));
+    line.add_unless_zero("bad_pkeys", guest.at("bad_pkeys"));
     line.end(out);
   }
 }
@@ -97,10 +101,12 @@ void qps(const json& state, std::string& out) {
     for (const auto& qp : guest.at("qps")) {
       Line line = link_of(guest);
       line.add("lqpn", qp.at("qpn")).add_unless_zero("rqpn", qp.at("dest_qpn")).add("type", qp.at("type")).add("state", qp.at("state"));
-      line.add("mode", qp.at("mode")).add_unless_zero("dlid", qp.at("dlid")).add_unless_zero("path_mtu", qp.at("path_mtu"));
+      line.add("mode", qp.at("mode")).add("pkey", qp.at("pkey").is_string() ? qp.at("pkey") : json("none")).add_unless_zero("dlid", qp.at("dlid")).add_unless_zero("path_mtu", qp.at("path_mtu"));
       if (qp.at("dgid").is_string()) line.add("dgid", qp.at("dgid"));
       line.add("pdn", qp.at("pd")).add("scqn", qp.at("send_cq")).add("rcqn", qp.at("recv_cq")).add_unless_zero("srqn", qp.at("srq"));
       line.add("max_send_wr", qp.at("max_send_wr")).add("max_recv_wr", qp.at("max_recv_wr")).add("pid", guest.at("pid"));
+      if (const auto& why = qp.at("mediated_because"); why.is_string()) line.add("mediated-because", why);
+      if (const auto carrier = qp.value("carrier", json()); carrier.is_object() && carrier.at("why") != "only-carrier") line.add("via", carrier.at("via")).add("why", quoted(carrier.at("why")));
       line.end(out);
     }
 }
@@ -140,7 +146,7 @@ void routes(const json& state, std::string& out) {
   }
   for (const auto& host : state.value("carriers", json::array()))
     Line("route lids " + host.at("lids").get<std::string>()).add("via", host.at("via")).add("host", host.at("host")).add("address", host.at("address"))
-        .add("state", host.at("state")).add("why", host.at("why")).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
+        .add("state", host.at("state")).add("why", host.at("why") == "only-carrier" ? host.at("why") : json(quoted(host.at("why")))).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
         .add("connections_here", host.at("connections_here")).add_counters(host.at("counters")).end(out);
 }
 
@@ -172,6 +178,21 @@ void caches(const json& state, std::string& out) {
   for (const auto& [name, counters] : state.at("cache").items()) Line("cache " + name).add_counters(counters).end(out);
 }
 
+void hca(const json& state, std::string& out) {
+  const json& hca = state.value("hca", json());
+  if (!hca.is_object()) {
+    Line("hca").add("state", "none").add("why", "\"vrdmad was not told to use one\"").end(out);
+    return;
+  }
+  Line line(hca.contains("device") ? fmt::format("hca {}/{}", hca.at("device").get<std::string>(), hca.at("port").get<int>()) : "hca");
+  line.add("state", hca.at("state"));
+  if (hca.contains("device"))
+    line.add("link_layer", hca.at("link_layer")).add("gid", hca.at("gid")).add("gid_index", hca.at("gid_index")).add("mtu", hca.at("mtu")).add("pfc", hca.at("pfc"));
+  else
+    line.add("why", quoted(hca.at("why")));
+  line.add("connections", hca.at("connections")).add("mrs", hca.at("registrations")).add_counters(hca.at("counters")).end(out);
+}
+
 void counters(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests"))
     for (const auto& qp : guest.at("qps")) link_of(guest).add("lqpn", qp.at("qpn")).add_counters(qp.at("counters")).end(out);
@@ -197,7 +218,7 @@ struct View {
   void (*print)(const json&, std::string&);
 };
 constexpr View views[] = {{"", overview},  {"devices", devices}, {"guests", guests}, {"qps", qps},     {"cqs", cqs},
-                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"cache", caches}, {"counters", counters}};
+                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"hca", hca}, {"cache", caches}, {"counters", counters}};
 
 void sort_by(json& list, const char* key) {
   std::sort(list.begin(), list.end(), [key](const json& a, const json& b) { return a.at(key) < b.at(key); });

@@ -254,6 +254,7 @@ Status Attachment::prepare_process_memory() {
 void Attachment::become_inherited() {
   liveness_.mark_inherited();
   if (copier_) copier_->abandon();
+  direct_rooms_.abandon();
   channel_.abandon();
   doorbell_fd_.reset();
   bar_.reset();

@@ -93,6 +93,7 @@ struct Lane {
   std::uint32_t qpn = 0;
   std::uint32_t number = control::no_lane;  // in its completion queue
   std::uint32_t hot_index = not_hot;
+  bool closed = false;        // the service is gone, and what was outstanding has been flushed
   std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
   bool pending = false;       // in the completion queue's list of lanes that may hold entries
   Lane* next_pending = nullptr;
@@ -171,6 +172,9 @@ struct Qp {
   Lane receive_lane;
 
   std::shared_ptr<Attachment> attachment;
+  // Direct mode: what it takes to run the send queue here, and for which offer that was opened. Guarded by send_lock.
+  std::unique_ptr<DirectEnd> direct;
+  std::uint32_t direct_offer = 0;
   ibv_qp_cap caps{};
   int sq_sig_all = 0;
   // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.

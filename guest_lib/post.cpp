@@ -129,8 +129,8 @@ int post_one(Qp& qp, const ibv_send_wr& wr) {
 }
 
 // Returns 0 or the errno value with the request that failed in *bad_wr; those before it were published.
-template <class Queue, class Wr, class PostOne>
-int post_chain(Queue& queue, const Doorbell& doorbell, std::uint32_t member, Wr* wr, Wr** bad_wr, PostOne&& post) {
+template <class Wr, class PostOne>
+int publish_chain(Wr* wr, Wr** bad_wr, PostOne&& post) {
   int error = 0;
   for (; wr != nullptr; wr = wr->next) {
     error = post(*wr);
@@ -139,10 +139,40 @@ int post_chain(Queue& queue, const Doorbell& doorbell, std::uint32_t member, Wr*
       break;
     }
   }
+  return error;
+}
+
+template <class Queue>
+void ring_for(Queue& queue, const Doorbell& doorbell, std::uint32_t member) {
   // D1: pairs with the service's fence between its store of needs_doorbell and its last look at the queue.
   vmci::store_load_fence();
   if (queue.needs_doorbell().load(std::memory_order_relaxed) != 0) doorbell.ring(member);
   VRDMA_CRASH_POINT("guest.post.doorbell_rung");
+}
+
+// The service offers the connection, or does not any more.
+void follow_offer(Qp& qp, std::uint32_t offer) {
+  qp.direct.reset();
+  qp.direct_offer = offer;
+  if (offer == 0 || qp.liveness->gone()) return;
+  // Where it cannot be opened, everything goes by the service.
+  if (auto opened = qp.attachment->direct_rooms().open(*qp.attachment, qp, offer)) qp.direct = std::move(*opened);
+}
+
+// Carries out here what lies in the send queue. False: the service is to look at it.
+bool run_directly(Qp& qp) {
+  if (const std::uint32_t offer = qp.send.direct_offer().load(std::memory_order_acquire); offer != qp.direct_offer) [[unlikely]]
+    follow_offer(qp, offer);
+  return qp.direct != nullptr && qp.direct->connection.run([&qp] { return !qp.liveness->gone(); });
+}
+
+// Under send_lock.
+int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
+  const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one); });
+  if (run_directly(qp)) return error;
+  ring_for(qp.send, qp.doorbell, qp.doorbell_member);
+  if (qp.direct != nullptr)
+    if (const auto unmapped = qp.direct->connection.take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
   return error;
 }
 
@@ -174,8 +204,7 @@ int post_send(ibv_qp* verbs, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
   // IBA 10.8.3.1: a request may be posted in RTS, SQD, SQE and ERR.
   if (verbs->state < IBV_QPS_RTS) [[unlikely]]
     return refuse(wr, bad_wr, EINVAL);
-  return post_chain(qp.send, qp.doorbell, qp.doorbell_member, wr, bad_wr,
-                    [&](const ibv_send_wr& one) { return post_one(qp, one); });
+  return post_sends(qp, wr, bad_wr);
 }
 
 int post_all(Qp& qp, ibv_send_wr* chain) {
@@ -190,7 +219,7 @@ int post_all(Qp& qp, ibv_send_wr* chain) {
   if (count == 0) return 0;
   if (!qp.send.has_room(slots, count)) return ENOMEM;
   ibv_send_wr* none = nullptr;
-  return post_chain(qp.send, qp.doorbell, qp.doorbell_member, chain, &none, [&](const ibv_send_wr& one) { return post_one(qp, one); });
+  return post_sends(qp, chain, &none);
 }
 
 int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
@@ -200,9 +229,9 @@ int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
   std::lock_guard guard(qp.receive_lock);
   if (verbs->state == IBV_QPS_RESET || verbs->srq != nullptr) [[unlikely]]
     return refuse(wr, bad_wr, EINVAL);
-  return post_chain(qp.receive, qp.doorbell, qp.doorbell_member, wr, bad_wr, [&](const ibv_recv_wr& one) {
-    return post_one_receive(qp.receive, qp.max_recv_sge, one);
-  });
+  const int error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(qp.receive, qp.max_recv_sge, one); });
+  ring_for(qp.receive, qp.doorbell, qp.doorbell_member);
+  return error;
 }
 
 int post_srq_recv(ibv_srq* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
@@ -210,14 +239,7 @@ int post_srq_recv(ibv_srq* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
   if (srq.liveness->inherited()) [[unlikely]]
     return refuse(wr, bad_wr, EIO);
   std::lock_guard guard(srq.lock);
-  int error = 0;
-  for (; wr != nullptr; wr = wr->next) {
-    error = post_one_receive(srq.queue, srq.max_sge, *wr);
-    if (error != 0) {
-      *bad_wr = wr;
-      break;
-    }
-  }
+  const int error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(srq.queue, srq.max_sge, one); });
   VRDMA_CRASH_POINT("guest.post_srq.before_count");
   srq.queue.publish_count();
   return error;

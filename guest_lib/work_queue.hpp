@@ -45,6 +45,8 @@ class SendQueue {
     writer_.publish(wr_id, word, control, slots);
   }
   std::atomic_ref<std::uint32_t> needs_doorbell() const { return std::atomic_ref(view_.header().attacher.needs_doorbell); }
+  std::atomic_ref<std::uint32_t> direct_offer() const { return std::atomic_ref(view_.header().attacher.direct_offer); }
+  const vmci::QueuePairView& view() const { return view_; }
 
   // --- poller. Everything up to this position is done, unsignalled work requests before it included.
   void completed_up_to(std::uint32_t position) {

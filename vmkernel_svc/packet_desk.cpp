@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {
@@ -169,6 +170,16 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       QueuePairAttachRequest body{};
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
       return reply_with(shard_.fabric().vmci.attach(guest, body, give));
+    }
+    case Request::open_direct: {
+      OpenDirectRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.direct().open(guest, body, give));
+    }
+    case Request::open_backing: {
+      OpenBackingRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.direct().open(guest, body, give));
     }
     default:
       return refuse(socket, head, EOPNOTSUPP);

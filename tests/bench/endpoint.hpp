@@ -100,7 +100,7 @@ class Endpoint {
 void send_ping_pong(const Options& options, bool events);
 void fetch_latency(const Options& options, ibv_wr_opcode opcode);
 void write_ping_pong(const Options& options);  // both spin on memory, as ib_write_lat does
-void write_bandwidth(const Options& options);
+void write_bandwidth(const Options& options, bool events);
 void write_rate(const Options& options);
 void send_rate(const Options& options);
 void flood(const Options& options, bool events);  // until SIGTERM

@@ -83,8 +83,8 @@ std::pair<std::uint64_t, double> pump(Endpoint& endpoint, ibv_qp* qp, const Opti
 
 }  // namespace
 
-void write_bandwidth(const Options& options) {
-  Endpoint endpoint(options, static_cast<int>(options.window), false);
+void write_bandwidth(const Options& options, bool events) {
+  Endpoint endpoint(options, static_cast<int>(options.window), events);
   const Memory memory = endpoint.allocate(options.bytes * options.buffers);
   std::memset(memory.data, options.client ? 0x5a : 0, memory.bytes);
   ibv_qp* const qp = endpoint.connect(1, {options.window, 1}).front();
@@ -122,7 +122,7 @@ void write_bandwidth(const Options& options) {
       endpoint.post(qp, wr);
     }
     ibv_wc wc[16];
-    const int got = endpoint.poll(wc, 16);
+    const int got = events ? endpoint.wait(wc, 16) : endpoint.poll(wc, 16);
     const std::uint64_t at = vmci::cycles();
     for (int i = 0; i < got; ++i) samples.add(at - posted_at[wc[i].wr_id]);
     completed += static_cast<std::uint64_t>(got);

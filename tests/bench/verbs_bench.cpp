@@ -6,7 +6,7 @@
 //   send-lat, event-lat              8 B SEND, half a round trip; both poll, both sleep on a completion channel
 //   read-lat, fadd-lat, cswap-lat    8 B from post to completion; the peer sleeps
 //   write-lat                        8 B RDMA WRITE, half a round trip; both spin on their memory, outside verbs
-//   write-bw                         RDMA WRITE of --bytes, --window outstanding, over --buffers buffers
+//   write-bw, write-bw-events        RDMA WRITE of --bytes, --window outstanding, over --buffers buffers; polls, sleeps
 //   write-rate, send-rate            8 B inline, --window outstanding on one queue pair
 //   flood, flood-events              large RDMA WRITEs until SIGTERM; "ready" when the first are posted
 //   idle                             --idle-qps connected queue pairs until SIGTERM; "ready" when connected
@@ -32,7 +32,8 @@ int main(int argc, char** argv) {
       {"fadd-lat", [](const Options& o) { fetch_latency(o, IBV_WR_ATOMIC_FETCH_AND_ADD); }},
       {"cswap-lat", [](const Options& o) { fetch_latency(o, IBV_WR_ATOMIC_CMP_AND_SWP); }},
       {"write-lat", write_ping_pong},
-      {"write-bw", write_bandwidth},
+      {"write-bw", [](const Options& o) { write_bandwidth(o, false); }},
+      {"write-bw-events", [](const Options& o) { write_bandwidth(o, true); }},
       {"write-rate", write_rate},
       {"send-rate", send_rate},
       {"flood", [](const Options& o) { flood(o, false); }},

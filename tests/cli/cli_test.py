@@ -47,6 +47,35 @@ class Configuration(TestCase):
         result, file = self.check('{"quota": {"guest": 1}}')
         self.assert_refuses(result, 1, file, 'unknown key "guest" in "quota"', "registered_bytes")
 
+    def test_an_hca_that_makes_no_sense(self):
+        for text, *words in (('{"hca": 1}', '"hca"'), ('{"hca": {"ports": 1}}', "ports"), ('{"hca": {"port": 300}}', '"port" of "hca" is 300', "from 1 to 254"),
+                             ('{"hca": {"mtu": 1500}}', '"mtu" of "hca" is 1500', "256, 512, 1024, 2048 or 4096"), ('{"hca": {"mtu": 0}}', '"mtu" of "hca" is 0'),
+                             ('{"hca": {"ack_timeout": 32}}', '"ack_timeout" of "hca" is 32', "from 0 to 31"), ('{"hca": {"device": 1}}', "device")):
+            with self.subTest(text):
+                result, file = self.check(text)
+                self.assertNotEqual(result.returncode, 0)
+                for word in (*words, str(file)):
+                    self.assertIn(word, result.stderr)
+        for text in ('{"hca": {}}', '{"hca": true}', '{"hca": false}', '{"hca": {"device": "rxe0", "port": 1, "gid_index": 0, "mtu": 1024, "ack_timeout": 18}}'):
+            with self.subTest(text):
+                self.assertEqual(self.check(text)[0].returncode, 0)
+
+    def test_partitions_and_an_etcd_that_make_no_sense(self):
+        for text, *words in (('{"partitions": ["0x8001"]}', '"partitions" must be a JSON object'),
+                             ('{"partitions": {"0x8000": ["1"]}}', '"0x8000" in "partitions" is no P_Key', '"0x8001"'),
+                             ('{"partitions": {"0x8001": "1"}}', '"0x8001" in "partitions" must be a list'),
+                             ('{"partitions": {"0x8001": ["me"]}}', '"me" in "0x8001" of "partitions" is no member', '"b/1000"'),
+                             ('{"partitions": {"0x8001": ["b/1"]}}', 'there is no host "b"'),
+                             ('{"partitions": {"0x8001": ["1"]}, "hosts": {"address": "127.0.0.1"}}', 'vrdma host partition'),
+                             ('{"hosts": {"address": "127.0.0.1", "seed": "127.0.0.2", "etcd": {"endpoints": ["http://127.0.0.1:1"]}}}', '"etcd" and "peers" or "seed"'),
+                             ('{"hosts": {"address": "127.0.0.1", "etcd": {}}}', 'no "endpoints"'),
+                             ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["10.0.0.1"]}}}', '"10.0.0.1" in "endpoints"', "http://HOST:PORT"),
+                             ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["http://127.0.0.1:1"], "key_file": "k"}}}', '"certificate_file" and "key_file"')):
+            result, file = self.check(text)
+            self.assert_refuses(result, 1, *words)
+        result, _ = self.check('{"partitions": {"0x8001": ["0", "*/1"], "0xffff": ["*"]}}')
+        self.assertEqual(result.returncode, 0, result.stderr)
+
     def test_a_key_given_twice_and_what_lies_behind_a_nul_are_refused(self):
         result, file = self.check('{"lid_first": 1, "quota": {"guests": 1, "objects": 2, "guests": 3}}')
         self.assert_refuses(result, 1, file, '"guests" is given twice')
@@ -410,7 +439,7 @@ class Showing(TestCase):
         with self.service():
             guest, status, _ = attach(self.socket, b"ada")
             self.assertEqual(status, 0)
-            for kind in ("devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "cache", "counters"):
+            for kind in ("devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "hca", "cache", "counters"):
                 with self.subTest(kind):
                     self.show(kind)
                     json.loads(self.show(kind, "--json"))

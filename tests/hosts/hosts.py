@@ -59,10 +59,11 @@ class Written:
         self.secret = folder / "secret"
         self.secret.write_bytes(os.urandom(32))
         self.secret.chmod(0o600)
-        self.everybody = [{"name": f"h{i}", "address": address, "port": PORT, "lids": f"{i * lids + 1}-{(i + 1) * lids}"} for i, address in enumerate(self.addresses)]
+        self.ports = getattr(network, "ports", [PORT] * len(self.addresses))  # hosts of one address differ in these
+        self.everybody = [{"name": f"h{i}", "address": address, "port": self.ports[i], "lids": f"{i * lids + 1}-{(i + 1) * lids}"} for i, address in enumerate(self.addresses)]
 
     def config(self, index):
-        return {"remote": {"name": f"h{index}", "address": self.addresses[index], "port": PORT, "secret_file": str(self.secret), "hosts": self.everybody}}
+        return {"remote": {"name": f"h{index}", "address": self.addresses[index], "port": self.ports[index], "secret_file": str(self.secret), "hosts": self.everybody}}
 
 
 class Managed:

@@ -5,10 +5,13 @@
 
 The same unmodified programs run by the HCAs, lose one of them while messages flow, and go on over TCP. What the services say of it is
 looked at: which way connections go, why, and that payload was not copied. Ends with 77 where machines cannot be had here.
+
+rdma_rxe of Linux 6.1 has a defect: when its timer of acknowledgements runs out in the middle of a message, it may wait for ever (also
+under ibv_rc_pingpong alone). An emulated processor is slow enough for that, so the services are told to be more patient than the
+programs are; and where it happens all the same the services have to notice, go on over TCP, and the case is tried again.
 """
 import argparse
 import json
-import os
 import re
 import secrets
 import sys
@@ -31,6 +34,12 @@ BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "lib/libvrdma.so")
 RXE_FILES = ("/etc/libibverbs.d/rxe.driver", *(str(path) for path in Path("/usr/lib").glob("*/libibverbs/librxe-rdmav*.so")))
 RXE_MODULES = ("crc32_generic", "ib_uverbs", "rdma_rxe")
 FOLDER = "/tmp/vrdma"
+ACK_TIMEOUT = 18  # 1 s
+TRIES = 3
+# Each is of two processes; all of them: --whole. Left out there: an HCA does not say which messages asked for an event.
+CONFORMANCE = ("AccessErrorsEndBothQps", "AReceiveBufferTooSmallEndsBothQps", "ABadReceiveSgeIsTheReceiversError", "AtomicsFollowTheModel", "AfterDeregNotAByteIsWritten",
+               "ReregChangesTranslationAccessAndPd", "InlineDataIsCopiedAtPost", "AnErrorFlushesBothQueuesInOrder", "RnrEndsAfterItsRetriesAndNotBefore")
+NOT_BY_HCA = "SolicitedArming*"
 
 
 def ucx_files():
@@ -89,7 +98,7 @@ class World:
         files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), (*RXE_FILES, *ucx_files()), RXE_MODULES))
         secret = secrets.token_hex(24)
         everybody = [{"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "lids": f"{i * 1000 + 1}-{(i + 1) * 1000}"} for i in (0, 1)]
-        config = {"secret": secret, "vrdmad": lambda i: {"hca": {}, "remote": {"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "secret_file": f"{FOLDER}/secret", "hosts": everybody}}}
+        config = {"secret": secret, "vrdmad": lambda i: {"hca": {"ack_timeout": ACK_TIMEOUT}, "remote": {"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "secret_file": f"{FOLDER}/secret", "hosts": everybody}}}
         try:
             for i in (0, 1):
                 ends = [f"{kind}.type=unix,{kind}.path={self.folder.path}/network.{end}" for kind, end in (("local", i), ("remote", 1 - i))]
@@ -132,7 +141,7 @@ class World:
     def counters(self):
         """Of both: what the HCAs carried, and what the records did."""
         shown = [host.show() for host in self.hosts]
-        return {"by_hca": sum(one["hca"]["counters"]["sent_messages"] for one in shown), "copied": sum(one["hca"]["counters"]["copied_bytes"] for one in shown),
+        return {"stalled": sum(one["hca"]["counters"]["stalled"] for one in shown), "by_hca": sum(one["hca"]["counters"]["sent_messages"] for one in shown), "copied": sum(one["hca"]["counters"]["copied_bytes"] for one in shown),
                 "by_records": sum(one["hca"]["counters"]["by_records"] for one in shown), "record_bytes": sum(route["counters"]["sent_bytes"] for one in shown for route in one["carriers"])}
 
     def close(self):
@@ -151,15 +160,18 @@ class World:
         self.folder.remove()
 
 
-def cases(world):
+def cases(world, whole=False):
     a, b = world.hosts
 
     def by_hca(words, messages):
         """Unmodified, by the HCAs, and without a copy."""
-        before = world.counters()
-        world.pair(words)
-        after = world.counters()
-        grew = {name: after[name] - before[name] for name in after}
+        for _ in range(TRIES):
+            before = world.counters()
+            world.pair(words)
+            after = world.counters()
+            grew = {name: after[name] - before[name] for name in after}
+            if grew["stalled"] == 0:
+                break
         if grew["by_hca"] < messages or grew["copied"] != 0 or grew["by_records"] != 0:
             raise Failure(f"{grew}, of {messages} messages\n{world.news()}")
 
@@ -178,49 +190,75 @@ def cases(world):
                 raise Failure(f"{transport} went by the HCA")
     yield "UD and shared receive queues go over tcp beside it", others_over_tcp
 
-    def conformance():
-        suite = a.side.build.vrdma.parent / "vrdma-conformance"
+    def suite(words):
+        program = a.side.build.vrdma.parent / "vrdma-conformance"
         port = a.side.free_port()
-        words = [suite, "--dev", "vrdma0", "--timeout-scale", "8"]
+        words = [program, "--dev", "vrdma0", "--timeout-scale", "8", *words]
         server = a.side.start([*words, "--serve", str(port)], "suite")
         client = None
         try:
             wait_until(lambda: a.side.listening(server, port), 60, "the suite's second process listens", [server])
-            client = b.side.start([*words, "--with", f"{a.address}:{port}", "--sample", os.environ.get("VRDMA_HCA_SAMPLE", "40")], "suite")
-            code = client.wait(600 * harness.PATIENCE)
+            client = b.side.start([*words, "--with", f"{a.address}:{port}"], "suite")
+            code = client.wait((3600 if whole else SECONDS) * harness.PATIENCE)
             passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
             if code != 0 or not passed or int(passed[1]) == 0:
                 lines = client.output().splitlines()
                 failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
-                raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says(), world.news()]))
+                raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
         finally:
             server.stop()
             if client:
                 client.stop()
-    yield "a sample of the conformance suite", conformance
 
-    def lost():
-        """Messages flow when one of the HCAs goes: none is lost, none comes twice, and the program hears of nothing."""
+    for name in CONFORMANCE if not whole else ():
+        yield name, lambda: suite(["--filter", name])
+    if whole:
+        yield "the conformance suite", lambda: suite(["--except", NOT_BY_HCA])
+
+    def flowing(words, meanwhile, client_ends_with, server_ends_with):
+        """A pair of programs whose messages flow as `meanwhile` happens; what the server has said."""
         port = a.side.free_port()
-        words = ["ibv_rc_pingpong", "-n", "3000", "-s", "20000", "-c", "-p", str(port)]
+        words = [*words, "-p", str(port)]
         server = a.side.start(words, "server")
         client = None
+
+        def flow():
+            now = world.counters()
+            return now["by_hca"] > before["by_hca"] + 20 or now["record_bytes"] > before["record_bytes"] + 200000
         try:
             wait_until(lambda: a.side.listening(server, port), 60, "the server listens", [server])
-            before = world.counters()["by_hca"]
+            before = world.counters()
             client = b.side.start([*words, a.address], "client")
-            wait_until(lambda: world.counters()["by_hca"] > before + 50, 60, "messages flow", [server, client])
-            b.inside("rdma", "link", "delete", "rxe0")
-            wait_until(lambda: b.hca()["state"] == "none", 60, "the service knows", [b.service])
-            records = world.counters()["record_bytes"]
-            wait_until(lambda: client.wait(0.01) is not None or world.counters()["record_bytes"] > records + 200000, 60, "messages flow again", [server, client])
-            for program in (client, server):
-                if program.wait(SECONDS * harness.PATIENCE) != 0:
-                    raise Failure(f"{program.says()}\n{server.says()}\n{client.says()}\n{world.news()}")
+            wait_until(flow, 60, "messages flow", [server, client])
+            meanwhile(client)
+            for program, codes in ((client, client_ends_with), (server, server_ends_with)):
+                code = program.wait(SECONDS * harness.PATIENCE)
+                if code is None or not codes(code):
+                    raise Failure(f"{program.name} ended with {code}\n{server.says()}\n{client.says()}\n{[host.show() for host in world.hosts]}")
+            return server.output()
         finally:
             for program in (server, client):
                 if program:
                     program.stop()
+
+    def dies(what):
+        said = flowing(["ibv_rc_pingpong", "-n", "1000000", "-c"], what, lambda code: code != 0, lambda code: code != 0)
+        if "retry counter exceeded" not in said:
+            raise Failure(said)
+
+    def killed():
+        """A program that dies: its peer hears of it, and nothing of it is left with the HCAs."""
+        dies(lambda client: b.inside("kill", "-9", client.pid))
+        wait_until(lambda: all(host.hca()["connections"] == host.hca()["registrations"] == 0 for host in world.hosts), 60, "nothing is left",
+                   [host.service for host in world.hosts])
+    yield "a program is killed while messages flow", killed
+
+    def lost():
+        """Messages flow when one of the HCAs goes: none is lost, none comes twice, and the program hears of nothing."""
+        def goes(client):
+            b.inside("rdma", "link", "delete", "rxe0")
+            wait_until(lambda: b.hca()["state"] == "none", 60, "the service knows", [b.service])
+        flowing(["ibv_rc_pingpong", "-n", "300", "-s", "20000", "-c"], goes, lambda code: code == 0, lambda code: code == 0)
         world.await_route("tcp")
         if "no HCA" not in a.route()["why"] or "no HCA" not in b.route()["why"]:
             raise Failure(f"{a.route()} {b.route()}")
@@ -236,11 +274,21 @@ def cases(world):
         by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
     yield "and comes back", back
 
+    def service_killed():
+        """Another run of a service knows nothing of the connections of the one before; who comes then goes by the HCAs again."""
+        dies(lambda client: b.inside("kill", "-9", b.service.pid))
+        b.service.stop(grace_s=0)
+        b.start_service()
+        world.await_route("hca")
+        by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
+    yield "a service is killed while messages flow", service_killed
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build/release")
     parser.add_argument("--only", default="", help="a regular expression: cases to run")
+    parser.add_argument("--whole", action="store_true", help="the whole conformance suite, not a sample")
     options = parser.parse_args()
 
     def run():
@@ -257,7 +305,7 @@ def main():
                 except Failure as reason:
                     raise Failure(f"{reason}\n{world.news()}") from None
                 world.check()
-            for name, case in cases(world):
+            for name, case in cases(world, options.whole):
                 if re.search(options.only, name):
                     tally.case(name, lambda case=case: checked(case))
             if not tally.failed:

@@ -272,9 +272,9 @@ def _modules(scripts):
     finder = modulefinder.ModuleFinder(path=[*{str(Path(script).parent) for script in scripts}, *sys.path], excludes=UNUSED_MODULES)
     for script in scripts:
         finder.run_script(str(script))
-    # What the interpreter itself starts with, before any import.
-    for name in ("encodings", "encodings.utf_8", "encodings.ascii", "encodings.latin_1", "encodings.idna", "codecs", "io", "abc", "os", "stat",
-                 "site", "_collections_abc", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "zipimport"):
+    # What the interpreter itself starts with, before any import; and what tests want that hand a program over as an argument.
+    for name in ("mmap", "signal", "socket", "time", "encodings", "encodings.utf_8", "encodings.ascii", "encodings.latin_1", "encodings.idna",
+                 "codecs", "io", "abc", "os", "stat", "site", "_collections_abc", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "zipimport"):
         finder.import_hook(name, None, ["*"])
     files = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
     # The landmark by which Python finds its library of extensions.

@@ -7,6 +7,7 @@
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
@@ -205,6 +206,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   ++pd->users;
   const std::uint32_t handle = guest.next_handle++;
   guest.mrs.emplace(handle, slot);
+  shard_.direct().registered(guest, region);
   return RegMrReply{handle, region.key.value};
 }
 
@@ -222,7 +224,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   const auto found = guest.mrs.find(request.mr);
   if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
   Region& region = fabric_.regions.slot(found->second);
-  if (region.jobs != 0) return Errno{EINPROGRESS};
+  if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr && !fabric_.far->hca()->forget_region(found->second) && may_wait(guest)) return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
@@ -253,6 +255,9 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   }
   if (request.flags & change_access) region.access = request.access;
   fabric_.regions.renew(found->second);
+  shard_.direct().deregistering(guest, region);
+  shard_.direct().registered(guest, region);
+  shard_.direct().hand_out(guest);
   return RegMrReply{request.mr, region.key.value};
 }
 
@@ -262,6 +267,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 && !force) return false;
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->forget_region(found->second);
+  shard_.direct().deregistering(guest, region);
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
   if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
@@ -275,7 +281,8 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
 template <>
 Result<Empty> ControlDesk::on<Request::dereg_mr>(Guest& guest, const HandleRequest& request) {
   if (!guest.mrs.contains(request.handle)) return Errno{EINVAL};
-  if (!destroy_region(guest, request.handle, false)) return Errno{EINPROGRESS};
+  if (!shard_.direct().take_back(guest) || !destroy_region(guest, request.handle, false)) return Errno{EINPROGRESS};
+  shard_.direct().hand_out(guest);
   return Empty{};
 }
 

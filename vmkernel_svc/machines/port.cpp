@@ -168,8 +168,8 @@ void MachinePort::end_session() {
   if (ended->page != nullptr) {
     // The mapping stays until the shard writes there no more.
     ++leaving_;
-    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, state = &ended->page->shards[0]](Shard& shard) {
-      shard.end_mirror(*state);
+    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, page = ended->page](Shard& shard) {
+      shard.end_mirror(*page);
       boost::asio::post(io, [this, alive] {
         if (*alive && --leaving_ == 0) look();
       });
@@ -283,7 +283,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
   session_->page = page;
   service_.shard.submit([ram = *ram, page](Shard& shard) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
-    shard.mirror(page->shards[0]);
+    shard.mirror(*page);
   });
   spdlog::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
   answer(0);

@@ -132,9 +132,9 @@ void MachinePort::freeze() {
   beats_unheard_ = 0;
   if (session_)
     for (auto& [connection, process] : session_->processes) process->known->frozen = true;
-  const auto state = session_ && session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state](Shard& shard) {
-    if (state != nullptr) shard.end_mirror(*state);
+  const auto page = session_ ? session_->page : nullptr;
+  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, page](Shard& shard) {
+    if (page != nullptr) shard.end_mirror(*page);
     for (auto& [id, guest] : shard.fabric().guests)
       if (guest->machine && guest->machine->name == name) shard.freeze(*guest);
     boost::asio::post(io, [this, alive] {
@@ -164,12 +164,11 @@ void MachinePort::thaw() {
   write_line();
   if (session_) std::atomic_ref(device_->header().service.accepted).store(session_->boot, std::memory_order_release);
   if (session_) {
-    auto* const state = session_->page != nullptr ? &session_->page->shards[0] : nullptr;
     changing_ = true;
-    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, state](Shard& shard) {
-      if (state != nullptr) {
-        std::atomic_ref(state->sleeping).store(0, std::memory_order_relaxed);
-        shard.mirror(*state);
+    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, page = session_->page](Shard& shard) {
+      if (page != nullptr) {
+        std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
+        shard.mirror(*page);
       }
       for (auto& [id, guest] : shard.fabric().guests)
         if (guest->machine && guest->machine->name == name) shard.thaw(*guest);

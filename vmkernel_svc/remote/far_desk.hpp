@@ -28,6 +28,7 @@ struct StandIn {
   std::uint64_t guid = 0;
   std::uint32_t link_layer = 0;
   std::uint16_t lid = 0;
+  std::uint16_t claimed_pkey = 0;         // what its host says; core.port.pkey is that, or 0 where the host cannot have it
   std::array<control::GidEntry, 16> gids{};
 
   std::deque<engine::FarFramePtr> queue;  // the first one's payload may be in use by the operation
@@ -79,8 +80,13 @@ class FarDesk {
   void send_to(remote::HostId host, engine::FarFramePtr frame);
   bool has_stand_in(remote::HostId host, std::uint32_t requester, std::uint32_t target) const;
   bool is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const;
+  std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
   void count_malformed() { ++malformed_; }
 
+  // The P_Key of `qp` is another: its stand-in hears of it.
+  void tell_pkey(Qp& qp);
+  // Who is in which partition has changed: what other hosts claim is judged anew.
+  void look_at_partitions();
   // The directory says something else than before.
   void look_at_directory();
   struct Range {
@@ -94,12 +100,14 @@ class FarDesk {
   remote::Carrier& carrier() { return *carrier_; }
   std::uint64_t dropped_datagrams() const { return dropped_datagrams_; }
   std::uint64_t malformed() const { return malformed_; }
+  std::uint64_t refused_pkeys() const { return refused_pkeys_; }
 
  private:
   struct Host {
     std::uint64_t session = 0;
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
+    std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them
     std::unique_ptr<StandIn> datagrams;  // one for all of the host's UD queue pairs
   };
   using StandInKey = std::pair<remote::HostId, std::uint32_t>;  // and the requester's QPN
@@ -135,7 +143,7 @@ class FarDesk {
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;
-  std::uint64_t dropped_datagrams_ = 0, malformed_ = 0;
+  std::uint64_t dropped_datagrams_ = 0, malformed_ = 0, refused_pkeys_ = 0;
   std::unique_ptr<HcaDesk> hca_;
 };
 

@@ -72,7 +72,7 @@ struct HcaConnection {
   // resuming: by records, what was not executed first.
   enum class Stage : std::uint8_t { calling, bound, stopped, resuming } stage = Stage::calling;
   MediatedPorts::Qp* qp = nullptr;
-  std::uint64_t number = 0;  // in physical work request ids
+  std::uint64_t number = 0;  // in physical work request ids: number × 2, and 1 for a receive
   remote::HostId host = 0;
   std::uint32_t epoch = 0, their_epoch = 0;
   remote::HcaMessage theirs{};
@@ -90,6 +90,11 @@ struct HcaConnection {
   std::deque<HcaSend> outstanding;
   std::deque<HcaReceive> posted, arrived;
   std::uint64_t sent = 0, received = 0;  // messages that take a receive WQE
+  std::uint64_t completed = 0;           // sends
+  struct Look {  // the last one at whether anything moves, and how many before it saw the same
+    std::uint64_t completed = 0, received = 0;
+    std::uint32_t sends_unmoved = 0, receives_unmoved = 0;
+  } look;
   std::uint32_t flushed = 0;             // completions of a QP that was stopped
   std::map<std::uint64_t, std::uint64_t> told_bytes;  // of messages whose payload went by records, by ordinal
 
@@ -133,6 +138,9 @@ class HcaDesk {
   engine::Progress run(Qp& qp, engine::Budget& budget);
   // It is reset or goes away; nothing is completed.
   void leave(Qp& qp);
+  // Its P_Key is another; who is in which partition has changed: who may not speak to each other is found out by records.
+  void pkey_changed(Qp& qp);
+  void look_at_partitions();
   // Before a region goes or changes: the HCA has none of it any more when this returns. False: a host that was told its key has not
   // said yet that it has forgotten it.
   bool forget_region(std::uint32_t slot);
@@ -143,7 +151,7 @@ class HcaDesk {
   bool holds(remote::HostId host) const;  // it may still say that it has an HCA
 
   struct Counters {
-    std::uint64_t sent = 0, received = 0, copied_bytes = 0, copies = 0, by_records = 0, losses = 0, keys_asked = 0, revoked = 0;
+    std::uint64_t sent = 0, received = 0, copied_bytes = 0, copies = 0, by_records = 0, losses = 0, keys_asked = 0, revoked = 0, stalled = 0;
   };
   const Counters& counters() const { return counters_; }
   const remote::HcaDevice* device() const { return device_.get(); }
@@ -181,31 +189,42 @@ class HcaDesk {
   };
   enum class Step : std::uint8_t { posted, waiting, ended };
 
-  // hca_desk.cpp: devices, hosts, connections
+  // hca_desk.cpp: the device and the other hosts
   void look_at_device();
   void open_device();
   void device_lost(const std::string& why);
   void announce_device(remote::HostId host);
+  void look_at_progress();
+  std::uint8_t ack_timeout(const QpAttributes& attributes) const;  // of the physical queue pair
   void say(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, remote::HcaMessage message);
   void say(HcaConnection& c, remote::HcaKind kind, remote::HcaMessage message = {});
+  void on_host(remote::HostId host, const remote::HcaMessage& message);
+
+  // hca_connection.cpp: connections from their beginning to their end
   void say_none(Qp& qp, remote::HostId host, const std::string& why);
   void say_hello(HcaConnection& c);
   bool create(HcaConnection& c);
   void heard(HcaConnection& c, const Hello& hello);
   void bind(HcaConnection& c);
   bool to_rts(HcaConnection& c);
-  void on_host(remote::HostId host, const remote::HcaMessage& message);
+  void go_by_records(HcaConnection& c, const std::string& why);
+  bool may_speak(HcaConnection& c);
   void on_hello(remote::HostId host, std::uint32_t connection, Hello hello);
   HcaConnection* bound_to(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, const remote::HcaMessage& message);
+  std::string refusal(const Qp& qp) const;
+
+  // hca_loss.cpp: what becomes of one that is lost or ends
   void stop(HcaConnection& c);
   void lose(HcaConnection& c);
   void resolve(HcaConnection& c, std::uint64_t count);
   void drop(HcaConnection& c);  // qp.port.hca is nullptr afterwards
   void free_physical(HcaConnection& c);
   void free_bounces(HcaConnection& c, std::vector<remote::Bounce>& bounces);
-  std::string refusal(const Qp& qp) const;
+  void flush(HcaConnection& c);
+  void load(Qp& qp, HcaSend& send);
+  engine::Progress resume(HcaConnection& c, engine::Budget& budget);
 
-  // hca_mover.cpp: work requests and completions
+  // hca_completion.cpp: completions
   bool poll();
   bool poll(remote::HcaDevice::Cq& cq);
   void look_at_events();
@@ -213,18 +232,18 @@ class HcaDesk {
   void receive_done(HcaConnection& c, const ibv_wc& wc);
   void succeed(HcaConnection& c, const HcaSend& send);
   void fail(HcaConnection& c, const HcaSend& send, WcStatus status);
-  void flush(HcaConnection& c);
   bool take_arrived(HcaConnection& c);
+  engine::MemoryStatus copy(HcaConnection& c, engine::Place to, engine::Place from, std::uint64_t bytes, bool of_receive);
+  void wake(HcaConnection& c);
+
+  // hca_mover.cpp: work requests, and turns
   bool pump_receives(HcaConnection& c);
   Step post(HcaConnection& c);
   Step post_prepared(HcaConnection& c);
   bool prepare(HcaConnection& c);
   HcaSend describe(Qp& qp);
-  void load(Qp& qp, HcaSend& send);
   Step by_records(HcaConnection& c);
-  engine::Progress resume(HcaConnection& c, engine::Budget& budget);
   bool patient(HcaConnection& c);
-  engine::MemoryStatus copy(HcaConnection& c, engine::Place to, engine::Place from, std::uint64_t bytes, bool of_receive);
 
   // hca_memory.cpp: registrations and keys
   ibv_mr* local(std::uint32_t slot, const Region& region, std::size_t piece);
@@ -232,7 +251,6 @@ class HcaDesk {
   std::uint32_t remote_key(const Qp& qp, Key rkey, bool& known, remote::HostId asker);
   std::optional<std::uint32_t> key_of(HcaConnection& c, Key rkey);  // nullopt: asked for
   void on_key(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, const remote::HcaMessage& message);
-  void wake(HcaConnection& c);
   // Walks what lies at `place`: reached(sge) for what the HCA reaches, other(place, bytes) for the rest.
   template <class Reached, class Other>
   void for_each_part(engine::Place place, std::uint64_t bytes, Reached&& reached, Other&& other);

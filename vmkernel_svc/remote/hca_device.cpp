@@ -76,6 +76,8 @@ bool HcaDevice::choose(const svc::HcaSettings& wanted, std::string& why) {
         }
         context_ = context;
         port_ = port;
+        mtu_ = static_cast<std::uint8_t>(port_attributes_.active_mtu);
+        while (wanted.mtu != 0 && mtu_ > IBV_MTU_256 && 128u << mtu_ > wanted.mtu) --mtu_;
         name_ = list[i]->name;
         node_ = list[i]->dev_path;
       }

@@ -50,6 +50,7 @@ class HcaDevice {
   int gid_index() const { return gid_index_; }
   const ibv_gid& gid() const { return gid_; }
   const std::string& gid_type() const { return gid_type_; }
+  std::uint8_t mtu() const { return mtu_; }  // enum ibv_mtu: what connections use
   const ibv_port_attr& port_attributes() const { return port_attributes_; }
   const ibv_device_attr& attributes() const { return attributes_; }
   const char* port_state();
@@ -95,6 +96,7 @@ class HcaDevice {
   ibv_context* context_ = nullptr;
   ibv_comp_channel* channel_ = nullptr;
   std::uint8_t port_ = 1;
+  std::uint8_t mtu_ = 0;
   int gid_index_ = 0;
   ibv_gid gid_{};
   std::string gid_type_, flow_control_ = "unknown";

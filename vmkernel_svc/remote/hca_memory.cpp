@@ -54,7 +54,7 @@ std::uint32_t HcaDesk::remote_key(const Qp& qp, Key rkey, bool& known, remote::H
 
 std::optional<std::uint32_t> HcaDesk::key_of(HcaConnection& c, Key rkey) {
   Host& host = hosts_[c.host];
-  if (rkey.value != 0 && c.answered == rkey) return 0;
+  if (rkey.value == 0 || c.answered == rkey) return 0;  // 0 is nobody's
   if (const auto known = host.keys.find(rkey.value); known != host.keys.end()) {
     ++fabric_.key_counters.hits;
     return known->second;

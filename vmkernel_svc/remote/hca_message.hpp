@@ -8,19 +8,24 @@
 //     want_key   which key has the memory here that your queue pair may name by `rkey`?   →   key
 //     revoke     … does not have it any more                                              →   revoked
 //     ordinal    message `count` of those that take a receive WQE has had `bytes` by records
+//     stalled    the HCA has had no answer for long, of `count` messages that take a receive WQE: who has given its HCA the WQEs for
+//                them says lost
 //     lost       my HCA is gone, or does not reach yours: `count` messages that take a receive WQE came. Both say it.
 //     bye        the queue pair is reset, destroyed or in error
 //
 // A connection goes by HCAs if both ends have said hello; it is bound from then on to those two epochs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 #include "vrdma/wire.hpp"
 
 namespace vrdma::remote {
 
-enum class HcaKind : std::uint8_t { host = 1, hello, none, ready, want_key, key, revoke, revoked, ordinal, lost, bye };
+enum class HcaKind : std::uint8_t { host = 1, hello, none, ready, want_key, key, revoke, revoked, ordinal, stalled, lost, bye };
 
 constexpr std::uint16_t hca_version = 1;
 
@@ -42,9 +47,14 @@ struct HcaMessage {
   std::uint8_t max_dest_rd_atomic;  // hello
   std::uint8_t status;           // bye: WcStatus that the sender's requester ended with
   std::uint8_t known;            // key: it may be kept until it is revoked
-  std::uint8_t reserved[5];
+  std::uint8_t padding;
+  std::uint16_t pkey;            // hello: of the guest's queue pair
+  std::uint8_t reserved[2];
   char text[96];                 // host: the device's name, or why there is none; none: why
 };
 static_assert(WireRecord<HcaMessage> && sizeof(HcaMessage) == 176);
+
+inline void put_text(HcaMessage& to, const std::string& text) { std::memcpy(to.text, text.data(), std::min(text.size(), sizeof(to.text) - 1)); }
+inline std::string text_of(const HcaMessage& from) { return std::string(from.text, ::strnlen(from.text, sizeof(from.text))); }
 
 }  // namespace vrdma::remote

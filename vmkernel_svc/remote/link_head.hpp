@@ -17,7 +17,7 @@ namespace vrdma::remote {
 enum class LinkKind : std::uint16_t { hello = 1, record = 2, alive = 3 };
 
 constexpr std::uint32_t link_magic = 0x616d6476;  // "vdma"
-constexpr std::uint16_t link_version = 1;
+constexpr std::uint16_t link_version = 2;  // 2: P_Keys
 
 struct LinkHead {
   std::uint32_t magic;
