@@ -16,9 +16,6 @@ using engine::QpState;
 namespace {
 constexpr int completions_per_look = 32;
 constexpr std::uint64_t number_of(std::uint64_t wr_id) { return wr_id >> 1; }
-
-// Of a receive WQE. IBA 11.6.2 tells a message that does not fit by what this end did wrong; rdma_rxe by what it answers.
-WcStatus received_as(ibv_wc_status status) { return status == IBV_WC_REM_INV_REQ_ERR ? WcStatus::loc_len_err : static_cast<WcStatus>(status); }
 }  // namespace
 
 void HcaDesk::wake(HcaConnection& c) {
@@ -50,14 +47,13 @@ bool HcaDesk::poll(remote::HcaDevice::Cq& cq) {
 void HcaDesk::look_at_events() {
   ibv_async_event event;
   while (device_->next_event(event)) {
-    const auto about = [&](engine::AsyncEvent what) {
-      for (auto& [number, c] : connections_)
-        if (c->physical == event.element.qp && c->stage == Stage::bound) engine_.fail(*c->qp, what);
-    };
     switch (event.event_type) {
-      case IBV_EVENT_QP_FATAL: about(engine::AsyncEvent::qp_fatal); break;
-      case IBV_EVENT_QP_REQ_ERR: about(engine::AsyncEvent::qp_req_err); break;
-      case IBV_EVENT_QP_ACCESS_ERR: about(engine::AsyncEvent::qp_access_err); break;
+      case IBV_EVENT_QP_FATAL:
+      case IBV_EVENT_QP_REQ_ERR:  // its responder's half refused something
+      case IBV_EVENT_QP_ACCESS_ERR:
+        for (auto& [number, c] : connections_)
+          if (c->physical == event.element.qp && c->stage == Stage::bound) lose_soon(*c);
+        break;
       case IBV_EVENT_DEVICE_FATAL:
       case IBV_EVENT_CQ_ERR: fatal_ = true; break;
       default: break;
@@ -93,8 +89,12 @@ void HcaDesk::fail(HcaConnection& c, const HcaSend& send, WcStatus status) {
   cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
   cqe.queue_position = send.next_position;
   ports_.complete(qp, Direction::send, cqe, {status, send.rule->send_opcode, 0});
-  c.ended_with = status;
   engine_.fail(qp, std::nullopt);
+}
+
+// Not at once: completions of it are being looked at.
+void HcaDesk::lose_soon(HcaConnection& c) {
+  if (!std::exchange(c.losing, true)) losing_.push_back(c.number);
 }
 
 void HcaDesk::send_done(HcaConnection& c, const ibv_wc& wc) {
@@ -110,26 +110,21 @@ void HcaDesk::send_done(HcaConnection& c, const ibv_wc& wc) {
     return wake(c);
   }
   ++c.flushed;
-  if (c.stage != Stage::bound || c.qp->state == QpState::err) return;
-  const auto lose_soon = [&] { losing_.push_back(c.number); };
+  if (c.stage != Stage::bound || c.losing || c.qp->state == QpState::err) return;
   switch (wc.status) {
-    case IBV_WC_WR_FLUSH_ERR:
-      // Not the requester's doing: the responder's half refused something, or the device goes.
-      look_at_events();
-      if (fatal_ || !device_->present()) return lose_soon();
-      return engine_.fail(*c.qp, engine::AsyncEvent::qp_access_err);
-    case IBV_WC_RETRY_EXC_ERR:
-      // The other end is asked by its service: it has gone, or the HCAs do not reach each other.
-      if (!c.closed_there) return lose_soon();
-      break;
+    case IBV_WC_LOC_LEN_ERR:
+    case IBV_WC_LOC_QP_OP_ERR:
+    case IBV_WC_LOC_PROT_ERR: break;
+    case IBV_WC_REM_ACCESS_ERR:
+    case IBV_WC_REM_INV_REQ_ERR:
+    case IBV_WC_REM_OP_ERR:
     case IBV_WC_RNR_RETRY_EXC_ERR:
-      // A receive WQE may have been posted there that its service has yet to give to its HCA: by records, the rule is exact.
+      // Refused, so neither this one nor those behind it were executed. By records, they are once more, by the exact rules: a receive
+      // WQE may have been posted there that its service has yet to give to its HCA, and HCAs differ in what they call an error.
       c.refused_there = true;
-      return lose_soon();
-    case IBV_WC_FATAL_ERR:
-    case IBV_WC_GENERAL_ERR:
-    case IBV_WC_RESP_TIMEOUT_ERR: return lose_soon();
-    default: break;
+      [[fallthrough]];
+    default:  // nobody answers, the device goes, or the responder's half refused something of the other end's
+      if (!c.closed_there || wc.status == IBV_WC_WR_FLUSH_ERR) return lose_soon(c);
   }
   HcaSend send = std::move(c.outstanding.front());
   c.outstanding.pop_front();
@@ -140,31 +135,25 @@ void HcaDesk::send_done(HcaConnection& c, const ibv_wc& wc) {
 
 void HcaDesk::receive_done(HcaConnection& c, const ibv_wc& wc) {
   if (c.posted.empty()) return;
-  if (wc.status == IBV_WC_WR_FLUSH_ERR) {
+  if (wc.status != IBV_WC_SUCCESS) {
+    // Its WQE stays with the others, and is the first that records use: what is wrong with it, or with the message, is found out there.
     ++c.flushed;
-    if (c.stage != Stage::bound || c.qp->state == QpState::err) return;
-    look_at_events();
-    if (fatal_ || !device_->present()) return losing_.push_back(c.number);
-    // Our own requester's error, which flushes these too, is told first; else the responder's half refused something.
-    if (c.outstanding.empty()) engine_.fail(*c.qp, engine::AsyncEvent::qp_access_err);
+    if (c.stage == Stage::bound && !c.losing && c.qp->state != QpState::err) lose_soon(c);
     return;
   }
   HcaReceive receive = std::move(c.posted.front());
   c.posted.pop_front();
-  receive.status = received_as(wc.status);
-  if (wc.status == IBV_WC_SUCCESS) {
-    ++counters_.received;
-    receive.bytes = wc.byte_len;
-    if (const auto told = c.told_bytes.find(c.received); told != c.told_bytes.end()) {
-      receive.bytes = static_cast<std::uint32_t>(told->second);
-      c.told_bytes.erase(told);
-    }
-    ++c.received;
-    receive.opcode = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM ? WcOpcode::recv_rdma_with_imm : WcOpcode::recv;
-    // The hardware does not say which messages were solicited: an event too many is better than one too few.
-    receive.flags = wc_solicited;
-    if ((wc.wc_flags & IBV_WC_WITH_IMM) != 0) receive.flags |= wc_with_imm, receive.imm_data = wc.imm_data;
+  ++counters_.received;
+  receive.bytes = wc.byte_len;
+  if (const auto told = c.told_bytes.find(c.received); told != c.told_bytes.end()) {
+    receive.bytes = static_cast<std::uint32_t>(told->second);
+    c.told_bytes.erase(told);
   }
+  ++c.received;
+  receive.opcode = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM ? WcOpcode::recv_rdma_with_imm : WcOpcode::recv;
+  // The hardware does not say which messages were solicited: an event too many is better than one too few.
+  receive.flags = wc_solicited;
+  if ((wc.wc_flags & IBV_WC_WITH_IMM) != 0) receive.flags |= wc_with_imm, receive.imm_data = wc.imm_data;
   c.arrived.push_back(std::move(receive));
   take_arrived(c);
   shard_.make_runnable(*c.qp);

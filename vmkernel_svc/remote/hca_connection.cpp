@@ -299,14 +299,10 @@ void HcaDesk::arrived(FarFramePtr frame) {
       if (c->stage == Stage::bound) lose(*c);
       if (c->stage == Stage::stopped) resolve(*c, message.count);
       return;
-    case HcaKind::bye: {
+    case HcaKind::bye:
       c->closed_there = true;
-      const auto status = static_cast<WcStatus>(message.status);
       if (c->stage == Stage::stopped) resolve(*c, 0);
-      else if (status == WcStatus::rem_access_err) engine_.fail(*c->qp, engine::AsyncEvent::qp_access_err);
-      else if (status == WcStatus::rem_inv_req_err) engine_.fail(*c->qp, engine::AsyncEvent::qp_req_err);
       return wake(*c);
-    }
     default: return far_.count_malformed();
   }
 }

@@ -97,7 +97,7 @@ void HcaDesk::look_at_progress() {
     } else {
       spdlog::warn("HCA {} has had no answer of queue pair {} for {} s, and does not give up: it goes on over tcp", device_->name(), c.qp->qpn.value, patience / 1'000'000'000);
       ++counters_.stalled;
-      losing_.push_back(c.number);
+      lose_soon(c);
     }
   }
 }

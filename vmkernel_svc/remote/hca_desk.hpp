@@ -78,8 +78,8 @@ struct HcaConnection {
   remote::HcaMessage theirs{};
   bool heard = false, allowed = false, sending = false;  // hello has come; ready has; the physical QP is in RTS
   bool closed_there = false;
-  WcStatus ended_with = WcStatus::success;  // our requester
-  bool refused_there = false;  // RNR: what was not executed is known
+  bool refused_there = false;  // what was not executed is known
+  bool losing = false;         // its hardware has failed; lose() comes
 
   std::uint64_t pd = 0;
   remote::HcaDomain* domain = nullptr;
@@ -231,6 +231,7 @@ class HcaDesk {
   void send_done(HcaConnection& c, const ibv_wc& wc);
   void receive_done(HcaConnection& c, const ibv_wc& wc);
   void succeed(HcaConnection& c, const HcaSend& send);
+  void lose_soon(HcaConnection& c);
   void fail(HcaConnection& c, const HcaSend& send, WcStatus status);
   bool take_arrived(HcaConnection& c);
   engine::MemoryStatus copy(HcaConnection& c, engine::Place to, engine::Place from, std::uint64_t bytes, bool of_receive);

@@ -101,11 +101,7 @@ void HcaDesk::drop(HcaConnection& c) {
     stop(c);
     c.stage = before;
   }
-  if (tell) {
-    HcaMessage message{};
-    message.status = static_cast<std::uint8_t>(c.ended_with);
-    say(c, HcaKind::bye, message);
-  }
+  if (tell) say(c, HcaKind::bye);
   if (qp.far != nullptr) {
     qp.far->given_one_by_one = false;
     qp.far->under_way = 0;

@@ -45,9 +45,8 @@ struct HcaMessage {
   std::uint32_t rkey;            // want_key, key, revoke, revoked: the guest's
   std::uint32_t physical_rkey;   // key; 0: by records
   std::uint8_t max_dest_rd_atomic;  // hello
-  std::uint8_t status;           // bye: WcStatus that the sender's requester ended with
   std::uint8_t known;            // key: it may be kept until it is revoked
-  std::uint8_t padding;
+  std::uint8_t padding[2];
   std::uint16_t pkey;            // hello: of the guest's queue pair
   std::uint8_t reserved[2];
   char text[96];                 // host: the device's name, or why there is none; none: why
