@@ -10,6 +10,7 @@
 #include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/direct/trust.hpp"
 #include "vmkernel_svc/shard.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
@@ -156,6 +157,7 @@ void DirectDesk::consider(QueuePair& qp) {
         link->ends[i]->mediated_because.clear();
         offer(*link->ends[i], link->epoch);
       }
+      VRDMA_CRASH_POINT("direct.service.offered");
       links_.emplace(link.get(), std::move(link));
       return (void)hand_out(qp);
     }
@@ -210,11 +212,13 @@ bool DirectDesk::hand_out(QueuePair& qp) {
     ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
     link->owned[i] = false;
     link->claims[i].hand_out();
+    if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
   }
   // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
   vmci::store_load_fence();
   for (QueuePair* end : {a, b})
     if (!end->core.send_ring.empty()) shard_.make_runnable(end->core);
+  VRDMA_CRASH_POINT("direct.service.handed_out");
   return true;
 }
 
@@ -288,6 +292,7 @@ bool DirectDesk::take_back(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
   if (link == nullptr) return true;
   const bool first = own(*link, 0);
+  VRDMA_CRASH_POINT("direct.service.half_taken_back");
   return own(*link, 1) && first;
 }
 
