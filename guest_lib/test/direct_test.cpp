@@ -1,7 +1,9 @@
 // Direct mode: what the posting thread does by itself, shown by a service that is stopped meanwhile.
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 
 #include "guest_lib/test/service_fixture.hpp"
@@ -55,9 +57,9 @@ class Pages {
 };
 
 struct Pair {
-  Pair() {
-    connect(a.get(), b->qp_num, {}, all_access);
-    connect(b.get(), a->qp_num, {}, all_access);
+  explicit Pair(Patience patience = {}) {
+    connect(a.get(), b->qp_num, patience, all_access);
+    connect(b.get(), a->qp_num, patience, all_access);
   }
   static constexpr unsigned all_access = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
   int send(std::uint64_t wr_id, std::size_t from, std::uint32_t length) const { return post(a.get(), IBV_WR_SEND, wr_id, near.sge(from, length), 0); }
@@ -233,4 +235,82 @@ TEST_CASE("what is not for direct mode stays mediated, and says why") {
   REQUIRE(pair.post(pair.a.get(), IBV_WR_RDMA_WRITE, 1, pair.near.sge(0, 8), 0) == 0);
   CHECK(collect(pair.a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
   CHECK(mode_of(pair.a.get()) == "mediated");
+}
+
+namespace {
+
+// Writes a number that grows to the far end's first bytes, one WRITE after another, until one fails.
+class Writer {
+ public:
+  explicit Writer(const Pair& pair) : address_(pair.far.address()), rkey_(pair.far.mr->rkey), thread_([this, &pair] { run(pair); }) {
+    eventually("it writes", [this] { return written_.load() > 1000; });
+  }
+  ibv_wc_status end() {
+    thread_.join();
+    return status_;
+  }
+
+ private:
+  void run(const Pair& pair) {
+    const auto number = reinterpret_cast<std::uint64_t*>(pair.near.at(0));
+    ibv_sge sge = pair.near.sge(0, 8);
+    ibv_send_wr wr{}, *bad = nullptr;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.wr.rdma = {address_, rkey_};
+    while (status_ == IBV_WC_SUCCESS) {
+      ++*number;
+      if (ibv_post_send(pair.a.get(), &wr, &bad) != 0) std::abort();
+      ibv_wc wc{};
+      for (int got = 0; got == 0;) got = ibv_poll_cq(pair.a_cq.get(), 1, &wc);
+      status_ = wc.status;
+      written_.fetch_add(1);
+    }
+  }
+
+  std::uint64_t address_;
+  std::uint32_t rkey_;
+  std::atomic<std::uint64_t> written_{0};
+  ibv_wc_status status_ = IBV_WC_SUCCESS;
+  std::thread thread_;
+};
+
+constexpr Patience short_patience{12, 2, 7};
+
+}  // namespace
+
+TEST_CASE("after ibv_dereg_mr has returned, a peer that posts without end writes nothing more") {
+  Service service;
+  service.start(with_direct);
+  Pair pair;
+  pair.become_direct();
+  Writer writer(pair);
+  REQUIRE(ibv_dereg_mr(std::exchange(pair.far.mr, nullptr)) == 0);
+  std::uint64_t then = 0, later = 0;
+  std::memcpy(&then, pair.far.at(0), sizeof(then));
+  CHECK(writer.end() == IBV_WC_REM_ACCESS_ERR);
+  std::memcpy(&later, pair.far.at(0), sizeof(later));
+  CHECK(later == then);
+  CHECK(then > 1000);
+}
+
+TEST_CASE("a queue pair is reset and destroyed while its peer posts without end") {
+  Service service;
+  service.start(with_direct);
+  for (const bool destroy : {false, true}) {
+    Pair pair(short_patience);
+    pair.become_direct();
+    Writer writer(pair);
+    ibv_qp_attr attributes{};
+    attributes.qp_state = IBV_QPS_RESET;
+    if (destroy) pair.b.reset();
+    else REQUIRE(ibv_modify_qp(pair.b.get(), &attributes, IBV_QP_STATE) == 0);
+    std::uint64_t then = 0, later = 0;
+    std::memcpy(&then, pair.far.at(0), sizeof(then));
+    CHECK(writer.end() == IBV_WC_RETRY_EXC_ERR);
+    std::memcpy(&later, pair.far.at(0), sizeof(later));
+    CHECK(later == then);
+  }
 }
