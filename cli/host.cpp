@@ -184,17 +184,66 @@ int host_show(const HostOptions& options) {
   return why.empty() ? 0 : 1;
 }
 
-int host_remove(const HostOptions& options) {
-  const fs::path folder = options.folder;
-  const Identity authority = load_authority(folder);
+namespace {
+
+std::pair<std::string, std::uint16_t> leader_near(const HostOptions& options) {
   const auto at = address_and_port(options.address);
   if (!at) throw std::runtime_error("--address is missing: that of a host of the subnet that runs, as in 10.0.0.1:28250");
-  const std::int64_t now = std::time(nullptr);
-  const Identity admin = issue(authority, "administrator", Role::admin, first_day(), now + 3600);
-  ask_removal(admin, load_certificate(folder / "ca.pem"), at->first, at->second, options.name);
+  return *at;
+}
+
+// An administrator for an hour, by the authority's key.
+Tls as_admin(const fs::path& folder) {
+  const Identity authority = load_authority(folder);
+  return Tls(issue(authority, "administrator", Role::admin, first_day(), std::time(nullptr) + 3600), load_certificate(folder / "ca.pem"));
+}
+
+void print(const Partitions& partitions, bool as_json) {
+  nlohmann::json out = nlohmann::json::object();
+  std::string text;
+  for (const Membership& one : partitions.memberships()) {
+    out[pkey_text(one.pkey)].push_back(one.member());
+    text += fmt::format("partition {} pkey {} {} member {}\n", pkey_text(partition_of(one.pkey)), pkey_text(one.pkey), (one.pkey & pkey_full) != 0 ? "full" : "limited", one.member());
+  }
+  print_all(as_json ? out.dump(2) + "\n" : text.empty() ? "no partitions: everybody is a full member of the default one, 0xffff\n" : text);
+}
+
+int change_partition(const HostOptions& options, bool add) {
+  const auto [address, port] = leader_near(options);
+  const auto pkey = pkey_of(options.pkey);
+  if (!pkey)
+    throw std::runtime_error(fmt::format("\"{}\" is no P_Key: 0x and four digits, as in 0x8001 for full members of partition 1, or 0x0001 for limited ones", options.pkey));
+  ChangePartition change{*pkey, add, {}};
+  for (const auto& member : options.members) {
+    const auto one = membership_of(*pkey, member);
+    if (!one) throw std::runtime_error(fmt::format("\"{}\" is no member: give a uid, or a host and a uid, as in 1000, b/1000, b/* or *", member));
+    change.members.push_back(*one);
+  }
+  Tls tls = as_admin(options.folder);
+  print(ask_partitions(tls, address, port, change), options.json);
+  return 0;
+}
+
+}  // namespace
+
+int partition_add(const HostOptions& options) { return change_partition(options, true); }
+int partition_remove(const HostOptions& options) { return change_partition(options, false); }
+
+int partition_list(const HostOptions& options) {
+  const auto [address, port] = leader_near(options);
+  const auto tls = Tls::of_host(options.folder);
+  print(ask_partitions(*tls, address, port, {}), options.json);
+  return 0;
+}
+
+int host_remove(const HostOptions& options) {
+  const fs::path folder = options.folder;
+  const auto [address, port] = leader_near(options);
+  Tls tls = as_admin(folder);
+  ask_removal(tls, address, port, options.name);
   std::error_code ignored;
   const fs::path issued = folder / "issued" / (options.name + ".pem");
-  if (fs::exists(issued)) fs::rename(issued, folder / "issued" / fmt::format("{}.removed-{}", options.name, now), ignored);
+  if (fs::exists(issued)) fs::rename(issued, folder / "issued" / fmt::format("{}.removed-{}", options.name, std::time(nullptr)), ignored);
   print_all(fmt::format("\"{}\" is out of the subnet: its certificate is refused, its LIDs go to others when no lease can be left\n", options.name));
   return 0;
 }

@@ -1,8 +1,10 @@
-// `vrdma host`: keys and certificates of the hosts of a subnet, in a folder. No service has to run for it, except for `remove`.
+// `vrdma host`: keys and certificates of the hosts of a subnet, in a folder. No service has to run for it, except for `remove`
+// and `partition`.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace vrdma::cli {
 
@@ -13,6 +15,8 @@ struct HostOptions {
   std::string file;     // the invitation
   int days = 1825;
   bool json = false;
+  std::string pkey;                  // of a partition
+  std::vector<std::string> members;  // HOST/UID
 };
 
 // Exit codes. Throw std::runtime_error with a message for a person.
@@ -22,5 +26,8 @@ int host_join(const HostOptions& options);
 int host_list(const HostOptions& options);
 int host_show(const HostOptions& options);
 int host_remove(const HostOptions& options);
+int partition_add(const HostOptions& options);
+int partition_remove(const HostOptions& options);
+int partition_list(const HostOptions& options);
 
 }  // namespace vrdma::cli

@@ -72,21 +72,32 @@ std::string rule(const std::string& from, std::uint16_t port) {
 
 }  // namespace
 
-void ask_removal(const Identity& admin, X509Ptr authority, std::string address, std::uint16_t port, const std::string& name) {
-  Tls tls(admin, std::move(authority));
-  for (int hops = 0; hops < 3; ++hops) {  // from a member to the leader, which may change meanwhile
-    RemoveReply reply;
+namespace {
+// From a member to the leader, which may change meanwhile.
+template <class Reply>
+Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Message& question) {
+  for (int hops = 0; hops < 3; ++hops) {
+    Reply reply;
     try {
-      reply = converse<RemoveReply>(tls, "", address, port, Remove{name});
+      reply = converse<Reply>(tls, "", address, port, question);
     } catch (const Failed& error) {
       throw std::runtime_error(fmt::format("{}: {}", with_port(address, port), error.what()));
     }
     if (!reply.error.empty()) throw std::runtime_error(reply.error);
-    if (reply.leader.empty()) return;
+    if (reply.leader.empty()) return reply;
     address = reply.leader;
     port = reply.port;
   }
   throw std::runtime_error("the subnet is about to elect a leader: try again");
+}
+}  // namespace
+
+void ask_removal(Tls& tls, std::string address, std::uint16_t port, const std::string& name) {
+  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name});
+}
+
+Partitions ask_partitions(Tls& tls, std::string address, std::uint16_t port, const ChangePartition& change) {
+  return ask_leader<PartitionsReply>(tls, std::move(address), port, change).partitions;
 }
 
 std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port) {

@@ -116,6 +116,22 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
   CLI::App* const removing = add("remove", "Take a host out of the subnet for good, where the authority is.", host_remove);
   removing->add_option("name", options.name, "of the host")->required();
   removing->add_option("--address", options.address, "of a host of the subnet that runs")->required();
+  CLI::App* const partition = command->add_subcommand("partition", "Say which tenants are in which partition of the subnet: who has which P_Key.");
+  partition->require_subcommand(1);
+  const auto add_partition = [&](const char* name, const char* what, HostCommand function) {
+    CLI::App* const sub = partition->add_subcommand(name, what);
+    sub->add_option("--folder", options.folder, "where the authority is; for \"list\", this host's certificate (default: /var/lib/vrdma/subnet)");
+    sub->add_option("--address", options.address, "of a host of the subnet that runs")->required();
+    sub->add_flag("-j,--json", options.json, "print JSON");
+    sub->callback([&chosen, function] { chosen = function; });
+    return sub;
+  };
+  CLI::App* const entering = add_partition("add", "Give tenants a P_Key: 0x8001 makes them full members of partition 1, 0x0001 limited ones.", partition_add);
+  CLI::App* const leaving = add_partition("remove", "Take a P_Key from tenants; without any, end the partition.", partition_remove);
+  for (CLI::App* const sub : {entering, leaving}) sub->add_option("pkey", options.pkey, "0x and four digits")->required();
+  entering->add_option("members", options.members, "tenants: UID, HOST/UID, HOST/* or *")->required();
+  leaving->add_option("members", options.members, "tenants, as they were given it");
+  add_partition("list", "List who has which P_Key.", partition_list);
   return command;
 }
 

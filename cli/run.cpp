@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <stdexcept>
 
+#include "cli/loadable.hpp"
 #include "cli/service.hpp"
 #include "cli/stats.hpp"
 
@@ -47,6 +48,8 @@ int run(const RunOptions& options) {
   Service service = find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
   const std::string socket_path = lasting(service.path);
+  if (const std::string why = why_not_loadable(options.command[0]); !why.empty())
+    fmt::print(stderr, "vrdma: note: {} {}: it does not see vrdma0 (programs that it starts may)\n", options.command[0], why);
 
   int failed[2];  // carries the errno of an exec that failed; closed by one that did not
   if (::pipe2(failed, O_CLOEXEC) != 0) throw std::runtime_error(fmt::format("cannot make a pipe ({})", std::strerror(errno)));

@@ -75,6 +75,7 @@ void devices(const json& state, std::string& out) {
     for (const auto& gid : device.at("gids"))
       line.add("gid", fmt::format("{}={}/{}", gid.at("index").get<int>(), gid.at("gid").get<std::string>(),
                                   gid.at("type") == "RoCE v2" ? "RoCEv2" : gid.at("type") == "RoCE v1" ? "RoCEv1" : "IB"));
+    line.add("pkeys", joined(device.at("pkeys"), "none"));
     line.end(out);
   }
 }
@@ -88,6 +89,7 @@ void guests(const json& state, std::string& out) {
     line.add("pd", guest.at("pds")).add("cq", guest.at("cqs").size()).add("qp", guest.at("qps").size());
     line.add("srq", guest.at("srqs").size()).add("mr", guest.at("mrs").size()).add("ctx", guest.at("contexts"));
     line.add("requests", guest.at("requests")).add_unless_zero("protocol_errors", guest.at("protocol_errors"));
+    line.add_unless_zero("bad_pkeys", guest.at("bad_pkeys"));
     line.end(out);
   }
 }
@@ -97,10 +99,11 @@ void qps(const json& state, std::string& out) {
     for (const auto& qp : guest.at("qps")) {
       Line line = link_of(guest);
       line.add("lqpn", qp.at("qpn")).add_unless_zero("rqpn", qp.at("dest_qpn")).add("type", qp.at("type")).add("state", qp.at("state"));
-      line.add("mode", qp.at("mode")).add_unless_zero("dlid", qp.at("dlid")).add_unless_zero("path_mtu", qp.at("path_mtu"));
+      line.add("mode", qp.at("mode")).add("pkey", qp.at("pkey").is_string() ? qp.at("pkey") : json("none")).add_unless_zero("dlid", qp.at("dlid")).add_unless_zero("path_mtu", qp.at("path_mtu"));
       if (qp.at("dgid").is_string()) line.add("dgid", qp.at("dgid"));
       line.add("pdn", qp.at("pd")).add("scqn", qp.at("send_cq")).add("rcqn", qp.at("recv_cq")).add_unless_zero("srqn", qp.at("srq"));
       line.add("max_send_wr", qp.at("max_send_wr")).add("max_recv_wr", qp.at("max_recv_wr")).add("pid", guest.at("pid"));
+      if (const auto& why = qp.at("mediated_because"); why.is_string()) line.add("mediated-because", why);
       line.end(out);
     }
 }

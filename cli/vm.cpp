@@ -163,6 +163,18 @@ void check_bar(std::uint64_t bytes) {
                      vm::lent_bar_bytes_max >> 30));
 }
 
+// The file takes its memory as the machine touches it. Where there is no more, QEMU is killed by SIGBUS, which says nothing to anybody.
+void note_little_room(const VmRecord& record) {
+  std::error_code error;
+  const fs::path folder = fs::path(record.ram).parent_path();
+  const auto room = fs::space(folder, error);
+  if (record.ram.empty() || error || room.available >= record.memory_bytes) return;
+  fmt::print(stderr,
+             "vrdma: note: {} has {} MiB left, less than the machine's {}: QEMU will end by a bus error when they are used up. Make it larger (mount -o remount,size=…; "
+             "docker run --shm-size …), or give another folder's file by --ram\n",
+             folder.string(), room.available / mib, record.memory_bytes / mib);
+}
+
 void write_down(VmFolder& folder, const VmRecord& record, bool ram_must_be_new) {
   const VmFolder::Lock held = folder.lock();
   folder.require_free(record.name);  // said before its RAM file is in the way
@@ -200,6 +212,7 @@ int vm_add(const VmOptions& options) {
   write_down(folder, record, options.ram.empty());
   await_service(place, folder, record.name);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
+  if (!options.json) note_little_room(record);
   return 0;
 }
 

@@ -50,6 +50,10 @@ const char* remedy(int error) {
       return "raise the limit of open files";
     case ENOMEM:
       return "raise the limit of address space (ulimit -v); of the service's memory its log says more";
+    case EFBIG:
+      return "raise the limit of file sizes under which vrdmad was started (ulimit -f)";
+    case EDQUOT:
+      return "the service has as many programs of this user as its quota, or its limit of open files, allows; its log says which";
     default:
       return "the log of vrdmad says more";
   }
@@ -250,6 +254,7 @@ Status Attachment::prepare_process_memory() {
 void Attachment::become_inherited() {
   liveness_.mark_inherited();
   if (copier_) copier_->abandon();
+  direct_rooms_.abandon();
   channel_.abandon();
   doorbell_fd_.reset();
   bar_.reset();

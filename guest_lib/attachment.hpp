@@ -15,6 +15,7 @@
 
 #include "guest_lib/control.hpp"
 #include "guest_lib/copier.hpp"
+#include "guest_lib/direct/rooms.hpp"
 #include "vmci_channel/segment.hpp"
 
 namespace vrdma::guest {
@@ -56,6 +57,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // The machine's device, of whose BAR memory is lent instead (control::attach_in_bar); else -1.
   int bar() const { return bar_.get(); }
   std::uint64_t ordinal() const { return ordinal_; }  // among all attachments of this process, from 1
+
+  DirectRooms& direct_rooms() { return direct_rooms_; }
 
   // What the device, port and GID queries answer: asked again only when the service says that it changed.
   Result<control::DeviceReply> device();
@@ -114,6 +117,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   bool device_known_ = false;
   control::DeviceReply device_{};
 
+  DirectRooms direct_rooms_;
   std::mutex objects_mutex_;
   std::mutex registration_mutex_;
   bool process_memory_known_ = false;

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "guest_lib/cancellation.hpp"
+#include "vmci_channel/answer.hpp"
 #include "vmci_channel/backoff.hpp"
 #include "vrdma/fault.hpp"
 
@@ -60,7 +61,7 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
   }
   VRDMA_CRASH_POINT("guest.control.packet_sent");
   for (;;) {
-    auto received = socket.receive(packet, timeout_ms);
+    auto received = timeout_ms < 0 ? socket.receive(packet) : vmci::receive_answer(socket, packet, timeout_ms);
     if (!received) return Errno{value(received.error()) == ECONNRESET ? EIO : value(received.error())};
     if (received->bytes == 0) return Errno{EIO};
     if (received->bytes < sizeof(head)) return Errno{EPROTO};

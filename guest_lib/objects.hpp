@@ -14,6 +14,7 @@
 #include "guest_lib/attachment.hpp"
 #include "guest_lib/event_source.hpp"
 #include "guest_lib/memory/manager.hpp"
+#include "guest_lib/post_ex.hpp"
 #include "guest_lib/process.hpp"
 #include "guest_lib/spin_lock.hpp"
 #include "guest_lib/work_queue.hpp"
@@ -92,6 +93,7 @@ struct Lane {
   std::uint32_t qpn = 0;
   std::uint32_t number = control::no_lane;  // in its completion queue
   std::uint32_t hot_index = not_hot;
+  bool closed = false;        // the service is gone, and what was outstanding has been flushed
   std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
   bool pending = false;       // in the completion queue's list of lanes that may hold entries
   Lane* next_pending = nullptr;
@@ -114,6 +116,11 @@ struct Cq {
   Lane* pending_last = nullptr;
   std::vector<Lane*> lanes;  // by number
   std::uint32_t lane_count = 0;
+
+  // Of an extended one: the completion that its functions read, and who polls it in steps.
+  ibv_wc current{};
+  SpinLock steps_lock;
+  bool one_thread = false;
 
   std::atomic<std::uint32_t> users{0};
   std::uint32_t first_arm_sequence = 0;
@@ -156,6 +163,7 @@ struct Qp {
   std::uint32_t max_recv_sge = 0;
   std::uint32_t max_inline_data = 0;
   std::uint32_t implied_flags = 0;  // wr_signaled for sq_sig_all
+  std::unique_ptr<WrBatch> batch;   // of an extended one; under send_lock
   SpinLock send_lock;
   SpinLock receive_lock;
   SendQueue send;
@@ -164,6 +172,9 @@ struct Qp {
   Lane receive_lane;
 
   std::shared_ptr<Attachment> attachment;
+  // Direct mode: what it takes to run the send queue here, and for which offer that was opened. Guarded by send_lock.
+  std::unique_ptr<DirectEnd> direct;
+  std::uint32_t direct_offer = 0;
   ibv_qp_cap caps{};
   int sq_sig_all = 0;
   // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.
@@ -180,6 +191,12 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 int poll_cq(ibv_cq* cq, int count, ibv_wc* wc);
+// Without the step of the adaptive wait where there is nothing.
+int poll_cq_at_once(ibv_cq* cq, int count, ibv_wc* wc);
+// All of the chain or, with an errno value, none of it. send_lock is held.
+int post_all(Qp& qp, ibv_send_wr* chain);
+ibv_cq_ex* create_cq_ex(ibv_context* context, ibv_cq_init_attr_ex* wanted);
+ibv_qp* create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* wanted);
 int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -129,9 +130,17 @@ void say_that_rdma_cm_is_not_served() {
   write_all(STDERR_FILENO, message.data(), message.size());
 }
 
+// RLIMIT_FSIZE holds for memfds, too, and to exceed it ends the program by SIGXFSZ.
+bool file_limit_allows(std::size_t bytes) {
+  rlimit limit;
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur >= bytes) return true;
+  errno = EFBIG;
+  return false;
+}
+
 int text_descriptor(const SyntheticEntry& entry, int flags) {
   const bool close_on_exec = (flags & O_CLOEXEC) != 0;
-  int fd = memfd_create("vrdma-sysfs", MFD_ALLOW_SEALING | (close_on_exec ? MFD_CLOEXEC : 0u));
+  int fd = file_limit_allows(entry.text_bytes) ? memfd_create("vrdma-sysfs", MFD_ALLOW_SEALING | (close_on_exec ? MFD_CLOEXEC : 0u)) : -1;
   if (fd >= 0) {
     write_all(fd, entry.text, entry.text_bytes);
     lseek(fd, 0, SEEK_SET);

@@ -87,6 +87,10 @@ TEST_CASE("the shell and coreutils read the device's files") {
   CHECK(run("cat " + dir + "/node_type " + dir + "/ports/1/pkeys/0").out == "1: CA\n0xffff\n");
   CHECK(run("read x < " + dir + "/node_type; echo \"$x\"").out == "1: CA\n");
   CHECK(run("grep -c : " + dir + "/node_guid").out == "1\n");
+  const std::string state = "cat " + dir + "/ports/1/state " + dir + "/ports/1/phys_state " + dir + "/ports/1/link_layer";
+  CHECK(run("unset VRDMA_SOCKET VRDMA_LINK_LAYER; " + state).out == "1: DOWN\n2: Polling\nInfiniBand\n");
+  CHECK(run("export VRDMA_SOCKET=/nowhere VRDMA_LINK_LAYER=ethernet; " + state).out == "4: ACTIVE\n5: LinkUp\nEthernet\n");
+  CHECK(run("ulimit -f 0; cat " + dir + "/node_type").out == "1: CA\n");
   CHECK(run("cat " + dir + "/nonexistent").exit_code == 1);
   CHECK(run("cat " + dir + "/device/net").exit_code == 1);
   CHECK(run("echo 1 > " + dir + "/node_type").exit_code != 0);

@@ -92,6 +92,7 @@ bool comes_later(const Lane& lane, const Cqe& entry) {
 int drain(Lane& lane, int room, ibv_wc* wc) {
   int got = 0;
   std::uint32_t queue_position = 0;
+  if (lane.closed) [[unlikely]] return 0;
   while (got < room) {
     const Cqe* entry = lane.reader.next();
     if (entry == nullptr) break;
@@ -238,6 +239,8 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   for (Lane* lane : cq.lanes) {
     if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
     std::lock_guard guard(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
+    // Its lanes were empty; what a peer in direct mode was writing there as the service went is too late.
+    lane->closed = true;
     for (std::uint64_t wr_id = 0; got < room; ++got) {
       if (!(lane->send != nullptr ? lane->send->take_oldest(wr_id) : lane->receive->take_oldest(wr_id))) break;
       wc[got] = {};
@@ -274,6 +277,18 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
   if (got == 0 && gone) [[unlikely]]
     got = flush(cq, count, wc);
   cq.lock.unlock();
+  if (got != 0) poll_wait.reset();
+  return got;
+}
+
+int poll_cq_at_once(ibv_cq* verbs, int count, ibv_wc* wc) {
+  Cq& cq = Cq::of(verbs);
+  if (cq.liveness->inherited()) [[unlikely]] {
+    errno = EIO;
+    return -1;
+  }
+  std::lock_guard guard(cq.lock);
+  const int got = look(cq, count, wc);
   if (got != 0) poll_wait.reset();
   return got;
 }

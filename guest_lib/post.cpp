@@ -60,30 +60,40 @@ int inline_bytes(const Qp& qp, const ibv_send_wr& wr) {
   return bytes > qp.max_inline_data ? -1 : static_cast<int>(bytes);
 }
 
-int post_one(Qp& qp, const ibv_send_wr& wr) {
+// A request as its WQE will have it.
+struct Shape {
+  std::uint32_t slots;
+  std::uint16_t count;  // SGEs, or inline payload bytes
+};
+
+// 0, or the errno value for a request that this queue pair does not take.
+int check(const Qp& qp, const ibv_send_wr& wr, Shape& shape) {
   const auto opcode = static_cast<std::uint32_t>(wr.opcode);
   if (opcode >= 32) return EINVAL;
   const std::uint32_t opcode_bit = 1u << opcode;
-  if ((opcode_bit & legal_opcodes(qp.base().qp_type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
+  const ibv_qp_type type = qp.verbs.qp_base.qp_type;
+  if ((opcode_bit & legal_opcodes(type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > qp.max_send_sge) return EINVAL;
 
-  const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
   std::uint32_t payload_bytes = static_cast<std::uint32_t>(wr.num_sge) * static_cast<std::uint32_t>(sizeof(Sge));
-  auto count = static_cast<std::uint16_t>(wr.num_sge);
-  if (is_inline) {
+  shape.count = static_cast<std::uint16_t>(wr.num_sge);
+  if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
     const int bytes = opcode_bit & fetches ? -1 : inline_bytes(qp, wr);
     if (bytes < 0) return EINVAL;
     payload_bytes = static_cast<std::uint32_t>(bytes);
-    count = static_cast<std::uint16_t>(bytes);
+    shape.count = static_cast<std::uint16_t>(bytes);
   }
-  const bool datagram = qp.base().qp_type == IBV_QPT_UD;
-  if (datagram && wr.wr.ud.ah == nullptr) return EINVAL;
-  const std::uint32_t slots = send_wqe_slots(payload_bytes);
-  if (!qp.send.has_room(slots)) return ENOMEM;
+  if (type == IBV_QPT_UD && wr.wr.ud.ah == nullptr) return EINVAL;
+  shape.slots = send_wqe_slots(payload_bytes);
+  return 0;
+}
 
+// There is room for it.
+void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
+  const std::uint32_t opcode_bit = 1u << wr.opcode;
   VRDMA_CRASH_POINT("guest.post_send.before_write");
   vmci::RecordWriter& ring = qp.send.writer();
-  if (datagram) {
+  if (qp.base().qp_type == IBV_QPT_UD) {
     const UdOperand operand = ud_operand(wr);
     ring.write(offsetof(SendWqe, ud), std::as_bytes(std::span(&operand, 1)));
   } else {
@@ -91,7 +101,7 @@ int post_one(Qp& qp, const ibv_send_wr& wr) {
     const RemoteOperand operand = opcode_bit & sends ? RemoteOperand{} : remote_operand(wr);
     ring.write(offsetof(SendWqe, remote), std::as_bytes(std::span(&operand, 1)));
   }
-  if (is_inline) {
+  if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
     std::size_t offset = send_wqe_payload_offset;
     for (int i = 0; i < wr.num_sge; ++i) {
       const ibv_sge& sge = wr.sg_list[i];
@@ -101,19 +111,26 @@ int post_one(Qp& qp, const ibv_send_wr& wr) {
   } else if (wr.num_sge == 1) {
     ring.write(send_wqe_payload_offset, std::as_bytes(std::span<const ibv_sge, 1>(wr.sg_list, 1)));
   } else {
-    ring.write(send_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, count)));
+    ring.write(send_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, shape.count)));
   }
   const auto flags = static_cast<std::uint8_t>((wr.send_flags | qp.implied_flags) & (wr_fence | wr_signaled | wr_solicited | wr_inline));
   VRDMA_CRASH_POINT("guest.post_send.before_publish");
   qp.send.publish(wr.wr_id, opcode_bit & with_immediate ? wr.imm_data : 0,
-                  pack(WqeControl{static_cast<WrOpcode>(opcode), flags, count}), slots);
+                  pack(WqeControl{static_cast<WrOpcode>(wr.opcode), flags, shape.count}), shape.slots);
   VRDMA_CRASH_POINT("guest.post_send.published");
+}
+
+int post_one(Qp& qp, const ibv_send_wr& wr) {
+  Shape shape;
+  if (const int error = check(qp, wr, shape); error != 0) return error;
+  if (!qp.send.has_room(shape.slots)) return ENOMEM;
+  write(qp, wr, shape);
   return 0;
 }
 
 // Returns 0 or the errno value with the request that failed in *bad_wr; those before it were published.
-template <class Queue, class Wr, class PostOne>
-int post_chain(Queue& queue, const Doorbell& doorbell, std::uint32_t member, Wr* wr, Wr** bad_wr, PostOne&& post) {
+template <class Wr, class PostOne>
+int publish_chain(Wr* wr, Wr** bad_wr, PostOne&& post) {
   int error = 0;
   for (; wr != nullptr; wr = wr->next) {
     error = post(*wr);
@@ -122,10 +139,40 @@ int post_chain(Queue& queue, const Doorbell& doorbell, std::uint32_t member, Wr*
       break;
     }
   }
+  return error;
+}
+
+template <class Queue>
+void ring_for(Queue& queue, const Doorbell& doorbell, std::uint32_t member) {
   // D1: pairs with the service's fence between its store of needs_doorbell and its last look at the queue.
   vmci::store_load_fence();
   if (queue.needs_doorbell().load(std::memory_order_relaxed) != 0) doorbell.ring(member);
   VRDMA_CRASH_POINT("guest.post.doorbell_rung");
+}
+
+// The service offers the connection, or does not any more.
+void follow_offer(Qp& qp, std::uint32_t offer) {
+  qp.direct.reset();
+  qp.direct_offer = offer;
+  if (offer == 0 || qp.liveness->gone()) return;
+  // Where it cannot be opened, everything goes by the service.
+  if (auto opened = qp.attachment->direct_rooms().open(*qp.attachment, qp, offer)) qp.direct = std::move(*opened);
+}
+
+// Carries out here what lies in the send queue. False: the service is to look at it.
+bool run_directly(Qp& qp) {
+  if (const std::uint32_t offer = qp.send.direct_offer().load(std::memory_order_acquire); offer != qp.direct_offer) [[unlikely]]
+    follow_offer(qp, offer);
+  return qp.direct != nullptr && qp.direct->connection.run([&qp] { return !qp.liveness->gone(); });
+}
+
+// Under send_lock.
+int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
+  const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one); });
+  if (run_directly(qp)) return error;
+  ring_for(qp.send, qp.doorbell, qp.doorbell_member);
+  if (qp.direct != nullptr)
+    if (const auto unmapped = qp.direct->connection.take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
   return error;
 }
 
@@ -157,8 +204,22 @@ int post_send(ibv_qp* verbs, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
   // IBA 10.8.3.1: a request may be posted in RTS, SQD, SQE and ERR.
   if (verbs->state < IBV_QPS_RTS) [[unlikely]]
     return refuse(wr, bad_wr, EINVAL);
-  return post_chain(qp.send, qp.doorbell, qp.doorbell_member, wr, bad_wr,
-                    [&](const ibv_send_wr& one) { return post_one(qp, one); });
+  return post_sends(qp, wr, bad_wr);
+}
+
+int post_all(Qp& qp, ibv_send_wr* chain) {
+  if (qp.liveness->inherited()) return EIO;
+  if (qp.base().state < IBV_QPS_RTS) return EINVAL;
+  std::uint32_t slots = 0, count = 0;
+  Shape shape;
+  for (const ibv_send_wr* wr = chain; wr != nullptr; wr = wr->next, ++count) {
+    if (const int error = check(qp, *wr, shape); error != 0) return error;
+    slots += shape.slots;
+  }
+  if (count == 0) return 0;
+  if (!qp.send.has_room(slots, count)) return ENOMEM;
+  ibv_send_wr* none = nullptr;
+  return post_sends(qp, chain, &none);
 }
 
 int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
@@ -168,9 +229,9 @@ int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
   std::lock_guard guard(qp.receive_lock);
   if (verbs->state == IBV_QPS_RESET || verbs->srq != nullptr) [[unlikely]]
     return refuse(wr, bad_wr, EINVAL);
-  return post_chain(qp.receive, qp.doorbell, qp.doorbell_member, wr, bad_wr, [&](const ibv_recv_wr& one) {
-    return post_one_receive(qp.receive, qp.max_recv_sge, one);
-  });
+  const int error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(qp.receive, qp.max_recv_sge, one); });
+  ring_for(qp.receive, qp.doorbell, qp.doorbell_member);
+  return error;
 }
 
 int post_srq_recv(ibv_srq* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
@@ -178,14 +239,7 @@ int post_srq_recv(ibv_srq* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
   if (srq.liveness->inherited()) [[unlikely]]
     return refuse(wr, bad_wr, EIO);
   std::lock_guard guard(srq.lock);
-  int error = 0;
-  for (; wr != nullptr; wr = wr->next) {
-    error = post_one_receive(srq.queue, srq.max_sge, *wr);
-    if (error != 0) {
-      *bad_wr = wr;
-      break;
-    }
-  }
+  const int error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(srq.queue, srq.max_sge, one); });
   VRDMA_CRASH_POINT("guest.post_srq.before_count");
   srq.queue.publish_count();
   return error;

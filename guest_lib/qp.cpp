@@ -312,9 +312,6 @@ VRDMA_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   return as_int([&] { return destroy_qp(Qp::of(qp)); });
 }
 
-// Extended queue pairs (ibv_wr_*) are made by ibv_create_qp_ex with send_ops_flags, which this device does not offer yet.
-VRDMA_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }
-
 VRDMA_EXPORT int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t lid) {
   return as_int([&]() -> Status {
     auto request = mcast_request(Qp::of(qp), *gid, lid);

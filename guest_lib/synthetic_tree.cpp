@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include <sys/sysinfo.h>
@@ -318,8 +319,12 @@ SyntheticDevice default_synthetic_device() {
   std::strcpy(d.board_id, "VRDMA0000000001");
   std::strcpy(d.hca_type, "vrdma");
   std::strcpy(d.rate, "100 Gb/sec (4X EDR)");
-  d.state = 1;           // DOWN
-  d.physical_state = 2;  // Polling
+  // `vrdma run` names a service that answers, and the link layer that was asked for.
+  const bool served = std::getenv("VRDMA_SOCKET") != nullptr;
+  const char* const link_layer = std::getenv("VRDMA_LINK_LAYER");
+  d.state = served ? 4 : 1;           // ACTIVE, DOWN
+  d.physical_state = served ? 5 : 2;  // LinkUp, Polling
+  d.ethernet = link_layer != nullptr && std::string_view(link_layer) == "ethernet";
   d.gids[0].raw[0] = 0xfe;
   d.gids[0].raw[1] = 0x80;
   for (unsigned i = 0; i < 8; ++i) d.gids[0].raw[8 + i] = static_cast<std::uint8_t>(d.node_guid >> (56 - 8 * i));

@@ -51,7 +51,8 @@ constexpr std::size_t synthetic_devices_max = 4;
 // rest is not shown. Before the first call there is one device, default_synthetic_device(). One thread at a time.
 void set_synthetic_devices(std::span<const SyntheticDevice> devices);
 
-// vrdma0: port down, no LID, the GUID's link-local GID; what is known before the host service has answered.
+// vrdma0 without LID, its port active where VRDMA_SOCKET names a service: what is known to a program that has asked none (ibstat, a
+// script that reads the state).
 SyntheticDevice default_synthetic_device();
 
 enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, rdma_cm_device };

@@ -35,6 +35,8 @@ void set_unsupported_ops(ibv_context_ops& ops) {
 
 void set_extended_ops(verbs_context& verbs) {
   verbs.close_xrcd = [](ibv_xrcd*) { return not_supported(); };  // its callers do not check for NULL
+  verbs.create_cq_ex = create_cq_ex;
+  verbs.create_qp_ex = create_qp_ex;
   verbs.get_srq_num = [](ibv_srq* srq, std::uint32_t* number) {
     *number = Srq::of(srq).srq_num;
     return 0;

@@ -29,12 +29,13 @@ class SendQueue {
   }
 
   // --- poster
-  bool has_room(std::uint32_t slots) {
-    if (posted_ - completed_seen_ < max_wr_ && writer_.has_room(slots)) return true;
+  // For `count` work requests of that many slots in all.
+  bool has_room(std::uint32_t slots, std::uint32_t count = 1) {
+    if (posted_ - completed_seen_ + count <= max_wr_ && writer_.has_room(slots)) return true;
     // S1: pairs with S2: the runner has read the slots before, and completed_ is at least as new.
     writer_.set_freed(freed_.load(std::memory_order_acquire));
     completed_seen_ = completed_.load(std::memory_order_relaxed);
-    return posted_ - completed_seen_ < max_wr_ && writer_.has_room(slots);
+    return posted_ - completed_seen_ + count <= max_wr_ && writer_.has_room(slots);
   }
   vmci::RecordWriter& writer() { return writer_; }
   void publish(std::uint64_t wr_id, std::uint32_t word, std::uint32_t control, std::uint32_t slots) {
@@ -44,6 +45,8 @@ class SendQueue {
     writer_.publish(wr_id, word, control, slots);
   }
   std::atomic_ref<std::uint32_t> needs_doorbell() const { return std::atomic_ref(view_.header().attacher.needs_doorbell); }
+  std::atomic_ref<std::uint32_t> direct_offer() const { return std::atomic_ref(view_.header().attacher.direct_offer); }
+  const vmci::QueuePairView& view() const { return view_; }
 
   // --- poller. Everything up to this position is done, unsignalled work requests before it included.
   void completed_up_to(std::uint32_t position) {

@@ -45,7 +45,7 @@ _vrdma() {
         host)
             word=${COMP_WORDS[i + 1]}
             if ((COMP_CWORD == i + 1)); then
-                COMPREPLY=($(compgen -W "init add join list show remove --help" -- "$current"))
+                COMPREPLY=($(compgen -W "init add join list show remove partition --help" -- "$current"))
             elif [[ $current == -* ]]; then
                 local options="--folder --help"
                 [[ $word != list && $word != show ]] || options+=" --json"

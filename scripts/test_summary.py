@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """One summary, in ctest's words, of the runs whose JUnit files (and ctest's own words, in NAME.log) lie in a folder: what was skipped
-and why, what passed at the second try only, what failed, the count.
+and why, what did not pass at the first try, what failed, the count.
 
     test_summary.py FOLDER [FAILURE]...     a FAILURE is a sentence about a run that has no results at all
 """
@@ -52,7 +52,7 @@ def main():
             for line in lines:
                 print(f"\t\t{line[:200]}")
     if again:
-        print("\nThe following tests passed at the second try only, a defect of theirs or of what they test:")
+        print("\nThe following tests did not pass at the first try, a defect of theirs or of what they test:")
         for name, log in again:
             print(f"\t{name}: the first is in {log}")
     if failed:

@@ -12,6 +12,7 @@
 #include <bit>
 #include <chrono>
 
+#include "vmci_channel/answer.hpp"
 #include "vmci_channel/backoff.hpp"
 
 namespace vmci {
@@ -133,7 +134,7 @@ Result<std::vector<UniqueFd>> Context::exchange_on_socket(Request request, std::
   };
   if (const auto sent = socket_.send(std::span(packet).first(sizeof(head) + body.size()), descriptors); !sent) return lost(sent.error());
   for (;;) {
-    auto received = socket_.receive(packet, request == Request::attach ? attach_within_ms : -1);
+    auto received = request == Request::attach ? receive_answer(socket_, packet) : socket_.receive(packet);
     if (!received) return lost(received.error());
     if (received->bytes == 0) return Errno{EIO};
     if (received->bytes < sizeof(head)) return Errno{EPROTO};

@@ -38,6 +38,8 @@ class LaneWriter {
     ++tail_;
   }
 
+  // Goes on where another writer stopped.
+  void skip_to(std::uint32_t position) { tail_ = position; }
   std::uint32_t position() const { return tail_; }
   std::uint32_t entry_count() const { return entry_count_; }
 

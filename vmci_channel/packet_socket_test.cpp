@@ -18,6 +18,8 @@
 #include <fstream>
 #include <thread>
 
+#include "vmci_channel/answer.hpp"
+
 using vmci::PacketSocket;
 using vmci::UniqueFd;
 
@@ -170,6 +172,49 @@ TEST_CASE("A timed receive gives up in time, also where signals keep interruptin
   ::sigaction(SIGALRM, &before, nullptr);
   REQUIRE(!timed_out);
   CHECK(value(timed_out.error()) == ETIMEDOUT);
+}
+
+TEST_CASE("Who waits for an answer gives up on a peer that is stopped, and not on one that is slow") {
+  Directory directory;
+  auto listener = vmci::listen_packets(directory.socket(), 0600);
+  REQUIRE(listener.has_value());
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {  // its own listener: a socket's peer is who listens
+    auto own = vmci::listen_packets(directory.socket() + "2", 0600);
+    if (!own || ::fcntl(own->get(), F_SETFL, 0) != 0) ::_exit(1);
+    auto ready = PacketSocket::connect(directory.socket());
+    const PacketSocket slow(UniqueFd(::accept4(own->get(), nullptr, nullptr, SOCK_CLOEXEC)));
+    std::array<std::byte, 8> word;
+    if (!ready || !slow.receive(word)) ::_exit(1);
+    ::raise(SIGSTOP);
+    const timespec longer{0, 100'000'000};  // than the other waits for one that is stopped
+    ::nanosleep(&longer, nullptr);
+    ::_exit(slow.send(bytes("answer")) && slow.receive(word) ? 0 : 1);
+  }
+  pollfd waiting{listener->get(), POLLIN, 0};
+  REQUIRE(::poll(&waiting, 1, 30'000) == 1);
+  auto asker = PacketSocket::connect(directory.socket() + "2");
+  REQUIRE(asker.has_value());
+  CHECK(asker->peer()->pid == child);
+  REQUIRE(asker->send(bytes("ask")).has_value());
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, WUNTRACED) == child);
+  REQUIRE(WIFSTOPPED(status));
+  auto given_up = vmci::receive_answer(*asker, buffer, 10);
+  REQUIRE(!given_up);
+  CHECK(value(given_up.error()) == ETIMEDOUT);
+  REQUIRE(::kill(child, SIGCONT) == 0);
+  auto answered = vmci::receive_answer(*asker, buffer, 10);
+  REQUIRE(answered.has_value());
+  CHECK(answered->bytes == 6);
+  // It runs, waiting for us, and says nothing any more.
+  auto silent = vmci::receive_answer(*asker, buffer, 10, 50);
+  REQUIRE(!silent);
+  CHECK(value(silent.error()) == ETIMEDOUT);
+  REQUIRE(asker->send(bytes("end")).has_value());
+  CHECK(::waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
 }
 
 TEST_CASE("A full non-blocking socket says EAGAIN") {

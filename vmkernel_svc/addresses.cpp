@@ -2,6 +2,7 @@
 
 #include <endian.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <fstream>
@@ -82,11 +83,11 @@ void assign_addresses(Guest& guest) {
   guest.gids = gids_of(guest.guid, guest.lid, guest.link_layer);
 }
 
-DeviceReply device_reply(const Guest& guest, const Config& config) {
+DeviceReply device_reply(const Guest& guest, const Config& config, std::uint32_t generation) {
   DeviceReply reply{};
   reply.node_guid = htobe64(guest.guid);
   reply.sys_image_guid = htobe64(eui64(host_identity()));
-  reply.generation = 1;
+  reply.generation = generation;
   reply.link_layer = guest.link_layer;
   reply.lid = guest.link_layer == link_layer_infiniband ? guest.lid : 0;
   reply.sm_lid = guest.link_layer == link_layer_infiniband ? 1 : 0;
@@ -106,7 +107,7 @@ DeviceReply device_reply(const Guest& guest, const Config& config) {
   reply.rd_atomic_max = limits::rd_atomic_max;
   reply.comp_vectors = limits::comp_vectors;
   reply.mr_bytes_max = limits::mr_bytes_max;
-  reply.pkeys[0] = 0xffff;
+  std::transform(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), std::begin(reply.pkeys), [](std::uint16_t pkey) { return htobe16(pkey); });
   std::copy(guest.gids.begin(), guest.gids.end(), std::begin(reply.gids));
   std::strncpy(reply.fw_version, VRDMA_VERSION, sizeof(reply.fw_version) - 1);
   return reply;

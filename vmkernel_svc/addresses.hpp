@@ -12,6 +12,6 @@ void assign_addresses(Guest& guest);
 std::array<control::GidEntry, 16> gids_of(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer);
 // Every GID of ours ends in its port's LID: no table leads from one to the other. dgid: 16 bytes.
 inline std::uint16_t lid_of(const std::uint8_t* dgid) { return static_cast<std::uint16_t>(dgid[14] << 8 | dgid[15]); }
-control::DeviceReply device_reply(const Guest& guest, const Config& config);
+control::DeviceReply device_reply(const Guest& guest, const Config& config, std::uint32_t generation);
 
 }  // namespace vrdma::svc

@@ -128,12 +128,41 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
       apply(peer, {t(one.name, "name"), t(one.address, "address"), n(one.port, "port")}, origin, "\"peers\"");
     }
   };
+  keys["etcd"] = [&](const json& etcd) {
+    hosts::EtcdSettings& one = to.etcd.emplace();
+    const auto read_endpoints = [&](const json& list) {
+      if (!list.is_array()) refuse(origin, fmt::format("\"endpoints\" is {}: it must be a list of strings, as in [\"http://10.0.0.9:2379\"]", shown(list)));
+      for (const json& url : list) text(one.endpoints.emplace_back(), origin, "endpoints")(url);
+    };
+    apply(etcd, {{"endpoints", read_endpoints}, t(one.prefix, "prefix"), t(one.ca_file, "ca_file"), t(one.certificate_file, "certificate_file"), t(one.key_file, "key_file")},
+          origin, "\"etcd\"");
+  };
   apply(section, keys, origin, "\"hosts\"");
   to.folder = folder;
   to.timing.lease_ms = std::uint64_t{lease_s} * 1000;
   if (!section.contains("seed")) return;
   to.seed = hosts::address_and_port(seed);
   if (!to.seed) refuse(origin, fmt::format("\"seed\" is \"{}\": it must be a numeric address, with a port or without: \"10.0.0.1:28250\"", seed));
+}
+
+// "0x8001": ["1000", "b/1001"]
+void read_partitions(const json& section, hosts::Partitions& to, const std::string& origin) {
+  if (!section.is_object()) refuse(origin, fmt::format("\"partitions\" must be a JSON object, not {}", section.type_name()));
+  to = {};
+  for (const auto& [key, members] : section.items()) {
+    const auto pkey = hosts::pkey_of(key);
+    if (!pkey)
+      refuse(origin, fmt::format("\"{}\" in \"partitions\" is no P_Key: 0x and four digits, as in \"0x8001\", a full membership, or \"0x0001\", a limited one", key));
+    if (!members.is_array()) refuse(origin, fmt::format("\"{}\" in \"partitions\" must be a list of members, not {}", key, members.type_name()));
+    for (const json& member : members) {
+      const auto one = member.is_string() ? hosts::membership_of(*pkey, member.get<std::string>()) : std::nullopt;
+      if (!one)
+        refuse(origin, fmt::format("{} in \"{}\" of \"partitions\" is no member: give a uid, or a host and a uid, as in \"1000\", \"b/1000\", \"b/*\" or \"*\"",
+                                   shown(member), key));
+      to.add(*one);
+      if (to.memberships().size() >= hosts::memberships_max) refuse(origin, fmt::format("\"partitions\" has {} members or more", hosts::memberships_max));
+    }
+  }
 }
 
 }  // namespace
@@ -180,9 +209,10 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first"),
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
                                      n(idle_exit_s, "idle_exit_s"),
-                                     t(process_memory, "process_memory")};
+                                     t(process_memory, "process_memory"), t(direct, "direct")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
+  keys["partitions"] = [&](const json& value) { read_partitions(value, partitions, origin); };
   keys["hosts"] = [&](const json& value) { read_hosts(value, hosts.emplace(), origin); };
   apply(document, keys, origin, "the configuration");
 }
@@ -238,6 +268,15 @@ void check_hosts(const hosts::Settings& section) {
   require(section.lids >= 1 && section.lids <= hosts::lid_max, fmt::format("\"lids\" is {}: it must be from 1 to {}", section.lids, hosts::lid_max));
   require(!section.folder.empty(), "\"folder\" of \"hosts\" is empty: give that of \"vrdma host\"");
   require(section.peers.empty() || !section.seed, "\"hosts\" has \"peers\" and \"seed\": give one of them");
+  if (section.etcd) {
+    const auto& etcd = *section.etcd;
+    require(section.peers.empty() && !section.seed, "\"hosts\" has \"etcd\" and \"peers\" or \"seed\": where an etcd knows who leads, they are not needed");
+    require(!etcd.endpoints.empty(), "\"etcd\" has no \"endpoints\": give a list of URLs, as in [\"http://10.0.0.9:2379\"]");
+    for (const auto& url : etcd.endpoints)
+      require(hosts::etcd_endpoint(url).has_value(), fmt::format("\"{}\" in \"endpoints\" of \"etcd\" is not http://HOST:PORT or https://HOST:PORT", url));
+    require(!etcd.prefix.empty(), "\"prefix\" of \"etcd\" is empty: it is the beginning of the subnet's keys");
+    require(etcd.certificate_file.empty() == etcd.key_file.empty(), "\"etcd\" has one of \"certificate_file\" and \"key_file\": give both or neither");
+  }
   require(section.peers.size() <= hosts::managers_max, fmt::format("\"peers\" has {} hosts: at most {} lead a subnet, the others name one as \"seed\"",
                                                                    section.peers.size(), hosts::managers_max));
   for (const auto& peer : section.peers) {
@@ -276,8 +315,17 @@ void Config::check() const {
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
+#ifdef VRDMA_DIRECT
+  require(direct == "mediated" || direct == "auto", fmt::format("\"direct\" is \"{}\": it must be \"mediated\" or \"auto\"", direct));
+#else
+  require(direct == "mediated", fmt::format("\"direct\" is \"{}\": it must be \"mediated\"; others are for builds with VRDMA_DIRECT=ON", direct));
+#endif
   if (hosts) check_hosts(*hosts);
   require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
+  require(!hosts || partitions.empty(), "\"hosts\" and \"partitions\" are both given: the subnet's managers know the partitions, see \"vrdma host partition\"");
+  for (const auto& one : partitions.memberships())
+    require(one.host.empty() || std::any_of(remote.hosts.begin(), remote.hosts.end(), [&](const RemoteHost& host) { return host.name == one.host; }),
+            fmt::format("\"{}\" in \"partitions\": there is no host \"{}\" in \"remote\"", one.member(), one.host));
   static const std::vector<std::string> levels{"trace", "debug", "info", "warn", "error", "off"};
   require(std::find(levels.begin(), levels.end(), log_level) != levels.end(),
           fmt::format("\"log_level\" is \"{}\": it must be one of trace, debug, info, warn, error, off", log_level));

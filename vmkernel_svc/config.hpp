@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "vmkernel_svc/hosts/partitions.hpp"
 #include "vmkernel_svc/hosts/settings.hpp"
 
 namespace vrdma::svc {
@@ -54,10 +55,12 @@ struct Config {
   std::uint32_t lid_count = 8192;
   std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096
   std::string process_memory = "auto";           // who copies what no file backs: "direct" the service, "guest" a thread of the guest
+  std::string direct = "mediated";               // who moves the data of connections that allow it: "auto" the posting thread
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
   RemoteConfig remote;
+  hosts::Partitions partitions;                  // of tenants; where the hosts have managers, those know
   std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
 
   std::string machines_folder() const;

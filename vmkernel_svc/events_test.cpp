@@ -28,8 +28,8 @@ namespace {
 
 struct World {
   Config config;
-  control::ShardState state{};
-  Shard shard{config, state};
+  control::ServicePage service_page{};
+  Shard shard{config, service_page};
   ControlDesk desk{shard};
   vmci::Segment page = *vmci::Segment::create("test-page", sizeof(control::ServicePage), true);
   Guest* guest = nullptr;

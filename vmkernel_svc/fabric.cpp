@@ -1,10 +1,14 @@
 #include "vmkernel_svc/fabric.hpp"
 
+#include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 
 #include <cstring>
 
 namespace vrdma::svc {
+
+Guest::Guest() = default;
+Guest::~Guest() = default;
 
 std::uint32_t Fabric::new_qpn() {
   // Round the 24-bit space, so that a number rests for as long as possible. 0 and 1 are the management QPs.

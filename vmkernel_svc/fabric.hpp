@@ -26,16 +26,21 @@ namespace vrdma::svc {
 struct RouteKey {
   std::uint32_t qpn;
   std::uint16_t dlid;
-  std::uint16_t link_layer;  // the sender's: it decides whether LID or GID counts
+  std::uint8_t link_layer;  // the sender's: it decides whether LID or GID counts
+  std::uint16_t pkey;       // the sender's
   Gid dgid;
   bool operator==(const RouteKey&) const = default;
+};
+struct Route {
+  MediatedPorts::Qp* peer = nullptr;
+  bool refuses = false;  // its P_Key does not match the sender's
 };
 struct RouteKeyHash {
   std::size_t operator()(const RouteKey& key) const {
     std::uint64_t high, low;
     std::memcpy(&high, key.dgid.data(), 8);
     std::memcpy(&low, key.dgid.data() + 8, 8);
-    return (static_cast<std::uint64_t>(key.qpn) << 32 | std::uint64_t{key.link_layer} << 16 | key.dlid) ^ high * 31 ^ low;
+    return (static_cast<std::uint64_t>(key.qpn) << 32 | std::uint64_t{key.link_layer} << 16 | key.dlid) ^ std::uint64_t{key.pkey} << 40 ^ high * 31 ^ low;
   }
 };
 
@@ -82,7 +87,7 @@ class Fabric {
 
   // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
   std::uint64_t topology_generation = 1;
-  cache::GenerationCache<RouteKey, MediatedPorts::Qp*, RouteKeyHash> routes{4096};
+  cache::GenerationCache<RouteKey, Route, RouteKeyHash> routes{4096};
   cache::CacheCounters key_counters;
 
   std::uint64_t next_pd = 1;
@@ -90,6 +95,9 @@ class Fabric {
   boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
   std::uint64_t local_copies_bytes = 0;
   std::vector<MachineStatus> machines;  // as the server said last
+  hosts::Partitions partitions = config.partitions;  // as the subnet has them, or this host alone (pkeys.hpp)
+  std::string host_name = config.remote.name;        // by which they know this host
+  std::uint32_t device_generation = 1;               // ServicePage::device_generation
   FarDesk* far = nullptr;               // where there are other hosts
   std::shared_ptr<const hosts::Service> hosts;  // nullptr: alone
 

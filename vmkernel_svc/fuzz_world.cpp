@@ -84,7 +84,7 @@ FuzzWorld& FuzzWorld::instance() {
 }
 
 FuzzWorld::FuzzWorld()
-    : config_(fuzz_config()), shard_(config_, state_), desk_(shard_),
+    : config_(fuzz_config()), shard_(config_, service_page_), desk_(shard_),
       page_(*vmci::Segment::create("fuzz-page", sizeof(ServicePage), true)), packets_(shard_, desk_, page_.fd()) {
   spdlog::set_level(spdlog::level::off);
   BusGuard::install();

@@ -56,7 +56,7 @@ class FuzzWorld {
   std::uint32_t key(Guest& guest, std::uint32_t from_input);
 
   Config config_;
-  control::ShardState state_{};
+  control::ServicePage service_page_{};
   Shard shard_;
   ControlDesk desk_;
   vmci::Segment page_;

@@ -279,7 +279,8 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
   QueuePair& owner = *qp.port.owner;
   CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;
   const std::uint32_t lane = direction == Direction::send ? owner.send_lane : owner.receive_lane;
-  if (cq.produced - cq.consumed_seen >= cq.cqe) {
+  // Where somebody else completes, too, there is room for all that can be posted (DirectDesk).
+  if (cq.produced - cq.consumed_seen >= cq.cqe && cq.direct_lanes == 0) {
     cq.consumed_seen = std::atomic_ref(cq.shared->consumed).load(std::memory_order_acquire);
     if (cq.produced - cq.consumed_seen >= cq.cqe) {
       fabric_.runner.overran(cq);
@@ -375,7 +376,7 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
   const auto& path = qp.attributes.path;
   if (found != fabric_.by_qpn.end() &&
       fabric_.leads_to(*found->second->guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid)) {
-    if (!found->second->guest->frozen) port.peer = &found->second->core;
+    if (!found->second->guest->frozen && admits(qp, found->second->core)) port.peer = &found->second->core;
   } else if (fabric_.far != nullptr) {
     fabric_.far->route(qp);
   }
@@ -384,26 +385,36 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
 
 MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
   const std::uint32_t link_layer = link_layer_of(qp);
-  RouteKey key{ud.remote_qpn, ud.dlid, static_cast<std::uint16_t>(link_layer), {}};
+  RouteKey key{ud.remote_qpn, ud.dlid, static_cast<std::uint8_t>(link_layer), qp.port.pkey, {}};
   if (ud.route_flags & route_global) std::memcpy(key.dgid.data(), ud.dgid, 16);
-  if (Qp* const* known = fabric_.routes.find(key, fabric_.topology_generation)) return *known;
-  Qp* peer = nullptr;
+  const auto take = [](const Route& route) -> Qp* {
+    if (route.refuses) ++route.peer->port.owner->guest->bad_pkeys;
+    return route.refuses ? nullptr : route.peer;
+  };
+  if (const Route* const known = fabric_.routes.find(key, fabric_.topology_generation)) return take(*known);
+  Route route;
   const auto found = fabric_.by_qpn.find(ud.remote_qpn);
   if (found != fabric_.by_qpn.end() && !found->second->guest->frozen &&
       fabric_.leads_to(*found->second->guest, link_layer, ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid))
-    peer = &found->second->core;
-  fabric_.routes.insert(key, fabric_.topology_generation, peer);
-  return peer;
+    route = {&found->second->core, !hosts::pkeys_match(qp.port.pkey, found->second->core.port.pkey)};
+  fabric_.routes.insert(key, fabric_.topology_generation, route);
+  return take(route);
 }
 
-MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp&, const UdOperand& ud, std::uint32_t index) {
+MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index) {
   Gid group;
   std::memcpy(group.data(), ud.dgid, 16);
   const auto members = fabric_.multicast.find(group);
   if (members == fabric_.multicast.end()) return nullptr;
   for (QueuePair* const member : members->second)
-    if (!member->guest->frozen && index-- == 0) return &member->core;
+    if (!member->guest->frozen && hosts::pkeys_match(qp.port.pkey, member->core.port.pkey) && index-- == 0) return &member->core;
   return nullptr;
+}
+
+bool MediatedPorts::admits(const Qp& sender, Qp& receiver) {
+  if (hosts::pkeys_match(sender.port.pkey, receiver.port.pkey)) return true;
+  ++receiver.port.owner->guest->bad_pkeys;
+  return false;
 }
 
 bool MediatedPorts::leads_back(Qp& receiver, Qp& sender) {
@@ -442,7 +453,7 @@ void MediatedPorts::far_describe(Qp& qp, engine::FarOpen& open) {
   const Guest& guest = *qp.port.owner->guest;
   const QpAttributes& a = qp.attributes;
   open = {a.path, guest.guid, guest.link_layer, guest.lid, static_cast<std::uint8_t>(qp.type), a.timeout, a.retry_cnt, a.rnr_retry,
-          static_cast<std::uint8_t>(a.path_mtu), 0, a.dest_qp_num};
+          static_cast<std::uint8_t>(a.path_mtu), 0, a.dest_qp_num, qp.port.pkey, {}};
 }
 
 void MediatedPorts::far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey) {

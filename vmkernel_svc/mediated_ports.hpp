@@ -24,6 +24,7 @@ struct SharedReceiveQueue;
 struct CompletionQueue;
 class Fabric;
 struct StandIn;
+struct DirectLink;
 
 class MediatedPorts {
  public:
@@ -42,6 +43,7 @@ class MediatedPorts {
     std::uint64_t pd = 0;
     KeyHint local_hint, remote_hint, receive_hint;
     Qp* peer = nullptr;
+    std::uint16_t pkey = 0;             // what its packets bear and take: its tenant's, at pkey_index (pkeys.hpp)
     std::uint64_t peer_generation = 0;  // Fabric::topology_generation that `peer` was found under
     // A copy that a guest's worker has: which, and the finished job once it is back.
     std::uint64_t job_sequence = 0;  // 0: none
@@ -50,6 +52,7 @@ class MediatedPorts {
     bool runnable = false;       // stands in its tenant's list
     std::uint32_t idle_turns = 0;
     std::uint64_t wake_ns = 0;   // 0: no timer
+    DirectLink* link = nullptr;  // its guest may run it (direct/)
     Qp* waiting_sender = nullptr;  // found no receive WQE here, and …
     Qp* waiting_at = nullptr;      // … the other way round
   };
@@ -90,6 +93,8 @@ class MediatedPorts {
   bool leads_back(Qp& receiver, Qp& sender);
   bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
   std::uint16_t lid(Qp& qp);
+  // Whether what `sender` sends may come to `receiver`: by their P_Keys. What may not is counted there.
+  static bool admits(const Qp& sender, Qp& receiver);
 
   // Other hosts (engine/far_requester.hpp).
   void far_send(Qp& qp, engine::FarFramePtr frame);

@@ -66,6 +66,8 @@ struct CompletionQueue {
   std::uint32_t cqe;
   std::uint32_t produced = 0;  // completions written, all lanes; the guest says in shared->consumed how many it took
   std::uint32_t consumed_seen = 0;
+  std::uint32_t direct_lanes = 0;  // handed out: their completions are counted when they come back
+  std::uint64_t depth = 0;         // of all work queues that complete here
   bool overrun = false;
   std::uint32_t lanes_used = 0;
   std::vector<std::uint32_t> free_lanes;
@@ -102,9 +104,11 @@ struct QueuePair {
   std::uint32_t doorbell;  // member of the guest's bitmap
   std::uint64_t send_offset, receive_offset;
   std::uint32_t send_lane, receive_lane;
+  std::uint32_t send_depth, receive_depth;  // what its CQs must have room for
   vmci::QueuePairView send_view, receive_view;
   std::uint32_t mcast_groups = 0;
   QpAttributes caps{};
+  std::string mediated_because = "not in RTS";  // where it has no direct link
 
   // Whether the guest must ring after posting: for sends while nobody looks at the queue, for receives while one is waited for
   // or flushed. The caller looks at the queue once more after setting it.
@@ -132,7 +136,12 @@ struct InMachine {
   vmci::Segment copier_segment = {};  // lent for its copying thread, until it is used
 };
 
+class KeyBook;
+
 struct Guest {
+  Guest();
+  ~Guest();
+
   GuestId id;
   std::string name;
   Tenant* tenant;
@@ -153,6 +162,8 @@ struct Guest {
   vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
   vmci::UniqueFd socket;          // shut down to be rid of a guest whose bytes make no sense
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
+  std::shared_ptr<const vmci::UniqueFd> pidfd = std::make_shared<vmci::UniqueFd>();  // of a process of this host, where the kernel tells
+  std::unique_ptr<KeyBook> key_book;  // once it has a peer that may be direct
   ProcessMemory process;          // how memory without a backing is reached, …
   std::unique_ptr<GuestCopier> copier;  // … or where that is not possible and the guest knows
   bool asked_how_reached = false;
@@ -187,6 +198,7 @@ struct Guest {
     return member;
   }
 
+  std::uint64_t bad_pkeys = 0;  // who wanted to reach it and is in no partition of its own: connections each time they were looked up, datagrams
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;
   std::uint64_t protocol_errors = 0;

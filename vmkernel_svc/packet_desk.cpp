@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {
@@ -43,6 +44,21 @@ void send_result(const vmci::PacketSocket& socket, const Head& request, const Re
   send_reply(socket, request, 0, std::as_bytes(std::span(&*result, 1)), descriptors);
 }
 
+std::string why_refused(int error, const Fabric& fabric, uid_t uid) {
+  const auto found = fabric.tenants.find(uid);
+  if (error == EDQUOT && found != fabric.tenants.end()) {
+    const Tenant& tenant = found->second;
+    return fmt::format("the user has {} of {} guests and {} of {} descriptors: raise \"quota\" in the configuration, or this service's "
+                       "limit of open files (ulimit -n), of which a user may take a quarter",
+                       tenant.guests, tenant.quota.guests, tenant.descriptors, tenant.quota.descriptors);
+  }
+  const char* const remedy = error == EFBIG    ? ": raise this service's limit of file sizes (ulimit -f)"
+                             : error == ENOMEM ? ": raise this service's limit of address space (ulimit -v) or memory, or lower \"arena_bytes\""
+                             : error == EMFILE ? ": raise this service's limit of open files (ulimit -n)"
+                                               : "";
+  return fmt::format("{}{}", std::strerror(error), remedy);
+}
+
 }  // namespace
 
 void PacketDesk::refuse(const vmci::PacketSocket& socket, const Head& head, int status) { send_reply(socket, head, status); }
@@ -71,7 +87,7 @@ std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& h
     spdlog::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
                  shard_.fabric().guests[reply->guest]->lid);
   else
-    spdlog::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, std::strerror(value(reply.error())));
+    spdlog::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
   send_result(socket, head, reply, descriptors);
   return reply ? reply->guest : 0;
 }
@@ -154,6 +170,16 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       QueuePairAttachRequest body{};
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
       return reply_with(shard_.fabric().vmci.attach(guest, body, give));
+    }
+    case Request::open_direct: {
+      OpenDirectRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.direct().open(guest, body, give));
+    }
+    case Request::open_backing: {
+      OpenBackingRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.direct().open(guest, body, give));
     }
     default:
       return refuse(socket, head, EOPNOTSUPP);

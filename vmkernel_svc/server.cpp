@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/pkeys.hpp"
 #include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -78,7 +79,7 @@ Server::Server(const Config& config) : config_(config) {
     const auto us = hosts_->snapshot()->us;
     carrier_place_ = {us.name, us.address, us.carrier_port};
   }
-  shard_ = std::make_unique<Shard>(config_, head.shards[0]);
+  shard_ = std::make_unique<Shard>(config_, head);
   if (directory_) {
     shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_));
     directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
@@ -178,9 +179,16 @@ void Server::tell_of_machines() {
 void Server::join_hosts() {
   const auto lease = [this] {
     const auto now = hosts_->snapshot();
-    shard_->submit([lids = now->lids, may_give = now->may_give()](Shard& shard) { shard.fabric().lease_lids(lids, may_give); });
+    // Before anybody gets a LID, it is known in which partitions he is.
+    shard_->submit([now](Shard& shard) {
+      use_partitions(shard, *now->partitions);
+      shard.fabric().lease_lids(now->lids, now->may_give());
+    });
   };
-  shard_->submit([hosts = hosts_](Shard& shard) { shard.fabric().hosts = hosts; });
+  shard_->submit([hosts = hosts_](Shard& shard) {
+    shard.fabric().hosts = hosts;
+    shard.fabric().host_name = hosts->snapshot()->us.name;
+  });
   hosts_->when_changed(lease);
   hosts_->start();
 }

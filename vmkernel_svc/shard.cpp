@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/events.hpp"
 
 namespace vrdma::svc {
@@ -28,8 +29,8 @@ constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
-Shard::Shard(const Config& config, control::ShardState& state)
-    : state_(state), fabric_(config, *this, *this), desk_(std::make_unique<ControlDesk>(*this)) {
+Shard::Shard(const Config& config, control::ServicePage& page)
+    : page_(page), fabric_(config, *this, *this), direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)) {
   epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
   wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) throw std::runtime_error("cannot create the shard's descriptors: too many open files?");
@@ -119,6 +120,7 @@ bool Shard::turn() {
   for (int look = backoff_.alone() ? looks_per_turn : 1; look > 0; --look) worked |= run_queue_pairs();
   worked |= serve_control();
   worked |= run_timers();
+  if (direct_->waiting()) worked |= direct_->settle();
   if (!overrun_.empty()) handle_overruns();
   return worked;
 }
@@ -231,6 +233,7 @@ bool Shard::run_list(RunList& list) {
   for (std::size_t turns = list.queue_pairs.size(); turns > 0 && list.tenant->deficit_bytes > 0 && !list.queue_pairs.empty(); --turns) {
     if (list.next >= list.queue_pairs.size()) list.next = 0;
     Qp& qp = *list.queue_pairs[list.next];
+    if (qp.port.link != nullptr && !direct_->may_run(*qp.port.owner)) continue;  // it is out of the list
     auto progress = engine::Progress::idle;
     // The common case first: ready to send, nothing under way, nothing posted.
     if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty()) {
@@ -245,7 +248,9 @@ bool Shard::run_list(RunList& list) {
       qp.port.idle_turns = 0;
       worked = true;
       ++list.next;
-    } else if (++qp.port.idle_turns > (runnable_count_ > crowd ? idle_turns_crowded : idle_turns_max)) {
+    } else if (++qp.port.idle_turns, qp.port.link != nullptr && direct_->rest(*qp.port.owner, qp.port.idle_turns)) {
+      continue;  // likewise
+    } else if (qp.port.idle_turns > (runnable_count_ > crowd ? idle_turns_crowded : idle_turns_max)) {
       if (!park(list, list.next)) ++list.next;
     } else {
       ++list.next;
@@ -300,6 +305,7 @@ void Shard::make_runnable(Qp& qp) {
 // Takes a queue pair out of its list, unless something was posted in the meantime.
 bool Shard::park(RunList& list, std::size_t index) {
   Qp& qp = *list.queue_pairs[index];
+  if (qp.port.link != nullptr && direct_->hand_out(*qp.port.owner)) return true;
   qp.port.owner->watch_sends(true);  // with a fence
   if (engine_.may_take_sends(qp)) {
     qp.port.owner->watch_sends(false);
@@ -315,7 +321,8 @@ bool Shard::park(RunList& list, std::size_t index) {
 
 void Shard::park_all() {
   for (auto& list : lists_)
-    for (std::size_t i = list.queue_pairs.size(); i > 0; --i) park(list, i - 1);
+    for (std::size_t i = list.queue_pairs.size(); i > 0; --i)
+      if (i <= list.queue_pairs.size()) park(list, i - 1);  // a connection that is handed out takes two along
 }
 
 void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
@@ -394,8 +401,20 @@ bool Shard::anything_waiting() {
 }
 
 void Shard::say_asleep(bool asleep) {
-  std::atomic_ref(state_.sleeping).store(asleep, std::memory_order_relaxed);
-  for (control::ShardState* mirror : mirrors_) std::atomic_ref(mirror->sleeping).store(asleep, std::memory_order_relaxed);
+  std::atomic_ref(page_.shards[0].sleeping).store(asleep, std::memory_order_relaxed);
+  for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->shards[0].sleeping).store(asleep, std::memory_order_relaxed);
+}
+
+void Shard::mirror(control::ServicePage& page) {
+  mirrors_.push_back(&page);
+  std::atomic_ref(page.device_generation).store(fabric_.device_generation, std::memory_order_release);
+}
+
+void Shard::devices_changed() {
+  ++fabric_.device_generation;
+  // Who sees it asks by a request, which the shard answers after this: it needs no order.
+  std::atomic_ref(page_.device_generation).store(fabric_.device_generation, std::memory_order_release);
+  for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->device_generation).store(fabric_.device_generation, std::memory_order_release);
 }
 
 void Shard::sleep() {
@@ -410,7 +429,7 @@ void Shard::sleep() {
     const std::uint64_t now = vmci::monotonic_ns();
     std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
     if (const std::uint64_t far = far_ != nullptr ? far_->next_wake_ns() : 0; far != 0 && (until == 0 || far < until)) until = far;
-    bool held = false;
+    bool held = direct_->waiting();
     for (Guest* guest : guests_) {
       held |= flush_events(*guest);
       if (guest->frozen) continue;

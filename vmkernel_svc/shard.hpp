@@ -21,14 +21,15 @@
 namespace vrdma::svc {
 
 class ControlDesk;
+class DirectDesk;
 
 class Shard final : public Runner, public JobSink {
  public:
   using Qp = MediatedPorts::Qp;
   using Task = std::function<void(Shard&)>;
 
-  // state: this shard's line in the service page.
-  Shard(const Config& config, control::ShardState& state);
+  // page: the service's, in which it has a line.
+  Shard(const Config& config, control::ServicePage& page);
   ~Shard();
 
   void run();   // until stop()
@@ -44,10 +45,14 @@ class Shard final : public Runner, public JobSink {
 
   Fabric& fabric() { return fabric_; }
   engine::Engine<MediatedPorts>& engine() { return engine_; }
+  DirectDesk& direct() { return *direct_; }
+  Qp* peer(Qp& qp) { return ports_.peer(qp); }  // on this host
 
-  // Another place where this shard says that it sleeps: the page of a virtual machine. In the shard's thread.
-  void mirror(control::ShardState& state) { mirrors_.push_back(&state); }
-  void end_mirror(control::ShardState& state) { std::erase(mirrors_, &state); }
+  // Another place where this shard says that it sleeps, and that devices have changed: the page of a virtual machine. In the shard's thread.
+  void mirror(control::ServicePage& page);
+  void end_mirror(control::ServicePage& page) { std::erase(mirrors_, &page); }
+  // What a guest has been told of its device is not true any more: it asks again.
+  void devices_changed();
 
   // A guest's doorbell descriptor is to be waited for in sleep.
   Status watch(int doorbell_fd);
@@ -60,6 +65,7 @@ class Shard final : public Runner, public JobSink {
   void thaw(Guest& guest);
 
   void make_runnable(Qp& qp) override;
+  void withdraw(Qp& qp) { take_out(qp); }  // the other way round
   void set_timer(Qp& qp, std::uint64_t at_ns) override;
   void overran(CompletionQueue& cq) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
@@ -94,6 +100,7 @@ class Shard final : public Runner, public JobSink {
   bool run_list(RunList& list);
   bool run_timers();
   void handle_overruns();
+  // The queue pair is not looked at any more, until somebody rings. False: it has something to do after all.
   bool park(RunList& list, std::size_t index);
   void take_out(Qp& qp);  // of its tenant's list
   void park_all();
@@ -101,11 +108,12 @@ class Shard final : public Runner, public JobSink {
   void sleep();
   void say_asleep(bool asleep);
 
-  control::ShardState& state_;
-  std::vector<control::ShardState*> mirrors_;
+  control::ServicePage& page_;
+  std::vector<control::ServicePage*> mirrors_;
   Fabric fabric_;
   MediatedPorts ports_{fabric_};
   engine::Engine<MediatedPorts> engine_{ports_};
+  std::unique_ptr<DirectDesk> direct_;
   std::unique_ptr<ControlDesk> desk_;
   std::unique_ptr<FarDesk> far_;  // nullptr: no other hosts
 

@@ -1,3 +1,4 @@
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/show.hpp"
 
 #include <endian.h>
@@ -52,8 +53,8 @@ const char* port_state_name(std::uint8_t state) {
 }
 
 // What a query of the guest's device, port and GIDs answers: the same record, so that the two cannot differ.
-json describe_device(const Guest& guest, const Config& config) {
-  const DeviceReply device = device_reply(guest, config);
+json describe_device(const Guest& guest, const Fabric& fabric) {
+  const DeviceReply device = device_reply(guest, fabric.config, fabric.device_generation);
   const bool ethernet = device.link_layer == link_layer_ethernet;
   json gids = json::array(), pkeys = json::array();
   for (std::size_t i = 0; i < std::size(device.gids); ++i)
@@ -85,6 +86,12 @@ json describe_device(const Guest& guest, const Config& config) {
   return out;
 }
 
+// Without those that were written directly and are not counted yet.
+std::uint32_t unpolled(const CompletionQueue& cq) {
+  const std::uint32_t count = cq.produced - std::atomic_ref(cq.shared->consumed).load(std::memory_order_relaxed);
+  return cq.direct_lanes != 0 && static_cast<std::int32_t>(count) < 0 ? 0 : count;
+}
+
 json describe(Guest& guest, Shard& shard) {
   Fabric& fabric = shard.fabric();
   json out{{"guest", guest.id.value},
@@ -97,13 +104,14 @@ json describe(Guest& guest, Shard& shard) {
            {"link_layer", guest.link_layer == link_layer_ethernet ? "Ethernet" : "InfiniBand"},
            {"requests", guest.requests_served},
            {"protocol_errors", guest.protocol_errors},
+           {"bad_pkeys", guest.bad_pkeys},
            {"arena_bytes_used", guest.arena.used_bytes()},
            {"backings", guest.backings.size()},
            {"guest_copies", guest.copier ? guest.copier->jobs_served() : 0},
            {"contexts", guest.contexts.size()},
            {"channels", guest.channels.size()},
            {"pds", guest.pds.size()},
-           {"device", describe_device(guest, fabric.config)}};
+           {"device", describe_device(guest, fabric)}};
   const VmciCounters& vmci = guest.vmci.counters;
   out["vmci"] = {{"ports", guest.vmci.ports.size()},
                  {"queue_pairs", guest.vmci.queue_pairs.size()},
@@ -115,12 +123,15 @@ json describe(Guest& guest, Shard& shard) {
   engine::QpCounters totals = guest.totals;
   out["qps"] = json::array();
   for (auto& [handle, qp] : guest.qps) {
-    totals += qp->core.counters;
+    const engine::QpCounters counters = shard.direct().counters(*qp);
+    totals += counters;
     const auto& attributes = qp->core.attributes;
     out["qps"].push_back({{"qpn", qp->core.qpn.value},
                           {"type", type_name(qp->core.type)},
                           {"state", state_name(qp->core.state)},
-                          {"mode", "mediated"},
+                          {"mode", shard.direct().mode(*qp)},
+                          {"mediated_because", fabric.config.direct == "auto" && !qp->mediated_because.empty() ? json(qp->mediated_because) : json()},
+                          {"pkey", qp->core.port.pkey == 0 ? json() : json(hosts::pkey_text(qp->core.port.pkey))},
                           {"dest_qpn", attributes.dest_qp_num},
                           {"dlid", attributes.path.dlid},
                           {"dgid", attributes.path.is_global != 0 ? json(gid_text(std::to_array(attributes.path.dgid))) : json()},
@@ -131,7 +142,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"srq", qp->srq != nullptr ? qp->srq->handle.value : 0},
                           {"max_send_wr", attributes.max_send_wr},
                           {"max_recv_wr", attributes.max_recv_wr},
-                          {"counters", describe(qp->core.counters)}});
+                          {"counters", describe(counters)}});
   }
   out["counters"] = describe(totals);  // of all its queue pairs, those that are gone too
   out["cqs"] = json::array();
@@ -139,7 +150,7 @@ json describe(Guest& guest, Shard& shard) {
     out["cqs"].push_back({{"cq", handle},
                           {"cqe", cq->cqe},
                           {"completions", cq->produced},
-                          {"unpolled", cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_relaxed)},
+                          {"unpolled", unpolled(*cq)},
                           {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
@@ -168,7 +179,7 @@ json describe(Guest& guest, Shard& shard) {
 json describe(const hosts::Service& service, const std::string& folder) {
   const auto now = service.snapshot();
   const auto lids = [](hosts::LidRange range) { return range == hosts::no_lids ? json() : json::array({range.first, range.last}); };
-  const auto left = std::chrono::duration_cast<std::chrono::seconds>(now->lease_until - std::chrono::steady_clock::now()).count();
+  const auto left = std::chrono::duration_cast<std::chrono::seconds>(now->lease_until - hosts::BootClock::now()).count();
   json out{{"name", now->us.name},     {"folder", folder},           {"address", now->us.address}, {"port", now->us.port},       {"lids", lids(now->lids)},
            {"lease_s", std::max<std::int64_t>(left, 0)}, {"may_give", now->may_give()}, {"leader", now->leader},     {"problem", now->problem},
            {"manages", now->manages},  {"term", now->term},          {"strangers", now->strangers}, {"last_stranger", now->last_stranger}};
@@ -294,6 +305,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     out["counters"]["malformed_records"] = from_network.malformed.load(std::memory_order_relaxed) + fabric.far->malformed();
     out["counters"]["refused_connections"] = from_network.refused_connections.load(std::memory_order_relaxed);
     out["counters"]["dropped_far_datagrams"] = fabric.far->dropped_datagrams();
+    out["counters"]["refused_pkeys"] = fabric.far->refused_pkeys();
   }
 
   // A guest chose its name: bytes that are not UTF-8 must not throw here.

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "vmkernel_svc/config.hpp"
+#include "vmkernel_svc/hosts/partitions.hpp"
 
 namespace vrdma::svc {
 
@@ -27,6 +28,7 @@ struct Tenant {
   // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
   std::int64_t deficit_bytes = 0;
   std::uint64_t moved_bytes = 0;
+  hosts::PkeyTable pkeys{};  // what its guests' ports show (pkeys.hpp)
 
   bool has_room_for_guest() const { return guests + lingering->load(std::memory_order_relaxed) < quota.guests; }
   bool take_object() {

@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 2;  // 2: attach_in_bar
+constexpr std::uint16_t version_minor = 3;  // 2: attach_in_bar; 3: open_direct
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -310,6 +310,33 @@ struct McastRequest {
   Gid gid;
 };
 
+// --- direct mode (vrdma/direct.hpp) -----------------------------------------------------------------------------
+// A guest that finds an offer in its send queue's header asks for what it takes to run the connection. Reply descriptors (memfds):
+// the room of the two guests, the peer's arena, the guest's own keys, the peer's keys; mapping them changes nothing until the
+// direction's claim is free. ESTALE: the offer does not stand any more.
+struct OpenDirectRequest {
+  std::uint32_t qp, offer;
+};
+struct OpenDirectReply {
+  std::uint32_t room;         // unique among the service's
+  std::uint32_t peer;         // guest
+  std::uint32_t direction;    // index in the room, of the one that starts at `qp`
+  std::uint32_t epoch;
+  std::uint64_t pd, peer_pd;  // the service's numbers
+  std::uint64_t peer_arena_bytes;
+  std::uint64_t peer_cq;      // offset of the CqShared in the peer's arena, where its receives complete
+  QueueReply peer_receive;    // in the peer's arena
+  std::uint32_t peer_qpn;
+  std::uint32_t reserved;
+};
+// A file that the keys of a guest name: one's own, or a peer's. Reply descriptor: the file.
+struct OpenBackingRequest {
+  std::uint32_t guest, backing;
+};
+struct OpenBackingReply {
+  std::uint64_t bytes;
+};
+
 // --- VMCI ports, datagrams, queue pairs (drawn in vmkernel_svc/vmci_switch.hpp) ---------------------------------
 // A datagram goes to (context, port) by its tag. To (host_context, control_port) it is a control request. To another guest the
 // service forwards it: source_context is then the one that the service knows, and the user bits are datagram_bit | the
@@ -399,7 +426,9 @@ struct QueuePairNotice {
   X(queue_pair_attach, QueuePairAttachRequest, QueuePairReply, true)     \
   X(queue_pair_detach, QueuePairHandle, Empty, false)                    \
   X(reach_process, ReachProcessRequest, ReachProcessReply, true)        \
-  X(add_pinned, AddPinnedRequest, AddBackingReply, true)
+  X(add_pinned, AddPinnedRequest, AddBackingReply, true)                 \
+  X(open_direct, OpenDirectRequest, OpenDirectReply, true)               \
+  X(open_backing, OpenBackingRequest, OpenBackingReply, true)
 
 enum class Request : std::uint16_t {
   none,

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "vrdma/direct.hpp"
 #include "vrdma/queue_layout.hpp"
 #include "vrdma/control.hpp"
 #include "vrdma/copy_ring.hpp"
@@ -108,13 +109,26 @@ static_assert(copying::slot_count == 16 && copying::bounce_bytes == 65536 && cop
               copying::answer_slots == 32 && copying::answers_offset == 256 && copying::jobs_offset == 2304 &&
               copying::bounce_offset == 32768 && sizeof(control::ReachProcessRequest) == 16 && sizeof(control::ReachProcessReply) == 8);
 
+PIN(vmci::AttacherCursor, direct_offer, 8);
+PIN(direct::Direction, stop, 8);
+PIN(direct::Direction, handouts, 12);
+PIN(direct::Direction, current, 16);
+PIN(direct::Direction, terms, 24);
+PIN(direct::Direction, positions, 128);
+PIN(direct::Positions, psn, 16);
+PIN(direct::Positions, sent_messages, 24);
+PIN(direct::KeyEntry, pd, 8);
+PIN(direct::KeyEntry, mapped_from, 32);
+PIN(direct::KeyEntry, backing, 56);
+static_assert(sizeof(control::OpenDirectReply) == 88 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
+
 TEST_CASE("Every control request has the number it has always had") {
   constexpr std::string_view names[] = {
       "",          "attach",    "add_backing",  "remove_backing", "open_context", "create_channel", "show",
       "query_device", "close_context", "destroy_channel", "create_pd", "destroy_pd", "stage_extents", "reg_mr",
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
-      "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned"};
+      "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned", "open_direct", "open_backing"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

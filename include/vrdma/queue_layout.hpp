@@ -26,7 +26,8 @@ struct alignas(128) CreatorCursor {
 struct alignas(128) AttacherCursor {
   std::uint32_t consumed;        // produce queue: position up to which slots were taken
   std::uint32_t needs_doorbell;  // 0: the attacher looks at the produce queue by itself; 1: ring after publishing
-  std::uint32_t reserved[30];
+  std::uint32_t direct_offer;    // of a send queue: the connection that the guest may run by itself (vrdma/direct.hpp); 0: none
+  std::uint32_t reserved[29];
 };
 struct QueuePairHeader {
   CreatorCursor creator;

@@ -27,7 +27,7 @@ import harness  # noqa: E402
 from harness import PATIENCE, Build, Failure, Program, Skip, TempFolder, clean_up, clean_up_on_signals, wait_until  # noqa: E402
 from hosts import Host, Written  # noqa: E402
 from network import Network, why_not  # noqa: E402
-from speed import Row, cells, measure, print_table  # noqa: E402
+from speed import Row, measure_rows, print_table  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -200,7 +200,6 @@ def main():
     parser.add_argument("--json", metavar="FILE", help="write the table there, with every repetition")
     options = parser.parse_args()
     clean_up_on_signals()
-    failed, results, lines = [], [], []
     bench = network = None
     try:
         try:
@@ -209,20 +208,8 @@ def main():
         except Skip as reason:
             print(f"SKIP  {reason}")
             return harness.SKIPPED_EXIT_CODE
-        for row in rows(bench):
-            if options.only and not re.search(options.only, row.name):
-                continue
-            print(f"{row.name}: {row.note}", file=sys.stderr, flush=True)
-            try:
-                result = measure(row, bench, options.repetitions or (1 if options.quick else 3), options.gate)
-            except Skip as reason:
-                print(f"SKIP  {row.name}: {reason}", flush=True)
-            except Failure as reason:
-                failed.append(row.name)
-                print(f"FAIL  {row.name}: {reason}", flush=True)
-            else:
-                results.append(result)
-                lines.append(cells(row, result))
+        wanted = [row for row in rows(bench) if not options.only or re.search(options.only, row.name)]
+        results, lines, failed = measure_rows(wanted, bench, options)
         print_table(lines)
         if options.json:
             Path(options.json).write_text(json.dumps({"rows": results, "failed": failed, "load": os.getloadavg()}, indent=1) + "\n")

@@ -363,6 +363,24 @@ def print_table(lines):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
+def measure_rows(wanted, bench, options):
+    """What came of them, their lines of the table, and the names of those that could not be measured."""
+    results, lines, failed = [], [], []
+    for row in wanted:
+        print(f"{row.name}: {row.note}", file=sys.stderr, flush=True)
+        try:
+            result = measure(row, bench, options.repetitions or (1 if options.quick else 3), options.gate)
+        except Skip as reason:
+            print(f"SKIP  {row.name}: {reason}", flush=True)
+        except Failure as reason:
+            failed.append(row.name)
+            print(f"FAIL  {row.name}: {reason}", flush=True)
+        else:
+            results.append(result)
+            lines.append(cells(row, result))
+    return results, lines, failed
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build/release", help="the build folder (default: %(default)s)")
@@ -385,19 +403,7 @@ def main():
         wanted = [row for row in rows(bench) if not options.only or re.search(options.only, row.name)]
         if not wanted:
             raise SystemExit(f"no row matches {options.only}: --list names them")
-        results, lines, failed = [], [], []
-        for row in wanted:
-            print(f"{row.name}: {row.note}", file=sys.stderr, flush=True)
-            try:
-                result = measure(row, bench, options.repetitions or (1 if options.quick else 3), options.gate)
-            except Skip as reason:
-                print(f"SKIP  {row.name}: {reason}", flush=True)
-            except Failure as reason:
-                failed.append(row.name)
-                print(f"FAIL  {row.name}: {reason}", flush=True)
-            else:
-                results.append(result)
-                lines.append(cells(row, result))
+        results, lines, failed = measure_rows(wanted, bench, options)
         machine = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "kernel": platform.release(),
                    "processors": os.cpu_count(), "load": os.getloadavg()}
         print(f"{machine['processors']} processors, Linux {machine['kernel']}, {machine['date']}, load {machine['load'][0]:.1f} at the end")

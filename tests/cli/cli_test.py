@@ -47,6 +47,22 @@ class Configuration(TestCase):
         result, file = self.check('{"quota": {"guest": 1}}')
         self.assert_refuses(result, 1, file, 'unknown key "guest" in "quota"', "registered_bytes")
 
+    def test_partitions_and_an_etcd_that_make_no_sense(self):
+        for text, *words in (('{"partitions": ["0x8001"]}', '"partitions" must be a JSON object'),
+                             ('{"partitions": {"0x8000": ["1"]}}', '"0x8000" in "partitions" is no P_Key', '"0x8001"'),
+                             ('{"partitions": {"0x8001": "1"}}', '"0x8001" in "partitions" must be a list'),
+                             ('{"partitions": {"0x8001": ["me"]}}', '"me" in "0x8001" of "partitions" is no member', '"b/1000"'),
+                             ('{"partitions": {"0x8001": ["b/1"]}}', 'there is no host "b"'),
+                             ('{"partitions": {"0x8001": ["1"]}, "hosts": {"address": "127.0.0.1"}}', 'vrdma host partition'),
+                             ('{"hosts": {"address": "127.0.0.1", "seed": "127.0.0.2", "etcd": {"endpoints": ["http://127.0.0.1:1"]}}}', '"etcd" and "peers" or "seed"'),
+                             ('{"hosts": {"address": "127.0.0.1", "etcd": {}}}', 'no "endpoints"'),
+                             ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["10.0.0.1"]}}}', '"10.0.0.1" in "endpoints"', "http://HOST:PORT"),
+                             ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["http://127.0.0.1:1"], "key_file": "k"}}}', '"certificate_file" and "key_file"')):
+            result, file = self.check(text)
+            self.assert_refuses(result, 1, *words)
+        result, _ = self.check('{"partitions": {"0x8001": ["0", "*/1"], "0xffff": ["*"]}}')
+        self.assertEqual(result.returncode, 0, result.stderr)
+
     def test_a_key_given_twice_and_what_lies_behind_a_nul_are_refused(self):
         result, file = self.check('{"lid_first": 1, "quota": {"guests": 1, "objects": 2, "guests": 3}}')
         self.assert_refuses(result, 1, file, '"guests" is given twice')
@@ -297,6 +313,30 @@ class Running(TestCase):
             script = self.folder / "script"
             script.write_text("#!/bin/sh\n")
             self.assert_refuses(self.run_under(script), 126, str(script), "Permission denied")
+
+    def test_a_program_that_cannot_load_the_library_is_noted(self):
+        program = self.folder / "program"
+        elf = bytearray(pathlib.Path("/bin/true").resolve().read_bytes())
+        first, size, count = (int.from_bytes(elf[at:at + length], "little") for at, length in ((32, 8), (54, 2), (56, 2)))
+        headers = [first + i * size for i in range(count)]
+        interpreter = next(at for at in headers if int.from_bytes(elf[at:at + 4], "little") == 3)
+
+        def note(changed, mode=0o755, owner=None):
+            program.unlink(missing_ok=True)
+            program.write_bytes(changed)
+            if owner is not None:
+                os.chown(program, owner, -1)
+            program.chmod(mode)
+            return self.run_under(program).stderr
+        with self.service():
+            self.assertEqual(note(elf), "")
+            static, other = bytearray(elf), bytearray(elf)
+            static[interpreter:interpreter + 4] = bytes(4)
+            other[4] = 1
+            self.assertRegex(note(static), f"{program} is linked statically.*does not see vrdma0")
+            self.assertRegex(note(other), "is a 32-bit program")
+            if os.geteuid() == 0:
+                self.assertRegex(note(elf, 0o4755, 64321), "is a set-user-ID")
 
     def test_a_signal_reaches_the_command(self):
         with self.service():

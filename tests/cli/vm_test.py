@@ -215,6 +215,15 @@ os._exit(3)
         self.assert_refuses(self.vm("add", self.name, "--memory", "much"), 2, "much")
         self.assertFalse(self.ram(self.name).exists())
 
+    def test_more_memory_than_there_is_room_for_is_noted(self):
+        self.addCleanup(self.ram(self.name).unlink, missing_ok=True)
+        result = self.vm("add", self.name, "--memory", "9000000M")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stderr, r"note: /dev/shm has \d+ MiB left, less than the machine's 9000000: .*--ram")
+        other = f"{self.name}-2"
+        self.addCleanup(self.ram(other).unlink, missing_ok=True)
+        self.assertEqual(self.vm("add", other, "--memory", "9000000M", "--json").stderr, "")  # programs are told in figures
+
     def test_the_ram_of_another_machine_is_not_taken(self):
         self.ram(self.name).write_text("precious")
         self.addCleanup(self.ram(self.name).unlink)

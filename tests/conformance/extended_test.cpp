@@ -1,4 +1,4 @@
-// What comes later (extended CQ and QP, memory windows, device memory): tested where the device has it, skipped aloud else.
+// What a device may lack (extended CQ and QP, memory windows, device memory): tested where the device has it, skipped aloud else.
 #include <cerrno>
 #include <cstring>
 

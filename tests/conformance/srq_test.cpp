@@ -97,6 +97,33 @@ CONFORMANCE(TheLimitEventComesOnceAndIsRearmedByHand, "SRQ-01 SRQ-02") {
   }
 }
 
+CONFORMANCE(ReceivesOfAnSrqAreCheckedAgainstItsOwnPd, "SRQ-03 MR-12") {
+  Device dev(run.settings);
+  Pd queue_pairs(dev), receives(dev);
+  Cq cq(dev, 64);
+  Region sent(queue_pairs, 4096), own(receives, 4096), foreign(queue_pairs, 4096);
+  Srq srq(receives, 8);
+  Qp qp(queue_pairs, cq, cq, run.b() ? QpSpec{.srq = srq} : QpSpec{});
+  to_init(dev, qp);
+  const Address theirs = run.peer.exchange(address_of(dev, qp));
+  bring_up(dev, qp, theirs);
+  if (run.b()) {
+    EXPECT_OK(post(srq, Recv{1, {own.sge(0, 64)}}));
+    EXPECT_OK(post(srq, Recv{2, {foreign.sge(0, 64)}}));
+  }
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(qp, Send{.id = 1, .sges = {sent.sge(0, 64)}}));
+    cq.expect(1);
+    EXPECT_OK(post(qp, Send{.id = 2, .sges = {sent.sge(0, 64)}}));
+    cq.expect(2, IBV_WC_REM_OP_ERR);
+  } else {
+    cq.expect(1);
+    cq.expect(2, IBV_WC_LOC_PROT_ERR);
+  }
+  run.peer.barrier();
+}
+
 CONFORMANCE(SeveralQpsShareOneSrq, "SRQ-03 CQ-09 WC-01") {
   constexpr std::size_t qps = 6;
   constexpr std::uint64_t messages = 200;  // per QP

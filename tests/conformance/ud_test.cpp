@@ -12,6 +12,9 @@ namespace {
 
 constexpr std::size_t grh_bytes = 40;
 
+// What an address with a GRH asks for, and the receiver finds.
+constexpr std::uint8_t some_hop_limit = 9, some_traffic_class = 0xb4, some_sl = 3;
+
 // One UD QP on each side, and an address handle to the other.
 struct Datagrams {
   explicit Datagrams(Run& the_run, bool global = false, std::uint32_t qkey = test_qkey)
@@ -26,7 +29,11 @@ struct Datagrams {
       attr.is_global = 1;
       attr.grh.dgid = theirs.gid;
       attr.grh.sgid_index = 0;
-      attr.grh.hop_limit = 1;
+    }
+    if (global) {
+      attr.grh.hop_limit = some_hop_limit;
+      attr.grh.traffic_class = some_traffic_class;
+      attr.sl = some_sl;
     }
     ah = std::make_unique<Ah>(pd, attr);
     run.peer.barrier();
@@ -215,6 +222,8 @@ CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
   } else {
     ibv_wc wc = d.rcq.expect(1);
     EXPECT((wc.wc_flags & IBV_WC_GRH) != 0);
+    if (!d.dev.ethernet()) EXPECT_EQ(int{wc.sl}, int{some_sl});
+    constexpr int carried = 12 + 8 + 24 + 4;  // BTH, DETH, the payload, ICRC
     ibv_grh grh{};
     std::memcpy(&grh, d.mem.data(), sizeof(grh));
     const bool ipv4 = d.dev.ethernet() && std::to_integer<int>(*d.mem.data(20)) >> 4 == 4;
@@ -230,9 +239,15 @@ CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
       sum = (sum & 0xffff) + (sum >> 16);
       EXPECT_EQ(sum, 0xffffu);
       EXPECT_EQ(std::to_integer<int>(*d.mem.data(29)), 17);  // UDP
+      EXPECT_EQ(std::to_integer<int>(*d.mem.data(21)), int{some_traffic_class});
+      EXPECT_EQ(std::to_integer<int>(*d.mem.data(23)), 20 + 8 + carried);
+      EXPECT_EQ(std::to_integer<int>(*d.mem.data(28)), int{some_hop_limit});
     } else {
       EXPECT_EQ(ntohl(grh.version_tclass_flow) >> 28, 6u);
+      EXPECT_EQ(ntohl(grh.version_tclass_flow) >> 20 & 0xff, std::uint32_t{some_traffic_class});
       EXPECT(grh.next_hdr == 0x1b || grh.next_hdr == 17);
+      EXPECT_EQ(ntohs(grh.paylen), (grh.next_hdr == 17 ? 8 : 0) + carried);
+      EXPECT_EQ(int{grh.hop_limit}, int{some_hop_limit});
       EXPECT(std::memcmp(&grh.sgid, &d.theirs.gid, 16) == 0);
       EXPECT(std::memcmp(&grh.dgid, &d.dev.gid, 16) == 0);
     }

@@ -78,6 +78,8 @@ def check_guests(options, world, config, preexec, allowed):
             text = "".join(first) + "".join(c.process.stdout.read() for c in both if c.process.wait() != 0)
             if not any(name in text for name in allowed):
                 raise Failure(f"the refusal does not say {' or '.join(allowed)}: {text!r}")
+            if "EDQUOT" in text and not re.search(r"the user has \d+ of \d+ guests and \d+ of \d+ descriptors", service.log_text()):
+                raise Failure(f"the log does not say which quota: {service.log_text()}")
             for client in clients[:-2]:
                 if client.process.poll() is not None:
                     raise Failure(f"a guest that was there before has ended: {client.process.stdout.read()}")

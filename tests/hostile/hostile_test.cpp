@@ -283,6 +283,8 @@ int main(int argc, char** argv) {
   }
   const std::string said = read_all(log);
   if (said.find("Sanitizer") != std::string::npos || said.find("runtime error") != std::string::npos) fail("a sanitizer reported");
+  // The keeper ends after the service whose machines it kept, and takes its socket along.
+  if (!eventually(30'000, [&] { return !std::filesystem::exists(directory + "/vm/keeper.sock"); })) fail("the service's keeper is still there");
   if (failures != 0) std::fprintf(stderr, "--- the service's log (seed %lu)\n%.20000s\n", seed, said.c_str());
   std::filesystem::remove_all(directory);
   return failures == 0 ? 0 : 1;

@@ -301,7 +301,7 @@ def faults(world):
 
     def knock(host):
         """Nonsense from a namespace to every port at which the first host listens, while messages flow; what let it in, in a list."""
-        script = ("import os, socket, struct, sys, time\n"
+        script = ("import os, socket, struct, sys\n"
                   "hello = bytes.fromhex('16030100050100000100')\n"
                   "kept, let_in = [], []\n"
                   "for port in map(int, sys.argv[2:]):\n"
@@ -313,8 +313,7 @@ def faults(world):
                   "            s.send(said)\n"
                   "            kept.append(s)\n"
                   "        except OSError: pass\n"
-                  "for s in kept:\n"  # half are hung up on, half are left to the host
-                  "    if len(kept) % 2: s.close()\n"
+                  "for s in kept[::2]: s.close()\n"  # half are hung up on, half are left to the host
                   "print('let in:', len(let_in))\n")
         ports = []
         for line in Path(f"/proc/{a.program.pid}/net/tcp").read_text().splitlines()[1:]:

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <filesystem>
+#include <thread>
 
 #include "guest_lib/test/service_fixture.hpp"
 #include "tests/machine/fake_machine.hpp"
@@ -50,7 +51,8 @@ struct World {
   }
   ~World() {
     service.kill_now();
-    fs::remove_all(folder);
+    // Not at once: the keeper that has lost its service takes its socket along.
+    for (std::error_code error; fs::exists(folder, error); std::this_thread::yield()) fs::remove_all(folder, error);
   }
   // What `vrdma show` asks for.
   static nlohmann::json shown() {

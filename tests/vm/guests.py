@@ -77,8 +77,7 @@ class Guests:
         private_bar: their RAM is QEMU's own, and their device's BAR has so many bytes."""
         self.private_bar, self.told_qemu = private_bar, {}
         self.interrupts, self.memory, self.devices, self.first_ram_in, self.plain, self.lasting = interrupts, memory, devices, first_ram_in, plain, lasting
-        # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
-        self.kernel_words = ("intel_iommu=on", "no_timer_check") if interrupts else ()
+        self.kernel_words = ("intel_iommu=on",) if interrupts else ()
         self.start(folder, seed, boot_image(folder, BUILT, carried), len(devices), config)
 
     def start(self, folder, seed, files, count=2, config=None):
@@ -126,8 +125,9 @@ class Guests:
         """Where /dev/shm is small, as in many containers, the RAM is a file of the build."""
         if self.first_ram_in and name == self.names[0]:
             return ["--ram", self.first_ram_in / f"{name}.ram"]
-        for_two_and_more = 3 * int(self.memory[:-1]) << {"M": 20, "G": 30}[self.memory[-1]]
-        if shutil.disk_usage("/dev/shm").free >= for_two_and_more:
+        # Of this test and of another that has not filled its own yet.
+        for_four_and_more = 5 * int(self.memory[:-1]) << {"M": 20, "G": 30}[self.memory[-1]]
+        if shutil.disk_usage("/dev/shm").free >= for_four_and_more:
             return []
         ram = self.build.vrdma.parent.parent / "vm" / f"{name}.ram"
         return ["--ram", ram]

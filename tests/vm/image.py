@@ -24,9 +24,11 @@ from pathlib import Path
 
 from harness import Failure, Skip
 
+STRIP = shutil.which("strip")
 SOURCE = Path(__file__).resolve().parents[2]
 DPKG_STATUS = Path("/var/lib/dpkg/status")  # changes with every package, and so with every library
 FETCH_SECONDS = 300
+UNUSED_MODULES = ("tkinter", "test", "pydoc", "doctest", "pdb", "unittest", "idlelib", "lib2to3", "distutils")  # of Python, that others import by the way
 LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # of the merged /usr
 
 
@@ -242,16 +244,21 @@ def _copy(root, path):
     if not to.exists():
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, to)
+        if STRIP and _is_elf(path) and path.suffix != ".ko":
+            # Half of what a machine unpacks before its first command; those of a module are how it is loaded.
+            _run(STRIP, "--strip-debug", to)
         to.chmod(0o755 if os.access(path, os.X_OK) else 0o644)
     return to
 
 
+def _is_elf(path):
+    with open(path, "rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
 def _libraries(binaries):
     found = set()
-    for path in binaries:
-        with open(path, "rb") as file:
-            if file.read(4) != b"\x7fELF":
-                continue
+    for path in filter(_is_elf, binaries):
         listed = subprocess.run(["ldd", path], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)  # fails for static ones
         if "not found" in listed.stdout:
             raise Failure(f"{path}: {listed.stdout}")
@@ -262,12 +269,12 @@ def _libraries(binaries):
 
 
 def _modules(scripts):
-    finder = modulefinder.ModuleFinder(path=[*{str(Path(script).parent) for script in scripts}, *sys.path])
+    finder = modulefinder.ModuleFinder(path=[*{str(Path(script).parent) for script in scripts}, *sys.path], excludes=UNUSED_MODULES)
     for script in scripts:
         finder.run_script(str(script))
-    # What the interpreter itself starts with, before any import.
-    for name in ("encodings", "encodings.utf_8", "encodings.ascii", "encodings.latin_1", "encodings.idna", "codecs", "io", "abc", "os", "stat",
-                 "site", "_collections_abc", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "zipimport"):
+    # What the interpreter itself starts with, before any import; and what tests want that hand a program over as an argument.
+    for name in ("mmap", "signal", "socket", "time", "encodings", "encodings.utf_8", "encodings.ascii", "encodings.latin_1", "encodings.idna",
+                 "codecs", "io", "abc", "os", "stat", "site", "_collections_abc", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "zipimport"):
         finder.import_hook(name, None, ["*"])
     files = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
     # The landmark by which Python finds its library of extensions.

@@ -14,6 +14,7 @@ from harness import PATIENCE, Failure, Program, Skip, TempFolder
 QEMU = "qemu-system-x86_64"
 MEMORY_MIB = 1536
 CPUS = 2
+LOOPS = 10_000_000  # ticks of the counter in 4 ms: of 2.5 GHz
 # What a kernel says of its own defects. Stalls and soft lockups are not: they tell of an emulator that other work kept waiting.
 COMPLAINTS = re.compile(r"BUG: (?!soft lockup)|WARNING: |Oops|general protection|Out of memory|Kernel panic")
 
@@ -36,8 +37,10 @@ class Machine:
         self.said_before = ""  # under a QEMU before this one
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"
-        # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not.
-        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
+        # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not. lpj: nor
+        # is what it would measure of its own loops, for half a second. no_timer_check: it would panic where the emulator is kept waiting
+        # while it counts the first few ticks.
+        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc lpj={LOOPS} no_timer_check {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
         try:
             self.command = [QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", *memory, "-smp", CPUS, "-nodefaults",
                             "-no-user-config", *([] if reboots else ["-no-reboot"]), "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",

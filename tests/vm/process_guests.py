@@ -25,7 +25,7 @@ import scenarios  # noqa: E402
 from harness import Skip, exit_code_of  # noqa: E402
 from machine import Machine, require_emulator  # noqa: E402
 
-SECONDS, NEWER_SECONDS = 600, 900
+SECONDS, NEWER_SECONDS = 1100, 1400
 
 
 SCRIPTS = [HERE / "scenarios.py", HERE / "register.py"]

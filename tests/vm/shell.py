@@ -21,7 +21,7 @@ MODULES = ("virtio_pci", "virtio_net", "virtio_balloon")
 SCRIPTS = (HERE / "shell_server.py",)
 HOST = "10.0.2.2"
 PORTS = 24  # that lead into a machine: a port is used again only after so many others
-BOOT_SECONDS, ANSWER_SECONDS = 120, 60
+BOOT_SECONDS, ANSWER_SECONDS = 300, 60
 
 
 class Shell(Machine):

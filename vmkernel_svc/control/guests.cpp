@@ -9,7 +9,9 @@
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/eventfd_signal.hpp"
+#include "vmkernel_svc/pkeys.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
@@ -20,7 +22,8 @@ using namespace control;
 
 namespace {
 
-constexpr std::uint32_t guest_descriptors = 8;  // socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe
+// Socket twice, pidfd twice, duplicate of the socket, arena, doorbell, pipe; and another pidfd for direct mode.
+std::uint32_t guest_descriptors(const Config& config) { return config.direct == "auto" ? 9 : 8; }
 constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one of 4 KiB always fits
 constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
 
@@ -38,8 +41,10 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
 Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
                                         std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep) {
   if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
-  auto& tenant = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota}).first->second;
-  if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors > tenant.quota.descriptors) return Errno{EDQUOT};
+  const auto [known, is_new] = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota});
+  auto& tenant = known->second;
+  if (is_new) give_pkeys(fabric_, tenant);
+  if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors(fabric_.config) > tenant.quota.descriptors) return Errno{EDQUOT};
   auto arena = info.machine ? Result<Arena>(Arena::over(std::move(info.arena))) : Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
@@ -82,6 +87,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
   if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink, tenant.lingering);
+  if (fabric_.config.direct == "auto") guest->pidfd = std::make_shared<vmci::UniqueFd>(std::move(info.pidfd));
 
   AttachReply reply{};
   reply.major = version_major;
@@ -101,7 +107,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   keep.push_back(std::move(wake->first));
 
   ++tenant.guests;
-  tenant.descriptors += guest_descriptors;
+  tenant.descriptors += guest_descriptors(fabric_.config);
   shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
   VRDMA_CRASH_POINT("service.attach.added");
@@ -112,6 +118,7 @@ void ControlDesk::detach(Guest& guest) {
   VRDMA_CRASH_POINT("service.detach.begun");
   while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
   VRDMA_CRASH_POINT("service.detach.contexts_closed");
+  shard_.direct().forget(guest);
   fabric_.vmci.leave(guest);
   shard_.remove(guest);
   shard_.unwatch(guest.doorbell_fd.get());
@@ -125,7 +132,7 @@ void ControlDesk::detach(Guest& guest) {
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
   --guest.tenant->guests;
-  guest.tenant->descriptors -= guest_descriptors + static_cast<std::uint32_t>(guest.backings.size());
+  guest.tenant->descriptors -= guest_descriptors(fabric_.config) + static_cast<std::uint32_t>(guest.backings.size());
   fabric_.rest_lid(guest.lid);
   ++fabric_.topology_generation;
   fabric_.guests.erase(guest.id.value);
@@ -176,11 +183,13 @@ void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {
 
 template <>
 Result<DeviceReply> ControlDesk::on<Request::query_device>(Guest& guest, const Empty&) {
-  return device_reply(guest, fabric_.config);
+  return device_reply(guest, fabric_.config, fabric_.device_generation);
 }
 
 template <>
 Result<Empty> ControlDesk::on<Request::close_context>(Guest& guest, const HandleRequest& request) {
+  for (auto& [handle, qp] : guest.qps)
+    if (qp->context == request.handle && !shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   const auto closed = close_context(guest, request.handle);
   if (!closed) return closed.error();
   return Empty{};

@@ -7,6 +7,7 @@
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
 
@@ -204,6 +205,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   ++pd->users;
   const std::uint32_t handle = guest.next_handle++;
   guest.mrs.emplace(handle, slot);
+  shard_.direct().registered(guest, region);
   return RegMrReply{handle, region.key.value};
 }
 
@@ -221,7 +223,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   const auto found = guest.mrs.find(request.mr);
   if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
   Region& region = fabric_.regions.slot(found->second);
-  if (region.jobs != 0) return Errno{EINPROGRESS};
+  if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
   ProtectionDomain* const before = pd_by_number(guest, region.pd);
   if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
@@ -250,6 +252,9 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   }
   if (request.flags & change_access) region.access = request.access;
   fabric_.regions.renew(found->second);
+  shard_.direct().deregistering(guest, region);
+  shard_.direct().registered(guest, region);
+  shard_.direct().hand_out(guest);
   return RegMrReply{request.mr, region.key.value};
 }
 
@@ -258,6 +263,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   const auto found = guest.mrs.find(handle);
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 && !force) return false;
+  shard_.direct().deregistering(guest, region);
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
   if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
@@ -271,7 +277,8 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
 template <>
 Result<Empty> ControlDesk::on<Request::dereg_mr>(Guest& guest, const HandleRequest& request) {
   if (!guest.mrs.contains(request.handle)) return Errno{EINVAL};
-  if (!destroy_region(guest, request.handle, false)) return Errno{EINPROGRESS};
+  if (!shard_.direct().take_back(guest) || !destroy_region(guest, request.handle, false)) return Errno{EINPROGRESS};
+  shard_.direct().hand_out(guest);
   return Empty{};
 }
 

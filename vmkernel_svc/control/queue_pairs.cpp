@@ -4,6 +4,7 @@
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
@@ -39,6 +40,10 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
     return Errno{EINVAL};
   if (srq == nullptr && (request.max_recv_wr > limits::qp_wr_max || request.max_recv_sge > limits::sge_max)) return Errno{EINVAL};
   if (guest.qps.size() >= limits::qp_max || fabric_.by_qpn.size() >= 0x800000) return Errno{ENOMEM};
+  // Who completes by itself there counts on room for all.
+  const std::uint32_t send_depth = std::max(request.max_send_wr, 1u);
+  for (CompletionQueue* cq : {send_cq, receive_cq})
+    if (cq->direct_lanes != 0 && !shard_.direct().take_back(*cq)) return Errno{EINPROGRESS};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
 
   const std::uint32_t receive_wr = srq != nullptr ? 0 : request.max_recv_wr;
@@ -47,8 +52,8 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
                                                    send_wqe_slots(request.max_inline_data));
   const std::uint32_t receive_record_slots = receive_wqe_slots(std::max(receive_sge, 1u));
   const std::uint32_t receive_depth = srq != nullptr ? srq->core.max_wr : std::max(receive_wr, 1u);
-  const vmci::QueuePairGeometry send_geometry{power_of_two((std::max(request.max_send_wr, 1u) + 1) * send_record_slots),
-                                              power_of_two(std::max(request.max_send_wr, 1u)), vmci::QueueKind::completions, 0};
+  const vmci::QueuePairGeometry send_geometry{power_of_two((send_depth + 1) * send_record_slots),
+                                              power_of_two(send_depth), vmci::QueueKind::completions, 0};
   const vmci::QueuePairGeometry receive_geometry{
       srq != nullptr ? 2 : power_of_two((std::max(receive_wr, 1u) + 1) * receive_record_slots), power_of_two(receive_depth),
       vmci::QueueKind::completions, 0};
@@ -72,6 +77,10 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   qp->receive_offset = *receive_offset;
   qp->send_lane = send_cq->take_lane();
   qp->receive_lane = receive_cq->take_lane();
+  qp->send_depth = send_depth;
+  qp->receive_depth = receive_depth;
+  send_cq->depth += send_depth;
+  receive_cq->depth += receive_depth;
   qp->doorbell = guest.take_doorbell();
   guest.by_doorbell[qp->doorbell] = qp.get();
 
@@ -96,6 +105,7 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   core.attributes.max_inline_data = request.max_inline_data;
   core.port.owner = qp.get();
   core.port.pd = pd->number;
+  core.port.pkey = guest.tenant->pkeys[0];
   qp->watch_sends(true);
   ++pd->users;
   send_cq->users.push_back(qp.get());
@@ -122,6 +132,7 @@ template <>
 Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const ModifyQpRequest& request) {
   QueuePair* const qp = find(guest.qps, request.qp);
   if (qp == nullptr) return Errno{EINVAL};
+  if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   auto& core = qp->core;
   core.attributes.state = static_cast<std::uint32_t>(core.state);
   const QpState before = core.state;
@@ -130,6 +141,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
   if (!modified) return modified.error();
   core.state = static_cast<QpState>(core.attributes.state);
+  core.port.pkey = guest.tenant->pkeys[core.attributes.pkey_index];
   if (core.state == QpState::reset) {
     shard_.engine().reset(core, request.send_position, request.receive_position);
     qp->watch_sends(true);
@@ -139,6 +151,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   }
   connected_elsewhere();
   if (core.state != QpState::reset) shard_.make_runnable(core);
+  shard_.direct().consider(*qp);
   return ModifyQpReply{static_cast<std::uint32_t>(core.state), 0};
 }
 
@@ -146,15 +159,18 @@ template <>
 Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const HandleRequest& request) {
   QueuePair* const qp = find(guest.qps, request.handle);
   if (qp == nullptr) return Errno{EINVAL};
+  if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   QueryQpReply reply{qp->core.attributes};
   reply.attributes.state = reply.attributes.cur_state = static_cast<std::uint32_t>(qp->core.state);
   if (qp->core.state >= QpState::rtr && qp->core.type != QpType::ud) reply.attributes.rq_psn = qp->core.expected_psn.value;
   if (qp->core.state >= QpState::rts) reply.attributes.sq_psn = qp->core.send_psn.value;
   reply.attributes.sq_draining = qp->core.state == QpState::sqd && !qp->core.drain_reported ? 1 : 0;
+  shard_.direct().hand_out(*qp);
   return reply;
 }
 
 void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
+  shard_.direct().forget(qp);
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);
   guest.totals += qp.core.counters;
@@ -169,6 +185,8 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
     cq.users.erase(std::find(cq.users.begin(), cq.users.end(), &qp));
     cq.free_lanes.push_back(lane);
   };
+  qp.send_cq->depth -= qp.send_depth;
+  qp.receive_cq->depth -= qp.receive_depth;
   leave(*qp.send_cq, qp.send_lane);
   leave(*qp.receive_cq, qp.receive_lane);
   if (qp.srq != nullptr) --qp.srq->users;
@@ -186,6 +204,7 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
   QueuePair* const qp = find(guest.qps, request.handle);
   if (qp == nullptr) return Errno{EINVAL};
   if (qp->mcast_groups != 0) return Errno{EBUSY};
+  if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   // Its buffers, and those that it serves, are their owner's again afterwards.
   if (shard_.engine().copies_under_way(qp->core) && may_wait(guest)) return Errno{EINPROGRESS};
   destroy(guest, *qp);

@@ -6,6 +6,7 @@
 
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
@@ -60,7 +61,9 @@ Result<CreateCqReply> ControlDesk::on<Request::create_cq>(Guest& guest, const Cr
   cq->shared = guest.arena.segment().at<CqShared>(*offset);
   std::fill(std::begin(cq->shared->hot), std::end(cq->shared->hot), no_lane);
   cq->ready = vmci::ReadyBitmap(&cq->shared->ready);
-  cq->cqe = request.cqe;
+  // Where completions may be written directly there must be room for those of the receive queue, too, which programs that only
+  // read and write remote memory leave out.
+  cq->cqe = fabric_.config.direct == "auto" ? std::min(limits::cqe_max, std::bit_ceil(request.cqe + 1)) : request.cqe;
   if (channel != nullptr) ++channel->users;
   const CreateCqReply reply{cq->handle.value, cq->cqe, *offset};
   guest.cqs.emplace(cq->handle.value, std::move(cq));
@@ -71,6 +74,7 @@ template <>
 Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const ResizeCqRequest& request) {
   CompletionQueue* const cq = find(guest.cqs, request.cq);
   if (cq == nullptr || request.cqe == 0 || request.cqe > limits::cqe_max) return Errno{EINVAL};
+  if (!shard_.direct().take_back(*cq)) return Errno{EINPROGRESS};
   // Shrinking: what was posted before and is still under way (memory that a worker fetches) counts, if it ends soon.
   if (request.cqe < cq->cqe && may_wait(guest))
     for (const QueuePair* user : cq->users)

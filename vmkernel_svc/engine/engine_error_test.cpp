@@ -487,6 +487,14 @@ TEST_CASE("A send record that makes no sense costs the guest its queue pair and 
     CHECK_FALSE(p.world.engine.may_take_sends(p.a.core));  // it would be looked at for ever
     CHECK(p.a.poll(Direction::receive)->status == WcStatus::wr_flush_err);
     CHECK(p.b.core.state == QpState::rts);
+    while (p.a.poll(Direction::send)) {
+    }
+    // RESET begins anew, behind it.
+    for (TestQp* qp : {&p.a, &p.b}) REQUIRE(p.world.modify(*qp, QpState::reset, {}));
+    p.world.connect(p.a, p.b);
+    CHECK(p.run(p.write(8))->status == WcStatus::success);
+    p.a.post(p.write(8));
+    CHECK(p.world.engine.may_take_sends(p.a.core));
   }
 }
 

@@ -302,6 +302,10 @@ TEST_CASE("In SQD the message under way ends, the next one waits, and the drain 
     REQUIRE(p.world.modify(p.a, QpState::rts, wanted));
     p.world.settle();
     CHECK(p.a.poll(Direction::send)->wr_id == 2);
+    // And each time anew.
+    REQUIRE(p.world.modify(p.a, QpState::sqd, wanted, qp_attr_en_sqd_async_notify));
+    p.world.settle();
+    CHECK(p.a.core.port.events.size() == (notify ? 2 : 0));
   }
 }
 

@@ -9,6 +9,7 @@
 //                                                        ←   part      bytes of a long READ
 //                                                        ←   credit    nothing but `taken`
 //       credit, close (the requester is done or gone)    →
+//       pkey      another P_Key than `open` said         →
 //       datagram  a message of a UD queue pair           →     delivered or dropped
 //
 // The carrier delivers these once each and in order, or says that the far end has lost what it knew. Each direction of a
@@ -24,7 +25,7 @@
 namespace vrdma::engine {
 
 // news: never between hosts; a carrier's word that the far end has begun anew.
-enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram };
+enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey };
 
 constexpr std::uint32_t far_part_bytes = 64 * 1024 - 512;  // payload of one record
 constexpr std::uint64_t far_window_bytes = 1024 * 1024;    // under way in one direction of a connection
@@ -40,7 +41,7 @@ struct FarRecord {
   std::uint32_t message;     // counts the connection's messages
   std::uint32_t psn;         // request
   std::uint32_t imm_data;    // network order
-  std::uint64_t bytes;       // request: of the whole message
+  std::uint64_t bytes;       // request: of the whole message; pkey: the P_Key
   std::uint64_t taken;       // payload of this connection that the sender of the record has taken in so far
   std::uint64_t remote_address;
   std::uint64_t compare_add, swap;
@@ -61,8 +62,10 @@ struct FarOpen {
   std::uint8_t path_mtu;
   std::uint8_t reserved;
   std::uint32_t dest_qp_num;
+  std::uint16_t pkey;        // of the requester's packets, as its host says
+  std::uint8_t reserved_too[6];
 };
-static_assert(WireRecord<FarOpen> && sizeof(FarOpen) == 56);
+static_assert(WireRecord<FarOpen> && sizeof(FarOpen) == 64);
 
 // Precedes the payload of a `datagram`.
 struct FarDatagram {
@@ -70,8 +73,8 @@ struct FarDatagram {
   std::uint64_t guid;
   std::uint32_t link_layer;
   std::uint32_t qkey;
-  std::uint16_t lid;
-  std::uint8_t reserved[6];
+  std::uint16_t lid, pkey;
+  std::uint8_t reserved[4];
 };
 static_assert(WireRecord<FarDatagram> && sizeof(FarDatagram) == 56);
 

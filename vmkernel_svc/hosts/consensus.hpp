@@ -18,11 +18,11 @@
 #include <string>
 #include <vector>
 
-#include "vmkernel_svc/hosts/outbox.hpp"
+#include "vmkernel_svc/hosts/agreement.hpp"
 
 namespace vrdma::hosts {
 
-class Consensus {
+class Consensus final : public Agreement {
  public:
   // What has to survive a crash.
   struct Memory {
@@ -34,19 +34,19 @@ class Consensus {
   // `managers` without `me`: never votes, never leads.
   Consensus(std::string me, std::vector<std::string> managers, Timing timing, std::uint64_t seed, Memory memory);
 
-  void tick(std::uint64_t now_ms, Outbox& out);
+  void tick(std::uint64_t now_ms, Outbox& out) override;
   void receive(std::uint64_t now_ms, const Peer& from, const Message& message, Outbox& out);
 
   // Leads, knows all that was committed, and has heard of a majority lately.
-  bool leads(std::uint64_t now_ms) const;
-  const std::string& leader() const { return leader_; }  // as far as known; empty: none
-  const State& committed() const { return committed_; }  // while leads()
+  bool leads(std::uint64_t now_ms) const override;
+  const std::string& leader() const override { return leader_; }
+  const State& committed() const override { return committed_; }
+  std::uint64_t term() const override { return memory_.term; }
   const Memory& memory() const { return memory_; }
   bool votes() const { return voter_; }
 
-  // One change at a time. `changed` is made of committed(), with State::begin(memory().term).
-  bool can_propose(std::uint64_t now_ms) const { return leads(now_ms) && memory_.state.id() == committed_.id(); }
-  void propose(std::uint64_t now_ms, State changed, Outbox& out);
+  bool can_propose(std::uint64_t now_ms) const override { return leads(now_ms) && memory_.state.id() == committed_.id(); }
+  void propose(std::uint64_t now_ms, State changed, Outbox& out) override;
 
  private:
   enum class Stance { follower, trying, candidate, leader };

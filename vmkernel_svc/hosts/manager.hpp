@@ -8,18 +8,19 @@
 #include <string>
 #include <vector>
 
-#include "vmkernel_svc/hosts/consensus.hpp"
+#include "vmkernel_svc/hosts/agreement.hpp"
 
 namespace vrdma::hosts {
 
 class Manager {
  public:
-  Manager(Timing timing, Consensus& consensus) : timing_(timing), consensus_(consensus) {}
+  Manager(Timing timing, Agreement& agreement) : timing_(timing), agreement_(agreement) {}
 
   void tick(std::uint64_t now_ms, Outbox& out);
   void receive(std::uint64_t now_ms, const Peer& from, const Renew& m, Outbox& out);
   // An administrator's wish; answered when it is done.
   void receive(std::uint64_t now_ms, const Peer& from, const Remove& m, Outbox& out);
+  void receive(std::uint64_t now_ms, const Peer& from, const ChangePartition& m, Outbox& out);
 
  private:
   struct Asked {
@@ -40,13 +41,15 @@ class Manager {
   void answer_waiting(std::uint64_t now_ms, Outbox& out);
 
   const Timing timing_;
-  Consensus& consensus_;
+  Agreement& agreement_;
   bool led_ = false;
   std::map<std::string, Holder> holders_;
   std::map<std::string, Asked> queue_;     // by name: to be put into the next change
   std::vector<std::pair<Peer, std::string>> removals_;
   std::vector<Asked> waiting_;             // for the change that is under way
   std::vector<Peer> removers_;
+  std::vector<std::pair<Peer, ChangePartition>> partition_changes_;
+  std::vector<Peer> partition_changers_;
   std::map<std::string, std::uint64_t> resting_since_;  // by serial, since we lead
 };
 

@@ -85,8 +85,32 @@ StateId id_in(const json& object, const char* key) {
 json as_json(LidRange lids) { return json::array({lids.first, lids.last}); }
 json as_json(StateId id) { return json::array({id.term, id.version}); }
 
+// As in the configuration: {"0x8001": ["1000", "b/*"]}
+json as_json(const Partitions& partitions) {
+  json out = json::object();
+  for (const auto& one : partitions.memberships()) out[pkey_text(one.pkey)].push_back(one.member());
+  return out;
+}
+Membership membership_in(std::uint16_t pkey, const json& member) {
+  const auto one = member.is_string() ? membership_of(pkey, member.get_ref<const std::string&>()) : std::nullopt;
+  if (!one) throw Malformed("a member of a partition is not HOST/UID");
+  return *one;
+}
+Partitions partitions_of(const json& object) {
+  if (!object.is_object()) throw Malformed("partitions are not an object");
+  Partitions partitions;
+  for (const auto& [key, members] : object.items()) {
+    const auto pkey = pkey_of(key);
+    if (!pkey || !members.is_array()) throw Malformed("a partition is not a P_Key with a list");
+    for (const json& member : members)
+      if (!partitions.add(membership_in(*pkey, member))) throw Malformed("a member is in a partition twice, or there are too many");
+  }
+  return partitions;
+}
+
 json as_json(const Delta& delta) {
   json out{{"from", as_json(delta.from)}, {"to", as_json(delta.to)}, {"next_id", delta.next_host_id}, {"next_lid", delta.next_lid}};
+  if (delta.partitions) out["partitions"] = as_json(*delta.partitions);
   json& hosts = out["hosts"] = json::array();
   for (const auto& host : delta.hosts)
     hosts.push_back({{"name", host.name}, {"address", host.address}, {"port", host.port}, {"carrier_port", host.carrier_port}, {"id", host.id},
@@ -100,6 +124,7 @@ json as_json(const Delta& delta) {
 Delta delta_of(const json& object) {
   if (!object.is_object()) throw Malformed("not a state of the subnet");
   Delta delta{id_in(object, "from"), id_in(object, "to"), number<std::uint32_t>(object, "next_id"), number<std::uint16_t>(object, "next_lid"), {}, {}};
+  if (const auto found = object.find("partitions"); found != object.end()) delta.partitions = partitions_of(*found);
   for (const json& host : list(object, "hosts", hosts_max)) {
     if (!host.is_object()) throw Malformed("a host is not an object");
     delta.hosts.push_back({name_in(host, "name"), address_in(host, "address"), number<std::uint16_t>(host, "port"), number<std::uint16_t>(host, "carrier_port"),
@@ -146,6 +171,20 @@ json body(const Probe& m) { return {{"type", "probe"}, {"address", m.address}, {
 json body(const Probed& m) { return {{"type", "probed"}, {"error", m.error}}; }
 json body(const Remove& m) { return {{"type", "remove"}, {"name", m.name}}; }
 json body(const RemoveReply& m) { return {{"type", "removed"}, {"error", m.error}, {"leader", m.leader}, {"port", m.port}}; }
+json body(const ChangePartition& m) {
+  json members = json::array();
+  for (const auto& one : m.members) members.push_back(one.member());
+  return {{"type", "partition"}, {"pkey", m.pkey}, {"add", m.add}, {"members", members}};
+}
+ChangePartition change_of(const json& o) {
+  ChangePartition m{number<std::uint16_t>(o, "pkey"), truth(o, "add"), {}};
+  for (const json& member : list(o, "members", memberships_max)) m.members.push_back(membership_in(m.pkey, member));
+  if (m.pkey == 0 ? !m.members.empty() || m.add : partition_of(m.pkey) == 0 || (m.add && m.members.empty())) throw Malformed("that makes no partition");
+  return m;
+}
+json body(const PartitionsReply& m) {
+  return {{"type", "partitions"}, {"error", m.error}, {"leader", m.leader}, {"port", m.port}, {"partitions", as_json(m.partitions)}};
+}
 json body(const VoteRequest& m) { return {{"type", "vote"}, {"term", m.term}, {"last", as_json(m.last)}, {"trial", m.trial}}; }
 json body(const VoteReply& m) { return {{"type", "voted"}, {"term", m.term}, {"granted", m.granted}, {"trial", m.trial}}; }
 json body(const Append& m) {
@@ -175,6 +214,11 @@ Message message_of(const json& o) {
   if (type == "probed") return Probed{printable(text(o, "error"))};
   if (type == "remove") return Remove{name_in(o, "name")};
   if (type == "removed") return RemoveReply{printable(text(o, "error")), address_in(o, "leader", true), number<std::uint16_t>(o, "port")};
+  if (type == "partition") return change_of(o);
+  if (type == "partitions") {
+    const auto found = o.find("partitions");
+    return PartitionsReply{printable(text(o, "error")), address_in(o, "leader", true), number<std::uint16_t>(o, "port"), partitions_of(found == o.end() ? json() : *found)};
+  }
   if (type == "vote") return VoteRequest{n64("term"), id_in(o, "last"), truth(o, "trial")};
   if (type == "voted") return VoteReply{n64("term"), truth(o, "granted"), truth(o, "trial")};
   if (type == "append") {

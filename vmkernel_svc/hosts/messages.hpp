@@ -13,7 +13,7 @@
 
 namespace vrdma::hosts {
 
-constexpr std::uint32_t protocol_major = 1, protocol_minor = 0;
+constexpr std::uint32_t protocol_major = 1, protocol_minor = 1;  // 1: partitions
 constexpr std::size_t frame_bytes_max = 8u << 20;         // a subnet of tens of thousands of hosts
 constexpr std::size_t first_frame_bytes_max = 64u << 10;  // of somebody who has not said hello
 constexpr std::size_t managers_max = 15;
@@ -45,6 +45,9 @@ struct Probed { std::string error; };  // empty: it was reached
 // An administrator's: take a host out of the subnet.
 struct Remove { std::string name; };
 struct RemoveReply { std::string error, leader; std::uint16_t port = 0; };  // leader: the address of who can do it
+// An administrator's: who is in a partition. No `members` to take out: the whole partition goes. `pkey` 0: only to be told.
+struct ChangePartition { std::uint16_t pkey = 0; bool add = false; std::vector<Membership> members; };
+struct PartitionsReply { std::string error, leader; std::uint16_t port = 0; Partitions partitions; };
 
 // Consensus of the managers (consensus.hpp).
 struct VoteRequest { std::uint64_t term = 0; StateId last; bool trial = false; };
@@ -64,7 +67,7 @@ struct Lease { std::uint64_t sequence = 0; std::uint32_t lease_ms = 0; LidRange 
 struct Refused { std::uint64_t sequence = 0; std::string why; };
 struct Redirect { std::uint64_t sequence = 0; std::string leader; };  // empty: there is none now
 
-using Message = std::variant<Hello, Ping, Pong, Goodbye, Probe, Probed, Remove, RemoveReply, VoteRequest, VoteReply, Append, AppendReply, Renew, Lease,
+using Message = std::variant<Hello, Ping, Pong, Goodbye, Probe, Probed, Remove, RemoveReply, ChangePartition, PartitionsReply, VoteRequest, VoteReply, Append, AppendReply, Renew, Lease,
                              Refused, Redirect>;
 
 std::string encode(const Message& message);

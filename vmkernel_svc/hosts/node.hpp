@@ -20,15 +20,17 @@ class Node {
     LidRange lids = no_lids;
   };
 
-  Node(Member::Self self, std::vector<std::string> managers, Timing timing, std::uint64_t seed, Memory memory)
+  // other: by which the managers agree, where they do not among themselves.
+  Node(Member::Self self, std::vector<std::string> managers, Timing timing, std::uint64_t seed, Memory memory, Agreement* other = nullptr)
       : self_(self),
-        consensus_(self.name, managers, timing, seed, std::move(memory.consensus)),
-        manager_(timing, consensus_),
+        consensus_(self.name, other == nullptr ? managers : std::vector<std::string>{}, timing, seed, std::move(memory.consensus)),
+        agreement_(other == nullptr ? consensus_ : *other),
+        manager_(timing, agreement_),
         member_(self, managers, timing, memory.serial == self.serial ? memory.lids : no_lids) {}
 
   Outbox tick(std::uint64_t now_ms) {
     Outbox out;
-    consensus_.tick(now_ms, out);
+    agreement_.tick(now_ms, out);
     manager_.tick(now_ms, out);
     member_.tick(now_ms, out);
     settle(now_ms, out);
@@ -45,13 +47,14 @@ class Node {
   const Member& member() const { return member_; }
   Member& member() { return member_; }
   const Consensus& consensus() const { return consensus_; }
-  bool leads(std::uint64_t now_ms) const { return consensus_.leads(now_ms); }
+  bool leads(std::uint64_t now_ms) const { return agreement_.leads(now_ms); }
   Memory memory() const { return {consensus_.memory(), self_.serial, member_.lids()}; }
 
  private:
   void deliver(std::uint64_t now_ms, const Peer& from, const Message& message, Outbox& out) {
     if (const auto* renew = std::get_if<Renew>(&message)) return manager_.receive(now_ms, from, *renew, out);
     if (const auto* remove = std::get_if<Remove>(&message)) return manager_.receive(now_ms, from, *remove, out);
+    if (const auto* change = std::get_if<ChangePartition>(&message)) return manager_.receive(now_ms, from, *change, out);
     consensus_.receive(now_ms, from, message, out);
     manager_.tick(now_ms, out);  // a change may have been committed
     member_.receive(now_ms, from, message, out);
@@ -73,6 +76,7 @@ class Node {
 
   const Member::Self self_;
   Consensus consensus_;
+  Agreement& agreement_;
   Manager manager_;
   Member member_;
 };

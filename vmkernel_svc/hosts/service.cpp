@@ -57,12 +57,18 @@ Service::Service(Settings settings) : settings_(std::move(settings)), tls_(Tls::
   if (error)
     throw std::runtime_error(fmt::format("cannot listen for other hosts at {} ({}): correct \"address\" and \"port\" in \"hosts\"",
                                          with_port(settings_.address, settings_.port), error.message()));
+  const Endpoint us{settings_.name, settings_.address, settings_.port};
   managers_ = !settings_.peers.empty() ? settings_.peers
               : settings_.seed         ? file_.managers
-                                       : std::vector<Endpoint>{{settings_.name, settings_.address, settings_.port}};
+                                       : std::vector<Endpoint>{us};
+  if (settings_.etcd) {
+    const std::uint64_t patience_ms = std::max<std::uint64_t>(500, settings_.timing.election_ms / 2);  // two tries within a lease
+    etcd_client_ = std::make_unique<EtcdClient>(io_, *settings_.etcd, patience_ms);
+    etcd_ = std::make_unique<EtcdAgreement>(*etcd_client_, settings_.etcd->prefix, us, settings_.timing, [this] { return now_ms(); }, [this] { heard_of_etcd(); });
+  }
   run_ = fmt::format("{:016x}", random_number());
   node_ = std::make_unique<Node>(Member::Self{settings_.name, tls_->us().serial, run_, settings_.address, settings_.port, settings_.carrier_port, settings_.lids},
-                                 names_of(managers_), settings_.timing, random_number(), file_.memory);
+                                 names_of(managers_), settings_.timing, random_number(), file_.memory, etcd_.get());
   publish();
 }
 
@@ -94,7 +100,7 @@ void Service::start() {
 }
 
 std::uint64_t Service::now_ms() const {
-  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - began_).count()) + 1;
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(BootClock::now() - began_).count()) + 1;
 }
 
 // --- the node
@@ -107,6 +113,15 @@ void Service::tick() {
   perform(node_->tick(now_ms()));
   dial_those_missing();
   if (node_->member().may_give(now_ms()) != may_give_) publish();
+}
+
+void Service::heard_of_etcd() {
+  // Who leads is to be reached, also before anything else is known of the subnet.
+  const Endpoint us{settings_.name, settings_.address, settings_.port}, &leader = etcd_->leader_endpoint();
+  managers_ = {us};
+  if (!leader.name.empty() && leader.name != us.name) managers_.push_back(leader);
+  perform(node_->tick(now_ms()));
+  if (etcd_->problem() != snapshot()->problem && node_->member().problem().empty()) publish();
 }
 
 void Service::save() {
@@ -249,8 +264,16 @@ void Service::adopt_managers(const Hello& peer) {
 void Service::on_message(const SessionPtr& session, const Message& message) {
   if (!sessions_.contains(session->route)) return;
   if (const auto* probing = std::get_if<Probe>(&message)) return probe(session, *probing);
-  if (const auto* removing = std::get_if<Remove>(&message)) return remove(session, *removing);
-  if (session->peer().address.empty()) return session->close("a tool asks to be probed, or to remove a host");
+  const bool admin = session->certificate().role == Role::admin;
+  if (const auto* removing = std::get_if<Remove>(&message)) {
+    if (!admin) return session->close("only who has the subnet's authority removes a host");
+    return wish<RemoveReply>(session, message, fmt::format("\"{}\" is to be removed", removing->name));
+  }
+  if (const auto* change = std::get_if<ChangePartition>(&message)) {
+    if (!admin && change->pkey != 0) return session->close("only who has the subnet's authority changes partitions");
+    return wish<PartitionsReply>(session, message, change->pkey == 0 ? "" : fmt::format("partition {} is to change", pkey_text(change->pkey)));
+  }
+  if (session->peer().address.empty()) return session->close("a tool asks to be probed, to remove a host, or for partitions");
   perform(node_->receive(now_ms(), {session->peer().name, session->certificate().serial, session->route}, message));
   drop_removed();
 }
@@ -381,17 +404,19 @@ void Service::probe(const SessionPtr& asker, const Probe& probe) {
   });
 }
 
-void Service::remove(const SessionPtr& asker, const Remove& message) {
-  if (asker->certificate().role != Role::admin) return asker->close("only who has the subnet's authority removes a host");
+template <class Reply>
+void Service::wish(const SessionPtr& asker, const Message& message, const std::string& what) {
   if (node_->leads(now_ms())) {
-    spdlog::info("hosts: \"{}\" is to be removed, by {}", message.name, asker->remote());
+    if (!what.empty()) spdlog::info("hosts: {}, by {}", what, asker->remote());
     perform(node_->receive(now_ms(), {asker->peer().name, asker->certificate().serial, asker->route}, message));
     return;
   }
+  Reply reply;
   const std::string& leader = node_->member().leader();
-  for (const auto& one : managers_)
-    if (one.name == leader && leader != settings_.name) return asker->send(RemoveReply{"", one.address, one.port});
-  asker->send(RemoveReply{"the subnet has no leader now: a majority of its managers must run", "", 0});
+  const auto found = std::ranges::find(managers_, leader, &Endpoint::name);
+  if (found != managers_.end() && leader != settings_.name) reply.leader = found->address, reply.port = found->port;
+  else reply.error = "the subnet has no leader now: a majority of its managers must run";
+  asker->send(reply);
 }
 
 }  // namespace vrdma::hosts

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "vmkernel_svc/hosts/boot_clock.hpp"
+#include "vmkernel_svc/hosts/etcd_agreement.hpp"
 #include "vmkernel_svc/hosts/session.hpp"
 #include "vmkernel_svc/hosts/settings.hpp"
 #include "vmkernel_svc/hosts/subnet_file.hpp"
@@ -30,7 +32,8 @@ class Service final : public remote::Directory {
   struct Snapshot {
     Host us;
     LidRange lids = no_lids;
-    std::chrono::steady_clock::time_point lease_until;
+    BootClock::time_point lease_until;
+    std::shared_ptr<const Partitions> partitions = std::make_shared<Partitions>();
     std::string leader, problem;
     bool manages = false;
     std::uint64_t term = 0, version = 0;  // of the managers; of what is known of the subnet
@@ -40,7 +43,7 @@ class Service final : public remote::Directory {
     std::uint64_t strangers = 0;  // connections that showed no good certificate
     std::string last_stranger;
 
-    bool may_give() const { return lids != no_lids && std::chrono::steady_clock::now() < lease_until; }
+    bool may_give() const { return lids != no_lids && BootClock::now() < lease_until; }
   };
 
   // Reads the folder and listens. Throws std::runtime_error with a message for a person.
@@ -71,6 +74,7 @@ class Service final : public remote::Directory {
   std::uint64_t now_ms() const;
   void accept_next();
   void tick();
+  void heard_of_etcd();
   void perform(Outbox out);
   void save();
   void deliver(const Outbox::Letter& letter);
@@ -84,7 +88,9 @@ class Service final : public remote::Directory {
   void dial(const std::string& key, const std::string& expected, Dial& target);
   void dialed(const std::string& key, const std::string& problem);
   void probe(const SessionPtr& asker, const Probe& probe);
-  void remove(const SessionPtr& asker, const Remove& message);
+  // What only the leader can do, for an administrator: it answers, or who leads is named.
+  template <class Reply>
+  void wish(const SessionPtr& asker, const Message& message, const std::string& what);
   SessionPtr session_with(const std::string& name) const;
   void drop_removed();
   void publish();
@@ -95,9 +101,11 @@ class Service final : public remote::Directory {
   boost::asio::io_context io_{1};
   boost::asio::ip::tcp::acceptor acceptor_{io_};
   boost::asio::steady_timer timer_{io_}, accept_timer_{io_};
-  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  BootClock::time_point began_ = BootClock::now();
   std::string run_;
   std::vector<Endpoint> managers_;
+  std::unique_ptr<EtcdClient> etcd_client_;  // nullptr: the managers agree among themselves
+  std::unique_ptr<EtcdAgreement> etcd_;
   std::unique_ptr<Node> node_;
   std::map<std::string, remote::HostId> ids_;  // by name and certificate: this process's numbers of hosts
   std::uint64_t next_route_ = 1;

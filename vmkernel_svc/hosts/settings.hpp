@@ -17,6 +17,18 @@ struct SessionLimits {
   std::uint64_t silence_ms = 20'000;  // after which a host is gone; a quarter of it: a ping
 };
 
+struct EtcdSettings {
+  std::vector<std::string> endpoints;  // "http://10.0.0.9:2379"
+  std::string prefix = "vrdma";        // of the subnet's keys
+  std::string ca_file, certificate_file, key_file;  // PEM; of https
+};
+struct EtcdEndpoint {
+  std::string host, port;
+  bool tls = false;
+};
+// nullopt: not "http://HOST:PORT" or "https://HOST:PORT".
+std::optional<EtcdEndpoint> etcd_endpoint(const std::string& text);
+
 struct Settings {
   std::string name;              // that of the certificate where it is empty
   std::string address;           // numeric IP: where it listens, and what others dial
@@ -26,6 +38,7 @@ struct Settings {
   std::filesystem::path folder = "/var/lib/vrdma/subnet";
   std::vector<Endpoint> peers;   // who may lead the subnet; the same list on each of them
   std::optional<std::pair<std::string, std::uint16_t>> seed;  // whom to ask that
+  std::optional<EtcdSettings> etcd;  // in place of these two: whoever has it may lead
   Timing timing;
   SessionLimits limits;
   std::string version;           // of the program

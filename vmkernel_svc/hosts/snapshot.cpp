@@ -14,12 +14,14 @@ void Service::publish() {
   const State& known = member.known();
   next->us = {settings_.name, settings_.address, settings_.port, settings_.carrier_port, 0, member.lids(), tls_->us().serial, 0};
   next->version = known.id().version;
+  next->partitions = known.partitions() == *snapshot_->partitions ? snapshot_->partitions : std::make_shared<Partitions>(known.partitions());
   if (const Host* const us = known.find(settings_.name)) next->us.id = us->id;
   next->lids = member.lids();
   next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
   next->leader = member.leader();
   next->problem = unsaved_ ? "its file cannot be written" : member.problem();
-  next->manages = node_->consensus().votes();
+  if (next->problem.empty() && etcd_) next->problem = etcd_->problem();
+  next->manages = etcd_ || node_->consensus().votes();
   next->term = node_->consensus().memory().term;
   next->strangers = strangers_;
   next->last_stranger = last_stranger_;
@@ -51,7 +53,7 @@ void Service::publish() {
   {
     const std::lock_guard lock(mutex_);
     // Who holds a snapshot's PeerHost compares pointers: what is as before stays the same object.
-    news |= next->lids != snapshot_->lids || next->blocks != snapshot_->blocks || next->peers.size() != snapshot_->peers.size();
+    news |= next->lids != snapshot_->lids || next->blocks != snapshot_->blocks || next->peers.size() != snapshot_->peers.size() || next->partitions != snapshot_->partitions;
     for (auto& [id, peer] : next->peers) {
       const auto old = snapshot_->peers.find(id);
       if (old != snapshot_->peers.end() && old->second->name == peer->name && old->second->address == peer->address &&

@@ -72,8 +72,14 @@ void State::end_rest(const std::string& serial) {
   found->second.changed = id_.version;
 }
 
+void State::set(Partitions partitions) {
+  partitions_ = std::move(partitions);
+  partitions_changed_ = id_.version;
+}
+
 Delta State::since(StateId from) const {
   Delta delta{from, id_, next_host_id_, next_lid_, {}, {}};
+  if (partitions_changed_ > from.version) delta.partitions = partitions_;
   for (const auto& [name, host] : hosts_)
     if (host.changed > from.version) delta.hosts.push_back(host);
   for (const auto& [serial, gone] : removed_)
@@ -90,6 +96,10 @@ bool State::apply(const Delta& delta) {
   next.id_ = delta.to;
   next.next_host_id_ = delta.next_host_id;
   next.next_lid_ = delta.next_lid == 0 || delta.next_lid > lid_max ? 1 : delta.next_lid;
+  if (delta.partitions) {
+    next.partitions_ = *delta.partitions;
+    next.partitions_changed_ = delta.to.version;  // or before: then it is sent once more
+  }
   // What leaves before what comes: a block may have gone from one to the other.
   for (const auto& gone : delta.removed) {
     if (const Host* const host = next.find(gone.name); host != nullptr && host->serial == gone.serial) next.forget(gone.name);

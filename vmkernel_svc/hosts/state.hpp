@@ -1,4 +1,5 @@
-// What the hosts of a subnet agree on: who is a member, at which address, with which block of LIDs; and who was removed. A value
+// What the hosts of a subnet agree on: who is a member, at which address, with which block of LIDs; who was removed; and who is in
+// which partition. A value
 // without clock, file or socket.
 //
 // Every change of it has a version; each entry remembers the version that changed it last, so that what somebody lacks can be
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "vmkernel_svc/hosts/partitions.hpp"
 #include "vmkernel_svc/remote/directory.hpp"
 
 namespace vrdma::remote {
@@ -55,6 +57,7 @@ struct Delta {
   std::uint16_t next_lid = 1;
   std::vector<Host> hosts;
   std::vector<Removed> removed;
+  std::optional<Partitions> partitions = {};  // all of them, where any has changed
   bool operator==(const Delta&) const = default;
 };
 
@@ -63,6 +66,7 @@ class State {
   StateId id() const { return id_; }
   const std::map<std::string, Host>& hosts() const { return hosts_; }
   const std::map<std::string, Removed>& removed() const { return removed_; }
+  const Partitions& partitions() const { return partitions_; }
   const Host* find(const std::string& name) const;
   const Host* holder(std::uint16_t lid) const;
   bool is_free(LidRange lids) const;
@@ -74,6 +78,7 @@ class State {
   const Host& put(Host host);  // id 0 gives it a new one
   void remove(const std::string& name);
   void end_rest(const std::string& serial);
+  void set(Partitions partitions);
 
   Delta since(StateId from) const;
   // False, and nothing done, where it does not start here, or would give a LID to two.
@@ -87,6 +92,8 @@ class State {
   std::uint16_t next_lid_ = 1;
   std::map<std::string, Host> hosts_;
   std::map<std::string, Removed> removed_;                                  // by serial
+  Partitions partitions_;
+  std::uint64_t partitions_changed_ = 0;
   std::map<std::uint16_t, std::pair<std::uint16_t, std::string>> blocks_;  // first → last and whose (a serial's: resting)
 };
 

@@ -3,97 +3,21 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
-#include <sys/random.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <array>
 #include <boost/asio/post.hpp>
 #include <cstring>
 #include <stdexcept>
 
 #include "vmkernel_svc/machines/plain.hpp"
+#include "vmkernel_svc/machines/port_session.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
 #include "vmkernel_svc/memory/ram_file.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
-
-namespace {
-
-constexpr std::uint64_t unsent_bytes_max = 4 << 20;   // an agent that reads nothing loses its session, …
-constexpr std::uint64_t unsent_bytes_busy = 1 << 20;  // … and before that the service's replies wait
-constexpr std::size_t processes_max = 4096;
-constexpr std::size_t segments_max = 64;              // lent and not used yet, of one process
-constexpr std::size_t segment_parts_max = 1 << 22;    // of one segment: 16 GiB in single pages
-constexpr std::chrono::milliseconds thaw_every{10};   // a thaw looks at every queue pair
-constexpr std::uint32_t beats_unheard_max = 20;       // of an agent that nobody tells about, heartbeat_ms each
-
-std::uint64_t random_number() {
-  std::uint64_t number = 0;
-  while (number == 0)
-    if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) number = 0;
-  return number;
-}
-
-template <class Body>
-std::optional<Body> body_of(std::span<const std::byte> bytes) {
-  if (bytes.size() != sizeof(Body)) return std::nullopt;
-  Body body;
-  std::memcpy(&body, bytes.data(), sizeof(body));
-  return body;
-}
-
-}  // namespace
-
-// A pipe of the service that a process of the machine reads.
-struct MachinePort::Stream {
-  Stream(boost::asio::io_context& io, std::uint32_t number_in) : number(number_in), pipe(io) {}
-  std::uint32_t number;
-  boost::asio::posix::stream_descriptor pipe;
-};
-
-struct MachinePort::Process {
-  Process(boost::asio::io_context& io, std::uint32_t connection_in) : connection(connection_in), readable(io) {}
-  std::uint32_t connection;
-  std::shared_ptr<MachineProcess> known;
-  vmci::PacketSocket socket;                        // our end of the pair
-  boost::asio::posix::stream_descriptor readable;   // a duplicate
-  std::map<std::uint32_t, std::shared_ptr<Stream>> streams;
-  std::uint32_t next_stream = 1;
-  std::optional<std::pair<std::uint32_t, PinnedPages>> lending;  // the segment whose runs are coming in
-
-  // All runs of that segment have come: a packet may use it.
-  void end_lending() {
-    if (!lending) return;
-    auto& [number, pages] = *lending;
-    known->segments.insert_or_assign(number, std::move(pages));
-    lending.reset();
-  }
-  void hang_up() {
-    stop_watching(readable);
-    socket = {};
-    for (auto& [number, stream] : streams) stop_watching(stream->pipe);
-    streams.clear();
-  }
-};
-
-struct MachinePort::Session {
-  Session(std::uint64_t boot_in, std::byte* bar) : boot(boot_in), link(bar, /*agent=*/false) {}
-  std::uint64_t boot;
-  std::uint64_t generation = random_number();       // what stands in `page`: another number with each freeze and thaw
-  vmci::VmLinkEnd link;
-  std::shared_ptr<MachineRam> ram;                  // from hello on
-  control::ServicePage* page = nullptr;             // the machine's copy, in its RAM
-  std::string version;
-  std::map<std::uint32_t, std::shared_ptr<Process>> processes;
-  std::vector<std::shared_ptr<Process>> held;       // whose replies wait for room in the link
-  std::uint32_t last_connection = 0;
-  bool broken = false;
-};
 
 MachinePort::MachinePort(MachineSpec spec, Service service)
     : spec_(std::move(spec)),
@@ -148,191 +72,6 @@ void MachinePort::forget(std::uint64_t boot) {
   end_session();
   write_line();
   service_.changed();
-}
-
-// --- machines that stand still, are saved, and come back -------------------------------------------------------------
-
-void MachinePort::came() {
-  run_state_.qemu_came();
-  beats_unheard_ = 0;
-  if (!session_ && !kept_) epoch_ = random_number(), write_line();  // an agent that this QEMU loads knows another one
-  service_.changed();
-}
-
-void MachinePort::went() {
-  const bool saved = run_state_.saved(), unsound = run_state_.unsound();
-  run_state_.qemu_came();  // there is none
-  if (session_ && session_->page != nullptr && (saved || kept_) && service_.keep.count() != 0) {
-    spdlog::info("machine {}: is saved, and kept for {} s", spec_.name, service_.keep.count());
-    kept_ = true;
-    // Who has it again has loaded it.
-    std::atomic_ref(session_->page->machine_generation).store(0, std::memory_order_relaxed);
-    keep_for_a_while();
-    return service_.changed();
-  }
-  if (unsound) spdlog::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
-  frozen_ = false;
-  forget();
-}
-
-void MachinePort::keep_for_a_while() {
-  keeping_.expires_after(service_.keep);
-  keeping_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
-    if (error || !*alive || !kept_) return;
-    // What is loaded, or waits to go on, is heard of again.
-    if (device_->monitored() && run_state_.known() && (run_state_.loading() || restored())) return keep_for_a_while();
-    spdlog::info("machine {}: did not come back", spec_.name);
-    drop_kept();
-  });
-}
-
-void MachinePort::take_news(const MonitorNews& news) {
-  look_at_clock();
-  switch (news.kind) {
-    case MonitorNews::Kind::reset:
-      if (session_) spdlog::info("machine {}: is reset", spec_.name);
-      return forget();
-    case MonitorNews::Kind::stopped:
-      run_state_.stopped();
-      break;
-    case MonitorNews::Kind::resumed:
-      if (kept_ && !run_state_.loading() && !restored()) drop_kept();
-      if (!session_) forget();  // nobody knows whether the agent's boot is of now
-      run_state_.resumed();
-      kept_ = false;
-      break;
-    case MonitorNews::Kind::migration:
-      run_state_.migrated(news.text, news.at_us);
-      if (clock_.set_lately()) run_state_.clock_was_set();
-      break;
-    case MonitorNews::Kind::run_state:
-      run_state_.ran_as(news.text);
-      if (!kept_ || run_state_.loading()) break;
-      if (!restored()) return drop_kept();
-      kept_ = news.text != "running";  // it was loaded before anybody was told
-      break;
-    case MonitorNews::Kind::answer:
-      if (news.text == std::to_string(asked_)) run_state_.answered();
-      break;
-  }
-  settle();
-}
-
-void MachinePort::look_at_clock() {
-  if (clock_.look()) run_state_.clock_was_set();
-}
-
-// It boots anew, or does not come.
-void MachinePort::drop_kept() {
-  spdlog::info("machine {}: what was kept of it is given up", spec_.name);
-  run_state_.thawed();
-  frozen_ = false;
-  forget(session_->boot);
-}
-
-// True: the machine is the one that the service has seen last. The number is changed in one step, as the machine may be loaded under us.
-bool MachinePort::renew_generation() {
-  if (!session_) return true;
-  if (session_->page == nullptr) return boot_of_agent() == session_->boot;
-  std::uint64_t expected = session_->generation;
-  session_->generation = random_number();  // once it was another, it stays that
-  return std::atomic_ref(session_->page->machine_generation).compare_exchange_strong(expected, session_->generation) &&
-         boot_of_agent() == session_->boot;
-}
-
-// Whether the machine that was saved has been loaded into this QEMU.
-bool MachinePort::restored() const {
-  return std::atomic_ref(session_->page->machine_generation).load(std::memory_order_relaxed) == session_->generation && boot_of_agent() == session_->boot;
-}
-
-// What the monitor has said last counts, not how often it has changed its mind.
-void MachinePort::settle() {
-  const bool still = run_state_.still();
-  if (changing_ || kept_ || still == frozen_) return;
-  if (still) return freeze();
-  if (std::chrono::steady_clock::now() >= thaw_again_) return thaw();
-  resting_.expires_at(thaw_again_);
-  resting_.async_wait([this, alive = alive_](const boost::system::error_code& error) {
-    if (!error && *alive) settle();
-  });
-}
-
-// The shard is through with it.
-void MachinePort::changed_over() {
-  changing_ = false;
-  settle();
-}
-
-void MachinePort::freeze() {
-  frozen_ = changing_ = true;
-  beats_unheard_ = 0;
-  if (session_)
-    for (auto& [connection, process] : session_->processes) process->known->frozen = true;
-  const auto state = session_ && session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-  service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, state](Shard& shard) {
-    if (state != nullptr) shard.end_mirror(*state);
-    for (auto& [id, guest] : shard.fabric().guests)
-      if (guest->machine && guest->machine->name == name) shard.freeze(*guest);
-    boost::asio::post(io, [this, alive] {
-      if (!*alive) return;
-      if (frozen_) {
-        (void)renew_generation();  // who is not the same any more is told so when it goes on
-        // That was the last write: a page that went out before may lack it.
-        look_at_clock();
-        run_state_.frozen(clock_.now_us());
-        device_->ask(++asked_);
-      }
-      changed_over();
-    });
-  });
-  service_.changed();
-}
-
-void MachinePort::thaw() {
-  frozen_ = false;
-  keeping_.cancel();
-  run_state_.thawed();
-  thaw_again_ = std::chrono::steady_clock::now() + thaw_every;
-  if (!renew_generation()) {
-    spdlog::warn("machine {}: goes on from another state than it had: its programs lose their device", spec_.name);
-    return forget();
-  }
-  write_line();
-  if (session_) std::atomic_ref(device_->header().service.accepted).store(session_->boot, std::memory_order_release);
-  if (session_) {
-    auto* const state = session_->page != nullptr ? &session_->page->shards[0] : nullptr;
-    changing_ = true;
-    service_.shard.submit([this, alive = alive_, &io = service_.io, name = spec_.name, ram = session_->ram, state](Shard& shard) {
-      if (state != nullptr) {
-        std::atomic_ref(state->sleeping).store(0, std::memory_order_relaxed);
-        shard.mirror(*state);
-      }
-      for (auto& [id, guest] : shard.fabric().guests)
-        if (guest->machine && guest->machine->name == name) shard.thaw(*guest);
-      boost::asio::post(io, [this, alive] {
-        if (*alive) changed_over();
-      });
-    });
-    for (auto& [connection, process] : session_->processes) {
-      process->known->frozen = false;
-      if (const auto thawed = std::exchange(process->known->thawed, {})) thawed();
-    }
-  }  // guests of a session that has ended meanwhile are on their way out, and stay frozen
-  push();
-  look();
-  service_.changed();
-}
-
-// A machine that is said to stand still, or to be saved, and whose monitor has gone: that it runs again is told by its agent's heart alone,
-// and too late to go on with it.
-void MachinePort::end_unheard() {
-  if (!device_->connected() || device_->monitored()) return;
-  const std::uint64_t heart = std::atomic_ref(device_->header().agent.heartbeat).load(std::memory_order_relaxed);
-  if (std::exchange(heart_seen_, heart) == heart || ++beats_unheard_ < beats_unheard_max) return;
-  spdlog::warn("machine {}: it runs, and no monitor has said so: its programs lose their device", spec_.name);
-  run_state_.qemu_came();
-  frozen_ = false;
-  forget();
 }
 
 // --- the link -------------------------------------------------------------------------------------------------
@@ -429,8 +168,8 @@ void MachinePort::end_session() {
   if (ended->page != nullptr) {
     // The mapping stays until the shard writes there no more.
     ++leaving_;
-    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, state = &ended->page->shards[0]](Shard& shard) {
-      shard.end_mirror(*state);
+    service_.shard.submit([this, alive = alive_, &io = service_.io, ram = ended->ram, page = ended->page](Shard& shard) {
+      shard.end_mirror(*page);
       boost::asio::post(io, [this, alive] {
         if (*alive && --leaving_ == 0) look();
       });
@@ -544,122 +283,11 @@ void MachinePort::greet(std::span<const std::byte> body) {
   session_->page = page;
   service_.shard.submit([ram = *ram, page](Shard& shard) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
-    shard.mirror(page->shards[0]);
+    shard.mirror(*page);
   });
   spdlog::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
   answer(0);
   service_.changed();
-}
-
-// --- processes ------------------------------------------------------------------------------------------------
-
-void MachinePort::open(std::uint32_t connection, std::span<const std::byte> body) {
-  const auto who = body_of<vm::Open>(body);
-  if (!who || connection <= session_->last_connection) return refuse("it opens a connection twice");
-  session_->last_connection = connection;
-  int ends[2];
-  if (session_->processes.size() >= processes_max || ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0)
-    return session_->link.send(vm::Frame::closed, connection, std::span<const std::byte>{});
-  vmci::UniqueFd ours(ends[0]), theirs(ends[1]);
-  auto process = std::make_shared<Process>(service_.io, connection);
-  process->known = std::make_shared<MachineProcess>(MachineProcess{spec_.name, spec_.tenant, who->uid, who->gid, who->pid, {}});
-  process->known->interrupts = device_->interrupts();
-  process->known->in_bar = session_->ram->is_bar();
-  process->socket = vmci::PacketSocket(std::move(ours));
-  // Called after end_session() has taken itself out of this.
-  process->known->detached = [this, connection] {
-    session_->processes.erase(connection);
-    session_->link.send(vm::Frame::closed, connection, std::span<const std::byte>{});
-    push();
-    service_.changed();
-  };
-  if (!watch_copy(process->readable, process->socket.fd()))
-    return session_->link.send(vm::Frame::closed, connection, std::span<const std::byte>{});
-  session_->processes.emplace(connection, process);
-  await_replies(process);
-  service_.admit(vmci::PacketSocket(std::move(theirs)), process->known);
-  service_.changed();
-}
-
-void MachinePort::forward(Process& process, std::span<const std::byte> packet) {
-  process.end_lending();
-  if (!process.socket) return;
-  // Full: a process has one request under way at a time, and its agent lets nobody have more than a few.
-  if (const auto sent = process.socket.send(packet); !sent) process.hang_up();
-}
-
-void MachinePort::append(Process& process, std::uint32_t segment, std::span<const std::byte> body) {
-  if (body.empty() || body.size() % sizeof(vm::Run) != 0) return refuse("it lends memory in parts of runs");
-  if (!process.lending || process.lending->first != segment) {
-    process.end_lending();
-    if (process.known->segments.size() >= segments_max) return refuse("it lends memory and does not use it");
-    process.lending.emplace(segment, PinnedPages(session_->ram));
-  }
-  PinnedPages& pages = process.lending->second;
-  for (std::size_t at = 0; at < body.size(); at += sizeof(vm::Run)) {
-    vm::Run run;
-    std::memcpy(&run, body.data() + at, sizeof(run));
-    if (pages.part_count() >= segment_parts_max || !pages.append(run)) return refuse("it lends memory that is not its own");
-  }
-}
-
-// What the service answers goes to the process; the descriptors are pipes that it is to read, and become streams.
-void MachinePort::await_replies(const std::shared_ptr<Process>& process) {
-  process->readable.async_wait(
-      boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_, process](const boost::system::error_code& error) {
-        if (error || !*alive || !process->socket) return;
-        std::array<std::byte, sizeof(control::Head) + control::body_bytes_max> packet;
-        auto received = process->socket.receive(packet);
-        if (!received && value(received.error()) == EAGAIN) return await_replies(process);
-        if (!received || received->bytes == 0) return process->hang_up();
-        const std::uint32_t first = process->next_stream;
-        std::vector<vmci::UniqueFd> documents;
-        for (auto& pipe : received->descriptors) {
-          if (struct stat status; ::fstat(pipe.get(), &status) == 0 && S_ISREG(status.st_mode)) {
-            documents.push_back(std::move(pipe));  // all of it is there
-            continue;
-          }
-          auto stream = std::make_shared<Stream>(service_.io, process->next_stream++);
-          if (::fcntl(pipe.get(), F_SETFL, O_NONBLOCK) != 0 || !watch_copy(stream->pipe, pipe.get())) return process->hang_up();
-          process->streams.emplace(stream->number, stream);
-        }
-        session_->link.send(vm::Frame::reply, process->connection, std::span(packet).first(received->bytes), first,
-                            static_cast<std::uint16_t>(received->descriptors.size()));
-        for (std::uint32_t number = first; number < process->next_stream; ++number) await_stream(process, process->streams[number]);
-        for (const auto& document : documents) send_document(*process, document);
-        push();
-        if (session_->link.unsent_bytes() > unsent_bytes_busy)
-          session_->held.push_back(process);
-        else
-          await_replies(process);
-      });
-}
-
-void MachinePort::send_document(Process& process, const vmci::UniqueFd& document) {
-  const std::uint32_t number = process.next_stream++;
-  std::array<std::byte, vm::frame_bytes_max> bytes;
-  off_t at = 0;
-  for (ssize_t got; (got = ::pread(document.get(), bytes.data(), bytes.size(), at)) > 0; at += got)
-    session_->link.send(vm::Frame::stream, process.connection, std::span(bytes).first(static_cast<std::size_t>(got)), number);
-  session_->link.send(vm::Frame::stream_end, process.connection, std::span<const std::byte>{}, number);
-}
-
-void MachinePort::await_stream(const std::shared_ptr<Process>& process, const std::shared_ptr<Stream>& stream) {
-  stream->pipe.async_wait(
-      boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_, process, stream](const boost::system::error_code& error) {
-        if (error || !*alive || !stream->pipe.is_open()) return;
-        std::array<std::byte, 4096> bytes;
-        const ssize_t got = ::read(stream->pipe.native_handle(), bytes.data(), bytes.size());
-        if (got > 0) {
-          session_->link.send(vm::Frame::stream, process->connection, std::span(bytes).first(static_cast<std::size_t>(got)), stream->number);
-        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-          stop_watching(stream->pipe);
-          process->streams.erase(stream->number);
-          session_->link.send(vm::Frame::stream_end, process->connection, std::span<const std::byte>{}, stream->number);
-        }
-        push();
-        if (stream->pipe.is_open()) await_stream(process, stream);
-      });
 }
 
 }  // namespace vrdma::svc

@@ -29,6 +29,9 @@ class Backing {
   void put(std::uint64_t offset);
 
   std::uint64_t bytes() const { return bytes_; }
+  // To be mapped by another process, which must not be hurt by it; -1: not for others. A file that can be cut, or on huge pages, which
+  // may not come when they are touched, is not.
+  int lendable_fd() const { return lendable_ ? fd_.get() : -1; }
   bool in_use() const { return !chunks_.empty() || pinned_users_ != 0; }
   std::size_t mapping_count() const { return chunks_.size(); }
 
@@ -47,6 +50,7 @@ class Backing {
   vmci::UniqueFd fd_;
   std::uint64_t bytes_ = 0;
   std::uint64_t page_bytes_ = 4096;
+  bool lendable_ = false;
   std::map<std::uint64_t, Chunk> chunks_;  // by file offset / chunk_bytes
   std::optional<PinnedPages> pinned_;
   std::uint32_t pinned_users_ = 0;

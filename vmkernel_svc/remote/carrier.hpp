@@ -15,7 +15,9 @@ namespace vrdma::remote {
 
 // What is known of one host; other threads may look at it.
 struct Gauge {
-  std::atomic<std::uint64_t> heard_ns{0};      // when the far service was last heard
+  // For how long nothing has come from the far service. Only time in which this side looked counts: who was stopped, or waited for a
+  // processor, knows nothing of the others.
+  std::atomic<std::uint64_t> silent_ns{0};
   std::atomic<std::int64_t> queued_bytes{0};   // given to the carrier and not acknowledged
   std::atomic<std::int64_t> arrived_bytes{0};  // that came and the shard has not taken
   std::atomic<bool> connected{false};

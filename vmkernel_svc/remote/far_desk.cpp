@@ -123,10 +123,7 @@ bool FarDesk::has_room(std::uint32_t id) {
   return host.session != 0 && host.gauge->queued_bytes.load(std::memory_order_relaxed) < queued_bytes_max;
 }
 
-std::uint64_t FarDesk::silent_ns(std::uint32_t host) {
-  const std::uint64_t heard = at(host).gauge->heard_ns.load(std::memory_order_relaxed), now = vmci::monotonic_ns();
-  return now > heard ? now - heard : 0;
-}
+std::uint64_t FarDesk::silent_ns(std::uint32_t host) { return at(host).gauge->silent_ns.load(std::memory_order_relaxed); }
 
 void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey) {
   if (qp.port.owner == nullptr) return;  // it came from another host: it goes no further
@@ -148,7 +145,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     record.bytes = request.bytes;
     record.payload_bytes = frame->capacity();
     const Guest& guest = *qp.port.owner->guest;
-    engine::FarDatagram head{ud, guest.guid, guest.link_layer, qkey, guest.lid, {}};
+    engine::FarDatagram head{ud, guest.guid, guest.link_layer, qkey, guest.lid, qp.port.pkey, {}};
     std::memcpy(frame->payload(), &head, sizeof(head));
     std::memcpy(frame->payload() + sizeof(head), qp.datagram.get() + engine::grh_bytes, payload);
     frame->host = id;
@@ -196,6 +193,7 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::open: return open(std::move(frame));
     case FarKind::request:
     case FarKind::more:
+    case FarKind::pkey:
     case FarKind::close: return to_stand_in(std::move(frame));
     case FarKind::answer:
     case FarKind::part: return to_requester(std::move(frame));
@@ -227,6 +225,34 @@ void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
 bool FarDesk::is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const {
   return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) &&
          static_cast<std::uint16_t>(guid) == lid && directory_->host_of(lid) == host;
+}
+
+// A P_Key that a host claims for a guest of its own, if some guest of that host may have it; else 0, which matches none.
+std::uint16_t FarDesk::judged(remote::HostId id, std::uint16_t pkey) {
+  const auto [claim, is_new] = at(id).claims.try_emplace(pkey, false);
+  if (is_new) {
+    const auto host = directory_->host(id);
+    claim->second = host != nullptr && fabric_.partitions.may_be_of(host->name, pkey);
+  }
+  if (!claim->second) ++refused_pkeys_;
+  return claim->second ? pkey : 0;
+}
+
+void FarDesk::look_at_partitions() {
+  for (auto& [id, host] : hosts_) host.claims.clear();
+  for (auto& [key, stand_in] : stand_ins_) {
+    stand_in->core.port.pkey = judged(stand_in->host, stand_in->claimed_pkey);
+    make_runnable(*stand_in);
+  }
+}
+
+void FarDesk::tell_pkey(Qp& qp) {
+  if (qp.far == nullptr || !qp.far->opened || qp.far->session != session(qp.far->host)) return;
+  auto frame = FarFrame::make(0);
+  frame->record().kind = FarKind::pkey;
+  frame->record().bytes = qp.port.pkey;
+  frame->record().taken = qp.far->told = qp.far->taken;
+  send(qp, std::move(frame));
 }
 
 void FarDesk::to_requester(FarFramePtr frame) {
@@ -267,6 +293,8 @@ void FarDesk::open(FarFramePtr frame) {
   stand_in.gids = gids_of(said.guid, said.lid, said.link_layer);
   Qp& core = stand_in.core;
   core.port.stand_in = &stand_in;
+  stand_in.claimed_pkey = said.pkey;
+  core.port.pkey = judged(frame->host, said.pkey);
   core.qpn = Qpn{record.connection};
   core.type = static_cast<QpType>(said.type);
   core.state = QpState::rts;
@@ -290,7 +318,11 @@ void FarDesk::to_stand_in(FarFramePtr frame) {
     return;
   }
   if (record.taken > stand_in.credited && record.taken <= stand_in.sent) stand_in.credited = record.taken;
-  if (record.kind != FarKind::credit && !stand_in.broken) {
+  if (record.kind == FarKind::pkey) {
+    stand_in.claimed_pkey = static_cast<std::uint16_t>(record.bytes);
+    stand_in.core.port.pkey = judged(stand_in.host, stand_in.claimed_pkey);
+    stand_in.core.port.peer_generation = 0;
+  } else if (record.kind != FarKind::credit && !stand_in.broken) {
     stand_in.queued_bytes += record.payload_bytes;
     if (stand_in.queued_bytes > stand_in_bytes_max || stand_in.queue.size() > 64 * engine::far_window_messages) {
       ++malformed_;
@@ -575,6 +607,7 @@ bool FarDesk::begin_datagram(StandIn& stand_in) {
     stand_in.lid = head.lid;
     stand_in.link_layer = head.link_layer;
     stand_in.gids = gids_of(head.guid, head.lid, head.link_layer);
+    core.port.pkey = judged(stand_in.host, head.pkey);
     core.qpn = Qpn{record.connection};
     core.attributes.qkey = head.qkey;
     op.stage = Operation::Stage::routing;

@@ -29,6 +29,7 @@ struct StandIn {
   std::uint64_t guid = 0;
   std::uint32_t link_layer = 0;
   std::uint16_t lid = 0;
+  std::uint16_t claimed_pkey = 0;         // what its host says; core.port.pkey is that, or 0 where the host cannot have it
   std::array<control::GidEntry, 16> gids{};
 
   std::deque<engine::FarFramePtr> queue;  // the first one's payload may be in use by the operation
@@ -70,6 +71,10 @@ class FarDesk {
   void make_runnable(StandIn& stand_in);
   void set_timer(StandIn& stand_in, std::uint64_t at_ns);
 
+  // The P_Key of `qp` is another: its stand-in hears of it.
+  void tell_pkey(Qp& qp);
+  // Who is in which partition has changed: what other hosts claim is judged anew.
+  void look_at_partitions();
   // The directory says something else than before.
   void look_at_directory();
   struct Range {
@@ -83,12 +88,14 @@ class FarDesk {
   remote::Carrier& carrier() { return *carrier_; }
   std::uint64_t dropped_datagrams() const { return dropped_datagrams_; }
   std::uint64_t malformed() const { return malformed_; }
+  std::uint64_t refused_pkeys() const { return refused_pkeys_; }
 
  private:
   struct Host {
     std::uint64_t session = 0;
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
+    std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them
     // For its UD queue pairs, by the receiver's QPN: order is kept for each, and who is slow holds up few others.
     std::array<std::unique_ptr<StandIn>, 16> datagrams;
   };
@@ -102,6 +109,7 @@ class FarDesk {
   void open(engine::FarFramePtr frame);
   void new_session(remote::HostId host, std::uint64_t session);
   bool is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const;
+  std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
   bool waits_for_frozen(StandIn& stand_in);
   void drop(StandIn& stand_in);
   bool run(StandIn& stand_in);
@@ -126,7 +134,7 @@ class FarDesk {
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;
-  std::uint64_t dropped_datagrams_ = 0, malformed_ = 0;
+  std::uint64_t dropped_datagrams_ = 0, malformed_ = 0, refused_pkeys_ = 0;
 };
 
 }  // namespace vrdma::svc

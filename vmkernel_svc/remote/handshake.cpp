@@ -9,7 +9,7 @@ namespace vrdma::remote {
 
 namespace {
 // What follows the handshake, in the form of ALPN (RFC 7301). Another version of it has other names.
-constexpr std::string_view sealed = "\x0cvrdma1-plain", encrypted = "\x0cvrdma1-crypt";
+constexpr std::string_view sealed = "\x0cvrdma2-plain", encrypted = "\x0cvrdma2-crypt";
 
 // What sessions are for: to OpenSSL the key is one, and of no use with another.
 constexpr std::array<unsigned char, 5> use{'v', 'r', 'd', 'm', 'a'};

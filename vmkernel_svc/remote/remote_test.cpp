@@ -1,108 +1,18 @@
-#include <doctest/doctest.h>
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 #include <algorithm>
-#include <chrono>
-#include <csignal>
 #include <functional>
 #include <random>
 #include <utility>
+#include <vector>
 
-#include "vmkernel_svc/remote/configured_subnet.hpp"
-#include "vmkernel_svc/remote/tcp_carrier.hpp"
+#include "vmkernel_svc/remote/test_ends.hpp"
 
 using namespace vrdma;
 using namespace vrdma::remote;
-using engine::FarFrame;
-using engine::FarFramePtr;
-using engine::FarKind;
-
-namespace {
-
-// A secret and two hosts of this machine, with ports of their own.
-struct Subnet {
-  std::string secret = "/tmp/vrdma-remote-test." + std::to_string(::getpid());
-  svc::RemoteConfig config;
-
-  explicit Subnet(char fill = 's') {
-    write_secret(fill);
-    config.secret_file = secret;
-    for (int i = 0; i < 2; ++i) {
-      svc::RemoteHost host{"h" + std::to_string(i), "127.0.0.1", static_cast<std::uint16_t>(port() + i), static_cast<std::uint16_t>(1 + 100 * i),
-                           static_cast<std::uint16_t>(100 + 100 * i)};
-      config.hosts.push_back(host);
-    }
-  }
-  ~Subnet() { ::unlink(secret.c_str()); }
-  void write_secret(char fill) const {
-    ::unlink(secret.c_str());
-    const vmci::UniqueFd file(::open(secret.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
-    REQUIRE(::write(file.get(), std::string(40, fill).data(), 40) == 40);
-  }
-  static std::uint16_t port() { return static_cast<std::uint16_t>(20000 + 2 * (::getpid() % 4000)); }
-  std::shared_ptr<ConfiguredSubnet> seen_by(std::size_t host) const {
-    svc::RemoteConfig own = config;
-    own.name = own.hosts[host].name;
-    own.address = own.hosts[host].address;
-    return std::make_shared<ConfiguredSubnet>(own);
-  }
-};
-
-struct End {
-  std::uint64_t session = 0;
-  std::unique_ptr<TcpCarrier> carrier;
-
-  End(const Subnet& subnet, std::size_t host, bool encrypt = false)
-      : carrier(std::make_unique<TcpCarrier>(
-            TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, subnet.config.hosts[host].port, encrypt}, subnet.seen_by(host))) {
-    ::signal(SIGPIPE, SIG_IGN);  // the server blocks it in the shard's thread
-  }
-  // The next that comes, while the other end is driven, too; news is noted and passed on. nullptr: nothing within `patience`.
-  FarFramePtr next(End& other, std::chrono::seconds patience = std::chrono::seconds(60)) {
-    const auto until = std::chrono::steady_clock::now() + patience;
-    for (;;) {
-      other.carrier->turn();
-      carrier->turn();
-      if (auto frame = carrier->receive()) {
-        if (frame->record().kind == FarKind::news) session = frame->session;
-        return frame;
-      }
-      if (std::chrono::steady_clock::now() > until) return nullptr;
-    }
-  }
-  void await_session(End& other) {
-    const auto news = next(other);
-    REQUIRE(news != nullptr);
-    REQUIRE(news->record().kind == FarKind::news);
-  }
-  void send(std::uint32_t number, std::uint32_t bytes, std::uint64_t in_session) {
-    auto frame = FarFrame::make(bytes);
-    frame->record().kind = FarKind::request;
-    frame->record().message = number;
-    frame->record().payload_bytes = bytes;
-    for (std::uint32_t i = 0; i < bytes; ++i) frame->payload()[i] = static_cast<std::byte>(number * 31 + i);
-    frame->session = in_session;
-    carrier->gauge(0)->queued_bytes += static_cast<std::int64_t>(frame->whole_bytes());
-    carrier->send(std::move(frame));
-  }
-  void expect(std::uint32_t number, End& other) {
-    const auto frame = next(other);
-    REQUIRE(frame != nullptr);
-    REQUIRE(frame->record().kind == FarKind::request);
-    REQUIRE(frame->record().message == number);
-    REQUIRE(frame->session == session);
-    for (std::uint32_t i = 0; i < frame->record().payload_bytes; ++i)
-      REQUIRE(frame->payload()[i] == static_cast<std::byte>(number * 31 + i));
-  }
-};
-
-}  // namespace
 
 TEST_CASE("WhatWasSealedIsOpenedOnceAndUnchanged") {
   std::array<std::byte, FrameSeal::secret_bytes> secret;
@@ -203,6 +113,24 @@ TEST_CASE("RecordsArriveOnceAndInOrderBothWays") {
     for (std::uint32_t i = 0; i < records; ++i) other.expect(i, one), one.expect(i, other);
     while (one.carrier->gauge(0)->queued_bytes.load() != 0 || other.carrier->gauge(0)->queued_bytes.load() != 0) one.carrier->turn(), other.carrier->turn();
     CHECK(one.carrier->gauge(0)->resent.load() == 0);
+  }
+}
+
+// For longer than a connection may be mute: each end looks, and neither takes what has come.
+TEST_CASE("WhoIsSlowIsNotGivenUp") {
+  const Subnet subnet;
+  End one(subnet, 0), other(subnet, 1);
+  one.await_session(other);
+  other.await_session(one);
+  constexpr std::uint32_t records = 3000;  // more than arrivals and the sockets hold
+  for (std::uint32_t i = 0; i < records; ++i) one.send(i, 8192, one.session), other.send(i, 8192, other.session);
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(6);
+  while (std::chrono::steady_clock::now() < until) one.carrier->turn(), other.carrier->turn();
+  CHECK(one.carrier->gauge(0)->queued_bytes.load() > 0);
+  for (std::uint32_t i = 0; i < records; ++i) other.expect(i, one), one.expect(i, other);
+  for (End* end : {&one, &other}) {
+    CHECK(end->carrier->gauge(0)->reconnects.load() == 0);
+    CHECK(end->carrier->gauge(0)->resent.load() == 0);
   }
 }
 

@@ -164,10 +164,11 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
 }
 
 void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std::uint64_t now) {
-  link.gauge->heard_ns.store(now, std::memory_order_relaxed);
-  if (head.kind == LinkKind::hello) return hello(link, head, now);
-  if (!link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
-  acknowledged(link, head.acknowledged, now);
+  link.mute_ns = 0;
+  link.gauge->silent_ns.store(0, std::memory_order_relaxed);
+  if (head.kind == LinkKind::hello) return hello(link, head);
+  if (!link.greeted || (head.kind != LinkKind::record && head.kind != LinkKind::alive)) return link.connection->break_off(TcpConnection::Why::malformed);
+  acknowledged(link, head.acknowledged);
   if (head.kind != LinkKind::record) return;
   if (link.acknowledge_at_ns == never) {
     link.acknowledge_at_ns = now + acknowledge_ns;
@@ -179,11 +180,10 @@ void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std:
   take(link, std::move(frame), now);
 }
 
-void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
+void TcpCarrier::hello(Link& link, const LinkHead& head) {
   if (head.run == 0 || link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
   link.greeted = true;
   link.pause_ns = 0;
-  link.progress_ns = now;
   link.sent = 0;
   if (head.run != link.run) {
     link.run = head.run;
@@ -198,7 +198,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     arrivals_.push_back(std::move(news));
   } else if (head.peer_run == run_) {  // else it does not know of this session, and counts none of its records
     link.sent = link.records.size();
-    acknowledged(link, head.acknowledged, now);
+    acknowledged(link, head.acknowledged);
     link.sent = 0;
   }
   link.gauge->connected.store(true, std::memory_order_relaxed);
@@ -212,7 +212,7 @@ void TcpCarrier::forget_records(Link& link) {
   link.sent = 0;
 }
 
-void TcpCarrier::acknowledged(Link& link, std::uint64_t number, std::uint64_t now) {
+void TcpCarrier::acknowledged(Link& link, std::uint64_t number) {
   while (link.sent > 0 && link.records.front().number <= number) {
     const auto bytes = link.records.front().frame->whole_bytes();
     link.gauge->queued_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
@@ -220,9 +220,7 @@ void TcpCarrier::acknowledged(Link& link, std::uint64_t number, std::uint64_t no
     link.gauge->sent_records.fetch_add(1, std::memory_order_relaxed);
     link.records.pop_front();
     --link.sent;
-    link.progress_ns = now;
   }
-  if (link.records.empty()) link.progress_ns = now;
 }
 
 void TcpCarrier::take(Link& link, FarFramePtr frame, std::uint64_t now) {

@@ -51,7 +51,8 @@ class TcpCarrier final : public Carrier {
     bool greeted = false;                       // it has said hello on this connection
     std::uint32_t watched = 0;                  // events of the connection that epoll tells of
     std::uint64_t dial_at_ns = 0, pause_ns = 0;
-    std::uint64_t said_ns = 0, progress_ns = 0;
+    std::uint64_t said_ns = 0;
+    std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
     std::uint64_t run = 0, session = 0;         // of the far service; how many of its runs there have been
     std::deque<Record> records;                 // not acknowledged; the first `sent` of them were given to this connection
     std::size_t sent = 0;
@@ -85,8 +86,8 @@ class TcpCarrier final : public Carrier {
   void transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<engine::FarFrame> frame, std::uint64_t now);
   void say(Link& link, LinkKind kind, std::uint64_t now);
   void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
-  void hello(Link& link, const LinkHead& head, std::uint64_t now);
-  void acknowledged(Link& link, std::uint64_t number, std::uint64_t now);
+  void hello(Link& link, const LinkHead& head);
+  void acknowledged(Link& link, std::uint64_t number);
   void forget_records(Link& link);
   void take(Link& link, engine::FarFramePtr frame, std::uint64_t now);
 
@@ -103,7 +104,7 @@ class TcpCarrier final : public Carrier {
   std::deque<engine::FarFramePtr> arrivals_;
   std::vector<Link*> to_pump_;
   std::shared_ptr<std::atomic<bool>> changed_ = std::make_shared<std::atomic<bool>>(true);
-  std::uint64_t next_look_ns_ = 0, acknowledge_at_ns_ = never;
+  std::uint64_t looked_ns_ = 0, next_look_ns_ = 0, acknowledge_at_ns_ = never;
   std::uint64_t next_poll_cycles_ = 0, busy_until_ns_ = 0;
 };
 

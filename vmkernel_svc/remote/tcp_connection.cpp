@@ -2,6 +2,7 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -117,6 +118,11 @@ bool TcpConnection::flush() {
 }
 
 // --- receiving ------------------------------------------------------------------------------------------------
+
+bool TcpConnection::has_unread() const {
+  int bytes = 0;
+  return ::ioctl(socket_.get(), FIONREAD, &bytes) == 0 && bytes > 0;
+}
 
 // With a whole head in the buffer: what follows it goes to a frame. False: it makes no sense.
 bool TcpConnection::begin_frame() {

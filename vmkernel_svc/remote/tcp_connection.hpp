@@ -37,6 +37,7 @@ class TcpConnection {
   std::size_t outgoing_bytes() const { return outgoing_bytes_; }
   bool worn() const { return sealing_ && (sealing_->sealed_bytes() > FrameSeal::sealed_bytes_max || opening_->sealed_bytes() > FrameSeal::sealed_bytes_max); }
 
+  bool has_unread() const;  // something has come that receive() has not read
   // The next frame that has come, its head checked and in `head`; nullptr: no whole one, for now. Reads at most what `budget` allows.
   engine::FarFramePtr receive(LinkHead& head, std::int64_t& budget);
 

@@ -19,7 +19,7 @@ namespace vrdma::remote {
 
 namespace {
 constexpr std::uint64_t look_ns = 50'000'000, quiet_look_ns = 200'000'000, alive_ns = 200'000'000;
-constexpr std::uint64_t stall_ns = 4'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
+constexpr std::uint64_t mute_max_ns = 4'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
 constexpr std::size_t strangers_max = 64;  // besides as many as there are hosts
 
 socklen_t address_of(const std::string& text, std::uint16_t port, sockaddr_storage& address) {  // 0: not an address
@@ -101,6 +101,7 @@ void TcpCarrier::dial(Link& link, std::uint64_t now) {
   if (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS) return;
   link.connection = std::make_unique<TcpConnection>(context_, std::move(socket), host, now);
   link.watched = 0;
+  link.mute_ns = 0;
   watch(*link.connection, link.watched);
 }
 
@@ -150,7 +151,7 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
 void TcpCarrier::opened(Link& link, std::uint64_t now) {
   link.greeted = false;
   link.sent = 0;
-  link.progress_ns = now;
+  link.mute_ns = 0;
   say(link, LinkKind::hello, now);
 }
 
@@ -195,18 +196,28 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
 }
 
 // Now and then: what the time brings.
+//
+// A connection on which nothing comes for long is made anew: TCP's own patience is longer. Nothing comes only if nothing lies unread,
+// and while we do look: one that is slow is not gone, neither we nor the other. A way that fails in one direction is seen by the host at
+// its end, which hangs up. So nobody need judge how fast its own records are acknowledged, and signs of life may wait behind them.
 void TcpCarrier::look(std::uint64_t now) {
   using State = TcpConnection::State;
+  const std::uint64_t passed = std::min(now - looked_ns_, 2 * quiet_look_ns);
+  looked_ns_ = now;
   bool soon = false;
   for (auto& [id, link] : links_) {
+    if (link->connection && link->connection->state() == State::open && link->connection->has_unread()) {
+      link->mute_ns = 0;
+      link->gauge->silent_ns.store(0, std::memory_order_relaxed);
+    } else {
+      link->mute_ns += passed;
+      link->gauge->silent_ns.fetch_add(passed, std::memory_order_relaxed);
+    }
     if (link->connection) {
-      // A connection on which nothing gets through, in either direction, for so long is made anew: TCP's own patience is longer.
       const TcpConnection& connection = *link->connection;
-      const std::uint64_t heard = std::max(link->gauge->heard_ns.load(std::memory_order_relaxed), connection.since_ns());
-      const bool mute = now > heard && now - heard > (connection.state() == State::open ? stall_ns : shake_ns);
-      const bool stalled = link->greeted && !link->records.empty() && now - link->progress_ns > stall_ns;
-      if (connection.state() == State::broken || mute || stalled) disconnect(*link, now);
-      else if (link->greeted && now - link->said_ns >= alive_ns) say(*link, LinkKind::alive, now);
+      const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : shake_ns);
+      if (connection.state() == State::broken || mute) disconnect(*link, now);
+      else if (link->greeted && now - link->said_ns >= alive_ns && !connection.wants_to_write()) say(*link, LinkKind::alive, now);
     }
     if (!link->connection && link->dials && now >= link->dial_at_ns) dial(*link, now);
     soon |= !link->connection ? link->dials : !link->greeted || !link->records.empty();

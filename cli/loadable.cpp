@@ -1,0 +1,63 @@
+#include "cli/loadable.hpp"
+
+#include <elf.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "vmci_channel/unique_fd.hpp"
+
+namespace vrdma::cli {
+
+namespace {
+
+// Where execvp() finds it: in PATH, unless the name has a slash.
+std::string found(const std::string& name) {
+  if (name.find('/') != std::string::npos) return name;
+  const char* const variable = std::getenv("PATH");
+  const std::string path = variable != nullptr ? variable : "/bin:/usr/bin";
+  for (std::size_t begin = 0; begin <= path.size();) {
+    const std::size_t end = std::min(path.find(':', begin), path.size());
+    std::string candidate = path.substr(begin, end - begin);
+    candidate += candidate.empty() ? name : "/" + name;
+    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
+    begin = end + 1;
+  }
+  return {};
+}
+
+template <class T>
+bool read_at(int fd, std::uint64_t offset, T& value) {
+  return ::pread(fd, &value, sizeof(value), static_cast<off_t>(offset)) == static_cast<ssize_t>(sizeof(value));
+}
+
+}  // namespace
+
+std::string why_not_loadable(const std::string& name) {
+  const std::string path = found(name);
+  const vmci::UniqueFd file(path.empty() ? -1 : ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat status;
+  if (!file || ::fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode)) return {};
+  Elf64_Ehdr head;
+  if (!read_at(file.get(), 0, head) || std::memcmp(head.e_ident, ELFMAG, SELFMAG) != 0) return {};  // a script
+  if (head.e_ident[EI_CLASS] != ELFCLASS64) return "is a 32-bit program, and libvrdma a 64-bit library";
+  const bool changes_user = (status.st_mode & S_ISUID) != 0 && status.st_uid != ::getuid();
+  const bool changes_group = (status.st_mode & S_ISGID) != 0 && status.st_gid != ::getgid();
+  if (changes_user || changes_group) return "is a set-user-ID or set-group-ID program, into which the loader puts nobody else's library";
+  if (::getuid() != 0 && ::fgetxattr(file.get(), "security.capability", nullptr, 0) > 0)
+    return "has file capabilities, and the loader puts nobody else's library into such programs";
+  for (unsigned i = 0; i < head.e_phnum; ++i) {
+    Elf64_Phdr segment;
+    if (!read_at(file.get(), head.e_phoff + std::uint64_t{i} * head.e_phentsize, segment)) return {};
+    if (segment.p_type == PT_INTERP) return {};
+  }
+  return "is linked statically, so that it loads no library";
+}
+
+}  // namespace vrdma::cli

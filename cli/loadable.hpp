@@ -1,0 +1,12 @@
+// What keeps the dynamic loader from putting libvrdma into a program.
+#pragma once
+
+#include <string>
+
+namespace vrdma::cli {
+
+// Why the program that execvp() would start as `name` cannot load libvrdma, in words that follow its name; "" where it can, as far
+// as its file tells, or where there is no such program.
+std::string why_not_loadable(const std::string& name);
+
+}  // namespace vrdma::cli

@@ -1,0 +1,77 @@
+// Extended completion queues (ibv_create_cq_ex, ibv_start_poll … ibv_end_poll): one completion at a time, whose fields are read by
+// functions. The same completion queue underneath, so that ibv_poll_cq and events work on it as on any other.
+//
+// From start_poll to end_poll one thread has the queue to itself; a start_poll that finds nothing needs no end_poll.
+#include "guest_lib/objects.hpp"
+#include "guest_lib/verbs_result.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+Cq& of(ibv_cq_ex* cq) { return Cq::of(reinterpret_cast<ibv_cq*>(cq)); }
+
+// What came of a poll for one completion: 0, ENOENT: there is none, or why it cannot be told.
+int take(Cq& cq, int got) {
+  if (got < 0) return errno;
+  if (got == 0) return ENOENT;
+  cq.verbs.wr_id = cq.current.wr_id;
+  cq.verbs.status = cq.current.status;
+  return 0;
+}
+
+int start_poll(ibv_cq_ex* verbs, ibv_poll_cq_attr* attributes) {
+  if (attributes->comp_mask != 0) return EINVAL;
+  Cq& cq = of(verbs);
+  if (!cq.one_thread) cq.steps_lock.lock();
+  const int error = take(cq, poll_cq(cq.base(), 1, &cq.current));
+  if (error != 0 && !cq.one_thread) cq.steps_lock.unlock();
+  return error;
+}
+
+int next_poll(ibv_cq_ex* verbs) {
+  Cq& cq = of(verbs);
+  return take(cq, poll_cq_at_once(cq.base(), 1, &cq.current));
+}
+
+void end_poll(ibv_cq_ex* verbs) {
+  Cq& cq = of(verbs);
+  if (!cq.one_thread) cq.steps_lock.unlock();
+}
+
+constexpr std::uint32_t known_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+constexpr std::uint32_t known_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
+
+Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wanted) {
+  const std::uint32_t flags = wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS ? wanted.flags : 0;
+  if ((wanted.wc_flags & ~std::uint64_t{IBV_WC_STANDARD_FLAGS}) != 0 || (wanted.comp_mask & ~known_mask) != 0 || (flags & ~known_flags) != 0)
+    return Errno{EOPNOTSUPP};
+  if (wanted.cqe > INT32_MAX || wanted.comp_vector > INT32_MAX) return Errno{EINVAL};
+  ibv_cq* const made = ibv_create_cq(context, static_cast<int>(wanted.cqe), wanted.cq_context, wanted.channel, static_cast<int>(wanted.comp_vector));
+  if (made == nullptr) return last_error();
+  Cq& cq = Cq::of(made);
+  cq.one_thread = (flags & IBV_CREATE_CQ_ATTR_SINGLE_THREADED) != 0;
+  cq.verbs.start_poll = start_poll;
+  cq.verbs.next_poll = next_poll;
+  cq.verbs.end_poll = end_poll;
+  // Read from the completion as ibv_poll_cq gives it, also what was not asked for.
+  cq.verbs.read_opcode = [](ibv_cq_ex* from) { return of(from).current.opcode; };
+  cq.verbs.read_vendor_err = [](ibv_cq_ex* from) { return of(from).current.vendor_err; };
+  cq.verbs.read_byte_len = [](ibv_cq_ex* from) { return of(from).current.byte_len; };
+  cq.verbs.read_imm_data = [](ibv_cq_ex* from) { return of(from).current.imm_data; };
+  cq.verbs.read_qp_num = [](ibv_cq_ex* from) { return of(from).current.qp_num; };
+  cq.verbs.read_src_qp = [](ibv_cq_ex* from) { return of(from).current.src_qp; };
+  cq.verbs.read_wc_flags = [](ibv_cq_ex* from) -> unsigned { return of(from).current.wc_flags; };
+  cq.verbs.read_slid = [](ibv_cq_ex* from) -> std::uint32_t { return of(from).current.slid; };
+  cq.verbs.read_sl = [](ibv_cq_ex* from) { return of(from).current.sl; };
+  cq.verbs.read_dlid_path_bits = [](ibv_cq_ex* from) { return of(from).current.dlid_path_bits; };
+  return &cq.verbs;
+}
+
+}  // namespace
+
+ibv_cq_ex* create_cq_ex(ibv_context* context, ibv_cq_init_attr_ex* wanted) {
+  return as_ptr([&] { return create(context, *wanted); });
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,91 @@
+#include "guest_lib/direct/connection.hpp"
+
+namespace vrdma::guest {
+
+DirectConnection::DirectConnection(const Ends& ends)
+    : claim_(ends.claim), sent_(ends.sent), received_(ends.received), ports_(ends.own, ends.peer, far_), engine_(ports_) {
+  const auto& send = ends.send.geometry();
+  const auto& receive = ends.receive.geometry();
+  near_.type = far_.type = engine::QpType::rc;
+  near_.state = far_.state = engine::QpState::rts;
+  near_.qpn = Qpn{ends.qpn};
+  far_.qpn = Qpn{ends.peer_qpn};
+  near_.attributes.dest_qp_num = ends.peer_qpn;
+  far_.attributes.dest_qp_num = ends.qpn;
+  near_.send_ring = vmci::RecordReader(ends.send.produce(), send.produce_slots);
+  near_.send_lane = vmci::LaneWriter(ends.send.consume_completions(), send.consume_entries);
+  far_.receive_ring = vmci::RecordReader(ends.receive.produce(), receive.produce_slots);
+  far_.receive_lane = vmci::LaneWriter(ends.receive.consume_completions(), receive.consume_entries);
+  far_.receive_record_slots = ends.receive_record_slots;
+}
+
+void DirectConnection::take_over() {
+  const direct::Direction& direction = claim_.direction();
+  handouts_seen_ = direction.handouts;
+  near_.attributes.path_mtu = direction.terms.path_mtu;
+  near_.attributes.max_rd_atomic = static_cast<std::uint8_t>(direction.terms.max_rd_atomic);
+  far_.attributes.access_flags = direction.terms.remote_access;
+  far_.attributes.max_dest_rd_atomic = static_cast<std::uint8_t>(direction.terms.max_dest_rd_atomic);
+  const direct::Positions& at = direction.positions[direction.current & 1];
+  near_.send_lane.skip_to(at.send_lane);
+  far_.receive_lane.skip_to(at.receive_lane);
+  step_back();
+}
+
+void DirectConnection::step_back() {
+  const direct::Direction& direction = claim_.direction();
+  const direct::Positions& at = direction.positions[direction.current & 1];
+  engine::leave_responder(near_);
+  near_.state = far_.state = engine::QpState::rts;
+  near_.operation.stage = engine::Operation::Stage::none;
+  near_.operation.copy_pending = near_.send_queue_lost = far_.inbound.active = false;
+  near_.send_ring.skip_to(at.send_head);
+  far_.receive_ring.skip_to(at.receive_head);
+  near_.send_psn = far_.expected_psn = Psn{at.psn & psn_mask};
+}
+
+void DirectConnection::record() {
+  direct::Direction& direction = claim_.direction();
+  const std::uint32_t next = direction.current + 1;
+  direct::Positions& at = direction.positions[next & 1];
+  at.send_head = near_.send_ring.position();
+  at.send_lane = near_.send_lane.position();
+  at.receive_head = far_.receive_ring.position();
+  at.receive_lane = far_.receive_lane.position();
+  at.psn = near_.send_psn.value;
+  at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
+  at.read_messages = near_.counters.read_messages, at.read_bytes = near_.counters.read_bytes;
+  at.atomics = near_.counters.atomics;
+  at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
+  // R1: pairs with R2 in the service's Link::recover, should this process end here: one of the two positions is whole.
+  std::atomic_ref(direction.current).store(next, std::memory_order_release);
+}
+
+bool DirectConnection::run_queue() {
+  if (claim_.direction().handouts != handouts_seen_) take_over();
+  while (!near_.send_ring.empty()) {
+    if (claim_.stop()) return false;
+    engine::Budget budget{static_cast<std::int64_t>(direct::message_bytes_max) + 1, 1};
+    ports_.begin();
+    engine_.run(near_, budget);
+    if (ports_.given_up() || engine_.busy(near_)) return step_back(), false;
+    record();
+  }
+  return true;
+}
+
+void DirectConnection::tell() {
+  const bool sent = ports_.take_sent(), received = ports_.take_received();
+  if (!sent && !received) return;
+  // Pairs with H1 of guest_lib/poll.cpp: the poller's fence between naming a hot lane and looking at the lanes once more.
+  vmci::store_load_fence();
+  const auto tell_one = [](const Told& told) {
+    for (auto& hot : told.cq->hot)
+      if (std::atomic_ref(hot).load(std::memory_order_relaxed) == told.lane) return;
+    vmci::ReadyBitmap(&told.cq->ready).set(told.lane);
+  };
+  if (sent) tell_one(sent_);
+  if (received) tell_one(received_);
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,63 @@
+// One direction of a connection that this process may run by itself: from a queue pair of its own to a peer's. The engine's state of
+// the two ends, which counts only while the claim is held, and is thrown away where a message could not be carried out here.
+//
+// Under the queue pair's send lock, but for its construction.
+#pragma once
+
+#include <memory>
+
+#include "guest_lib/direct/ports.hpp"
+#include "vmci_channel/claim.hpp"
+#include "vmci_channel/queue_pair.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::guest {
+
+class DirectConnection {
+ public:
+  // Where the completions of one end go.
+  struct Told {
+    control::CqShared* cq = nullptr;
+    std::uint32_t lane = control::no_lane;
+  };
+  struct Ends {
+    vmci::PosterClaim claim;
+    ReachedGuest own, peer;
+    vmci::QueuePairView send, receive;  // this end's send queue, the peer's receive queue
+    std::uint32_t receive_record_slots = 1;
+    std::uint32_t qpn = 0, peer_qpn = 0;
+    Told sent, received;
+  };
+  explicit DirectConnection(const Ends& ends);
+  DirectConnection(const DirectConnection&) = delete;
+  DirectConnection& operator=(const DirectConnection&) = delete;
+
+  // Carries out what lies in the send queue. False: something is left there, for the service. alive: whether there still is one.
+  template <class Alive>
+  bool run(Alive&& alive) {
+    if (!claim_.enter()) return false;
+    const bool all = alive() && run_queue();
+    tell();
+    claim_.leave();
+    return all;
+  }
+  // What was not mapped when a message needed it; to be mapped while the claim is not held.
+  std::optional<DirectPorts::Unmapped> take_unmapped() { return ports_.take_unmapped(); }
+
+ private:
+  bool run_queue();
+  void take_over();  // from the service, where it stands
+  void record();     // a message is done
+  void step_back();  // as if the last message had not been begun
+  void tell();       // those who have to be told of completions
+
+  vmci::PosterClaim claim_;
+  Told sent_, received_;
+  DirectPorts::Qp near_, far_;
+  DirectPorts ports_;
+  engine::Engine<DirectPorts> engine_;
+  std::uint32_t handouts_seen_ = 0;
+};
+
+}  // namespace vrdma::guest

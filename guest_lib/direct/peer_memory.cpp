@@ -1,0 +1,42 @@
+#include "guest_lib/direct/peer_memory.hpp"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "guest_lib/sparse_mapping.hpp"
+
+namespace vrdma::guest {
+
+Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset) {
+  std::lock_guard lock(mutex_);
+  if (at(backing, offset, 1) != nullptr) return ok();
+  struct stat file;
+  if (::fstat(fd, &file) != 0) return last_error();
+  const std::uint64_t index = offset / direct::chunk_bytes, begin = index * direct::chunk_bytes;
+  const auto size = static_cast<std::uint64_t>(file.st_size);
+  if (offset >= size) return Errno{ERANGE};
+  const SparseMapping sparse;
+  const std::uint64_t bytes = std::min(direct::chunk_bytes + direct::message_bytes_max, size - begin);
+  auto mapping = vmci::Mapping::map(fd, begin, bytes, vmci::Writable::yes);
+  if (!mapping) return mapping.error();
+  if (::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
+  std::atomic<Chunk*>& first = place(backing, index);
+  // M2: pairs with M1.
+  first.store(new Chunk{backing, index, std::move(*mapping), first.load(std::memory_order_relaxed)}, std::memory_order_release);
+  return ok();
+}
+
+void PeerMemory::abandon() {
+  for (auto& first : places_)
+    for (Chunk* chunk = first.load(std::memory_order_relaxed); chunk != nullptr; chunk = const_cast<Chunk*>(chunk->next)) chunk->mapping.abandon();
+}
+
+PeerMemory::~PeerMemory() {
+  for (auto& first : places_)
+    for (const Chunk* chunk = first.load(std::memory_order_relaxed); chunk != nullptr;) delete std::exchange(chunk, chunk->next);
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,129 @@
+// The engine's ports in direct mode: the posting thread runs the engine on its own send queue and its peer's receive queue, which
+// the claim of the direction (vrdma/direct.hpp) gives it for that time.
+//
+// Only what goes well is carried out here. Whatever else the engine comes to (no receive WQE, a wrong key, memory that is not mapped,
+// an error of any kind) is noted as given_up() before anybody could see it; the caller then forgets the turn, and the service
+// carries the same WQE out from its start. Hence: after the first completion of a message nothing of it can fail.
+#pragma once
+
+#include <atomic>
+#include <optional>
+
+#include "guest_lib/direct/peer_memory.hpp"
+#include "vmci_channel/arch.hpp"
+#include "vmci_channel/placement_copy.hpp"
+#include "vmkernel_svc/engine/engine.hpp"
+#include "vrdma/direct.hpp"
+
+namespace vrdma::guest {
+
+// One guest's registered memory: its keys, as the service publishes them, and its files, as this process maps them.
+struct ReachedGuest {
+  const direct::KeyTable* keys = nullptr;
+  PeerMemory* memory = nullptr;
+  std::uint64_t pd = 0;
+};
+
+class DirectPorts {
+ public:
+  using Qp = engine::Qp<DirectPorts>;
+  using Srq = engine::Srq<DirectPorts>;
+  struct QpPort {};
+  struct SrqPort {};
+  struct Unmapped {  // what a message needed and was not there
+    bool peers = false;
+    std::uint32_t backing = 0;
+    std::uint64_t offset = 0, bytes = 0;
+  };
+
+  DirectPorts(ReachedGuest own, ReachedGuest peer, Qp& far_end) : own_(own), peer_(peer), far_end_(far_end) {}
+
+  void begin() { given_up_ = false; }
+  bool given_up() const { return given_up_; }
+  std::optional<Unmapped> take_unmapped() { return std::exchange(unmapped_, std::nullopt); }
+  // Whether completions were written since the last call.
+  bool take_sent() { return std::exchange(sent_, false); }
+  bool take_received() { return std::exchange(received_, false); }
+
+  std::optional<engine::Place> find(Qp&, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
+    return look(access & remote ? peer_ : own_, key, address, bytes, access);
+  }
+  std::optional<engine::Place> find_receive(Qp&, Key key, std::uint64_t address, std::uint64_t bytes) {
+    return look(peer_, key, address, bytes, engine::access_local_write);
+  }
+  engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
+    vmci::placement_copy(reinterpret_cast<std::byte*>(to.address), reinterpret_cast<const std::byte*>(from.address), bytes);
+    return engine::MemoryStatus::done;
+  }
+  engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
+    if (place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
+    old_value = word(place).fetch_add(add, std::memory_order_acq_rel);
+    return engine::MemoryStatus::done;
+  }
+  engine::MemoryStatus compare_and_swap(Qp&, engine::Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
+    if (place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
+    old_value = compare;
+    word(place).compare_exchange_strong(old_value, swap, std::memory_order_acq_rel);
+    return engine::MemoryStatus::done;
+  }
+  void abandon(Qp&) {}
+
+  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
+    if (state.status != WcStatus::success || given_up_) return give_up(), true;
+    (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
+    (direction == engine::Direction::send ? sent_ : received_) = true;
+    return true;
+  }
+  void event(Qp&, engine::AsyncEvent) { give_up(); }
+  void srq_limit(Srq&) { give_up(); }
+  std::uint32_t srq_posted(Srq&) { return 0; }
+  void state_changed(Qp&) { give_up(); }
+  void await_receive(Qp&, Qp&) { give_up(); }
+  std::uint64_t now_ns() { return 0; }
+  void wake_at(Qp&, std::uint64_t) { give_up(); }
+
+  Qp* peer(Qp&) { return &far_end_; }
+  Qp* datagram_peer(Qp&, const UdOperand&) { return nullptr; }
+  Qp* multicast_peer(Qp&, const UdOperand&, std::uint32_t) { return nullptr; }
+  bool leads_back(Qp&, Qp&) { return true; }  // else the service would not have offered the connection
+  bool write_grh(Qp&, Qp&, const UdOperand&, std::uint32_t, std::byte*) { return false; }
+  std::uint16_t lid(Qp&) { return 0; }
+
+ private:
+  void give_up() { given_up_ = true; }
+
+  std::optional<engine::Place> look(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {
+      const direct::KeyEntry& entry = guest.keys->entries[direct::key_place(key.value, probe)];
+      // T1: pairs with T2 in the service's KeyBook::add: what the entry says was written before its key.
+      if (std::atomic_ref(const_cast<std::uint32_t&>(entry.key)).load(std::memory_order_acquire) != key.value) continue;
+      const std::uint64_t offset = address - entry.iova;
+      if (entry.pd != guest.pd || (entry.access & access) != access || address < entry.iova || bytes > direct::message_bytes_max ||
+          offset < entry.mapped_from || offset - entry.mapped_from > entry.mapped_bytes ||
+          bytes > entry.mapped_bytes - (offset - entry.mapped_from))
+        break;
+      const std::uint64_t in_file = entry.backing_offset + (offset - entry.mapped_from);
+      std::byte* const here = guest.memory->at(entry.backing, in_file, bytes);
+      if (here == nullptr) {
+        unmapped_ = {&guest == &peer_, entry.backing, in_file, bytes};
+        break;
+      }
+      constexpr std::uint32_t writes = engine::access_local_write | engine::access_remote_write;
+      if ((access & writes) != 0) vmci::prefetch_for_write(here);
+      return engine::Place::in_engine(here);
+    }
+    give_up();
+    return std::nullopt;
+  }
+  static std::atomic_ref<std::uint64_t> word(engine::Place place) {
+    return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(place.address));
+  }
+
+  ReachedGuest own_, peer_;
+  Qp& far_end_;
+  bool given_up_ = false, sent_ = false, received_ = false;
+  std::optional<Unmapped> unmapped_;
+};
+
+}  // namespace vrdma::guest

@@ -1,0 +1,101 @@
+#include "guest_lib/direct/rooms.hpp"
+
+#include <sys/mman.h>
+
+#include <bit>
+
+#include "guest_lib/objects.hpp"
+#include "guest_lib/sparse_mapping.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+Result<vmci::Mapping> map_whole(const vmci::UniqueFd& fd, std::uint64_t bytes, vmci::Writable writable) {
+  auto sealed = vmci::sealed_bytes(fd.get());
+  if (!sealed) return sealed.error();
+  if (bytes > *sealed) return Errno{EPROTO};
+  const SparseMapping sparse;
+  auto mapping = vmci::Mapping::map(fd.get(), 0, *sealed, writable);
+  if (mapping && ::madvise(mapping->data(), *sealed, MADV_DONTFORK) != 0) return last_error();
+  return mapping;
+}
+
+bool inside(const vmci::Mapping& arena, std::uint64_t offset, std::uint64_t bytes) {
+  return offset <= arena.bytes() && bytes <= arena.bytes() - offset && offset % 128 == 0;
+}
+
+}  // namespace
+
+void DirectRoom::abandon() {
+  for (vmci::Mapping* mapping : {&words, &arena, &own_keys, &peer_keys}) mapping->abandon();
+  memory.abandon();
+}
+
+Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors) {
+  std::lock_guard lock(mutex_);
+  if (auto known = rooms_[reply.room].lock()) return known;
+  auto words = map_whole(descriptors[0], sizeof(direct::Room), vmci::Writable::yes);
+  if (!words) return words.error();
+  auto arena = map_whole(descriptors[1], reply.peer_arena_bytes, vmci::Writable::yes);
+  if (!arena) return arena.error();
+  auto own_keys = map_whole(descriptors[2], sizeof(direct::KeyTable), vmci::Writable::no);
+  if (!own_keys) return own_keys.error();
+  auto peer_keys = map_whole(descriptors[3], sizeof(direct::KeyTable), vmci::Writable::no);
+  if (!peer_keys) return peer_keys.error();
+  auto room = std::make_shared<DirectRoom>();
+  room->peer = reply.peer;
+  room->words = std::move(*words);
+  room->arena = std::move(*arena);
+  room->own_keys = std::move(*own_keys);
+  room->peer_keys = std::move(*peer_keys);
+  std::erase_if(rooms_, [](const auto& entry) { return entry.second.expired(); });
+  rooms_[reply.room] = room;
+  return room;
+}
+
+Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
+  auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
+  if (!answer) return answer.error();
+  const control::OpenDirectReply& reply = answer->body;
+  const vmci::QueuePairGeometry& geometry = reply.peer_receive.geometry;
+  if (answer->descriptors.size() != 4 || reply.direction >= direct::room_links * 2 || reply.peer_receive.record_slots == 0 ||
+      reply.peer_receive.record_slots > record_slots_max || geometry.consume_kind != vmci::QueueKind::completions ||
+      !std::has_single_bit(geometry.produce_slots) || !std::has_single_bit(geometry.consume_entries))
+    return Errno{EPROTO};
+  auto room = room_of(reply, answer->descriptors);
+  if (!room) return room.error();
+  const vmci::Mapping& arena = (*room)->arena;
+  if (!inside(arena, reply.peer_receive.offset, geometry.total_bytes()) || !inside(arena, reply.peer_cq, sizeof(control::CqShared))) return Errno{EPROTO};
+
+  DirectConnection::Ends ends;
+  auto* const words = reinterpret_cast<direct::Room*>((*room)->words.data());
+  ends.claim = vmci::PosterClaim(&words->directions[reply.direction], reply.epoch);
+  ends.own = {reinterpret_cast<const direct::KeyTable*>((*room)->own_keys.data()), &own_memory_, reply.pd};
+  ends.peer = {reinterpret_cast<const direct::KeyTable*>((*room)->peer_keys.data()), &(*room)->memory, reply.peer_pd};
+  ends.send = qp.send.view();
+  ends.receive = vmci::QueuePairView(arena.data() + reply.peer_receive.offset, geometry);
+  ends.receive_record_slots = reply.peer_receive.record_slots;
+  ends.qpn = qp.base().qp_num;
+  ends.peer_qpn = reply.peer_qpn;
+  ends.sent = {Cq::of(qp.base().send_cq).shared, qp.send_lane.number};
+  ends.received = {reinterpret_cast<control::CqShared*>(arena.data() + reply.peer_cq), reply.peer_receive.lane};
+  return std::make_unique<DirectEnd>(std::move(*room), ends);
+}
+
+void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped) {
+  constexpr std::uint32_t failures_max = 4;  // then that memory stays the service's
+  if (end.failed_maps >= failures_max) return;
+  PeerMemory& memory = unmapped.peers ? end.room->memory : own_memory_;
+  auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
+  const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
+  if (!added || memory.at(unmapped.backing, unmapped.offset, unmapped.bytes) == nullptr) ++end.failed_maps;
+}
+
+void DirectRooms::abandon() {
+  own_memory_.abandon();
+  for (auto& [number, weak] : rooms_)
+    if (const auto room = weak.lock()) room->abandon();
+}
+
+}  // namespace vrdma::guest

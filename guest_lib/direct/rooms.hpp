@@ -1,0 +1,49 @@
+// What this process has mapped of others for direct mode, by what the service has granted: rooms, arenas, keys, files. One per
+// attachment; a room goes when the last queue pair that uses it does.
+//
+// Any thread; opening and mapping ask the service and may block for as long as it takes to answer.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "guest_lib/direct/connection.hpp"
+
+namespace vrdma::guest {
+
+class Attachment;
+struct Qp;
+
+struct DirectRoom {
+  std::uint32_t peer;  // guest
+  vmci::Mapping words, arena, own_keys, peer_keys;
+  PeerMemory memory;   // the peer's
+  void abandon();
+};
+
+// What a queue pair has while its offer stands.
+struct DirectEnd {
+  DirectEnd(std::shared_ptr<DirectRoom> room_in, const DirectConnection::Ends& ends) : room(std::move(room_in)), connection(ends) {}
+  std::shared_ptr<DirectRoom> room;
+  DirectConnection connection;
+  std::uint32_t failed_maps = 0;
+};
+
+class DirectRooms {
+ public:
+  // Takes an offer up. ESTALE: it does not stand any more. ENOMEM and EPROTO: it cannot be used.
+  Result<std::unique_ptr<DirectEnd>> open(Attachment& attachment, Qp& qp, std::uint32_t offer);
+  // Maps what a message of that end needed and did not find.
+  void map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped);
+  void abandon();  // in a fork's child
+
+ private:
+  Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
+
+  std::mutex mutex_;
+  std::unordered_map<std::uint32_t, std::weak_ptr<DirectRoom>> rooms_;
+  PeerMemory own_memory_;
+};
+
+}  // namespace vrdma::guest

@@ -1,0 +1,87 @@
+// What lies in shared memory for direct mode (docs/direct.md): the thread that posts runs the engine itself, on queues of its own
+// arena and of its peer's.
+//
+//   Room      of two guests: the directions of their connections; the service and both guests map it
+//   KeyTable  of one guest: where its registered memory lies; the service writes, it and its peers read
+//
+// A direction is one half of a connection: the send queue of one queue pair, the receive queue of the other, and the two lanes
+// where its messages complete. Nobody touches these but the holder of its claim (vmci_channel/claim.hpp). Plain data; any thread.
+#pragma once
+
+#include <cstdint>
+
+#include "vrdma/queue_layout.hpp"
+#include "vrdma/wire.hpp"
+
+namespace vrdma::direct {
+
+// Low half of a claim; the high half is the epoch of the connection, so that whoever still knows an older one claims nothing.
+enum Holder : std::uint32_t { held_by_service = 0, held_by_nobody = 1, held_by_poster = 2 };
+constexpr std::uint64_t claim_word(std::uint32_t epoch, Holder holder) { return std::uint64_t{epoch} << 32 | holder; }
+
+// Where a direction stands, at a message boundary. Counts run free, from the connection's start.
+struct alignas(128) Positions {
+  std::uint32_t send_head;     // of the send queue: the WQEs before it are done
+  std::uint32_t send_lane;     // completions written there
+  std::uint32_t receive_head;  // of the receive queue
+  std::uint32_t receive_lane;
+  std::uint32_t psn;           // of the next message, at both ends
+  std::uint32_t reserved;
+  std::uint64_t sent_messages, sent_bytes;
+  std::uint64_t read_messages, read_bytes;
+  std::uint64_t atomics;
+  std::uint64_t received_messages, received_bytes;
+  std::uint64_t reserved_too[6];
+};
+static_assert(WireRecord<Positions> && sizeof(Positions) == 128);
+
+// What the poster must know of the two queue pairs' attributes; the service writes it before it hands the direction out.
+struct Terms {
+  std::uint32_t path_mtu;           // enum ibv_mtu
+  std::uint32_t remote_access;      // what the far queue pair lets be done to its memory
+  std::uint32_t max_rd_atomic;      // of the poster; 0: it may not read
+  std::uint32_t max_dest_rd_atomic; // of the far end
+};
+
+struct alignas(128) Direction {
+  std::uint64_t claim;     // claim_word()
+  std::uint32_t stop;      // the service wants the claim: the poster leaves at the next message boundary
+  std::uint32_t handouts;  // times that the service gave the direction away; both write the rest only under the claim
+  std::uint32_t current;   // positions[current & 1] is what counts; the other one is being written
+  std::uint32_t reserved;
+  Terms terms;
+  std::uint64_t reserved_too[11];
+  Positions positions[2];
+};
+static_assert(WireRecord<Direction> && sizeof(Direction) == 384);
+
+constexpr std::uint32_t room_links = 1024;  // connections of two guests that can be direct at a time
+struct Room {
+  Direction directions[room_links * 2];
+};
+
+// A registered region, as far as peers can reach it: the part of it that lies in one shareable file.
+struct alignas(64) KeyEntry {
+  std::uint32_t key;     // 0: free. Written last and taken away first; the rest changes only while no direction is handed out
+  std::uint32_t access;  // enum ibv_access_flags
+  std::uint64_t pd;      // the service's number of its protection domain
+  std::uint64_t iova, bytes;
+  std::uint64_t mapped_from, mapped_bytes;  // from the region's start
+  std::uint64_t backing_offset;             // of mapped_from
+  std::uint32_t backing;                    // of the guest
+  std::uint32_t reserved;
+};
+static_assert(WireRecord<KeyEntry> && sizeof(KeyEntry) == 64);
+
+constexpr std::uint32_t key_entries = 8192;  // a power of two
+constexpr std::uint32_t key_probes = 8;      // keys are random: one lies within so many entries of its place, or not here
+struct KeyTable {
+  KeyEntry entries[key_entries];
+};
+constexpr std::uint32_t key_place(std::uint32_t key, std::uint32_t probe) { return (key + probe) & (key_entries - 1); }
+
+// A peer's files are mapped in chunks that overlap, so that every message lies in one of them. Longer ones are the service's.
+constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 28;
+constexpr std::uint64_t message_bytes_max = std::uint64_t{1} << 24;
+
+}  // namespace vrdma::direct

@@ -1,0 +1,76 @@
+// The claim of a direction (vrdma/direct.hpp): who runs its queues. Two may want it: the poster, for the length of one call of
+// post, and the service, for as long as it likes. Neither waits here; who does not get it goes another way.
+//
+//   service  hand_out() → nobody → poster enter() … leave() → nobody → service take()
+//
+// What the holder wrote is seen by the next one. Whoever enters looks at `stop` at every message boundary and leaves.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "vrdma/direct.hpp"
+
+namespace vmci {
+
+class PosterClaim {
+ public:
+  PosterClaim() = default;
+  PosterClaim(vrdma::direct::Direction* direction, std::uint32_t epoch) : direction_(direction), epoch_(epoch) {}
+
+  bool enter() {
+    using namespace vrdma::direct;
+    std::uint64_t expected = claim_word(epoch_, held_by_nobody);
+    // K1: pairs with K4: the positions and terms that the service left. Under this poster's own lock nobody else can be the poster.
+    return std::atomic_ref(direction_->claim)
+        .compare_exchange_strong(expected, claim_word(epoch_, held_by_poster), std::memory_order_acquire, std::memory_order_relaxed);
+  }
+  bool stop() const { return std::atomic_ref(direction_->stop).load(std::memory_order_relaxed) != 0; }
+  void leave() {
+    using namespace vrdma::direct;
+    // K2: pairs with K3: all that was done under the claim, in the peer's queues too.
+    std::atomic_ref(direction_->claim).store(claim_word(epoch_, held_by_nobody), std::memory_order_release);
+  }
+  vrdma::direct::Direction& direction() const { return *direction_; }
+
+ private:
+  vrdma::direct::Direction* direction_ = nullptr;
+  std::uint32_t epoch_ = 0;
+};
+
+class ServiceClaim {
+ public:
+  ServiceClaim() = default;
+  // The service holds it from the start.
+  ServiceClaim(vrdma::direct::Direction* direction, std::uint32_t epoch) : direction_(direction), epoch_(epoch) { seize(); }
+
+  // False: the poster is inside. It has been asked to leave.
+  bool take() {
+    using namespace vrdma::direct;
+    std::atomic_ref(direction_->stop).store(1, std::memory_order_relaxed);
+    std::uint64_t expected = claim_word(epoch_, held_by_nobody);
+    // K3: pairs with K2. A poster that writes nonsense here is taken for one inside, until its process has ended.
+    return std::atomic_ref(direction_->claim)
+        .compare_exchange_strong(expected, claim_word(epoch_, held_by_service), std::memory_order_acquire, std::memory_order_relaxed);
+  }
+  // The poster's process has ended, inside or not.
+  void seize() {
+    using namespace vrdma::direct;
+    std::atomic_ref(direction_->claim).store(claim_word(epoch_, held_by_service), std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+  }
+  void hand_out() {
+    using namespace vrdma::direct;
+    std::atomic_ref(direction_->stop).store(0, std::memory_order_relaxed);
+    direction_->handouts += 1;
+    // K4: pairs with K1.
+    std::atomic_ref(direction_->claim).store(claim_word(epoch_, held_by_nobody), std::memory_order_release);
+  }
+  vrdma::direct::Direction& direction() const { return *direction_; }
+
+ private:
+  vrdma::direct::Direction* direction_ = nullptr;
+  std::uint32_t epoch_ = 0;
+};
+
+}  // namespace vmci

@@ -1,0 +1,453 @@
+#include "vmkernel_svc/direct/direct_desk.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+
+#include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/key_book.hpp"
+#include "vmkernel_svc/direct/trust.hpp"
+#include "vmkernel_svc/shard.hpp"
+
+namespace vrdma::svc {
+
+using engine::QpState;
+using engine::QpType;
+
+// Two guests that may be direct, the lower id first (twice the same: a process that talks to itself).
+struct DirectRoom {
+  std::uint32_t number;
+  vmci::Segment segment;
+  std::shared_ptr<const vmci::UniqueFd> pidfds[2];
+  std::uint32_t guests[2];
+  std::vector<std::uint32_t> free;
+  std::uint32_t used = 0;  // links ever made at a time
+
+  direct::Direction& direction(std::uint32_t index) const { return segment.at<direct::Room>(0)->directions[index]; }
+};
+
+struct DirectLink {
+  std::shared_ptr<DirectRoom> room;
+  std::uint32_t index;      // of the first of its two directions, / 2
+  std::uint32_t epoch;
+  QueuePair* ends[2];       // nullptr: gone
+  std::uint32_t guests[2];  // theirs
+  vmci::ServiceClaim claims[2];       // of the direction that ends[i] posts to
+  direct::Positions seen[2] = {};     // when the service last had it
+  bool owned[2] = {true, true};
+  bool opened[2] = {false, false};    // its guest has mapped what it takes
+  std::uint32_t unopened_posts = 0;
+  std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
+
+  int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
+  bool poster_ended(int i) const {
+    const int of = room->guests[0] == guests[i] ? 0 : 1;
+    pollfd exited{room->pidfds[of]->get(), POLLIN, 0};
+    return ::poll(&exited, 1, 0) > 0;
+  }
+};
+
+namespace {
+
+constexpr std::uint32_t rest_turns = 8;             // looks in vain before a link is handed out again, and twice as many …
+constexpr std::uint32_t rest_doublings = 6;         // … each time that it came back
+constexpr std::uint32_t useful_messages = 64;       // so many since it was handed out, and it was worth it
+constexpr std::uint32_t unopened_posts_max = 16;
+
+vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
+
+// No completion queue that its work queues could overrun: a poster does not count what others complete there.
+bool roomy(const CompletionQueue& cq) { return cq.channel == nullptr && !cq.overrun && cq.depth <= cq.cqe; }
+bool roomy(const QueuePair& qp) { return roomy(*qp.send_cq) && roomy(*qp.receive_cq); }
+
+void offer(QueuePair& qp, std::uint32_t epoch) {
+  std::atomic_ref(qp.send_view.header().attacher.direct_offer).store(epoch, std::memory_order_release);
+}
+
+std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) {
+  return std::minmax({a.id.value, b.id.value});
+}
+
+}  // namespace
+
+DirectDesk::DirectDesk(Shard& shard) : shard_(shard), fabric_(shard.fabric()) {}
+DirectDesk::~DirectDesk() = default;
+
+// --- which connections ------------------------------------------------------------------------------------------
+
+std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
+  if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
+  if (qp.core.type != QpType::rc) return "not a reliable connection";
+  if (qp.core.state != QpState::rts) return "not in RTS";
+  MediatedPorts::Qp* const far_end = shard_.peer(qp.core);
+  if (far_end == nullptr) return "the peer is on another host, or not there";
+  peer = far_end->port.owner;
+  if (peer == &qp) return "connected to itself";
+  if (peer->core.type != QpType::rc || peer->core.state != QpState::rts) return "the peer is not in RTS";
+  if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
+  if (qp.srq != nullptr || peer->srq != nullptr) return "a shared receive queue";
+  for (const QueuePair* end : {&qp, peer}) {
+    if (end->send_cq->channel != nullptr || end->receive_cq->channel != nullptr) return "a completion channel";
+    if (!roomy(*end)) return "a completion queue with less room than its work queues";
+    if (end->guest->machine) return "a virtual machine";
+  }
+  return {};
+}
+
+Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std::string& why_not) {
+  const auto key = key_of(a, b);
+  if (const auto known = rooms_.find(key); known != rooms_.end()) return known->second;
+  if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, Errno{EPERM};
+  const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials.pid, *guest.pidfd); };
+  why_not = why_apart(facts(a), facts(b));
+  if (!why_not.empty()) {
+    spdlog::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
+    apart_.emplace(key, why_not);
+    return Errno{EPERM};
+  }
+  why_not = "no memory or descriptors left for its words";
+  for (Guest* const guest : {&a, &b}) {
+    if (guest->key_book) continue;
+    if (!guest->tenant->take_descriptors(1)) return Errno{EDQUOT};
+    auto book = KeyBook::create(*guest, fabric_.regions);
+    if (!book) return --guest->tenant->descriptors, book.error();
+    guest->key_book = std::move(*book);
+  }
+  if (!a.tenant->take_descriptors(1)) return Errno{EDQUOT};
+  auto segment = vmci::Segment::create("vrdma-direct", sizeof(direct::Room));
+  if (!segment) return --a.tenant->descriptors, segment.error();
+  auto room = std::make_shared<DirectRoom>();
+  room->number = next_room_++;
+  room->segment = std::move(*segment);
+  const bool in_order = a.id.value <= b.id.value;
+  room->pidfds[0] = in_order ? a.pidfd : b.pidfd;
+  room->pidfds[1] = in_order ? b.pidfd : a.pidfd;
+  room->guests[0] = key.first, room->guests[1] = key.second;
+  return rooms_.emplace(key, std::move(room)).first->second;
+}
+
+void DirectDesk::consider(QueuePair& qp) {
+  QueuePair* peer = nullptr;
+  std::string why = why_mediated(qp, peer);
+  if (DirectLink* const link = qp.core.port.link) {
+    if (why.empty() && link->ends[1 - link->side(qp)] == peer) return (void)hand_out(qp);
+    dissolve(*link);
+  }
+  if (why.empty() && peer->core.port.link != nullptr) why = "the peer's connection before this one has not ended";
+  if (why.empty()) {
+    auto room = room_of(*qp.guest, *peer->guest, why);
+    if (room && (*room)->free.empty() && (*room)->used == direct::room_links) why = "too many direct connections of these processes", room = Errno{ENOSPC};
+    if (room) {
+      auto link = std::make_unique<DirectLink>();
+      link->room = *room;
+      if ((*room)->free.empty()) (*room)->free.push_back((*room)->used++);
+      link->index = (*room)->free.back();
+      (*room)->free.pop_back();
+      link->epoch = next_epoch_++;
+      link->ends[0] = &qp, link->ends[1] = peer;
+      for (int i = 0; i < 2; ++i) {
+        direct::Direction& direction = (*room)->direction(link->index * 2 + static_cast<std::uint32_t>(i));
+        direction.positions[0] = direction.positions[1] = {};
+        link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
+        link->guests[i] = link->ends[i]->guest->id.value;
+        link->ends[i]->core.port.link = link.get();
+        link->ends[i]->mediated_because.clear();
+        offer(*link->ends[i], link->epoch);
+      }
+      links_.emplace(link.get(), std::move(link));
+      return (void)hand_out(qp);
+    }
+  }
+  qp.mediated_because = why;
+  if (peer != nullptr && peer->core.port.link == nullptr) peer->mediated_because = std::move(why);
+}
+
+void DirectDesk::dissolve(DirectLink& link) {
+  for (QueuePair* end : link.ends) {
+    if (end == nullptr) continue;
+    end->core.port.link = nullptr;
+    end->mediated_because = "its connection has ended";
+    offer(*end, 0);
+  }
+  link.room->free.push_back(link.index);
+  std::erase(orphans_, &link);
+  links_.erase(&link);
+}
+
+// --- who runs them ----------------------------------------------------------------------------------------------
+
+bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
+  const auto& core = from.core;
+  return core.state == QpState::rts && !shard_.engine().busy(core) && core.accepted_by == nullptr && core.far == nullptr && !core.send_queue_lost &&
+         core.port.job_sequence == 0 && core.send_ring.empty() && to.core.serves == nullptr && !to.core.inbound.active &&
+         to.core.expected_psn == core.send_psn;
+}
+
+bool DirectDesk::hand_out(QueuePair& qp) {
+  DirectLink* const link = qp.core.port.link;
+  if (link == nullptr || !link->owned[0] || !link->owned[1] || link->unopened_posts > unopened_posts_max) return false;
+  QueuePair *const a = link->ends[0], *const b = link->ends[1];
+  if (a == nullptr || b == nullptr || !at_rest(*a, *b) || !at_rest(*b, *a) || !roomy(*a) || !roomy(*b)) return false;
+  for (QueuePair* end : {a, b}) {
+    shard_.withdraw(end->core);
+    end->watch_sends(true);  // with a fence: who finds the claim taken finds this
+  }
+  for (int i = 0; i < 2; ++i) {
+    QueuePair &from = *link->ends[i], &to = *link->ends[1 - i];
+    direct::Direction& direction = link->claims[i].direction();
+    direction.terms = {from.core.attributes.path_mtu, to.core.attributes.access_flags, from.core.attributes.max_rd_atomic,
+                       to.core.attributes.max_dest_rd_atomic};
+    direct::Positions& at = link->seen[i];
+    at.send_head = from.core.send_ring.position();
+    at.send_lane = from.core.send_lane.position();
+    at.receive_head = to.core.receive_ring.position();
+    at.receive_lane = to.core.receive_lane.position();
+    at.psn = from.core.send_psn.value;
+    direction.current = 0;
+    direction.positions[0] = at;
+    ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
+    link->owned[i] = false;
+    link->claims[i].hand_out();
+  }
+  // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
+  vmci::store_load_fence();
+  for (QueuePair* end : {a, b})
+    if (!end->core.send_ring.empty()) shard_.make_runnable(end->core);
+  return true;
+}
+
+void DirectDesk::hand_out(Guest& guest) {
+  if (!guest.key_book) return;
+  for (auto& [handle, qp] : guest.qps) hand_out(*qp);
+}
+
+bool DirectDesk::own(DirectLink& link, int i) {
+  if (link.owned[i]) return true;
+  if (!link.claims[i].take()) return false;
+  import(link, i);
+  return true;
+}
+
+void DirectDesk::import(DirectLink& link, int i) {
+  const direct::Direction& direction = link.claims[i].direction();
+  // Read once. Positions are only ever used modulo the size of their ring; wrong ones spoil queues of these two guests.
+  const direct::Positions at = direction.positions[direction.current & 1];
+  direct::Positions& seen = link.seen[i];
+  if (at.sent_messages + at.read_messages + at.atomics - seen.sent_messages - seen.read_messages - seen.atomics >= useful_messages) link.returns = 0;
+  if (QueuePair* const from = link.ends[i]) {
+    auto& core = from->core;
+    core.send_ring.skip_to(at.send_head);
+    core.send_lane.skip_to(at.send_lane);
+    core.send_psn = Psn{at.psn & psn_mask};
+    from->send_cq->produced += at.send_lane - seen.send_lane;
+    --from->send_cq->direct_lanes;
+    core.counters.sent_messages += at.sent_messages - seen.sent_messages;
+    core.counters.sent_bytes += at.sent_bytes - seen.sent_bytes;
+    core.counters.read_messages += at.read_messages - seen.read_messages;
+    core.counters.read_bytes += at.read_bytes - seen.read_bytes;
+    core.counters.atomics += at.atomics - seen.atomics;
+  }
+  if (QueuePair* const to = link.ends[1 - i]) {
+    auto& core = to->core;
+    core.receive_ring.skip_to(at.receive_head);
+    core.receive_lane.skip_to(at.receive_lane);
+    core.expected_psn = Psn{at.psn & psn_mask};
+    to->receive_cq->produced += at.receive_lane - seen.receive_lane;
+    --to->receive_cq->direct_lanes;
+    core.counters.received_messages += at.received_messages - seen.received_messages;
+    core.counters.received_bytes += at.received_bytes - seen.received_bytes;
+  }
+  seen = at;
+  link.owned[i] = true;
+}
+
+// The poster's process has ended inside the claim. Of its own queues nothing matters any more. At the receiver the completion is the
+// commit point: where it was written the message has arrived and its receive WQE is used, else it has not been taken.
+void DirectDesk::recover(DirectLink& link, int i) {
+  link.claims[i].seize();
+  direct::Direction& direction = link.claims[i].direction();
+  if (QueuePair* const to = link.ends[1 - i]) {
+    // R2: pairs with R1 in DirectConnection::record.
+    const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
+    direct::Positions& at = direction.positions[current];
+    const vmci::LaneReader lane(to->receive_view.consume_completions(), to->core.receive_lane.entry_count(), at.receive_lane);
+    if (lane.next() != nullptr) {
+      at.receive_lane += 1;
+      at.receive_head += to->core.receive_record_slots;
+    }
+    import(link, i);
+    to->receive_cq->ready.set(to->receive_lane);  // it may not have been told
+  } else {
+    import(link, i);
+  }
+}
+
+bool DirectDesk::take_back(QueuePair& qp) {
+  DirectLink* const link = qp.core.port.link;
+  if (link == nullptr) return true;
+  const bool first = own(*link, 0);
+  return own(*link, 1) && first;
+}
+
+bool DirectDesk::take_back(CompletionQueue& cq) {
+  bool all = true;
+  for (QueuePair* user : cq.users) all &= take_back(*user);
+  return all;
+}
+
+bool DirectDesk::take_back(Guest& guest) {
+  if (!guest.key_book) return true;
+  bool all = true;
+  for (auto& [handle, qp] : guest.qps) all &= take_back(*qp);
+  return all;
+}
+
+bool DirectDesk::may_run(QueuePair& qp) {
+  DirectLink& link = *qp.core.port.link;
+  const int i = link.side(qp);
+  if (link.owned[0] && link.owned[1]) return true;
+  const bool had = link.owned[i];
+  const bool mine = own(link, i), other = own(link, 1 - i);
+  if (!had && mine) {
+    ++link.returns;
+    if (!link.opened[i]) ++link.unopened_posts;
+  }
+  // A poster at the other end that is inside will leave before its next message; what this queue pair gets of it came before. But to
+  // flush, the receive queue is needed, too.
+  if (mine && (other || qp.core.state == QpState::rts)) return true;
+  shard_.withdraw(qp.core);
+  qp.watch_sends(true);
+  held_back_.push_back(qp.core.qpn.value);
+  return false;
+}
+
+bool DirectDesk::rest(QueuePair& qp, std::uint32_t idle_turns) {
+  const DirectLink& link = *qp.core.port.link;
+  return idle_turns == rest_turns << std::min(link.returns, rest_doublings) && hand_out(qp);
+}
+
+bool DirectDesk::settle() {
+  bool worked = false;
+  for (DirectLink* const link : std::vector(orphans_)) {
+    for (int side = 0; side < 2; ++side)
+      if (!own(*link, side) && link->poster_ended(side)) recover(*link, side);
+    if (!link->owned[0] || !link->owned[1]) continue;
+    for (QueuePair* end : link->ends)
+      if (end != nullptr) shard_.make_runnable(end->core);
+    dissolve(*link);
+    worked = true;
+  }
+  for (const std::uint32_t qpn : std::exchange(held_back_, {})) {
+    const auto found = fabric_.by_qpn.find(qpn);
+    if (found == fabric_.by_qpn.end()) continue;
+    if (found->second->core.port.link != nullptr && !may_run(*found->second)) continue;
+    shard_.make_runnable(found->second->core);
+    worked = true;
+  }
+  return worked;
+}
+
+// --- ends -------------------------------------------------------------------------------------------------------
+
+void DirectDesk::forget(QueuePair& qp) {
+  DirectLink* const link = qp.core.port.link;
+  if (link == nullptr) return;
+  const bool whole = take_back(qp);
+  qp.core.port.link = nullptr;
+  link->ends[link->side(qp)] = nullptr;
+  if (whole) return dissolve(*link);
+  // A poster that is still inside writes to memory that nobody reads any more.
+  if (std::find(orphans_.begin(), orphans_.end(), link) == orphans_.end()) orphans_.push_back(link);
+}
+
+void DirectDesk::forget(Guest& guest) {
+  if (guest.key_book) --guest.tenant->descriptors;
+  for (auto room = rooms_.begin(); room != rooms_.end();) {
+    const bool its = room->first.first == guest.id.value || room->first.second == guest.id.value;
+    if (its) --guest.tenant->descriptors;
+    room = its ? rooms_.erase(room) : std::next(room);
+  }
+  std::erase_if(apart_, [&](const auto& pair) { return pair.first.first == guest.id.value || pair.first.second == guest.id.value; });
+}
+
+// --- what guests ask --------------------------------------------------------------------------------------------
+
+void DirectDesk::registered(Guest& guest, const Region& region) {
+  if (guest.key_book) guest.key_book->add(guest, region);
+}
+void DirectDesk::deregistering(Guest& guest, const Region& region) {
+  if (guest.key_book) guest.key_book->remove(region.key);
+}
+
+Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give) {
+  QueuePair* const qp = find(guest.qps, request.qp);
+  if (qp == nullptr) return Errno{EINVAL};
+  DirectLink* const link = qp->core.port.link;
+  if (link == nullptr || link->epoch != request.offer) return Errno{ESTALE};
+  const int i = link->side(*qp);
+  const QueuePair* const peer = link->ends[1 - i];
+  if (peer == nullptr) return Errno{ESTALE};
+  const Guest& far_guest = *peer->guest;
+  for (const int fd : {link->room->segment.fd(), far_guest.arena.segment().fd(), guest.key_book->fd(), far_guest.key_book->fd()}) {
+    give.push_back(copy_of(fd));
+    if (!give.back()) return give.clear(), Errno{EMFILE};
+  }
+  link->opened[i] = true;
+  control::OpenDirectReply reply{};
+  reply.room = link->room->number;
+  reply.peer = far_guest.id.value;
+  reply.direction = link->index * 2 + static_cast<std::uint32_t>(i);
+  reply.epoch = link->epoch;
+  reply.pd = qp->pd->number;
+  reply.peer_pd = peer->pd->number;
+  reply.peer_arena_bytes = far_guest.arena.segment().bytes();
+  reply.peer_cq = peer->receive_cq->offset;
+  reply.peer_receive = {peer->receive_offset, peer->receive_view.geometry(), peer->receive_lane, peer->core.receive_record_slots};
+  reply.peer_qpn = peer->core.qpn.value;
+  return reply;
+}
+
+Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give) {
+  const auto owner = fabric_.guests.find(request.guest);
+  if (owner == fabric_.guests.end() || !rooms_.contains(key_of(guest, *owner->second))) {
+    const bool own = request.guest == guest.id.value && guest.key_book;
+    if (!own) return Errno{EPERM};
+  }
+  const auto backing = owner->second->backings.find(request.backing);
+  if (backing == owner->second->backings.end() || backing->second.lendable_fd() < 0) return Errno{EINVAL};
+  give.push_back(copy_of(backing->second.lendable_fd()));
+  if (!give.back()) return give.clear(), Errno{EMFILE};
+  return control::OpenBackingReply{backing->second.bytes()};
+}
+
+// --- to be seen -------------------------------------------------------------------------------------------------
+
+std::string DirectDesk::mode(const QueuePair& qp) const {
+  const DirectLink* const link = qp.core.port.link;
+  return link != nullptr && !link->owned[link->side(qp)] ? "direct" : "mediated";
+}
+
+engine::QpCounters DirectDesk::counters(const QueuePair& qp) const {
+  engine::QpCounters sum = qp.core.counters;
+  const DirectLink* const link = qp.core.port.link;
+  if (link == nullptr) return sum;
+  const int i = link->side(qp);
+  const auto since = [&](int side, auto member) {
+    if (link->owned[side]) return std::uint64_t{0};
+    direct::Direction& direction = link->claims[side].direction();
+    const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
+    return std::atomic_ref(direction.positions[current].*member).load(std::memory_order_relaxed) - link->seen[side].*member;
+  };
+  sum.sent_messages += since(i, &direct::Positions::sent_messages);
+  sum.sent_bytes += since(i, &direct::Positions::sent_bytes);
+  sum.read_messages += since(i, &direct::Positions::read_messages);
+  sum.read_bytes += since(i, &direct::Positions::read_bytes);
+  sum.atomics += since(i, &direct::Positions::atomics);
+  sum.received_messages += since(1 - i, &direct::Positions::received_messages);
+  sum.received_bytes += since(1 - i, &direct::Positions::received_bytes);
+  return sum;
+}
+
+}  // namespace vrdma::svc

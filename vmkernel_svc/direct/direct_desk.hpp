@@ -1,0 +1,80 @@
+// Direct mode, the service's part (docs/direct.md): which connections their guests may run by themselves, and who runs them now.
+//
+// A link is made when both queue pairs of a connection are in RTS and all rules allow it. From then on each of its two directions is
+// handed out, which makes it the posting guest's, or owned: the service has its positions and runs it as any other. Whatever reads
+// or changes a queue pair of a link owns it before. Used by the shard's thread only.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "vmci_channel/claim.hpp"
+#include "vmkernel_svc/fabric.hpp"
+
+namespace vrdma::svc {
+
+class Shard;
+struct DirectLink;
+struct DirectRoom;
+
+class DirectDesk {
+ public:
+  explicit DirectDesk(Shard& shard);
+  ~DirectDesk();
+
+  // After `qp` was modified, both directions of its link owned: makes a link, or ends one that is none any more, and hands it out.
+  void consider(QueuePair& qp);
+  // Owns both directions. False: a poster is inside one of them; it has been asked to leave. True without a link.
+  bool take_back(QueuePair& qp);
+  bool take_back(CompletionQueue& cq);  // of all queue pairs that complete there
+  bool take_back(Guest& guest);         // of all its queue pairs
+  // Gives back what take_back() took and nobody needs now.
+  void hand_out(Guest& guest);
+
+  // Whether the shard may run this queue pair, which has a link, now. False: it is out of its list, and comes back when it may.
+  bool may_run(QueuePair& qp);
+  // The queue pair has found nothing to do for so many looks: time to hand its link out? Both its queue pairs are then out of their lists.
+  bool rest(QueuePair& qp, std::uint32_t idle_turns);
+  bool hand_out(QueuePair& qp);
+
+  // Before the queue pair goes, which cannot wait: its peer's poster may still be inside.
+  void forget(QueuePair& qp);
+  void forget(Guest& guest);
+
+  // Tries again what had to wait. True: something could go on.
+  bool settle();
+  bool waiting() const { return !held_back_.empty() || !orphans_.empty(); }
+
+  void registered(Guest& guest, const Region& region);
+  void deregistering(Guest& guest, const Region& region);
+
+  Result<control::OpenDirectReply> open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give);
+  Result<control::OpenBackingReply> open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give);
+
+  // "direct", or "mediated" and why.
+  std::string mode(const QueuePair& qp) const;
+  // With what has been done directly since the service last had the positions.
+  engine::QpCounters counters(const QueuePair& qp) const;
+
+ private:
+  std::string why_mediated(QueuePair& qp, QueuePair*& peer);
+  Result<std::shared_ptr<DirectRoom>> room_of(Guest& a, Guest& b, std::string& why_not);
+  bool own(DirectLink& link, int i);
+  void import(DirectLink& link, int i);
+  void recover(DirectLink& link, int i);
+  void dissolve(DirectLink& link);
+  bool at_rest(const QueuePair& from, const QueuePair& to) const;
+
+  Shard& shard_;
+  Fabric& fabric_;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::shared_ptr<DirectRoom>> rooms_;  // by guests, the lower first
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> apart_;                  // guests that may not, and why
+  std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
+  std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
+  std::vector<std::uint32_t> held_back_;              // QPNs that wait to be run
+  std::uint32_t next_room_ = 1, next_epoch_ = 1;
+};
+
+}  // namespace vrdma::svc

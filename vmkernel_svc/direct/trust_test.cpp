@@ -1,0 +1,128 @@
+// Real processes in real states: who may be direct with whom.
+#include "vmkernel_svc/direct/trust.hpp"
+
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstddef>
+
+#include "doctest/doctest.h"
+
+namespace vrdma::svc {
+namespace {
+
+// A child that has done what `prepare` says, and then waits for its end.
+class Child {
+ public:
+  template <class Prepare>
+  explicit Child(Prepare&& prepare) {
+    int ready[2];
+    REQUIRE(::pipe(ready) == 0);
+    pid_ = ::fork();
+    REQUIRE(pid_ >= 0);
+    if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      const char done = prepare() ? 1 : 0;
+      [[maybe_unused]] const auto written = ::write(ready[1], &done, 1);
+      for (;;) ::pause();
+    }
+    ::close(ready[1]);
+    char done = 0;
+    REQUIRE(::read(ready[0], &done, 1) == 1);
+    ::close(ready[0]);
+    prepared_ = done == 1;
+    pidfd_ = vmci::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
+    REQUIRE(pidfd_);
+  }
+  Child() : Child([] { return true; }) {}
+  ~Child() { end(); }
+  Child(const Child&) = delete;
+  void end() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+    pid_ = 0;
+  }
+  bool prepared() const { return prepared_; }
+  TrustFacts facts() const { return TrustFacts::of(pid_, pidfd_); }
+  pid_t pid() const { return pid_; }
+  const vmci::UniqueFd& pidfd() const { return pidfd_; }
+
+ private:
+  pid_t pid_ = 0;
+  bool prepared_ = false;
+  vmci::UniqueFd pidfd_;
+};
+
+constexpr uid_t somebody = 65534;
+bool become_somebody() {
+  return ::geteuid() != 0 || (::setresgid(somebody, somebody, somebody) == 0 && ::setresuid(somebody, somebody, somebody) == 0);
+}
+bool become_dumpable(bool on) { return become_somebody() && ::prctl(PR_SET_DUMPABLE, on ? 1 : 0) == 0; }
+bool take_filter() {
+  sock_filter allow[] = {BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  const sock_fprog program{1, allow};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+TEST_CASE("Two processes that nothing sets apart could reach each other") {
+  const Child one, other;
+  CHECK(why_apart(one.facts(), other.facts()) == "");
+  const Child plain([] { return become_dumpable(true); }), plain_too([] { return become_dumpable(true); });
+  REQUIRE(plain.prepared());
+  CHECK(why_apart(plain.facts(), plain_too.facts()) == "");
+}
+
+TEST_CASE("A process that is not dumpable is nobody's peer") {
+  const Child plain([] { return become_dumpable(true); }), closed([] { return become_dumpable(false); });
+  REQUIRE(closed.prepared());
+  CHECK(why_apart(plain.facts(), closed.facts()) == "a process is not dumpable");
+  CHECK(why_apart(closed.facts(), closed.facts()) == "a process is not dumpable");
+}
+
+TEST_CASE("Another user, other capabilities and other namespaces keep processes apart") {
+  if (::geteuid() != 0) {
+    MESSAGE("SKIP: only root can become somebody else");
+    return;
+  }
+  const Child root, other([] { return become_dumpable(true); });
+  CHECK(why_apart(root.facts(), other.facts()).starts_with("the processes differ in "));
+  const Child bounded([] { return ::prctl(PR_CAPBSET_DROP, CAP_SYS_TIME) == 0; });
+  REQUIRE(bounded.prepared());
+  CHECK(why_apart(root.facts(), bounded.facts()) == "the processes differ in CapBnd");
+  const Child away([] { return ::unshare(CLONE_NEWUTS) == 0; });
+  if (away.prepared()) CHECK(why_apart(root.facts(), away.facts()) == "the processes differ in uts namespace");
+  else MESSAGE("SKIP: this root may not make namespaces");
+}
+
+TEST_CASE("A seccomp filter of one's own keeps apart, and so do no_new_privs of one") {
+  const Child plain, filtered(take_filter), filtered_too(take_filter);
+  REQUIRE(filtered.prepared());
+  CHECK(why_apart(plain.facts(), filtered.facts()) == "a process has seccomp filters of its own");
+  // Two filters may forbid different things, though they are as many.
+  CHECK(why_apart(filtered.facts(), filtered_too.facts()) == "a process has seccomp filters of its own");
+  const Child modest([] { return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0; });
+  CHECK(why_apart(plain.facts(), modest.facts()) == "the processes differ in NoNewPrivs");
+}
+
+TEST_CASE("A process that has ended, or that the service does not see, is nobody's peer") {
+  Child ended;
+  const Child other;
+  const pid_t pid = ended.pid();
+  ended.end();
+  CHECK(TrustFacts::of(pid, ended.pidfd()).problem == "a process that has ended");
+  // Its number may be another's by now: what is at the number is not asked.
+  CHECK(TrustFacts::of(other.pid(), ended.pidfd()).problem == "a process that has ended");
+  CHECK(!TrustFacts::of(0, other.pidfd()).problem.empty());
+  CHECK(!TrustFacts::of(other.pid(), vmci::UniqueFd()).problem.empty());
+}
+
+}  // namespace
+}  // namespace vrdma::svc
