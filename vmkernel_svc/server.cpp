@@ -81,7 +81,7 @@ Server::Server(const Config& config) : config_(config) {
   }
   shard_ = std::make_unique<Shard>(config_, head);
   if (directory_) {
-    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_, [shard = shard_.get()] { shard->wake(); }));
+    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_));
     directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
   }
   desk_ = std::make_unique<ControlDesk>(*shard_);
