@@ -323,11 +323,7 @@ void Config::check() const {
           fmt::format("\"active_mtu\" is {}: it must be 256, 512, 1024, 2048 or 4096", active_mtu));
   require(process_memory == "auto" || process_memory == "direct" || process_memory == "guest",
           fmt::format("\"process_memory\" is \"{}\": it must be \"auto\", \"direct\" or \"guest\"", process_memory));
-#ifdef VRDMA_DIRECT
   require(direct == "mediated" || direct == "auto", fmt::format("\"direct\" is \"{}\": it must be \"mediated\" or \"auto\"", direct));
-#else
-  require(direct == "mediated", fmt::format("\"direct\" is \"{}\": it must be \"mediated\"; others are for builds with VRDMA_DIRECT=ON", direct));
-#endif
   if (hosts) check_hosts(*hosts);
   require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
   require(!hosts || partitions.empty(), "\"hosts\" and \"partitions\" are both given: the subnet's managers know the partitions, see \"vrdma host partition\"");

@@ -258,6 +258,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"socket", fabric.config.socket},
                     {"vm_folder", fabric.config.machines_folder()},
                     {"link_layer", fabric.config.link_layer},
+                    {"direct", fabric.config.direct},
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", false},
                     {"all", viewer.all}};
@@ -297,8 +298,10 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   };
   out["cache"] = {{"routes", describe_cache(routes)}, {"keys", describe_cache(fabric.key_counters)}};
   const auto& c = shard.counters();
+  const auto& d = shard.direct().counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
-                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()}};
+                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()},
+                     {"direct_links", d.links}, {"direct_handed_out", d.handed_out}, {"direct_returned", d.returned}};
   if (fabric.far != nullptr) {
     const auto& from_network = fabric.far->carrier().counters();
     out["counters"]["unauthenticated_records"] = from_network.unauthenticated.load(std::memory_order_relaxed);
