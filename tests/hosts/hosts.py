@@ -367,17 +367,27 @@ def managed(world):
         Pair(one, other, ["ib_atomic_lat", "-d", "vrdma0", "-F", "-n", "50", "-x", "3"], "ethernet").end()
 
     def another_key():
-        """The connection on which two hosts agreed on their key ends; messages go on under the next one's."""
+        """The session in which two hosts agreed on their key ends, and messages go on; their next connection begins under the next key."""
+        def sockets(port, *how):
+            said = []
+            for side in ("dport", "sport"):
+                code, text = harness.run(world.network.run_in(0, ["ss", *how, "dst", b.address, side, "=", port]), 30)
+                if code != 0:
+                    raise Failure(f"ss: {text}")
+                said += [line.split()[2:4] for line in text.splitlines()]
+            return said
+
         made = counter(a, b, "reconnects")
         pair = Pair(a, b, ["ibv_rc_pingpong", "-n", "5000", "-s", "5000", "-c"])
         try:
             before = received(a, b)
             wait_until(lambda: received(a, b) >= before + 20, 60, "messages flow", [pair.server, pair.client])
-            code, said = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "dport", "=", PORT - 1]), 30)
-            code_too, said_too = harness.run(world.network.run_in(0, ["ss", "-K", "dst", b.address, "sport", "=", PORT - 1]), 30)
-            if code != 0 or code_too != 0:
-                raise Failure(f"ss -K: {said} {said_too}")
-            wait_until(lambda: counter(a, b, "reconnects") > made, 60, "records have another key", [a.program, b.program])
+            established = ("-tnH", "state", "established")
+            session = sockets(PORT - 1, *established)
+            sockets(PORT - 1, "-K")
+            wait_until(lambda: sockets(PORT - 1, *established) not in ([], session), 60, "the hosts have another session", [a.program, b.program])
+            sockets(PORT, "-K")
+            wait_until(lambda: counter(a, b, "reconnects") > made, 60, "the carrier has another connection", [a.program, b.program])
             pair.end()
         finally:
             pair.stop()

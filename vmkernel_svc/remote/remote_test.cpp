@@ -90,6 +90,8 @@ TEST_CASE("ContradictingSubnetsAreRefused") {
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100-50000"})").find("range") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100", "colour": 1})").find("colour") != std::string::npos);
   CHECK(why(a, R"("name": "a", "address": "10.0.0.1")").find("secret_file") != std::string::npos);
+  CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "secret_file": "/s", "encrypt": true)") == "");
+  CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "secret_file": "/s", "encrypt": 1)").find("true or false") != std::string::npos);
 }
 
 TEST_CASE("RecordsArriveOnceAndInOrderBothWays") {
