@@ -29,6 +29,7 @@ CLI::App* add_run(CLI::App& app, RunOptions& options) {
       ->check(CLI::IsMember({"ib", "ethernet"}));
   command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same")
       ->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });
+  command->add_flag("--direct", options.direct, "use a private vrdmad of its own kind, where programs move the data themselves: as fast as shared memory is");
   command->add_flag("--stats", options.stats, "print what the program did when it ends");
   command->add_option("command", options.command, "the program and its arguments, after --")->required();
   command->positionals_at_end();

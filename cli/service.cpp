@@ -66,7 +66,7 @@ std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
   return last.empty() ? "see " + log : fmt::format("{} (from {})", last, log);
 }
 
-void start_private_service(const std::string& path) {
+void start_private_service(const std::string& path, const char* direct) {
   int ready[2];
   if (::pipe2(ready, O_CLOEXEC) != 0) fail(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
   vmci::UniqueFd ready_read(ready[0]), ready_write(ready[1]);
@@ -74,7 +74,7 @@ void start_private_service(const std::string& path) {
   const std::string log = path.substr(0, path.rfind('/')) + "/vrdmad.log";
   const std::string ready_fd = "3";
   const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
-                                           ready_fd.c_str(), "--log-file", log.c_str(), nullptr};
+                                           ready_fd.c_str(), "--direct", direct, "--log-file", log.c_str(), nullptr};
   std::error_code no_log;
   const std::uintmax_t logged_before = fs::is_regular_file(log, no_log) ? fs::file_size(log, no_log) : 0;
   const pid_t pid = ::fork();
@@ -109,6 +109,23 @@ void start_private_service(const std::string& path) {
   char byte = 0;
   if (::poll(&waiting, 1, ready_timeout_ms) <= 0 || ::read(ready_read.get(), &byte, 1) != 1)
     fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
+}
+
+// The service of that folder, in which there is at most one.
+Service start_or_find(const std::string& folder, const char* direct) {
+  const std::string path = folder + "/vrdmad.sock";
+  make_private_folder(folder);
+  const std::string lock_path = folder + "/lock";
+  vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (!lock || ::flock(lock.get(), LOCK_EX) != 0)
+    fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));
+  auto socket = vmci::PacketSocket::connect(path);  // another `vrdma run` may have been faster
+  if (!socket) {
+    start_private_service(path, direct);
+    socket = vmci::PacketSocket::connect(path);
+    if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
+  }
+  return Service{path, std::move(*socket)};
 }
 
 }  // namespace
@@ -173,20 +190,15 @@ Service find_or_start_service() {
                      "one is started",
                      named, std::strerror(value(socket.error()))));
   }
-  const std::string path = private_socket();
-  const std::string folder = path.substr(0, path.rfind('/'));
-  make_private_folder(folder);
-  const std::string lock_path = folder + "/lock";
-  vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  if (!lock || ::flock(lock.get(), LOCK_EX) != 0)
-    fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));
-  auto socket = vmci::PacketSocket::connect(path);  // another `vrdma run` may have been faster
-  if (!socket) {
-    start_private_service(path);
-    socket = vmci::PacketSocket::connect(path);
-    if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
-  }
-  return Service{path, std::move(*socket)};
+  return start_or_find(private_folder(), "mediated");
+}
+
+Service find_or_start_direct_service() {
+  const std::string folder = private_folder() + "/direct", path = folder + "/vrdmad.sock";
+  if (const char* named = std::getenv("VRDMA_SOCKET"); named != nullptr && *named != '\0' && named != path)
+    fail(fmt::format("VRDMA_SOCKET names {}, and --direct means a private service: unset it, or give that service \"direct\": \"auto\"", named));
+  make_private_folder(private_folder());
+  return start_or_find(folder, "auto");
 }
 
 std::string program_path(const std::string& name) {

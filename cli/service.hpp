@@ -28,6 +28,8 @@ const char* service_remedy(int error);
 std::runtime_error unreachable(const std::string& wanted);
 // Likewise, starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.
 Service find_or_start_service();
+// The private vrdmad that offers direct mode, beside the other one. Throws likewise, and where VRDMA_SOCKET names another service.
+Service find_or_start_direct_service();
 
 // Beside this program: ../lib/libvrdma.so in the build tree, the installed place otherwise. Throws when it is in neither.
 std::string library_path();

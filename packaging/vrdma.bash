@@ -35,7 +35,7 @@ _vrdma() {
         "") COMPREPLY=($(compgen -W "run show doctor metrics vm host --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
-                COMPREPLY=($(compgen -W "--link-layer --name --stats --help --" -- "$current"))
+                COMPREPLY=($(compgen -W "--link-layer --name --direct --stats --help --" -- "$current"))
             else
                 COMPREPLY=($(compgen -c -- "$current"))
             fi

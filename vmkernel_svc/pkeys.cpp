@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/events.hpp"
 #include "vmkernel_svc/shard.hpp"
 
@@ -41,6 +42,7 @@ void use_partitions(Shard& shard, const hosts::Partitions& partitions) {
   }
   ++fabric.topology_generation;  // who found somebody by the tables before looks again
   if (fabric.far != nullptr) fabric.far->look_at_partitions();
+  shard.direct().look_again();
   if (changed.empty()) return;
   shard.devices_changed();  // before the event: who has it sees the new table
   for (auto& [id, guest] : fabric.guests)

@@ -237,6 +237,7 @@ json describe_carriers(Fabric& fabric) {
                    {"lids", text},
                    {"via", why_not.empty() ? "hca" : fabric.far->carrier().name()},
                    {"why", why_not.empty() ? "both hosts have an HCA" : why_not},
+                   {"encrypted", fabric.far->carrier().encrypts(id)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},
@@ -292,6 +293,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"socket", fabric.config.socket},
                     {"vm_folder", fabric.config.machines_folder()},
                     {"link_layer", fabric.config.link_layer},
+                    {"direct", fabric.config.direct},
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr},
                     {"all", viewer.all}};
@@ -332,8 +334,10 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   };
   out["cache"] = {{"routes", describe_cache(routes)}, {"keys", describe_cache(fabric.key_counters)}};
   const auto& c = shard.counters();
+  const auto& d = shard.direct().counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
-                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()}};
+                     {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()},
+                     {"direct_links", d.links}, {"direct_handed_out", d.handed_out}, {"direct_returned", d.returned}};
   if (fabric.far != nullptr) {
     const auto& from_network = fabric.far->carrier().counters();
     out["counters"]["unauthenticated_records"] = from_network.unauthenticated.load(std::memory_order_relaxed);

@@ -57,8 +57,10 @@ void DirectConnection::record() {
   at.read_messages = near_.counters.read_messages, at.read_bytes = near_.counters.read_bytes;
   at.atomics = near_.counters.atomics;
   at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
-  // R1: pairs with R2 in the service's Link::recover, should this process end here: one of the two positions is whole.
+  VRDMA_CRASH_POINT("direct.guest.before_record");
+  // R1: pairs with R2 in the service's DirectDesk::recover, should this process end here: one of the two positions is whole.
   std::atomic_ref(direction.current).store(next, std::memory_order_release);
+  VRDMA_CRASH_POINT("direct.guest.recorded");
 }
 
 bool DirectConnection::run_queue() {

@@ -11,6 +11,7 @@
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
 #include "vrdma/control.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -37,9 +38,12 @@ class DirectConnection {
   template <class Alive>
   bool run(Alive&& alive) {
     if (!claim_.enter()) return false;
+    VRDMA_CRASH_POINT("direct.guest.claimed");
     const bool all = alive() && run_queue();
     tell();
+    VRDMA_CRASH_POINT("direct.guest.told");
     claim_.leave();
+    VRDMA_CRASH_POINT("direct.guest.left");
     return all;
   }
   // What was not mapped when a message needed it; to be mapped while the claim is not held.

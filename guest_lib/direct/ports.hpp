@@ -14,6 +14,7 @@
 #include "vmci_channel/placement_copy.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vrdma/direct.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
@@ -50,10 +51,12 @@ class DirectPorts {
     return look(access & remote ? peer_ : own_, key, address, bytes, access);
   }
   std::optional<engine::Place> find_receive(Qp&, Key key, std::uint64_t address, std::uint64_t bytes) {
+    VRDMA_CRASH_POINT("direct.guest.receive_taken");
     return look(peer_, key, address, bytes, engine::access_local_write);
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
     vmci::placement_copy(reinterpret_cast<std::byte*>(to.address), reinterpret_cast<const std::byte*>(from.address), bytes);
+    VRDMA_CRASH_POINT("direct.guest.copied");
     return engine::MemoryStatus::done;
   }
   engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
@@ -71,7 +74,9 @@ class DirectPorts {
 
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
     if (state.status != WcStatus::success || given_up_) return give_up(), true;
+    VRDMA_CRASH_POINT("direct.guest.before_cqe");
     (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
+    VRDMA_CRASH_POINT("direct.guest.cqe_written");
     (direction == engine::Direction::send ? sent_ : received_) = true;
     return true;
   }

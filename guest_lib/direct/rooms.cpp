@@ -57,6 +57,7 @@ Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDire
 Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
   auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
   if (!answer) return answer.error();
+  VRDMA_CRASH_POINT("direct.guest.opened");
   const control::OpenDirectReply& reply = answer->body;
   const vmci::QueuePairGeometry& geometry = reply.peer_receive.geometry;
   if (answer->descriptors.size() != 4 || reply.direction >= direct::room_links * 2 || reply.peer_receive.record_slots == 0 ||
@@ -89,6 +90,7 @@ void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts:
   PeerMemory& memory = unmapped.peers ? end.room->memory : own_memory_;
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
   const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
+  VRDMA_CRASH_POINT("direct.guest.mapped");
   if (!added || memory.at(unmapped.backing, unmapped.offset, unmapped.bytes) == nullptr) ++end.failed_maps;
 }
 

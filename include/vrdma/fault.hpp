@@ -65,7 +65,22 @@
   X("service.complete.cqe_written")      \
   X("service.complete.ready_set")        \
   X("service.event.claimed")             \
-  X("service.event.sent")
+  X("service.event.sent")                \
+  X("direct.guest.opened")               \
+  X("direct.guest.mapped")               \
+  X("direct.guest.claimed")              \
+  X("direct.guest.receive_taken")        \
+  X("direct.guest.copied")               \
+  X("direct.guest.before_cqe")           \
+  X("direct.guest.cqe_written")          \
+  X("direct.guest.before_record")        \
+  X("direct.guest.recorded")             \
+  X("direct.guest.told")                 \
+  X("direct.guest.left")                 \
+  X("direct.service.offered")            \
+  X("direct.service.half_handed_out")    \
+  X("direct.service.handed_out")         \
+  X("direct.service.half_taken_back")
 
 namespace vrdma::fault {
 

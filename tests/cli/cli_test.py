@@ -101,6 +101,7 @@ class Configuration(TestCase):
     def test_a_value_out_of_range_says_what_is_allowed(self):
         for text, *words in (('{"link_layer": "token ring"}', '"token ring"', "infiniband", "ethernet"),
                              ('{"active_mtu": 1500}', "1500", "256, 512, 1024, 2048 or 4096"),
+                             ('{"direct": "always"}', '"always"', '"mediated" or "auto"'),
                              ('{"shards": 0}', '"shards" is 0'),
                              ('{"arena_bytes": 4097}', "4097", "multiple of 4096"),
                              ('{"lid_first": 0}', '"lid_first" 0', "1 to 49151"),
@@ -116,7 +117,7 @@ class Configuration(TestCase):
             // a comment
             "socket": "/run/vrdma/vrdmad.sock", "socket_mode": "0660", "link_layer": "ethernet", "shards": 1, "log_file": "",
             "log_level": "warn", "arena_bytes": 1073741824, "lid_first": 16, "lid_count": 32, "active_mtu": 1024, "idle_exit_s": 0,
-            "quota": {"guests": 4, "objects": 100, "registered_bytes": 1048576, "queue_bytes": 1048576}}""")
+            "direct": "auto", "quota": {"guests": 4, "objects": 100, "registered_bytes": 1048576, "queue_bytes": 1048576}}""")
         self.assertEqual((result.returncode, result.stdout), (0, "the configuration is good\n"), result.stderr)
 
     def test_the_packaged_configuration_is_good(self):
@@ -128,7 +129,7 @@ class Configuration(TestCase):
         self.assert_refuses(self.vrdmad("--sokcet", "/tmp/x"), 2, "vrdmad:", "--sokcet", "--help")
 
     def test_an_empty_flag_is_refused_not_replaced_by_the_default(self):
-        for flag, *words in (("--socket", '"socket" is empty'), ("--link-layer", '"link_layer" is ""'), ("--log-level", '"log_level" is ""'),
+        for flag, *words in (("--socket", '"socket" is empty'), ("--link-layer", '"link_layer" is ""'), ("--log-level", '"log_level" is ""'), ("--direct", '"direct" is ""'),
                              ("--config", "check the path")):
             with self.subTest(flag):
                 self.assert_refuses(self.vrdmad("--check", flag, ""), 1, *words)
@@ -376,8 +377,8 @@ class Running(TestCase):
         self.assert_refuses(self.vrdma("shwo"), 2, "shwo")
         self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
 
-    def stop_private_service(self):
-        pid = json.loads(self.vrdma("show", "--json").stdout)["service"]["pid"]
+    def stop_private_service(self, *socket):
+        pid = json.loads(self.vrdma("show", "--json", *(("--socket", *socket) if socket else ())).stdout)["service"]["pid"]
         pidfd = os.pidfd_open(pid)
         os.kill(pid, signal.SIGTERM)
         self.assertTrue(select.select([pidfd], [], [], 60)[0], "the private service did not leave")
@@ -390,6 +391,19 @@ class Running(TestCase):
         log = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.log"
         self.stop_private_service()
         self.assertIn("SIGTERM: leaving", log.read_text())
+
+    def test_a_private_service_of_its_own_offers_direct_mode(self):
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "direct"
+        inner = [BIN / "vrdma", "run", "--direct", "--", BIN / "vrdma", "show", "--json"]  # the same service again
+        result = self.vrdma("run", "--direct", "--", *inner)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        service = json.loads(result.stdout)["service"]
+        self.assertEqual((service["socket"], service["direct"]), (str(folder / "vrdmad.sock"), "auto"))
+        plain = self.vrdma("run", "--", BIN / "vrdma", "show", "--json")
+        self.assertEqual(json.loads(plain.stdout)["service"]["direct"], "mediated")
+        self.stop_private_service()
+        self.assert_refuses(self.vrdma("run", "--direct", "--", "true", env={"VRDMA_SOCKET": self.socket}), 125, "VRDMA_SOCKET", self.socket, "unset it")
+        self.stop_private_service(str(folder / "vrdmad.sock"))
 
     def test_a_private_service_has_neither_processors_nor_folder_of_the_first_program(self):
         processors = os.sched_getaffinity(0)

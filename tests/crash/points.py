@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Ends and stops guests and the service at every crash point of vrdma/fault.hpp, under every workload.
 
-    points.py --client PROGRAM --library FILE --vrdmad PROGRAM --points FILE [--seed N] [--jobs N] [NAME ...]
+    points.py --client PROGRAM --library FILE --vrdmad PROGRAM --points FILE [--seed N] [--jobs N] [--direct] [--sample N] [NAME ...]
 
 Guests: the survivor must see the errors that the specification names, in order and none twice; the service must hold
 nothing afterwards; a new pair must work. Service: both guests must see the device fatal and everything flushed, and a new
-service must start over what the old one left.
+service must start over what the old one left. The points of direct mode (direct.*) are passed only where a service offers it, which
+--direct asks for with the others; where the machine does not let two processes be direct, they are skipped. --sample N: so many cases of
+all, drawn by the seed, one of each point at least.
 """
 import argparse
 import concurrent.futures
@@ -23,8 +25,11 @@ import time
 from support import Failure, Service, World, eventually, state_of
 
 WORKLOADS = ("send", "event", "rdma", "uc", "ud", "srq", "churn")
+DIRECT_WORKLOADS = ("send", "rdma", "churn")
+DIRECT = {"direct": "auto"}
+APART = ("a process ", "the processes ", "the user namespace ")  # how vmkernel_svc/direct/trust.cpp begins
 # How often a point is passed before it strikes, at most: a point on the data path is passed with every message.
-DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)")
+DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)|direct\.guest\.(?!opened|mapped)")
 CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dereg_mr|guest\.modify_qp")
 
 
@@ -32,6 +37,8 @@ CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dere
 COPIES = re.compile(r"guest\.copy")
 # Passed while a queue pair is taken down, too.
 TAKING_DOWN = re.compile(r"guest\.(control|dereg_mr|destroy_qp|modify_qp)")
+# The poster has the peer's receive queue: what needs that waits until it goes on or has ended.
+IN_CLAIM = re.compile(r"direct\.guest\.(?!opened|mapped|left)")
 
 
 def passings_of(point, rng):
@@ -58,7 +65,10 @@ def guest_case(world, service, point, passing, action, workload):
         reached = True
         if state_of(victim.pid) == "T":
             connected = has_line(survivor)
-            if connected:
+            if connected and IN_CLAIM.match(point):
+                survivor.tell_stopped()
+                eventually("the survivor has failed, or waits for the service", lambda: waits_for_service(service, survivor.pid))
+            elif connected:
                 # Its memory and its posted receives are served on; beyond them there is RNR. Only where it has taken its
                 # queue pair down, there is nobody.
                 survivor.tell_stopped()
@@ -68,7 +78,9 @@ def guest_case(world, service, point, passing, action, workload):
                 outcome_is(survivor, allowed)
             victim.process.send_signal(signal.SIGCONT)
             outcome_is(victim, ("complete", "retry-exceeded", "peer-left", "unnoticed"))
-            if not connected:
+            if IN_CLAIM.match(point):
+                outcome_is(survivor, ("served", "rnr-retry-exceeded", "retry-exceeded", "peer-left", "flushed"))
+            elif not connected:
                 outcome_is(survivor, ("unnoticed",) if unreliable else ("retry-exceeded",))
         else:
             code = victim.process.wait()
@@ -80,6 +92,12 @@ def guest_case(world, service, point, passing, action, workload):
     service.check_alive()
     service.expect_empty()
     return reached
+
+
+def waits_for_service(service, pid):
+    """Its queue pair is in ERR, where the queue that the stopped one holds keeps it from flushing; or it waits for an answer."""
+    states = [qp["state"] for guest in service.show()["guests"] if guest["pid"] == pid for qp in guest["qps"]]
+    return "ERR" in states or state_of(pid) == "S"
 
 
 def has_line(survivor):
@@ -98,8 +116,8 @@ def in_receive(pid):
     return False
 
 
-def service_case(world, point, passing, workload):
-    service = Service(world.vrdmad)
+def service_case(world, config, point, passing, workload):
+    service = Service(world.vrdmad, config)
     try:
         service.start(crash_at=f"{point}:{passing}")
         options = {"workload": workload, "role": "survivor", "expect": "service"}
@@ -137,8 +155,27 @@ def service_case(world, point, passing, workload):
         service.close()
 
 
+def why_mediated(world, service):
+    """Why two equal processes may not be direct on this machine, None where they may."""
+    both = {"workload": "send", "role": "survivor"}
+    with world.pair(service, both, both):
+        def known():
+            qps = [qp for guest in service.show()["guests"] for qp in guest["qps"]]
+            direct = len(qps) == 2 and any(qp["mode"] == "direct" for qp in qps)
+            return "direct" if direct else next((why for qp in qps if (why := qp["mediated_because"] or "").startswith(APART)), None)
+        why = eventually("the pair is direct, or may not be", known)
+    service.expect_empty()
+    return None if why == "direct" else why
+
+
+def is_service(point):
+    return point.startswith(("service.", "direct.service."))
+
+
 def passes(point, workload):
     """Whether a workload passes a point of the service at all."""
+    if point == "direct.service.half_taken_back":
+        return workload == "churn"
     if point.startswith("service.event"):
         return workload == "event"
     return True
@@ -155,6 +192,8 @@ def main():
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--direct", action="store_true")
+    parser.add_argument("--sample", type=int)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     world = World(options.client, options.library, options.vrdmad)
@@ -164,14 +203,23 @@ def main():
     chosen = [p for p in known if not options.names or any(p.startswith(n) for n in options.names)]
     rng = random.Random(options.seed)
     cases = []
+    of_direct = [p for p in chosen if p.startswith("direct.")]
+    config = DIRECT if of_direct or options.direct else None
     for point, workload in itertools.product(chosen, WORKLOADS):
-        if point.startswith("guest."):
+        if point in of_direct and workload not in DIRECT_WORKLOADS:
+            continue
+        if not is_service(point):
             cases += [(point, passing, action, workload) for passing in passings_of(point, rng) for action in ("kill", "stop")
                       if not waits_for_long(point, action, workload)]
         elif passes(point, workload):
             cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
+    if options.sample is not None and options.sample < len(cases):
+        rng.shuffle(cases)
+        first = {case[0]: case for case in reversed(cases)}
+        rest = [case for case in cases if first[case[0]] is not case]
+        cases = list(first.values()) + rest[:max(0, options.sample - len(first))]
     services, copied_for = queue.Queue(), queue.Queue()
-    started = [Service(world.vrdmad).start() for _ in range(options.jobs)]
+    started = [Service(world.vrdmad, config).start() for _ in range(options.jobs)]
     for service in started:
         services.put(service)
     for _ in range(options.jobs if any(COPIES.match(point) for point in chosen) else 0):
@@ -180,8 +228,8 @@ def main():
 
     def run(case):
         point, passing, action, workload = case
-        if point.startswith("service."):
-            return service_case(world, point, passing, workload)
+        if is_service(point):
+            return service_case(world, config, point, passing, workload)
         free = copied_for if COPIES.match(point) else services
         service = free.get()
         try:
@@ -194,6 +242,9 @@ def main():
     reached, failures = {}, []
     begun = time.monotonic()
     try:
+        if config and (why := why_mediated(world, started[0])):
+            print(f"SKIP: two processes cannot be direct here: {why}")
+            sys.exit(77)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             for case, future in [(case, pool.submit(run, case)) for case in cases]:
                 try:
@@ -212,7 +263,7 @@ def main():
             service.close()
     for point in chosen:
         print(f"{point:36} struck {reached.get(point, 0):2} times")
-        if reached.get(point, 0) == 0:
+        if reached.get(point, 0) == 0 and options.sample is None:
             failures.append(((point,), "no workload reaches it"))
             print(f"FAILED {point}: no workload reaches it")
     print(f"{len(cases)} cases, seed {options.seed}, {len(failures)} failures, {time.monotonic() - begun:.0f} s")

@@ -11,6 +11,7 @@ Ends with "N passed, N failed, N skipped": 0, or 1 when a case failed, or 77 whe
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -24,9 +25,10 @@ import perftest
 import pingpong
 import rdma_core_suite
 import sandbox
-from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
+from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need, run)
 
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "pyverbs")
+DIRECT = {"direct": "auto"}
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "pyverbs", "direct")
 
 
 class Runner:
@@ -41,7 +43,7 @@ class Runner:
     def start(self):
         tools = Build.at(self.options.build, self.options.vrdmad)
         self.build = tools.staged(TempFolder().path)
-        self.service = Service(self.build)
+        self.service = Service(self.build, config=DIRECT if self.options.direct else None)
 
     def side(self, **more):
         return Side(self.build, env=self.service.environment(), **more)
@@ -165,6 +167,37 @@ class Runner:
             self.case(f"{layer:8} rdma-core's own tests", lambda layer=layer: rdma_core_suite.run_suite(self.side(link_layer=layer), self.options.k))
 
 
+    def direct(self):
+        """What the posting thread moves itself. That it does, the service's counters say."""
+        if self.options.list:
+            served = None
+        else:
+            mediated, self.service = self.service, Service(self.build, config=DIRECT)
+            served = self.service
+        cases = [pair for pair in few_cases() if pair[1].transport in ("rc", "RC")]
+        cases += [(pingpong, pingpong.Case("rc", events=True)), (pingpong, pingpong.Case("rc", new_send=True, validate=True)),
+                  (perftest, perftest.Case("send", "bw", inline=64)), (perftest, perftest.Case("write", "bw", qps=16, post_list=20))]
+        for kind, case in cases:
+            self.case(f"direct: {case.name}", lambda kind=kind, case=case: self._direct_pair(kind, case))
+        if served:
+            self.service = mediated
+            code, said = served.stop()
+            if code != 0:
+                self.case("the vrdmad of direct mode leaves cleanly", lambda: _raise(Failure(f"it left with {code}\n{said}")))
+
+    def _direct_pair(self, kind, case):
+        before = self._direct_links()
+        said = self._pair(kind, case)
+        if case.events:  # a completion channel is the service's
+            return said
+        if self._direct_links() == before:
+            raise Failure("no connection of it could be direct: see mediated_because in vrdma show qps --json")
+        return said
+
+    def _direct_links(self):
+        return json.loads(run([self.build.vrdma, "show", "--json"], 60, env=self.service.environment())[1])["counters"]["direct_links"]
+
+
 def few_cases():
     """One of each kind of work, for the groups whose subject is who runs it."""
     yield pingpong, pingpong.Case("rc", validate=True, size=65536)
@@ -197,6 +230,7 @@ def main():
     parser.add_argument("--only", help="regular expression on the names of cases")
     parser.add_argument("--list", action="store_true", help="names of the cases, without running them")
     parser.add_argument("--stop-at-failure", action="store_true")
+    parser.add_argument("--direct", action="store_true", help="connections that allow it are the posting thread's")
     parser.add_argument("-k", help="of rdma-core's tests, those whose name has this")
     options = parser.parse_args()
     unknown = set(options.groups) - set(GROUPS)

@@ -250,6 +250,31 @@ class Hosts(Subnet, Partitions):
         self.assertEqual(c.ask("event"), PKEY_CHANGE)
         self.assertEqual(c.keys(), {0: "0xffff"})
 
+    def test_a_partition_that_is_given_ends_a_direct_connection(self):
+        self.make("a")
+        file = self.hosts["a"]["folder"] / "vrdmad.json"
+        file.write_text(json.dumps(dict(json.loads(file.read_text()), direct="auto")))
+        self.start("a")
+        self.settled("a")
+        a, b = (let_in(self, self.socket_of("a")) for _ in range(2))
+        stands, other_end = joined("rc", (a, 0), (b, 0))
+        wait_until(lambda: self.modes() == {"direct"}, "the connection is direct")
+        for word in ("opened", "mapped", "before"):
+            self.assertEqual(stands.ask("send", word), SUCCESS)
+            self.assertEqual(other_end.ask("receive"), word)
+        # Two limited members.
+        self.partition("add", "0x0001", "a/*")
+        self.assertEqual(a.ask("event"), PKEY_CHANGE)
+        self.assertEqual(stands.ask("send", "after"), SILENCE)
+        self.assertEqual(self.modes(), {"mediated"})
+        self.partition("add", "0x8001", "a/*")
+        self.assertEqual(a.ask("event"), PKEY_CHANGE)
+        joined("rc", (a, 0), (b, 0))
+        wait_until(lambda: "direct" in self.modes(), "others in one partition are direct")
+
+    def modes(self):
+        return {qp["mode"] for guest in self.state("a")["guests"] for qp in guest["qps"]}
+
     def connects(self, a, b):
         x, y = joined("rc", (a, 0), (b, 0))
         return x.ask("send", "try") == SUCCESS

@@ -42,14 +42,6 @@ CONFORMANCE = ("AccessErrorsEndBothQps", "AReceiveBufferTooSmallEndsBothQps", "A
 NOT_BY_HCA = "SolicitedArming*"
 
 
-def ucx_files():
-    found = [path for folder in Path("/usr/lib").glob("*-linux-gnu") for pattern in ("libuc[pmst].so.0", "ucx/libuct_tcp*.so*", "ucx/libuct_cma*.so*")
-             for path in folder.glob(pattern)]
-    if not any(path.name == "libucp.so.0" for path in found):
-        raise Skip("UCX is not installed (package libucx0)")
-    return tuple(str(path) for path in found)
-
-
 class HcaHost:
     """A machine with rdma_rxe and a vrdmad."""
 
@@ -95,7 +87,7 @@ class World:
         if len(RXE_FILES) < 2 or not Path(RXE_FILES[0]).exists():
             raise Skip("rdma_rxe's library is not installed (package ibverbs-providers)")
         build = Build.at(folder)
-        files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), (*RXE_FILES, *ucx_files()), RXE_MODULES))
+        files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), RXE_FILES, RXE_MODULES))
         secret = secrets.token_hex(24)
         everybody = [{"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "lids": f"{i * 1000 + 1}-{(i + 1) * 1000}"} for i in (0, 1)]
         config = {"secret": secret, "vrdmad": lambda i: {"hca": {"ack_timeout": ACK_TIMEOUT}, "remote": {"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "secret_file": f"{FOLDER}/secret", "hosts": everybody}}}

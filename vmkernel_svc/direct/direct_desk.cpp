@@ -1,53 +1,18 @@
 #include "vmkernel_svc/direct/direct_desk.hpp"
 
 #include <fcntl.h>
-#include <poll.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/key_book.hpp"
-#include "vmkernel_svc/direct/trust.hpp"
+#include "vmkernel_svc/direct/link.hpp"
 #include "vmkernel_svc/shard.hpp"
+#include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
 
 using engine::QpState;
-using engine::QpType;
-
-// Two guests that may be direct, the lower id first (twice the same: a process that talks to itself).
-struct DirectRoom {
-  std::uint32_t number;
-  vmci::Segment segment;
-  std::shared_ptr<const vmci::UniqueFd> pidfds[2];
-  std::uint32_t guests[2];
-  std::vector<std::uint32_t> free;
-  std::uint32_t used = 0;  // links ever made at a time
-
-  direct::Direction& direction(std::uint32_t index) const { return segment.at<direct::Room>(0)->directions[index]; }
-};
-
-struct DirectLink {
-  std::shared_ptr<DirectRoom> room;
-  std::uint32_t index;      // of the first of its two directions, / 2
-  std::uint32_t epoch;
-  QueuePair* ends[2];       // nullptr: gone
-  std::uint32_t guests[2];  // theirs
-  vmci::ServiceClaim claims[2];       // of the direction that ends[i] posts to
-  direct::Positions seen[2] = {};     // when the service last had it
-  bool owned[2] = {true, true};
-  bool opened[2] = {false, false};    // its guest has mapped what it takes
-  std::uint32_t unopened_posts = 0;
-  std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
-
-  int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
-  bool poster_ended(int i) const {
-    const int of = room->guests[0] == guests[i] ? 0 : 1;
-    pollfd exited{room->pidfds[of]->get(), POLLIN, 0};
-    return ::poll(&exited, 1, 0) > 0;
-  }
-};
 
 namespace {
 
@@ -58,129 +23,17 @@ constexpr std::uint32_t unopened_posts_max = 16;
 
 vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
-// No completion queue that its work queues could overrun: a poster does not count what others complete there.
-bool roomy(const CompletionQueue& cq) { return cq.channel == nullptr && !cq.overrun && cq.depth <= cq.cqe; }
-bool roomy(const QueuePair& qp) { return roomy(*qp.send_cq) && roomy(*qp.receive_cq); }
-
-void offer(QueuePair& qp, std::uint32_t epoch) {
-  std::atomic_ref(qp.send_view.header().attacher.direct_offer).store(epoch, std::memory_order_release);
-}
-
-std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) {
-  return std::minmax({a.id.value, b.id.value});
-}
-
 }  // namespace
 
 DirectDesk::DirectDesk(Shard& shard) : shard_(shard), fabric_(shard.fabric()) {}
 DirectDesk::~DirectDesk() = default;
 
-// --- which connections ------------------------------------------------------------------------------------------
-
-std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
-  if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
-  if (qp.core.type != QpType::rc) return "not a reliable connection";
-  if (qp.core.state != QpState::rts) return "not in RTS";
-  MediatedPorts::Qp* const far_end = shard_.peer(qp.core);
-  if (far_end == nullptr) return "the peer is on another host, or not there";
-  peer = far_end->port.owner;
-  if (peer == &qp) return "connected to itself";
-  if (peer->core.type != QpType::rc || peer->core.state != QpState::rts) return "the peer is not in RTS";
-  if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
-  if (qp.srq != nullptr || peer->srq != nullptr) return "a shared receive queue";
-  for (const QueuePair* end : {&qp, peer}) {
-    if (end->send_cq->channel != nullptr || end->receive_cq->channel != nullptr) return "a completion channel";
-    if (!roomy(*end)) return "a completion queue with less room than its work queues";
-    if (end->guest->machine) return "a virtual machine";
-  }
-  return {};
-}
-
-Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std::string& why_not) {
-  const auto key = key_of(a, b);
-  if (const auto known = rooms_.find(key); known != rooms_.end()) return known->second;
-  if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, Errno{EPERM};
-  const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials.pid, *guest.pidfd); };
-  why_not = why_apart(facts(a), facts(b));
-  if (!why_not.empty()) {
-    spdlog::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
-    apart_.emplace(key, why_not);
-    return Errno{EPERM};
-  }
-  why_not = "no memory or descriptors left for its words";
-  for (Guest* const guest : {&a, &b}) {
-    if (guest->key_book) continue;
-    if (!guest->tenant->take_descriptors(1)) return Errno{EDQUOT};
-    auto book = KeyBook::create(*guest, fabric_.regions);
-    if (!book) return --guest->tenant->descriptors, book.error();
-    guest->key_book = std::move(*book);
-  }
-  if (!a.tenant->take_descriptors(1)) return Errno{EDQUOT};
-  auto segment = vmci::Segment::create("vrdma-direct", sizeof(direct::Room));
-  if (!segment) return --a.tenant->descriptors, segment.error();
-  auto room = std::make_shared<DirectRoom>();
-  room->number = next_room_++;
-  room->segment = std::move(*segment);
-  const bool in_order = a.id.value <= b.id.value;
-  room->pidfds[0] = in_order ? a.pidfd : b.pidfd;
-  room->pidfds[1] = in_order ? b.pidfd : a.pidfd;
-  room->guests[0] = key.first, room->guests[1] = key.second;
-  return rooms_.emplace(key, std::move(room)).first->second;
-}
-
-void DirectDesk::consider(QueuePair& qp) {
-  QueuePair* peer = nullptr;
-  std::string why = why_mediated(qp, peer);
-  if (DirectLink* const link = qp.core.port.link) {
-    if (why.empty() && link->ends[1 - link->side(qp)] == peer) return (void)hand_out(qp);
-    dissolve(*link);
-  }
-  if (why.empty() && peer->core.port.link != nullptr) why = "the peer's connection before this one has not ended";
-  if (why.empty()) {
-    auto room = room_of(*qp.guest, *peer->guest, why);
-    if (room && (*room)->free.empty() && (*room)->used == direct::room_links) why = "too many direct connections of these processes", room = Errno{ENOSPC};
-    if (room) {
-      auto link = std::make_unique<DirectLink>();
-      link->room = *room;
-      if ((*room)->free.empty()) (*room)->free.push_back((*room)->used++);
-      link->index = (*room)->free.back();
-      (*room)->free.pop_back();
-      link->epoch = next_epoch_++;
-      link->ends[0] = &qp, link->ends[1] = peer;
-      for (int i = 0; i < 2; ++i) {
-        direct::Direction& direction = (*room)->direction(link->index * 2 + static_cast<std::uint32_t>(i));
-        direction.positions[0] = direction.positions[1] = {};
-        link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
-        link->guests[i] = link->ends[i]->guest->id.value;
-        link->ends[i]->core.port.link = link.get();
-        link->ends[i]->mediated_because.clear();
-        offer(*link->ends[i], link->epoch);
-      }
-      links_.emplace(link.get(), std::move(link));
-      return (void)hand_out(qp);
-    }
-  }
-  qp.mediated_because = why;
-  if (peer != nullptr && peer->core.port.link == nullptr) peer->mediated_because = std::move(why);
-}
-
-void DirectDesk::dissolve(DirectLink& link) {
-  for (QueuePair* end : link.ends) {
-    if (end == nullptr) continue;
-    end->core.port.link = nullptr;
-    end->mediated_because = "its connection has ended";
-    offer(*end, 0);
-  }
-  link.room->free.push_back(link.index);
-  std::erase(orphans_, &link);
-  links_.erase(&link);
-}
-
 // --- who runs them ----------------------------------------------------------------------------------------------
 
+// A queue pair that only receives may stay in RTR for ever (perftest's do); that it has received the first message, the service says.
 bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
   const auto& core = from.core;
-  return core.state == QpState::rts && !shard_.engine().busy(core) && core.accepted_by == nullptr && core.far == nullptr && !core.send_queue_lost &&
+  return (to.core.state == QpState::rts || (to.core.state == QpState::rtr && to.core.communication_established)) && !shard_.engine().busy(core) && core.accepted_by == nullptr && core.far == nullptr && !core.send_queue_lost &&
          core.port.job_sequence == 0 && core.send_ring.empty() && to.core.serves == nullptr && !to.core.inbound.active &&
          to.core.expected_psn == core.send_psn;
 }
@@ -189,13 +42,16 @@ bool DirectDesk::hand_out(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
   if (link == nullptr || !link->owned[0] || !link->owned[1] || link->unopened_posts > unopened_posts_max) return false;
   QueuePair *const a = link->ends[0], *const b = link->ends[1];
-  if (a == nullptr || b == nullptr || !at_rest(*a, *b) || !at_rest(*b, *a) || !roomy(*a) || !roomy(*b)) return false;
+  if (a == nullptr || b == nullptr || !roomy(*a) || !roomy(*b)) return false;
+  const bool a_sends = a->core.state == QpState::rts, b_sends = b->core.state == QpState::rts;
+  if ((!a_sends && !b_sends) || (a_sends && !at_rest(*a, *b)) || (b_sends && !at_rest(*b, *a))) return false;
   for (QueuePair* end : {a, b}) {
     shard_.withdraw(end->core);
     end->watch_sends(true);  // with a fence: who finds the claim taken finds this
   }
   for (int i = 0; i < 2; ++i) {
     QueuePair &from = *link->ends[i], &to = *link->ends[1 - i];
+    if (from.core.state != QpState::rts) continue;
     direct::Direction& direction = link->claims[i].direction();
     direction.terms = {from.core.attributes.path_mtu, to.core.attributes.access_flags, from.core.attributes.max_rd_atomic,
                        to.core.attributes.max_dest_rd_atomic};
@@ -209,12 +65,15 @@ bool DirectDesk::hand_out(QueuePair& qp) {
     direction.positions[0] = at;
     ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
     link->owned[i] = false;
+    ++counters_.handed_out;
     link->claims[i].hand_out();
+    if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
   }
   // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
   vmci::store_load_fence();
   for (QueuePair* end : {a, b})
-    if (!end->core.send_ring.empty()) shard_.make_runnable(end->core);
+    if (end->core.state == QpState::rts && !end->core.send_ring.empty()) shard_.make_runnable(end->core);
+  VRDMA_CRASH_POINT("direct.service.handed_out");
   return true;
 }
 
@@ -288,6 +147,7 @@ bool DirectDesk::take_back(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
   if (link == nullptr) return true;
   const bool first = own(*link, 0);
+  VRDMA_CRASH_POINT("direct.service.half_taken_back");
   return own(*link, 1) && first;
 }
 
@@ -312,6 +172,7 @@ bool DirectDesk::may_run(QueuePair& qp) {
   const bool mine = own(link, i), other = own(link, 1 - i);
   if (!had && mine) {
     ++link.returns;
+    ++counters_.returned;
     if (!link.opened[i]) ++link.unopened_posts;
   }
   // A poster at the other end that is inside will leave before its next message; what this queue pair gets of it came before. But to
@@ -330,6 +191,12 @@ bool DirectDesk::rest(QueuePair& qp, std::uint32_t idle_turns) {
 
 bool DirectDesk::settle() {
   bool worked = false;
+  for (const std::uint32_t qpn : std::exchange(doubtful_, {})) {
+    const auto found = fabric_.by_qpn.find(qpn);
+    if (found == fabric_.by_qpn.end()) continue;
+    if (take_back(*found->second)) worked = true, consider(*found->second);
+    else doubtful_.push_back(qpn);
+  }
   for (DirectLink* const link : std::vector(orphans_)) {
     for (int side = 0; side < 2; ++side)
       if (!own(*link, side) && link->poster_ended(side)) recover(*link, side);
@@ -426,7 +293,7 @@ Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::
 
 std::string DirectDesk::mode(const QueuePair& qp) const {
   const DirectLink* const link = qp.core.port.link;
-  return link != nullptr && !link->owned[link->side(qp)] ? "direct" : "mediated";
+  return link != nullptr && (!link->owned[0] || !link->owned[1]) ? "direct" : "mediated";
 }
 
 engine::QpCounters DirectDesk::counters(const QueuePair& qp) const {

@@ -45,7 +45,9 @@ class DirectDesk {
 
   // Tries again what had to wait. True: something could go on.
   bool settle();
-  bool waiting() const { return !held_back_.empty() || !orphans_.empty(); }
+  bool waiting() const { return !held_back_.empty() || !orphans_.empty() || !doubtful_.empty(); }
+  // Whether queue pairs reach each other may have changed: every connection is considered anew.
+  void look_again();
 
   void registered(Guest& guest, const Region& region);
   void deregistering(Guest& guest, const Region& region);
@@ -57,6 +59,12 @@ class DirectDesk {
   std::string mode(const QueuePair& qp) const;
   // With what has been done directly since the service last had the positions.
   engine::QpCounters counters(const QueuePair& qp) const;
+  struct Counters {
+    std::uint64_t links = 0;       // connections that could be direct
+    std::uint64_t handed_out = 0;  // directions of them, …
+    std::uint64_t returned = 0;    // … and those that came back because the poster could not do what it was asked to
+  };
+  const Counters& counters() const { return counters_; }
 
  private:
   std::string why_mediated(QueuePair& qp, QueuePair*& peer);
@@ -74,6 +82,8 @@ class DirectDesk {
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
   std::vector<std::uint32_t> held_back_;              // QPNs that wait to be run
+  std::vector<std::uint32_t> doubtful_;               // QPNs to be considered once both directions are owned
+  Counters counters_;
   std::uint32_t next_room_ = 1, next_epoch_ = 1;
 };
 

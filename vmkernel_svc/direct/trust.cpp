@@ -33,16 +33,24 @@ constexpr const char* compared[] = {"Uid", "Gid", "Groups", "CapInh", "CapPrm", 
 constexpr const char* namespaces[] = {"user", "pid", "mnt", "net", "ipc", "uts", "cgroup"};
 constexpr std::uint64_t cap_sys_ptrace = std::uint64_t{1} << 19;
 
+bool may_trace_all(const std::map<std::string, std::string>& status) {
+  return (std::strtoull(status.at("CapEff").c_str(), nullptr, 16) & cap_sys_ptrace) != 0;
+}
+
 // /proc shows files of a process that is not dumpable as root's. Root's own are root's anyway; whoever may trace all processes
-// reaches those that are not dumpable, too.
-bool dumpable(int folder, const std::map<std::string, std::string>& status) {
+// reaches those that are not dumpable, too. Where neither that root may (in most containers) nor this service, its namespaces could be
+// read only because it is dumpable. In another user namespace this service may more than its own capabilities say.
+bool dumpable(int folder, const std::map<std::string, std::string>& status, const std::string& user_namespace) {
   std::istringstream ids(status.at("Uid"));
   uid_t real = 0, effective = 0;
   ids >> real >> effective;
   struct stat memory;
   if (!ids || ::fstatat(folder, "mem", &memory, 0) != 0) return false;
   if (effective != 0) return memory.st_uid == effective;
-  return (std::strtoull(status.at("CapEff").c_str(), nullptr, 16) & cap_sys_ptrace) != 0;
+  if (may_trace_all(status)) return true;
+  const vmci::UniqueFd self(::open("/proc/self", O_PATH | O_DIRECTORY | O_CLOEXEC));
+  struct stat space;
+  return ::fstatat(self.get(), "ns/user", &space, 0) == 0 && std::to_string(space.st_ino) == user_namespace && !may_trace_all(status_of(self.get()));
 }
 
 // Filters cannot be read, and two processes may have different ones. Those that the service has, too, are its container's.
@@ -77,7 +85,7 @@ TrustFacts TrustFacts::of(pid_t pid, const vmci::UniqueFd& pidfd) {
   }
   facts.values["security label"] = read_file(folder.get(), "attr/current");
   if (!known_filters(status)) return refuse("a process has seccomp filters of its own");
-  if (!dumpable(folder.get(), status)) return refuse("a process is not dumpable");
+  if (!dumpable(folder.get(), status, facts.values["user namespace"])) return refuse("a process is not dumpable");
   return facts;
 }
 

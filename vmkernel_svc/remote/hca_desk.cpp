@@ -214,6 +214,7 @@ std::string HcaDesk::why_not(HostId id) const {
   if (host == hosts_.end() || !host->second.heard) return "it has not said that it has an HCA";
   if (!host->second.present) return "no HCA there: " + host->second.text;
   if (host->second.link_layer != device_->port_attributes().link_layer) return "its HCA is of the other link layer";
+  if (far_.carrier().encrypts(id)) return "payload is to be encrypted, which an HCA does not do";
   return "";
 }
 

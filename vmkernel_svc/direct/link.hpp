@@ -1,0 +1,58 @@
+// A connection that its guests may run by themselves, and the shared memory of two guests in which its words lie: what the desk of direct
+// mode (direct_desk.hpp) keeps. Used by the shard's thread only.
+#pragma once
+
+#include <poll.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "vmci_channel/claim.hpp"
+#include "vmci_channel/segment.hpp"
+#include "vmkernel_svc/objects.hpp"
+#include "vrdma/direct.hpp"
+
+namespace vrdma::svc {
+
+// Two guests that may be direct, the lower id first (twice the same: a process that talks to itself).
+struct DirectRoom {
+  std::uint32_t number;
+  vmci::Segment segment;
+  std::shared_ptr<const vmci::UniqueFd> pidfds[2];
+  std::uint32_t guests[2];
+  std::vector<std::uint32_t> free;
+  std::uint32_t used = 0;  // links ever made at a time
+
+  direct::Direction& direction(std::uint32_t index) const { return segment.at<direct::Room>(0)->directions[index]; }
+};
+
+struct DirectLink {
+  std::shared_ptr<DirectRoom> room;
+  std::uint32_t index;      // of the first of its two directions, / 2
+  std::uint32_t epoch;
+  QueuePair* ends[2];       // nullptr: gone
+  std::uint32_t guests[2];  // theirs
+  vmci::ServiceClaim claims[2];       // of the direction that ends[i] posts to
+  direct::Positions seen[2] = {};     // when the service last had it
+  bool owned[2] = {true, true};
+  bool opened[2] = {false, false};    // its guest has mapped what it takes
+  std::uint32_t unopened_posts = 0;
+  std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
+
+  int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
+  bool poster_ended(int i) const {
+    const int of = room->guests[0] == guests[i] ? 0 : 1;
+    pollfd exited{room->pidfds[of]->get(), POLLIN, 0};
+    return ::poll(&exited, 1, 0) > 0;
+  }
+};
+
+inline std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) { return std::minmax({a.id.value, b.id.value}); }
+
+// No completion queue that its work queues could overrun: a poster does not count what others complete there.
+inline bool roomy(const CompletionQueue& cq) { return cq.channel == nullptr && !cq.overrun && cq.depth <= cq.cqe; }
+inline bool roomy(const QueuePair& qp) { return roomy(*qp.send_cq) && roomy(*qp.receive_cq); }
+
+}  // namespace vrdma::svc

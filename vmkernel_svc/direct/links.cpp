@@ -1,0 +1,136 @@
+// Which connections are direct.
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+
+#include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/direct/key_book.hpp"
+#include "vmkernel_svc/direct/link.hpp"
+#include "vmkernel_svc/direct/trust.hpp"
+#include "vmkernel_svc/shard.hpp"
+#include "vrdma/fault.hpp"
+
+namespace vrdma::svc {
+
+using engine::QpState;
+using engine::QpType;
+
+namespace {
+
+void offer(QueuePair& qp, std::uint32_t epoch) {
+  std::atomic_ref(qp.send_view.header().attacher.direct_offer).store(epoch, std::memory_order_release);
+}
+
+}  // namespace
+
+std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
+  if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
+  if (qp.core.type != QpType::rc) return "not a reliable connection";
+  const auto connected = [](const QueuePair& end) { return end.core.state == QpState::rtr || end.core.state == QpState::rts; };
+  if (!connected(qp)) return "not in RTS";
+  MediatedPorts::Qp* const far_end = shard_.peer(qp.core);
+  if (far_end == nullptr) return "the peer is on another host, or not there";
+  peer = far_end->port.owner;
+  if (peer == &qp) return "connected to itself";
+  if (peer->core.type != QpType::rc || !connected(*peer)) return "the peer is not in RTS";
+  if (qp.core.state != QpState::rts && peer->core.state != QpState::rts) return "not in RTS, nor is its peer";
+  if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
+  if (qp.srq != nullptr || peer->srq != nullptr) return "a shared receive queue";
+  for (const QueuePair* end : {&qp, peer}) {
+    if (end->send_cq->channel != nullptr || end->receive_cq->channel != nullptr) return "a completion channel";
+    if (!roomy(*end)) return "a completion queue with less room than its work queues";
+    if (end->guest->machine) return "a virtual machine";
+  }
+  return {};
+}
+
+Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std::string& why_not) {
+  const auto key = key_of(a, b);
+  if (const auto known = rooms_.find(key); known != rooms_.end()) return known->second;
+  if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, Errno{EPERM};
+  const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials.pid, *guest.pidfd); };
+  why_not = why_apart(facts(a), facts(b));
+  if (!why_not.empty()) {
+    spdlog::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
+    apart_.emplace(key, why_not);
+    return Errno{EPERM};
+  }
+  why_not = "no memory or descriptors left for its words";
+  for (Guest* const guest : {&a, &b}) {
+    if (guest->key_book) continue;
+    if (!guest->tenant->take_descriptors(1)) return Errno{EDQUOT};
+    auto book = KeyBook::create(*guest, fabric_.regions);
+    if (!book) return --guest->tenant->descriptors, book.error();
+    guest->key_book = std::move(*book);
+  }
+  if (!a.tenant->take_descriptors(1)) return Errno{EDQUOT};
+  auto segment = vmci::Segment::create("vrdma-direct", sizeof(direct::Room));
+  if (!segment) return --a.tenant->descriptors, segment.error();
+  auto room = std::make_shared<DirectRoom>();
+  room->number = next_room_++;
+  room->segment = std::move(*segment);
+  const bool in_order = a.id.value <= b.id.value;
+  room->pidfds[0] = in_order ? a.pidfd : b.pidfd;
+  room->pidfds[1] = in_order ? b.pidfd : a.pidfd;
+  room->guests[0] = key.first, room->guests[1] = key.second;
+  return rooms_.emplace(key, std::move(room)).first->second;
+}
+
+void DirectDesk::consider(QueuePair& qp) {
+  QueuePair* peer = nullptr;
+  std::string why = why_mediated(qp, peer);
+  if (DirectLink* const link = qp.core.port.link) {
+    if (why.empty() && link->ends[1 - link->side(qp)] == peer) return (void)hand_out(qp);
+    dissolve(*link);
+  }
+  if (why.empty() && peer->core.port.link != nullptr) why = "the peer's connection before this one has not ended";
+  if (why.empty()) {
+    auto room = room_of(*qp.guest, *peer->guest, why);
+    if (room && (*room)->free.empty() && (*room)->used == direct::room_links) why = "too many direct connections of these processes", room = Errno{ENOSPC};
+    if (room) {
+      auto link = std::make_unique<DirectLink>();
+      link->room = *room;
+      if ((*room)->free.empty()) (*room)->free.push_back((*room)->used++);
+      link->index = (*room)->free.back();
+      (*room)->free.pop_back();
+      link->epoch = next_epoch_++;
+      ++counters_.links;
+      link->ends[0] = &qp, link->ends[1] = peer;
+      for (int i = 0; i < 2; ++i) {
+        direct::Direction& direction = (*room)->direction(link->index * 2 + static_cast<std::uint32_t>(i));
+        direction.positions[0] = direction.positions[1] = {};
+        link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
+        link->guests[i] = link->ends[i]->guest->id.value;
+        link->ends[i]->core.port.link = link.get();
+        link->ends[i]->mediated_because.clear();
+        offer(*link->ends[i], link->epoch);
+      }
+      VRDMA_CRASH_POINT("direct.service.offered");
+      links_.emplace(link.get(), std::move(link));
+      return (void)hand_out(qp);
+    }
+  }
+  qp.mediated_because = why;
+  if (peer != nullptr && peer->core.port.link == nullptr) peer->mediated_because = std::move(why);
+}
+
+void DirectDesk::dissolve(DirectLink& link) {
+  for (QueuePair* end : link.ends) {
+    if (end == nullptr) continue;
+    end->core.port.link = nullptr;
+    end->mediated_because = "its connection has ended";
+    offer(*end, 0);
+  }
+  link.room->free.push_back(link.index);
+  std::erase(orphans_, &link);
+  links_.erase(&link);
+}
+
+// Who is in which partition has changed.
+void DirectDesk::look_again() {
+  if (fabric_.config.direct != "auto") return;
+  for (auto& [qpn, qp] : fabric_.by_qpn)
+    if (qp->core.type == QpType::rc && qp->core.state == QpState::rts) doubtful_.push_back(qpn);
+}
+
+}  // namespace vrdma::svc
