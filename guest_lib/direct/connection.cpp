@@ -22,6 +22,7 @@ DirectConnection::DirectConnection(const Ends& ends)
 void DirectConnection::take_over() {
   const direct::Direction& direction = claim_.direction();
   handouts_seen_ = direction.handouts;
+  ports_.forget_keys();
   near_.attributes.path_mtu = direction.terms.path_mtu;
   near_.attributes.max_rd_atomic = static_cast<std::uint8_t>(direction.terms.max_rd_atomic);
   far_.attributes.access_flags = direction.terms.remote_access;

@@ -91,7 +91,7 @@ void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts:
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
   const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
   VRDMA_CRASH_POINT("direct.guest.mapped");
-  if (!added || memory.at(unmapped.backing, unmapped.offset, unmapped.bytes) == nullptr) ++end.failed_maps;
+  if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++end.failed_maps;
 }
 
 void DirectRooms::abandon() {
