@@ -44,6 +44,8 @@ class DirectPorts {
   // The service had the direction meanwhile: keys may mean something else, or nothing.
   void forget_keys() { found_[0] = found_[1] = {}; }
   bool given_up() const { return given_up_; }
+  // An unreliable message that the engine has dropped, which is the service's to count.
+  bool dropped() const { return far_end_.counters.dropped != 0; }
   std::optional<Unmapped> take_unmapped() { return std::exchange(unmapped_, std::nullopt); }
   // Whether completions were written since the last call.
   bool take_sent() { return std::exchange(sent_, false); }
@@ -76,7 +78,7 @@ class DirectPorts {
   void abandon(Qp&) {}
 
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
-    if (state.status != WcStatus::success || given_up_) return give_up(), true;
+    if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
     (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
     VRDMA_CRASH_POINT("direct.guest.cqe_written");

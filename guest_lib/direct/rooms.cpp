@@ -77,6 +77,7 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   ends.send = qp.send.view();
   ends.receive = vmci::QueuePairView(arena.data() + reply.peer_receive.offset, geometry);
   ends.receive_record_slots = reply.peer_receive.record_slots;
+  ends.type = qp.base().qp_type == IBV_QPT_UC ? engine::QpType::uc : engine::QpType::rc;
   ends.qpn = qp.base().qp_num;
   ends.peer_qpn = reply.peer_qpn;
   ends.sent = {Cq::of(qp.base().send_cq).shared, qp.send_lane.number};
