@@ -33,7 +33,7 @@ set(CPACK_STRIP_FILES ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION net)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
-set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "ibverbs-utils, perftest, libucx0")
+set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "ibverbs-utils, perftest")
 set(CPACK_DEBIAN_PACKAGE_DESCRIPTION "RDMA verbs for processes, containers and VMs without an HCA
  Programs that use libibverbs run unmodified: a library stands in for libibverbs and
  a service on the host moves the bytes. No HCA, no kernel module, no root.

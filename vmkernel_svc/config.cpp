@@ -53,6 +53,13 @@ Setter text(std::string& to, const std::string& origin, const std::string& key) 
   };
 }
 
+Setter choice(bool& to, const std::string& origin, const std::string& key) {
+  return [&to, origin, key](const json& value) {
+    if (!value.is_boolean()) refuse(origin, fmt::format("\"{}\" is {}: it must be true or false", key, shown(value)));
+    to = value.get<bool>();
+  };
+}
+
 // Permission bits as people write them: "0660".
 Setter mode(std::uint32_t& to, const std::string& origin, const std::string& key) {
   return [&to, origin, key](const json& value) {
@@ -105,7 +112,7 @@ void read_remote(const json& value, RemoteConfig& remote, const std::string& ori
   remote.hosts.clear();
   apply(value, {{"name", text(remote.name, origin, "name")}, {"address", text(remote.address, origin, "address")},
                 {"port", number(remote.port, origin, "port")}, {"secret_file", text(remote.secret_file, origin, "secret_file")},
-                {"hosts", read_hosts}},
+                {"encrypt", choice(remote.encrypt, origin, "encrypt")}, {"hosts", read_hosts}},
         origin, "\"remote\"");
   if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
 }
@@ -120,6 +127,7 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
                                      t(folder, "folder"), t(seed, "seed"), n(lease_s, "lease_s"), n(to.timing.heartbeat_ms, "heartbeat_ms"),
                                      n(to.timing.election_ms, "election_ms"), n(to.timing.refresh_ms, "refresh_ms"), n(to.limits.opening_ms, "opening_ms"),
                                      n(to.limits.silence_ms, "silence_ms")};
+  keys["encrypt"] = choice(to.encrypt, origin, "encrypt");
   keys["peers"] = [&](const json& peers) {
     if (!peers.is_array()) refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
     for (const json& peer : peers) {

@@ -35,6 +35,7 @@ struct RemoteConfig {  // a subnet of hosts that is simply configured; no hosts:
   std::string address;  // of this host, where the carrier listens and which it sends from
   std::uint16_t port = 28251;
   std::string secret_file;
+  bool encrypt = false;  // payload to and from other hosts, which is authenticated in any case
   std::vector<RemoteHost> hosts;  // this one among them
 
   void check() const;

@@ -67,7 +67,7 @@ Server::Server(const Config& config) : config_(config) {
   if (!config_.remote.hosts.empty()) {
     const RemoteConfig& remote = config_.remote;
     directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
-    carrier_place_ = {remote.name, remote.address, remote.port};
+    carrier_place_ = {remote.name, remote.address, remote.port, remote.encrypt};
     config_.lid_first = directory_->ours().first;
     config_.lid_count = directory_->ours().last - config_.lid_first + 1u;
   } else if (config_.hosts) {
@@ -77,11 +77,11 @@ Server::Server(const Config& config) : config_(config) {
     hosts_ = std::make_shared<hosts::Service>(std::move(settings));
     directory_ = hosts_;
     const auto us = hosts_->snapshot()->us;
-    carrier_place_ = {us.name, us.address, us.carrier_port};
+    carrier_place_ = {us.name, us.address, us.carrier_port, config_.hosts->encrypt};
   }
   shard_ = std::make_unique<Shard>(config_, head);
   if (directory_) {
-    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_, [shard = shard_.get()] { shard->wake(); }));
+    shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_));
     directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
   }
   desk_ = std::make_unique<ControlDesk>(*shard_);

@@ -50,6 +50,11 @@ Shard::~Shard() {
 void Shard::join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier) {
   far_ = std::make_unique<FarDesk>(fabric_, *this, ports_, engine_, std::move(directory), std::move(carrier));
   fabric_.far = far_.get();
+  // Level-triggered: what one turn leaves unread wakes the next.
+  epoll_event event{};
+  event.events = EPOLLIN;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, far_->carrier().descriptor(), &event) != 0)
+    throw std::runtime_error("cannot watch the carrier's sockets: too many open files?");
 }
 
 Status Shard::watch(int fd) {

@@ -226,6 +226,7 @@ json describe_carriers(Fabric& fabric) {
                    {"lids", text},
                    {"via", fabric.far->carrier().name()},
                    {"why", "only-carrier"},
+                   {"encrypted", fabric.far->carrier().encrypts(id)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},

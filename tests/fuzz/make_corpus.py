@@ -172,6 +172,27 @@ def socket_seeds():
     yield "regression_unpaid_descriptors", attach() + ring.ask(BIND, words(70, 4096)) + packet(0, PAIR_ALLOC, alloc) * 40
 
 
+# --- carrier_fuzz: what the far end of a connection says -----------------------------------------------------------
+def carrier_frame(kind, payload=b"", fits=True, length=None, record=2):
+    """A head (LinkHead up to its tag), a record (FarRecord) and payload, which are tagged. fits: the record's length is put right."""
+    head = struct.pack("<IHBBQQQQ", length or 0, kind, fits, 0, 5, 6, 1, 0).ljust(112, b"\0")
+    frame = head + struct.pack("<B", record).ljust(72, b"\0") + payload
+    return struct.pack("<BH", 2 if length is None else 1, len(frame)) + frame
+
+
+def carrier_seeds():
+    hello, record, alive = carrier_frame(1), carrier_frame(2, b"payload" * 9), carrier_frame(3)
+    for encrypted in (0, 1):
+        how = bytes([encrypted])
+        yield f"records{encrypted}", how + hello + record * 3 + alive
+        yield f"large{encrypted}", how + hello + carrier_frame(2, bytes(range(256)) * 230) + record
+        yield f"noise{encrypted}", how + hello + struct.pack("<BH", 0, 300) + bytes(300) + record
+        yield f"length{encrypted}", how + hello + carrier_frame(2, b"x" * 50, length=100)
+        yield f"huge{encrypted}", how + carrier_frame(2, b"x" * 50, length=0xFFFFFFFF)
+        yield f"record_length{encrypted}", how + record + carrier_frame(2, b"x" * 50, fits=False) + record
+    yield "http", b"\0" + struct.pack("<BH", 0, 18) + b"GET / HTTP/1.1\r\n\r\n"
+
+
 def seeds():
     for opcode in range(7):
         sges = ((IOVA, 8, KEY),) if opcode >= 5 else ((IOVA, 64, KEY), (IOVA + 128, 5000, KEY))
@@ -183,6 +204,8 @@ def seeds():
         yield "control_fuzz", name, content
     for name, content in socket_seeds():
         yield "attach_fuzz", name, content
+    for name, content in carrier_seeds():
+        yield "carrier_fuzz", name, content
     yield "config_fuzz", "full", b'{"socket": "/tmp/s", "socket_mode": "0660", "link_layer": "ethernet", "lid_first": 1, ' \
         b'"quota": {"guests": 2, "objects": 3}} // comment'
     yield "config_fuzz", "wrong", b'{"quota": {"guests": -1}, "nothing": [1e400, "\\ud800"]}'

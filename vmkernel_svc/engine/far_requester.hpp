@@ -331,7 +331,7 @@ class FarRequester {
         far.waiting_since_ns = 0;
         return lose(qp);
       }
-      look_ns = std::min(look_ns, now + patience - silent);
+      look_ns = std::min(look_ns, now + std::max(patience - silent, look_again_ns));
     }
     ports_.wake_at(qp, look_ns);
   }

@@ -34,6 +34,7 @@ struct Settings {
   std::string address;           // numeric IP: where it listens, and what others dial
   std::uint16_t port = 28250;    // the first of PVRDMA's range for hosts
   std::uint16_t carrier_port = 0;  // 0: the one after port
+  bool encrypt = false;          // data to and from other hosts, which is authenticated in any case
   std::uint16_t lids = 256;      // how many it asks for
   std::filesystem::path folder = "/var/lib/vrdma/subnet";
   std::vector<Endpoint> peers;   // who may lead the subnet; the same list on each of them

@@ -1,6 +1,6 @@
 // Takes records to other hosts: each once, in order, and only to the run of the far service that it is meant for.
 //
-// All members are for the shard's thread; the carrier has a thread of its own.
+// All members are for the shard's thread, which drives the carrier: whoever waits for a message is as many threads away from it as can be.
 #pragma once
 
 #include <atomic>
@@ -13,9 +13,11 @@
 
 namespace vrdma::remote {
 
-// What both threads look at, of one host.
+// What is known of one host; other threads may look at it.
 struct Gauge {
-  std::atomic<std::uint64_t> heard_ns{0};      // when the far service was last heard
+  // For how long nothing has come from the far service. Only time in which this side looked counts: who was stopped, or waited for a
+  // processor, knows nothing of the others.
+  std::atomic<std::uint64_t> silent_ns{0};
   std::atomic<std::int64_t> queued_bytes{0};   // given to the carrier and not acknowledged
   std::atomic<std::int64_t> arrived_bytes{0};  // that came and the shard has not taken
   std::atomic<bool> connected{false};
@@ -24,7 +26,7 @@ struct Gauge {
 };
 
 struct CarrierCounters {
-  std::atomic<std::uint64_t> unauthenticated{0};  // not tagged by a host of this subnet: dropped
+  std::atomic<std::uint64_t> unauthenticated{0};  // connections and frames that are not of a host of this subnet: dropped
   std::atomic<std::uint64_t> malformed{0}, refused_connections{0};
 };
 
@@ -33,13 +35,22 @@ class Carrier {
   virtual ~Carrier() = default;
   // frame->host and frame->session are set. What is of another session than the present one is dropped.
   virtual void send(engine::FarFramePtr frame) = 0;
+  // Sends and receives what can be sent and received now. False: there was nothing to do.
+  virtual bool turn() = 0;
+  // Only sends: what was given since the last turn.
+  virtual void flush() = 0;
+  // Before the thread sleeps: whether there is anything to do at once, till when it may sleep, and on what.
+  virtual bool anything_waiting() const = 0;
+  virtual std::uint64_t next_wake_ns() const = 0;
+  virtual int descriptor() const = 0;  // readable while there is something to receive, or room to send; for epoll, level-triggered
   // The next that came; nullptr: none. One with record().kind news says: from here on frame->session of that host counts, and what
   // was sent before and not answered is lost.
   virtual engine::FarFramePtr receive() = 0;
-  virtual bool anything_arrived() const = 0;
   virtual std::shared_ptr<Gauge> gauge(HostId host) = 0;
   virtual const CarrierCounters& counters() const = 0;
   virtual std::string name() const = 0;
+  // Whether payload for this host is encrypted on its way.
+  virtual bool encrypts(HostId host) const = 0;
 };
 
 }  // namespace vrdma::remote

@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,7 +13,6 @@
 #include <stdexcept>
 
 #include "vmci_channel/unique_fd.hpp"
-#include "vmkernel_svc/remote/tag.hpp"
 
 namespace vrdma::remote {
 
@@ -32,21 +33,16 @@ std::vector<std::byte> read_secret(const std::string& path) {
   return secret;
 }
 
-// One key for each pair of hosts, so that no host's records pass for another's.
+// One key for each pair of hosts, so that no host passes for another.
 std::array<std::byte, 32> pair_key(const std::vector<std::byte>& secret, const std::string& one, const std::string& other) {
   const auto& [low, high] = std::minmax(one, other);
-  std::vector<std::byte> text(secret.begin() + 16, secret.end());
-  for (const std::string* name : {&low, &high}) {
-    text.push_back(static_cast<std::byte>(name->size()));
-    for (const char c : *name) text.push_back(static_cast<std::byte>(c));
-  }
-  const Tagger derive(std::span<const std::byte, 16>(secret.data(), 16));
+  std::string text;
+  for (const std::string* name : {&low, &high}) text += static_cast<char>(name->size()) + *name;
   std::array<std::byte, 32> key;
-  for (std::size_t half = 0; half < 2; ++half) {
-    text.push_back(static_cast<std::byte>(half));
-    const Tag part = derive(text);
-    std::memcpy(key.data() + 16 * half, part.data(), 16);
-  }
+  unsigned int bytes = 0;
+  if (HMAC(EVP_sha256(), secret.data(), static_cast<int>(secret.size()), reinterpret_cast<const unsigned char*>(text.data()), text.size(),
+           reinterpret_cast<unsigned char*>(key.data()), &bytes) == nullptr || bytes != key.size())
+    throw std::runtime_error("OpenSSL does not offer HMAC with SHA-256");
   return key;
 }
 

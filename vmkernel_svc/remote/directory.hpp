@@ -23,8 +23,8 @@ struct PeerHost {  // immutable; replaced when something changes
   HostId id;
   std::string name;                     // as configured or certified
   std::string address;                  // numeric IP of its fabric address
-  std::uint16_t carrier_port;           // where its UCX listener is
-  std::array<std::byte, 32> tag_key;    // what records between the two hosts are tagged with
+  std::uint16_t carrier_port;           // where its carrier listens
+  std::array<std::byte, 32> tag_key;    // the key of the two hosts, by which a connection begins (handshake.hpp)
   bool reachable;                       // a session stands: connect to it and accept from it
 };
 

@@ -23,14 +23,21 @@ using engine::QpType;
 namespace {
 constexpr std::int64_t queued_bytes_max = 8 << 20;         // with the carrier, for one host
 constexpr std::int64_t datagram_bytes_max = 4 << 20;       // of them, before datagrams are lost
-constexpr std::size_t datagrams_waiting_max = 1024;        // at a receiver's host
+constexpr std::size_t datagrams_waiting_max = 256;         // at a receiver's host, for a sixteenth of its receivers
 constexpr std::uint64_t stand_in_bytes_max = 4 * engine::far_window_bytes;  // queued, by a peer that keeps to the window
 constexpr std::uint64_t blocked_look_ns = 500'000;
-constexpr std::uint64_t srq_look_ns = 100'000;
+constexpr std::uint64_t srq_look_min_ns = 100'000, srq_look_max_ns = 5'000'000;
 constexpr std::uint32_t stand_ins_max = 65536;             // of one host
 constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
+constexpr std::uint64_t arrived_bytes_max = 4 * engine::far_window_bytes;
 constexpr int frames_per_turn = 64;
 constexpr std::int64_t turn_bytes = 128 * 1024;
+
+std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
+  std::uint64_t bytes = 0;
+  for (const auto& frame : frames) bytes += frame->record().payload_bytes;
+  return bytes;
+}
 }  // namespace
 
 FarDesk::FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Engine<MediatedPorts>& engine,
@@ -42,7 +49,8 @@ FarDesk::FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Eng
 FarDesk::~FarDesk() {
   for (auto& [key, stand_in] : stand_ins_) drop(*stand_in);
   for (auto& [id, host] : hosts_)
-    if (host.datagrams) drop(*host.datagrams);
+    for (auto& stand_in : host.datagrams)
+      if (stand_in) drop(*stand_in);
 }
 
 void FarDesk::look_at_directory() {
@@ -115,10 +123,7 @@ bool FarDesk::has_room(std::uint32_t id) {
   return host.session != 0 && host.gauge->queued_bytes.load(std::memory_order_relaxed) < queued_bytes_max;
 }
 
-std::uint64_t FarDesk::silent_ns(std::uint32_t host) {
-  const std::uint64_t heard = at(host).gauge->heard_ns.load(std::memory_order_relaxed), now = vmci::monotonic_ns();
-  return now > heard ? now - heard : 0;
-}
+std::uint64_t FarDesk::silent_ns(std::uint32_t host) { return at(host).gauge->silent_ns.load(std::memory_order_relaxed); }
 
 void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey) {
   if (qp.port.owner == nullptr) return;  // it came from another host: it goes no further
@@ -158,7 +163,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
 // --- what comes -----------------------------------------------------------------------------------------------
 
 bool FarDesk::turn() {
-  bool worked = false;
+  bool worked = carrier_->turn();
   for (int left = frames_per_turn; left > 0; --left) {
     FarFramePtr frame = carrier_->receive();
     if (!frame) break;
@@ -178,6 +183,7 @@ bool FarDesk::turn() {
     stand_in->runnable = false;
     worked |= run(*stand_in);
   }
+  carrier_->flush();
   return worked;
 }
 
@@ -207,8 +213,10 @@ void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
   for (; last != stand_ins_.end() && last->first.first == id; ++last) drop(*last->second);
   stand_ins_.erase(first, last);
   host.stand_ins = 0;
-  if (host.datagrams) drop(*host.datagrams);
-  host.datagrams.reset();
+  for (auto& datagrams : host.datagrams) {
+    if (datagrams) drop(*datagrams);
+    datagrams.reset();
+  }
   for (auto& [qpn, qp] : fabric_.by_qpn)
     if (qp->core.far != nullptr && qp->core.far->host == id) shard_.make_runnable(qp->core);
 }
@@ -256,7 +264,9 @@ void FarDesk::to_requester(FarFramePtr frame) {
   engine::FarHalf& far = *qp.far;
   if (record.taken > far.credited && record.taken <= far.sent) far.credited = record.taken;
   if (record.kind != FarKind::credit) {
-    if (far.arrived.size() >= arrived_max) return void(++malformed_);  // it does not keep to the window
+    // Who keeps to the window never has so much here.
+    if (far.arrived.size() >= arrived_max || (far.arrived.size() > engine::far_window_messages && bytes_of(far.arrived) > arrived_bytes_max))
+      return void(++malformed_);
     far.arrived.push_back(std::move(frame));
   }
   shard_.make_runnable(qp);
@@ -331,18 +341,19 @@ void FarDesk::to_datagrams(FarFramePtr frame) {
   engine::FarDatagram head;
   std::memcpy(&head, frame->payload(), sizeof(head));
   if (!is_of(frame->host, head.guid, head.lid, head.link_layer)) return void(++malformed_);
-  if (!host.datagrams) {
-    host.datagrams = std::make_unique<StandIn>();
-    host.datagrams->host = frame->host;
-    Qp& core = host.datagrams->core;
-    core.port.stand_in = host.datagrams.get();
+  auto& lane = host.datagrams[head.ud.remote_qpn % host.datagrams.size()];
+  if (!lane) {
+    lane = std::make_unique<StandIn>();
+    lane->host = frame->host;
+    Qp& core = lane->core;
+    core.port.stand_in = lane.get();
     core.type = QpType::ud;
     core.state = QpState::rts;
     core.datagram = std::make_unique<std::byte[]>(engine::grh_bytes + limits::mtu_max_bytes);
   }
-  if (host.datagrams->queue.size() >= datagrams_waiting_max) return void(++dropped_datagrams_);
-  host.datagrams->queue.push_back(std::move(frame));
-  make_runnable(*host.datagrams);
+  if (lane->queue.size() >= datagrams_waiting_max) return void(++dropped_datagrams_);
+  lane->queue.push_back(std::move(frame));
+  make_runnable(*lane);
 }
 
 // --- stand-ins ------------------------------------------------------------------------------------------------
@@ -458,9 +469,14 @@ bool FarDesk::run(StandIn& stand_in) {
     if (op.stage != Operation::Stage::moving || op.copy_pending || op.local.contiguous_bytes() != 0 || op.rule->atomic) break;
   }
   if (budget.spent()) make_runnable(stand_in);
-  // Nobody rings for what is posted to an SRQ.
-  if (op.stage != Operation::Stage::none && op.wait == Operation::Wait::rnr && stand_in.core.port.waiting_at == nullptr)
-    set_timer(stand_in, vmci::monotonic_ns() + srq_look_ns);
+  // Nobody rings for what is posted to an SRQ: it is looked at, less often the longer it has been empty.
+  if (op.stage != Operation::Stage::none && op.wait == Operation::Wait::rnr && stand_in.core.port.waiting_at == nullptr) {
+    const std::uint64_t now = vmci::monotonic_ns();
+    if (stand_in.srq_empty_since_ns == 0) stand_in.srq_empty_since_ns = now;
+    set_timer(stand_in, now + std::clamp((now - stand_in.srq_empty_since_ns) / 4, srq_look_min_ns, srq_look_max_ns));
+  } else {
+    stand_in.srq_empty_since_ns = 0;
+  }
   if (stand_in.taken - stand_in.told >= engine::far_window_bytes / 4) {
     auto frame = FarFrame::make(0);
     frame->record().kind = FarKind::credit;

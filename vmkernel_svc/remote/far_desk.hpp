@@ -5,6 +5,8 @@
 // Used by the shard's thread only.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <deque>
 #include <map>
 #include <memory>
@@ -37,6 +39,7 @@ struct StandIn {
   std::uint64_t queued_bytes = 0;         // in queue
   std::uint64_t sent = 0, credited = 0, taken = 0, told = 0;
   std::uint64_t frozen_since_ns = 0;      // the target's machine; 0: it runs
+  std::uint64_t srq_empty_since_ns = 0;   // the target's; 0: it is not known to be
   bool broken = false;                    // answered with an error: what follows is dropped
   bool runnable = false;
   std::uint64_t wake_ns = 0;
@@ -51,8 +54,8 @@ class FarDesk {
   ~FarDesk();
 
   bool turn();  // false: there was nothing to do
-  bool anything_waiting() const { return carrier_->anything_arrived() || !runnable_.empty(); }
-  std::uint64_t next_wake_ns() const { return timers_.empty() ? 0 : timers_.begin()->first; }
+  bool anything_waiting() const { return carrier_->anything_waiting() || !runnable_.empty(); }
+  std::uint64_t next_wake_ns() const { return std::min(carrier_->next_wake_ns(), timers_.empty() ? ~std::uint64_t{0} : timers_.begin()->first); }
 
   // Whether the connection that `qp` is set up for leads to another host. Then it has its half of it (Qp::far) from now on.
   bool route(Qp& qp);
@@ -93,7 +96,8 @@ class FarDesk {
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
     std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them
-    std::unique_ptr<StandIn> datagrams;  // one for all of the host's UD queue pairs
+    // For its UD queue pairs, by the receiver's QPN: order is kept for each, and who is slow holds up few others.
+    std::array<std::unique_ptr<StandIn>, 16> datagrams;
   };
   using StandInKey = std::pair<remote::HostId, std::uint32_t>;  // and the requester's QPN
 

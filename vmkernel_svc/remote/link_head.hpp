@@ -1,38 +1,35 @@
-// What the carrier puts before a record on its way to another host.
+// What two hosts say to each other on their connection (tcp_connection.hpp): frames, each a head, the carrier's tag in it, and a record
+// with its payload.
 //
-// A *run* is one life of a vrdmad: a random number. Two services shake hands before anything else counts:
-//     hello(mine, 0) →      ← hello(theirs, mine)      hello(mine, theirs) →
-// so that who is believed to be a new run has heard of ours: an old packet played back is not. Records are numbered from 1 in each
-// session (a pair of runs), acknowledged by number, kept until then, and sent again on a new connection; the receiver takes each once.
+// A *run* is one life of a vrdmad: a random number. A pair of runs is a session. On every new connection both sides say first
+//     hello(run, peer_run, acknowledged)
+// which run they are, which one of the other host they know, and how far its records have come; what is not acknowledged is sent
+// again. A run that was not known begins a session: the numbers begin anew, from 1, and what was under way is lost. Records keep their
+// order on a connection, so that a number tells a record that comes a second time from the next one; there is no third kind.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "vmkernel_svc/engine/far_frame.hpp"
-#include "vmkernel_svc/remote/tag.hpp"
 #include "vrdma/wire.hpp"
 
 namespace vrdma::remote {
 
 enum class LinkKind : std::uint16_t { hello = 1, record = 2, alive = 3 };
 
-constexpr std::uint32_t link_magic = 0x616d6476;  // "vdma"
-constexpr std::uint16_t link_version = 2;  // 2: P_Keys
-
 struct LinkHead {
-  std::uint32_t magic;
-  std::uint16_t version;
+  std::uint32_t bytes;         // of record and payload, which follow
   LinkKind kind;
-  std::uint64_t run;         // of the sender
-  std::uint64_t your_run;    // as the sender knows it; 0: it does not
-  std::uint64_t number;      // record
-  std::uint64_t acknowledged;  // all up to this one have come
-  char name[64];             // of the sender
-  std::uint8_t reserved[4];
-  std::uint32_t bytes;       // of record and payload, which follow
-  Tag tag;                   // of all of it, this field being 0
+  std::uint8_t reserved[2];
+  std::uint64_t run, peer_run;  // of the sender, and of the receiver as the sender knows it (0: not yet); hello only
+  std::uint64_t number;        // record only
+  std::uint64_t acknowledged;  // of the session: all up to this one have come
+  std::uint8_t reserved_2[72];
+  std::array<std::byte, 16> tag;  // of all of the frame before and after it (frame_seal.hpp)
 };
 static_assert(WireRecord<LinkHead> && sizeof(LinkHead) == engine::FarFrame::carrier_bytes);
-constexpr std::size_t host_name_max = sizeof(LinkHead::name) - 1;
+constexpr std::size_t tagged_head_bytes = offsetof(LinkHead, tag);
 
 }  // namespace vrdma::remote

@@ -6,24 +6,8 @@
 
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
-#include <system_error>
 
 namespace vrdma::remote {
-
-std::set<int> listening_sockets() {
-  std::set<int> found;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    const int fd = std::atoi(entry.path().filename().c_str());
-    int family = 0, listens = 0;
-    socklen_t bytes = sizeof(int);
-    if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &bytes) != 0 || (family != AF_INET && family != AF_INET6)) continue;
-    bytes = sizeof(int);
-    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) == 0 && listens != 0) found.insert(fd);
-  }
-  return found;
-}
 
 bool accept_only(int socket, const std::vector<std::string>& addresses) {
   constexpr auto from_network_header = static_cast<std::uint32_t>(SKF_NET_OFF);

@@ -1,120 +1,48 @@
-#include <doctest/doctest.h>
-#include <fcntl.h>
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <algorithm>
+#include <functional>
 #include <random>
+#include <utility>
+#include <vector>
 
-#include "vmkernel_svc/remote/configured_subnet.hpp"
-#include "vmkernel_svc/remote/tag.hpp"
-#include "vmkernel_svc/remote/tcp_carrier.hpp"
+#include "vmkernel_svc/remote/test_ends.hpp"
 
 using namespace vrdma;
 using namespace vrdma::remote;
-using engine::FarFrame;
-using engine::FarFramePtr;
-using engine::FarKind;
 
-namespace {
-
-// A secret and two hosts of this machine, with ports of their own.
-struct Subnet {
-  std::string secret = "/tmp/vrdma-remote-test." + std::to_string(::getpid());
-  svc::RemoteConfig config;
-
-  explicit Subnet(char fill = 's') {
-    write_secret(fill);
-    config.secret_file = secret;
-    for (int i = 0; i < 2; ++i) {
-      svc::RemoteHost host{"h" + std::to_string(i), "127.0.0.1", static_cast<std::uint16_t>(port() + i), static_cast<std::uint16_t>(1 + 100 * i),
-                           static_cast<std::uint16_t>(100 + 100 * i)};
-      config.hosts.push_back(host);
+TEST_CASE("WhatWasSealedIsOpenedOnceAndUnchanged") {
+  std::array<std::byte, FrameSeal::secret_bytes> secret;
+  for (std::size_t i = 0; i < secret.size(); ++i) secret[i] = static_cast<std::byte>(i * 7);
+  std::vector<std::byte> head(48, std::byte{1}), body(1000);
+  for (std::size_t i = 0; i < body.size(); ++i) body[i] = static_cast<std::byte>(i);
+  for (const bool encrypt : {false, true}) {
+    FrameSeal sealing(secret, FrameSeal::Way::seal);
+    std::vector<std::byte> sent = body;
+    const auto first = sealing.seal(head, body, encrypt ? sent.data() : nullptr);
+    CHECK((sent == body) == !encrypt);
+    {
+      FrameSeal opening(secret, FrameSeal::Way::open);
+      std::vector<std::byte> came = sent;
+      REQUIRE(opening.open(head, came, encrypt, first));
+      CHECK(came == body);
+      came = sent;
+      CHECK_FALSE(opening.open(head, came, encrypt, first));  // a second time
     }
-  }
-  ~Subnet() { ::unlink(secret.c_str()); }
-  void write_secret(char fill) const {
-    ::unlink(secret.c_str());
-    const vmci::UniqueFd file(::open(secret.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
-    REQUIRE(::write(file.get(), std::string(40, fill).data(), 40) == 40);
-  }
-  static std::uint16_t port() { return static_cast<std::uint16_t>(20000 + 2 * (::getpid() % 4000)); }
-  std::shared_ptr<ConfiguredSubnet> seen_by(std::size_t host) const {
-    svc::RemoteConfig own = config;
-    own.name = own.hosts[host].name;
-    own.address = own.hosts[host].address;
-    return std::make_shared<ConfiguredSubnet>(own);
-  }
-};
-
-struct End {
-  std::mutex mutex;
-  std::condition_variable rung;
-  bool ring = false;
-  std::uint64_t session = 0;
-  std::unique_ptr<TcpCarrier> carrier;
-
-  End(const Subnet& subnet, std::size_t host)
-      : carrier(std::make_unique<TcpCarrier>(TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, subnet.config.hosts[host].port},
-                                             subnet.seen_by(host), [this] {
-                                               const std::lock_guard lock(mutex);
-                                               ring = true;
-                                               rung.notify_all();
-                                             })) {}
-  // The next that comes; news is noted and passed on. nullptr: nothing within `patience`.
-  FarFramePtr next(std::chrono::seconds patience = std::chrono::seconds(60)) {
-    const auto until = std::chrono::steady_clock::now() + patience;
-    for (;;) {
-      if (auto frame = carrier->receive()) {
-        if (frame->record().kind == FarKind::news) session = frame->session;
-        return frame;
-      }
-      std::unique_lock lock(mutex);
-      if (!rung.wait_until(lock, until, [this] { return ring; })) return nullptr;
-      ring = false;
+    for (const std::size_t changed : {std::size_t{0}, std::size_t{500}, std::size_t{999}}) {
+      FrameSeal opening(secret, FrameSeal::Way::open);
+      std::vector<std::byte> came = sent;
+      came[changed] ^= std::byte{4};
+      CHECK_FALSE(opening.open(head, came, encrypt, first));
     }
+    FrameSeal opening(secret, FrameSeal::Way::open);
+    std::vector<std::byte> other_head = head, came = sent;
+    other_head[0] ^= std::byte{1};
+    CHECK_FALSE(opening.open(other_head, came, encrypt, first));
   }
-  void await_session() {
-    const auto news = next();
-    REQUIRE(news != nullptr);
-    REQUIRE(news->record().kind == FarKind::news);
-  }
-  void send(std::uint32_t number, std::uint32_t bytes, std::uint64_t in_session) {
-    auto frame = FarFrame::make(bytes);
-    frame->record().kind = FarKind::request;
-    frame->record().message = number;
-    frame->record().payload_bytes = bytes;
-    for (std::uint32_t i = 0; i < bytes; ++i) frame->payload()[i] = static_cast<std::byte>(number * 31 + i);
-    frame->session = in_session;
-    carrier->gauge(0)->queued_bytes += static_cast<std::int64_t>(frame->whole_bytes());
-    carrier->send(std::move(frame));
-  }
-  void expect(std::uint32_t number) {
-    const auto frame = next();
-    REQUIRE(frame != nullptr);
-    REQUIRE(frame->record().kind == FarKind::request);
-    REQUIRE(frame->record().message == number);
-    REQUIRE(frame->session == session);
-    for (std::uint32_t i = 0; i < frame->record().payload_bytes; ++i)
-      REQUIRE(frame->payload()[i] == static_cast<std::byte>(number * 31 + i));
-  }
-};
-
-}  // namespace
-
-TEST_CASE("TagsAreSipHash") {  // the vectors of its reference implementation
-  std::array<std::byte, 16> key, expected;
-  for (std::size_t i = 0; i < key.size(); ++i) key[i] = static_cast<std::byte>(i);
-  const Tagger tagger{std::span<const std::byte, 16>(key)};
-  const auto is = [&](std::span<const std::byte> text, const std::array<unsigned char, 16>& bytes) {
-    std::memcpy(expected.data(), bytes.data(), 16);
-    const Tag tag = tagger(text);
-    return std::memcmp(tag.data(), expected.data(), 16) == 0;
-  };
-  CHECK(is({}, {0xa3, 0x81, 0x7f, 0x04, 0xba, 0x25, 0xa8, 0xe6, 0x6d, 0xf6, 0x72, 0x14, 0xc7, 0x55, 0x02, 0x93}));
-  CHECK(is(std::span(key).first(1), {0xda, 0x87, 0xc1, 0xd8, 0x6b, 0x99, 0xaf, 0x44, 0x34, 0x76, 0x59, 0x11, 0x9b, 0x22, 0xfc, 0x45}));
 }
 
 TEST_CASE("LidsLeadToTheirHosts") {
@@ -162,54 +90,190 @@ TEST_CASE("ContradictingSubnetsAreRefused") {
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100-50000"})").find("range") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100", "colour": 1})").find("colour") != std::string::npos);
   CHECK(why(a, R"("name": "a", "address": "10.0.0.1")").find("secret_file") != std::string::npos);
+  CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "secret_file": "/s", "encrypt": true)") == "");
+  CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "secret_file": "/s", "encrypt": 1)").find("true or false") != std::string::npos);
 }
 
 TEST_CASE("RecordsArriveOnceAndInOrderBothWays") {
   const Subnet subnet;
-  End one(subnet, 0), other(subnet, 1);
-  one.await_session();
-  other.await_session();
-  constexpr std::uint32_t records = 600;
-  std::mt19937 random(7);
-  std::vector<std::uint32_t> sizes;
-  for (std::uint32_t i = 0; i < records; ++i)
-    sizes.push_back(random() % 4 == 0 ? static_cast<std::uint32_t>(random() % (engine::far_part_bytes + 1)) : static_cast<std::uint32_t>(random() % 64));
-  for (std::uint32_t i = 0; i < records; ++i) {
-    one.send(i, sizes[i], one.session);
-    other.send(i, sizes[records - 1 - i], other.session);
+  for (const bool encrypt : {false, true}) {
+    CAPTURE(encrypt);
+    End one(subnet, 0, encrypt), other(subnet, 1);  // it is done where either wants it
+    one.await_session(other);
+    other.await_session(one);
+    CHECK(one.carrier->encrypts(0) == encrypt);
+    CHECK(other.carrier->encrypts(0) == encrypt);
+    constexpr std::uint32_t records = 600;
+    std::mt19937 random(7);
+    std::vector<std::uint32_t> sizes;
+    for (std::uint32_t i = 0; i < records; ++i)
+      sizes.push_back(random() % 4 == 0 ? static_cast<std::uint32_t>(random() % (engine::far_part_bytes + 1)) : static_cast<std::uint32_t>(random() % 64));
+    for (std::uint32_t i = 0; i < records; ++i) {
+      one.send(i, sizes[i], one.session);
+      other.send(i, sizes[records - 1 - i], other.session);
+    }
+    for (std::uint32_t i = 0; i < records; ++i) other.expect(i, one), one.expect(i, other);
+    while (one.carrier->gauge(0)->queued_bytes.load() != 0 || other.carrier->gauge(0)->queued_bytes.load() != 0) one.carrier->turn(), other.carrier->turn();
+    CHECK(one.carrier->gauge(0)->resent.load() == 0);
   }
-  for (std::uint32_t i = 0; i < records; ++i) other.expect(i), one.expect(i);
+}
+
+// For longer than a connection may be mute: each end looks, and neither takes what has come.
+TEST_CASE("WhoIsSlowIsNotGivenUp") {
+  const Subnet subnet;
+  End one(subnet, 0), other(subnet, 1);
+  one.await_session(other);
+  other.await_session(one);
+  constexpr std::uint32_t records = 3000;  // more than arrivals and the sockets hold
+  for (std::uint32_t i = 0; i < records; ++i) one.send(i, 8192, one.session), other.send(i, 8192, other.session);
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(6);
+  while (std::chrono::steady_clock::now() < until) one.carrier->turn(), other.carrier->turn();
+  CHECK(one.carrier->gauge(0)->queued_bytes.load() > 0);
+  for (std::uint32_t i = 0; i < records; ++i) other.expect(i, one), one.expect(i, other);
+  for (End* end : {&one, &other}) {
+    CHECK(end->carrier->gauge(0)->reconnects.load() == 0);
+    CHECK(end->carrier->gauge(0)->resent.load() == 0);
+  }
 }
 
 TEST_CASE("AServiceThatBeginsAnewIsANewSession") {
   const Subnet subnet;
-  End one(subnet, 0);
-  std::uint64_t before = 0;
-  {
-    End other(subnet, 1);
-    one.await_session();
-    other.await_session();
-    before = one.session;
-    one.send(1, 100, one.session);
-    other.expect(1);
+  for (const std::size_t stays : {std::size_t{0}, std::size_t{1}}) {  // who dials, who is dialed
+    CAPTURE(stays);
+    End one(subnet, stays);
+    std::uint64_t before = 0;
+    {
+      End other(subnet, 1 - stays);
+      one.await_session(other);
+      other.await_session(one);
+      before = one.session;
+      one.send(1, 100, one.session);
+      other.expect(1, one);
+    }
+    End other(subnet, 1 - stays);
+    other.await_session(one);
+    one.await_session(other);
+    CHECK(one.session == before + 1);
+    one.send(2, 100, before);  // of the session that is over
+    one.send(3, 100, one.session);
+    other.expect(3, one);
   }
-  End other(subnet, 1);
-  other.await_session();
-  one.await_session();
-  CHECK(one.session == before + 1);
-  one.send(2, 100, before);  // of the session that is over
-  one.send(3, 100, one.session);
-  other.expect(3);
 }
 
 TEST_CASE("WhoHasAnotherSecretIsNotHeard") {
   const Subnet subnet;
+  for (const std::size_t stranger_is : {std::size_t{0}, std::size_t{1}}) {
+    subnet.write_secret('s');
+    End one(subnet, 1 - stranger_is);
+    subnet.write_secret('x');
+    End stranger(subnet, stranger_is);
+    const auto& counted = (stranger_is == 0 ? one : stranger).carrier->counters();  // by the one that is dialed
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (counted.unauthenticated.load() == 0 && std::chrono::steady_clock::now() < until) one.carrier->turn(), stranger.carrier->turn();
+    CHECK(counted.unauthenticated.load() != 0);
+    CHECK(one.next(stranger, std::chrono::seconds(0)) == nullptr);
+    CHECK(stranger.next(one, std::chrono::seconds(0)) == nullptr);
+  }
+}
+
+namespace {
+
+// Carries bytes between the one that dials and its host, and spoils them as told: a bit is changed, or the connection ends.
+class Middle {
+ public:
+  explicit Middle(std::uint16_t to) : to_(to), listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
+    sockaddr_in here = at(0);
+    socklen_t bytes = sizeof(here);
+    REQUIRE(::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&here), bytes) == 0);
+    REQUIRE(::listen(listener_.get(), 8) == 0);
+    REQUIRE(::getsockname(listener_.get(), reinterpret_cast<sockaddr*>(&here), &bytes) == 0);
+    port_ = ntohs(here.sin_port);
+  }
+  std::uint16_t port() const { return port_; }
+  // change: the last byte of what passes next becomes another one.
+  void turn(bool change = false) {
+    if (vmci::UniqueFd came(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)); came) {
+      vmci::UniqueFd there(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      const sockaddr_in to = at(to_);
+      REQUIRE(::connect(there.get(), reinterpret_cast<const sockaddr*>(&to), sizeof(to)) == 0);
+      ends_[0] = std::move(came), ends_[1] = std::move(there);
+    }
+    for (int side = 0; side < 2 && ends_[0]; ++side) {
+      char bytes[16384];
+      const ssize_t got = ::recv(ends_[side].get(), bytes, sizeof(bytes), MSG_DONTWAIT);
+      if (got < 0) continue;
+      if (got == 0) return cut();
+      passed_ += static_cast<std::uint64_t>(got);
+      if (std::exchange(change, false)) bytes[got - 1] ^= 1;
+      for (ssize_t sent = 0; sent < got;) {
+        const ssize_t now = ::send(ends_[1 - side].get(), bytes + sent, static_cast<std::size_t>(got - sent), MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (now < 0 && errno != EAGAIN) return cut();
+        if (now < 0) driven_();
+        sent += std::max<ssize_t>(now, 0);
+      }
+    }
+  }
+  void cut() { ends_[0].reset(), ends_[1].reset(); }
+  std::uint64_t passed() const { return passed_; }
+  void when_full(std::function<void()> drive) { driven_ = std::move(drive); }
+
+ private:
+  static sockaddr_in at(std::uint16_t port) {
+    sockaddr_in made{};
+    made.sin_family = AF_INET;
+    made.sin_port = htons(port);
+    made.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return made;
+  }
+  std::uint16_t to_, port_ = 0;
+  vmci::UniqueFd listener_, ends_[2];
+  std::uint64_t passed_ = 0;
+  std::function<void()> driven_ = [] {};
+};
+
+}  // namespace
+
+TEST_CASE("ConnectionsThatBreakOrAreTamperedWithLoseAndRepeatNothing") {
+  Subnet subnet;
+  const std::uint16_t real = subnet.config.hosts[1].port;
+  End other(subnet, 1);
+  Middle middle(real);
+  subnet.config.hosts[1].port = middle.port();  // where the first host finds the second
   End one(subnet, 0);
-  subnet.write_secret('x');
-  End stranger(subnet, 1);
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (one.carrier->counters().unauthenticated.load() == 0 && std::chrono::steady_clock::now() < until) ::usleep(1000);
-  CHECK(one.carrier->counters().unauthenticated.load() != 0);
-  CHECK(one.next(std::chrono::seconds(0)) == nullptr);
-  CHECK(stranger.next(std::chrono::seconds(0)) == nullptr);
+  middle.when_full([&] { one.carrier->turn(), other.carrier->turn(); });
+  std::mt19937 random(11);
+  std::uint32_t sent = 0, came = 0, back_sent = 0, back_came = 0;
+  std::uint64_t spoil_at = 300'000;
+  std::size_t spoiled = 0;
+  constexpr std::uint32_t records = 2000;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  const auto take = [](End& end, std::uint32_t& next) {
+    while (auto frame = end.carrier->receive()) {
+      if (frame->record().kind == FarKind::news) {
+        end.session = frame->session;
+        continue;
+      }
+      REQUIRE(frame->record().message == next);
+      for (std::uint32_t i = 0; i < frame->record().payload_bytes; ++i)
+        if (frame->payload()[i] != static_cast<std::byte>(next * 31 + i)) FAIL("byte ", i, " of record ", next);
+      ++next;
+    }
+  };
+  while ((came < records || back_came < records) && std::chrono::steady_clock::now() < until) {
+    if (one.session != 0 && sent < records && sent - came < 64) one.send(sent++, static_cast<std::uint32_t>(random() % 30000), one.session);
+    if (other.session != 0 && back_sent < records && back_sent - back_came < 64) other.send(back_sent++, static_cast<std::uint32_t>(random() % 500), other.session);
+    const bool spoil = middle.passed() > spoil_at;
+    if (spoil) spoil_at += 3'000'000, ++spoiled;
+    if (spoil && spoiled % 2 == 0) middle.cut();
+    middle.turn(spoil && spoiled % 2 == 1);
+    one.carrier->turn(), other.carrier->turn();
+    take(one, back_came), take(other, came);
+  }
+  CHECK(came == records);
+  CHECK(back_came == records);
+  CHECK(one.session == 1);  // it was the same one all the time
+  CHECK(other.session == 1);
+  CHECK(spoiled >= 5);
+  CHECK(one.carrier->gauge(0)->reconnects.load() >= 5);
+  CHECK(one.carrier->counters().unauthenticated.load() + other.carrier->counters().unauthenticated.load() >= 2);
 }

@@ -1,18 +1,15 @@
-// The carrier over TCP, by UCX: active messages on one connection for each direction of a pair of hosts. A thread of its own turns
-// UCX's worker. What UCX delivers is authenticated by its tag, and a broken connection is made again; what is sent and received
-// once and in order is seen to here (link_head.hpp), because a connection that breaks does not say what has arrived.
+// The carrier over TCP: one connection for each pair of hosts, made by the one whose name is smaller. What a connection protects is
+// tcp_connection.hpp's; that each record comes once and in order, also over connections that break, is seen to here (link_head.hpp).
 #pragma once
 
 #include <atomic>
-#include <boost/lockfree/queue.hpp>
-#include <functional>
+#include <deque>
 #include <map>
-#include <mutex>
-#include <thread>
+#include <memory>
+#include <vector>
 
-#include "vmci_channel/packet_socket.hpp"
 #include "vmkernel_svc/remote/carrier.hpp"
-#include "vmkernel_svc/remote/ucx.hpp"
+#include "vmkernel_svc/remote/tcp_connection.hpp"
 
 namespace vrdma::remote {
 
@@ -22,34 +19,93 @@ class TcpCarrier final : public Carrier {
     std::string name;     // this host's
     std::string address;  // numeric, of an interface of this host
     std::uint16_t port;
+    bool encrypt = false;  // payload, to and from whatever host
   };
-  // arrived: called by the carrier's thread when something is there to receive(). Throws std::runtime_error for a person.
-  TcpCarrier(Place here, std::shared_ptr<Directory> directory, std::function<void()> arrived);
+  // Throws std::runtime_error for a person.
+  TcpCarrier(Place here, std::shared_ptr<Directory> directory);
   ~TcpCarrier() override;
 
   void send(engine::FarFramePtr frame) override;
+  bool turn() override;
+  void flush() override;
+  bool anything_waiting() const override { return !arrivals_.empty() || !to_pump_.empty() || changed_->load(std::memory_order_relaxed); }
+  std::uint64_t next_wake_ns() const override { return next_look_ns_ < acknowledge_at_ns_ ? next_look_ns_ : acknowledge_at_ns_; }
+  int descriptor() const override { return epoll_.get(); }
   engine::FarFramePtr receive() override;
-  bool anything_arrived() const override { return !arrivals_.empty(); }
   std::shared_ptr<Gauge> gauge(HostId host) override;
   const CarrierCounters& counters() const override { return counters_; }
   std::string name() const override { return "tcp"; }
+  bool encrypts(HostId host) const override;
 
  private:
-  class Loop;  // all that belongs to the thread
+  struct Record {
+    std::shared_ptr<engine::FarFrame> frame;
+    std::uint64_t number;
+  };
+  struct Link {  // to and from one host
+    HostId id = 0;
+    std::string name;
+    bool dials = false;                         // we do
+    std::shared_ptr<Gauge> gauge;
+    std::unique_ptr<TcpConnection> connection;
+    bool greeted = false;                       // it has said hello on this connection
+    std::uint32_t watched = 0;                  // events of the connection that epoll tells of
+    std::uint64_t dial_at_ns = 0, pause_ns = 0;
+    std::uint64_t said_ns = 0;
+    std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
+    std::uint64_t run = 0, session = 0;         // of the far service; how many of its runs there have been
+    std::deque<Record> records;                 // not acknowledged; the first `sent` of them were given to this connection
+    std::size_t sent = 0;
+    std::uint64_t last_number = 0, furthest_sent = 0, expected = 1;
+    std::uint64_t acknowledge_at_ns = never, unacknowledged_bytes = 0;
+    bool to_pump = false;
+  };
+  struct Stranger {  // a connection to us whose other end is not known yet
+    std::unique_ptr<TcpConnection> connection;
+    std::uint32_t watched = 0;
+  };
+
+  static constexpr std::uint64_t never = ~std::uint64_t{0};
+
+  void listen();
+  void find_hosts();
+  Link* find(HostId host);
+  void dial(Link& link, std::uint64_t now);
+  void accept(std::uint64_t now);
+  void disconnect(Link& link, std::uint64_t now);
+  void opened(Link& link, std::uint64_t now);
+  void watch(TcpConnection& connection, std::uint32_t& watched);
+  void dispose(std::unique_ptr<TcpConnection> connection);
+  bool poll(std::uint64_t now);
+  void ready(Link& link, std::uint32_t events, std::uint64_t now);
+  void ready(std::size_t stranger, std::uint64_t now);
+  void look(std::uint64_t now);
+  void acknowledge_due(std::uint64_t now);
+  void want_pump(Link& link);
+  bool pump(Link& link, std::uint64_t now);
+  void transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<engine::FarFrame> frame, std::uint64_t now);
+  void say(Link& link, LinkKind kind, std::uint64_t now);
+  void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
+  void hello(Link& link, const LinkHead& head);
+  void acknowledged(Link& link, std::uint64_t number);
+  void forget_records(Link& link);
+  void take(Link& link, engine::FarFramePtr frame, std::uint64_t now);
 
   Place here_;
   std::shared_ptr<Directory> directory_;
-  std::function<void()> arrived_;
-  const Ucx& ucx_;
+  std::uint64_t run_ = 0;  // ours
   CarrierCounters counters_;
-  std::mutex gauges_mutex_;
+  Handshake::Context context_;
+  vmci::UniqueFd epoll_, listener_;
   std::map<HostId, std::shared_ptr<Gauge>> gauges_;
-  boost::lockfree::queue<engine::FarFrame*> outgoing_{1024};
-  boost::lockfree::queue<engine::FarFrame*> arrivals_{1024};
-  std::atomic<bool> asleep_{false}, stopping_{false};
-  vmci::UniqueFd wake_;
-  std::unique_ptr<Loop> loop_;
-  std::thread thread_;
+  std::map<HostId, std::unique_ptr<Link>> links_;
+  std::vector<Stranger> strangers_;                          // oldest first
+  std::vector<std::unique_ptr<TcpConnection>> disposed_;     // an event in hand may still name them
+  std::deque<engine::FarFramePtr> arrivals_;
+  std::vector<Link*> to_pump_;
+  std::shared_ptr<std::atomic<bool>> changed_ = std::make_shared<std::atomic<bool>>(true);
+  std::uint64_t looked_ns_ = 0, next_look_ns_ = 0, acknowledge_at_ns_ = never;
+  std::uint64_t next_poll_cycles_ = 0, busy_until_ns_ = 0;
 };
 
 }  // namespace vrdma::remote

@@ -1,0 +1,260 @@
+// What programs say to a carrier's port that are no carrier of the subnet, or one that says what it should not.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "vmkernel_svc/remote/test_ends.hpp"
+
+using namespace vrdma;
+using namespace vrdma::remote;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::seconds patience(60);
+
+vmci::UniqueFd connected_to(const Subnet& subnet) {  // to its second host
+  vmci::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_in there{};
+  there.sin_family = AF_INET;
+  there.sin_port = htons(subnet.config.hosts[1].port);
+  there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const int done = ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&there), sizeof(there));
+  REQUIRE((done == 0 || errno == EINPROGRESS));
+  pollfd writable{socket.get(), POLLOUT, 0};
+  REQUIRE(::poll(&writable, 1, 60'000) == 1);
+  return socket;
+}
+
+void say(int socket, const void* bytes, std::size_t count) {  // what the other end does not take is not said
+  [[maybe_unused]] const auto said = ::send(socket, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+bool hung_up(int socket, End& end) {
+  for (const auto until = Clock::now() + patience; Clock::now() < until;) {
+    end.carrier->turn();
+    char bytes[4096];
+    const ssize_t got = ::recv(socket, bytes, sizeof(bytes), MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && errno != EAGAIN)) return true;
+  }
+  return false;
+}
+
+// The first host's part on a connection to the second, said by hand: with the right key, and then whatever is asked for.
+class Forger {
+ public:
+  Forger(const Subnet& subnet, End& other)
+      : directory_(subnet.seen_by(0)), context_("h0", false, [](std::string_view) { return nullptr; }), socket_(connected_to(subnet)),
+        handshake_(context_, socket_.get(), directory_->host_named("h1")) {
+    auto state = Handshake::State::wants_read;
+    for (const auto until = Clock::now() + patience; state != Handshake::State::done && Clock::now() < until; state = handshake_.go_on()) {
+      REQUIRE(state != Handshake::State::failed);
+      other.carrier->turn();
+    }
+    REQUIRE(state == Handshake::State::done);
+    seal_.emplace(handshake_.secrets()->ours, FrameSeal::Way::seal);
+  }
+  int socket() const { return socket_.get(); }
+
+  // With a tag that is right, whatever the head says.
+  std::vector<std::byte> frame(LinkHead head, const std::vector<std::byte>& body) {
+    std::vector<std::byte> whole(sizeof(head) + body.size());
+    const auto* const raw = reinterpret_cast<const std::byte*>(&head);
+    head.tag = seal_->seal({raw, tagged_head_bytes}, body, nullptr);
+    std::memcpy(whole.data(), &head, sizeof(head));
+    std::memcpy(whole.data() + sizeof(head), body.data(), body.size());
+    return whole;
+  }
+  void send(const std::vector<std::byte>& bytes) { say(socket_.get(), bytes.data(), bytes.size()); }
+  void send(LinkKind kind, std::uint64_t number, FarKind record_kind = FarKind::request, std::uint64_t run = 0) {
+    LinkHead head{};
+    const auto body = record(record_kind, 0);
+    head.kind = kind;
+    head.number = number;
+    head.run = run;
+    head.bytes = static_cast<std::uint32_t>(body.size());
+    send(frame(head, body));
+  }
+  void hello() { send(LinkKind::hello, 0, FarKind::request, 77); }
+  static std::vector<std::byte> record(FarKind kind, std::uint32_t payload_bytes) {
+    engine::FarRecord record{};
+    record.kind = kind;
+    record.payload_bytes = payload_bytes;
+    std::vector<std::byte> body(sizeof(record));
+    std::memcpy(body.data(), &record, sizeof(record));
+    return body;
+  }
+
+ private:
+  std::shared_ptr<ConfiguredSubnet> directory_;
+  Handshake::Context context_;
+  vmci::UniqueFd socket_;
+  Handshake handshake_;
+  std::optional<FrameSeal> seal_;
+};
+
+// A real host in the first one's place is served as if nothing had been.
+void works(const Subnet& subnet, End& other) {
+  while (other.carrier->receive()) {}
+  End one(subnet, 0);
+  one.await_session(other);
+  other.await_session(one);
+  one.send(1, 5000, one.session), other.send(1, 5000, other.session);
+  other.expect(1, one), one.expect(1, other);
+}
+
+}  // namespace
+
+TEST_CASE("WhatAHostMayNotSayEndsItsConnectionAndNothingElse") {
+  const Subnet subnet;
+  End other(subnet, 1);
+  enum class Is { malformed, strange };
+  struct Case {
+    const char* what;
+    Is is;
+    std::function<void(Forger&)> forge;
+  };
+  const auto sized = [](std::uint32_t bytes) {
+    return [bytes](Forger& forger) {
+      LinkHead head{};
+      head.kind = LinkKind::alive;
+      head.bytes = bytes;
+      forger.hello();
+      forger.send(forger.frame(head, std::vector<std::byte>(sizeof(engine::FarRecord))));
+    };
+  };
+  const Case cases[] = {
+      {"a record before hello", Is::malformed, [](Forger& f) { f.send(LinkKind::record, 1); }},
+      {"hello of no run", Is::malformed, [](Forger& f) { f.send(LinkKind::hello, 0); }},
+      {"hello twice", Is::malformed, [](Forger& f) { f.hello(), f.hello(); }},
+      {"a record left out", Is::malformed, [](Forger& f) { f.hello(), f.send(LinkKind::record, 2); }},
+      {"news, which are the carrier's own", Is::malformed, [](Forger& f) { f.hello(), f.send(LinkKind::record, 1, FarKind::news); }},
+      {"a kind that there is not", Is::malformed, [](Forger& f) { f.hello(), f.send(static_cast<LinkKind>(77), 1); }},
+      {"more payload than comes", Is::malformed,
+       [](Forger& f) {
+         LinkHead head{};
+         head.kind = LinkKind::record;
+         head.bytes = sizeof(engine::FarRecord);
+         f.send(f.frame(head, Forger::record(FarKind::request, 1000)));
+       }},
+      {"a frame without a record", Is::strange, sized(0)},
+      {"a frame of 4 GiB", Is::strange, sized(0xffffffff)},
+      {"a frame that is longer than it was sealed", Is::strange,
+       [&](Forger& f) {
+         sized(sizeof(engine::FarRecord) + 8)(f);
+         f.send(std::vector<std::byte>(100));
+       }},
+      {"another tag", Is::strange,
+       [](Forger& f) {
+         LinkHead head{};
+         head.kind = LinkKind::alive;
+         const auto body = Forger::record(FarKind::request, 0);
+         head.bytes = static_cast<std::uint32_t>(body.size());
+         auto whole = f.frame(head, body);
+         whole[tagged_head_bytes] ^= std::byte{1};
+         f.send(whole);
+       }},
+      {"the same frame again", Is::strange,
+       [](Forger& f) {
+         LinkHead head{};
+         const auto body = Forger::record(FarKind::request, 0);
+         head.kind = LinkKind::hello;
+         head.run = 78;
+         head.bytes = static_cast<std::uint32_t>(body.size());
+         const auto whole = f.frame(head, body);
+         f.send(whole), f.send(whole);
+       }},
+      {"noise", Is::strange,
+       [](Forger& f) {
+         std::mt19937 random(3);
+         std::vector<std::byte> noise(100'000);
+         for (auto& byte : noise) byte = static_cast<std::byte>(random());
+         f.hello(), f.send(noise);
+       }},
+  };
+  for (const Case& one : cases) {
+    CAPTURE(one.what);
+    const auto& counters = other.carrier->counters();
+    const auto malformed = counters.malformed.load(), strange = counters.unauthenticated.load();
+    Forger forger(subnet, other);
+    one.forge(forger);
+    CHECK(hung_up(forger.socket(), other));
+    CHECK(counters.malformed.load() == malformed + (one.is == Is::malformed));
+    CHECK(counters.unauthenticated.load() == strange + (one.is == Is::strange));
+  }
+  works(subnet, other);
+}
+
+TEST_CASE("StrangersAreHungUpOnWhileRecordsGoOn") {
+  const Subnet subnet;
+  End one(subnet, 0), other(subnet, 1);
+  one.await_session(other);
+  other.await_session(one);
+  std::mt19937 random(5);
+  std::string noise(70'000, '\0');
+  for (auto& byte : noise) byte = static_cast<char>(random());
+  const std::vector<std::string> sayings{
+      "GET / HTTP/1.1\r\n\r\n", std::string(4096, '\0'), noise.substr(0, 8), noise,
+      std::string("\x16\x03\x01\x00\x05\x01\x00\x00\x01\x00", 10),                   // of TLS: a hello that ends early
+      std::string("\x16\x03\x01\xff\xff", 5) + noise, std::string("\x17\x03\x03\x00\x20", 5) + noise.substr(0, 32)};
+  const auto& counters = other.carrier->counters();
+  std::uint32_t number = 0;
+  for (const auto& saying : sayings) {
+    const auto before = counters.unauthenticated.load();
+    const vmci::UniqueFd socket = connected_to(subnet);
+    say(socket.get(), saying.data(), saying.size());
+    ::shutdown(socket.get(), SHUT_WR);  // what ends early has ended
+    CHECK(hung_up(socket.get(), other));
+    CHECK(counters.unauthenticated.load() == before + 1);
+    one.send(++number, 3000, one.session), other.send(number, 3000, other.session);
+    other.expect(number, one), one.expect(number, other);
+  }
+  CHECK(one.carrier->gauge(0)->reconnects.load() == 0);
+}
+
+// TLS alone lets nobody in: neither a client without any key, nor one whose key is right for a name that is not its own.
+TEST_CASE("TlsWithoutTheHostsKeyIsHungUpOn") {
+  const Subnet subnet;
+  End other(subnet, 1);
+  const std::unique_ptr<SSL_CTX, SslFree> context(SSL_CTX_new(TLS_client_method()));
+  for (const char* const ciphers : {"TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256"}) {
+    CAPTURE(ciphers);
+    const auto before = other.carrier->counters().unauthenticated.load();
+    const vmci::UniqueFd socket = connected_to(subnet);
+    const std::unique_ptr<SSL, SslFree> ssl(SSL_new(context.get()));
+    REQUIRE(SSL_set_ciphersuites(ssl.get(), ciphers) == 1);
+    REQUIRE(SSL_set_fd(ssl.get(), socket.get()) == 1);
+    int done = 0;
+    for (const auto until = Clock::now() + patience; Clock::now() < until;) {
+      done = SSL_connect(ssl.get());
+      if (done == 1 || SSL_get_error(ssl.get(), done) != SSL_ERROR_WANT_READ) break;
+      other.carrier->turn();
+    }
+    CHECK(done != 1);
+    CHECK(hung_up(socket.get(), other));
+    CHECK(other.carrier->counters().unauthenticated.load() == before + 1);
+  }
+  works(subnet, other);
+}
+
+// Connections that nothing is said on, more than are kept: who is a host gets in among them.
+TEST_CASE("ManyHalfOpenConnectionsKeepNoHostOut") {
+  const Subnet subnet;
+  End other(subnet, 1);
+  std::vector<vmci::UniqueFd> silent;
+  for (int i = 0; i < 150; ++i) {
+    silent.push_back(connected_to(subnet));
+    other.carrier->turn();
+  }
+  works(subnet, other);
+  CHECK(other.carrier->counters().refused_connections.load() > 0);
+}

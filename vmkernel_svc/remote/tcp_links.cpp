@@ -1,0 +1,234 @@
+// The TCP carrier's connections: who is dialed and let in, when one is given up, and which sockets are looked at.
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <spdlog/spdlog.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/remote/peer_filter.hpp"
+#include "vmkernel_svc/remote/tcp_carrier.hpp"
+
+namespace vrdma::remote {
+
+namespace {
+constexpr std::uint64_t look_ns = 50'000'000, quiet_look_ns = 200'000'000, alive_ns = 200'000'000;
+constexpr std::uint64_t mute_max_ns = 4'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
+constexpr std::size_t strangers_max = 64;  // besides as many as there are hosts
+
+socklen_t address_of(const std::string& text, std::uint16_t port, sockaddr_storage& address) {  // 0: not an address
+  address = {};
+  auto& v4 = reinterpret_cast<sockaddr_in&>(address);
+  if (::inet_pton(AF_INET, text.c_str(), &v4.sin_addr) == 1) {
+    v4.sin_family = AF_INET;
+    v4.sin_port = htons(port);
+    return sizeof(v4);
+  }
+  auto& v6 = reinterpret_cast<sockaddr_in6&>(address);
+  if (::inet_pton(AF_INET6, text.c_str(), &v6.sin6_addr) != 1) return 0;
+  v6.sin6_family = AF_INET6;
+  v6.sin6_port = htons(port);
+  return sizeof(v6);
+}
+
+const sockaddr* generic(const sockaddr_storage& address) { return reinterpret_cast<const sockaddr*>(&address); }
+}  // namespace
+
+void TcpCarrier::listen() {
+  sockaddr_storage address;
+  const socklen_t bytes = address_of(here_.address, here_.port, address);
+  listener_.reset(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int on = 1;  // a service that takes another's place listens where that one's connections still linger
+  ::setsockopt(listener_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (bytes == 0 || ::bind(listener_.get(), generic(address), bytes) != 0 || ::listen(listener_.get(), 256) != 0) {
+    const int why = bytes == 0 ? EINVAL : errno;
+    throw std::runtime_error(fmt::format("cannot listen at {} port {} ({}): {}", here_.address, here_.port, std::strerror(why),
+                                         why == EADDRINUSE      ? "is another vrdmad there?"
+                                         : why == EADDRNOTAVAIL ? "no interface of this host has that address; give one that it has as \"address\""
+                                                                : "give another address or port"));
+  }
+  epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
+  epoll_event event{};
+  event.events = EPOLLIN;
+  if (!epoll_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0)
+    throw std::runtime_error("cannot watch the carrier's sockets: too many open files?");
+}
+
+// Who may connect, and whom we connect to.
+void TcpCarrier::find_hosts() {
+  for (std::uint32_t lid = 1; lid <= 0xbfff; ++lid)
+    if (const auto id = directory_->host_of(static_cast<std::uint16_t>(lid))) find(*id);
+  std::vector<std::string> addresses;
+  const std::uint64_t now = vmci::monotonic_ns();
+  for (auto& [id, link] : links_) {
+    if (const auto host = directory_->host(id)) addresses.push_back(host->address);
+    else if (link->connection) disconnect(*link, now);  // it was removed
+  }
+  if (!accept_only(listener_.get(), addresses))
+    spdlog::warn("the carrier's port cannot be closed to strangers ({}): let a firewall do it (docs/hosts.md)", std::strerror(errno));
+  next_look_ns_ = 0;
+}
+
+TcpCarrier::Link* TcpCarrier::find(HostId id) {
+  if (const auto known = links_.find(id); known != links_.end()) return known->second.get();
+  const auto host = directory_->host(id);
+  if (!host) return nullptr;
+  auto link = std::make_unique<Link>();
+  link->id = id;
+  link->name = host->name;
+  link->dials = here_.name < host->name;
+  link->gauge = gauge(id);
+  return links_.emplace(id, std::move(link)).first->second.get();
+}
+
+void TcpCarrier::dial(Link& link, std::uint64_t now) {
+  const auto host = directory_->host(link.id);
+  if (!host || !host->reachable) return;
+  link.pause_ns = std::clamp<std::uint64_t>(link.pause_ns * 2, pause_min_ns, pause_max_ns);
+  link.dial_at_ns = now + link.pause_ns;
+  sockaddr_storage theirs, ours;
+  const socklen_t bytes = address_of(host->address, host->carrier_port, theirs), our_bytes = address_of(here_.address, 0, ours);
+  if (bytes == 0 || theirs.ss_family != ours.ss_family) return;
+  vmci::UniqueFd socket(::socket(theirs.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  // From the address that the other host knows us by.
+  if (!socket || ::bind(socket.get(), generic(ours), our_bytes) != 0) return;
+  if (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS) return;
+  link.connection = std::make_unique<TcpConnection>(context_, std::move(socket), host, now);
+  link.watched = 0;
+  link.mute_ns = 0;
+  watch(*link.connection, link.watched);
+}
+
+void TcpCarrier::accept(std::uint64_t now) {
+  constexpr int at_once = 4;  // whoever knocks all the time is let in at a bounded rate
+  for (int left = at_once; left > 0; --left) {
+    vmci::UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) return;
+    if (strangers_.size() >= strangers_max + links_.size()) {
+      counters_.refused_connections.fetch_add(1, std::memory_order_relaxed);
+      dispose(std::move(strangers_.front().connection));
+      strangers_.erase(strangers_.begin());
+    }
+    strangers_.push_back({std::make_unique<TcpConnection>(context_, std::move(socket), nullptr, now), 0});
+    watch(*strangers_.back().connection, strangers_.back().watched);
+  }
+}
+
+void TcpCarrier::watch(TcpConnection& connection, std::uint32_t& watched) {
+  const std::uint32_t wanted = EPOLLIN | (connection.wants_to_write() ? EPOLLOUT : 0u);
+  if (wanted == watched) return;
+  epoll_event event{};
+  event.events = wanted;
+  event.data.ptr = &connection;
+  ::epoll_ctl(epoll_.get(), watched == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, connection.socket(), &event);
+  watched = wanted;
+}
+
+void TcpCarrier::dispose(std::unique_ptr<TcpConnection> connection) {
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection->socket(), nullptr);
+  disposed_.push_back(std::move(connection));
+}
+
+void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
+  if (link.greeted) link.gauge->reconnects.fetch_add(1, std::memory_order_relaxed);
+  dispose(std::move(link.connection));
+  link.greeted = false;
+  link.watched = 0;
+  link.sent = 0;
+  link.acknowledge_at_ns = never;
+  link.gauge->connected.store(false, std::memory_order_relaxed);
+  link.dial_at_ns = std::max(link.dial_at_ns, now + link.pause_ns);
+  next_look_ns_ = std::min(next_look_ns_, now + look_ns);
+}
+
+// The connection stands: we say who we are, and it will.
+void TcpCarrier::opened(Link& link, std::uint64_t now) {
+  link.greeted = false;
+  link.sent = 0;
+  link.mute_ns = 0;
+  say(link, LinkKind::hello, now);
+}
+
+bool TcpCarrier::poll(std::uint64_t now) {
+  epoll_event events[32];
+  const int count = ::epoll_wait(epoll_.get(), events, 32, 0);
+  for (int i = 0; i < count; ++i) {
+    void* const which = events[i].data.ptr;
+    if (which == nullptr) {
+      accept(now);
+      continue;
+    }
+    const auto known = std::find_if(links_.begin(), links_.end(), [&](const auto& entry) { return entry.second->connection.get() == which; });
+    if (known != links_.end()) {
+      ready(*known->second, events[i].events, now);
+      continue;
+    }
+    const auto stranger = std::find_if(strangers_.begin(), strangers_.end(), [&](const auto& entry) { return entry.connection.get() == which; });
+    if (stranger != strangers_.end()) ready(static_cast<std::size_t>(stranger - strangers_.begin()), now);
+  }
+  disposed_.clear();
+  flush();
+  return count > 0;
+}
+
+void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
+  TcpConnection& connection = *strangers_[index].connection;
+  connection.go_on();
+  if (connection.state() == TcpConnection::State::shaking_hands) return watch(connection, strangers_[index].watched);
+  Stranger stranger = std::move(strangers_[index]);
+  strangers_.erase(strangers_.begin() + static_cast<std::ptrdiff_t>(index));
+  Link* const link = connection.state() == TcpConnection::State::open ? find(connection.peer()->id) : nullptr;
+  if (link == nullptr || link->dials) {
+    counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
+    return dispose(std::move(stranger.connection));
+  }
+  if (link->connection) disconnect(*link, now);  // it has given up that one, or does not know of it
+  link->connection = std::move(stranger.connection);
+  link->watched = stranger.watched;
+  opened(*link, now);
+  ready(*link, 0, now);
+}
+
+// Now and then: what the time brings.
+//
+// A connection on which nothing comes for long is made anew: TCP's own patience is longer. Nothing comes only if nothing lies unread,
+// and while we do look: one that is slow is not gone, neither we nor the other. A way that fails in one direction is seen by the host at
+// its end, which hangs up. So nobody need judge how fast its own records are acknowledged, and signs of life may wait behind them.
+void TcpCarrier::look(std::uint64_t now) {
+  using State = TcpConnection::State;
+  const std::uint64_t passed = std::min(now - looked_ns_, 2 * quiet_look_ns);
+  looked_ns_ = now;
+  bool soon = false;
+  for (auto& [id, link] : links_) {
+    if (link->connection && link->connection->state() == State::open && link->connection->has_unread()) {
+      link->mute_ns = 0;
+      link->gauge->silent_ns.store(0, std::memory_order_relaxed);
+    } else {
+      link->mute_ns += passed;
+      link->gauge->silent_ns.fetch_add(passed, std::memory_order_relaxed);
+    }
+    if (link->connection) {
+      const TcpConnection& connection = *link->connection;
+      const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : shake_ns);
+      if (connection.state() == State::broken || mute) disconnect(*link, now);
+      else if (link->greeted && now - link->said_ns >= alive_ns && !connection.wants_to_write()) say(*link, LinkKind::alive, now);
+    }
+    if (!link->connection && link->dials && now >= link->dial_at_ns) dial(*link, now);
+    soon |= !link->connection ? link->dials : !link->greeted || !link->records.empty();
+  }
+  while (!strangers_.empty() && now - strangers_.front().connection->since_ns() > shake_ns) {
+    dispose(std::move(strangers_.front().connection));
+    strangers_.erase(strangers_.begin());
+  }
+  disposed_.clear();
+  next_look_ns_ = now + (soon ? look_ns : quiet_look_ns);
+  flush();
+}
+
+}  // namespace vrdma::remote

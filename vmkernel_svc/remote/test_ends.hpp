@@ -1,0 +1,119 @@
+// Two hosts of a subnet within one process, for tests: each with a carrier, at ports of 127.0.0.1.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "vmkernel_svc/remote/configured_subnet.hpp"
+#include "vmkernel_svc/remote/tcp_carrier.hpp"
+
+namespace vrdma::remote {
+
+using engine::FarFrame;
+using engine::FarFramePtr;
+using engine::FarKind;
+
+// A secret and two hosts of this machine, with ports of their own.
+struct Subnet {
+  std::string secret = "/tmp/vrdma-remote-test." + std::to_string(::getpid());
+  svc::RemoteConfig config;
+
+  explicit Subnet(char fill = 's') {
+    write_secret(fill);
+    config.secret_file = secret;
+    const std::uint16_t first = port();
+    for (int i = 0; i < 2; ++i) {
+      svc::RemoteHost host{"h" + std::to_string(i), "127.0.0.1", static_cast<std::uint16_t>(first + i), static_cast<std::uint16_t>(1 + 100 * i),
+                           static_cast<std::uint16_t>(100 + 100 * i)};
+      config.hosts.push_back(host);
+    }
+  }
+  ~Subnet() { ::unlink(secret.c_str()); }
+  void write_secret(char fill) const {
+    ::unlink(secret.c_str());
+    const vmci::UniqueFd file(::open(secret.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+    REQUIRE(::write(file.get(), std::string(40, fill).data(), 40) == 40);
+  }
+  // The first of two that are free: other tests of the machine have their own.
+  static std::uint16_t port() {
+    const auto is_free = [](int port) {
+      const vmci::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      const int on = 1;
+      ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+      sockaddr_in here{};
+      here.sin_family = AF_INET;
+      here.sin_port = htons(static_cast<std::uint16_t>(port));
+      here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      return ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&here), sizeof(here)) == 0;
+    };
+    for (int i = 0; i < 4000; ++i)
+      if (const int port = 20000 + 2 * ((::getpid() + i) % 4000); is_free(port) && is_free(port + 1)) return static_cast<std::uint16_t>(port);
+    FAIL("no free ports");
+    return 0;
+  }
+  std::shared_ptr<ConfiguredSubnet> seen_by(std::size_t host) const {
+    svc::RemoteConfig own = config;
+    own.name = own.hosts[host].name;
+    own.address = own.hosts[host].address;
+    return std::make_shared<ConfiguredSubnet>(own);
+  }
+};
+
+struct End {
+  std::uint64_t session = 0;
+  std::unique_ptr<TcpCarrier> carrier;
+
+  End(const Subnet& subnet, std::size_t host, bool encrypt = false)
+      : carrier(std::make_unique<TcpCarrier>(
+            TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, subnet.config.hosts[host].port, encrypt}, subnet.seen_by(host))) {
+    ::signal(SIGPIPE, SIG_IGN);  // the server blocks it in the shard's thread
+  }
+  // The next that comes, while the other end is driven, too; news is noted and passed on. nullptr: nothing within `patience`.
+  FarFramePtr next(End& other, std::chrono::seconds patience = std::chrono::seconds(60)) {
+    const auto until = std::chrono::steady_clock::now() + patience;
+    for (;;) {
+      other.carrier->turn();
+      carrier->turn();
+      if (auto frame = carrier->receive()) {
+        if (frame->record().kind == FarKind::news) session = frame->session;
+        return frame;
+      }
+      if (std::chrono::steady_clock::now() > until) return nullptr;
+    }
+  }
+  void await_session(End& other) {
+    const auto news = next(other);
+    REQUIRE(news != nullptr);
+    REQUIRE(news->record().kind == FarKind::news);
+  }
+  void send(std::uint32_t number, std::uint32_t bytes, std::uint64_t in_session) {
+    auto frame = FarFrame::make(bytes);
+    frame->record().kind = FarKind::request;
+    frame->record().message = number;
+    frame->record().payload_bytes = bytes;
+    for (std::uint32_t i = 0; i < bytes; ++i) frame->payload()[i] = static_cast<std::byte>(number * 31 + i);
+    frame->session = in_session;
+    carrier->gauge(0)->queued_bytes += static_cast<std::int64_t>(frame->whole_bytes());
+    carrier->send(std::move(frame));
+  }
+  void expect(std::uint32_t number, End& other) {
+    const auto frame = next(other);
+    REQUIRE(frame != nullptr);
+    REQUIRE(frame->record().kind == FarKind::request);
+    REQUIRE(frame->record().message == number);
+    REQUIRE(frame->session == session);
+    for (std::uint32_t i = 0; i < frame->record().payload_bytes; ++i)
+      if (frame->payload()[i] != static_cast<std::byte>(number * 31 + i)) FAIL("byte ", i, " of record ", number);
+  }
+};
+
+}  // namespace vrdma::remote
