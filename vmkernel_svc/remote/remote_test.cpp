@@ -55,6 +55,11 @@ TEST_CASE("LidsLeadToTheirHosts") {
   REQUIRE(first->host_of(101).has_value());
   CHECK(first->host(*first->host_of(200))->name == "h1");
   CHECK(second->host(*second->host_of(1))->name == "h0");
+  const auto holders = first->holders();
+  REQUIRE(holders.size() == 1);
+  CHECK(holders[0].host == *first->host_of(101));
+  CHECK(holders[0].lids.first == 101);
+  CHECK(holders[0].lids.last == 200);
   CHECK(first->host_named("h1")->tag_key == second->host_named("h0")->tag_key);
   CHECK(first->host_named("h0") == nullptr);
 }
