@@ -123,6 +123,26 @@ TEST_CASE("RecordsArriveOnceAndInOrderBothWays") {
   }
 }
 
+TEST_CASE("OverIPv6Likewise") {
+  Subnet subnet;
+  {
+    const vmci::UniqueFd socket(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in6 here{};
+    here.sin6_family = AF_INET6;
+    here.sin6_addr = in6addr_loopback;
+    if (!socket || ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&here), sizeof(here)) != 0) {
+      MESSAGE("SKIP: this machine has no ::1");
+      return;
+    }
+  }
+  for (auto& host : subnet.config.hosts) host.address = "::1";
+  End one(subnet, 0), other(subnet, 1);
+  one.await_session(other);
+  other.await_session(one);
+  for (std::uint32_t i = 0; i < 20; ++i) one.send(i, 3000, one.session), other.send(i, 3000, other.session);
+  for (std::uint32_t i = 0; i < 20; ++i) other.expect(i, one), one.expect(i, other);
+}
+
 // For longer than a connection may be mute: each end looks, and neither takes what has come.
 TEST_CASE("WhoIsSlowIsNotGivenUp") {
   const Subnet subnet;
