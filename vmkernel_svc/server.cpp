@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <linux/futex.h>
+#include <malloc.h>
 #include <poll.h>
 #include <pthread.h>
 #include <spdlog/spdlog.h>
@@ -81,6 +82,10 @@ Server::Server(const Config& config) : config_(config) {
   }
   shard_ = std::make_unique<Shard>(config_, head);
   if (directory_) {
+    // Frames of 64 KiB come and go at the end of the heap: returned to the kernel each time, and cleared by it page by page, they would
+    // cost more than the bytes in them.
+    constexpr int kept_bytes = 16 << 20;
+    ::mallopt(M_TRIM_THRESHOLD, kept_bytes);
     shard_->join(directory_, std::make_unique<remote::TcpCarrier>(carrier_place_, directory_));
     directory_->when_changed([shard = shard_.get()] { shard->submit([](Shard& own) { own.fabric().far->look_at_directory(); }); });
   }

@@ -6,7 +6,7 @@ DirectConnection::DirectConnection(const Ends& ends)
     : claim_(ends.claim), sent_(ends.sent), received_(ends.received), ports_(ends.own, ends.peer, far_), engine_(ports_) {
   const auto& send = ends.send.geometry();
   const auto& receive = ends.receive.geometry();
-  near_.type = far_.type = engine::QpType::rc;
+  near_.type = far_.type = ends.type;
   near_.state = far_.state = engine::QpState::rts;
   near_.qpn = Qpn{ends.qpn};
   far_.qpn = Qpn{ends.peer_qpn};
@@ -22,6 +22,7 @@ DirectConnection::DirectConnection(const Ends& ends)
 void DirectConnection::take_over() {
   const direct::Direction& direction = claim_.direction();
   handouts_seen_ = direction.handouts;
+  ports_.forget_keys();
   near_.attributes.path_mtu = direction.terms.path_mtu;
   near_.attributes.max_rd_atomic = static_cast<std::uint8_t>(direction.terms.max_rd_atomic);
   far_.attributes.access_flags = direction.terms.remote_access;
@@ -39,6 +40,7 @@ void DirectConnection::step_back() {
   near_.state = far_.state = engine::QpState::rts;
   near_.operation.stage = engine::Operation::Stage::none;
   near_.operation.copy_pending = near_.send_queue_lost = far_.inbound.active = false;
+  far_.counters.dropped = 0;
   near_.send_ring.skip_to(at.send_head);
   far_.receive_ring.skip_to(at.receive_head);
   near_.send_psn = far_.expected_psn = Psn{at.psn & psn_mask};
@@ -70,7 +72,7 @@ bool DirectConnection::run_queue() {
     engine::Budget budget{static_cast<std::int64_t>(direct::message_bytes_max) + 1, 1};
     ports_.begin();
     engine_.run(near_, budget);
-    if (ports_.given_up() || engine_.busy(near_)) return step_back(), false;
+    if (ports_.given_up() || ports_.dropped() || engine_.busy(near_)) return step_back(), false;
     record();
   }
   return true;

@@ -27,6 +27,7 @@ class DirectConnection {
     ReachedGuest own, peer;
     vmci::QueuePairView send, receive;  // this end's send queue, the peer's receive queue
     std::uint32_t receive_record_slots = 1;
+    engine::QpType type = engine::QpType::rc;
     std::uint32_t qpn = 0, peer_qpn = 0;
     Told sent, received;
   };

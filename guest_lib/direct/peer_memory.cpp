@@ -12,7 +12,7 @@ namespace vrdma::guest {
 
 Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset) {
   std::lock_guard lock(mutex_);
-  if (at(backing, offset, 1) != nullptr) return ok();
+  if (has(backing, offset, 1)) return ok();
   struct stat file;
   if (::fstat(fd, &file) != 0) return last_error();
   const std::uint64_t index = offset / direct::chunk_bytes, begin = index * direct::chunk_bytes;

@@ -1,6 +1,6 @@
 // The files of one guest in which registered memory lies, as this process maps them for direct mode: in overlapping chunks, on demand.
 //
-// at() is called by any thread, without a lock; add() by any thread. What is mapped stays until the object goes.
+// around() and has() are called by any thread, without a lock; add() by any thread. What is mapped stays until the object goes.
 #pragma once
 
 #include <array>
@@ -20,17 +20,24 @@ class PeerMemory {
   PeerMemory& operator=(const PeerMemory&) = delete;
   ~PeerMemory();
 
-  // Where [offset, offset + bytes) of the file is mapped; nullptr: not yet, or not in one piece.
-  std::byte* at(std::uint32_t backing, std::uint64_t offset, std::uint64_t bytes) const {
+  // A part of a file, and where it is mapped.
+  struct Part {
+    std::byte* data = nullptr;
+    std::uint64_t offset = 0, bytes = 0;
+  };
+  // The mapped part that [offset, offset + bytes) of the file lies in; without data: not mapped yet, or not in one piece.
+  Part around(std::uint32_t backing, std::uint64_t offset, std::uint64_t bytes) const {
     const std::uint64_t index = offset / direct::chunk_bytes;
     // M1: pairs with M2 in add().
     for (const Chunk* chunk = place(backing, index).load(std::memory_order_acquire); chunk != nullptr; chunk = chunk->next) {
       if (chunk->backing != backing || chunk->index != index) continue;
       const std::uint64_t within = offset - index * direct::chunk_bytes;
-      return within <= chunk->mapping.bytes() && bytes <= chunk->mapping.bytes() - within ? chunk->mapping.data() + within : nullptr;
+      if (within > chunk->mapping.bytes() || bytes > chunk->mapping.bytes() - within) return {};
+      return {chunk->mapping.data(), index * direct::chunk_bytes, chunk->mapping.bytes()};
     }
-    return nullptr;
+    return {};
   }
+  bool has(std::uint32_t backing, std::uint64_t offset, std::uint64_t bytes) const { return around(backing, offset, bytes).data != nullptr; }
   // Maps the chunk that `offset` lies in, unless it is there. ERANGE: beyond the file's end; else as mmap(2).
   Status add(std::uint32_t backing, int fd, std::uint64_t offset);
   void abandon();  // in a fork's child

@@ -6,6 +6,7 @@
 // carries the same WQE out from its start. Hence: after the first completion of a message nothing of it can fail.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 
@@ -40,7 +41,11 @@ class DirectPorts {
   DirectPorts(ReachedGuest own, ReachedGuest peer, Qp& far_end) : own_(own), peer_(peer), far_end_(far_end) {}
 
   void begin() { given_up_ = false; }
+  // The service had the direction meanwhile: keys may mean something else, or nothing.
+  void forget_keys() { found_[0] = found_[1] = {}; }
   bool given_up() const { return given_up_; }
+  // An unreliable message that the engine has dropped, which is the service's to count.
+  bool dropped() const { return far_end_.counters.dropped != 0; }
   std::optional<Unmapped> take_unmapped() { return std::exchange(unmapped_, std::nullopt); }
   // Whether completions were written since the last call.
   bool take_sent() { return std::exchange(sent_, false); }
@@ -73,7 +78,7 @@ class DirectPorts {
   void abandon(Qp&) {}
 
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
-    if (state.status != WcStatus::success || given_up_) return give_up(), true;
+    if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
     (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
     VRDMA_CRASH_POINT("direct.guest.cqe_written");
@@ -98,7 +103,24 @@ class DirectPorts {
  private:
   void give_up() { given_up_ = true; }
 
+  // Memory that a key was found for, while the direction is ours: so long no key is taken away.
+  struct Found {
+    std::uint32_t key = 0, access = 0;
+    std::uint64_t address = 0, bytes = 0;
+    std::byte* data = nullptr;
+  };
+
   std::optional<engine::Place> look(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    const Found& last = found_[&guest == &peer_];
+    const std::uint64_t offset = address - last.address;
+    if (key.value != last.key || (access & ~last.access) != 0 || offset > last.bytes || bytes > last.bytes - offset || bytes > direct::message_bytes_max)
+        [[unlikely]]
+      return look_up(guest, key, address, bytes, access);
+    if ((access & (engine::access_local_write | engine::access_remote_write)) != 0) vmci::prefetch_for_write(last.data + offset);
+    return engine::Place::in_engine(last.data + offset);
+  }
+
+  [[gnu::noinline]] std::optional<engine::Place> look_up(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
     for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {
       const direct::KeyEntry& entry = guest.keys->entries[direct::key_place(key.value, probe)];
       // T1: pairs with T2 in the service's KeyBook::add: what the entry says was written before its key.
@@ -109,14 +131,17 @@ class DirectPorts {
           bytes > entry.mapped_bytes - (offset - entry.mapped_from))
         break;
       const std::uint64_t in_file = entry.backing_offset + (offset - entry.mapped_from);
-      std::byte* const here = guest.memory->at(entry.backing, in_file, bytes);
-      if (here == nullptr) {
+      const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, bytes);
+      if (mapped.data == nullptr) {
         unmapped_ = {&guest == &peer_, entry.backing, in_file, bytes};
         break;
       }
-      constexpr std::uint32_t writes = engine::access_local_write | engine::access_remote_write;
-      if ((access & writes) != 0) vmci::prefetch_for_write(here);
-      return engine::Place::in_engine(here);
+      // What is both the key's and mapped in one piece.
+      const std::uint64_t first = std::max(entry.backing_offset, mapped.offset);
+      const std::uint64_t end = std::min(entry.backing_offset + entry.mapped_bytes, mapped.offset + mapped.bytes);
+      found_[&guest == &peer_] = {key.value, entry.access, entry.iova + entry.mapped_from + (first - entry.backing_offset), end - first,
+                                  mapped.data + (first - mapped.offset)};
+      return engine::Place::in_engine(mapped.data + (in_file - mapped.offset));
     }
     give_up();
     return std::nullopt;
@@ -128,6 +153,7 @@ class DirectPorts {
   ReachedGuest own_, peer_;
   Qp& far_end_;
   bool given_up_ = false, sent_ = false, received_ = false;
+  Found found_[2];  // own, the peer's
   std::optional<Unmapped> unmapped_;
 };
 

@@ -77,6 +77,7 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   ends.send = qp.send.view();
   ends.receive = vmci::QueuePairView(arena.data() + reply.peer_receive.offset, geometry);
   ends.receive_record_slots = reply.peer_receive.record_slots;
+  ends.type = qp.base().qp_type == IBV_QPT_UC ? engine::QpType::uc : engine::QpType::rc;
   ends.qpn = qp.base().qp_num;
   ends.peer_qpn = reply.peer_qpn;
   ends.sent = {Cq::of(qp.base().send_cq).shared, qp.send_lane.number};
@@ -91,7 +92,7 @@ void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts:
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
   const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
   VRDMA_CRASH_POINT("direct.guest.mapped");
-  if (!added || memory.at(unmapped.backing, unmapped.offset, unmapped.bytes) == nullptr) ++end.failed_maps;
+  if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++end.failed_maps;
 }
 
 void DirectRooms::abandon() {

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The main job of ./run: pairs of unmodified Debian programs, each started by `vrdma run -- ...`, and a table of what they measured.
 
-Three passes: as the caller, over the private service that `vrdma run` starts; the same as a user without rights; then both
-together through one vrdmad. Leaves with 1 when a row failed. A pass that cannot be done is skipped, and the table says why.
+Four passes: as the caller, over the private service that `vrdma run` starts; the same as a user without rights; then both
+together through one vrdmad; and as the caller in direct mode. Leaves with 1 when a row failed. A pass that cannot be done is skipped, and the table says why.
 """
 
 import argparse
+import json
 import os
 import pwd
 import signal
@@ -192,6 +193,23 @@ def mixed_pass(table, title, build, quick):
         table.failures.append((Row("vrdmad", None), f"it left with {code}\n{said}"))
 
 
+def direct_pass(table, title, build, quick):
+    table.head(title)
+    service = Service(build, config={"direct": "auto"})
+    try:
+        side = Side(build, uid=os.geteuid(), env=service.environment())
+        for row in rows(quick):
+            if isinstance(row.case, perftest.Case):
+                table.row(row, side, side)
+        shown = json.loads(run([build.vrdma, "show", "--json"], SECONDS, env=side.env)[1])
+        if shown["counters"]["direct_links"] == 0:
+            print("note: no connection could be direct here, so the service has moved the data (docs/direct.md says who may)")
+    finally:
+        code, said = service.stop()
+    if code != 0:
+        table.failures.append((Row("vrdmad", None), f"it left with {code}\n{said}"))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build/release")
@@ -206,6 +224,7 @@ def main():
         print(f"device vrdma0, no RDMA hardware, {os.cpu_count()} cores; \"~\" marks a mean, latencies are half round trips "
               "except READ and atomics")
         private_pass(table, f"1. as {user_name(uid)}, over a private vrdmad", build, uid, options.quick)
+        direct = f"4. as {user_name(uid)}, in direct mode: the programs move the data themselves"
         second, third = f"2. as {user_name(OTHER_UID)}, over a private vrdmad", "3. root and that user, through one vrdmad"
         if uid != 0:
             for title in (second, third):
@@ -216,6 +235,7 @@ def main():
                 mixed_pass(table, third, build, options.quick)
             except Skip as reason:
                 table.skip("the passes as another user", reason)
+        direct_pass(table, direct, build, options.quick)
     finally:
         clean_up()
     for row, reason in table.failures:

@@ -35,7 +35,7 @@ bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
   const auto& core = from.core;
   return (to.core.state == QpState::rts || (to.core.state == QpState::rtr && to.core.communication_established)) && !shard_.engine().busy(core) && core.accepted_by == nullptr && core.far == nullptr && !core.send_queue_lost &&
          core.port.job_sequence == 0 && core.send_ring.empty() && to.core.serves == nullptr && !to.core.inbound.active &&
-         to.core.expected_psn == core.send_psn;
+         (core.type != engine::QpType::rc || to.core.expected_psn == core.send_psn);
 }
 
 bool DirectDesk::hand_out(QueuePair& qp) {
@@ -112,7 +112,7 @@ void DirectDesk::import(DirectLink& link, int i) {
     auto& core = to->core;
     core.receive_ring.skip_to(at.receive_head);
     core.receive_lane.skip_to(at.receive_lane);
-    core.expected_psn = Psn{at.psn & psn_mask};
+    if (core.type == engine::QpType::rc) core.expected_psn = Psn{at.psn & psn_mask};
     to->receive_cq->produced += at.receive_lane - seen.receive_lane;
     --to->receive_cq->direct_lanes;
     core.counters.received_messages += at.received_messages - seen.received_messages;

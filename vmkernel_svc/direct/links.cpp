@@ -25,14 +25,14 @@ void offer(QueuePair& qp, std::uint32_t epoch) {
 
 std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
-  if (qp.core.type != QpType::rc) return "not a reliable connection";
+  if (qp.core.type != QpType::rc && qp.core.type != QpType::uc) return "not a connection";
   const auto connected = [](const QueuePair& end) { return end.core.state == QpState::rtr || end.core.state == QpState::rts; };
   if (!connected(qp)) return "not in RTS";
   MediatedPorts::Qp* const far_end = shard_.peer(qp.core);
   if (far_end == nullptr) return "the peer is on another host, or not there";
   peer = far_end->port.owner;
   if (peer == &qp) return "connected to itself";
-  if (peer->core.type != QpType::rc || !connected(*peer)) return "the peer is not in RTS";
+  if (peer->core.type != qp.core.type || !connected(*peer)) return "the peer is not in RTS";
   if (qp.core.state != QpState::rts && peer->core.state != QpState::rts) return "not in RTS, nor is its peer";
   if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
   if (qp.srq != nullptr || peer->srq != nullptr) return "a shared receive queue";
@@ -130,7 +130,7 @@ void DirectDesk::dissolve(DirectLink& link) {
 void DirectDesk::look_again() {
   if (fabric_.config.direct != "auto") return;
   for (auto& [qpn, qp] : fabric_.by_qpn)
-    if (qp->core.type == QpType::rc && qp->core.state == QpState::rts) doubtful_.push_back(qpn);
+    if (qp->core.type != QpType::ud && qp->core.state == QpState::rts) doubtful_.push_back(qpn);
 }
 
 }  // namespace vrdma::svc

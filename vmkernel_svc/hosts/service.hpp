@@ -56,6 +56,7 @@ class Service final : public remote::Directory {
 
   remote::LidRange ours() const override { return snapshot()->lids; }
   std::optional<remote::HostId> host_of(std::uint16_t lid) const override;
+  std::vector<remote::LidHolder> holders() const override;
   std::shared_ptr<const remote::PeerHost> host(remote::HostId id) const override;
   std::shared_ptr<const remote::PeerHost> host_named(std::string_view name) const override;
   // Of what this class tells, and when a lease begins or lapses.

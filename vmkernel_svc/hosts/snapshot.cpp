@@ -80,6 +80,14 @@ std::optional<remote::HostId> Service::host_of(std::uint16_t lid) const {
   return std::prev(after)->second.second;
 }
 
+std::vector<remote::LidHolder> Service::holders() const {
+  std::vector<remote::LidHolder> all;
+  const auto now = snapshot();
+  for (const auto& [first, block] : now->blocks)
+    if (first != no_lids.first) all.push_back({block.second, {first, block.first}});
+  return all;
+}
+
 std::shared_ptr<const remote::PeerHost> Service::host(remote::HostId id) const {
   const auto now = snapshot();
   const auto found = now->peers.find(id);

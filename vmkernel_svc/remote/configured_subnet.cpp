@@ -67,6 +67,13 @@ std::optional<HostId> ConfiguredSubnet::host_of(std::uint16_t lid) const {
   return std::nullopt;
 }
 
+std::vector<LidHolder> ConfiguredSubnet::holders() const {
+  std::vector<LidHolder> all;
+  for (const Entry& entry : others_) all.push_back({entry.host->id, entry.lids});
+  std::ranges::sort(all, {}, [](const LidHolder& holder) { return holder.lids.first; });
+  return all;
+}
+
 std::shared_ptr<const PeerHost> ConfiguredSubnet::host(HostId id) const { return id < others_.size() ? others_[id].host : nullptr; }
 
 std::shared_ptr<const PeerHost> ConfiguredSubnet::host_named(std::string_view name) const {

@@ -16,6 +16,7 @@ class ConfiguredSubnet final : public Directory {
 
   LidRange ours() const override { return ours_; }
   std::optional<HostId> host_of(std::uint16_t lid) const override;
+  std::vector<LidHolder> holders() const override;
   std::shared_ptr<const PeerHost> host(HostId id) const override;
   std::shared_ptr<const PeerHost> host_named(std::string_view name) const override;
   void when_changed(std::function<void()>) override {}  // never

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace vrdma::remote {
 
@@ -28,11 +29,17 @@ struct PeerHost {  // immutable; replaced when something changes
   bool reachable;                       // a session stands: connect to it and accept from it
 };
 
+struct LidHolder {
+  HostId host;
+  LidRange lids;
+};
+
 class Directory {
  public:
   virtual ~Directory() = default;
   virtual LidRange ours() const = 0;                                             // what this host may give to guests
   virtual std::optional<HostId> host_of(std::uint16_t lid) const = 0;            // nullopt: nobody's, or ours
+  virtual std::vector<LidHolder> holders() const = 0;                            // all other hosts that have LIDs, by these
   virtual std::shared_ptr<const PeerHost> host(HostId) const = 0;                // nullptr: unknown
   virtual std::shared_ptr<const PeerHost> host_named(std::string_view) const = 0;
   virtual void when_changed(std::function<void()>) = 0;                          // called from any thread

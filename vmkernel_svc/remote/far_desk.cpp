@@ -56,15 +56,8 @@ FarDesk::~FarDesk() {
 }
 
 void FarDesk::look_at_directory() {
-  ranges_.clear();
-  for (std::uint32_t lid = 1; lid <= 0xbfff; ++lid) {
-    const auto id = directory_->host_of(static_cast<std::uint16_t>(lid));
-    if (!id) continue;
-    if (ranges_.empty() || ranges_.back().host != *id || ranges_.back().lids.last + 1u != lid)
-      ranges_.push_back({*id, {static_cast<std::uint16_t>(lid), 0}});
-    ranges_.back().lids.last = static_cast<std::uint16_t>(lid);
-    at(*id);
-  }
+  ranges_ = directory_->holders();
+  for (const auto& range : ranges_) at(range.host);
   for (auto one = stand_ins_.begin(); one != stand_ins_.end();) {
     if (directory_->host(one->first.first)) {
       ++one;

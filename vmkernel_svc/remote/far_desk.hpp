@@ -92,11 +92,7 @@ class FarDesk {
   void look_at_partitions();
   // The directory says something else than before.
   void look_at_directory();
-  struct Range {
-    remote::HostId host;
-    remote::LidRange lids;
-  };
-  const std::vector<Range>& ranges() const { return ranges_; }  // who has which LIDs
+  const std::vector<remote::LidHolder>& ranges() const { return ranges_; }  // who has which LIDs
   std::size_t stand_in_count(remote::HostId host) const;
 
   const remote::Directory& directory() const { return *directory_; }
@@ -142,7 +138,7 @@ class FarDesk {
   std::shared_ptr<remote::Directory> directory_;
   std::unique_ptr<remote::Carrier> carrier_;
   std::map<remote::HostId, Host> hosts_;
-  std::vector<Range> ranges_;
+  std::vector<remote::LidHolder> ranges_;
   std::map<StandInKey, std::unique_ptr<StandIn>> stand_ins_;
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;

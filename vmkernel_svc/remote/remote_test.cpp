@@ -55,6 +55,11 @@ TEST_CASE("LidsLeadToTheirHosts") {
   REQUIRE(first->host_of(101).has_value());
   CHECK(first->host(*first->host_of(200))->name == "h1");
   CHECK(second->host(*second->host_of(1))->name == "h0");
+  const auto holders = first->holders();
+  REQUIRE(holders.size() == 1);
+  CHECK(holders[0].host == *first->host_of(101));
+  CHECK(holders[0].lids.first == 101);
+  CHECK(holders[0].lids.last == 200);
   CHECK(first->host_named("h1")->tag_key == second->host_named("h0")->tag_key);
   CHECK(first->host_named("h0") == nullptr);
 }
@@ -116,6 +121,26 @@ TEST_CASE("RecordsArriveOnceAndInOrderBothWays") {
     while (one.carrier->gauge(0)->queued_bytes.load() != 0 || other.carrier->gauge(0)->queued_bytes.load() != 0) one.carrier->turn(), other.carrier->turn();
     CHECK(one.carrier->gauge(0)->resent.load() == 0);
   }
+}
+
+TEST_CASE("OverIPv6Likewise") {
+  Subnet subnet;
+  {
+    const vmci::UniqueFd socket(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in6 here{};
+    here.sin6_family = AF_INET6;
+    here.sin6_addr = in6addr_loopback;
+    if (!socket || ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&here), sizeof(here)) != 0) {
+      MESSAGE("SKIP: this machine has no ::1");
+      return;
+    }
+  }
+  for (auto& host : subnet.config.hosts) host.address = "::1";
+  End one(subnet, 0), other(subnet, 1);
+  one.await_session(other);
+  other.await_session(one);
+  for (std::uint32_t i = 0; i < 20; ++i) one.send(i, 3000, one.session), other.send(i, 3000, other.session);
+  for (std::uint32_t i = 0; i < 20; ++i) other.expect(i, one), one.expect(i, other);
 }
 
 // For longer than a connection may be mute: each end looks, and neither takes what has come.

@@ -24,7 +24,7 @@ constexpr std::size_t arrivals_max = 512;                    // then nothing mor
 constexpr std::int64_t arrived_bytes_max = 8 << 20;          // datagrams beyond it are lost: they keep to no window
 constexpr std::int64_t turn_bytes = 256 * 1024;              // read in a turn
 // Others than the connections' peers are served by the same thread: while nothing comes the sockets are looked at now and then.
-constexpr std::uint64_t idle_poll_us = 20, busy_ns = 50'000;
+constexpr std::uint64_t idle_poll_us = 20, busy_ns = 200'000;
 }  // namespace
 
 TcpCarrier::TcpCarrier(Place here, std::shared_ptr<Directory> directory)

@@ -62,8 +62,7 @@ void TcpCarrier::listen() {
 
 // Who may connect, and whom we connect to.
 void TcpCarrier::find_hosts() {
-  for (std::uint32_t lid = 1; lid <= 0xbfff; ++lid)
-    if (const auto id = directory_->host_of(static_cast<std::uint16_t>(lid))) find(*id);
+  for (const LidHolder& holder : directory_->holders()) find(holder.host);
   std::vector<std::string> addresses;
   const std::uint64_t now = vmci::monotonic_ns();
   for (auto& [id, link] : links_) {
