@@ -47,6 +47,8 @@ std::string private_folder() {
   return fmt::format("/tmp/vrdma-{}", ::geteuid());
 }
 
+std::string direct_socket() { return private_folder() + "/direct/vrdmad.sock"; }
+
 void make_private_folder(const std::string& folder) {
   if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
     fail(fmt::format("cannot make {} ({}): set XDG_RUNTIME_DIR to a folder of yours, or start vrdmad and set VRDMA_SOCKET",
@@ -149,6 +151,14 @@ Result<Service> find_service(const std::string& wanted) {
   return last;
 }
 
+Result<Service> find_service_to_show(const std::string& wanted) {
+  auto found = find_service(wanted);
+  const char* const named = std::getenv("VRDMA_SOCKET");
+  if (!found && wanted.empty() && (named == nullptr || *named == '\0'))
+    if (auto direct = find_service(direct_socket())) return direct;
+  return found;
+}
+
 const char* service_remedy(int error) {
   switch (error) {
     case ENOENT:
@@ -194,7 +204,7 @@ Service find_or_start_service() {
 }
 
 Service find_or_start_direct_service() {
-  const std::string folder = private_folder() + "/direct", path = folder + "/vrdmad.sock";
+  const std::string folder = private_folder() + "/direct", path = direct_socket();
   if (const char* named = std::getenv("VRDMA_SOCKET"); named != nullptr && *named != '\0' && named != path)
     fail(fmt::format("VRDMA_SOCKET names {}, and --direct means a private service: unset it, or give that service \"direct\": \"auto\"", named));
   make_private_folder(private_folder());
