@@ -47,6 +47,15 @@ std::string private_folder() {
   return fmt::format("/tmp/vrdma-{}", ::geteuid());
 }
 
+// VRDMA_SOCKET; nullptr where it names nothing.
+const char* named_socket() {
+  const char* const named = std::getenv("VRDMA_SOCKET");
+  return named != nullptr && *named != '\0' ? named : nullptr;
+}
+
+std::string direct_folder() { return private_folder() + "/direct"; }
+std::string direct_socket() { return direct_folder() + "/vrdmad.sock"; }
+
 void make_private_folder(const std::string& folder) {
   if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
     fail(fmt::format("cannot make {} ({}): set XDG_RUNTIME_DIR to a folder of yours, or start vrdmad and set VRDMA_SOCKET",
@@ -133,9 +142,8 @@ Service start_or_find(const std::string& folder, const char* direct) {
 std::string private_socket() { return private_folder() + "/vrdmad.sock"; }
 
 std::vector<std::string> service_paths(const std::string& wanted) {
-  const char* const named = std::getenv("VRDMA_SOCKET");
   if (!wanted.empty()) return {wanted};
-  if (named != nullptr && *named != '\0') return {named};
+  if (const char* const named = named_socket()) return {named};
   return {private_socket(), host_socket};
 }
 
@@ -147,6 +155,13 @@ Result<Service> find_service(const std::string& wanted) {
     last = socket.error();
   }
   return last;
+}
+
+Result<Service> find_service_to_show(const std::string& wanted) {
+  auto found = find_service(wanted);
+  if (!found && wanted.empty() && named_socket() == nullptr)
+    if (auto direct = find_service(direct_socket())) return direct;
+  return found;
 }
 
 const char* service_remedy(int error) {
@@ -183,7 +198,7 @@ std::runtime_error unreachable(const std::string& wanted) {
 
 Service find_or_start_service() {
   if (auto found = find_service()) return std::move(*found);
-  if (const char* named = std::getenv("VRDMA_SOCKET"); named != nullptr && *named != '\0') {
+  if (const char* const named = named_socket()) {
     auto socket = vmci::PacketSocket::connect(named);
     if (socket) return Service{named, std::move(*socket)};
     fail(fmt::format("cannot reach the host service at {} ({}): start vrdmad there, or unset VRDMA_SOCKET so that a private "
@@ -194,11 +209,10 @@ Service find_or_start_service() {
 }
 
 Service find_or_start_direct_service() {
-  const std::string folder = private_folder() + "/direct", path = folder + "/vrdmad.sock";
-  if (const char* named = std::getenv("VRDMA_SOCKET"); named != nullptr && *named != '\0' && named != path)
+  if (const char* const named = named_socket(); named != nullptr && named != direct_socket())
     fail(fmt::format("VRDMA_SOCKET names {}, and --direct means a private service: unset it, or give that service \"direct\": \"auto\"", named));
   make_private_folder(private_folder());
-  return start_or_find(folder, "auto");
+  return start_or_find(direct_folder(), "auto");
 }
 
 std::string program_path(const std::string& name) {

@@ -225,7 +225,7 @@ void sort_by(json& list, const char* key) {
 }
 
 json state_of(const std::string& socket) {
-  auto service = find_service(socket);
+  auto service = find_service_to_show(socket);
   if (!service) throw unreachable(socket);
   json state = query(*service);
   sort_by(state.at("guests"), "guest");  // the service answers in the order of its tables

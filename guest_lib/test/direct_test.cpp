@@ -4,9 +4,9 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <nlohmann/json.hpp>
 
 #include "guest_lib/test/service_fixture.hpp"
+#include "guest_lib/test/shown.hpp"
 
 using namespace vrdma::test;
 
@@ -15,13 +15,7 @@ namespace {
 constexpr const char* with_direct = R"({"direct": "auto"})";
 
 std::string mode_of(const ibv_qp* qp, std::string* because = nullptr) {
-  std::string text;
-  FILE* const output = ::popen(VRDMA_PATH " show --json", "r");
-  REQUIRE(output != nullptr);
-  char part[4096];
-  for (std::size_t got; (got = std::fread(part, 1, sizeof(part), output)) > 0;) text.append(part, got);
-  REQUIRE(::pclose(output) == 0);
-  const auto shown = nlohmann::json::parse(text);
+  const auto shown = show();
   for (const auto& guest : shown.at("guests"))
     for (const auto& one : guest.at("qps")) {
       if (one.at("qpn") != qp->qp_num) continue;

@@ -8,21 +8,11 @@
 #include <random>
 
 #include "guest_lib/test/service_fixture.hpp"
+#include "guest_lib/test/shown.hpp"
 
 using namespace vrdma::test;
 
 namespace {
-
-nlohmann::json show(const char* what) {
-  const std::string command = std::string(VRDMA_PATH) + " show " + what + " --json";
-  std::string text;
-  FILE* const out = ::popen(command.c_str(), "r");
-  REQUIRE(out != nullptr);
-  char block[4096];
-  for (std::size_t got; (got = std::fread(block, 1, sizeof(block), out)) != 0;) text.append(block, got);
-  REQUIRE(::pclose(out) == 0);
-  return nlohmann::json::parse(text);
-}
 
 std::uint64_t requests_served() {
   std::uint64_t sum = 0;

@@ -10,7 +10,6 @@
 Read as tests/bench/speed.py says. A row "NAME" is direct, "NAME-mediated" the same program with a service that offers no direct mode.
 """
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "interop")]
 from harness import PATIENCE, Failure, Program, Service, clean_up, clean_up_on_signals, free_port, listening, wait_until  # noqa: E402
-from speed import MIB, Bench, Row, measure_rows, print_table  # noqa: E402
+from speed import MIB, Bench, Row, chosen, measure_rows, print_table, seconds_of, table_parser  # noqa: E402
 
 
 class DirectBench(Bench):
@@ -42,13 +41,7 @@ class DirectBench(Bench):
             self.service = self.mediated
 
     def _links(self):
-        asking = Program([self.build.vrdma, "show", "--json"], env=self.service.environment())
-        try:
-            if asking.wait(60 * PATIENCE) != 0:
-                raise Failure(asking.says())
-            return json.loads(asking.output())["counters"]["direct_links"]
-        finally:
-            asking.stop()
+        return self.service.show()["counters"]["direct_links"]
 
     def ucx(self, test, size):
         """p50 in ns, GB/s and messages of its last line."""
@@ -97,20 +90,11 @@ def rows(bench):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", default="build/release", help="the build folder (default: %(default)s)")
-    parser.add_argument("--only", help="a regular expression: rows to measure")
-    parser.add_argument("--quick", action="store_true", help="one short repetition of each row")
-    parser.add_argument("--repetitions", type=int, help="of each row (default: 3; --quick: 1)")
-    parser.add_argument("--seconds", type=float, help="of each measurement (default: 1; --quick: 0.1)")
-    parser.add_argument("--gate", type=float, metavar="PERCENT",
-                        help="measure repetitions again during which other programs used more of the processors than that")
-    parser.add_argument("--json", metavar="FILE", help="write the table there, with every repetition")
-    options = parser.parse_args()
+    options = table_parser(__doc__).parse_args()
     clean_up_on_signals()
     try:
-        bench = DirectBench(options.build, options.seconds or (0.1 if options.quick else 1.0))
-        wanted = [row for row in rows(bench) if not options.only or re.search(options.only, row.name)]
+        bench = DirectBench(options.build, seconds_of(options))
+        wanted = chosen(rows(bench), options)
         if not wanted:
             raise SystemExit(f"no row matches {options.only}")
         results, lines, failed = measure_rows(wanted, bench, options)

@@ -11,10 +11,8 @@ Floors take the way that the hosts take: a relay of four processes with ucp acti
 Processor time is that of all processes: programs, both vrdmads, both ends of iperf3. Read as tests/bench/speed.py says.
 """
 
-import argparse
 import json
 import os
-import re
 import resource
 import shutil
 import socket
@@ -27,7 +25,7 @@ import harness  # noqa: E402
 from harness import PATIENCE, Build, Failure, Program, Skip, TempFolder, clean_up, clean_up_on_signals, wait_until  # noqa: E402
 from hosts import Host, Written  # noqa: E402
 from network import Network, why_not  # noqa: E402
-from speed import Row, measure_rows, print_table  # noqa: E402
+from speed import Row, chosen, measure_rows, print_table, seconds_of, table_parser  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -188,27 +186,19 @@ def rows(bench):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", default="build/release", help="the build folder (default: %(default)s)")
+    parser = table_parser(__doc__)
     parser.add_argument("--namespaces", action="store_true", help="each host in a network namespace of its own; needs root")
-    parser.add_argument("--only", help="a regular expression: rows to measure")
-    parser.add_argument("--quick", action="store_true", help="one short repetition of each row")
-    parser.add_argument("--repetitions", type=int, help="of each row (default: 3; --quick: 1)")
-    parser.add_argument("--seconds", type=float, help="of each measurement (default: 1; --quick: 0.1)")
-    parser.add_argument("--gate", type=float, metavar="PERCENT",
-                        help="measure repetitions again during which other programs used more of the processors than that")
-    parser.add_argument("--json", metavar="FILE", help="write the table there, with every repetition")
     options = parser.parse_args()
     clean_up_on_signals()
     bench = network = None
     try:
         try:
             network = Namespaces() if options.namespaces else Loopback()
-            bench = Bench(options.build, options.seconds or (0.1 if options.quick else 1.0), network)
+            bench = Bench(options.build, seconds_of(options), network)
         except Skip as reason:
             print(f"SKIP  {reason}")
             return harness.SKIPPED_EXIT_CODE
-        wanted = [row for row in rows(bench) if not options.only or re.search(options.only, row.name)]
+        wanted = chosen(rows(bench), options)
         results, lines, failed = measure_rows(wanted, bench, options)
         print_table(lines)
         if options.json:

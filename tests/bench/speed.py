@@ -381,8 +381,9 @@ def measure_rows(wanted, bench, options):
     return results, lines, failed
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def table_parser(description):
+    """The options of a table of rows: this one's, and those of the tables beside it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build/release", help="the build folder (default: %(default)s)")
     parser.add_argument("--only", help="a regular expression: rows to measure")
     parser.add_argument("--quick", action="store_true", help="one short repetition of each row")
@@ -391,6 +392,19 @@ def main():
     parser.add_argument("--gate", type=float, metavar="PERCENT",
                         help="measure repetitions again during which other programs used more of the processors than that")
     parser.add_argument("--json", metavar="FILE", help="write the table there, with every repetition")
+    return parser
+
+
+def seconds_of(options):
+    return options.seconds or (0.1 if options.quick else 1.0)
+
+
+def chosen(rows_there_are, options):
+    return [row for row in rows_there_are if not options.only or re.search(options.only, row.name)]
+
+
+def main():
+    parser = table_parser(__doc__)
     parser.add_argument("--list", action="store_true", help="only print the names of the rows")
     options = parser.parse_args()
     if options.list:
@@ -399,8 +413,8 @@ def main():
         return 0
     clean_up_on_signals()
     try:
-        bench = Bench(options.build, options.seconds or (0.1 if options.quick else 1.0))
-        wanted = [row for row in rows(bench) if not options.only or re.search(options.only, row.name)]
+        bench = Bench(options.build, seconds_of(options))
+        wanted = chosen(rows(bench), options)
         if not wanted:
             raise SystemExit(f"no row matches {options.only}: --list names them")
         results, lines, failed = measure_rows(wanted, bench, options)

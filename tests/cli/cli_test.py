@@ -402,6 +402,8 @@ class Running(TestCase):
         plain = self.vrdma("run", "--", BIN / "vrdma", "show", "--json")
         self.assertEqual(json.loads(plain.stdout)["service"]["direct"], "mediated")
         self.stop_private_service()
+        shown = json.loads(self.vrdma("show", "--json").stdout)  # no other answers
+        self.assertEqual(shown["service"]["socket"], str(folder / "vrdmad.sock"))
         self.assert_refuses(self.vrdma("run", "--direct", "--", "true", env={"VRDMA_SOCKET": self.socket}), 125, "VRDMA_SOCKET", self.socket, "unset it")
         self.stop_private_service(str(folder / "vrdmad.sock"))
 

@@ -1,7 +1,6 @@
 """Programs on two hosts, each with a vrdmad of its own, joined by a network that can fail (network.py). Every case is one line."""
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -37,15 +36,6 @@ class Host(Service):
     def start_program(self, words, link_layer="ib", name=None):
         return Program(self.network.run_in(self.index, [self.build.vrdma, "run", "--link-layer", link_layer, "--", *words]),
                        env=self.environment(), name=name or f"{words[0]} on h{self.index}")
-
-    def show(self, what=None):
-        program = Program([self.build.vrdma, "show", *([what] if what else []), "--json"], env=self.environment())
-        code = program.wait(30 * harness.PATIENCE)
-        text = program.output()
-        program.stop()
-        if code != 0:
-            raise Failure(f"vrdma show ended with {code}: {text}")
-        return json.loads(text)
 
     def reaches(self, other):
         return any(route.get("host") == f"h{other.index}" and route["state"] == "connected" for route in self.show("routes"))

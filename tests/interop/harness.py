@@ -319,6 +319,16 @@ class Service:
         self.folder.remove()
         return code, said
 
+    def show(self, what=None):
+        """What `vrdma show WHAT --json` says of it; all of it without WHAT."""
+        program = Program([self.build.vrdma, "show", *([what] if what else []), "--json"], env=self.environment())
+        code = program.wait(30 * PATIENCE)
+        text = program.output()
+        program.stop()
+        if code != 0:
+            raise Failure(f"vrdma show ended with {code}: {text}")
+        return json.loads(text)
+
     def environment(self, **more):
         env = dict(os.environ, VRDMA_SOCKET=str(self.socket), LC_ALL="C")
         env.pop("LD_PRELOAD", None)

@@ -11,7 +11,6 @@ Ends with "N passed, N failed, N skipped": 0, or 1 when a case failed, or 77 whe
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -25,7 +24,7 @@ import perftest
 import pingpong
 import rdma_core_suite
 import sandbox
-from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need, run)
+from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
 
 DIRECT = {"direct": "auto"}
 GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "pyverbs", "direct")
@@ -186,16 +185,13 @@ class Runner:
                 self.case("the vrdmad of direct mode leaves cleanly", lambda: _raise(Failure(f"it left with {code}\n{said}")))
 
     def _direct_pair(self, kind, case):
-        before = self._direct_links()
+        before = self.service.show()["counters"]["direct_links"]
         said = self._pair(kind, case)
         if case.events:  # a completion channel is the service's
             return said
-        if self._direct_links() == before:
+        if self.service.show()["counters"]["direct_links"] == before:
             raise Failure("no connection of it could be direct: see mediated_because in vrdma show qps --json")
         return said
-
-    def _direct_links(self):
-        return json.loads(run([self.build.vrdma, "show", "--json"], 60, env=self.service.environment())[1])["counters"]["direct_links"]
 
 
 def few_cases():

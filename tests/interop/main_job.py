@@ -6,7 +6,7 @@ together through one vrdmad; and as the caller in direct mode. Leaves with 1 whe
 """
 
 import argparse
-import json
+import contextlib
 import os
 import pwd
 import signal
@@ -178,36 +178,37 @@ def private_pass(table, title, build, uid, quick):
         folder.remove()
 
 
+@contextlib.contextmanager
+def served(table, build, config=None):
+    """A vrdmad for a pass; how it leaves counts, too."""
+    service = Service(build, config=config)
+    try:
+        yield service
+    finally:
+        code, said = service.stop()
+    if code != 0:
+        table.failures.append((Row("vrdmad", None), f"it left with {code}\n{said}"))
+
+
 def mixed_pass(table, title, build, quick):
     table.head(title)
-    service = Service(build)
-    try:
+    with served(table, build) as service:
         ours, theirs = (Side(build, uid=uid, env=service.environment()) for uid in (os.geteuid(), OTHER_UID))
         for row in rows(quick):
             if row.brief:
                 for server, client, way in ((ours, theirs, "root serves"), (theirs, ours, "root asks")):
                     table.row(replace(row, shows=f"{row.shows.split(',')[0]}; {way}"), server, client)
-    finally:
-        code, said = service.stop()
-    if code != 0:
-        table.failures.append((Row("vrdmad", None), f"it left with {code}\n{said}"))
 
 
 def direct_pass(table, title, build, quick):
     table.head(title)
-    service = Service(build, config={"direct": "auto"})
-    try:
+    with served(table, build, {"direct": "auto"}) as service:
         side = Side(build, uid=os.geteuid(), env=service.environment())
         for row in rows(quick):
             if isinstance(row.case, perftest.Case):
                 table.row(row, side, side)
-        shown = json.loads(run([build.vrdma, "show", "--json"], SECONDS, env=side.env)[1])
-        if shown["counters"]["direct_links"] == 0:
+        if service.show()["counters"]["direct_links"] == 0:
             print("note: no connection could be direct here, so the service has moved the data (docs/direct.md says who may)")
-    finally:
-        code, said = service.stop()
-    if code != 0:
-        table.failures.append((Row("vrdmad", None), f"it left with {code}\n{said}"))
 
 
 def main():

@@ -81,8 +81,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
     const std::size_t count = std::min(wanted, bytes - at - 3);
     const std::uint8_t* const said = data + at + 3;
     at += 3 + count;
-    std::vector<std::byte> whole(count);
-    std::memcpy(whole.data(), said, count);
+    const auto* const bytes_said = reinterpret_cast<const std::byte*>(said);
+    std::vector<std::byte> whole(bytes_said, bytes_said + count);
     if (kind == 0) {
       spoiled |= count != 0;  // no bytes of the input's own can bear the tag of what comes next
     } else {
