@@ -277,7 +277,7 @@ std::string show_text(const json& state, const std::string& object) {
 
 json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
-  if (object == "guests" || object == "cache") return state.at(object);
+  if (object == "guests" || object == "cache" || object == "hca") return state.at(object);
   if (object == "hosts") return state.at("subnet");
   if (object == "routes") {  // to this host's guests, then to other hosts
     json out = state.at("routes");

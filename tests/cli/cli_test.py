@@ -8,6 +8,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import unittest
 
@@ -600,6 +601,30 @@ class Doctor(TestCase):
             self.assertIn("ulimit -v", found["addresses"]["remedy"])
             result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
             self.assert_refuses(result, 1, self.socket, "ENOMEM", "ulimit -v")
+
+    def test_it_says_whether_there_is_an_hca_for_other_hosts(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        (self.folder / "secret").write_text("0123456789abcdef" * 4)
+        (self.folder / "secret").chmod(0o600)
+        hosts = [{"name": f"h{i}", "address": f"127.0.0.{i + 1}", "lids": f"{i * 1000 + 1}-{i * 1000 + 1000}"} for i in (0, 1)]
+        config = {"remote": {"name": "h0", "address": "127.0.0.1", "port": port, "secret_file": str(self.folder / "secret"), "hosts": hosts}}
+        file = self.folder / "vrdmad.json"
+        for hca in (None, {"device": "not-there"}):
+            file.write_text(json.dumps(config if hca is None else {**config, "hca": hca}))
+            with self.subTest(hca), self.service("--config", file):
+                found = self.doctor(env={"VRDMA_SOCKET": self.socket})["hca"]
+                shown = json.loads(self.vrdma("show", "--socket", self.socket, "hca", "--json").stdout)
+                route = json.loads(self.vrdma("show", "--socket", self.socket, "routes", "--json").stdout)[0]
+                self.assertEqual(route["via"], "tcp")
+                if hca is None:
+                    self.assertIn("this host has", found["what"])
+                    self.assertEqual((shown, route["why"]), (None, "only-carrier"))
+                else:
+                    self.assertEqual((found["level"], shown["state"]), ("note", "none"))
+                    self.assertIn(shown["why"], found["what"])
+                    self.assertIn("no HCA here", route["why"])
 
     def test_few_open_files_are_noted(self):
         def limit():

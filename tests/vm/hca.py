@@ -40,6 +40,7 @@ TRIES = 3
 CONFORMANCE = ("AccessErrorsEndBothQps", "AReceiveBufferTooSmallEndsBothQps", "ABadReceiveSgeIsTheReceiversError", "AtomicsFollowTheModel", "AfterDeregNotAByteIsWritten",
                "ReregChangesTranslationAccessAndPd", "InlineDataIsCopiedAtPost", "AnErrorFlushesBothQueuesInOrder", "RnrEndsAfterItsRetriesAndNotBefore")
 NOT_BY_HCA = "SolicitedArming*"
+ENDLESS = ("ib_write_bw", "-F", "-n", "1000000", "-s", "16384")
 
 
 class HcaHost:
@@ -207,50 +208,64 @@ def cases(world, whole=False):
     if whole:
         yield "the conformance suite", lambda: suite(["--except", NOT_BY_HCA])
 
-    def flowing(words, meanwhile, client_ends_with, server_ends_with):
-        """A pair of programs whose messages flow as `meanwhile` happens; what the server has said."""
-        port = a.side.free_port()
-        words = [*words, "-p", str(port)]
-        server = a.side.start(words, "server")
-        client = None
+    class Flow:
+        """A server of a and a client of b, whose messages flow once it is made."""
 
-        def flow():
-            now = world.counters()
-            return now["by_hca"] > before["by_hca"] + 20 or now["record_bytes"] > before["record_bytes"] + 200000
-        try:
-            wait_until(lambda: a.side.listening(server, port), 60, "the server listens", [server])
-            before = world.counters()
-            client = b.side.start([*words, a.address], "client")
-            wait_until(flow, 60, "messages flow", [server, client])
-            meanwhile(client)
-            for program, codes in ((client, client_ends_with), (server, server_ends_with)):
-                code = program.wait(SECONDS * harness.PATIENCE)
-                if code is None or not codes(code):
-                    raise Failure(f"{program.name} ended with {code}\n{server.says()}\n{client.says()}\n{[host.show() for host in world.hosts]}")
-            return server.output()
-        finally:
-            for program in (server, client):
+        def __init__(self, *words):
+            port = a.side.free_port()
+            words = [*words, "-p", str(port)]
+            self.client = None
+            self.server = a.side.start(words, "server")
+            try:
+                wait_until(lambda: a.side.listening(self.server, port), 60, "the server listens", [self.server])
+                before = world.counters()["by_hca"]
+                self.client = b.side.start([*words, a.address], "client")
+                wait_until(lambda: world.counters()["by_hca"] > before + 20, 60, "messages flow by the HCAs", [self.server, self.client])
+            except BaseException:
+                self.stop()
+                raise
+
+        def stop(self):
+            for program in (self.server, self.client):
                 if program:
                     program.stop()
 
-    def dies(what):
-        said = flowing(["ibv_rc_pingpong", "-n", "1000000", "-c"], what, lambda code: code != 0, lambda code: code != 0)
-        if "retry counter exceeded" not in said:
-            raise Failure(said)
+        def ends(self, judged):
+            """Both end by themselves, and judged(server's code, client's code, what the client said)."""
+            try:
+                codes = [program.wait(SECONDS * harness.PATIENCE) for program in (self.client, self.server)]
+                if None in codes or not judged(codes[1], codes[0], self.client.output()):
+                    raise Failure(f"client and server ended with {codes}\n{self.server.says()}\n{self.client.says()}\n{[host.show() for host in world.hosts]}")
+            finally:
+                self.stop()
+
+    def goes_on(server, client, said):
+        return server == client == 0 and not harness.BAD_WORDS.search(said)
+
+    def retry_exceeded(_, client, said):
+        return client != 0 and "Failed status 12" in said
 
     def killed():
-        """A program that dies: its peer hears of it, and nothing of it is left with the HCAs."""
-        dies(lambda client: b.inside("kill", "-9", client.pid))
+        """A program that dies: its peer's WRITEs end as a cable that was cut ends them, and nothing of it is left with the HCAs."""
+        flow = Flow(*ENDLESS)
+        a.inside("kill", "-9", flow.server.pid)
+        flow.ends(retry_exceeded)
         wait_until(lambda: all(host.hca()["connections"] == host.hca()["registrations"] == 0 for host in world.hosts), 60, "nothing is left",
                    [host.service for host in world.hosts])
     yield "a program is killed while messages flow", killed
 
     def lost():
-        """Messages flow when one of the HCAs goes: none is lost, none comes twice, and the program hears of nothing."""
-        def goes(client):
+        """One of the HCAs goes: of SENDs and READs none is lost, none comes twice, and their programs hear of nothing; WRITEs that nobody
+        knows the end of are said to be so."""
+        flows = [Flow("ibv_rc_pingpong", "-n", "1500", "-s", "20000", "-c"), Flow("ib_read_bw", "-F", "-n", "3000", "-s", "16384"), Flow(*ENDLESS)]
+        try:
             b.inside("rdma", "link", "delete", "rxe0")
             wait_until(lambda: b.hca()["state"] == "none", 60, "the service knows", [b.service])
-        flowing(["ibv_rc_pingpong", "-n", "300", "-s", "20000", "-c"], goes, lambda code: code == 0, lambda code: code == 0)
+            for flow, judged in zip(flows, (goes_on, goes_on, retry_exceeded)):
+                flow.ends(judged)
+        finally:
+            for flow in flows:
+                flow.stop()
         world.await_route("tcp")
         if "no HCA" not in a.route()["why"] or "no HCA" not in b.route()["why"]:
             raise Failure(f"{a.route()} {b.route()}")
@@ -267,10 +282,13 @@ def cases(world, whole=False):
     yield "and comes back", back
 
     def service_killed():
-        """Another run of a service knows nothing of the connections of the one before; who comes then goes by the HCAs again."""
-        dies(lambda client: b.inside("kill", "-9", b.service.pid))
-        b.service.stop(grace_s=0)
-        b.start_service()
+        """Who wrote to a guest of it hears that nobody answers; another run of it knows nothing of the connections of the one before, and
+        who comes then goes by the HCAs again."""
+        flow = Flow(*ENDLESS)
+        a.inside("kill", "-9", a.service.pid)
+        a.service.stop(grace_s=0)
+        a.start_service()
+        flow.ends(retry_exceeded)
         world.await_route("hca")
         by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
     yield "a service is killed while messages flow", service_killed
