@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import secrets
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -27,10 +28,11 @@ from guests import Carried, boot_image  # noqa: E402
 from harness import Build, Failure, Skip, Tally, TempFolder, exit_code_of, run_pair, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from shell import MachineSide, Shell, both  # noqa: E402
+from snapshots import BAD_STATUS, ends  # noqa: E402
 
 NETWORK, MTU = "192.168.78", 4200
 SECONDS = 150  # of one case
-BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "lib/libvrdma.so")
+BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "tests/vm_talk", "lib/libvrdma.so")
 RXE_FILES = ("/etc/libibverbs.d/rxe.driver", *(str(path) for path in Path("/usr/lib").glob("*/libibverbs/librxe-rdmav*.so")))
 RXE_MODULES = ("crc32_generic", "ib_uverbs", "rdma_rxe")
 FOLDER = "/tmp/vrdma"
@@ -40,7 +42,7 @@ TRIES = 3
 CONFORMANCE = ("AccessErrorsEndBothQps", "AReceiveBufferTooSmallEndsBothQps", "ABadReceiveSgeIsTheReceiversError", "AtomicsFollowTheModel", "AfterDeregNotAByteIsWritten",
                "ReregChangesTranslationAccessAndPd", "InlineDataIsCopiedAtPost", "AnErrorFlushesBothQueuesInOrder", "RnrEndsAfterItsRetriesAndNotBefore")
 NOT_BY_HCA = "SolicitedArming*"
-ENDLESS = ("ib_write_bw", "-F", "-n", "1000000", "-s", "16384")
+TALK_TIMEOUT = 19  # 2 s, eight of them
 
 
 class HcaHost:
@@ -87,7 +89,7 @@ class World:
         self.machines, self.hosts = [], []
         if len(RXE_FILES) < 2 or not Path(RXE_FILES[0]).exists():
             raise Skip("rdma_rxe's library is not installed (package ibverbs-providers)")
-        build = Build.at(folder)
+        self.build, build = folder, Build.at(folder)
         files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), RXE_FILES, RXE_MODULES))
         secret = secrets.token_hex(24)
         everybody = [{"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "lids": f"{i * 1000 + 1}-{(i + 1) * 1000}"} for i in (0, 1)]
@@ -158,13 +160,10 @@ def cases(world, whole=False):
 
     def by_hca(words, messages):
         """Unmodified, by the HCAs, and without a copy."""
-        for _ in range(TRIES):
-            before = world.counters()
-            world.pair(words)
-            after = world.counters()
-            grew = {name: after[name] - before[name] for name in after}
-            if grew["stalled"] == 0:
-                break
+        before = world.counters()
+        world.pair(words)
+        after = world.counters()
+        grew = {name: after[name] - before[name] for name in after}
         if grew["by_hca"] < messages or grew["copied"] != 0 or grew["by_records"] != 0:
             raise Failure(f"{grew}, of {messages} messages\n{world.news()}")
 
@@ -209,65 +208,92 @@ def cases(world, whole=False):
         yield "the conformance suite", lambda: suite(["--except", NOT_BY_HCA])
 
     class Flow:
-        """A server of a and a client of b, whose messages flow once it is made."""
+        """A server of a and a client of b, whose messages flow by the HCAs once it is made."""
 
-        def __init__(self, *words):
+        def __init__(self, server, client):
+            """Both get the port first, and the client where the server is."""
             port = a.side.free_port()
-            words = [*words, "-p", str(port)]
             self.client = None
-            self.server = a.side.start(words, "server")
+            self.server = a.side.start(server(port), "server")
             try:
                 wait_until(lambda: a.side.listening(self.server, port), 60, "the server listens", [self.server])
                 before = world.counters()["by_hca"]
-                self.client = b.side.start([*words, a.address], "client")
+                self.client = b.side.start(client(a.address, port), "client")
                 wait_until(lambda: world.counters()["by_hca"] > before + 20, 60, "messages flow by the HCAs", [self.server, self.client])
             except BaseException:
                 self.stop()
                 raise
+
+        @staticmethod
+        def of_writes():
+            """More of them than will be done, many at a time."""
+            words = ["ib_write_bw", "-F", "-n", "1000000", "-s", "16384", "-p"]
+            return Flow(lambda port: [*words, port], lambda host, port: [*words, port, host])
+
+        @staticmethod
+        def of_talk(kind):
+            """Each byte is judged, and each addition counted, for as long as they are let."""
+            program = world.build / "tests/vm_talk"
+            return Flow(lambda port: [program, "listen", port, TALK_TIMEOUT, kind], lambda host, port: [program, "connect", host, port, TALK_TIMEOUT, kind])
+
+        def says(self):
+            return "\n".join(program.says() for program in (self.server, self.client) if program)
 
         def stop(self):
             for program in (self.server, self.client):
                 if program:
                     program.stop()
 
-        def ends(self, judged):
-            """Both end by themselves, and judged(server's code, client's code, what the client said)."""
-            try:
-                codes = [program.wait(SECONDS * harness.PATIENCE) for program in (self.client, self.server)]
-                if None in codes or not judged(codes[1], codes[0], self.client.output()):
-                    raise Failure(f"client and server ended with {codes}\n{self.server.says()}\n{self.client.says()}\n{[host.show() for host in world.hosts]}")
-            finally:
-                self.stop()
+        def goes_on(self):
+            def round_of(program):
+                return int((re.findall(r"round (\d+)", program.output()) or ["0"])[-1])
+            for program in (self.server, self.client):
+                had = round_of(program)
+                wait_until(lambda program=program, had=had: round_of(program) > had + 3, SECONDS, f"they talk on after round {had}", [self.server, self.client])
+            for program in (self.client, self.server):
+                program.stop(grace_s=60)
+            ends(self.client, (0, "ends"))
 
-    def goes_on(server, client, said):
-        return server == client == 0 and not harness.BAD_WORDS.search(said)
-
-    def retry_exceeded(_, client, said):
-        return client != 0 and "Failed status 12" in said
+        def ends_by_retries(self):
+            if self.client.wait(SECONDS * harness.PATIENCE) in (0, None) or "Failed status 12" not in self.client.output():
+                raise Failure(f"the client ended with {self.client.returncode}\n{self.says()}\n{[host.show() for host in world.hosts]}")
 
     def killed():
         """A program that dies: its peer's WRITEs end as a cable that was cut ends them, and nothing of it is left with the HCAs."""
-        flow = Flow(*ENDLESS)
-        a.inside("kill", "-9", flow.server.pid)
-        flow.ends(retry_exceeded)
+        flow = Flow.of_writes()
+        try:
+            a.inside("kill", "-9", flow.server.pid)
+            flow.ends_by_retries()
+        finally:
+            flow.stop()
         wait_until(lambda: all(host.hca()["connections"] == host.hca()["registrations"] == 0 for host in world.hosts), 60, "nothing is left",
                    [host.service for host in world.hosts])
     yield "a program is killed while messages flow", killed
 
     def lost():
-        """One of the HCAs goes: of SENDs and READs none is lost, none comes twice, and their programs hear of nothing; WRITEs that nobody
-        knows the end of are said to be so."""
-        flows = [Flow("ibv_rc_pingpong", "-n", "1500", "-s", "20000", "-c"), Flow("ib_read_bw", "-F", "-n", "3000", "-s", "16384"), Flow(*ENDLESS)]
+        """One of the HCAs goes: of SENDs and READs none is lost, none comes twice, and their programs hear of nothing; WRITEs and atomics that
+        nobody knows the end of are said to be so."""
+        if b.hca()["state"] == "none":  # of a try before
+            b.add_hca()
+            world.await_route("hca")
+        flows = []
         try:
+            flows = [Flow.of_talk("repeats"), Flow.of_talk("alone"), Flow.of_writes()]
+            repeated, alone, writes = flows
             b.inside("rdma", "link", "delete", "rxe0")
             wait_until(lambda: b.hca()["state"] == "none", 60, "the service knows", [b.service])
-            for flow, judged in zip(flows, (goes_on, goes_on, retry_exceeded)):
-                flow.ends(judged)
+            writes.ends_by_retries()
+            repeated.goes_on()
+            if alone.client.running():  # a READ was under way, or nothing
+                alone.client.send_signal(signal.SIGTERM)
+            ends(alone.client, (0, "ends"), (BAD_STATUS, "status 12"))
+        except Failure as reason:
+            raise Failure("\n".join([str(reason), *(flow.says() for flow in flows)])) from None
         finally:
             for flow in flows:
                 flow.stop()
         world.await_route("tcp")
-        if "no HCA" not in a.route()["why"] or "no HCA" not in b.route()["why"]:
+        if "no HCA there" not in a.route()["why"] or "no HCA here" not in b.route()["why"]:
             raise Failure(f"{a.route()} {b.route()}")
         before = world.counters()["by_hca"]
         world.pair(["ib_write_lat", "-F", "-n", "20"])
@@ -284,11 +310,14 @@ def cases(world, whole=False):
     def service_killed():
         """Who wrote to a guest of it hears that nobody answers; another run of it knows nothing of the connections of the one before, and
         who comes then goes by the HCAs again."""
-        flow = Flow(*ENDLESS)
-        a.inside("kill", "-9", a.service.pid)
-        a.service.stop(grace_s=0)
-        a.start_service()
-        flow.ends(retry_exceeded)
+        flow = Flow.of_writes()
+        try:
+            a.inside("kill", "-9", a.service.pid)
+            a.service.stop(grace_s=0)
+            a.start_service()
+            flow.ends_by_retries()
+        finally:
+            flow.stop()
         world.await_route("hca")
         by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
     yield "a service is killed while messages flow", service_killed
@@ -310,10 +339,16 @@ def main():
             print(f"two hosts after {time.monotonic() - begun:.0f} s", flush=True)
 
             def checked(case):
-                try:
-                    case()
-                except Failure as reason:
-                    raise Failure(f"{reason}\n{world.news()}") from None
+                for left in reversed(range(TRIES)):
+                    before = world.counters()["stalled"]
+                    try:
+                        case()
+                        break
+                    except Failure as reason:
+                        world.check()
+                        if left == 0 or world.counters()["stalled"] <= before:
+                            raise Failure(f"{reason}\n{world.news()}") from None
+                        print("      again: rdma_rxe has stopped", flush=True)
                 world.check()
             for name, case in cases(world, options.whole):
                 if re.search(options.only, name):
