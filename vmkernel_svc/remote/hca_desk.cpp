@@ -85,12 +85,15 @@ void HcaDesk::look_at_progress() {
     c.look.completed = c.completed;
     c.look.received = c.received;
     const QpAttributes& attributes = c.qp->attributes;
-    const std::uint64_t timeout = engine::ack_timeout_ns(ack_timeout(attributes));
-    const std::uint64_t patience = std::max(stalled_min_ns, 4 * timeout * (attributes.retry_cnt + 1u));  // IBA 9.9.2.1: up to four times
+    const std::uint64_t timeout = engine::ack_timeout_ns(c.closed_there ? static_cast<std::uint8_t>(attributes.timeout) : ack_timeout(attributes));
+    std::uint64_t patience = timeout * (attributes.retry_cnt + 1u);
+    if (!c.closed_there) patience = std::max(stalled_min_ns, 4 * patience);  // IBA 9.9.2.1: up to four times
     if (timeout == 0 || c.look.sends_unmoved * look_ns < patience) continue;
     c.look.sends_unmoved = 0;
     const HcaSend& first = c.outstanding.front();
-    if (first.rule->takes_receive) {
+    if (c.closed_there) {  // it is known that nobody answers, and for how long the guest wants to try all the same
+      lose_soon(c);
+    } else if (first.rule->takes_receive) {
       HcaMessage message{};
       message.count = first.ordinal + 1;
       say(c, HcaKind::stalled, message);

@@ -68,6 +68,7 @@ void HcaDesk::lose(HcaConnection& c) {
   if (c.after_records) c.outstanding.push_back(std::move(*std::exchange(c.after_records, nullptr)));
   qp.far->under_way = 0;
   qp.port.psn_from_records = true;
+  if (c.closed_there) return resolve(c, 0);  // nobody is there who could say how far it came
   HcaMessage message{};
   message.count = c.received;
   say(c, HcaKind::lost, message);
