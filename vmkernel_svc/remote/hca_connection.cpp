@@ -36,9 +36,11 @@ void describe_guest(const MediatedPorts::Qp& qp, HcaMessage& message) {
 }
 }  // namespace
 
-void HcaDesk::say_none(Qp& qp, HostId host, const std::string& why) {
+// To who has said hello in that epoch.
+void HcaDesk::say_none(Qp& qp, HostId host, std::uint32_t to_epoch, const std::string& why) {
   HcaMessage message{};
   describe_guest(qp, message);
+  message.to_epoch = to_epoch;
   put_text(message, why);
   say(host, qp.qpn.value, far_.new_epoch(), HcaKind::none, message);
 }
@@ -68,9 +70,14 @@ void HcaDesk::consider(Qp& qp) {
   const HostId host = qp.far->host;
   const auto there = hosts_.find(host);
   if (there == hosts_.end() || !there->second.present) return;
+  std::uint32_t their_epoch = 0;
+  if (const auto hello = hellos_.find({host, qp.attributes.dest_qp_num}); hello != hellos_.end() && hello->second.message.to_qpn == qp.qpn.value) {
+    their_epoch = hello->second.epoch;
+    hellos_.erase(hello);
+  }
   const auto give_up = [&](const std::string& why) {
     qp.port.no_hca = why;
-    say_none(qp, host, why);
+    if (their_epoch != 0) say_none(qp, host, their_epoch, why);
   };
   if (const auto why = refusal(qp); !why.empty()) return give_up(why);
   if (const auto why = why_not(host); !why.empty()) return give_up(why);
@@ -81,17 +88,13 @@ void HcaDesk::consider(Qp& qp) {
   c.host = host;
   c.number = next_number_++;
   c.epoch = far_.new_epoch();
+  c.their_epoch = their_epoch;
   c.pd = qp.port.pd;
   if (!create(c)) return give_up("the HCA has no queue pair like it to give");
   connections_.emplace(c.number, std::move(made));
   qp.port.hca = &c;
   qp.far->given_one_by_one = true;
   say_hello(c);
-  if (const auto hello = hellos_.find({host, qp.attributes.dest_qp_num}); hello != hellos_.end() && hello->second.message.to_qpn == qp.qpn.value) {
-    const Hello known = hello->second;
-    hellos_.erase(hello);
-    heard(c, known);
-  }
 }
 
 bool HcaDesk::create(HcaConnection& c) {
@@ -119,6 +122,7 @@ bool HcaDesk::create(HcaConnection& c) {
 void HcaDesk::say_hello(HcaConnection& c) {
   HcaMessage message{};
   describe_guest(*c.qp, message);
+  message.to_epoch = c.told_epoch = c.their_epoch;
   message.qpn = c.physical->qp_num;
   message.link_layer = device_->port_attributes().link_layer;
   message.lid = device_->port_attributes().lid;
@@ -133,52 +137,63 @@ void HcaDesk::on_hello(HostId host, std::uint32_t connection, Hello hello) {
   const HcaMessage& said = hello.message;
   if (!far_.is_of(host, said.guid, said.guest_lid, said.guest_link_layer)) return far_.count_malformed();
   const auto found = fabric_.by_qpn.find(said.to_qpn);
-  Qp* const qp = found != fabric_.by_qpn.end() ? &found->second->core : nullptr;
-  if (qp != nullptr && qp->port.hca != nullptr && qp->port.hca->host == host && qp->attributes.dest_qp_num == connection && !qp->port.hca->heard)
-    return heard(*qp->port.hca, hello);
-  // The other end was reset, and is connected again to one that has not been used.
-  if (qp != nullptr && qp->port.hca != nullptr && qp->port.hca->host == host && qp->attributes.dest_qp_num == connection &&
-      qp->port.hca->stage == Stage::bound && qp->port.hca->sent == 0 && qp->port.hca->received == 0 && qp->port.hca->outstanding.empty() &&
-      !engine_.busy(*qp)) {
-    HcaConnection& c = *qp->port.hca;
-    c.closed_there = true;
-    stop(c);
-    for (; !c.posted.empty(); c.posted.pop_back()) qp->returned.push_back(c.posted.back().inbound);
-    drop(c);
-    hellos_[{host, connection}] = std::move(hello);
+  Qp* const qp = found != fabric_.by_qpn.end() && found->second->core.attributes.dest_qp_num == connection ? &found->second->core : nullptr;
+  HcaConnection* const c = qp != nullptr && qp->port.hca != nullptr && qp->port.hca->host == host ? qp->port.hca : nullptr;
+  if (hello.none) {
+    if (c != nullptr && c->epoch == said.to_epoch && (c->stage == Stage::calling || (c->stage == Stage::bound && !c->allowed)))
+      go_by_records(*c, "the other end: " + text_of(said));
+    return;
+  }
+  if (c != nullptr && c->stage == Stage::calling) return heard(*c, hello);
+  if (c != nullptr && c->stage == Stage::bound && c->their_epoch == hello.epoch) return;
+  const bool used = c != nullptr && (c->sent != 0 || c->received != 0 || c->completed != 0 || !c->outstanding.empty() || engine_.busy(*qp));
+  // It is not connected yet, or its connection is over: who is connected anew finds it.
+  if (hellos_.size() >= hellos_max) return far_.count_malformed();
+  hellos_[{host, connection}] = hello;
+  if (c != nullptr && c->stage == Stage::bound && !used) {  // the other end was reset, and is connected again to one that has not been used
+    unbind(*c);
     return consider(*qp);
   }
-  // It is not connected yet, or to somebody else, or its connection is over: who is connected anew finds it.
-  if (hellos_.size() >= hellos_max) return far_.count_malformed();
-  const bool goes_by_records = qp != nullptr && !qp->port.no_hca.empty() && qp->attributes.dest_qp_num == connection;
-  if (goes_by_records && !hello.none) say_none(*qp, host, qp->port.no_hca);
-  hellos_[{host, connection}] = std::move(hello);
+  if (qp == nullptr || c != nullptr || (qp->state != QpState::rtr && qp->state != QpState::rts) || qp->far == nullptr || qp->far->host != host) return;
+  if (qp->port.no_hca.empty() && !qp->far->opened) return;
+  hellos_.erase({host, connection});
+  say_none(*qp, host, hello.epoch, qp->port.no_hca.empty() ? "it uses tcp" : qp->port.no_hca);
 }
 
+// Bound are two ends each of which has said hello to what the other one is now: who was reset meanwhile says so by another epoch.
 void HcaDesk::heard(HcaConnection& c, const Hello& hello) {
   Qp& qp = *c.qp;
   const auto& path = qp.attributes.path;
   const HcaMessage& said = hello.message;
   if (!Fabric::leads_to(said.guest_lid, gids_of(said.guid, said.guest_lid, said.guest_link_layer), qp.port.owner->guest->link_layer, path.dlid, path.is_global != 0, path.dgid))
     return;  // it is not whom this queue pair is connected to
-  if (hello.none) return go_by_records(c, "the other end: " + text_of(said));
   c.theirs = said;
-  if (!may_speak(c)) {
-    const HostId host = c.host;
-    go_by_records(c, another_partition);
-    return say_none(qp, host, another_partition);
-  }
   c.their_epoch = hello.epoch;
+  if (!may_speak(c)) return go_by_records(c, another_partition);
+  if (c.told_epoch != c.their_epoch) say_hello(c);
+  if (said.to_epoch != c.epoch) return;  // it is still to hear of this one
   c.heard = true;
   c.stage = Stage::bound;
   qp.port.psn_from_records = true;
   bind(c);
 }
 
+// Nothing has gone either way.
+void HcaDesk::unbind(HcaConnection& c) {
+  Qp& qp = *c.qp;
+  c.closed_there = true;  // it need not be told
+  stop(c);
+  for (; !c.posted.empty(); c.posted.pop_back()) qp.returned.push_back(c.posted.back().inbound);
+  drop(c);
+}
+
 void HcaDesk::go_by_records(HcaConnection& c, const std::string& why) {
   Qp& qp = *c.qp;
-  drop(c);
+  const HostId host = c.host;
+  const std::uint32_t their_epoch = c.their_epoch;
+  unbind(c);
   qp.port.no_hca = why;
+  if (their_epoch != 0) say_none(qp, host, their_epoch, why);
   shard_.make_runnable(qp);
 }
 
@@ -188,10 +203,7 @@ void HcaDesk::pkey_changed(Qp& qp) {
   HcaConnection* const c = qp.port.hca;
   if (c == nullptr) return;
   if (c->stage == Stage::bound) return lose(*c);
-  if (c->stage != Stage::calling) return;
-  const HostId host = c->host;
-  go_by_records(*c, another_partition);
-  say_none(qp, host, another_partition);
+  if (c->stage == Stage::calling) go_by_records(*c, another_partition);
 }
 
 void HcaDesk::look_at_partitions() {
@@ -311,7 +323,7 @@ void HcaDesk::peer_goes_by_records(HostId host, std::uint32_t qpn) {
   const auto found = fabric_.by_qpn.find(qpn);
   if (found == fabric_.by_qpn.end()) return;
   HcaConnection* const c = found->second->core.port.hca;
-  if (c != nullptr && c->host == host && c->stage == Stage::calling) go_by_records(*c, "the other end uses tcp");
+  if (c != nullptr && c->host == host && (c->stage == Stage::calling || (c->stage == Stage::bound && !c->allowed))) go_by_records(*c, "the other end uses tcp");
 }
 
 void HcaDesk::leave(Qp& qp) {

@@ -113,13 +113,7 @@ void HcaDesk::device_lost(const std::string& why) {
   for (auto& [number, c] : connections_) all.push_back(c.get());
   for (HcaConnection* const c : all) {
     if (c->stage == Stage::bound) lose(*c);
-    if (c->stage != Stage::calling) continue;
-    Qp& qp = *c->qp;
-    const HostId host = c->host;
-    drop(*c);
-    qp.port.no_hca = why;
-    say_none(qp, host, why);
-    shard_.make_runnable(qp);
+    else if (c->stage == Stage::calling) go_by_records(*c, why);
   }
   for (auto& [slot, known] : registered_)
     for (auto& piece : known.pieces)

@@ -68,13 +68,14 @@ struct HcaReceive {  // a receive WQE that the HCA has
 };
 
 struct HcaConnection {
-  // calling: the other end has not said hello. stopped: the physical QP is gone, the other end has not said how far it came.
+  // calling: the other end has not said hello to this epoch. stopped: the physical QP is gone, the other end has not said how far it came.
   // resuming: by records, what was not executed first.
   enum class Stage : std::uint8_t { calling, bound, stopped, resuming } stage = Stage::calling;
   MediatedPorts::Qp* qp = nullptr;
   std::uint64_t number = 0;  // in physical work request ids: number × 2, and 1 for a receive
   remote::HostId host = 0;
   std::uint32_t epoch = 0, their_epoch = 0;
+  std::uint32_t told_epoch = 0;  // of theirs, that our last hello has named
   remote::HcaMessage theirs{};
   bool heard = false, allowed = false, sending = false;  // hello has come; ready has; the physical QP is in RTS
   bool closed_there = false;
@@ -201,12 +202,13 @@ class HcaDesk {
   void on_host(remote::HostId host, const remote::HcaMessage& message);
 
   // hca_connection.cpp: connections from their beginning to their end
-  void say_none(Qp& qp, remote::HostId host, const std::string& why);
+  void say_none(Qp& qp, remote::HostId host, std::uint32_t to_epoch, const std::string& why);
   void say_hello(HcaConnection& c);
   bool create(HcaConnection& c);
   void heard(HcaConnection& c, const Hello& hello);
   void bind(HcaConnection& c);
   bool to_rts(HcaConnection& c);
+  void unbind(HcaConnection& c);
   void go_by_records(HcaConnection& c, const std::string& why);
   bool may_speak(HcaConnection& c);
   void on_hello(remote::HostId host, std::uint32_t connection, Hello hello);

@@ -60,7 +60,7 @@ class HcaDevice {
   bool has_domain(std::uint64_t number) const;
   void release(std::uint64_t number);       // one user less
   ibv_mr* register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access);
-  void deregister(ibv_mr* mr) { library_.ibv_dereg_mr(mr); }
+  bool deregister(ibv_mr* mr) { return library_.ibv_dereg_mr(mr) == 0; }  // false: the HCA may have it still
   bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);
   void give_bounce(HcaDomain& domain, Bounce bounce);
 

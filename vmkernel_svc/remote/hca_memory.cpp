@@ -1,8 +1,10 @@
 // Which of the guests' memory the HCA has, and under which keys.
+#include <fmt/format.h>
+
 #include <algorithm>
 
-#include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/fabric.hpp"
+#include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 
 namespace vrdma::svc {
@@ -75,9 +77,11 @@ bool HcaDesk::forget_region(std::uint32_t slot) {
     const Registered known = std::move(found->second);
     registered_.erase(found);
     if (device_) {
-      for (const auto& piece : known.pieces)
-        if (piece.mr != nullptr) device_->deregister(piece.mr);
+      bool kept = false;
+      for (const auto& piece : known.pieces) kept |= piece.mr != nullptr && !device_->deregister(piece.mr);
       if (known.domain != nullptr) device_->release(known.pd);
+      // Not a byte may be written once the guest hears that it is gone; with the device goes all that it has.
+      if (kept && device_->present()) device_lost(fmt::format("{} does not let go of memory", device_->name()));
     }
     for (const remote::HostId host : known.askers) {
       if (far_.session(host) == 0) continue;

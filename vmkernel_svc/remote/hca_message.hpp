@@ -3,7 +3,7 @@
 //
 //     host       at the beginning of a session: there is an HCA here, or there is none any more, and why
 //     hello      this queue pair (record.connection, in its record.epoch) is physical QP `qpn` here, waiting for yours
-//     none       this queue pair goes by records, and why
+//     none       … which has said hello in epoch `to_epoch`, meets one that goes by records, and why
 //     ready      I have heard of yours, and take what you send
 //     want_key   which key has the memory here that your queue pair may name by `rkey`?   →   key
 //     revoke     … does not have it any more                                              →   revoked
@@ -13,7 +13,8 @@
 //     lost       my HCA is gone, or does not reach yours: `count` messages that take a receive WQE came. Both say it.
 //     bye        the queue pair is reset, destroyed or in error
 //
-// A connection goes by HCAs if both ends have said hello; it is bound from then on to those two epochs.
+// A connection goes by HCAs once both ends have said hello with the other's epoch in `to_epoch`, whose hello they have heard; it is
+// bound from then on to those two epochs. Who hears a hello that does not name its own says hello again.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,7 @@ struct HcaMessage {
   std::uint8_t link_layer;       // host, hello: IBV_LINK_LAYER_…; host: 0 says that there is no HCA
   std::uint8_t mtu;              // hello: enum ibv_mtu, the largest that this end takes
   std::uint32_t to_qpn;          // all but host, revoke, revoked: the queue pair that it is for, …
-  std::uint32_t to_epoch;        // ready and what comes after it: … in this epoch
+  std::uint32_t to_epoch;        // … in this epoch; hello: 0 where none has been heard
   std::uint32_t qpn;             // hello: physical
   std::uint8_t gid[16];          // hello
   std::uint64_t guid;            // hello, none: of the guest's port
