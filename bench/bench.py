@@ -197,7 +197,7 @@ def measure(options):
     print(report.text(document))
     if why_none:
         print(why_none)
-    print(f"{folder}/bench.json, bench.md" + (f" and {len(pictures)} plots" if pictures else ""))
+    print(f"{folder}/bench.json, bench.md{', plots: ' if pictures else ''}{', '.join(name for name, _ in pictures)}")
     return 1 if document["failed"] else 0
 
 

@@ -81,7 +81,7 @@ void take_part(const Options& options, std::uint32_t self, const std::vector<int
     char byte = 1;
     if (::write(control, &byte, 1) != 1 || ::read(control, &byte, 1) != 1) fail("process %u of the mesh is alone", self);
   };
-  Endpoint endpoint(options, static_cast<int>(window * options.processes), false);
+  Endpoint endpoint(options, static_cast<int>((window + 1) * options.processes), false);  // room for all, as direct mode asks
   const Memory memory = endpoint.allocate(4096);
   std::vector<ibv_qp*> qps;
   std::vector<Remote> remotes;
