@@ -85,7 +85,7 @@ class Run(Command):
             self.assertEqual(xml.etree.ElementTree.parse(made / "mesh.svg").getroot().tag, "{http://www.w3.org/2000/svg}svg")
             self.assertEqual((made / "mesh.png").read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
         else:
-            print("SKIPPED: pictures: gnuplot is not installed", file=sys.stderr)
+            print("\nSKIP  pictures: gnuplot is not installed", flush=True)
         self.assertIn("0 worse, 0 better, 8 the same", self.bench("compare", made / "bench.json", made / "bench.json"))
 
     def test_a_peer_that_is_not_installed_is_named_with_its_package(self):
@@ -94,7 +94,7 @@ class Run(Command):
         for path in {entry.name: entry for folder in os.environ["PATH"].split(":")[::-1] if Path(folder).is_dir() for entry in Path(folder).iterdir()}.values():
             if path.name not in (*PEER_TOOLS, "gnuplot"):
                 (tools / path.name).symlink_to(path)
-        said = self.bench("--only", "^(send-rate|all-to-all)/[128]$", "--seconds", "0.02", "--repetitions", "1", "--output", "made",
+        said = self.bench("--only", "^(send-rate|all-to-all)/[124]$", "--seconds", "0.02", "--repetitions", "1", "--output", "made",
                           env=dict(self.environment, PATH=str(tools)))
         self.assertIn("ucx_perftest is not installed: apt-get install ucx-utils", said)
         self.assertIn("mpirun is not installed: apt-get install openmpi-bin", said)

@@ -134,7 +134,7 @@ int sockets(const Ask& ask) {
   if (streams) {
     const bench::Clock clock;
     std::uint64_t sent = 0;
-    for (; clock.seconds() < ask.seconds; ++sent) send_all(ends.client.get(), buffer.data(), ask.bytes);
+    for (; sent == 0 || clock.seconds() < ask.seconds; ++sent) send_all(ends.client.get(), buffer.data(), ask.bytes);
     if (::shutdown(ends.client.get(), SHUT_WR) != 0 || !receive_all(ends.client.get(), buffer.data(), 1, false)) fail("the end of the stream");
     print_rate(name, sent, ask.bytes, clock.seconds());
   } else {
@@ -230,7 +230,7 @@ int mpi(const Ask& ask) {
   }
   const bench::Clock clock;
   std::uint64_t messages = 0;
-  for (; goes_on(clock.seconds() < ask.seconds); messages += window) {
+  for (; goes_on(messages == 0 || clock.seconds() < ask.seconds); messages += window) {
     mpi.window(buffer.data(), ask.bytes, window);
     char done = 1;  // the receiver has all of it
     if (mpi.rank == 0) mpi.receive(&done, 1);
