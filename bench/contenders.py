@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from pairs import MIB, Bench
+from pairs import MIB, Bench, used_s
 from paths import PATIENCE, Failure, Program, Service, Side, Skip, figures, free_port, listening, run, run_pair, wait_until
 
 GIB = 1 << 30
@@ -44,6 +44,9 @@ class Contenders(Bench):
         finally:
             self.service = self.services["mediated"]
 
+    def service_used_s(self):
+        return sum(used_s(service.program.pid) for service in self.services.values())
+
     def _links(self):
         return self.service.show()["counters"]["direct_links"]
 
@@ -58,10 +61,10 @@ class Contenders(Bench):
     def direct(self, what, *arguments, **more):
         return self.on("direct", lambda: self.measure(what, *arguments, **more))
 
-    def pinned(self, what, *arguments, cpus=None):
-        """verbs_bench, each side on a processor of its own."""
-        client, server = cpus or self.cpus
-        return self.measure(what, *arguments, client=("--cpu", client), server=("--cpu", server))
+    def pinned(self, what, *arguments, hogs=0):
+        """verbs_bench, each side on a processor of its own, which hogs share by turns."""
+        client, server = self.cpus
+        return self.measure(what, *arguments, client=("--cpu", client, "--hogs", (hogs + 1) // 2), server=("--cpu", server, "--hogs", hogs // 2))
 
     def _cycles(self):
         """Of the clock in a nanosecond: perftest prints times in cycles, of which its microseconds show too little."""
@@ -103,7 +106,7 @@ class Contenders(Bench):
         return {"gb_per_s": row.gb_per_s, "mmsg_per_s": row.mmsg_per_s}
 
     def cost(self, size):
-        """Processor seconds for a GiB of WRITEs: the program's, and the service's over the same bytes; the peer sleeps."""
+        """Processor seconds for a GiB of WRITEs: the program's, and both services' over the same bytes (one sleeps); the peer sleeps."""
         before = self.service_used_s()
         found = self.pinned("write-bw", "--bytes", size, "--buffers", 1, "--window", 16)
         moved = found["samples"] * size

@@ -90,11 +90,10 @@ def families(c, modes=OURS):
     point(family("events", "SEND, half a round trip, both sides sleep", "bytes"), 8,
           {**both("ib_send_lat -e", lambda mode: c.perftest_latency("ib_send_lat", 8, 50_000, "-e"), on="anyhow"),
            "unix": sockets("unix", "sleep", 8), "tcp": sockets("tcp", "sleep", 8), "floor": floor("bounce-sleep")}, quick=True)
-    hogged = family("hogs", "SEND, half a round trip, beside programs that burn a core each", "hogs")
-    for hogs in (1, 2):
-        lat = lambda *more: c.pinned("send-lat", *more)
-        point(hogged, hogs, {**both(f"verbs_bench send-lat --hogs {hogs}", lambda mode, hogs=hogs: lat("--hogs", hogs)),
-                             "quiet": ("verbs_bench send-lat", lambda: c.on(modes[0], lat))})
+    hogged = family("hogs", "SEND, half a round trip, beside programs that burn a core each, by turns on the client's and the server's", "hogs")
+    for hogs in (1, 2, 4):
+        point(hogged, hogs, {**both(f"verbs_bench send-lat --hogs, {hogs} in all", lambda mode, hogs=hogs: c.pinned("send-lat", hogs=hogs)),
+                             "quiet": ("verbs_bench send-lat", lambda: c.on(modes[0], lambda: c.pinned("send-lat")))})
     point(family("one-core", "SEND, half a round trip, both programs on one processor", "bytes"), 8,
           {**both("ib_send_lat -s 8", lambda mode: c.perftest_latency("ib_send_lat", 8, 5000, cpus=(c.cpus[0], c.cpus[0]))),
            "floor": ("vrdma_floor bounce, on one processor", lambda: c.floor("bounce", c.cpus[0], c.cpus[0]))})

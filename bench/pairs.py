@@ -17,6 +17,10 @@ def tools_at(build_folder):
     return Build.at(build_folder), Path(build_folder).resolve() / "tests"
 
 
+def used_s(pid):
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+
+
 class Bench:
     """What the rows call: floors and pairs of verbs_bench around one vrdmad. `programs`: the folder where these are."""
 
@@ -110,8 +114,7 @@ class Bench:
 
     def service_used_s(self):
         """Processor time of all threads of vrdmad, in nanosecond steps; /proc/PID/stat has steps of 10 ms."""
-        tasks = Path(f"/proc/{self.service.program.pid}/task")
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+        return used_s(self.service.program.pid)
 
     def idle_cost(self):
         """Processor share in per cent over the time, and resident MiB, of vrdmad as it is now."""
