@@ -184,7 +184,7 @@ def measure(options):
             print(wrong, file=sys.stderr)
     for mode, script in (("hosts", "two_hosts.py"), ("vm", "machines.py")):
         if mode in options.mode:
-            table, text, why = table_of(script, options, *(["--seconds", options.seconds] if mode == "hosts" else []))
+            table, text, why = table_of(script, options, *(["--seconds", options.seconds] if mode == "hosts" else ["--plots", folder]))
             document["tables"][mode] = {"data": table, "text": text, "why_not": why}
             if why and table is None:
                 document["missing"][mode] = why
@@ -192,6 +192,8 @@ def measure(options):
                 document["failed"].append(mode)
     report.finish(document, time.monotonic() - began)
     pictures, why_none = plots.draw(document["results"], folder)
+    if (folder / "machines.svg").exists():
+        pictures.append(("machines.svg", "virtual machines"))
     (folder / "bench.json").write_text(json.dumps(document, indent=1) + "\n")
     (folder / "bench.md").write_text(report.markdown(document, pictures))
     print(report.text(document))

@@ -134,7 +134,8 @@ class Contenders(Bench):
         return {"k_per_s": self.pinned("connect-rate")["pairs_per_s"] / 1000}
 
     def mesh(self, processes):
-        return self.alone("all-to-all", "--processes", processes)["all-to-all"]
+        on_two = ("taskset", "-c", f"{self.cpus[0]},{self.cpus[1]}")
+        return self.alone("all-to-all", "--processes", processes, prefix=on_two)["all-to-all"]
 
     # ---- floors and peers
 

@@ -6,7 +6,7 @@ from typing import Callable
 KIB, MIB = 1 << 10, 1 << 20
 # Who is measured, in the order of tables and pictures: ours first, then peers, then floors.
 OURS = ("direct", "mediated")
-PEERS = {"ucx": "UCX posix", "cma": "UCX cma", "libfabric": "libfabric shm", "mpi": "Open MPI vader", "unix": "unix socket", "tcp": "TCP",
+PEERS = {"ucx": "UCX posix", "cma": "UCX cma", "libfabric": "libfabric shm (mean)", "mpi": "Open MPI vader", "unix": "unix socket", "tcp": "TCP",
          "quiet": "without the disturbance"}
 FLOORS = {"floor": "floor"}
 
@@ -125,7 +125,7 @@ def families(c, modes=OURS):
     point(family("send-rate", "8 B SENDs on one queue pair, in chains of 16", "QPs", **rate), 1,
           {**both("verbs_bench send-rate", lambda mode: c.pinned("send-rate", *chains)), "ucx": ucx("ucp_am_bw", 8),
            "mpi": ("MPI_Isend, windows of 64", lambda: c.mpi("rate", 8))}, quick=True)
-    meshes = family("all-to-all", "8 B RDMA WRITEs between all processes of a mesh, sum", "processes", **rate)
+    meshes = family("all-to-all", "8 B RDMA WRITEs between all processes of a mesh on two processors, sum", "processes", **rate)
     for processes in (2, 4, 8, 16):
         point(meshes, processes, both(f"verbs_bench all-to-all --processes {processes}", lambda mode, processes=processes: c.mesh(processes)),
               quick=processes == 4)

@@ -48,12 +48,12 @@ class Bench:
         with_time = [self.floor_program, what, seconds or self.seconds, *arguments]
         return self._figures(Program(with_time, name=f"floor {what}"), what)[0]
 
-    def _side(self, what, client, fd, uid, arguments):
+    def _side(self, what, client, fd, uid, arguments, prefix=()):
         build, program = self._tools_for(uid)
         side = Side(build, uid=uid, env=self.service.environment())
         command = [program, what, *(["--peer-fd", fd] if fd is not None else []), *(["--client"] if client else []),
                    "--seconds", self.seconds, *arguments]
-        return Program(side.command(command), env=side.env, pass_fds=(fd,) if fd is not None else (),
+        return Program([*prefix, *side.command(command)], env=side.env, pass_fds=(fd,) if fd is not None else (),
                        name=f"{what} {'client' if client else 'server'}")
 
     def pair(self, what, *arguments, uid=None, client=(), server=()):
@@ -82,9 +82,9 @@ class Bench:
             server.stop()
             self.service.check()
 
-    def alone(self, what, *arguments):
-        """All figures of a program without a peer, by their names."""
-        return {figures["what"]: figures for figures in self._figures(self._side(what, True, None, None, arguments), what)}
+    def alone(self, what, *arguments, prefix=()):
+        """All figures of a program without a peer, by their names. `prefix`: words before its command."""
+        return {figures["what"]: figures for figures in self._figures(self._side(what, True, None, None, arguments, prefix), what)}
 
     def _figures(self, program, what):
         try:

@@ -129,8 +129,8 @@ def scaled(value, unit):
 def cell(one, unit):
     if "median" not in one:
         return "-"
-    spread = 100 * (one["max"] - one["min"]) / one["median"]
-    return scaled(one["median"], unit) + (f" ±{spread / 2:.0f}%" if len(one["values"]) > 1 else "")
+    half = 50 * (one["max"] - one["min"]) / one["median"]
+    return scaled(one["median"], unit) + (f" ±{f'{half:.0f}' if half < 100 else '>99'}%" if len(one["values"]) > 1 else "")
 
 
 def line(result):
