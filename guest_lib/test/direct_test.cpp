@@ -393,3 +393,72 @@ TEST_CASE("a queue pair is reset and destroyed while its peer posts without end"
     CHECK(later == then);
   }
 }
+
+namespace {
+
+// Messages with numbers from one end to the other, each checked where it arrives, until it is told to stop.
+class Stream {
+ public:
+  explicit Stream(const Pair& pair) : thread_([this, &pair] { run(pair); }) {}
+  ~Stream() {
+    stopping_ = true;
+    thread_.join();
+  }
+  std::uint64_t arrived() const { return arrived_.load(); }
+
+ private:
+  void run(const Pair& pair) {
+    constexpr std::uint64_t ahead = 8;
+    const auto slot = [](std::uint64_t number) { return number % 16 * 64; };
+    std::uint64_t receives = 0, sends = 0, sent = 0;
+    while (!stopping_ || sent < sends || arrived_.load() < sends) {
+      for (; receives < arrived_.load() + 2 * ahead; ++receives)
+        if (pair.receive(receives, slot(receives), 64) != 0) std::abort();
+      for (; !stopping_ && sends < std::min(sent, arrived_.load()) + ahead; ++sends) {
+        std::memcpy(pair.near.at(slot(sends)), &sends, sizeof(sends));
+        if (pair.send(sends, slot(sends), 64) != 0) std::abort();
+      }
+      ibv_wc wc{};
+      while (ibv_poll_cq(pair.b_cq.get(), 1, &wc) == 1) {
+        const std::uint64_t number = arrived_.load();
+        if (wc.status != IBV_WC_SUCCESS || wc.wr_id != number || std::memcmp(pair.far.at(slot(number)), &number, sizeof(number)) != 0) std::abort();
+        arrived_.store(number + 1);
+      }
+      while (ibv_poll_cq(pair.a_cq.get(), 1, &wc) == 1)
+        if (wc.status != IBV_WC_SUCCESS || wc.wr_id != sent++) std::abort();
+    }
+  }
+
+  std::atomic<bool> stopping_{false};
+  std::atomic<std::uint64_t> arrived_{0};
+  std::thread thread_;
+};
+
+}  // namespace
+
+TEST_CASE("a connection changes over between direct and mediated while messages flow, by a command") {
+  Service service;
+  service.start(with_direct);
+  const auto said = [](const std::string& words) { return ::system((std::string(VRDMA_PATH) + " direct " + words + " >/dev/null 2>&1").c_str()); };
+  Pair pair;
+  const Stream stream(pair);
+  eventually("it becomes direct by itself", [&] { return mode_of(pair.a.get()) == "direct" && stream.arrived() > 1000; });
+  const auto guests = show().at("guests");
+  REQUIRE(guests.size() == 1);
+  const std::string one = " --guest " + std::to_string(guests.at(0).at("guest").get<int>());
+  std::string because;
+  for (int round = 0; round < 8; ++round) {
+    const std::string whose = round % 2 != 0 ? one : "";
+    REQUIRE(said("mediated" + whose) == 0);
+    eventually("it is mediated", [&] { return mode_of(pair.a.get(), &because) == "mediated"; });
+    std::uint64_t then = stream.arrived();
+    eventually("messages flow", [&] { return stream.arrived() > then + 100; });
+    CHECK(mode_of(pair.a.get(), &because) == "mediated");
+    CHECK(because == "\"vrdma direct mediated\" was said");
+    REQUIRE(said("auto" + whose) == 0);
+    eventually("it is direct", [&] { return mode_of(pair.a.get()) == "direct"; });
+    then = stream.arrived();
+    eventually("messages flow", [&] { return stream.arrived() > then + 100; });
+  }
+  CHECK(said("mediated --guest 4000") != 0);
+}
