@@ -139,6 +139,11 @@ class Responder {
       note_srq_take(*qp.srq);
       return true;
     }
+    if (!qp.returned.empty()) [[unlikely]] {
+      qp.inbound = qp.returned.back();
+      qp.returned.pop_back();
+      return true;
+    }
     alignas(64) std::byte wqe[receive_wqe_slots_max * slot_bytes];
     vmci::RecordReader& ring = qp.srq != nullptr ? qp.srq->ring : qp.receive_ring;
     const std::uint32_t record_slots = qp.srq != nullptr ? qp.srq->record_slots : qp.receive_record_slots;
