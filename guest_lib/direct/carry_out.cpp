@@ -56,34 +56,34 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
     }
   }
 
-  // From here on nothing of it can fail.
-  queue.pass(wr.wr_id);
-  near_.send_ring.skip_to(queue.writer().position());
+  const engine::Place here = engine::Place::in_engine(local), there = engine::Place::in_engine(far);
+  auto moved = engine::MemoryStatus::done;
   if (rule.atomic) {
-    const engine::Place word = engine::Place::in_engine(far);
     std::uint64_t old_value = 0;
-    if (wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD)
-      ports_.fetch_and_add(near_, word, wr.wr.atomic.compare_add, old_value);
-    else
-      ports_.compare_and_swap(near_, word, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
-    ports_.copy(near_, engine::Place::in_engine(local), engine::Place::in_engine(&old_value), bytes);
+    moved = wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? ports_.fetch_and_add(near_, there, wr.wr.atomic.compare_add, old_value)
+                                                     : ports_.compare_and_swap(near_, there, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
+    if (moved == engine::MemoryStatus::done) ports_.copy(near_, here, engine::Place::in_engine(&old_value), bytes);
   } else {
-    const engine::Place here = engine::Place::in_engine(local), there = engine::Place::in_engine(far);
-    ports_.copy(near_, rule.reads ? here : there, rule.reads ? there : here, bytes);
+    moved = ports_.copy(near_, rule.reads ? here : there, rule.reads ? there : here, bytes);
   }
-
-  const std::uint32_t packets = rule.atomic ? 1 : engine::packets(bytes, near_.attributes.path_mtu);
-  near_.send_psn = far_.expected_psn = advance(near_.send_psn, packets);
-  far_.counters.received_messages += 1;
+  if (moved != engine::MemoryStatus::done) return false;
   if (rule.takes_receive) {
-    far_.receive_ring.advance(1);
     Cqe cqe{};
     cqe.wr_id = receive_id;
     cqe.byte_len = static_cast<std::uint32_t>(bytes);
     cqe.imm_data = rule.has_imm ? wr.imm_data : 0;
     cqe.src_qp = near_.qpn.value;
     ports_.complete(far_, engine::Direction::receive, cqe, {WcStatus::success, rule.receive_opcode, engine::receive_flags((flags & wr_solicited) != 0, rule)});
+    if (ports_.given_up()) return false;
+    far_.receive_ring.advance(1);
   }
+
+  // From here on it is done. Its slot is taken before its completion can be polled.
+  queue.pass(wr.wr_id);
+  near_.send_ring.skip_to(queue.writer().position());
+  const std::uint32_t packets = rule.atomic ? 1 : engine::packets(bytes, near_.attributes.path_mtu);
+  near_.send_psn = far_.expected_psn = advance(near_.send_psn, packets);
+  far_.counters.received_messages += 1;
   if (rule.atomic) {
     ++near_.counters.atomics;
   } else if (rule.reads) {
