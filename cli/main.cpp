@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "cli/bench.hpp"
 #include "cli/direct.hpp"
 #include "cli/doctor.hpp"
 #include "cli/host.hpp"
@@ -20,6 +21,7 @@ constexpr const char* about =
     "  vrdma run -- ib_send_lat localhost    … and its client, unmodified\n"
     "  vrdma show                            who is attached\n"
     "  vrdma doctor                          what is missing on this machine, and what it costs\n"
+    "  vrdma bench                           how fast it is here, beside what else there is\n"
     "  vrdma vm add NAME                     a virtual machine, and how to start it";
 
 CLI::App* add_run(CLI::App& app, RunOptions& options) {
@@ -172,6 +174,11 @@ int main(int argc, char** argv) {
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
 
+  // Its own program has the options, and their help.
+  CLI::App* const bench_command = app.add_subcommand("bench", "Measure how fast RDMA is here, beside peers and floors; compare two such runs.");
+  bench_command->prefix_command();
+  bench_command->set_help_flag();
+
   VmOptions vm_options;
   VmCommand vm_command = nullptr;
   CLI::App* const vm = add_vm(app, vm_options, vm_command);
@@ -194,6 +201,7 @@ int main(int argc, char** argv) {
     if (direct_command->parsed()) return direct(direct_options);
     if (doctor_command->parsed()) return doctor(doctor_options);
     if (metrics_command->parsed()) return metrics(metrics_socket);
+    if (bench_command->parsed()) bench(bench_command->remaining());
     if (vm_command != nullptr) return vm_command(vm_options);
     if (vm->parsed()) {
       std::fprintf(stderr, "vrdma: vm: nothing to do: name a subcommand, add, list, show or remove (vrdma vm --help says more)\n");
@@ -204,7 +212,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show or remove (vrdma host --help says more)\n");
       return usage_error;
     }
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, direct, doctor, metrics, vm or host (vrdma --help says more)\n");
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());
