@@ -5,9 +5,11 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
+#include <system_error>
 
 #include "cli/host_talk.hpp"
 #include "cli/output.hpp"
@@ -24,6 +26,29 @@ namespace {
 using Level = Finding::Level;
 
 const char* name_of(Level level) { return level == Level::ok ? "ok" : level == Level::note ? "note" : "problem"; }
+
+// Whether connections to other hosts go by an HCA of this one. A service that serves this host alone has none to speak of.
+void examine_hca(const nlohmann::json& state, std::vector<Finding>& findings) {
+  const nlohmann::json hca = state.value("hca", nlohmann::json());
+  if (hca.is_object()) {
+    if (hca.contains("device"))
+      findings.push_back({Level::ok, "hca", fmt::format("{} port {} is {}: {}, MTU {}, {} connections go through it now", hca.at("device").get<std::string>(),
+                                                        hca.at("port").get<int>(), hca.at("state").get<std::string>(), hca.at("gid_type").get<std::string>(),
+                                                        hca.at("mtu").get<int>(), hca.at("connections").get<int>()), ""});
+    else
+      findings.push_back({Level::note, "hca", fmt::format("none can be used: {}", hca.at("why").get<std::string>()), "connections to other hosts go over tcp meanwhile"});
+    return;
+  }
+  if (state.value("carriers", nlohmann::json::array()).empty()) return;
+  std::string here;
+  std::error_code none;
+  for (const auto& device : std::filesystem::directory_iterator("/sys/class/infiniband", none)) here += (here.empty() ? "" : ", ") + device.path().filename().string();
+  if (here.empty())
+    findings.push_back({Level::ok, "hca", "this host has none: connections to other hosts go over tcp", ""});
+  else
+    findings.push_back({Level::note, "hca", fmt::format("this host has {}, and vrdmad was not told to use an HCA", here),
+                        "put \"hca\": {} into its configuration, on both hosts (docs/hosts.md)"});
+}
 
 // The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
 std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
@@ -53,6 +78,7 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
       if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
+      examine_hca(state, findings);
     } catch (const std::exception& error) {
       findings.push_back({Level::problem, "service", fmt::format("{} is served, but not by a vrdmad that we understand: {}", path, error.what()),
                           "use vrdma and vrdmad of one version"});

@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "cli/bench.hpp"
+#include "cli/direct.hpp"
 #include "cli/doctor.hpp"
 #include "cli/host.hpp"
 #include "cli/run.hpp"
@@ -45,10 +46,21 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "show", "Show what the service has, one object a line in the manner of rdma(8). Root and the service's own user see\n"
               "everything, others what is theirs.");
-  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, routes, hosts, cache or counters; nothing: an overview")
+  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, routes, hosts, hca, cache or counters; nothing: an overview")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
   command->add_flag("-j,--json", options.json, "print JSON");
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
+  return command;
+}
+
+CLI::App* add_direct(CLI::App& app, DirectOptions& options) {
+  CLI::App* const command = app.add_subcommand(
+      "direct", "Say whether guests may move their data themselves, where the service offers that (vrdmad --direct auto). Connections\n"
+                "that stand change over between two messages. Root and the service's own user say it of everybody, others of theirs.");
+  command->add_option("mode", options.mode, "auto: whoever can be direct is; mediated: everything goes through the service")
+      ->required()->check(CLI::IsMember({"auto", "mediated"}));
+  command->add_option("-g,--guest", options.guest, "of one guest only: its number in vrdma show guests")->check(CLI::PositiveNumber);
+  command->add_option("-s,--socket", options.socket, "socket of the service; default: as for vrdma show");
   return command;
 }
 
@@ -151,6 +163,8 @@ int main(int argc, char** argv) {
   std::string metrics_socket;
   CLI::App* const run_command = add_run(app, run_options);
   CLI::App* const show_command = add_show(app, show_options);
+  DirectOptions direct_options;
+  CLI::App* const direct_command = add_direct(app, direct_options);
   CLI::App* const doctor_command = app.add_subcommand(
       "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
   doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
@@ -184,6 +198,7 @@ int main(int argc, char** argv) {
   try {
     if (run_command->parsed()) return run(run_options);
     if (show_command->parsed()) return show(show_options);
+    if (direct_command->parsed()) return direct(direct_options);
     if (doctor_command->parsed()) return doctor(doctor_options);
     if (metrics_command->parsed()) return metrics(metrics_socket);
     if (bench_command->parsed()) bench(bench_command->remaining());
@@ -197,7 +212,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show or remove (vrdma host --help says more)\n");
       return usage_error;
     }
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

@@ -57,6 +57,8 @@ std::string access_words(std::uint32_t flags) {
   return text.empty() ? "local_read" : text;
 }
 
+std::string quoted(const json& text) { return "\"" + text.get<std::string>() + "\""; }
+
 void devices(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests")) {
     const json& device = guest.at("device");
@@ -104,6 +106,7 @@ void qps(const json& state, std::string& out) {
       line.add("pdn", qp.at("pd")).add("scqn", qp.at("send_cq")).add("rcqn", qp.at("recv_cq")).add_unless_zero("srqn", qp.at("srq"));
       line.add("max_send_wr", qp.at("max_send_wr")).add("max_recv_wr", qp.at("max_recv_wr")).add("pid", guest.at("pid"));
       if (const auto& why = qp.at("mediated_because"); why.is_string()) line.add("mediated-because", why);
+      if (const auto carrier = qp.value("carrier", json()); carrier.is_object() && carrier.at("why") != "only-carrier") line.add("via", carrier.at("via")).add("why", quoted(carrier.at("why")));
       line.end(out);
     }
 }
@@ -143,7 +146,7 @@ void routes(const json& state, std::string& out) {
   }
   for (const auto& host : state.value("carriers", json::array()))
     Line("route lids " + host.at("lids").get<std::string>()).add("via", host.at("via")).add("host", host.at("host")).add("address", host.at("address"))
-        .add("state", host.at("state")).add("why", host.at("why")).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
+        .add("state", host.at("state")).add("why", host.at("why") == "only-carrier" ? host.at("why") : json(quoted(host.at("why")))).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
         .add("connections_here", host.at("connections_here")).add_counters(host.at("counters")).end(out);
 }
 
@@ -175,6 +178,21 @@ void caches(const json& state, std::string& out) {
   for (const auto& [name, counters] : state.at("cache").items()) Line("cache " + name).add_counters(counters).end(out);
 }
 
+void hca(const json& state, std::string& out) {
+  const json& hca = state.value("hca", json());
+  if (!hca.is_object()) {
+    Line("hca").add("state", "none").add("why", "\"vrdmad was not told to use one\"").end(out);
+    return;
+  }
+  Line line(hca.contains("device") ? fmt::format("hca {}/{}", hca.at("device").get<std::string>(), hca.at("port").get<int>()) : "hca");
+  line.add("state", hca.at("state"));
+  if (hca.contains("device"))
+    line.add("link_layer", hca.at("link_layer")).add("gid", hca.at("gid")).add("gid_index", hca.at("gid_index")).add("mtu", hca.at("mtu")).add("pfc", hca.at("pfc"));
+  else
+    line.add("why", quoted(hca.at("why")));
+  line.add("connections", hca.at("connections")).add("mrs", hca.at("registrations")).add_counters(hca.at("counters")).end(out);
+}
+
 void counters(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests"))
     for (const auto& qp : guest.at("qps")) link_of(guest).add("lqpn", qp.at("qpn")).add_counters(qp.at("counters")).end(out);
@@ -200,7 +218,7 @@ struct View {
   void (*print)(const json&, std::string&);
 };
 constexpr View views[] = {{"", overview},  {"devices", devices}, {"guests", guests}, {"qps", qps},     {"cqs", cqs},
-                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"cache", caches}, {"counters", counters}};
+                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"hca", hca}, {"cache", caches}, {"counters", counters}};
 
 void sort_by(json& list, const char* key) {
   std::sort(list.begin(), list.end(), [key](const json& a, const json& b) { return a.at(key) < b.at(key); });
@@ -259,7 +277,7 @@ std::string show_text(const json& state, const std::string& object) {
 
 json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
-  if (object == "guests" || object == "cache") return state.at(object);
+  if (object == "guests" || object == "cache" || object == "hca") return state.at(object);
   if (object == "hosts") return state.at("subnet");
   if (object == "routes") {  // to this host's guests, then to other hosts
     json out = state.at("routes");

@@ -4,7 +4,7 @@ _vrdma() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} subcommand= word i
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
-        if [[ $word == run || $word == show || $word == doctor || $word == metrics || $word == bench || $word == vm || $word == host ]]; then
+        if [[ $word == run || $word == show || $word == direct || $word == doctor || $word == metrics || $word == bench || $word == vm || $word == host ]]; then
             subcommand=$word
             break
         fi
@@ -33,7 +33,7 @@ _vrdma() {
         --name | --memory | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
     esac
     case $subcommand in
-        "") COMPREPLY=($(compgen -W "run show doctor metrics bench vm host --help --version" -- "$current")) ;;
+        "") COMPREPLY=($(compgen -W "run show direct doctor metrics bench vm host --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --direct --stats --help --" -- "$current"))
@@ -42,6 +42,7 @@ _vrdma() {
             fi
             ;;
         show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes hosts cache counters --json --socket --help" -- "$current")) ;;
+        direct) COMPREPLY=($(compgen -W "auto mediated --guest --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
         host)
             word=${COMP_WORDS[i + 1]}

@@ -117,6 +117,24 @@ void read_remote(const json& value, RemoteConfig& remote, const std::string& ori
   if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
 }
 
+// false, or what is known of it.
+void read_hca(const json& section, std::optional<HcaSettings>& to, const std::string& origin) {
+  if (section.is_boolean() && !section.get<bool>()) return to.reset();
+  HcaSettings& hca = to.emplace();
+  if (section.is_boolean()) return;
+  std::uint16_t port = 0, gid_index = 0, ack_timeout = 0;
+  apply(section, {{"device", text(hca.device, origin, "device")}, {"port", number(port, origin, "port")}, {"gid_index", number(gid_index, origin, "gid_index")},
+                  {"mtu", number(hca.mtu, origin, "mtu")}, {"ack_timeout", number(ack_timeout, origin, "ack_timeout")}},
+        origin, "\"hca\"");
+  if (section.contains("mtu") && (hca.mtu < 256 || hca.mtu > 4096 || (hca.mtu & (hca.mtu - 1)) != 0))
+    refuse(origin, fmt::format("\"mtu\" of \"hca\" is {}: it must be 256, 512, 1024, 2048 or 4096", hca.mtu));
+  if (ack_timeout > 31) refuse(origin, fmt::format("\"ack_timeout\" of \"hca\" is {}: it must be from 0 to 31", ack_timeout));
+  hca.ack_timeout = static_cast<std::uint8_t>(ack_timeout);
+  if (port > 254) refuse(origin, fmt::format("\"port\" of \"hca\" is {}: it must be from 1 to 254", port));
+  hca.port = static_cast<std::uint8_t>(port);
+  if (section.contains("gid_index")) hca.gid_index = gid_index;
+}
+
 // A numeric address and port in one string, as for "seed"; or a list of them with names, as for "peers".
 void read_hosts(const json& section, hosts::Settings& to, const std::string& origin) {
   const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
@@ -220,6 +238,7 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      t(process_memory, "process_memory"), t(direct, "direct")};
   keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
   keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
+  keys["hca"] = [&](const json& value) { read_hca(value, hca, origin); };
   keys["partitions"] = [&](const json& value) { read_partitions(value, partitions, origin); };
   keys["hosts"] = [&](const json& value) { read_hosts(value, hosts.emplace(), origin); };
   apply(document, keys, origin, "the configuration");

@@ -41,6 +41,14 @@ struct RemoteConfig {  // a subnet of hosts that is simply configured; no hosts:
   void check() const;
 };
 
+struct HcaSettings {  // the physical HCA that takes connections to other hosts
+  std::string device;   // as the kernel names it; empty: the first with an active port
+  std::uint8_t port = 0;  // 0: the first active one
+  int gid_index = -1;   // -1: the one that suits best
+  std::uint32_t mtu = 0;  // bytes, at most; 0: what the port has active
+  std::uint8_t ack_timeout = 0;  // 4.096 µs × 2^n, at least, where a queue pair has less; 0: as it says
+};
+
 struct Config {
   std::string socket = "/run/vrdma/vrdmad.sock";
   std::uint32_t socket_mode = 0666;              // who may attach; the tenant is the peer's uid
@@ -63,6 +71,7 @@ struct Config {
   RemoteConfig remote;
   hosts::Partitions partitions;                  // of tenants; where the hosts have managers, those know
   std::optional<hosts::Settings> hosts;          // who else is in the subnet; without it, nobody
+  std::optional<HcaSettings> hca;                // without it, no HCA is used
 
   std::string machines_folder() const;
 

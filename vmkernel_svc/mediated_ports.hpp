@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 
 #include "vmci_channel/placement_copy.hpp"
 #include "vmkernel_svc/engine/ports.hpp"
@@ -24,6 +25,7 @@ struct SharedReceiveQueue;
 struct CompletionQueue;
 class Fabric;
 struct StandIn;
+struct HcaConnection;
 struct DirectLink;
 
 class MediatedPorts {
@@ -48,6 +50,10 @@ class MediatedPorts {
     // A copy that a guest's worker has: which, and the finished job once it is back.
     std::uint64_t job_sequence = 0;  // 0: none
     std::unique_ptr<ProcessJob> finished_job;
+    // To another host (remote/hca_desk.hpp):
+    HcaConnection* hca = nullptr;   // by the HCA, …
+    std::string no_hca;             // … or why not; empty: nobody has asked
+    bool psn_from_records = false;  // messages went by an HCA: the first that comes otherwise says which PSN it is
     // The shard's own bookkeeping.
     bool runnable = false;       // stands in its tenant's list
     std::uint32_t idle_turns = 0;

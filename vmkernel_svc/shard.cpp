@@ -237,9 +237,9 @@ bool Shard::run_list(RunList& list) {
     if (qp.port.link != nullptr && !direct_->may_run(*qp.port.owner)) continue;  // it is out of the list
     auto progress = engine::Progress::idle;
     // The common case first: ready to send, nothing under way, nothing posted.
-    if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty()) {
+    if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty() || qp.port.hca != nullptr) {
       engine::Budget budget{turn_bytes, turn_wqes};
-      progress = engine_.run(qp, budget);
+      progress = qp.port.hca == nullptr ? engine_.run(qp, budget) : far_->hca()->run(qp, budget);
       ports_.announce();
       const std::int64_t moved = turn_bytes - budget.bytes;
       list.tenant->deficit_bytes -= moved;
@@ -422,6 +422,7 @@ void Shard::sleep() {
   park_all();
   asleep_.store(true, std::memory_order_relaxed);
   say_asleep(true);
+  if (far_ != nullptr) far_->prepare_to_sleep();
   vmci::store_load_fence();  // S2: pairs with S1, and with the guests' fence between a doorbell bit and this flag
   if (!anything_waiting()) {
     int timeout_ms = -1;

@@ -86,6 +86,14 @@ json describe_device(const Guest& guest, const Fabric& fabric) {
   return out;
 }
 
+// How a connected queue pair's messages reach another host; null: they do not leave this one, or it does not know yet.
+json describe_way(Fabric& fabric, const MediatedPorts::Qp& qp) {
+  if (qp.far == nullptr) return json();
+  if (fabric.far->hca() == nullptr) return {{"via", fabric.far->carrier().name()}, {"why", "only-carrier"}};
+  const std::string why = fabric.far->hca()->why_not(qp);
+  return {{"via", why.empty() ? "hca" : fabric.far->carrier().name()}, {"why", why.empty() ? "both hosts have an HCA" : why}};
+}
+
 // Without those that were written directly and are not counted yet.
 std::uint32_t unpolled(const CompletionQueue& cq) {
   const std::uint32_t count = cq.produced - std::atomic_ref(cq.shared->consumed).load(std::memory_order_relaxed);
@@ -131,6 +139,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"state", state_name(qp->core.state)},
                           {"mode", shard.direct().mode(*qp)},
                           {"mediated_because", fabric.config.direct == "auto" && !qp->mediated_because.empty() ? json(qp->mediated_because) : json()},
+                          {"carrier", describe_way(fabric, qp->core)},
                           {"pkey", qp->core.port.pkey == 0 ? json() : json(hosts::pkey_text(qp->core.port.pkey))},
                           {"dest_qpn", attributes.dest_qp_num},
                           {"dlid", attributes.path.dlid},
@@ -221,11 +230,13 @@ json describe_carriers(Fabric& fabric) {
     const std::uint64_t silent_ns = fabric.far->silent_ns(id);
     constexpr std::uint64_t quiet_ns = 2'000'000'000;  // it says something every 200 ms
     const bool known = fabric.far->session(id) != 0;
+    const HcaDesk* const hca = fabric.far->hca();
+    const std::string why_not = hca != nullptr ? hca->why_not(id) : "only-carrier";
     out.push_back({{"host", host->name},
                    {"address", host->address + ":" + std::to_string(host->carrier_port)},
                    {"lids", text},
-                   {"via", fabric.far->carrier().name()},
-                   {"why", "only-carrier"},
+                   {"via", why_not.empty() ? "hca" : fabric.far->carrier().name()},
+                   {"why", why_not.empty() ? "both hosts have an HCA" : why_not},
                    {"encrypted", fabric.far->carrier().encrypts(id)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
@@ -235,6 +246,30 @@ json describe_carriers(Fabric& fabric) {
                    {"counters", {{"sent_records", count(gauge->sent_records)}, {"sent_bytes", count(gauge->sent_bytes)},
                                  {"received_records", count(gauge->received_records)}, {"received_bytes", count(gauge->received_bytes)},
                                  {"resent_records", count(gauge->resent)}, {"reconnects", count(gauge->reconnects)}}}});
+  }
+  return out;
+}
+
+json describe_hca(Fabric& fabric) {
+  HcaDesk* const desk = fabric.far != nullptr ? fabric.far->hca() : nullptr;
+  if (desk == nullptr) return json();
+  const auto& c = desk->counters();
+  json out{{"state", "none"}, {"why", desk->why_no_device()}, {"connections", desk->connection_count()}, {"registrations", desk->registration_count()},
+           {"counters", {{"sent_messages", c.sent}, {"received_messages", c.received}, {"copies", c.copies}, {"copied_bytes", c.copied_bytes},
+                         {"by_records", c.by_records}, {"losses", c.losses}, {"stalled", c.stalled}, {"keys_asked", c.keys_asked}, {"keys_revoked", c.revoked}}}};
+  if (auto* const device = desk->device()) {
+    out["state"] = device->port_state();
+    out["device"] = device->name();
+    out["port"] = device->port();
+    out["link_layer"] = device->port_attributes().link_layer == IBV_LINK_LAYER_ETHERNET ? "Ethernet" : "InfiniBand";
+    out["gid_index"] = device->gid_index();
+    out["gid_type"] = device->gid_type();
+    Gid gid;
+    std::memcpy(gid.data(), device->gid().raw, gid.size());
+    out["gid"] = gid_text(gid);
+    out["active_mtu"] = 128u << device->port_attributes().active_mtu;
+    out["mtu"] = 128u << device->mtu();
+    out["pfc"] = device->flow_control();
   }
   return out;
 }
@@ -260,7 +295,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"link_layer", fabric.config.link_layer},
                     {"direct", fabric.config.direct},
                     {"active_mtu", fabric.config.active_mtu},
-                    {"physical_hca", false},
+                    {"physical_hca", fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr},
                     {"all", viewer.all}};
   out["guests"] = json::array();
   for (auto& [id, guest] : fabric.guests)
@@ -276,6 +311,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
   out["carriers"] = describe_carriers(fabric);
+  out["hca"] = describe_hca(fabric);
   out["subnet"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
   out["vms"] = json::array();
   for (const auto& machine : fabric.machines)

@@ -66,7 +66,6 @@ void DirectConnection::record() {
 }
 
 bool DirectConnection::run_queue() {
-  if (claim_.direction().handouts != handouts_seen_) take_over();
   while (!near_.send_ring.empty()) {
     if (claim_.stop()) return false;
     engine::Budget budget{static_cast<std::int64_t>(direct::message_bytes_max) + 1, 1};

@@ -8,6 +8,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import unittest
 
@@ -46,6 +47,19 @@ class Configuration(TestCase):
         self.assert_refuses(result, 1, file, 'unknown key "sokcet"', "known are", "socket_mode")
         result, file = self.check('{"quota": {"guest": 1}}')
         self.assert_refuses(result, 1, file, 'unknown key "guest" in "quota"', "registered_bytes")
+
+    def test_an_hca_that_makes_no_sense(self):
+        for text, *words in (('{"hca": 1}', '"hca"'), ('{"hca": {"ports": 1}}', "ports"), ('{"hca": {"port": 300}}', '"port" of "hca" is 300', "from 1 to 254"),
+                             ('{"hca": {"mtu": 1500}}', '"mtu" of "hca" is 1500', "256, 512, 1024, 2048 or 4096"), ('{"hca": {"mtu": 0}}', '"mtu" of "hca" is 0'),
+                             ('{"hca": {"ack_timeout": 32}}', '"ack_timeout" of "hca" is 32', "from 0 to 31"), ('{"hca": {"device": 1}}', "device")):
+            with self.subTest(text):
+                result, file = self.check(text)
+                self.assertNotEqual(result.returncode, 0)
+                for word in (*words, str(file)):
+                    self.assertIn(word, result.stderr)
+        for text in ('{"hca": {}}', '{"hca": true}', '{"hca": false}', '{"hca": {"device": "rxe0", "port": 1, "gid_index": 0, "mtu": 1024, "ack_timeout": 18}}'):
+            with self.subTest(text):
+                self.assertEqual(self.check(text)[0].returncode, 0)
 
     def test_partitions_and_an_etcd_that_make_no_sense(self):
         for text, *words in (('{"partitions": ["0x8001"]}', '"partitions" must be a JSON object'),
@@ -388,8 +402,14 @@ class Running(TestCase):
         self.assertEqual((service["socket"], service["direct"]), (str(folder / "vrdmad.sock"), "auto"))
         plain = self.vrdma("run", "--", BIN / "vrdma", "show", "--json")
         self.assertEqual(json.loads(plain.stdout)["service"]["direct"], "mediated")
+        self.assert_refuses(self.vrdma("direct", "mediated"), 1, "offers no direct mode", "--direct auto")
         self.stop_private_service()
         shown = json.loads(self.vrdma("show", "--json").stdout)  # no other answers
+        said = self.vrdma("direct", "mediated")
+        self.assertEqual((said.returncode, said.stdout), (0, "0 guests: through the service, from the next message on\n"), said.stderr)
+        self.assertEqual(self.vrdma("direct", "auto").returncode, 0)
+        self.assert_refuses(self.vrdma("direct", "auto", "--guest", "77"), 1, "no guest 77", "vrdma show guests")
+        self.assert_refuses(self.vrdma("direct", "always"), 2, "always", "mediated")
         self.assertEqual(shown["service"]["socket"], str(folder / "vrdmad.sock"))
         self.assert_refuses(self.vrdma("run", "--direct", "--", "true", env={"VRDMA_SOCKET": self.socket}), 125, "VRDMA_SOCKET", self.socket, "unset it")
         self.stop_private_service(str(folder / "vrdmad.sock"))
@@ -442,7 +462,7 @@ class Showing(TestCase):
         with self.service():
             guest, status, _ = attach(self.socket, b"ada")
             self.assertEqual(status, 0)
-            for kind in ("devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "cache", "counters"):
+            for kind in ("devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "hca", "cache", "counters"):
                 with self.subTest(kind):
                     self.show(kind)
                     json.loads(self.show(kind, "--json"))
@@ -587,6 +607,30 @@ class Doctor(TestCase):
             self.assertIn("ulimit -v", found["addresses"]["remedy"])
             result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
             self.assert_refuses(result, 1, self.socket, "ENOMEM", "ulimit -v")
+
+    def test_it_says_whether_there_is_an_hca_for_other_hosts(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        (self.folder / "secret").write_text("0123456789abcdef" * 4)
+        (self.folder / "secret").chmod(0o600)
+        hosts = [{"name": f"h{i}", "address": f"127.0.0.{i + 1}", "lids": f"{i * 1000 + 1}-{i * 1000 + 1000}"} for i in (0, 1)]
+        config = {"remote": {"name": "h0", "address": "127.0.0.1", "port": port, "secret_file": str(self.folder / "secret"), "hosts": hosts}}
+        file = self.folder / "vrdmad.json"
+        for hca in (None, {"device": "not-there"}):
+            file.write_text(json.dumps(config if hca is None else {**config, "hca": hca}))
+            with self.subTest(hca), self.service("--config", file):
+                found = self.doctor(env={"VRDMA_SOCKET": self.socket})["hca"]
+                shown = json.loads(self.vrdma("show", "--socket", self.socket, "hca", "--json").stdout)
+                route = json.loads(self.vrdma("show", "--socket", self.socket, "routes", "--json").stdout)[0]
+                self.assertEqual(route["via"], "tcp")
+                if hca is None:
+                    self.assertIn("this host has", found["what"])
+                    self.assertEqual((shown, route["why"]), (None, "only-carrier"))
+                else:
+                    self.assertEqual((found["level"], shown["state"]), ("note", "none"))
+                    self.assertIn(shown["why"], found["what"])
+                    self.assertIn("no HCA here", route["why"])
 
     def test_few_open_files_are_noted(self):
         def limit():

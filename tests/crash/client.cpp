@@ -148,7 +148,7 @@ class Client {
     init.send_cq = init.recv_cq = cq_;
     init.srq = srq_;
     init.qp_type = type_;
-    init.cap = {send_depth, receive_depth, 1, 1, 0};
+    init.cap = {send_depth, receive_depth, 2, 1, 0};
     qp_ = ibv_create_qp(pd_, &init);
     if (qp_ == nullptr) refused("ibv_create_qp");
     ibv_qp_attr a{};
@@ -228,9 +228,10 @@ class Client {
   void post_send() {
     const std::uint64_t number = sends_posted_++;
     ibv_send_wr wr{};
-    ibv_sge sge{};
+    ibv_sge sges[2]{};
+    ibv_sge& sge = sges[0];
     wr.wr_id = number;
-    wr.sg_list = &sge;
+    wr.sg_list = sges;
     wr.num_sge = 1;
     wr.send_flags = IBV_SEND_SIGNALED;
     wr.opcode = IBV_WR_SEND;
@@ -260,6 +261,11 @@ class Client {
       wr.wr.ud.ah = ah_;
       wr.wr.ud.remote_qpn = peer_.qpn;
       wr.wr.ud.remote_qkey = qkey;
+    }
+    if (number % 2 == 1 && sge.length > 8) {  // in direct mode one of one buffer goes another way than one of two
+      sges[1] = {sge.addr + 8, sge.length - 8, sge.lkey};
+      sge.length = 8;
+      wr.num_sge = 2;
     }
     post(wr);
   }

@@ -5,6 +5,7 @@
 //
 // TIMEOUT: of the queue pair, 4.096 µs * 2^TIMEOUT, eight of them; 0 waits for ever. A round: the client sends a message; the server reads the
 // client's memory, writes it back with immediate data; the client adds to a word of the server's. KIND: polls; sleeps, until a completion;
+// repeats: as sleeps, of what may be done twice alone: the server answers by a message, and nothing is added;
 // alone: the client writes, reads that back and adds, and the server knows nothing of it. Says "round N" now and then.
 // Ends by SIGTERM with 0 and "ends after round N"; with 3 and "status S" where a completion says so; with 4 where bytes are wrong; with 5 where
 // the device is lost.
@@ -66,7 +67,7 @@ class Talk {
  public:
   enum Area : std::size_t { outgoing, incoming, fetched, answered, counter, area_count };
 
-  Talk(bool listening, const char* host, const char* port, std::uint8_t timeout, bool sleeps) {
+  Talk(bool listening, const char* host, const char* port, std::uint8_t timeout, bool sleeps, bool repeats) : repeats_(repeats) {
     ibv_device** const devices = must(ibv_get_device_list(nullptr), "list devices");
     context_ = must(ibv_open_device(must(devices[0], "find a device")), "open the device");
     ibv_free_device_list(devices);
@@ -101,8 +102,13 @@ class Talk {
       await(IBV_WC_RDMA_READ);
       judge(area(fetched) + 8, round, "read");
       std::memcpy(area(outgoing), area(fetched), message_bytes + 8);
-      post(IBV_WR_RDMA_WRITE_WITH_IMM, outgoing, answered);
-      await(IBV_WC_RDMA_WRITE);
+      if (repeats_) {
+        post(IBV_WR_SEND, outgoing, incoming);
+        await(IBV_WC_SEND);
+      } else {
+        post(IBV_WR_RDMA_WRITE_WITH_IMM, outgoing, answered);
+        await(IBV_WC_RDMA_WRITE);
+      }
       tell();
     }
   }
@@ -130,10 +136,11 @@ class Talk {
       post_receive();
       post(IBV_WR_SEND, outgoing, outgoing);
       await(IBV_WC_SEND);
-      await(IBV_WC_RECV_RDMA_WITH_IMM);
-      if (number(answered) != rounds) leave(4, "another round's answer");
-      judge(area(answered) + 8, rounds, "written");
-      add();
+      await(repeats_ ? IBV_WC_RECV : IBV_WC_RECV_RDMA_WITH_IMM);
+      const Area answer = repeats_ ? incoming : answered;
+      if (number(answer) != rounds) leave(4, "another round's answer");
+      judge(area(answer) + 8, rounds, "answered");
+      if (!repeats_) add();
     }
   }
 
@@ -255,6 +262,7 @@ class Talk {
   ibv_qp* qp_ = nullptr;
   std::vector<std::byte> memory_;
   std::byte* base_ = nullptr;
+  const bool repeats_;
   Address theirs_{};
   bool early_[2] = {};  // a completion of the send queue, of the receive queue, that came before it was awaited
   std::chrono::steady_clock::time_point next_news_{};
@@ -266,14 +274,14 @@ int main(int count, char** words) {
   const bool listening = count > 1 && std::string(words[1]) == "listen";
   const int first = listening ? 2 : 3;  // PORT
   const std::string kind = count == first + 3 ? words[first + 2] : "";
-  if (kind != "polls" && kind != "sleeps" && kind != "alone") {
-    std::fprintf(stderr, "usage: %s listen PORT TIMEOUT KIND | connect HOST PORT TIMEOUT KIND; KIND: polls, sleeps, alone\n", words[0]);
+  if (kind != "polls" && kind != "sleeps" && kind != "repeats" && kind != "alone") {
+    std::fprintf(stderr, "usage: %s listen PORT TIMEOUT KIND | connect HOST PORT TIMEOUT KIND; KIND: polls, sleeps, repeats, alone\n", words[0]);
     return 2;
   }
   struct sigaction stop {};
   stop.sa_handler = [](int) { stopping = 1; };
   ::sigaction(SIGTERM, &stop, nullptr);
-  Talk talk(listening, listening ? nullptr : words[2], words[first], static_cast<std::uint8_t>(std::atoi(words[first + 1])), kind != "polls");
+  Talk talk(listening, listening ? nullptr : words[2], words[first], static_cast<std::uint8_t>(std::atoi(words[first + 1])), kind != "polls", kind == "repeats");
   if (kind == "alone") {
     if (listening) talk.stand_by();
     talk.go_alone();

@@ -8,6 +8,7 @@
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/remote/far_desk.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
 
@@ -224,6 +225,8 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
+  // Its key stays: other hosts have to ask anew which one the HCA has for it.
+  if (fabric_.far != nullptr && fabric_.far->hca() != nullptr && !fabric_.far->hca()->forget_region(found->second) && may_wait(guest)) return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
   ProtectionDomain* const before = pd_by_number(guest, region.pd);
   if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
@@ -263,6 +266,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   const auto found = guest.mrs.find(handle);
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 && !force) return false;
+  if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->forget_region(found->second);
   shard_.direct().deregistering(guest, region);
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);

@@ -5,6 +5,7 @@
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/remote/far_desk.hpp"
 #include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
@@ -141,8 +142,11 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
   if (!modified) return modified.error();
   core.state = static_cast<QpState>(core.attributes.state);
-  core.port.pkey = guest.tenant->pkeys[core.attributes.pkey_index];
+  HcaDesk* const hca = fabric_.far != nullptr ? fabric_.far->hca() : nullptr;
+  const std::uint16_t pkey = guest.tenant->pkeys[core.attributes.pkey_index];
+  if (std::exchange(core.port.pkey, pkey) != pkey && hca != nullptr) hca->pkey_changed(core);
   if (core.state == QpState::reset) {
+    if (hca != nullptr) hca->leave(core);
     shard_.engine().reset(core, request.send_position, request.receive_position);
     qp->watch_sends(true);
     qp->watch_receives(false);
@@ -150,6 +154,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
     shard_.engine().entered(core, before);
   }
   connected_elsewhere();
+  if (hca != nullptr) hca->consider(core);
   if (core.state != QpState::reset) shard_.make_runnable(core);
   shard_.direct().consider(*qp);
   return ModifyQpReply{static_cast<std::uint32_t>(core.state), 0};
@@ -170,6 +175,7 @@ Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const Hand
 }
 
 void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
+  if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->leave(qp.core);
   shard_.direct().forget(qp);
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);

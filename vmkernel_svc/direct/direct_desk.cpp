@@ -195,7 +195,7 @@ bool DirectDesk::settle() {
     const auto found = fabric_.by_qpn.find(qpn);
     if (found == fabric_.by_qpn.end()) continue;
     if (take_back(*found->second)) worked = true, consider(*found->second);
-    else doubtful_.push_back(qpn);
+    else doubtful_.insert(qpn);
   }
   for (DirectLink* const link : std::vector(orphans_)) {
     for (int side = 0; side < 2; ++side)

@@ -8,6 +8,7 @@
 #include "vmkernel_svc/direct/link.hpp"
 #include "vmkernel_svc/direct/trust.hpp"
 #include "vmkernel_svc/shard.hpp"
+#include "vmkernel_svc/show.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
@@ -26,11 +27,13 @@ void offer(QueuePair& qp, std::uint32_t epoch) {
 std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
   if (qp.core.type != QpType::rc && qp.core.type != QpType::uc) return "not a connection";
+  if (is_mediated(*qp.guest)) return "\"vrdma direct mediated\" was said";
   const auto connected = [](const QueuePair& end) { return end.core.state == QpState::rtr || end.core.state == QpState::rts; };
   if (!connected(qp)) return "not in RTS";
   MediatedPorts::Qp* const far_end = shard_.peer(qp.core);
   if (far_end == nullptr) return "the peer is on another host, or not there";
   peer = far_end->port.owner;
+  if (is_mediated(*peer->guest)) return "\"vrdma direct mediated\" was said of the peer";
   if (peer == &qp) return "connected to itself";
   if (peer->core.type != qp.core.type || !connected(*peer)) return "the peer is not in RTS";
   if (qp.core.state != QpState::rts && peer->core.state != QpState::rts) return "not in RTS, nor is its peer";
@@ -126,11 +129,29 @@ void DirectDesk::dissolve(DirectLink& link) {
   links_.erase(&link);
 }
 
-// Who is in which partition has changed.
+Result<control::SetDirectReply> DirectDesk::set(const control::SetDirectRequest& request, const Viewer& viewer) {
+  if (fabric_.config.direct != "auto") return Errno{EOPNOTSUPP};
+  const bool mediated = request.mediated != 0, one = request.guest != 0;
+  if (!one && viewer.all) mediated_ = mediated;
+  control::SetDirectReply reply{};
+  for (auto& [id, guest] : fabric_.guests) {
+    if (!viewer.sees(*guest) || (one && id != request.guest)) continue;
+    guest->mediated = mediated && one;
+    if (!one) guest->tenant->mediated = mediated;
+    ++reply.guests;
+  }
+  for (const auto& [id, guest] : fabric_.guests)
+    reply.still_mediated += !mediated && viewer.sees(*guest) && (!one || id == request.guest) && is_mediated(*guest);
+  if (one && reply.guests == 0) return Errno{ENOENT};
+  look_again();
+  return reply;
+}
+
+// Who may be direct, or who is in which partition, has changed.
 void DirectDesk::look_again() {
   if (fabric_.config.direct != "auto") return;
   for (auto& [qpn, qp] : fabric_.by_qpn)
-    if (qp->core.type != QpType::ud && qp->core.state == QpState::rts) doubtful_.push_back(qpn);
+    if (qp->core.type != QpType::ud && qp->core.state == QpState::rts) doubtful_.insert(qpn);
 }
 
 }  // namespace vrdma::svc

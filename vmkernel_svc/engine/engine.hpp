@@ -23,7 +23,7 @@ class Engine {
       const bool active = qp.operation.stage != Operation::Stage::none;
       if constexpr (FarPortsFor<P>) {
         if (qp.far != nullptr) [[unlikely]] {
-          if (qp.state == QpState::sqd && !active && qp.far->outstanding.empty()) report_drained(qp);
+          if (qp.state == QpState::sqd && !active && qp.far->outstanding.empty() && qp.far->under_way == 0) report_drained(qp);
           return far_.run(qp, budget, worked);
         }
       }
@@ -74,7 +74,7 @@ class Engine {
     if (qp.state == QpState::rts && before == QpState::rtr) qp.send_psn = Psn{qp.attributes.sq_psn & psn_mask};
     if (qp.state == QpState::sqd && before != QpState::sqd) qp.drain_reported = false;
     // In SQD it may have been given another path.
-    if (qp.state == QpState::rts && before == QpState::sqd && qp.far != nullptr && qp.far->outstanding.empty() && !busy(qp)) {
+    if (qp.state == QpState::rts && before == QpState::sqd && qp.far != nullptr && !qp.far->given_one_by_one && qp.far->outstanding.empty() && !busy(qp)) {
       close_far(qp, [](std::uint64_t, std::uint32_t) {});
       qp.far.reset();
     }
@@ -86,7 +86,48 @@ class Engine {
     if (qp.send_ring.slot_count() != 0) qp.send_ring.skip_to(send_position);
     if (qp.receive_ring.slot_count() != 0) qp.receive_ring.skip_to(receive_position);
     qp.communication_established = qp.drain_reported = qp.last_wqe_reported = qp.send_queue_lost = false;
+    qp.returned.clear();
     qp.flush_held_until_ns = 0;
+  }
+
+  // For a runner that has hardware carry a queue pair's messages (remote/hca_desk.hpp): WQEs are taken, checked and completed by
+  // the engine's rules, whoever moves the bytes.
+  typename Requester<P>::Fetch take_send(Qp<P>& qp) { return requester_.fetch(qp); }
+  bool take_receive(Qp<P>& qp) { return responder_.take(qp); }
+  void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }
+  void give_up(Qp<P>& qp) { requester_.give_up(qp); }
+  // In ERR: flushes what was sent as records, and the operation under way.
+  void flush_begun(Qp<P>& qp) {
+    close_far(qp, [&](std::uint64_t wr_id, std::uint32_t position) { complete_flushed(qp, Direction::send, wr_id, position); });
+    if (qp.operation.stage == Operation::Stage::none) return;
+    const std::uint64_t wr_id = qp.operation.wr_id;
+    const std::uint32_t position = qp.operation.next_position;
+    requester_.abandon(qp);
+    complete_flushed(qp, Direction::send, wr_id, position);
+  }
+  bool settled(Qp<P>& qp) { return requester_.settled(qp); }
+  void report_drained(Qp<P>& qp) {
+    if (qp.drain_reported) return;
+    qp.drain_reported = true;
+    if (qp.attributes.en_sqd_async_notify != 0) ports_.event(qp, AsyncEvent::sq_drained);
+  }
+  void complete_flushed(Qp<P>& qp, Direction direction, std::uint64_t wr_id, std::uint32_t position) {
+    ++qp.counters.flushed;
+    Cqe cqe{};
+    cqe.wr_id = wr_id;
+    cqe.imm_data = static_cast<std::uint32_t>(WcStatus::wr_flush_err);
+    cqe.queue_position = position;
+    ports_.complete(qp, direction, cqe,
+                    {WcStatus::wr_flush_err, direction == Direction::send ? WcOpcode::send : WcOpcode::recv, 0});
+  }
+  // Somebody else's memory cannot hold a flush for ever.
+  bool hold_flush(Qp<P>& qp) {
+    constexpr std::uint64_t patience_ns = 100'000'000;
+    const std::uint64_t now = ports_.now_ns();
+    if (qp.flush_held_until_ns == 0) qp.flush_held_until_ns = now + patience_ns;
+    if (now >= qp.flush_held_until_ns) return false;
+    ports_.wake_at(qp, qp.flush_held_until_ns);
+    return true;
   }
 
   // To ERR for a reason outside the queue pair (its CQ is overrun); it flushes in its next turns.
@@ -108,12 +149,6 @@ class Engine {
   }
 
  private:
-  void report_drained(Qp<P>& qp) {
-    if (qp.drain_reported) return;
-    qp.drain_reported = true;
-    if (qp.attributes.en_sqd_async_notify != 0) ports_.event(qp, AsyncEvent::sq_drained);
-  }
-
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
   Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
     if (qp.far != nullptr && (qp.far->opened || qp.operation.copy_pending)) {
@@ -157,6 +192,10 @@ class Engine {
         complete_flushed(qp, Direction::receive, qp.inbound.wr_id, 0);
         worked = true;
       }
+      for (; !qp.returned.empty(); qp.returned.pop_back()) {
+        complete_flushed(qp, Direction::receive, qp.returned.back().wr_id, 0);
+        worked = true;
+      }
       while (qp.srq == nullptr && qp.receive_ring.slot_count() != 0 && budget.wqes > 0 &&
              qp.receive_ring.peek(wqe, receive_wqe_slots_max, slots) == vmci::RecordReader::Peek::ready) {
         std::memcpy(&head, wqe, sizeof(head));
@@ -178,26 +217,6 @@ class Engine {
     if constexpr (FarPortsFor<P>) {
       if (qp.far != nullptr) far_.close(qp, flushed);
     }
-  }
-
-  // Somebody else's memory cannot hold a flush for ever.
-  bool hold_flush(Qp<P>& qp) {
-    constexpr std::uint64_t patience_ns = 100'000'000;
-    const std::uint64_t now = ports_.now_ns();
-    if (qp.flush_held_until_ns == 0) qp.flush_held_until_ns = now + patience_ns;
-    if (now >= qp.flush_held_until_ns) return false;
-    ports_.wake_at(qp, qp.flush_held_until_ns);
-    return true;
-  }
-
-  void complete_flushed(Qp<P>& qp, Direction direction, std::uint64_t wr_id, std::uint32_t position) {
-    ++qp.counters.flushed;
-    Cqe cqe{};
-    cqe.wr_id = wr_id;
-    cqe.imm_data = static_cast<std::uint32_t>(WcStatus::wr_flush_err);
-    cqe.queue_position = position;
-    ports_.complete(qp, direction, cqe,
-                    {WcStatus::wr_flush_err, direction == Direction::send ? WcOpcode::send : WcOpcode::recv, 0});
   }
 
   P& ports_;

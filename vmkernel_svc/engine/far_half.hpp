@@ -37,6 +37,9 @@ struct FarHalf {
   std::uint64_t waiting_since_ns = 0;    // for the far end; 0: not
   WcStatus refused = WcStatus::success;  // why the operation under way failed here; it completes after those before it
   bool blocked = false;           // the send queue waits for the far end
+  // While an HCA carries the connection, the queue is its runner's, who gives one message at a time to be sent as records.
+  bool given_one_by_one = false;
+  std::uint32_t under_way = 0;    // messages that the HCA has: what fails here completes after them
 };
 
 }  // namespace vrdma::engine

@@ -11,6 +11,7 @@
 //       credit, close (the requester is done or gone)    →
 //       pkey      another P_Key than `open` said         →
 //       datagram  a message of a UD queue pair           →     delivered or dropped
+//       hca       what the two services agree on where the bytes go by HCAs (remote/hca_message.hpp), both ways
 //
 // The carrier delivers these once each and in order, or says that the far end has lost what it knew. Each direction of a
 // connection has a window of bytes: whoever takes payload in says how much it took, and its peer stays within window_bytes of that.
@@ -25,7 +26,7 @@
 namespace vrdma::engine {
 
 // news: never between hosts; a carrier's word that the far end has begun anew.
-enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey };
+enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca };
 
 constexpr std::uint32_t far_part_bytes = 64 * 1024 - 512;  // payload of one record
 constexpr std::uint64_t far_window_bytes = 1024 * 1024;    // under way in one direction of a connection

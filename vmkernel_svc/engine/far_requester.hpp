@@ -49,7 +49,7 @@ class FarRequester {
       if (!step(qp, budget)) break;
       worked = true;
     }
-    if (far.refused != WcStatus::success && far.outstanding.empty()) {
+    if (far.refused != WcStatus::success && far.outstanding.empty() && far.under_way == 0) {
       requester_.refuse(qp, std::exchange(far.refused, WcStatus::success));
       worked = true;
     }
@@ -200,6 +200,7 @@ class FarRequester {
       requester_.give_up(qp);
       return;
     }
+    if (far.given_one_by_one) return;
     // Nothing was under way: the next message finds that nobody answers.
     if (qp.state == QpState::rts && requester_.fetch(qp) == Requester<P>::Fetch::started) requester_.give_up(qp);
   }
@@ -210,6 +211,7 @@ class FarRequester {
     Operation& op = qp.operation;
     Half& far = *qp.far;
     if (!busy(qp)) {
+      if (far.given_one_by_one) return false;
       if (far.outstanding.size() >= far_window_messages || far.sent - far.credited >= far_window_bytes) {
         far.blocked = true;
         return false;

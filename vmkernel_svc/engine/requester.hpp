@@ -460,7 +460,7 @@ class Requester {
 
   Step fail(Qp<P>& qp, WcStatus status, std::uint64_t& counter) {
     Operation& op = qp.operation;
-    if (qp.far != nullptr && !qp.far->outstanding.empty()) [[unlikely]] {  // those before it complete first
+    if (qp.far != nullptr && (!qp.far->outstanding.empty() || qp.far->under_way != 0)) [[unlikely]] {  // those before it complete first
       drop_engagement(qp);
       qp.far->refused = status;
       op.stage = Operation::Stage::refused;

@@ -37,9 +37,11 @@ FarDesk::FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Eng
                  std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier)
     : fabric_(fabric), shard_(shard), ports_(ports), engine_(engine), directory_(std::move(directory)), carrier_(std::move(carrier)) {
   look_at_directory();
+  if (fabric_.config.hca) hca_ = std::make_unique<HcaDesk>(fabric_, shard_, ports_, engine_, *this);
 }
 
 FarDesk::~FarDesk() {
+  hca_.reset();
   for (auto& [key, stand_in] : stand_ins_) drop(*stand_in);
   for (auto& [id, host] : hosts_)
     for (auto& stand_in : host.datagrams)
@@ -104,8 +106,24 @@ void FarDesk::send(Qp& qp, FarFramePtr frame) {
   carrier_->send(std::move(frame));
 }
 
+// Of nobody's queue pair.
+void FarDesk::send_to(remote::HostId id, FarFramePtr frame) {
+  Host& host = at(id);
+  if (host.session == 0) return;
+  frame->host = id;
+  frame->session = host.session;
+  host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
+  carrier_->send(std::move(frame));
+}
+
+bool FarDesk::has_stand_in(remote::HostId host, std::uint32_t requester, std::uint32_t target) const {
+  const auto found = stand_ins_.find({host, requester});
+  return found != stand_ins_.end() && found->second->core.attributes.dest_qp_num == target;
+}
+
 bool FarDesk::has_room(std::uint32_t id) {
   Host& host = at(id);
+  if (hca_ && hca_->holds(id)) return false;
   return host.session != 0 && host.gauge->queued_bytes.load(std::memory_order_relaxed) < queued_bytes_max;
 }
 
@@ -150,6 +168,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
 
 bool FarDesk::turn() {
   bool worked = carrier_->turn();
+  worked |= hca_ && hca_->turn();
   for (int left = frames_per_turn; left > 0; --left) {
     FarFramePtr frame = carrier_->receive();
     if (!frame) break;
@@ -187,6 +206,9 @@ void FarDesk::arrived(FarFramePtr frame) {
       if (frame->record().flags != 0) return to_requester(std::move(frame));
       return to_stand_in(std::move(frame));
     case FarKind::datagram: return to_datagrams(std::move(frame));
+    case FarKind::hca:
+      if (hca_) hca_->arrived(std::move(frame));
+      return;
   }
   ++malformed_;
 }
@@ -205,6 +227,7 @@ void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
   }
   for (auto& [qpn, qp] : fabric_.by_qpn)
     if (qp->core.far != nullptr && qp->core.far->host == id) shard_.make_runnable(qp->core);
+  if (hca_) hca_->new_session(id);
 }
 
 // What a host says of a guest of its own; it cannot speak for another's.
@@ -230,9 +253,11 @@ void FarDesk::look_at_partitions() {
     stand_in->core.port.pkey = judged(stand_in->host, stand_in->claimed_pkey);
     make_runnable(*stand_in);
   }
+  if (hca_) hca_->look_at_partitions();
 }
 
 void FarDesk::tell_pkey(Qp& qp) {
+  if (hca_) hca_->pkey_changed(qp);
   if (qp.far == nullptr || !qp.far->opened || qp.far->session != session(qp.far->host)) return;
   auto frame = FarFrame::make(0);
   frame->record().kind = FarKind::pkey;
@@ -290,6 +315,7 @@ void FarDesk::open(FarFramePtr frame) {
   core.attributes.retry_cnt = said.retry_cnt & 7;
   core.attributes.rnr_retry = said.rnr_retry & 7;
   core.attributes.path_mtu = std::clamp<std::uint32_t>(said.path_mtu, 1, 5);
+  if (hca_) hca_->peer_goes_by_records(stand_in.host, core.attributes.dest_qp_num);
 }
 
 void FarDesk::to_stand_in(FarFramePtr frame) {

@@ -16,6 +16,7 @@
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/remote/carrier.hpp"
+#include "vmkernel_svc/remote/hca_desk.hpp"
 
 namespace vrdma::svc {
 
@@ -54,8 +55,14 @@ class FarDesk {
   ~FarDesk();
 
   bool turn();  // false: there was nothing to do
-  bool anything_waiting() const { return carrier_->anything_waiting() || !runnable_.empty(); }
-  std::uint64_t next_wake_ns() const { return std::min(carrier_->next_wake_ns(), timers_.empty() ? ~std::uint64_t{0} : timers_.begin()->first); }
+  bool anything_waiting() const { return carrier_->anything_waiting() || !runnable_.empty() || (hca_ && hca_->anything_waiting()); }
+  void prepare_to_sleep() {
+    if (hca_) hca_->prepare_to_sleep();
+  }
+  std::uint64_t next_wake_ns() const {
+    constexpr std::uint64_t never = ~std::uint64_t{0};
+    return std::min({carrier_->next_wake_ns(), timers_.empty() ? never : timers_.begin()->first, hca_ ? hca_->next_wake_ns() : never});
+  }
 
   // Whether the connection that `qp` is set up for leads to another host. Then it has its half of it (Qp::far) from now on.
   bool route(Qp& qp);
@@ -70,6 +77,14 @@ class FarDesk {
   void answer(StandIn& stand_in, WcStatus status);
   void make_runnable(StandIn& stand_in);
   void set_timer(StandIn& stand_in, std::uint64_t at_ns);
+
+  // Connections by HCAs; nullptr: none is configured.
+  HcaDesk* hca() { return hca_.get(); }
+  void send_to(remote::HostId host, engine::FarFramePtr frame);
+  bool has_stand_in(remote::HostId host, std::uint32_t requester, std::uint32_t target) const;
+  bool is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const;
+  std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
+  void count_malformed() { ++malformed_; }
 
   // The P_Key of `qp` is another: its stand-in hears of it.
   void tell_pkey(Qp& qp);
@@ -104,8 +119,6 @@ class FarDesk {
   void to_datagrams(engine::FarFramePtr frame);
   void open(engine::FarFramePtr frame);
   void new_session(remote::HostId host, std::uint64_t session);
-  bool is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const;
-  std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
   bool waits_for_frozen(StandIn& stand_in);
   void drop(StandIn& stand_in);
   bool run(StandIn& stand_in);
@@ -131,6 +144,7 @@ class FarDesk {
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;
   std::uint64_t dropped_datagrams_ = 0, malformed_ = 0, refused_pkeys_ = 0;
+  std::unique_ptr<HcaDesk> hca_;
 };
 
 }  // namespace vrdma::svc

@@ -189,6 +189,7 @@ bool FarDesk::begin(StandIn& stand_in) {
   op.request.rkey = Key{record.rkey};
   op.request.source_qpn = core.qpn;
   core.send_psn = op.request.psn;
+  if (Qp* const target = ports_.peer(core); target != nullptr && target->port.psn_from_records) target->expected_psn = op.request.psn;
   op.local.clear();
   stand_in.fed_bytes = 0;
   if (op.rule->reads) {

@@ -1,0 +1,365 @@
+#!/usr/bin/env python3
+"""Two hosts with a physical HCA each: virtual machines with rdma_rxe on the network between them, a vrdmad in each, and programs of theirs.
+
+    hca.py --build build/release [--only REGEX]
+
+The same unmodified programs run by the HCAs, lose one of them while messages flow, and go on over TCP. What the services say of it is
+looked at: which way connections go, why, and that payload was not copied. Ends with 77 where machines cannot be had here.
+
+rdma_rxe of Linux 6.1 has a defect: when its timer of acknowledgements runs out in the middle of a message, it may wait for ever (also
+under ibv_rc_pingpong alone). An emulated processor is slow enough for that, so the services are told to be more patient than the
+programs are; and where it happens all the same the services have to notice, go on over TCP, and the case is tried again.
+"""
+import argparse
+import json
+import re
+import secrets
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "interop"), str(HERE)]
+
+import harness  # noqa: E402
+from guests import Carried, boot_image  # noqa: E402
+from harness import Build, Failure, Skip, Tally, TempFolder, exit_code_of, run_pair, wait_until  # noqa: E402
+from machine import require_emulator  # noqa: E402
+from shell import MachineSide, Shell, both  # noqa: E402
+from snapshots import BAD_STATUS, ends  # noqa: E402
+
+NETWORK, MTU = "192.168.78", 4200
+SECONDS = 150  # of one case
+BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "tests/vm_talk", "lib/libvrdma.so")
+RXE_FILES = ("/etc/libibverbs.d/rxe.driver", *(str(path) for path in Path("/usr/lib").glob("*/libibverbs/librxe-rdmav*.so")))
+RXE_MODULES = ("crc32_generic", "ib_uverbs", "rdma_rxe")
+FOLDER = "/tmp/vrdma"
+ACK_TIMEOUT = 18  # 1 s
+TRIES = 3
+# Each is of two processes; all of them: --whole. Left out there: an HCA does not say which messages asked for an event.
+CONFORMANCE = ("AccessErrorsEndBothQps", "AReceiveBufferTooSmallEndsBothQps", "ABadReceiveSgeIsTheReceiversError", "AtomicsFollowTheModel", "AfterDeregNotAByteIsWritten",
+               "ReregChangesTranslationAccessAndPd", "InlineDataIsCopiedAtPost", "AnErrorFlushesBothQueuesInOrder", "RnrEndsAfterItsRetriesAndNotBefore")
+NOT_BY_HCA = "SolicitedArming*"
+TALK_TIMEOUT = 19  # 2 s, eight of them
+
+
+class HcaHost:
+    """A machine with rdma_rxe and a vrdmad."""
+
+    def __init__(self, side, index, config):
+        self.side, self.index, self.address = side, index, f"{NETWORK}.{index + 1}"
+        self.service = None
+        self.inside("ip", "link", "set", "eth1", "mtu", MTU, "up")
+        self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth1")
+        self.add_hca()
+        self.inside("sh", "-c", f"mkdir -p {FOLDER}; umask 077; cat >{FOLDER}/secret <<'END'\n{config['secret']}\nEND\ncat >{FOLDER}/vrdmad.json <<'END'\n"
+                    f"{json.dumps(config['vrdmad'](index))}\nEND")
+
+    def inside(self, *words, seconds=SECONDS):
+        code, said = replace(self.side, plain=True).run([str(word) for word in words], seconds)
+        if code != 0:
+            raise Failure(f"{' '.join(map(str, words))} left with {code}: {said}")
+        return said
+
+    def add_hca(self):
+        self.inside("rdma", "link", "add", "rxe0", "type", "rxe", "netdev", "eth1")
+        wanted = "ffff:{:02x}{:02x}:{:02x}{:02x}".format(*map(int, self.address.split(".")))
+        wait_until(lambda: wanted in self.inside("sh", "-c", "cd /sys/class/infiniband/rxe0/ports/1/gids && cat 0 1 2 3 4 5 6 7"), 60, "rxe0 has a GID")
+
+    def start_service(self):
+        build = self.side.build
+        self.service = replace(self.side, plain=True).start([str(build.vrdmad), "--socket", f"{FOLDER}/vrdmad.sock", "--foreground", "--config", f"{FOLDER}/vrdmad.json"], "vrdmad")
+        wait_until(lambda: "serves" in self.service.output(), 60, "vrdmad serves", [self.service])
+
+    def show(self, what=None):
+        return json.loads(self.inside(self.side.build.vrdma, "show", *([what] if what else []), "--json"))
+
+    def route(self):
+        return next((route for route in self.show("routes") if "host" in route), None)
+
+    def hca(self):
+        return self.show()["hca"]
+
+
+class World:
+    def __init__(self, folder):
+        self.folder = TempFolder(mode=0o700)
+        self.machines, self.hosts = [], []
+        if len(RXE_FILES) < 2 or not Path(RXE_FILES[0]).exists():
+            raise Skip("rdma_rxe's library is not installed (package ibverbs-providers)")
+        self.build, build = folder, Build.at(folder)
+        files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), RXE_FILES, RXE_MODULES))
+        secret = secrets.token_hex(24)
+        everybody = [{"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "lids": f"{i * 1000 + 1}-{(i + 1) * 1000}"} for i in (0, 1)]
+        config = {"secret": secret, "vrdmad": lambda i: {"hca": {"ack_timeout": ACK_TIMEOUT}, "remote": {"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "secret_file": f"{FOLDER}/secret", "hosts": everybody}}}
+        try:
+            for i in (0, 1):
+                ends = [f"{kind}.type=unix,{kind}.path={self.folder.path}/network.{end}" for kind, end in (("local", i), ("remote", 1 - i))]
+                devices = ["-m", "768M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
+                # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
+                self.machines.append(Shell(*files, f"h{i}", devices, kernel_words=("no_timer_check",)))
+            both(self.machines, Shell.await_boot)
+            for i, machine in enumerate(self.machines):
+                side = MachineSide(build, shell=machine, env={"LC_ALL": "C", "VRDMA_SOCKET": f"{FOLDER}/vrdmad.sock"})
+                self.hosts.append(HcaHost(side, i, config))
+            for host in self.hosts:
+                host.start_service()
+            self.await_route("hca")
+        except BaseException:
+            self.forget()
+            raise
+
+    def await_route(self, via):
+        def gone():
+            routes = [host.route() for host in self.hosts]
+            return all(route and route["state"] == "connected" and route["via"] == via for route in routes)
+        try:
+            wait_until(gone, 60, f"the hosts reach each other by {via}", [host.service for host in self.hosts])
+        except Failure as reason:
+            raise Failure(f"{reason}\n{[host.show('routes') for host in self.hosts]}\n{self.news()}") from None
+
+    def news(self):
+        return "\n".join(host.service.says() for host in self.hosts if host.service)
+
+    def check(self):
+        for host in self.hosts:
+            if not host.service.running():
+                raise Failure(f"vrdmad of h{host.index} died\n{host.service.says()}")
+
+    def pair(self, words, seconds=SECONDS):
+        server, client = self.hosts
+        port = server.side.free_port()
+        return run_pair(server.side, client.side, [*words, "-p", str(port)], [*words, "-p", str(port), server.address], port, seconds)
+
+    def counters(self):
+        """Of both: what the HCAs carried, and what the records did."""
+        shown = [host.show() for host in self.hosts]
+        return {"stalled": sum(one["hca"]["counters"]["stalled"] for one in shown), "by_hca": sum(one["hca"]["counters"]["sent_messages"] for one in shown), "copied": sum(one["hca"]["counters"]["copied_bytes"] for one in shown),
+                "by_records": sum(one["hca"]["counters"]["by_records"] for one in shown), "record_bytes": sum(route["counters"]["sent_bytes"] for one in shown for route in one["carriers"])}
+
+    def close(self):
+        for host in self.hosts:
+            if host.service.running() and host.service.stop(grace_s=20) != 0:
+                raise Failure(f"vrdmad did not leave in order\n{host.service.says()}")
+        for machine in self.machines:
+            machine.leave()
+
+    def forget(self):
+        for host in self.hosts:
+            if host.service:
+                host.service.stop(grace_s=0)
+        for machine in self.machines:
+            machine.stop()
+        self.folder.remove()
+
+
+def cases(world, whole=False):
+    a, b = world.hosts
+
+    def by_hca(words, messages):
+        """Unmodified, by the HCAs, and without a copy."""
+        before = world.counters()
+        world.pair(words)
+        after = world.counters()
+        grew = {name: after[name] - before[name] for name in after}
+        if grew["by_hca"] < messages or grew["copied"] != 0 or grew["by_records"] != 0:
+            raise Failure(f"{grew}, of {messages} messages\n{world.news()}")
+
+    for more in (["-s", "4096", "-c"], ["-s", "65536", "-e"]):
+        yield f"ibv_rc_pingpong {' '.join(more)}", lambda: by_hca(["ibv_rc_pingpong", "-n", "50", *more], 100)
+    for verb, more in (("send", []), ("write", []), ("read", []), ("atomic", [])):
+        yield f"ib_{verb}_lat", lambda: by_hca([f"ib_{verb}_lat", "-F", "-n", "20", *more], 20)
+        size = [] if verb == "atomic" else ["-s", "65536"]
+        yield f"ib_{verb}_bw", lambda: by_hca([f"ib_{verb}_bw", "-F", "-n", "30", *size, *more], 30)
+
+    def others_over_tcp():
+        for transport in ("ud", "srq"):
+            before = world.counters()
+            world.pair([f"ibv_{transport}_pingpong", "-n", "30"])
+            if world.counters()["by_hca"] != before["by_hca"]:
+                raise Failure(f"{transport} went by the HCA")
+    yield "UD and shared receive queues go over tcp beside it", others_over_tcp
+
+    def suite(words):
+        program = a.side.build.vrdma.parent / "vrdma-conformance"
+        port = a.side.free_port()
+        words = [program, "--dev", "vrdma0", "--timeout-scale", "8", *words]
+        server = a.side.start([*words, "--serve", str(port)], "suite")
+        client = None
+        try:
+            wait_until(lambda: a.side.listening(server, port), 60, "the suite's second process listens", [server])
+            client = b.side.start([*words, "--with", f"{a.address}:{port}"], "suite")
+            code = client.wait((3600 if whole else SECONDS) * harness.PATIENCE)
+            passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
+            if code != 0 or not passed or int(passed[1]) == 0:
+                lines = client.output().splitlines()
+                failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
+                raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
+        finally:
+            server.stop()
+            if client:
+                client.stop()
+
+    for name in CONFORMANCE if not whole else ():
+        yield name, lambda: suite(["--filter", name])
+    if whole:
+        yield "the conformance suite", lambda: suite(["--except", NOT_BY_HCA])
+
+    class Flow:
+        """A server of a and a client of b, whose messages flow by the HCAs once it is made."""
+
+        def __init__(self, server, client):
+            """Both get the port first, and the client where the server is."""
+            port = a.side.free_port()
+            self.client = None
+            self.server = a.side.start(server(port), "server")
+            try:
+                wait_until(lambda: a.side.listening(self.server, port), 60, "the server listens", [self.server])
+                before = world.counters()["by_hca"]
+                self.client = b.side.start(client(a.address, port), "client")
+                wait_until(lambda: world.counters()["by_hca"] > before + 20, 60, "messages flow by the HCAs", [self.server, self.client])
+            except BaseException:
+                self.stop()
+                raise
+
+        @staticmethod
+        def of_writes():
+            """More of them than will be done, many at a time."""
+            words = ["ib_write_bw", "-F", "-n", "1000000", "-s", "16384", "-p"]
+            return Flow(lambda port: [*words, port], lambda host, port: [*words, port, host])
+
+        @staticmethod
+        def of_talk(kind):
+            """Each byte is judged, and each addition counted, for as long as they are let."""
+            program = world.build / "tests/vm_talk"
+            return Flow(lambda port: [program, "listen", port, TALK_TIMEOUT, kind], lambda host, port: [program, "connect", host, port, TALK_TIMEOUT, kind])
+
+        def says(self):
+            return "\n".join(program.says() for program in (self.server, self.client) if program)
+
+        def stop(self):
+            for program in (self.server, self.client):
+                if program:
+                    program.stop()
+
+        def goes_on(self):
+            def round_of(program):
+                return int((re.findall(r"round (\d+)", program.output()) or ["0"])[-1])
+            for program in (self.server, self.client):
+                had = round_of(program)
+                wait_until(lambda program=program, had=had: round_of(program) > had + 3, SECONDS, f"they talk on after round {had}", [self.server, self.client])
+            for program in (self.client, self.server):
+                program.stop(grace_s=60)
+            ends(self.client, (0, "ends"))
+
+        def ends_by_retries(self):
+            if self.client.wait(SECONDS * harness.PATIENCE) in (0, None) or "Failed status 12" not in self.client.output():
+                raise Failure(f"the client ended with {self.client.returncode}\n{self.says()}\n{[host.show() for host in world.hosts]}")
+
+    def killed():
+        """A program that dies: its peer's WRITEs end as a cable that was cut ends them, and nothing of it is left with the HCAs."""
+        flow = Flow.of_writes()
+        try:
+            a.inside("kill", "-9", flow.server.pid)
+            flow.ends_by_retries()
+        finally:
+            flow.stop()
+        wait_until(lambda: all(host.hca()["connections"] == host.hca()["registrations"] == 0 for host in world.hosts), 60, "nothing is left",
+                   [host.service for host in world.hosts])
+    yield "a program is killed while messages flow", killed
+
+    def lost():
+        """One of the HCAs goes: of SENDs and READs none is lost, none comes twice, and their programs hear of nothing; WRITEs and atomics that
+        nobody knows the end of are said to be so."""
+        if b.hca()["state"] == "none":  # of a try before
+            b.add_hca()
+            world.await_route("hca")
+        flows = []
+        try:
+            flows = [Flow.of_talk("repeats"), Flow.of_talk("alone"), Flow.of_writes()]
+            repeated, alone, writes = flows
+            b.inside("rdma", "link", "delete", "rxe0")
+            wait_until(lambda: b.hca()["state"] == "none", 60, "the service knows", [b.service])
+            writes.ends_by_retries()
+            repeated.goes_on()
+            if alone.client.running():  # a READ was under way, or nothing
+                alone.client.send_signal(signal.SIGTERM)
+            ends(alone.client, (0, "ends"), (BAD_STATUS, "status 12"))
+        except Failure as reason:
+            raise Failure("\n".join([str(reason), *(flow.says() for flow in flows)])) from None
+        finally:
+            for flow in flows:
+                flow.stop()
+        world.await_route("tcp")
+        if "no HCA there" not in a.route()["why"] or "no HCA here" not in b.route()["why"]:
+            raise Failure(f"{a.route()} {b.route()}")
+        before = world.counters()["by_hca"]
+        world.pair(["ib_write_lat", "-F", "-n", "20"])
+        if world.counters()["by_hca"] != before:
+            raise Failure("an HCA carries messages that is not there")
+    yield "an HCA goes while messages flow", lost
+
+    def back():
+        b.add_hca()
+        world.await_route("hca")
+        by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
+    yield "and comes back", back
+
+    def service_killed():
+        """Who wrote to a guest of it hears that nobody answers; another run of it knows nothing of the connections of the one before, and
+        who comes then goes by the HCAs again."""
+        flow = Flow.of_writes()
+        try:
+            a.inside("kill", "-9", a.service.pid)
+            a.service.stop(grace_s=0)
+            a.start_service()
+            flow.ends_by_retries()
+        finally:
+            flow.stop()
+        world.await_route("hca")
+        by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
+    yield "a service is killed while messages flow", service_killed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default="build/release")
+    parser.add_argument("--only", default="", help="a regular expression: cases to run")
+    parser.add_argument("--whole", action="store_true", help="the whole conformance suite, not a sample")
+    options = parser.parse_args()
+
+    def run():
+        require_emulator()
+        begun = time.monotonic()
+        tally = Tally()
+        world = World(Path(options.build).resolve())
+        try:
+            print(f"two hosts after {time.monotonic() - begun:.0f} s", flush=True)
+
+            def checked(case):
+                for left in reversed(range(TRIES)):
+                    before = world.counters()["stalled"]
+                    try:
+                        case()
+                        break
+                    except Failure as reason:
+                        world.check()
+                        if left == 0 or world.counters()["stalled"] <= before:
+                            raise Failure(f"{reason}\n{world.news()}") from None
+                        print("      again: rdma_rxe has stopped", flush=True)
+                world.check()
+            for name, case in cases(world, options.whole):
+                if re.search(options.only, name):
+                    tally.case(name, lambda case=case: checked(case))
+            if not tally.failed:
+                world.close()
+        finally:
+            world.forget()
+        return tally.finish()
+    return exit_code_of(run, "virtual machines")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

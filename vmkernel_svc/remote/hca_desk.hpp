@@ -1,0 +1,278 @@
+// Connections to other hosts that go by HCAs: a virtual RC queue pair with a receive queue of its own is one RC QP of this host's HCA,
+// which reads and writes guests' memory in place. Work requests are taken, checked and completed by the engine's rules; the hardware
+// moves the bytes, and keeps order, retries and RNR as the virtual queue pair's attributes say. Who says what to the other host's
+// service stands in hca_message.hpp.
+//
+// What the HCA cannot reach:
+// - the operand of an RDMA operation, here or there: that operation goes by records (far_requester.hpp), when those before it are done
+//   and before those after it begin;
+// - buffers of SENDs and receives: through memory of the service (Bounce). `copied_bytes` counts it.
+//
+// Lost is what cannot be known: who loses its HCA, or finds that the other end is not reached by it, stops its QP, and both say how many
+// messages that take a receive WQE have come. What is known not to have been executed is done again by records; READs are, too; a WRITE
+// or atomic that may have been executed and was not acknowledged ends in RETRY_EXC_ERR.
+//
+// Used by the shard's thread only.
+#pragma once
+
+#include <boost/unordered/unordered_flat_map.hpp>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/objects.hpp"
+#include "vmkernel_svc/remote/directory.hpp"
+#include "vmkernel_svc/remote/hca_device.hpp"
+#include "vmkernel_svc/remote/hca_message.hpp"
+
+namespace vrdma::svc {
+
+class Fabric;
+class Shard;
+class FarDesk;
+
+struct HcaSend {  // a send WQE that the HCA has, or had
+  std::uint64_t wr_id;
+  std::uint32_t next_position;
+  std::uint8_t flags;
+  const engine::OpcodeRule* rule;
+  engine::Request request;
+  RemoteOperand remote;
+  engine::ScatterGather local;
+  std::unique_ptr<std::byte[]> inline_bytes;
+  std::vector<remote::Bounce> bounces;
+  std::uint64_t ordinal = 0;  // of those that take a receive WQE
+  bool posted = false;
+  // After a loss: do it again, or it is known to be done, or nobody knows.
+  enum class Fate : std::uint8_t { again, done, unknown } fate = Fate::again;
+};
+
+struct HcaReceive {  // a receive WQE that the HCA has
+  struct Part {      // of its buffers, in memory of the service
+    remote::Bounce bounce;
+    engine::Place place;
+    std::uint64_t offset, bytes;  // in the message
+  };
+  engine::Inbound inbound;
+  std::vector<Part> parts;
+  // Once a message is in it:
+  WcStatus status = WcStatus::success;
+  WcOpcode opcode = WcOpcode::recv;
+  std::uint8_t flags = 0;
+  std::uint32_t bytes = 0, imm_data = 0;
+  std::size_t part = 0;        // being copied to the guest, …
+  std::uint64_t part_done = 0;  // … so far
+};
+
+struct HcaConnection {
+  // calling: the other end has not said hello. stopped: the physical QP is gone, the other end has not said how far it came.
+  // resuming: by records, what was not executed first.
+  enum class Stage : std::uint8_t { calling, bound, stopped, resuming } stage = Stage::calling;
+  MediatedPorts::Qp* qp = nullptr;
+  std::uint64_t number = 0;  // in physical work request ids: number × 2, and 1 for a receive
+  remote::HostId host = 0;
+  std::uint32_t epoch = 0, their_epoch = 0;
+  remote::HcaMessage theirs{};
+  bool heard = false, allowed = false, sending = false;  // hello has come; ready has; the physical QP is in RTS
+  bool closed_there = false;
+  bool refused_there = false;  // what was not executed is known
+  bool losing = false;         // its hardware has failed; lose() comes
+
+  std::uint64_t pd = 0;
+  remote::HcaDomain* domain = nullptr;
+  ibv_qp* physical = nullptr;
+  remote::HcaDevice::Cq* cq = nullptr;
+  remote::HcaDevice::QpWish wish{};
+
+  std::deque<HcaSend> outstanding;
+  std::deque<HcaReceive> posted, arrived;
+  std::uint64_t sent = 0, received = 0;  // messages that take a receive WQE
+  std::uint64_t completed = 0;           // sends
+  struct Look {  // the last one at whether anything moves, and how many before it saw the same
+    std::uint64_t completed = 0, received = 0;
+    std::uint32_t sends_unmoved = 0, receives_unmoved = 0;
+  } look;
+  std::uint32_t flushed = 0;             // completions of a QP that was stopped
+  std::map<std::uint64_t, std::uint64_t> told_bytes;  // of messages whose payload went by records, by ordinal
+
+  struct Preparing {  // the operation under way: gathered, not posted yet
+    HcaSend send;
+    std::vector<ibv_sge> sges;
+    struct Part {
+      engine::Place from;
+      std::byte* to;
+      std::uint64_t bytes;
+    };
+    std::vector<Part> parts;
+    std::size_t part = 0;
+    std::uint64_t part_done = 0;
+  };
+  std::unique_ptr<Preparing> preparing;
+  bool copy_of_receive = false;  // the copy that is pending
+  bool by_records = false;       // the operation under way goes so
+  std::unique_ptr<HcaSend> after_records;  // what the HCA has to do then
+  std::unique_ptr<HcaSend> again;  // by records: the one under way
+  Key asked{};                   // a remote key, and …
+  Key answered{};                // … one that the other end does not know: the operation under way goes by records
+  std::uint64_t waiting_since_ns = 0;
+};
+
+class HcaDesk {
+ public:
+  using Qp = MediatedPorts::Qp;
+
+  HcaDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Engine<MediatedPorts>& engine, FarDesk& far);
+  ~HcaDesk();
+
+  bool turn();
+  bool anything_waiting() const { return found_; }
+  void prepare_to_sleep();  // completions that come now wake the shard
+  std::uint64_t next_wake_ns() const { return check_ns_; }
+
+  // A queue pair was connected, or something about its path has changed.
+  void consider(Qp& qp);
+  // It has a connection here: one turn.
+  engine::Progress run(Qp& qp, engine::Budget& budget);
+  // It is reset or goes away; nothing is completed.
+  void leave(Qp& qp);
+  // Its P_Key is another; who is in which partition has changed: who may not speak to each other is found out by records.
+  void pkey_changed(Qp& qp);
+  void look_at_partitions();
+  // Before a region goes or changes: the HCA has none of it any more when this returns. False: a host that was told its key has not
+  // said yet that it has forgotten it.
+  bool forget_region(std::uint32_t slot);
+
+  void new_session(remote::HostId host);
+  void arrived(engine::FarFramePtr frame);
+  void peer_goes_by_records(remote::HostId host, std::uint32_t qpn);  // it has opened a connection of records
+  bool holds(remote::HostId host) const;  // it may still say that it has an HCA
+
+  struct Counters {
+    std::uint64_t sent = 0, received = 0, copied_bytes = 0, copies = 0, by_records = 0, losses = 0, keys_asked = 0, revoked = 0, stalled = 0;
+  };
+  const Counters& counters() const { return counters_; }
+  const remote::HcaDevice* device() const { return device_.get(); }
+  remote::HcaDevice* device() { return device_.get(); }
+  const std::string& why_no_device() const { return why_; }
+  std::size_t connection_count() const;      // that are bound
+  std::size_t registration_count() const;
+  // How connections to that host go, in words; empty: by HCAs.
+  std::string why_not(remote::HostId host) const;
+  std::string why_not(const Qp& qp) const;
+
+ private:
+  using Stage = HcaConnection::Stage;
+  struct Host {
+    bool heard = false, present = false;
+    std::uint8_t link_layer = 0;
+    std::uint64_t since_ns = 0;  // the session
+    std::string text;
+    boost::unordered_flat_map<std::uint32_t, std::uint32_t> keys;  // the guests' there → the HCA's there; 0: by records
+  };
+  struct Hello {
+    remote::HcaMessage message;
+    std::uint32_t epoch;
+    bool none;
+  };
+  struct Registered {
+    struct Piece {
+      ibv_mr* mr = nullptr;
+      bool tried = false;
+    };
+    std::uint64_t generation = 0, pd = 0;
+    remote::HcaDomain* domain = nullptr;
+    std::vector<Piece> pieces;
+    std::vector<remote::HostId> askers;
+  };
+  enum class Step : std::uint8_t { posted, waiting, ended };
+
+  // hca_desk.cpp: the device and the other hosts
+  void look_at_device();
+  void open_device();
+  void device_lost(const std::string& why);
+  void announce_device(remote::HostId host);
+  void look_at_progress();
+  std::uint8_t ack_timeout(const QpAttributes& attributes) const;  // of the physical queue pair
+  void say(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, remote::HcaMessage message);
+  void say(HcaConnection& c, remote::HcaKind kind, remote::HcaMessage message = {});
+  void on_host(remote::HostId host, const remote::HcaMessage& message);
+
+  // hca_connection.cpp: connections from their beginning to their end
+  void say_none(Qp& qp, remote::HostId host, const std::string& why);
+  void say_hello(HcaConnection& c);
+  bool create(HcaConnection& c);
+  void heard(HcaConnection& c, const Hello& hello);
+  void bind(HcaConnection& c);
+  bool to_rts(HcaConnection& c);
+  void go_by_records(HcaConnection& c, const std::string& why);
+  bool may_speak(HcaConnection& c);
+  void on_hello(remote::HostId host, std::uint32_t connection, Hello hello);
+  HcaConnection* bound_to(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, const remote::HcaMessage& message);
+  std::string refusal(const Qp& qp) const;
+
+  // hca_loss.cpp: what becomes of one that is lost or ends
+  void stop(HcaConnection& c);
+  void lose(HcaConnection& c);
+  void resolve(HcaConnection& c, std::uint64_t count);
+  void drop(HcaConnection& c);  // qp.port.hca is nullptr afterwards
+  void free_physical(HcaConnection& c);
+  void free_bounces(HcaConnection& c, std::vector<remote::Bounce>& bounces);
+  void flush(HcaConnection& c);
+  void load(Qp& qp, HcaSend& send);
+  engine::Progress resume(HcaConnection& c, engine::Budget& budget);
+
+  // hca_completion.cpp: completions
+  bool poll();
+  bool poll(remote::HcaDevice::Cq& cq);
+  void look_at_events();
+  void send_done(HcaConnection& c, const ibv_wc& wc);
+  void receive_done(HcaConnection& c, const ibv_wc& wc);
+  void succeed(HcaConnection& c, const HcaSend& send);
+  void lose_soon(HcaConnection& c);
+  void fail(HcaConnection& c, const HcaSend& send, WcStatus status);
+  bool take_arrived(HcaConnection& c);
+  engine::MemoryStatus copy(HcaConnection& c, engine::Place to, engine::Place from, std::uint64_t bytes, bool of_receive);
+  void wake(HcaConnection& c);
+
+  // hca_mover.cpp: work requests, and turns
+  bool pump_receives(HcaConnection& c);
+  Step post(HcaConnection& c);
+  Step post_prepared(HcaConnection& c);
+  bool prepare(HcaConnection& c);
+  HcaSend describe(Qp& qp);
+  Step by_records(HcaConnection& c);
+  bool patient(HcaConnection& c);
+
+  // hca_memory.cpp: registrations and keys
+  ibv_mr* local(std::uint32_t slot, const Region& region, std::size_t piece);
+  Registered& registered(std::uint32_t slot, const Region& region);
+  std::uint32_t remote_key(const Qp& qp, Key rkey, bool& known, remote::HostId asker);
+  std::optional<std::uint32_t> key_of(HcaConnection& c, Key rkey);  // nullopt: asked for
+  void on_key(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, const remote::HcaMessage& message);
+  // Walks what lies at `place`: reached(sge) for what the HCA reaches, other(place, bytes) for the rest.
+  template <class Reached, class Other>
+  void for_each_part(engine::Place place, std::uint64_t bytes, Reached&& reached, Other&& other);
+
+  Fabric& fabric_;
+  Shard& shard_;
+  MediatedPorts& ports_;
+  engine::Engine<MediatedPorts>& engine_;
+  FarDesk& far_;
+  std::unique_ptr<remote::HcaDevice> device_;
+  std::string why_;
+  std::map<remote::HostId, Host> hosts_;
+  std::map<std::uint64_t, std::unique_ptr<HcaConnection>> connections_;  // by number
+  std::map<std::pair<remote::HostId, std::uint32_t>, Hello> hellos_;     // by who said it; for queue pairs that are not connected yet
+  boost::unordered_flat_map<std::uint32_t, Registered> registered_;      // by region slot
+  std::map<std::uint32_t, std::uint32_t> revoking_;                      // by key: hosts that have not answered
+  std::vector<std::uint64_t> losing_;  // connections that are to be lost once all completions were looked at
+  std::uint64_t next_number_ = 1;
+  std::uint64_t check_ns_ = 0;
+  bool found_ = false, armed_ = false, fatal_ = false;
+  Counters counters_;
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,234 @@
+#include "vmkernel_svc/remote/hca_device.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+namespace vrdma::remote {
+
+namespace {
+
+constexpr std::uint32_t cq_entries_max = 16384;
+constexpr std::size_t bounce_kept_bytes = 65536;  // smaller ones have this size and are used again
+constexpr std::size_t bounces_kept = 64;
+
+std::string line_of(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+// <infiniband/verbs.h> sends calls of this name through an inline function of its own.
+int query_port(const HcaLibrary& library, ibv_context* context, std::uint8_t port, ibv_port_attr& attributes) {
+  std::memset(&attributes, 0, sizeof(attributes));
+  return (library.ibv_query_port)(context, port, reinterpret_cast<_compat_ibv_port_attr*>(&attributes));
+}
+
+void set_nonblocking(int fd) { ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK); }
+
+}  // namespace
+
+std::unique_ptr<HcaDevice> HcaDevice::open(const svc::HcaSettings& wanted, std::string& why) {
+  const HcaLibrary* const library = HcaLibrary::load(why);
+  if (library == nullptr) return nullptr;
+  std::unique_ptr<HcaDevice> device(new HcaDevice(*library));
+  if (!device->choose(wanted, why)) return nullptr;
+  device->channel_ = library->ibv_create_comp_channel(device->context_);
+  if (device->channel_ == nullptr) {
+    why = fmt::format("{} gives no completion channel ({})", device->name_, std::strerror(library->error()));
+    return nullptr;
+  }
+  set_nonblocking(device->channel_->fd);
+  set_nonblocking(device->context_->async_fd);
+  return device;
+}
+
+bool HcaDevice::choose(const svc::HcaSettings& wanted, std::string& why) {
+  int count = 0;
+  ibv_device** const list = library_.ibv_get_device_list(&count);
+  if (list == nullptr || count == 0) {
+    if (list != nullptr) library_.ibv_free_device_list(list);
+    why = "the kernel has no RDMA device (rdma link shows them; ib_uverbs must be loaded)";
+    return false;
+  }
+  why = wanted.device.empty() ? "no port of an RDMA device is active (rdma link shows them)" : fmt::format("there is no RDMA device {} (rdma link shows them)", wanted.device);
+  for (int i = 0; i < count && context_ == nullptr; ++i) {
+    if (!wanted.device.empty() && wanted.device != list[i]->name) continue;
+    ibv_context* const context = library_.ibv_open_device(list[i]);
+    if (context == nullptr) {
+      why = fmt::format("{} cannot be opened ({}): vrdmad needs /dev/infiniband/{}", list[i]->name, std::strerror(library_.error()), list[i]->dev_name);
+      continue;
+    }
+    if (library_.ibv_query_device(context, &attributes_) == 0) {
+      for (std::uint8_t port = 1; port <= attributes_.phys_port_cnt && context_ == nullptr; ++port) {
+        if (wanted.port != 0 && wanted.port != port) continue;
+        if (query_port(library_, context, port, port_attributes_) != 0) continue;
+        if (port_attributes_.state != IBV_PORT_ACTIVE) {
+          why = fmt::format("port {} of {} is not active (rdma link shows its state)", port, list[i]->name);
+          continue;
+        }
+        context_ = context;
+        port_ = port;
+        mtu_ = static_cast<std::uint8_t>(port_attributes_.active_mtu);
+        while (wanted.mtu != 0 && mtu_ > IBV_MTU_256 && 128u << mtu_ > wanted.mtu) --mtu_;
+        name_ = list[i]->name;
+        node_ = list[i]->dev_path;
+      }
+    }
+    if (context_ == nullptr) library_.ibv_close_device(context);
+  }
+  library_.ibv_free_device_list(list);
+  return context_ != nullptr && choose_gid(wanted, why);
+}
+
+// RoCE v2 of an IPv4 address before any other v2, and that before v1: routers take it, and so do firewalls that know UDP.
+bool HcaDevice::choose_gid(const svc::HcaSettings& wanted, std::string& why) {
+  const bool ethernet = port_attributes_.link_layer == IBV_LINK_LAYER_ETHERNET;
+  const std::string folder = fmt::format("/sys/class/infiniband/{}/ports/{}/gid_attrs/", name_, port_);
+  int best = -1;
+  for (int index = 0; index < port_attributes_.gid_tbl_len; ++index) {
+    if (wanted.gid_index >= 0 && wanted.gid_index != index) continue;
+    ibv_gid gid{};
+    if (library_.ibv_query_gid(context_, port_, index, &gid) != 0 || (gid.global.subnet_prefix == 0 && gid.global.interface_id == 0)) continue;
+    const std::string type = line_of(folder + fmt::format("types/{}", index));
+    static constexpr unsigned char ipv4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    const int rank = 1 + 2 * (type == "RoCE v2") + (std::memcmp(gid.raw, ipv4, sizeof(ipv4)) == 0);
+    if (rank <= best) continue;
+    best = rank;
+    gid_index_ = index;
+    gid_ = gid;
+    gid_type_ = ethernet ? type : "IB";
+    if (!ethernet) break;
+  }
+  if (best < 0) why = wanted.gid_index >= 0 ? fmt::format("{} has no GID {} at port {}", name_, wanted.gid_index, port_) : fmt::format("{} has no GID at port {}: give its interface an address", name_, port_);
+  return best >= 0;
+}
+
+HcaDevice::~HcaDevice() {
+  for (auto& [number, domain] : domains_) free(*domain);
+  for (auto& cq : cqs_) library_.ibv_destroy_cq(cq->cq);
+  if (channel_ != nullptr) library_.ibv_destroy_comp_channel(channel_);
+  if (context_ != nullptr) library_.ibv_close_device(context_);
+}
+
+bool HcaDevice::present() const { return ::access(node_.c_str(), F_OK) == 0; }
+
+const char* HcaDevice::port_state() {
+  static constexpr const char* names[] = {"nop", "down", "init", "armed", "active", "active-defer"};
+  ibv_port_attr now;
+  if (!present() || query_port(library_, context_, port_, now) != 0) return "gone";
+  return now.state < std::size(names) ? names[now.state] : "unknown";
+}
+
+// --- protection domains and memory ----------------------------------------------------------------------------
+
+HcaDomain* HcaDevice::domain(std::uint64_t number) {
+  const auto known = std::find_if(domains_.begin(), domains_.end(), [&](const Numbered& one) { return one.number == number; });
+  if (known != domains_.end()) return ++known->domain->users, known->domain.get();
+  auto domain = std::make_unique<HcaDomain>();
+  domain->pd = library_.ibv_alloc_pd(context_);
+  if (domain->pd == nullptr) return nullptr;
+  domain->users = 1;
+  domains_.push_back({number, std::move(domain)});
+  return domains_.back().domain.get();
+}
+
+bool HcaDevice::has_domain(std::uint64_t number) const {
+  return std::any_of(domains_.begin(), domains_.end(), [&](const Numbered& one) { return one.number == number; });
+}
+
+void HcaDevice::release(std::uint64_t number) {
+  const auto known = std::find_if(domains_.begin(), domains_.end(), [&](const Numbered& one) { return one.number == number; });
+  if (known == domains_.end() || --known->domain->users != 0) return;
+  free(*known->domain);
+  domains_.erase(known);
+}
+
+void HcaDevice::free(HcaDomain& domain) {
+  for (Bounce& bounce : domain.bounces) library_.ibv_dereg_mr(bounce.mr);
+  library_.ibv_dealloc_pd(domain.pd);
+}
+
+ibv_mr* HcaDevice::register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access) {
+  ibv_mr* const mr = (library_.ibv_reg_mr_iova)(domain.pd, memory, bytes, iova, access);
+  if (mr != nullptr) return ++registrations, mr;
+  static bool said = false;
+  if (!std::exchange(said, true))
+    spdlog::warn("{} does not register {} bytes of a guest ({}): what it cannot reach goes by copies, or by records; where memory is locked, "
+                 "raise LimitMEMLOCK of vrdmad",
+                 name_, bytes, std::strerror(library_.error()));
+  return nullptr;
+}
+
+bool HcaDevice::take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce) {
+  if (bytes <= bounce_kept_bytes && !domain.bounces.empty()) {
+    bounce = std::move(domain.bounces.back());
+    domain.bounces.pop_back();
+    return true;
+  }
+  bounce.bytes = std::max(bytes, bounce_kept_bytes);
+  bounce.memory.reset(new (std::nothrow) std::byte[bounce.bytes]);
+  if (!bounce.memory) return false;
+  bounce.mr = register_memory(domain, bounce.memory.get(), bounce.bytes, static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), IBV_ACCESS_LOCAL_WRITE);
+  return bounce.mr != nullptr;
+}
+
+void HcaDevice::give_bounce(HcaDomain& domain, Bounce bounce) {
+  if (bounce.bytes == bounce_kept_bytes && domain.bounces.size() < bounces_kept)
+    domain.bounces.push_back(std::move(bounce));
+  else
+    library_.ibv_dereg_mr(bounce.mr);
+}
+
+// --- queue pairs ----------------------------------------------------------------------------------------------
+
+ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, Cq*& cq) {
+  const std::uint32_t entries = wish.send_wr + wish.receive_wr;
+  cq = nullptr;
+  for (auto& one : cqs_)
+    if (one->free >= entries) cq = one.get();
+  if (cq == nullptr) {
+    const auto size = std::min<std::uint32_t>(cq_entries_max, static_cast<std::uint32_t>(attributes_.max_cqe));
+    if (size < entries) return nullptr;
+    ibv_cq* const made = library_.ibv_create_cq(context_, static_cast<int>(size), nullptr, channel_, 0);
+    if (made == nullptr) return nullptr;
+    cqs_.push_back(std::make_unique<Cq>(Cq{made, size}));
+    cq = cqs_.back().get();
+  }
+  ibv_qp_init_attr wanted{};
+  wanted.send_cq = wanted.recv_cq = cq->cq;
+  wanted.qp_type = IBV_QPT_RC;
+  wanted.sq_sig_all = 1;
+  wanted.cap = {wish.send_wr, wish.receive_wr, wish.sge, wish.sge, wish.inline_bytes};
+  ibv_qp* const qp = library_.ibv_create_qp(domain.pd, &wanted);
+  if (qp != nullptr) cq->free -= entries;
+  return qp;
+}
+
+void HcaDevice::destroy(ibv_qp* qp, Cq& cq, const QpWish& wish) {
+  library_.ibv_destroy_qp(qp);
+  cq.free += wish.send_wr + wish.receive_wr;
+}
+
+// --- events ---------------------------------------------------------------------------------------------------
+
+void HcaDevice::arm() {
+  for (auto& cq : cqs_) ibv_req_notify_cq(cq->cq, 0);
+}
+
+void HcaDevice::take_completion_events() {
+  ibv_cq* cq;
+  void* context;
+  while (library_.ibv_get_cq_event(channel_, &cq, &context) == 0) library_.ibv_ack_cq_events(cq, 1);
+}
+
+bool HcaDevice::next_event(ibv_async_event& event) { return library_.ibv_get_async_event(context_, &event) == 0; }
+
+}  // namespace vrdma::remote

@@ -1,0 +1,109 @@
+// A physical HCA of this host: one port of one device of the host's libibverbs, with what the carrier needs of it. It knows nothing of
+// guests. Used by the shard's thread only; nothing here waits but for the kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/config.hpp"
+#include "vmkernel_svc/remote/hca_library.hpp"
+
+namespace vrdma::remote {
+
+// Memory of the service that the HCA reads and writes for guests' memory that it cannot reach.
+struct Bounce {
+  std::unique_ptr<std::byte[]> memory;
+  std::size_t bytes = 0;
+  ibv_mr* mr = nullptr;
+};
+
+// One for each protection domain of a guest.
+struct HcaDomain {
+  ibv_pd* pd = nullptr;
+  std::uint32_t users = 0;      // connections and registrations
+  std::vector<Bounce> bounces;  // free ones of bounce_kept_bytes
+};
+
+class HcaDevice {
+ public:
+  struct Cq {
+    ibv_cq* cq = nullptr;
+    std::uint32_t free = 0;  // entries that no queue pair has been promised
+  };
+  struct QpWish {
+    std::uint32_t send_wr, receive_wr, sge, inline_bytes;
+  };
+
+  // nullptr: there is none, and `why` says so to a person.
+  static std::unique_ptr<HcaDevice> open(const svc::HcaSettings& wanted, std::string& why);
+  ~HcaDevice();
+  HcaDevice(const HcaDevice&) = delete;
+  HcaDevice& operator=(const HcaDevice&) = delete;
+
+  bool present() const;  // whether the kernel still has it
+  const std::string& name() const { return name_; }
+  std::uint8_t port() const { return port_; }
+  int gid_index() const { return gid_index_; }
+  const ibv_gid& gid() const { return gid_; }
+  const std::string& gid_type() const { return gid_type_; }
+  std::uint8_t mtu() const { return mtu_; }  // enum ibv_mtu: what connections use
+  const ibv_port_attr& port_attributes() const { return port_attributes_; }
+  const ibv_device_attr& attributes() const { return attributes_; }
+  const char* port_state();
+  const std::string& flow_control() const { return flow_control_; }
+
+  HcaDomain* domain(std::uint64_t number);  // nullptr: none can be had
+  bool has_domain(std::uint64_t number) const;
+  void release(std::uint64_t number);       // one user less
+  ibv_mr* register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access);
+  void deregister(ibv_mr* mr) { library_.ibv_dereg_mr(mr); }
+  bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);
+  void give_bounce(HcaDomain& domain, Bounce bounce);
+
+  ibv_qp* create(HcaDomain& domain, const QpWish& wish, Cq*& cq);
+  void destroy(ibv_qp* qp, Cq& cq, const QpWish& wish);
+  bool modify(ibv_qp* qp, ibv_qp_attr& attributes, int mask) { return library_.ibv_modify_qp(qp, &attributes, mask) == 0; }
+  std::vector<std::unique_ptr<Cq>>& cqs() { return cqs_; }
+
+  // For sleep: descriptors that become readable, and what makes them so.
+  int completion_fd() const { return channel_->fd; }
+  int event_fd() const { return context_->async_fd; }
+  void arm();
+  void take_completion_events();
+  bool next_event(ibv_async_event& event);  // to be acknowledged
+  void acknowledge(ibv_async_event& event) { library_.ibv_ack_async_event(&event); }
+  const char* explain(ibv_wc_status status) const { return library_.ibv_wc_status_str(status); }
+  int error() const { return library_.error(); }
+
+  std::uint64_t registrations = 0;  // made so far
+
+ private:
+  struct Numbered {
+    std::uint64_t number;
+    std::unique_ptr<HcaDomain> domain;
+  };
+  explicit HcaDevice(const HcaLibrary& library) : library_(library) {}
+  bool choose(const svc::HcaSettings& wanted, std::string& why);
+  bool choose_gid(const svc::HcaSettings& wanted, std::string& why);
+  void free(HcaDomain& domain);
+
+  const HcaLibrary& library_;
+  std::string name_, node_;  // node_: what the kernel takes away with the device
+  ibv_context* context_ = nullptr;
+  ibv_comp_channel* channel_ = nullptr;
+  std::uint8_t port_ = 1;
+  std::uint8_t mtu_ = 0;
+  int gid_index_ = 0;
+  ibv_gid gid_{};
+  std::string gid_type_, flow_control_ = "unknown";
+  ibv_port_attr port_attributes_{};
+  ibv_device_attr attributes_{};
+  std::vector<Numbered> domains_;
+  std::vector<std::unique_ptr<Cq>> cqs_;
+};
+
+}  // namespace vrdma::remote

@@ -1,0 +1,59 @@
+// What two services say to each other of HCAs: the payload of records of kind `hca`, which the carrier of records takes like any other,
+// once and in order. A service that does not know the kind drops it, says nothing of an HCA itself, and so is spoken to by records.
+//
+//     host       at the beginning of a session: there is an HCA here, or there is none any more, and why
+//     hello      this queue pair (record.connection, in its record.epoch) is physical QP `qpn` here, waiting for yours
+//     none       this queue pair goes by records, and why
+//     ready      I have heard of yours, and take what you send
+//     want_key   which key has the memory here that your queue pair may name by `rkey`?   →   key
+//     revoke     … does not have it any more                                              →   revoked
+//     ordinal    message `count` of those that take a receive WQE has had `bytes` by records
+//     stalled    the HCA has had no answer for long, of `count` messages that take a receive WQE: who has given its HCA the WQEs for
+//                them says lost
+//     lost       my HCA is gone, or does not reach yours: `count` messages that take a receive WQE came. Both say it.
+//     bye        the queue pair is reset, destroyed or in error
+//
+// A connection goes by HCAs if both ends have said hello; it is bound from then on to those two epochs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "vrdma/wire.hpp"
+
+namespace vrdma::remote {
+
+enum class HcaKind : std::uint8_t { host = 1, hello, none, ready, want_key, key, revoke, revoked, ordinal, stalled, lost, bye };
+
+constexpr std::uint16_t hca_version = 1;
+
+struct HcaMessage {
+  std::uint16_t version;
+  std::uint8_t link_layer;       // host, hello: IBV_LINK_LAYER_…; host: 0 says that there is no HCA
+  std::uint8_t mtu;              // hello: enum ibv_mtu, the largest that this end takes
+  std::uint32_t to_qpn;          // all but host, revoke, revoked: the queue pair that it is for, …
+  std::uint32_t to_epoch;        // ready and what comes after it: … in this epoch
+  std::uint32_t qpn;             // hello: physical
+  std::uint8_t gid[16];          // hello
+  std::uint64_t guid;            // hello, none: of the guest's port
+  std::uint64_t count, bytes;    // ordinal, lost
+  std::uint32_t guest_link_layer;
+  std::uint16_t guest_lid;
+  std::uint16_t lid;             // hello: of the HCA's port
+  std::uint32_t rkey;            // want_key, key, revoke, revoked: the guest's
+  std::uint32_t physical_rkey;   // key; 0: by records
+  std::uint8_t max_dest_rd_atomic;  // hello
+  std::uint8_t known;            // key: it may be kept until it is revoked
+  std::uint8_t padding[2];
+  std::uint16_t pkey;            // hello: of the guest's queue pair
+  std::uint8_t reserved[2];
+  char text[96];                 // host: the device's name, or why there is none; none: why
+};
+static_assert(WireRecord<HcaMessage> && sizeof(HcaMessage) == 176);
+
+inline void put_text(HcaMessage& to, const std::string& text) { std::memcpy(to.text, text.data(), std::min(text.size(), sizeof(to.text) - 1)); }
+inline std::string text_of(const HcaMessage& from) { return std::string(from.text, ::strnlen(from.text, sizeof(from.text))); }
+
+}  // namespace vrdma::remote
