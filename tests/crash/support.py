@@ -159,6 +159,15 @@ class Client:
             self.process.stdin.write("s")
             self.process.stdin.flush()
 
+    def early_result(self):
+        """The outcome of one that says it before its peer's end, and then goes on; result() is still to be asked."""
+        for line in self.process.stdout:
+            if line.startswith("done "):
+                return line.strip()[5:]
+            if not line.startswith("ready"):
+                raise Failure(f"a client says {line.strip()!r}")
+        raise Failure(f"a client ended with {self.process.wait()} before it said its outcome")
+
     def result(self):
         """The outcome of an orderly end; Failure for any other. A client that hangs is ended by its own watchdog."""
         with contextlib.suppress(BrokenPipeError):
