@@ -147,6 +147,7 @@ class Client:
             arguments += [f"--{key}", str(value)]
         if unmapped:  # a limit below the size of the memory window: all its memory is reached through the process
             arguments = ["prlimit", f"--fsize={1 << 30}", *arguments]
+        self.said = ""  # of its outcome, by early_result()
         self.process = subprocess.Popen(arguments, pass_fds=[peer.fileno()], env=environment, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, user=user)
 
@@ -160,9 +161,10 @@ class Client:
             self.process.stdin.flush()
 
     def early_result(self):
-        """The outcome of one that says it before its peer's end, and then goes on; result() is still to be asked."""
+        """The outcome of one that may say it before its peer's end, and then goes on; result() is still to be asked."""
         for line in self.process.stdout:
             if line.startswith("done "):
+                self.said = line
                 return line.strip()[5:]
             if not line.startswith("ready"):
                 raise Failure(f"a client says {line.strip()!r}")
@@ -172,7 +174,7 @@ class Client:
         """The outcome of an orderly end; Failure for any other. A client that hangs is ended by its own watchdog."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        out = self.process.stdout.read()
+        out = self.said + self.process.stdout.read()
         code = self.process.wait()
         last = out.strip().rsplit("\n", 1)[-1]
         if code == -signal.SIGALRM:
