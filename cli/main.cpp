@@ -2,6 +2,8 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "cli/bench.hpp"
+#include "cli/direct.hpp"
 #include "cli/doctor.hpp"
 #include "cli/host.hpp"
 #include "cli/run.hpp"
@@ -19,6 +21,7 @@ constexpr const char* about =
     "  vrdma run -- ib_send_lat localhost    … and its client, unmodified\n"
     "  vrdma show                            who is attached\n"
     "  vrdma doctor                          what is missing on this machine, and what it costs\n"
+    "  vrdma bench                           how fast it is here, beside what else there is\n"
     "  vrdma vm add NAME                     a virtual machine, and how to start it";
 
 CLI::App* add_run(CLI::App& app, RunOptions& options) {
@@ -47,6 +50,17 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
   command->add_flag("-j,--json", options.json, "print JSON");
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
+  return command;
+}
+
+CLI::App* add_direct(CLI::App& app, DirectOptions& options) {
+  CLI::App* const command = app.add_subcommand(
+      "direct", "Say whether guests may move their data themselves, where the service offers that (vrdmad --direct auto). Connections\n"
+                "that stand change over between two messages. Root and the service's own user say it of everybody, others of theirs.");
+  command->add_option("mode", options.mode, "auto: whoever can be direct is; mediated: everything goes through the service")
+      ->required()->check(CLI::IsMember({"auto", "mediated"}));
+  command->add_option("-g,--guest", options.guest, "of one guest only: its number in vrdma show guests")->check(CLI::PositiveNumber);
+  command->add_option("-s,--socket", options.socket, "socket of the service; default: as for vrdma show");
   return command;
 }
 
@@ -149,6 +163,8 @@ int main(int argc, char** argv) {
   std::string metrics_socket;
   CLI::App* const run_command = add_run(app, run_options);
   CLI::App* const show_command = add_show(app, show_options);
+  DirectOptions direct_options;
+  CLI::App* const direct_command = add_direct(app, direct_options);
   CLI::App* const doctor_command = app.add_subcommand(
       "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
   doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
@@ -157,6 +173,11 @@ int main(int argc, char** argv) {
   doctor_command->add_option("--folder", doctor_options.folder, "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)");
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
+
+  // Its own program has the options, and their help.
+  CLI::App* const bench_command = app.add_subcommand("bench", "Measure how fast RDMA is here, beside peers and floors; compare two such runs.");
+  bench_command->prefix_command();
+  bench_command->set_help_flag();
 
   VmOptions vm_options;
   VmCommand vm_command = nullptr;
@@ -177,8 +198,10 @@ int main(int argc, char** argv) {
   try {
     if (run_command->parsed()) return run(run_options);
     if (show_command->parsed()) return show(show_options);
+    if (direct_command->parsed()) return direct(direct_options);
     if (doctor_command->parsed()) return doctor(doctor_options);
     if (metrics_command->parsed()) return metrics(metrics_socket);
+    if (bench_command->parsed()) bench(bench_command->remaining());
     if (vm_command != nullptr) return vm_command(vm_options);
     if (vm->parsed()) {
       std::fprintf(stderr, "vrdma: vm: nothing to do: name a subcommand, add, list, show or remove (vrdma vm --help says more)\n");
@@ -189,7 +212,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show or remove (vrdma host --help says more)\n");
       return usage_error;
     }
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, doctor, metrics, vm or host (vrdma --help says more)\n");
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

@@ -7,29 +7,46 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "vrdma/control.hpp"
-
 namespace vrdma::cli {
 
-nlohmann::json query(const Service& service) {
+namespace {
+
+std::runtime_error no_answer(const Service& service, int error) {
+  return std::runtime_error(fmt::format("the service at {} did not answer ({}): is it of this version?", service.path, std::strerror(error)));
+}
+
+struct Answer {
+  int status;
+  std::vector<std::byte> body;
+  std::vector<vmci::UniqueFd> descriptors;
+};
+
+Answer ask(const Service& service, control::Request request, std::span<const std::byte> body = {}) {
   constexpr int answer_timeout_ms = 5000;
-  const auto refuse = [&](int error) -> std::runtime_error {
-    return std::runtime_error(fmt::format("the service at {} did not answer ({}): is it of this version?", service.path,
-                                          std::strerror(error)));
-  };
   control::Head head{};
-  head.record.control = static_cast<std::uint32_t>(control::Request::show);
+  head.record.control = static_cast<std::uint32_t>(request);
+  head.record.word = static_cast<std::uint32_t>(body.size());
   head.sequence = 1;
-  if (const auto sent = service.socket.send(std::as_bytes(std::span(&head, 1))); !sent) throw refuse(value(sent.error()));
-  std::array<std::byte, 4096> packet;
+  std::vector<std::byte> packet(sizeof(head) + body.size());
+  std::memcpy(packet.data(), &head, sizeof(head));
+  if (!body.empty()) std::memcpy(packet.data() + sizeof(head), body.data(), body.size());
+  if (const auto sent = service.socket.send(packet); !sent) throw no_answer(service, value(sent.error()));
+  packet.resize(4096);
   auto received = service.socket.receive(packet, answer_timeout_ms);
-  if (!received) throw refuse(value(received.error()));
-  if (received->bytes < sizeof(head)) throw refuse(EPROTO);
+  if (!received) throw no_answer(service, value(received.error()));
+  if (received->bytes < sizeof(head)) throw no_answer(service, EPROTO);
   std::memcpy(&head, packet.data(), sizeof(head));
-  if (head.status != 0 || received->descriptors.size() != 1) throw refuse(head.status != 0 ? head.status : EPROTO);
+  return {head.status, {packet.begin() + sizeof(head), packet.begin() + static_cast<std::ptrdiff_t>(received->bytes)}, std::move(received->descriptors)};
+}
+
+}  // namespace
+
+nlohmann::json query(const Service& service) {
+  const Answer answer = ask(service, control::Request::show);
+  if (answer.status != 0 || answer.descriptors.size() != 1) throw no_answer(service, answer.status != 0 ? answer.status : EPROTO);
   std::string text;
   std::array<char, 65536> part;
-  const int fd = received->descriptors.front().get();
+  const int fd = answer.descriptors.front().get();
   for (off_t at = 0;;) {
     const ssize_t got = ::pread(fd, part.data(), part.size(), at);
     if (got <= 0) break;
@@ -37,6 +54,15 @@ nlohmann::json query(const Service& service) {
     at += got;
   }
   return nlohmann::json::parse(text);
+}
+
+Result<control::SetDirectReply> set_direct(const Service& service, const control::SetDirectRequest& request) {
+  const Answer answer = ask(service, control::Request::set_direct, std::as_bytes(std::span(&request, 1)));
+  if (answer.status != 0) return Errno{answer.status};
+  control::SetDirectReply reply{};
+  if (answer.body.size() < sizeof(reply)) throw no_answer(service, EPROTO);
+  std::memcpy(&reply, answer.body.data(), sizeof(reply));
+  return reply;
 }
 
 }  // namespace vrdma::cli

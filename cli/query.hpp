@@ -1,13 +1,17 @@
-// Asks the service what it has (the JSON behind `vrdma show` and `vrdma run --stats`).
+// What tools ask the service.
 #pragma once
 
 #include <nlohmann/json.hpp>
 
 #include "cli/service.hpp"
+#include "vrdma/control.hpp"
 
 namespace vrdma::cli {
 
-// Throws std::runtime_error with a message for a person.
+// What it has: the JSON behind `vrdma show` and `vrdma run --stats`. Throws std::runtime_error with a message for a person.
 nlohmann::json query(const Service& service);
+
+// Whether guests may be direct, from now on. Throws likewise where it does not answer; the errors are the service's.
+Result<control::SetDirectReply> set_direct(const Service& service, const control::SetDirectRequest& request);
 
 }  // namespace vrdma::cli

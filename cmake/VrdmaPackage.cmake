@@ -4,7 +4,7 @@
 install(FILES ${PROJECT_SOURCE_DIR}/packaging/vrdma.bash DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME vrdma)
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma RENAME copyright)
 install(FILES ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/docs/troubleshooting.md ${PROJECT_SOURCE_DIR}/docs/vm.md
-              ${PROJECT_SOURCE_DIR}/docs/hosts.md ${PROJECT_SOURCE_DIR}/docs/subnet.md
+              ${PROJECT_SOURCE_DIR}/docs/hosts.md ${PROJECT_SOURCE_DIR}/docs/subnet.md ${PROJECT_SOURCE_DIR}/docs/performance.md
         DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
 foreach(section 1 5 8)
   file(GLOB pages CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/docs/man/*.${section})
@@ -33,7 +33,8 @@ set(CPACK_STRIP_FILES ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION net)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
-set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "ibverbs-utils, perftest")
+set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "ibverbs-utils, perftest, python3")  # python3: vrdma bench
+set(CPACK_DEBIAN_PACKAGE_SUGGESTS "gnuplot-nox, ucx-utils, libfabric-bin, openmpi-bin")  # its pictures, and whom it measures beside
 set(CPACK_DEBIAN_PACKAGE_DESCRIPTION "RDMA verbs for processes, containers and VMs without an HCA
  Programs that use libibverbs run unmodified: a library stands in for libibverbs and
  a service on the host moves the bytes. No HCA, no kernel module, no root.

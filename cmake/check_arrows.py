@@ -22,6 +22,7 @@ ARROWS = {
     "guest_lib": {"include", "vmci_channel", "cache", "vmkernel_svc/engine"},
     "guest_agent": {"include", "vmci_channel"},
     "cli": {"include", "vmci_channel", "vmkernel_svc/hosts"},
+    "bench": {"include", "vmci_channel", "guest_agent"},
     "tests": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc", "vmkernel_svc/hosts", "guest_lib", "guest_agent", "cli"},
 }
 SOURCES = {".hpp", ".cpp", ".h", ".c", ".inc"}

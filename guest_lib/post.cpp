@@ -88,6 +88,10 @@ int check(const Qp& qp, const ibv_send_wr& wr, Shape& shape) {
   return 0;
 }
 
+std::uint8_t flags_of(const Qp& qp, const ibv_send_wr& wr) {
+  return static_cast<std::uint8_t>((wr.send_flags | qp.implied_flags) & (wr_fence | wr_signaled | wr_solicited | wr_inline));
+}
+
 // There is room for it.
 void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
   const std::uint32_t opcode_bit = 1u << wr.opcode;
@@ -113,18 +117,18 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
   } else {
     ring.write(send_wqe_payload_offset, std::as_bytes(std::span(wr.sg_list, shape.count)));
   }
-  const auto flags = static_cast<std::uint8_t>((wr.send_flags | qp.implied_flags) & (wr_fence | wr_signaled | wr_solicited | wr_inline));
   VRDMA_CRASH_POINT("guest.post_send.before_publish");
   qp.send.publish(wr.wr_id, opcode_bit & with_immediate ? wr.imm_data : 0,
-                  pack(WqeControl{static_cast<WrOpcode>(wr.opcode), flags, shape.count}), shape.slots);
+                  pack(WqeControl{static_cast<WrOpcode>(wr.opcode), flags_of(qp, wr), shape.count}), shape.slots);
   VRDMA_CRASH_POINT("guest.post_send.published");
 }
 
-int post_one(Qp& qp, const ibv_send_wr& wr) {
+// direct: what can carry it out past the ring, or nullptr.
+int post_one(Qp& qp, const ibv_send_wr& wr, DirectConnection* direct) {
   Shape shape;
   if (const int error = check(qp, wr, shape); error != 0) return error;
   if (!qp.send.has_room(shape.slots)) return ENOMEM;
-  write(qp, wr, shape);
+  if (direct == nullptr || !direct->carry_out(qp.send, wr, flags_of(qp, wr))) write(qp, wr, shape);
   return 0;
 }
 
@@ -159,20 +163,26 @@ void follow_offer(Qp& qp, std::uint32_t offer) {
   if (auto opened = qp.attachment->direct_rooms().open(*qp.attachment, qp, offer)) qp.direct = std::move(*opened);
 }
 
-// Carries out here what lies in the send queue. False: the service is to look at it.
-bool run_directly(Qp& qp) {
+// What carries out here what is posted there, its direction claimed; nullptr: the service does.
+DirectConnection* enter_directly(Qp& qp) {
   if (const std::uint32_t offer = qp.send.direct_offer().load(std::memory_order_acquire); offer != qp.direct_offer) [[unlikely]]
     follow_offer(qp, offer);
-  return qp.direct != nullptr && qp.direct->connection.run([&qp] { return !qp.liveness->gone(); });
+  if (qp.direct == nullptr || !qp.direct->connection.enter([&qp] { return !qp.liveness->gone(); })) return nullptr;
+  return &qp.direct->connection;
 }
 
 // Under send_lock.
 int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
-  const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one); });
-  if (run_directly(qp)) return error;
+  DirectConnection* const direct = enter_directly(qp);
+  const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one, direct); });
+  if (direct != nullptr) {
+    const bool all = direct->run_queue();
+    direct->leave();
+    if (all) return error;
+  }
   ring_for(qp.send, qp.doorbell, qp.doorbell_member);
-  if (qp.direct != nullptr)
-    if (const auto unmapped = qp.direct->connection.take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
+  if (direct != nullptr)
+    if (const auto unmapped = direct->take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
   return error;
 }
 

@@ -44,6 +44,13 @@ class SendQueue {
     count_at(writer_.position() + slots - 1).store(posted_, std::memory_order_relaxed);
     writer_.publish(wr_id, word, control, slots);
   }
+  // A work request that its poster carries out itself: it is outstanding for as long as any other, without a WQE that could be read.
+  void pass(std::uint64_t wr_id) {
+    wr_ids_[posted_ & wr_id_mask_] = wr_id;
+    ++posted_;
+    count_at(writer_.position()).store(posted_, std::memory_order_relaxed);
+    writer_.pass();
+  }
   std::atomic_ref<std::uint32_t> needs_doorbell() const { return std::atomic_ref(view_.header().attacher.needs_doorbell); }
   std::atomic_ref<std::uint32_t> direct_offer() const { return std::atomic_ref(view_.header().attacher.direct_offer); }
   const vmci::QueuePairView& view() const { return view_; }

@@ -4,7 +4,7 @@ _vrdma() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} subcommand= word i
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
-        if [[ $word == run || $word == show || $word == doctor || $word == metrics || $word == vm || $word == host ]]; then
+        if [[ $word == run || $word == show || $word == direct || $word == doctor || $word == metrics || $word == bench || $word == vm || $word == host ]]; then
             subcommand=$word
             break
         fi
@@ -26,13 +26,14 @@ _vrdma() {
     fi
     case $previous in
         --socket | -s | --output | -o) COMPREPLY=($(compgen -f -- "$current")); return ;;
+        --mode) COMPREPLY=($(compgen -W "direct mediated direct,mediated hosts vm" -- "$current")); return ;;
         --vm-folder | --folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
         --ram) COMPREPLY=($(compgen -f -- "$current")); return ;;
         --link-layer) COMPREPLY=($(compgen -W "ib ethernet" -- "$current")); return ;;
-        --name | --memory | --tenant | --address | --days) return ;;
+        --name | --memory | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
     esac
     case $subcommand in
-        "") COMPREPLY=($(compgen -W "run show doctor metrics vm host --help --version" -- "$current")) ;;
+        "") COMPREPLY=($(compgen -W "run show direct doctor metrics bench vm host --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --direct --stats --help --" -- "$current"))
@@ -41,6 +42,7 @@ _vrdma() {
             fi
             ;;
         show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes hosts cache counters --json --socket --help" -- "$current")) ;;
+        direct) COMPREPLY=($(compgen -W "auto mediated --guest --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
         host)
             word=${COMP_WORDS[i + 1]}
@@ -68,6 +70,15 @@ _vrdma() {
                 COMPREPLY=($(compgen -W "$options" -- "$current"))
             elif [[ $word == show || $word == uml || $word == remove ]]; then
                 COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" vm list 2>/dev/null | sed -n 's/^vm \([^ ]*\) .*/\1/p')" -- "$current"))
+            fi
+            ;;
+        bench)
+            if [[ ${COMP_WORDS[i + 1]} != compare || COMP_CWORD -eq $((i + 1)) ]]; then
+                COMPREPLY=($(compgen -W "compare --quick --only --list --mode --seconds --repetitions --output --no-peers --help" -- "$current"))
+            elif [[ $current == -* ]]; then
+                COMPREPLY=($(compgen -W "--tolerance --relative --all --help" -- "$current"))
+            else
+                COMPREPLY=($(compgen -f -- "$current"))
             fi
             ;;
         metrics) COMPREPLY=($(compgen -W "--socket --help" -- "$current")) ;;

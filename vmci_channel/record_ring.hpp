@@ -56,13 +56,7 @@ class RecordWriter {
 
   // Makes a record of `record_slots` slots readable. user_control: 25 bits.
   void publish(std::uint64_t tag, std::uint32_t word, std::uint32_t user_control, std::uint32_t record_slots) {
-    const std::uint32_t next = tail_ + record_slots;
-    // The slot after the record must not look like a head. Where it held one a lap ago it does not: its phase is the old one.
-    // Marking it costs the poster a cache line that the reader had last.
-    if (record_slots != 1) heads_since_ = next;
-    if (next - heads_since_ < slot_count_)
-      detail::control_at(slots_, next & mask_)
-          .store(detail::phase_at(next, slot_count_) ^ vrdma::control_phase_bit, std::memory_order_relaxed);
+    mark_after(record_slots);
     auto* head = reinterpret_cast<vrdma::RecordHead*>(slots_ + std::size_t{tail_ & mask_} * vrdma::slot_bytes);
     head->tag = tag;
     head->word = word;
@@ -71,7 +65,14 @@ class RecordWriter {
         .store(detail::phase_at(tail_, slot_count_) | ((record_slots - 1) << vrdma::control_slots_shift) |
                    (user_control & vrdma::control_user_mask),
                std::memory_order_release);
-    tail_ = next;
+    tail_ += record_slots;
+  }
+
+  // Leaves a slot behind as if a record had been written and read there. Whoever reads has to be told of it (skip_to()) before it looks.
+  void pass() {
+    mark_after(1);
+    detail::control_at(slots_, tail_ & mask_).store(detail::phase_at(tail_, slot_count_), std::memory_order_relaxed);
+    ++tail_;
   }
 
   void set_freed(std::uint32_t position) { freed_ = position; }
@@ -80,6 +81,16 @@ class RecordWriter {
   std::uint32_t slot_count() const { return slot_count_; }
 
  private:
+  // The slot after the record must not look like a head. Where it held one a lap ago it does not: its phase is the old one.
+  // Marking it costs the poster a cache line that the reader had last.
+  void mark_after(std::uint32_t record_slots) {
+    const std::uint32_t next = tail_ + record_slots;
+    if (record_slots != 1) heads_since_ = next;
+    if (next - heads_since_ < slot_count_)
+      detail::control_at(slots_, next & mask_)
+          .store(detail::phase_at(next, slot_count_) ^ vrdma::control_phase_bit, std::memory_order_relaxed);
+  }
+
   std::byte* slots_ = nullptr;
   std::uint32_t slot_count_ = 0;
   std::uint32_t mask_ = 0;

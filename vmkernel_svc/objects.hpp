@@ -163,6 +163,7 @@ struct Guest {
   vmci::UniqueFd socket;          // shut down to be rid of a guest whose bytes make no sense
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
   std::shared_ptr<const vmci::UniqueFd> pidfd = std::make_shared<vmci::UniqueFd>();  // of a process of this host, where the kernel tells
+  bool mediated = false;              // it may not be direct
   std::unique_ptr<KeyBook> key_book;  // once it has a peer that may be direct
   ProcessMemory process;          // how memory without a backing is reached, …
   std::unique_ptr<GuestCopier> copier;  // … or where that is not possible and the guest knows

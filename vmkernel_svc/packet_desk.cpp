@@ -112,6 +112,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
                         std::optional<Viewer> viewer) {
   const Request request = request_of(head);
   if (request == Request::show) return answer_show(shard_, socket, head, viewer ? *viewer : Viewer::at(socket));
+  if (request == Request::set_direct) {
+    SetDirectRequest body{};
+    if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+    return send_result(socket, head, shard_.direct().set(body, Viewer::at(socket)));
+  }
   const auto found = shard_.fabric().guests.find(guest_id);
   if (found == shard_.fabric().guests.end()) return refuse(socket, head, ENOTCONN);
   Guest& guest = *found->second;

@@ -4,9 +4,12 @@
 // Under the queue pair's send lock, but for its construction.
 #pragma once
 
+#include <infiniband/verbs.h>
+
 #include <memory>
 
 #include "guest_lib/direct/ports.hpp"
+#include "guest_lib/work_queue.hpp"
 #include "vmci_channel/claim.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
@@ -35,23 +38,31 @@ class DirectConnection {
   DirectConnection(const DirectConnection&) = delete;
   DirectConnection& operator=(const DirectConnection&) = delete;
 
-  // Carries out what lies in the send queue. False: something is left there, for the service. alive: whether there still is one.
+  // Takes the claim, which leave() gives back. False: the service has it, or there is none any more (alive).
   template <class Alive>
-  bool run(Alive&& alive) {
+  bool enter(Alive&& alive) {
     if (!claim_.enter()) return false;
     VRDMA_CRASH_POINT("direct.guest.claimed");
-    const bool all = alive() && run_queue();
+    if (claim_.direction().handouts != handouts_seen_) take_over();
+    if (alive()) return true;
+    claim_.leave();
+    return false;
+  }
+  // Carries out a request that `queue` has room for, past the ring: its WQE would be written only to be read here. It takes a slot all the
+  // same. False: it has not been begun, and goes by the ring. flags: enum WrFlag.
+  bool carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags);
+  // Carries out what lies in the ring. False: something is left there, for the service.
+  bool run_queue();
+  void leave() {
     tell();
     VRDMA_CRASH_POINT("direct.guest.told");
     claim_.leave();
     VRDMA_CRASH_POINT("direct.guest.left");
-    return all;
   }
   // What was not mapped when a message needed it; to be mapped while the claim is not held.
   std::optional<DirectPorts::Unmapped> take_unmapped() { return ports_.take_unmapped(); }
 
  private:
-  bool run_queue();
   void take_over();  // from the service, where it stands
   void record();     // a message is done
   void step_back();  // as if the last message had not been begun

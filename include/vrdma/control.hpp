@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 3;  // 2: attach_in_bar; 3: open_direct
+constexpr std::uint16_t version_minor = 4;  // 2: attach_in_bar; 3: open_direct; 4: set_direct
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -336,6 +336,16 @@ struct OpenBackingRequest {
 struct OpenBackingReply {
   std::uint64_t bytes;
 };
+// May these guests be direct? From a tool: for one guest, or (0) for all that its user may see, those that are yet to attach included.
+// EOPNOTSUPP: the service's "direct" is "mediated". ENOENT: no such guest, or not for this user to see.
+struct SetDirectRequest {
+  std::uint32_t guest;
+  std::uint32_t mediated;  // 1: they may not
+};
+struct SetDirectReply {
+  std::uint32_t guests;          // that are attached, and that it was said of
+  std::uint32_t still_mediated;  // of them, because it holds for all of their user's or of the service's guests
+};
 
 // --- VMCI ports, datagrams, queue pairs (drawn in vmkernel_svc/vmci_switch.hpp) ---------------------------------
 // A datagram goes to (context, port) by its tag. To (host_context, control_port) it is a control request. To another guest the
@@ -428,7 +438,8 @@ struct QueuePairNotice {
   X(reach_process, ReachProcessRequest, ReachProcessReply, true)        \
   X(add_pinned, AddPinnedRequest, AddBackingReply, true)                 \
   X(open_direct, OpenDirectRequest, OpenDirectReply, true)               \
-  X(open_backing, OpenBackingRequest, OpenBackingReply, true)
+  X(open_backing, OpenBackingRequest, OpenBackingReply, true)            \
+  X(set_direct, SetDirectRequest, SetDirectReply, true)
 
 enum class Request : std::uint16_t {
   none,

@@ -13,6 +13,7 @@ class Figures:
     size_bytes: int = 0
     iterations: int = 0
     p50_us: float | None = None
+    mean_us: float | None = None
     p99_us: float | None = None
     p999_us: float | None = None
     gb_per_s: float | None = None
@@ -57,7 +58,7 @@ def _rows(output, columns):
 
 def latency(output):
     """Rows of ib_*_lat: #bytes #iterations t_min t_max t_typical t_avg t_stdev 99% 99.9%."""
-    rows = [Figures(int(r[0]), int(r[1]), p50_us=r[4], p99_us=r[7], p999_us=r[8]) for r in _rows(output, 9)]
+    rows = [Figures(int(r[0]), int(r[1]), p50_us=r[4], mean_us=r[5], p99_us=r[7], p999_us=r[8]) for r in _rows(output, 9)]
     if not rows:
         raise Failure(f"no latency row in the client's output:\n{output[-2000:]}")
     return rows

@@ -22,7 +22,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     unit=$(find /usr/lib/systemd/system /lib/systemd/system -name vrdmad.service | head -1)
     ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit"
     grep -q '^ExecStart=/usr/bin/vrdmad --config /etc/vrdma/vrdmad.json$' "$unit" || fail "the unit's paths"
-    for page in vrdma.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdma-vm.1 vrdma-guestd.8 vrdmad.8 vrdmad.conf.5; do
+    for page in vrdma.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdma-bench.1 vrdma-vm.1 vrdma-guestd.8 vrdmad.8 vrdmad.conf.5; do
         ls /usr/share/man/man?/$page* >/dev/null || fail "no manual page $page"
     done
     bash -c 'source /usr/share/bash-completion/completions/vrdma && complete -p vrdma' >/dev/null || fail "completion"
@@ -33,6 +33,8 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     LD_LIBRARY_PATH=$(dirname "$(find /usr/lib -name libvrdma.so)") VRDMA_SOCKET=$XDG_RUNTIME_DIR/vrdma/vrdmad.sock \
         ibv_devinfo | grep -q 'hca_id:.*vrdma0' || fail "ibv_devinfo with LD_LIBRARY_PATH"
     vrdma doctor >/dev/null || fail "vrdma doctor"
+    vrdma bench --only '^all-to-all/2$' --no-peers --seconds 0.02 --repetitions 1 --output "$XDG_RUNTIME_DIR/made" >"$XDG_RUNTIME_DIR/said" 2>&1 ||
+        fail "vrdma bench: $(cat "$XDG_RUNTIME_DIR/said")"
     service=$(vrdma show --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["service"]["pid"])')
     kill "$service"
     tail --pid="$service" -f /dev/null

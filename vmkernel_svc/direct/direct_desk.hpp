@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 namespace vrdma::svc {
 
 class Shard;
+struct Viewer;
 struct DirectLink;
 struct DirectRoom;
 
@@ -26,7 +28,8 @@ class DirectDesk {
 
   // After `qp` was modified, both directions of its link owned: makes a link, or ends one that is none any more, and hands it out.
   void consider(QueuePair& qp);
-  // Owns both directions. False: a poster is inside one of them; it has been asked to leave. True without a link.
+  // Owns both directions, or of the one that the peer posts to the end that is `qp`'s, should the peer stand still in the middle of a
+  // post. False: a poster is inside one of them; it has been asked to leave. True without a link.
   bool take_back(QueuePair& qp);
   bool take_back(CompletionQueue& cq);  // of all queue pairs that complete there
   bool take_back(Guest& guest);         // of all its queue pairs
@@ -48,6 +51,8 @@ class DirectDesk {
   bool waiting() const { return !held_back_.empty() || !orphans_.empty() || !doubtful_.empty(); }
   // Whether queue pairs reach each other may have changed: every connection is considered anew.
   void look_again();
+  // Of the guests that the viewer sees; moves their connections at a message boundary.
+  Result<control::SetDirectReply> set(const control::SetDirectRequest& request, const Viewer& viewer);
 
   void registered(Guest& guest, const Region& region);
   void deregistering(Guest& guest, const Region& region);
@@ -68,11 +73,17 @@ class DirectDesk {
 
  private:
   std::string why_mediated(QueuePair& qp, QueuePair*& peer);
+  bool is_mediated(const Guest& guest) const { return mediated_ || guest.tenant->mediated || guest.mediated; }
   Result<std::shared_ptr<DirectRoom>> room_of(Guest& a, Guest& b, std::string& why_not);
   bool own(DirectLink& link, int i);
+  bool own_end(DirectLink& link, int i, const QueuePair& qp);
+  bool cut_off(DirectLink& link, int i);
   void import(DirectLink& link, int i);
+  void import_receiver(DirectLink& link, int i, const direct::Positions& at);
+  direct::Positions receiver_at(const DirectLink& link, int i) const;
   void recover(DirectLink& link, int i);
   void dissolve(DirectLink& link);
+  void part_from(QueuePair& qp);
   bool at_rest(const QueuePair& from, const QueuePair& to) const;
 
   Shard& shard_;
@@ -82,8 +93,9 @@ class DirectDesk {
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
   std::vector<std::uint32_t> held_back_;              // QPNs that wait to be run
-  std::vector<std::uint32_t> doubtful_;               // QPNs to be considered once both directions are owned
+  std::set<std::uint32_t> doubtful_;                  // QPNs to be considered once both directions are owned
   Counters counters_;
+  bool mediated_ = false;  // all guests are
   std::uint32_t next_room_ = 1, next_epoch_ = 1;
 };
 

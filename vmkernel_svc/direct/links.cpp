@@ -8,6 +8,7 @@
 #include "vmkernel_svc/direct/link.hpp"
 #include "vmkernel_svc/direct/trust.hpp"
 #include "vmkernel_svc/shard.hpp"
+#include "vmkernel_svc/show.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
@@ -26,11 +27,13 @@ void offer(QueuePair& qp, std::uint32_t epoch) {
 std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
   if (qp.core.type != QpType::rc && qp.core.type != QpType::uc) return "not a connection";
+  if (is_mediated(*qp.guest)) return "\"vrdma direct mediated\" was said";
   const auto connected = [](const QueuePair& end) { return end.core.state == QpState::rtr || end.core.state == QpState::rts; };
   if (!connected(qp)) return "not in RTS";
   MediatedPorts::Qp* const far_end = shard_.peer(qp.core);
   if (far_end == nullptr) return "the peer is on another host, or not there";
   peer = far_end->port.owner;
+  if (is_mediated(*peer->guest)) return "\"vrdma direct mediated\" was said of the peer";
   if (peer == &qp) return "connected to itself";
   if (peer->core.type != qp.core.type || !connected(*peer)) return "the peer is not in RTS";
   if (qp.core.state != QpState::rts && peer->core.state != QpState::rts) return "not in RTS, nor is its peer";
@@ -73,6 +76,8 @@ Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std:
   room->pidfds[0] = in_order ? a.pidfd : b.pidfd;
   room->pidfds[1] = in_order ? b.pidfd : a.pidfd;
   room->guests[0] = key.first, room->guests[1] = key.second;
+  room->pids[0] = in_order ? a.credentials.pid : b.credentials.pid;
+  room->pids[1] = in_order ? b.credentials.pid : a.credentials.pid;
   return rooms_.emplace(key, std::move(room)).first->second;
 }
 
@@ -81,7 +86,8 @@ void DirectDesk::consider(QueuePair& qp) {
   std::string why = why_mediated(qp, peer);
   if (DirectLink* const link = qp.core.port.link) {
     if (why.empty() && link->ends[1 - link->side(qp)] == peer) return (void)hand_out(qp);
-    dissolve(*link);
+    if (link->whole()) dissolve(*link);
+    else part_from(qp);
   }
   if (why.empty() && peer->core.port.link != nullptr) why = "the peer's connection before this one has not ended";
   if (why.empty()) {
@@ -126,11 +132,39 @@ void DirectDesk::dissolve(DirectLink& link) {
   links_.erase(&link);
 }
 
-// Who is in which partition has changed.
+Result<control::SetDirectReply> DirectDesk::set(const control::SetDirectRequest& request, const Viewer& viewer) {
+  if (fabric_.config.direct != "auto") return Errno{EOPNOTSUPP};
+  const bool mediated = request.mediated != 0, one = request.guest != 0;
+  if (!one && viewer.all) mediated_ = mediated;
+  control::SetDirectReply reply{};
+  for (auto& [id, guest] : fabric_.guests) {
+    if (!viewer.sees(*guest) || (one && id != request.guest)) continue;
+    guest->mediated = mediated && one;
+    if (!one) guest->tenant->mediated = mediated;
+    ++reply.guests;
+  }
+  for (const auto& [id, guest] : fabric_.guests)
+    reply.still_mediated += !mediated && viewer.sees(*guest) && (!one || id == request.guest) && is_mediated(*guest);
+  if (one && reply.guests == 0) return Errno{ENOENT};
+  look_again();
+  return reply;
+}
+
+// Its peer's poster is still inside. The link stays until that has left.
+void DirectDesk::part_from(QueuePair& qp) {
+  DirectLink* const link = qp.core.port.link;
+  qp.core.port.link = nullptr;
+  qp.mediated_because = "its connection has ended";
+  offer(qp, 0);
+  link->ends[link->side(qp)] = nullptr;
+  if (std::find(orphans_.begin(), orphans_.end(), link) == orphans_.end()) orphans_.push_back(link);
+}
+
+// Who may be direct, or who is in which partition, has changed.
 void DirectDesk::look_again() {
   if (fabric_.config.direct != "auto") return;
   for (auto& [qpn, qp] : fabric_.by_qpn)
-    if (qp->core.type != QpType::ud && qp->core.state == QpState::rts) doubtful_.push_back(qpn);
+    if (qp->core.type != QpType::ud && qp->core.state == QpState::rts) doubtful_.insert(qpn);
 }
 
 }  // namespace vrdma::svc

@@ -36,4 +36,9 @@ constexpr const OpcodeRule* opcode_rule(WrOpcode opcode, QpType type) {
   return allowed ? &rule : nullptr;
 }
 
+// WcFlag of the receive completion.
+constexpr std::uint8_t receive_flags(bool solicited, const OpcodeRule& rule) {
+  return static_cast<std::uint8_t>((rule.has_imm ? wc_with_imm : 0) | (solicited ? wc_solicited : 0));
+}
+
 }  // namespace vrdma::engine

@@ -63,7 +63,7 @@ class Responder {
     cqe.byte_len = static_cast<std::uint32_t>(request.bytes);
     cqe.imm_data = rule.has_imm ? request.imm_data : 0;
     cqe.src_qp = request.source_qpn.value;
-    return complete(qp, cqe, {WcStatus::success, rule.receive_opcode, flags_of(request, rule)});
+    return complete(qp, cqe, {WcStatus::success, rule.receive_opcode, receive_flags(request.solicited, rule)});
   }
 
   // The payload could not be put into the receive buffers: a local error of the receiver (IBA 9.9.3.1, class A). A reliable
@@ -111,7 +111,7 @@ class Responder {
     qp.counters.received_bytes += request.bytes;
     complete(qp, cqe,
              {WcStatus::success, rule.receive_opcode,
-              static_cast<std::uint8_t>(flags_of(request, rule) | (grh ? wc_grh : 0))});
+              static_cast<std::uint8_t>(receive_flags(request.solicited, rule) | (grh ? wc_grh : 0))});
   }
 
   // To ERR, where everything posted flushes. IBA 10.3.1.
@@ -194,10 +194,6 @@ class Responder {
   }
 
  private:
-  static std::uint8_t flags_of(const Request& request, const OpcodeRule& rule) {
-    return static_cast<std::uint8_t>((rule.has_imm ? wc_with_imm : 0) | (request.solicited ? wc_solicited : 0));
-  }
-
   WcStatus check_remote(Qp<P>& qp, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
     far.clear();
     if (rule.reads && qp.attributes.max_dest_rd_atomic == 0) return WcStatus::rem_inv_req_err;

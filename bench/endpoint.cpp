@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
@@ -136,6 +137,29 @@ Remote Endpoint::exchange(const Memory& mine) {
   tell(std::as_bytes(std::span(&here, 1)));
   hear(std::as_writable_bytes(std::span(&there, 1)));
   return there;
+}
+
+void Endpoint::exchange_keys(std::span<const std::uint32_t> mine, std::span<std::uint32_t> theirs) {
+  // In turns of what a socket holds for whoever does not read yet.
+  constexpr std::size_t turn = 4096;
+  for (std::size_t at = 0; at < std::max(mine.size(), theirs.size()); at += turn) {
+    if (at < mine.size()) tell(std::as_bytes(mine.subspan(at, std::min(turn, mine.size() - at))));
+    if (at < theirs.size()) hear(std::as_writable_bytes(theirs.subspan(at, std::min(turn, theirs.size() - at))));
+  }
+}
+
+void Endpoint::disconnect(std::span<ibv_qp* const> made) {
+  for (ibv_qp* qp : made)
+    if (const int error = ibv_destroy_qp(qp)) fail("ibv_destroy_qp: %s", std::strerror(error));
+  qps_.resize(qps_.size() - made.size());
+}
+
+bool Endpoint::agree(bool mine) {
+  const std::byte here{mine};
+  std::byte there{};
+  tell(std::span(&here, 1));
+  hear(std::span(&there, 1));
+  return mine && there != std::byte{0};
 }
 
 void Endpoint::barrier() {

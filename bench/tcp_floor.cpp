@@ -101,7 +101,7 @@ int measure(const std::string& what, const char* address, const char* port, doub
   }
   const bench::Clock clock;
   std::uint64_t sent = 0;
-  for (; clock.seconds() < seconds; sent += bytes) send(socket.get(), buffer.data(), bytes);
+  for (; sent == 0 || clock.seconds() < seconds; sent += bytes) send(socket.get(), buffer.data(), bytes);
   if (::shutdown(socket.get(), SHUT_WR) != 0 || !receive(socket.get(), buffer.data(), 1)) fail("shutdown");
   char text[64];
   std::snprintf(text, sizeof(text), "\"gb_per_s\": %.6f", static_cast<double>(sent) / 1e9 / clock.seconds());

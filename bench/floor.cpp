@@ -3,6 +3,9 @@
 //                                  On the processors given for A, service and B; else wherever the scheduler puts them
 //   floor relay-sleep [SECONDS]    likewise, everyone sleeps in read(2) of an eventfd; half round trip
 //   floor request [SECONDS]        8 bytes to a service on another core and its answer; the whole round trip
+//   floor bounce [SECONDS [CPU CPU]]  8 bytes between two processes that poll: a cache line there and back; half round trip
+//   floor bounce-sleep [SECONDS [CPU CPU]]  likewise, both sleep in read(2) of an eventfd; half round trip
+//   floor loop [SECONDS]           what a loop costs that reads the clock each time, as perftest's does; and the clock's cycles in a ns
 //   floor memcpy [SECONDS [BYTES BUFFERS]]  plain copies between buffers of two mappings, used by turns; GB/s.
 //                                  Without a size: one buffer of 64 KiB, then one of 1 MiB
 // Prints JSON objects, one a line: nanoseconds p50, p99, p99.9, or GB/s.
@@ -116,6 +119,21 @@ int relay() {
   return 0;
 }
 
+// Two processes, nobody between them.
+int bounce() {
+  Shared& shared = share();
+  const pid_t echo = start([&] {
+    run_on(cpus[1]);
+    Line *inboxes[] = {&shared.to_service[0]}, *outboxes[] = {&shared.from_service[0]};
+    forward(shared, 1, inboxes, outboxes);
+  });
+  run_on(cpus[0]);
+  bench::Samples samples = measure(shared);
+  ::waitpid(echo, nullptr, 0);
+  bench::print("bounce", samples.json(2));
+  return 0;
+}
+
 int request() {
   Shared& shared = share();
   const pid_t service = start([&] {
@@ -133,6 +151,39 @@ int request() {
 void pass_on(int from, int to) {
   std::uint64_t value;
   if (::read(from, &value, 8) != 8 || ::write(to, &value, 8) != 8) std::_Exit(1);
+}
+
+int bounce_sleep() {
+  const int there = ::eventfd(0, 0), back = ::eventfd(0, 0);
+  const pid_t echo = start([&] {
+    run_on(cpus[1]);
+    for (;;) pass_on(there, back);
+  });
+  run_on(cpus[0]);
+  bench::Samples samples(seconds, samples_max);
+  while (samples.more()) {
+    std::uint64_t value = 1;
+    const std::uint64_t before = vmci::cycles();
+    if (::write(there, &value, 8) != 8 || ::read(back, &value, 8) != 8) return 1;
+    samples.add(vmci::cycles() - before);
+  }
+  ::kill(echo, SIGKILL), ::waitpid(echo, nullptr, 0);
+  bench::print("bounce-sleep", samples.json(2));
+  return 0;
+}
+
+int loop() {
+  bench::Samples samples(seconds, samples_max);
+  std::uint64_t before = vmci::cycles();
+  while (samples.more()) {
+    before = vmci::cycles();
+    const std::uint64_t now = vmci::cycles();
+    samples.add(now - before);
+  }
+  char text[64];
+  std::snprintf(text, sizeof(text), ", \"cycles_per_ns\": %.6f", 1e6 / samples.clock().ns(1'000'000));
+  bench::print("loop", samples.json() + text);
+  return 0;
 }
 
 int relay_sleep() {
@@ -190,17 +241,22 @@ int main(int argc, char** argv) {
   if (argc > 2) seconds = std::atof(argv[2]);
   if (what == "relay" && argc == 6)
     for (int i = 0; i < 3; ++i) cpus[i] = std::atoi(argv[3 + i]);
+  if (what.starts_with("bounce") && argc == 5)
+    for (int i = 0; i < 2; ++i) cpus[i] = std::atoi(argv[3 + i]);
   ::alarm(120);
   if (seconds > 0 && seconds <= 60) {
     if (what == "relay") return relay();
     if (what == "relay-sleep") return relay_sleep();
     if (what == "request") return request();
+    if (what == "bounce") return bounce();
+    if (what == "bounce-sleep") return bounce_sleep();
+    if (what == "loop") return loop();
     if (what == "memcpy") {
       if (argc > 4) plain_memcpy(std::strtoul(argv[3], nullptr, 0), std::strtoul(argv[4], nullptr, 0));
       else plain_memcpy(65536, 1), plain_memcpy(std::size_t{1} << 20, 1);
       return 0;
     }
   }
-  std::fprintf(stderr, "usage: floor relay|relay-sleep|request|memcpy [SECONDS, at most 60 [CPU CPU CPU | BYTES BUFFERS]]\n");
+  std::fprintf(stderr, "usage: floor relay|relay-sleep|request|bounce|bounce-sleep|loop|memcpy [SECONDS, at most 60 [CPU CPU CPU | BYTES BUFFERS]]\n");
   return 2;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -49,9 +50,11 @@ class Samples {
       if (cycles_.empty()) return 0.0;
       return clock_.ns(cycles_[static_cast<std::size_t>(static_cast<double>(cycles_.size() - 1) * part)]) / divisor;
     };
-    char text[160];
-    std::snprintf(text, sizeof(text), "\"samples\": %zu, \"p50_ns\": %.1f, \"p99_ns\": %.1f, \"p999_ns\": %.1f", cycles_.size(),
-                  at(0.5), at(0.99), at(0.999));
+    const double sum = std::accumulate(cycles_.begin(), cycles_.end(), 0.0);
+    const double mean_ns = cycles_.empty() ? 0 : clock_.ns(1'000'000) / 1e6 * sum / static_cast<double>(cycles_.size()) / divisor;
+    char text[200];
+    std::snprintf(text, sizeof(text), "\"samples\": %zu, \"mean_ns\": %.1f, \"p50_ns\": %.1f, \"p99_ns\": %.1f, \"p999_ns\": %.1f", cycles_.size(),
+                  mean_ns, at(0.5), at(0.99), at(0.999));
     return text;
   }
 

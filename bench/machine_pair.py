@@ -10,12 +10,12 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "interop"), str(HERE.parent / "vm")]
+from paths import TESTS, Failure, Program, Skip, TempFolder, run, run_pair, wait_until
 
+sys.path.insert(0, str(TESTS / "vm"))
 import figures  # noqa: E402
 from guests import Carried, Guests  # noqa: E402
-from harness import Failure, Program, Skip, TempFolder, run, run_pair, wait_until  # noqa: E402
+from machine import require_emulator  # noqa: E402,F401
 from shell import MachineSide  # noqa: E402
 
 SECONDS_MAX = 150  # of one measurement, however busy the machine is

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """The speed table of two hosts on this machine, each with a vrdmad of its own, over the tcp carrier; floors from the same run.
 
-    hosts.py --build build/release                 both hosts at 127.0.0.1, with ports of their own
-    hosts.py --build build/release --namespaces    each in a network namespace; a process carries the packets (tests/hosts/network.py)
-    hosts.py --build build/release --quick         short measurements: shows that the rows can be had, figures are rough
-    hosts.py --build build/release --only 'send'   rows whose name matches
-    hosts.py --build build/release --json FILE     the table, and every repetition, for programs
+    two_hosts.py --build build/release                 both hosts at 127.0.0.1, with ports of their own
+    two_hosts.py --build build/release --namespaces    each in a network namespace; a process carries the packets (tests/hosts/network.py)
+    two_hosts.py --build build/release --quick         short measurements: shows that the rows can be had, figures are rough
+    two_hosts.py --build build/release --only 'send'   rows whose name matches
+    two_hosts.py --build build/release --json FILE     the table, and every repetition, for programs
 
 Floors take the way that the hosts take: a relay of four processes with ucp active messages in its middle, plain sockets, iperf3.
-Processor time is that of all processes: programs, both vrdmads, both ends of iperf3. Read as tests/bench/speed.py says.
+Processor time is that of all processes: programs, both vrdmads, both ends of iperf3. Read as speed.py says.
 """
 
 import json
@@ -19,13 +19,11 @@ import socket
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "hosts"), str(ROOT / "interop"), str(ROOT / "bench")]
-import harness  # noqa: E402
-from harness import PATIENCE, Build, Failure, Program, Skip, TempFolder, clean_up, clean_up_on_signals, wait_until  # noqa: E402
-from hosts import Host, Written  # noqa: E402
-from network import Network, why_not  # noqa: E402
-from speed import Row, chosen, measure_rows, print_table, seconds_of, table_parser  # noqa: E402
+from measure import Row, chosen, measure_rows, print_table, seconds_of, table_parser
+from paths import PATIENCE, SKIPPED_EXIT_CODE, Build, Failure, Program, Skip, TempFolder, clean_up, clean_up_on_signals, free_port, listening, wait_until
+
+from hosts import Host, Written
+from network import Network, why_not
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -36,7 +34,7 @@ class Loopback:
     addresses = ["127.0.0.1", "127.0.0.1", None]
 
     def __init__(self):
-        self.ports = [harness.free_port() for _ in range(2)]
+        self.ports = [free_port() for _ in range(2)]
 
     def run_in(self, host, command):
         return [str(word) for word in command]
@@ -144,7 +142,7 @@ class Bench:
         listens = Program(self.network.run_in(0, server), name=f"{Path(server[0]).name} server")
         talks = None
         try:
-            wait_until(lambda: harness.listening(listens.pid, port), 30, f"{server[0]} listens", [listens])
+            wait_until(lambda: listening(listens.pid, port), 30, f"{server[0]} listens", [listens])
             talks = Program(self.network.run_in(1, client), name=f"{Path(client[0]).name} client")
             found = self.figures(talks)
             if listens.wait(30 * PATIENCE) is None:
@@ -156,13 +154,13 @@ class Bench:
                     program.stop()
 
     def ping_pong(self):
-        port = harness.free_port()
+        port = free_port()
         return self.with_server([self.tcp, "serve", port], [self.tcp, "latency", self.network.addresses[0], port, self.seconds, 8], port)
 
     def iperf(self, size):
         if not shutil.which("iperf3"):
             raise Skip("no iperf3 (Debian: iperf3)")
-        port, used_before = harness.free_port(), self.used_s()
+        port, used_before = free_port(), self.used_s()
         found = self.with_server(["iperf3", "-s", "-1", "-p", port],
                                  ["iperf3", "-J", "-c", self.network.addresses[0], "-p", port, "-l", size, "-n", int(max(0.25, self.seconds) * 2 * GIB)], port)
         total = found["end"]["sum_received"]
@@ -197,7 +195,7 @@ def main():
             bench = Bench(options.build, seconds_of(options), network)
         except Skip as reason:
             print(f"SKIP  {reason}")
-            return harness.SKIPPED_EXIT_CODE
+            return SKIPPED_EXIT_CODE
         wanted = chosen(rows(bench), options)
         results, lines, failed = measure_rows(wanted, bench, options)
         print_table(lines)

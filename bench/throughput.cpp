@@ -1,4 +1,6 @@
 // How much goes through with many requests outstanding.
+#include <time.h>
+
 #include <csignal>
 #include <cstring>
 
@@ -15,6 +17,13 @@ void stop_on_sigterm() {
   struct sigaction action{};
   action.sa_handler = [](int) { told_to_stop = 1; };  // without SA_RESTART: who sleeps wakes up
   sigaction(SIGTERM, &action, nullptr);
+}
+
+// Processor time of this program so far.
+double used_s() {
+  timespec used;
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) / 1e9;
 }
 
 std::string rate_json(std::uint64_t messages, std::uint64_t bytes, double seconds) {
@@ -55,11 +64,12 @@ class Chain {
   std::vector<ibv_send_wr> requests_;
 };
 
-// Posts chains with at most `window` requests outstanding, for the time given: how many, in how many seconds.
-std::pair<std::uint64_t, double> pump(Endpoint& endpoint, ibv_qp* qp, const Options& options, Chain& chain) {
+// Posts chains to the queue pairs by turns, with at most `window` requests outstanding, for the time given: how many, in how many seconds.
+std::pair<std::uint64_t, double> pump(Endpoint& endpoint, const std::vector<ibv_qp*>& qps, const Options& options, Chain& chain) {
   if (options.window % options.chain != 0 || options.window % options.signal_every != 0)
     fail("the window has to be a multiple of the chain and of the distance of signalled requests");
   std::uint64_t sent = 0, completed = 0, completed_before = 0;
+  std::size_t turn = 0;
   double began = -1, now = 0;
   const Clock clock;
   for (;;) {
@@ -67,7 +77,8 @@ std::pair<std::uint64_t, double> pump(Endpoint& endpoint, ibv_qp* qp, const Opti
     if (began < 0 && now >= options.seconds * 0.1 && completed != 0) began = now, completed_before = completed;
     if (began >= 0 && now >= options.seconds * 1.1 && completed - completed_before >= options.window) break;
     while (sent - completed + options.chain <= options.window) {
-      endpoint.post(qp, chain.posted_from(sent, options.signal_every));
+      endpoint.post(qps[turn], chain.posted_from(sent, options.signal_every));
+      turn = turn + 1 < qps.size() ? turn + 1 : 0;
       sent += options.chain;
     }
     ibv_wc wc[16];
@@ -99,14 +110,14 @@ void write_bandwidth(const Options& options, bool events) {
   Samples samples(options.seconds, options.samples);
   std::vector<std::uint64_t> posted_at(options.window);
   std::uint64_t sent = 0, completed = 0, completed_before = 0, counted = 0;
-  double began = -1, now = 0;
+  double began = -1, now = 0, used = 0;
   for (bool more = true; more || completed < sent;) {
     if (more) {
       samples.more();
       now = samples.clock().seconds();
-      if (began < 0 && now >= options.seconds * 0.1 && completed >= options.buffers) began = now, completed_before = completed;
+      if (began < 0 && now >= options.seconds * 0.1 && completed >= options.buffers) began = now, used = used_s(), completed_before = completed;
       more = began < 0 || now < options.seconds * 1.1 || completed - completed_before < options.buffers;
-      if (!more) counted = completed - completed_before;
+      if (!more) counted = completed - completed_before, used = used_s() - used;
     }
     for (; more && sent - completed < options.window; ++sent) {
       const std::uint64_t offset = sent % options.buffers * options.bytes;
@@ -128,18 +139,20 @@ void write_bandwidth(const Options& options, bool events) {
     completed += static_cast<std::uint64_t>(got);
   }
   endpoint.barrier();
-  print(options.what, rate_json(counted, options.bytes, now - began) + ", " + samples.json());
+  char cost[60];
+  std::snprintf(cost, sizeof(cost), ", \"cpu_s_per_gib\": %.6f, ", used * (1 << 30) / static_cast<double>(counted * options.bytes));
+  print(options.what, rate_json(counted, options.bytes, now - began) + cost + samples.json());
 }
 
 void write_rate(const Options& options) {
-  Endpoint endpoint(options, static_cast<int>(options.window), false);
+  Endpoint endpoint(options, static_cast<int>(options.qps * (options.window + 1)), false);  // room for all, as direct mode asks
   const Memory memory = endpoint.allocate(4096);
-  ibv_qp* const qp = endpoint.connect(1, {options.window, 1}).front();
+  const std::vector<ibv_qp*> qps = endpoint.connect(options.qps, {options.window, 1});
   const Remote remote = endpoint.exchange(memory);
   endpoint.barrier();
   if (!options.client) return endpoint.barrier();
   Chain chain(options, IBV_WR_RDMA_WRITE, memory, remote);
-  const auto [messages, seconds] = pump(endpoint, qp, options, chain);
+  const auto [messages, seconds] = pump(endpoint, qps, options, chain);
   endpoint.barrier();
   print(options.what, rate_json(messages, 8, seconds));
 }
@@ -168,7 +181,7 @@ void send_rate(const Options& options) {
   }
   endpoint.barrier();
   Chain chain(options, IBV_WR_SEND, memory, {});
-  const auto [messages, seconds] = pump(endpoint, qp, options, chain);
+  const auto [messages, seconds] = pump(endpoint, {qp}, options, chain);
   const std::uint64_t last = 1;
   std::memcpy(memory.data, &last, sizeof(last));
   endpoint.post(qp, chain.posted_from(0, 1));

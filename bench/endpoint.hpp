@@ -24,6 +24,9 @@ struct Options {
   std::uint32_t chain = 1;             // requests in one ibv_post_send
   std::uint32_t signal_every = 1;      // request that asks for a completion
   std::uint32_t idle_qps = 0;          // connected and never used
+  std::uint32_t qps = 1;               // used by turns
+  std::uint32_t mrs = 1;               // read from by turns
+  std::uint32_t processes = 2;         // of all-to-all
   std::uint32_t hogs = 0;              // processes beside us that burn a core each
   int cpu = -1;                        // to run on; -1: any
 };
@@ -70,6 +73,18 @@ class Endpoint {
   std::vector<ibv_qp*> connect(std::uint32_t count, Depths depths);
   Remote exchange(const Memory& mine);
 
+  // Destroys what connect() has made last.
+  void disconnect(std::span<ibv_qp* const> made);
+
+  // Connections and exchanges from now on are with whoever has the other end of `fd`.
+  void face(int fd) { peer_fd_ = fd; }
+
+  // Both sides say yes. Sleeps in read(2).
+  bool agree(bool mine);
+
+  // Keys of the other side's `theirs.size()` regions, for ours.
+  void exchange_keys(std::span<const std::uint32_t> mine, std::span<std::uint32_t> theirs);
+
   // Both sides have come here. Sleeps in read(2).
   void barrier();
 
@@ -107,5 +122,7 @@ void flood(const Options& options, bool events);  // until SIGTERM
 void idle_pairs(const Options& options);          // until SIGTERM
 void registration(const Options& options);
 void creation(const Options& options);
+void connection_rate(const Options& options);
+void all_to_all(const Options& options);  // processes of its own, without a peer
 
 }  // namespace bench

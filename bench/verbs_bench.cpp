@@ -4,13 +4,15 @@
 //
 // FD is one end of a unix stream socket pair; both processes open the device themselves. WHAT is one of
 //   send-lat, event-lat              8 B SEND, half a round trip; both poll, both sleep on a completion channel
-//   read-lat, fadd-lat, cswap-lat    8 B from post to completion; the peer sleeps
+//   read-lat, fadd-lat, cswap-lat    8 B from post to completion; the peer sleeps. read-lat: from one of --mrs regions
 //   write-lat                        8 B RDMA WRITE, half a round trip; both spin on their memory, outside verbs
 //   write-bw, write-bw-events        RDMA WRITE of --bytes, --window outstanding, over --buffers buffers; polls, sleeps
-//   write-rate, send-rate            8 B inline, --window outstanding on one queue pair
+//   write-rate, send-rate            8 B inline, --window outstanding; write-rate: over --qps queue pairs by turns
 //   flood, flood-events              large RDMA WRITEs until SIGTERM; "ready" when the first are posted
 //   idle                             --idle-qps connected queue pairs until SIGTERM; "ready" when connected
+//   connect-rate                     pairs of queue pairs made, brought to RTS and destroyed
 //   reg-mr, create-qp                without a peer
+//   all-to-all                       8 B WRITEs between --processes processes of its own; without a peer
 // The client prints JSON objects, one a line; nanoseconds, GB/s, million messages per second.
 #include <sched.h>
 #include <unistd.h>
@@ -41,6 +43,8 @@ int main(int argc, char** argv) {
       {"idle", idle_pairs},
       {"reg-mr", registration},
       {"create-qp", creation},
+      {"connect-rate", connection_rate},
+      {"all-to-all", all_to_all},
   };
   Options options;
   CLI::App app{"Measures verbs over the first RDMA device."};
@@ -55,6 +59,9 @@ int main(int argc, char** argv) {
   app.add_option("--chain", options.chain)->check(CLI::PositiveNumber);
   app.add_option("--signal-every", options.signal_every)->check(CLI::PositiveNumber);
   app.add_option("--idle-qps", options.idle_qps);
+  app.add_option("--qps", options.qps)->check(CLI::PositiveNumber);
+  app.add_option("--mrs", options.mrs)->check(CLI::PositiveNumber);
+  app.add_option("--processes", options.processes)->check(CLI::Range(2, 256));
   app.add_option("--hogs", options.hogs);
   app.add_option("--cpu", options.cpu);
   CLI11_PARSE(app, argc, argv);

@@ -2,6 +2,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 
 #include "endpoint.hpp"
@@ -79,6 +80,23 @@ class PingPong {
   std::uint32_t signal_every_;
 };
 
+struct Regions {
+  Regions(const Endpoint& endpoint, const Memory& memory, std::uint32_t count) {
+    for (std::uint32_t i = 0; i < count; ++i) {
+      mrs.push_back(ibv_reg_mr(endpoint.pd(), memory.data, memory.bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ));
+      if (mrs.back() == nullptr) fail("ibv_reg_mr of region %u: %s", i, std::strerror(errno));
+      keys.push_back(mrs.back()->rkey);
+    }
+  }
+  Regions(const Regions&) = delete;
+  Regions& operator=(const Regions&) = delete;
+  ~Regions() {
+    for (ibv_mr* mr : mrs) ibv_dereg_mr(mr);
+  }
+  std::vector<ibv_mr*> mrs;
+  std::vector<std::uint32_t> keys;
+};
+
 }  // namespace
 
 void send_ping_pong(const Options& options, bool events) {
@@ -112,6 +130,11 @@ void fetch_latency(const Options& options, ibv_wr_opcode opcode) {
   std::memcpy(memory.data, &start, sizeof(start));
   ibv_qp* const qp = endpoint.connect(1, {16, 1}).front();
   const Remote remote = endpoint.exchange(memory);
+  // More regions of the same page, each with a key of its own, are read from by turns that no cache of keys foresees.
+  const Regions regions(endpoint, memory, options.client ? 0 : options.mrs - 1);
+  std::vector<std::uint32_t> keys(options.client ? options.mrs - 1 : 0);
+  endpoint.exchange_keys(regions.keys, keys);
+  keys.push_back(remote.rkey);
   endpoint.barrier();
   if (!options.client) return endpoint.barrier();  // asleep until the client has done
 
@@ -124,7 +147,7 @@ void fetch_latency(const Options& options, ibv_wr_opcode opcode) {
     wr.opcode = opcode;
     wr.send_flags = IBV_SEND_SIGNALED;
     if (opcode == IBV_WR_RDMA_READ) {
-      wr.wr.rdma = {remote.address, remote.rkey};
+      wr.wr.rdma = {remote.address, keys[number * 0x9E3779B97F4A7C15u % keys.size()]};
     } else {
       wr.wr.atomic.remote_addr = remote.address;
       wr.wr.atomic.rkey = remote.rkey;

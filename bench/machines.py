@@ -25,13 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "interop"), str(HERE.parent / "vm")]
-
-import bars  # noqa: E402
-from harness import Failure, exit_code_of  # noqa: E402
-from machine import require_emulator  # noqa: E402
-from machine_pair import LARGE, SMALL, Pair  # noqa: E402
+import bars
+from machine_pair import LARGE, SMALL, Pair, require_emulator
+from paths import Failure, exit_code_of
 
 @dataclass
 class Row:

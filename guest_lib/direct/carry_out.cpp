@@ -1,0 +1,106 @@
+// A request that succeeds at once, from the caller's work request to its end: what most requests are. The rules are the engine's
+// (requester.hpp, responder.hpp), for one local buffer and one receive buffer; whatever else it may come to, the engine says.
+#include "guest_lib/direct/connection.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+// The next receive request of one buffer. False: there is none, or one that the engine must look at.
+bool next_receive(const vmci::RecordReader& ring, bool needs_buffer, std::uint64_t& wr_id, Sge& buffer) {
+  alignas(RecordHead) std::byte wqe[slot_bytes];
+  std::uint32_t slots = 0;
+  if (ring.peek(wqe, 1, slots) != vmci::RecordReader::Peek::ready) return false;
+  RecordHead head;
+  std::memcpy(&head, wqe, sizeof(head));
+  std::memcpy(&buffer, wqe + receive_wqe_payload_offset, sizeof(buffer));
+  wr_id = head.tag;
+  const WqeControl control = unpack_wqe_control(head.control);
+  return control.opcode == WrOpcode::receive && control.count <= 1 && (!needs_buffer || control.count == 1);
+}
+
+}  // namespace
+
+bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
+  // Those before it come first; and who wants the claim gets it between two messages.
+  if (wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop()) return false;
+  const engine::OpcodeRule& rule = engine::opcode_rules[wr.opcode];
+  const std::uint64_t bytes = wr.sg_list->length;
+  if (bytes == 0 || (rule.atomic && bytes != sizeof(std::uint64_t))) return false;
+  ports_.begin();
+
+  auto* local = reinterpret_cast<std::byte*>(wr.sg_list->addr);
+  if ((flags & wr_inline) == 0) {
+    const auto place = ports_.find(near_, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, rule.reads ? engine::access_local_write : engine::access_local_read);
+    if (!place) return false;
+    local = reinterpret_cast<std::byte*>(place->address);
+  }
+  std::byte* far = nullptr;
+  if (rule.remote_access != 0) {
+    const std::uint64_t address = rule.atomic ? wr.wr.atomic.remote_addr : wr.wr.rdma.remote_addr;
+    if ((far_.attributes.access_flags & rule.remote_access) == 0 || (rule.atomic && address % sizeof(std::uint64_t) != 0)) return false;
+    if (rule.reads && (near_.attributes.max_rd_atomic == 0 || far_.attributes.max_dest_rd_atomic == 0)) return false;
+    const auto place = ports_.find(near_, Key{rule.atomic ? wr.wr.atomic.rkey : wr.wr.rdma.rkey}, address, bytes, rule.remote_access);
+    if (!place) return false;
+    far = reinterpret_cast<std::byte*>(place->address);
+  }
+  std::uint64_t receive_id = 0;
+  if (rule.takes_receive) {
+    Sge buffer;
+    if (far_.receive_record_slots != 1 || !next_receive(far_.receive_ring, rule.moves_to_receive, receive_id, buffer)) return false;
+    if (rule.moves_to_receive) {
+      if (buffer.bytes < bytes) return false;
+      const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
+      if (!place) return false;
+      far = reinterpret_cast<std::byte*>(place->address);
+    }
+  }
+
+  const engine::Place here = engine::Place::in_engine(local), there = engine::Place::in_engine(far);
+  auto moved = engine::MemoryStatus::done;
+  if (rule.atomic) {
+    std::uint64_t old_value = 0;
+    moved = wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? ports_.fetch_and_add(near_, there, wr.wr.atomic.compare_add, old_value)
+                                                     : ports_.compare_and_swap(near_, there, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
+    if (moved == engine::MemoryStatus::done) ports_.copy(near_, here, engine::Place::in_engine(&old_value), bytes);
+  } else {
+    moved = ports_.copy(near_, rule.reads ? here : there, rule.reads ? there : here, bytes);
+  }
+  if (moved != engine::MemoryStatus::done) return false;
+  if (rule.takes_receive) {
+    Cqe cqe{};
+    cqe.wr_id = receive_id;
+    cqe.byte_len = static_cast<std::uint32_t>(bytes);
+    cqe.imm_data = rule.has_imm ? wr.imm_data : 0;
+    cqe.src_qp = near_.qpn.value;
+    ports_.complete(far_, engine::Direction::receive, cqe, {WcStatus::success, rule.receive_opcode, engine::receive_flags((flags & wr_solicited) != 0, rule)});
+    if (ports_.given_up()) return false;
+    far_.receive_ring.advance(1);
+  }
+
+  // From here on it is done. Its slot is taken before its completion can be polled.
+  queue.pass(wr.wr_id);
+  near_.send_ring.skip_to(queue.writer().position());
+  const std::uint32_t packets = rule.atomic ? 1 : engine::packets(bytes, near_.attributes.path_mtu);
+  near_.send_psn = far_.expected_psn = advance(near_.send_psn, packets);
+  far_.counters.received_messages += 1;
+  if (rule.atomic) {
+    ++near_.counters.atomics;
+  } else if (rule.reads) {
+    near_.counters.read_messages += 1, near_.counters.read_bytes += bytes;
+  } else {
+    near_.counters.sent_messages += 1, near_.counters.sent_bytes += bytes;
+    far_.counters.received_bytes += bytes;
+  }
+  if ((flags & wr_signaled) != 0) {
+    Cqe cqe{};
+    cqe.wr_id = wr.wr_id;
+    cqe.byte_len = static_cast<std::uint32_t>(bytes);
+    cqe.queue_position = near_.send_ring.position();
+    ports_.complete(near_, engine::Direction::send, cqe, {WcStatus::success, rule.send_opcode, 0});
+  }
+  record();
+  return true;
+}
+
+}  // namespace vrdma::guest
