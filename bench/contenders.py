@@ -39,6 +39,8 @@ class Contenders(Bench):
             before = self._links()
             found = body()
             if mode == "direct" and self._links() == before:
+                if why := self.service.why_not_direct():
+                    raise Skip(f"processes cannot be direct here: {why}")
                 raise Failure("no connection was direct")
             return found
         finally:

@@ -1,5 +1,5 @@
-// Every interleaving of a poster that posts and a service that hands a direction out and takes it back, over the real claim: each
-// access to shared memory is one step. And the same as threads, for ThreadSanitizer, which has no opinion on interleavings.
+// Every interleaving of a poster that posts and a service that hands a direction out, takes it back, or revokes it, over the real claim:
+// each access to shared memory is one step. And the same as threads, for ThreadSanitizer, which has no opinion on interleavings.
 #include "vmci_channel/claim.hpp"
 
 #include <set>
@@ -24,11 +24,14 @@ struct World {
   int poster = 0, service = 0;
   int posts = 0, service_steps = 0;
   bool poster_inside = false, owned = true;
+  // At the peer: what has arrived there, and how much that was when its end was taken from a poster that stood still.
+  std::uint64_t arrived = 0, arrived_at_cut = 0;
+  bool revoked = false, cut = false;
 
   std::string key() const {
     std::string bytes(reinterpret_cast<const char*>(&direction.claim), 8);
     for (const int value : {static_cast<int>(direction.stop), published, done, int{needs_doorbell}, int{rung}, poster, service, posts, service_steps,
-                            int{poster_inside}, int{owned}})
+                            int{poster_inside}, int{owned}, static_cast<int>(arrived), static_cast<int>(arrived_at_cut), int{revoked}, int{cut}})
       bytes += std::to_string(value) + ' ';
     return bytes;
   }
@@ -38,8 +41,8 @@ constexpr std::uint32_t epoch = 7;
 
 class Search {
  public:
-  // posts: of the poster. turns: how often the service goes round.
-  Search(int posts, int turns) : posts_(posts), turns_(turns) {}
+  // posts: of the poster. turns: how often the service goes round. revokes: it does not wait for who is inside.
+  Search(int posts, int turns, bool revokes) : posts_(posts), turns_(turns), revokes_(revokes) {}
   std::size_t run() {
     World world;
     ServiceClaim(&world.direction, epoch);
@@ -51,6 +54,8 @@ class Search {
   void visit(const World& world) {
     if (!seen_.insert(world.key()).second) return;
     CHECK_FALSE((world.poster_inside && world.owned));
+    if (world.owned) CHECK(static_cast<std::uint64_t>(world.done) == world.arrived);  // none twice, none forgotten
+    if (world.cut) CHECK(world.arrived == world.arrived_at_cut);
     World next = world;
     const bool poster_moved = step_poster(next);
     if (poster_moved) visit(next);
@@ -79,11 +84,13 @@ class Search {
         world.poster = world.poster_inside ? 2 : 4;
         return true;
       case 2:
-        if (world.done == world.published || claim.stop()) {
-          world.poster = 3;
-        } else {
-          ++world.done;
-        }
+        // It may stand still at any place; what it then stores depends on the claim (claimed_stores_test.cpp).
+        if (world.done == world.published || claim.stop() || !stores_of(world).store(&world.arrived, world.arrived + 1)) world.poster = 3;
+        else world.poster = 5;
+        return true;
+      case 5:  // on record
+        ++world.done;
+        world.poster = 2;
         return true;
       case 3: {
         const bool all = world.done == world.published;  // its own queue: nobody else adds to it
@@ -104,7 +111,7 @@ class Search {
     ServiceClaim claim = at(world);
     switch (world.service) {
       case 0:  // it owns the direction: run it
-        if (world.done != world.published) return ++world.done, true;
+        if (world.done != world.published) return ++world.done, ++world.arrived, true;
         if (world.service_steps == turns_) {
           // Asleep from here on, with the flag set, until somebody rings.
           if (!world.needs_doorbell) return world.needs_doorbell = true, true;
@@ -129,12 +136,19 @@ class Search {
         world.service = 4;
         return true;
       default:
-        if (claim.take()) world.owned = true, world.service = 0;
+        if (claim.take()) world.owned = true, world.revoked = world.cut = false, world.service = 0;
+        else if (revokes_ && !world.revoked) world.revoked = claim.revoke();
+        else if (world.revoked && !world.cut) world.cut = true, world.arrived_at_cut = world.arrived;
         else if (world.poster == 0 && world.posts == posts_) return false;
         return true;
     }
   }
 
+  static ClaimedStores stores_of(World& world) {
+    ClaimedStores stores(&world.direction.claim, vrdma::direct::claim_word(epoch, vrdma::direct::held_by_revocable_poster));
+    stores.guard();
+    return stores;
+  }
   static ServiceClaim at(World& world) {
     const std::uint64_t before = world.direction.claim;
     ServiceClaim claim(&world.direction, epoch);  // seizes it: undone
@@ -143,13 +157,20 @@ class Search {
   }
 
   int posts_, turns_;
+  bool revokes_;
   std::set<std::string> seen_;
 };
 
 TEST_CASE("In every interleaving one of them runs the queue, and nothing that was posted is left lying") {
-  CHECK(Search(1, 1).run() > 20);
-  CHECK(Search(2, 2).run() > 100);
-  CHECK(Search(3, 3).run() > 400);
+  CHECK(Search(1, 1, false).run() > 20);
+  CHECK(Search(2, 2, false).run() > 100);
+  CHECK(Search(3, 3, false).run() > 400);
+}
+
+TEST_CASE("In every interleaving nothing arrives any more where the peer's end was taken from a poster, and nothing that had arrived is done again") {
+  const std::size_t waiting = Search(2, 2, false).run(), revoking = Search(2, 2, true).run();
+  CHECK((revoking > waiting) == ClaimedStores::available());
+  CHECK(Search(3, 3, true).run() > 400);
 }
 
 TEST_CASE("Whoever knows an older epoch claims nothing") {
@@ -178,6 +199,32 @@ TEST_CASE("A poster that wrote nonsense or ended inside keeps the claim until it
   CHECK_FALSE(poster.enter());
   service.hand_out();
   CHECK_FALSE(poster.stop());
+  CHECK(poster.enter());
+}
+
+TEST_CASE("A claim is revoked only from a poster that can lose its stores, and is nobody's until that has given up") {
+  Direction direction{};
+  ServiceClaim service(&direction, 1);
+  PosterClaim poster(&direction, 1);
+  CHECK_FALSE(service.revoke());
+  service.hand_out();
+  CHECK_FALSE(service.revoke());
+  REQUIRE(poster.enter());
+  std::uint64_t of_the_peer = 0;
+  CHECK(poster.stores().store(&of_the_peer, std::uint64_t{1}));
+  const bool revocable = poster.stores().guarded();
+  CHECK(service.revoke() == revocable);
+  CHECK(service.revoke() == revocable);
+  CHECK(poster.stores().store(&of_the_peer, std::uint64_t{2}) != revocable);
+  CHECK(of_the_peer == (revocable ? 1 : 2));
+  CHECK_FALSE(service.take());
+  poster.leave();
+  const bool inside = poster.enter();
+  CHECK(inside != revocable);
+  if (inside) poster.leave();
+  CHECK(service.take());
+  CHECK_FALSE(service.revoke());
+  service.hand_out();
   CHECK(poster.enter());
 }
 

@@ -3,7 +3,7 @@
 namespace vrdma::guest {
 
 DirectConnection::DirectConnection(const Ends& ends)
-    : claim_(ends.claim), sent_(ends.sent), received_(ends.received), ports_(ends.own, ends.peer, far_), engine_(ports_) {
+    : claim_(ends.claim), sent_(ends.sent), received_(ends.received), ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions()), engine_(ports_) {
   const auto& send = ends.send.geometry();
   const auto& receive = ends.receive.geometry();
   near_.type = far_.type = ends.type;
@@ -41,6 +41,10 @@ void DirectConnection::step_back() {
   near_.operation.stage = engine::Operation::Stage::none;
   near_.operation.copy_pending = near_.send_queue_lost = far_.inbound.active = false;
   far_.counters.dropped = 0;
+  near_.counters.sent_messages = at.sent_messages, near_.counters.sent_bytes = at.sent_bytes;
+  near_.counters.read_messages = at.read_messages, near_.counters.read_bytes = at.read_bytes;
+  near_.counters.atomics = at.atomics;
+  far_.counters.received_messages = at.received_messages, far_.counters.received_bytes = at.received_bytes;
   near_.send_ring.skip_to(at.send_head);
   far_.receive_ring.skip_to(at.receive_head);
   near_.send_psn = far_.expected_psn = Psn{at.psn & psn_mask};
@@ -82,13 +86,14 @@ void DirectConnection::tell() {
   if (!sent && !received) return;
   // Pairs with H1 of guest_lib/poll.cpp: the poller's fence between naming a hot lane and looking at the lanes once more.
   vmci::store_load_fence();
-  const auto tell_one = [](const Told& told) {
+  const auto looks = [](const Told& told) {
     for (auto& hot : told.cq->hot)
-      if (std::atomic_ref(hot).load(std::memory_order_relaxed) == told.lane) return;
-    vmci::ReadyBitmap(&told.cq->ready).set(told.lane);
+      if (std::atomic_ref(hot).load(std::memory_order_relaxed) == told.lane) return true;
+    return false;
   };
-  if (sent) tell_one(sent_);
-  if (received) tell_one(received_);
+  if (sent && !looks(sent_)) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
+  // Where the claim is lost, the service tells the receiver.
+  if (received && !looks(received_)) set_peers_bit(received_.cq->ready, received_.lane, claim_.stores());
 }
 
 }  // namespace vrdma::guest

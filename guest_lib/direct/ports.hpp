@@ -3,7 +3,8 @@
 //
 // Only what goes well is carried out here. Whatever else the engine comes to (no receive WQE, a wrong key, memory that is not mapped,
 // an error of any kind) is noted as given_up() before anybody could see it; the caller then forgets the turn, and the service
-// carries the same WQE out from its start. Hence: after the first completion of a message nothing of it can fail.
+// carries the same WQE out from its start. Hence: after the first completion of a message, or its atomic operation, nothing of it can
+// fail. The claim can be revoked while this thread stands still: before that point, the message is then given up, too.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,9 @@
 #include <optional>
 
 #include "guest_lib/direct/peer_memory.hpp"
+#include "guest_lib/direct/peer_queue.hpp"
 #include "vmci_channel/arch.hpp"
+#include "vmci_channel/claimed_stores.hpp"
 #include "vmci_channel/placement_copy.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vrdma/direct.hpp"
@@ -38,9 +41,10 @@ class DirectPorts {
     std::uint64_t offset = 0, bytes = 0;
   };
 
-  DirectPorts(ReachedGuest own, ReachedGuest peer, Qp& far_end) : own_(own), peer_(peer), far_end_(far_end) {}
+  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries)
+      : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries) {}
 
-  void begin() { given_up_ = false; }
+  void begin() { given_up_ = certain_ = false; }
   // The service had the direction meanwhile: keys may mean something else, or nothing.
   void forget_keys() { found_[0] = found_[1] = {}; }
   bool given_up() const { return given_up_; }
@@ -60,29 +64,32 @@ class DirectPorts {
     return look(peer_, key, address, bytes, engine::access_local_write);
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
-    vmci::placement_copy(reinterpret_cast<std::byte*>(to.address), reinterpret_cast<const std::byte*>(from.address), bytes);
+    auto* const target = reinterpret_cast<std::byte*>(to.address);
+    const auto* const source = reinterpret_cast<const std::byte*>(from.address);
+    if (certain_) vmci::placement_copy(target, source, bytes);
+    else if (!stores_.copy(target, source, bytes)) return give_up(), engine::MemoryStatus::destination_fault;
     VRDMA_CRASH_POINT("direct.guest.copied");
     return engine::MemoryStatus::done;
   }
   engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
     if (place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
-    old_value = word(place).fetch_add(add, std::memory_order_acq_rel);
-    return engine::MemoryStatus::done;
+    old_value = add;
+    return carried_out(stores_.fetch_add(word(place), old_value));
   }
   engine::MemoryStatus compare_and_swap(Qp&, engine::Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
     if (place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = compare;
-    word(place).compare_exchange_strong(old_value, swap, std::memory_order_acq_rel);
-    return engine::MemoryStatus::done;
+    return carried_out(stores_.compare_and_swap(word(place), old_value, swap));
   }
   void abandon(Qp&) {}
 
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
-    (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
+    if (direction == engine::Direction::send) qp.send_lane.push(cqe, pack(state));
+    else if (!push_to_peer(qp.receive_lane, far_entries_, cqe, pack(state), stores_)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.cqe_written");
-    (direction == engine::Direction::send ? sent_ : received_) = true;
+    (direction == engine::Direction::send ? sent_ : received_) = certain_ = true;
     return true;
   }
   void event(Qp&, engine::AsyncEvent) { give_up(); }
@@ -102,6 +109,11 @@ class DirectPorts {
 
  private:
   void give_up() { given_up_ = true; }
+  engine::MemoryStatus carried_out(bool stored) {
+    if (!stored) return give_up(), engine::MemoryStatus::destination_fault;
+    certain_ = true;
+    return engine::MemoryStatus::done;
+  }
 
   // Memory that a key was found for, while the direction is ours: so long no key is taken away.
   struct Found {
@@ -146,13 +158,14 @@ class DirectPorts {
     give_up();
     return std::nullopt;
   }
-  static std::atomic_ref<std::uint64_t> word(engine::Place place) {
-    return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(place.address));
-  }
+  static std::uint64_t* word(engine::Place place) { return reinterpret_cast<std::uint64_t*>(place.address); }
 
+  const vmci::ClaimedStores& stores_;
   ReachedGuest own_, peer_;
   Qp& far_end_;
+  Cqe* far_entries_;  // of its receive lane
   bool given_up_ = false, sent_ = false, received_ = false;
+  bool certain_ = false;  // others can know that the message was carried out
   Found found_[2];  // own, the peer's
   std::optional<Unmapped> unmapped_;
 };

@@ -79,14 +79,25 @@ struct Pair {
     return ibv_post_send(qp, &wr, &bad);
   }
   // Until the service has given the connection away, with the memory of both ends mapped: each of these posts, unless it finds the
-  // service in charge, takes the offer up, or maps what it misses.
-  void become_direct() const {
+  // service in charge, takes the offer up, or maps what it misses. False: nobody can be direct where this process runs, as is said aloud.
+  bool become_direct() const {
     for (std::uint64_t i = 0; i < 4; ++i) {
-      eventually("the connection is direct", [this] { return mode_of(a.get()) == "direct"; });
+      std::string because;
+      eventually("the connection is direct, or may not be", [&] { return mode_of(a.get(), &because) == "direct" || is_apart(because); });
+      if (is_apart(because)) {
+        MESSAGE("SKIP: processes cannot be direct here: ", because);
+        return false;
+      }
       REQUIRE(post(a.get(), IBV_WR_RDMA_WRITE, i, near.sge(0, 8), 0) == 0);
       CHECK(collect(a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
     }
     eventually("the connection is direct", [this] { return mode_of(a.get()) == "direct"; });
+    return true;
+  }
+  static bool is_apart(const std::string& because) {  // vmkernel_svc/direct/trust.cpp
+    for (const char* start : {"a process ", "the processes ", "the user namespace "})
+      if (because.starts_with(start)) return true;
+    return false;
   }
 
   Device device;
@@ -116,7 +127,7 @@ TEST_CASE("direct queue pairs need no service for messages, writes, reads and at
   Service service;
   service.start(with_direct);
   Pair pair;
-  pair.become_direct();
+  if (!pair.become_direct()) return;
   const Stopped stopped(service);
   for (std::uint64_t i = 0; i < 40; ++i) {
     std::snprintf(pair.near.at(4096), 64, "message %d", static_cast<int>(i));
@@ -236,7 +247,7 @@ TEST_CASE("what the posting thread cannot do the service does, and gives the con
   Service service;
   service.start(with_direct);
   Pair pair;
-  pair.become_direct();
+  if (!pair.become_direct()) return;
   for (std::uint64_t round = 0; round < 3; ++round) {
     // No receive WQE: the service waits for one.
     for (std::uint64_t i = 0; i < 5; ++i) REQUIRE(pair.send(round * 10 + i, 0, 32) == 0);
@@ -258,7 +269,7 @@ TEST_CASE("after a deregistration nothing is written through its key, by whoever
   Service service;
   service.start(with_direct);
   Pair pair;
-  pair.become_direct();
+  if (!pair.become_direct()) return;
   const std::uint32_t rkey = pair.far.mr->rkey;
   pair.far.at(0)[0] = 7;
   REQUIRE(ibv_dereg_mr(std::exchange(pair.far.mr, nullptr)) == 0);
@@ -274,7 +285,7 @@ TEST_CASE("a direct connection is taken back by RESET, ERR and the service's dea
   service.start(with_direct);
   {
     Pair pair;
-    pair.become_direct();
+    if (!pair.become_direct()) return;
     REQUIRE(pair.receive(5, 0, 8) == 0);
     ibv_qp_attr error{};
     error.qp_state = IBV_QPS_ERR;
@@ -285,7 +296,7 @@ TEST_CASE("a direct connection is taken back by RESET, ERR and the service's dea
     CHECK(mode_of(pair.a.get()) == "mediated");
   }
   Pair pair;
-  pair.become_direct();
+  if (!pair.become_direct()) return;
   REQUIRE(pair.receive(6, 0, 8) == 0);
   service.kill_now();
   REQUIRE(pair.send(7, 0, 8) == 0);
@@ -364,7 +375,7 @@ TEST_CASE("after ibv_dereg_mr has returned, a peer that posts without end writes
   Service service;
   service.start(with_direct);
   Pair pair;
-  pair.become_direct();
+  if (!pair.become_direct()) return;
   Writer writer(pair);
   REQUIRE(ibv_dereg_mr(std::exchange(pair.far.mr, nullptr)) == 0);
   std::uint64_t then = 0, later = 0;
@@ -380,7 +391,7 @@ TEST_CASE("a queue pair is reset and destroyed while its peer posts without end"
   service.start(with_direct);
   for (const bool destroy : {false, true}) {
     Pair pair(short_patience);
-    pair.become_direct();
+    if (!pair.become_direct()) return;
     Writer writer(pair);
     ibv_qp_attr attributes{};
     attributes.qp_state = IBV_QPS_RESET;

@@ -16,7 +16,14 @@
 namespace vrdma::direct {
 
 // Low half of a claim; the high half is the epoch of the connection, so that whoever still knows an older one claims nothing.
-enum Holder : std::uint32_t { held_by_service = 0, held_by_nobody = 1, held_by_poster = 2 };
+enum Holder : std::uint32_t {
+  held_by_service = 0,
+  held_by_nobody = 1,
+  held_by_poster = 2,
+  held_by_revocable_poster = 3,  // by vmci_channel/claimed_stores.hpp
+  revoked = 4,                   // from that one, who has not seen it yet
+  given_up_by_poster = 5         // it has
+};
 constexpr std::uint64_t claim_word(std::uint32_t epoch, Holder holder) { return std::uint64_t{epoch} << 32 | holder; }
 
 // Where a direction stands, at a message boundary. Counts run free, from the connection's start.

@@ -8,7 +8,8 @@
 // that the specification names, all after it are flushed.
 //   pair      N messages each way, then both take everything down.
 //   victim    N messages, then takes everything down whatever the other does.
-//   survivor  until the queue pair fails; then checks what is left and takes everything down.
+//   survivor  until the queue pair fails; then checks what is left and takes everything down. After a stopped peer it says what it
+//             has to say and waits for the peer's end: nothing is written to it any more.
 // Standard output: "ready" once connected, then "done OUTCOME" or "fail WHAT". An 's' on standard input: the peer is stopped.
 #include <fcntl.h>
 #include <infiniband/verbs.h>
@@ -464,8 +465,34 @@ class Client {
     check(ibv_destroy_cq(cq_), "ibv_destroy_cq");
     if (channel_ != nullptr) check(ibv_destroy_comp_channel(channel_), "ibv_destroy_comp_channel");
     check(ibv_dereg_mr(mr_), "ibv_dereg_mr");
+    if (role == "survivor" && peer_stopped_) outlast_peer();
     check(ibv_dealloc_pd(pd_), "ibv_dealloc_pd");
     check(ibv_close_device(context_), "ibv_close_device");
+  }
+
+  // What the stopped peer was in the middle of hits nothing when it goes on: the same memory, registered anew, and queues where the
+  // former ones were.
+  void outlast_peer() {
+    std::memset(memory_, 0x5a, memory_bytes);
+    mr_ = ibv_reg_mr(pd_, memory_, memory_bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
+    cq_ = ibv_create_cq(context_, 2 * (send_depth + receive_depth), nullptr, nullptr, 0);
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = cq_;
+    init.qp_type = IBV_QPT_RC;
+    init.cap = {send_depth, receive_depth, 1, 1, 0};
+    qp_ = mr_ != nullptr && cq_ != nullptr ? ibv_create_qp(pd_, &init) : nullptr;
+    if (qp_ == nullptr) refused("registering and creating anew");
+    done(outcome_);
+    ::shutdown(peer_fd, SHUT_WR);
+    char byte;
+    while (::recv(peer_fd, &byte, 1, 0) > 0 || errno == EINTR) errno = 0;
+    ibv_wc wc;
+    if (ibv_poll_cq(cq_, 1, &wc) != 0) fail("a completion on a queue that was created afterwards");
+    for (std::size_t i = 0; i < memory_bytes; ++i)
+      if (memory_[i] != 0x5a) fail("the peer wrote byte %zu after its memory was deregistered", i);
+    check(ibv_destroy_qp(qp_), "ibv_destroy_qp");
+    check(ibv_destroy_cq(cq_), "ibv_destroy_cq");
+    check(ibv_dereg_mr(mr_), "ibv_dereg_mr");
   }
 
   bool rdma_ = false, events_ = false, shared_ = false, churn_ = false;

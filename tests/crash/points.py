@@ -12,8 +12,10 @@ all, drawn by the seed, one of each point at least.
 import argparse
 import concurrent.futures
 import contextlib
+import ctypes
 import itertools
 import pathlib
+import platform
 import queue
 import random
 import re
@@ -37,8 +39,17 @@ CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dere
 COPIES = re.compile(r"guest\.copy")
 # Passed while a queue pair is taken down, too.
 TAKING_DOWN = re.compile(r"guest\.(control|dereg_mr|destroy_qp|modify_qp)")
-# The poster has the peer's receive queue: what needs that waits until it goes on or has ended.
+# The poster has the peer's receive queue. From one that stands still it is taken where threads have restartable sequences.
 IN_CLAIM = re.compile(r"direct\.guest\.(?!opened|mapped|left)")
+
+
+def claims_can_be_revoked():
+    if platform.machine() != "x86_64":
+        return False
+    try:
+        return ctypes.c_uint.in_dll(ctypes.CDLL(None), "__rseq_size").value != 0
+    except ValueError:  # an older C library
+        return False
 
 
 def passings_of(point, rng):
@@ -65,23 +76,21 @@ def guest_case(world, service, point, passing, action, workload):
         reached = True
         if state_of(victim.pid) == "T":
             connected = has_line(survivor)
-            if connected and IN_CLAIM.match(point):
-                survivor.tell_stopped()
-                eventually("the survivor has failed, or waits for the service", lambda: waits_for_service(service, survivor.pid))
-            elif connected:
+            if connected:
                 # Its memory and its posted receives are served on; beyond them there is RNR. Only where it has taken its
                 # queue pair down, there is nobody.
                 survivor.tell_stopped()
                 allowed = ["served"] if unreliable else ["served" if workload == "rdma" else "rnr-retry-exceeded"]
                 if (TAKING_DOWN.match(point) or copies) and not unreliable:
                     allowed.append("retry-exceeded")
-                outcome_is(survivor, allowed)
+                outcome = survivor.early_result()
+                if outcome not in allowed:
+                    raise Failure(f"the outcome is {outcome}, not {' or '.join(allowed)}")
+                if state_of(victim.pid) != "T":
+                    raise Failure("the stopped one went on too early")
             victim.process.send_signal(signal.SIGCONT)
             outcome_is(victim, ("complete", "retry-exceeded", "peer-left", "unnoticed"))
-            if IN_CLAIM.match(point):
-                outcome_is(survivor, ("served", "rnr-retry-exceeded", "retry-exceeded", "peer-left", "flushed"))
-            elif not connected:
-                outcome_is(survivor, ("unnoticed",) if unreliable else ("retry-exceeded",))
+            outcome_is(survivor, allowed if connected else ("unnoticed",) if unreliable else ("retry-exceeded",))
         else:
             code = victim.process.wait()
             if code == 0:
@@ -92,12 +101,6 @@ def guest_case(world, service, point, passing, action, workload):
     service.check_alive()
     service.expect_empty()
     return reached
-
-
-def waits_for_service(service, pid):
-    """Its queue pair is in ERR, where the queue that the stopped one holds keeps it from flushing; or it waits for an answer."""
-    states = [qp["state"] for guest in service.show()["guests"] if guest["pid"] == pid for qp in guest["qps"]]
-    return "ERR" in states or state_of(pid) == "S"
 
 
 def has_line(survivor):
@@ -182,9 +185,8 @@ def passes(point, workload):
 
 
 def not_for_unreliable(point, action, workload):
-    """A sender gives each unreliable message a second while the receiver's memory hangs; the survivor sends a hundred. And where the
-    survivor goes on sending until the stopped one goes on, it is chance which messages find no receive and are lost."""
-    return bool(COPIES.match(point) or IN_CLAIM.match(point)) and action == "stop" and workload == "uc"
+    """A sender gives each unreliable message a second while the receiver's memory hangs; the survivor sends a hundred."""
+    return bool(COPIES.match(point)) and action == "stop" and workload == "uc"
 
 
 def main():
@@ -214,6 +216,9 @@ def main():
                       if not not_for_unreliable(point, action, workload)]
         elif passes(point, workload):
             cases += [(point, passing, "kill", workload) for passing in passings_of(point, rng)]
+    if of_direct and not claims_can_be_revoked():
+        print("SKIP: posters that stop inside a claim: threads have no restartable sequences here (docs/direct.md)")
+        cases = [case for case in cases if not (IN_CLAIM.match(case[0]) and case[2] == "stop")]
     if options.sample is not None and options.sample < len(cases):
         rng.shuffle(cases)
         first = {case[0]: case for case in reversed(cases)}

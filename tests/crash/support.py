@@ -147,6 +147,7 @@ class Client:
             arguments += [f"--{key}", str(value)]
         if unmapped:  # a limit below the size of the memory window: all its memory is reached through the process
             arguments = ["prlimit", f"--fsize={1 << 30}", *arguments]
+        self.said = ""  # of its outcome, by early_result()
         self.process = subprocess.Popen(arguments, pass_fds=[peer.fileno()], env=environment, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, user=user)
 
@@ -159,11 +160,21 @@ class Client:
             self.process.stdin.write("s")
             self.process.stdin.flush()
 
+    def early_result(self):
+        """The outcome of one that may say it before its peer's end, and then goes on; result() is still to be asked."""
+        for line in self.process.stdout:
+            if line.startswith("done "):
+                self.said = line
+                return line.strip()[5:]
+            if not line.startswith("ready"):
+                raise Failure(f"a client says {line.strip()!r}")
+        raise Failure(f"a client ended with {self.process.wait()} before it said its outcome")
+
     def result(self):
         """The outcome of an orderly end; Failure for any other. A client that hangs is ended by its own watchdog."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        out = self.process.stdout.read()
+        out = self.said + self.process.stdout.read()
         code = self.process.wait()
         last = out.strip().rsplit("\n", 1)[-1]
         if code == -signal.SIGALRM:

@@ -329,6 +329,11 @@ class Service:
             raise Failure(f"vrdma show ended with {code}: {text}")
         return json.loads(text)
 
+    def why_not_direct(self):
+        """Why two processes of this machine may not be direct, as the service has said; None where it has not refused any."""
+        refused = re.search(r"stay mediated: (.*)", self.program.output())
+        return refused and refused[1].strip()
+
     def environment(self, **more):
         env = dict(os.environ, VRDMA_SOCKET=str(self.socket), LC_ALL="C")
         env.pop("LD_PRELOAD", None)

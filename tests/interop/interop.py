@@ -190,6 +190,8 @@ class Runner:
         if case.events:  # a completion channel is the service's
             return said
         if self.service.show()["counters"]["direct_links"] == before:
+            if why := self.service.why_not_direct():
+                raise Skip(f"processes cannot be direct here: {why}")
             raise Failure("no connection of it could be direct: see mediated_because in vrdma show qps --json")
         return said
 

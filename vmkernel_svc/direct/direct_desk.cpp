@@ -7,6 +7,7 @@
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/direct/link.hpp"
+#include "vmkernel_svc/direct/stopped.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vrdma/fault.hpp"
 
@@ -20,6 +21,8 @@ constexpr std::uint32_t rest_turns = 8;             // looks in vain before a li
 constexpr std::uint32_t rest_doublings = 6;         // … each time that it came back
 constexpr std::uint32_t useful_messages = 64;       // so many since it was handed out, and it was worth it
 constexpr std::uint32_t unopened_posts_max = 16;
+constexpr std::uint64_t grace_ns = 10'000'000;   // for a poster to leave, before it is asked whether it is stopped …
+constexpr std::uint64_t stopped_ns = 1'000'000;  // … and so long it has to have been
 
 vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
@@ -40,7 +43,7 @@ bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
 
 bool DirectDesk::hand_out(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
-  if (link == nullptr || !link->owned[0] || !link->owned[1] || link->unopened_posts > unopened_posts_max) return false;
+  if (link == nullptr || !link->whole() || link->unopened_posts > unopened_posts_max) return false;
   QueuePair *const a = link->ends[0], *const b = link->ends[1];
   if (a == nullptr || b == nullptr || !roomy(*a) || !roomy(*b)) return false;
   const bool a_sends = a->core.state == QpState::rts, b_sends = b->core.state == QpState::rts;
@@ -89,6 +92,29 @@ bool DirectDesk::own(DirectLink& link, int i) {
   return true;
 }
 
+// What `qp` needs of a direction: its sending end belongs to who is inside, its receiving end can be taken from one who stands still.
+bool DirectDesk::own_end(DirectLink& link, int i, const QueuePair& qp) {
+  return own(link, i) || (link.ends[i] != &qp && cut_off(link, i));
+}
+
+// The poster does not leave. Where its process is stopped nobody can say when it will: its claim is revoked. Its threads then look at
+// the claim before they write anything more, and what they have written until now is there (vmci_channel/claimed_stores.hpp).
+bool DirectDesk::cut_off(DirectLink& link, int i) {
+  if (link.cut[i]) return true;
+  const std::uint64_t now = vmci::monotonic_ns();
+  if (link.refused_since_ns[i] == 0) link.refused_since_ns[i] = now;
+  if (now - link.refused_since_ns[i] < grace_ns) return false;
+  if (!is_stopped(link.poster(i)) || link.poster_ended(i) || !link.claims[i].revoke()) return link.stopped_since_ns[i] = 0, false;
+  link.revoked[i] = true;
+  // Seen again: a process that is about to stop may yet be woken before it leaves its processor.
+  if (link.stopped_since_ns[i] == 0) link.stopped_since_ns[i] = now;
+  if (now - link.stopped_since_ns[i] < stopped_ns) return false;
+  const direct::Positions at = receiver_at(link, i);
+  import_receiver(link, i, at);
+  link.cut[i] = true;
+  return true;
+}
+
 void DirectDesk::import(DirectLink& link, int i) {
   const direct::Direction& direction = link.claims[i].direction();
   // Read once. Positions are only ever used modulo the size of their ring; wrong ones spoil queues of these two guests.
@@ -108,47 +134,71 @@ void DirectDesk::import(DirectLink& link, int i) {
     core.counters.read_bytes += at.read_bytes - seen.read_bytes;
     core.counters.atomics += at.atomics - seen.atomics;
   }
-  if (QueuePair* const to = link.ends[1 - i]) {
-    auto& core = to->core;
-    core.receive_ring.skip_to(at.receive_head);
-    core.receive_lane.skip_to(at.receive_lane);
-    if (core.type == engine::QpType::rc) core.expected_psn = Psn{at.psn & psn_mask};
-    to->receive_cq->produced += at.receive_lane - seen.receive_lane;
-    --to->receive_cq->direct_lanes;
-    core.counters.received_messages += at.received_messages - seen.received_messages;
-    core.counters.received_bytes += at.received_bytes - seen.received_bytes;
+  if (!link.cut[i]) {
+    import_receiver(link, i, at);
+  } else if (QueuePair* const to = link.ends[1 - i]) {
+    // Of a message that had arrived before, the rest.
+    if (to->core.type == engine::QpType::rc) to->core.expected_psn = Psn{at.psn & psn_mask};
+    to->core.counters.received_messages += at.received_messages - seen.received_messages;
+    to->core.counters.received_bytes += at.received_bytes - seen.received_bytes;
   }
   seen = at;
   link.owned[i] = true;
+  link.cut[i] = link.revoked[i] = false;
+  link.refused_since_ns[i] = link.stopped_since_ns[i] = 0;
 }
 
-// The poster's process has ended inside the claim. Of its own queues nothing matters any more. At the receiver the completion is the
-// commit point: where it was written the message has arrived and its receive WQE is used, else it has not been taken.
+void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Positions& at) {
+  QueuePair* const to = link.ends[1 - i];
+  if (to == nullptr) return;
+  direct::Positions& seen = link.seen[i];
+  auto& core = to->core;
+  core.receive_ring.skip_to(at.receive_head);
+  core.receive_lane.skip_to(at.receive_lane);
+  if (core.type == engine::QpType::rc) core.expected_psn = Psn{at.psn & psn_mask};
+  to->receive_cq->produced += at.receive_lane - seen.receive_lane;
+  --to->receive_cq->direct_lanes;
+  if (link.revoked[i]) to->receive_cq->ready.set(to->receive_lane);  // it may not have been told
+  core.counters.received_messages += at.received_messages - seen.received_messages;
+  core.counters.received_bytes += at.received_bytes - seen.received_bytes;
+  seen.receive_lane = at.receive_lane;
+  seen.received_messages = at.received_messages;
+  seen.received_bytes = at.received_bytes;
+}
+
+// Where the receiving end stands: at the poster's last record. At the receiver the completion is the commit point: where one more was
+// written the message has arrived and its receive WQE is used, else it has not been taken.
+direct::Positions DirectDesk::receiver_at(const DirectLink& link, int i) const {
+  direct::Direction& direction = link.claims[i].direction();
+  // R2: pairs with R1 in DirectConnection::record.
+  const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
+  direct::Positions at = direction.positions[current];
+  const QueuePair* const to = link.ends[1 - i];
+  if (to == nullptr) return at;
+  const vmci::LaneReader lane(to->receive_view.consume_completions(), to->core.receive_lane.entry_count(), at.receive_lane);
+  if (lane.next() == nullptr) return at;
+  at.receive_lane += 1;
+  at.receive_head += to->core.receive_record_slots;
+  return at;
+}
+
+// The poster's process has ended inside the claim. Of its own queues nothing matters any more.
 void DirectDesk::recover(DirectLink& link, int i) {
   link.claims[i].seize();
-  direct::Direction& direction = link.claims[i].direction();
-  if (QueuePair* const to = link.ends[1 - i]) {
-    // R2: pairs with R1 in DirectConnection::record.
-    const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
-    direct::Positions& at = direction.positions[current];
-    const vmci::LaneReader lane(to->receive_view.consume_completions(), to->core.receive_lane.entry_count(), at.receive_lane);
-    if (lane.next() != nullptr) {
-      at.receive_lane += 1;
-      at.receive_head += to->core.receive_record_slots;
-    }
-    import(link, i);
-    to->receive_cq->ready.set(to->receive_lane);  // it may not have been told
-  } else {
-    import(link, i);
+  if (!link.cut[i]) {
+    direct::Direction& direction = link.claims[i].direction();
+    direction.positions[direction.current & 1] = receiver_at(link, i);
   }
+  link.revoked[i] = true;
+  import(link, i);
 }
 
 bool DirectDesk::take_back(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
   if (link == nullptr) return true;
-  const bool first = own(*link, 0);
+  const bool first = own_end(*link, 0, qp);
   VRDMA_CRASH_POINT("direct.service.half_taken_back");
-  return own(*link, 1) && first;
+  return own_end(*link, 1, qp) && first;
 }
 
 bool DirectDesk::take_back(CompletionQueue& cq) {
@@ -167,9 +217,9 @@ bool DirectDesk::take_back(Guest& guest) {
 bool DirectDesk::may_run(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
-  if (link.owned[0] && link.owned[1]) return true;
+  if (link.whole()) return true;
   const bool had = link.owned[i];
-  const bool mine = own(link, i), other = own(link, 1 - i);
+  const bool mine = own(link, i), other = qp.core.state == QpState::rts ? own(link, 1 - i) : own_end(link, 1 - i, qp);
   if (!had && mine) {
     ++link.returns;
     ++counters_.returned;
@@ -200,7 +250,7 @@ bool DirectDesk::settle() {
   for (DirectLink* const link : std::vector(orphans_)) {
     for (int side = 0; side < 2; ++side)
       if (!own(*link, side) && link->poster_ended(side)) recover(*link, side);
-    if (!link->owned[0] || !link->owned[1]) continue;
+    if (!link->whole()) continue;
     for (QueuePair* end : link->ends)
       if (end != nullptr) shard_.make_runnable(end->core);
     dissolve(*link);
@@ -221,12 +271,9 @@ bool DirectDesk::settle() {
 void DirectDesk::forget(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
   if (link == nullptr) return;
-  const bool whole = take_back(qp);
-  qp.core.port.link = nullptr;
-  link->ends[link->side(qp)] = nullptr;
-  if (whole) return dissolve(*link);
-  // A poster that is still inside writes to memory that nobody reads any more.
-  if (std::find(orphans_.begin(), orphans_.end(), link) == orphans_.end()) orphans_.push_back(link);
+  take_back(qp);
+  if (link->whole()) return dissolve(*link);
+  part_from(qp);
 }
 
 void DirectDesk::forget(Guest& guest) {
@@ -293,7 +340,7 @@ Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::
 
 std::string DirectDesk::mode(const QueuePair& qp) const {
   const DirectLink* const link = qp.core.port.link;
-  return link != nullptr && (!link->owned[0] || !link->owned[1]) ? "direct" : "mediated";
+  return link != nullptr && !link->whole() ? "direct" : "mediated";
 }
 
 engine::QpCounters DirectDesk::counters(const QueuePair& qp) const {

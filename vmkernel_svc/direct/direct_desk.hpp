@@ -28,7 +28,8 @@ class DirectDesk {
 
   // After `qp` was modified, both directions of its link owned: makes a link, or ends one that is none any more, and hands it out.
   void consider(QueuePair& qp);
-  // Owns both directions. False: a poster is inside one of them; it has been asked to leave. True without a link.
+  // Owns both directions, or of the one that the peer posts to the end that is `qp`'s, should the peer stand still in the middle of a
+  // post. False: a poster is inside one of them; it has been asked to leave. True without a link.
   bool take_back(QueuePair& qp);
   bool take_back(CompletionQueue& cq);  // of all queue pairs that complete there
   bool take_back(Guest& guest);         // of all its queue pairs
@@ -75,9 +76,14 @@ class DirectDesk {
   bool is_mediated(const Guest& guest) const { return mediated_ || guest.tenant->mediated || guest.mediated; }
   Result<std::shared_ptr<DirectRoom>> room_of(Guest& a, Guest& b, std::string& why_not);
   bool own(DirectLink& link, int i);
+  bool own_end(DirectLink& link, int i, const QueuePair& qp);
+  bool cut_off(DirectLink& link, int i);
   void import(DirectLink& link, int i);
+  void import_receiver(DirectLink& link, int i, const direct::Positions& at);
+  direct::Positions receiver_at(const DirectLink& link, int i) const;
   void recover(DirectLink& link, int i);
   void dissolve(DirectLink& link);
+  void part_from(QueuePair& qp);
   bool at_rest(const QueuePair& from, const QueuePair& to) const;
 
   Shard& shard_;

@@ -22,6 +22,7 @@ struct DirectRoom {
   vmci::Segment segment;
   std::shared_ptr<const vmci::UniqueFd> pidfds[2];
   std::uint32_t guests[2];
+  pid_t pids[2];
   std::vector<std::uint32_t> free;
   std::uint32_t used = 0;  // links ever made at a time
 
@@ -38,15 +39,22 @@ struct DirectLink {
   direct::Positions seen[2] = {};     // when the service last had it
   bool owned[2] = {true, true};
   bool opened[2] = {false, false};    // its guest has mapped what it takes
+  // The poster stands still inside the claim, which was revoked: the receiving end is the service's, the sending one still the poster's.
+  bool cut[2] = {false, false};
+  bool revoked[2] = {false, false};            // its claim, since the service last had the direction
+  std::uint64_t refused_since_ns[2] = {0, 0};  // that the poster is inside, 0: it is not
+  std::uint64_t stopped_since_ns[2] = {0, 0};  // seen so after it was revoked, 0: not
   std::uint32_t unopened_posts = 0;
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
 
   int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
+  bool whole() const { return owned[0] && owned[1]; }
+  int place_of_poster(int i) const { return room->guests[0] == guests[i] ? 0 : 1; }
   bool poster_ended(int i) const {
-    const int of = room->guests[0] == guests[i] ? 0 : 1;
-    pollfd exited{room->pidfds[of]->get(), POLLIN, 0};
+    pollfd exited{room->pidfds[place_of_poster(i)]->get(), POLLIN, 0};
     return ::poll(&exited, 1, 0) > 0;
   }
+  pid_t poster(int i) const { return room->pids[place_of_poster(i)]; }
 };
 
 inline std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) { return std::minmax({a.id.value, b.id.value}); }

@@ -76,6 +76,8 @@ Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std:
   room->pidfds[0] = in_order ? a.pidfd : b.pidfd;
   room->pidfds[1] = in_order ? b.pidfd : a.pidfd;
   room->guests[0] = key.first, room->guests[1] = key.second;
+  room->pids[0] = in_order ? a.credentials.pid : b.credentials.pid;
+  room->pids[1] = in_order ? b.credentials.pid : a.credentials.pid;
   return rooms_.emplace(key, std::move(room)).first->second;
 }
 
@@ -84,7 +86,8 @@ void DirectDesk::consider(QueuePair& qp) {
   std::string why = why_mediated(qp, peer);
   if (DirectLink* const link = qp.core.port.link) {
     if (why.empty() && link->ends[1 - link->side(qp)] == peer) return (void)hand_out(qp);
-    dissolve(*link);
+    if (link->whole()) dissolve(*link);
+    else part_from(qp);
   }
   if (why.empty() && peer->core.port.link != nullptr) why = "the peer's connection before this one has not ended";
   if (why.empty()) {
@@ -145,6 +148,16 @@ Result<control::SetDirectReply> DirectDesk::set(const control::SetDirectRequest&
   if (one && reply.guests == 0) return Errno{ENOENT};
   look_again();
   return reply;
+}
+
+// Its peer's poster is still inside. The link stays until that has left.
+void DirectDesk::part_from(QueuePair& qp) {
+  DirectLink* const link = qp.core.port.link;
+  qp.core.port.link = nullptr;
+  qp.mediated_because = "its connection has ended";
+  offer(qp, 0);
+  link->ends[link->side(qp)] = nullptr;
+  if (std::find(orphans_.begin(), orphans_.end(), link) == orphans_.end()) orphans_.push_back(link);
 }
 
 // Who may be direct, or who is in which partition, has changed.
