@@ -62,7 +62,7 @@ struct alignas(128) Direction {
 };
 static_assert(WireRecord<Direction> && sizeof(Direction) == 384);
 
-constexpr std::uint32_t room_links = 1024;  // connections of two guests that can be direct at a time
+constexpr std::uint32_t room_links = 8192;  // connections of two guests that can be direct at a time; memory is taken as they are made
 struct Room {
   Direction directions[room_links * 2];
 };
@@ -80,7 +80,7 @@ struct alignas(64) KeyEntry {
 };
 static_assert(WireRecord<KeyEntry> && sizeof(KeyEntry) == 64);
 
-constexpr std::uint32_t key_entries = 8192;  // a power of two
+constexpr std::uint32_t key_entries = 1 << 18;  // a power of two; likewise
 constexpr std::uint32_t key_probes = 8;      // keys are random: one lies within so many entries of its place, or not here
 struct KeyTable {
   KeyEntry entries[key_entries];
