@@ -25,7 +25,6 @@ struct Tenant {
   std::uint64_t mappings = 0;
   std::uint32_t descriptors = 0;
   std::uint32_t memberships = 0;
-  bool mediated = false;  // its guests may not be direct (docs/direct.md)
   // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
   std::int64_t deficit_bytes = 0;
   std::uint64_t moved_bytes = 0;

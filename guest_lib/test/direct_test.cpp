@@ -26,6 +26,9 @@ std::string mode_of(const ibv_qp* qp, std::string* because = nullptr) {
   return "none";
 }
 
+// What "vrdma direct" exits with.
+int said(const std::string& words) { return ::system((std::string(VRDMA_PATH) + " direct " + words + " >/dev/null 2>&1").c_str()); }
+
 // Whole pages, which move to the memory window.
 class Pages {
  public:
@@ -450,7 +453,6 @@ class Stream {
 TEST_CASE("a connection changes over between direct and mediated while messages flow, by a command") {
   Service service;
   service.start(with_direct);
-  const auto said = [](const std::string& words) { return ::system((std::string(VRDMA_PATH) + " direct " + words + " >/dev/null 2>&1").c_str()); };
   Pair pair;
   const Stream stream(pair);
   eventually("it becomes direct by itself", [&] { return mode_of(pair.a.get()) == "direct" && stream.arrived() > 1000; });
@@ -472,4 +474,36 @@ TEST_CASE("a connection changes over between direct and mediated while messages 
     eventually("messages flow", [&] { return stream.arrived() > then + 100; });
   }
   CHECK(said("mediated --guest 4000") != 0);
+}
+
+TEST_CASE("what was said of a guest's direct mode can be taken back once it is gone") {
+  Service service;
+  service.start(with_direct);
+  const auto guests = [] { return show().at("guests").size(); };
+  const pid_t passing = ::fork();
+  if (passing == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    const Device device;
+    while (true) ::pause();
+  }
+  eventually("a guest is there", [&] { return guests() == 1; });
+  CHECK(said("mediated") == 0);
+  ::kill(passing, SIGKILL);
+  ::waitpid(passing, nullptr, 0);
+  eventually("the guest has left", [&] { return guests() == 0; });
+  CHECK(said("auto") == 0);
+  const Pair pair;
+  pair.become_direct();
+}
+
+TEST_CASE("guests are mediated where that was said before they came") {
+  Service service;
+  service.start(with_direct);
+  REQUIRE(said("mediated") == 0);
+  const Pair pair;
+  std::string because;
+  CHECK(mode_of(pair.a.get(), &because) == "mediated");
+  CHECK(because == "\"vrdma direct mediated\" was said");
+  REQUIRE(said("auto") == 0);
+  pair.become_direct();
 }

@@ -29,7 +29,7 @@ using Clock = std::chrono::steady_clock;
 inline void eventually(const char* what, const std::function<bool()>& condition) {
   const auto deadline = Clock::now() + std::chrono::minutes(1);
   while (!condition()) {
-    if (Clock::now() > deadline) FAIL("never happened: ", what);
+    if (Clock::now() > deadline) FAIL("never happened: ", std::string(what));
     std::this_thread::yield();
   }
 }

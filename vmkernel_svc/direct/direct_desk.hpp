@@ -73,7 +73,7 @@ class DirectDesk {
 
  private:
   std::string why_mediated(QueuePair& qp, QueuePair*& peer);
-  bool is_mediated(const Guest& guest) const { return mediated_ || guest.tenant->mediated || guest.mediated; }
+  bool is_mediated(const Guest& guest) const { return mediated_ || guest.mediated || mediated_tenants_.contains(guest.tenant->uid); }
   Result<std::shared_ptr<DirectRoom>> room_of(Guest& a, Guest& b, std::string& why_not);
   bool own(DirectLink& link, int i);
   bool own_end(DirectLink& link, int i, const QueuePair& qp);
@@ -95,7 +95,9 @@ class DirectDesk {
   std::vector<std::uint32_t> held_back_;              // QPNs that wait to be run
   std::set<std::uint32_t> doubtful_;                  // QPNs to be considered once both directions are owned
   Counters counters_;
-  bool mediated_ = false;  // all guests are
+  // Nobody may be direct, or no guest of these users, whether they have any now or not.
+  bool mediated_ = false;
+  std::set<uid_t> mediated_tenants_;
   std::uint32_t next_room_ = 1, next_epoch_ = 1;
 };
 

@@ -135,16 +135,21 @@ void DirectDesk::dissolve(DirectLink& link) {
 Result<control::SetDirectReply> DirectDesk::set(const control::SetDirectRequest& request, const Viewer& viewer) {
   if (fabric_.config.direct != "auto") return Errno{EOPNOTSUPP};
   const bool mediated = request.mediated != 0, one = request.guest != 0;
-  if (!one && viewer.all) mediated_ = mediated;
+  if (!one && viewer.all) {
+    mediated_ = mediated;
+    if (!mediated) mediated_tenants_.clear();
+  } else if (!one && mediated) {
+    mediated_tenants_.insert(viewer.uid);
+  } else if (!one) {
+    mediated_tenants_.erase(viewer.uid);
+  }
   control::SetDirectReply reply{};
   for (auto& [id, guest] : fabric_.guests) {
     if (!viewer.sees(*guest) || (one && id != request.guest)) continue;
     guest->mediated = mediated && one;
-    if (!one) guest->tenant->mediated = mediated;
     ++reply.guests;
+    reply.still_mediated += !mediated && is_mediated(*guest);
   }
-  for (const auto& [id, guest] : fabric_.guests)
-    reply.still_mediated += !mediated && viewer.sees(*guest) && (!one || id == request.guest) && is_mediated(*guest);
   if (one && reply.guests == 0) return Errno{ENOENT};
   look_again();
   return reply;
