@@ -12,7 +12,6 @@
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,10 +22,13 @@
 #include <cstring>
 #include <string>
 
+#include "children.hpp"
 #include "figures.hpp"
 #include "vmci_channel/backoff.hpp"
 
 namespace {
+
+using bench::start;
 
 constexpr std::size_t samples_max = 200'000;
 double seconds = 1.0;
@@ -44,17 +46,6 @@ Shared& share() {
   void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) std::perror("floor: mmap"), std::exit(1);
   return *static_cast<Shared*>(memory);
-}
-
-// A process that runs `body` and ends with it, or with us.
-template <class Body>
-pid_t start(Body&& body) {
-  const pid_t parent = ::getpid(), pid = ::fork();
-  if (pid < 0) std::perror("floor: fork"), std::exit(1);
-  if (pid > 0) return pid;
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() == parent) body();
-  std::_Exit(0);
 }
 
 void run_on(int cpu) {

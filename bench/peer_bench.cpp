@@ -8,7 +8,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sched.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -22,11 +21,13 @@
 #include <string>
 #include <vector>
 
+#include "children.hpp"
 #include "figures.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace {
 
+using bench::start;
 using vmci::UniqueFd;
 
 constexpr std::size_t samples_max = 200'000, bytes_max = 64 << 20;
@@ -88,17 +89,6 @@ bool receive_all(int fd, char* data, std::size_t bytes, bool polls) {
     data += got, bytes -= static_cast<std::size_t>(got);
   }
   return true;
-}
-
-// `body` in a child that ends with us.
-template <class Body>
-pid_t start(Body&& body) {
-  const pid_t parent = ::getpid(), pid = ::fork();
-  if (pid < 0) fail("fork");
-  if (pid > 0) return pid;
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() == parent) body();
-  std::_Exit(0);
 }
 
 struct Ask {

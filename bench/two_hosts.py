@@ -22,7 +22,7 @@ from pathlib import Path
 from measure import Row, chosen, measure_rows, print_table, seconds_of, table_parser
 from paths import PATIENCE, SKIPPED_EXIT_CODE, Build, Failure, Program, Skip, TempFolder, clean_up, clean_up_on_signals, free_port, listening, wait_until
 
-from hosts import Host, Written
+from hosts import Host, Written, check_alive, wait_joined
 from network import Network, why_not
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -66,13 +66,10 @@ class Bench:
         self.folder = TempFolder()
         known = Written(build, network, self.folder.path)
         self.hosts = [Host(build, network, i, known.config(i)) for i in range(2)]
-        for one, other in (self.hosts, self.hosts[::-1]):
-            wait_until(lambda: one.reaches(other), 60, f"h{one.index} reaches h{other.index}", [one.program, other.program])
+        wait_joined(self.hosts)
 
     def check(self):
-        for host in self.hosts:
-            if not host.program.running():
-                raise Failure(f"vrdmad of h{host.index} died\n{host.program.says()}")
+        check_alive(self.hosts)
 
     def close(self):
         left = [(host, *host.stop()) for host in self.hosts]

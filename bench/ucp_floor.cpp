@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
@@ -17,10 +16,13 @@
 #include <cstring>
 #include <string>
 
+#include "children.hpp"
 #include "figures.hpp"
 #include "vmci_channel/backoff.hpp"
 
 namespace {
+
+using bench::start;
 
 constexpr std::size_t samples_max = 200'000, address_max = 4096;
 
@@ -41,16 +43,6 @@ struct Shared {
 
 void check(ucs_status_t status, const char* what) {
   if (status != UCS_OK) fail(std::string(what) + ": " + ucs_status_string(status));
-}
-
-template <class Body>
-pid_t start(Body&& body) {
-  const pid_t parent = ::getpid(), pid = ::fork();
-  if (pid < 0) fail("fork");
-  if (pid > 0) return pid;
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() == parent) body();
-  std::_Exit(0);
 }
 
 struct Relay {

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -76,6 +75,19 @@ class Managed:
         return {"hosts": {"name": f"h{index}", "address": self.addresses[index], "port": PORT - 1, "folder": str(self.folder / f"h{index}"), "peers": peers}}
 
 
+def wait_joined(hosts):
+    for one in hosts:
+        for other in hosts:
+            if one is not other:
+                wait_until(lambda: one.reaches(other), 60, f"h{one.index} reaches h{other.index}", [one.program, other.program])
+
+
+def check_alive(hosts):
+    for host in hosts:
+        if not host.program.running():
+            raise Failure(f"vrdmad of h{host.index} died\n{host.program.says()}")
+
+
 class World:
     """Hosts that know each other."""
 
@@ -93,15 +105,10 @@ class World:
             raise
 
     def wait_joined(self):
-        for one in self.hosts:
-            for other in self.hosts:
-                if one is not other:
-                    wait_until(lambda: one.reaches(other), 60, f"h{one.index} reaches h{other.index}", [one.program, other.program])
+        wait_joined(self.hosts)
 
     def check(self):
-        for host in self.hosts:
-            if not host.program.running():
-                raise Failure(f"vrdmad of h{host.index} died\n{host.program.says()}")
+        check_alive(self.hosts)
 
     def close(self):
         said = []
@@ -206,12 +213,7 @@ def conformance(world, sample):
             try:
                 wait_until(lambda: harness.listening(server.pid, port), 60, "the suite's second process listens", [server])
                 client = b.start_program([*words, "--with", f"{a.address}:{port}", *(["--sample", sample] if sample else [])], layer)
-                code = client.wait(900 * harness.PATIENCE)
-                passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
-                if code != 0 or not passed or int(passed[1]) == 0:
-                    lines = client.output().splitlines()
-                    failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
-                    raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
+                harness.check_suite(client.wait(900 * harness.PATIENCE), client, server)
             finally:
                 server.stop()
                 if client:

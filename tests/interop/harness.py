@@ -482,6 +482,15 @@ class Tally:
         return 0 if self.passed else SKIPPED_EXIT_CODE
 
 
+def check_suite(code, client, server):
+    """Raises Failure unless the conformance suite's client has passed some cases and failed none."""
+    passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
+    if code != 0 or not passed or int(passed[1]) == 0:
+        lines = client.output().splitlines()
+        failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
+        raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
+
+
 def need(*programs):
     for program in programs:
         if not shutil.which(program):

@@ -214,12 +214,7 @@ def cases(world, sample=False, whole=False):
         try:
             wait_until(lambda: a.side.listening(server, port), 60, "the suite's second process listens", [server])
             client = b.side.start([*words, "--with", f"{a.address}:{port}"], "suite")
-            code = client.wait((3600 if whole else SECONDS) * harness.PATIENCE)
-            passed = re.search(r"^(\d+) passed, 0 failed", client.output(), re.MULTILINE)
-            if code != 0 or not passed or int(passed[1]) == 0:
-                lines = client.output().splitlines()
-                failed = [line for at, first in enumerate(lines) if first.startswith("FAIL") for line in lines[at:at + 4]]
-                raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
+            harness.check_suite(client.wait((3600 if whole else SECONDS) * harness.PATIENCE), client, server)
         finally:
             server.stop()
             if client:
