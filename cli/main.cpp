@@ -27,12 +27,12 @@ constexpr const char* about =
 CLI::App* add_run(CLI::App& app, RunOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "run", "Run a program with libvrdma in place of libibverbs. Starts a private vrdmad when no service is reachable;\n"
-             "it is shared by your other `vrdma run`s and leaves by itself.");
+             "it is shared by your other `vrdma run`s, offers them direct mode and leaves by itself.");
   command->add_option("--link-layer", options.link_layer, "ib or ethernet: what this guest's port of vrdma0 says it is (default: what the service is configured for, else ib)")
       ->check(CLI::IsMember({"ib", "ethernet"}));
   command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same")
       ->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });
-  command->add_flag("--direct", options.direct, "use a private vrdmad of its own kind, where programs move the data themselves: as fast as shared memory is");
+  command->add_flag("--mediated", options.mediated, "use a private vrdmad that moves all data itself; by default programs that could reach each other's memory anyway do");
   command->add_flag("--stats", options.stats, "print what the program did when it ends");
   command->add_option("command", options.command, "the program and its arguments, after --")->required();
   command->positionals_at_end();

@@ -45,7 +45,7 @@ std::string lasting(const std::string& path) {
 
 int run(const RunOptions& options) {
   const std::string library = preloadable(library_path());
-  Service service = options.direct ? find_or_start_direct_service() : find_or_start_service();
+  Service service = options.mediated ? find_or_start_mediated_service() : find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
   const std::string socket_path = lasting(service.path);
   if (const std::string why = why_not_loadable(options.command[0]); !why.empty())

@@ -10,7 +10,7 @@ struct RunOptions {
   std::string link_layer;  // "", "ib" or "ethernet"
   std::string name;
   bool stats = false;
-  bool direct = false;      // by a private service that offers direct mode
+  bool mediated = false;    // by a private service that offers no direct mode
   std::vector<std::string> command;
 };
 

@@ -53,8 +53,8 @@ const char* named_socket() {
   return named != nullptr && *named != '\0' ? named : nullptr;
 }
 
-std::string direct_folder() { return private_folder() + "/direct"; }
-std::string direct_socket() { return direct_folder() + "/vrdmad.sock"; }
+std::string mediated_folder() { return private_folder() + "/mediated"; }
+std::string mediated_socket() { return mediated_folder() + "/vrdmad.sock"; }
 
 void make_private_folder(const std::string& folder) {
   if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
@@ -160,7 +160,7 @@ Result<Service> find_service(const std::string& wanted) {
 Result<Service> find_service_to_show(const std::string& wanted) {
   auto found = find_service(wanted);
   if (!found && wanted.empty() && named_socket() == nullptr)
-    if (auto direct = find_service(direct_socket())) return direct;
+    if (auto mediated = find_service(mediated_socket())) return mediated;
   return found;
 }
 
@@ -205,14 +205,14 @@ Service find_or_start_service() {
                      "one is started",
                      named, std::strerror(value(socket.error()))));
   }
-  return start_or_find(private_folder(), "mediated");
+  return start_or_find(private_folder(), "auto");
 }
 
-Service find_or_start_direct_service() {
-  if (const char* const named = named_socket(); named != nullptr && named != direct_socket())
-    fail(fmt::format("VRDMA_SOCKET names {}, and --direct means a private service: unset it, or give that service \"direct\": \"auto\"", named));
+Service find_or_start_mediated_service() {
+  if (const char* const named = named_socket(); named != nullptr && named != mediated_socket())
+    fail(fmt::format("VRDMA_SOCKET names {}, and --mediated means a private service: unset it, or say \"vrdma direct mediated\" to that service", named));
   make_private_folder(private_folder());
-  return start_or_find(direct_folder(), "auto");
+  return start_or_find(mediated_folder(), "mediated");
 }
 
 std::string program_path(const std::string& name) {

@@ -23,15 +23,15 @@ struct Service {
 std::vector<std::string> service_paths(const std::string& wanted);
 // A connection to the first service that answers. The error is that of the last path tried.
 Result<Service> find_service(const std::string& wanted = {});
-// Likewise; where none answers, also the private one of direct mode.
+// Likewise; where none answers, also the private one that moves all data itself.
 Result<Service> find_service_to_show(const std::string& wanted);
 // What to do about an error of find_service(); and the whole sentence, naming every path that was tried.
 const char* service_remedy(int error);
 std::runtime_error unreachable(const std::string& wanted);
 // As find_service(), starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.
 Service find_or_start_service();
-// The private vrdmad that offers direct mode, beside the other one. Throws likewise, and where VRDMA_SOCKET names another service.
-Service find_or_start_direct_service();
+// The private vrdmad that offers no direct mode, beside the other one. Throws likewise, and where VRDMA_SOCKET names another service.
+Service find_or_start_mediated_service();
 
 // Beside this program: ../lib/libvrdma.so in the build tree, the installed place otherwise. Throws when it is in neither.
 std::string library_path();

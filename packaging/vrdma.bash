@@ -36,7 +36,7 @@ _vrdma() {
         "") COMPREPLY=($(compgen -W "run show direct doctor metrics bench vm host --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
-                COMPREPLY=($(compgen -W "--link-layer --name --direct --stats --help --" -- "$current"))
+                COMPREPLY=($(compgen -W "--link-layer --name --mediated --stats --help --" -- "$current"))
             else
                 COMPREPLY=($(compgen -c -- "$current"))
             fi

@@ -393,26 +393,26 @@ class Running(TestCase):
         self.stop_private_service()
         self.assertIn("SIGTERM: leaving", log.read_text())
 
-    def test_a_private_service_of_its_own_offers_direct_mode(self):
-        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "direct"
-        inner = [BIN / "vrdma", "run", "--direct", "--", BIN / "vrdma", "show", "--json"]  # the same service again
-        result = self.vrdma("run", "--direct", "--", *inner)
+    def test_a_private_service_offers_direct_mode_or_is_another_one(self):
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "mediated"
+        inner = [BIN / "vrdma", "run", "--mediated", "--", BIN / "vrdma", "show", "--json"]  # the same service again
+        result = self.vrdma("run", "--mediated", "--", *inner)
         self.assertEqual(result.returncode, 0, result.stderr)
         service = json.loads(result.stdout)["service"]
-        self.assertEqual((service["socket"], service["direct"]), (str(folder / "vrdmad.sock"), "auto"))
-        plain = self.vrdma("run", "--", BIN / "vrdma", "show", "--json")
-        self.assertEqual(json.loads(plain.stdout)["service"]["direct"], "mediated")
-        self.assert_refuses(self.vrdma("direct", "mediated"), 1, "offers no direct mode", "--direct auto")
-        self.stop_private_service()
+        self.assertEqual((service["socket"], service["direct"]), (str(folder / "vrdmad.sock"), "mediated"))
         shown = json.loads(self.vrdma("show", "--json").stdout)  # no other answers
+        self.assertEqual(shown["service"]["socket"], str(folder / "vrdmad.sock"))
+        self.assert_refuses(self.vrdma("direct", "mediated", env={"VRDMA_SOCKET": str(folder / "vrdmad.sock")}), 1, "offers no direct mode", "--direct auto")
+        plain = self.vrdma("run", "--", BIN / "vrdma", "show", "--json")
+        self.assertEqual(json.loads(plain.stdout)["service"]["direct"], "auto")
         said = self.vrdma("direct", "mediated")
         self.assertEqual((said.returncode, said.stdout), (0, "0 guests: through the service, from the next message on\n"), said.stderr)
         self.assertEqual(self.vrdma("direct", "auto").returncode, 0)
         self.assert_refuses(self.vrdma("direct", "auto", "--guest", "77"), 1, "no guest 77", "vrdma show guests")
         self.assert_refuses(self.vrdma("direct", "always"), 2, "always", "mediated")
-        self.assertEqual(shown["service"]["socket"], str(folder / "vrdmad.sock"))
-        self.assert_refuses(self.vrdma("run", "--direct", "--", "true", env={"VRDMA_SOCKET": self.socket}), 125, "VRDMA_SOCKET", self.socket, "unset it")
+        self.assert_refuses(self.vrdma("run", "--mediated", "--", "true", env={"VRDMA_SOCKET": self.socket}), 125, "VRDMA_SOCKET", self.socket, "unset it")
         self.stop_private_service(str(folder / "vrdmad.sock"))
+        self.stop_private_service()
 
     def test_a_private_service_has_neither_processors_nor_folder_of_the_first_program(self):
         processors = os.sched_getaffinity(0)

@@ -2,7 +2,7 @@
 """The main job of ./run: pairs of unmodified Debian programs, each started by `vrdma run -- ...`, and a table of what they measured.
 
 Four passes: as the caller, over the private service that `vrdma run` starts; the same as a user without rights; then both
-together through one vrdmad; and as the caller in direct mode. Leaves with 1 when a row failed. A pass that cannot be done is skipped, and the table says why.
+together through one vrdmad; and as the caller without direct mode. Leaves with 1 when a row failed. A pass that cannot be done is skipped, and the table says why.
 """
 
 import argparse
@@ -200,15 +200,13 @@ def mixed_pass(table, title, build, quick):
                     table.row(replace(row, shows=f"{row.shows.split(',')[0]}; {way}"), server, client)
 
 
-def direct_pass(table, title, build, quick):
+def mediated_pass(table, title, build, quick):
     table.head(title)
-    with served(table, build, {"direct": "auto"}) as service:
+    with served(table, build) as service:
         side = Side(build, uid=os.geteuid(), env=service.environment())
         for row in rows(quick):
             if isinstance(row.case, perftest.Case):
                 table.row(row, side, side)
-        if service.show()["counters"]["direct_links"] == 0:
-            print("note: no connection could be direct here, so the service has moved the data (docs/direct.md says who may)")
 
 
 def main():
@@ -224,9 +222,9 @@ def main():
         build = Build.at(options.build).staged(TempFolder().path)
         print(f"device vrdma0, no RDMA hardware, {os.cpu_count()} cores; \"~\" marks a mean, latencies are half round trips "
               "except READ and atomics")
-        private_pass(table, f"1. as {user_name(uid)}, over a private vrdmad", build, uid, options.quick)
-        direct = f"4. as {user_name(uid)}, in direct mode: the programs move the data themselves"
-        second, third = f"2. as {user_name(OTHER_UID)}, over a private vrdmad", "3. root and that user, through one vrdmad"
+        private_pass(table, f"1. as {user_name(uid)}, over a private vrdmad, in direct mode where that is possible", build, uid, options.quick)
+        fourth = f"4. as {user_name(uid)}, through a vrdmad that moves all data itself"
+        second, third = f"2. as {user_name(OTHER_UID)}, likewise", "3. root and that user, through one vrdmad"
         if uid != 0:
             for title in (second, third):
                 table.skip(title, "becoming another user needs root; the first pass was already without rights")
@@ -236,7 +234,7 @@ def main():
                 mixed_pass(table, third, build, options.quick)
             except Skip as reason:
                 table.skip("the passes as another user", reason)
-        direct_pass(table, direct, build, options.quick)
+        mediated_pass(table, fourth, build, options.quick)
     finally:
         clean_up()
     for row, reason in table.failures:
