@@ -68,6 +68,7 @@ bool DirectDesk::hand_out(QueuePair& qp) {
     direction.positions[0] = at;
     ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
     link->owned[i] = false;
+    watch(*link, i, to.receive_cq->channel != nullptr);
     ++counters_.handed_out;
     link->claims[i].hand_out();
     if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
@@ -112,6 +113,7 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   const direct::Positions at = receiver_at(link, i);
   import_receiver(link, i, at);
   link.cut[i] = true;
+  watch(link, i, false);
   return true;
 }
 
@@ -144,6 +146,8 @@ void DirectDesk::import(DirectLink& link, int i) {
   }
   seen = at;
   link.owned[i] = true;
+  link.claims[i].direction().claimed_arm = 0;
+  watch(link, i, false);
   link.cut[i] = link.revoked[i] = false;
   link.refused_since_ns[i] = link.stopped_since_ns[i] = 0;
 }
@@ -164,6 +168,7 @@ void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Position
   seen.receive_lane = at.receive_lane;
   seen.received_messages = at.received_messages;
   seen.received_bytes = at.received_bytes;
+  report(link, i, *to);
 }
 
 // Where the receiving end stands: at the poster's last record. At the receiver the completion is the commit point: where one more was
@@ -320,6 +325,12 @@ Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::O
   reply.peer_cq = peer->receive_cq->offset;
   reply.peer_receive = {peer->receive_offset, peer->receive_view.geometry(), peer->receive_lane, peer->core.receive_record_slots};
   reply.peer_qpn = peer->core.qpn.value;
+  reply.peer_cq_handle = peer->receive_cq->handle.value;
+  if (const Channel* const channel = peer->receive_cq->channel) {
+    give.push_back(copy_of(channel->peers.get()));
+    if (!give.back()) return give.clear(), Errno{EMFILE};
+    reply.peer_channel = channel->handle.value;
+  }
   return reply;
 }
 
