@@ -5,7 +5,7 @@
 //   poster   sends one message for each byte on its standard input, says "posted", and takes its queue pair down at the end of that.
 //   sleeper  arms its completion queue, polls until it is empty, sleeps in ibv_get_cq_event and nowhere else; "woke COUNT" after each
 //            event, with the completions polled then. Its caller ends it.
-// Both say "ready" once they are connected.
+// Both say "ready" once they are connected, the sleeper when it has armed.
 #include <infiniband/verbs.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -61,6 +61,7 @@ class End {
   }
 
   void post_for_each_byte() {
+    say_ready();
     char byte;
     while (::read(STDIN_FILENO, &byte, 1) == 1) {
       ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory_), 64, mr_->lkey};
@@ -87,7 +88,8 @@ class End {
         if (got < 0) fail("ibv_poll_cq");
         if (wc.status == IBV_WC_SUCCESS) post_receive();
       }
-      if (!first) std::printf("woke %d\n", polled), std::fflush(stdout);
+      if (first) say_ready();
+      else std::printf("woke %d\n", polled), std::fflush(stdout);
       ibv_cq* cq = nullptr;
       void* cq_context = nullptr;
       if (ibv_get_cq_event(channel_, &cq, &cq_context) != 0 || cq != cq_) fail("ibv_get_cq_event");
@@ -96,6 +98,11 @@ class End {
   }
 
  private:
+  static void say_ready() {
+    std::printf("ready\n");
+    std::fflush(stdout);
+  }
+
   void post_receive() {
     ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory_), 64, mr_->lkey};
     ibv_recv_wr wr{0, nullptr, &sge, 1}, *bad = nullptr;
@@ -133,8 +140,6 @@ class End {
     a.max_rd_atomic = 1;
     check(ibv_modify_qp(qp_, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC), "RTS");
     exchange(&mine, &peer, sizeof(mine));
-    std::printf("ready\n");
-    std::fflush(stdout);
   }
 
   int peer_fd_;
