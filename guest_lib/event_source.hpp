@@ -56,8 +56,8 @@ class EventSource {
       if (kept_.empty()) make_unreadable();
       return Next::record;
     }
-    const bool quick = ring_ && look == Look::quick;
-    if (quick && !ring_->interrupt_due()) return Next::empty;
+    const bool quick = look == Look::quick;
+    if (quick && (!ring_ || !ring_->interrupt_due())) return Next::empty;
     if (take_interrupt()) take_ring();
     if (kept_.empty()) {
       if (quick) return Next::empty;
