@@ -43,6 +43,10 @@ def rows(bench):
         made.append(Row(name, f"{' '.join(map(str, asked))}, direct", lambda asked=asked: bench.direct(*asked), key, unit, beside=peer,
                         beside_name=f"UCX {test}", goals=tuple(goal for goal in goals if peer or goal[0] != "ratio")))
         made.append(Row(f"{name}-mediated", f"{' '.join(map(str, asked))}, through the service", lambda asked=asked: bench.measure(*asked), key, unit))
+    events = ("event-lat", "--signal-every", 16)
+    made.append(Row("send-events", "8 B SEND, half a round trip, both sleep on a channel, direct", lambda: bench.direct(*events), unit="us", scale=1000,
+                    beside=lambda: bench.floor("bounce-sleep"), beside_name="sleeping ping-pong of eventfds", goals=(("ratio", "<=", 1.3),)))
+    made.append(Row("send-events-mediated", "the same, through the service", lambda: bench.measure(*events), unit="us", scale=1000))
     return made
 
 

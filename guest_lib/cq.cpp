@@ -18,8 +18,8 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   auto channel = std::make_unique<Channel>();
   auto reply = (*attachment)->call_on_socket<control::Request::create_channel>({Context::of(context).handle, control::interrupt_wanted});
   if (!reply) return reply.error();
-  const bool interrupted = reply->descriptors.size() == 2;
-  if (reply->descriptors.size() != 1 && (!interrupted || reply->body.ring == 0)) return Errno{EPROTO};
+  if (reply->descriptors.empty() || reply->descriptors.size() > 2) return Errno{EPROTO};
+  const bool second = reply->descriptors.size() == 2, interrupted = second && reply->body.ring != 0;
   const auto give_up = [&](Errno error) {
     (void)(*attachment)->call<control::Request::destroy_channel>({reply->body.handle, 0});
     return error;
@@ -32,6 +32,10 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
     if (Status watched = watch_pipe(event_fd->get(), reply->descriptors[1].get()); !watched) return give_up(watched.error());
     channel->interrupt = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
     channel->events.use_ring(*ring, channel->interrupt->get());
+  } else if (second) {
+    if (Status watched = watch_pipe(event_fd->get(), reply->descriptors[1].get()); !watched) return give_up(watched.error());
+    channel->peers = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
+    channel->events.use_peers(channel->peers->get());
   }
   channel->attachment = *attachment;
   channel->handle = reply->body.handle;

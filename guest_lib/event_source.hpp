@@ -2,6 +2,8 @@
 // pipe when an object was destroyed and belongs to others. Destroying an object thereby takes its unread events along
 // (ibv_destroy_cq(3)): the descriptor that the application polls is readable only while there is an event.
 //
+// Where direct mode is offered the records of a channel come by a second pipe, too, to which peers write.
+//
 // In a virtual machine the records of a channel may come by a ring instead (control::EventRing), and an eventfd that an interrupt of the
 // machine's device rings: what is taken at an interrupt is kept, too.
 //
@@ -41,6 +43,9 @@ class EventSource {
     interrupt_ = interrupt;
   }
 
+  // Likewise: a pipe that does not block, never ends, and is watched by what the application polls.
+  void use_peers(int pipe) { peers_ = pipe; }
+
   // quick: may find nothing where there is something, if what the application polls is readable then.
   enum class Look { quick, thorough };
   // end: the service has closed the pipe. event_fd: what the application polls.
@@ -51,11 +56,12 @@ class EventSource {
       if (kept_.empty()) make_unreadable();
       return Next::record;
     }
-    const bool quick = ring_ && look == Look::quick;
-    if (quick && !ring_->interrupt_due()) return Next::empty;
+    const bool quick = look == Look::quick;
+    if (quick && (!ring_ || !ring_->interrupt_due())) return Next::empty;
     if (take_interrupt()) take_ring();
     if (kept_.empty()) {
       if (quick) return Next::empty;
+      if (peers_ >= 0 && read(peers_, record) == Next::record) return Next::record;
       const Next next = read(pipe, record);
       if (next != Next::end || !ring_) return next;
       take_ring();  // what the service has left behind
@@ -79,6 +85,8 @@ class EventSource {
     const bool had_kept = !kept_.empty();
     if (ring_) await_interrupt();
     for (Record record; read(pipe, record) == Next::record;) kept_.push_back(record);
+    if (peers_ >= 0)
+      for (Record record; read(peers_, record) == Next::record;) kept_.push_back(record);
     std::erase_if(kept_, [object](const Record& record) { return object_of(record) == object; });
     if (had_kept == !kept_.empty()) return;
     if (!kept_.empty()) return make_readable(event_fd);
@@ -138,6 +146,7 @@ class EventSource {
   std::deque<Record> kept_;
   std::optional<vmci::EventRingReader> ring_;
   int interrupt_ = -1;
+  int peers_ = -1;
   vmci::UniqueFd ready_;  // an eventfd in the application's descriptor: readable while something is kept
 };
 

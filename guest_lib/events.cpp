@@ -39,7 +39,8 @@ int wait_readable(int event_fd, bool blocks) {
 
 // --- completion events
 
-// The arm's sequence number, where the CQ waits for any completion; the caller reports it now. The service claims arms likewise.
+// The arm's sequence number, where the CQ waits for any completion; the caller reports it now. The service, and peers in direct mode, claim
+// arms likewise.
 std::optional<std::uint32_t> claim_arm(Cq& cq) {
   const auto arm = std::atomic_ref(cq.shared->arm);
   std::uint32_t now = arm.load(std::memory_order_relaxed);
@@ -48,9 +49,12 @@ std::optional<std::uint32_t> claim_arm(Cq& cq) {
   return now >> 2;
 }
 
+constexpr std::uint32_t sequence_mask = 0x3fffffff;
+
 // The application is about to read the event. The table is locked.
 void count_reported(Cq& cq, std::uint32_t arm_sequence) {
-  cq.reported_arm_sequence = arm_sequence;
+  // The service and peers have a pipe each, and an arm may follow another one before its event is read: records may change places.
+  if (((arm_sequence - cq.reported_arm_sequence) & sequence_mask) <= sequence_mask / 2) cq.reported_arm_sequence = arm_sequence;
   ++cq.completion_events_reported;
   cq.polled.store(false, std::memory_order_relaxed);
 }
@@ -62,7 +66,8 @@ Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   Cq& cq = *found->second;
   if (cq.verbs.channel != &channel.verbs) return nullptr;
   const std::uint32_t armed = std::atomic_ref(cq.shared->arm).load(std::memory_order_relaxed) >> 2;
-  constexpr std::uint32_t sequence_mask = 0x3fffffff;
+  // Twice, where the service could not know whether a peer that has ended, or stands still, had reported it before.
+  if (record.arm_sequence == cq.reported_arm_sequence) return nullptr;
   if (((record.arm_sequence - cq.first_arm_sequence) & sequence_mask) > ((armed - cq.first_arm_sequence) & sequence_mask))
     return nullptr;  // of an older CQ with the same handle
   count_reported(cq, record.arm_sequence);

@@ -74,6 +74,7 @@ struct Channel {
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> pipe;
   std::unique_ptr<PrivateFd> interrupt;  // in a virtual machine that has one for this channel: its records come by a ring
+  std::unique_ptr<PrivateFd> peers;      // where direct mode is offered: the pipe to which peers write
   EventSource<control::CompletionRecord> events;
   std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
   bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise
@@ -124,7 +125,7 @@ struct Cq {
 
   std::atomic<std::uint32_t> users{0};
   std::uint32_t first_arm_sequence = 0;
-  std::uint32_t reported_arm_sequence = 0;  // of the arm whose event was read last; guarded like the counts below
+  std::uint32_t reported_arm_sequence = 0;  // of the last arm whose event was read; guarded like the counts below
   // Events read so far; guarded by the attachment's objects_mutex until the CQ has left the table.
   std::uint32_t completion_events_reported = 0;
   std::uint32_t async_events_reported = 0;

@@ -304,8 +304,8 @@ int req_notify_cq(ibv_cq* verbs, int solicited_only) {
     if ((now & 3) == control::arm_next) break;
   } while (!arm.compare_exchange_weak(now, (((now >> 2) + 1) << 2) | wanted, std::memory_order_relaxed));
   VRDMA_CRASH_POINT("guest.arm.armed");
-  // A1: pairs with the service's fence between a completion and its look at `arm`: one that it put before seeing the arm is
-  // found by the application's next poll.
+  // A1: pairs with the fence between a completion and the look at `arm` of who completes, the service or a poster in direct mode
+  // (DirectConnection::tell): one that it put before seeing the arm is found by the application's next poll.
   vmci::store_load_fence();
   if (cq.verbs.channel != nullptr && wanted == control::arm_next && cq.polled.load(std::memory_order_relaxed)) {
     cq.lock.lock();

@@ -176,9 +176,9 @@ int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   DirectConnection* const direct = enter_directly(qp);
   const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one, direct); });
   if (direct != nullptr) {
-    const bool all = direct->run_queue();
-    direct->leave();
-    if (all) return error;
+    const bool all = direct->run_queue(), told = direct->leave();
+    if (direct->take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
+    if (all && told) return error;
   }
   ring_for(qp.send, qp.doorbell, qp.doorbell_member);
   if (direct != nullptr)

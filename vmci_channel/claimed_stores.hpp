@@ -76,6 +76,8 @@ class ClaimedStores {
     return guarded();
   }
   bool guarded() const { return sequence_ != nullptr; }
+  // False: a store would fail. True says so of the past only.
+  bool held() const { return !guarded() || std::atomic_ref(const_cast<std::uint64_t&>(*claim_)).load(std::memory_order_relaxed) == mine_; }
 
   // All of them: false, and it is not written, where the claim is lost. A copy may then have been written in part.
   template <class Word>
@@ -157,15 +159,21 @@ class ClaimedStores {
   }
 
   // value: what is compared, then what was there before.
-  bool compare_and_swap(std::uint64_t* to, std::uint64_t& value, std::uint64_t swap) const {
+  template <class Word>
+  bool compare_and_swap(Word* to, Word& value, Word swap) const {
+    static_assert(sizeof(Word) == 8 || sizeof(Word) == 4);
 #if defined(VMCI_RESTARTABLE)
     if (guarded()) {
       std::uint32_t stored = 0;
       std::uint64_t table;
-      asm volatile(VMCI_CLAIMED("lock cmpxchgq %[swap], (%[to])\n")
-                   : [stored] "+&r"(stored), [table] "=&r"(table), "+&a"(value)
-                   : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_), [to] "r"(to), [swap] "r"(swap)
-                   : "memory", "cc");
+#define VMCI_SWAP(instruction)                                                                                                       \
+  asm volatile(VMCI_CLAIMED("lock " instruction ", (%[to])\n")                                                                       \
+               : [stored] "+&r"(stored), [table] "=&r"(table), "+&a"(value)                                                          \
+               : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_), [to] "r"(to), [swap] "r"(swap)                   \
+               : "memory", "cc")
+      if constexpr (sizeof(Word) == 8) VMCI_SWAP("cmpxchgq %[swap]");
+      else VMCI_SWAP("cmpxchgl %k[swap]");
+#undef VMCI_SWAP
       return stored != 0;
     }
 #endif

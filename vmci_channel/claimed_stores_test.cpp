@@ -76,12 +76,21 @@ TEST_CASE("What reads and writes at once says what was there, and without the cl
   CHECK(value == 5);
   CHECK(word == 8);
   value = 7;
-  CHECK(stores.compare_and_swap(&word, value, 100));
+  CHECK(stores.compare_and_swap(&word, value, std::uint64_t{100}));
   CHECK(value == 8);
   CHECK(word == 8);
-  CHECK(stores.compare_and_swap(&word, value, 100));
+  CHECK(stores.compare_and_swap(&word, value, std::uint64_t{100}));
   CHECK(value == 8);
   CHECK(word == 100);
+  std::uint32_t halves[3] = {1, 2, 3}, half = 7;
+  CHECK(stores.compare_and_swap(&halves[1], half, 100u));
+  CHECK(half == 2);
+  CHECK(halves[1] == 2);
+  CHECK(stores.compare_and_swap(&halves[1], half, 100u));
+  CHECK(halves[0] == 1);
+  CHECK(halves[1] == 100);
+  CHECK(halves[2] == 3);
+  CHECK(stores.held());
   CHECK(stores.set_bits(&word, 3));
   CHECK(word == 103);
   alignas(32) std::uint64_t four[4] = {};
@@ -93,8 +102,12 @@ TEST_CASE("What reads and writes at once says what was there, and without the cl
   }
   claim = lost;
   value = 1;
+  half = 100;
+  CHECK_FALSE(stores.held());
+  CHECK_FALSE(stores.compare_and_swap(&halves[1], half, 1u));
+  CHECK(halves[1] == 100);
   CHECK_FALSE(stores.fetch_add(&word, value));
-  CHECK_FALSE(stores.compare_and_swap(&word, value, 1));
+  CHECK_FALSE(stores.compare_and_swap(&word, value, std::uint64_t{1}));
   CHECK_FALSE(stores.set_bits(&word, 8));
   CHECK_FALSE(stores.store4(four, 9, 9, 9, 9));
   std::byte bytes[20000] = {}, others[20000];

@@ -64,6 +64,11 @@ void raise_if_armed(CompletionQueue& cq, bool solicited_or_error) {
   VRDMA_CRASH_POINT("service.event.sent");
 }
 
+void raise_claimed(CompletionQueue& cq, std::uint32_t arm) {
+  if (std::atomic_ref(cq.shared->arm).load(std::memory_order_acquire) != ((arm & ~3u) | control::arm_fired)) return;
+  send(*cq.guest, *cq.channel, control::CompletionRecord{cq.handle.value, arm >> 2, 0});
+}
+
 void raise_async(Guest& guest, std::uint32_t context, std::uint32_t event, Handle handle) {
   const auto found = guest.contexts.find(context);
   if (found == guest.contexts.end()) return;

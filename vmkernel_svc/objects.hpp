@@ -40,6 +40,9 @@ struct Channel {  // completion channel
   std::uint64_t ring_offset = 0;  // in the arena
   int interrupt = -1;             // its machine's eventfd
   bool interrupt_owed = false;    // the kernel could not ring it yet
+  // Another pipe, for reading and writing: what is given to posters in direct mode, whose records the guest reads, too. A poster that comes
+  // too late still has a reader then, itself: no SIGPIPE. Empty: it has no direct connections.
+  vmci::UniqueFd peers = {};
 };
 
 struct Context {
@@ -150,6 +153,7 @@ struct Guest {
   std::uint16_t lid;
   std::uint64_t guid;  // host order
   std::uint32_t link_layer;
+  std::uint16_t minor = 0;  // of the channel's version that it speaks
   std::array<control::GidEntry, 16> gids{};
 
   Arena arena;

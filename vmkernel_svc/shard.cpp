@@ -26,6 +26,7 @@ constexpr std::uint32_t idle_turns_crowded = 64;
 constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is tried again after so long
 // Where the processor is shared with a guest that polls, a yield and the way back take longer than a guest elsewhere to answer.
 constexpr std::uint32_t answer_patience_us = 2;
+constexpr std::uint64_t turns_between_looks = 1024;  // at the clock, while receivers of direct connections may sleep
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
@@ -122,6 +123,7 @@ bool Shard::turn() {
   worked |= serve_control();
   worked |= run_timers();
   if (direct_->waiting()) worked |= direct_->settle();
+  if (direct_->watching() && counters_.turns % turns_between_looks == 0) direct_->look(vmci::monotonic_ns());
   if (!overrun_.empty()) handle_overruns();
   return worked;
 }
@@ -425,40 +427,50 @@ void Shard::sleep() {
   say_asleep(true);
   if (far_ != nullptr) far_->prepare_to_sleep();
   vmci::store_load_fence();  // S2: pairs with S1, and with the guests' fence between a doorbell bit and this flag
-  if (!anything_waiting()) {
-    int timeout_ms = -1;
-    timespec timeout{};
-    bool timed = false;
-    const std::uint64_t now = vmci::monotonic_ns();
-    std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
-    if (const std::uint64_t far = far_ != nullptr ? far_->next_wake_ns() : 0; far != 0 && (until == 0 || far < until)) until = far;
-    bool held = direct_->waiting();
-    for (Guest* guest : guests_) {
-      held |= flush_events(*guest);
-      if (guest->frozen) continue;
-      held |= fabric_.vmci.flush(*guest);
-      held |= guest->held_since_ns != 0 && !guest->broken;
-    }
-    if (held && (until == 0 || until > now + held_events_patience_ns)) until = now + held_events_patience_ns;  // a request that waits, too
-    if (until != 0) {
-      const std::uint64_t wait = until > now ? until - now : 0;
-      timeout.tv_sec = static_cast<time_t>(wait / 1'000'000'000);
-      timeout.tv_nsec = static_cast<long>(wait % 1'000'000'000);
-      timed = true;
-    }
-    epoll_event events[16];
-    ++counters_.sleeps;
-    // epoll_pwait2 (Linux 5.11) waits in nanoseconds; without it, whole milliseconds, rounded up.
-    if (timed && ::epoll_pwait2(epoll_.get(), events, 16, &timeout, nullptr) < 0 && errno == ENOSYS) {
-      timeout_ms = static_cast<int>(timeout.tv_sec * 1000 + (timeout.tv_nsec + 999'999) / 1'000'000);
-      ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
-    } else if (!timed) {
-      ::epoll_wait(epoll_.get(), events, 16, -1);
-    }
+  while (!anything_waiting() && wait_for_events()) {
   }
   say_asleep(false);
   asleep_.store(false, std::memory_order_relaxed);
   backoff_.reset();
+}
+
+// False: something may have happened. True: nothing has, but that it was time to look at direct connections.
+bool Shard::wait_for_events() {
+  timespec timeout{};
+  bool timed = false;
+  const std::uint64_t now = vmci::monotonic_ns();
+  std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
+  const auto no_later_than = [&until](std::uint64_t ns) {
+    if (until == 0 || ns < until) until = ns;
+  };
+  if (const std::uint64_t far = far_ != nullptr ? far_->next_wake_ns() : 0; far != 0) no_later_than(far);
+  bool held = direct_->waiting();
+  for (Guest* guest : guests_) {
+    held |= flush_events(*guest);
+    if (guest->frozen) continue;
+    held |= fabric_.vmci.flush(*guest);
+    held |= guest->held_since_ns != 0 && !guest->broken;
+  }
+  if (held) no_later_than(now + held_events_patience_ns);  // a request that waits, too
+  const std::uint64_t look = direct_->watching() ? now + DirectDesk::look_interval_ns : 0;
+  if (look != 0) no_later_than(look);
+  if (until != 0) {
+    const std::uint64_t wait = until > now ? until - now : 0;
+    timeout.tv_sec = static_cast<time_t>(wait / 1'000'000'000);
+    timeout.tv_nsec = static_cast<long>(wait % 1'000'000'000);
+    timed = true;
+  }
+  epoll_event events[16];
+  ++counters_.sleeps;
+  int happened = 0;
+  // epoll_pwait2 (Linux 5.11) waits in nanoseconds; without it, whole milliseconds, rounded up.
+  if (!timed) {
+    happened = ::epoll_wait(epoll_.get(), events, 16, -1);
+  } else if ((happened = ::epoll_pwait2(epoll_.get(), events, 16, &timeout, nullptr)) < 0 && errno == ENOSYS) {
+    const int timeout_ms = static_cast<int>(timeout.tv_sec * 1000 + (timeout.tv_nsec + 999'999) / 1'000'000);
+    happened = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
+  }
+  return happened == 0 && until == look && look != 0 && !direct_->look(vmci::monotonic_ns());
 }
 
 }  // namespace vrdma::svc

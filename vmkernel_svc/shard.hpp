@@ -106,6 +106,7 @@ class Shard final : public Runner, public JobSink {
   void park_all();
   bool anything_waiting();
   void sleep();
+  bool wait_for_events();
   void say_asleep(bool asleep);
 
   control::ServicePage& page_;

@@ -3,7 +3,8 @@
 namespace vrdma::guest {
 
 DirectConnection::DirectConnection(const Ends& ends)
-    : claim_(ends.claim), sent_(ends.sent), received_(ends.received), ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions()), engine_(ports_) {
+    : claim_(ends.claim), sent_(ends.sent), received_(ends.received), peer_channel_(ends.peer_channel), own_channel_(ends.own_channel),
+      ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions()), engine_(ports_) {
   const auto& send = ends.send.geometry();
   const auto& receive = ends.receive.geometry();
   near_.type = far_.type = ends.type;
@@ -81,10 +82,11 @@ bool DirectConnection::run_queue() {
   return true;
 }
 
-void DirectConnection::tell() {
-  const bool sent = ports_.take_sent(), received = ports_.take_received();
-  if (!sent && !received) return;
-  // Pairs with H1 of guest_lib/poll.cpp: the poller's fence between naming a hot lane and looking at the lanes once more.
+bool DirectConnection::tell() {
+  const bool sent = ports_.take_sent(), received = ports_.take_received(), solicited = ports_.take_solicited();
+  if (!sent && !received) return true;
+  // Pairs with H1 and A1 of guest_lib/poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
+  // more.
   vmci::store_load_fence();
   const auto looks = [](const Told& told) {
     for (auto& hot : told.cq->hot)
@@ -94,6 +96,8 @@ void DirectConnection::tell() {
   if (sent && !looks(sent_)) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
   // Where the claim is lost, the service tells the receiver.
   if (received && !looks(received_)) set_peers_bit(received_.cq->ready, received_.lane, claim_.stores());
+  own_event_due_ |= sent && own_channel_;
+  return !received || peer_channel_.pipe < 0 || raise_at_peer(solicited);
 }
 
 }  // namespace vrdma::guest

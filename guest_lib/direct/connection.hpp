@@ -7,6 +7,7 @@
 #include <infiniband/verbs.h>
 
 #include <memory>
+#include <utility>
 
 #include "guest_lib/direct/ports.hpp"
 #include "guest_lib/work_queue.hpp"
@@ -25,6 +26,11 @@ class DirectConnection {
     control::CqShared* cq = nullptr;
     std::uint32_t lane = control::no_lane;
   };
+  // The receiver's completion channel.
+  struct PeerChannel {
+    int pipe = -1;         // for its events; -1: there is none
+    std::uint32_t cq = 0;  // the completion queue's handle
+  };
   struct Ends {
     vmci::PosterClaim claim;
     ReachedGuest own, peer;
@@ -33,6 +39,8 @@ class DirectConnection {
     engine::QpType type = engine::QpType::rc;
     std::uint32_t qpn = 0, peer_qpn = 0;
     Told sent, received;
+    bool own_channel = false;  // the send queue completes on a queue that has one
+    PeerChannel peer_channel;
   };
   explicit DirectConnection(const Ends& ends);
   DirectConnection(const DirectConnection&) = delete;
@@ -53,12 +61,16 @@ class DirectConnection {
   bool carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags);
   // Carries out what lies in the ring. False: something is left there, for the service.
   bool run_queue();
-  void leave() {
-    tell();
+  // False: the receiver's event is left to the service.
+  bool leave() {
+    const bool told = tell();
     VRDMA_CRASH_POINT("direct.guest.told");
     claim_.leave();
     VRDMA_CRASH_POINT("direct.guest.left");
+    return told;
   }
+  // Whether this end's own completion queue was armed for a completion that was told of since the last call. After leave().
+  bool take_own_event_due() { return std::exchange(own_event_due_, false); }
   // What was not mapped when a message needed it; to be mapped while the claim is not held.
   std::optional<DirectPorts::Unmapped> take_unmapped() { return ports_.take_unmapped(); }
 
@@ -66,10 +78,13 @@ class DirectConnection {
   void take_over();  // from the service, where it stands
   void record();     // a message is done
   void step_back();  // as if the last message had not been begun
-  void tell();       // those who have to be told of completions
+  bool tell();       // those who have to be told of completions
+  bool raise_at_peer(bool solicited);
 
   vmci::PosterClaim claim_;
   Told sent_, received_;
+  PeerChannel peer_channel_;
+  bool own_channel_, own_event_due_ = false;
   DirectPorts::Qp near_, far_;
   DirectPorts ports_;
   engine::Engine<DirectPorts> engine_;

@@ -54,6 +54,7 @@ class DirectPorts {
   // Whether completions were written since the last call.
   bool take_sent() { return std::exchange(sent_, false); }
   bool take_received() { return std::exchange(received_, false); }
+  bool take_solicited() { return std::exchange(solicited_, false); }  // … with that event, at the receiver
 
   std::optional<engine::Place> find(Qp&, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
     constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
@@ -90,6 +91,7 @@ class DirectPorts {
     else if (!push_to_peer(qp.receive_lane, far_entries_, cqe, pack(state), stores_)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.cqe_written");
     (direction == engine::Direction::send ? sent_ : received_) = certain_ = true;
+    solicited_ |= direction == engine::Direction::receive && (state.flags & wc_solicited) != 0;
     return true;
   }
   void event(Qp&, engine::AsyncEvent) { give_up(); }
@@ -164,7 +166,7 @@ class DirectPorts {
   ReachedGuest own_, peer_;
   Qp& far_end_;
   Cqe* far_entries_;  // of its receive lane
-  bool given_up_ = false, sent_ = false, received_ = false;
+  bool given_up_ = false, sent_ = false, received_ = false, solicited_ = false;
   bool certain_ = false;  // others can know that the message was carried out
   Found found_[2];  // own, the peer's
   std::optional<Unmapped> unmapped_;

@@ -30,6 +30,8 @@ bool inside(const vmci::Mapping& arena, std::uint64_t offset, std::uint64_t byte
 void DirectRoom::abandon() {
   for (vmci::Mapping* mapping : {&words, &arena, &own_keys, &peer_keys}) mapping->abandon();
   memory.abandon();
+  for (auto& [number, weak] : channels)
+    if (const auto pipe = weak.lock()) pipe->reset();
 }
 
 Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors) {
@@ -54,13 +56,22 @@ Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDire
   return room;
 }
 
+std::shared_ptr<vmci::UniqueFd> DirectRooms::channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe) {
+  std::lock_guard lock(mutex_);
+  if (auto known = room.channels[channel].lock()) return known;
+  auto kept = std::make_shared<vmci::UniqueFd>(std::move(pipe));
+  std::erase_if(room.channels, [](const auto& entry) { return entry.second.expired(); });
+  room.channels[channel] = kept;
+  return kept;
+}
+
 Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
   auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
   if (!answer) return answer.error();
   VRDMA_CRASH_POINT("direct.guest.opened");
   const control::OpenDirectReply& reply = answer->body;
   const vmci::QueuePairGeometry& geometry = reply.peer_receive.geometry;
-  if (answer->descriptors.size() != 4 || reply.direction >= direct::room_links * 2 || reply.peer_receive.record_slots == 0 ||
+  if (answer->descriptors.size() != (reply.peer_channel != 0 ? 5 : 4) || reply.direction >= direct::room_links * 2 || reply.peer_receive.record_slots == 0 ||
       reply.peer_receive.record_slots > record_slots_max || geometry.consume_kind != vmci::QueueKind::completions ||
       !std::has_single_bit(geometry.produce_slots) || !std::has_single_bit(geometry.consume_entries))
     return Errno{EPROTO};
@@ -82,7 +93,13 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   ends.peer_qpn = reply.peer_qpn;
   ends.sent = {Cq::of(qp.base().send_cq).shared, qp.send_lane.number};
   ends.received = {reinterpret_cast<control::CqShared*>(arena.data() + reply.peer_cq), reply.peer_receive.lane};
-  return std::make_unique<DirectEnd>(std::move(*room), ends);
+  ends.own_channel = qp.base().send_cq->channel != nullptr;
+  std::shared_ptr<vmci::UniqueFd> channel;
+  if (reply.peer_channel != 0) {
+    channel = channel_of(**room, reply.peer_channel, std::move(answer->descriptors[4]));
+    ends.peer_channel = {channel->get(), reply.peer_cq_handle};
+  }
+  return std::make_unique<DirectEnd>(std::move(*room), std::move(channel), ends);
 }
 
 void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped) {

@@ -19,13 +19,17 @@ struct DirectRoom {
   std::uint32_t peer;  // guest
   vmci::Mapping words, arena, own_keys, peer_keys;
   PeerMemory memory;   // the peer's
+  // Pipes for the events of the peer's channels, by channel; a pipe is closed when nobody completes there any more. DirectRooms locks.
+  std::unordered_map<std::uint32_t, std::weak_ptr<vmci::UniqueFd>> channels;
   void abandon();
 };
 
 // What a queue pair has while its offer stands.
 struct DirectEnd {
-  DirectEnd(std::shared_ptr<DirectRoom> room_in, const DirectConnection::Ends& ends) : room(std::move(room_in)), connection(ends) {}
+  DirectEnd(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends)
+      : room(std::move(room_in)), channel(std::move(channel_in)), connection(ends) {}
   std::shared_ptr<DirectRoom> room;
+  std::shared_ptr<vmci::UniqueFd> channel;  // the peer's, if it has one
   DirectConnection connection;
   std::uint32_t failed_maps = 0;
 };
@@ -40,6 +44,7 @@ class DirectRooms {
 
  private:
   Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
+  std::shared_ptr<vmci::UniqueFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
 
   std::mutex mutex_;
   std::unordered_map<std::uint32_t, std::weak_ptr<DirectRoom>> rooms_;

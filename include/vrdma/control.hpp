@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 4;  // 2: attach_in_bar; 3: open_direct; 4: set_direct
+constexpr std::uint16_t version_minor = 5;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: events in direct mode
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -68,6 +68,7 @@ constexpr std::uint16_t attach_in_machine = 1;  // by a virtual machine's agent:
 // says where the part begins; and memory that shall be reached in place is moved to more such parts (add_pinned with lend_pages).
 constexpr std::uint16_t attach_in_bar = 2;
 constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
+constexpr std::uint16_t minor_of_peer_events = 5;  // of a guest that raises events of its peers, and reads theirs
 
 // One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
 struct AddBackingRequest {
@@ -104,7 +105,8 @@ struct OpenContextReply {
 };
 // Reply descriptor: the read end of the pipe that carries CompletionRecords. In a virtual machine there may be a second one, an eventfd
 // that the kernel rings when the device interrupts for this channel: then the records come by the EventRing, and the pipe tells only
-// of the service's end.
+// of the service's end. Where direct mode is offered there is a second pipe instead, in one description for reading and writing: its
+// CompletionRecords are written by posters in direct mode, who are given it, too. That has no end: the first pipe tells of the service's.
 struct CreateChannelRequest {
   std::uint32_t context;
   std::uint32_t interrupt;  // of the guest: interrupt_wanted or 0; the machine's agent puts the vector there, or 0 if it has none left
@@ -248,10 +250,10 @@ enum ArmState : std::uint32_t { arm_none = 0, arm_solicited = 1, arm_next = 2, a
 constexpr std::uint32_t hot_lanes = 4;
 constexpr std::uint32_t no_lane = 0xffffffff;
 
-// A CQ in the arena. The first line is the guest's to write, except that the service moves `arm` to arm_fired.
+// A CQ in the arena. The first line is the guest's to write, except that the service, or a poster in direct mode, moves `arm` to arm_fired.
 // The service reads the first line after each completion, and the guest writes to the second at each: apart, both keep theirs.
 struct alignas(128) CqShared {
-  std::uint32_t arm;              // sequence << 2 | ArmState; the guest arms, the service claims by compare-and-swap
+  std::uint32_t arm;              // sequence << 2 | ArmState; the guest arms, who reports (the service, a poster) claims by compare-and-swap
   std::uint32_t hot[hot_lanes];   // lanes that the guest looks at without being told; no_lane: none
   std::uint32_t poller;           // the processor on which it is polled, plus 1; 0: not known
   std::uint32_t reserved[10];
@@ -313,7 +315,8 @@ struct McastRequest {
 // --- direct mode (vrdma/direct.hpp) -----------------------------------------------------------------------------
 // A guest that finds an offer in its send queue's header asks for what it takes to run the connection. Reply descriptors (memfds):
 // the room of the two guests, the peer's arena, the guest's own keys, the peer's keys; mapping them changes nothing until the
-// direction's claim is free. ESTALE: the offer does not stand any more.
+// direction's claim is free. Where the peer's receives complete on a queue with a channel, the pipe for its events, too. ESTALE: the
+// offer does not stand any more.
 struct OpenDirectRequest {
   std::uint32_t qp, offer;
 };
@@ -327,6 +330,8 @@ struct OpenDirectReply {
   std::uint64_t peer_cq;      // offset of the CqShared in the peer's arena, where its receives complete
   QueueReply peer_receive;    // in the peer's arena
   std::uint32_t peer_qpn;
+  std::uint32_t peer_channel;    // of the queue where its receives complete; 0: none
+  std::uint32_t peer_cq_handle;  // for the records of its events
   std::uint32_t reserved;
 };
 // A file that the keys of a guest name: one's own, or a peer's. Reply descriptor: the file.

@@ -55,7 +55,9 @@ struct alignas(128) Direction {
   std::uint32_t stop;      // the service wants the claim: the poster leaves at the next message boundary
   std::uint32_t handouts;  // times that the service gave the direction away; both write the rest only under the claim
   std::uint32_t current;   // positions[current & 1] is what counts; the other one is being written
-  std::uint32_t reserved;
+  // The arm of the receiver's completion queue that the poster is about to claim, or has claimed and not reported yet; 0: none. Who runs
+  // the direction next reports it.
+  std::uint32_t claimed_arm;
   Terms terms;
   std::uint64_t reserved_too[11];
   Positions positions[2];

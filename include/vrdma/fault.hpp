@@ -75,6 +75,9 @@
   X("direct.guest.cqe_written")          \
   X("direct.guest.before_record")        \
   X("direct.guest.recorded")             \
+  X("direct.guest.before_arm")           \
+  X("direct.guest.arm_claimed")          \
+  X("direct.guest.event_sent")           \
   X("direct.guest.told")                 \
   X("direct.guest.left")                 \
   X("direct.service.offered")            \

@@ -113,6 +113,7 @@ PIN(vmci::AttacherCursor, direct_offer, 8);
 PIN(direct::Direction, stop, 8);
 PIN(direct::Direction, handouts, 12);
 PIN(direct::Direction, current, 16);
+PIN(direct::Direction, claimed_arm, 20);
 PIN(direct::Direction, terms, 24);
 PIN(direct::Direction, positions, 128);
 PIN(direct::Positions, psn, 16);
@@ -120,7 +121,7 @@ PIN(direct::Positions, sent_messages, 24);
 PIN(direct::KeyEntry, pd, 8);
 PIN(direct::KeyEntry, mapped_from, 32);
 PIN(direct::KeyEntry, backing, 56);
-static_assert(sizeof(control::OpenDirectReply) == 88 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
+static_assert(sizeof(control::OpenDirectReply) == 96 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
 
 TEST_CASE("Every control request has the number it has always had") {
   constexpr std::string_view names[] = {

@@ -174,7 +174,7 @@ class Runner:
             mediated, self.service = self.service, Service(self.build, config=DIRECT)
             served = self.service
         cases = [pair for pair in few_cases() if pair[1].transport in ("rc", "uc", "RC")]
-        cases += [(pingpong, pingpong.Case("rc", events=True)), (pingpong, pingpong.Case("rc", new_send=True, validate=True)),
+        cases += [(pingpong, pingpong.Case("rc", events=True)), (perftest, perftest.Case("send", "lat", events=True)), (perftest, perftest.Case("send", "bw", events=True, bidirectional=True)), (pingpong, pingpong.Case("rc", new_send=True, validate=True)),
                   (perftest, perftest.Case("send", "bw", inline=64)), (perftest, perftest.Case("send", "lat", "UC")), (perftest, perftest.Case("write", "bw", "UC")), (perftest, perftest.Case("write", "bw", qps=16, post_list=20))]
         for kind, case in cases:
             self.case(f"direct: {case.name}", lambda kind=kind, case=case: self._direct_pair(kind, case))
@@ -187,8 +187,6 @@ class Runner:
     def _direct_pair(self, kind, case):
         before = self.service.show()["counters"]["direct_links"]
         said = self._pair(kind, case)
-        if case.events:  # a completion channel is the service's
-            return said
         if self.service.show()["counters"]["direct_links"] == before:
             if why := self.service.why_not_direct():
                 raise Skip(f"processes cannot be direct here: {why}")

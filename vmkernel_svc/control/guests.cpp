@@ -1,5 +1,6 @@
 // Guests come and go; their contexts, channels and protection domains; their VMCI ports.
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -36,6 +37,14 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
   return std::pair{std::move(read_end), std::move(write_end)};
 }
 
+// A pipe that whoever has it reads and writes, and that never ends. Empty where it cannot be had.
+vmci::UniqueFd make_endless_pipe() {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) return {};
+  const vmci::UniqueFd read_end(ends[0]), write_end(ends[1]);
+  return vmci::UniqueFd(::open(fmt::format("/proc/self/fd/{}", read_end.get()).c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
+}
+
 }  // namespace
 
 Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo info, int service_page_fd,
@@ -68,6 +77,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->wake_pipe = std::move(wake->second);
   guest->doorbell_fd = std::move(doorbell);
   guest->socket = std::move(info.socket);
+  guest->minor = request.minor;
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
@@ -169,13 +179,21 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
     channel->interrupt = (*interrupts)[vector].get();
   }
   const ChannelReply reply{handle, static_cast<std::uint32_t>(channel->ring_offset / ring_unit_bytes)};
-  guest.channels.emplace(handle, std::move(channel));
   give.push_back(std::move(pipe->first));
+  if (fabric_.config.direct == "auto" && !guest.machine && guest.minor >= minor_of_peer_events && guest.tenant->take_descriptors(1)) {
+    channel->peers = make_endless_pipe();
+    vmci::UniqueFd copy(channel->peers ? ::fcntl(channel->peers.get(), F_DUPFD_CLOEXEC, 0) : -1);
+    if (copy) give.push_back(std::move(copy));
+    else channel->peers.reset(), --guest.tenant->descriptors;
+  }
+  guest.channels.emplace(handle, std::move(channel));
   return reply;
 }
 
 void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {
-  if (const Channel& channel = *guest.channels[handle]; channel.ring) uncarve(guest, channel.ring_offset);
+  const Channel& channel = *guest.channels[handle];
+  if (channel.ring) uncarve(guest, channel.ring_offset);
+  if (channel.peers) --guest.tenant->descriptors;
   guest.channels.erase(handle);
   --guest.tenant->objects;
   --guest.tenant->descriptors;

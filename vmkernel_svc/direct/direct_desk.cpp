@@ -92,6 +92,7 @@ bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
     direction.positions[0] = at;
     ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
     link->owned[i] = false;
+    watch(*link, i, to.receive_cq->channel != nullptr);
     ++counters_.handed_out;
     link->claims[i].hand_out();
     if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
@@ -143,6 +144,7 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   const direct::Positions at = receiver_at(link, i);
   import_receiver(link, i, at);
   link.cut[i] = true;
+  watch(link, i, false);
   return true;
 }
 
@@ -176,6 +178,8 @@ void DirectDesk::import(DirectLink& link, int i) {
   seen = at;
   link.rested_at[i] = at.send_head;
   link.owned[i] = true;
+  link.claims[i].direction().claimed_arm = 0;
+  watch(link, i, false);
   link.cut[i] = link.revoked[i] = false;
   link.refused_since_ns[i] = link.stopped_since_ns[i] = 0;
 }
@@ -196,6 +200,7 @@ void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Position
   seen.receive_lane = at.receive_lane;
   seen.received_messages = at.received_messages;
   seen.received_bytes = at.received_bytes;
+  report(link, i, *to);
 }
 
 // Where the receiving end stands: at the poster's last record. At the receiver the completion is the commit point: where one more was
@@ -276,7 +281,8 @@ bool DirectDesk::was_taken_up(DirectLink& link, int i) {
   const std::uint32_t current = std::atomic_ref(const_cast<std::uint32_t&>(direction.current)).load(std::memory_order_acquire) & 1;
   auto ring = qp.core.send_ring;
   ring.skip_to(direction.positions[current].send_head);
-  if (ring.empty()) return true;
+  // An event that it could not raise it has rung for, too.
+  if (ring.empty() && std::atomic_ref(const_cast<std::uint32_t&>(direction.claimed_arm)).load(std::memory_order_relaxed) == 0) return true;
   qp.watch_sends(false);
   return false;
 }
@@ -367,6 +373,12 @@ Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::O
   reply.peer_cq = peer->receive_cq->offset;
   reply.peer_receive = {peer->receive_offset, peer->receive_view.geometry(), peer->receive_lane, peer->core.receive_record_slots};
   reply.peer_qpn = peer->core.qpn.value;
+  reply.peer_cq_handle = peer->receive_cq->handle.value;
+  if (const Channel* const channel = peer->receive_cq->channel) {
+    give.push_back(copy_of(channel->peers.get()));
+    if (!give.back()) return give.clear(), Errno{EMFILE};
+    reply.peer_channel = channel->handle.value;
+  }
   return reply;
 }
 

@@ -53,6 +53,11 @@ class DirectDesk {
   // Tries again what had to wait. True: something could go on.
   bool settle();
   bool waiting() const { return !held_back_.empty() || !orphans_.empty() || !doubtful_.empty(); }
+  // Receivers of directions that are handed out may sleep on a channel: look() wants to be called every look_interval_ns, which takes
+  // their ends from posters that stand still. True: it took one.
+  bool watching() const { return watched_ != 0; }
+  bool look(std::uint64_t now_ns);
+  static constexpr std::uint64_t look_interval_ns = 100'000'000;
   // Whether queue pairs reach each other may have changed: every connection is considered anew.
   void look_again();
   // Of the guests that the viewer sees; moves their connections at a message boundary.
@@ -84,6 +89,8 @@ class DirectDesk {
   bool cut_off(DirectLink& link, int i);
   void import(DirectLink& link, int i);
   void import_receiver(DirectLink& link, int i, const direct::Positions& at);
+  void report(const DirectLink& link, int i, const QueuePair& to);
+  void watch(DirectLink& link, int i, bool on);
   direct::Positions receiver_at(const DirectLink& link, int i) const;
   void recover(DirectLink& link, int i);
   void dissolve(DirectLink& link);
@@ -104,6 +111,8 @@ class DirectDesk {
   // Nobody may be direct, or no guest of these users, whether they have any now or not.
   bool mediated_ = false;
   std::set<uid_t> mediated_tenants_;
+  std::uint32_t watched_ = 0;  // directions
+  std::uint64_t looked_ns_ = 0;
   std::uint32_t next_room_ = 1, next_epoch_ = 1;
 };
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,10 @@ struct DirectLink {
   // The poster stands still inside the claim, which was revoked: the receiving end is the service's, the sending one still the poster's.
   bool cut[2] = {false, false};
   bool revoked[2] = {false, false};            // its claim, since the service last had the direction
+  // Its receiver may sleep on a channel, and asks for nothing if the poster stands still: where the direction stood when it was last looked
+  // at, if the poster was inside then.
+  bool watched[2] = {false, false};
+  std::optional<std::uint64_t> inside_at[2];
   std::uint64_t refused_since_ns[2] = {0, 0};  // that the poster is inside, 0: it is not
   std::uint64_t stopped_since_ns[2] = {0, 0};  // seen so after it was revoked, 0: not
   std::uint32_t unopened_posts = 0;
@@ -62,7 +67,11 @@ struct DirectLink {
 inline std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) { return std::minmax({a.id.value, b.id.value}); }
 
 // No completion queue that its work queues could overrun: a poster does not count what others complete there.
-inline bool roomy(const CompletionQueue& cq) { return cq.channel == nullptr && !cq.overrun && cq.depth <= cq.cqe; }
+inline bool roomy(const CompletionQueue& cq) { return !cq.overrun && cq.depth <= cq.cqe; }
 inline bool roomy(const QueuePair& qp) { return roomy(*qp.send_cq) && roomy(*qp.receive_cq); }
+
+// Whether its peer's poster can raise the events of its channel, and this one's those of its own and of its peer's.
+inline bool heard_directly(const CompletionQueue& cq) { return cq.channel == nullptr || cq.channel->peers; }
+inline bool has_channel(const QueuePair& qp) { return qp.send_cq->channel != nullptr || qp.receive_cq->channel != nullptr; }
 
 }  // namespace vrdma::svc

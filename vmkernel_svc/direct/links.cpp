@@ -40,10 +40,12 @@ std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
   if (qp.srq != nullptr || peer->srq != nullptr) return "a shared receive queue";
   for (const QueuePair* end : {&qp, peer}) {
-    if (end->send_cq->channel != nullptr || end->receive_cq->channel != nullptr) return "a completion channel";
+    if (!heard_directly(*end->send_cq) || !heard_directly(*end->receive_cq)) return "a completion channel without descriptors for its peers, or of an older library";
     if (!roomy(*end)) return "a completion queue with less room than its work queues";
     if (end->guest->machine) return "a virtual machine";
   }
+  if ((has_channel(qp) || has_channel(*peer)) && std::min(qp.guest->minor, peer->guest->minor) < control::minor_of_peer_events)
+    return "a completion channel, and an older library";
   return {};
 }
 
@@ -105,6 +107,7 @@ void DirectDesk::consider(QueuePair& qp) {
       for (int i = 0; i < 2; ++i) {
         direct::Direction& direction = (*room)->direction(link->index * 2 + static_cast<std::uint32_t>(i));
         direction.positions[0] = direction.positions[1] = {};
+        direction.claimed_arm = 0;
         link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
         link->guests[i] = link->ends[i]->guest->id.value;
         link->ends[i]->core.port.link = link.get();
