@@ -58,6 +58,7 @@ struct ProtectionDomain {
   std::uint32_t users = 0;
 };
 
+struct SharedReceiveQueue;
 struct CompletionQueue {
   Handle handle;
   std::uint32_t context;
@@ -70,7 +71,8 @@ struct CompletionQueue {
   std::uint32_t produced = 0;  // completions written, all lanes; the guest says in shared->consumed how many it took
   std::uint32_t consumed_seen = 0;
   std::uint32_t direct_lanes = 0;  // handed out: their completions are counted when they come back
-  std::uint64_t depth = 0;         // of all work queues that complete here
+  std::uint64_t depth = 0;         // of all work queues that complete here, shared ones once
+  std::unordered_map<const SharedReceiveQueue*, std::uint32_t> srqs;  // of how many queue pairs that complete here
   bool overrun = false;
   std::uint32_t lanes_used = 0;
   std::vector<std::uint32_t> free_lanes;
@@ -93,6 +95,10 @@ struct SharedReceiveQueue {
   std::uint64_t offset;
   engine::Srq<MediatedPorts> core;
   std::uint32_t users = 0;
+  // Direct mode: who else takes there (direct::Turns), by numbers of this SRQ's. 0 is the service.
+  std::uint64_t turns_offset = 0;
+  std::uint32_t takers_used = 1;
+  std::vector<std::uint32_t> free_takers;
 };
 
 struct QueuePair {

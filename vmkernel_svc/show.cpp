@@ -164,7 +164,7 @@ json describe(Guest& guest, Shard& shard) {
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
   for (auto& [handle, srq] : guest.srqs)
-    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken}, {"limit", srq->core.limit}, {"qps", srq->users}});
+    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit}, {"qps", srq->users}});
   out["mrs"] = json::array();
   const char* const unmapped_by = guest.copier ? "guest-copy" : "process";
   for (auto& [handle, slot] : guest.mrs) {

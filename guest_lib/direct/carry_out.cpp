@@ -46,13 +46,17 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
   }
   std::uint64_t receive_id = 0;
   if (rule.takes_receive) {
-    Sge buffer;
-    if (far_.receive_record_slots != 1 || !next_receive(far_.receive_ring, rule.moves_to_receive, receive_id, buffer)) return false;
-    if (rule.moves_to_receive) {
-      if (buffer.bytes < bytes) return false;
-      const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
-      if (!place) return false;
-      far = reinterpret_cast<std::byte*>(place->address);
+    for (int tries = 0;; ++tries, ports_.seek_receive()) {
+      Sge buffer;
+      if (far_.receive_record_slots != 1 || !next_receive(far_.receive_ring, rule.moves_to_receive, receive_id, buffer)) return false;
+      if (rule.moves_to_receive) {
+        if (buffer.bytes < bytes) return false;
+        const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
+        if (!place) return false;
+        far = reinterpret_cast<std::byte*>(place->address);
+      }
+      if (ports_.take_turn(receive_id)) break;
+      if (!ports_.turn_lost() || tries == turns_lost_max) return false;
     }
   }
 

@@ -4,7 +4,7 @@ namespace vrdma::guest {
 
 DirectConnection::DirectConnection(const Ends& ends)
     : claim_(ends.claim), sent_(ends.sent), received_(ends.received), peer_channel_(ends.peer_channel), own_channel_(ends.own_channel),
-      ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions()), engine_(ports_) {
+      ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions(), ends.shared), engine_(ports_) {
   const auto& send = ends.send.geometry();
   const auto& receive = ends.receive.geometry();
   near_.type = far_.type = ends.type;
@@ -15,7 +15,7 @@ DirectConnection::DirectConnection(const Ends& ends)
   far_.attributes.dest_qp_num = ends.qpn;
   near_.send_ring = vmci::RecordReader(ends.send.produce(), send.produce_slots);
   near_.send_lane = vmci::LaneWriter(ends.send.consume_completions(), send.consume_entries);
-  far_.receive_ring = vmci::RecordReader(ends.receive.produce(), receive.produce_slots);
+  far_.receive_ring = vmci::RecordReader(ends.receive_records.produce(), ends.receive_records.geometry().produce_slots);
   far_.receive_lane = vmci::LaneWriter(ends.receive.consume_completions(), receive.consume_entries);
   far_.receive_record_slots = ends.receive_record_slots;
 }
@@ -47,7 +47,8 @@ void DirectConnection::step_back() {
   near_.counters.atomics = at.atomics;
   far_.counters.received_messages = at.received_messages, far_.counters.received_bytes = at.received_bytes;
   near_.send_ring.skip_to(at.send_head);
-  far_.receive_ring.skip_to(at.receive_head);
+  if (ports_.shares()) receive_head_ = at.receive_head;
+  else far_.receive_ring.skip_to(at.receive_head);
   near_.send_psn = far_.expected_psn = Psn{at.psn & psn_mask};
 }
 
@@ -57,7 +58,7 @@ void DirectConnection::record() {
   direct::Positions& at = direction.positions[next & 1];
   at.send_head = near_.send_ring.position();
   at.send_lane = near_.send_lane.position();
-  at.receive_head = far_.receive_ring.position();
+  at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
   at.receive_lane = far_.receive_lane.position();
   at.psn = near_.send_psn.value;
   at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
@@ -71,12 +72,17 @@ void DirectConnection::record() {
 }
 
 bool DirectConnection::run_queue() {
-  while (!near_.send_ring.empty()) {
+  for (int turns_lost = 0; !near_.send_ring.empty();) {
     if (claim_.stop()) return false;
     engine::Budget budget{static_cast<std::int64_t>(direct::message_bytes_max) + 1, 1};
     ports_.begin();
     engine_.run(near_, budget);
-    if (ports_.given_up() || ports_.dropped() || engine_.busy(near_)) return step_back(), false;
+    if (ports_.given_up() || ports_.dropped() || engine_.busy(near_)) {
+      step_back();
+      if (ports_.turn_lost() && ++turns_lost < turns_lost_max) continue;
+      return false;
+    }
+    turns_lost = 0;
     record();
   }
   return true;

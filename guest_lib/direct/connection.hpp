@@ -35,13 +35,16 @@ class DirectConnection {
     vmci::PosterClaim claim;
     ReachedGuest own, peer;
     vmci::QueuePairView send, receive;  // this end's send queue, the peer's receive queue
+    vmci::QueuePairView receive_records;  // of `receive`, or of the shared receive queue that it takes from
     std::uint32_t receive_record_slots = 1;
+    SharedReceives shared;
     engine::QpType type = engine::QpType::rc;
     std::uint32_t qpn = 0, peer_qpn = 0;
     Told sent, received;
     bool own_channel = false;  // the send queue completes on a queue that has one
     PeerChannel peer_channel;
   };
+  static constexpr int turns_lost_max = 16;  // for one message; who has less luck leaves it to the service
   explicit DirectConnection(const Ends& ends);
   DirectConnection(const DirectConnection&) = delete;
   DirectConnection& operator=(const DirectConnection&) = delete;
@@ -89,6 +92,7 @@ class DirectConnection {
   DirectPorts ports_;
   engine::Engine<DirectPorts> engine_;
   std::uint32_t handouts_seen_ = 0;
+  std::uint32_t receive_head_ = 0;  // of a shared receive queue, as Positions has it
 };
 
 }  // namespace vrdma::guest

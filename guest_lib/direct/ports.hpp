@@ -16,6 +16,7 @@
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/claimed_stores.hpp"
 #include "vmci_channel/placement_copy.hpp"
+#include "vmci_channel/record_turns.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vrdma/direct.hpp"
 #include "vrdma/fault.hpp"
@@ -27,6 +28,14 @@ struct ReachedGuest {
   const direct::KeyTable* keys = nullptr;
   PeerMemory* memory = nullptr;
   std::uint64_t pd = 0;
+};
+
+// The peer's receive queue where it is a shared one: others take from it meanwhile.
+struct SharedReceives {
+  vmci::RecordTurns turns;
+  std::uint32_t taker = 0;
+  direct::Taking* taking = nullptr;         // this direction's
+  const std::uint32_t* posted = nullptr;    // how many records there are
 };
 
 class DirectPorts {
@@ -41,10 +50,42 @@ class DirectPorts {
     std::uint64_t offset = 0, bytes = 0;
   };
 
-  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries)
-      : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries) {}
+  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries, SharedReceives shared)
+      : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries), shared_(shared) {}
 
-  void begin() { given_up_ = certain_ = false; }
+  void begin() {
+    given_up_ = certain_ = turn_lost_ = false;
+    if (shared_.turns) seek_receive();
+  }
+  // From a shared receive queue: the record that is next now, …
+  void seek_receive() {
+    turn_taken_ = false;
+    receive_buffers_ = 0;
+    named_ = {};
+    last_turn_ = shared_.turns.last();
+    far_end_.receive_ring.skip_to(vmci::RecordTurns::next(last_turn_) * far_end_.receive_record_slots);
+  }
+  // … and to take it, once nothing else can be in the way. False: another has it, or the service is to take it.
+  bool take_turn(std::uint64_t wr_id) {
+    if (!shared_.turns || turn_taken_) return true;
+    const std::uint32_t index = vmci::RecordTurns::next(last_turn_), limit = shared_.turns.limit();
+    if (limit != 0 && posted() - (index + 1) < limit) return false;
+    direct::Taking& taking = *shared_.taking;
+    taking.wr_id = wr_id;
+    taking.buffer = named_;
+    // G3: pairs with G4 in the service's DirectDesk::settle_turn, should this process end here, or stand still.
+    std::atomic_ref(taking.index).store(index, std::memory_order_release);
+    VRDMA_CRASH_POINT("direct.guest.turn_named");
+    turn_taken_ = shared_.turns.take(last_turn_, shared_.taker, stores_);
+    turn_lost_ = !turn_taken_;
+    if (turn_taken_) VRDMA_CRASH_POINT("direct.guest.turn_taken");
+    return turn_taken_;
+  }
+  // Whether the message was given up only because another poster was faster.
+  bool turn_lost() const { return turn_lost_; }
+  bool shares() const { return static_cast<bool>(shared_.turns); }
+  // After the last record that this direction has taken, if it took one since begin().
+  std::uint32_t taken(std::uint32_t before) const { return turn_taken_ ? vmci::RecordTurns::next(last_turn_) + 1 : before; }
   // The service had the direction meanwhile: keys may mean something else, or nothing.
   void forget_keys() { found_[0] = found_[1] = {}; }
   bool given_up() const { return given_up_; }
@@ -62,9 +103,13 @@ class DirectPorts {
   }
   std::optional<engine::Place> find_receive(Qp&, Key key, std::uint64_t address, std::uint64_t bytes) {
     VRDMA_CRASH_POINT("direct.guest.receive_taken");
+    // One that was taken and not completed is given back, with the one buffer that its poster can put on record.
+    if (receive_buffers_++ != 0 && shared_.turns) return give_up(), std::nullopt;
+    named_ = {address, static_cast<std::uint32_t>(bytes), key.value};
     return look(peer_, key, address, bytes, engine::access_local_write);
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
+    if (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id)) return give_up(), engine::MemoryStatus::destination_fault;
     auto* const target = reinterpret_cast<std::byte*>(to.address);
     const auto* const source = reinterpret_cast<const std::byte*>(from.address);
     if (certain_) vmci::placement_copy(target, source, bytes);
@@ -86,6 +131,7 @@ class DirectPorts {
 
   bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
+    if (direction == engine::Direction::receive && !take_turn(cqe.wr_id)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
     if (direction == engine::Direction::send) qp.send_lane.push(cqe, pack(state));
     else if (!push_to_peer(qp.receive_lane, far_entries_, cqe, pack(state), stores_)) return give_up(), true;
@@ -111,6 +157,7 @@ class DirectPorts {
 
  private:
   void give_up() { given_up_ = true; }
+  std::uint32_t posted() const { return std::atomic_ref(const_cast<std::uint32_t&>(*shared_.posted)).load(std::memory_order_acquire); }
   engine::MemoryStatus carried_out(bool stored) {
     if (!stored) return give_up(), engine::MemoryStatus::destination_fault;
     certain_ = true;
@@ -166,6 +213,11 @@ class DirectPorts {
   ReachedGuest own_, peer_;
   Qp& far_end_;
   Cqe* far_entries_;  // of its receive lane
+  SharedReceives shared_;
+  std::uint64_t last_turn_ = 0;
+  Sge named_{};  // the buffer of the record that is looked at
+  std::uint32_t receive_buffers_ = 0;
+  bool turn_taken_ = false, turn_lost_ = false;
   bool given_up_ = false, sent_ = false, received_ = false, solicited_ = false;
   bool certain_ = false;  // others can know that the message was carried out
   Found found_[2];  // own, the peer's

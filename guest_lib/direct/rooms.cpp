@@ -65,6 +65,27 @@ std::shared_ptr<vmci::UniqueFd> DirectRooms::channel_of(DirectRoom& room, std::u
   return kept;
 }
 
+namespace {
+
+Status open_shared_receives(Attachment& attachment, const control::OpenDirectRequest& request, std::uint32_t taker, const vmci::Mapping& arena,
+                            DirectConnection::Ends& ends) {
+  auto answer = attachment.call_on_socket<control::Request::open_shared_receives>(request);
+  if (!answer) return answer.error();
+  const control::OpenSharedReceivesReply& reply = answer->body;
+  const vmci::QueuePairGeometry& geometry = reply.queue.geometry;
+  if (taker >= direct::takers_max || reply.queue.record_slots == 0 || reply.queue.record_slots > record_slots_max ||
+      !std::has_single_bit(geometry.produce_slots) || !inside(arena, reply.queue.offset, geometry.total_bytes()) ||
+      !inside(arena, reply.turns, sizeof(direct::Turns)))
+    return Errno{EPROTO};
+  ends.receive_records = vmci::QueuePairView(arena.data() + reply.queue.offset, geometry);
+  ends.receive_record_slots = reply.queue.record_slots;
+  ends.shared = {vmci::RecordTurns(reinterpret_cast<direct::Turns*>(arena.data() + reply.turns)), taker, &ends.claim.direction().taking,
+                 &ends.receive_records.header().creator.produced_count};
+  return ok();
+}
+
+}  // namespace
+
 Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
   auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
   if (!answer) return answer.error();
@@ -93,6 +114,9 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   ends.peer_qpn = reply.peer_qpn;
   ends.sent = {Cq::of(qp.base().send_cq).shared, qp.send_lane.number};
   ends.received = {reinterpret_cast<control::CqShared*>(arena.data() + reply.peer_cq), reply.peer_receive.lane};
+  ends.receive_records = ends.receive;
+  if (reply.taker != 0)
+    if (const Status opened = open_shared_receives(attachment, {qp.base().handle, offer}, reply.taker, arena, ends); !opened) return opened.error();
   ends.own_channel = qp.base().send_cq->channel != nullptr;
   std::shared_ptr<vmci::UniqueFd> channel;
   if (reply.peer_channel != 0) {

@@ -363,7 +363,7 @@ TEST_CASE("a send queue that is never empty is handed out in the middle") {
   const Pair pair;
   std::atomic<bool> seen{false};
   std::string because;
-  std::thread watcher([&] { eventually("it is direct, or may not be", [&] { return mode_of(pair.a.get(), &because) == "direct" || Pair::is_apart(because); }), seen = true; });
+  std::thread watcher([&] { eventually("it is direct, or may not be", [&] { return mode_of(pair.a.get(), &because) == "direct" || is_apart(because); }), seen = true; });
   flood(pair, 64 << 10, ~0ull, [&] { return seen.load(); });
   watcher.join();
 }

@@ -149,7 +149,8 @@ struct Patience {
   std::uint8_t rnr_retry = 7;
 };
 
-inline void connect(ibv_qp* qp, std::uint32_t peer, Patience patience = {}, unsigned more_access = 0) {
+// lid: the peer's, where it is another process.
+inline void connect(ibv_qp* qp, std::uint32_t peer, Patience patience = {}, unsigned more_access = 0, std::uint16_t lid = 0) {
   ibv_port_attr port{};
   REQUIRE(ibv_query_port(qp->context, 1, &port) == 0);
   ibv_qp_attr a{};
@@ -163,7 +164,7 @@ inline void connect(ibv_qp* qp, std::uint32_t peer, Patience patience = {}, unsi
   a.dest_qp_num = peer;
   a.max_dest_rd_atomic = 1;
   a.min_rnr_timer = 1;
-  a.ah_attr.dlid = port.lid;
+  a.ah_attr.dlid = lid != 0 ? lid : port.lid;
   a.ah_attr.port_num = 1;
   REQUIRE(ibv_modify_qp(qp, &a,
                         IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |

@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 5;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: events in direct mode
+constexpr std::uint16_t version_minor = 5;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -332,7 +332,12 @@ struct OpenDirectReply {
   std::uint32_t peer_qpn;
   std::uint32_t peer_channel;    // of the queue where its receives complete; 0: none
   std::uint32_t peer_cq_handle;  // for the records of its events
-  std::uint32_t reserved;
+  std::uint32_t taker;        // whose records of the peer's shared receive queue are this direction's; 0: it has a queue of its own
+};
+// Where the shared receive queue of such an end lies, in the peer's arena; asked as open_direct.
+struct OpenSharedReceivesReply {
+  QueueReply queue;
+  std::uint64_t turns;  // direct::Turns
 };
 // A file that the keys of a guest name: one's own, or a peer's. Reply descriptor: the file.
 struct OpenBackingRequest {
@@ -444,7 +449,8 @@ struct QueuePairNotice {
   X(add_pinned, AddPinnedRequest, AddBackingReply, true)                 \
   X(open_direct, OpenDirectRequest, OpenDirectReply, true)               \
   X(open_backing, OpenBackingRequest, OpenBackingReply, true)            \
-  X(set_direct, SetDirectRequest, SetDirectReply, true)
+  X(set_direct, SetDirectRequest, SetDirectReply, true)                  \
+  X(open_shared_receives, OpenDirectRequest, OpenSharedReceivesReply, true)
 
 enum class Request : std::uint16_t {
   none,

@@ -3,6 +3,7 @@
 //
 //   Room      of two guests: the directions of their connections; the service and both guests map it
 //   KeyTable  of one guest: where its registered memory lies; the service writes, it and its peers read
+//   Turns     of a shared receive queue, beside it: which of its records was taken by whom
 //
 // A direction is one half of a connection: the send queue of one queue pair, the receive queue of the other, and the two lanes
 // where its messages complete. Nobody touches these but the holder of its claim (vmci_channel/claim.hpp). Plain data; any thread.
@@ -30,7 +31,7 @@ constexpr std::uint64_t claim_word(std::uint32_t epoch, Holder holder) { return 
 struct alignas(128) Positions {
   std::uint32_t send_head;     // of the send queue: the WQEs before it are done
   std::uint32_t send_lane;     // completions written there
-  std::uint32_t receive_head;  // of the receive queue
+  std::uint32_t receive_head;  // of the receive queue; of a shared one: after the last record that the direction took and completed
   std::uint32_t receive_lane;
   std::uint32_t psn;           // of the next message, at both ends
   std::uint32_t reserved;
@@ -50,6 +51,15 @@ struct Terms {
   std::uint32_t max_dest_rd_atomic; // of the far end
 };
 
+// The record of a shared receive queue that the poster is about to take, or has taken. Done where Positions::receive_head is after it.
+struct Taking {
+  std::uint32_t index;  // of the record, among all that were ever posted there; written last
+  std::uint32_t reserved;
+  std::uint64_t wr_id;
+  Sge buffer;           // all of it; 0 bytes: none
+};
+static_assert(WireRecord<Taking> && sizeof(Taking) == 32);
+
 struct alignas(128) Direction {
   std::uint64_t claim;     // claim_word()
   std::uint32_t stop;      // the service wants the claim: the poster leaves at the next message boundary
@@ -59,7 +69,9 @@ struct alignas(128) Direction {
   // the direction next reports it.
   std::uint32_t claimed_arm;
   Terms terms;
-  std::uint64_t reserved_too[11];
+  std::uint64_t reserved_too[3];
+  Taking taking;
+  std::uint64_t reserved_as_well[4];
   Positions positions[2];
 };
 static_assert(WireRecord<Direction> && sizeof(Direction) == 384);
@@ -68,6 +80,19 @@ constexpr std::uint32_t room_links = 8192;  // connections of two guests that ca
 struct Room {
   Direction directions[room_links * 2];
 };
+
+// Of a shared receive queue: from it take the posters of all its connections that are direct, and the service, which is taker 0. Every
+// record takes the same number of slots, so that its index tells where it is.
+constexpr std::uint32_t takers_max = 1024;
+struct alignas(128) Turns {
+  std::uint64_t last;   // turn_word() of the record taken last
+  std::uint32_t limit;  // with fewer records left the service wants to take them itself; 0: never. The service's
+  std::uint32_t reserved[29];
+  std::uint64_t passed[takers_max];  // by taker: turn_word() of the last that it took, once somebody took the next one
+};
+static_assert(WireRecord<Turns> && sizeof(Turns) == 128 + 8 * takers_max);
+// next: the index after the record's.
+constexpr std::uint64_t turn_word(std::uint32_t next, std::uint32_t taker) { return std::uint64_t{next} << 32 | taker; }
 
 // A registered region, as far as peers can reach it: the part of it that lies in one shareable file.
 struct alignas(64) KeyEntry {

@@ -70,6 +70,8 @@
   X("direct.guest.mapped")               \
   X("direct.guest.claimed")              \
   X("direct.guest.receive_taken")        \
+  X("direct.guest.turn_named")           \
+  X("direct.guest.turn_taken")           \
   X("direct.guest.copied")               \
   X("direct.guest.before_cqe")           \
   X("direct.guest.cqe_written")          \

@@ -115,13 +115,16 @@ PIN(direct::Direction, handouts, 12);
 PIN(direct::Direction, current, 16);
 PIN(direct::Direction, claimed_arm, 20);
 PIN(direct::Direction, terms, 24);
+PIN(direct::Direction, taking, 64);
 PIN(direct::Direction, positions, 128);
+PIN(direct::Turns, limit, 8);
+PIN(direct::Turns, passed, 128);
 PIN(direct::Positions, psn, 16);
 PIN(direct::Positions, sent_messages, 24);
 PIN(direct::KeyEntry, pd, 8);
 PIN(direct::KeyEntry, mapped_from, 32);
 PIN(direct::KeyEntry, backing, 56);
-static_assert(sizeof(control::OpenDirectReply) == 96 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
+static_assert(sizeof(control::OpenDirectReply) == 96 && sizeof(control::OpenSharedReceivesReply) == 40 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
 
 TEST_CASE("Every control request has the number it has always had") {
   constexpr std::string_view names[] = {
@@ -130,7 +133,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
       "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned", "open_direct", "open_backing",
-      "set_direct"};
+      "set_direct", "open_shared_receives"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -173,8 +173,9 @@ class Runner:
         else:
             mediated, self.service = self.service, Service(self.build, config=DIRECT)
             served = self.service
-        cases = [pair for pair in few_cases() if pair[1].transport in ("rc", "uc", "RC")]
-        cases += [(pingpong, pingpong.Case("rc", events=True)), (perftest, perftest.Case("send", "lat", events=True)), (perftest, perftest.Case("send", "bw", events=True, bidirectional=True)), (pingpong, pingpong.Case("rc", new_send=True, validate=True)),
+        cases = [pair for pair in few_cases() if pair[1].transport in ("rc", "uc", "RC", "srq")]
+        cases += [(pingpong, pingpong.Case("rc", events=True)), (perftest, perftest.Case("send", "lat", events=True)), (perftest, perftest.Case("send", "bw", events=True, bidirectional=True)),
+                  (pingpong, pingpong.Case("rc", new_send=True, validate=True)), (pingpong, pingpong.Case("srq", events=True)), (perftest, perftest.Case("send", "lat", srq=True)),
                   (perftest, perftest.Case("send", "bw", inline=64)), (perftest, perftest.Case("send", "lat", "UC")), (perftest, perftest.Case("write", "bw", "UC")), (perftest, perftest.Case("write", "bw", qps=16, post_list=20))]
         for kind, case in cases:
             self.case(f"direct: {case.name}", lambda kind=kind, case=case: self._direct_pair(kind, case))

@@ -81,7 +81,7 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   qp->send_depth = send_depth;
   qp->receive_depth = receive_depth;
   send_cq->depth += send_depth;
-  receive_cq->depth += receive_depth;
+  if (srq == nullptr || receive_cq->srqs[srq]++ == 0) receive_cq->depth += receive_depth;
   qp->doorbell = guest.take_doorbell();
   guest.by_doorbell[qp->doorbell] = qp.get();
 
@@ -192,7 +192,8 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
     cq.free_lanes.push_back(lane);
   };
   qp.send_cq->depth -= qp.send_depth;
-  qp.receive_cq->depth -= qp.receive_depth;
+  auto& shared = qp.receive_cq->srqs;
+  if (qp.srq == nullptr || --shared[qp.srq] == 0) qp.receive_cq->depth -= qp.receive_depth, shared.erase(qp.srq);
   leave(*qp.send_cq, qp.send_lane);
   leave(*qp.receive_cq, qp.receive_lane);
   if (qp.srq != nullptr) --qp.srq->users;

@@ -117,6 +117,9 @@ Result<CreateSrqReply> ControlDesk::on<Request::create_srq>(Guest& guest, const 
   const vmci::QueuePairGeometry geometry{power_of_two((request.max_wr + 1) * record_slots), 0, vmci::QueueKind::none, 0};
   const auto offset = carve(guest, geometry.total_bytes());
   if (!offset) return --guest.tenant->objects, offset.error();
+  const bool turns = fabric_.config.direct == "auto";
+  const auto turns_offset = turns ? carve(guest, sizeof(direct::Turns)) : Result<std::uint64_t>(0);
+  if (!turns_offset) return uncarve(guest, *offset), --guest.tenant->objects, turns_offset.error();
   auto srq = std::make_unique<SharedReceiveQueue>();
   srq->handle = Handle{guest.next_handle++};
   srq->context = request.context;
@@ -130,6 +133,11 @@ Result<CreateSrqReply> ControlDesk::on<Request::create_srq>(Guest& guest, const 
   srq->core.max_wr = request.max_wr;
   srq->core.limit = request.srq_limit;
   srq->core.port.owner = srq.get();
+  if (turns) {
+    srq->turns_offset = *turns_offset;
+    srq->core.turns = vmci::RecordTurns(guest.arena.segment().at<direct::Turns>(*turns_offset));
+    srq->core.turns.set_limit(request.srq_limit);
+  }
   ++pd->users;
   CreateSrqReply reply{};
   reply.srq = srq->handle.value;
@@ -149,6 +157,7 @@ Result<Empty> ControlDesk::on<Request::modify_srq>(Guest& guest, const ModifySrq
   if (request.mask & limit) {
     if (request.srq_limit > srq->core.max_wr) return Errno{EINVAL};
     srq->core.limit = request.srq_limit;
+    if (srq->core.turns) srq->core.turns.set_limit(request.srq_limit);
   }
   return Empty{};
 }
@@ -163,6 +172,7 @@ Result<QuerySrqReply> ControlDesk::on<Request::query_srq>(Guest& guest, const Ha
 void ControlDesk::destroy(Guest& guest, SharedReceiveQueue& srq) {
   --srq.pd->users;
   uncarve(guest, srq.offset);
+  if (srq.core.turns) uncarve(guest, srq.turns_offset);
   --guest.tenant->objects;
   guest.srqs.erase(srq.handle.value);
 }

@@ -86,6 +86,10 @@ bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
     at.send_head = from.core.send_ring.position();
     at.send_lane = from.core.send_lane.position();
     at.receive_head = to.core.receive_ring.position();
+    if (to.srq != nullptr) {  // it has taken nothing that is not done
+      at.receive_head = vmci::RecordTurns::next(to.srq->core.turns.last());
+      direction.taking.index = at.receive_head - 1;
+    }
     at.receive_lane = to.core.receive_lane.position();
     at.psn = from.core.send_psn.value;
     direction.current = 0;
@@ -189,7 +193,7 @@ void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Position
   if (to == nullptr) return;
   direct::Positions& seen = link.seen[i];
   auto& core = to->core;
-  core.receive_ring.skip_to(at.receive_head);
+  if (to->srq == nullptr) core.receive_ring.skip_to(at.receive_head);
   core.receive_lane.skip_to(at.receive_lane);
   if (core.type == engine::QpType::rc) core.expected_psn = Psn{at.psn & psn_mask};
   to->receive_cq->produced += at.receive_lane - seen.receive_lane;
@@ -205,7 +209,7 @@ void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Position
 
 // Where the receiving end stands: at the poster's last record. At the receiver the completion is the commit point: where one more was
 // written the message has arrived and its receive WQE is used, else it has not been taken.
-direct::Positions DirectDesk::receiver_at(const DirectLink& link, int i) const {
+direct::Positions DirectDesk::receiver_at(DirectLink& link, int i) {
   direct::Direction& direction = link.claims[i].direction();
   // R2: pairs with R1 in DirectConnection::record.
   const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
@@ -213,10 +217,22 @@ direct::Positions DirectDesk::receiver_at(const DirectLink& link, int i) const {
   const QueuePair* const to = link.ends[1 - i];
   if (to == nullptr) return at;
   const vmci::LaneReader lane(to->receive_view.consume_completions(), to->core.receive_lane.entry_count(), at.receive_lane);
-  if (lane.next() == nullptr) return at;
+  const bool arrived = lane.next() != nullptr;
+  if (to->srq != nullptr && !arrived) settle_turn(link, i, at);
+  if (!arrived) return at;
   at.receive_lane += 1;
   at.receive_head += to->core.receive_record_slots;
   return at;
+}
+
+// A record of the shared receive queue that the poster has named: where it is its own, and it has not completed it, it goes back.
+void DirectDesk::settle_turn(DirectLink& link, int i, const direct::Positions& at) {
+  QueuePair& to = *link.ends[1 - i];
+  direct::Taking& taking = link.claims[i].direction().taking;
+  // G4: pairs with G3 in DirectPorts::take_turn.
+  const std::uint32_t index = std::atomic_ref(taking.index).load(std::memory_order_acquire);
+  if (index + 1 == at.receive_head || !to.srq->core.turns.took(link.takers[i], index)) return;
+  shard_.engine().give_back(to.core, taking.wr_id, taking.buffer);
 }
 
 // The poster's process has ended inside the claim. Of its own queues nothing matters any more.
@@ -348,11 +364,29 @@ void DirectDesk::deregistering(Guest& guest, const Region& region) {
   if (guest.key_book) guest.key_book->remove(region.key);
 }
 
-Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give) {
-  QueuePair* const qp = find(guest.qps, request.qp);
+Result<DirectLink*> DirectDesk::offered_link(Guest& guest, const control::OpenDirectRequest& request) {
+  const QueuePair* const qp = find(guest.qps, request.qp);
   if (qp == nullptr) return Errno{EINVAL};
   DirectLink* const link = qp->core.port.link;
   if (link == nullptr || link->epoch != request.offer) return Errno{ESTALE};
+  return link;
+}
+
+Result<control::OpenSharedReceivesReply> DirectDesk::open_shared_receives(Guest& guest, const control::OpenDirectRequest& request) {
+  const auto offered = offered_link(guest, request);
+  if (!offered) return offered.error();
+  const DirectLink& link = **offered;
+  const QueuePair* const peer = link.ends[1 - link.side(*find(guest.qps, request.qp))];
+  if (peer == nullptr || peer->srq == nullptr) return Errno{ESTALE};
+  const SharedReceiveQueue& srq = *peer->srq;
+  return control::OpenSharedReceivesReply{{srq.offset, srq.view.geometry(), control::no_lane, srq.core.record_slots}, srq.turns_offset};
+}
+
+Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give) {
+  const auto offered = offered_link(guest, request);
+  if (!offered) return offered.error();
+  DirectLink* const link = *offered;
+  const QueuePair* const qp = find(guest.qps, request.qp);
   const int i = link->side(*qp);
   const QueuePair* const peer = link->ends[1 - i];
   if (peer == nullptr) return Errno{ESTALE};
@@ -374,6 +408,7 @@ Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::O
   reply.peer_receive = {peer->receive_offset, peer->receive_view.geometry(), peer->receive_lane, peer->core.receive_record_slots};
   reply.peer_qpn = peer->core.qpn.value;
   reply.peer_cq_handle = peer->receive_cq->handle.value;
+  reply.taker = link->takers[i];
   if (const Channel* const channel = peer->receive_cq->channel) {
     give.push_back(copy_of(channel->peers.get()));
     if (!give.back()) return give.clear(), Errno{EMFILE};

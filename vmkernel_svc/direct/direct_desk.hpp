@@ -67,6 +67,7 @@ class DirectDesk {
   void deregistering(Guest& guest, const Region& region);
 
   Result<control::OpenDirectReply> open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give);
+  Result<control::OpenSharedReceivesReply> open_shared_receives(Guest& guest, const control::OpenDirectRequest& request);
   Result<control::OpenBackingReply> open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give);
 
   // "direct", or "mediated" and why.
@@ -91,8 +92,11 @@ class DirectDesk {
   void import_receiver(DirectLink& link, int i, const direct::Positions& at);
   void report(const DirectLink& link, int i, const QueuePair& to);
   void watch(DirectLink& link, int i, bool on);
-  direct::Positions receiver_at(const DirectLink& link, int i) const;
+  direct::Positions receiver_at(DirectLink& link, int i);
+  void settle_turn(DirectLink& link, int i, const direct::Positions& at);
+  Result<DirectLink*> offered_link(Guest& guest, const control::OpenDirectRequest& request);
   void recover(DirectLink& link, int i);
+  void leave(DirectLink& link, QueuePair& qp);
   void dissolve(DirectLink& link);
   void part_from(QueuePair& qp);
   bool at_rest(const QueuePair& from, const QueuePair& to) const;

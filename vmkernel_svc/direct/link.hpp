@@ -49,6 +49,7 @@ struct DirectLink {
   std::optional<std::uint64_t> inside_at[2];
   std::uint64_t refused_since_ns[2] = {0, 0};  // that the poster is inside, 0: it is not
   std::uint64_t stopped_since_ns[2] = {0, 0};  // seen so after it was revoked, 0: not
+  std::uint32_t takers[2] = {0, 0};  // of the direction that ends[i] posts to: its number at the other end's SRQ; 0: that has none
   std::uint32_t unopened_posts = 0;
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
   std::uint32_t rested_at[2] = {0, 0};      // where the send queue of ends[i] was when the service last found it empty, or got it

@@ -22,6 +22,19 @@ void offer(QueuePair& qp, std::uint32_t epoch) {
   std::atomic_ref(qp.send_view.header().attacher.direct_offer).store(epoch, std::memory_order_release);
 }
 
+// Of the SRQ of the end that receives: numbers of those who take from it.
+bool takes_another(const QueuePair& qp) {
+  return qp.srq == nullptr || !qp.srq->free_takers.empty() || qp.srq->takers_used + 1 < direct::takers_max;  // both ends may have the same
+}
+std::uint32_t new_taker(const QueuePair& qp) {
+  if (qp.srq == nullptr) return 0;
+  SharedReceiveQueue& srq = *qp.srq;
+  if (srq.free_takers.empty()) return srq.takers_used++;
+  const std::uint32_t taker = srq.free_takers.back();
+  srq.free_takers.pop_back();
+  return taker;
+}
+
 }  // namespace
 
 std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
@@ -38,11 +51,12 @@ std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (peer->core.type != qp.core.type || !connected(*peer)) return "the peer is not in RTS";
   if (qp.core.state != QpState::rts && peer->core.state != QpState::rts) return "not in RTS, nor is its peer";
   if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
-  if (qp.srq != nullptr || peer->srq != nullptr) return "a shared receive queue";
   for (const QueuePair* end : {&qp, peer}) {
     if (!heard_directly(*end->send_cq) || !heard_directly(*end->receive_cq)) return "a completion channel without descriptors for its peers, or of an older library";
     if (!roomy(*end)) return "a completion queue with less room than its work queues";
     if (end->guest->machine) return "a virtual machine";
+    if (end->srq != nullptr && end->srq->pd != end->pd) return "a shared receive queue of another protection domain";
+    if (end->core.port.link == nullptr && !takes_another(*end)) return "too many direct connections of one shared receive queue";
   }
   if ((has_channel(qp) || has_channel(*peer)) && std::min(qp.guest->minor, peer->guest->minor) < control::minor_of_peer_events)
     return "a completion channel, and an older library";
@@ -110,6 +124,7 @@ void DirectDesk::consider(QueuePair& qp) {
         direction.claimed_arm = 0;
         link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
         link->guests[i] = link->ends[i]->guest->id.value;
+        link->takers[i] = new_taker(*link->ends[1 - i]);
         link->ends[i]->core.port.link = link.get();
         link->ends[i]->mediated_because.clear();
         offer(*link->ends[i], link->epoch);
@@ -123,12 +138,19 @@ void DirectDesk::consider(QueuePair& qp) {
   if (peer != nullptr && peer->core.port.link == nullptr) peer->mediated_because = std::move(why);
 }
 
+// The end is as if it had not had that link. Nobody takes from its SRQ for it any more: who posts to it has left, or lost its claim, or
+// the queue goes with its guest.
+void DirectDesk::leave(DirectLink& link, QueuePair& qp) {
+  if (const std::uint32_t taker = std::exchange(link.takers[1 - link.side(qp)], 0); taker != 0) qp.srq->free_takers.push_back(taker);
+  qp.core.port.link = nullptr;
+  qp.mediated_because = "its connection has ended";
+  offer(qp, 0);
+}
+
 void DirectDesk::dissolve(DirectLink& link) {
   for (QueuePair* end : link.ends) {
     if (end == nullptr) continue;
-    end->core.port.link = nullptr;
-    end->mediated_because = "its connection has ended";
-    offer(*end, 0);
+    leave(link, *end);
   }
   link.room->free.push_back(link.index);
   std::erase(orphans_, &link);
@@ -161,9 +183,7 @@ Result<control::SetDirectReply> DirectDesk::set(const control::SetDirectRequest&
 // Its peer's poster is still inside. The link stays until that has left.
 void DirectDesk::part_from(QueuePair& qp) {
   DirectLink* const link = qp.core.port.link;
-  qp.core.port.link = nullptr;
-  qp.mediated_because = "its connection has ended";
-  offer(qp, 0);
+  leave(*link, qp);
   link->ends[link->side(qp)] = nullptr;
   if (std::find(orphans_.begin(), orphans_.end(), link) == orphans_.end()) orphans_.push_back(link);
 }

@@ -94,6 +94,8 @@ class Engine {
   // the engine's rules, whoever moves the bytes.
   typename Requester<P>::Fetch take_send(Qp<P>& qp) { return requester_.fetch(qp); }
   bool take_receive(Qp<P>& qp) { return responder_.take(qp); }
+  // A receive WQE of its SRQ that a poster in direct mode had taken, and that has ended.
+  void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) { responder_.give_back(qp, wr_id, buffer); }
   void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }
   void give_up(Qp<P>& qp) { requester_.give_up(qp); }
   // In ERR: flushes what was sent as records, and the operation under way.

@@ -9,6 +9,7 @@
 
 #include "vmci_channel/lane.hpp"
 #include "vmci_channel/record_ring.hpp"
+#include "vmci_channel/record_turns.hpp"
 #include "vmkernel_svc/engine/far_half.hpp"
 #include "vmkernel_svc/engine/records.hpp"
 #include "vmkernel_svc/engine/scatter_gather.hpp"
@@ -85,12 +86,17 @@ struct QpCounters {
 template <class P>
 struct Srq {
   vmci::RecordReader ring;
+  vmci::RecordTurns turns;  // where others take, too: says where the ring stands
   std::uint32_t record_slots = 1;
   std::uint32_t max_wr = 0;
   std::uint32_t taken = 0;  // WQEs, free-running
   std::uint32_t limit = 0;  // 0: not armed
   std::vector<Inbound> returned;  // taken by queue pairs that were reset or destroyed before they completed them: next in line
   typename P::SrqPort port{};
+
+  std::uint32_t taken_now() const {
+    return turns ? vmci::RecordTurns::next(turns.last()) - static_cast<std::uint32_t>(returned.size()) : taken;
+  }
 };
 
 template <class P>

@@ -148,15 +148,25 @@ class Responder {
     vmci::RecordReader& ring = qp.srq != nullptr ? qp.srq->ring : qp.receive_ring;
     const std::uint32_t record_slots = qp.srq != nullptr ? qp.srq->record_slots : qp.receive_record_slots;
     std::uint32_t slots = 0;
+    bool good = false;
     if (ring.slot_count() == 0) return false;
-    const auto peek = ring.peek(wqe, receive_wqe_slots_max, slots);
-    if (peek == vmci::RecordReader::Peek::empty) return false;
-    RecordHead head{};  // a malformed record was not copied
-    if (peek == vmci::RecordReader::Peek::ready) std::memcpy(&head, wqe, sizeof(head));
-    const WqeControl control = unpack_wqe_control(head.control);
-    const bool good = peek == vmci::RecordReader::Peek::ready && slots == record_slots && control.opcode == WrOpcode::receive &&
-                      control.count <= receive_sge_max &&
-                      receive_wqe_payload_offset + control.count * sizeof(Sge) <= std::size_t{slots} * slot_bytes;
+    const vmci::RecordTurns turns = qp.srq != nullptr ? qp.srq->turns : vmci::RecordTurns();
+    RecordHead head;
+    WqeControl control;
+    for (int tries = 0;; ++tries) {
+      const std::uint64_t last = turns ? turns.last() : 0;
+      if (turns) ring.skip_to(vmci::RecordTurns::next(last) * record_slots);
+      const auto peek = ring.peek(wqe, receive_wqe_slots_max, slots);
+      head = {};  // a malformed record was not copied
+      if (peek == vmci::RecordReader::Peek::ready) std::memcpy(&head, wqe, sizeof(head));
+      control = unpack_wqe_control(head.control);
+      good = peek == vmci::RecordReader::Peek::ready && slots == record_slots && control.opcode == WrOpcode::receive &&
+             control.count <= receive_sge_max && receive_wqe_payload_offset + control.count * sizeof(Sge) <= std::size_t{slots} * slot_bytes;
+      // Where a poster took it meanwhile, what was read is nothing. Only a guest that writes nonsense there makes that go on for ever.
+      const bool mine = !turns || (good ? turns.take(last, 0, vmci::ClaimedStores()) : turns.last() == last);
+      if ((mine && peek == vmci::RecordReader::Peek::empty) || tries == takes_max) return false;
+      if (mine) break;
+    }
     if (!good) {  // the guest wrote nonsense into its own queue: its queue pair is lost, nothing else
       ++qp.counters.malformed;
       fail(qp, AsyncEvent::qp_fatal);
@@ -192,8 +202,23 @@ class Responder {
     qp.srq->returned.back().active = true;
     --qp.srq->taken;
   }
+  // One of the queue pair's SRQ, by somebody else who is gone: it goes back, too.
+  void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) {
+    Srq<P>& srq = *qp.srq;
+    if (srq.returned.size() >= srq.max_wr) return;  // more than an honest guest can have posted
+    Inbound inbound;
+    inbound.active = true;
+    inbound.wr_id = wr_id;
+    inbound.capacity_bytes = buffer.bytes;
+    if (buffer.bytes != 0)
+      if (const auto place = ports_.find_receive(qp, Key{buffer.lkey}, buffer.address, buffer.bytes)) inbound.buffers.add(*place, buffer.bytes);
+    srq.returned.push_back(inbound);
+    --srq.taken;
+  }
 
  private:
+  static constexpr int takes_max = 200;
+
   WcStatus check_remote(Qp<P>& qp, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
     far.clear();
     if (rule.reads && qp.attributes.max_dest_rd_atomic == 0) return WcStatus::rem_inv_req_err;
@@ -208,11 +233,12 @@ class Responder {
   }
 
   void note_srq_take(Srq<P>& srq) {
-    ++srq.taken;
+    srq.taken = srq.turns ? srq.taken_now() : srq.taken + 1;
     if (srq.limit == 0) return;
     const std::uint32_t left = ports_.srq_posted(srq) - srq.taken;
     if (left < srq.limit) {
       srq.limit = 0;  // once, then disarmed (IBA 10.2.9.4)
+      if (srq.turns) srq.turns.set_limit(0);
       ports_.srq_limit(srq);
     }
   }
