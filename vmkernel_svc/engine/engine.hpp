@@ -93,7 +93,8 @@ class Engine {
   // For a runner that has hardware carry a queue pair's messages (remote/hca_desk.hpp): WQEs are taken, checked and completed by
   // the engine's rules, whoever moves the bytes.
   typename Requester<P>::Fetch take_send(Qp<P>& qp) { return requester_.fetch(qp); }
-  bool take_receive(Qp<P>& qp) { return responder_.take(qp); }
+  bool take_receive(Qp<P>& qp) { return responder_.fetch(qp); }
+  void note_srq_take(Srq<P>& srq) { responder_.note_srq_take(srq); }
   void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }
   void give_up(Qp<P>& qp) { requester_.give_up(qp); }
   // In ERR: flushes what was sent as records, and the operation under way.
