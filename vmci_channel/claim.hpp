@@ -89,6 +89,12 @@ class ServiceClaim {
     // K4: pairs with K1.
     std::atomic_ref(direction_->claim).store(claim_word(epoch_, held_by_nobody), std::memory_order_release);
   }
+  // Whether the poster was inside a moment ago.
+  bool poster_inside() const {
+    using namespace vrdma::direct;
+    const std::uint64_t claim = std::atomic_ref(direction_->claim).load(std::memory_order_relaxed);
+    return claim == claim_word(epoch_, held_by_revocable_poster) || claim == claim_word(epoch_, held_by_poster);
+  }
   vrdma::direct::Direction& direction() const { return *direction_; }
 
  private:

@@ -14,6 +14,7 @@ using namespace vrdma::test;
 namespace {
 
 constexpr const char* with_direct = R"({"direct": "auto"})";
+constexpr std::uint64_t queue_depth = 16;  // what make_qp() asks for
 
 std::string mode_of(const ibv_qp* qp, std::string* because = nullptr) {
   const auto shown = show();
@@ -448,7 +449,58 @@ class Stream {
   std::thread thread_;
 };
 
+// `count` numbered WRITEs of so many bytes, the send queue as full as it can be all the time, each completion looked at.
+void flood(const Pair& pair, std::uint32_t bytes, std::uint64_t count, const std::function<bool()>& enough = [] { return false; }) {
+  std::uint64_t posted = 0, done = 0;
+  const auto slot = [&](std::uint64_t number) { return number % (Pages::bytes / bytes) * bytes; };
+  ibv_wc wc[16];
+  while (done < posted || (posted < count && !enough())) {
+    while (posted < count && posted - done < queue_depth) {
+      std::memcpy(pair.near.at(slot(posted)), &posted, sizeof(posted));
+      REQUIRE(pair.post(pair.a.get(), IBV_WR_RDMA_WRITE, posted, pair.near.sge(slot(posted), bytes), slot(posted)) == 0);
+      ++posted;
+    }
+    const int got = ibv_poll_cq(pair.a_cq.get(), 16, wc);
+    for (int i = 0; i < got; ++i, ++done) {
+      REQUIRE(wc[i].status == IBV_WC_SUCCESS);
+      REQUIRE(wc[i].wr_id == done);
+      REQUIRE(std::memcmp(pair.far.at(slot(done)), &done, sizeof(done)) == 0);
+    }
+  }
+}
+
 }  // namespace
+
+TEST_CASE("a send queue that is never empty is handed out in the middle") {
+  Service service;
+  service.start(with_direct);
+  const Pair pair;
+  std::atomic<bool> seen{false};
+  std::string because;
+  std::thread watcher([&] { eventually("it is direct, or may not be", [&] { return mode_of(pair.a.get(), &because) == "direct" || Pair::is_apart(because); }), seen = true; });
+  flood(pair, 64 << 10, ~0ull, [&] { return seen.load(); });
+  watcher.join();
+}
+
+TEST_CASE("what is in a send queue when it is handed out is carried out, whether its poster comes back or not") {
+  Service service;
+  service.start(with_direct);
+  const Pair pair;
+  if (!pair.become_direct()) return;
+  std::atomic<bool> stopping{false};
+  std::thread asker([&] {  // each answer takes the connection back
+    while (!stopping) {
+      ibv_qp_attr attributes{};
+      ibv_qp_init_attr initial{};
+      if (ibv_query_qp(pair.a.get(), &attributes, IBV_QP_STATE, &initial) != 0) std::abort();
+      for (int i = 0; i < 50 && !stopping; ++i) std::this_thread::yield();
+    }
+  });
+  std::mt19937 random(20261123);
+  for (int round = 0; round < 4000; ++round) flood(pair, 64, random() % (8 * queue_depth));
+  stopping = true;
+  asker.join();
+}
 
 TEST_CASE("a connection changes over between direct and mediated while messages flow, by a command") {
   Service service;

@@ -19,6 +19,8 @@ namespace {
 
 constexpr std::uint32_t rest_turns = 8;             // looks in vain before a link is handed out again, and twice as many …
 constexpr std::uint32_t rest_doublings = 6;         // … each time that it came back
+constexpr std::uint32_t mapping_returns = 3;        // the first ones, which are to be expected
+constexpr std::uint64_t take_up_ns = 50'000;        // for a poster to take up what was handed out with work in it
 constexpr std::uint32_t useful_messages = 64;       // so many since it was handed out, and it was worth it
 constexpr std::uint32_t unopened_posts_max = 16;
 constexpr std::uint64_t grace_ns = 10'000'000;   // for a poster to leave, before it is asked whether it is stopped …
@@ -37,17 +39,39 @@ DirectDesk::~DirectDesk() = default;
 bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
   const auto& core = from.core;
   return (to.core.state == QpState::rts || (to.core.state == QpState::rtr && to.core.communication_established)) && !shard_.engine().busy(core) && core.accepted_by == nullptr && core.far == nullptr && !core.send_queue_lost &&
-         core.port.job_sequence == 0 && core.send_ring.empty() && to.core.serves == nullptr && !to.core.inbound.active &&
+         core.port.job_sequence == 0 && to.core.serves == nullptr && !to.core.inbound.active &&
          (core.type != engine::QpType::rc || to.core.expected_psn == core.send_psn);
 }
 
-bool DirectDesk::hand_out(QueuePair& qp) {
+// A program that keeps its send queue full never lets it rest: a whole lap of the ring without an empty moment says so. Each time that
+// the connection comes back makes it twice as long, but for the first times, when memory is mapped.
+bool DirectDesk::never_rests(const QueuePair& qp) const {
+  DirectLink& link = *qp.core.port.link;
+  const int i = link.side(qp);
+  const auto& ring = qp.core.send_ring;
+  if (ring.empty()) return link.rested_at[i] = ring.position(), false;
+  const std::uint32_t doublings = std::min(link.returns - std::min(link.returns, mapping_returns), rest_doublings);
+  return ring.position() - link.rested_at[i] >= ring.slot_count() << doublings;
+}
+
+bool DirectDesk::hand_out_busy(QueuePair& qp) {
+  if (shard_.engine().busy(qp.core)) return false;
+  if (hand_out(qp, true)) return true;
+  DirectLink& link = *qp.core.port.link;
+  link.rested_at[link.side(qp)] = qp.core.send_ring.position();  // not now: after another lap
+  return false;
+}
+
+bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
   DirectLink* const link = qp.core.port.link;
   if (link == nullptr || !link->whole() || link->unopened_posts > unopened_posts_max) return false;
   QueuePair *const a = link->ends[0], *const b = link->ends[1];
   if (a == nullptr || b == nullptr || !roomy(*a) || !roomy(*b)) return false;
   const bool a_sends = a->core.state == QpState::rts, b_sends = b->core.state == QpState::rts;
-  if ((!a_sends && !b_sends) || (a_sends && !at_rest(*a, *b)) || (b_sends && !at_rest(*b, *a))) return false;
+  const auto ready = [&](const QueuePair& from, const QueuePair& to) {
+    return from.core.state != QpState::rts || (at_rest(from, to) && (with_work || from.core.send_ring.empty()));
+  };
+  if ((!a_sends && !b_sends) || !ready(*a, *b) || !ready(*b, *a)) return false;
   for (QueuePair* end : {a, b}) {
     shard_.withdraw(end->core);
     end->watch_sends(true);  // with a fence: who finds the claim taken finds this
@@ -74,8 +98,15 @@ bool DirectDesk::hand_out(QueuePair& qp) {
   }
   // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
   vmci::store_load_fence();
-  for (QueuePair* end : {a, b})
-    if (end->core.state == QpState::rts && !end->core.send_ring.empty()) shard_.make_runnable(end->core);
+  for (QueuePair* end : {a, b}) {
+    if (end->core.state != QpState::rts || end->core.send_ring.empty()) continue;
+    if (!with_work) {
+      shard_.make_runnable(end->core);
+    } else {  // its poster takes it with its next post, or there is none
+      link->left_work[link->side(*end)] = true;
+      shard_.set_timer(end->core, vmci::monotonic_ns() + take_up_ns);
+    }
+  }
   VRDMA_CRASH_POINT("direct.service.handed_out");
   return true;
 }
@@ -143,6 +174,7 @@ void DirectDesk::import(DirectLink& link, int i) {
     to->core.counters.received_bytes += at.received_bytes - seen.received_bytes;
   }
   seen = at;
+  link.rested_at[i] = at.send_head;
   link.owned[i] = true;
   link.cut[i] = link.revoked[i] = false;
   link.refused_since_ns[i] = link.stopped_since_ns[i] = 0;
@@ -218,6 +250,7 @@ bool DirectDesk::may_run(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   if (link.whole()) return true;
+  if (std::exchange(link.left_work[i], false) && !link.owned[i] && was_taken_up(link, i)) return shard_.withdraw(qp.core), false;
   const bool had = link.owned[i];
   const bool mine = own(link, i), other = qp.core.state == QpState::rts ? own(link, 1 - i) : own_end(link, 1 - i, qp);
   if (!had && mine) {
@@ -231,6 +264,20 @@ bool DirectDesk::may_run(QueuePair& qp) {
   shard_.withdraw(qp.core);
   qp.watch_sends(true);
   held_back_.push_back(qp.core.qpn.value);
+  return false;
+}
+
+// Of what was handed out with work in it. Where the poster is inside, or has left nothing, it rings when it leaves something.
+bool DirectDesk::was_taken_up(DirectLink& link, int i) {
+  QueuePair& qp = *link.ends[i];
+  qp.watch_sends(true);  // with a fence: who leaves after we look at the claim finds this
+  if (link.claims[i].poster_inside()) return true;
+  const direct::Direction& direction = link.claims[i].direction();
+  const std::uint32_t current = std::atomic_ref(const_cast<std::uint32_t&>(direction.current)).load(std::memory_order_acquire) & 1;
+  auto ring = qp.core.send_ring;
+  ring.skip_to(direction.positions[current].send_head);
+  if (ring.empty()) return true;
+  qp.watch_sends(false);
   return false;
 }
 

@@ -40,7 +40,11 @@ class DirectDesk {
   bool may_run(QueuePair& qp);
   // The queue pair has found nothing to do for so many looks: time to hand its link out? Both its queue pairs are then out of their lists.
   bool rest(QueuePair& qp, std::uint32_t idle_turns);
-  bool hand_out(QueuePair& qp);
+  bool hand_out(QueuePair& qp) { return hand_out(qp, false); }
+  // The queue pair, which has a link, has been kept busy for so long that it will not rest: its link should be handed out at a message
+  // boundary. hand_out_busy() tries to, after a turn.
+  bool never_rests(const QueuePair& qp) const;
+  bool hand_out_busy(QueuePair& qp);
 
   // Before the queue pair goes, which cannot wait: its peer's poster may still be inside.
   void forget(QueuePair& qp);
@@ -85,6 +89,8 @@ class DirectDesk {
   void dissolve(DirectLink& link);
   void part_from(QueuePair& qp);
   bool at_rest(const QueuePair& from, const QueuePair& to) const;
+  bool hand_out(QueuePair& qp, bool with_work);
+  bool was_taken_up(DirectLink& link, int i);
 
   Shard& shard_;
   Fabric& fabric_;

@@ -46,6 +46,8 @@ struct DirectLink {
   std::uint64_t stopped_since_ns[2] = {0, 0};  // seen so after it was revoked, 0: not
   std::uint32_t unopened_posts = 0;
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
+  std::uint32_t rested_at[2] = {0, 0};      // where the send queue of ends[i] was when the service last found it empty, or got it
+  bool left_work[2] = {false, false};       // it was not empty when it was handed out, and nobody has looked since what became of it
 
   int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
   bool whole() const { return owned[0] && owned[1]; }
