@@ -191,16 +191,6 @@ def cases(world, sample=False, whole=False):
         if world.counters()["by_records"] < before + messages:
             raise Failure(f"{world.counters()}, before {before}, of {messages} messages")
 
-    def unreliable(case):
-        """UC may lose a message, which its program then waits for."""
-        for left in reversed(range(TRIES)):
-            try:
-                return case()
-            except Failure as reason:
-                if left == 0:
-                    raise
-                print(f"      again: {str(reason).splitlines()[0]}", flush=True)
-
     for more in (["-s", "4096", "-c"], ["-s", "65536", "-e"])[:1 if sample else 2]:
         yield f"ibv_rc_pingpong {' '.join(more)}", lambda: by_hca(["ibv_rc_pingpong", "-n", "50", *more], 100)
     for verb in ("send", "write", "read", "atomic"):
@@ -212,15 +202,13 @@ def cases(world, sample=False, whole=False):
     for words in (["ibv_srq_pingpong", "-n", "50"], ["ib_send_bw", "-F", "--use-srq", "-q", "4", "-n", "30", "-s", "65536"]):
         yield f"a shared receive queue: {words[0]}", lambda: by_hca(words, 30)
 
-    for words in (["ibv_uc_pingpong", "-n", "50"], ["ib_send_lat", "-F", "-c", "UC", "-n", "20"], ["ib_write_bw", "-F", "-c", "UC", "-n", "30", "-s", "65536"]):
-        yield f"UC: {words[0]}", lambda: unreliable(lambda: by_hca(words, 20))
-
     def over_tcp(words):
         before = world.counters()["by_hca"]
         world.pair(words)
         if world.counters()["by_hca"] != before:
             raise Failure(f"{words} went by the HCA")
-    yield "UD goes over tcp beside it", lambda: over_tcp(["ibv_ud_pingpong", "-n", "30"])
+    for transport in ("uc", "ud"):
+        yield f"{transport.upper()} goes over tcp beside it", lambda: over_tcp([f"ibv_{transport}_pingpong", "-n", "30"])
 
     def refused():
         """Memory that the HCA does not register: its connection goes over tcp, which is said, and others go by the HCA as before."""

@@ -116,9 +116,7 @@ void HcaDesk::send_done(HcaConnection& c, const ibv_wc& wc) {
   switch (wc.status) {
     case IBV_WC_LOC_LEN_ERR:
     case IBV_WC_LOC_QP_OP_ERR:
-    case IBV_WC_LOC_PROT_ERR:
-      if (c.qp->type == engine::QpType::rc) break;
-      [[fallthrough]];  // what becomes of a UC queue pair then, the rules of records know
+    case IBV_WC_LOC_PROT_ERR: break;
     case IBV_WC_REM_ACCESS_ERR:
     case IBV_WC_REM_INV_REQ_ERR:
     case IBV_WC_REM_OP_ERR:

@@ -46,8 +46,7 @@ void HcaDesk::say_none(Qp& qp, HostId host, std::uint32_t to_epoch, const std::s
 }
 
 std::string HcaDesk::refusal(const Qp& qp) const {
-  if (qp.type == QpType::ud) return "UD goes over tcp";
-  if (qp.type == QpType::uc && qp.srq != nullptr) return "UC with a shared receive queue goes over tcp";
+  if (qp.type != QpType::rc) return "UC and UD go over tcp";
   if (qp.srq != nullptr && !qp.srq->port.no_hca.empty()) return qp.srq->port.no_hca;
   if (qp.port.owner->guest->machine) return "its guest is in a virtual machine";
   if (!device_) return "no HCA here: " + why_;
@@ -62,7 +61,7 @@ std::string HcaDesk::why_not(const Qp& qp) const {
 }
 
 void HcaDesk::consider(Qp& qp) {
-  if (qp.port.owner == nullptr || qp.type == QpType::ud || (qp.state != QpState::rtr && qp.state != QpState::rts)) return;
+  if (qp.port.owner == nullptr || qp.type != QpType::rc || (qp.state != QpState::rtr && qp.state != QpState::rts)) return;
   if (HcaConnection* const c = qp.port.hca) {
     if (c->stage == Stage::bound) bind(*c);
     return;
@@ -109,10 +108,9 @@ bool HcaDesk::create(HcaConnection& c) {
   c.domain = device_->domain(c.pd);
   if (c.domain == nullptr) return false;
   if (qp.srq != nullptr && !join_shared(c)) return free_physical(c), false;
-  const ibv_qp_type type = qp.type == QpType::uc ? IBV_QPT_UC : IBV_QPT_RC;
   const auto* const shared = c.shared != nullptr ? &c.shared->physical : nullptr;
-  c.physical = device_->create(*c.domain, type, c.wish, shared, c.cq);
-  if (c.physical == nullptr) c.wish.inline_bytes = 0, c.physical = device_->create(*c.domain, type, c.wish, shared, c.cq);
+  c.physical = device_->create(*c.domain, IBV_QPT_RC, c.wish, shared, c.cq);
+  if (c.physical == nullptr) c.wish.inline_bytes = 0, c.physical = device_->create(*c.domain, IBV_QPT_RC, c.wish, shared, c.cq);
   if (c.physical != nullptr && shared != nullptr) c.shared->users.emplace(c.physical->qp_num, &c);
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
@@ -238,8 +236,7 @@ void HcaDesk::bind(HcaConnection& c) {
       a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_->gid_index());
       a.ah_attr.grh.hop_limit = 64;
     }
-    const int reliable = qp.type == QpType::rc ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0;
-    if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | reliable)) {
+    if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
       spdlog::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
       return lose(c);
     }
@@ -263,8 +260,7 @@ bool HcaDesk::to_rts(HcaConnection& c) {
   a.rnr_retry = from.rnr_retry;
   a.sq_psn = from.sq_psn & psn_mask;
   a.max_rd_atomic = static_cast<std::uint8_t>(std::min<int>({from.max_rd_atomic, c.theirs.max_dest_rd_atomic, device_->attributes().max_qp_init_rd_atom}));
-  const int reliable = c.qp->type == QpType::rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0;
-  return c.sending = device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_SQ_PSN | reliable);
+  return c.sending = device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
 }
 
 HcaConnection* HcaDesk::bound_to(HostId host, std::uint32_t connection, std::uint32_t epoch, const HcaMessage& message) {

@@ -95,11 +95,10 @@ void HcaDesk::resolve(HcaConnection& c, std::uint64_t count) {
   for (std::size_t i = 0; i < c.outstanding.size(); ++i) {
     HcaSend& send = c.outstanding[i];
     const bool repeatable = (send.rule->takes_receive && send.rule->moves_to_receive) || (send.rule->reads && !send.rule->atomic);
-    if (c.qp->type == engine::QpType::uc) send.fate = send.posted && !c.refused_there ? HcaSend::Fate::done : HcaSend::Fate::again;  // or lost, which nobody asks
-    else if (i < done && !send.rule->reads) send.fate = HcaSend::Fate::done;
+    if (i < done && !send.rule->reads) send.fate = HcaSend::Fate::done;
     else if (!send.posted || repeatable || (c.refused_there && i >= done)) send.fate = HcaSend::Fate::again;
     else send.fate = HcaSend::Fate::unknown;
-    if (c.closed_there && c.qp->type == engine::QpType::rc && send.fate == HcaSend::Fate::again) send.fate = HcaSend::Fate::unknown;
+    if (c.closed_there && send.fate == HcaSend::Fate::again) send.fate = HcaSend::Fate::unknown;
   }
   c.stage = Stage::resuming;
   c.waiting_since_ns = 0;

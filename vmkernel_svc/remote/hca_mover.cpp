@@ -148,8 +148,6 @@ HcaDesk::Step HcaDesk::by_records(HcaConnection& c) {
   if (!c.outstanding.empty()) return Step::waiting;
   Operation& op = qp.operation;
   if (op.rule->moves_to_receive) return lose(c, too_many_pieces), Step::ended;
-  // Nobody says when what UC has sent before has come: they cannot take turns.
-  if (qp.type == engine::QpType::uc) return lose(c, "it names memory that the HCA does not reach"), Step::ended;
   ++counters_.by_records;
   c.answered = Key{};
   if (op.rule->takes_receive) {  // the bytes first; then the HCA brings the immediate, without any
@@ -251,7 +249,6 @@ bool HcaDesk::patient(HcaConnection& c) {
   const std::uint64_t now = vmci::monotonic_ns(), timeout = engine::ack_timeout_ns(qp.attributes.timeout);
   if (c.waiting_since_ns == 0) c.waiting_since_ns = now;
   shard_.set_timer(qp, now + look_again_ns);
-  if (qp.type == engine::QpType::uc) return now - c.waiting_since_ns < patience_min_ns;  // who sends to nobody is not kept waiting
   return timeout == 0 || now - c.waiting_since_ns < std::max(timeout * (qp.attributes.retry_cnt + 1u), patience_min_ns);
 }
 
@@ -259,7 +256,6 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
   HcaConnection& c = *qp.port.hca;
   Operation& op = qp.operation;
   if (qp.state == QpState::err || qp.state == QpState::sqe) {
-    if (qp.state == QpState::sqe && c.stage == Stage::bound) lose(c, "its send queue has met an error");  // UC: it receives on
     if (op.copy_pending && engine_.hold_flush(qp) && !engine_.settled(qp)) return Progress::waiting;
     flush(c);
     return engine_.run(qp, budget);
@@ -274,7 +270,6 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
     qp.far->blocked = true;
     if (!patient(c)) {
       if (c.stage == Stage::stopped) c.closed_there = true, resolve(c, 0);
-      else if (qp.type == engine::QpType::uc) go_by_records(c, "the other end has not said that it uses its HCA");
       else if (engine_.take_send(qp) == engine::Requester<MediatedPorts>::Fetch::started) engine_.give_up(qp);
       return Progress::worked;
     }
@@ -312,10 +307,6 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
     if (post(c) == Step::waiting) {
       if (c.asked.value == 0 || (!c.closed_there && patient(c))) break;
       c.asked = Key{};
-      if (qp.type == engine::QpType::uc) {
-        lose(c, "the other end does not say where its memory is");
-        break;
-      }
       if (c.preparing) free_bounces(c, c.preparing->send.bounces);
       c.preparing.reset();
       engine_.give_up(qp);
