@@ -345,6 +345,8 @@ std::uint32_t MediatedPorts::srq_posted(Srq& srq) {
   return std::atomic_ref(srq.port.owner->view.header().creator.produced_count).load(std::memory_order_acquire);
 }
 
+void MediatedPorts::take_back(Srq& srq) { fabric_.far->hca()->take_back(srq); }
+
 void MediatedPorts::state_changed(Qp& qp) {
   if (qp.port.owner == nullptr) return;
   qp.port.owner->watch_receives(qp.state == engine::QpState::err);

@@ -26,6 +26,7 @@ struct CompletionQueue;
 class Fabric;
 struct StandIn;
 struct HcaConnection;
+struct HcaShared;
 struct DirectLink;
 
 class MediatedPorts {
@@ -64,6 +65,9 @@ class MediatedPorts {
   };
   struct SrqPort {
     SharedReceiveQueue* owner = nullptr;
+    // To another host (remote/hca_shared.cpp):
+    HcaShared* hca = nullptr;  // the HCA has receive WQEs of it, …
+    std::string no_hca;        // … or will not have any, and why
   };
 
   explicit MediatedPorts(Fabric& fabric) : fabric_(fabric) {}
@@ -87,6 +91,9 @@ class MediatedPorts {
   void event(Qp& qp, engine::AsyncEvent event);
   void srq_limit(Srq& srq);
   std::uint32_t srq_posted(Srq& srq);
+  void srq_wanted(Srq& srq) {
+    if (srq.port.hca != nullptr) [[unlikely]] take_back(srq);
+  }
   void state_changed(Qp& qp);
   void await_receive(Qp& sender, Qp& receiver);
 
@@ -112,6 +119,7 @@ class MediatedPorts {
   void far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
 
  private:
+  void take_back(Srq& srq);
   std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,
                                        std::uint32_t access);
   // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.

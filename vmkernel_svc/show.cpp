@@ -237,6 +237,7 @@ json describe_carriers(Fabric& fabric) {
                    {"lids", text},
                    {"via", why_not.empty() ? "hca" : fabric.far->carrier().name()},
                    {"why", why_not.empty() ? "both hosts have an HCA" : why_not},
+                   {"fallen_back", hca != nullptr ? hca->fallen_back(id) : ""},
                    {"encrypted", fabric.far->carrier().encrypts(id)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
@@ -256,7 +257,8 @@ json describe_hca(Fabric& fabric) {
   const auto& c = desk->counters();
   json out{{"state", "none"}, {"why", desk->why_no_device()}, {"connections", desk->connection_count()}, {"registrations", desk->registration_count()},
            {"counters", {{"sent_messages", c.sent}, {"received_messages", c.received}, {"copies", c.copies}, {"copied_bytes", c.copied_bytes},
-                         {"by_records", c.by_records}, {"losses", c.losses}, {"stalled", c.stalled}, {"keys_asked", c.keys_asked}, {"keys_revoked", c.revoked}}}};
+                         {"by_records", c.by_records}, {"losses", c.losses}, {"stalled", c.stalled}, {"keys_asked", c.keys_asked}, {"keys_revoked", c.revoked},
+                         {"refused_registrations", c.refused}}}};
   if (auto* const device = desk->device()) {
     out["state"] = device->port_state();
     out["device"] = device->name();

@@ -143,6 +143,7 @@ class DirectPorts {
   void event(Qp&, engine::AsyncEvent) { give_up(); }
   void srq_limit(Srq&) { give_up(); }
   std::uint32_t srq_posted(Srq&) { return 0; }
+  void srq_wanted(Srq&) {}
   void state_changed(Qp&) { give_up(); }
   void await_receive(Qp&, Qp&) { give_up(); }
   std::uint64_t now_ns() { return 0; }

@@ -199,6 +199,42 @@ CONFORMANCE(SeveralQpsShareOneSrq, "SRQ-03 CQ-09 WC-01") {
   run.peer.barrier();
 }
 
+// One of its queue pairs is connected to the other process, one to this one: they may be served in different ways.
+CONFORMANCE(AnSrqServesPeersNearAndFar, "SRQ-03") {
+  constexpr std::uint64_t depth = 8, rounds = 20;
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 256), sent(dev, 64);
+  Region region(pd, 4096);
+  Srq srq(pd, depth);
+  const QpSpec shared = run.b() ? QpSpec{.srq = srq} : QpSpec{};
+  Qp far(pd, sent, cq, shared), near(pd, sent, cq, shared), loop(pd, sent, sent);
+  to_init(dev, far);
+  const Address theirs = run.peer.exchange(address_of(dev, far));
+  bring_up(dev, far, theirs);
+  if (run.b()) {
+    const Address here = address_of(dev, near), there = address_of(dev, loop);
+    bring_up(dev, near, there);
+    bring_up(dev, loop, here);
+    for (std::uint64_t i = 0; i < depth; ++i) EXPECT_OK(post(srq, Recv{i, {region.sge(i * 64, 64)}}));
+  }
+  run.peer.barrier();
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    const Note note("round ", round);
+    if (run.a()) {
+      EXPECT_OK(post(far, Send{.id = round, .sges = {region.sge(0, 64)}}));
+      sent.expect(round);
+    } else {
+      EXPECT_EQ(cq.expect(2 * round).qp_num, far.p->qp_num);
+      EXPECT_OK(post(loop, Send{.id = round, .sges = {region.sge(2048, 64)}}));
+      EXPECT_EQ(cq.expect(2 * round + 1).qp_num, near.p->qp_num);
+      sent.expect(round);
+      for (const std::uint64_t next : {2 * round + depth, 2 * round + depth + 1}) EXPECT_OK(post(srq, Recv{next, {region.sge(next % depth * 64, 64)}}));
+    }
+    run.peer.barrier();
+  }
+}
+
 CONFORMANCE(AnSrqQpInErrReportsItsLastWqe, "SRQ-04 ERR-12") {
   Device dev(run.settings);
   Pd pd(dev);

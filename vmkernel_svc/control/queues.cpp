@@ -117,7 +117,7 @@ Result<CreateSrqReply> ControlDesk::on<Request::create_srq>(Guest& guest, const 
   const vmci::QueuePairGeometry geometry{power_of_two((request.max_wr + 1) * record_slots), 0, vmci::QueueKind::none, 0};
   const auto offset = carve(guest, geometry.total_bytes());
   if (!offset) return --guest.tenant->objects, offset.error();
-  const bool turns = fabric_.config.direct == "auto";
+  const bool turns = fabric_.config.direct == "auto" && !fabric_.config.hca;  // an HCA holds records that it may give back in another order
   const auto turns_offset = turns ? carve(guest, sizeof(direct::Turns)) : Result<std::uint64_t>(0);
   if (!turns_offset) return uncarve(guest, *offset), --guest.tenant->objects, turns_offset.error();
   auto srq = std::make_unique<SharedReceiveQueue>();

@@ -93,7 +93,8 @@ class Engine {
   // For a runner that has hardware carry a queue pair's messages (remote/hca_desk.hpp): WQEs are taken, checked and completed by
   // the engine's rules, whoever moves the bytes.
   typename Requester<P>::Fetch take_send(Qp<P>& qp) { return requester_.fetch(qp); }
-  bool take_receive(Qp<P>& qp) { return responder_.take(qp); }
+  bool take_receive(Qp<P>& qp) { return responder_.fetch(qp); }
+  void note_srq_take(Srq<P>& srq) { responder_.note_srq_take(srq); }
   // A receive WQE of its SRQ that a poster in direct mode had taken, and that has ended.
   void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) { responder_.give_back(qp, wr_id, buffer); }
   void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }

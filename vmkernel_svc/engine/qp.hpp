@@ -122,7 +122,7 @@ struct Qp {
   QpCounters counters{};
   Operation operation;
   Inbound inbound;
-  std::vector<Inbound> returned;  // receive WQEs of its own that an HCA had and did not use; the next in line is the last
+  std::vector<Inbound> returned;  // receive WQEs that are only its, taken and not completed, which an HCA had; the next in line is the last
   // While a message is being moved its two ends know each other, so that whichever leaves first can say so. The requester of
   // the pair is the one whose `operation` it is.
   Qp* accepted_by = nullptr;  // whose responder half our operation is in the middle of

@@ -133,15 +133,19 @@ class Responder {
   // Takes the next receive WQE into qp.inbound, unless one is already there. False: none is posted.
   bool take(Qp<P>& qp) {
     if (qp.inbound.active) return true;
-    if (qp.srq != nullptr && !qp.srq->returned.empty()) [[unlikely]] {
-      qp.inbound = qp.srq->returned.back();
-      qp.srq->returned.pop_back();
-      note_srq_take(*qp.srq);
-      return true;
-    }
-    if (!qp.returned.empty()) [[unlikely]] {
-      qp.inbound = qp.returned.back();
-      qp.returned.pop_back();
+    if (qp.srq == nullptr || !qp.returned.empty()) return fetch(qp);
+    ports_.srq_wanted(*qp.srq);
+    if (!fetch(qp)) return false;
+    note_srq_take(*qp.srq);
+    return true;
+  }
+
+  // Likewise, for who hands it to hardware: a WQE of an SRQ does not count as taken before a message is in it.
+  bool fetch(Qp<P>& qp) {
+    if (qp.inbound.active) return true;
+    if (auto& next = qp.srq != nullptr && qp.returned.empty() ? qp.srq->returned : qp.returned; !next.empty()) [[unlikely]] {
+      qp.inbound = next.back();
+      next.pop_back();
       return true;
     }
     alignas(64) std::byte wqe[receive_wqe_slots_max * slot_bytes];
@@ -188,19 +192,30 @@ class Responder {
       good_so_far = place.has_value();
       if (good_so_far) qp.inbound.buffers.add(*place, sge.bytes);
     }
-    if (qp.srq != nullptr) note_srq_take(*qp.srq);
     return true;
+  }
+
+  void note_srq_take(Srq<P>& srq) {
+    srq.taken = srq.turns ? srq.taken_now() : srq.taken + 1;
+    if (srq.limit == 0) return;
+    const std::uint32_t left = ports_.srq_posted(srq) - srq.taken;
+    if (left < srq.limit) {
+      srq.limit = 0;  // once, then disarmed (IBA 10.2.9.4)
+      if (srq.turns) srq.turns.set_limit(0);
+      ports_.srq_limit(srq);
+    }
   }
 
   // A receive WQE that was taken and will not be completed by this queue pair (it is reset or destroyed): one of an SRQ goes
   // back to it, its own is forgotten with everything else posted.
   void give_back(Qp<P>& qp) {
-    if (!qp.inbound.active) return;
-    qp.inbound.active = false;
-    if (qp.srq == nullptr) return;
-    qp.srq->returned.push_back(qp.inbound);
-    qp.srq->returned.back().active = true;
-    --qp.srq->taken;
+    if (std::exchange(qp.inbound.active, false)) qp.returned.push_back(qp.inbound);
+    if (qp.srq != nullptr) {
+      for (Inbound& inbound : qp.returned) inbound.active = true;
+      qp.srq->returned.insert(qp.srq->returned.end(), qp.returned.begin(), qp.returned.end());
+      qp.srq->taken -= static_cast<std::uint32_t>(qp.returned.size());
+    }
+    qp.returned.clear();
   }
   // One of the queue pair's SRQ, by somebody else who is gone: it goes back, too.
   void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) {
@@ -230,17 +245,6 @@ class Responder {
     if (!place) return WcStatus::rem_access_err;
     far.add(*place, request.bytes);
     return WcStatus::success;
-  }
-
-  void note_srq_take(Srq<P>& srq) {
-    srq.taken = srq.turns ? srq.taken_now() : srq.taken + 1;
-    if (srq.limit == 0) return;
-    const std::uint32_t left = ports_.srq_posted(srq) - srq.taken;
-    if (left < srq.limit) {
-      srq.limit = 0;  // once, then disarmed (IBA 10.2.9.4)
-      if (srq.turns) srq.turns.set_limit(0);
-      ports_.srq_limit(srq);
-    }
   }
 
   P& ports_;

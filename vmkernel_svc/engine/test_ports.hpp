@@ -168,6 +168,7 @@ class TestPorts {
   void event(Qp& qp, AsyncEvent event) { qp.port.events.push_back(event); }
   void srq_limit(Srq& srq) { ++srq.port.limit_events; }
   std::uint32_t srq_posted(Srq& srq) { return srq.port.posted; }
+  void srq_wanted(Srq&) {}
   void state_changed(Qp& qp) {
     qp.port.runnable = true;
     on_state_changed(qp);

@@ -26,6 +26,7 @@ void HcaDesk::wake(HcaConnection& c) {
 bool HcaDesk::poll() {
   bool worked = false;
   for (auto& cq : device_->cqs()) worked |= poll(*cq);
+  for (std::size_t i = 0; i < shared_.size(); ++i) worked |= poll_shared(*shared_[i]);
   for (const std::uint64_t number : std::exchange(losing_, {}))
     if (const auto found = connections_.find(number); found != connections_.end() && found->second->stage == Stage::bound) lose(*found->second);
   if (worked) ports_.announce();
@@ -111,6 +112,7 @@ void HcaDesk::send_done(HcaConnection& c, const ibv_wc& wc) {
   }
   ++c.flushed;
   if (c.stage != Stage::bound || c.losing || c.qp->state == QpState::err) return;
+  c.why = std::string("its HCA said: ") + device_->explain(wc.status);
   switch (wc.status) {
     case IBV_WC_LOC_LEN_ERR:
     case IBV_WC_LOC_QP_OP_ERR:
@@ -143,6 +145,10 @@ void HcaDesk::receive_done(HcaConnection& c, const ibv_wc& wc) {
   }
   HcaReceive receive = std::move(c.posted.front());
   c.posted.pop_front();
+  received(c, std::move(receive), wc);
+}
+
+void HcaDesk::received(HcaConnection& c, HcaReceive receive, const ibv_wc& wc) {
   ++counters_.received;
   receive.bytes = wc.byte_len;
   if (const auto told = c.told_bytes.find(c.received); told != c.told_bytes.end()) {
@@ -191,7 +197,7 @@ bool HcaDesk::take_arrived(HcaConnection& c) {
       }
     }
     for (auto& part : receive.parts)
-      if (part.bounce.mr != nullptr && c.domain != nullptr) device_->give_bounce(*c.domain, std::move(part.bounce));
+      if (part.bounce.mr != nullptr) device_->give_bounce(*receive.domain, std::move(part.bounce));
     Cqe cqe{};
     cqe.wr_id = receive.inbound.wr_id;
     const WcStatus status = receive.status;

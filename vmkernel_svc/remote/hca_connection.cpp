@@ -47,14 +47,14 @@ void HcaDesk::say_none(Qp& qp, HostId host, std::uint32_t to_epoch, const std::s
 
 std::string HcaDesk::refusal(const Qp& qp) const {
   if (qp.type != QpType::rc) return "UC and UD go over tcp";
-  if (qp.srq != nullptr) return "its receive queue is shared";
+  if (qp.srq != nullptr && !qp.srq->port.no_hca.empty()) return qp.srq->port.no_hca;
   if (qp.port.owner->guest->machine) return "its guest is in a virtual machine";
   if (!device_) return "no HCA here: " + why_;
   return "";
 }
 
 std::string HcaDesk::why_not(const Qp& qp) const {
-  if (qp.port.hca != nullptr) return qp.port.hca->stage == Stage::bound ? "" : qp.port.hca->stage == Stage::calling ? "the other end has not said yet that it uses its HCA" : "its HCA was lost";
+  if (qp.port.hca != nullptr) return qp.port.hca->stage == Stage::bound ? "" : qp.port.hca->stage == Stage::calling ? "the other end has not said yet that it uses its HCA" : qp.port.hca->why;
   if (const auto why = refusal(qp); !why.empty()) return why;
   if (!qp.port.no_hca.empty()) return qp.port.no_hca;
   return qp.far != nullptr ? why_not(qp.far->host) : "";
@@ -104,10 +104,14 @@ bool HcaDesk::create(HcaConnection& c) {
   if (qp.attributes.max_send_sge > most_sges || qp.attributes.max_recv_sge > most_sges) return false;
   c.wish = {std::clamp(qp.attributes.max_send_wr, 1u, std::min(send_wr_max, wr_max)), std::clamp(qp.attributes.max_recv_wr, 1u, std::min(receive_wr_max, wr_max)),
             std::min(most_sges, 3 * std::max({qp.attributes.max_send_sge, qp.attributes.max_recv_sge, 1u})), inline_max};
+  if (qp.srq != nullptr) c.wish.receive_wr = 0;
   c.domain = device_->domain(c.pd);
   if (c.domain == nullptr) return false;
-  c.physical = device_->create(*c.domain, c.wish, c.cq);
-  if (c.physical == nullptr) c.wish.inline_bytes = 0, c.physical = device_->create(*c.domain, c.wish, c.cq);
+  if (qp.srq != nullptr && !join_shared(c)) return free_physical(c), false;
+  const auto* const shared = c.shared != nullptr ? &c.shared->physical : nullptr;
+  c.physical = device_->create(*c.domain, IBV_QPT_RC, c.wish, shared, c.cq);
+  if (c.physical == nullptr) c.wish.inline_bytes = 0, c.physical = device_->create(*c.domain, IBV_QPT_RC, c.wish, shared, c.cq);
+  if (c.physical != nullptr && shared != nullptr) c.shared->users.emplace(c.physical->qp_num, &c);
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = device_->port();
@@ -128,6 +132,7 @@ void HcaDesk::say_hello(HcaConnection& c) {
   message.lid = device_->port_attributes().lid;
   message.mtu = device_->mtu();
   message.pkey = c.qp->port.pkey;
+  message.atomics_with_cpu = device_->attributes().atomic_cap == IBV_ATOMIC_GLOB ? 1 : 0;
   message.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min<int>(c.qp->attributes.max_dest_rd_atomic, device_->attributes().max_qp_rd_atom));
   std::memcpy(message.gid, device_->gid().raw, sizeof(message.gid));
   say(c.host, c.qp->qpn.value, c.epoch, HcaKind::hello, message);
@@ -308,7 +313,9 @@ void HcaDesk::arrived(FarFramePtr frame) {
       ++counters_.stalled;
       return lose(*c);
     case HcaKind::lost:
-      if (c->stage == Stage::bound) lose(*c);
+      if (c->stage == Stage::bound) lose(*c, text_of(message).empty() ? c->why : "the other end: " + text_of(message));
+      // Who began with a wrong PSN was not answered by the HCA, and is not by records.
+      c->qp->port.psn_from_records = message.bytes == (c->qp->attributes.rq_psn & psn_mask);
       if (c->stage == Stage::stopped) resolve(*c, message.count);
       return;
     case HcaKind::bye:

@@ -81,7 +81,7 @@ void HcaDesk::look_at_progress() {
     HcaConnection& c = *one;
     if (c.stage != Stage::bound) continue;
     c.look.sends_unmoved = c.outstanding.empty() || c.completed != c.look.completed ? 0 : c.look.sends_unmoved + 1;
-    c.look.receives_unmoved = c.posted.empty() || c.received != c.look.received ? 0 : c.look.receives_unmoved + 1;
+    c.look.receives_unmoved = (c.shared != nullptr ? c.shared->posted.empty() : c.posted.empty()) || c.received != c.look.received ? 0 : c.look.receives_unmoved + 1;
     c.look.completed = c.completed;
     c.look.received = c.received;
     const QpAttributes& attributes = c.qp->attributes;
@@ -134,7 +134,7 @@ bool HcaDesk::turn() {
     device_->take_completion_events();
     look_at_events();
   }
-  if (device_) worked |= poll();
+  if (device_) worked |= poll() | pump_all_shared();
   look_at_device();
   return worked;
 }
@@ -203,6 +203,11 @@ void HcaDesk::on_host(HostId id, const HcaMessage& message) {
   if (!host.present || !device_) return;
   for (auto& [qpn, qp] : fabric_.by_qpn)
     if (qp->core.state == QpState::rtr || qp->core.state == QpState::rts) consider(qp->core);
+}
+
+std::string HcaDesk::fallen_back(HostId id) const {
+  const auto host = hosts_.find(id);
+  return host != hosts_.end() ? host->second.fallen_back : "";
 }
 
 std::string HcaDesk::why_not(HostId id) const {

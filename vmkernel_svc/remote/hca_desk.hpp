@@ -1,5 +1,5 @@
-// Connections to other hosts that go by HCAs: a virtual RC queue pair with a receive queue of its own is one RC QP of this host's HCA,
-// which reads and writes guests' memory in place. Work requests are taken, checked and completed by the engine's rules; the hardware
+// Connections to other hosts that go by HCAs: a virtual RC queue pair is one RC QP of this host's HCA, which reads and writes guests'
+// memory in place, and a virtual SRQ of such queue pairs one SRQ of the HCA (HcaShared). Work requests are taken, checked and completed by the engine's rules; the hardware
 // moves the bytes, and keeps order, retries and RNR as the virtual queue pair's attributes say. Who says what to the other host's
 // service stands in hca_message.hpp.
 //
@@ -65,6 +65,22 @@ struct HcaReceive {  // a receive WQE that the HCA has
   std::uint32_t bytes = 0, imm_data = 0;
   std::size_t part = 0;        // being copied to the guest, …
   std::uint64_t part_done = 0;  // … so far
+  remote::HcaDomain* domain = nullptr;  // that the bounces are of
+};
+
+// A virtual SRQ whose receive WQEs the HCA has: as long as every queue pair that takes of it goes by the HCA. With the first one that
+// does not they all go by records, as no WQE can be taken back from an HCA one by one, and none may be out of reach of a message.
+struct HcaShared {
+  MediatedPorts::Srq* srq = nullptr;
+  std::uint64_t pd = 0;
+  remote::HcaDomain* domain = nullptr;
+  remote::HcaDevice::SharedReceive physical;
+  std::uint32_t wr = 0, sge = 0;
+  std::map<std::uint64_t, HcaReceive> posted;  // by the number that is their physical work request id: in the order of the queue
+  std::uint64_t next_number = 1;
+  boost::unordered_flat_map<std::uint32_t, HcaConnection*> users;  // by number of the physical QP
+  // Nobody rings for what is posted to an SRQ: while the HCA has none of it, it is looked at, less often the longer that lasts.
+  std::uint64_t empty_since_ns = 0, look_ns = 0;
 };
 
 struct HcaConnection {
@@ -81,6 +97,7 @@ struct HcaConnection {
   bool closed_there = false;
   bool refused_there = false;  // what was not executed is known
   bool losing = false;         // its hardware has failed; lose() comes
+  std::string why = "its HCA was lost";  // it is
 
   std::uint64_t pd = 0;
   remote::HcaDomain* domain = nullptr;
@@ -89,7 +106,8 @@ struct HcaConnection {
   remote::HcaDevice::QpWish wish{};
 
   std::deque<HcaSend> outstanding;
-  std::deque<HcaReceive> posted, arrived;
+  std::deque<HcaReceive> posted, arrived;  // posted: where the receive queue is its own
+  HcaShared* shared = nullptr;
   std::uint64_t sent = 0, received = 0;  // messages that take a receive WQE
   std::uint64_t completed = 0;           // sends
   struct Look {  // the last one at whether anything moves, and how many before it saw the same
@@ -131,7 +149,7 @@ class HcaDesk {
   bool turn();
   bool anything_waiting() const { return found_; }
   void prepare_to_sleep();  // completions that come now wake the shard
-  std::uint64_t next_wake_ns() const { return check_ns_; }
+  std::uint64_t next_wake_ns() const;
 
   // A queue pair was connected, or something about its path has changed.
   void consider(Qp& qp);
@@ -148,11 +166,13 @@ class HcaDesk {
 
   void new_session(remote::HostId host);
   void arrived(engine::FarFramePtr frame);
+  // A queue pair that does not go by the HCA takes receive WQEs of this SRQ, of which the HCA has some.
+  void take_back(MediatedPorts::Srq& srq);
   void peer_goes_by_records(remote::HostId host, std::uint32_t qpn);  // it has opened a connection of records
   bool holds(remote::HostId host) const;  // it may still say that it has an HCA
 
   struct Counters {
-    std::uint64_t sent = 0, received = 0, copied_bytes = 0, copies = 0, by_records = 0, losses = 0, keys_asked = 0, revoked = 0, stalled = 0;
+    std::uint64_t sent = 0, received = 0, copied_bytes = 0, copies = 0, by_records = 0, losses = 0, keys_asked = 0, revoked = 0, stalled = 0, refused = 0;
   };
   const Counters& counters() const { return counters_; }
   const remote::HcaDevice* device() const { return device_.get(); }
@@ -162,6 +182,8 @@ class HcaDesk {
   std::size_t registration_count() const;
   // How connections to that host go, in words; empty: by HCAs.
   std::string why_not(remote::HostId host) const;
+  // Why the last one of those that began by the HCA goes on over tcp; empty: none does.
+  std::string fallen_back(remote::HostId host) const;
   std::string why_not(const Qp& qp) const;
 
  private:
@@ -171,6 +193,7 @@ class HcaDesk {
     std::uint8_t link_layer = 0;
     std::uint64_t since_ns = 0;  // the session
     std::string text;
+    std::string fallen_back;
     boost::unordered_flat_map<std::uint32_t, std::uint32_t> keys;  // the guests' there → the HCA's there; 0: by records
   };
   struct Hello {
@@ -187,6 +210,7 @@ class HcaDesk {
     remote::HcaDomain* domain = nullptr;
     std::vector<Piece> pieces;
     std::vector<remote::HostId> askers;
+    std::string refusal;  // of the HCA, to register it
   };
   enum class Step : std::uint8_t { posted, waiting, ended };
 
@@ -218,6 +242,7 @@ class HcaDesk {
   // hca_loss.cpp: what becomes of one that is lost or ends
   void stop(HcaConnection& c);
   void lose(HcaConnection& c);
+  void lose(HcaConnection& c, const std::string& why);
   void resolve(HcaConnection& c, std::uint64_t count);
   void drop(HcaConnection& c);  // qp.port.hca is nullptr afterwards
   void free_physical(HcaConnection& c);
@@ -225,6 +250,15 @@ class HcaDesk {
   void flush(HcaConnection& c);
   void load(Qp& qp, HcaSend& send);
   engine::Progress resume(HcaConnection& c, engine::Budget& budget);
+
+  // hca_shared.cpp: SRQs
+  bool join_shared(HcaConnection& c);
+  void leave_shared(HcaConnection& c);
+  void end_shared(HcaShared& shared);
+  void dissolve(HcaShared& shared, const std::string& why);
+  bool pump_shared(HcaShared& shared);
+  bool pump_all_shared();
+  bool poll_shared(HcaShared& shared);
 
   // hca_completion.cpp: completions
   bool poll();
@@ -235,12 +269,14 @@ class HcaDesk {
   void succeed(HcaConnection& c, const HcaSend& send);
   void lose_soon(HcaConnection& c);
   void fail(HcaConnection& c, const HcaSend& send, WcStatus status);
+  void received(HcaConnection& c, HcaReceive receive, const ibv_wc& wc);
   bool take_arrived(HcaConnection& c);
   engine::MemoryStatus copy(HcaConnection& c, engine::Place to, engine::Place from, std::uint64_t bytes, bool of_receive);
   void wake(HcaConnection& c);
 
   // hca_mover.cpp: work requests, and turns
   bool pump_receives(HcaConnection& c);
+  bool lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vector<ibv_sge>& sges);
   Step post(HcaConnection& c);
   Step post_prepared(HcaConnection& c);
   bool prepare(HcaConnection& c);
@@ -270,10 +306,12 @@ class HcaDesk {
   std::map<std::pair<remote::HostId, std::uint32_t>, Hello> hellos_;     // by who said it; for queue pairs that are not connected yet
   boost::unordered_flat_map<std::uint32_t, Registered> registered_;      // by region slot
   std::map<std::uint32_t, std::uint32_t> revoking_;                      // by key: hosts that have not answered
+  std::vector<std::unique_ptr<HcaShared>> shared_;
   std::vector<std::uint64_t> losing_;  // connections that are to be lost once all completions were looked at
   std::uint64_t next_number_ = 1;
   std::uint64_t check_ns_ = 0;
   bool found_ = false, armed_ = false, fatal_ = false;
+  std::string refused_;  // what the HCA would not register while a request was laid out
   Counters counters_;
 };
 

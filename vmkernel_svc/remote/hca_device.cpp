@@ -159,11 +159,9 @@ void HcaDevice::free(HcaDomain& domain) {
 ibv_mr* HcaDevice::register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access) {
   ibv_mr* const mr = (library_.ibv_reg_mr_iova)(domain.pd, memory, bytes, iova, access);
   if (mr != nullptr) return ++registrations, mr;
-  static bool said = false;
-  if (!std::exchange(said, true))
-    spdlog::warn("{} does not register {} bytes of a guest ({}): what it cannot reach goes by copies, or by records; where memory is locked, "
-                 "raise LimitMEMLOCK of vrdmad",
-                 name_, bytes, std::strerror(library_.error()));
+  const int error = library_.error();
+  refusal = fmt::format("{} does not register {} bytes ({})", name_, bytes, std::strerror(error));
+  if (error == ENOMEM) refusal += ": LimitMEMLOCK of vrdmad?";
   return nullptr;
 }
 
@@ -189,7 +187,7 @@ void HcaDevice::give_bounce(HcaDomain& domain, Bounce bounce) {
 
 // --- queue pairs ----------------------------------------------------------------------------------------------
 
-ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, Cq*& cq) {
+ibv_qp* HcaDevice::create(HcaDomain& domain, ibv_qp_type type, const QpWish& wish, const SharedReceive* shared, Cq*& cq) {
   const std::uint32_t entries = wish.send_wr + wish.receive_wr;
   cq = nullptr;
   for (auto& one : cqs_)
@@ -204,9 +202,10 @@ ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, Cq*& cq) {
   }
   ibv_qp_init_attr wanted{};
   wanted.send_cq = wanted.recv_cq = cq->cq;
-  wanted.qp_type = IBV_QPT_RC;
+  wanted.qp_type = type;
   wanted.sq_sig_all = 1;
   wanted.cap = {wish.send_wr, wish.receive_wr, wish.sge, wish.sge, wish.inline_bytes};
+  if (shared != nullptr) wanted.srq = shared->srq, wanted.recv_cq = shared->cq, wanted.cap.max_recv_sge = 0;
   ibv_qp* const qp = library_.ibv_create_qp(domain.pd, &wanted);
   if (qp != nullptr) cq->free -= entries;
   return qp;
@@ -217,10 +216,28 @@ void HcaDevice::destroy(ibv_qp* qp, Cq& cq, const QpWish& wish) {
   cq.free += wish.send_wr + wish.receive_wr;
 }
 
+bool HcaDevice::create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t sge, SharedReceive& made) {
+  ibv_srq_init_attr wanted{};
+  wanted.attr = {wr, sge, 0};
+  made.srq = library_.ibv_create_srq(domain.pd, &wanted);
+  if (made.srq == nullptr) return false;
+  made.cq = library_.ibv_create_cq(context_, static_cast<int>(wr), nullptr, channel_, 0);
+  if (made.cq == nullptr) return library_.ibv_destroy_srq(made.srq), false;
+  shared_cqs_.push_back(made.cq);
+  return true;
+}
+
+void HcaDevice::destroy(const SharedReceive& shared) {
+  std::erase(shared_cqs_, shared.cq);
+  library_.ibv_destroy_srq(shared.srq);
+  library_.ibv_destroy_cq(shared.cq);
+}
+
 // --- events ---------------------------------------------------------------------------------------------------
 
 void HcaDevice::arm() {
   for (auto& cq : cqs_) ibv_req_notify_cq(cq->cq, 0);
+  for (ibv_cq* const cq : shared_cqs_) ibv_req_notify_cq(cq, 0);
 }
 
 void HcaDevice::take_completion_events() {

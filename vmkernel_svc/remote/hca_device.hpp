@@ -37,6 +37,10 @@ class HcaDevice {
   struct QpWish {
     std::uint32_t send_wr, receive_wr, sge, inline_bytes;
   };
+  struct SharedReceive {  // an SRQ, and where the messages in it complete
+    ibv_srq* srq = nullptr;
+    ibv_cq* cq = nullptr;
+  };
 
   // nullptr: there is none, and `why` says so to a person.
   static std::unique_ptr<HcaDevice> open(const svc::HcaSettings& wanted, std::string& why);
@@ -64,8 +68,11 @@ class HcaDevice {
   bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);
   void give_bounce(HcaDomain& domain, Bounce bounce);
 
-  ibv_qp* create(HcaDomain& domain, const QpWish& wish, Cq*& cq);
+  // `shared`: it receives there; wish.receive_wr is 0 then.
+  ibv_qp* create(HcaDomain& domain, ibv_qp_type type, const QpWish& wish, const SharedReceive* shared, Cq*& cq);
   void destroy(ibv_qp* qp, Cq& cq, const QpWish& wish);
+  bool create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t sge, SharedReceive& made);
+  void destroy(const SharedReceive& shared);
   bool modify(ibv_qp* qp, ibv_qp_attr& attributes, int mask) { return library_.ibv_modify_qp(qp, &attributes, mask) == 0; }
   std::vector<std::unique_ptr<Cq>>& cqs() { return cqs_; }
 
@@ -80,6 +87,7 @@ class HcaDevice {
   int error() const { return library_.error(); }
 
   std::uint64_t registrations = 0;  // made so far
+  std::string refusal;              // what was said of the last registration that was refused
 
  private:
   struct Numbered {
@@ -104,6 +112,7 @@ class HcaDevice {
   ibv_device_attr attributes_{};
   std::vector<Numbered> domains_;
   std::vector<std::unique_ptr<Cq>> cqs_;
+  std::vector<ibv_cq*> shared_cqs_;
 };
 
 }  // namespace vrdma::remote

@@ -12,7 +12,8 @@ namespace vrdma::remote {
   F(ibv_get_device_list) F(ibv_free_device_list) F(ibv_open_device) F(ibv_close_device) F(ibv_query_device) F(ibv_query_port)     \
   F(ibv_query_gid) F(ibv_alloc_pd) F(ibv_dealloc_pd) F(ibv_reg_mr_iova) F(ibv_dereg_mr) F(ibv_create_comp_channel)                \
   F(ibv_destroy_comp_channel) F(ibv_create_cq) F(ibv_destroy_cq) F(ibv_get_cq_event) F(ibv_ack_cq_events) F(ibv_create_qp)        \
-  F(ibv_modify_qp) F(ibv_destroy_qp) F(ibv_get_async_event) F(ibv_ack_async_event) F(ibv_wc_status_str)
+  F(ibv_modify_qp) F(ibv_destroy_qp) F(ibv_create_srq) F(ibv_destroy_srq) F(ibv_get_async_event) F(ibv_ack_async_event)         \
+  F(ibv_wc_status_str)
 
 struct HcaLibrary {
   // nullptr: it is not there; `why` says so to a person.

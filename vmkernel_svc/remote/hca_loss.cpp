@@ -20,7 +20,9 @@ constexpr std::uint64_t drain_ns = 1'000'000'000;        // of a physical QP in 
 }  // namespace
 
 void HcaDesk::free_physical(HcaConnection& c) {
+  if (c.shared != nullptr && c.physical != nullptr) c.shared->users.erase(c.physical->qp_num);
   if (c.physical != nullptr) device_->destroy(std::exchange(c.physical, nullptr), *c.cq, c.wish);
+  if (c.shared != nullptr) leave_shared(c);
   if (std::exchange(c.domain, nullptr) != nullptr) device_->release(c.pd);
 }
 
@@ -40,6 +42,8 @@ void HcaDesk::stop(HcaConnection& c) {
     while (c.flushed < c.outstanding.size() + c.posted.size() && vmci::monotonic_ns() < until) poll(*c.cq);
   }
   poll(*c.cq);
+  while (c.shared != nullptr && poll_shared(*c.shared)) {
+  }
   for (auto& send : c.outstanding) free_bounces(c, send.bounces);
   if (c.preparing) free_bounces(c, c.preparing->send.bounces);
   for (auto& receive : c.posted) {
@@ -52,8 +56,14 @@ void HcaDesk::stop(HcaConnection& c) {
   free_physical(c);
 }
 
+void HcaDesk::lose(HcaConnection& c, const std::string& why) {
+  c.why = why;
+  lose(c);
+}
+
 void HcaDesk::lose(HcaConnection& c) {
   Qp& qp = *c.qp;
+  hosts_[c.host].fallen_back = qp.port.no_hca = c.why;
   stop(c);
   c.stage = Stage::stopped;
   c.waiting_since_ns = 0;
@@ -71,6 +81,8 @@ void HcaDesk::lose(HcaConnection& c) {
   if (c.closed_there) return resolve(c, 0);  // nobody is there who could say how far it came
   HcaMessage message{};
   message.count = c.received;
+  message.bytes = qp.attributes.sq_psn & psn_mask;
+  put_text(message, c.why);
   say(c, HcaKind::lost, message);
   wake(c);
 }
@@ -90,7 +102,6 @@ void HcaDesk::resolve(HcaConnection& c, std::uint64_t count) {
   }
   c.stage = Stage::resuming;
   c.waiting_since_ns = 0;
-  c.qp->port.no_hca = "its HCA was lost";
   wake(c);
 }
 

@@ -1,5 +1,6 @@
 // Which of the guests' memory the HCA has, and under which keys.
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
 #include <algorithm>
 
@@ -23,6 +24,7 @@ HcaDesk::Registered& HcaDesk::registered(std::uint32_t slot, const Region& regio
     known.generation = region.generation;
     known.pd = region.pd;
     known.domain = device_->domain(region.pd);
+    if (known.domain == nullptr) known.refusal = device_->name() + " gives no protection domain";
     known.pieces.resize(region.pieces.size());
   }
   return known;
@@ -32,12 +34,18 @@ HcaDesk::Registered& HcaDesk::registered(std::uint32_t slot, const Region& regio
 ibv_mr* HcaDesk::local(std::uint32_t slot, const Region& region, std::size_t index) {
   Registered& known = registered(slot, region);
   Registered::Piece& piece = known.pieces[index];
-  if (std::exchange(piece.tried, true) || known.domain == nullptr || region.pieces[index].host == nullptr) return piece.mr;
+  if (region.pieces[index].host == nullptr) return nullptr;
+  if (!known.refusal.empty()) refused_ = known.refusal;
+  if (std::exchange(piece.tried, true) || known.domain == nullptr) return piece.mr;
   const Piece& from = region.pieces[index];
   std::uint32_t access = region.access & engine::access_local_write;
   if (region.pieces.size() == 1) access |= region.access & remote_rights;
   piece.mr = device_->register_memory(*known.domain, from.host, from.bytes, region.iova + from.offset, static_cast<int>(access));
-  return piece.mr;
+  if (piece.mr != nullptr) return piece.mr;
+  ++counters_.refused;
+  spdlog::warn("HCA: {}; connections that use it go over tcp", device_->refusal);
+  refused_ = known.refusal = device_->refusal;
+  return nullptr;
 }
 
 // 0: there is no such memory for that queue pair, or the HCA cannot have it: the operation comes by records, where its rights are checked.
@@ -109,8 +117,10 @@ void HcaDesk::on_key(remote::HostId host, std::uint32_t connection, std::uint32_
       if (c == nullptr) return;
       HcaMessage reply{};
       bool known = false;
+      refused_.clear();
       reply.rkey = message.rkey;
       reply.physical_rkey = c->physical != nullptr ? remote_key(*c->qp, Key{message.rkey}, known, host) : 0;
+      if (!refused_.empty() && c->stage == Stage::bound) return lose(*c, std::string(refused_));
       reply.known = known ? 1 : 0;
       return say(*c, HcaKind::key, reply);
     }

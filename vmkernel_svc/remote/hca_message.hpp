@@ -10,7 +10,8 @@
 //     ordinal    message `count` of those that take a receive WQE has had `bytes` by records
 //     stalled    the HCA has had no answer for long, of `count` messages that take a receive WQE: who has given its HCA the WQEs for
 //                them says lost
-//     lost       my HCA is gone, or does not reach yours: `count` messages that take a receive WQE came. Both say it.
+//     lost       my HCA is gone, or does not reach yours: `count` messages that take a receive WQE came; mine began with PSN `bytes`.
+//                Both say it.
 //     bye        the queue pair is reset, destroyed or in error
 //
 // A connection goes by HCAs once both ends have said hello with the other's epoch in `to_epoch`, whose hello they have heard; it is
@@ -39,7 +40,7 @@ struct HcaMessage {
   std::uint32_t qpn;             // hello: physical
   std::uint8_t gid[16];          // hello
   std::uint64_t guid;            // hello, none: of the guest's port
-  std::uint64_t count, bytes;    // ordinal, lost
+  std::uint64_t count, bytes;    // ordinal; lost, stalled: count
   std::uint32_t guest_link_layer;
   std::uint16_t guest_lid;
   std::uint16_t lid;             // hello: of the HCA's port
@@ -47,10 +48,11 @@ struct HcaMessage {
   std::uint32_t physical_rkey;   // key; 0: by records
   std::uint8_t max_dest_rd_atomic;  // hello
   std::uint8_t known;            // key: it may be kept until it is revoked
-  std::uint8_t padding[2];
+  std::uint8_t atomics_with_cpu;    // hello: the HCA's atomic operations are atomic against those of processors, too
+  std::uint8_t padding;
   std::uint16_t pkey;            // hello: of the guest's queue pair
   std::uint8_t reserved[2];
-  char text[96];                 // host: the device's name, or why there is none; none: why
+  char text[96];                 // host: the device's name, or why there is none; none, lost: why
 };
 static_assert(WireRecord<HcaMessage> && sizeof(HcaMessage) == 176);
 

@@ -20,6 +20,7 @@ using remote::HcaMessage;
 namespace {
 constexpr std::uint64_t patience_min_ns = 5'000'000'000;  // a loaded host is no lost one
 constexpr std::uint64_t look_again_ns = 500'000'000;
+constexpr const char* too_many_pieces = "a buffer has more pieces than the HCA takes in one request";
 constexpr std::uint64_t id_of(const HcaConnection& c, bool receive) { return c.number << 1 | (receive ? 1 : 0); }
 
 ibv_wr_opcode opcode_of(WrOpcode opcode) {
@@ -51,7 +52,30 @@ void HcaDesk::for_each_part(Place place, std::uint64_t bytes, Reached&& reached,
   }
 }
 
+// False: the HCA would not register some of it.
+bool HcaDesk::lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vector<ibv_sge>& sges) {
+  std::uint64_t offset = 0;
+  refused_.clear();
+  receive.domain = &domain;
+  engine::ScatterGather buffers = receive.inbound.buffers;
+  const auto bounce = [&](Place place, std::uint64_t bytes) {
+    HcaReceive::Part part{{}, place, offset, bytes};
+    if (refused_.empty() && !device_->take_bounce(domain, bytes, part.bounce)) refused_ = device_->refusal;
+    if (!refused_.empty()) return;
+    sges.push_back({static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(part.bounce.memory.get())), static_cast<std::uint32_t>(bytes), part.bounce.mr->lkey});
+    receive.parts.push_back(std::move(part));
+    offset += bytes;
+  };
+  for (buffers.rewind(); buffers.contiguous_bytes() != 0; buffers.advance(buffers.contiguous_bytes()))
+    for_each_part(buffers.here(), buffers.contiguous_bytes(), [&](const ibv_sge& sge) { sges.push_back(sge), offset += sge.length; }, bounce);
+  // A buffer with a bad key fails the message that reaches it, and no other.
+  if (receive.inbound.capacity_bytes > offset) sges.push_back({0, static_cast<std::uint32_t>(receive.inbound.capacity_bytes - offset), 0});
+  if (sges.empty()) sges.push_back({0, 0, 0});  // what a message that brings bytes after all is checked against
+  return refused_.empty();
+}
+
 bool HcaDesk::pump_receives(HcaConnection& c) {
+  if (c.shared != nullptr) return pump_shared(*c.shared);
   Qp& qp = *c.qp;
   bool worked = false;
   if (c.physical == nullptr || c.physical->state == IBV_QPS_INIT || !engine::receives(qp)) return false;
@@ -65,29 +89,13 @@ bool HcaDesk::pump_receives(HcaConnection& c) {
     receive.inbound = qp.inbound;
     qp.inbound.active = false;
     std::vector<ibv_sge> sges;
-    std::uint64_t offset = 0;
-    bool good = true;
-    engine::ScatterGather buffers = receive.inbound.buffers;
-    const auto bounce = [&](Place place, std::uint64_t bytes) {
-      HcaReceive::Part part{{}, place, offset, bytes};
-      good &= device_->take_bounce(*c.domain, bytes, part.bounce);
-      if (!good) return;
-      sges.push_back({static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(part.bounce.memory.get())), static_cast<std::uint32_t>(bytes), part.bounce.mr->lkey});
-      receive.parts.push_back(std::move(part));
-      offset += bytes;
-    };
-    for (buffers.rewind(); buffers.contiguous_bytes() != 0; buffers.advance(buffers.contiguous_bytes()))
-      for_each_part(buffers.here(), buffers.contiguous_bytes(), [&](const ibv_sge& sge) { sges.push_back(sge), offset += sge.length; }, bounce);
-    // A buffer with a bad key fails the message that reaches it, and no other.
-    if (receive.inbound.capacity_bytes > offset) sges.push_back({0, static_cast<std::uint32_t>(receive.inbound.capacity_bytes - offset), 0});
-    if (sges.empty()) sges.push_back({0, 0, 0});  // what a message that brings bytes after all is checked against
+    const bool good = lay_out(receive, *c.domain, sges);
     ibv_recv_wr request{id_of(c, true), nullptr, sges.data(), static_cast<int>(sges.size())};
     ibv_recv_wr* bad = nullptr;
     if (!good || sges.size() > c.wish.sge || ibv_post_recv(c.physical, &request, &bad) != 0) {
-      // More pieces than the HCA takes in one request, or no memory: the connection goes on by records.
       for (auto& part : receive.parts) device_->give_bounce(*c.domain, std::move(part.bounce));
       qp.returned.push_back(receive.inbound);
-      lose(c);
+      lose(c, refused_.empty() ? too_many_pieces : std::string(refused_));
       return true;
     }
     c.posted.push_back(std::move(receive));
@@ -115,11 +123,12 @@ bool HcaDesk::prepare(HcaConnection& c) {
   HcaSend& send = made->send;
   const bool in_request = send.inline_bytes && send.request.bytes <= c.wish.inline_bytes;
   bool good = true;
+  refused_.clear();
   const auto other = [&](Place place, std::uint64_t bytes) {
-    if (send.rule->reads) return void(good = false);
+    if (send.rule->reads || !refused_.empty()) return void(good = false);
     if (in_request) return made->sges.push_back({place.address, static_cast<std::uint32_t>(bytes), 0});
     remote::Bounce bounce;
-    good = good && device_->take_bounce(*c.domain, bytes, bounce);
+    if (good && !device_->take_bounce(*c.domain, bytes, bounce)) good = false, refused_ = device_->refusal;
     if (!good) return;
     made->sges.push_back({static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), static_cast<std::uint32_t>(bytes), bounce.mr->lkey});
     made->parts.push_back({place, bounce.memory.get(), bytes});
@@ -138,7 +147,7 @@ HcaDesk::Step HcaDesk::by_records(HcaConnection& c) {
   Qp& qp = *c.qp;
   if (!c.outstanding.empty()) return Step::waiting;
   Operation& op = qp.operation;
-  if (op.rule->moves_to_receive) return lose(c), Step::ended;  // a SEND that the HCA does not take
+  if (op.rule->moves_to_receive) return lose(c, too_many_pieces), Step::ended;
   ++counters_.by_records;
   c.answered = Key{};
   if (op.rule->takes_receive) {  // the bytes first; then the HCA brings the immediate, without any
@@ -159,12 +168,14 @@ HcaDesk::Step HcaDesk::post(HcaConnection& c) {
   Qp& qp = *c.qp;
   Operation& op = qp.operation;
   if (!c.preparing) {
+    // Programs of the target's host have atomic operations on that memory, too, which are its processors'.
+    if (op.rule->atomic && c.theirs.atomics_with_cpu == 0) return by_records(c);
     if (op.rule->remote_access != 0 && op.request.bytes != 0) {
       const auto key = key_of(c, op.request.rkey);
       if (!key) return Step::waiting;
       if (*key == 0) return by_records(c);
     }
-    if (!prepare(c)) return by_records(c);
+    if (!prepare(c)) return refused_.empty() ? by_records(c) : (lose(c, std::string(refused_)), Step::ended);
   }
   HcaConnection::Preparing& now = *c.preparing;
   if (c.copy_of_receive) return Step::waiting;
