@@ -56,13 +56,22 @@ class EventSource {
       if (kept_.empty()) make_unreadable();
       return Next::record;
     }
-    const bool quick = look == Look::quick;
-    if (quick && (!ring_ || !ring_->interrupt_due())) return Next::empty;
+    const bool quick = ring_ && look == Look::quick;
+    if (quick && !ring_->interrupt_due()) return Next::empty;
     if (take_interrupt()) take_ring();
     if (kept_.empty()) {
       if (quick) return Next::empty;
-      if (peers_ >= 0 && read(peers_, record) == Next::record) return Next::record;
       const Next next = read(pipe, record);
+      if (Record told; next != Next::record && peers_ >= 0 && read(peers_, told) == Next::record) {
+        // What the service has told came before what a peer did because of it: ib_send_lat -e counts on that.
+        if (next != Next::empty || read(pipe, record) != Next::record) {
+          record = told;
+        } else {
+          kept_.push_back(told);
+          make_readable(event_fd);
+        }
+        return Next::record;
+      }
       if (next != Next::end || !ring_) return next;
       take_ring();  // what the service has left behind
       if (kept_.empty()) return next;
