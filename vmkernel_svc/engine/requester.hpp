@@ -137,8 +137,8 @@ class Requester {
   }
 
  private:
-  // So long whoever copies for a guest may be off its processor, on a machine that has too few, before an unreliable message is lost by it.
   static constexpr std::uint64_t copy_patience_ns = 1'000'000'000;
+  static constexpr std::uint64_t datagram_patience_ns = 200'000'000;
 
   static Sge sge_at(const Operation& op, std::uint32_t index) {
     Sge sge;
@@ -382,7 +382,7 @@ class Requester {
     const std::uint64_t bytes = grh_bytes + op.request.bytes;
     Qp<P>* const receiver = qp.accepted_by;
     if (receiver == nullptr || !receives(*receiver)) {  // it went away in the middle
-      if (receiver != nullptr && !settled(qp) && keep_waiting(qp)) return false;
+      if (receiver != nullptr && !settled(qp) && keep_waiting(qp, datagram_patience_ns)) return false;
       drop_engagement(qp);
       return true;
     }
@@ -391,7 +391,7 @@ class Requester {
       const std::uint64_t part = std::min(to.contiguous_bytes(), bytes - op.moved_bytes);
       const auto status = copy(qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
       if (status == MemoryStatus::pending) {
-        if (keep_waiting(qp)) return false;
+        if (keep_waiting(qp, datagram_patience_ns)) return false;
         ++receiver->counters.dropped;  // its memory blocks: the datagram is lost, the receive WQE stays for the next one
         drop_engagement(qp);
         return true;
@@ -410,12 +410,12 @@ class Requester {
   }
 
   // Whether a wait for somebody else's memory has not lasted too long yet.
-  bool keep_waiting(Qp<P>& qp) {
+  bool keep_waiting(Qp<P>& qp, std::uint64_t patience_ns) {
     Operation& op = qp.operation;
     const std::uint64_t now = ports_.now_ns();
     if (op.wait != Operation::Wait::copy) {
       op.wait = Operation::Wait::copy;
-      op.deadline_ns = now + copy_patience_ns;
+      op.deadline_ns = now + patience_ns;
     }
     if (now >= op.deadline_ns) return op.wait = Operation::Wait::none, false;
     ports_.wake_at(qp, op.deadline_ns);
@@ -427,7 +427,7 @@ class Requester {
     const std::uint64_t now = ports_.now_ns();
     if (op.wait != Operation::Wait::busy) {
       op.wait = Operation::Wait::busy;
-      op.deadline_ns = now + copy_patience_ns;
+      op.deadline_ns = now + datagram_patience_ns;
     }
     if (now >= op.deadline_ns) return op.wait = Operation::Wait::none, false;
     ports_.wake_at(qp, now + look_again_ns);
