@@ -35,7 +35,7 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   } else if (second) {
     if (Status watched = watch_pipe(event_fd->get(), reply->descriptors[1].get()); !watched) return give_up(watched.error());
     channel->peers = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
-    channel->events.use_peers(channel->peers->get());
+    if (Status used = channel->events.use_peers(event_fd->get(), channel->peers->get()); !used) return give_up(used.error());
   }
   channel->attachment = *attachment;
   channel->handle = reply->body.handle;

@@ -44,7 +44,14 @@ class EventSource {
   }
 
   // Likewise: a pipe that does not block, never ends, and is watched by what the application polls.
-  void use_peers(int pipe) { peers_ = pipe; }
+  // Events of this process's own posts come with it: their descriptor is made here, where that may fail.
+  Status use_peers(int event_fd, int pipe) {
+    ready_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!ready_) return last_error();
+    if (Status watched = watch_pipe(event_fd, ready_.get()); !watched) return watched;
+    peers_ = pipe;
+    return ok();
+  }
 
   // quick: may find nothing where there is something, if what the application polls is readable then.
   enum class Look { quick, thorough };
@@ -52,6 +59,7 @@ class EventSource {
   Next next(int event_fd, int pipe, Record& record, Look look = Look::thorough) {
     std::lock_guard lock(mutex_);
     if (!kept_.empty()) {
+      if (peers_ >= 0 && ++served_ % kept_at_a_time == 0) keep_what_waits(pipe);
       take_kept(record);
       if (kept_.empty()) make_unreadable();
       return Next::record;
@@ -71,6 +79,10 @@ class EventSource {
           make_readable(event_fd);
         }
         return Next::record;
+      }
+      if (next == Next::record && peers_ >= 0 && ++served_ % kept_at_a_time == 0) {
+        keep_what_waits(pipe);
+        if (!kept_.empty()) make_readable(event_fd);
       }
       if (next != Next::end || !ring_) return next;
       take_ring();  // what the service has left behind
@@ -106,6 +118,17 @@ class EventSource {
   void take_kept(Record& record) {
     record = kept_.front();
     kept_.pop_front();
+  }
+
+  // What comes by one way does not wait for ever behind another. What peers told first is read first, and put last: the service may have
+  // told what it came from before.
+  void keep_what_waits(int pipe) {
+    Record records[kept_at_a_time];
+    std::size_t told = 0;
+    while (told < kept_at_a_time && read(peers_, records[told]) == Next::record) ++told;
+    Record record;
+    for (std::size_t i = 0; i < kept_at_a_time && read(pipe, record) == Next::record; ++i) kept_.push_back(record);
+    kept_.insert(kept_.end(), records, records + told);
   }
 
   // System calls are made directly, here and below: read(2) and write(2) are cancellation points, and a thread that is cancelled in one
@@ -156,6 +179,8 @@ class EventSource {
   std::optional<vmci::EventRingReader> ring_;
   int interrupt_ = -1;
   int peers_ = -1;
+  static constexpr std::size_t kept_at_a_time = 8;
+  std::size_t served_ = 0;  // of what was kept
   vmci::UniqueFd ready_;  // an eventfd in the application's descriptor: readable while something is kept
 };
 

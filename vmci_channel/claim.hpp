@@ -92,7 +92,8 @@ class ServiceClaim {
   // Whether the poster was inside a moment ago.
   bool poster_inside() const {
     using namespace vrdma::direct;
-    const std::uint64_t claim = std::atomic_ref(direction_->claim).load(std::memory_order_relaxed);
+    // Pairs with K2: where it has left, what it wrote inside is seen.
+    const std::uint64_t claim = std::atomic_ref(direction_->claim).load(std::memory_order_acquire);
     return claim == claim_word(epoch_, held_by_revocable_poster) || claim == claim_word(epoch_, held_by_poster);
   }
   vrdma::direct::Direction& direction() const { return *direction_; }

@@ -13,9 +13,9 @@ bool next_receive(const vmci::RecordReader& ring, bool needs_buffer, std::uint64
   if (ring.peek(wqe, 1, slots) != vmci::RecordReader::Peek::ready) return false;
   RecordHead head;
   std::memcpy(&head, wqe, sizeof(head));
-  std::memcpy(&buffer, wqe + receive_wqe_payload_offset, sizeof(buffer));
   wr_id = head.tag;
   const WqeControl control = unpack_wqe_control(head.control);
+  if (control.count == 1) std::memcpy(&buffer, wqe + receive_wqe_payload_offset, sizeof(buffer));
   return control.opcode == WrOpcode::receive && control.count <= 1 && (!needs_buffer || control.count == 1);
 }
 
@@ -47,13 +47,15 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
   std::uint64_t receive_id = 0;
   if (rule.takes_receive) {
     for (int tries = 0;; ++tries, ports_.seek_receive()) {
-      Sge buffer;
+      Sge buffer{};
       if (far_.receive_record_slots != 1 || !next_receive(far_.receive_ring, rule.moves_to_receive, receive_id, buffer)) return false;
       if (rule.moves_to_receive) {
         if (buffer.bytes < bytes) return false;
         const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
         if (!place) return false;
         far = reinterpret_cast<std::byte*>(place->address);
+      } else {
+        ports_.name_receive(buffer);
       }
       if (ports_.take_turn(receive_id)) break;
       if (!ports_.turn_lost() || tries == turns_lost_max) return false;

@@ -66,7 +66,8 @@ class DirectConnection {
   bool run_queue();
   // False: the receiver's event is left to the service.
   bool leave() {
-    const bool told = tell();
+    // Whoever owes an event says so each time.
+    const bool told = tell() && (peer_channel_.pipe < 0 || std::atomic_ref(claim_.direction().claimed_arm).load(std::memory_order_relaxed) == 0);
     VRDMA_CRASH_POINT("direct.guest.told");
     claim_.leave();
     VRDMA_CRASH_POINT("direct.guest.left");

@@ -20,7 +20,7 @@ bool DirectConnection::raise_at_peer(bool solicited) {
   const vmci::ClaimedStores& stores = claim_.stores();
   const bool stored = stores.compare_and_swap(&received_.cq->arm, seen, (armed & ~3u) | control::arm_fired);
   VRDMA_CRASH_POINT("direct.guest.arm_claimed");
-  if (!stored || !stores.held()) return true;  // the service has revoked the claim, and knows by `claimed_arm` what is due
+  if (!stored || !stores.held()) return false;  // the service has revoked the claim, and knows by `claimed_arm` what is due
   if (seen == armed) {
     // Or it was armed anew meanwhile: then the receiver looks at the queue itself, and the next completion claims that arm.
     const control::CompletionRecord record{peer_channel_.cq, armed >> 2, 0};

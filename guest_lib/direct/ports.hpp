@@ -101,6 +101,8 @@ class DirectPorts {
     constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
     return look(access & remote ? peer_ : own_, key, address, bytes, access);
   }
+  // The buffer of a record that is about to be taken without being written to: with it, the record goes back should this process end.
+  void name_receive(const Sge& buffer) { named_ = buffer; }
   std::optional<engine::Place> find_receive(Qp&, Key key, std::uint64_t address, std::uint64_t bytes) {
     VRDMA_CRASH_POINT("direct.guest.receive_taken");
     // One that was taken and not completed is given back, with the one buffer that its poster can put on record.

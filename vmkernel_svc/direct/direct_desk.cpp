@@ -104,6 +104,7 @@ bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
   // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
   vmci::store_load_fence();
   for (QueuePair* end : {a, b}) {
+    end->core.port.wake_ns = 0;  // a timer from before would fetch it back
     if (end->core.state != QpState::rts || end->core.send_ring.empty()) continue;
     if (!with_work) {
       shard_.make_runnable(end->core);
@@ -124,6 +125,11 @@ void DirectDesk::hand_out(Guest& guest) {
 bool DirectDesk::own(DirectLink& link, int i) {
   if (link.owned[i]) return true;
   if (!link.claims[i].take()) return false;
+  // It was revoked, went on, and has given up: a record that it had taken and could not complete goes back.
+  if (const QueuePair* const to = link.ends[1 - i]; link.revoked[i] && !link.cut[i] && to != nullptr && to->srq != nullptr) {
+    const direct::Direction& direction = link.claims[i].direction();
+    settle_turn(link, i, direction.positions[direction.current & 1]);
+  }
   import(link, i);
   return true;
 }
@@ -181,6 +187,7 @@ void DirectDesk::import(DirectLink& link, int i) {
   }
   seen = at;
   link.rested_at[i] = at.send_head;
+  link.left_work[i] = false;
   link.owned[i] = true;
   link.claims[i].direction().claimed_arm = 0;
   watch(link, i, false);
@@ -271,7 +278,14 @@ bool DirectDesk::may_run(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   if (link.whole()) return true;
-  if (std::exchange(link.left_work[i], false) && !link.owned[i] && was_taken_up(link, i)) return shard_.withdraw(qp.core), false;
+  if (link.left_work[i] && qp.core.state == QpState::rts) {
+    if (qp.core.port.wake_ns != 0) {  // whoever rings before its time is looked at then
+      qp.watch_sends(true);
+      return shard_.withdraw(qp.core), false;
+    }
+    link.left_work[i] = false;
+    if (was_taken_up(link, i)) return shard_.withdraw(qp.core), false;
+  }
   const bool had = link.owned[i];
   const bool mine = own(link, i), other = qp.core.state == QpState::rts ? own(link, 1 - i) : own_end(link, 1 - i, qp);
   if (!had && mine) {
@@ -284,7 +298,7 @@ bool DirectDesk::may_run(QueuePair& qp) {
   if (mine && (other || qp.core.state == QpState::rts)) return true;
   shard_.withdraw(qp.core);
   qp.watch_sends(true);
-  held_back_.push_back(qp.core.qpn.value);
+  held_back_.insert(qp.core.qpn.value);
   return false;
 }
 
@@ -292,13 +306,14 @@ bool DirectDesk::may_run(QueuePair& qp) {
 bool DirectDesk::was_taken_up(DirectLink& link, int i) {
   QueuePair& qp = *link.ends[i];
   qp.watch_sends(true);  // with a fence: who leaves after we look at the claim finds this
-  if (link.claims[i].poster_inside()) return true;
   const direct::Direction& direction = link.claims[i].direction();
+  // An event that it could not raise it has rung for.
+  const bool owes = std::atomic_ref(const_cast<std::uint32_t&>(direction.claimed_arm)).load(std::memory_order_relaxed) != 0;
+  if (!owes && link.claims[i].poster_inside()) return true;
   const std::uint32_t current = std::atomic_ref(const_cast<std::uint32_t&>(direction.current)).load(std::memory_order_acquire) & 1;
   auto ring = qp.core.send_ring;
   ring.skip_to(direction.positions[current].send_head);
-  // An event that it could not raise it has rung for, too.
-  if (ring.empty() && std::atomic_ref(const_cast<std::uint32_t&>(direction.claimed_arm)).load(std::memory_order_relaxed) == 0) return true;
+  if (!owes && ring.empty()) return true;
   qp.watch_sends(false);
   return false;
 }

@@ -109,7 +109,7 @@ class DirectDesk {
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> apart_;                  // guests that may not, and why
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
-  std::vector<std::uint32_t> held_back_;              // QPNs that wait to be run
+  std::set<std::uint32_t> held_back_;                 // QPNs that wait to be run
   std::set<std::uint32_t> doubtful_;                  // QPNs to be considered once both directions are owned
   Counters counters_;
   // Nobody may be direct, or no guest of these users, whether they have any now or not.

@@ -24,7 +24,7 @@ void offer(QueuePair& qp, std::uint32_t epoch) {
 
 // Of the SRQ of the end that receives: numbers of those who take from it.
 bool takes_another(const QueuePair& qp) {
-  return qp.srq == nullptr || !qp.srq->free_takers.empty() || qp.srq->takers_used + 1 < direct::takers_max;  // both ends may have the same
+  return qp.srq == nullptr || qp.srq->free_takers.size() + (direct::takers_max - qp.srq->takers_used) >= 2;  // both ends may have the same
 }
 std::uint32_t new_taker(const QueuePair& qp) {
   if (qp.srq == nullptr) return 0;

@@ -45,7 +45,7 @@ bool DirectDesk::look(std::uint64_t now_ns) {
       const auto word = [](const auto& value) { return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(value)>&>(value)).load(std::memory_order_relaxed); };
       const auto holder = static_cast<std::uint32_t>(word(direction.claim));
       std::optional<std::uint64_t> inside;
-      if (holder != direct::held_by_nobody) inside = std::uint64_t{word(direction.handouts)} << 32 | word(direction.current);
+      if (holder != direct::held_by_nobody || word(direction.claimed_arm) != 0) inside = std::uint64_t{word(direction.handouts)} << 32 | word(direction.current);
       const bool stands = inside && inside == link->inside_at[i];
       link->inside_at[i] = inside;
       if (!stands || link->ends[1 - i] == nullptr) continue;

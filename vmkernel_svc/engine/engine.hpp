@@ -41,6 +41,7 @@ class Engine {
       worked |= budget.bytes != bytes_before;
       if (step == Requester<P>::Step::waiting) return worked ? Progress::worked : Progress::waiting;
       worked = true;
+      if (active && step == Requester<P>::Step::done) --budget.wqes;
       if (step == Requester<P>::Step::budget_spent) break;
     }
     return worked ? Progress::worked : Progress::idle;

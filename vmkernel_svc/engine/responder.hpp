@@ -135,9 +135,9 @@ class Responder {
     if (qp.inbound.active) return true;
     if (qp.srq == nullptr || !qp.returned.empty()) return fetch(qp);
     ports_.srq_wanted(*qp.srq);
-    if (!fetch(qp)) return false;
-    note_srq_take(*qp.srq);
-    return true;
+    const bool got = fetch(qp);
+    if (got || qp.srq->turns) note_srq_take(*qp.srq);  // posters may have emptied it before they knew of a limit
+    return got;
   }
 
   // Likewise, for who hands it to hardware: a WQE of an SRQ does not count as taken before a message is in it.
