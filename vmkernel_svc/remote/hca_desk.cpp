@@ -134,7 +134,10 @@ bool HcaDesk::turn() {
     device_->take_completion_events();
     look_at_events();
   }
-  if (device_) worked |= poll() | pump_all_shared();
+  if (device_) {
+    worked |= poll();
+    worked |= pump_all_shared();
+  }
   look_at_device();
   return worked;
 }
