@@ -109,8 +109,8 @@ bool HcaDesk::create(HcaConnection& c) {
   if (c.domain == nullptr) return false;
   if (qp.srq != nullptr && !join_shared(c)) return free_physical(c), false;
   const auto* const shared = c.shared != nullptr ? &c.shared->physical : nullptr;
-  c.physical = device_->create(*c.domain, IBV_QPT_RC, c.wish, shared, c.cq);
-  if (c.physical == nullptr) c.wish.inline_bytes = 0, c.physical = device_->create(*c.domain, IBV_QPT_RC, c.wish, shared, c.cq);
+  c.physical = device_->create(*c.domain, c.wish, shared, c.cq);
+  if (c.physical == nullptr) c.wish.inline_bytes = 0, c.physical = device_->create(*c.domain, c.wish, shared, c.cq);
   if (c.physical != nullptr && shared != nullptr) c.shared->users.emplace(c.physical->qp_num, &c);
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;

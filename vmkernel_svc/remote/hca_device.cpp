@@ -187,7 +187,7 @@ void HcaDevice::give_bounce(HcaDomain& domain, Bounce bounce) {
 
 // --- queue pairs ----------------------------------------------------------------------------------------------
 
-ibv_qp* HcaDevice::create(HcaDomain& domain, ibv_qp_type type, const QpWish& wish, const SharedReceive* shared, Cq*& cq) {
+ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, const SharedReceive* shared, Cq*& cq) {
   const std::uint32_t entries = wish.send_wr + wish.receive_wr;
   cq = nullptr;
   for (auto& one : cqs_)
@@ -202,7 +202,7 @@ ibv_qp* HcaDevice::create(HcaDomain& domain, ibv_qp_type type, const QpWish& wis
   }
   ibv_qp_init_attr wanted{};
   wanted.send_cq = wanted.recv_cq = cq->cq;
-  wanted.qp_type = type;
+  wanted.qp_type = IBV_QPT_RC;
   wanted.sq_sig_all = 1;
   wanted.cap = {wish.send_wr, wish.receive_wr, wish.sge, wish.sge, wish.inline_bytes};
   if (shared != nullptr) wanted.srq = shared->srq, wanted.recv_cq = shared->cq, wanted.cap.max_recv_sge = 0;

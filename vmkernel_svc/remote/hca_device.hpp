@@ -69,7 +69,7 @@ class HcaDevice {
   void give_bounce(HcaDomain& domain, Bounce bounce);
 
   // `shared`: it receives there; wish.receive_wr is 0 then.
-  ibv_qp* create(HcaDomain& domain, ibv_qp_type type, const QpWish& wish, const SharedReceive* shared, Cq*& cq);
+  ibv_qp* create(HcaDomain& domain, const QpWish& wish, const SharedReceive* shared, Cq*& cq);
   void destroy(ibv_qp* qp, Cq& cq, const QpWish& wish);
   bool create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t sge, SharedReceive& made);
   void destroy(const SharedReceive& shared);
