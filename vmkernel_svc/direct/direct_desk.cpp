@@ -26,6 +26,13 @@ constexpr std::uint32_t unopened_posts_max = 16;
 constexpr std::uint64_t grace_ns = 10'000'000;   // for a poster to leave, before it is asked whether it is stopped …
 constexpr std::uint64_t stopped_ns = 1'000'000;  // … and so long it has to have been
 
+// The poster's last record.
+direct::Positions& recorded(const vmci::ServiceClaim& claim) {
+  direct::Direction& direction = claim.direction();
+  // R2: pairs with R1 in DirectConnection::record.
+  return direction.positions[std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1];
+}
+
 vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
 }  // namespace
@@ -126,10 +133,8 @@ bool DirectDesk::own(DirectLink& link, int i) {
   if (link.owned[i]) return true;
   if (!link.claims[i].take()) return false;
   // It was revoked, went on, and has given up: a record that it had taken and could not complete goes back.
-  if (const QueuePair* const to = link.ends[1 - i]; link.revoked[i] && !link.cut[i] && to != nullptr && to->srq != nullptr) {
-    const direct::Direction& direction = link.claims[i].direction();
-    settle_turn(link, i, direction.positions[direction.current & 1]);
-  }
+  if (const QueuePair* const to = link.ends[1 - i]; link.revoked[i] && !link.cut[i] && to != nullptr && to->srq != nullptr)
+    settle_turn(link, i, recorded(link.claims[i]));
   import(link, i);
   return true;
 }
@@ -159,9 +164,8 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
 }
 
 void DirectDesk::import(DirectLink& link, int i) {
-  const direct::Direction& direction = link.claims[i].direction();
   // Read once. Positions are only ever used modulo the size of their ring; wrong ones spoil queues of these two guests.
-  const direct::Positions at = direction.positions[direction.current & 1];
+  const direct::Positions at = recorded(link.claims[i]);
   direct::Positions& seen = link.seen[i];
   if (at.sent_messages + at.read_messages + at.atomics - seen.sent_messages - seen.read_messages - seen.atomics >= useful_messages) link.returns = 0;
   if (QueuePair* const from = link.ends[i]) {
@@ -217,10 +221,7 @@ void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Position
 // Where the receiving end stands: at the poster's last record. At the receiver the completion is the commit point: where one more was
 // written the message has arrived and its receive WQE is used, else it has not been taken.
 direct::Positions DirectDesk::receiver_at(DirectLink& link, int i) {
-  direct::Direction& direction = link.claims[i].direction();
-  // R2: pairs with R1 in DirectConnection::record.
-  const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
-  direct::Positions at = direction.positions[current];
+  direct::Positions at = recorded(link.claims[i]);
   const QueuePair* const to = link.ends[1 - i];
   if (to == nullptr) return at;
   const vmci::LaneReader lane(to->receive_view.consume_completions(), to->core.receive_lane.entry_count(), at.receive_lane);
@@ -245,10 +246,7 @@ void DirectDesk::settle_turn(DirectLink& link, int i, const direct::Positions& a
 // The poster's process has ended inside the claim. Of its own queues nothing matters any more.
 void DirectDesk::recover(DirectLink& link, int i) {
   link.claims[i].seize();
-  if (!link.cut[i]) {
-    direct::Direction& direction = link.claims[i].direction();
-    direction.positions[direction.current & 1] = receiver_at(link, i);
-  }
+  if (!link.cut[i]) recorded(link.claims[i]) = receiver_at(link, i);
   link.revoked[i] = true;
   import(link, i);
 }
@@ -310,9 +308,8 @@ bool DirectDesk::was_taken_up(DirectLink& link, int i) {
   // An event that it could not raise it has rung for.
   const bool owes = std::atomic_ref(const_cast<std::uint32_t&>(direction.claimed_arm)).load(std::memory_order_relaxed) != 0;
   if (!owes && link.claims[i].poster_inside()) return true;
-  const std::uint32_t current = std::atomic_ref(const_cast<std::uint32_t&>(direction.current)).load(std::memory_order_acquire) & 1;
   auto ring = qp.core.send_ring;
-  ring.skip_to(direction.positions[current].send_head);
+  ring.skip_to(recorded(link.claims[i]).send_head);
   if (!owes && ring.empty()) return true;
   qp.watch_sends(false);
   return false;
@@ -459,9 +456,7 @@ engine::QpCounters DirectDesk::counters(const QueuePair& qp) const {
   const int i = link->side(qp);
   const auto since = [&](int side, auto member) {
     if (link->owned[side]) return std::uint64_t{0};
-    direct::Direction& direction = link->claims[side].direction();
-    const std::uint32_t current = std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1;
-    return std::atomic_ref(direction.positions[current].*member).load(std::memory_order_relaxed) - link->seen[side].*member;
+    return std::atomic_ref(recorded(link->claims[side]).*member).load(std::memory_order_relaxed) - link->seen[side].*member;
   };
   sum.sent_messages += since(i, &direct::Positions::sent_messages);
   sum.sent_bytes += since(i, &direct::Positions::sent_bytes);
