@@ -69,23 +69,9 @@ class EventSource {
     if (take_interrupt()) take_ring();
     if (kept_.empty()) {
       if (quick) return Next::empty;
-      const Next next = read(pipe, record);
-      if (Record told; next != Next::record && peers_ >= 0 && read(peers_, told) == Next::record) {
-        // What the service has told came before what a peer did because of it: ib_send_lat -e counts on that.
-        if (next != Next::empty || read(pipe, record) != Next::record) {
-          record = told;
-        } else {
-          kept_.push_back(told);
-          make_readable(event_fd);
-        }
-        return Next::record;
-      }
-      if (next == Next::record && peers_ >= 0 && ++served_ % kept_at_a_time == 0) {
-        keep_what_waits(pipe);
-        if (!kept_.empty()) make_readable(event_fd);
-      }
-      if (next != Next::end || !ring_) return next;
-      take_ring();  // what the service has left behind
+      const Next next = peers_ >= 0 ? keep_what_waits(pipe) : read(pipe, record);
+      if (peers_ < 0 && (next != Next::end || !ring_)) return next;
+      if (ring_) take_ring();  // what the service has left behind
       if (kept_.empty()) return next;
     }
     take_kept(record);
@@ -120,15 +106,17 @@ class EventSource {
     kept_.pop_front();
   }
 
-  // What comes by one way does not wait for ever behind another. What peers told first is read first, and put last: the service may have
-  // told what it came from before.
-  void keep_what_waits(int pipe) {
+  // What comes by one way does not wait for ever behind another. What peers told is read first, and put last: what the service has told
+  // came before what a peer did because of it, and ib_send_lat -e counts on that. How reading the service's pipe ended.
+  Next keep_what_waits(int pipe) {
     Record records[kept_at_a_time];
     std::size_t told = 0;
     while (told < kept_at_a_time && read(peers_, records[told]) == Next::record) ++told;
     Record record;
-    for (std::size_t i = 0; i < kept_at_a_time && read(pipe, record) == Next::record; ++i) kept_.push_back(record);
+    Next next;
+    while ((next = read(pipe, record)) == Next::record) kept_.push_back(record);
     kept_.insert(kept_.end(), records, records + told);
+    return next;
   }
 
   // System calls are made directly, here and below: read(2) and write(2) are cancellation points, and a thread that is cancelled in one
