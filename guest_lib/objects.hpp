@@ -191,6 +191,8 @@ static_assert(offsetof(Qp, verbs_comp_mask) == 352 && sizeof(verbs_context) == 6
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
+// Carries out what is in the send queue, where the service has handed it out. send_lock is held.
+void run_send_queue(Qp& qp);
 int poll_cq(ibv_cq* cq, int count, ibv_wc* wc);
 // Without the step of the adaptive wait where there is nothing.
 int poll_cq_at_once(ibv_cq* cq, int count, ibv_wc* wc);

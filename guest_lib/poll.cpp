@@ -253,6 +253,23 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   return got;
 }
 
+// The service has handed out a send queue that never was empty (DirectDesk::hand_out), whose program may post nothing until something
+// of it is done.
+void take_up(Cq& cq) {
+  // W2: pairs with W1 there.
+  const std::uint32_t lane_after = std::atomic_ref(cq.shared->left_work).exchange(0, std::memory_order_acquire);
+  Qp* qp = nullptr;
+  {
+    std::lock_guard guard(cq.lock);
+    const Lane* const lane = lane_after - 1 < cq.lanes.size() ? cq.lanes[lane_after - 1] : nullptr;
+    // Whoever holds the lock posts, and sees to it. Who destroys the queue pair waits for it once the lane is gone.
+    if (lane != nullptr && lane->send != nullptr && lane->qp->send_lock.try_lock()) qp = lane->qp;
+  }
+  if (qp == nullptr) return;
+  run_send_queue(*qp);
+  qp->send_lock.unlock();
+}
+
 }  // namespace
 
 int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
@@ -269,7 +286,10 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
     poll_wait.reset();
     return got;
   }
-  poll_wait.idle();
+  if (std::atomic_ref(cq.shared->left_work).load(std::memory_order_relaxed) != 0) [[unlikely]]
+    take_up(cq);
+  else
+    poll_wait.idle();
   say_where(cq);
   const bool gone = cq.liveness->gone();
   cq.lock.lock();

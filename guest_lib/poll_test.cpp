@@ -11,6 +11,8 @@
 namespace vrdma::guest {
 void watch_after_death(Cq&) { FAIL("nobody died here"); }
 void raise_missed(Cq&) { FAIL("no channel here"); }
+std::vector<const Qp*> taken_up;
+void run_send_queue(Qp& qp) { taken_up.push_back(&qp); }
 }  // namespace vrdma::guest
 
 using namespace vrdma;
@@ -189,4 +191,28 @@ TEST_CASE("an array smaller than what is ready starves no lane") {
       if (poll_cq(world.verbs(), 1, &wc) == 1) ++seen[wc.qp_num];
   }
   for (const int count : seen) CHECK(count > 0);
+}
+
+TEST_CASE("a poll that finds nothing takes up the send queue that the service names, once, and nothing else") {
+  World world(3);
+  Qp& qp = world.queues[1]->qp;
+  ibv_wc wc{};
+  const auto left = [&](std::uint32_t word) {
+    taken_up.clear();
+    world.shared.left_work = word;
+    CHECK(poll_cq(world.verbs(), 1, &wc) == 0);
+    CHECK(poll_cq(world.verbs(), 1, &wc) == 0);
+    CHECK(world.shared.left_work == 0);
+    return taken_up;
+  };
+  CHECK(left(2) == std::vector<const Qp*>{&qp});
+  for (const std::uint32_t no_lane_of_it : {4u, 5u, 1u << 31, ~0u}) CHECK(left(no_lane_of_it).empty());
+  qp.send_lock.lock();  // its program is about to post
+  CHECK(left(2).empty());
+  qp.send_lock.unlock();
+  qp.send_lane.send = nullptr;  // where it receives
+  CHECK(left(2).empty());
+  qp.send_lane.send = &qp.send;
+  world.cq.remove_lane(qp.send_lane);
+  CHECK(left(2).empty());
 }

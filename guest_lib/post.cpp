@@ -171,18 +171,21 @@ DirectConnection* enter_directly(Qp& qp) {
   return &qp.direct->connection;
 }
 
+// Carries out what lies in the queue, and leaves; what is left there is the service's.
+void run_and_leave(Qp& qp, DirectConnection& direct) {
+  const bool all = direct.run_queue(), told = direct.leave();
+  if (direct.take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
+  if (all && told) return;
+  ring_for(qp.send, qp.doorbell, qp.doorbell_member);
+  if (const auto unmapped = direct.take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
+}
+
 // Under send_lock.
 int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   DirectConnection* const direct = enter_directly(qp);
   const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one, direct); });
-  if (direct != nullptr) {
-    const bool all = direct->run_queue(), told = direct->leave();
-    if (direct->take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
-    if (all && told) return error;
-  }
-  ring_for(qp.send, qp.doorbell, qp.doorbell_member);
-  if (direct != nullptr)
-    if (const auto unmapped = direct->take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
+  if (direct != nullptr) run_and_leave(qp, *direct);
+  else ring_for(qp.send, qp.doorbell, qp.doorbell_member);
   return error;
 }
 
@@ -230,6 +233,10 @@ int post_all(Qp& qp, ibv_send_wr* chain) {
   if (!qp.send.has_room(slots, count)) return ENOMEM;
   ibv_send_wr* none = nullptr;
   return post_sends(qp, chain, &none);
+}
+
+void run_send_queue(Qp& qp) {
+  if (DirectConnection* const direct = enter_directly(qp)) run_and_leave(qp, *direct);
 }
 
 int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {

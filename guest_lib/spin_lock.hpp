@@ -22,6 +22,7 @@ class SpinLock {
     if (!locked_.exchange(true, std::memory_order_acquire)) return;
     wait();
   }
+  bool try_lock() { return !locked_.exchange(true, std::memory_order_acquire); }
   void unlock() { locked_.store(false, std::memory_order_release); }
 
  private:

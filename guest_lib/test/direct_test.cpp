@@ -368,6 +368,48 @@ TEST_CASE("a send queue that is never empty is handed out in the middle") {
   watcher.join();
 }
 
+TEST_CASE("who polls for the last of many messages takes up what is left of them") {
+  Service service;
+  service.start(with_direct);
+  const Pair pair;
+  std::atomic<bool> seen{false};
+  std::string because;
+  std::thread watcher([&] {
+    int in_a_row = 0;  // between two looks it is taken back within 50 us, where nobody takes it up
+    eventually("it stays direct, or may not be", [&] {
+      in_a_row = mode_of(pair.a.get(), &because) == "direct" ? in_a_row + 1 : 0;
+      return in_a_row == 20 || is_apart(because);
+    });
+    seen = true;
+  });
+  // Two chains, of which one is always under way; nothing is posted before the last of a chain is done, as by perftest.
+  constexpr std::uint32_t chain = queue_depth / 2;
+  const ibv_sge all = pair.near.sge(0, Pages::bytes);
+  std::uint64_t posted = 0, done = 0;
+  const auto post_chain = [&] {
+    std::vector<ibv_send_wr> requests(chain);
+    for (std::uint32_t i = 0; i < chain; ++i) {
+      requests[i].wr_id = posted++;
+      requests[i].next = i + 1 < chain ? &requests[i + 1] : nullptr;
+      requests[i].sg_list = const_cast<ibv_sge*>(&all);
+      requests[i].num_sge = 1;
+      requests[i].opcode = IBV_WR_RDMA_WRITE;
+      requests[i].send_flags = i + 1 < chain ? 0 : IBV_SEND_SIGNALED;
+      requests[i].wr.rdma = {pair.far.address(0), pair.far.mr->rkey};
+    }
+    ibv_send_wr* bad = nullptr;
+    REQUIRE(ibv_post_send(pair.a.get(), requests.data(), &bad) == 0);
+  };
+  while (!seen || done < posted) {
+    while (!seen && posted - done < queue_depth) post_chain();
+    for (const ibv_wc& completion : collect(pair.a_cq.get(), 1)) {
+      REQUIRE(completion.status == IBV_WC_SUCCESS);
+      REQUIRE(completion.wr_id == (done += chain) - 1);
+    }
+  }
+  watcher.join();
+}
+
 TEST_CASE("what is in a send queue when it is handed out is carried out, whether its poster comes back or not") {
   Service service;
   service.start(with_direct);

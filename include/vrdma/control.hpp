@@ -258,7 +258,8 @@ struct alignas(128) CqShared {
   std::uint32_t poller;           // the processor on which it is polled, plus 1; 0: not known
   std::uint32_t reserved[10];
   std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
-  std::uint32_t reserved_too[15];
+  std::uint32_t left_work;        // lane of a send queue that the service has handed out with work in it, plus 1: whoever polls takes it up
+  std::uint32_t reserved_too[14];
   vmci::ReadyWords ready;         // lanes with news; the service sets, the guest takes
 };
 static_assert(sizeof(CqShared) == 128 + sizeof(vmci::ReadyWords));

@@ -115,8 +115,10 @@ bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
     if (end->core.state != QpState::rts || end->core.send_ring.empty()) continue;
     if (!with_work) {
       shard_.make_runnable(end->core);
-    } else {  // its poster takes it with its next post, or there is none
+    } else {  // its poster takes it with its next post or poll, or there is none
       link->left_work[link->side(*end)] = true;
+      // W1: pairs with W2 in guest_lib/poll.cpp: who finds it finds the claim to be had.
+      std::atomic_ref(end->send_cq->shared->left_work).store(end->send_lane + 1, std::memory_order_release);
       shard_.set_timer(end->core, vmci::monotonic_ns() + take_up_ns);
     }
   }
