@@ -216,6 +216,7 @@ class ClaimedStores {
       std::memcpy(&second, from + bytes - sizeof(Word), sizeof(Word));
       return store(reinterpret_cast<Word*>(to), first) && store(reinterpret_cast<Word*>(to + bytes - sizeof(Word)), second);
     };
+    if (bytes >= detail::wide_bytes_min && detail::has_wide_vectors) return copy_wide(to, from, bytes);
     if (bytes > 8192) return copy_string(to, from, bytes);
     if (bytes >= 16) return copy_vectors(to, from, bytes);
     if (bytes >= 8) return halves(std::uint64_t{});
@@ -257,6 +258,49 @@ class ClaimedStores {
                               "movups %%xmm0, -16(%[to],%[bytes])\n")
                  : [stored] "+&r"(stored), [table] "=&r"(table), [at] "+&r"(at)
                  : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_), [to] "r"(to), [from] "r"(from), [bytes] "r"(bytes)
+                 : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3");
+    return stored != 0;
+  }
+
+  // At least 128 bytes; likewise. From the target's next cache line on the stores are aligned.
+  bool copy_wide(std::byte* to, const std::byte* from, std::size_t bytes) const {
+    std::uint32_t stored = 0;
+    std::uint64_t table;
+    std::int64_t at = 0;
+    const std::uint64_t next_line = 64 - reinterpret_cast<std::uintptr_t>(to) % 64;
+    asm volatile(VMCI_CLAIMED("testq %[at], %[at]\n"
+                              "jnz 61f\n"
+                              "vmovdqu (%[from]), %%ymm0\n"
+                              "vmovdqu 32(%[from]), %%ymm1\n"
+                              "vmovdqu %%ymm0, (%[to])\n"
+                              "vmovdqu %%ymm1, 32(%[to])\n"
+                              "movq %[next_line], %[at]\n"
+                              "61: leaq -128(%[bytes]), %[table]\n"
+                              "cmpq %[table], %[at]\n"
+                              "jg 63f\n"
+                              "62: vmovdqu (%[from],%[at]), %%ymm0\n"
+                              "vmovdqu 32(%[from],%[at]), %%ymm1\n"
+                              "vmovdqu 64(%[from],%[at]), %%ymm2\n"
+                              "vmovdqu 96(%[from],%[at]), %%ymm3\n"
+                              "vmovdqu %%ymm0, (%[to],%[at])\n"
+                              "vmovdqu %%ymm1, 32(%[to],%[at])\n"
+                              "vmovdqu %%ymm2, 64(%[to],%[at])\n"
+                              "vmovdqu %%ymm3, 96(%[to],%[at])\n"
+                              "addq $128, %[at]\n"
+                              "cmpq %[table], %[at]\n"
+                              "jle 62b\n"
+                              "63: vmovdqu -128(%[from],%[bytes]), %%ymm0\n"
+                              "vmovdqu -96(%[from],%[bytes]), %%ymm1\n"
+                              "vmovdqu -64(%[from],%[bytes]), %%ymm2\n"
+                              "vmovdqu -32(%[from],%[bytes]), %%ymm3\n"
+                              "vmovdqu %%ymm0, -128(%[to],%[bytes])\n"
+                              "vmovdqu %%ymm1, -96(%[to],%[bytes])\n"
+                              "vmovdqu %%ymm2, -64(%[to],%[bytes])\n"
+                              "vmovdqu %%ymm3, -32(%[to],%[bytes])\n")
+                 "vzeroupper\n"  // also where the claim was lost in the middle
+                 : [stored] "+&r"(stored), [table] "=&r"(table), [at] "+&r"(at)
+                 : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_), [to] "r"(to), [from] "r"(from), [bytes] "r"(bytes),
+                   [next_line] "r"(next_line)
                  : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3");
     return stored != 0;
   }

@@ -41,6 +41,9 @@ TEST_CASE("Under the claim every copy is exact, and nothing around it is touched
   for (std::size_t bytes = 0; bytes <= 300; ++bytes)
     for (std::size_t to = 0; to < 16; to += 1 + bytes % 3)
       REQUIRE_MESSAGE(copies_exactly(stores, bytes, to, (to * 5 + bytes) % 16), bytes << " bytes, to +" << to);
+  for (std::size_t bytes = 250; bytes <= 700; bytes += 3)
+    for (std::size_t to = 0; to < 64; to += 1 + bytes % 5)
+      REQUIRE_MESSAGE(copies_exactly(stores, bytes, to, bytes % 64), bytes << " bytes, to +" << to);
   for (const std::size_t around : {std::size_t{512}, std::size_t{4096}, std::size_t{8192}, std::size_t{65536}})
     for (std::size_t bytes = around - 20; bytes <= around + 20; ++bytes)
       REQUIRE_MESSAGE(copies_exactly(stores, bytes, bytes % 16, bytes % 7), bytes << " bytes");

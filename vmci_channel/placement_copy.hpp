@@ -1,8 +1,13 @@
 // memcpy whose last bytes become visible last: applications poll the last byte of an RDMA WRITE (DESIGN.md D7).
 //
 //   8 aligned bytes        one store
-//   up to 8 KiB            vector stores, then the tail
-//   more                   the C library's bulk copy, then the tail
+//   less than 256          vector stores, then the tail
+//   more                   vector stores of 32 bytes, aligned, then the tail
+//   … without AVX2         vector stores up to 8 KiB, then the C library's bulk copy, then the tail
+//
+// Not `rep movsb`, which the C library takes for this: where the target lies up to 63 bytes after the source, modulo 4096, AMD's
+// processors copy 3.5 GB/s with it in place of 55 (100 000 bytes, Zen 4, glibc 2.36; an RDMA WRITE of a size that is no multiple of 64 is
+// enough for that). Else the two are as fast as each other.
 //
 // The tail is the largest aligned word (1, 2, 4 or 8 bytes) that ends where the copy ends: one store, which no processor
 // splits, after all the others. A wider last store could straddle two cache lines, whose halves appear in any order. The bulk
@@ -21,9 +26,35 @@ namespace vmci {
 
 namespace detail {
 
+constexpr std::size_t wide_bytes_min = 256;
+
+#if defined(__x86_64__)
+inline const bool has_wide_vectors = (__builtin_cpu_init(), __builtin_cpu_supports("avx2") != 0);
+
+// At least 128 bytes.
+__attribute__((target("avx2"))) inline void copy_wide(std::byte* to, const std::byte* from, std::size_t bytes) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32)));
+  // From the target's next cache line on.
+  for (std::size_t at = 64 - reinterpret_cast<std::uintptr_t>(to) % 64; at + 128 <= bytes; at += 128) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at + 32));
+    const __m256i c = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at + 64));
+    const __m256i d = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at + 96));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at + 32), b);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at + 64), c);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at + 96), d);
+  }
+  for (std::size_t at = bytes - 128; at < bytes; at += 32)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
+}
+#endif
+
 // Without order of its own. Inline, because most messages are small.
 inline void copy_body(std::byte* to, const std::byte* from, std::size_t bytes) {
 #if defined(__x86_64__)
+  if (bytes >= wide_bytes_min && has_wide_vectors) return copy_wide(to, from, bytes);
   if (bytes > 8192) {
     std::memmove(to, from, bytes);  // who posts decides whether they overlap
     _mm_sfence();  // glibc's copy may have used non-temporal stores

@@ -39,6 +39,12 @@ TEST_CASE("Every size up to 300 copies exactly, at every alignment of both sides
         REQUIRE_MESSAGE(copies_exactly(bytes, to, from), bytes << " bytes, to +" << to << ", from +" << from);
 }
 
+TEST_CASE("Every alignment to a cache line copies exactly") {
+  for (std::size_t bytes = 250; bytes <= 700; bytes += 3)
+    for (std::size_t to = 0; to < 64; to += 1 + bytes % 3)
+      REQUIRE_MESSAGE(copies_exactly(bytes, to, bytes % 64), bytes << " bytes, to +" << to);
+}
+
 TEST_CASE("Larger sizes copy exactly, the borders between the ways included") {
   for (const std::size_t around : {std::size_t{512}, std::size_t{4096}, std::size_t{8192}, std::size_t{65536}})
     for (std::size_t bytes = around - 66; bytes <= around + 66; ++bytes)
