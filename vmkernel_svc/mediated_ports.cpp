@@ -73,44 +73,52 @@ std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
   return piece.host + offset;
 }
 
-std::span<std::byte> MediatedPorts::mapped_part(Place place, std::uint64_t bytes) {
-  if (place.kind == Place::Kind::engine) return {reinterpret_cast<std::byte*>(place.address), bytes};
-  const Region* region = fabric_.regions.at(place.region, place.generation);
-  if (region == nullptr || region->frozen) return {};
+std::uint64_t MediatedPorts::piece_left(Place place) {
+  constexpr std::uint64_t all = ~std::uint64_t{0};
+  const Region* const region = place.kind == Place::Kind::registered ? fabric_.regions.at(place.region, place.generation) : nullptr;
+  if (region == nullptr) return all;
   const Piece& piece = region->piece_at(place.address);
-  if (piece.host == nullptr) return {};
-  const std::uint64_t offset = place.address - piece.offset;
-  return {piece.host + offset, std::min(bytes, piece.bytes - offset)};
+  return piece.bytes - (place.address - piece.offset);
 }
 
-std::optional<MemoryStatus> MediatedPorts::copy_pieces(Place to, Place from, std::uint64_t bytes) {
-  const std::uint64_t before = BusGuard::survived();
-  while (bytes != 0) {
-    const auto destination = mapped_part(to, bytes), source = mapped_part(from, bytes);
-    if (destination.empty() || source.empty()) return std::nullopt;  // what was copied, the worker copies again
-    const std::uint64_t part = std::min(destination.size(), source.size());
-    vmci::placement_copy(destination.data(), source.data(), part);  // in order: the last bytes of all come last
-    to.address += part, from.address += part, bytes -= part;
+// In order, so that the last bytes of all come last: what is mapped on both sides at once, each part that is not by a guest's worker.
+// Repeated with the same arguments until done.
+MemoryStatus MediatedPorts::copy_parts(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+  while (qp.port.copied < bytes) {
+    const std::uint64_t left = bytes - qp.port.copied;
+    Place target = to, origin = from;
+    target.address += qp.port.copied, origin.address += qp.port.copied;
+    const std::uint64_t part = std::min({left, piece_left(target), piece_left(origin)});
+    const auto status = qp.port.job_sequence == 0 ? copy_mapped(target, origin, part) : std::nullopt;
+    const MemoryStatus ended = status ? *status : copy_by_worker(qp, target, origin, part);
+    if (ended == MemoryStatus::pending) return ended;
+    qp.port.copied += part;
+    if (ended != MemoryStatus::done) return qp.port.copied = 0, ended;
   }
+  qp.port.copied = 0;
+  return MemoryStatus::done;
+}
+
+// std::nullopt: one of them is not mapped.
+std::optional<MemoryStatus> MediatedPorts::copy_mapped(Place to, Place from, std::uint64_t bytes) {
+  std::byte* const destination = mapped(to, bytes);
+  const std::byte* const source = mapped(from, bytes);
+  if (destination == nullptr || source == nullptr) return std::nullopt;
+  const std::uint64_t before = BusGuard::survived();
+  vmci::placement_copy(destination, source, bytes);
   return !bus_error_since(before) ? MemoryStatus::done
          : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
 }
 
 MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
   VRDMA_CRASH_POINT("service.copy.wqe_taken");
-  if (qp.port.job_sequence == 0) {
-    std::byte* const destination = mapped(to, bytes);
-    const std::byte* const source = mapped(from, bytes);
-    if (destination != nullptr && source != nullptr) {
-      const std::uint64_t before = BusGuard::survived();
-      vmci::placement_copy(destination, source, bytes);
+  if (qp.port.job_sequence == 0 && qp.port.copied == 0) {
+    if (const auto copied = copy_mapped(to, from, bytes)) {
       VRDMA_CRASH_POINT("service.copy.copied");
-      return !bus_error_since(before) ? MemoryStatus::done
-             : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
+      return *copied;
     }
-    if (const auto copied = copy_pieces(to, from, bytes)) return *copied;
   }
-  return copy_by_worker(qp, to, from, bytes);
+  return copy_parts(qp, to, from, bytes);
 }
 
 namespace {
@@ -223,6 +231,7 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
 }
 
 void MediatedPorts::abandon(Qp& qp) {
+  qp.port.copied = 0;
   if (qp.port.job_sequence == 0) return;
   fabric_.jobs.erase(qp.port.job_sequence);  // the sink drops it when it comes back, if it does
   qp.port.job_sequence = 0;

@@ -51,6 +51,7 @@ class MediatedPorts {
     // A copy that a guest's worker has: which, and the finished job once it is back.
     std::uint64_t job_sequence = 0;  // 0: none
     std::unique_ptr<ProcessJob> finished_job;
+    std::uint64_t copied = 0;  // bytes of that copy that are done
     // To another host (remote/hca_desk.hpp):
     HcaConnection* hca = nullptr;   // by the HCA, …
     std::string no_hca;             // … or why not; empty: nobody has asked
@@ -124,10 +125,9 @@ class MediatedPorts {
                                        std::uint32_t access);
   // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.
   std::byte* mapped(engine::Place place, std::uint64_t bytes);
-  // From there on, as far as it lies in one piece; empty: by a worker.
-  std::span<std::byte> mapped_part(engine::Place place, std::uint64_t bytes);
-  // Between pieces that are all mapped; nothing: they are not.
-  std::optional<engine::MemoryStatus> copy_pieces(engine::Place to, engine::Place from, std::uint64_t bytes);
+  std::uint64_t piece_left(engine::Place place);  // from there on to the end of its piece
+  std::optional<engine::MemoryStatus> copy_mapped(engine::Place to, engine::Place from, std::uint64_t bytes);
+  engine::MemoryStatus copy_parts(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
   bool frozen(engine::Place place);
   engine::MemoryStatus copy_by_worker(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
   engine::MemoryStatus atomic_by_worker(Qp& qp, engine::Place place, ProcessJob::Kind kind, std::uint64_t operand,
