@@ -238,10 +238,15 @@ bool Shard::run_list(RunList& list) {
     Qp& qp = *list.queue_pairs[list.next];
     if (qp.port.link != nullptr && !direct_->may_run(*qp.port.owner)) continue;  // it is out of the list
     auto progress = engine::Progress::idle;
+    const auto flood = qp.port.link != nullptr ? direct_->flood(*qp.port.owner) : DirectDesk::Flood::none;
+    if (flood >= DirectDesk::Flood::waits) {
+      worked = true;
+      if (flood == DirectDesk::Flood::waits) ++list.next;
+      continue;
+    }
     // The common case first: ready to send, nothing under way, nothing posted.
-    const bool to_boundary = qp.port.link != nullptr && direct_->never_rests(*qp.port.owner);
     if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty() || qp.port.hca != nullptr) {
-      engine::Budget budget{turn_bytes, to_boundary ? 1 : turn_wqes};
+      engine::Budget budget{turn_bytes, flood == DirectDesk::Flood::to_boundary ? 1 : turn_wqes};
       progress = qp.port.hca == nullptr ? engine_.run(qp, budget) : far_->hca()->run(qp, budget);
       ports_.announce();
       const std::int64_t moved = turn_bytes - budget.bytes;
@@ -251,7 +256,7 @@ bool Shard::run_list(RunList& list) {
     if (progress == engine::Progress::worked) {
       qp.port.idle_turns = 0;
       worked = true;
-      if (!to_boundary || !direct_->hand_out_busy(*qp.port.owner)) ++list.next;  // handed out, it is out of the list
+      ++list.next;
     } else if (++qp.port.idle_turns, qp.port.link != nullptr && direct_->rest(*qp.port.owner, qp.port.idle_turns)) {
       continue;  // likewise
     } else if (qp.port.idle_turns > (runnable_count_ > crowd ? idle_turns_crowded : idle_turns_max)) {

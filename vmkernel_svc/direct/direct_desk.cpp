@@ -17,21 +17,9 @@ using engine::QpState;
 
 namespace {
 
-constexpr std::uint32_t rest_turns = 8;             // looks in vain before a link is handed out again, and twice as many …
-constexpr std::uint32_t rest_doublings = 6;         // … each time that it came back
-constexpr std::uint32_t mapping_returns = 3;        // the first ones, which are to be expected
-constexpr std::uint64_t take_up_ns = 50'000;        // for a poster to take up what was handed out with work in it
 constexpr std::uint32_t useful_messages = 64;       // so many since it was handed out, and it was worth it
-constexpr std::uint32_t unopened_posts_max = 16;
 constexpr std::uint64_t grace_ns = 10'000'000;   // for a poster to leave, before it is asked whether it is stopped …
 constexpr std::uint64_t stopped_ns = 1'000'000;  // … and so long it has to have been
-
-// The poster's last record.
-direct::Positions& recorded(const vmci::ServiceClaim& claim) {
-  direct::Direction& direction = claim.direction();
-  // R2: pairs with R1 in DirectConnection::record.
-  return direction.positions[std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1];
-}
 
 vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
@@ -41,95 +29,6 @@ DirectDesk::DirectDesk(Shard& shard) : shard_(shard), fabric_(shard.fabric()) {}
 DirectDesk::~DirectDesk() = default;
 
 // --- who runs them ----------------------------------------------------------------------------------------------
-
-// A queue pair that only receives may stay in RTR for ever (perftest's do); that it has received the first message, the service says.
-bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
-  const auto& core = from.core;
-  return (to.core.state == QpState::rts || (to.core.state == QpState::rtr && to.core.communication_established)) && !shard_.engine().busy(core) && core.accepted_by == nullptr && core.far == nullptr && !core.send_queue_lost &&
-         core.port.job_sequence == 0 && to.core.serves == nullptr && !to.core.inbound.active &&
-         (core.type != engine::QpType::rc || to.core.expected_psn == core.send_psn);
-}
-
-// A program that keeps its send queue full never lets it rest: a whole lap of the ring without an empty moment says so. Each time that
-// the connection comes back makes it twice as long, but for the first times, when memory is mapped.
-bool DirectDesk::never_rests(const QueuePair& qp) const {
-  DirectLink& link = *qp.core.port.link;
-  const int i = link.side(qp);
-  const auto& ring = qp.core.send_ring;
-  if (ring.empty()) return link.rested_at[i] = ring.position(), false;
-  const std::uint32_t doublings = std::min(link.returns - std::min(link.returns, mapping_returns), rest_doublings);
-  return ring.position() - link.rested_at[i] >= ring.slot_count() << doublings;
-}
-
-bool DirectDesk::hand_out_busy(QueuePair& qp) {
-  if (shard_.engine().busy(qp.core)) return false;
-  if (hand_out(qp, true)) return true;
-  DirectLink& link = *qp.core.port.link;
-  link.rested_at[link.side(qp)] = qp.core.send_ring.position();  // not now: after another lap
-  return false;
-}
-
-bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
-  DirectLink* const link = qp.core.port.link;
-  if (link == nullptr || !link->whole() || link->unopened_posts > unopened_posts_max) return false;
-  QueuePair *const a = link->ends[0], *const b = link->ends[1];
-  if (a == nullptr || b == nullptr || !roomy(*a) || !roomy(*b)) return false;
-  const bool a_sends = a->core.state == QpState::rts, b_sends = b->core.state == QpState::rts;
-  const auto ready = [&](const QueuePair& from, const QueuePair& to) {
-    return from.core.state != QpState::rts || (at_rest(from, to) && (with_work || from.core.send_ring.empty()));
-  };
-  if ((!a_sends && !b_sends) || !ready(*a, *b) || !ready(*b, *a)) return false;
-  for (QueuePair* end : {a, b}) {
-    shard_.withdraw(end->core);
-    end->watch_sends(true);  // with a fence: who finds the claim taken finds this
-  }
-  for (int i = 0; i < 2; ++i) {
-    QueuePair &from = *link->ends[i], &to = *link->ends[1 - i];
-    if (from.core.state != QpState::rts) continue;
-    direct::Direction& direction = link->claims[i].direction();
-    direction.terms = {from.core.attributes.path_mtu, to.core.attributes.access_flags, from.core.attributes.max_rd_atomic,
-                       to.core.attributes.max_dest_rd_atomic};
-    direct::Positions& at = link->seen[i];
-    at.send_head = from.core.send_ring.position();
-    at.send_lane = from.core.send_lane.position();
-    at.receive_head = to.core.receive_ring.position();
-    if (to.srq != nullptr) {  // it has taken nothing that is not done
-      at.receive_head = vmci::RecordTurns::next(to.srq->core.turns.last());
-      direction.taking.index = at.receive_head - 1;
-    }
-    at.receive_lane = to.core.receive_lane.position();
-    at.psn = from.core.send_psn.value;
-    direction.current = 0;
-    direction.positions[0] = at;
-    ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
-    link->owned[i] = false;
-    watch(*link, i, to.receive_cq->channel != nullptr);
-    ++counters_.handed_out;
-    link->claims[i].hand_out();
-    if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
-  }
-  // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
-  vmci::store_load_fence();
-  for (QueuePair* end : {a, b}) {
-    end->core.port.wake_ns = 0;  // a timer from before would fetch it back
-    if (end->core.state != QpState::rts || end->core.send_ring.empty()) continue;
-    if (!with_work) {
-      shard_.make_runnable(end->core);
-    } else {  // its poster takes it with its next post or poll, or there is none
-      link->left_work[link->side(*end)] = true;
-      // W1: pairs with W2 in guest_lib/poll.cpp: who finds it finds the claim to be had.
-      std::atomic_ref(end->send_cq->shared->left_work).store(end->send_lane + 1, std::memory_order_release);
-      shard_.set_timer(end->core, vmci::monotonic_ns() + take_up_ns);
-    }
-  }
-  VRDMA_CRASH_POINT("direct.service.handed_out");
-  return true;
-}
-
-void DirectDesk::hand_out(Guest& guest) {
-  if (!guest.key_book) return;
-  for (auto& [handle, qp] : guest.qps) hand_out(*qp);
-}
 
 bool DirectDesk::own(DirectLink& link, int i) {
   if (link.owned[i]) return true;
@@ -192,7 +91,7 @@ void DirectDesk::import(DirectLink& link, int i) {
     to->core.counters.received_bytes += at.received_bytes - seen.received_bytes;
   }
   seen = at;
-  link.rested_at[i] = at.send_head;
+  if (link.ends[i] != nullptr) link.note_rest(i, *link.ends[i]);
   link.left_work[i] = false;
   link.owned[i] = true;
   link.claims[i].direction().claimed_arm = 0;
@@ -284,6 +183,8 @@ bool DirectDesk::may_run(QueuePair& qp) {
       return shard_.withdraw(qp.core), false;
     }
     link.left_work[i] = false;
+    std::uint32_t mine = qp.send_lane + 1;  // who polls has not seen it
+    std::atomic_ref(qp.send_cq->shared->left_work).compare_exchange_strong(mine, 0, std::memory_order_relaxed);
     if (was_taken_up(link, i)) return shard_.withdraw(qp.core), false;
   }
   const bool had = link.owned[i];
@@ -300,26 +201,6 @@ bool DirectDesk::may_run(QueuePair& qp) {
   qp.watch_sends(true);
   held_back_.insert(qp.core.qpn.value);
   return false;
-}
-
-// Of what was handed out with work in it. Where the poster is inside, or has left nothing, it rings when it leaves something.
-bool DirectDesk::was_taken_up(DirectLink& link, int i) {
-  QueuePair& qp = *link.ends[i];
-  qp.watch_sends(true);  // with a fence: who leaves after we look at the claim finds this
-  const direct::Direction& direction = link.claims[i].direction();
-  // An event that it could not raise it has rung for.
-  const bool owes = std::atomic_ref(const_cast<std::uint32_t&>(direction.claimed_arm)).load(std::memory_order_relaxed) != 0;
-  if (!owes && link.claims[i].poster_inside()) return true;
-  auto ring = qp.core.send_ring;
-  ring.skip_to(recorded(link.claims[i]).send_head);
-  if (!owes && ring.empty()) return true;
-  qp.watch_sends(false);
-  return false;
-}
-
-bool DirectDesk::rest(QueuePair& qp, std::uint32_t idle_turns) {
-  const DirectLink& link = *qp.core.port.link;
-  return idle_turns == rest_turns << std::min(link.returns, rest_doublings) && hand_out(qp);
 }
 
 bool DirectDesk::settle() {
@@ -409,7 +290,6 @@ Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::O
     give.push_back(copy_of(fd));
     if (!give.back()) return give.clear(), Errno{EMFILE};
   }
-  link->opened[i] = true;
   control::OpenDirectReply reply{};
   reply.room = link->room->number;
   reply.peer = far_guest.id.value;
@@ -428,6 +308,7 @@ Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::O
     if (!give.back()) return give.clear(), Errno{EMFILE};
     reply.peer_channel = channel->handle.value;
   }
+  link->opened[i] = true;
   return reply;
 }
 

@@ -41,10 +41,15 @@ class DirectDesk {
   // The queue pair has found nothing to do for so many looks: time to hand its link out? Both its queue pairs are then out of their lists.
   bool rest(QueuePair& qp, std::uint32_t idle_turns);
   bool hand_out(QueuePair& qp) { return hand_out(qp, false); }
-  // The queue pair, which has a link, has been kept busy for so long that it will not rest: its link should be handed out at a message
-  // boundary. hand_out_busy() tries to, after a turn.
-  bool never_rests(const QueuePair& qp) const;
-  bool hand_out_busy(QueuePair& qp);
+  // Before a turn of a queue pair that has a link: whether it has been kept busy for so long that it will not rest, and its link is handed
+  // out in the middle.
+  enum class Flood {
+    none,
+    to_boundary,  // of one message: its end is where the link can be handed out
+    waits,        // there, for the other end to come to its own: no turn now
+    handed_out    // it is out of its list
+  };
+  Flood flood(QueuePair& qp);
 
   // Before the queue pair goes, which cannot wait: its peer's poster may still be inside.
   void forget(QueuePair& qp);
@@ -99,6 +104,7 @@ class DirectDesk {
   void leave(DirectLink& link, QueuePair& qp);
   void dissolve(DirectLink& link);
   void part_from(QueuePair& qp);
+  bool never_rests(const QueuePair& qp) const;
   bool at_rest(const QueuePair& from, const QueuePair& to) const;
   bool hand_out(QueuePair& qp, bool with_work);
   bool was_taken_up(DirectLink& link, int i);

@@ -52,9 +52,16 @@ struct DirectLink {
   std::uint32_t takers[2] = {0, 0};  // of the direction that ends[i] posts to: its number at the other end's SRQ; 0: that has none
   std::uint32_t unopened_posts = 0;
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
-  std::uint32_t rested_at[2] = {0, 0};      // where the send queue of ends[i] was when the service last found it empty, or got it
+  // Where the send queue of ends[i] was when the service last found it empty, or got it, and what its queue pair had moved.
+  std::uint32_t rested_at[2] = {0, 0};
+  std::uint64_t rested_bytes[2] = {0, 0};
+  std::uint64_t waits_since_ns[2] = {0, 0};  // ends[i] at a message boundary, for the other end to come to one; 0: it does not
   bool left_work[2] = {false, false};       // it was not empty when it was handed out, and nobody has looked since what became of it
 
+  void note_rest(int i, const QueuePair& qp) {
+    rested_at[i] = qp.core.send_ring.position();
+    rested_bytes[i] = qp.core.counters.moved_bytes();
+  }
   int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
   bool whole() const { return owned[0] && owned[1]; }
   int place_of_poster(int i) const { return room->guests[0] == guests[i] ? 0 : 1; }
@@ -64,6 +71,13 @@ struct DirectLink {
   }
   pid_t poster(int i) const { return room->pids[place_of_poster(i)]; }
 };
+
+// The poster's last record.
+inline direct::Positions& recorded(const vmci::ServiceClaim& claim) {
+  direct::Direction& direction = claim.direction();
+  // R2: pairs with R1 in DirectConnection::record.
+  return direction.positions[std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1];
+}
 
 inline std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) { return std::minmax({a.id.value, b.id.value}); }
 

@@ -64,6 +64,7 @@ struct QpCounters {
   std::uint64_t rnr_naks, rnr_retry_exceeded, ack_timeouts, retry_exceeded;
   std::uint64_t flushed, local_errors, remote_errors, dropped, malformed;
 
+  std::uint64_t moved_bytes() const { return sent_bytes + read_bytes; }  // by its send queue
   // For sums and for showing: calls see(name, member) for each.
   template <class Counters, class See>
   static void for_each(Counters& c, See&& see) {
