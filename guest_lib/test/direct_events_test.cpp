@@ -249,17 +249,8 @@ TEST_CASE("resizing and destroying a queue whose events a poster raises") {
   REQUIRE(ibv_req_notify_cq(pair.b_cq.get(), 0) == 0);
   message(pair);  // its event is never read
   CHECK(readable(pair.b_channel->fd));
-  std::atomic<bool> acknowledged{false}, destroyed_after{false};
   pair.b.reset();
-  std::thread destroyer([&] {
-    pair.b_cq.reset();
-    destroyed_after = acknowledged.load();
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time to go wrong in; the outcome does not depend on it
-  acknowledged = true;
-  ibv_ack_cq_events(cq, 1);
-  destroyer.join();
-  CHECK(destroyed_after);
+  destroy_waits_for_acknowledgement(cq, [&] { pair.b_cq.reset(); });
   CHECK_FALSE(readable(pair.b_channel->fd));
 }
 

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <fstream>
@@ -222,6 +223,21 @@ inline std::vector<ibv_wc> collect(ibv_cq* cq, std::size_t count) {
     return all.size() >= count;
   });
   return all;
+}
+
+// `destroy` destroys the queue, of whose events one was read and not acknowledged: it waits for that.
+template <class Destroy>
+void destroy_waits_for_acknowledgement(ibv_cq* cq, Destroy&& destroy) {
+  std::atomic<bool> acknowledged{false}, destroyed_after{false};
+  std::thread destroyer([&] {
+    destroy();
+    destroyed_after = acknowledged.load();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time to go wrong in; the outcome does not depend on it
+  acknowledged = true;
+  ibv_ack_cq_events(cq, 1);
+  destroyer.join();
+  CHECK(destroyed_after);
 }
 
 inline bool readable(int fd) {
