@@ -166,6 +166,7 @@ struct Qp {
   std::uint32_t implied_flags = 0;  // wr_signaled for sq_sig_all
   std::unique_ptr<WrBatch> batch;   // of an extended one; under send_lock
   SpinLock send_lock;
+  std::atomic<bool> taken_up{false};  // somebody who polls carries out what is in the send queue
   SpinLock receive_lock;
   SendQueue send;
   ReceiveQueue receive;

@@ -2,7 +2,7 @@
 //
 // Hot lanes are looked at directly; the others announce themselves in the CQ's bitmap. The service skips the bitmap for lanes
 // that it sees in CqShared::hot, hence the promotion protocol in promote(). A call never sleeps: when there is nothing, it
-// makes one step of the adaptive wait and looks once more.
+// carries out what the service has left in a send queue (take_up), or makes one step of the adaptive wait, and looks once more.
 #include "guest_lib/objects.hpp"
 
 #include <sched.h>
@@ -262,12 +262,18 @@ void take_up(Cq& cq) {
   {
     std::lock_guard guard(cq.lock);
     const Lane* const lane = lane_after - 1 < cq.lanes.size() ? cq.lanes[lane_after - 1] : nullptr;
-    // Whoever holds the lock posts, and sees to it. Who destroys the queue pair waits for it once the lane is gone.
+    // Whoever holds the lock mostly posts, and sees to it; else the service does, before long.
     if (lane != nullptr && lane->send != nullptr && lane->qp->send_lock.try_lock()) qp = lane->qp;
+    // Under the lock, so that who destroys the queue pair sees it once the lane is gone.
+    if (qp != nullptr) qp->taken_up.store(true, std::memory_order_relaxed);
   }
   if (qp == nullptr) return;
+  struct Visit {
+    Qp& qp;
+    ~Visit() { qp.taken_up.store(false, std::memory_order_release); }  // P2: pairs with take_lanes() in qp.cpp
+  } visit{*qp};
+  std::lock_guard sends(qp->send_lock, std::adopt_lock);
   run_send_queue(*qp);
-  qp->send_lock.unlock();
 }
 
 }  // namespace

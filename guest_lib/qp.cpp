@@ -1,5 +1,7 @@
 // Queue pairs: creation, modification, queries, destruction, multicast groups. The state table is the service's; what can be
 // told without asking is refused here.
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -229,7 +231,7 @@ Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
 void take_lanes(Qp& qp) {
   Cq::of(qp.base().send_cq).remove_lane(qp.send_lane);
   Cq::of(qp.base().recv_cq).remove_lane(qp.receive_lane);
-  std::lock_guard sends(qp.send_lock);  // who polls and had found the lane has left the queue pair
+  while (qp.taken_up.load(std::memory_order_acquire)) sched_yield();  // P2: who polls and had found the lane (poll.cpp, take_up)
 }
 
 // Nobody finds the QP by its handle any more; async events that were read and not acknowledged are waited for.

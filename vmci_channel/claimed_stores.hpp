@@ -301,7 +301,8 @@ class ClaimedStores {
                  : [stored] "+&r"(stored), [table] "=&r"(table), [at] "+&r"(at)
                  : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_), [to] "r"(to), [from] "r"(from), [bytes] "r"(bytes),
                    [next_line] "r"(next_line)
-                 : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3");
+                 : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12",
+                   "xmm13", "xmm14", "xmm15");
     return stored != 0;
   }
 

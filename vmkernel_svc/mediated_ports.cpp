@@ -89,6 +89,7 @@ MemoryStatus MediatedPorts::copy_parts(Qp& qp, Place to, Place from, std::uint64
     Place target = to, origin = from;
     target.address += qp.port.copied, origin.address += qp.port.copied;
     const std::uint64_t part = std::min({left, piece_left(target), piece_left(origin)});
+    if (part == 0) return qp.port.copied = 0, MemoryStatus::source_fault;  // no such pieces are made
     const auto status = qp.port.job_sequence == 0 ? copy_mapped(target, origin, part) : std::nullopt;
     const MemoryStatus ended = status ? *status : copy_by_worker(qp, target, origin, part);
     if (ended == MemoryStatus::pending) return ended;

@@ -92,7 +92,7 @@ void DirectDesk::import(DirectLink& link, int i) {
   }
   seen = at;
   if (link.ends[i] != nullptr) link.note_rest(i, *link.ends[i]);
-  link.left_work[i] = false;
+  forget_left_work(link, i);
   link.owned[i] = true;
   link.claims[i].direction().claimed_arm = 0;
   watch(link, i, false);
@@ -182,9 +182,7 @@ bool DirectDesk::may_run(QueuePair& qp) {
       qp.watch_sends(true);
       return shard_.withdraw(qp.core), false;
     }
-    link.left_work[i] = false;
-    std::uint32_t mine = qp.send_lane + 1;  // who polls has not seen it
-    std::atomic_ref(qp.send_cq->shared->left_work).compare_exchange_strong(mine, 0, std::memory_order_relaxed);
+    forget_left_work(link, i);
     if (was_taken_up(link, i)) return shard_.withdraw(qp.core), false;
   }
   const bool had = link.owned[i];

@@ -45,7 +45,7 @@ class DirectDesk {
   // out in the middle.
   enum class Flood {
     none,
-    to_boundary,  // of one message: its end is where the link can be handed out
+    to_boundary,  // of one message: its end is where the link can be handed out, now or as soon as another one has been taken up
     waits,        // there, for the other end to come to its own: no turn now
     handed_out    // it is out of its list
   };
@@ -108,6 +108,7 @@ class DirectDesk {
   bool at_rest(const QueuePair& from, const QueuePair& to) const;
   bool hand_out(QueuePair& qp, bool with_work);
   bool was_taken_up(DirectLink& link, int i);
+  void forget_left_work(DirectLink& link, int i);
 
   Shard& shard_;
   Fabric& fabric_;

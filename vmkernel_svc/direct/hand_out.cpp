@@ -31,30 +31,52 @@ bool DirectDesk::at_rest(const QueuePair& from, const QueuePair& to) const {
 }
 
 // A program that keeps its send queue full never lets it rest: a whole lap of the ring without an empty moment says so, or so many bytes.
-// Each time that the connection comes back makes it twice as many, but for the first times, when memory is mapped.
+// Each time that the connection comes back, but for the first times, when memory is mapped, or that it was waited for in vain, makes it
+// twice as many.
 bool DirectDesk::never_rests(const QueuePair& qp) const {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   const auto& ring = qp.core.send_ring;
   if (ring.empty()) return link.note_rest(i, qp), false;
-  const std::uint32_t doublings = std::min(link.returns - std::min(link.returns, mapping_returns), rest_doublings);
+  const std::uint32_t doublings = std::min(link.returns - std::min(link.returns, mapping_returns) + link.waits_in_vain, rest_doublings);
   return ring.position() - link.rested_at[i] >= ring.slot_count() << doublings || qp.core.counters.moved_bytes() - link.rested_bytes[i] >= lap_bytes << doublings;
 }
+
+namespace {
+
+// Whether another queue pair of the CQ is still to be taken up: one at a time is named there.
+bool names_another(const QueuePair& qp) {
+  const std::uint32_t left = std::atomic_ref(qp.send_cq->shared->left_work).load(std::memory_order_relaxed);
+  return left != 0 && left != qp.send_lane + 1;
+}
+
+// Whether the message that the queue pair is at comes to its end by itself, and is one that its poster could carry out.
+bool ends_soon(const QueuePair& qp) {
+  const engine::Operation& op = qp.core.operation;
+  return op.stage == engine::Operation::Stage::moving && op.wait == engine::Operation::Wait::none && !op.copy_pending &&
+         op.request.bytes <= direct::message_bytes_max;
+}
+
+}  // namespace
 
 DirectDesk::Flood DirectDesk::flood(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   const bool other_waits = link.waits_since_ns[1 - i] != 0;
-  if (!never_rests(qp)) return other_waits ? Flood::to_boundary : Flood::none;
-  // Of the queue pairs that complete there, one at a time is to be taken up.
-  const std::uint32_t left = std::atomic_ref(qp.send_cq->shared->left_work).load(std::memory_order_relaxed);
-  if (shard_.engine().busy(qp.core) || (left != 0 && left != qp.send_lane + 1)) return Flood::to_boundary;
+  if (qp.core.state != QpState::rts || !never_rests(qp)) {
+    link.waits_since_ns[i] = 0;
+    return qp.core.state == QpState::rts && other_waits ? Flood::to_boundary : Flood::none;
+  }
+  const QueuePair* const other = link.ends[1 - i];
+  const bool other_sends = other != nullptr && other->core.state == QpState::rts && !other->core.send_ring.empty();
+  if (shard_.engine().busy(qp.core) || names_another(qp) || (other_sends && names_another(*other))) return Flood::to_boundary;
   if (hand_out(qp, true)) return Flood::handed_out;
   // Both ends have to be between two messages at once: this one waits there for the other.
-  if (const QueuePair* const other = link.ends[1 - i]; other != nullptr && shard_.engine().busy(other->core) && !other_waits) {
+  if (other != nullptr && !other_waits && ends_soon(*other)) {
     const std::uint64_t now = vmci::monotonic_ns();
     if (link.waits_since_ns[i] == 0) link.waits_since_ns[i] = now;
     if (now - link.waits_since_ns[i] < boundary_ns) return Flood::waits;
+    ++link.waits_in_vain;
   }
   link.waits_since_ns[i] = 0;
   link.note_rest(i, qp);  // not now: after another lap
@@ -101,6 +123,7 @@ bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
     if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
   }
   link->waits_since_ns[0] = link->waits_since_ns[1] = 0;
+  link->waits_in_vain = 0;
   // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
   vmci::store_load_fence();
   for (QueuePair* end : {a, b}) {
@@ -137,6 +160,12 @@ bool DirectDesk::was_taken_up(DirectLink& link, int i) {
   if (!owes && ring.empty()) return true;
   qp.watch_sends(false);
   return false;
+}
+
+void DirectDesk::forget_left_work(DirectLink& link, int i) {
+  if (!std::exchange(link.left_work[i], false) || link.ends[i] == nullptr) return;
+  std::uint32_t its = link.ends[i]->send_lane + 1;  // still named, where nobody has polled in vain since
+  std::atomic_ref(link.ends[i]->send_cq->shared->left_work).compare_exchange_strong(its, 0, std::memory_order_relaxed);
 }
 
 bool DirectDesk::rest(QueuePair& qp, std::uint32_t idle_turns) {

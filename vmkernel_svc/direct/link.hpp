@@ -52,10 +52,12 @@ struct DirectLink {
   std::uint32_t takers[2] = {0, 0};  // of the direction that ends[i] posts to: its number at the other end's SRQ; 0: that has none
   std::uint32_t unopened_posts = 0;
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
-  // Where the send queue of ends[i] was when the service last found it empty, or got it, and what its queue pair had moved.
+  // Where the send queue of ends[i] was, and what its queue pair had moved, when the service last found it empty, got it, or could not hand
+  // it out.
   std::uint32_t rested_at[2] = {0, 0};
   std::uint64_t rested_bytes[2] = {0, 0};
   std::uint64_t waits_since_ns[2] = {0, 0};  // ends[i] at a message boundary, for the other end to come to one; 0: it does not
+  std::uint32_t waits_in_vain = 0;           // of these, since it was last handed out
   bool left_work[2] = {false, false};       // it was not empty when it was handed out, and nobody has looked since what became of it
 
   void note_rest(int i, const QueuePair& qp) {

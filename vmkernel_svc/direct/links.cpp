@@ -127,6 +127,7 @@ void DirectDesk::consider(QueuePair& qp) {
         link->guests[i] = link->ends[i]->guest->id.value;
         link->takers[i] = new_taker(*link->ends[1 - i]);
         link->ends[i]->core.port.link = link.get();
+        link->note_rest(i, *link->ends[i]);
         link->ends[i]->mediated_because.clear();
         offer(*link->ends[i], link->epoch);
       }
