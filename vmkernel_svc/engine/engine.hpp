@@ -88,6 +88,7 @@ class Engine {
     if (qp.receive_ring.slot_count() != 0) qp.receive_ring.skip_to(receive_position);
     qp.communication_established = qp.drain_reported = qp.last_wqe_reported = qp.send_queue_lost = false;
     qp.returned.clear();
+    qp.patience = {};
     qp.flush_held_until_ns = 0;
   }
 

@@ -2,6 +2,7 @@
 // point there. One thread runs a queue pair at a time.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -56,6 +57,36 @@ struct Operation {
   std::uint32_t multicast_index = 0;
   std::uint64_t value;          // result of an atomic, on its way back
   alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];  // the private copy; inline payload lies here
+};
+
+// How long messages that nobody answers (UC, UD) wait for a receive WQE before they are dropped. The specification gives no time (IBA
+// 9.8.2.2, 9.8.3): hardware need not wait, because its receivers have a processor each; here they may be waiting for theirs. A dry spell
+// uses patience up, messages received give it back: senders to who never posts are not held up, but once.
+class Patience {
+ public:
+  static constexpr std::uint64_t whole_ns = 50'000'000;
+
+  // A message found no receive WQE at a queue pair that has received so many: until when it may wait.
+  std::uint64_t until(std::uint64_t now_ns, std::uint64_t received) {
+    if (!dry_ || received != received_) {
+      constexpr std::uint64_t messages_for_the_whole = 16;
+      left_ns_ = std::min(whole_ns, left_ns_ + std::min(received - received_, messages_for_the_whole) * (whole_ns / messages_for_the_whole));
+      dry_ = true;
+      since_ns_ = now_ns;
+      received_ = received;
+    }
+    return since_ns_ + left_ns_;
+  }
+  bool dry() const { return dry_; }
+  void over(std::uint64_t now_ns) {
+    left_ns_ -= std::min(left_ns_, now_ns - since_ns_);
+    dry_ = false;
+  }
+
+ private:
+  bool dry_ = false;
+  std::uint64_t since_ns_ = 0, left_ns_ = whole_ns;
+  std::uint64_t received_ = 0;  // messages, when the spell began
 };
 
 struct QpCounters {
@@ -123,6 +154,7 @@ struct Qp {
   QpCounters counters{};
   Operation operation;
   Inbound inbound;
+  Patience patience;
   std::vector<Inbound> returned;  // receive WQEs that are only its, taken and not completed, which an HCA had; the next in line is the last
   // While a message is being moved its two ends know each other, so that whichever leaves first can say so. The requester of
   // the pair is the one whose `operation` it is.

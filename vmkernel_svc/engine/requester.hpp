@@ -170,6 +170,7 @@ class Requester {
 
   Step not_accepted(Qp<P>& qp, Qp<P>* peer, const Response& response) {
     if (qp.type == QpType::uc) {  // IBA 9.8.2: nobody tells the sender
+      if (response.kind == Response::Kind::rnr && keep_for_receive(qp, *peer)) return Step::waiting;
       if (peer != nullptr) ++peer->counters.dropped;
       if (response.kind == Response::Kind::nak && must_pay(qp)) return Step::waiting;
       return succeed(qp);
@@ -260,6 +261,17 @@ class Requester {
     return Step::waiting;
   }
 
+  // Of an unreliable service: whether a message that found no receive WQE waits for one yet.
+  bool keep_for_receive(Qp<P>& qp, Qp<P>& receiver) {
+    constexpr std::uint64_t look_again_ns = 200'000;  // nobody rings for an SRQ, nor for who waits second
+    const std::uint64_t now = ports_.now_ns(), until = receiver.patience.until(now, receiver.counters.received_messages);
+    if (now >= until) return false;
+    qp.operation.wait = Operation::Wait::rnr;
+    ports_.wake_at(qp, std::min(until, now + look_again_ns));
+    ports_.await_receive(qp, receiver);
+    return true;
+  }
+
   Step move(Qp<P>& qp, Qp<P>& peer, Budget& budget) {
     Operation& op = qp.operation;
     const OpcodeRule& rule = *op.rule;
@@ -329,10 +341,10 @@ class Requester {
 
   // --- datagrams: first gathered into the engine's memory, then given to each receiver, so that a receiver depends on nobody's
   // memory but its own.
+  static bool is_multicast(const UdOperand& ud) { return ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff; }
   Qp<P>* datagram_peer(Qp<P>& qp) {
     const UdOperand& ud = qp.operation.ud;
-    const bool multicast = ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff;
-    if (multicast) return ports_.multicast_peer(qp, ud, qp.operation.multicast_index);
+    if (is_multicast(ud)) return ports_.multicast_peer(qp, ud, qp.operation.multicast_index);
     return qp.operation.multicast_index == 0 ? ports_.datagram_peer(qp, ud) : nullptr;
   }
 
@@ -366,7 +378,12 @@ class Requester {
           continue;
         }
         op.wait = Operation::Wait::none;
-        if (!responder_.begin_datagram(*receiver, qp, qkey, bytes)) continue;
+        const Response response = responder_.begin_datagram(*receiver, qp, qkey, bytes);
+        if (response.kind == Response::Kind::rnr && !is_multicast(op.ud) && keep_for_receive(qp, *receiver)) return Step::waiting;
+        if (response.kind != Response::Kind::proceed) {
+          receiver->counters.dropped += response.kind != Response::Kind::nak;  // that one its receiver was told of
+          continue;
+        }
         op.grh = ports_.write_grh(qp, *receiver, op.ud, static_cast<std::uint32_t>(bytes), qp.datagram.get());
         op.stage = Operation::Stage::delivering;
         op.moved_bytes = 0;

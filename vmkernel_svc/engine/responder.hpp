@@ -79,24 +79,17 @@ class Responder {
     return Response::nak(there);
   }
 
-  // UD: a receive WQE whose buffers take grh_bytes + payload. False: the datagram is dropped (IBA 9.8.3: silently); a receive
-  // WQE that is too small for it stays for the next one.
-  bool begin_datagram(Qp<P>& qp, Qp<P>& sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
-    if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey || !take(qp)) {
-      ++qp.counters.dropped;
-      return false;
-    }
-    if (grh_bytes + payload_bytes > qp.inbound.capacity_bytes) {
-      ++qp.counters.dropped;
-      return false;
-    }
-    if (grh_bytes + payload_bytes > qp.inbound.buffers.total_bytes()) {
-      receive_error(qp, WcStatus::loc_prot_err, WcStatus::success);
-      return false;
-    }
+  // UD: a receive WQE whose buffers take grh_bytes + payload. Silence, and not being ready: the datagram is to be dropped (IBA 9.8.3:
+  // silently); a receive WQE that is too small for it stays for the next one.
+  Response begin_datagram(Qp<P>& qp, Qp<P>& sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
+    if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey) return Response::silence();
+    if (!take(qp)) return Response::not_ready(0);
+    if (grh_bytes + payload_bytes > qp.inbound.capacity_bytes) return Response::silence();
+    if (grh_bytes + payload_bytes > qp.inbound.buffers.total_bytes())
+      return receive_error(qp, WcStatus::loc_prot_err, WcStatus::success);
     qp.inbound.buffers.rewind();
     engage(sender, qp);
-    return true;
+    return Response::proceed();
   }
   void finish_datagram(Qp<P>& qp, Qp<P>& sender, const Request& request, const OpcodeRule& rule, const UdOperand& ud, bool grh) {
     dismiss_requester(qp);
@@ -132,6 +125,11 @@ class Responder {
 
   // Takes the next receive WQE into qp.inbound, unless one is already there. False: none is posted.
   bool take(Qp<P>& qp) {
+    const bool got = take_next(qp);
+    if (got && qp.patience.dry()) [[unlikely]] qp.patience.over(ports_.now_ns());
+    return got;
+  }
+  bool take_next(Qp<P>& qp) {
     if (qp.inbound.active) return true;
     if (qp.srq == nullptr || !qp.returned.empty()) return fetch(qp);
     ports_.srq_wanted(*qp.srq);
