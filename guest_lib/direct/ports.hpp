@@ -65,8 +65,10 @@ class DirectPorts {
     last_turn_ = shared_.turns.last();
     far_end_.receive_ring.skip_to(vmci::RecordTurns::next(last_turn_) * far_end_.receive_record_slots);
   }
-  // … and to take it, once nothing else can be in the way. False: another has it, or the service is to take it.
+  // … and to take it, once nothing else can be in the way. False: another has it, or the service is to take it, or carry out all of it:
+  // the engine goes on with what was given up where it can (a WRITE with immediate needs no receive buffer), and takes nothing for it.
   bool take_turn(std::uint64_t wr_id) {
+    if (given_up_) return false;
     if (!shared_.turns || turn_taken_) return true;
     const std::uint32_t index = vmci::RecordTurns::next(last_turn_), limit = shared_.turns.limit();
     if (limit != 0 && posted() - (index + 1) < limit) return false;
@@ -111,7 +113,7 @@ class DirectPorts {
     return look(peer_, key, address, bytes, engine::access_local_write);
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
-    if (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id)) return give_up(), engine::MemoryStatus::destination_fault;
+    if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;
     auto* const target = reinterpret_cast<std::byte*>(to.address);
     const auto* const source = reinterpret_cast<const std::byte*>(from.address);
     if (certain_) vmci::placement_copy(target, source, bytes);
@@ -120,12 +122,12 @@ class DirectPorts {
     return engine::MemoryStatus::done;
   }
   engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
-    if (place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
+    if (given_up_ || place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = add;
     return carried_out(stores_.fetch_add(word(place), old_value));
   }
   engine::MemoryStatus compare_and_swap(Qp&, engine::Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
-    if (place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
+    if (given_up_ || place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = compare;
     return carried_out(stores_.compare_and_swap(word(place), old_value, swap));
   }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "tests/conformance/verbs.hpp"
@@ -40,6 +41,13 @@ struct Plan {
       side.holds_back = rng.one_in(3);
     }
     if (rng.one_in(3)) sides[rng.below(2)].sends = false;
+  }
+  std::string describe() const {
+    std::string out = text(queue_pairs, " queue pairs, depth ", depth, ", ", receives, shared_receives ? " shared" : "", " receives, up to ", max_bytes, " bytes, ", messages,
+                           " messages in chains of ", chain, one_cq ? ", one CQ" : "", signal_all ? ", all signaled" : "", writes_only ? ", writes only" : "", unaligned != 0 ? ", unaligned" : "");
+    for (const Side& side : sides)
+      out += text("; ", side.sends ? "sends" : "only receives", side.sleeps ? ", sleeps" : side.two_threads ? ", two threads" : "", side.pauses ? ", pauses" : "", side.holds_back ? ", holds back" : "");
+    return out;
   }
   struct Side {
     bool sleeps, two_threads, sends, pauses, holds_back;
@@ -102,6 +110,7 @@ class Storm {
   }
 
   void blow() {
+    const Note note(plan_.describe());
     if (mine_.two_threads) {
       Threads threads;
       threads.start([&] { go_on("receives", [&] { return take(rcq_), post_again(), received_all(); }); });
@@ -291,6 +300,9 @@ class Storm {
       return end->posted < plan_.messages && end->outstanding.size() < plan_.depth;
     });
     if (could_post || anything_held_back()) return;
+    std::string state;
+    for (const auto& end : ends_) state += text(" [posted ", end->posted, " completed ", end->completed, " to hear ", end->to_hear, "]");
+    const Note note("asleep:", state);
     ibv_cq* const rang = channel_.wait();
     armed_[rang == scq_.p ? 0 : 1] = false;
     ibv_ack_cq_events(rang, 1);
