@@ -32,7 +32,8 @@ struct Plan {
     chain = rng.between(1, 5);
     unaligned = rng.one_in(2) ? rng.below(alignment) : 0;
     writes_only = rng.one_in(4);
-    messages = std::clamp<std::size_t>(200'000'000 / max_bytes / queue_pairs, 60, 6000);
+    registers = rng.one_in(2);
+    messages = std::clamp<std::size_t>(100'000'000 / max_bytes, 150, 8000) / queue_pairs;
     for (auto& side : sides) {
       side.sleeps = rng.one_in(3);
       side.two_threads = !one_cq && !side.sleeps && rng.one_in(3);
@@ -44,7 +45,8 @@ struct Plan {
   }
   std::string describe() const {
     std::string out = text(queue_pairs, " queue pairs, depth ", depth, ", ", receives, shared_receives ? " shared" : "", " receives, up to ", max_bytes, " bytes, ", messages,
-                           " messages in chains of ", chain, one_cq ? ", one CQ" : "", signal_all ? ", all signaled" : "", writes_only ? ", writes only" : "", unaligned != 0 ? ", unaligned" : "");
+                           " messages in chains of ", chain, one_cq ? ", one CQ" : "", signal_all ? ", all signaled" : "", writes_only ? ", writes only" : "", unaligned != 0 ? ", unaligned" : "",
+                           registers ? ", registers" : "");
     for (const Side& side : sides)
       out += text("; ", side.sends ? "sends" : "only receives", side.sleeps ? ", sleeps" : side.two_threads ? ", two threads" : "", side.pauses ? ", pauses" : "", side.holds_back ? ", holds back" : "");
     return out;
@@ -55,7 +57,7 @@ struct Plan {
   std::array<Side, 2> sides{};
   std::size_t max_bytes, queue_pairs, pieces, chain, unaligned, messages;
   std::uint32_t depth, receives;
-  bool shared_receives, one_cq, signal_all, inlines, writes_only;
+  bool shared_receives, one_cq, signal_all, inlines, writes_only, registers;
 };
 
 // What one side sends by one queue pair: the same in both processes.
@@ -164,6 +166,7 @@ class Storm {
     Script script, their_script, their_script_again;
     std::size_t posted = 0, completed = 0, heard = 0;  // of mine, of mine, of theirs
     std::size_t to_hear = 0;  // completions of receives
+    std::unique_ptr<Mr> other_mr;  // of the same memory
     std::uint64_t counter = 0;
     std::deque<Sent> outstanding;
     std::vector<std::uint32_t> held_back;  // receive places that are not posted again yet
@@ -183,11 +186,12 @@ class Storm {
   std::span<const std::byte> pattern(const Message& m) const { return {patterns_.data() + m.pattern, m.bytes}; }
   void remember(const End& end, const Message& m) { std::memcpy(expected_[end.index * slots + m.slot].data(), patterns_.data() + m.pattern, m.bytes); }
 
-  std::vector<ibv_sge> in_pieces(std::size_t at, std::size_t bytes) {
+  std::vector<ibv_sge> in_pieces(const End& end, std::size_t at, std::size_t bytes) {
     std::vector<ibv_sge> sges;
     for (std::size_t left = rng_.between(1, plan_.pieces); bytes != 0; --left) {
       const std::size_t piece = left <= 1 ? bytes : rng_.between(1, bytes);
       sges.push_back(mem_.sge(at, piece));
+      if (end.other_mr && rng_.one_in(2)) sges.back().lkey = end.other_mr->p->lkey;
       at += piece, bytes -= piece;
     }
     return sges;
@@ -200,6 +204,11 @@ class Storm {
 
   // As many as there is room for, in one chain. Each has a place to send from, or to read into, until it is known to be over.
   void post_some(End& end) {
+    // The same memory under another key, as long as nothing uses it.
+    if (plan_.registers && end.outstanding.empty() && rng_.one_in(4)) {
+      end.other_mr.reset();
+      if (rng_.one_in(2)) end.other_mr = std::make_unique<Mr>(pd_, mem_.data(end.index * of_end()), of_end());
+    }
     std::vector<Send> sends;
     const std::size_t room = plan_.depth - end.outstanding.size(), left = plan_.messages - end.posted;
     if (!rng_.one_in(4) && room < std::min<std::size_t>(left, plan_.chain)) return;
@@ -207,7 +216,7 @@ class Storm {
       Sent sent{end.script.next(), end.posted, end.posted % plan_.depth, false, {}, 0};
       const Message& m = sent.message;
       const std::size_t at = m.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? counter_landing(end, sent.place) : sent_at(end.index, sent.place);
-      Send send{.opcode = m.opcode, .id = sent.id, .sges = m.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? std::vector{mem_.sge(at, 8)} : in_pieces(at, m.bytes), .flags = 0};
+      Send send{.opcode = m.opcode, .id = sent.id, .sges = m.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? std::vector{mem_.sge(at, 8)} : in_pieces(end, at, m.bytes), .flags = 0};
       if (m.takes_receive()) send.imm = static_cast<std::uint32_t>(m.pattern);
       send.rkey = remote_.rkey;
       send.remote_address = remote_.address + (m.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? counter_at(end.index) : written_at(end.index, m.slot));
@@ -327,7 +336,7 @@ class Storm {
     wait_until(what, [&] {
       if (mine_.pauses && pauses.one_in(500)) std::this_thread::sleep_for(std::chrono::microseconds(pauses.one_in(30) ? 20'000 : pauses.below(400)));
       return turn();
-    }, 40);
+    }, 80);
   }
 
   Run& run_;
@@ -351,7 +360,7 @@ class Storm {
 
 }  // namespace
 
-CONFORMANCE(AStormOfEverything, "WR-13 WR-15 WR-16", .timeout_s = 60) {
+CONFORMANCE(AStormOfEverything, "WR-13 WR-15 WR-16", .timeout_s = 120) {
   Storm storm(run);
   storm.blow();
 }
