@@ -177,7 +177,8 @@ bool DirectDesk::may_run(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   if (link.whole()) return true;
-  if (link.left_work[i] && qp.core.state == QpState::rts) {
+  const bool left_work = link.left_work[i];
+  if (left_work && qp.core.state == QpState::rts) {
     if (qp.core.port.wake_ns != 0) {  // whoever rings before its time is looked at then
       qp.watch_sends(true);
       return shard_.withdraw(qp.core), false;
@@ -190,7 +191,7 @@ bool DirectDesk::may_run(QueuePair& qp) {
   if (!had && mine) {
     ++link.returns;
     ++counters_.returned;
-    if (!link.opened[i]) ++link.unopened_posts;
+    if (!link.opened[i] && !left_work) ++link.unopened_posts;  // who only did not come in time may yet open it
   }
   // A poster at the other end that is inside will leave before its next message; what this queue pair gets of it came before. But to
   // flush, the receive queue is needed, too.
