@@ -137,6 +137,10 @@ void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts:
 }
 
 void DirectRooms::abandon() {
+  // Held: by a thread that was opening a room when the process forked, and is not in this one. What it left cannot be walked; nothing
+  // here uses it, or frees it before this process ends.
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return;
   own_memory_.abandon();
   for (auto& [number, weak] : rooms_)
     if (const auto room = weak.lock()) room->abandon();
