@@ -52,16 +52,16 @@ TEST_CASE("A datagram lies behind 40 bytes for its GRH, which is there when the 
 TEST_CASE("A datagram waits a while for a receive that comes late, until nobody has any patience with the receiver") {
   Datagrams d;
   d.a.post(d.to(d.b, 10));
-  d.world.pass(Patience::whole_ns / 2);
+  d.world.pass(Patience::datagram_ns / 2);
   CHECK_FALSE(d.a.poll(Direction::send));
   d.b.post(ReceiveSpec{5, {d.theirs.sge(0, 60)}});
-  d.world.pass(Patience::whole_ns / 4);
+  d.world.pass(Patience::datagram_ns / 4);
   CHECK(d.b.poll(Direction::receive)->wr_id == 5);
   CHECK(d.a.poll(Direction::send));
   d.a.post(d.to(d.b, 10));  // at least half of it is left, and a 16th was earned
-  d.world.pass(Patience::whole_ns / 4);
+  d.world.pass(Patience::datagram_ns / 4);
   CHECK_FALSE(d.a.poll(Direction::send));
-  d.world.pass(Patience::whole_ns);
+  d.world.pass(Patience::datagram_ns);
   CHECK(d.a.poll(Direction::send)->status == WcStatus::success);
   CHECK(d.b.core.counters.dropped == 1);
   CHECK(d.send(d.to(d.b, 10)).status == WcStatus::success);  // lost at once
@@ -71,7 +71,7 @@ TEST_CASE("A datagram waits a while for a receive that comes late, until nobody 
     d.send(d.to(d.b, 10));
   }
   d.a.post(d.to(d.b, 10));
-  d.world.pass(Patience::whole_ns - 1);
+  d.world.pass(Patience::datagram_ns - 1);
   CHECK_FALSE(d.a.poll(Direction::send));
 }
 
@@ -88,7 +88,7 @@ TEST_CASE("To a multicast group nothing waits for a member without a receive") {
 TEST_CASE("What a receiver cannot take is dropped in silence, and its receive stays for the next one") {
   Datagrams d;
   d.a.post(d.to(d.b, 10));  // nothing posted
-  d.world.pass(Patience::whole_ns);
+  d.world.pass(Patience::datagram_ns);
   CHECK(d.a.poll(Direction::send)->status == WcStatus::success);
   d.b.post(ReceiveSpec{5, {d.theirs.sge(0, 60)}});
   CHECK(d.send(d.to(d.b, 21)).status == WcStatus::success);          // too long

@@ -299,10 +299,10 @@ TEST_CASE("UC: a message waits a while for a receive that comes late") {
   Pair p(QpType::uc);
   for (int spell = 0; spell < 2; ++spell) {
     p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 8)}});
-    p.world.pass(Patience::whole_ns / 4);
+    p.world.pass(Patience::connection_ns / 4);
     CHECK_FALSE(p.a.poll(Direction::send));
     p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 8)}});
-    p.world.pass(Patience::whole_ns / 16);
+    p.world.pass(Patience::connection_ns / 16);
     CHECK(p.b.poll(Direction::receive)->wr_id == 5);
     CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
   }
@@ -312,7 +312,7 @@ TEST_CASE("UC: a message waits a while for a receive that comes late") {
 TEST_CASE("UC: what is wrong at the far side is nobody's error, and the receiver keeps its receive") {
   Pair p(QpType::uc);
   p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 8)}});  // no receive posted
-  p.world.pass(Patience::whole_ns);
+  p.world.pass(Patience::connection_ns);
   CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
   p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 4)}});
   CHECK(p.run({.wr_id = 1, .sges = {p.mine.sge(0, 8)}})->status == WcStatus::success);  // too long

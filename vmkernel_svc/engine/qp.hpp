@@ -61,15 +61,17 @@ struct Operation {
 
 // How long messages that nobody answers (UC, UD) wait for a receive WQE before they are dropped. The specification gives no time (IBA
 // 9.8.2.2, 9.8.3): hardware need not wait, because its receivers have a processor each; here they may be waiting for theirs. A dry spell
-// uses patience up, messages received give it back: senders to who never posts are not held up, but once.
+// uses patience up, messages received give it back: senders to who never posts are not held up, but once. Who sends datagrams has other
+// receivers, too, which wait behind that one.
 class Patience {
  public:
-  static constexpr std::uint64_t whole_ns = 50'000'000;
+  static constexpr std::uint64_t connection_ns = 200'000'000, datagram_ns = 50'000'000;
 
   // A message found no receive WQE at a queue pair that has received so many: until when it may wait.
-  std::uint64_t until(std::uint64_t now_ns, std::uint64_t received) {
+  std::uint64_t until(std::uint64_t now_ns, std::uint64_t received, QpType type) {
     if (!dry_ || received != received_) {
       constexpr std::uint64_t messages_for_the_whole = 16;
+      const std::uint64_t whole_ns = type == QpType::ud ? datagram_ns : connection_ns;
       left_ns_ = std::min(whole_ns, left_ns_ + std::min(received - received_, messages_for_the_whole) * (whole_ns / messages_for_the_whole));
       dry_ = true;
       since_ns_ = now_ns;
@@ -85,7 +87,7 @@ class Patience {
 
  private:
   bool dry_ = false;
-  std::uint64_t since_ns_ = 0, left_ns_ = whole_ns;
+  std::uint64_t since_ns_ = 0, left_ns_ = connection_ns;
   std::uint64_t received_ = 0;  // messages, when the spell began
 };
 

@@ -264,7 +264,7 @@ class Requester {
   // Of an unreliable service: whether a message that found no receive WQE waits for one yet.
   bool keep_for_receive(Qp<P>& qp, Qp<P>& receiver) {
     constexpr std::uint64_t look_again_ns = 200'000;  // nobody rings for an SRQ, nor for who waits second
-    const std::uint64_t now = ports_.now_ns(), until = receiver.patience.until(now, receiver.counters.received_messages);
+    const std::uint64_t now = ports_.now_ns(), until = receiver.patience.until(now, receiver.counters.received_messages, receiver.type);
     if (now >= until) return false;
     qp.operation.wait = Operation::Wait::rnr;
     ports_.wake_at(qp, std::min(until, now + look_again_ns));
