@@ -88,18 +88,22 @@ void Copier::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     std::uint32_t slots = 0;
     switch (jobs_.peek(record.data(), job_record_slots_max, slots)) {
-      case vmci::RecordReader::Peek::malformed:
+      case vmci::RecordReader::Peek::malformed: {
+        const memory::CopyGate::Passage passage;
         return liveness_.mark_dead();
+      }
       case vmci::RecordReader::Peek::empty:
         if (!backoff.tired() && !gave_way_for_long(backoff)) continue;
         sleep();
-        if (liveness_.gone()) return;
+        if (const memory::CopyGate::Passage passage; liveness_.gone()) return;
         backoff.reset();
         continue;
       case vmci::RecordReader::Peek::ready:
         break;
     }
     VRDMA_CRASH_POINT("guest.copy.job_taken");
+    // Our own books are in the heap, a page of which may be about to move with something small that is registered.
+    const memory::CopyGate::Passage passage;
     jobs_.advance(slots);
     answer(std::span(record).first(slots * slot_bytes));
     backoff.reset();
@@ -144,7 +148,6 @@ void Copier::answer(std::span<const std::byte> record) {
 Status Copier::execute(const Job& job, std::span<iovec> ranges, std::uint64_t& value) {
   const std::uint64_t at = bounce_offset + job.slot * bounce_bytes;
   const auto kind = static_cast<Kind>(job.head.control & control_user_mask);
-  const memory::CopyGate::Passage passage;
   if (kind == Kind::read) return memory_.gather(ranges, at);
   if (kind == Kind::write) {
     iovec& last = ranges.back();

@@ -1,5 +1,9 @@
 #include "guest_lib/reach.hpp"
 
+#include <cstdlib>
+#include <new>
+#include <string_view>
+
 #include "vmci_channel/page_pin.hpp"
 
 namespace vrdma::guest {
@@ -36,7 +40,14 @@ std::uint64_t service() {
 
 // Never destroyed: the interposed functions may be called until the very end.
 memory::MemoryManager& manager() {
-  static auto* const made = new memory::MemoryManager({announce, withdraw, service, lend});
+  // Not on the heap: a page of that may be moving, and the manager must not write to it then.
+  alignas(memory::MemoryManager) static std::byte room[sizeof(memory::MemoryManager)];
+  static auto* const made = [] {
+    auto* const manager = new (room) memory::MemoryManager({announce, withdraw, service, lend});
+    const char* const partial_pages = std::getenv("VRDMA_PARTIAL_PAGES");
+    if (partial_pages != nullptr && std::string_view(partial_pages) == "stay") manager->keep_partial_pages();
+    return manager;
+  }();
   return *made;
 }
 

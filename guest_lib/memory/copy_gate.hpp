@@ -1,7 +1,7 @@
 // Between the thread that copies for the service (guest_lib/copier.hpp) and those that move pages into the window and out: a
 // move by a process that has no other thread relies on nobody writing meanwhile, and that thread writes.
 //
-//   CopyGate::Passage p;   the copying thread, for one job
+//   CopyGate::Passage p;   the copying thread, for one job, and whenever it writes to its own variables in the heap
 //   CopyGate::Closed c;    whoever moves pages; c.holds(): nobody is copying, nor will be until c ends
 //
 // A job can be stuck on a page that the application itself has yet to supply: closing gives up after a while, and the copying

@@ -9,6 +9,8 @@
 namespace vrdma::memory {
 namespace {
 
+constexpr std::uint64_t small_bytes = 1 << 20;
+
 void* map_private(std::size_t bytes) {
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return memory == MAP_FAILED ? nullptr : memory;
@@ -61,11 +63,35 @@ void ForkGuard::copy(const Window& window, const PageCounts& resident) {
   list_pieces(window, resident);
   if (copied_bytes_ == 0) return;
   copies_ = static_cast<char*>(map_private(copied_bytes_));
-  for (std::size_t i = 0; i < piece_count_ && copies_ != nullptr; ++i) {
-    if (window.copy_to(copies_ + pieces_[i].copy_offset, pieces_[i].range)) continue;
-    ::munmap(copies_, copied_bytes_);
-    copies_ = nullptr;
+  // Small pieces last: what else is in their pages may be an allocator's, whose other variables are the child's as of the fork itself.
+  for (const bool small : {false, true}) {
+    for (std::size_t i = 0; i < piece_count_ && copies_ != nullptr; ++i) {
+      if ((pieces_[i].range.bytes() <= small_bytes) != small || window.copy_to(copies_ + pieces_[i].copy_offset, pieces_[i].range)) continue;
+      ::munmap(copies_, copied_bytes_);
+      copies_ = nullptr;
+    }
   }
+  if (copies_ != nullptr && !window.lent()) advise(window, MADV_DOFORK);
+}
+
+// What is still mapped of the pieces: meanwhile another thread may have put something of its own there.
+void ForkGuard::advise(const Window& window, int advice) const {
+  auto reader = VmaReader::open();
+  for (std::size_t i = 0; i < piece_count_ && reader; ++i) {
+    const Range piece = pieces_[i].range;
+    for (std::uint64_t at = piece.begin; at < piece.end;) {
+      const auto vma = reader->at_or_after(at);
+      if (!vma) return;
+      const Range part = Range{at, piece.end}.clipped_to(vma->range);
+      if (!part.empty() && window.holds_in_place(*vma)) ::syscall(SYS_madvise, part.begin, part.bytes(), advice);
+      at = vma->range.end;
+    }
+  }
+}
+
+void ForkGuard::end(const Window& window) {
+  if (copies_ != nullptr && !window.lent()) advise(window, MADV_DONTFORK);
+  discard();
 }
 
 void ForkGuard::clear(Range range) const {

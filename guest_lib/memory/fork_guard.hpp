@@ -2,9 +2,10 @@
 // fork.
 //
 // The copies are made in the parent before the fork, into memory that the child inherits, so that nobody waits for the
-// child and a write that happened before fork() is always in them. The child finds its addresses empty (the window is
-// never inherited) until it calls install(). Native verbs kernels copy pinned pages at fork just so. Never calls
-// malloc: it runs while the C library's and the allocator's own fork handlers hold their locks.
+// child and a write that happened before fork() is always in them. From the fork until it calls install(), which it does before anything
+// else of ours or the application's runs there, the child shares the window with its parent: the C library itself has written to
+// the heap by then (it unlocks every FILE). No other child inherits the window. Native verbs kernels copy pinned pages at fork just so.
+// Never calls malloc: it runs while the C library's and the allocator's own fork handlers hold their locks.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +28,7 @@ class ForkGuard {
   // Between copy() and the fork, by any thread: the child is to find zeroes in `range`, whole pages.
   void clear(Range range) const;
   // Afterwards, in the parent.
-  void discard();
+  void end(const Window& window);
   // Afterwards, in the child, which has one thread.
   void install();
 
@@ -38,7 +39,9 @@ class ForkGuard {
     std::uint64_t protection;
   };
   bool reserve(std::size_t count);
+  void discard();
   void list_pieces(const Window& window, const PageCounts& resident);
+  void advise(const Window& window, int advice) const;
 
   Piece* pieces_ = nullptr;  // mapped
   std::size_t piece_count_ = 0, piece_capacity_ = 0;

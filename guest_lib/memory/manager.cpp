@@ -48,8 +48,8 @@ std::vector<Extent> to_extents(const Plan& plan) {
 
 OtherThreads MemoryManager::other_threads() const {
   const auto count = static_cast<std::int64_t>(thread_count());
-  const int exempt = exempt_threads_.load(std::memory_order_relaxed) + (gate_closed_ ? CopyGate::threads() : 0);
-  const bool alone = count != 0 && count - exempt <= 1;
+  const int kept_out = gate_closed_ ? CopyGate::threads() : 0;
+  const bool alone = count != 0 && count - kept_out <= 1;
   return alone ? OtherThreads::none : OtherThreads::some;
 }
 
@@ -101,18 +101,19 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
     Plan plan(&scratch);
     const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
     const bool in_place = in_place_.load(std::memory_order_relaxed);
+    const auto partial_pages = keeps_partial_pages_.load(std::memory_order_relaxed) ? PartialPages::stay : PartialPages::move;
     const auto leave_alone = [in_place](Plan& found) {
       for (Piece& piece : found)
         if (in_place && piece.kind != Piece::Kind::window) piece.kind = Piece::Kind::process;
     };
     const auto take_plan = [&] {  // under the lock
-      move_and_hold(plan, files, &scratch);
+      move_and_hold(plan, range, files, &scratch);
       registration.generation = generation_;
       held = true;
     };
     {
       Locked lock(*this);
-      auto found = make_plan(range, writes, window_, &scratch);
+      auto found = make_plan(range, writes, partial_pages, window_, &scratch);
       if (!found) return found.error();
       plan = std::move(*found);
       leave_alone(plan);
@@ -123,7 +124,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
       for (const Piece& piece : plan)
         if (is_file(piece)) use_file(piece, registration.service, files);
       Locked lock(*this);
-      if (auto found = make_plan(range, writes, window_, &scratch)) {
+      if (auto found = make_plan(range, writes, partial_pages, window_, &scratch)) {
         plan = std::move(*found);
         leave_alone(plan);
         take_plan();
@@ -158,7 +159,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   return Result<Registration>(std::move(registration));
 }
 
-void MemoryManager::move_and_hold(Plan& plan, const UsedFiles& files, std::pmr::memory_resource* scratch) {
+void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& files, std::pmr::memory_resource* scratch) {
   for (Piece& piece : plan) {
     if (piece.kind != Piece::Kind::file) continue;
     const auto used =
@@ -171,6 +172,7 @@ void MemoryManager::move_and_hold(Plan& plan, const UsedFiles& files, std::pmr::
       piece.kind = Piece::Kind::process;
   }
   move_pieces(plan, scratch);
+  for (Piece& piece : plan) piece.range = piece.range.clipped_to(range);
   publish_bounds();
   hold(plan);
 }

@@ -81,6 +81,8 @@ class MemoryManager {
 
   // From now on nothing moves and no file is announced: memory is reached where it is.
   void keep_in_place() { in_place_.store(true, std::memory_order_relaxed); }
+  // From now on pages that a registration has only a part of do not move with it.
+  void keep_partial_pages() { keeps_partial_pages_.store(true, std::memory_order_relaxed); }
   // From now on what moves goes to lent pages, and no file is announced. Only while one thread runs: with others, memory is reached where
   // it is. Once it moved to a window, it goes on doing so.
   void move_to_lent_pages();
@@ -91,10 +93,6 @@ class MemoryManager {
   Result<Registration> add(std::uint64_t address, std::uint64_t bytes, unsigned access);
   // The service has confirmed that it no longer touches the registration.
   void remove(Registration&& registration);
-
-  // Threads of libvrdma that never write to application memory do not count as writers. Called by that thread's
-  // creator.
-  void exempt_threads(int change) { exempt_threads_.fetch_add(change, std::memory_order_relaxed); }
 
   Statistics statistics();
 
@@ -135,7 +133,7 @@ class MemoryManager {
   void publish_bounds();
 
   // Registering. Under the lock, except for the files.
-  void move_and_hold(Plan& plan, const UsedFiles& files, std::pmr::memory_resource* scratch);
+  void move_and_hold(Plan& plan, Range range, const UsedFiles& files, std::pmr::memory_resource* scratch);
   void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
@@ -158,8 +156,7 @@ class MemoryManager {
   void become_child();
 
   const FileBackings backings_;
-  std::atomic<int> exempt_threads_{0};
-  std::atomic<bool> in_place_{false}, lends_{false};
+  std::atomic<bool> in_place_{false}, lends_{false}, keeps_partial_pages_{false};
   std::atomic<std::uint64_t> resident_begin_{0},
       resident_end_{0};  // hint for the interposed functions: bounds of resident_
 

@@ -67,7 +67,7 @@ void MemoryManager::after_fork_in_parent() {
   MemoryManager* self = forking_instance();
   if (self == nullptr) return;
   while (self->fork_visitors_.load() != 0) sched_yield();
-  self->fork_guard_.discard();
+  self->fork_guard_.end(self->window_);
   self->mutex_.unlock();
   self->fork_gate_.reset();
   self->fork_signals_.reset();
@@ -102,7 +102,6 @@ void MemoryManager::become_child() {
   budget_ = VmaBudget{};
   kept_.forget();
   statistics_ = Statistics{};
-  exempt_threads_.store(0, std::memory_order_relaxed);
   // Another thread may have been changing these at the fork, and the allocator may not be usable yet: start afresh.
   std::construct_at(&files_mutex_);
   std::construct_at(&files_);

@@ -107,7 +107,7 @@ Result<Registration> MemoryManager::add_lent(Range range, bool writes) {
 
 // Under the lock. Its movable pieces can be moved now.
 Result<Plan> MemoryManager::plan_lent(Range range, bool writes, std::uint64_t service, std::pmr::memory_resource* scratch) {
-  auto plan = make_plan(range, writes, window_, scratch);
+  auto plan = make_plan(range, writes, PartialPages::stay, window_, scratch);
   if (!plan) return plan.error();
   const auto of_another = [&](const Piece& piece) {
     return piece.kind == Piece::Kind::window && lent_->of(piece.range.begin)->service != service;
@@ -115,7 +115,7 @@ Result<Plan> MemoryManager::plan_lent(Range range, bool writes, std::uint64_t se
   if (std::any_of(plan->begin(), plan->end(), of_another)) {
     for (const Piece& piece : *plan)
       if (of_another(piece)) evict(whole_pages_around(piece.range));
-    plan = make_plan(range, writes, window_, scratch);
+    plan = make_plan(range, writes, PartialPages::stay, window_, scratch);
     if (!plan) return plan.error();
     if (std::any_of(plan->begin(), plan->end(), of_another)) return Errno{EBUSY};
   }

@@ -88,22 +88,35 @@ TEST_CASE("Our own tables fill no hole of the memory that is looked at") {
   ::munmap(p, pages * page);
 }
 
-TEST_CASE("Whole private pages are reached through the window and edges through the process") {
+TEST_CASE("Private memory is reached through the window, with the pages that it fills in part unless these are to stay") {
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;
   MemoryManager manager(service.backings());
-  unsigned char* p = map_anonymous(8 * page);
+  bool stay = false;
+  SUBCASE("they move") {}
+  SUBCASE("they stay") {
+    stay = true;
+    manager.keep_partial_pages();
+  }
+  Pages pages(8);
+  unsigned char* const p = pages.p;
   for (std::uint64_t i = 0; i < 8 * page; ++i) p[i] = static_cast<unsigned char>(i * 7 >> 3);
   const std::vector<unsigned char> before(p, p + 8 * page);
   auto r = manager.add(at(p) + 100, 7 * page, writable_access);
   REQUIRE(r.has_value());
-  REQUIRE(r->extents.size() == 3);
-  CHECK(r->extents[0].backing == backing_process);
-  CHECK(r->extents[1].backing == window_backing);
-  CHECK(r->extents[1].address == at(p) + page);
-  CHECK(r->extents[1].backing_offset == at(p) + page);
-  CHECK(r->extents[1].bytes == 6 * page);
-  CHECK(r->extents[2].backing == backing_process);
+  REQUIRE(r->extents.size() == (stay ? 3 : 1));
+  const Extent& inside = r->extents[stay];
+  CHECK(inside.backing == window_backing);
+  CHECK(inside.address == at(p) + (stay ? page : 100));
+  CHECK(inside.backing_offset == inside.address);
+  CHECK(inside.bytes == (stay ? 6 : 7) * page);
+  if (stay) {
+    CHECK(r->extents[0].backing == backing_process);
+    CHECK(r->extents[0].bytes == page - 100);
+    CHECK(r->extents[2].backing == backing_process);
+    CHECK(r->extents[2].bytes == 100);
+  }
+  CHECK(manager.statistics().resident_bytes == (stay ? 6 : 8) * page);
   CHECK(std::memcmp(p, before.data(), before.size()) == 0);
   {
     View view(manager, p + page, 6 * page);
@@ -116,9 +129,51 @@ TEST_CASE("Whole private pages are reached through the window and edges through 
   manager.remove(std::move(*r));
   CHECK(p[page + 5] == 99);
   CHECK(p[page + 6] == 98);
-  CHECK(p[3 * page] == before[3 * page]);
+  p[page + 5] = before[page + 5], p[page + 6] = before[page + 6];
+  CHECK(std::memcmp(p, before.data(), before.size()) == 0);
   CHECK(manager.statistics().resident_bytes == 0);
-  ::munmap(p, 8 * page);
+}
+
+TEST_CASE("Small buffers in one page share it, and the last one takes it home") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  Pages pages(3);
+  auto first = manager.add(at(pages.p) + page + 64, 64, writable_access), second = manager.add(at(pages.p) + page + 256, 64, writable_access),
+       third = manager.add(at(pages.p) + page - 8, 16, writable_access);
+  REQUIRE((first && second && third));
+  CHECK((in_window(*first) && in_window(*second) && in_window(*third)));
+  CHECK(manager.statistics().resident_bytes == 2 * page);
+  View view(manager, pages.p, 3 * page);
+  view[page + 64] = 5, view[page + 256] = 6, view[page] = 7;
+  manager.remove(std::move(*first));
+  CHECK(pages.p[page + 64] == 5);
+  view[page + 257] = 8;
+  manager.remove(std::move(*third));
+  CHECK(manager.statistics().resident_bytes == page);
+  manager.remove(std::move(*second));
+  CHECK(manager.statistics().resident_bytes == 0);
+  for (const auto& [offset, value] : {std::pair{64, 5}, {256, 6}, {0, 7}, {257, 8}, {65, 0}}) CHECK(pages.p[page + static_cast<unsigned>(offset)] == value);
+}
+
+namespace {
+thread_local char of_this_thread[32];
+}
+
+TEST_CASE("Pages that the C library needs at any moment do not move for a part of them") {
+  Service service;
+  MemoryManager manager(service.backings());
+  const auto stays = [&](const void* address) {
+    auto r = manager.add(at(address), 32, writable_access);
+    REQUIRE(r.has_value());
+    CHECK(r->extents[0].backing == backing_process);
+    manager.remove(std::move(*r));
+  };
+  stays(of_this_thread);
+  unsigned char* const p = map_anonymous(4 << 20);
+  const std::uint64_t head_of_an_arena = (at(p) + (2 << 20)) & ~std::uint64_t{(2 << 20) - 1};
+  stays(reinterpret_cast<void*>(head_of_an_arena + 1024));
+  ::munmap(p, 4 << 20);
 }
 
 TEST_CASE("Bad ranges are refused with the errno of ibv_reg_mr") {
@@ -204,14 +259,14 @@ TEST_CASE("Overlapping registrations in any order keep every byte, seen from bot
     std::mt19937 random(seed);
     Service service;
     MemoryManager manager(service.backings());
-    unsigned char* p = map_anonymous(pages * page);
+    Pages mapped(pages);
+    unsigned char* const p = mapped.p;
     View view(manager, p, pages * page);
     std::vector<unsigned char> model(pages * page);
     std::vector<Registration> live;
     std::vector<int> held(pages);
     const auto count = [&](const Registration& r, int change) {
-      for (std::uint64_t i = (r.address - at(p) + page - 1) / page; (i + 1) * page <= r.address + r.bytes - at(p); ++i)
-        held[i] += change;
+      for (std::uint64_t i = (r.address - at(p)) / page; i * page < r.address + r.bytes - at(p); ++i) held[i] += change;
     };
     for (int step = 0; step < 150; ++step) {
       if (live.size() < 8 && random() % 2 == 0) {
@@ -246,7 +301,6 @@ TEST_CASE("Overlapping registrations in any order keep every byte, seen from bot
     for (auto& r : live) manager.remove(std::move(r));
     CHECK(std::memcmp(p, model.data(), model.size()) == 0);
     CHECK(manager.statistics().resident_bytes == 0);
-    ::munmap(p, pages * page);
   }
 }
 

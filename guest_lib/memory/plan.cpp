@@ -1,5 +1,7 @@
 #include "guest_lib/memory/plan.hpp"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -19,9 +21,25 @@ void append(Plan& plan, Piece::Kind kind, Range range, const Vma& vma) {
   plan.push_back({kind, range, vma.protection(), vma, 0, 0});
 }
 
-void append_movable(Plan& plan, Range part, Range registration, const Vma& vma) {
-  const Range whole{page_ceiling(registration.begin), page_floor(registration.end)};
-  const Range pages = part.clipped_to(whole);
+// Not what the C library uses without knowing that it is away for a moment, in another thread or in a fork's child before any handler:
+// a thread's control block, with the thread-local data below it, and the head of an allocator's arena.
+bool may_move_with_neighbours(std::uint64_t page) {
+  constexpr std::uint64_t arena_alignment = 2 << 20;  // of glibc 64 MiB, or four huge pages
+  const auto control_block = reinterpret_cast<std::uint64_t>(::pthread_self());
+  const Range control{page_floor(control_block) - page_bytes(), page_floor(control_block) + 2 * page_bytes()};
+  return page % arena_alignment != 0 && !control.overlaps({page, page + page_bytes()});
+}
+
+Range movable_pages(Range registration, PartialPages partial) {
+  const auto stays = [partial](std::uint64_t page) { return partial == PartialPages::stay || !may_move_with_neighbours(page); };
+  Range pages{page_floor(registration.begin), page_ceiling(registration.end)};
+  if (pages.begin != registration.begin && stays(pages.begin)) pages.begin += page_bytes();
+  if (pages.end != registration.end && !pages.empty() && stays(pages.end - page_bytes())) pages.end -= page_bytes();
+  return pages;
+}
+
+void append_movable(Plan& plan, Range part, Range movable, const Vma& vma) {
+  const Range pages = Range{page_floor(part.begin), page_ceiling(part.end)}.clipped_to(movable);
   if (pages.empty()) return append(plan, Piece::Kind::process, part, vma);
   append(plan, Piece::Kind::process, {part.begin, pages.begin}, vma);
   append(plan, Piece::Kind::movable, pages, vma);
@@ -30,7 +48,7 @@ void append_movable(Plan& plan, Range part, Range registration, const Vma& vma) 
 
 }  // namespace
 
-Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr::memory_resource* resource) {
+Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Window& window, std::pmr::memory_resource* resource) {
   Plan plan(resource);
   auto reader = VmaReader::open();
   if (!reader) {
@@ -38,6 +56,7 @@ Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr:
     append(plan, Piece::Kind::process, range, Vma{});
     return Result<Plan>(std::move(plan));
   }
+  const Range movable = movable_pages(range, partial);
   for (std::uint64_t at = range.begin; at < range.end;) {
     const auto vma = reader->at_or_after(at);
     if (!vma || vma->range.begin > at) return Errno{EFAULT};
@@ -46,7 +65,7 @@ Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr:
     if (window.holds_in_place(*vma))
       append(plan, Piece::Kind::window, part, *vma);
     else if (may_move(*vma))
-      append_movable(plan, part, range, *vma);
+      append_movable(plan, part, movable, *vma);
     else if (vma->shared && vma->file.inode != 0 && !window.holds(*vma))
       append(plan, Piece::Kind::file, part, *vma);
     else
@@ -57,10 +76,10 @@ Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr:
 }
 
 void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks) {
-  // This thread may run on memory that is nobody's stack officially (a coroutine's): around its stack pointer nothing
-  // moves.
+  // This thread may run on memory that is nobody's stack officially (a coroutine's): around its stack pointer, and where our callers'
+  // frames are above it, nothing moves.
   const std::uint64_t here = reinterpret_cast<std::uint64_t>(__builtin_frame_address(0));
-  const Range active{here - (256 << 10), here + 4096};
+  const Range active{here - (256 << 10), here + (64 << 10)};
   for (std::size_t i = 0; i < plan.size(); ++i) {
     if (plan[i].kind != Piece::Kind::movable) continue;
     if (plan[i].range.overlaps(active)) plan[i].kind = Piece::Kind::process;

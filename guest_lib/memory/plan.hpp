@@ -16,7 +16,7 @@ namespace vrdma::memory {
 struct Piece {
   enum class Kind { process, movable, window, file };
   Kind kind = Kind::process;
-  Range range;  // exact; movable: whole pages inside the registration and the mapping
+  Range range;  // exact; movable: whole pages of the mapping, of which the first and the last may be registered in part
   int protection = 0;
   Vma vma;                    // as found; kind file: which file, and where in it
   std::uint32_t backing = 0;  // kind file, once announced; kind window of lent memory
@@ -26,9 +26,12 @@ struct Piece {
 };
 using Plan = std::pmr::vector<Piece>;
 
+// Whether a page that a registration has a part of may move with what else lies in it.
+enum class PartialPages { stay, move };
+
 // The pieces of `range`, ascending, without gaps. EFAULT where part of it is not mapped, not readable, or not writable
 // though `writes`.
-Result<Plan> make_plan(Range range, bool writes, const Window& window, std::pmr::memory_resource* resource);
+Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Window& window, std::pmr::memory_resource* resource);
 
 // Turns the movable pieces, or parts of them, that lie in a thread's stack into process pieces.
 void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks);

@@ -29,6 +29,19 @@ inline unsigned char* map_anonymous(std::uint64_t bytes, void* where = nullptr) 
   return static_cast<unsigned char*>(p);
 }
 
+// Zero pages, none of which could be the head of an arena.
+struct Pages {
+  explicit Pages(std::uint64_t count) : bytes(count * page + alignment), mapped(map_anonymous(bytes)) {
+    REQUIRE(count * page < alignment);
+    p = reinterpret_cast<unsigned char*>(((at(mapped) + alignment - 1) & ~(alignment - 1)) + page);
+  }
+  Pages(const Pages&) = delete;
+  ~Pages() { ::munmap(mapped, bytes); }
+  static constexpr std::uint64_t alignment = 2 << 20;
+  std::uint64_t bytes;
+  unsigned char *mapped, *p;
+};
+
 struct Service {
   std::uint32_t announced = 0, withdrawn = 0;
   bool accept = true;

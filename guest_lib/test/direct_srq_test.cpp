@@ -113,6 +113,45 @@ TEST_CASE("messages into a shared receive queue need no service") {
   }
 }
 
+// The engine needs no receive buffer for one, so that it could take the request before it finds that the buffer is out of the poster's reach.
+TEST_CASE("a WRITE with immediate leaves a shared queue's request whose buffer is not mapped to the service, and none is lost") {
+  Service service;
+  service.start(with_direct);
+  Shared shared(1);
+  if (!shared.become_direct(0)) return;
+  void* const unmapped = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // executable: not moved
+  REQUIRE(unmapped != MAP_FAILED);
+  ibv_mr* const mr = ibv_reg_mr(shared.device.pd, unmapped, 4096, IBV_ACCESS_LOCAL_WRITE);
+  REQUIRE(mr != nullptr);
+  constexpr std::uint64_t messages = 16;
+  for (std::uint64_t number = 0; number < messages; ++number) {
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(unmapped), 64, mr->lkey};
+    ibv_recv_wr wr{number, nullptr, &sge, 1}, *bad = nullptr;
+    REQUIRE(ibv_post_srq_recv(shared.srq.get(), &wr, &bad) == 0);
+  }
+  const Shared::Connection& connection = shared.connections.front();
+  for (std::uint64_t number = 0; number < messages; ++number) {
+    ibv_sge sges[2] = {shared.near.sge(0, 8), shared.near.sge(64, 8)};  // two: by the engine
+    ibv_send_wr wr{}, *bad = nullptr;
+    wr.wr_id = number;
+    wr.sg_list = sges;
+    wr.num_sge = 2;
+    wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    wr.imm_data = static_cast<std::uint32_t>(number);
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.wr.rdma.remote_addr = shared.far.address(8192);
+    wr.wr.rdma.rkey = shared.far.mr->rkey;
+    REQUIRE(ibv_post_send(connection.sender.get(), &wr, &bad) == 0);
+    const auto received = collect(shared.received.get(), 1).front(), sent = collect(connection.cq.get(), 1).front();
+    CHECK(received.status == IBV_WC_SUCCESS);
+    CHECK(received.wr_id == number);
+    CHECK(received.imm_data == number);
+    CHECK(sent.status == IBV_WC_SUCCESS);
+  }
+  CHECK(ibv_dereg_mr(mr) == 0);
+  ::munmap(unmapped, 4096);
+}
+
 // Four threads and the service take from one queue, which runs empty now and then.
 TEST_CASE("each receive request of a shared queue is used once, whoever takes it, and each message arrives in its order") {
   Service service;

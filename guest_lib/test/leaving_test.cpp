@@ -20,7 +20,8 @@ class LatePage {
   static constexpr std::size_t bytes = 4096;
 
   LatePage() : fd_(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK))) {
-    memory_ = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    // Executable: it stays where it is and is reached through the process.
+    memory_ = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     REQUIRE(memory_ != MAP_FAILED);
     *static_cast<char*>(memory_) = 1;  // registering it looks at it
     uffdio_api api{UFFD_API, 0, 0};
@@ -65,8 +66,7 @@ void while_written_to(Leave leave) {
   QpPtr requester = make_qp(device, cq.get()), responder = make_qp(device, cq.get());
   connect(requester.get(), responder->qp_num);
   connect(responder.get(), requester->qp_num);
-  // Part of a page: it stays where it is and is reached through the process.
-  ibv_mr* mr = ibv_reg_mr(device.pd, page.memory(), page.bytes / 2, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  ibv_mr* mr = ibv_reg_mr(device.pd, page.memory(), page.bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
   REQUIRE(mr != nullptr);
   page.withdraw();
   REQUIRE(post_write(requester.get(), device.sge(), page.address(), mr->rkey) == 0);

@@ -1,0 +1,196 @@
+// Pages that move with a small registered buffer and hold what is not registered: the heap around it.
+#include <malloc.h>
+#include <signal.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <random>
+#include <thread>
+
+#include "guest_lib/memory/test_support.hpp"
+
+using namespace vrdma;
+using namespace vrdma::memory;
+using namespace vrdma::memory::test;
+
+namespace {
+
+// A block of the heap that knows what it should contain, and may be registered in part.
+class Block {
+ public:
+  Block(std::size_t bytes, std::uint64_t seed) : bytes_(bytes), seed_(seed), memory_(static_cast<unsigned char*>(std::malloc(bytes))) {
+    for (std::size_t i = 0; i < bytes_; ++i) memory_[i] = expected(i);
+  }
+  Block(const Block&) = delete;
+  ~Block() { std::free(memory_); }
+
+  bool intact() const {
+    for (std::size_t i = 0; i < bytes_; ++i)
+      if (memory_[i] != expected(i)) return false;
+    return true;
+  }
+  // By its owner, or from outside where it is registered and mapped.
+  void rewrite(std::uint64_t seed, MemoryManager& manager) {
+    seed_ = seed;
+    std::size_t from = 0, to = 0;
+    if (registration && in_window(*registration)) from = registration->address - at(memory_), to = from + registration->bytes;
+    for (std::size_t i = 0; i < bytes_; ++i)
+      if (i < from || i >= to) memory_[i] = expected(i);
+    if (from == to) return;
+    const std::uint64_t begin = page_floor(registration->address);
+    View view(manager, reinterpret_cast<void*>(begin), page_ceiling(registration->address + registration->bytes) - begin);
+    for (std::size_t i = from; i < to; ++i) view[at(memory_) + i - begin] = expected(i);
+  }
+  void add(MemoryManager& manager, std::mt19937& random) {
+    const std::size_t from = random() % bytes_, length = 1 + random() % (bytes_ - from);
+    auto added = manager.add(at(memory_) + from, length, writable_access);
+    REQUIRE(added.has_value());
+    registration = std::move(*added);
+  }
+  void remove(MemoryManager& manager) {
+    manager.remove(std::move(*registration));
+    registration.reset();
+  }
+  void grow(std::size_t bytes) {
+    memory_ = static_cast<unsigned char*>(std::realloc(memory_, bytes));
+    bytes_ = bytes;
+    for (std::size_t i = 0; i < bytes_; ++i) memory_[i] = expected(i);
+  }
+
+  std::optional<Registration> registration;
+
+ private:
+  unsigned char expected(std::size_t i) const { return static_cast<unsigned char>((i + seed_) * 0x9e3779b97f4a7c15u >> 56); }
+
+  std::size_t bytes_;
+  std::uint64_t seed_;
+  unsigned char* memory_;
+};
+
+std::size_t some_size(std::mt19937& random) {
+  const auto kind = random() % 16;
+  return kind == 0 ? 100'000 + random() % 200'000 : kind < 4 ? 1 + random() % 20'000 : 1 + random() % 600;
+}
+
+// What a program does with its heap while parts of it are registered. `forks`: now and then a child looks at it all and uses it.
+void use_heap(MemoryManager& manager, unsigned seed, int steps, bool forks) {
+  std::mt19937 random(seed);
+  std::vector<std::unique_ptr<Block>> blocks;
+  const auto all_intact = [&] {
+    for (const auto& block : blocks)
+      if (!block->intact()) return false;
+    return true;
+  };
+  for (int step = 0; step < steps; ++step) {
+    const auto what = random() % 100;
+    if (blocks.size() < 8 || what < 25) {
+      blocks.push_back(std::make_unique<Block>(some_size(random), random()));
+      continue;
+    }
+    auto& block = blocks[random() % blocks.size()];
+    if (what < 40) {
+      if (!block->registration) block->add(manager, random);
+    } else if (what < 55) {
+      if (block->registration) block->remove(manager);
+    } else if (what < 75) {
+      block->rewrite(random(), manager);
+    } else if (what < 80) {
+      if (!block->registration) block->grow(some_size(random));
+    } else if (what < 96) {
+      if (block->registration) block->remove(manager);
+      std::swap(block, blocks.back());
+      blocks.pop_back();
+    } else if (what < 98) {
+      ::malloc_trim(0);
+    } else if (forks) {
+      CHECK(in_child([&] {
+              if (!all_intact()) return 1;
+              // It uses the heap, too, as its own; what was registered is so no more.
+              for (const auto& block_of_parent : blocks) block_of_parent->registration.reset();
+              for (int i = 0; i < 200; ++i) blocks.push_back(std::make_unique<Block>(some_size(random), random()));
+              for (const auto& mine : blocks) mine->rewrite(random(), manager);
+              if (!all_intact()) return 2;
+              blocks.resize(blocks.size() / 2);
+              return all_intact() ? 0 : 3;
+            }) == 0);
+    }
+    if (step % 16 == 0) REQUIRE(all_intact());
+  }
+  REQUIRE(all_intact());
+  for (const auto& block : blocks)
+    if (block->registration) block->remove(manager);
+  REQUIRE(all_intact());
+}
+
+}  // namespace
+
+TEST_CASE("A heap of which parts are registered works as ever, in children as well") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  for (unsigned seed = 1; seed <= 8; ++seed) {
+    CAPTURE(seed);
+    Service service;
+    MemoryManager manager(service.backings());
+    use_heap(manager, seed, 1500, thread_count() == 1);
+    CHECK(manager.statistics().moved_in_bytes > 0);
+    CHECK(manager.statistics().resident_bytes == manager.statistics().stranded_bytes);
+  }
+}
+
+TEST_CASE("A heap of which parts are registered works while other threads use it") {
+  REQUIRE_OR_SKIP(can_move_with_threads(), "no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < 2; ++i)
+    threads.emplace_back([&, i] {
+      std::mt19937 random(i);
+      std::vector<std::unique_ptr<Block>> blocks;
+      while (!stop) {
+        blocks.push_back(std::make_unique<Block>(some_size(random), random()));
+        CHECK(blocks[random() % blocks.size()]->intact());
+        if (blocks.size() < 100) continue;
+        std::shuffle(blocks.begin(), blocks.end(), random);
+        blocks.resize(50);
+      }
+    });
+  use_heap(manager, 99, 1500, false);
+  stop = true;
+  for (auto& thread : threads) thread.join();
+  CHECK(manager.statistics().moved_in_bytes > 0);
+}
+
+TEST_CASE("A child of a program with threads can use the FILE that lies beside registered memory") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  FILE* const file = std::fopen("/dev/null", "w");
+  REQUIRE(file != nullptr);
+  auto beside = manager.add(at(file), 8, 0);
+  REQUIRE(beside.has_value());
+  std::atomic<bool> stop{false};
+  std::thread other([&] { stop.wait(false); });  // so that the C library unlocks every FILE in the child
+  if (at(file) % (2 << 20) >= page) CHECK(in_window(*beside));
+  for (int i = 0; i < 3; ++i)
+    CHECK(in_child([&] { return std::fputs("of the child", file) >= 0 && std::fflush(file) == 0 && manager.statistics().resident_bytes == 0 ? 0 : 1; }) == 0);
+  // Only a fork that asks for it inherits: not one that no handler hears of.
+  const long child = ::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+  if (child == 0) {
+    ::signal(SIGSEGV, SIG_DFL);
+    ::_exit(*reinterpret_cast<volatile unsigned char*>(file) == 0);
+  }
+  int status = 0;
+  ::waitpid(static_cast<pid_t>(child), &status, 0);
+  CHECK(WIFSIGNALED(status));
+  CHECK(std::fputs("of the parent", file) >= 0);
+  stop = true;
+  stop.notify_all();
+  other.join();
+  manager.remove(std::move(*beside));
+  CHECK(std::fclose(file) == 0);
+}
