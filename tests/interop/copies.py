@@ -87,7 +87,7 @@ class World:
         return folder
 
     def side(self, number):
-        env = self.service.environment()
+        env = {**self.service.environment(), "VRDMA_PARTIAL_PAGES": "stay"}  # what is left to be copied is small
         if self.programs:
             env["PATH"] = f"{self.programs.path}:{env['PATH']}"
         return CopiedSide(self.build, uid=self.way.uids[number], env=env, limited=self.way.limited)

@@ -1,4 +1,5 @@
-"""Registers a MiB of whole pages and one byte, says so, and holds them until its input ends: register.py [--threads N]
+"""Registers a MiB of pages and a byte of memory that never moves (as it is executable), says so, and holds them until its input
+ends: register.py [--threads N]
 
 By libibverbs' own functions; for `vrdma show mrs` to tell by which way the service reaches each.
 """
@@ -31,9 +32,10 @@ def main():
     pd = must("ibv_alloc_pd", verbs.ibv_alloc_pd(context))
     pages = mmap.mmap(-1, PAGES_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages[:] = bytes(PAGES_BYTES)
-    byte = ctypes.create_string_buffer(1)
-    for memory, size in ((ctypes.addressof(ctypes.c_char.from_buffer(pages)), PAGES_BYTES), (ctypes.addressof(byte), 1)):
-        must(f"ibv_reg_mr of {size} bytes", verbs.ibv_reg_mr(pd, memory, size, LOCAL_WRITE))
+    unmoved = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    for memory, size in ((pages, PAGES_BYTES), (unmoved, 1)):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        must(f"ibv_reg_mr of {size} bytes", verbs.ibv_reg_mr(pd, address, size, LOCAL_WRITE))
     print("registered", flush=True)
     sys.stdin.read()
     done.set()

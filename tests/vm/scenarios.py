@@ -26,7 +26,8 @@ import support  # noqa: E402
 from harness import Build, Failure, Service, Side, Tally, TempFolder, as_user, clean_up, clean_up_on_signals, let_go, run, wait_until  # noqa: E402
 
 # What of the build folder a machine needs.
-UNITS = ("guest_memory_hazards_test", "guest_memory_manager_test", "guest_memory_threads_test", "guest_service_test")
+UNITS = ("guest_memory_hazards_test", "guest_memory_manager_test", "guest_memory_partial_pages_test", "guest_memory_threads_test",
+         "guest_copying_test", "guest_service_test")
 BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "lib/libvrdma.so", "tests/crash/crash_client", *(f"tests/{name}" for name in UNITS))
 
 SLOW_UNITS = "no event comes for*"  # thousands of changes of thread, of which the kernel decides nothing but the time
@@ -40,8 +41,8 @@ DEFAULTS = {YAMA: "0", UNPRIVILEGED_UFFD: "0", HUGE_PAGES: "16"}  # Debian's, bu
 
 @dataclass(frozen=True)
 class World:
-    """Who runs what, and the ways that memory is expected to be reached: of whole pages in a program of one thread and in one
-    of two, and of a single byte."""
+    """Who runs what, and the ways that memory is expected to be reached: of pages in a program of one thread and in one of two, and
+    of a byte that cannot be moved."""
     name: str
     pages: str
     threaded: str

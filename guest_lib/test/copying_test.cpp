@@ -5,6 +5,8 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
+#include <cstdlib>
+
 #include "guest_lib/test/service_fixture.hpp"
 
 using namespace vrdma::test;
@@ -27,6 +29,9 @@ int copying_threads() {
   ::closedir(tasks);
   return count;
 }
+
+// Before the library looks. Memory of less than a page is then what the service cannot map, wherever it is.
+const int keeps_partial_pages = ::setenv("VRDMA_PARTIAL_PAGES", "stay", 1);
 
 // Low, where the kernel puts nothing by itself: what a test unmaps stays unmapped, also while threads start and libraries allocate.
 struct Page {
