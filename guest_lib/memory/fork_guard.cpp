@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "guest_lib/memory/raw_map.hpp"
+
 namespace vrdma::memory {
 namespace {
 
@@ -113,14 +115,13 @@ void ForkGuard::discard() {
 void ForkGuard::install() {
   for (std::size_t i = 0; i < piece_count_; ++i) {
     const Piece& piece = pieces_[i];
-    void* address = reinterpret_cast<void*>(piece.range.begin);
     if (copies_ == nullptr || ::syscall(SYS_mremap, copies_ + piece.copy_offset, piece.range.bytes(),
-                                        piece.range.bytes(), MREMAP_MAYMOVE | MREMAP_FIXED, address) == -1) {
-      ::mmap(address, piece.range.bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+                                        piece.range.bytes(), MREMAP_MAYMOVE | MREMAP_FIXED, piece.range.begin) == -1) {
+      raw_mmap(piece.range.begin, piece.range.bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
       continue;
     }
     if (piece.protection != (PROT_READ | PROT_WRITE))
-      ::mprotect(address, piece.range.bytes(), static_cast<int>(piece.protection));
+      raw_mprotect(piece.range.begin, piece.range.bytes(), static_cast<int>(piece.protection));
   }
   copies_ = nullptr;  // every piece of it has moved away
   discard();

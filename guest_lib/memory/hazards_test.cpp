@@ -303,3 +303,62 @@ TEST_CASE("A file size limit keeps memory with the process and raises no signal"
           return r && r->extents[0].backing == backing_process ? 0 : 1;
         }) == 0);
 }
+
+// Sanitizers hook them themselves.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+
+namespace {
+
+Range watched;
+std::atomic<int> changes_seen{0};
+
+void look(const void* address, std::size_t bytes) {
+  if (watched.overlaps({at(address), at(address) + bytes})) ++changes_seen;
+}
+
+}  // namespace
+
+// As UCX's registration cache hooks them in every program that it is in.
+extern "C" void* mmap(void* address, std::size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
+  look(address, bytes);
+  return reinterpret_cast<void*>(::syscall(SYS_mmap, address, bytes, protection, flags, fd, offset));
+}
+extern "C" int munmap(void* address, std::size_t bytes) noexcept {
+  look(address, bytes);
+  return static_cast<int>(::syscall(SYS_munmap, address, bytes));
+}
+extern "C" int mprotect(void* address, std::size_t bytes, int protection) noexcept {
+  look(address, bytes);
+  return static_cast<int>(::syscall(SYS_mprotect, address, bytes, protection));
+}
+
+TEST_CASE("Who watches what is mapped and unmapped does not see registered memory change") {
+  Service service;
+  MemoryManager manager(service.backings());
+  constexpr std::uint64_t most = 40 << 20;  // more than is kept aside
+  unsigned char* const p = map_anonymous(most);
+  std::atomic<bool> stop{false};
+  std::thread other;
+  SUBCASE("alone") {}
+  SUBCASE("beside a thread") {
+    REQUIRE_OR_SKIP(can_move_with_threads(), "no userfaultfd");
+    other = std::thread([&] { stop.wait(false); });
+  }
+  watched = {at(p), at(p) + most};
+  for (const std::uint64_t bytes : {std::uint64_t{64}, 3 * page, std::uint64_t{300'000}, most - 16})
+    for (int i = 0; i < 3; ++i) {
+      auto r = manager.add(at(p) + 16, bytes, writable_access);
+      REQUIRE(r.has_value());
+      if (at(p) % (2 << 20) != 0) CHECK(in_window(*r));
+      CHECK(in_child([] { return 0; }) == 0);
+      manager.remove(std::move(*r));
+    }
+  CHECK(changes_seen == 0);
+  watched = {};
+  stop = true;
+  stop.notify_all();
+  if (other.joinable()) other.join();
+  ::munmap(p, most);
+}
+
+#endif

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "guest_lib/memory/raw_copy.hpp"
+#include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -16,9 +17,6 @@ constexpr int read_write = PROT_READ | PROT_WRITE;
 constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
 constexpr int populate_write = 23;
 constexpr int dont_unmap = 4;      // MREMAP_DONTUNMAP, Linux 5.7; of shared memory 5.13
-
-// Raw system calls: the library's own mremap and munmap look for registered memory.
-void unmap_raw(std::uint64_t address, std::uint64_t bytes) { ::syscall(SYS_munmap, address, bytes); }
 
 // Takes the pages of a mapping to where the kernel finds room; the mapping stays, empty, so that nobody else's comes to lie there.
 std::uint64_t put_aside(Range range) {
@@ -32,7 +30,7 @@ bool put_in_place(std::uint64_t aside, Range range) {
 
 bool map_private(Range range) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE;
-  return ::mmap(reinterpret_cast<void*>(range.begin), range.bytes(), read_write, flags, -1, 0) != MAP_FAILED;
+  return raw_mmap(range.begin, range.bytes(), read_write, flags, -1, 0) != MAP_FAILED;
 }
 
 // Pages that were given back to the system since, or are guarded, might not be had: to be learned here, and not by a signal.
@@ -68,7 +66,7 @@ bool KeptPages::replace_by_window(Range range, std::uint64_t aside, std::uint64_
   if (!put_in_place(private_pages, range)) {
     // The window has a copy, but so that the caller can count on nothing having happened:
     if (map_private(range)) raw_copy(range.begin, private_pages, range.bytes());
-    unmap_raw(private_pages, range.bytes());
+    raw_munmap(private_pages, range.bytes());
   }
   return false;
 }
@@ -83,12 +81,12 @@ bool KeptPages::move_out(Range range) {
   std::uint64_t private_pages = 0;
   if (Kept* const kept = find(range, true)) private_pages = std::exchange(kept->aside, 0);
   unmap(range);
-  if (private_pages != 0 && !allows(private_pages, populate_write)) unmap_raw(std::exchange(private_pages, 0), range.bytes());
+  if (private_pages != 0 && !allows(private_pages, populate_write)) raw_munmap(std::exchange(private_pages, 0), range.bytes());
   if (private_pages != 0) raw_copy(private_pages, range.begin, range.bytes());
   const std::uint64_t aside = put_aside(range);
   bool moved = aside != 0 && private_pages != 0 && put_in_place(private_pages, range);
   if (!moved) {
-    if (private_pages != 0) unmap_raw(private_pages, range.bytes());
+    if (private_pages != 0) raw_munmap(private_pages, range.bytes());
     if (aside == 0) return false;
     moved = map_private(range);
     if (moved) raw_copy(range.begin, aside, range.bytes());
@@ -96,7 +94,7 @@ bool KeptPages::move_out(Range range) {
   if (!moved) {
     // The commit limit is checked late. The contents are still in the window.
     (void)window_.map(range, read_write);
-    unmap_raw(aside, range.bytes());
+    raw_munmap(aside, range.bytes());
     return false;
   }
   // The application may have taken back meanwhile what it had said of forks.
@@ -152,7 +150,7 @@ KeptPages::Kept* KeptPages::find(Range range, bool registered) {
 }
 
 void KeptPages::let_go(Kept& kept) {
-  if (kept.aside != 0 && is_there(kept)) unmap_raw(kept.aside, kept.range.bytes());
+  if (kept.aside != 0 && is_there(kept)) raw_munmap(kept.aside, kept.range.bytes());
   kept.aside = 0;
 }
 

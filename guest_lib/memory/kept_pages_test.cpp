@@ -65,6 +65,25 @@ Registration registered(MemoryManager& manager, const void* p, std::uint64_t len
 
 }  // namespace
 
+TEST_CASE("Memory that begins and ends inside pages waits aside like any other") {
+  REQUIRE_OR_SKIP(pages_can_wait_aside(), "a second thread, or a kernel before 5.14");
+  Service service;
+  MemoryManager manager(service.backings());
+  Pages pages(bytes / page + 1);
+  for (unsigned i = 0; i < 4; ++i) {
+    fill(pages.p + 16, i);
+    pages.p[15] = pages.p[16 + bytes] = static_cast<unsigned char>(i);
+    auto registration = registered(manager, pages.p + 16);
+    CHECK(in_window(registration));
+    CHECK(mappings_of(manager, pages.p).front().begin == at(pages.p));
+    manager.remove(std::move(registration));
+    REQUIRE(mappings_of(manager, pages.p).size() == 1);
+    CHECK(mappings_of(manager, pages.p).front().begin != at(pages.p));
+    CHECK(holds(pages.p + 16, i));
+    CHECK((pages.p[15] == i && pages.p[16 + bytes] == i));
+  }
+}
+
 TEST_CASE("Memory that is registered again has its pages back, and both sides see the same bytes") {
   REQUIRE_OR_SKIP(pages_can_wait_aside(), "a second thread, or an old kernel");
   Service service;

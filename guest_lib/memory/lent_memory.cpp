@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "guest_lib/memory/raw_map.hpp"
+
 namespace vrdma::memory {
 namespace {
 
@@ -109,9 +111,7 @@ Status LentMemory::copy_to(void* to, Range range) const {
 Status LentMemory::map(Range range, int protection) const {
   if (!intact()) return Errno{EBADF};
   return for_each_part(range, [&](Range part, const LentPiece& piece, std::uint64_t within) -> Status {
-    if (::mmap(reinterpret_cast<void*>(part.begin), part.bytes(), protection, MAP_SHARED | MAP_FIXED, file_.get(),
-               static_cast<off_t>(piece.offset + within)) == MAP_FAILED)
-      return last_error();
+    if (raw_mmap(part.begin, part.bytes(), protection, MAP_SHARED | MAP_FIXED, file_.get(), piece.offset + within) == MAP_FAILED) return last_error();
     ::syscall(SYS_madvise, part.begin, part.bytes(), MADV_DONTFORK);
     return ok();
   });

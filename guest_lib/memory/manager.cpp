@@ -172,7 +172,10 @@ void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& file
       piece.kind = Piece::Kind::process;
   }
   move_pieces(plan, scratch);
-  for (Piece& piece : plan) piece.range = piece.range.clipped_to(range);
+  for (Piece& piece : plan) {
+    if (piece.kind == Piece::Kind::window && piece.range.begin < range.begin) window_.set_apart(piece.range.begin);
+    piece.range = piece.range.clipped_to(range);
+  }
   publish_bounds();
   hold(plan);
 }
@@ -288,6 +291,7 @@ void MemoryManager::remove(Registration&& registration) {
 }
 
 void MemoryManager::give_back(Range range) {
+  if (!window_.lent()) window_.join(range);
   alignas(std::max_align_t) char buffer[2048];
   std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
   std::pmr::vector<Vma> mapped(&scratch);

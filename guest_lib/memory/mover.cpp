@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "guest_lib/memory/raw_map.hpp"
 #include "guest_lib/memory/write_freeze.hpp"
 
 namespace vrdma::memory {
@@ -40,9 +41,9 @@ bool move_chunk_in(const Window& window, Range chunk, int protection, OtherThrea
 // does.
 bool replace_alone(const Window& window, Range chunk, int protection) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE;
-  if (::mmap(pointer(chunk.begin), chunk.bytes(), PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED &&
+  if (raw_mmap(chunk.begin, chunk.bytes(), PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED &&
       window.copy_to(pointer(chunk.begin), chunk)) {
-    if (protection != (PROT_READ | PROT_WRITE)) ::mprotect(pointer(chunk.begin), chunk.bytes(), protection);
+    if (protection != (PROT_READ | PROT_WRITE)) raw_mprotect(chunk.begin, chunk.bytes(), protection);
     return true;
   }
   // The old mapping may be gone already (the commit limit is checked late); the contents are still in the window.
@@ -53,19 +54,20 @@ bool replace_alone(const Window& window, Range chunk, int protection) {
 // Not alone: the finished copy replaces the frozen mapping in one step.
 bool replace_frozen(const Window& window, Range chunk, int protection) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-  void* copy = ::mmap(nullptr, chunk.bytes(), PROT_READ | PROT_WRITE, flags, -1, 0);
+  void* const copy = raw_mmap(0, chunk.bytes(), PROT_READ | PROT_WRITE, flags, -1, 0);
   if (copy == MAP_FAILED) return false;
+  const auto address = reinterpret_cast<std::uint64_t>(copy);
   ::syscall(SYS_madvise, copy, chunk.bytes(), populate_write);  // before the freeze: writers wait only for the copy
   {
     auto frozen = WriteFreeze::freeze(chunk, WriteFreeze::Memory::window);
     if (frozen && window.copy_to(copy, chunk) &&
-        (protection == (PROT_READ | PROT_WRITE) || ::mprotect(copy, chunk.bytes(), protection) == 0) &&
+        (protection == (PROT_READ | PROT_WRITE) || raw_mprotect(address, chunk.bytes(), protection)) &&
         ::syscall(SYS_mremap, copy, chunk.bytes(), chunk.bytes(), MREMAP_MAYMOVE | MREMAP_FIXED, chunk.begin) != -1) {
       frozen->replaced();
       return true;
     }
   }
-  ::munmap(copy, chunk.bytes());
+  raw_munmap(address, chunk.bytes());
   return false;
 }
 

@@ -165,6 +165,40 @@ TEST_CASE("A heap of which parts are registered works while other threads use it
   CHECK(manager.statistics().moved_in_bytes > 0);
 }
 
+TEST_CASE("realloc of registered memory copies it: it shares nothing with what is registered behind it") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  constexpr std::size_t bytes = 200'000, more = 900'000;
+  std::vector<unsigned char*> blocks;
+  std::vector<Registration> registrations;
+  for (int i = 0; i < 6; ++i) {
+    blocks.push_back(static_cast<unsigned char*>(std::malloc(bytes)));
+    std::memset(blocks.back(), i, bytes);
+    auto r = manager.add(at(blocks.back()), bytes, writable_access);
+    REQUIRE(r.has_value());
+    registrations.push_back(std::move(*r));
+  }
+  for (int i = 0; i < 6; ++i) {
+    blocks[i] = static_cast<unsigned char*>(std::realloc(blocks[i], more));
+    for (std::size_t k = 0; k < bytes; ++k) REQUIRE(blocks[i][k] == i);
+    std::memset(blocks[i], 100 + i, more);
+  }
+  const auto intact = [&] {
+    for (int i = 0; i < 6; ++i)
+      for (std::size_t k = 0; k < more; ++k)
+        if (blocks[i][k] != 100 + i) return false;
+    return true;
+  };
+  CHECK(intact());
+  CHECK(in_child([&] { return intact() ? 0 : 1; }) == 0);
+  for (auto& registration : registrations) manager.remove(std::move(registration));
+  CHECK(intact());
+  CHECK(manager.statistics().resident_bytes == 0);
+  for (unsigned char* const block : blocks) std::free(block);
+}
+
+
 TEST_CASE("A child of a program with threads can use the FILE that lies beside registered memory") {
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;

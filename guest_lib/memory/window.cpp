@@ -8,6 +8,8 @@
 
 #include <utility>
 
+#include "guest_lib/memory/raw_map.hpp"
+
 namespace vrdma::memory {
 namespace {
 
@@ -16,16 +18,12 @@ constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
 constexpr int first_descriptor = 600;
 
-void* pointer(std::uint64_t address) {
-  return reinterpret_cast<void*>(address);
-}
-
 // Raw system calls: sanitizers would take the kernel's copy for an unsynchronised access, and interposed wrappers may
 // lock.
 template <long Number>
 Status transfer(int fd, std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes) {
   while (bytes > 0) {
-    const long moved = ::syscall(Number, fd, pointer(memory), bytes, static_cast<off_t>(offset));
+    const long moved = ::syscall(Number, fd, memory, bytes, static_cast<off_t>(offset));
     if (moved < 0 && errno == EINTR) continue;
     if (moved < 0) return last_error();
     if (moved == 0) return Errno{EIO};
@@ -108,13 +106,28 @@ Status Window::copy_to(void* to, Range range) const {
 Status Window::map(Range range, int protection) const {
   if (lent_ != nullptr) return lent_->map(range, protection);
   if (!intact()) return Errno{EBADF};
-  if (::mmap(pointer(range.begin), range.bytes(), protection, MAP_SHARED | MAP_FIXED, fd_.get(),
-             static_cast<off_t>(range.begin)) == MAP_FAILED)
-    return last_error();
+  if (raw_mmap(range.begin, range.bytes(), protection, MAP_SHARED | MAP_FIXED, fd_.get(), range.begin) == MAP_FAILED) return last_error();
   ::syscall(SYS_madvise, range.begin, range.bytes(), MADV_DONTFORK);
   // Reading maps 16 present pages per fault, writably; MAP_POPULATE would take one fault per page.
   ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read);
   return ok();
+}
+
+// By advice that means nothing to a memfd, but keeps mappings from being merged.
+void Window::set_apart(std::uint64_t page) const { ::syscall(SYS_madvise, page, page_bytes(), MADV_RANDOM); }
+
+void Window::join(Range range) const {
+  auto reader = VmaReader::open();
+  if (!reader) return;
+  const auto first = reader->at_or_after(range.begin);
+  if (!first || first->range.end >= range.end) return;
+  for (std::uint64_t at = range.begin; at < range.end;) {
+    const auto vma = reader->at_or_after(at);
+    if (!vma || vma->range.begin >= range.end) return;
+    const Range part = vma->range.clipped_to(range);
+    if (holds_in_place(*vma)) ::syscall(SYS_madvise, part.begin, part.bytes(), MADV_NORMAL);
+    at = part.end;
+  }
 }
 
 Status Window::punch(Range range) const {

@@ -55,6 +55,11 @@ class Window {
   // ForkGuard).
   Status map(Range range, int protection) const;
   Status punch(Range range) const;
+
+  // A mapping of its own for a page in place, until join(): the C library's realloc would take memory that is one mapping along by mremap,
+  // made longer by what the window holds of the memory behind. So it copies.
+  void set_apart(std::uint64_t page) const;
+  void join(Range range) const;  // what is in place of it
   void close();
 
  private:

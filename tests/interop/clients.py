@@ -1,9 +1,9 @@
-"""Clients that are no perftest: UCX and qperf."""
+"""Clients that are no perftest: UCX, qperf and Open MPI."""
 
 import re
 from dataclasses import replace
 
-from harness import Failure, free_port, need, run, run_pair
+from harness import Failure, Skip, TempFolder, free_port, need, run, run_pair
 
 # UCX finds a device only through the character device that stands for it.
 UCX_TESTS = (
@@ -64,3 +64,35 @@ def qperf(sides, test):
     if not figure or re.match(r"0(\.0*)? ", figure.group(2)):
         raise Failure(f"no figure:\n{pair.client}")
     return f"{figure.group(1)} {figure.group(2)}"
+
+
+# Each names the only way that ranks have to each other, so that nothing passes by the device unseen.
+_OVER_UCX = ("--mca", "pml", "ucx", "--mca", "osc", "ucx", "-x", "UCX_NET_DEVICES=vrdma0:1", "-x", "UCX_WARN_UNUSED_ENV_VARS=n")
+MPI_WAYS = {
+    "UCX rc_v": (*_OVER_UCX, "-x", "UCX_TLS=rc_v,self"),
+    "UCX ud_verbs": (*_OVER_UCX, "-x", "UCX_TLS=ud_verbs,self"),
+    "BTL openib": ("--mca", "pml", "ob1", "--mca", "btl", "openib,self", "--mca", "btl_openib_allow_ib", "1",
+                   "--mca", "btl_openib_warn_no_device_params_found", "0"),
+}
+MPI_BYTES = (8, 100_000, 1 << 20)  # by copies, and by buffers of the heap that are registered for it
+MPI_BAD_WORDS = re.compile(UCX_BAD_WORDS.pattern + "|does not match")
+_PYTHON = "/usr/bin/python3"  # Debian's, which python3-mpi4py is for
+
+
+def mpi_ring(side, way, size, ranks=3):
+    """Open MPI and mpi4py's own ring: rank 0 gets back what it sent, over all others, or complains."""
+    need("mpirun")
+    if run([_PYTHON, "-c", "import mpi4py"], 20)[0] != 0:
+        raise Skip("python3-mpi4py is not installed")
+    folder = TempFolder()
+    try:
+        env = dict(side.env, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", TMPDIR=str(folder.path))
+        loops = 20 if size > 65536 else 200
+        code, said = run(side.command(["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", "none", *MPI_WAYS[way], _PYTHON, "-m", "mpi4py.bench",
+                                       "ringtest", "-l", str(loops), "-s", "5", "-n", str(size)]), 90, env=env)
+    finally:
+        folder.remove()
+    figure = re.search(rf"time for {loops} loops = (\S+) seconds \({ranks} processes, {size} bytes\)", said)
+    if code != 0 or not figure or MPI_BAD_WORDS.search(said):
+        raise Failure(f"left with {code}:\n{said[-4000:]}")
+    return f"{float(figure.group(1)) / loops / ranks * 1e6:.1f} us from rank to rank"

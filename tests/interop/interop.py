@@ -11,6 +11,7 @@ Ends with "N passed, N failed, N skipped": 0, or 1 when a case failed, or 77 whe
 """
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -27,7 +28,7 @@ import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
 
 DIRECT = {"direct": "auto"}
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "pyverbs", "direct")
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "mpi", "pyverbs", "direct")
 
 
 class Runner:
@@ -161,6 +162,16 @@ class Runner:
         for test in clients.QPERF_TESTS:
             self.case(f"qperf {test}", lambda test=test: clients.qperf((self.side(), self.side()), test))
 
+    def mpi(self):
+        self._mpi("mediated")
+        with self._direct_service():
+            self._mpi("direct")
+
+    def _mpi(self, mode):
+        for way in clients.MPI_WAYS:
+            for size in clients.MPI_BYTES:
+                self.case(f"{mode}: Open MPI, {way}, {size} bytes", lambda way=way, size=size: clients.mpi_ring(self.side(), way, size))
+
     def pyverbs(self):
         for layer in ("ib", "ethernet"):
             self.case(f"{layer:8} rdma-core's own tests", lambda layer=layer: rdma_core_suite.run_suite(self.side(link_layer=layer), self.options.k))
@@ -168,22 +179,28 @@ class Runner:
 
     def direct(self):
         """What the posting thread moves itself. That it does, the service's counters say."""
-        if self.options.list:
-            served = None
-        else:
-            mediated, self.service = self.service, Service(self.build, config=DIRECT)
-            served = self.service
         cases = [pair for pair in few_cases() if pair[1].transport in ("rc", "uc", "RC", "srq")]
         cases += [(pingpong, pingpong.Case("rc", events=True)), (perftest, perftest.Case("send", "lat", events=True)), (perftest, perftest.Case("send", "bw", events=True, bidirectional=True)),
                   (pingpong, pingpong.Case("rc", new_send=True, validate=True)), (pingpong, pingpong.Case("srq", events=True)), (perftest, perftest.Case("send", "lat", srq=True)),
                   (perftest, perftest.Case("send", "bw", inline=64)), (perftest, perftest.Case("send", "lat", "UC")), (perftest, perftest.Case("write", "bw", "UC")), (perftest, perftest.Case("write", "bw", qps=16, post_list=20))]
-        for kind, case in cases:
-            self.case(f"direct: {case.name}", lambda kind=kind, case=case: self._direct_pair(kind, case))
-        if served:
-            self.service = mediated
+        with self._direct_service():
+            for kind, case in cases:
+                self.case(f"direct: {case.name}", lambda kind=kind, case=case: self._direct_pair(kind, case))
+
+    @contextlib.contextmanager
+    def _direct_service(self):
+        """A vrdmad with direct mode in place of the usual one."""
+        if self.options.list:
+            yield
+            return
+        mediated, self.service = self.service, Service(self.build, config=DIRECT)
+        try:
+            yield
+        finally:
+            served, self.service = self.service, mediated
             code, said = served.stop()
-            if code != 0:
-                self.case("the vrdmad of direct mode leaves cleanly", lambda: _raise(Failure(f"it left with {code}\n{said}")))
+        if code != 0:
+            self.case("the vrdmad of direct mode leaves cleanly", lambda: _raise(Failure(f"it left with {code}\n{said}")))
 
     def _direct_pair(self, kind, case):
         before = self.service.show()["counters"]["direct_links"]
