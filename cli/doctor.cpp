@@ -134,7 +134,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   else if (!result.pages_path.empty())
     findings.push_back({Level::note, "mapping", "registered pages are copied by a thread of the program: correct, and slower", ""});
   if (result.small_path == "guest-copy")
-    findings.push_back({Level::note, "copies", "slower: this service does not reach the memory of programs like this one; what cannot be mapped (stacks, files) "
+    findings.push_back({Level::note, "copies", "slower: this service does not reach the memory of programs like this one; what cannot be mapped (small buffers, stacks) "
                                                "is copied by a thread of the program",
                         "run vrdmad as root or by its systemd unit"});
 }

@@ -135,9 +135,9 @@ Finding check_ptrace() {
     return {Level::ok, "ptrace", scope ? "Yama's ptrace scope is 0: a service of the same user reaches programs' memory" :
                                  "no Yama: a service of the same user reaches programs' memory", ""};
   const std::string what = fmt::format("Yama's ptrace scope is {}{}", *scope, capable ? "; this process has CAP_SYS_PTRACE" : "");
-  if (*scope == "3") return {Level::note, "ptrace", what + ": no process may reach another's memory; slower: what is not mapped (stacks, files) is copied by a thread of the program",
+  if (*scope == "3") return {Level::note, "ptrace", what + ": no process may reach another's memory; slower: what is not mapped (small buffers, stacks) is copied by a thread of the program",
                               "it can only be changed at boot"};
-  return {Level::note, "ptrace", what + ": a service without CAP_SYS_PTRACE does not reach memory that is not mapped (stacks, files); slower: a thread of the program copies it",
+  return {Level::note, "ptrace", what + ": a service without CAP_SYS_PTRACE does not reach memory that is not mapped (small buffers, stacks); slower: a thread of the program copies it",
           "run vrdmad as root or by its systemd unit, or as root: sysctl kernel.yama.ptrace_scope=0"};
 }
 

@@ -49,15 +49,12 @@ Status Copier::start() {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  memory::CopyGate::change_threads(1);
   int failed = pthread_create(&thread_, &attributes, &main, this);
   if (failed == EINVAL) failed = pthread_create(&thread_, nullptr, &main, this);  // more thread-local data than that
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_attr_destroy(&attributes);
   running_ = failed == 0;
-  if (failed == 0) return ok();
-  memory::CopyGate::change_threads(-1);
-  return Errno{failed};
+  return failed == 0 ? ok() : Status(Errno{failed});
 }
 
 Copier::~Copier() {
@@ -67,7 +64,6 @@ Copier::~Copier() {
   std::atomic_ref(word()).fetch_add(1, std::memory_order_acq_rel);
   vmci::wake_word(&word());
   pthread_join(thread_, nullptr);
-  memory::CopyGate::change_threads(-1);
 }
 
 void Copier::abandon() {
@@ -78,7 +74,9 @@ void Copier::abandon() {
 
 void* Copier::main(void* self) {
   pthread_setname_np(pthread_self(), "vrdma-copy");
+  memory::CopyGate::change_threads(1);  // itself: it also ends by itself, and who does not count here counts as any other thread
   static_cast<Copier*>(self)->run();
+  memory::CopyGate::change_threads(-1);
   return nullptr;
 }
 

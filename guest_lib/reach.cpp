@@ -45,7 +45,8 @@ memory::MemoryManager& manager() {
   static auto* const made = [] {
     auto* const manager = new (room) memory::MemoryManager({announce, withdraw, service, lend});
     const char* const partial_pages = std::getenv("VRDMA_PARTIAL_PAGES");
-    if (partial_pages != nullptr && std::string_view(partial_pages) == "stay") manager->keep_partial_pages();
+    if (partial_pages != nullptr && std::string_view(partial_pages) == "stay") manager->set_partial_pages(memory::PartialPages::stay);
+    if (partial_pages != nullptr && std::string_view(partial_pages) == "move") manager->set_partial_pages(memory::PartialPages::move);
     return manager;
   }();
   return *made;

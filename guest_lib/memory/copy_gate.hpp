@@ -50,7 +50,7 @@ class CopyGate {
     bool locked_ = false;
   };
 
-  // How many threads pass here. Raised before such a thread starts, lowered when it has ended.
+  // How many threads pass here. Each counts itself, from its beginning to its end.
   static int threads() { return threads_.load(std::memory_order_relaxed); }
   static void change_threads(int change) { threads_.fetch_add(change, std::memory_order_relaxed); }
   // In a fork's child, where no such thread is and nobody will open what one had passed at the fork.

@@ -11,7 +11,8 @@
 namespace vrdma::memory {
 namespace {
 
-constexpr std::uint64_t small_bytes = 1 << 20;
+constexpr std::uint64_t small_bytes = 64 << 10;
+constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 void* map_private(std::size_t bytes) {
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -57,7 +58,8 @@ void ForkGuard::list_pieces(const Window& window, const PageCounts& resident) {
   }
 }
 
-void ForkGuard::copy(const Window& window, const PageCounts& resident) {
+void ForkGuard::copy(const Window& window, const PageCounts& resident, bool inherited) {
+  inherited_ = false;
   piece_count_ = 0;
   copied_bytes_ = 0;
   copies_ = nullptr;
@@ -65,6 +67,12 @@ void ForkGuard::copy(const Window& window, const PageCounts& resident) {
   list_pieces(window, resident);
   if (copied_bytes_ == 0) return;
   copies_ = static_cast<char*>(map_private(copied_bytes_));
+  if (copies_ == nullptr) return;
+  inherited_ = inherited;
+  if (inherited_) {  // before the copies, which are to be as of the fork
+    advise(window, MADV_DOFORK);
+    ::syscall(SYS_madvise, copies_, copied_bytes_, populate_write);
+  }
   // Small pieces last: what else is in their pages may be an allocator's, whose other variables are the child's as of the fork itself.
   for (const bool small : {false, true}) {
     for (std::size_t i = 0; i < piece_count_ && copies_ != nullptr; ++i) {
@@ -73,7 +81,6 @@ void ForkGuard::copy(const Window& window, const PageCounts& resident) {
       copies_ = nullptr;
     }
   }
-  if (copies_ != nullptr && !window.lent()) advise(window, MADV_DOFORK);
 }
 
 // What is still mapped of the pieces: meanwhile another thread may have put something of its own there.
@@ -92,7 +99,7 @@ void ForkGuard::advise(const Window& window, int advice) const {
 }
 
 void ForkGuard::end(const Window& window) {
-  if (copies_ != nullptr && !window.lent()) advise(window, MADV_DONTFORK);
+  if (inherited_) advise(window, MADV_DONTFORK);
   discard();
 }
 

@@ -2,10 +2,9 @@
 // fork.
 //
 // The copies are made in the parent before the fork, into memory that the child inherits, so that nobody waits for the
-// child and a write that happened before fork() is always in them. From the fork until it calls install(), which it does before anything
-// else of ours or the application's runs there, the child shares the window with its parent: the C library itself has written to
-// the heap by then (it unlocks every FILE). No other child inherits the window. Native verbs kernels copy pinned pages at fork just so.
-// Never calls malloc: it runs while the C library's and the allocator's own fork handlers hold their locks.
+// child and a write that happened before fork() is always in them. The child finds its addresses empty until it calls install(), unless
+// the C library itself may need them by then. Native verbs kernels copy pinned pages at fork just so. Never calls
+// malloc: it runs while the C library's and the allocator's own fork handlers hold their locks.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +23,8 @@ class ForkGuard {
 
   // Before the fork: copies what is mapped of `resident`. Without memory for it the child finds its pages inaccessible:
   // it crashes on touching them rather than reading anything else or writing to the parent.
-  void copy(const Window& window, const PageCounts& resident);
+  // inherited: the child shares these pages with its parent until install().
+  void copy(const Window& window, const PageCounts& resident, bool inherited);
   // Between copy() and the fork, by any thread: the child is to find zeroes in `range`, whole pages.
   void clear(Range range) const;
   // Afterwards, in the parent.
@@ -47,6 +47,7 @@ class ForkGuard {
   std::size_t piece_count_ = 0, piece_capacity_ = 0;
   char* copies_ = nullptr;  // mapped; null where there was no memory
   std::uint64_t copied_bytes_ = 0;
+  bool inherited_ = false;
 };
 
 }  // namespace vrdma::memory

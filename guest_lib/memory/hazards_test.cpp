@@ -335,6 +335,7 @@ extern "C" int mprotect(void* address, std::size_t bytes, int protection) noexce
 TEST_CASE("Who watches what is mapped and unmapped does not see registered memory change") {
   Service service;
   MemoryManager manager(service.backings());
+  manager.set_partial_pages(PartialPages::move);
   constexpr std::uint64_t most = 40 << 20;  // more than is kept aside
   unsigned char* const p = map_anonymous(most);
   std::atomic<bool> stop{false};

@@ -69,6 +69,7 @@ TEST_CASE("Memory that begins and ends inside pages waits aside like any other")
   REQUIRE_OR_SKIP(pages_can_wait_aside(), "a second thread, or a kernel before 5.14");
   Service service;
   MemoryManager manager(service.backings());
+  manager.set_partial_pages(PartialPages::move);
   Pages pages(bytes / page + 1);
   for (unsigned i = 0; i < 4; ++i) {
     fill(pages.p + 16, i);

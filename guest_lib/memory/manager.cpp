@@ -101,7 +101,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
     Plan plan(&scratch);
     const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
     const bool in_place = in_place_.load(std::memory_order_relaxed);
-    const auto partial_pages = keeps_partial_pages_.load(std::memory_order_relaxed) ? PartialPages::stay : PartialPages::move;
+    const PartialPages partial_pages = partial_pages_.load(std::memory_order_relaxed);
     const auto leave_alone = [in_place](Plan& found) {
       for (Piece& piece : found)
         if (in_place && piece.kind != Piece::Kind::window) piece.kind = Piece::Kind::process;
@@ -291,7 +291,8 @@ void MemoryManager::remove(Registration&& registration) {
 }
 
 void MemoryManager::give_back(Range range) {
-  if (!window_.lent()) window_.join(range);
+  const OtherThreads others = other_threads();
+  if (!window_.lent() && others == OtherThreads::none) window_.join(range);  // it can be kept aside as it was moved in
   alignas(std::max_align_t) char buffer[2048];
   std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &mapped_memory_);
   std::pmr::vector<Vma> mapped(&scratch);
@@ -326,7 +327,6 @@ void MemoryManager::give_back(Range range) {
       if (i < mapped.size()) at = mapped[i].range.end;
     }
   }
-  const OtherThreads others = other_threads();
   for (const Vma& vma : mapped) {
     // More than is kept afterwards goes in pieces, so that the pages that one gives up serve for the next: else all of it would exist
     // twice, and the second half be pages that the machine has to find anew.
@@ -341,7 +341,10 @@ void MemoryManager::give_back(Range range) {
     for (std::uint64_t at = vma.range.begin; at < vma.range.end;) {
       const Range piece{at, kept ? vma.range.end : std::min(vma.range.end, (at / give_back_bytes + 1) * give_back_bytes)};
       const std::uint64_t moved = move_out(window_, piece, vma.protection(), writers);
-      if (moved == 0) break;
+      if (moved == 0) {
+        if (!window_.lent()) window_.set_apart(at);
+        break;
+      }
       statistics_.moved_out_bytes += moved;
       const Range freed{at, at + moved};
       resident_->erase(freed);

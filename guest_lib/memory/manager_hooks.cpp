@@ -53,7 +53,9 @@ void MemoryManager::before_fork() {
   self->fork_gate_.emplace();
   self->mutex_.lock();
   self->kept_.drop_private();
-  self->fork_guard_.copy(self->window_, *self->resident_);
+  // With others of the heap in these pages, the C library needs them in the child before install() has run.
+  const bool inherited = self->partial_pages_.load(std::memory_order_relaxed) == PartialPages::move && !self->lends_.load(std::memory_order_relaxed);
+  self->fork_guard_.copy(self->window_, *self->resident_, inherited);
   self->forking_.store(true);
 }
 

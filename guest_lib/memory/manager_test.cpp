@@ -93,11 +93,12 @@ TEST_CASE("Private memory is reached through the window, with the pages that it 
   Service service;
   MemoryManager manager(service.backings());
   bool stay = false;
-  SUBCASE("they move") {}
+  SUBCASE("they move") { manager.set_partial_pages(PartialPages::move); }
   SUBCASE("they stay") {
     stay = true;
-    manager.keep_partial_pages();
+    manager.set_partial_pages(PartialPages::stay);
   }
+  SUBCASE("they stay where there is more in them than this buffer") { stay = true; }
   Pages pages(8);
   unsigned char* const p = pages.p;
   for (std::uint64_t i = 0; i < 8 * page; ++i) p[i] = static_cast<unsigned char>(i * 7 >> 3);
@@ -138,6 +139,7 @@ TEST_CASE("Small buffers in one page share it, and the last one takes it home") 
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;
   MemoryManager manager(service.backings());
+  manager.set_partial_pages(PartialPages::move);
   Pages pages(3);
   auto first = manager.add(at(pages.p) + page + 64, 64, writable_access), second = manager.add(at(pages.p) + page + 256, 64, writable_access),
        third = manager.add(at(pages.p) + page - 8, 16, writable_access);
@@ -163,6 +165,7 @@ thread_local char of_this_thread[32];
 TEST_CASE("Pages that the C library needs at any moment do not move for a part of them") {
   Service service;
   MemoryManager manager(service.backings());
+  manager.set_partial_pages(PartialPages::move);
   const auto stays = [&](const void* address) {
     auto r = manager.add(at(address), 32, writable_access);
     REQUIRE(r.has_value());
@@ -259,6 +262,7 @@ TEST_CASE("Overlapping registrations in any order keep every byte, seen from bot
     std::mt19937 random(seed);
     Service service;
     MemoryManager manager(service.backings());
+    manager.set_partial_pages(PartialPages::move);
     Pages mapped(pages);
     unsigned char* const p = mapped.p;
     View view(manager, p, pages * page);

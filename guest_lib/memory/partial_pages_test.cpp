@@ -135,6 +135,7 @@ TEST_CASE("A heap of which parts are registered works as ever, in children as we
     CAPTURE(seed);
     Service service;
     MemoryManager manager(service.backings());
+    manager.set_partial_pages(PartialPages::move);
     use_heap(manager, seed, 1500, thread_count() == 1);
     CHECK(manager.statistics().moved_in_bytes > 0);
     CHECK(manager.statistics().resident_bytes == manager.statistics().stranded_bytes);
@@ -145,6 +146,7 @@ TEST_CASE("A heap of which parts are registered works while other threads use it
   REQUIRE_OR_SKIP(can_move_with_threads(), "no userfaultfd");
   Service service;
   MemoryManager manager(service.backings());
+  manager.set_partial_pages(PartialPages::move);
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
   for (unsigned i = 0; i < 2; ++i)
@@ -163,6 +165,61 @@ TEST_CASE("A heap of which parts are registered works while other threads use it
   stop = true;
   for (auto& thread : threads) thread.join();
   CHECK(manager.statistics().moved_in_bytes > 0);
+}
+
+TEST_CASE("Without being told, only what malloc has mapped for one buffer moves with a part of it") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  const auto moves = [&](const void* address, std::uint64_t bytes) {
+    auto r = manager.add(at(address), bytes, writable_access);
+    REQUIRE(r.has_value());
+    const bool moved = in_window(*r);
+    manager.remove(std::move(*r));
+    return moved;
+  };
+  constexpr std::size_t bytes = 5'000'000;
+  ::mallopt(M_MMAP_THRESHOLD, 128 << 10);  // or it rises to what has been freed
+  for (const std::size_t alignment : {16u, 64u, 4096u, 65536u}) {
+    CAPTURE(alignment);
+    auto* const large = static_cast<unsigned char*>(std::aligned_alloc(alignment, bytes / alignment * alignment));
+    large[0] = 1, large[4'900'000] = 2;
+    REQUIRE_OR_SKIP(moves(large, 4'900'001), "another malloc than glibc's");
+    CHECK((large[0] == 1 && large[4'900'000] == 2));
+    if (alignment == 16) CHECK((moves(large + 8, 100) && moves(large + 100, 4'000'000)));
+    std::free(large);
+  }
+  auto* const small = static_cast<unsigned char*>(std::malloc(64));
+  CHECK_FALSE(moves(small, 64));
+  std::free(small);
+  CHECK(manager.statistics().resident_bytes == 0);
+}
+
+TEST_CASE("realloc copies what could not be moved back, too") {
+  CHECK(in_child([] {
+          (void)!::setuid(65534);  // who may not use userfaultfd; others are not of this kind
+          Service service;
+          MemoryManager manager(service.backings());
+          constexpr std::size_t bytes = 1 << 20;
+          unsigned char *a = static_cast<unsigned char*>(std::malloc(bytes)), *b = static_cast<unsigned char*>(std::malloc(bytes));
+          std::memset(a, 1, bytes), std::memset(b, 2, bytes);
+          auto of_a = manager.add(at(a), bytes, writable_access), of_b = manager.add(at(b), bytes, writable_access);
+          if (!of_a || !of_b) return 1;
+          std::atomic<bool> stop{false};
+          std::thread other([&] { stop.wait(false); });
+          manager.remove(std::move(*of_a));
+          a = static_cast<unsigned char*>(std::realloc(a, 2 * bytes));
+          for (std::size_t i = 0; i < bytes; ++i)
+            if (a[i] != 1) return 2;
+          std::memset(a, 3, 2 * bytes);
+          for (std::size_t i = 0; i < bytes; ++i)
+            if (b[i] != 2) return 3;
+          manager.remove(std::move(*of_b));
+          stop = true;
+          stop.notify_all();
+          other.join();
+          return 0;
+        }) == 0);
 }
 
 TEST_CASE("realloc of registered memory copies it: it shares nothing with what is registered behind it") {
@@ -203,6 +260,7 @@ TEST_CASE("A child of a program with threads can use the FILE that lies beside r
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;
   MemoryManager manager(service.backings());
+  manager.set_partial_pages(PartialPages::move);
   FILE* const file = std::fopen("/dev/null", "w");
   REQUIRE(file != nullptr);
   auto beside = manager.add(at(file), 8, 0);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "guest_lib/memory/raw_copy.hpp"
 #include "guest_lib/memory/threads.hpp"
 
 namespace vrdma::memory {
@@ -30,9 +31,31 @@ bool may_move_with_neighbours(std::uint64_t page) {
   return page % arena_alignment != 0 && !control.overlaps({page, page + page_bytes()});
 }
 
-Range movable_pages(Range registration, PartialPages partial) {
-  const auto stays = [partial](std::uint64_t page) { return partial == PartialPages::stay || !may_move_with_neighbours(page); };
+// What glibc's malloc has mapped for the buffer that `registration` is in, whole pages: below the buffer are the bytes of the block before
+// that, and those of the block from there, with a flag. Empty where it does not look so.
+Range mapped_buffer(VmaReader& reader, Range registration) {
+  constexpr std::uint64_t header_bytes = 16, flags = 7, mapped = 2;
+  for (const std::uint64_t header : {registration.begin - header_bytes, page_floor(registration.begin)}) {
+    const auto vma = reader.at_or_after(header);
+    if (!vma || vma->range.begin > header || vma->range.end - header < header_bytes || !vma->readable || header % header_bytes != 0) continue;
+    std::uint64_t words[2];
+    raw_copy(reinterpret_cast<std::uint64_t>(words), header, sizeof(words));
+    const std::uint64_t before = words[0], bytes = words[1] & ~flags;
+    if ((words[1] & flags) != mapped || before > header || bytes > window_bytes) continue;
+    const Range block{header - before, header + bytes};
+    const bool whole_pages = page_floor(block.begin) == block.begin && page_floor(block.end) == block.end;
+    if (whole_pages && block.bytes() > page_bytes() && header + header_bytes <= registration.begin && registration.end <= block.end) return block;
+  }
+  return {};
+}
+
+Range movable_pages(VmaReader& reader, Range registration, PartialPages partial) {
   Range pages{page_floor(registration.begin), page_ceiling(registration.end)};
+  if (pages == registration) return pages;
+  const Range own = partial == PartialPages::stay ? Range{} : mapped_buffer(reader, registration);
+  const auto stays = [&](std::uint64_t page) {
+    return !own.overlaps({page, page + page_bytes()}) && (partial != PartialPages::move || !may_move_with_neighbours(page));
+  };
   if (pages.begin != registration.begin && stays(pages.begin)) pages.begin += page_bytes();
   if (pages.end != registration.end && !pages.empty() && stays(pages.end - page_bytes())) pages.end -= page_bytes();
   return pages;
@@ -56,7 +79,7 @@ Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Win
     append(plan, Piece::Kind::process, range, Vma{});
     return Result<Plan>(std::move(plan));
   }
-  const Range movable = movable_pages(range, partial);
+  const Range movable = movable_pages(*reader, range, partial);
   for (std::uint64_t at = range.begin; at < range.end;) {
     const auto vma = reader->at_or_after(at);
     if (!vma || vma->range.begin > at) return Errno{EFAULT};

@@ -26,8 +26,9 @@ struct Piece {
 };
 using Plan = std::pmr::vector<Piece>;
 
-// Whether a page that a registration has a part of may move with what else lies in it.
-enum class PartialPages { stay, move };
+// Which pages of which a registration has only a part may move, with what else lies in them: none; those of a buffer that malloc has mapped
+// for itself, where it is the rest of that; all.
+enum class PartialPages { stay, of_mapped_buffers, move };
 
 // The pieces of `range`, ascending, without gaps. EFAULT where part of it is not mapped, not readable, or not writable
 // though `writes`.
