@@ -192,6 +192,14 @@ TEST_CASE("Without being told, only what malloc has mapped for one buffer moves 
   auto* const small = static_cast<unsigned char*>(std::malloc(64));
   CHECK_FALSE(moves(small, 64));
   std::free(small);
+  // What is below may be no memory to look at.
+  const Pages pages(4);
+  REQUIRE(::mprotect(pages.p, page, PROT_NONE) == 0);
+  CHECK_FALSE(moves(pages.p + page, 100));
+  constexpr int guard_install = 102;  // MADV_GUARD_INSTALL, Linux 6.13
+  REQUIRE(::mprotect(pages.p, page, PROT_READ | PROT_WRITE) == 0);
+  (void)::madvise(pages.p, page, guard_install);
+  CHECK_FALSE(moves(pages.p + page, 100));
   CHECK(manager.statistics().resident_bytes == 0);
 }
 

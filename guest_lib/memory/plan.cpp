@@ -1,6 +1,8 @@
 #include "guest_lib/memory/plan.hpp"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -10,6 +12,8 @@
 
 namespace vrdma::memory {
 namespace {
+
+constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
 
 bool may_move(const Vma& vma) {
   return vma.private_anonymous() && vma.readable && vma.writable && !vma.executable &&
@@ -33,11 +37,14 @@ bool may_move_with_neighbours(std::uint64_t page) {
 
 // What glibc's malloc has mapped for the buffer that `registration` is in, whole pages: below the buffer are the bytes of the block before
 // that, and those of the block from there, with a flag. Empty where it does not look so.
-Range mapped_buffer(VmaReader& reader, Range registration) {
+Range mapped_buffer(VmaReader& reader, const Window& window, Range registration) {
   constexpr std::uint64_t header_bytes = 16, flags = 7, mapped = 2;
   for (const std::uint64_t header : {registration.begin - header_bytes, page_floor(registration.begin)}) {
     const auto vma = reader.at_or_after(header);
-    if (!vma || vma->range.begin > header || vma->range.end - header < header_bytes || !vma->readable || header % header_bytes != 0) continue;
+    if (!vma || vma->range.begin > header || vma->range.end - header < header_bytes || header % header_bytes != 0) continue;
+    if (!may_move(*vma) && !window.holds_in_place(*vma)) continue;
+    // A page below may be guarded.
+    if (header < page_floor(registration.begin) && ::syscall(SYS_madvise, page_floor(header), page_bytes(), populate_read) != 0) continue;
     std::uint64_t words[2];
     raw_copy(reinterpret_cast<std::uint64_t>(words), header, sizeof(words));
     const std::uint64_t before = words[0], bytes = words[1] & ~flags;
@@ -49,10 +56,10 @@ Range mapped_buffer(VmaReader& reader, Range registration) {
   return {};
 }
 
-Range movable_pages(VmaReader& reader, Range registration, PartialPages partial) {
+Range movable_pages(VmaReader& reader, const Window& window, Range registration, PartialPages partial) {
   Range pages{page_floor(registration.begin), page_ceiling(registration.end)};
   if (pages == registration) return pages;
-  const Range own = partial == PartialPages::stay ? Range{} : mapped_buffer(reader, registration);
+  const Range own = partial == PartialPages::stay ? Range{} : mapped_buffer(reader, window, registration);
   const auto stays = [&](std::uint64_t page) {
     return !own.overlaps({page, page + page_bytes()}) && (partial != PartialPages::move || !may_move_with_neighbours(page));
   };
@@ -79,7 +86,7 @@ Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Win
     append(plan, Piece::Kind::process, range, Vma{});
     return Result<Plan>(std::move(plan));
   }
-  const Range movable = movable_pages(*reader, range, partial);
+  const Range movable = movable_pages(*reader, window, range, partial);
   for (std::uint64_t at = range.begin; at < range.end;) {
     const auto vma = reader->at_or_after(at);
     if (!vma || vma->range.begin > at) return Errno{EFAULT};
