@@ -182,12 +182,12 @@ TEST_CASE("Without being told, only what malloc has mapped for one buffer moves 
   ::mallopt(M_MMAP_THRESHOLD, 128 << 10);  // or it rises to what has been freed
   for (const std::size_t alignment : {16u, 64u, 4096u, 65536u}) {
     CAPTURE(alignment);
-    auto* const large = static_cast<unsigned char*>(std::aligned_alloc(alignment, bytes / alignment * alignment));
+    const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(alignment, bytes / alignment * alignment), &std::free);
+    auto* const large = static_cast<unsigned char*>(memory.get());
     large[0] = 1, large[4'900'000] = 2;
     REQUIRE_OR_SKIP(moves(large, 4'900'001), "another malloc than glibc's");
     CHECK((large[0] == 1 && large[4'900'000] == 2));
     if (alignment == 16) CHECK((moves(large + 8, 100) && moves(large + 100, 4'000'000)));
-    std::free(large);
   }
   auto* const small = static_cast<unsigned char*>(std::malloc(64));
   CHECK_FALSE(moves(small, 64));
