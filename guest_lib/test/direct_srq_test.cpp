@@ -121,7 +121,7 @@ TEST_CASE("a WRITE with immediate leaves a shared queue's request whose buffer i
   if (!shared.become_direct(0)) return;
   void* const unmapped = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // executable: not moved
   REQUIRE(unmapped != MAP_FAILED);
-  ibv_mr* const mr = ibv_reg_mr(shared.device.pd, unmapped, 4096, IBV_ACCESS_LOCAL_WRITE);
+  ibv_mr* const mr = ibv_reg_mr(shared.device.pd, unmapped, 4096, int{IBV_ACCESS_LOCAL_WRITE});
   REQUIRE(mr != nullptr);
   constexpr std::uint64_t messages = 16;
   for (std::uint64_t number = 0; number < messages; ++number) {
