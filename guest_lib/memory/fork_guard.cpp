@@ -12,7 +12,6 @@ namespace vrdma::memory {
 namespace {
 
 constexpr std::uint64_t small_bytes = 64 << 10;
-constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 void* map_private(std::size_t bytes) {
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -19,10 +19,6 @@ constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remot
 constexpr int read_write = PROT_READ | PROT_WRITE;
 constexpr std::uint64_t give_back_bytes = 4 << 20;  // as much as is moved at once
 
-Range whole_pages_around(Range range) {
-  return {page_floor(range.begin), page_ceiling(range.end)};
-}
-
 std::vector<Extent> to_extents(const Plan& plan) {
   std::vector<Extent> extents;
   for (const Piece& piece : plan) {

@@ -15,8 +15,6 @@ namespace {
 
 constexpr std::uint64_t piece_bytes_max = 16 << 20;  // a lender may have no large one left
 
-Range whole_pages_around(Range range) { return {page_floor(range.begin), page_ceiling(range.end)}; }
-
 bool movable(const Piece& piece) { return piece.kind == Piece::Kind::movable; }
 
 // One of each piece of lent memory: they are counted.

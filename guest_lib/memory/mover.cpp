@@ -15,7 +15,6 @@ namespace {
 
 // Bounds how long a writer waits and how much memory exists twice.
 constexpr std::uint64_t chunk_bytes = 4 << 20;
-constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 void* pointer(std::uint64_t address) {
   return reinterpret_cast<void*>(address);

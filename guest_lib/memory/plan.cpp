@@ -8,12 +8,11 @@
 #include <utility>
 
 #include "guest_lib/memory/raw_copy.hpp"
+#include "guest_lib/memory/raw_map.hpp"
 #include "guest_lib/memory/threads.hpp"
 
 namespace vrdma::memory {
 namespace {
-
-constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
 
 bool may_move(const Vma& vma) {
   return vma.private_anonymous() && vma.readable && vma.writable && !vma.executable &&
@@ -57,7 +56,7 @@ Range mapped_buffer(VmaReader& reader, const Window& window, Range registration)
 }
 
 Range movable_pages(VmaReader& reader, const Window& window, Range registration, PartialPages partial) {
-  Range pages{page_floor(registration.begin), page_ceiling(registration.end)};
+  Range pages = whole_pages_around(registration);
   if (pages == registration) return pages;
   const Range own = partial == PartialPages::stay ? Range{} : mapped_buffer(reader, window, registration);
   const auto stays = [&](std::uint64_t page) {
@@ -69,7 +68,7 @@ Range movable_pages(VmaReader& reader, const Window& window, Range registration,
 }
 
 void append_movable(Plan& plan, Range part, Range movable, const Vma& vma) {
-  const Range pages = Range{page_floor(part.begin), page_ceiling(part.end)}.clipped_to(movable);
+  const Range pages = whole_pages_around(part).clipped_to(movable);
   if (pages.empty()) return append(plan, Piece::Kind::process, part, vma);
   append(plan, Piece::Kind::process, {part.begin, pages.begin}, vma);
   append(plan, Piece::Kind::movable, pages, vma);

@@ -11,6 +11,9 @@
 
 namespace vrdma::memory {
 
+// MADV_POPULATE_*, Linux 5.14, which many systems' headers do not have yet.
+constexpr int populate_read = 22, populate_write = 23;
+
 // MAP_FAILED, as mmap(2).
 inline void* raw_mmap(std::uint64_t address, std::uint64_t bytes, int protection, int flags, int fd, std::uint64_t offset) {
   return reinterpret_cast<void*>(::syscall(SYS_mmap, address, bytes, protection, flags, fd, offset));

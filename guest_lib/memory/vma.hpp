@@ -78,6 +78,9 @@ inline std::uint64_t page_floor(std::uint64_t address) {
 inline std::uint64_t page_ceiling(std::uint64_t address) {
   return page_floor(address + page_bytes() - 1);
 }
+inline Range whole_pages_around(Range range) {
+  return {page_floor(range.begin), page_ceiling(range.end)};
+}
 
 // How many mappings the process has; reads all of /proc/self/maps.
 Result<std::uint64_t> count_mappings();

@@ -15,7 +15,6 @@ namespace {
 
 constexpr unsigned memfd_cloexec = 1, memfd_allow_sealing = 2, memfd_noexec_seal = 8;
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-constexpr int populate_read = 22;  // MADV_POPULATE_READ, Linux 5.14
 constexpr int first_descriptor = 600;
 
 // Raw system calls: sanitizers would take the kernel's copy for an unsynchronised access, and interposed wrappers may

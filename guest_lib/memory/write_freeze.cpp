@@ -6,6 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "guest_lib/memory/raw_map.hpp"
+
 namespace vrdma::memory {
 namespace {
 
@@ -13,7 +15,6 @@ constexpr std::uint64_t feature_wp = 1 << 0;               // UFFD_FEATURE_PAGEF
 constexpr std::uint64_t feature_wp_shmem = 1 << 12;        // UFFD_FEATURE_WP_HUGETLBFS_SHMEM, Linux 5.19
 constexpr std::uint64_t feature_wp_unpopulated = 1 << 13;  // Linux 6.4: pages that are not there are protected as well
 constexpr unsigned long device_new = _IO(0xAA, 0x00);      // USERFAULTFD_IOC_NEW
-constexpr int populate_read = 22;                          // MADV_POPULATE_READ, Linux 5.14
 
 Result<vmci::UniqueFd> open_userfaultfd() {
   constexpr int flags = O_CLOEXEC | O_NONBLOCK;
