@@ -12,7 +12,12 @@
 // tells. One thread at a time.
 #pragma once
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 
@@ -178,6 +183,29 @@ class ClaimedStores {
     }
 #endif
     std::atomic_ref(*to).compare_exchange_strong(value, swap, std::memory_order_acq_rel);
+    return true;
+  }
+
+  // A system call that stores. result: as the kernel gives it, an error as its negative number. Once it has begun it runs to its end: a
+  // thread that is stopped is not inside of one (unless somebody stops it at system calls, see vmkernel_svc/direct/stopped.cpp).
+  bool system_call(long number, const std::array<long, 4>& arguments, long& result) const {
+#if defined(VMCI_RESTARTABLE)
+    if (guarded()) {
+      std::uint32_t stored = 0;
+      std::uint64_t table;
+      register long fourth asm("r10") = arguments[3];
+      register long fifth asm("r8") = 0;
+      result = number;
+      asm volatile(VMCI_CLAIMED("syscall\n")
+                   : [stored] "+&r"(stored), [table] "=&r"(table), "+&a"(result)
+                   : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_), "D"(arguments[0]), "S"(arguments[1]), "d"(arguments[2]),
+                     "r"(fourth), "r"(fifth)
+                   : "memory", "cc", "rcx", "r11");
+      return stored != 0;
+    }
+#endif
+    result = ::syscall(number, arguments[0], arguments[1], arguments[2], arguments[3], 0l);
+    if (result == -1) result = -errno;
     return true;
   }
 

@@ -160,6 +160,7 @@ struct Guest {
   std::uint64_t guid;  // host order
   std::uint32_t link_layer;
   std::uint16_t minor = 0;  // of the channel's version that it speaks
+  std::uint32_t own_pid = 0;  // as it sees itself
   std::array<control::GidEntry, 16> gids{};
 
   Arena arena;
@@ -178,6 +179,8 @@ struct Guest {
   ProcessMemory process;          // how memory without a backing is reached, …
   std::unique_ptr<GuestCopier> copier;  // … or where that is not possible and the guest knows
   bool asked_how_reached = false;
+  bool reached_by_service = false;      // it has asked, and the service reaches it: so may its direct peers, who look for …
+  control::ReachProcessRequest probe{};  // … this there
   std::unordered_map<std::uint32_t, Backing> backings;
   std::vector<control::Extent> staged;
 

@@ -191,6 +191,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
       return reply_with(shard_.direct().open(guest, body, give));
     }
+    case Request::open_process: {
+      OpenProcessRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.direct().open(guest, body));
+    }
     default:
       return refuse(socket, head, EOPNOTSUPP);
   }

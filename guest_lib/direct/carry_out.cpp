@@ -29,20 +29,19 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
   if (bytes == 0 || (rule.atomic && bytes != sizeof(std::uint64_t))) return false;
   ports_.begin();
 
-  auto* local = reinterpret_cast<std::byte*>(wr.sg_list->addr);
+  engine::Place here = engine::Place::in_engine(reinterpret_cast<const void*>(wr.sg_list->addr)), there;
   if ((flags & wr_inline) == 0) {
     const auto place = ports_.find(near_, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, rule.reads ? engine::access_local_write : engine::access_local_read);
     if (!place) return false;
-    local = reinterpret_cast<std::byte*>(place->address);
+    here = *place;
   }
-  std::byte* far = nullptr;
   if (rule.remote_access != 0) {
     const std::uint64_t address = rule.atomic ? wr.wr.atomic.remote_addr : wr.wr.rdma.remote_addr;
     if ((far_.attributes.access_flags & rule.remote_access) == 0 || (rule.atomic && address % sizeof(std::uint64_t) != 0)) return false;
     if (rule.reads && (near_.attributes.max_rd_atomic == 0 || far_.attributes.max_dest_rd_atomic == 0)) return false;
     const auto place = ports_.find(near_, Key{rule.atomic ? wr.wr.atomic.rkey : wr.wr.rdma.rkey}, address, bytes, rule.remote_access);
     if (!place) return false;
-    far = reinterpret_cast<std::byte*>(place->address);
+    there = *place;
   }
   std::uint64_t receive_id = 0;
   if (rule.takes_receive) {
@@ -53,7 +52,7 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
         if (buffer.bytes < bytes) return false;
         const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
         if (!place) return false;
-        far = reinterpret_cast<std::byte*>(place->address);
+        there = *place;
       } else {
         ports_.name_receive(buffer);
       }
@@ -62,7 +61,6 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
     }
   }
 
-  const engine::Place here = engine::Place::in_engine(local), there = engine::Place::in_engine(far);
   auto moved = engine::MemoryStatus::done;
   if (rule.atomic) {
     std::uint64_t old_value = 0;

@@ -73,7 +73,7 @@ void DirectConnection::record() {
 
 bool DirectConnection::run_queue() {
   for (int turns_lost = 0; !near_.send_ring.empty();) {
-    if (claim_.stop()) return false;
+    if (claim_.stop() || ports_.owes_turn()) return false;
     engine::Budget budget{static_cast<std::int64_t>(direct::message_bytes_max) + 1, 1};
     ports_.begin();
     engine_.run(near_, budget);

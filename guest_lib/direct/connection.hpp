@@ -55,7 +55,7 @@ class DirectConnection {
     if (!claim_.enter()) return false;
     VRDMA_CRASH_POINT("direct.guest.claimed");
     if (claim_.direction().handouts != handouts_seen_) take_over();
-    if (alive()) return true;
+    if (!ports_.owes_turn() && alive()) return true;
     claim_.leave();
     return false;
   }

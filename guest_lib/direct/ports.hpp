@@ -13,21 +13,24 @@
 
 #include "guest_lib/direct/peer_memory.hpp"
 #include "guest_lib/direct/peer_queue.hpp"
+#include "guest_lib/direct/reached_process.hpp"
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/claimed_stores.hpp"
 #include "vmci_channel/placement_copy.hpp"
 #include "vmci_channel/record_turns.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
+#include "vrdma/control.hpp"
 #include "vrdma/direct.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
-// One guest's registered memory: its keys, as the service publishes them, and its files, as this process maps them.
+// One guest's registered memory: its keys, as the service publishes them, its files, as this process maps them, and what lies in none.
 struct ReachedGuest {
   const direct::KeyTable* keys = nullptr;
   PeerMemory* memory = nullptr;
-  std::uint64_t pd = 0;
+  ReachedProcess* process = nullptr;
+  std::uint32_t pd = 0;  // direct::pd_number()
 };
 
 // The peer's receive queue where it is a shared one: others take from it meanwhile.
@@ -46,7 +49,7 @@ class DirectPorts {
   struct SrqPort {};
   struct Unmapped {  // what a message needed and was not there
     bool peers = false;
-    std::uint32_t backing = 0;
+    std::uint32_t backing = 0;  // backing_process: what is reached through the process
     std::uint64_t offset = 0, bytes = 0;
   };
 
@@ -54,7 +57,7 @@ class DirectPorts {
       : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries), shared_(shared) {}
 
   void begin() {
-    given_up_ = certain_ = turn_lost_ = false;
+    given_up_ = certain_ = turn_lost_ = through_process_ = false;
     if (shared_.turns) seek_receive();
   }
   // From a shared receive queue: the record that is next now, …
@@ -85,6 +88,8 @@ class DirectPorts {
   }
   // Whether the message was given up only because another poster was faster.
   bool turn_lost() const { return turn_lost_; }
+  // Whether a record was taken for a message that was given up then: the service's to give back.
+  bool owes_turn() const { return shared_.taking != nullptr && shared_.taking->unfinished != 0; }
   bool shares() const { return static_cast<bool>(shared_.turns); }
   // After the last record that this direction has taken, if it took one since begin().
   std::uint32_t taken(std::uint32_t before) const { return turn_taken_ ? vmci::RecordTurns::next(last_turn_) + 1 : before; }
@@ -114,6 +119,7 @@ class DirectPorts {
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
     if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;
+    if (through_process_ && (is_elsewhere(to) || is_elsewhere(from))) [[unlikely]] return copy_through_process(to, from, bytes);
     auto* const target = reinterpret_cast<std::byte*>(to.address);
     const auto* const source = reinterpret_cast<const std::byte*>(from.address);
     if (certain_) vmci::placement_copy(target, source, bytes);
@@ -122,12 +128,12 @@ class DirectPorts {
     return engine::MemoryStatus::done;
   }
   engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
-    if (given_up_ || place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
+    if (!can_be_atomic(place)) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = add;
     return carried_out(stores_.fetch_add(word(place), old_value));
   }
   engine::MemoryStatus compare_and_swap(Qp&, engine::Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
-    if (given_up_ || place.address % 8 != 0) return give_up(), engine::MemoryStatus::destination_fault;
+    if (!can_be_atomic(place)) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = compare;
     return carried_out(stores_.compare_and_swap(word(place), old_value, swap));
   }
@@ -169,6 +175,26 @@ class DirectPorts {
     return engine::MemoryStatus::done;
   }
 
+  // Places that are not mapped here: `address` in the memory of this process (region 0), as the program has it, or of the peer's (1).
+  static engine::Place elsewhere(bool peers, std::uint64_t address) { return {engine::Place::Kind::registered, peers, 0, address}; }
+  static bool is_elsewhere(engine::Place place) { return place.kind == engine::Place::Kind::registered; }
+  // Not where memory is reached through a process: a word there, or the old value on its way back, could yet fail.
+  bool can_be_atomic(engine::Place place) const { return !given_up_ && !through_process_ && place.address % 8 == 0; }
+
+  // The end that is not mapped is reached through its process, the peer's rather than this one; the other one is a pointer: this process's
+  // memory, where the program has it, may fault like the other.
+  [[gnu::noinline]] engine::MemoryStatus copy_through_process(engine::Place to, engine::Place from, std::uint64_t bytes) {
+    const bool reads = is_elsewhere(from) && (from.region != 0 || !is_elsewhere(to));
+    const engine::Place far = reads ? from : to, near = reads ? to : from;
+    auto* const memory = reinterpret_cast<std::byte*>(near.address);
+    const ReachedProcess& process = *(far.region != 0 ? peer_ : own_).process;
+    const bool done = reads ? process.read(far.address, memory, bytes, stores_) : process.write(far.address, memory, bytes, stores_);
+    VRDMA_CRASH_POINT("direct.guest.copied_by_process");
+    if (done) return engine::MemoryStatus::done;
+    if (turn_taken_) shared_.taking->unfinished = 1;
+    return give_up(), engine::MemoryStatus::destination_fault;
+  }
+
   // Memory that a key was found for, while the direction is ours: so long no key is taken away.
   struct Found {
     std::uint32_t key = 0, access = 0;
@@ -193,9 +219,13 @@ class DirectPorts {
       if (std::atomic_ref(const_cast<std::uint32_t&>(entry.key)).load(std::memory_order_acquire) != key.value) continue;
       const std::uint64_t offset = address - entry.iova;
       if (entry.pd != guest.pd || (entry.access & access) != access || address < entry.iova || bytes > direct::message_bytes_max ||
-          offset < entry.mapped_from || offset - entry.mapped_from > entry.mapped_bytes ||
-          bytes > entry.mapped_bytes - (offset - entry.mapped_from))
+          offset > entry.bytes || bytes > entry.bytes - offset)
         break;
+      if (offset < entry.mapped_from || offset - entry.mapped_from > entry.mapped_bytes || bytes > entry.mapped_bytes - (offset - entry.mapped_from)) {
+        if (entry.address == 0 || !reaches(guest)) break;
+        through_process_ = true;
+        return elsewhere(&guest == &peer_, entry.address + offset);
+      }
       const std::uint64_t in_file = entry.backing_offset + (offset - entry.mapped_from);
       const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, bytes);
       if (mapped.data == nullptr) {
@@ -212,6 +242,11 @@ class DirectPorts {
     give_up();
     return std::nullopt;
   }
+  bool reaches(const ReachedGuest& guest) {
+    const ReachedProcess::State state = guest.process->state();
+    if (state == ReachedProcess::State::unknown) unmapped_ = {&guest == &peer_, control::backing_process, 0, 0};
+    return state == ReachedProcess::State::opened;
+  }
   static std::uint64_t* word(engine::Place place) { return reinterpret_cast<std::uint64_t*>(place.address); }
 
   const vmci::ClaimedStores& stores_;
@@ -225,6 +260,7 @@ class DirectPorts {
   bool turn_taken_ = false, turn_lost_ = false;
   bool given_up_ = false, sent_ = false, received_ = false, solicited_ = false;
   bool certain_ = false;  // others can know that the message was carried out
+  bool through_process_ = false;  // the message needs memory that is not mapped here
   Found found_[2];  // own, the peer's
   std::optional<Unmapped> unmapped_;
 };

@@ -1,6 +1,7 @@
 #include "guest_lib/direct/rooms.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <bit>
 
@@ -30,6 +31,7 @@ bool inside(const vmci::Mapping& arena, std::uint64_t offset, std::uint64_t byte
 void DirectRoom::abandon() {
   for (vmci::Mapping* mapping : {&words, &arena, &own_keys, &peer_keys}) mapping->abandon();
   memory.abandon();
+  process.close();
   for (auto& [number, weak] : channels)
     if (const auto pipe = weak.lock()) pipe->reset();
 }
@@ -104,8 +106,9 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   DirectConnection::Ends ends;
   auto* const words = reinterpret_cast<direct::Room*>((*room)->words.data());
   ends.claim = vmci::PosterClaim(&words->directions[reply.direction], reply.epoch);
-  ends.own = {reinterpret_cast<const direct::KeyTable*>((*room)->own_keys.data()), &own_memory_, reply.pd};
-  ends.peer = {reinterpret_cast<const direct::KeyTable*>((*room)->peer_keys.data()), &(*room)->memory, reply.peer_pd};
+  ends.own = {reinterpret_cast<const direct::KeyTable*>((*room)->own_keys.data()), &own_memory_, &own_process_, direct::pd_number(reply.pd)};
+  ends.peer = {reinterpret_cast<const direct::KeyTable*>((*room)->peer_keys.data()), &(*room)->memory, &(*room)->process,
+               direct::pd_number(reply.peer_pd)};
   ends.send = qp.send.view();
   ends.receive = vmci::QueuePairView(arena.data() + reply.peer_receive.offset, geometry);
   ends.receive_record_slots = reply.peer_receive.record_slots;
@@ -117,6 +120,7 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   ends.receive_records = ends.receive;
   if (reply.taker != 0)
     if (const Status opened = open_shared_receives(attachment, {qp.base().handle, offer}, reply.taker, arena, ends); !opened) return opened.error();
+  if (reply.has_unmapped != 0) reach(attachment, **room);
   ends.own_channel = qp.base().send_cq->channel != nullptr;
   std::shared_ptr<vmci::UniqueFd> channel;
   if (reply.peer_channel != 0) {
@@ -128,6 +132,7 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
 
 void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped) {
   constexpr std::uint32_t failures_max = 4;  // then that memory stays the service's
+  if (unmapped.backing == control::backing_process) return reach(attachment, *end.room);
   if (end.failed_maps >= failures_max) return;
   PeerMemory& memory = unmapped.peers ? end.room->memory : own_memory_;
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
@@ -136,12 +141,27 @@ void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts:
   if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++end.failed_maps;
 }
 
+// Both, because a message that needs one often needs the other, and each failure costs a way through the service.
+void DirectRooms::reach(Attachment& attachment, DirectRoom& room) {
+  std::lock_guard lock(mutex_);
+  if (own_process_.state() == ReachedProcess::State::unknown) {
+    std::uint64_t probe = reinterpret_cast<std::uintptr_t>(&probe);
+    own_process_.open(::getpid(), reinterpret_cast<std::uintptr_t>(&probe), probe);
+  }
+  if (room.process.state() == ReachedProcess::State::unknown) {
+    const auto peer = attachment.call_on_socket<control::Request::open_process>({room.peer, 0});
+    if (peer) room.process.open(static_cast<pid_t>(peer->body.pid), peer->body.probe_address, peer->body.probe_value);
+  }
+  VRDMA_CRASH_POINT("direct.guest.process_opened");
+}
+
 void DirectRooms::abandon() {
   // Held: by a thread that was opening a room when the process forked, and is not in this one. What it left cannot be walked; nothing
   // here uses it, or frees it before this process ends.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return;
   own_memory_.abandon();
+  own_process_.close();
   for (auto& [number, weak] : rooms_)
     if (const auto room = weak.lock()) room->abandon();
 }

@@ -18,7 +18,8 @@ struct Qp;
 struct DirectRoom {
   std::uint32_t peer;  // guest
   vmci::Mapping words, arena, own_keys, peer_keys;
-  PeerMemory memory;   // the peer's
+  PeerMemory memory;   // the peer's, …
+  ReachedProcess process;  // … and where it is mapped nowhere else. DirectRooms locks its opening.
   // Pipes for the events of the peer's channels, by channel; a pipe is closed when nobody completes there any more. DirectRooms locks.
   std::unordered_map<std::uint32_t, std::weak_ptr<vmci::UniqueFd>> channels;
   void abandon();
@@ -48,7 +49,10 @@ class DirectRooms {
 
   std::mutex mutex_;
   std::unordered_map<std::uint32_t, std::weak_ptr<DirectRoom>> rooms_;
+  void reach(Attachment& attachment, DirectRoom& room);
+
   PeerMemory own_memory_;
+  ReachedProcess own_process_;
 };
 
 }  // namespace vrdma::guest

@@ -17,7 +17,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 5;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode
+constexpr std::uint16_t version_minor = 6;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -68,7 +68,7 @@ constexpr std::uint16_t attach_in_machine = 1;  // by a virtual machine's agent:
 // says where the part begins; and memory that shall be reached in place is moved to more such parts (add_pinned with lend_pages).
 constexpr std::uint16_t attach_in_bar = 2;
 constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
-constexpr std::uint16_t minor_of_peer_events = 5;  // of a guest that raises events of its peers, and reads theirs
+constexpr std::uint16_t minor_of_direct = 6;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
 struct AddBackingRequest {
@@ -334,6 +334,8 @@ struct OpenDirectReply {
   std::uint32_t peer_channel;    // of the queue where its receives complete; 0: none
   std::uint32_t peer_cq_handle;  // for the records of its events
   std::uint32_t taker;        // whose records of the peer's shared receive queue are this direction's; 0: it has a queue of its own
+  std::uint32_t has_unmapped; // 1: some memory of either is reached through its process: open_process is worth asking at once
+  std::uint32_t reserved;
 };
 // Where the shared receive queue of such an end lies, in the peer's arena; asked as open_direct.
 struct OpenSharedReceivesReply {
@@ -346,6 +348,17 @@ struct OpenBackingRequest {
 };
 struct OpenBackingReply {
   std::uint64_t bytes;
+};
+// How to find the process of a guest that keys with an address are of (direct::KeyEntry). ENOENT: not reached through its process.
+struct OpenProcessRequest {
+  std::uint32_t guest;
+  std::uint32_t reserved;
+};
+struct OpenProcessReply {
+  std::uint32_t pid;            // as it sees itself; guests that are direct share their pid namespace
+  std::uint32_t reserved;
+  std::uint64_t probe_address;  // of an aligned word in its memory that holds …
+  std::uint64_t probe_value;    // … this, as ReachProcessRequest says
 };
 // May these guests be direct? From a tool: for one guest, or (0) for all that its user may see, those that are yet to attach included.
 // EOPNOTSUPP: the service's "direct" is "mediated". ENOENT: no such guest, or not for this user to see.
@@ -451,7 +464,8 @@ struct QueuePairNotice {
   X(open_direct, OpenDirectRequest, OpenDirectReply, true)               \
   X(open_backing, OpenBackingRequest, OpenBackingReply, true)            \
   X(set_direct, SetDirectRequest, SetDirectReply, true)                  \
-  X(open_shared_receives, OpenDirectRequest, OpenSharedReceivesReply, true)
+  X(open_shared_receives, OpenDirectRequest, OpenSharedReceivesReply, true) \
+  X(open_process, OpenProcessRequest, OpenProcessReply, true)
 
 enum class Request : std::uint16_t {
   none,

@@ -54,7 +54,8 @@ struct Terms {
 // The record of a shared receive queue that the poster is about to take, or has taken. Done where Positions::receive_head is after it.
 struct Taking {
   std::uint32_t index;  // of the record, among all that were ever posted there; written last
-  std::uint32_t reserved;
+  // 1: it was taken, and the message given up after that. The service gives it back before anybody goes on here.
+  std::uint32_t unfinished;
   std::uint64_t wr_id;
   Sge buffer;           // all of it; 0 bytes: none
 };
@@ -94,16 +95,16 @@ static_assert(WireRecord<Turns> && sizeof(Turns) == 128 + 8 * takers_max);
 // next: the index after the record's.
 constexpr std::uint64_t turn_word(std::uint32_t next, std::uint32_t taker) { return std::uint64_t{next} << 32 | taker; }
 
-// A registered region, as far as peers can reach it: the part of it that lies in one shareable file.
+// A registered region, as far as peers can reach it: the part of it that lies in one shareable file, and all of it through its process.
 struct alignas(64) KeyEntry {
-  std::uint32_t key;     // 0: free. Written last and taken away first; the rest changes only while no direction is handed out
-  std::uint32_t access;  // enum ibv_access_flags
-  std::uint64_t pd;      // the service's number of its protection domain
+  std::uint32_t key;      // 0: free. Written last and taken away first; the rest changes only while no direction is handed out
+  std::uint32_t access;   // enum ibv_access_flags
+  std::uint32_t pd;       // pd_number() of its protection domain
+  std::uint32_t backing;  // of the guest
   std::uint64_t iova, bytes;
-  std::uint64_t mapped_from, mapped_bytes;  // from the region's start
+  std::uint64_t address;  // in the guest's memory; 0: not to be reached through its process
+  std::uint64_t mapped_from, mapped_bytes;  // from the region's start; no bytes: it lies in no such file
   std::uint64_t backing_offset;             // of mapped_from
-  std::uint32_t backing;                    // of the guest
-  std::uint32_t reserved;
 };
 static_assert(WireRecord<KeyEntry> && sizeof(KeyEntry) == 64);
 
@@ -112,6 +113,8 @@ constexpr std::uint32_t key_probes = 8;      // keys are random: one lies within
 struct KeyTable {
   KeyEntry entries[key_entries];
 };
+// Of the number that the service gives a protection domain; it counts up.
+constexpr std::uint32_t pd_number(std::uint64_t pd) { return static_cast<std::uint32_t>(pd); }
 constexpr std::uint32_t key_place(std::uint32_t key, std::uint32_t probe) { return (key + probe) & (key_entries - 1); }
 
 // A peer's files are mapped in chunks that overlap, so that every message lies in one of them. Longer ones are the service's.

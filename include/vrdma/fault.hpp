@@ -68,11 +68,13 @@
   X("service.event.sent")                \
   X("direct.guest.opened")               \
   X("direct.guest.mapped")               \
+  X("direct.guest.process_opened")       \
   X("direct.guest.claimed")              \
   X("direct.guest.receive_taken")        \
   X("direct.guest.turn_named")           \
   X("direct.guest.turn_taken")           \
   X("direct.guest.copied")               \
+  X("direct.guest.copied_by_process")    \
   X("direct.guest.before_cqe")           \
   X("direct.guest.cqe_written")          \
   X("direct.guest.before_record")        \

@@ -34,16 +34,18 @@ SHARED = re.compile(r"direct\.guest\.(turn|copied|cqe_written|recorded)")
 DIRECT = {"direct": "auto"}
 APART = ("a process ", "the processes ", "the user namespace ")  # how vmkernel_svc/direct/trust.cpp begins
 # How often a point is passed before it strikes, at most: a point on the data path is passed with every message.
-DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)|direct\.guest\.(?!opened|mapped)")
+DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)|direct\.guest\.(?!opened|mapped|process_opened)")
 CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dereg_mr|guest\.modify_qp")
 
 
 # Passed only where a thread of the guest copies. A stopped guest's memory is then not served, as it is otherwise.
 COPIES = re.compile(r"guest\.copy")
+# Passed only where memory lies in no file, of a poster that its peer's process lets in.
+BY_PROCESS = re.compile(r"direct\.guest\.(process_opened|copied_by_process)")
 # Passed while a queue pair is taken down, too.
 TAKING_DOWN = re.compile(r"guest\.(control|dereg_mr|destroy_qp|modify_qp)")
 # The poster has the peer's receive queue. From one that stands still it is taken where threads have restartable sequences.
-IN_CLAIM = re.compile(r"direct\.guest\.(?!opened|mapped|left)")
+IN_CLAIM = re.compile(r"direct\.guest\.(?!opened|mapped|process_opened|left)")
 
 
 def claims_can_be_revoked():
@@ -73,8 +75,9 @@ def guest_case(world, service, point, passing, action, workload):
     order = f"{point}:{passing}" + (":stop" if action == "stop" else "")
     unreliable = workload in ("uc", "ud")
     copies = bool(COPIES.match(point))
-    with world.pair(service, {"workload": workload, "role": "victim", "messages": 64, "crash_at": order, "unmapped": copies},
-                    {"workload": workload, "role": "survivor"}) as (victim, survivor):
+    unmapped = copies or bool(BY_PROCESS.match(point))
+    with world.pair(service, {"workload": workload, "role": "victim", "messages": 64, "crash_at": order, "unmapped": unmapped},
+                    {"workload": workload, "role": "survivor", "unmapped": unmapped and not copies}) as (victim, survivor):
         eventually("the victim ended or stopped", lambda: state_of(victim.pid) in "ZXT")
         reached = True
         if state_of(victim.pid) == "T":

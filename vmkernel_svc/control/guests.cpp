@@ -78,6 +78,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->doorbell_fd = std::move(doorbell);
   guest->socket = std::move(info.socket);
   guest->minor = request.minor;
+  guest->own_pid = request.pid;
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));
@@ -180,7 +181,7 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
   }
   const ChannelReply reply{handle, static_cast<std::uint32_t>(channel->ring_offset / ring_unit_bytes)};
   give.push_back(std::move(pipe->first));
-  if (fabric_.config.direct == "auto" && !guest.machine && guest.minor >= minor_of_peer_events && guest.tenant->take_descriptors(1)) {
+  if (fabric_.config.direct == "auto" && !guest.machine && guest.minor >= minor_of_direct && guest.tenant->take_descriptors(1)) {
     channel->peers = make_endless_pipe();
     vmci::UniqueFd copy(channel->peers ? ::fcntl(channel->peers.get(), F_DUPFD_CLOEXEC, 0) : -1);
     if (copy) give.push_back(std::move(copy));

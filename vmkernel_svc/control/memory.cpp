@@ -48,6 +48,7 @@ Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
 Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& request, std::function<void(bool)> answer) {
   if (guest.asked_how_reached) return Errno{EALREADY};
   guest.asked_how_reached = true;
+  guest.probe = request;
   if (guest.machine) return answer(false), ok();
   const std::string& wish = fabric_.config.process_memory;
   if (wish == "direct") return answer(true), ok();
@@ -80,6 +81,7 @@ std::pair<Result<std::unique_ptr<GuestCopier>>, vmci::UniqueFd> make_copier(Gues
 }  // namespace
 
 Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give) {
+  guest.reached_by_service = by_service;
   if (by_service) return ReachProcessReply{reach_by_service, 0};
   if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
     return guest.asked_how_reached = false, Errno{EDQUOT};

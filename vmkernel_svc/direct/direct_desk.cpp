@@ -33,8 +33,10 @@ DirectDesk::~DirectDesk() = default;
 bool DirectDesk::own(DirectLink& link, int i) {
   if (link.owned[i]) return true;
   if (!link.claims[i].take()) return false;
-  // It was revoked, went on, and has given up: a record that it had taken and could not complete goes back.
-  if (const QueuePair* const to = link.ends[1 - i]; link.revoked[i] && !link.cut[i] && to != nullptr && to->srq != nullptr)
+  // It was revoked, went on, and has given up, or it came to memory that it could not write to: a record that it had taken and could not
+  // complete goes back.
+  const bool unfinished = (link.revoked[i] && !link.cut[i]) || link.claims[i].direction().taking.unfinished != 0;
+  if (const QueuePair* const to = link.ends[1 - i]; unfinished && to != nullptr && to->srq != nullptr)
     settle_turn(link, i, recorded(link.claims[i]));
   import(link, i);
   return true;
@@ -140,6 +142,7 @@ void DirectDesk::settle_turn(DirectLink& link, int i, const direct::Positions& a
   direct::Taking& taking = link.claims[i].direction().taking;
   // G4: pairs with G3 in DirectPorts::take_turn.
   const std::uint32_t index = std::atomic_ref(taking.index).load(std::memory_order_acquire);
+  taking.unfinished = 0;
   if (index + 1 == at.receive_head || !to.srq->core.turns.took(link.takers[i], index)) return;
   shard_.engine().give_back(to.core, taking.wr_id, taking.buffer);
 }
@@ -302,6 +305,7 @@ Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::O
   reply.peer_qpn = peer->core.qpn.value;
   reply.peer_cq_handle = peer->receive_cq->handle.value;
   reply.taker = link->takers[i];
+  reply.has_unmapped = guest.reached_by_service || far_guest.reached_by_service;
   if (const Channel* const channel = peer->receive_cq->channel) {
     give.push_back(copy_of(channel->peers.get()));
     if (!give.back()) return give.clear(), Errno{EMFILE};
@@ -322,6 +326,14 @@ Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::
   give.push_back(copy_of(backing->second.lendable_fd()));
   if (!give.back()) return give.clear(), Errno{EMFILE};
   return control::OpenBackingReply{backing->second.bytes()};
+}
+
+Result<control::OpenProcessReply> DirectDesk::open(Guest& guest, const control::OpenProcessRequest& request) {
+  const auto owner = fabric_.guests.find(request.guest);
+  if (owner == fabric_.guests.end() || !rooms_.contains(key_of(guest, *owner->second))) return Errno{EPERM};
+  const Guest& peer = *owner->second;
+  if (!peer.reached_by_service) return Errno{ENOENT};
+  return control::OpenProcessReply{peer.own_pid, 0, peer.probe.probe_address, peer.probe.probe_value};
 }
 
 // --- to be seen -------------------------------------------------------------------------------------------------

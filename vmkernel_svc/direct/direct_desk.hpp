@@ -74,6 +74,7 @@ class DirectDesk {
   Result<control::OpenDirectReply> open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give);
   Result<control::OpenSharedReceivesReply> open_shared_receives(Guest& guest, const control::OpenDirectRequest& request);
   Result<control::OpenBackingReply> open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give);
+  Result<control::OpenProcessReply> open(Guest& guest, const control::OpenProcessRequest& request);
 
   // "direct", or "mediated" and why.
   std::string mode(const QueuePair& qp) const;

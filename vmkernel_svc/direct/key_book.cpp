@@ -42,9 +42,10 @@ Result<std::unique_ptr<KeyBook>> KeyBook::create(Guest& guest, RegionTable& regi
 
 void KeyBook::add(Guest& guest, const Region& region) {
   direct::KeyEntry found = mapped_part(guest, region);
-  if (found.mapped_bytes == 0) return;
+  found.address = guest.reached_by_service ? region.address : 0;
+  if (found.mapped_bytes == 0 && found.address == 0) return;
   found.access = region.access;
-  found.pd = region.pd;
+  found.pd = direct::pd_number(region.pd);
   found.iova = region.iova;
   found.bytes = region.bytes;
   for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {

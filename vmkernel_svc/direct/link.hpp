@@ -89,6 +89,5 @@ inline bool roomy(const QueuePair& qp) { return roomy(*qp.send_cq) && roomy(*qp.
 
 // Whether its peer's poster can raise the events of its channel, and this one's those of its own and of its peer's.
 inline bool heard_directly(const CompletionQueue& cq) { return cq.channel == nullptr || cq.channel->peers; }
-inline bool has_channel(const QueuePair& qp) { return qp.send_cq->channel != nullptr || qp.receive_cq->channel != nullptr; }
 
 }  // namespace vrdma::svc

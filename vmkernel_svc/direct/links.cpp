@@ -59,8 +59,7 @@ std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
     if (end->srq != nullptr && end->srq->pd != end->pd) return "a shared receive queue of another protection domain";
     if (end->core.port.link == nullptr && !takes_another(*end)) return "too many direct connections of one shared receive queue";
   }
-  if ((has_channel(qp) || has_channel(*peer)) && std::min(qp.guest->minor, peer->guest->minor) < control::minor_of_peer_events)
-    return "a completion channel, and an older library";
+  if (std::min(qp.guest->minor, peer->guest->minor) < control::minor_of_direct) return "an older library";
   return {};
 }
 
@@ -122,7 +121,7 @@ void DirectDesk::consider(QueuePair& qp) {
       for (int i = 0; i < 2; ++i) {
         direct::Direction& direction = (*room)->direction(link->index * 2 + static_cast<std::uint32_t>(i));
         direction.positions[0] = direction.positions[1] = {};
-        direction.claimed_arm = 0;
+        direction.claimed_arm = direction.taking.unfinished = 0;
         link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
         link->guests[i] = link->ends[i]->guest->id.value;
         link->takers[i] = new_taker(*link->ends[1 - i]);

@@ -1,0 +1,65 @@
+#include "guest_lib/direct/reached_process.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+namespace vrdma::guest {
+
+namespace {
+
+constexpr std::uint64_t ordered_tail_bytes = 8;
+
+// One call, one part after the other: the file has no way of its own to take several at once.
+bool move(const vmci::ClaimedStores& stores, long number, int fd, std::uint64_t address, std::byte* memory, std::uint64_t bytes) {
+  const std::uint64_t first = bytes > ordered_tail_bytes ? bytes - ordered_tail_bytes : bytes;
+  const iovec parts[] = {{memory, first}, {memory + first, bytes - first}};
+  long moved = 0;
+  return stores.system_call(number, {fd, reinterpret_cast<long>(parts), first == bytes ? 1 : 2, static_cast<long>(address)}, moved) &&
+         moved == static_cast<long>(bytes);
+}
+
+}  // namespace
+
+// Programs close descriptors that are not theirs, and then open their own.
+bool ReachedProcess::is_ours() const {
+  struct stat now;
+  return ::fstat(memory_.get(), &now) == 0 && now.st_dev == device_ && now.st_ino == inode_;
+}
+
+ReachedProcess::State ReachedProcess::open(pid_t pid, std::uint64_t probe_address, std::uint64_t probe_value) {
+  if (state() != State::unknown) return state();
+  char path[32];
+  std::snprintf(path, sizeof(path), "/proc/%d/mem", pid);
+  memory_.reset(::open(path, O_RDWR | O_CLOEXEC));
+  struct stat file;
+  std::uint64_t found = 0;
+  const bool opened = memory_ && ::fstat(memory_.get(), &file) == 0 &&
+                      ::pread(memory_.get(), &found, sizeof(found), static_cast<off_t>(probe_address)) == sizeof(found) && found == probe_value;
+  if (opened) device_ = file.st_dev, inode_ = file.st_ino;
+  else memory_.reset();
+  // P2: pairs with P1.
+  state_.store(opened ? State::opened : State::refused, std::memory_order_release);
+  return state();
+}
+
+void ReachedProcess::close() {
+  const bool ours = state() == State::opened && is_ours();
+  state_.store(State::refused, std::memory_order_relaxed);
+  if (ours) memory_.reset();
+  else memory_.release();
+}
+
+bool ReachedProcess::read(std::uint64_t address, std::byte* to, std::uint64_t bytes, const vmci::ClaimedStores& stores) const {
+  return is_ours() && move(stores, SYS_preadv, memory_.get(), address, to, bytes);
+}
+
+bool ReachedProcess::write(std::uint64_t address, const std::byte* from, std::uint64_t bytes, const vmci::ClaimedStores& stores) const {
+  return is_ours() && move(stores, SYS_pwritev, memory_.get(), address, const_cast<std::byte*>(from), bytes);
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,49 @@
+// The memory of a process through /proc/PID/mem: how a poster reaches what lies in no shareable file. A microsecond a message, where the
+// service and its worker need ten, and any number beside load.
+//
+// The kernel allows it to whoever may trace the process. The descriptor means the memory that the process had when it was opened: once
+// that has called exec or has ended, nothing is read or written any more, whoever has its number then.
+//
+// open() by one thread at a time; the rest by any.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "vmci_channel/claimed_stores.hpp"
+#include "vmci_channel/unique_fd.hpp"
+
+namespace vrdma::guest {
+
+class ReachedProcess {
+ public:
+  enum class State : std::uint8_t { unknown, opened, refused };
+
+  ReachedProcess() = default;
+  ReachedProcess(const ReachedProcess&) = delete;
+  ReachedProcess& operator=(const ReachedProcess&) = delete;
+  ~ReachedProcess() { close(); }
+  // The process that sees itself as `pid` in this one's pid namespace, where the aligned word at `probe_address` is `probe_value`: pids are
+  // used again. refused for good: it could not be opened, or is another.
+  State open(pid_t pid, std::uint64_t probe_address, std::uint64_t probe_value);
+  State state() const { return state_.load(std::memory_order_acquire); }  // P1: pairs with P2 in open()
+  void close();  // nobody is in read() or write()
+
+  // The bytes at `address` of the process to `to`, or `from` there: of the latter the last 8, or all, come last, as one word where they
+  // are aligned (what placement_copy promises; the kernel's copies are no smaller). Both ends may fault: false, and part may have been
+  // copied. stores: where the claim must hold until it begins.
+  bool read(std::uint64_t address, std::byte* to, std::uint64_t bytes, const vmci::ClaimedStores& stores) const;
+  bool write(std::uint64_t address, const std::byte* from, std::uint64_t bytes, const vmci::ClaimedStores& stores) const;
+
+ private:
+  bool is_ours() const;
+
+  std::atomic<State> state_{State::unknown};
+  vmci::UniqueFd memory_;
+  dev_t device_ = 0;
+  ino_t inode_ = 0;
+};
+
+}  // namespace vrdma::guest
