@@ -53,6 +53,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const Doorbell& doorbell() const { return doorbell_; }
   std::uint64_t requests_sent() const { return channel_.requests_sent(); }
   std::uint32_t guest() const { return guest_; }
+  std::uint16_t service_minor() const { return page_->minor; }
   bool in_machine() const { return in_machine_; }  // of a virtual machine, served by its agent: memory is pinned where it is
   // The machine's device, of whose BAR memory is lent instead (control::attach_in_bar); else -1.
   int bar() const { return bar_.get(); }

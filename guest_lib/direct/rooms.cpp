@@ -89,6 +89,7 @@ Status open_shared_receives(Attachment& attachment, const control::OpenDirectReq
 }  // namespace
 
 Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
+  if (attachment.service_minor() < control::minor_of_direct) return Errno{EPROTO};
   auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
   if (!answer) return answer.error();
   VRDMA_CRASH_POINT("direct.guest.opened");

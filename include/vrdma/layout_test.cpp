@@ -122,9 +122,10 @@ PIN(direct::Turns, passed, 128);
 PIN(direct::Positions, psn, 16);
 PIN(direct::Positions, sent_messages, 24);
 PIN(direct::KeyEntry, pd, 8);
-PIN(direct::KeyEntry, mapped_from, 32);
-PIN(direct::KeyEntry, backing, 56);
-static_assert(sizeof(control::OpenDirectReply) == 96 && sizeof(control::OpenSharedReceivesReply) == 40 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
+PIN(direct::KeyEntry, address, 32);
+PIN(direct::KeyEntry, backing_offset, 56);
+PIN(direct::Taking, unfinished, 4);
+static_assert(sizeof(control::OpenDirectReply) == 104 && sizeof(control::OpenProcessReply) == 24 && sizeof(control::OpenSharedReceivesReply) == 40 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
 
 TEST_CASE("Every control request has the number it has always had") {
   constexpr std::string_view names[] = {
@@ -133,7 +134,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
       "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned", "open_direct", "open_backing",
-      "set_direct", "open_shared_receives"};
+      "set_direct", "open_shared_receives", "open_process"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

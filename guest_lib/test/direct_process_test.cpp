@@ -1,0 +1,247 @@
+// Direct mode into memory that lies in no file, and is reached through its process: with a service that is stopped meanwhile.
+#include <fcntl.h>
+
+#include <filesystem>
+#include <random>
+
+#include "guest_lib/test/direct_pair.hpp"
+
+using namespace vrdma::test;
+
+namespace {
+
+// Executable pages: they are not moved to the memory window.
+class Unmovable {
+ public:
+  static constexpr std::size_t bytes = 1 << 20;
+  explicit Unmovable(const Device& device) {
+    map();
+    mr = ibv_reg_mr(device.pd, memory_, bytes, Pair::all_access | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    REQUIRE(mr != nullptr);
+  }
+  ~Unmovable() {
+    CHECK(ibv_dereg_mr(mr) == 0);
+    unmap();
+  }
+  Unmovable(const Unmovable&) = delete;
+  void map() {
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    void* const at = ::mmap(memory_, bytes, PROT_READ | PROT_WRITE | PROT_EXEC, memory_ == nullptr ? flags : flags | MAP_FIXED, -1, 0);
+    REQUIRE(at != MAP_FAILED);
+    memory_ = static_cast<char*>(at);
+  }
+  void unmap() { CHECK(::munmap(memory_, bytes) == 0); }
+  char* at(std::size_t offset) const { return memory_ + offset; }
+  ibv_sge sge(std::size_t offset, std::uint32_t length) const { return {reinterpret_cast<std::uintptr_t>(at(offset)), length, mr->lkey}; }
+
+  ibv_mr* mr = nullptr;
+
+ private:
+  char* memory_ = nullptr;
+};
+
+// One end's memory, of either kind.
+struct Place {
+  char* data;
+  std::uint32_t key;
+};
+
+struct World {
+  // Until messages need the service no more; false: nobody can be direct here.
+  bool become_direct() {
+    if (!pair.become_direct()) return false;
+    for (const auto& [from, to] : {std::pair{near(true), far(true)}, {near(true), far(true)}}) {
+      write(from, to, 8);
+      eventually("the connection is direct again", [&] { return mode_of(pair.a.get()) == "direct"; });
+    }
+    return true;
+  }
+  Place near(bool in_place) const { return in_place ? Place{own.at(0), own.mr->lkey} : Place{pair.near.at(0), pair.near.mr->lkey}; }
+  Place far(bool in_place) const { return in_place ? Place{peers.at(0), peers.mr->rkey} : Place{pair.far.at(0), pair.far.mr->rkey}; }
+  ibv_wc transfer(ibv_wr_opcode opcode, Place local, Place remote, std::uint32_t bytes) const {
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(local.data), bytes, local.key};
+    ibv_send_wr wr{}, *bad = nullptr;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    wr.opcode = opcode;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.wr.rdma = {reinterpret_cast<std::uintptr_t>(remote.data), remote.key};
+    REQUIRE(ibv_post_send(pair.a.get(), &wr, &bad) == 0);
+    return collect(pair.a_cq.get(), 1).front();
+  }
+  void write(Place local, Place remote, std::uint32_t bytes) const {
+    CHECK(transfer(IBV_WR_RDMA_WRITE, local, remote, bytes).status == IBV_WC_SUCCESS);
+  }
+
+  Pair pair;
+  Unmovable own{pair.device}, peers{pair.device};
+};
+
+}  // namespace
+
+TEST_CASE("messages between memory of every kind need no service, and touch nothing beside it") {
+  Service service;
+  service.start(with_direct);
+  World world;
+  if (!world.become_direct()) return;
+  const Stopped stopped(service);
+  std::mt19937_64 random(7);
+  constexpr std::size_t margin = 64, span = 300'000 + 2 * margin;
+  for (int round = 0; round < 400; ++round) {
+    const auto bytes = static_cast<std::uint32_t>(1 + random() % (round % 8 == 0 ? 300'000 : round % 2 == 0 ? 20 : 9000));
+    const auto kinds = random() % 3;  // at least one of them in place
+    Place local = world.near(kinds != 0), remote = world.far(kinds != 1);
+    local.data += random() % 5000, remote.data += random() % 5000;
+    const auto what = random() % 3;
+    Place &from = what == 1 ? remote : local, &to = what == 1 ? local : remote;
+    const char fill = static_cast<char>(round);
+    std::memset(to.data, ~fill, span);
+    for (std::size_t i = 0; i < bytes; ++i) from.data[i] = static_cast<char>(i * 31 + static_cast<unsigned>(round));
+    to.data += margin;
+    if (what == 2) {
+      ibv_sge sge{reinterpret_cast<std::uintptr_t>(to.data), bytes, to.key};
+      ibv_recv_wr wr{1000u + static_cast<unsigned>(round), nullptr, &sge, 1}, *bad = nullptr;
+      REQUIRE(ibv_post_recv(world.pair.b.get(), &wr, &bad) == 0);
+    }
+    const ibv_wr_opcode opcode = what == 0 ? IBV_WR_RDMA_WRITE : what == 1 ? IBV_WR_RDMA_READ : IBV_WR_SEND;
+    CHECK(world.transfer(opcode, local, remote, bytes).status == IBV_WC_SUCCESS);
+    if (what == 2) CHECK(collect(world.pair.b_cq.get(), 1).front().wr_id == 1000u + static_cast<unsigned>(round));
+    REQUIRE(std::memcmp(to.data, from.data, bytes) == 0);
+    for (std::size_t i = 0; i < margin; ++i) {
+      REQUIRE(to.data[-1 - static_cast<std::ptrdiff_t>(i)] == static_cast<char>(~fill));
+      REQUIRE(to.data[bytes + i] == static_cast<char>(~fill));
+    }
+  }
+}
+
+TEST_CASE("what can fail where memory is in no file is the service's: atomics, keys that do not reach so far, memory that is gone") {
+  Service service;
+  service.start(with_direct);
+  World world;
+  world.become_direct();
+  std::uint64_t counter = 40, old = 0;
+  for (const bool own_in_place : {true, false}) {
+    for (const bool peers_in_place : {true, false}) {
+      const Place local = world.near(own_in_place), remote = world.far(peers_in_place);
+      std::memcpy(remote.data, &counter, sizeof(counter));
+      ibv_sge sge{reinterpret_cast<std::uintptr_t>(local.data), 8, local.key};
+      ibv_send_wr wr{}, *bad = nullptr;
+      wr.sg_list = &sge;
+      wr.num_sge = 1;
+      wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      wr.wr.atomic = {reinterpret_cast<std::uintptr_t>(remote.data), 2, 0, remote.key};
+      REQUIRE(ibv_post_send(world.pair.a.get(), &wr, &bad) == 0);
+      CHECK(collect(world.pair.a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
+      std::memcpy(&old, local.data, sizeof(old));
+      CHECK(old == counter);
+      std::memcpy(&old, remote.data, sizeof(old));
+      CHECK(old == counter + 2);
+    }
+  }
+  Place beyond = world.far(true);
+  beyond.data += Unmovable::bytes - 7;
+  SUBCASE("beyond the end") { CHECK(world.transfer(IBV_WR_RDMA_WRITE, world.near(true), beyond, 8).status == IBV_WC_REM_ACCESS_ERR); }
+  SUBCASE("before its begin") {
+    Place before = world.far(true);
+    before.data -= 1;
+    CHECK(world.transfer(IBV_WR_RDMA_WRITE, world.near(true), before, 8).status == IBV_WC_REM_ACCESS_ERR);
+  }
+  SUBCASE("one's own is gone") {
+    const Place local = world.near(true), remote = world.far(false);
+    world.own.unmap();
+    CHECK(world.transfer(IBV_WR_RDMA_WRITE, local, remote, 64).status == IBV_WC_LOC_PROT_ERR);
+    world.own.map();
+  }
+  SUBCASE("the peer's is gone") {
+    const Place local = world.near(false), remote = world.far(true);
+    world.peers.unmap();
+    CHECK(world.transfer(IBV_WR_RDMA_READ, local, remote, 64).status == IBV_WC_REM_ACCESS_ERR);
+    world.peers.map();
+  }
+}
+
+// Programs close all descriptors that they do not know, and open files that then have these numbers.
+TEST_CASE("a file of the program's that has come to the number of a descriptor of ours is not written to") {
+  Service service;
+  service.start(with_direct);
+  World world;
+  if (!world.become_direct()) return;
+  const std::string name = "/tmp/vrdma-direct-" + std::to_string(::getpid());
+  const int file = ::open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+  REQUIRE(file >= 0);
+  std::vector<int> ours;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (std::filesystem::read_symlink(entry.path(), gone).string().ends_with("/mem")) ours.push_back(std::stoi(entry.path().filename()));
+  }
+  CHECK(ours.size() == 2);
+  for (const int fd : ours) REQUIRE(::dup2(file, fd) == fd);
+  for (int i = 0; i < 20; ++i) {
+    world.own.at(0)[0] = static_cast<char>(i);
+    world.write(world.near(true), world.far(true), 4096);
+    CHECK(world.peers.at(0)[0] == static_cast<char>(i));
+  }
+  CHECK(std::filesystem::file_size(name) == 0);
+  for (const int fd : ours) CHECK(::close(fd) == 0);
+  ::close(file);
+  std::filesystem::remove(name);
+}
+
+TEST_CASE("a shared queue's request whose buffer cannot be written to just then goes back, and is used once") {
+  Service service;
+  service.start(with_direct);
+  World world;
+  ibv_srq_init_attr init{};
+  init.attr = {16, 1, 0};
+  ibv_srq* const srq = ibv_create_srq(world.pair.device.pd, &init);
+  REQUIRE(srq != nullptr);
+  {
+    const CqPtr a_cq = make_cq(world.pair.device, 64), b_cq = make_cq(world.pair.device, 64);
+    const QpPtr a = make_qp(world.pair.device, a_cq.get()), b = make_qp(world.pair.device, b_cq.get(), 16, srq);
+    connect(a.get(), b->qp_num);
+    connect(b.get(), a->qp_num);
+    const auto receive = [&](std::uint64_t wr_id) {
+      ibv_sge sge = world.peers.sge(wr_id * 64, 64);
+      ibv_recv_wr wr{wr_id, nullptr, &sge, 1}, *bad = nullptr;
+      REQUIRE(ibv_post_srq_recv(srq, &wr, &bad) == 0);
+    };
+    const auto send = [&](std::uint64_t wr_id) {
+      ibv_sge sge = world.own.sge(0, 64);
+      ibv_send_wr wr{}, *bad = nullptr;
+      wr.wr_id = wr_id;
+      wr.sg_list = &sge;
+      wr.num_sge = 1;
+      wr.opcode = IBV_WR_SEND;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      REQUIRE(ibv_post_send(a.get(), &wr, &bad) == 0);
+    };
+    const auto arrives = [&](std::uint64_t wr_id) {
+      const auto received = collect(b_cq.get(), 1).front();
+      CHECK(received.status == IBV_WC_SUCCESS);
+      CHECK(received.wr_id == wr_id);
+      CHECK(collect(a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
+    };
+    for (std::uint64_t i = 0; i < 4; ++i) {
+      receive(i);
+      send(i);
+      arrives(i);
+      std::string because;
+      eventually("the connection is direct, or may not be", [&] { return mode_of(a.get(), &because) == "direct" || is_apart(because); });
+    }
+    for (std::uint64_t i = 4; i < 8; ++i) receive(i);
+    {
+      const Stopped stopped(service);
+      world.peers.unmap();
+      send(4);
+      world.peers.map();
+    }
+    arrives(4);
+    for (std::uint64_t i = 5; i < 8; ++i) {
+      send(i);
+      arrives(i);
+    }
+    CHECK(ibv_poll_cq(b_cq.get(), 1, std::array<ibv_wc, 1>{}.data()) == 0);
+  }
+  CHECK(ibv_destroy_srq(srq) == 0);
+}
