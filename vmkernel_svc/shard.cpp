@@ -151,6 +151,8 @@ bool Shard::run_finished_jobs() {
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) --region->jobs;
     const auto waiting = fabric_.jobs.find(job->sequence);
     if (waiting == fabric_.jobs.end()) continue;  // given up
+    // Its guest goes in a moment, and with it whoever waits for this: the peer of one that has ended is told so, and not of bad memory.
+    if (job->gone) continue;
     Qp* const qp = waiting->second;
     fabric_.jobs.erase(waiting);
     qp->port.finished_job = std::move(job);

@@ -30,7 +30,7 @@ bool frozen(int memory, std::uint64_t address) {
 
 // /proc/PID/mem names the memory that the process had when it was opened, not whatever runs under that pid later: after an
 // exec (of a setuid program, say) and after its end there is nothing to read or write any more.
-bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes) {
+bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes, bool& gone) {
   constexpr std::uint64_t patience_ns = 500'000'000;
   constexpr int patience_naps = 5000;  // as long, but longer where this thread, and so probably the guest's, gets little of a processor
   constexpr timespec nap{0, 20'000};
@@ -48,6 +48,7 @@ bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, 
       ::nanosleep(&nap, nullptr);
       continue;
     }
+    gone = moved == 0;
     if (moved <= 0) return false;
     buffer += moved, address += static_cast<std::uint64_t>(moved), bytes -= static_cast<std::uint64_t>(moved);
   }
@@ -92,11 +93,11 @@ struct ProcessMemory::Worker {
     if (job.kind == ProcessJob::Kind::fetch_and_add || job.kind == ProcessJob::Kind::compare_and_swap) {
       std::uint64_t old;
       const std::uint64_t at = job.ranges[0].address;
-      if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8)) return false;
+      if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8, job.gone)) return false;
       job.value = old;
       std::uint64_t next = job.kind == ProcessJob::Kind::fetch_and_add ? old + job.operand : job.operand;
       if (job.kind == ProcessJob::Kind::compare_and_swap && old != job.compare) return true;
-      return transfer(memory.get(), true, reinterpret_cast<std::byte*>(&next), at, 8);
+      return transfer(memory.get(), true, reinterpret_cast<std::byte*>(&next), at, 8, job.gone);
     }
     const bool write = job.kind == ProcessJob::Kind::write;
     std::byte* at = job.buffer.data();
@@ -104,8 +105,8 @@ struct ProcessMemory::Worker {
       ProcessRange range = job.ranges[i];
       const bool tail = write && i + 1 == job.ranges.size() && range.bytes > ordered_tail_bytes;
       const std::uint64_t first = tail ? range.bytes - ordered_tail_bytes : range.bytes;
-      if (!transfer(memory.get(), write, at, range.address, first)) return false;
-      if (tail && !transfer(memory.get(), write, at + first, range.address + first, ordered_tail_bytes)) return false;
+      if (!transfer(memory.get(), write, at, range.address, first, job.gone)) return false;
+      if (tail && !transfer(memory.get(), write, at + first, range.address + first, ordered_tail_bytes, job.gone)) return false;
       at += range.bytes;
     }
     return true;

@@ -30,6 +30,7 @@ struct ProcessRange {
 struct ProcessJob {
   enum class Kind : std::uint8_t { read, write, fetch_and_add, compare_and_swap } kind;
   bool ok = false;
+  bool gone = false;  // not ok, because the process has no such memory any more: it has ended, or runs another program
   // read and write: `buffer` against `ranges`, in order. The last 8 bytes of a write go by a call of their own (D7).
   std::vector<ProcessRange> ranges;
   std::vector<std::byte> buffer;
