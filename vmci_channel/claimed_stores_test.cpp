@@ -1,6 +1,7 @@
 // Stores that a thread loses together with its claim: against a real process that is stopped anywhere, again and again.
 #include "vmci_channel/claimed_stores.hpp"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -121,6 +122,28 @@ TEST_CASE("What reads and writes at once says what was there, and without the cl
   for (const std::byte byte : bytes) CHECK(byte == std::byte{0});
 }
 
+TEST_CASE("A system call is made under the claim, and not without it") {
+  std::uint64_t claim = mine;
+  const ClaimedStores stores = stores_under(claim);
+  int ends[2];
+  REQUIRE(::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0);
+  char text[] = "abc";
+  long result = 0;
+  CHECK(stores.system_call(SYS_write, {ends[1], reinterpret_cast<long>(text), 3, 0}, result));
+  CHECK(result == 3);
+  CHECK(stores.system_call(SYS_write, {-1, reinterpret_cast<long>(text), 3, 0}, result));
+  CHECK(result == -EBADF);
+  if (stores.guarded()) {
+    claim = lost;
+    CHECK_FALSE(stores.system_call(SYS_write, {ends[1], reinterpret_cast<long>(text), 3, 0}, result));
+  }
+  char read[8] = {};
+  CHECK(::read(ends[0], read, sizeof(read)) == 3);
+  CHECK(std::strcmp(read, text) == 0);
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
 // What both processes see.
 struct Shared {
   std::uint64_t claim;
@@ -133,6 +156,8 @@ struct Shared {
 [[noreturn]] void write_for_ever(Shared& shared) {
   const ClaimedStores stores = stores_under(shared.claim);
   static std::byte from[sizeof(shared.memory)];
+  const int itself = ::open("/proc/self/mem", O_RDONLY | O_CLOEXEC);
+  if (itself < 0) ::_exit(1);
   for (std::uint32_t round = 1;; ++round) {
     std::memset(from, static_cast<int>(round), sizeof(from));
     std::byte* const to = shared.memory;
@@ -140,6 +165,9 @@ struct Shared {
     const std::size_t bytes[] = {1, 8, 13, 64, 4096, 8000, sizeof(shared.memory)};
     std::uint64_t one = 1;
     bool all = stores.copy(to, from, bytes[round % 7]);
+    long moved = 0;
+    const std::array<long, 4> reading{itself, reinterpret_cast<long>(to), static_cast<long>(bytes[round / 7 % 7]), reinterpret_cast<long>(from)};
+    all = all && stores.system_call(SYS_pread64, reading, moved) && moved == reading[2];
     all = all && stores.store4(words, round, round, round, round) && stores.fetch_add(words + 4, one) && stores.set_bits(words + 5, round);
     if (all) {
       std::atomic_ref(shared.rounds).fetch_add(1);

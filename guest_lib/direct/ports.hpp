@@ -57,7 +57,7 @@ class DirectPorts {
       : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries), shared_(shared) {}
 
   void begin() {
-    given_up_ = certain_ = turn_lost_ = through_process_ = false;
+    given_up_ = certain_ = turn_lost_ = through_process_ = into_receive_ = false;
     if (shared_.turns) seek_receive();
   }
   // From a shared receive queue: the record that is next now, …
@@ -115,6 +115,7 @@ class DirectPorts {
     // One that was taken and not completed is given back, with the one buffer that its poster can put on record.
     if (receive_buffers_++ != 0 && shared_.turns) return give_up(), std::nullopt;
     named_ = {address, static_cast<std::uint32_t>(bytes), key.value};
+    into_receive_ = true;
     return look(peer_, key, address, bytes, engine::access_local_write);
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
@@ -188,7 +189,10 @@ class DirectPorts {
     const engine::Place far = reads ? from : to, near = reads ? to : from;
     auto* const memory = reinterpret_cast<std::byte*>(near.address);
     const ReachedProcess& process = *(far.region != 0 ? peer_ : own_).process;
-    const bool done = reads ? process.read(far.address, memory, bytes, stores_) : process.write(far.address, memory, bytes, stores_);
+    // A message that needs a receive request, or is read, has no reader before its completion.
+    const bool to_peer = far.region != 0 ? !reads : reads;
+    const auto order = to_peer && !into_receive_ ? ReachedProcess::Order::tail_last : ReachedProcess::Order::any;
+    const bool done = reads ? process.read(far.address, memory, bytes, order, stores_) : process.write(far.address, memory, bytes, order, stores_);
     VRDMA_CRASH_POINT("direct.guest.copied_by_process");
     if (done) return engine::MemoryStatus::done;
     if (turn_taken_) shared_.taking->unfinished = 1;
@@ -260,6 +264,7 @@ class DirectPorts {
   bool turn_taken_ = false, turn_lost_ = false;
   bool given_up_ = false, sent_ = false, received_ = false, solicited_ = false;
   bool certain_ = false;  // others can know that the message was carried out
+  bool into_receive_ = false;     // the message goes to a receive buffer
   bool through_process_ = false;  // the message needs memory that is not mapped here
   Found found_[2];  // own, the peer's
   std::optional<Unmapped> unmapped_;

@@ -15,8 +15,9 @@ namespace {
 constexpr std::uint64_t ordered_tail_bytes = 8;
 
 // One call, one part after the other: the file has no way of its own to take several at once.
-bool move(const vmci::ClaimedStores& stores, long number, int fd, std::uint64_t address, std::byte* memory, std::uint64_t bytes) {
-  const std::uint64_t first = bytes > ordered_tail_bytes ? bytes - ordered_tail_bytes : bytes;
+bool move(const vmci::ClaimedStores& stores, long number, int fd, std::uint64_t address, std::byte* memory, std::uint64_t bytes,
+          ReachedProcess::Order order) {
+  const std::uint64_t first = order == ReachedProcess::Order::tail_last && bytes > ordered_tail_bytes ? bytes - ordered_tail_bytes : bytes;
   const iovec parts[] = {{memory, first}, {memory + first, bytes - first}};
   long moved = 0;
   return stores.system_call(number, {fd, reinterpret_cast<long>(parts), first == bytes ? 1 : 2, static_cast<long>(address)}, moved) &&
@@ -54,12 +55,12 @@ void ReachedProcess::close() {
   else memory_.release();
 }
 
-bool ReachedProcess::read(std::uint64_t address, std::byte* to, std::uint64_t bytes, const vmci::ClaimedStores& stores) const {
-  return is_ours() && move(stores, SYS_preadv, memory_.get(), address, to, bytes);
+bool ReachedProcess::read(std::uint64_t address, std::byte* to, std::uint64_t bytes, Order order, const vmci::ClaimedStores& stores) const {
+  return is_ours() && move(stores, SYS_preadv, memory_.get(), address, to, bytes, order);
 }
 
-bool ReachedProcess::write(std::uint64_t address, const std::byte* from, std::uint64_t bytes, const vmci::ClaimedStores& stores) const {
-  return is_ours() && move(stores, SYS_pwritev, memory_.get(), address, const_cast<std::byte*>(from), bytes);
+bool ReachedProcess::write(std::uint64_t address, const std::byte* from, std::uint64_t bytes, Order order, const vmci::ClaimedStores& stores) const {
+  return is_ours() && move(stores, SYS_pwritev, memory_.get(), address, const_cast<std::byte*>(from), bytes, order);
 }
 
 }  // namespace vrdma::guest

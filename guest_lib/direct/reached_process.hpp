@@ -31,11 +31,11 @@ class ReachedProcess {
   State state() const { return state_.load(std::memory_order_acquire); }  // P1: pairs with P2 in open()
   void close();  // nobody is in read() or write()
 
-  // The bytes at `address` of the process to `to`, or `from` there: of the latter the last 8, or all, come last, as one word where they
-  // are aligned (what placement_copy promises; the kernel's copies are no smaller). Both ends may fault: false, and part may have been
-  // copied. stores: where the claim must hold until it begins.
-  bool read(std::uint64_t address, std::byte* to, std::uint64_t bytes, const vmci::ClaimedStores& stores) const;
-  bool write(std::uint64_t address, const std::byte* from, std::uint64_t bytes, const vmci::ClaimedStores& stores) const;
+  enum class Order : bool { any, tail_last };  // the last 8 bytes, or all: somebody may look at the memory itself (as placement_copy)
+  // The bytes at `address` of the process to `to`, or `from` there. Both ends may fault: false, and part may have been copied. stores: where
+  // the claim must hold until it begins.
+  bool read(std::uint64_t address, std::byte* to, std::uint64_t bytes, Order order, const vmci::ClaimedStores& stores) const;
+  bool write(std::uint64_t address, const std::byte* from, std::uint64_t bytes, Order order, const vmci::ClaimedStores& stores) const;
 
  private:
   bool is_ours() const;
