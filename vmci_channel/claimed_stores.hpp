@@ -187,7 +187,8 @@ class ClaimedStores {
   }
 
   // A system call that stores. result: as the kernel gives it, an error as its negative number. Once it has begun it runs to its end: a
-  // thread that is stopped is not inside of one (unless somebody stops it at system calls, see vmkernel_svc/direct/stopped.cpp).
+  // thread that is stopped is not inside of one (unless somebody stops it at system calls, see vmkernel_svc/direct/stopped.cpp). rseq(2)
+  // forbids system calls inside a sequence; this is its last instruction, so that it has been left when the call returns, or ends in a signal.
   bool system_call(long number, const std::array<long, 4>& arguments, long& result) const {
 #if defined(VMCI_RESTARTABLE)
     if (guarded()) {

@@ -160,7 +160,6 @@ struct Guest {
   std::uint64_t guid;  // host order
   std::uint32_t link_layer;
   std::uint16_t minor = 0;  // of the channel's version that it speaks
-  std::uint32_t own_pid = 0;  // as it sees itself
   std::array<control::GidEntry, 16> gids{};
 
   Arena arena;

@@ -1,7 +1,7 @@
 // The engine's ports in direct mode: the posting thread runs the engine on its own send queue and its peer's receive queue, which
 // the claim of the direction (vrdma/direct.hpp) gives it for that time.
 //
-// Only what goes well is carried out here. Whatever else the engine comes to (no receive WQE, a wrong key, memory that is not mapped,
+// Only what goes well is carried out here. Whatever else the engine comes to (no receive WQE, a wrong key, memory that is out of reach,
 // an error of any kind) is noted as given_up() before anybody could see it; the caller then forgets the turn, and the service
 // carries the same WQE out from its start. Hence: after the first completion of a message, or its atomic operation, nothing of it can
 // fail. The claim can be revoked while this thread stands still: before that point, the message is then given up, too.

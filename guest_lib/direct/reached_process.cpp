@@ -13,6 +13,7 @@ namespace vrdma::guest {
 namespace {
 
 constexpr std::uint64_t ordered_tail_bytes = 8;
+constexpr int lowest_number = 600;
 
 // One call, one part after the other: the file has no way of its own to take several at once.
 bool move(const vmci::ClaimedStores& stores, long number, int fd, std::uint64_t address, std::byte* memory, std::uint64_t bytes,
@@ -36,7 +37,10 @@ ReachedProcess::State ReachedProcess::open(pid_t pid, std::uint64_t probe_addres
   if (state() != State::unknown) return state();
   char path[32];
   std::snprintf(path, sizeof(path), "/proc/%d/mem", pid);
-  memory_.reset(::open(path, O_RDWR | O_CLOEXEC));
+  vmci::UniqueFd first(::open(path, O_RDWR | O_CLOEXEC));
+  // Not among the low numbers, which programs take for theirs, and select() knows.
+  memory_.reset(first ? ::fcntl(first.get(), F_DUPFD_CLOEXEC, lowest_number) : -1);
+  if (!memory_) memory_ = std::move(first);
   struct stat file;
   std::uint64_t found = 0;
   const bool opened = memory_ && ::fstat(memory_.get(), &file) == 0 &&

@@ -31,7 +31,9 @@ class ReachedProcess {
   State state() const { return state_.load(std::memory_order_acquire); }  // P1: pairs with P2 in open()
   void close();  // nobody is in read() or write()
 
-  enum class Order : bool { any, tail_last };  // the last 8 bytes, or all: somebody may look at the memory itself (as placement_copy)
+  // tail_last: somebody may look at the memory itself, so that the last 8 bytes, or all of fewer, come last (as placement_copy). That the kernel
+  // copies an aligned word in one piece is what has been seen, not what it promises.
+  enum class Order : bool { any, tail_last };
   // The bytes at `address` of the process to `to`, or `from` there. Both ends may fault: false, and part may have been copied. stores: where
   // the claim must hold until it begins.
   bool read(std::uint64_t address, std::byte* to, std::uint64_t bytes, Order order, const vmci::ClaimedStores& stores) const;

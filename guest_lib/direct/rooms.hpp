@@ -46,11 +46,10 @@ class DirectRooms {
  private:
   Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
   std::shared_ptr<vmci::UniqueFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
+  void reach(Attachment& attachment, DirectRoom& room);
 
   std::mutex mutex_;
   std::unordered_map<std::uint32_t, std::weak_ptr<DirectRoom>> rooms_;
-  void reach(Attachment& attachment, DirectRoom& room);
-
   PeerMemory own_memory_;
   ReachedProcess own_process_;
 };

@@ -84,6 +84,11 @@ Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
   uffdio_writeprotect protect{{range.begin, range.bytes()}, UFFDIO_WRITEPROTECT_MODE_WP};
   while (::ioctl(frozen.fd_.get(), UFFDIO_WRITEPROTECT, &protect) != 0)
     if (errno != EAGAIN) return last_error();  // EAGAIN: the mappings are changing just now
+  // A process that writes through /proc/PID/mem has its page before it copies, and holds the mappings for reading from one to the other:
+  // to change them is to have waited for it.
+  void* const drained = raw_mmap(0, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (drained == MAP_FAILED) return last_error();
+  raw_munmap(reinterpret_cast<std::uint64_t>(drained), 4096);
   return frozen;
 }
 

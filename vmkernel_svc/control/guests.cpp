@@ -78,7 +78,6 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->doorbell_fd = std::move(doorbell);
   guest->socket = std::move(info.socket);
   guest->minor = request.minor;
-  guest->own_pid = request.pid;
   guest->link_layer = request.link_layer != link_layer_default ? request.link_layer
                       : fabric_.config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband;
   guest->name.assign(request.name, ::strnlen(request.name, sizeof(request.name)));

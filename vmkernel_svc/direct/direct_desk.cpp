@@ -35,7 +35,7 @@ bool DirectDesk::own(DirectLink& link, int i) {
   if (!link.claims[i].take()) return false;
   // It was revoked, went on, and has given up, or it came to memory that it could not write to: a record that it had taken and could not
   // complete goes back.
-  const bool unfinished = (link.revoked[i] && !link.cut[i]) || link.claims[i].direction().taking.unfinished != 0;
+  const bool unfinished = !link.cut[i] && (link.revoked[i] || link.claims[i].direction().taking.unfinished != 0);
   if (const QueuePair* const to = link.ends[1 - i]; unfinished && to != nullptr && to->srq != nullptr)
     settle_turn(link, i, recorded(link.claims[i]));
   import(link, i);
@@ -97,6 +97,7 @@ void DirectDesk::import(DirectLink& link, int i) {
   forget_left_work(link, i);
   link.owned[i] = true;
   link.claims[i].direction().claimed_arm = 0;
+  link.claims[i].direction().taking.unfinished = 0;  // also by one who was cut off, and says so only now
   watch(link, i, false);
   link.cut[i] = link.revoked[i] = false;
   link.refused_since_ns[i] = link.stopped_since_ns[i] = 0;
@@ -142,7 +143,6 @@ void DirectDesk::settle_turn(DirectLink& link, int i, const direct::Positions& a
   direct::Taking& taking = link.claims[i].direction().taking;
   // G4: pairs with G3 in DirectPorts::take_turn.
   const std::uint32_t index = std::atomic_ref(taking.index).load(std::memory_order_acquire);
-  taking.unfinished = 0;
   if (index + 1 == at.receive_head || !to.srq->core.turns.took(link.takers[i], index)) return;
   shard_.engine().give_back(to.core, taking.wr_id, taking.buffer);
 }
@@ -330,10 +330,13 @@ Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::
 
 Result<control::OpenProcessReply> DirectDesk::open(Guest& guest, const control::OpenProcessRequest& request) {
   const auto owner = fabric_.guests.find(request.guest);
-  if (owner == fabric_.guests.end() || !rooms_.contains(key_of(guest, *owner->second))) return Errno{EPERM};
+  if (owner == fabric_.guests.end()) return Errno{EPERM};
   const Guest& peer = *owner->second;
-  if (!peer.reached_by_service) return Errno{ENOENT};
-  return control::OpenProcessReply{peer.own_pid, 0, peer.probe.probe_address, peer.probe.probe_value};
+  const auto room = rooms_.find(key_of(guest, peer));
+  if (room == rooms_.end()) return Errno{EPERM};
+  const pid_t pid = room->second->own_pids[room->second->guests[0] == peer.id.value ? 0 : 1];
+  if (!peer.reached_by_service || pid <= 0) return Errno{ENOENT};
+  return control::OpenProcessReply{static_cast<std::uint32_t>(pid), 0, peer.probe.probe_address, peer.probe.probe_value};
 }
 
 // --- to be seen -------------------------------------------------------------------------------------------------

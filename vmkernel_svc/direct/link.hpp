@@ -23,7 +23,7 @@ struct DirectRoom {
   vmci::Segment segment;
   std::shared_ptr<const vmci::UniqueFd> pidfds[2];
   std::uint32_t guests[2];
-  pid_t pids[2];
+  pid_t pids[2], own_pids[2];  // as the service sees them, and as they see themselves
   std::vector<std::uint32_t> free;
   std::uint32_t used = 0;  // links ever made at a time
 

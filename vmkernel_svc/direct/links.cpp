@@ -68,7 +68,8 @@ Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std:
   if (const auto known = rooms_.find(key); known != rooms_.end()) return known->second;
   if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, Errno{EPERM};
   const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials.pid, *guest.pidfd); };
-  why_not = why_apart(facts(a), facts(b));
+  const TrustFacts of_a = facts(a), of_b = facts(b);
+  why_not = why_apart(of_a, of_b);
   if (!why_not.empty()) {
     spdlog::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
     apart_.emplace(key, why_not);
@@ -94,6 +95,8 @@ Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std:
   room->guests[0] = key.first, room->guests[1] = key.second;
   room->pids[0] = in_order ? a.credentials.pid : b.credentials.pid;
   room->pids[1] = in_order ? b.credentials.pid : a.credentials.pid;
+  room->own_pids[0] = (in_order ? of_a : of_b).own_pid;
+  room->own_pids[1] = (in_order ? of_b : of_a).own_pid;
   return rooms_.emplace(key, std::move(room)).first->second;
 }
 

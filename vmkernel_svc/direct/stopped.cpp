@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -31,10 +32,13 @@ char state_in(int folder, const char* thread) {
 }
 
 // A debugger can hold a thread where a system call begins, which is carried out when it goes on: one that writes to the memory of another
-// (guest_lib/direct/reached_process.hpp), say.
-bool is_before_a_copy(int folder, const char* thread) {
+// (guest_lib/direct/reached_process.hpp), say. The kernel shows its number, also where it has ended just then, and -1 for none; a word where
+// the thread runs, and nothing to whom it does not concern.
+bool may_begin_a_copy(int folder, const char* thread) {
   const std::string line = text_of(folder, thread, "syscall");
-  return line.starts_with(fmt::format("{} ", SYS_pwritev)) || line.starts_with(fmt::format("{} ", SYS_preadv));
+  char* end = nullptr;
+  const long number = std::strtol(line.c_str(), &end, 10);
+  return end == line.c_str() || number == SYS_pwritev || number == SYS_preadv;
 }
 
 }  // namespace
@@ -46,7 +50,7 @@ bool is_stopped(pid_t pid) {
   while (const dirent* const thread = ::readdir(threads.get())) {
     if (thread->d_name[0] == '.') continue;
     const char state = state_in(::dirfd(threads.get()), thread->d_name);
-    if (state == 'T' || (state == 't' && !is_before_a_copy(::dirfd(threads.get()), thread->d_name))) any = true;
+    if (state == 'T' || (state == 't' && !may_begin_a_copy(::dirfd(threads.get()), thread->d_name))) any = true;
     else if (state != 'X' && state != 'Z' && state != '\0') return false;
   }
   return any;

@@ -77,6 +77,11 @@ TrustFacts TrustFacts::of(pid_t pid, const vmci::UniqueFd& pidfd) {
     if (line == status.end()) return refuse(fmt::format("{} of a process cannot be read", name));
     facts.values[name] = line->second;
   }
+  if (const auto line = status.find("NSpid"); line != status.end()) {  // from this process's namespace to its own
+    std::istringstream pids(line->second);
+    while (pids >> facts.own_pid) {
+    }
+  }
   for (const char* name : namespaces) {
     struct stat space;
     if (::fstatat(folder.get(), fmt::format("ns/{}", name).c_str(), &space, 0) != 0)

@@ -15,6 +15,7 @@ namespace vrdma::svc {
 struct TrustFacts {
   std::map<std::string, std::string> values;
   std::string problem;
+  pid_t own_pid = 0;  // in its own pid namespace
 
   // pidfd: of the process that connected; it is looked at after /proc/PID was opened, so that the folder is that process's own.
   static TrustFacts of(pid_t pid, const vmci::UniqueFd& pidfd);
