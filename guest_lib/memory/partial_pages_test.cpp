@@ -263,7 +263,6 @@ TEST_CASE("realloc of registered memory copies it: it shares nothing with what i
   for (unsigned char* const block : blocks) std::free(block);
 }
 
-
 TEST_CASE("A child of a program with threads can use the FILE that lies beside registered memory") {
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;
@@ -275,7 +274,8 @@ TEST_CASE("A child of a program with threads can use the FILE that lies beside r
   REQUIRE(beside.has_value());
   std::atomic<bool> stop{false};
   std::thread other([&] { stop.wait(false); });  // so that the C library unlocks every FILE in the child
-  if (at(file) % (2 << 20) >= page) CHECK(in_window(*beside));
+  const bool could_move = at(file) % (2 << 20) >= page;  // else it may be the head of an arena's
+  if (could_move) CHECK(in_window(*beside));
   for (int i = 0; i < 3; ++i)
     CHECK(in_child([&] { return std::fputs("of the child", file) >= 0 && std::fflush(file) == 0 && manager.statistics().resident_bytes == 0 ? 0 : 1; }) == 0);
   // Only a fork that asks for it inherits: not one that no handler hears of.
@@ -286,7 +286,7 @@ TEST_CASE("A child of a program with threads can use the FILE that lies beside r
   }
   int status = 0;
   ::waitpid(static_cast<pid_t>(child), &status, 0);
-  CHECK(WIFSIGNALED(status));
+  if (could_move) CHECK(WIFSIGNALED(status));
   CHECK(std::fputs("of the parent", file) >= 0);
   stop = true;
   stop.notify_all();
