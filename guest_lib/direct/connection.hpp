@@ -76,6 +76,7 @@ class DirectConnection {
   // Whether this end's own completion queue was armed for a completion that was told of since the last call. After leave().
   bool take_own_event_due() { return std::exchange(own_event_due_, false); }
   // What was not mapped when a message needed it; to be mapped while the claim is not held.
+  bool has_unmapped() const { return ports_.has_unmapped(); }
   std::optional<DirectPorts::Unmapped> take_unmapped() { return ports_.take_unmapped(); }
 
  private:

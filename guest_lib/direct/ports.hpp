@@ -94,10 +94,11 @@ class DirectPorts {
   // After the last record that this direction has taken, if it took one since begin().
   std::uint32_t taken(std::uint32_t before) const { return turn_taken_ ? vmci::RecordTurns::next(last_turn_) + 1 : before; }
   // The service had the direction meanwhile: keys may mean something else, or nothing.
-  void forget_keys() { found_[0] = found_[1] = {}; }
+  void forget_keys() { found_[0] = found_[1] = {}, runs_[0] = runs_[1] = {}; }
   bool given_up() const { return given_up_; }
   // An unreliable message that the engine has dropped, which is the service's to count.
   bool dropped() const { return far_end_.counters.dropped != 0; }
+  bool has_unmapped() const { return unmapped_.has_value(); }
   std::optional<Unmapped> take_unmapped() { return std::exchange(unmapped_, std::nullopt); }
   // Whether completions were written since the last call.
   bool take_sent() { return std::exchange(sent_, false); }
@@ -182,22 +183,63 @@ class DirectPorts {
   // Not where memory is reached through a process: a word there, or the old value on its way back, could yet fail.
   bool can_be_atomic(engine::Place place) const { return !given_up_ && !through_process_ && place.address % 8 == 0; }
 
+  // What of such a place is mapped after all, likewise: between pages that a region fills only in part lie whole ones.
+  struct Run {
+    std::uint64_t begin = 0, end = 0;  // addresses
+    std::byte* data = nullptr;
+  };
+  struct Span {
+    std::byte* data;  // nullptr: to be reached through the process
+    std::uint64_t bytes;
+  };
+  Span span(engine::Place place, std::uint64_t bytes) const {
+    if (!is_elsewhere(place)) return {reinterpret_cast<std::byte*>(place.address), bytes};
+    const Run& run = runs_[place.region];
+    if (place.address < run.begin) return {nullptr, std::min(bytes, run.begin - place.address)};
+    if (place.address >= run.end) return {nullptr, bytes};
+    return {run.data + (place.address - run.begin), std::min(bytes, run.end - place.address)};
+  }
+  void note_run(const ReachedGuest& guest, const direct::KeyEntry& entry, std::uint64_t offset, std::uint64_t bytes) {
+    const bool peers = &guest == &peer_;
+    const std::uint64_t begin = std::max(offset, entry.mapped_from), end = std::min(offset + bytes, entry.mapped_from + entry.mapped_bytes);
+    runs_[peers] = {};
+    if (begin >= end) return;
+    const std::uint64_t in_file = entry.backing_offset + (begin - entry.mapped_from);
+    const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, end - begin);
+    if (mapped.data == nullptr) unmapped_ = {peers, entry.backing, in_file, end - begin};  // for the next message
+    else runs_[peers] = {entry.address + begin, entry.address + end, mapped.data + (in_file - mapped.offset)};
+  }
+
+  [[gnu::noinline]] engine::MemoryStatus copy_through_process(engine::Place to, engine::Place from, std::uint64_t bytes) {
+    for (std::uint64_t moved = 0; moved < bytes;) {
+      const engine::Place into = to + moved, out_of = from + moved;
+      const Span target = span(into, bytes - moved), source = span(out_of, bytes - moved);
+      const std::uint64_t part = std::min(target.bytes, source.bytes);
+      const bool done = target.data != nullptr && source.data != nullptr ? stores_.copy(target.data, source.data, part)
+                        : source.data == nullptr && (target.data != nullptr || out_of.region != 0) ? read_through(out_of, into, target.data, part)
+                                                                                                   : write_through(into, out_of, source.data, part);
+      if (!done) {
+        if (turn_taken_) shared_.taking->unfinished = 1;
+        return give_up(), engine::MemoryStatus::destination_fault;
+      }
+      moved += part;
+    }
+    VRDMA_CRASH_POINT("direct.guest.copied_by_process");
+    return engine::MemoryStatus::done;
+  }
   // The end that is not mapped is reached through its process, the peer's rather than this one; the other one is a pointer: this process's
   // memory, where the program has it, may fault like the other.
-  [[gnu::noinline]] engine::MemoryStatus copy_through_process(engine::Place to, engine::Place from, std::uint64_t bytes) {
-    const bool reads = is_elsewhere(from) && (from.region != 0 || !is_elsewhere(to));
-    const engine::Place far = reads ? from : to, near = reads ? to : from;
-    auto* const memory = reinterpret_cast<std::byte*>(near.address);
-    const ReachedProcess& process = *(far.region != 0 ? peer_ : own_).process;
-    // A message that needs a receive request, or is read, has no reader before its completion.
-    const bool to_peer = far.region != 0 ? !reads : reads;
-    const auto order = to_peer && !into_receive_ ? ReachedProcess::Order::tail_last : ReachedProcess::Order::any;
-    const bool done = reads ? process.read(far.address, memory, bytes, order, stores_) : process.write(far.address, memory, bytes, order, stores_);
-    VRDMA_CRASH_POINT("direct.guest.copied_by_process");
-    if (done) return engine::MemoryStatus::done;
-    if (turn_taken_) shared_.taking->unfinished = 1;
-    return give_up(), engine::MemoryStatus::destination_fault;
+  bool read_through(engine::Place from, engine::Place to, std::byte* data, std::uint64_t bytes) const {
+    if (data == nullptr) data = reinterpret_cast<std::byte*>(to.address);
+    return process_of(from).read(from.address, data, bytes, from.region != 0 ? ReachedProcess::Order::any : order_at_peer(), stores_);
   }
+  bool write_through(engine::Place to, engine::Place from, const std::byte* data, std::uint64_t bytes) const {
+    if (data == nullptr) data = reinterpret_cast<const std::byte*>(from.address);
+    return process_of(to).write(to.address, data, bytes, to.region != 0 ? order_at_peer() : ReachedProcess::Order::any, stores_);
+  }
+  const ReachedProcess& process_of(engine::Place place) const { return *(place.region != 0 ? peer_ : own_).process; }
+  // A message that needs a receive request, or is read, has no reader before its completion.
+  ReachedProcess::Order order_at_peer() const { return into_receive_ ? ReachedProcess::Order::any : ReachedProcess::Order::tail_last; }
 
   // Memory that a key was found for, while the direction is ours: so long no key is taken away.
   struct Found {
@@ -228,6 +270,7 @@ class DirectPorts {
       if (offset < entry.mapped_from || offset - entry.mapped_from > entry.mapped_bytes || bytes > entry.mapped_bytes - (offset - entry.mapped_from)) {
         if (entry.address == 0 || !reaches(guest)) break;
         through_process_ = true;
+        note_run(guest, entry, offset, bytes);
         return elsewhere(&guest == &peer_, entry.address + offset);
       }
       const std::uint64_t in_file = entry.backing_offset + (offset - entry.mapped_from);
@@ -267,6 +310,7 @@ class DirectPorts {
   bool into_receive_ = false;     // the message goes to a receive buffer
   bool through_process_ = false;  // the message needs memory that is not mapped here
   Found found_[2];  // own, the peer's
+  Run runs_[2];     // likewise
   std::optional<Unmapped> unmapped_;
 };
 

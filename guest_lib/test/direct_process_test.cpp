@@ -10,33 +10,40 @@ using namespace vrdma::test;
 
 namespace {
 
-// Executable pages: they are not moved to the memory window.
-class Unmovable {
+enum class Kind {
+  moved,     // whole pages
+  in_place,  // executable ones, which are not moved to the memory window
+  both       // the first and the last page are registered in part, and stay; those between them move
+};
+
+class Memory {
  public:
   static constexpr std::size_t bytes = 1 << 20;
-  explicit Unmovable(const Device& device) {
+  Memory(const Device& device, Kind kind) : execute_(kind == Kind::in_place ? PROT_EXEC : 0), beside_(kind == Kind::both ? 1000 : 0) {
     map();
-    mr = ibv_reg_mr(device.pd, memory_, bytes, Pair::all_access | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    mr = ibv_reg_mr(device.pd, at(0), bytes - 2 * beside_, Pair::all_access | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     REQUIRE(mr != nullptr);
   }
-  ~Unmovable() {
+  ~Memory() {
     CHECK(ibv_dereg_mr(mr) == 0);
     unmap();
   }
-  Unmovable(const Unmovable&) = delete;
+  Memory(const Memory&) = delete;
   void map() {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-    void* const at = ::mmap(memory_, bytes, PROT_READ | PROT_WRITE | PROT_EXEC, memory_ == nullptr ? flags : flags | MAP_FIXED, -1, 0);
+    void* const at = ::mmap(memory_, bytes, PROT_READ | PROT_WRITE | execute_, memory_ == nullptr ? flags : flags | MAP_FIXED, -1, 0);
     REQUIRE(at != MAP_FAILED);
     memory_ = static_cast<char*>(at);
   }
   void unmap() { CHECK(::munmap(memory_, bytes) == 0); }
-  char* at(std::size_t offset) const { return memory_ + offset; }
+  char* at(std::size_t offset) const { return memory_ + beside_ + offset; }
   ibv_sge sge(std::size_t offset, std::uint32_t length) const { return {reinterpret_cast<std::uintptr_t>(at(offset)), length, mr->lkey}; }
 
   ibv_mr* mr = nullptr;
 
  private:
+  int execute_;
+  std::size_t beside_;
   char* memory_ = nullptr;
 };
 
@@ -50,14 +57,14 @@ struct World {
   // Until messages need the service no more; false: nobody can be direct here.
   bool become_direct() {
     if (!pair.become_direct()) return false;
-    for (const auto& [from, to] : {std::pair{near(true), far(true)}, {near(true), far(true)}}) {
-      write(from, to, 8);
+    for (int i = 0; i < 3; ++i) {  // each finds something that is not mapped yet
+      for (const Kind kind : {Kind::in_place, Kind::both}) write(near(kind), far(kind), Memory::bytes / 2);
       eventually("the connection is direct again", [&] { return mode_of(pair.a.get()) == "direct"; });
     }
     return true;
   }
-  Place near(bool in_place) const { return in_place ? Place{own.at(0), own.mr->lkey} : Place{pair.near.at(0), pair.near.mr->lkey}; }
-  Place far(bool in_place) const { return in_place ? Place{peers.at(0), peers.mr->rkey} : Place{pair.far.at(0), pair.far.mr->rkey}; }
+  Place near(Kind kind) const { return at(kind, pair.near, own, owns_in_part); }
+  Place far(Kind kind) const { return at(kind, pair.far, peers, peers_in_part); }
   ibv_wc transfer(ibv_wr_opcode opcode, Place local, Place remote, std::uint32_t bytes) const {
     ibv_sge sge{reinterpret_cast<std::uintptr_t>(local.data), bytes, local.key};
     ibv_send_wr wr{}, *bad = nullptr;
@@ -74,7 +81,15 @@ struct World {
   }
 
   Pair pair;
-  Unmovable own{pair.device}, peers{pair.device};
+  Memory own{pair.device, Kind::in_place}, peers{pair.device, Kind::in_place};
+  Memory owns_in_part{pair.device, Kind::both}, peers_in_part{pair.device, Kind::both};
+
+ private:
+  static Place at(Kind kind, const Pages& moved, const Memory& in_place, const Memory& in_part) {
+    if (kind == Kind::moved) return {moved.at(0), moved.mr->lkey};  // its rkey, too
+    const Memory& memory = kind == Kind::in_place ? in_place : in_part;
+    return {memory.at(0), memory.mr->lkey};
+  }
 };
 
 }  // namespace
@@ -89,9 +104,9 @@ TEST_CASE("messages between memory of every kind need no service, and touch noth
   constexpr std::size_t margin = 64, span = 300'000 + 2 * margin;
   for (int round = 0; round < 400; ++round) {
     const auto bytes = static_cast<std::uint32_t>(1 + random() % (round % 8 == 0 ? 300'000 : round % 2 == 0 ? 20 : 9000));
-    const auto kinds = random() % 3;  // at least one of them in place
-    Place local = world.near(kinds != 0), remote = world.far(kinds != 1);
-    local.data += random() % 5000, remote.data += random() % 5000;
+    const auto kinds = 1 + random() % 8;  // not both moved
+    Place local = world.near(Kind(kinds % 3)), remote = world.far(Kind(kinds / 3));
+    for (Place* place : {&local, &remote}) place->data += random() % 2 == 0 ? random() % 5000 : Memory::bytes - 2000 - span - random() % 5000;
     const auto what = random() % 3;
     Place &from = what == 1 ? remote : local, &to = what == 1 ? local : remote;
     const char fill = static_cast<char>(round);
@@ -120,9 +135,9 @@ TEST_CASE("what can fail where memory is in no file is the service's: atomics, k
   World world;
   world.become_direct();
   std::uint64_t counter = 40, old = 0;
-  for (const bool own_in_place : {true, false}) {
-    for (const bool peers_in_place : {true, false}) {
-      const Place local = world.near(own_in_place), remote = world.far(peers_in_place);
+  for (const Kind own : {Kind::moved, Kind::in_place, Kind::both}) {
+    for (const Kind peers : {Kind::moved, Kind::in_place, Kind::both}) {
+      const Place local = world.near(own), remote = world.far(peers);
       std::memcpy(remote.data, &counter, sizeof(counter));
       ibv_sge sge{reinterpret_cast<std::uintptr_t>(local.data), 8, local.key};
       ibv_send_wr wr{}, *bad = nullptr;
@@ -139,22 +154,22 @@ TEST_CASE("what can fail where memory is in no file is the service's: atomics, k
       CHECK(old == counter + 2);
     }
   }
-  Place beyond = world.far(true);
-  beyond.data += Unmovable::bytes - 7;
-  SUBCASE("beyond the end") { CHECK(world.transfer(IBV_WR_RDMA_WRITE, world.near(true), beyond, 8).status == IBV_WC_REM_ACCESS_ERR); }
+  Place beyond = world.far(Kind::in_place);
+  beyond.data += Memory::bytes - 7;
+  SUBCASE("beyond the end") { CHECK(world.transfer(IBV_WR_RDMA_WRITE, world.near(Kind::in_place), beyond, 8).status == IBV_WC_REM_ACCESS_ERR); }
   SUBCASE("before its begin") {
-    Place before = world.far(true);
+    Place before = world.far(Kind::in_place);
     before.data -= 1;
-    CHECK(world.transfer(IBV_WR_RDMA_WRITE, world.near(true), before, 8).status == IBV_WC_REM_ACCESS_ERR);
+    CHECK(world.transfer(IBV_WR_RDMA_WRITE, world.near(Kind::in_place), before, 8).status == IBV_WC_REM_ACCESS_ERR);
   }
   SUBCASE("one's own is gone") {
-    const Place local = world.near(true), remote = world.far(false);
+    const Place local = world.near(Kind::in_place), remote = world.far(Kind::moved);
     world.own.unmap();
     CHECK(world.transfer(IBV_WR_RDMA_WRITE, local, remote, 64).status == IBV_WC_LOC_PROT_ERR);
     world.own.map();
   }
   SUBCASE("the peer's is gone") {
-    const Place local = world.near(false), remote = world.far(true);
+    const Place local = world.near(Kind::moved), remote = world.far(Kind::in_place);
     world.peers.unmap();
     CHECK(world.transfer(IBV_WR_RDMA_READ, local, remote, 64).status == IBV_WC_REM_ACCESS_ERR);
     world.peers.map();
@@ -179,7 +194,7 @@ TEST_CASE("a file of the program's that has come to the number of a descriptor o
   for (const int fd : ours) REQUIRE(::dup2(file, fd) == fd);
   for (int i = 0; i < 20; ++i) {
     world.own.at(0)[0] = static_cast<char>(i);
-    world.write(world.near(true), world.far(true), 4096);
+    world.write(world.near(Kind::in_place), world.far(Kind::in_place), 4096);
     CHECK(world.peers.at(0)[0] == static_cast<char>(i));
   }
   CHECK(std::filesystem::file_size(name) == 0);
