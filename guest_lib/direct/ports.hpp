@@ -51,6 +51,7 @@ class DirectPorts {
     bool peers = false;
     std::uint32_t backing = 0;  // backing_process: what is reached through the process
     std::uint64_t offset = 0, bytes = 0;
+    bool needed = true;  // else it would only be faster
   };
 
   DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries, SharedReceives shared)
@@ -177,17 +178,21 @@ class DirectPorts {
     return engine::MemoryStatus::done;
   }
 
-  // Places that are not mapped here: `address` in the memory of this process (region 0), as the program has it, or of the peer's (1).
-  static engine::Place elsewhere(bool peers, std::uint64_t address) { return {engine::Place::Kind::registered, peers, 0, address}; }
+  // Places that are not mapped here, or not all of what is wanted there: `address` in the memory of this process (region 0), as the program
+  // has it, or of the peer's (1), by the key that is its generation.
+  static engine::Place elsewhere(bool peers, std::uint32_t key, std::uint64_t address) {
+    return {engine::Place::Kind::registered, peers, key, address};
+  }
   static bool is_elsewhere(engine::Place place) { return place.kind == engine::Place::Kind::registered; }
   // Not where memory is reached through a process: a word there, or the old value on its way back, could yet fail.
   bool can_be_atomic(engine::Place place) const { return !given_up_ && !through_process_ && place.address % 8 == 0; }
 
-  // What of such a place is mapped after all, likewise: between pages that a region fills only in part lie whole ones.
+  // What of a key's region is mapped after all: between pages that it fills only in part lie whole ones. The last key of each side.
   struct Run {
-    std::uint64_t begin = 0, end = 0;  // addresses
+    std::uint64_t key = 0, begin = 0, end = 0;  // addresses
     std::byte* data = nullptr;
   };
+  static constexpr std::uint64_t run_bytes_min = 16384;  // below it, one system call more costs as much as it saves
   struct Span {
     std::byte* data;  // nullptr: to be reached through the process
     std::uint64_t bytes;
@@ -195,6 +200,7 @@ class DirectPorts {
   Span span(engine::Place place, std::uint64_t bytes) const {
     if (!is_elsewhere(place)) return {reinterpret_cast<std::byte*>(place.address), bytes};
     const Run& run = runs_[place.region];
+    if (run.key != place.generation) return {nullptr, bytes};
     if (place.address < run.begin) return {nullptr, std::min(bytes, run.begin - place.address)};
     if (place.address >= run.end) return {nullptr, bytes};
     return {run.data + (place.address - run.begin), std::min(bytes, run.end - place.address)};
@@ -203,17 +209,31 @@ class DirectPorts {
     const bool peers = &guest == &peer_;
     const std::uint64_t begin = std::max(offset, entry.mapped_from), end = std::min(offset + bytes, entry.mapped_from + entry.mapped_bytes);
     runs_[peers] = {};
-    if (begin >= end) return;
+    if (end < begin + run_bytes_min) return;
     const std::uint64_t in_file = entry.backing_offset + (begin - entry.mapped_from);
     const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, end - begin);
-    if (mapped.data == nullptr) unmapped_ = {peers, entry.backing, in_file, end - begin};  // for the next message
-    else runs_[peers] = {entry.address + begin, entry.address + end, mapped.data + (in_file - mapped.offset)};
+    if (mapped.data == nullptr) {
+      unmapped_ = {peers, entry.backing, in_file, end - begin, false};  // for the next message
+      return;
+    }
+    // What is both the key's and mapped in one piece, so that several buffers of a message share it.
+    const std::uint64_t first = std::max(entry.backing_offset, mapped.offset);
+    const std::uint64_t last = std::min(entry.backing_offset + entry.mapped_bytes, mapped.offset + mapped.bytes);
+    const std::uint64_t address = entry.address + entry.mapped_from + (first - entry.backing_offset);
+    runs_[peers] = {entry.key, address, address + (last - first), mapped.data + (first - mapped.offset)};
   }
 
   [[gnu::noinline]] engine::MemoryStatus copy_through_process(engine::Place to, engine::Place from, std::uint64_t bytes) {
     for (std::uint64_t moved = 0; moved < bytes;) {
       const engine::Place into = to + moved, out_of = from + moved;
-      const Span target = span(into, bytes - moved), source = span(out_of, bytes - moved);
+      const std::uint64_t rest = bytes - moved;
+      const Span target = span(into, rest);
+      Span source = span(out_of, rest);
+      // The last word is not cut where its source is: somebody may look at it.
+      if (source.bytes < rest && rest - source.bytes < sizeof(std::uint64_t)) {
+        if (rest > sizeof(std::uint64_t)) source.bytes = rest - sizeof(std::uint64_t);
+        else source = {nullptr, rest};
+      }
       const std::uint64_t part = std::min(target.bytes, source.bytes);
       const bool done = target.data != nullptr && source.data != nullptr ? stores_.copy(target.data, source.data, part)
                         : source.data == nullptr && (target.data != nullptr || out_of.region != 0) ? read_through(out_of, into, target.data, part)
@@ -223,8 +243,8 @@ class DirectPorts {
         return give_up(), engine::MemoryStatus::destination_fault;
       }
       moved += part;
+      VRDMA_CRASH_POINT("direct.guest.copied_by_process");
     }
-    VRDMA_CRASH_POINT("direct.guest.copied_by_process");
     return engine::MemoryStatus::done;
   }
   // The end that is not mapped is reached through its process, the peer's rather than this one; the other one is a pointer: this process's
@@ -271,7 +291,7 @@ class DirectPorts {
         if (entry.address == 0 || !reaches(guest)) break;
         through_process_ = true;
         note_run(guest, entry, offset, bytes);
-        return elsewhere(&guest == &peer_, entry.address + offset);
+        return elsewhere(&guest == &peer_, entry.key, entry.address + offset);
       }
       const std::uint64_t in_file = entry.backing_offset + (offset - entry.mapped_from);
       const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, bytes);

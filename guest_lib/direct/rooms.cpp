@@ -134,12 +134,13 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
 void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped) {
   constexpr std::uint32_t failures_max = 4;  // then that memory stays the service's
   if (unmapped.backing == control::backing_process) return reach(attachment, *end.room);
-  if (end.failed_maps >= failures_max) return;
+  std::uint32_t& failed = unmapped.needed ? end.failed_maps : end.failed_optional_maps;
+  if (failed >= failures_max) return;
   PeerMemory& memory = unmapped.peers ? end.room->memory : own_memory_;
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
   const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
   VRDMA_CRASH_POINT("direct.guest.mapped");
-  if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++end.failed_maps;
+  if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++failed;
 }
 
 // Both, because a message that needs one often needs the other, and each failure costs a way through the service.

@@ -32,7 +32,7 @@ struct DirectEnd {
   std::shared_ptr<DirectRoom> room;
   std::shared_ptr<vmci::UniqueFd> channel;  // the peer's, if it has one
   DirectConnection connection;
-  std::uint32_t failed_maps = 0;
+  std::uint32_t failed_maps = 0, failed_optional_maps = 0;
 };
 
 class DirectRooms {

@@ -58,7 +58,13 @@ struct World {
   bool become_direct() {
     if (!pair.become_direct()) return false;
     for (int i = 0; i < 3; ++i) {  // each finds something that is not mapped yet
-      for (const Kind kind : {Kind::in_place, Kind::both}) write(near(kind), far(kind), Memory::bytes / 2);
+      for (const Kind kind : {Kind::moved, Kind::in_place, Kind::both}) {
+        constexpr std::uint32_t half = Memory::bytes / 2;
+        Place local = near(kind), remote = far(kind);
+        write(local, remote, half);
+        local.data += half - 4000, remote.data += half - 4000;  // their ends may be mapped apart
+        write(local, remote, half - 4000);
+      }
       eventually("the connection is direct again", [&] { return mode_of(pair.a.get()) == "direct"; });
     }
     return true;

@@ -22,7 +22,7 @@
 namespace {
 
 constexpr unsigned watchdog_s = 120;
-constexpr std::uint32_t messages = 60;
+constexpr std::uint32_t messages = 120;
 constexpr std::size_t message_bytes = 32;
 constexpr int local_write = IBV_ACCESS_LOCAL_WRITE;  // ibv_reg_mr is a macro that compares its argument with another enumeration
 
