@@ -6,49 +6,24 @@
 //   keeper   has as many receive requests in its queue, and says once all are used whether each was used for one message, in their order.
 //            For each byte on its standard input it registers other memory and deregisters it: "deregistered".
 // Both say "ready" once they are connected, and "done complete" or "fail WHAT" at their end.
-#include <infiniband/verbs.h>
 #include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <string>
 #include <vector>
+
+#include "tests/crash/small_client.hpp"
+
+using namespace crash;
 
 namespace {
 
 constexpr unsigned watchdog_s = 120;
 constexpr std::uint32_t messages = 120;
 constexpr std::size_t message_bytes = 32;
-constexpr int local_write = IBV_ACCESS_LOCAL_WRITE;  // ibv_reg_mr is a macro that compares its argument with another enumeration
-
-void say(const char* line) {
-  std::printf("%s\n", line);
-  std::fflush(stdout);
-}
-[[noreturn]] void fail(const std::string& what) {
-  say(("fail " + what).c_str());
-  _exit(1);
-}
-void check(int result, const char* what) {
-  if (result != 0) fail(std::string(what) + ": " + std::strerror(result > 0 ? result : errno));
-}
-
-struct Info {
-  std::uint32_t qpn, lid;
-};
 
 class End {
  public:
   explicit End(int peer_fd) : peer_fd_(peer_fd) {
-    ibv_device** const list = ibv_get_device_list(nullptr);
-    context_ = list != nullptr && list[0] != nullptr ? ibv_open_device(list[0]) : nullptr;
-    if (context_ == nullptr) fail("ibv_open_device");
-    ibv_free_device_list(list);
+    context_ = open_first_device();
     pd_ = ibv_alloc_pd(context_);
     mr_ = pd_ != nullptr ? ibv_reg_mr(pd_, memory_.data(), memory_.size(), local_write) : nullptr;
     cq_ = ibv_create_cq(context_, 2 * static_cast<int>(messages), nullptr, nullptr, 0);
@@ -118,36 +93,8 @@ class End {
     say("deregistered");
   }
 
-  void exchange(const void* mine, void* theirs, std::size_t bytes) const {
-    if (::send(peer_fd_, mine, bytes, MSG_NOSIGNAL) != static_cast<ssize_t>(bytes) || ::recv(peer_fd_, theirs, bytes, 0) != static_cast<ssize_t>(bytes))
-      fail("the peer");
-  }
-
   void connect() {
-    ibv_port_attr port{};
-    check(ibv_query_port(context_, 1, &port), "ibv_query_port");
-    const Info mine{qp_->qp_num, port.lid};
-    Info peer{};
-    exchange(&mine, &peer, sizeof(mine));
-    ibv_qp_attr a{};
-    a.qp_state = IBV_QPS_INIT;
-    a.port_num = 1;
-    check(ibv_modify_qp(qp_, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "INIT");
-    a = {};
-    a.qp_state = IBV_QPS_RTR;
-    a.path_mtu = IBV_MTU_1024;
-    a.dest_qp_num = peer.qpn;
-    a.max_dest_rd_atomic = 1;
-    a.min_rnr_timer = 12;
-    a.ah_attr.dlid = static_cast<std::uint16_t>(peer.lid);
-    a.ah_attr.port_num = 1;
-    check(ibv_modify_qp(qp_, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "RTR");
-    a = {};
-    a.qp_state = IBV_QPS_RTS;
-    a.retry_cnt = a.rnr_retry = 7;
-    a.max_rd_atomic = 1;
-    check(ibv_modify_qp(qp_, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC), "RTS");
-    exchange(&mine, &peer, sizeof(mine));
+    crash::connect(qp_, peer_fd_, [] {});
     say("ready");
   }
 
@@ -165,13 +112,7 @@ class End {
 
 int main(int argc, char** argv) {
   ::alarm(watchdog_s);
-  int peer_fd = -1;
-  std::string role;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i];
-    if (name == "--peer-fd") peer_fd = std::atoi(argv[i + 1]);
-    else if (name == "--role") role = argv[i + 1];
-  }
+  const auto [peer_fd, role] = options_of(argc, argv);
   if (peer_fd < 0 || (role != "poster" && role != "keeper")) {
     std::fprintf(stderr, "usage: crash_taker --peer-fd FD --role poster|keeper\n");
     return 2;
