@@ -62,7 +62,8 @@ void GuestCopier::give() {
     give(std::move(next));
   }
   if (!given) return;
-  std::atomic_ref(header().service.news).store(++news_, std::memory_order_relaxed);
+  // Pairs with the load in Copier::sleep: who sleeps on this value has looked at the jobs that it tells of.
+  std::atomic_ref(header().service.news).store(++news_, std::memory_order_release);
   vmci::store_load_fence();  // G1: pairs with G2 in Copier::sleep: either it sees the news or we see it asleep
   if (std::atomic_ref(header().guest.sleeping).load(std::memory_order_relaxed) != 0) wake();
 }
