@@ -8,6 +8,7 @@
 
 #include "guest_lib/memory/copy_gate.hpp"
 #include "vmci_channel/backoff.hpp"
+#include "vmci_channel/placement_copy.hpp"
 #include "vmci_channel/sleep_word.hpp"
 #include "vrdma/fault.hpp"
 
@@ -19,7 +20,7 @@ namespace {
 
 constexpr std::size_t stack_bytes = 256 * 1024;  // room for a program's thread-local data; untouched pages cost nothing
 constexpr std::uint64_t longest_sleep_ns = 5'000'000'000;  // then it looks whether the service still lives
-constexpr std::size_t ordered_tail_bytes = 8;
+using vmci::ordered_tail_bytes;
 constexpr std::uint64_t long_yield_us = 50;
 
 // Who yields to a thread that computes waits for its time slice to end; who sleeps is let in as soon as it is woken. There are

@@ -4,11 +4,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "guest_lib/memory/high_descriptor.hpp"
+
 namespace vrdma::guest {
 
 namespace {
 
-constexpr int first_descriptor = 600;  // out of the way of programs that expect the lowest numbers or use select()
 
 std::uint64_t bytes_of(std::span<const iovec> ranges) {
   std::uint64_t bytes = 0;
@@ -27,7 +28,7 @@ Status outcome(long moved, std::uint64_t wanted) {
 
 OwnMemory::OwnMemory(vmci::Mapping segment, vmci::UniqueFd fd) : segment_(std::move(segment)), fd_(std::move(fd)) {
   if (!fd_) return;
-  if (const int high = ::fcntl(fd_.get(), F_DUPFD_CLOEXEC, first_descriptor); high >= 0) fd_.reset(high);
+  memory::move_high(fd_);
   if (const auto id = memory::file_id(fd_.get())) id_ = *id;
 }
 

@@ -176,8 +176,7 @@ void run_and_leave(Qp& qp, DirectConnection& direct) {
   const bool all = direct.run_queue(), told = direct.leave();
   if (direct.take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
   if (!all || !told) ring_for(qp.send, qp.doorbell, qp.doorbell_member);
-  if (direct.has_unmapped()) [[unlikely]]
-    if (const auto unmapped = direct.take_unmapped()) qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *unmapped);
+  if (direct.has_unmapped()) [[unlikely]] qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *direct.take_unmapped());
 }
 
 // Under send_lock.

@@ -24,6 +24,9 @@
 
 namespace vmci {
 
+// Who copies by system calls has no such stores: there the last so many bytes, or all of fewer, go by a call of their own.
+inline constexpr std::size_t ordered_tail_bytes = 8;
+
 namespace detail {
 
 constexpr std::size_t wide_bytes_min = 256;

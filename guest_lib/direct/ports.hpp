@@ -205,6 +205,16 @@ class DirectPorts {
     if (place.address >= run.end) return {nullptr, bytes};
     return {run.data + (place.address - run.begin), std::min(bytes, run.end - place.address)};
   }
+  // What is both the key's and mapped in one piece.
+  struct Overlap {
+    std::uint64_t from, bytes;  // from the region's start
+    std::byte* data;
+  };
+  static Overlap overlap(const direct::KeyEntry& entry, const PeerMemory::Part& mapped) {
+    const std::uint64_t first = std::max(entry.backing_offset, mapped.offset);
+    const std::uint64_t end = std::min(entry.backing_offset + entry.mapped_bytes, mapped.offset + mapped.bytes);
+    return {entry.mapped_from + (first - entry.backing_offset), end - first, mapped.data + (first - mapped.offset)};
+  }
   void note_run(const ReachedGuest& guest, const direct::KeyEntry& entry, std::uint64_t offset, std::uint64_t bytes) {
     const bool peers = &guest == &peer_;
     const std::uint64_t begin = std::max(offset, entry.mapped_from), end = std::min(offset + bytes, entry.mapped_from + entry.mapped_bytes);
@@ -216,11 +226,8 @@ class DirectPorts {
       unmapped_ = {peers, entry.backing, in_file, end - begin, false};  // for the next message
       return;
     }
-    // What is both the key's and mapped in one piece, so that several buffers of a message share it.
-    const std::uint64_t first = std::max(entry.backing_offset, mapped.offset);
-    const std::uint64_t last = std::min(entry.backing_offset + entry.mapped_bytes, mapped.offset + mapped.bytes);
-    const std::uint64_t address = entry.address + entry.mapped_from + (first - entry.backing_offset);
-    runs_[peers] = {entry.key, address, address + (last - first), mapped.data + (first - mapped.offset)};
+    const Overlap part = overlap(entry, mapped);  // several buffers of a message may lie there
+    runs_[peers] = {entry.key, entry.address + part.from, entry.address + part.from + part.bytes, part.data};
   }
 
   [[gnu::noinline]] engine::MemoryStatus copy_through_process(engine::Place to, engine::Place from, std::uint64_t bytes) {
@@ -230,8 +237,8 @@ class DirectPorts {
       const Span target = span(into, rest);
       Span source = span(out_of, rest);
       // The last word is not cut where its source is: somebody may look at it.
-      if (source.bytes < rest && rest - source.bytes < sizeof(std::uint64_t)) {
-        if (rest > sizeof(std::uint64_t)) source.bytes = rest - sizeof(std::uint64_t);
+      if (source.bytes < rest && rest - source.bytes < vmci::ordered_tail_bytes) {
+        if (rest > vmci::ordered_tail_bytes) source.bytes = rest - vmci::ordered_tail_bytes;
         else source = {nullptr, rest};
       }
       const std::uint64_t part = std::min(target.bytes, source.bytes);
@@ -299,11 +306,8 @@ class DirectPorts {
         unmapped_ = {&guest == &peer_, entry.backing, in_file, bytes};
         break;
       }
-      // What is both the key's and mapped in one piece.
-      const std::uint64_t first = std::max(entry.backing_offset, mapped.offset);
-      const std::uint64_t end = std::min(entry.backing_offset + entry.mapped_bytes, mapped.offset + mapped.bytes);
-      found_[&guest == &peer_] = {key.value, entry.access, entry.iova + entry.mapped_from + (first - entry.backing_offset), end - first,
-                                  mapped.data + (first - mapped.offset)};
+      const Overlap part = overlap(entry, mapped);
+      found_[&guest == &peer_] = {key.value, entry.access, entry.iova + part.from, part.bytes, part.data};
       return engine::Place::in_engine(mapped.data + (in_file - mapped.offset));
     }
     give_up();

@@ -1,19 +1,20 @@
 #include "guest_lib/direct/reached_process.hpp"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstdio>
 
+#include "guest_lib/memory/high_descriptor.hpp"
+#include "vmci_channel/placement_copy.hpp"
+
 namespace vrdma::guest {
 
 namespace {
 
-constexpr std::uint64_t ordered_tail_bytes = 8;
-constexpr int lowest_number = 600;
+using vmci::ordered_tail_bytes;
 
 // One call, one part after the other: the file has no way of its own to take several at once.
 bool move(const vmci::ClaimedStores& stores, long number, int fd, std::uint64_t address, std::byte* memory, std::uint64_t bytes,
@@ -29,23 +30,20 @@ bool move(const vmci::ClaimedStores& stores, long number, int fd, std::uint64_t 
 
 // Programs close descriptors that are not theirs, and then open their own.
 bool ReachedProcess::is_ours() const {
-  struct stat now;
-  return ::fstat(memory_.get(), &now) == 0 && now.st_dev == device_ && now.st_ino == inode_;
+  const auto now = memory::file_id(memory_.get());
+  return now && *now == id_;
 }
 
 ReachedProcess::State ReachedProcess::open(pid_t pid, std::uint64_t probe_address, std::uint64_t probe_value) {
   if (state() != State::unknown) return state();
   char path[32];
   std::snprintf(path, sizeof(path), "/proc/%d/mem", pid);
-  vmci::UniqueFd first(::open(path, O_RDWR | O_CLOEXEC));
-  // Not among the low numbers, which programs take for theirs, and select() knows.
-  memory_.reset(first ? ::fcntl(first.get(), F_DUPFD_CLOEXEC, lowest_number) : -1);
-  if (!memory_) memory_ = std::move(first);
-  struct stat file;
+  memory_.reset(::open(path, O_RDWR | O_CLOEXEC));
+  if (memory_) memory::move_high(memory_);
+  const auto id = memory::file_id(memory_.get());
   std::uint64_t found = 0;
-  const bool opened = memory_ && ::fstat(memory_.get(), &file) == 0 &&
-                      ::pread(memory_.get(), &found, sizeof(found), static_cast<off_t>(probe_address)) == sizeof(found) && found == probe_value;
-  if (opened) device_ = file.st_dev, inode_ = file.st_ino;
+  const bool opened = id && ::pread(memory_.get(), &found, sizeof(found), static_cast<off_t>(probe_address)) == sizeof(found) && found == probe_value;
+  if (opened) id_ = *id;
   else memory_.reset();
   // P2: pairs with P1.
   state_.store(opened ? State::opened : State::refused, std::memory_order_release);

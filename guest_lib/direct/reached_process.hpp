@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "guest_lib/memory/vma.hpp"
 #include "vmci_channel/claimed_stores.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
@@ -44,8 +45,7 @@ class ReachedProcess {
 
   std::atomic<State> state_{State::unknown};
   vmci::UniqueFd memory_;
-  dev_t device_ = 0;
-  ino_t inode_ = 0;
+  memory::FileId id_{};
 };
 
 }  // namespace vrdma::guest

@@ -9,12 +9,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "guest_lib/memory/high_descriptor.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
 namespace {
 
-constexpr int first_descriptor = 600;  // out of the way of programs that expect the lowest numbers or use select()
 
 // Whole pages. Sanitizers have their own opinion of what lies between the application's objects.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -43,8 +43,7 @@ Status LentMemory::use(int file) {
   const auto id = file_id(file);
   if (!id) return id.error();
   if (first_known_ && *id != id_) return Errno{EXDEV};
-  file_.reset(::fcntl(file, F_DUPFD_CLOEXEC, first_descriptor));
-  if (!file_) file_.reset(::fcntl(file, F_DUPFD_CLOEXEC, 0));
+  file_ = high_duplicate(file);
   if (!file_) return last_error();
   id_ = *id;
   return ok();

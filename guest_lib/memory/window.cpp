@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "guest_lib/memory/high_descriptor.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
@@ -15,7 +16,6 @@ namespace {
 
 constexpr unsigned memfd_cloexec = 1, memfd_allow_sealing = 2, memfd_noexec_seal = 8;
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-constexpr int first_descriptor = 600;
 
 // Raw system calls: sanitizers would take the kernel's copy for an unsynchronised access, and interposed wrappers may
 // lock.
@@ -58,8 +58,7 @@ Result<Window> Window::create() {
   if (!fd && errno == EINVAL)
     fd.reset(static_cast<int>(::syscall(SYS_memfd_create, "vrdma-window", memfd_cloexec | memfd_allow_sealing)));
   if (!fd) return last_error();
-  // Out of the way of programs that expect the lowest numbers or use select().
-  if (const int high = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, first_descriptor); high >= 0) fd.reset(high);
+  move_high(fd);
   if (::ftruncate(fd.get(), static_cast<off_t>(window_bytes)) != 0) return last_error();
   if (::fcntl(fd.get(), F_ADD_SEALS, seals) != 0) return last_error();
   auto id = file_id(fd.get());

@@ -1,20 +1,17 @@
 #!/usr/bin/env python3
 """Whether a receiver that sleeps on a completion channel wakes for what has arrived, when the poster is ended or stopped in between.
 
-    sleepers.py --client PROGRAM --library FILE --vrdmad PROGRAM [--seed N]
+    sleepers.py --client PROGRAM --points-client PROGRAM --library FILE --vrdmad PROGRAM [--seed N]
 
 At every crash point from a message's completion to its report: the sleeper wakes once for each message, also for the one during
 which the poster was struck. A stopped poster then goes on, and so do messages.
 """
-import argparse
-import random
 import select
 import signal
-import subprocess
 import sys
 
-from points import DIRECT, claims_can_be_revoked, why_mediated
-from support import PATIENCE_S, Failure, Service, World, eventually, state_of
+from struck_posters import run
+from support import PATIENCE_S, Failure, eventually, state_of
 
 # Where the message has arrived. A message passes the first twice, at the receiver's completion and at the sender's.
 POINTS = ("cqe_written", "before_record", "recorded", "before_arm", "arm_claimed", "event_sent")
@@ -112,33 +109,9 @@ def case(world, service, point, passing, action):
     service.expect_empty()
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    for name in ("client", "library", "vrdmad", "points-client"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    rng = random.Random(options.seed)
-    world = World(options.client, options.library, options.vrdmad)
-    failures = 0
-    with Service(options.vrdmad, DIRECT) as service:
-        if why := why_mediated(World(options.points_client, options.library, options.vrdmad), service):
-            print(f"SKIP: two processes cannot be direct here: {why}")
-            return 77
-        actions = ("kill", "stop") if claims_can_be_revoked() else ("kill",)
-        if len(actions) == 1:
-            print("SKIP: posters that stop inside a claim: threads have no restartable sequences here (docs/direct.md)")
-        for point in POINTS:
-            for action in actions:
-                passing = rng.randint(2, 20)
-                try:
-                    case(world, service, point, passing, action)
-                    print(f"ok     direct.guest.{point}:{passing} {action}", flush=True)
-                except (Failure, OSError, subprocess.TimeoutExpired) as failure:
-                    failures += 1
-                    print(f"FAILED direct.guest.{point}:{passing} {action}: {failure}", flush=True)
-    return 1 if failures else 0
+def cases_of(rng):
+    return [(point, rng.randint(2, 20), action) for point in POINTS for action in ("kill", "stop")]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(case, cases_of))

@@ -13,13 +13,14 @@
 #include <string>
 
 #include "vmci_channel/backoff.hpp"
+#include "vmci_channel/placement_copy.hpp"
 
 namespace vrdma::svc {
 
 namespace {
 
 constexpr std::size_t jobs_max = 4096;
-constexpr std::size_t ordered_tail_bytes = 8;
+using vmci::ordered_tail_bytes;
 
 // A write that is refused where a read is not: the guest's library has just frozen the page, to move it, and the kernel does not
 // wait for that here. Also a shared mapping that is read-only, of which no more than a wait comes.
