@@ -47,6 +47,16 @@ if(VRDMA_FUZZ)
   target_compile_options(vrdma_flags INTERFACE -fsanitize=fuzzer-no-link)
 endif()
 
+# vrdma_quick_to_build(target...): for what is not in the way of data. Under a sanitizer it is compiled without optimisation, which takes
+# half as long.
+function(vrdma_quick_to_build)
+  if(VRDMA_SANITIZE)
+    foreach(target ${ARGN})
+      target_compile_options(${target} PRIVATE -O0)
+    endforeach()
+  endif()
+endfunction()
+
 # vrdma_library(name [SOURCES ...] [LIBS ...]): a static (or, without sources, header-only) room of the project.
 function(vrdma_library name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LIBS" ${ARGN})
@@ -76,9 +86,11 @@ function(vrdma_test name)
   if(NOT TARGET vrdma_test_main)  # compiled once: doctest's implementation costs more than most tests
     add_library(vrdma_test_main OBJECT ${PROJECT_SOURCE_DIR}/tests/doctest_main.cpp)
     target_link_libraries(vrdma_test_main PRIVATE vrdma_flags)
+    vrdma_quick_to_build(vrdma_test_main)
   endif()
   add_executable(${name} ${ARG_SOURCES})
   target_link_libraries(${name} PRIVATE ${ARG_LIBS} vrdma_flags vrdma_test_main)
+  vrdma_quick_to_build(${name})
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")

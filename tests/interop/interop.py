@@ -17,6 +17,7 @@ import random
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import clients
@@ -75,7 +76,11 @@ class Runner:
             self.case(case.name, lambda case=case: self._pair(pingpong, case))
 
     def perftest(self):
-        cases = perftest.base_cases() if self.options.full else perftest.quick_cases()
+        cases = list(perftest.base_cases() if self.options.full else perftest.quick_cases())
+        if self.options.draw and self.options.draw < len(cases):
+            drawn = random.Random(self.options.seed).sample(range(len(cases)), self.options.draw)
+            print(f"{self.options.draw} of {len(cases)} cases: --seed {self.options.seed} --draw {self.options.draw}", flush=True)
+            cases = [cases[number] for number in sorted(drawn)]
         for case in cases:
             self.case(case.name, lambda case=case: self._pair(perftest, case))
 
@@ -238,8 +243,9 @@ def main():
     parser.add_argument("--build", default="build/release", help="folder with bin/vrdma, bin/vrdmad and lib/libvrdma.so")
     parser.add_argument("--vrdmad", help="another vrdmad, say one built with a sanitizer")
     parser.add_argument("--launcher", help="tests/seccomp_launcher of the build folder, if elsewhere")
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", "1")), help="of the random mixes")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", "1")), help="of what is drawn; 0: of the clock")
     parser.add_argument("--sample", type=int, default=40, help="how many random mixes")
+    parser.add_argument("--draw", type=int, help="so many of perftest's cases, instead of all")
     parser.add_argument("--full", action="store_true", help="every axis on every program")
     parser.add_argument("--only", help="regular expression on the names of cases")
     parser.add_argument("--list", action="store_true", help="names of the cases, without running them")
@@ -247,6 +253,7 @@ def main():
     parser.add_argument("--direct", action="store_true", help="connections that allow it are the posting thread's")
     parser.add_argument("-k", help="of rdma-core's tests, those whose name has this")
     options = parser.parse_args()
+    options.seed = options.seed or int(time.time())
     unknown = set(options.groups) - set(GROUPS)
     if unknown:
         parser.error(f"no such group: {', '.join(sorted(unknown))}")

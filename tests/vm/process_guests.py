@@ -66,7 +66,8 @@ def main():
     if unknown := set(options.scenarios) - set(names):
         parser.error(f"no scenario {', '.join(sorted(unknown))}: there are {', '.join(names)}")
     build = Path(options.build).resolve()
-    command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed, *options.scenarios]
+    command = inside or ["python3", "-S", HERE / "scenarios.py", "--build", build, "--seed", options.seed,
+                         *(["--whole"] if os.environ.get("VRDMA_SOAK") == "1" else []), *options.scenarios]
 
     def run():
         require_emulator()

@@ -1,6 +1,6 @@
 """Process guests on a stock kernel: what runs inside the virtual machine, and under which of the kernel's settings.
 
-    scenarios.py --build FOLDER [--seed N] NAME...   as root; changes the machine's settings: never outside of one
+    scenarios.py --build FOLDER --seed N [--whole] NAME...   as root; changes the machine's settings: never outside of one
 
 Each world of a scenario shows by which way D6 reaches memory there, asserts that it is the one that may work there, and runs
 the same unmodified programs as on any machine.
@@ -32,6 +32,7 @@ BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-conformance", "lib/libvrdma.so", 
 
 SLOW_UNITS = "no event comes for*"  # thousands of changes of thread, of which the kernel decides nothing but the time
 
+FEW, FEW_UNITS = 2, 3  # drawn by the seed: of the programs in each world, of the units
 UNIT_SECONDS = 150  # of one of them; a quarter of a minute where the machine has a processor to itself
 SERVICE_UID, USER, OTHER = 4242, 64321, 64322
 CONFORMANCE_SAMPLE, CONFORMANCE_SECONDS = 20, 400  # some tests that may be drawn take a minute each in a machine that has other work beside it
@@ -217,6 +218,11 @@ class Inside:
         return said.strip().splitlines()[-1]
 
 
+def drawn(source, items, count, whole):
+    items = list(items)
+    return items if whole else source.sample(items, count)
+
+
 def few_cases(size):
     yield pingpong, pingpong.Case("rc", validate=True, size=1, iterations=50)
     yield pingpong, pingpong.Case("ud", validate=True, events=True, iterations=50)
@@ -237,7 +243,7 @@ def all_cases(size):
     yield perftest, perftest.Case("write", "bw", size=size, qps=4, bidirectional=True, iterations=20)
 
 
-def run_world(tally, build, scenario, world, seed):
+def run_world(tally, build, scenario, world, seed, whole):
     source = random.Random(f"{seed}/{scenario.name}/{world.name}")
     inside = Inside(build, world, source)
 
@@ -253,7 +259,7 @@ def run_world(tally, build, scenario, world, seed):
     if scenario.whole:
         case("ibv_devices", lambda: pingpong.devices(inside.sides[0]))
         case("ibv_devinfo -v", lambda: pingpong.devinfo(replace(inside.sides[0], link_layer="ib")))
-    for kind, one in (all_cases if scenario.whole else few_cases)(world.size):
+    for kind, one in all_cases(world.size) if scenario.whole else drawn(source, few_cases(world.size), FEW, whole):
         case(one.name, lambda kind=kind, one=one: kind.run_case(one, inside.sides))
     for workload in ("send", "event", "rdma") if scenario.whole else (source.choice(("send", "event", "rdma")),):
         case(f"kill -9 of a peer ({workload})", lambda workload=workload: inside.killed_peer(workload))
@@ -262,7 +268,7 @@ def run_world(tally, build, scenario, world, seed):
     tally.case(f"{scenario.name}, {world.name}: vrdmad leaves cleanly", inside.close)
 
 
-def run_units(tally, folder):
+def run_units(tally, folder, source, whole):
     configure({})
 
     def unit(name):
@@ -270,7 +276,7 @@ def run_units(tally, folder):
         if code != 0:
             raise Failure(f"left with {code}:\n{said}")
         return said.strip().splitlines()[-3]
-    for name in UNITS:
+    for name in drawn(source, UNITS, FEW_UNITS, whole):
         tally.case(name, lambda name=name: unit(name))
 
 
@@ -278,6 +284,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--whole", action="store_true", help="every case, instead of some that the seed draws")
     parser.add_argument("names", nargs="+", choices=[scenario.name for scenario in SCENARIOS], metavar="NAME")
     options = parser.parse_args()
     if os.getpid() == 1 or "rdinit=/init" not in Path("/proc/cmdline").read_text():
@@ -293,9 +300,9 @@ def main():
             (build.vrdma.parent / Path(name).name).symlink_to(folder / name)
         for scenario in chosen:
             for world in scenario.worlds:
-                run_world(tally, build, scenario, world, options.seed)
+                run_world(tally, build, scenario, world, options.seed, options.whole)
             if not scenario.worlds:
-                run_units(tally, folder)
+                run_units(tally, folder, random.Random(options.seed), options.whole)
         return tally.finish()
     finally:
         clean_up()

@@ -402,6 +402,22 @@ TEST_CASE("A message whose receiver was reset and connected to somebody else doe
   CHECK(p.a.poll(Direction::send)->status == WcStatus::retry_exc_err);
 }
 
+TEST_CASE("A copy that does not end is given up after its patience; a machine that stood still for a minute has used up a part of that") {
+  for (const bool ends : {true, false}) {
+    Pair p;
+    p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+    p.a.post(p.write(8));
+    p.world.settle();
+    REQUIRE(p.world.ports.jobs.size() == 1);
+    p.world.ports.time_ns += 60'000'000'000;  // nobody had any of it
+    p.world.pass(100'000'000);
+    CHECK_FALSE(p.a.poll(Direction::send));
+    if (ends) p.world.ports.finish_copy(0);
+    p.world.pass(2'000'000'000);
+    CHECK(p.a.poll(Direction::send)->status == (ends ? WcStatus::success : WcStatus::retry_exc_err));
+  }
+}
+
 TEST_CASE("A flushed receive's buffer is its owner's: no copy that was pending writes to it afterwards") {
   Pair p;
   p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };

@@ -49,6 +49,8 @@ struct Operation {
   std::uint32_t rnr_retries = 0;
   enum class Wait : std::uint8_t { none, ack, rnr, copy, penalty, busy } wait = Wait::none;
   std::uint64_t wait_since_ns = 0;
+  std::uint64_t slice_ns = 0;     // of the patience with a copy that is under way
+  std::uint32_t slices_left = 0;
   std::uint64_t deadline_ns = 0;  // of the wait that is under way; 0: none
   struct {
     Place to, from;

@@ -138,6 +138,7 @@ class Requester {
 
  private:
   static constexpr std::uint64_t copy_patience_ns = 1'000'000'000;
+  static constexpr std::uint32_t copy_patience_slices = 10;
   static constexpr std::uint64_t datagram_patience_ns = 200'000'000;
 
   static Sge sge_at(const Operation& op, std::uint32_t index) {
@@ -200,7 +201,8 @@ class Requester {
   }
 
   // Somebody's memory lets itself be waited for. To the requester that is a responder that does not answer: a reliable message
-  // fails when all retries would have (IBA 9.9.2.1), an unreliable one is lost.
+  // fails when all retries would have (IBA 9.9.2.1), an unreliable one is lost. Patience is counted in slices that begin when this is
+  // called: a machine that stood still, and all its guests with it, has used up one of them, however long that was.
   Step wait_for_copy(Qp<P>& qp) {
     Operation& op = qp.operation;
     const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
@@ -209,7 +211,11 @@ class Requester {
     if (op.wait != Operation::Wait::copy) {
       op.wait = Operation::Wait::copy;
       const std::uint64_t retries_ns = qp.type == QpType::rc ? timeout * (qp.attributes.retry_cnt + 1u) : 0;
-      op.deadline_ns = now + std::max(retries_ns, copy_patience_ns);
+      op.slice_ns = std::max(retries_ns, copy_patience_ns) / copy_patience_slices;
+      op.slices_left = copy_patience_slices;
+      op.deadline_ns = now + op.slice_ns;
+    } else if (now >= op.deadline_ns && --op.slices_left > 0) {
+      op.deadline_ns = now + op.slice_ns;
     } else if (now >= op.deadline_ns) {
       if (qp.type == QpType::rc) return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
       if (qp.accepted_by != nullptr) ++qp.accepted_by->counters.dropped;
