@@ -279,7 +279,8 @@ bool list_below_device(const Place& place, std::size_t index, SyntheticName& nam
     const std::string_view next = take_component(pattern);
     if (next == previous) continue;  // rows of one directory stand together
     previous = next;
-    for (std::size_t i = 0; i < row.count; ++i) {
+    const std::size_t count = next == "#" ? row.count : 1;  // a folder above many files is one
+    for (std::size_t i = 0; i < count; ++i) {
       char unused[512];
       Text text{.out = unused, .room = sizeof unused};
       if (next == "#" && !row.render(*place.device, i, text)) continue;

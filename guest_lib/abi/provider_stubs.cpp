@@ -1,6 +1,6 @@
-// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34). libmlx5 and libefa are linked into
-// programs for their direct verbs and bind every name at start, but none of our devices is theirs: a provider here
-// registers, is never matched with a device, and finds that no command reaches a kernel.
+// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34; 57, 59 and 64 in rdma-core since those versions).
+// libmlx5 and libefa are linked into programs for their direct verbs and bind every name at start, but none of our devices is
+// theirs: a provider here registers, is never matched with a device, and finds that no command reaches a kernel.
 #include <infiniband/verbs.h>
 
 #include <cerrno>
@@ -35,6 +35,12 @@ bool verbs_allow_disassociate_destroy = false;
 }
 
 VRDMA_EXPORT void verbs_register_driver_34(const void*) {}
+#define VRDMA_REGISTERS(version)                                          \
+  VRDMA_EXPORT void verbs_register_driver_##version(const void*) {} \
+  __asm__(".symver verbs_register_driver_" #version ", verbs_register_driver_" #version "@@@IBVERBS_PRIVATE_" #version)
+VRDMA_REGISTERS(57);
+VRDMA_REGISTERS(59);
+VRDMA_REGISTERS(64);
 
 VRDMA_EXPORT ibv_context* verbs_open_device(ibv_device*, void*) {
   errno = EOPNOTSUPP;
@@ -88,10 +94,12 @@ VRDMA_EXPORT int ibv_cmd_poll_cq(ibv_cq*, int, ibv_wc*) {
 }
 
 // The arguments differ and none is looked at.
-#define VRDMA_NO_KERNEL(name) \
-  VRDMA_EXPORT int name() { return no_kernel(); }
+#define VRDMA_NO_KERNEL(name)                     \
+  VRDMA_EXPORT int name() { return no_kernel(); } \
+  VRDMA_LATER_TOO(name);
 VRDMA_NO_KERNEL(ibv_cmd_advise_mr)
 VRDMA_NO_KERNEL(ibv_cmd_alloc_dm)
+VRDMA_NO_KERNEL(ibv_cmd_alloc_dmah)  // since 59, as free_dmah and reg_mr_ex
 VRDMA_NO_KERNEL(ibv_cmd_alloc_mw)
 VRDMA_NO_KERNEL(ibv_cmd_alloc_pd)
 VRDMA_NO_KERNEL(ibv_cmd_attach_mcast)
@@ -123,7 +131,9 @@ VRDMA_NO_KERNEL(ibv_cmd_destroy_rwq_ind_table)
 VRDMA_NO_KERNEL(ibv_cmd_destroy_srq)
 VRDMA_NO_KERNEL(ibv_cmd_destroy_wq)
 VRDMA_NO_KERNEL(ibv_cmd_detach_mcast)
+VRDMA_NO_KERNEL(ibv_cmd_export_dmabuf_fd)  // since 62, as query_port_speed
 VRDMA_NO_KERNEL(ibv_cmd_free_dm)
+VRDMA_NO_KERNEL(ibv_cmd_free_dmah)
 VRDMA_NO_KERNEL(ibv_cmd_get_context)
 VRDMA_NO_KERNEL(ibv_cmd_modify_cq)
 VRDMA_NO_KERNEL(ibv_cmd_modify_flow_action_esp)
@@ -140,13 +150,32 @@ VRDMA_NO_KERNEL(ibv_cmd_query_context)
 VRDMA_NO_KERNEL(ibv_cmd_query_device_any)
 VRDMA_NO_KERNEL(ibv_cmd_query_mr)
 VRDMA_NO_KERNEL(ibv_cmd_query_port)
+VRDMA_NO_KERNEL(ibv_cmd_query_port_speed)
 VRDMA_NO_KERNEL(ibv_cmd_query_qp)
 VRDMA_NO_KERNEL(ibv_cmd_query_srq)
 VRDMA_NO_KERNEL(ibv_cmd_read_counters)
 VRDMA_NO_KERNEL(ibv_cmd_reg_dm_mr)
 VRDMA_NO_KERNEL(ibv_cmd_reg_dmabuf_mr)
 VRDMA_NO_KERNEL(ibv_cmd_reg_mr)
+VRDMA_NO_KERNEL(ibv_cmd_reg_mr_ex)
 VRDMA_NO_KERNEL(ibv_cmd_req_notify_cq)
 VRDMA_NO_KERNEL(ibv_cmd_rereg_mr)
 VRDMA_NO_KERNEL(ibv_cmd_resize_cq)
+VRDMA_NO_KERNEL(ibv_dmabuf_heap_destroy)  // since 64, as the others of that name
+VRDMA_NO_KERNEL(ibv_dmabuf_heap_free)
 #undef VRDMA_NO_KERNEL
+VRDMA_EXPORT void* ibv_dmabuf_heap_alloc() { return no_kernel(), nullptr; }
+VRDMA_EXPORT void* ibv_dmabuf_heap_cc_shared_init() { return no_kernel(), nullptr; }
+VRDMA_LATER_TOO(__ioctl_final_num_attrs);
+VRDMA_LATER_TOO(__verbs_log);
+VRDMA_LATER_TOO(_verbs_init_and_alloc_context);
+VRDMA_LATER_TOO(execute_ioctl);
+VRDMA_LATER_TOO(ibv_cmd_poll_cq);
+VRDMA_LATER_TOO(ibv_read_ibdev_sysfs_file);
+VRDMA_LATER_TOO(verbs_allow_disassociate_destroy);
+VRDMA_LATER_TOO(verbs_init_cq);
+VRDMA_LATER_TOO(verbs_open_device);
+VRDMA_LATER_TOO(verbs_set_ops);
+VRDMA_LATER_TOO(verbs_uninit_context);
+VRDMA_LATER_TOO(ibv_dmabuf_heap_alloc);
+VRDMA_LATER_TOO(ibv_dmabuf_heap_cc_shared_init);

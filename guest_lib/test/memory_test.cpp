@@ -8,6 +8,17 @@
 
 using namespace vrdma::test;
 
+// Verbs that the headers here may not have yet (rdma-core 59 to 64), with their attributes as those releases lay them out.
+struct ibv_buf;
+struct ibv_mr_init_attr;
+extern "C" {
+ibv_mr* ibv_reg_mr_ex(ibv_pd* pd, ibv_mr_init_attr* attributes);
+void* ibv_alloc_buf(ibv_pd* pd, std::size_t bytes, ibv_buf** buffer);
+void ibv_free_buf(ibv_buf* buffer);
+ibv_mr* ibv_reg_buf_mr(ibv_pd* pd, ibv_buf* buffer, void* address, std::size_t bytes, int access);
+int ibv_query_port_speed(ibv_context* context, std::uint32_t port, std::uint64_t* speed);
+}
+
 namespace {
 
 constexpr std::size_t bytes = 1 << 20;
@@ -82,4 +93,50 @@ TEST_CASE("a file that the last service knew is announced to the next one") {
   CHECK(ibv_dereg_mr(mr) == 0);
   ::munmap(memory, bytes);
   ::close(fd);
+}
+
+TEST_CASE("memory of ibv_alloc_buf is registered within its bounds, and ibv_reg_mr_ex takes addresses, iovas and such buffers") {
+  Service service;
+  service.start();
+  Device device;
+  ibv_buf* buffer = nullptr;
+  auto* const memory = static_cast<char*>(ibv_alloc_buf(device.pd, bytes, &buffer));
+  REQUIRE(memory != nullptr);
+  ibv_mr* const part = ibv_reg_buf_mr(device.pd, buffer, memory + 4096, bytes - 4096, access_rights);
+  REQUIRE(part != nullptr);
+  CHECK(part->length == bytes - 4096);
+  CHECK(ibv_reg_buf_mr(device.pd, buffer, memory + 4096, bytes, access_rights) == nullptr);
+  CHECK(errno == EINVAL);
+
+  struct {
+    std::size_t length;
+    int access;
+    std::uint64_t mask, iova;
+    void* address;
+    int fd;
+    std::uint64_t fd_offset;
+    void* dmah;
+    ibv_buf* buffer;
+  } wanted{bytes, access_rights, 1 | 2 | 32, 0x1000'0000, memory, -1, 0, nullptr, buffer};
+  const auto registered = [&] { return ibv_reg_mr_ex(device.pd, reinterpret_cast<ibv_mr_init_attr*>(&wanted)); };
+  ibv_mr* const whole = registered();
+  REQUIRE(whole != nullptr);
+  CHECK(whole->addr == memory);
+  wanted.length = bytes + 1;
+  CHECK(registered() == nullptr);
+  CHECK(errno == EINVAL);
+  wanted.mask = 2 | 4;  // a dma-buf
+  CHECK(registered() == nullptr);
+  CHECK(errno == EOPNOTSUPP);
+  wanted.mask = 1;
+  CHECK(registered() == nullptr);
+  CHECK(errno == EINVAL);
+
+  CHECK(ibv_dereg_mr(whole) == 0);
+  CHECK(ibv_dereg_mr(part) == 0);
+  ibv_free_buf(buffer);
+  std::uint64_t speed = 0;
+  CHECK(ibv_query_port_speed(device.context, 1, &speed) == 0);
+  CHECK(speed == 1000);
+  CHECK(ibv_query_port_speed(device.context, 2, &speed) == EINVAL);
 }

@@ -152,12 +152,12 @@ struct SendWqe {
 static_assert(sizeof(SendWqe) == 48);
 constexpr std::size_t send_wqe_payload_offset = 48;
 constexpr std::uint32_t send_sge_max = 30;
-constexpr std::uint32_t inline_bytes_max = 464;  // 48 + 464 = 512: eight slots
+constexpr std::uint32_t inline_bytes_max = 512;  // what programs ask for that were written for other HCAs
 constexpr std::uint32_t send_wqe_slots(std::uint32_t payload_bytes) {
   return static_cast<std::uint32_t>((send_wqe_payload_offset + payload_bytes + slot_bytes - 1) / slot_bytes);
 }
 constexpr std::uint32_t send_wqe_slots_max = send_wqe_slots(send_sge_max * sizeof(Sge));  // 9
-static_assert(send_wqe_slots_max == 9 && send_wqe_slots(inline_bytes_max) == 8);
+static_assert(send_wqe_slots_max == 9 && send_wqe_slots(inline_bytes_max) == 9);
 
 // A receive WQE: 0 wr_id | 8 control (opcode receive) | 12 0 | 16 Sge[]. Every WQE of a queue takes the same number of slots.
 constexpr std::size_t receive_wqe_payload_offset = 16;

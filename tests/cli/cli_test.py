@@ -321,6 +321,26 @@ class Running(TestCase):
             self.assertRegex(run("ibv_devinfo"), r"control requests")
             self.assertRegex(run("sh", "-c", "ibv_devinfo; true"), r"sh \(pid \d+\) did not use RDMA itself")
 
+    def test_programs_with_an_address_sanitizer_run(self):
+        """g++'s runtime is a library that wants to be the first; its own order is nobody's concern here."""
+        program, source = self.folder / "sanitized", self.folder / "sanitized.c"
+        source.write_text("""
+            #include <infiniband/verbs.h>
+            int main(void) {
+              int count = 0;
+              struct ibv_device** list = ibv_get_device_list(&count);
+              struct ibv_context* context = count == 1 ? ibv_open_device(list[0]) : 0;
+              int failed = context == 0 || ibv_close_device(context) != 0;
+              ibv_free_device_list(list);
+              return failed;
+            }""")
+        if not shutil.which("gcc") or self.run_program("gcc", "-fsanitize=address", source, "-o", program, "-libverbs").returncode != 0:
+            self.skipTest("no gcc with an address sanitizer")
+        with self.service():
+            for options in ({}, {"ASAN_OPTIONS": "detect_leaks=1"}):
+                result = self.vrdma("run", "--", program, env={"VRDMA_SOCKET": self.socket, **options})
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+
     def test_a_command_that_cannot_be_run_is_named(self):
         with self.service():
             self.assert_refuses(self.run_under("no-such-command"), 127, "no-such-command", "No such file")
