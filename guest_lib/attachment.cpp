@@ -187,6 +187,20 @@ Attachment::Attachment(Parts parts)
                vmci::QueuePairView(arena_.data() + parts.reply.control_offset, parts.reply.control_geometry), guest_, doorbell_,
                liveness_) {}
 
+namespace {
+
+// A failure costs nothing but the common address.
+void share_address(Attachment& attachment, Process& process) {
+  if (attachment.service_minor() < control::minor_of_sharing) return;
+  auto& secret = process.address_secret;
+  if (secret == std::remove_reference_t<decltype(secret)>{} &&
+      ::getrandom(secret.data(), secret.size(), GRND_NONBLOCK) != static_cast<ssize_t>(secret.size()))
+    return secret.fill(0);
+  (void)attachment.call<control::Request::share_address>({secret});
+}
+
+}  // namespace
+
 Result<std::shared_ptr<Attachment>> Attachment::current() {
   Process& process = Process::instance();
   std::lock_guard lock(process.mutex);
@@ -199,6 +213,7 @@ Result<std::shared_ptr<Attachment>> Attachment::current() {
     return made.error();
   }
   process.remember(*made);
+  share_address(**made, process);
   process.attachment = *made;
   return *made;
 }

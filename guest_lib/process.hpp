@@ -2,6 +2,8 @@
 // Never destroyed, because verbs are called from other libraries' exit handlers.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -19,6 +21,8 @@ struct Process {
   std::mutex mutex;
   std::shared_ptr<Attachment> attachment;
   std::vector<std::weak_ptr<Attachment>> attachments;  // that may still be in use
+  // By which this process and its fork's children have one address (control::ShareAddressRequest); zeros: none could be had.
+  std::array<std::uint8_t, 16> address_secret{};
   std::set<vmci::UniqueFd*> private_descriptors;       // of contexts and channels: closed in a child
 
   void remember(const std::shared_ptr<Attachment>& made);

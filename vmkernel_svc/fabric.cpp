@@ -21,18 +21,12 @@ std::uint32_t Fabric::new_qpn() {
 
 std::uint16_t Fabric::new_lid() {
   if (!may_give_lids_ || (hosts && !hosts->snapshot()->may_give())) return 0;
-  if (next_lid_ < lid_count_) return static_cast<std::uint16_t>(lid_first_ + next_lid_++);
-  if (resting_lids_.empty()) return 0;
-  const std::uint16_t lid = resting_lids_.front();
-  resting_lids_.pop_front();
-  return lid;
+  return lids.take();
 }
 
-void Fabric::lease_lids(hosts::LidRange lids, bool may_give) {
+void Fabric::lease_lids(hosts::LidRange leased, bool may_give) {
   may_give_lids_ = may_give;
-  if (lid_count_ != 0 || lids == hosts::no_lids) return;  // a host's LIDs do not change while it runs
-  lid_first_ = lids.first;
-  lid_count_ = lids.last - lids.first + 1u;
+  lids.lease(leased);
 }
 
 bool Fabric::leads_to(std::uint16_t lid, const std::array<control::GidEntry, 16>& gids, std::uint32_t sender_link_layer,

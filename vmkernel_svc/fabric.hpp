@@ -13,6 +13,7 @@
 #include "cache/generation_cache.hpp"
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/hosts/state.hpp"
+#include "vmkernel_svc/lids.hpp"
 #include "vmkernel_svc/memory/region.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/vmci_switch.hpp"
@@ -97,15 +98,15 @@ class Fabric {
   std::vector<MachineStatus> machines;  // as the server said last
   hosts::Partitions partitions = config.partitions;  // as the subnet has them, or this host alone (pkeys.hpp)
   std::string host_name = config.remote.name;        // by which they know this host
+  Lids lids{config.lid_first, config.hosts ? 0 : config.lid_count};
   std::uint32_t device_generation = 1;               // ServicePage::device_generation
   FarDesk* far = nullptr;               // where there are other hosts
   std::shared_ptr<const hosts::Service> hosts;  // nullptr: alone
 
   std::uint32_t new_qpn();
   std::uint16_t new_lid();  // 0: none left, or none may be given now
-  void rest_lid(std::uint16_t lid) { resting_lids_.push_back(lid); }
   // Where the LIDs are leased (hosts/): which they are, and whether the lease stands. What was given stays given.
-  void lease_lids(hosts::LidRange lids, bool may_give);
+  void lease_lids(hosts::LidRange leased, bool may_give);
 
   // Whether an address vector leads to that guest, or that port: by LID on InfiniBand, by GID on Ethernet or where no LID is given.
   static bool leads_to(const Guest& guest, std::uint32_t sender_link_layer, std::uint16_t dlid, bool global, const std::uint8_t* dgid) {
@@ -116,9 +117,7 @@ class Fabric {
 
  private:
   std::uint32_t next_qpn_ = 0x11;
-  std::uint32_t next_lid_ = 0, lid_first_ = config.lid_first, lid_count_ = config.hosts ? 0 : config.lid_count;
   bool may_give_lids_ = !config.hosts;
-  std::deque<std::uint16_t> resting_lids_;  // oldest first
 };
 
 }  // namespace vrdma::svc

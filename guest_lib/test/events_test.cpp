@@ -175,6 +175,43 @@ TEST_CASE("a fork's child makes its own objects on the parent's context and cann
   CHECK(collect(pair.receive_cq.get(), 2).size() == 2);
 }
 
+TEST_CASE("a fork's child has the address that its parent has told others, also when the parent has gone") {
+  Service service;
+  service.start();
+  int ends[2];
+  REQUIRE(::pipe(ends) == 0);
+  const pid_t parent = ::fork();
+  if (parent == 0) {
+    const pid_t origin = ::getpid();
+    Device device;
+    ibv_port_attr port{}, later{};
+    ibv_gid gid{}, gid_later{};
+    bool same = ibv_query_port(device.context, 1, &port) == 0 && ibv_query_gid(device.context, 1, 0, &gid) == 0;
+    for (const bool daemon : {false, true}) {
+      const pid_t child = ::fork();
+      if (child != 0 && !daemon) ::waitpid(child, nullptr, 0);
+      if (child != 0) continue;
+      while (daemon && ::getppid() == origin) ::usleep(1000);
+      same &= ibv_query_port(device.context, 1, &later) == 0 && ibv_query_gid(device.context, 1, 0, &gid_later) == 0;
+      same &= later.lid == port.lid && port.lid != 0 && std::memcmp(&gid, &gid_later, sizeof(gid)) == 0;
+      ibv_pd* const pd = ibv_alloc_pd(device.context);
+      static char memory[4096];
+      const int access = IBV_ACCESS_LOCAL_WRITE;
+      same &= pd != nullptr && ibv_reg_mr(pd, memory, sizeof(memory), access) != nullptr;
+      const char answer = same ? 'y' : 'n';
+      [[maybe_unused]] const auto written = ::write(ends[1], &answer, 1);
+      ::_exit(0);
+    }
+    ::_exit(0);
+  }
+  ::close(ends[1]);
+  REQUIRE(::waitpid(parent, nullptr, 0) == parent);
+  std::string answers(2, ' ');
+  for (char& answer : answers) REQUIRE(::read(ends[0], &answer, 1) == 1);
+  ::close(ends[0]);
+  CHECK(answers == "yy");
+}
+
 TEST_CASE("who arms after a poll is told of what came in between, who arms before it is not told twice") {
   Service service;
   service.start();

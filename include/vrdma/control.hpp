@@ -6,6 +6,7 @@
 // with 0. Versions: another major is refused at attach, naming both; a newer minor is accepted.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "vrdma/attributes.hpp"
@@ -17,7 +18,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 6;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process
+constexpr std::uint16_t version_minor = 7;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -68,7 +69,15 @@ constexpr std::uint16_t attach_in_machine = 1;  // by a virtual machine's agent:
 // says where the part begins; and memory that shall be reached in place is moved to more such parts (add_pinned with lend_pages).
 constexpr std::uint16_t attach_in_bar = 2;
 constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
+constexpr std::uint16_t minor_of_sharing = 7;   // of a service that knows share_address
 constexpr std::uint16_t minor_of_direct = 6;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
+
+// A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
+// has gone, unless somebody else has them by now: a fork's child keeps the address that its parent has told others, as it keeps the
+// parent's HCA. Asked once, before the first context (EBUSY); a secret is not zero (EINVAL).
+struct ShareAddressRequest {
+  std::array<std::uint8_t, 16> secret;
+};
 
 // One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
 struct AddBackingRequest {
@@ -465,7 +474,8 @@ struct QueuePairNotice {
   X(open_backing, OpenBackingRequest, OpenBackingReply, true)            \
   X(set_direct, SetDirectRequest, SetDirectReply, true)                  \
   X(open_shared_receives, OpenDirectRequest, OpenSharedReceivesReply, true) \
-  X(open_process, OpenProcessRequest, OpenProcessReply, true)
+  X(open_process, OpenProcessRequest, OpenProcessReply, true)             \
+  X(share_address, ShareAddressRequest, Empty, false)
 
 enum class Request : std::uint16_t {
   none,

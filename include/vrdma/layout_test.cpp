@@ -134,7 +134,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
       "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned", "open_direct", "open_backing",
-      "set_direct", "open_shared_receives", "open_process"};
+      "set_direct", "open_shared_receives", "open_process", "share_address"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -1,6 +1,7 @@
 // Guests come and go; their contexts, channels and protection domains; their VMCI ports.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -63,7 +64,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (!doorbell && !info.machine) return last_error();
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
-  if (const auto watched = info.machine ? ok() : shard_.watch(doorbell.get()); !watched) return fabric_.rest_lid(lid), watched.error();
+  if (const auto watched = info.machine ? ok() : shard_.watch(doorbell.get()); !watched) return fabric_.lids.give_back(lid), watched.error();
 
   VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
@@ -143,7 +144,7 @@ void ControlDesk::detach(Guest& guest) {
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
   --guest.tenant->guests;
   guest.tenant->descriptors -= guest_descriptors(fabric_.config) + static_cast<std::uint32_t>(guest.backings.size());
-  fabric_.rest_lid(guest.lid);
+  fabric_.lids.give_back(guest.lid);
   ++fabric_.topology_generation;
   fabric_.guests.erase(guest.id.value);
 }
@@ -202,6 +203,19 @@ void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {
 template <>
 Result<DeviceReply> ControlDesk::on<Request::query_device>(Guest& guest, const Empty&) {
   return device_reply(guest, fabric_.config, fabric_.device_generation);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::share_address>(Guest& guest, const ShareAddressRequest& request) {
+  if (request.secret == std::array<std::uint8_t, 16>{}) return Errno{EINVAL};
+  if (!guest.contexts.empty()) return Errno{EBUSY};
+  const auto shared = fabric_.lids.share(request.secret, guest.lid, {guest.guid, guest.link_layer, guest.credentials.uid});
+  if (!shared) return Empty{};
+  guest.lid = shared->lid;
+  guest.guid = shared->guid;
+  guest.gids = gids_of(guest.guid, guest.lid, guest.link_layer);
+  spdlog::info("{} (context {}) has the address of LID {}, as the process that it was forked from", guest.name, guest.id.value, guest.lid);
+  return Empty{};
 }
 
 template <>
