@@ -93,7 +93,7 @@ TEST_CASE("Any cut of the source arrives in any cut of the destination") {
 TEST_CASE("Inline data is sent from the WQE itself") {
   Pair p;
   for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{16}, std::size_t{17}, std::size_t{inline_bytes_max}}) {
-    p.b.post(ReceiveSpec{1, {p.theirs.sge(0, 500)}});
+    p.b.post(ReceiveSpec{1, {p.theirs.sge(0, inline_bytes_max)}});
     const std::vector<std::byte> data(bytes, std::byte{0x5a});
     CHECK(p.send({.wr_id = 1, .flags = wr_signaled | wr_inline, .inline_data = data}).status == WcStatus::success);
     CHECK(p.b.poll(Direction::receive)->byte_len == bytes);
