@@ -1,4 +1,4 @@
-// Verbs that rdma-core has had since version 59 (IBVERBS_1.15 to 1.17). The headers here may not know them, so this file declares by
+// Verbs that rdma-core has had since version 59 (IBVERBS_1.15 to 1.18). The headers here may not know them, so this file declares by
 // itself what it needs, in the layout that rdma-core gives it; the manual pages ibv_reg_mr_ex(3) and ibv_alloc_buf(3) are the source.
 #include <sys/mman.h>
 
@@ -9,6 +9,9 @@
 
 #include "guest_lib/abi/export.hpp"
 
+struct ibv_comp_cntr;
+struct ibv_comp_cntr_caps;
+struct ibv_comp_cntr_init_attr;
 struct ibv_context;
 struct ibv_dm;
 struct ibv_dmah;
@@ -16,6 +19,8 @@ struct ibv_dmah_init_attr;
 struct ibv_mr;
 struct ibv_mr_init_attr;
 struct ibv_pd;
+struct ibv_qp;
+struct ibv_qp_attach_comp_cntr_attr;
 
 // What ibv_alloc_buf() gives: memory for one protection domain.
 struct ibv_buf {
@@ -96,3 +101,19 @@ VRDMA_EXPORT int ibv_dm_export_dmabuf_fd(ibv_dm*) {
 }
 VRDMA_EXPORT ibv_dmah* ibv_alloc_dmah(ibv_context*, ibv_dmah_init_attr*) { return fails<ibv_dmah>(EOPNOTSUPP); }
 VRDMA_EXPORT int ibv_dealloc_dmah(ibv_dmah*) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_export_buf_dmabuf_fd(ibv_buf*) {
+  errno = EOPNOTSUPP;
+  return -1;
+}
+
+// Nor are there counters that a device counts completions in.
+VRDMA_EXPORT int _ibv_query_comp_cntr_caps(ibv_context*, ibv_comp_cntr_caps*, std::size_t) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT ibv_comp_cntr* ibv_create_comp_cntr(ibv_context*, ibv_comp_cntr_init_attr*) { return fails<ibv_comp_cntr>(EOPNOTSUPP); }
+VRDMA_EXPORT int ibv_destroy_comp_cntr(ibv_comp_cntr*) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_set_comp_cntr(ibv_comp_cntr*, std::uint64_t) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_set_err_comp_cntr(ibv_comp_cntr*, std::uint64_t) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_inc_comp_cntr(ibv_comp_cntr*, std::uint64_t) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_inc_err_comp_cntr(ibv_comp_cntr*, std::uint64_t) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_read_comp_cntr(ibv_comp_cntr*, std::uint64_t*) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_read_err_comp_cntr(ibv_comp_cntr*, std::uint64_t*) { return errno = EOPNOTSUPP; }
+VRDMA_EXPORT int ibv_qp_attach_comp_cntr(ibv_qp*, ibv_comp_cntr*, ibv_qp_attach_comp_cntr_attr*) { return errno = EOPNOTSUPP; }

@@ -15,4 +15,5 @@
   VRDMA_UNDER(name, 57);      \
   VRDMA_UNDER(name, 59);      \
   VRDMA_UNDER(name, 64);      \
+  VRDMA_UNDER(name, 65);      \
   __asm__(".symver " #name ", " #name "@@@IBVERBS_PRIVATE_34")

@@ -1,4 +1,4 @@
-// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34; 57, 59 and 64 in rdma-core since those versions).
+// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34; 57, 59, 64 and 65 in rdma-core since those versions).
 // libmlx5 and libefa are linked into programs for their direct verbs and bind every name at start, but none of our devices is
 // theirs: a provider here registers, is never matched with a device, and finds that no command reaches a kernel.
 #include <infiniband/verbs.h>
@@ -41,6 +41,7 @@ VRDMA_EXPORT void verbs_register_driver_34(const void*) {}
 VRDMA_REGISTERS(57);
 VRDMA_REGISTERS(59);
 VRDMA_REGISTERS(64);
+VRDMA_REGISTERS(65);
 
 VRDMA_EXPORT ibv_context* verbs_open_device(ibv_device*, void*) {
   errno = EOPNOTSUPP;
@@ -161,6 +162,17 @@ VRDMA_NO_KERNEL(ibv_cmd_reg_mr_ex)
 VRDMA_NO_KERNEL(ibv_cmd_req_notify_cq)
 VRDMA_NO_KERNEL(ibv_cmd_rereg_mr)
 VRDMA_NO_KERNEL(ibv_cmd_resize_cq)
+// Since 65: completion counters.
+VRDMA_NO_KERNEL(ibv_cmd_create_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_destroy_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_inc_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_inc_err_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_qp_attach_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_query_comp_cntr_caps)
+VRDMA_NO_KERNEL(ibv_cmd_read_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_read_err_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_set_comp_cntr)
+VRDMA_NO_KERNEL(ibv_cmd_set_err_comp_cntr)
 VRDMA_NO_KERNEL(ibv_dmabuf_heap_destroy)  // since 64, as the others of that name
 VRDMA_NO_KERNEL(ibv_dmabuf_heap_free)
 #undef VRDMA_NO_KERNEL
@@ -178,4 +190,6 @@ VRDMA_LATER_TOO(verbs_open_device);
 VRDMA_LATER_TOO(verbs_set_ops);
 VRDMA_LATER_TOO(verbs_uninit_context);
 VRDMA_LATER_TOO(ibv_dmabuf_heap_alloc);
+VRDMA_EXPORT const char* ibv_wr_opcode_str(int) { return "unknown"; }  // since 65
+VRDMA_LATER_TOO(ibv_wr_opcode_str);
 VRDMA_LATER_TOO(ibv_dmabuf_heap_cc_shared_init);
