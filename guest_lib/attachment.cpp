@@ -189,14 +189,14 @@ Attachment::Attachment(Parts parts)
 
 namespace {
 
-// A failure costs nothing but the common address.
+// A failure costs nothing but the common address. No longer than for the attachment itself: the process's mutex is held.
 void share_address(Attachment& attachment, Process& process) {
   if (attachment.service_minor() < control::minor_of_sharing) return;
   auto& secret = process.address_secret;
   if (secret == std::remove_reference_t<decltype(secret)>{} &&
       ::getrandom(secret.data(), secret.size(), GRND_NONBLOCK) != static_cast<ssize_t>(secret.size()))
     return secret.fill(0);
-  (void)attachment.call<control::Request::share_address>({secret});
+  (void)attachment.call<control::Request::share_address>({secret}, vmci::attach_within_ms);
 }
 
 }  // namespace

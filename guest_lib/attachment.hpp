@@ -37,8 +37,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   static std::shared_ptr<Attachment> existing();
 
   template <control::Request R>
-  Result<ReplyBody<R>> call(const RequestBody<R>& body) {
-    return channel_.call<R>(body);
+  Result<ReplyBody<R>> call(const RequestBody<R>& body, int timeout_ms = ControlChannel::for_ever) {
+    return channel_.call<R>(body, timeout_ms);
   }
   template <control::Request R>
   Result<ReplyBody<R>> call_after(control::Request first, std::span<const std::byte> first_body, const RequestBody<R>& body) {

@@ -92,7 +92,7 @@ Result<std::vector<vmci::UniqueFd>> ControlChannel::exchange_on_socket(control::
   return received;
 }
 
-Status ControlChannel::exchange(std::span<const Outgoing> requests, std::span<std::byte> reply) {
+Status ControlChannel::exchange(std::span<const Outgoing> requests, std::span<std::byte> reply, int timeout_ms) {
   if (liveness_.gone()) return Errno{EIO};
   CancellationOff cancellation_off;
   std::lock_guard lock(mutex_);
@@ -100,7 +100,7 @@ Status ControlChannel::exchange(std::span<const Outgoing> requests, std::span<st
     if (Status sent = send(outgoing, sequence_++); !sent) return sent;
     if (&outgoing != &requests.back()) VRDMA_CRASH_POINT("guest.reg_mr.staged");
   }
-  return wait_for_reply(requests.back().request, sequence_ - 1, reply);
+  return wait_for_reply(requests.back().request, sequence_ - 1, reply, timeout_ms);
 }
 
 Status ControlChannel::send(const Outgoing& outgoing, std::uint32_t sequence) {
@@ -133,7 +133,7 @@ Status ControlChannel::wait_for_room(std::uint32_t slots) {
   return ok();
 }
 
-Status ControlChannel::wait_for_reply(control::Request request, std::uint32_t sequence, std::span<std::byte> reply) {
+Status ControlChannel::wait_for_reply(control::Request request, std::uint32_t sequence, std::span<std::byte> reply, int timeout_ms) {
   for (vmci::Backoff backoff;;) {
     std::uint32_t slots = 0;
     switch (replies_.peek(record_, record_slots_max, slots)) {
@@ -144,7 +144,7 @@ Status ControlChannel::wait_for_reply(control::Request request, std::uint32_t se
         if (liveness_.gone()) return Errno{EIO};
         if (!backoff.tired()) {
           backoff.idle();
-        } else if (Status slept = sleep_until_news(); !slept) {
+        } else if (Status slept = sleep_until_news(timeout_ms); !slept) {
           return slept;
         }
         continue;
@@ -167,7 +167,7 @@ void ControlChannel::publish_consumed() {
   std::atomic_ref(rings_.header().creator.consumed).store(replies_.position(), std::memory_order_release);
 }
 
-Status ControlChannel::sleep_until_news() {
+Status ControlChannel::sleep_until_news(int timeout_ms) {
   auto waiting = std::atomic_ref(rings_.header().creator.waiting);
   waiting.store(1, std::memory_order_relaxed);
   // C4: pairs with the service's fence between a reply and its look at `waiting`.
@@ -175,7 +175,10 @@ Status ControlChannel::sleep_until_news() {
   if (replies_.empty()) {
     // The socket's hang-up is the service's death; packets on it belong to nobody now and are left alone.
     pollfd sources[] = {{wake_.get(), POLLIN, 0}, {socket_.fd(), 0, 0}};
-    ::poll(sources, std::size(sources), -1);
+    if (::poll(sources, std::size(sources), timeout_ms) == 0) {
+      waiting.store(0, std::memory_order_relaxed);
+      return Errno{ETIMEDOUT};
+    }
     if (sources[0].revents & POLLIN) {
       std::byte stale[64];
       [[maybe_unused]] const ssize_t drained = ::read(wake_.get(), stale, sizeof(stale));

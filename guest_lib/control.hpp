@@ -54,12 +54,15 @@ class ControlChannel {
         doorbell_(doorbell),
         liveness_(liveness) {}
 
+  static constexpr int for_ever = -1;
+
+  // ETIMEDOUT: no answer within timeout_ms of waiting; it is carried out nevertheless, perhaps later.
   template <control::Request R>
-  Result<ReplyBody<R>> call(const RequestBody<R>& body) {
+  Result<ReplyBody<R>> call(const RequestBody<R>& body, int timeout_ms = for_ever) {
     static_assert(!control::Message<R>::on_socket);
     ReplyBody<R> reply{};
     const Outgoing request[] = {{R, bytes_of(body)}};
-    const Status status = exchange(request, std::as_writable_bytes(std::span(&reply, 1)).first(body_bytes<ReplyBody<R>>));
+    const Status status = exchange(request, std::as_writable_bytes(std::span(&reply, 1)).first(body_bytes<ReplyBody<R>>), timeout_ms);
     if (!status) return status.error();
     return reply;
   }
@@ -105,13 +108,13 @@ class ControlChannel {
     std::span<const std::byte> body;
   };
   // Sends them in order and waits for the last one's reply.
-  Status exchange(std::span<const Outgoing> requests, std::span<std::byte> reply);
+  Status exchange(std::span<const Outgoing> requests, std::span<std::byte> reply, int timeout_ms = for_ever);
   Status send(const Outgoing& outgoing, std::uint32_t sequence);
   Result<std::vector<vmci::UniqueFd>> exchange_on_socket(control::Request request, std::span<const std::byte> body,
                                                          std::span<const int> descriptors, std::span<std::byte> reply);
   Status wait_for_room(std::uint32_t slots);
-  Status wait_for_reply(control::Request request, std::uint32_t sequence, std::span<std::byte> reply);
-  Status sleep_until_news();
+  Status wait_for_reply(control::Request request, std::uint32_t sequence, std::span<std::byte> reply, int timeout_ms);
+  Status sleep_until_news(int timeout_ms);
   void publish_consumed();
 
   vmci::PacketSocket socket_;

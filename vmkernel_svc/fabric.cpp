@@ -19,10 +19,9 @@ std::uint32_t Fabric::new_qpn() {
   }
 }
 
-std::uint16_t Fabric::new_lid() {
-  if (!may_give_lids_ || (hosts && !hosts->snapshot()->may_give())) return 0;
-  return lids.take();
-}
+bool Fabric::may_give_lids() const { return may_give_lids_ && (!hosts || hosts->snapshot()->may_give()); }
+
+std::uint16_t Fabric::new_lid() { return may_give_lids() ? lids.take() : std::uint16_t{0}; }
 
 void Fabric::lease_lids(hosts::LidRange leased, bool may_give) {
   may_give_lids_ = may_give;

@@ -27,7 +27,7 @@ void Lids::give_back(std::uint16_t lid) {
   resting_.push_back(lid);
 }
 
-std::optional<Lids::Shared> Lids::share(const Secret& secret, std::uint16_t lid, const Address& address) {
+std::optional<Lids::Shared> Lids::share(const Secret& secret, std::uint16_t lid, const Address& address, bool may_give) {
   if (secret_of_.contains(lid)) return std::nullopt;  // it has an address that it shares
   const auto found = shared_.find(secret);
   if (found == shared_.end()) {
@@ -36,6 +36,7 @@ std::optional<Lids::Shared> Lids::share(const Secret& secret, std::uint16_t lid,
     return std::nullopt;
   }
   Entry& entry = found->second;
+  if (entry.users == 0 && !may_give) return std::nullopt;
   if (entry.address.uid != address.uid || entry.address.link_layer != address.link_layer) return std::nullopt;
   if (entry.users++ == 0) resting_.erase(std::find(resting_.begin(), resting_.end(), entry.lid));
   give_back(lid);

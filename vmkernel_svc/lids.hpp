@@ -34,14 +34,14 @@ class Lids {
   std::uint16_t take();  // 0: none left
   void give_back(std::uint16_t lid);
 
-  // Who has `lid` and `address` names a secret. Nothing where nobody else has named it, or only somebody of another user or link layer
-  // has: it may be named by others from now on. Else what it gets in place of these: `lid` is given back, and the other one is had by
-  // one more, also if it rests.
+  // Who has `lid` and `address` names a secret. Where nobody has named it before: nothing, and others may name it from now on. Where
+  // somebody of the same user and link layer has: what it gets in place of these; `lid` is given back, and the other one is had by one
+  // more, also if it rests and LIDs may be given now. Nothing else.
   struct Shared {
     std::uint16_t lid;
     std::uint64_t guid;
   };
-  std::optional<Shared> share(const Secret& secret, std::uint16_t lid, const Address& address);
+  std::optional<Shared> share(const Secret& secret, std::uint16_t lid, const Address& address, bool may_give = true);
 
  private:
   struct Entry {

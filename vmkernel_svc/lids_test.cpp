@@ -54,6 +54,7 @@ TEST_CASE("An address that rests is had again, unless it has become somebody els
   CHECK_FALSE(lids.share(mine, first, address));
   lids.give_back(first);  // the parent has ended
   const std::uint16_t child = lids.take();
+  CHECK_FALSE(lids.share(mine, child, address, false));
   REQUIRE(lids.share(mine, child, address));
   CHECK(lids.take() == child);  // it rests, and the shared one does not
   CHECK(lids.take() == 0);

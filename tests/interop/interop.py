@@ -243,7 +243,7 @@ def main():
     parser.add_argument("--build", default="build/release", help="folder with bin/vrdma, bin/vrdmad and lib/libvrdma.so")
     parser.add_argument("--vrdmad", help="another vrdmad, say one built with a sanitizer")
     parser.add_argument("--launcher", help="tests/seccomp_launcher of the build folder, if elsewhere")
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", "1")), help="of what is drawn; 0: of the clock")
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("VRDMA_TEST_SEED", time.time())), help="of what is drawn")
     parser.add_argument("--sample", type=int, default=40, help="how many random mixes")
     parser.add_argument("--draw", type=int, help="so many of perftest's cases, instead of all")
     parser.add_argument("--full", action="store_true", help="every axis on every program")
@@ -253,7 +253,6 @@ def main():
     parser.add_argument("--direct", action="store_true", help="connections that allow it are the posting thread's")
     parser.add_argument("-k", help="of rdma-core's tests, those whose name has this")
     options = parser.parse_args()
-    options.seed = options.seed or int(time.time())
     unknown = set(options.groups) - set(GROUPS)
     if unknown:
         parser.error(f"no such group: {', '.join(sorted(unknown))}")

@@ -1,6 +1,5 @@
 """A vrdmad, two virtual machines that it serves, and vrdma-guestd in each: what the scenarios of machine_guests.py run in."""
 import json
-import random
 import re
 import secrets
 import shutil
@@ -84,7 +83,6 @@ class Guests:
     def start(self, folder, seed, files, count=2, config=None):
         """files: what boot() needs."""
         self.seed, self.files, self.build = seed, files, Build.at(folder)
-        self.drawn = random.Random(seed)
         self.monitors, self.folder = {}, TempFolder(mode=0o700)
         self.service = Service(self.build, config=config)
         self.env = self.service.environment()

@@ -69,10 +69,10 @@ def few_cases():
     yield perftest, perftest.Case("send", "bw", transport="UC", iterations=50)
 
 
-def some_cases(guests):
-    """Three of the few, drawn by the seed; under --soak all."""
+def some_cases(guests, name):
+    """Three of the few, drawn by the seed and what they are for; under --soak all."""
     cases = list(few_cases())
-    return cases if os.environ.get("VRDMA_SOAK") == "1" else guests.drawn.sample(cases, 3)
+    return cases if os.environ.get("VRDMA_SOAK") == "1" else random.Random(f"{guests.seed}/{name}").sample(cases, 3)
 
 
 def devices(guests, side):
@@ -87,12 +87,11 @@ def devices(guests, side):
 
 def pair(tally, guests):
     one, two = guests.roots
-    print(f"--seed {guests.seed}", flush=True)
     for side, who in ((one, "root"), (replace(two, uid=USER), "a user")):
         tally.case(f"ibv_devices, ibv_devinfo -v of {who}", lambda side=side: devices(guests, side))
     run_cases(tally, guests, "machine to machine", all_cases(), (one, two))
-    run_cases(tally, guests, "users of two machines", some_cases(guests), (replace(two, uid=USER), replace(one, uid=OTHER)))
-    run_cases(tally, guests, "users of one machine", some_cases(guests), (replace(two, uid=USER), replace(two, uid=OTHER)))
+    run_cases(tally, guests, "users of two machines", some_cases(guests, "users of two machines"), (replace(two, uid=USER), replace(one, uid=OTHER)))
+    run_cases(tally, guests, "users of one machine", some_cases(guests, "users of one machine"), (replace(two, uid=USER), replace(two, uid=OTHER)))
 
 
 def crowd(tally, guests):
@@ -136,9 +135,9 @@ def host(tally, guests):
     one, two = guests.roots
     user = replace(two, uid=USER)
     run_cases(tally, guests, "host to machine", all_cases(), (one, guests.host))
-    run_cases(tally, guests, "machine to host", some_cases(guests), (guests.host, one))
-    run_cases(tally, guests, "host to a user in a machine", some_cases(guests), (user, guests.host))
-    run_cases(tally, guests, "a user in a machine to host", some_cases(guests), (guests.host, user))
+    run_cases(tally, guests, "machine to host", some_cases(guests, "machine to host"), (guests.host, one))
+    run_cases(tally, guests, "host to a user in a machine", some_cases(guests, "host to a user in a machine"), (user, guests.host))
+    run_cases(tally, guests, "a user in a machine to host", some_cases(guests, "a user in a machine to host"), (guests.host, user))
 
 
 def lives(tally, guests):
@@ -329,7 +328,6 @@ def plain(tally, guests):
 def conformance(tally, guests):
     """The suite of two processes, both in one machine, by the host's service: all of it, or a part that the seed chooses."""
     sample = [] if os.environ.get("VRDMA_SOAK") == "1" else ["--sample", CONFORMANCE_SAMPLE]
-    print(f"--seed {guests.seed}", flush=True)
 
     def suite():
         program = guests.build.vrdma.parent / "vrdma-conformance"
@@ -345,7 +343,6 @@ def reboots(tally, guests):
     """A machine that is killed again and again, at any moment of traffic with the host: nothing of it is left behind."""
     two = guests.roots[1]
     source = random.Random(guests.seed)
-    print(f"--seed {guests.seed}", flush=True)
     opened = {}
 
     def once():
@@ -410,6 +407,7 @@ def main():
     def run():
         tally, begun = Tally(), time.monotonic()
         require_emulator()
+        print(f"--seed {options.seed}", flush=True)
         names = list(options.scenarios)
         while names:
             name = names.pop(0)

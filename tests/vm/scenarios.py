@@ -261,7 +261,7 @@ def run_world(tally, build, scenario, world, seed, whole):
         case("ibv_devinfo -v", lambda: pingpong.devinfo(replace(inside.sides[0], link_layer="ib")))
     for kind, one in all_cases(world.size) if scenario.whole else drawn(source, few_cases(world.size), FEW, whole):
         case(one.name, lambda kind=kind, one=one: kind.run_case(one, inside.sides))
-    for workload in ("send", "event", "rdma") if scenario.whole else (source.choice(("send", "event", "rdma")),):
+    for workload in ("send", "event", "rdma") if scenario.whole or whole else (source.choice(("send", "event", "rdma")),):
         case(f"kill -9 of a peer ({workload})", lambda workload=workload: inside.killed_peer(workload))
     if scenario.whole:
         case(f"conformance suite: registrations and {CONFORMANCE_SAMPLE} others", lambda: inside.conformance(seed))

@@ -209,7 +209,7 @@ template <>
 Result<Empty> ControlDesk::on<Request::share_address>(Guest& guest, const ShareAddressRequest& request) {
   if (request.secret == std::array<std::uint8_t, 16>{}) return Errno{EINVAL};
   if (!guest.contexts.empty()) return Errno{EBUSY};
-  const auto shared = fabric_.lids.share(request.secret, guest.lid, {guest.guid, guest.link_layer, guest.credentials.uid});
+  const auto shared = fabric_.lids.share(request.secret, guest.lid, {guest.guid, guest.link_layer, guest.credentials.uid}, fabric_.may_give_lids());
   if (!shared) return Empty{};
   guest.lid = shared->lid;
   guest.guid = shared->guid;

@@ -222,6 +222,12 @@ void trouble(Subnet& subnet, std::size_t managers, std::uint64_t seconds) {
   subnet.heal();
 }
 
+// How to run what has failed alone.
+std::string again(std::uint64_t seed) {
+  const char* const share = std::getenv("VRDMA_SIM_SHARE");
+  return "VRDMA_SIM_SEED=" + std::to_string(seed) + (share != nullptr ? std::string(" VRDMA_SIM_SHARE=") + share : "");
+}
+
 void settle(Subnet& subnet, std::uint64_t seed) {
   // Removed ones that do not know it join with another certificate.
   for (std::size_t i = 0; i < subnet.size(); ++i) subnet.crash(i);
@@ -230,8 +236,8 @@ void settle(Subnet& subnet, std::uint64_t seed) {
     subnet.run_for(5000);
     if (subnet.unsettled().empty()) break;
   }
-  CHECK_MESSAGE(subnet.failure == "", "VRDMA_SIM_SEED=" << seed);
-  CHECK_MESSAGE(subnet.unsettled() == "", "VRDMA_SIM_SEED=" << seed);
+  CHECK_MESSAGE(subnet.failure == "", again(seed));
+  CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
 }
 
 std::uint64_t soak_factor() { return std::getenv("VRDMA_SOAK") != nullptr ? 50 : 1; }
@@ -269,11 +275,11 @@ TEST_CASE("ACopyOfAHostNeverHasItsLids") {
       subnet.run_for(subnet.below(8000));
       for (std::size_t i = 0; i < 3; ++i) subnet.start(i);
     }
-    CHECK_MESSAGE(subnet.failure == "", "VRDMA_SIM_SEED=" << seed);
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
     // When the other has gone for good, its LIDs are the copy's: it was moved.
     subnet.crash(4);
     subnet.run_for(120'000);
-    CHECK_MESSAGE(subnet.may_give(copy), "VRDMA_SIM_SEED=" << seed);
+    CHECK_MESSAGE(subnet.may_give(copy), again(seed));
   });
 }
 
@@ -314,7 +320,7 @@ TEST_CASE("WhatWasAgreedIsKnownToWhoeverLeadsNext") {
     subnet.crash(leader);
     subnet.part(cut_off, 0);
     subnet.run_for(60'000);
-    CHECK_MESSAGE(subnet.knows(cut_off, "h3"), "VRDMA_SIM_SEED=" << seed);
+    CHECK_MESSAGE(subnet.knows(cut_off, "h3"), again(seed));
   });
 }
 
@@ -327,8 +333,8 @@ TEST_CASE("TheLidsOfARemovedHostAreGivenToOthersOnlyWhenItsLeaseIsOver") {
     REQUIRE(subnet.remove(3));
     const std::size_t next = subnet.add("h4");  // there are LIDs for four
     for (int step = 0; step < 200 && subnet.failure.empty() && !subnet.may_give(next); ++step) subnet.run_for(1000);
-    CHECK_MESSAGE(subnet.failure == "", "VRDMA_SIM_SEED=" << seed);
-    CHECK_MESSAGE(subnet.may_give(next), "VRDMA_SIM_SEED=" << seed);
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
+    CHECK_MESSAGE(subnet.may_give(next), again(seed));
     CHECK_FALSE(subnet.may_give(3));
   });
 }
@@ -339,7 +345,7 @@ TEST_CASE("AThousandHostsConvergeAfterAnyTrouble") {
     const std::uint64_t hosts = share_of(1000);
     Subnet subnet(seed, hosts, 5, 48);
     subnet.run_for(30'000);
-    CHECK_MESSAGE(subnet.unsettled() == "", "VRDMA_SIM_SEED=" << seed);
+    CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
     trouble(subnet, 5, 15);
     settle(subnet, seed);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
