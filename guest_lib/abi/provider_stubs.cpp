@@ -35,6 +35,7 @@ bool verbs_allow_disassociate_destroy = false;
 }
 
 VRDMA_EXPORT void verbs_register_driver_34(const void*) {}
+#ifndef VRDMA_ONE_VERSION
 #define VRDMA_REGISTERS(version)                                          \
   VRDMA_EXPORT void verbs_register_driver_##version(const void*) {} \
   __asm__(".symver verbs_register_driver_" #version ", verbs_register_driver_" #version "@@@IBVERBS_PRIVATE_" #version)
@@ -42,6 +43,7 @@ VRDMA_REGISTERS(57);
 VRDMA_REGISTERS(59);
 VRDMA_REGISTERS(64);
 VRDMA_REGISTERS(65);
+#endif
 
 VRDMA_EXPORT ibv_context* verbs_open_device(ibv_device*, void*) {
   errno = EOPNOTSUPP;
