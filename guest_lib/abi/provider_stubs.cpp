@@ -180,6 +180,8 @@ VRDMA_NO_KERNEL(ibv_dmabuf_heap_free)
 #undef VRDMA_NO_KERNEL
 VRDMA_EXPORT void* ibv_dmabuf_heap_alloc() { return no_kernel(), nullptr; }
 VRDMA_EXPORT void* ibv_dmabuf_heap_cc_shared_init() { return no_kernel(), nullptr; }
+VRDMA_EXPORT const char* ibv_wr_opcode_str(int) { return "unknown"; }  // since 65
+
 VRDMA_LATER_TOO(__ioctl_final_num_attrs);
 VRDMA_LATER_TOO(__verbs_log);
 VRDMA_LATER_TOO(_verbs_init_and_alloc_context);
@@ -192,6 +194,5 @@ VRDMA_LATER_TOO(verbs_open_device);
 VRDMA_LATER_TOO(verbs_set_ops);
 VRDMA_LATER_TOO(verbs_uninit_context);
 VRDMA_LATER_TOO(ibv_dmabuf_heap_alloc);
-VRDMA_EXPORT const char* ibv_wr_opcode_str(int) { return "unknown"; }  // since 65
-VRDMA_LATER_TOO(ibv_wr_opcode_str);
 VRDMA_LATER_TOO(ibv_dmabuf_heap_cc_shared_init);
+VRDMA_LATER_TOO(ibv_wr_opcode_str);

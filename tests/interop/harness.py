@@ -491,6 +491,14 @@ def check_suite(code, client, server):
         raise Failure("\n".join([f"the suite ended with {code}", *failed, client.says(), server.says()]))
 
 
+def drawn(items, count, source):
+    """So many of the items, in their order; all of them without a count."""
+    items = list(items)
+    if not count or count >= len(items):
+        return items
+    return [items[number] for number in sorted(source.sample(range(len(items)), count))]
+
+
 def need(*programs):
     for program in programs:
         if not shutil.which(program):

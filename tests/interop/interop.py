@@ -26,7 +26,7 @@ import perftest
 import pingpong
 import rdma_core_suite
 import sandbox
-from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, need)
+from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, drawn, need)
 
 DIRECT = {"direct": "auto"}
 GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "mpi", "pyverbs", "direct")
@@ -76,12 +76,10 @@ class Runner:
             self.case(case.name, lambda case=case: self._pair(pingpong, case))
 
     def perftest(self):
-        cases = list(perftest.base_cases() if self.options.full else perftest.quick_cases())
-        if self.options.draw and self.options.draw < len(cases):
-            drawn = random.Random(self.options.seed).sample(range(len(cases)), self.options.draw)
-            print(f"{self.options.draw} of {len(cases)} cases: --seed {self.options.seed} --draw {self.options.draw}", flush=True)
-            cases = [cases[number] for number in sorted(drawn)]
-        for case in cases:
+        cases = perftest.base_cases() if self.options.full else perftest.quick_cases()
+        if self.options.draw:
+            print(f"some cases: --seed {self.options.seed} --draw {self.options.draw}", flush=True)
+        for case in drawn(cases, self.options.draw, random.Random(self.options.seed)):
             self.case(case.name, lambda case=case: self._pair(perftest, case))
 
     def random(self):

@@ -30,7 +30,7 @@ import pingpong  # noqa: E402
 import private_ram  # noqa: E402
 import snapshots  # noqa: E402
 from guests import CASE_SECONDS, MEMORY, Guests, run_cases  # noqa: E402
-from harness import Failure, Skip, Tally, exit_code_of, wait_until  # noqa: E402
+from harness import Failure, Skip, Tally, drawn, exit_code_of, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
 from network import network  # noqa: E402
 
@@ -69,10 +69,10 @@ def few_cases():
     yield perftest, perftest.Case("send", "bw", transport="UC", iterations=50)
 
 
-def some_cases(guests, name):
-    """Three of the few, drawn by the seed and what they are for; under --soak all."""
-    cases = list(few_cases())
-    return cases if os.environ.get("VRDMA_SOAK") == "1" else random.Random(f"{guests.seed}/{name}").sample(cases, 3)
+def run_few_cases(tally, guests, name, sides):
+    """Three of them, drawn by the seed and the name; under --soak all."""
+    count = None if os.environ.get("VRDMA_SOAK") == "1" else 3
+    run_cases(tally, guests, name, drawn(few_cases(), count, random.Random(f"{guests.seed}/{name}")), sides)
 
 
 def devices(guests, side):
@@ -90,8 +90,8 @@ def pair(tally, guests):
     for side, who in ((one, "root"), (replace(two, uid=USER), "a user")):
         tally.case(f"ibv_devices, ibv_devinfo -v of {who}", lambda side=side: devices(guests, side))
     run_cases(tally, guests, "machine to machine", all_cases(), (one, two))
-    run_cases(tally, guests, "users of two machines", some_cases(guests, "users of two machines"), (replace(two, uid=USER), replace(one, uid=OTHER)))
-    run_cases(tally, guests, "users of one machine", some_cases(guests, "users of one machine"), (replace(two, uid=USER), replace(two, uid=OTHER)))
+    run_few_cases(tally, guests, "users of two machines", (replace(two, uid=USER), replace(one, uid=OTHER)))
+    run_few_cases(tally, guests, "users of one machine", (replace(two, uid=USER), replace(two, uid=OTHER)))
 
 
 def crowd(tally, guests):
@@ -135,9 +135,9 @@ def host(tally, guests):
     one, two = guests.roots
     user = replace(two, uid=USER)
     run_cases(tally, guests, "host to machine", all_cases(), (one, guests.host))
-    run_cases(tally, guests, "machine to host", some_cases(guests, "machine to host"), (guests.host, one))
-    run_cases(tally, guests, "host to a user in a machine", some_cases(guests, "host to a user in a machine"), (user, guests.host))
-    run_cases(tally, guests, "a user in a machine to host", some_cases(guests, "a user in a machine to host"), (guests.host, user))
+    run_few_cases(tally, guests, "machine to host", (guests.host, one))
+    run_few_cases(tally, guests, "host to a user in a machine", (user, guests.host))
+    run_few_cases(tally, guests, "a user in a machine to host", (guests.host, user))
 
 
 def lives(tally, guests):

@@ -23,7 +23,7 @@ import perftest  # noqa: E402
 import pingpong  # noqa: E402
 import register  # noqa: E402
 import support  # noqa: E402
-from harness import Build, Failure, Service, Side, Tally, TempFolder, as_user, clean_up, clean_up_on_signals, let_go, run, wait_until  # noqa: E402
+from harness import Build, Failure, Service, Side, Tally, TempFolder, as_user, clean_up, clean_up_on_signals, drawn, let_go, run, wait_until  # noqa: E402
 
 # What of the build folder a machine needs.
 UNITS = ("guest_memory_hazards_test", "guest_memory_manager_test", "guest_memory_partial_pages_test", "guest_memory_threads_test",
@@ -218,11 +218,6 @@ class Inside:
         return said.strip().splitlines()[-1]
 
 
-def drawn(source, items, count, whole):
-    items = list(items)
-    return items if whole else source.sample(items, count)
-
-
 def few_cases(size):
     yield pingpong, pingpong.Case("rc", validate=True, size=1, iterations=50)
     yield pingpong, pingpong.Case("ud", validate=True, events=True, iterations=50)
@@ -259,7 +254,7 @@ def run_world(tally, build, scenario, world, seed, whole):
     if scenario.whole:
         case("ibv_devices", lambda: pingpong.devices(inside.sides[0]))
         case("ibv_devinfo -v", lambda: pingpong.devinfo(replace(inside.sides[0], link_layer="ib")))
-    for kind, one in all_cases(world.size) if scenario.whole else drawn(source, few_cases(world.size), FEW, whole):
+    for kind, one in all_cases(world.size) if scenario.whole else drawn(few_cases(world.size), not whole and FEW, source):
         case(one.name, lambda kind=kind, one=one: kind.run_case(one, inside.sides))
     for workload in ("send", "event", "rdma") if scenario.whole or whole else (source.choice(("send", "event", "rdma")),):
         case(f"kill -9 of a peer ({workload})", lambda workload=workload: inside.killed_peer(workload))
@@ -276,7 +271,7 @@ def run_units(tally, folder, source, whole):
         if code != 0:
             raise Failure(f"left with {code}:\n{said}")
         return said.strip().splitlines()[-3]
-    for name in drawn(source, UNITS, FEW_UNITS, whole):
+    for name in drawn(UNITS, not whole and FEW_UNITS, source):
         tally.case(name, lambda name=name: unit(name))
 
 
