@@ -176,6 +176,7 @@ struct Qp {
   std::shared_ptr<Attachment> attachment;
   // Direct mode: what it takes to run the send queue here, and for which offer that was opened. Guarded by send_lock.
   std::unique_ptr<DirectEnd> direct;
+  std::unique_ptr<DatagramSender> datagrams;  // likewise, of a UD queue pair
   std::uint32_t direct_offer = 0;
   ibv_qp_cap caps{};
   int sq_sig_all = 0;

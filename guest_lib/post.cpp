@@ -123,8 +123,9 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
   VRDMA_CRASH_POINT("guest.post_send.published");
 }
 
-// direct: what can carry it out past the ring, or nullptr.
-int post_one(Qp& qp, const ibv_send_wr& wr, DirectConnection* direct) {
+// direct: what can carry it out past the ring (DirectConnection, DatagramSender), or nullptr.
+template <class Direct>
+int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
   Shape shape;
   if (const int error = check(qp, wr, shape); error != 0) return error;
   if (!qp.send.has_room(shape.slots)) return ENOMEM;
@@ -157,35 +158,63 @@ void ring_for(Queue& queue, const Doorbell& doorbell, std::uint32_t member) {
 // The service offers the connection, or does not any more.
 void follow_offer(Qp& qp, std::uint32_t offer) {
   qp.direct.reset();
+  qp.datagrams.reset();
   qp.direct_offer = offer;
   if (offer == 0 || qp.liveness->gone()) return;
   // Where it cannot be opened, everything goes by the service.
-  if (auto opened = qp.attachment->direct_rooms().open(*qp.attachment, qp, offer)) qp.direct = std::move(*opened);
+  DirectRooms& rooms = qp.attachment->direct_rooms();
+  if (qp.base().qp_type == IBV_QPT_UD) {
+    if (auto opened = rooms.open_datagrams(*qp.attachment, qp, offer)) qp.datagrams = std::move(*opened);
+  } else if (auto opened = rooms.open(*qp.attachment, qp, offer)) {
+    qp.direct = std::move(*opened);
+  }
 }
 
-// What carries out here what is posted there, its direction claimed; nullptr: the service does.
-DirectConnection* enter_directly(Qp& qp) {
+void look_for_offer(Qp& qp) {
   if (const std::uint32_t offer = qp.send.direct_offer().load(std::memory_order_acquire); offer != qp.direct_offer) [[unlikely]]
     follow_offer(qp, offer);
-  if (qp.direct == nullptr || !qp.direct->connection.enter([&qp] { return !qp.liveness->gone(); })) return nullptr;
-  return &qp.direct->connection;
+}
+
+// direct, its direction claimed, for what is posted there; nullptr: the service carries it out.
+template <class Direct>
+Direct* entered(const Qp& qp, Direct* direct) {
+  return direct != nullptr && direct->enter([&qp] { return !qp.liveness->gone(); }) ? direct : nullptr;
+}
+DirectConnection* connection_of(const Qp& qp) { return qp.direct != nullptr ? &qp.direct->connection : nullptr; }
+
+// What a message needed and was not there is had for the next one.
+void fetch_missing(Qp& qp, DirectConnection& direct) {
+  if (direct.has_unmapped()) [[unlikely]] qp.attachment->direct_rooms().map(*qp.attachment, qp.direct->reach, *direct.take_unmapped());
+}
+void fetch_missing(Qp& qp, DatagramSender& datagrams) {
+  if (!datagrams.wants()) [[likely]] return;
+  DirectRooms& rooms = qp.attachment->direct_rooms();
+  if (DatagramPath* const path = datagrams.take_unmapped_path()) rooms.map(*qp.attachment, path->reach, *path->take_unmapped());
+  if (const auto address = datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, *address);
 }
 
 // Carries out what lies in the queue, and leaves; what is left there is the service's.
-void run_and_leave(Qp& qp, DirectConnection& direct) {
+template <class Direct>
+void run_and_leave(Qp& qp, Direct& direct) {
   const bool all = direct.run_queue(), told = direct.leave();
   if (direct.take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
   if (!all || !told) ring_for(qp.send, qp.doorbell, qp.doorbell_member);
-  if (direct.has_unmapped()) [[unlikely]] qp.attachment->direct_rooms().map(*qp.attachment, *qp.direct, *direct.take_unmapped());
+  fetch_missing(qp, direct);
 }
 
-// Under send_lock.
-int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
-  DirectConnection* const direct = enter_directly(qp);
+template <class Direct>
+int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr, Direct* direct) {
   const int error = publish_chain(chain, bad_wr, [&](const ibv_send_wr& one) { return post_one(qp, one, direct); });
   if (direct != nullptr) run_and_leave(qp, *direct);
   else ring_for(qp.send, qp.doorbell, qp.doorbell_member);
   return error;
+}
+
+// Under send_lock.
+int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
+  look_for_offer(qp);
+  if (qp.datagrams != nullptr) return post_sends(qp, chain, bad_wr, entered(qp, qp.datagrams.get()));
+  return post_sends(qp, chain, bad_wr, entered(qp, connection_of(qp)));
 }
 
 int post_one_receive(ReceiveQueue& queue, std::uint32_t max_sge, const ibv_recv_wr& wr) {
@@ -235,7 +264,9 @@ int post_all(Qp& qp, ibv_send_wr* chain) {
 }
 
 void run_send_queue(Qp& qp) {
-  if (DirectConnection* const direct = enter_directly(qp)) run_and_leave(qp, *direct);
+  look_for_offer(qp);
+  if (DatagramSender* const datagrams = entered(qp, qp.datagrams.get())) run_and_leave(qp, *datagrams);
+  if (DirectConnection* const direct = entered(qp, connection_of(qp))) run_and_leave(qp, *direct);
 }
 
 int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {

@@ -1,5 +1,6 @@
 // The claim of a direction (vrdma/direct.hpp): who runs its queues. Two may want it: the poster, for the length of one call of
-// post, and the service, for as long as it likes. Neither waits here; who does not get it goes another way.
+// post, and the service, for as long as it likes. Neither waits here; who does not get it goes another way. An inbox has many posters,
+// each with its guest's number.
 //
 //   service  hand_out() → nobody → poster enter() … leave() → nobody → service take()
 //                                         enter() … revoke() … leave() → given up → service take()
@@ -20,18 +21,28 @@ namespace vmci {
 class PosterClaim {
  public:
   PosterClaim() = default;
-  PosterClaim(vrdma::direct::Direction* direction, std::uint32_t epoch)
-      : direction_(direction), epoch_(epoch), stores_(&direction->claim, vrdma::direct::claim_word(epoch, vrdma::direct::held_by_revocable_poster)) {}
+  PosterClaim(vrdma::direct::Direction* direction, std::uint32_t epoch, std::uint32_t poster = 0)
+      : direction_(direction), epoch_(epoch), poster_(poster),
+        stores_(&direction->claim, vrdma::direct::claim_word(epoch, vrdma::direct::held_by_revocable_poster, poster)) {}
 
   bool enter() {
     using namespace vrdma::direct;
     std::uint64_t expected = claim_word(epoch_, held_by_nobody);
     const bool revocable = stores_.guard();
-    // K1: pairs with K4: the positions and terms that the service left. Under this poster's own lock nobody else can be the poster.
+    // K1: pairs with K4: the positions and terms that the service left; of an inbox also with K2: those that another poster left. Of
+    // other directions nobody else can be the poster, under this one's own lock.
     return std::atomic_ref(direction_->claim)
-        .compare_exchange_strong(expected, claim_word(epoch_, revocable ? held_by_revocable_poster : held_by_poster), std::memory_order_acquire,
-                                 std::memory_order_relaxed);
+        .compare_exchange_strong(expected, claim_word(epoch_, revocable ? held_by_revocable_poster : held_by_poster, poster_),
+                                 std::memory_order_acquire, std::memory_order_relaxed);
   }
+  // Where enter() has failed: whether another poster is inside, who may leave soon.
+  bool held_by_another() const {
+    using namespace vrdma::direct;
+    const std::uint64_t claim = word();
+    return epoch_of(claim) == epoch_ && (holder_of(claim) == held_by_poster || holder_of(claim) == held_by_revocable_poster);
+  }
+  // Whether the connection is over: nobody will enter by this claim any more.
+  bool over() const { return vrdma::direct::epoch_of(word()) != epoch_; }
   bool stop() const { return std::atomic_ref(direction_->stop).load(std::memory_order_relaxed) != 0; }
   void leave() {
     using namespace vrdma::direct;
@@ -45,8 +56,10 @@ class PosterClaim {
   vrdma::direct::Direction& direction() const { return *direction_; }
 
  private:
+  std::uint64_t word() const { return std::atomic_ref(direction_->claim).load(std::memory_order_relaxed); }
+
   vrdma::direct::Direction* direction_ = nullptr;
-  std::uint32_t epoch_ = 0;
+  std::uint32_t epoch_ = 0, poster_ = 0;
   ClaimedStores stores_;
 };
 
@@ -71,10 +84,11 @@ class ServiceClaim {
   // runs. False: it is not inside, or its threads cannot lose their stores.
   bool revoke() {
     using namespace vrdma::direct;
-    std::uint64_t expected = claim_word(epoch_, held_by_revocable_poster);
+    const std::uint32_t poster = poster_of(word());
+    std::uint64_t expected = claim_word(epoch_, held_by_revocable_poster, poster);
     return std::atomic_ref(direction_->claim)
-               .compare_exchange_strong(expected, claim_word(epoch_, revoked), std::memory_order_acq_rel, std::memory_order_relaxed) ||
-           expected == claim_word(epoch_, revoked);
+               .compare_exchange_strong(expected, claim_word(epoch_, revoked, poster), std::memory_order_acq_rel, std::memory_order_relaxed) ||
+           expected == claim_word(epoch_, revoked, poster);
   }
   // The poster's process has ended, inside or not.
   void seize() {
@@ -94,11 +108,20 @@ class ServiceClaim {
     using namespace vrdma::direct;
     // Pairs with K2: where it has left, what it wrote inside is seen.
     const std::uint64_t claim = std::atomic_ref(direction_->claim).load(std::memory_order_acquire);
-    return claim == claim_word(epoch_, held_by_revocable_poster) || claim == claim_word(epoch_, held_by_poster);
+    return epoch_of(claim) == epoch_ && (holder_of(claim) == held_by_revocable_poster || holder_of(claim) == held_by_poster);
+  }
+  // Of an inbox: the poster that is inside, or stands still there.
+  std::uint32_t poster() const { return vrdma::direct::poster_of(word()); }
+  // The connection is over; held by the service. Who tries to enter sees it.
+  void end() {
+    using namespace vrdma::direct;
+    std::atomic_ref(direction_->claim).store(claim_word(0, held_by_service), std::memory_order_relaxed);
   }
   vrdma::direct::Direction& direction() const { return *direction_; }
 
  private:
+  std::uint64_t word() const { return std::atomic_ref(direction_->claim).load(std::memory_order_relaxed); }
+
   vrdma::direct::Direction* direction_ = nullptr;
   std::uint32_t epoch_ = 0;
 };

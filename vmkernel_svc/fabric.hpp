@@ -51,6 +51,8 @@ class Runner {
   virtual void make_runnable(MediatedPorts::Qp& qp) = 0;
   virtual void set_timer(MediatedPorts::Qp& qp, std::uint64_t at_ns) = 0;
   virtual void overran(CompletionQueue& cq) = 0;
+  // Whether the receive queue of a UD queue pair is the service's for this turn. False: somebody else delivers there just now.
+  virtual bool owns_inbox(QueuePair& qp) = 0;
 
  protected:
   ~Runner() = default;

@@ -5,9 +5,9 @@
 #include <cstring>
 
 #include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/engine/grh.hpp"
 #include "vmkernel_svc/events.hpp"
 #include "vmkernel_svc/fabric.hpp"
-#include "vmkernel_svc/grh.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vrdma/fault.hpp"
@@ -413,6 +413,17 @@ MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
   return take(route);
 }
 
+const MediatedPorts::Qp* MediatedPorts::reachable(const Qp& qp, const UdOperand& ud) {
+  const auto found = fabric_.by_qpn.find(ud.remote_qpn);
+  if (found == fabric_.by_qpn.end()) return nullptr;
+  const QueuePair& to = *found->second;
+  const bool reached = !to.guest->frozen && fabric_.leads_to(*to.guest, link_layer_of(qp), ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid) &&
+                       hosts::pkeys_match(qp.port.pkey, to.core.port.pkey);
+  return reached ? &to.core : nullptr;
+}
+
+bool MediatedPorts::may_deliver(Qp& receiver) { return receiver.port.link == nullptr || fabric_.runner.owns_inbox(*receiver.port.owner); }
+
 MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index) {
   Gid group;
   std::memcpy(group.data(), ud.dgid, 16);
@@ -437,16 +448,20 @@ bool MediatedPorts::leads_back(Qp& receiver, Qp& sender) {
                           path.dgid);
 }
 
-bool MediatedPorts::write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+bool MediatedPorts::has_grh(const Qp& receiver, const UdOperand& ud) {
+  return (ud.route_flags & route_global) != 0 || receiver.port.owner->guest->link_layer == control::link_layer_ethernet;
+}
+
+const control::GidEntry& MediatedPorts::source(const Qp& sender, const UdOperand& ud) {
   const auto& gids = sender.port.owner != nullptr ? sender.port.owner->guest->gids : sender.port.stand_in->gids;
-  const bool ethernet = receiver.port.owner->guest->link_layer == control::link_layer_ethernet;
-  if ((ud.route_flags & route_global) == 0 && !ethernet) {
-    std::memset(bytes, 0, engine::grh_bytes);
-    return false;
-  }
-  const auto& source = gids[ud.sgid_index % gids.size()];
-  write_grh_bytes(source, ud, payload_bytes, bytes);
-  return true;
+  return gids[ud.sgid_index % gids.size()];
+}
+
+bool MediatedPorts::write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+  const bool has = has_grh(receiver, ud);
+  if (has) engine::write_grh_bytes(source(sender, ud), ud, payload_bytes, bytes);
+  else std::memset(bytes, 0, engine::grh_bytes);
+  return has;
 }
 
 std::uint16_t MediatedPorts::lid(Qp& qp) {

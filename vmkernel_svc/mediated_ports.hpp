@@ -16,6 +16,7 @@
 #include "vmkernel_svc/engine/qp.hpp"
 #include "vmkernel_svc/memory/process_memory.hpp"
 #include "vmkernel_svc/memory/region.hpp"
+#include "vrdma/control.hpp"
 
 namespace vrdma::svc {
 
@@ -103,8 +104,14 @@ class MediatedPorts {
 
   Qp* peer(Qp& qp);
   Qp* datagram_peer(Qp& qp, const UdOperand& ud);
+  // Likewise, for who asks before there is a datagram: nothing is counted.
+  const Qp* reachable(const Qp& qp, const UdOperand& ud);
+  // Whether the service may deliver there now (direct mode).
+  bool may_deliver(Qp& receiver);
   Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index);
   bool leads_back(Qp& receiver, Qp& sender);
+  static bool has_grh(const Qp& receiver, const UdOperand& ud);
+  static const control::GidEntry& source(const Qp& sender, const UdOperand& ud);
   bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
   std::uint16_t lid(Qp& qp);
   // Whether what `sender` sends may come to `receiver`: by their P_Keys. What may not is counted there.

@@ -186,6 +186,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
       return reply_with(shard_.direct().open_shared_receives(guest, body));
     }
+    case Request::open_path: {
+      OpenPathRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(shard_.direct().open(guest, body, give));
+    }
     case Request::open_backing: {
       OpenBackingRequest body{};
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);

@@ -122,6 +122,7 @@ bool Shard::turn() {
   if (far_ != nullptr) far_->carrier().flush();  // after this turn the processor may be given away
   worked |= serve_control();
   worked |= run_timers();
+  direct_->give_inboxes();
   if (direct_->waiting()) worked |= direct_->settle();
   if (direct_->watching() && counters_.turns % turns_between_looks == 0) direct_->look(vmci::monotonic_ns());
   if (!overrun_.empty()) handle_overruns();
@@ -356,6 +357,8 @@ void Shard::overran(CompletionQueue& cq) {
   cq.overrun = true;
   overrun_.push_back(&cq);
 }
+
+bool Shard::owns_inbox(QueuePair& qp) { return direct_->take_inbox(qp); }
 
 void Shard::take_out(Qp& qp) {
   if (!std::exchange(qp.port.runnable, false)) return;

@@ -47,6 +47,7 @@ class Shard final : public Runner, public JobSink {
   engine::Engine<MediatedPorts>& engine() { return engine_; }
   DirectDesk& direct() { return *direct_; }
   Qp* peer(Qp& qp) { return ports_.peer(qp); }  // on this host
+  MediatedPorts& ports() { return ports_; }
 
   // Another place where this shard says that it sleeps, and that devices have changed: the page of a virtual machine. In the shard's thread.
   void mirror(control::ServicePage& page);
@@ -68,6 +69,7 @@ class Shard final : public Runner, public JobSink {
   void withdraw(Qp& qp) { take_out(qp); }  // the other way round
   void set_timer(Qp& qp, std::uint64_t at_ns) override;
   void overran(CompletionQueue& cq) override;
+  bool owns_inbox(QueuePair& qp) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
   void forget(Qp& qp);
   // Before a CQ goes: an overrun that was not handled yet is nobody's.

@@ -4,23 +4,6 @@
 
 namespace vrdma::guest {
 
-namespace {
-
-// The next receive request of one buffer. False: there is none, or one that the engine must look at.
-bool next_receive(const vmci::RecordReader& ring, bool needs_buffer, std::uint64_t& wr_id, Sge& buffer) {
-  alignas(RecordHead) std::byte wqe[slot_bytes];
-  std::uint32_t slots = 0;
-  if (ring.peek(wqe, 1, slots) != vmci::RecordReader::Peek::ready) return false;
-  RecordHead head;
-  std::memcpy(&head, wqe, sizeof(head));
-  wr_id = head.tag;
-  const WqeControl control = unpack_wqe_control(head.control);
-  if (control.count == 1) std::memcpy(&buffer, wqe + receive_wqe_payload_offset, sizeof(buffer));
-  return control.opcode == WrOpcode::receive && control.count <= 1 && (!needs_buffer || control.count == 1);
-}
-
-}  // namespace
-
 bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
   // Those before it come first; and who wants the claim gets it between two messages.
   if (wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop()) return false;

@@ -94,16 +94,9 @@ bool DirectConnection::tell() {
   // Pairs with H1 and A1 of guest_lib/poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
   // more.
   vmci::store_load_fence();
-  const auto looks = [](const Told& told) {
-    for (auto& hot : told.cq->hot)
-      if (std::atomic_ref(hot).load(std::memory_order_relaxed) == told.lane) return true;
-    return false;
-  };
-  if (sent && !looks(sent_)) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
-  // Where the claim is lost, the service tells the receiver.
-  if (received && !looks(received_)) set_peers_bit(received_.cq->ready, received_.lane, claim_.stores());
+  if (sent && !sent_.is_hot()) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
   own_event_due_ |= sent && own_channel_;
-  return !received || peer_channel_.pipe < 0 || raise_at_peer(solicited);
+  return !received || tell_peer(claim_, received_, peer_channel_, solicited);
 }
 
 }  // namespace vrdma::guest

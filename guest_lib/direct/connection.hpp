@@ -13,24 +13,21 @@
 #include "guest_lib/work_queue.hpp"
 #include "vmci_channel/claim.hpp"
 #include "vmci_channel/queue_pair.hpp"
-#include "vmci_channel/ready_bitmap.hpp"
 #include "vrdma/control.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
 
+struct DirectRoom;
+
+// What memory a poster reaches through one room, beyond what the room itself has.
+struct PeerReach {
+  std::shared_ptr<DirectRoom> room;
+  std::uint32_t failed_maps = 0, failed_optional_maps = 0;
+};
+
 class DirectConnection {
  public:
-  // Where the completions of one end go.
-  struct Told {
-    control::CqShared* cq = nullptr;
-    std::uint32_t lane = control::no_lane;
-  };
-  // The receiver's completion channel.
-  struct PeerChannel {
-    int pipe = -1;         // for its events; -1: there is none
-    std::uint32_t cq = 0;  // the completion queue's handle
-  };
   struct Ends {
     vmci::PosterClaim claim;
     ReachedGuest own, peer;
@@ -84,7 +81,6 @@ class DirectConnection {
   void record();     // a message is done
   void step_back();  // as if the last message had not been begun
   bool tell();       // those who have to be told of completions
-  bool raise_at_peer(bool solicited);
 
   vmci::PosterClaim claim_;
   Told sent_, received_;

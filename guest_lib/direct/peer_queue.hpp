@@ -1,16 +1,57 @@
-// Where a poster in direct mode tells its peer of a message: an entry of the peer's completion lane, a bit of its ready bitmap. As
-// vmci_channel/lane.hpp and ready_bitmap.hpp have them, by stores that it loses with its claim: false, and nothing is written, where it has.
+// A poster in direct mode at its peer's queues: the receive request that is next there, and where it tells the peer of a message: an entry of
+// the peer's completion lane, a bit of its ready bitmap, an event. As vmci_channel/lane.hpp and ready_bitmap.hpp have them, by stores that it
+// loses with its claim: false, and nothing is written, where it has.
 #pragma once
 
 #include <array>
 #include <bit>
 #include <cstddef>
+#include <cstring>
 
+#include "vmci_channel/claim.hpp"
 #include "vmci_channel/claimed_stores.hpp"
 #include "vmci_channel/lane.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vmci_channel/record_ring.hpp"
+#include "vrdma/control.hpp"
 #include "vrdma/queue_layout.hpp"
+#include "vrdma/wire.hpp"
 
 namespace vrdma::guest {
+
+// Where the completions of one end go.
+struct Told {
+  control::CqShared* cq = nullptr;
+  std::uint32_t lane = control::no_lane;
+
+  // Whether who polls looks at the lane anyway. After a full fence, which pairs with H1 of guest_lib/poll.cpp.
+  bool is_hot() const {
+    for (auto& hot : cq->hot)
+      if (std::atomic_ref(hot).load(std::memory_order_relaxed) == lane) return true;
+    return false;
+  }
+};
+// The receiver's completion channel.
+struct PeerChannel {
+  int pipe = -1;         // for its events; -1: there is none
+  std::uint32_t cq = 0;  // the completion queue's handle
+};
+
+// The next receive request of one buffer. False: there is none, or one that the engine must look at.
+inline bool next_receive(const vmci::RecordReader& ring, bool needs_buffer, std::uint64_t& wr_id, Sge& buffer) {
+  alignas(RecordHead) std::byte wqe[slot_bytes];
+  std::uint32_t slots = 0;
+  if (ring.peek(wqe, 1, slots) != vmci::RecordReader::Peek::ready) return false;
+  RecordHead head;
+  std::memcpy(&head, wqe, sizeof(head));
+  wr_id = head.tag;
+  const WqeControl control = unpack_wqe_control(head.control);
+  if (control.count == 1) std::memcpy(&buffer, wqe + receive_wqe_payload_offset, sizeof(buffer));
+  return control.opcode == WrOpcode::receive && control.count <= 1 && (!needs_buffer || control.count == 1);
+}
+
+// The receiver's event, after its completions and a full fence. False: it is left to the service.
+bool raise_at_peer(const vmci::PosterClaim& claim, control::CqShared& cq, const PeerChannel& channel, bool solicited);
 
 // entries: those of `lane`.
 inline bool push_to_peer(vmci::LaneWriter& lane, Cqe* entries, const Cqe& cqe, std::uint32_t state, const vmci::ClaimedStores& stores) {
@@ -32,6 +73,13 @@ inline bool set_peers_bit(vmci::ReadyWords& ready, std::uint32_t member, const v
   const std::uint32_t word = (member / 64) % 256;
   return stores.set_bits(&ready.words[word], std::uint64_t{1} << (member % 64)) &&
          stores.set_bits(&ready.summary[word / 64], std::uint64_t{1} << (word % 64));
+}
+
+// Tells the receiver of completions in its lane; after a full fence. False: its event is left to the service.
+inline bool tell_peer(const vmci::PosterClaim& claim, const Told& received, const PeerChannel& channel, bool solicited) {
+  // Where the claim is lost, the service tells the receiver.
+  if (!received.is_hot()) set_peers_bit(received.cq->ready, received.lane, claim.stores());
+  return channel.pipe < 0 || raise_at_peer(claim, *received.cq, channel, solicited);
 }
 
 }  // namespace vrdma::guest

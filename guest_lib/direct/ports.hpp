@@ -19,6 +19,7 @@
 #include "vmci_channel/placement_copy.hpp"
 #include "vmci_channel/record_turns.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/engine/grh.hpp"
 #include "vrdma/control.hpp"
 #include "vrdma/direct.hpp"
 #include "vrdma/fault.hpp"
@@ -41,6 +42,13 @@ struct SharedReceives {
   const std::uint32_t* posted = nullptr;    // how many records there are
 };
 
+// What a receiver of datagrams is told of their sender.
+struct DatagramSource {
+  bool has_grh = false;
+  control::GidEntry gid{};
+  std::uint16_t lid = 0;
+};
+
 class DirectPorts {
  public:
   using Qp = engine::Qp<DirectPorts>;
@@ -54,8 +62,9 @@ class DirectPorts {
     bool needed = true;  // else it would only be faster
   };
 
-  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries, SharedReceives shared)
-      : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries), shared_(shared) {}
+  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries, SharedReceives shared,
+              const DatagramSource& source = {})
+      : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries), shared_(shared), source_(source) {}
 
   void begin() {
     given_up_ = certain_ = turn_lost_ = through_process_ = into_receive_ = false;
@@ -163,11 +172,15 @@ class DirectPorts {
   void wake_at(Qp&, std::uint64_t) { give_up(); }
 
   Qp* peer(Qp&) { return &far_end_; }
-  Qp* datagram_peer(Qp&, const UdOperand&) { return nullptr; }
+  Qp* datagram_peer(Qp&, const UdOperand&) { return &far_end_; }  // whose path it is
   Qp* multicast_peer(Qp&, const UdOperand&, std::uint32_t) { return nullptr; }
   bool leads_back(Qp&, Qp&) { return true; }  // else the service would not have offered the connection
-  bool write_grh(Qp&, Qp&, const UdOperand&, std::uint32_t, std::byte*) { return false; }
-  std::uint16_t lid(Qp&) { return 0; }
+  bool write_grh(Qp&, Qp&, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+    if (source_.has_grh) engine::write_grh_bytes(source_.gid, ud, payload_bytes, bytes);
+    else std::memset(bytes, 0, engine::grh_bytes);
+    return source_.has_grh;
+  }
+  std::uint16_t lid(Qp&) { return source_.lid; }
 
  private:
   void give_up() { given_up_ = true; }
@@ -325,6 +338,7 @@ class DirectPorts {
   Qp& far_end_;
   Cqe* far_entries_;  // of its receive lane
   SharedReceives shared_;
+  DatagramSource source_;
   std::uint64_t last_turn_ = 0;
   Sge named_{};  // the buffer of the record that is looked at
   std::uint32_t receive_buffers_ = 0;

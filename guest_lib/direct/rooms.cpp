@@ -69,11 +69,8 @@ std::shared_ptr<vmci::UniqueFd> DirectRooms::channel_of(DirectRoom& room, std::u
 
 namespace {
 
-Status open_shared_receives(Attachment& attachment, const control::OpenDirectRequest& request, std::uint32_t taker, const vmci::Mapping& arena,
-                            DirectConnection::Ends& ends) {
-  auto answer = attachment.call_on_socket<control::Request::open_shared_receives>(request);
-  if (!answer) return answer.error();
-  const control::OpenSharedReceivesReply& reply = answer->body;
+// What peers share of their shared receive queue; a direction of `taker` takes from it.
+Status add_shared_receives(const control::OpenSharedReceivesReply& reply, std::uint32_t taker, const vmci::Mapping& arena, DirectConnection::Ends& ends) {
   const vmci::QueuePairGeometry& geometry = reply.queue.geometry;
   if (taker >= direct::takers_max || reply.queue.record_slots == 0 || reply.queue.record_slots > record_slots_max ||
       !std::has_single_bit(geometry.produce_slots) || !inside(arena, reply.queue.offset, geometry.total_bytes()) ||
@@ -88,27 +85,25 @@ Status open_shared_receives(Attachment& attachment, const control::OpenDirectReq
 
 }  // namespace
 
-Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
-  if (attachment.service_minor() < control::minor_of_direct) return Errno{EPROTO};
-  auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
-  if (!answer) return answer.error();
+// But for a shared receive queue.
+Result<DirectRooms::Opened> DirectRooms::opened(Qp& qp, const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors, std::uint32_t poster) {
   VRDMA_CRASH_POINT("direct.guest.opened");
-  const control::OpenDirectReply& reply = answer->body;
   const vmci::QueuePairGeometry& geometry = reply.peer_receive.geometry;
-  if (answer->descriptors.size() != (reply.peer_channel != 0 ? 5 : 4) || reply.direction >= direct::room_links * 2 || reply.peer_receive.record_slots == 0 ||
+  if (descriptors.size() != (reply.peer_channel != 0 ? 5 : 4) || reply.direction >= direct::room_links * 2 || reply.peer_receive.record_slots == 0 ||
       reply.peer_receive.record_slots > record_slots_max || geometry.consume_kind != vmci::QueueKind::completions ||
       !std::has_single_bit(geometry.produce_slots) || !std::has_single_bit(geometry.consume_entries))
     return Errno{EPROTO};
-  auto room = room_of(reply, answer->descriptors);
+  auto room = room_of(reply, descriptors);
   if (!room) return room.error();
   const vmci::Mapping& arena = (*room)->arena;
   if (!inside(arena, reply.peer_receive.offset, geometry.total_bytes()) || !inside(arena, reply.peer_cq, sizeof(control::CqShared))) return Errno{EPROTO};
 
-  DirectConnection::Ends ends;
-  auto* const words = reinterpret_cast<direct::Room*>((*room)->words.data());
-  ends.claim = vmci::PosterClaim(&words->directions[reply.direction], reply.epoch);
-  ends.own = {reinterpret_cast<const direct::KeyTable*>((*room)->own_keys.data()), &own_memory_, &own_process_, direct::pd_number(reply.pd)};
-  ends.peer = {reinterpret_cast<const direct::KeyTable*>((*room)->peer_keys.data()), &(*room)->memory, &(*room)->process,
+  Opened all{std::move(*room), nullptr, {}};
+  DirectConnection::Ends& ends = all.ends;
+  auto* const words = reinterpret_cast<direct::Room*>(all.room->words.data());
+  ends.claim = vmci::PosterClaim(&words->directions[reply.direction], reply.epoch, poster);
+  ends.own = {reinterpret_cast<const direct::KeyTable*>(all.room->own_keys.data()), &own_memory_, &own_process_, direct::pd_number(reply.pd)};
+  ends.peer = {reinterpret_cast<const direct::KeyTable*>(all.room->peer_keys.data()), &all.room->memory, &all.room->process,
                direct::pd_number(reply.peer_pd)};
   ends.send = qp.send.view();
   ends.receive = vmci::QueuePairView(arena.data() + reply.peer_receive.offset, geometry);
@@ -119,25 +114,56 @@ Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp&
   ends.sent = {Cq::of(qp.base().send_cq).shared, qp.send_lane.number};
   ends.received = {reinterpret_cast<control::CqShared*>(arena.data() + reply.peer_cq), reply.peer_receive.lane};
   ends.receive_records = ends.receive;
-  if (reply.taker != 0)
-    if (const Status opened = open_shared_receives(attachment, {qp.base().handle, offer}, reply.taker, arena, ends); !opened) return opened.error();
-  if (reply.has_unmapped != 0) reach(attachment, **room);
   ends.own_channel = qp.base().send_cq->channel != nullptr;
-  std::shared_ptr<vmci::UniqueFd> channel;
   if (reply.peer_channel != 0) {
-    channel = channel_of(**room, reply.peer_channel, std::move(answer->descriptors[4]));
-    ends.peer_channel = {channel->get(), reply.peer_cq_handle};
+    all.channel = channel_of(*all.room, reply.peer_channel, std::move(descriptors[4]));
+    ends.peer_channel = {all.channel->get(), reply.peer_cq_handle};
   }
-  return std::make_unique<DirectEnd>(std::move(*room), std::move(channel), ends);
+  return all;
 }
 
-void DirectRooms::map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped) {
+Result<std::unique_ptr<DirectEnd>> DirectRooms::open(Attachment& attachment, Qp& qp, std::uint32_t offer) {
+  if (attachment.service_minor() < control::minor_of_direct) return Errno{EPROTO};
+  auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
+  if (!answer) return answer.error();
+  auto all = opened(qp, answer->body, answer->descriptors, 0);
+  if (!all) return all.error();
+  if (answer->body.taker != 0) {
+    auto shared = attachment.call_on_socket<control::Request::open_shared_receives>({qp.base().handle, offer});
+    if (!shared) return shared.error();
+    if (const Status added = add_shared_receives(shared->body, answer->body.taker, all->room->arena, all->ends); !added) return added.error();
+  }
+  if (answer->body.has_unmapped != 0) reach(attachment, *all->room);
+  return std::make_unique<DirectEnd>(std::move(all->room), std::move(all->channel), all->ends);
+}
+
+Result<std::unique_ptr<DatagramSender>> DirectRooms::open_datagrams(Attachment& attachment, Qp& qp, std::uint32_t offer) {
+  auto answer = attachment.call_on_socket<control::Request::open_direct>({qp.base().handle, offer});
+  if (!answer) return answer.error();
+  auto all = opened(qp, answer->body, answer->descriptors, 0);
+  if (!all) return all.error();
+  return std::make_unique<DatagramSender>(std::move(all->room), all->ends);
+}
+
+void DirectRooms::open_path(Attachment& attachment, Qp& qp, DatagramSender& sender, const UdOperand& address) {
+  auto answer = attachment.call_on_socket<control::Request::open_path>({qp.base().handle, qp.direct_offer, address});
+  if (!answer) return sender.add(address, nullptr);
+  const control::OpenPathReply& reply = answer->body;
+  auto all = opened(qp, reply.end, answer->descriptors, reply.poster);
+  if (!all || (reply.end.taker != 0 && !add_shared_receives(reply.shared, reply.end.taker, all->room->arena, all->ends)))
+    return sender.add(address, nullptr);
+  if (reply.end.has_unmapped != 0) reach(attachment, *all->room);
+  const DatagramSource source{reply.has_grh != 0, reply.source, reply.slid};
+  sender.add(address, std::make_unique<DatagramPath>(std::move(all->room), std::move(all->channel), all->ends, source));
+}
+
+void DirectRooms::map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped) {
   constexpr std::uint32_t failures_max = 4;  // then that memory stays the service's
-  if (unmapped.backing == control::backing_process) return reach(attachment, *end.room);
-  std::uint32_t& failed = unmapped.needed ? end.failed_maps : end.failed_optional_maps;
+  if (unmapped.backing == control::backing_process) return reach(attachment, *peer.room);
+  std::uint32_t& failed = unmapped.needed ? peer.failed_maps : peer.failed_optional_maps;
   if (failed >= failures_max) return;
-  PeerMemory& memory = unmapped.peers ? end.room->memory : own_memory_;
-  auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? end.room->peer : attachment.guest(), unmapped.backing});
+  PeerMemory& memory = unmapped.peers ? peer.room->memory : own_memory_;
+  auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? peer.room->peer : attachment.guest(), unmapped.backing});
   const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
   VRDMA_CRASH_POINT("direct.guest.mapped");
   if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++failed;

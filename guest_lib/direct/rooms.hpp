@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "guest_lib/direct/connection.hpp"
+#include "guest_lib/direct/datagrams.hpp"
 
 namespace vrdma::guest {
 
@@ -27,23 +28,31 @@ struct DirectRoom {
 
 // What a queue pair has while its offer stands.
 struct DirectEnd {
-  DirectEnd(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends)
-      : room(std::move(room_in)), channel(std::move(channel_in)), connection(ends) {}
-  std::shared_ptr<DirectRoom> room;
+  DirectEnd(std::shared_ptr<DirectRoom> room, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends)
+      : reach{std::move(room)}, channel(std::move(channel_in)), connection(ends) {}
+  PeerReach reach;
   std::shared_ptr<vmci::UniqueFd> channel;  // the peer's, if it has one
   DirectConnection connection;
-  std::uint32_t failed_maps = 0, failed_optional_maps = 0;
 };
 
 class DirectRooms {
  public:
-  // Takes an offer up. ESTALE: it does not stand any more. ENOMEM and EPROTO: it cannot be used.
+  // Takes an offer up: a connection's, or of a UD queue pair. ESTALE: it does not stand any more. ENOMEM and EPROTO: it cannot be used.
   Result<std::unique_ptr<DirectEnd>> open(Attachment& attachment, Qp& qp, std::uint32_t offer);
-  // Maps what a message of that end needed and did not find.
-  void map(Attachment& attachment, DirectEnd& end, const DirectPorts::Unmapped& unmapped);
+  Result<std::unique_ptr<DatagramSender>> open_datagrams(Attachment& attachment, Qp& qp, std::uint32_t offer);
+  // Finds out how to reach an address, and tells `sender`, of the offer that `qp` has taken up.
+  void open_path(Attachment& attachment, Qp& qp, DatagramSender& sender, const UdOperand& address);
+  // Maps what a message needed and did not find.
+  void map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped);
   void abandon();  // in a fork's child
 
  private:
+  struct Opened {
+    std::shared_ptr<DirectRoom> room;
+    std::shared_ptr<vmci::UniqueFd> channel;
+    DirectConnection::Ends ends;
+  };
+  Result<Opened> opened(Qp& qp, const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors, std::uint32_t poster);
   Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
   std::shared_ptr<vmci::UniqueFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
   void reach(Attachment& attachment, DirectRoom& room);

@@ -18,7 +18,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 7;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address
+constexpr std::uint16_t version_minor = 8;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -71,6 +71,7 @@ constexpr std::uint16_t attach_in_bar = 2;
 constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
 constexpr std::uint16_t minor_of_sharing = 7;   // of a service that knows share_address
 constexpr std::uint16_t minor_of_direct = 6;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
+constexpr std::uint16_t minor_of_paths = 8;     // likewise of UD queue pairs
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
 // has gone, unless somebody else has them by now: a fork's child keeps the address that its parent has told others, as it keeps the
@@ -326,7 +327,7 @@ struct McastRequest {
 // A guest that finds an offer in its send queue's header asks for what it takes to run the connection. Reply descriptors (memfds):
 // the room of the two guests, the peer's arena, the guest's own keys, the peer's keys; mapping them changes nothing until the
 // direction's claim is free. Where the peer's receives complete on a queue with a channel, the pipe for its events, too. ESTALE: the
-// offer does not stand any more.
+// offer does not stand any more. The peer of a UD queue pair is itself.
 struct OpenDirectRequest {
   std::uint32_t qp, offer;
 };
@@ -350,6 +351,21 @@ struct OpenDirectReply {
 struct OpenSharedReceivesReply {
   QueueReply queue;
   std::uint64_t turns;  // direct::Turns
+};
+// Of a UD queue pair that has taken its offer up: what it takes to deliver to one address. Descriptors as for open_direct, the room being the
+// receiver's own. EHOSTUNREACH: datagrams to there are the service's.
+struct OpenPathRequest {
+  std::uint32_t qp, offer;
+  UdOperand address;  // but for the Q_Key
+};
+struct OpenPathReply {
+  OpenDirectReply end;              // `direction` is the receiver's inbox; `peer_receive` where its lane is
+  OpenSharedReceivesReply shared;   // where end.taker is not 0
+  GidEntry source;                  // of the sender, for the GRH
+  std::uint32_t has_grh;
+  std::uint16_t slid, reserved;
+  std::uint32_t poster;             // the sender's number in the inbox's claim
+  std::uint32_t reserved_too;
 };
 // A file that the keys of a guest name: one's own, or a peer's. Reply descriptor: the file.
 struct OpenBackingRequest {
@@ -475,7 +491,8 @@ struct QueuePairNotice {
   X(set_direct, SetDirectRequest, SetDirectReply, true)                  \
   X(open_shared_receives, OpenDirectRequest, OpenSharedReceivesReply, true) \
   X(open_process, OpenProcessRequest, OpenProcessReply, true)             \
-  X(share_address, ShareAddressRequest, Empty, false)
+  X(share_address, ShareAddressRequest, Empty, false)                     \
+  X(open_path, OpenPathRequest, OpenPathReply, true)
 
 enum class Request : std::uint16_t {
   none,

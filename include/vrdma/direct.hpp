@@ -6,7 +6,9 @@
 //   Turns     of a shared receive queue, beside it: which of its records was taken by whom
 //
 // A direction is one half of a connection: the send queue of one queue pair, the receive queue of the other, and the two lanes
-// where its messages complete. Nobody touches these but the holder of its claim (vmci_channel/claim.hpp). Plain data; any thread.
+// where its messages complete. A UD queue pair, which is connected to nobody, has two, in a room of its guest's own: its send queue, which
+// only its guest's posters run, and its receive queue, its *inbox*, to which posters of many guests deliver by turns, a datagram each.
+// Nobody touches these but the holder of the direction's claim (vmci_channel/claim.hpp). Plain data; any thread.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +18,8 @@
 
 namespace vrdma::direct {
 
-// Low half of a claim; the high half is the epoch of the connection, so that whoever still knows an older one claims nothing.
+// Lowest byte of a claim; the high half is the epoch of the connection, so that whoever still knows an older one claims nothing. Between
+// them, of an inbox: the number of the poster that is inside.
 enum Holder : std::uint32_t {
   held_by_service = 0,
   held_by_nobody = 1,
@@ -25,7 +28,13 @@ enum Holder : std::uint32_t {
   revoked = 4,                   // from that one, who has not seen it yet
   given_up_by_poster = 5         // it has
 };
-constexpr std::uint64_t claim_word(std::uint32_t epoch, Holder holder) { return std::uint64_t{epoch} << 32 | holder; }
+constexpr std::uint64_t claim_word(std::uint32_t epoch, Holder holder, std::uint32_t poster = 0) {
+  return std::uint64_t{epoch} << 32 | std::uint64_t{poster} << 8 | holder;
+}
+constexpr std::uint32_t epoch_of(std::uint64_t claim) { return static_cast<std::uint32_t>(claim >> 32); }
+constexpr std::uint32_t poster_of(std::uint64_t claim) { return static_cast<std::uint32_t>(claim) >> 8; }
+constexpr std::uint8_t holder_of(std::uint64_t claim) { return static_cast<std::uint8_t>(claim); }
+constexpr std::uint32_t poster_number(std::uint32_t guest) { return guest & 0xffffff; }  // of all posters of that guest
 
 // Where a direction stands, at a message boundary. Counts run free, from the connection's start.
 struct alignas(128) Positions {
@@ -49,6 +58,8 @@ struct Terms {
   std::uint32_t remote_access;      // what the far queue pair lets be done to its memory
   std::uint32_t max_rd_atomic;      // of the poster; 0: it may not read
   std::uint32_t max_dest_rd_atomic; // of the far end
+  std::uint32_t qkey;               // of a UD queue pair
+  std::uint32_t reserved;
 };
 
 // The record of a shared receive queue that the poster is about to take, or has taken. Done where Positions::receive_head is after it.
@@ -70,7 +81,7 @@ struct alignas(128) Direction {
   // the direction next reports it.
   std::uint32_t claimed_arm;
   Terms terms;
-  std::uint64_t reserved_too[3];
+  std::uint64_t reserved_too[2];
   Taking taking;
   std::uint64_t reserved_as_well[4];
   Positions positions[2];

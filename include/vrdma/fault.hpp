@@ -82,11 +82,15 @@
   X("direct.guest.before_arm")           \
   X("direct.guest.arm_claimed")          \
   X("direct.guest.event_sent")           \
+  X("direct.guest.inbox_claimed")        \
+  X("direct.guest.before_inbox_record")  \
+  X("direct.guest.inbox_recorded")       \
   X("direct.guest.told")                 \
   X("direct.guest.left")                 \
   X("direct.service.offered")            \
   X("direct.service.half_handed_out")    \
   X("direct.service.handed_out")         \
+  X("direct.service.inbox_given")        \
   X("direct.service.half_taken_back")
 
 namespace vrdma::fault {

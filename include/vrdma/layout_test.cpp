@@ -115,7 +115,9 @@ PIN(direct::Direction, handouts, 12);
 PIN(direct::Direction, current, 16);
 PIN(direct::Direction, claimed_arm, 20);
 PIN(direct::Direction, terms, 24);
+PIN(direct::Direction, terms, 24);
 PIN(direct::Direction, taking, 64);
+PIN(direct::Terms, qkey, 16);
 PIN(direct::Direction, positions, 128);
 PIN(direct::Turns, limit, 8);
 PIN(direct::Turns, passed, 128);
@@ -125,7 +127,9 @@ PIN(direct::KeyEntry, pd, 8);
 PIN(direct::KeyEntry, address, 32);
 PIN(direct::KeyEntry, backing_offset, 56);
 PIN(direct::Taking, unfinished, 4);
-static_assert(sizeof(control::OpenDirectReply) == 104 && sizeof(control::OpenProcessReply) == 24 && sizeof(control::OpenSharedReceivesReply) == 40 && direct::claim_word(3, direct::held_by_poster) == 0x300000002);
+static_assert(sizeof(control::OpenDirectReply) == 104 && sizeof(control::OpenProcessReply) == 24 && sizeof(control::OpenSharedReceivesReply) == 40 &&
+              sizeof(control::OpenPathRequest) == 40 && sizeof(control::OpenPathReply) == 184 && direct::claim_word(3, direct::held_by_poster) == 0x300000002 &&
+              direct::claim_word(3, direct::held_by_poster, 0x123456) == 0x312345602);
 
 TEST_CASE("Every control request has the number it has always had") {
   constexpr std::string_view names[] = {
@@ -134,7 +138,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
       "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned", "open_direct", "open_backing",
-      "set_direct", "open_shared_receives", "open_process", "share_address"};
+      "set_direct", "open_shared_receives", "open_process", "share_address", "open_path"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -27,12 +27,13 @@ import time
 from support import Failure, Service, World, eventually, state_of
 
 WORKLOADS = ("send", "event", "rdma", "uc", "ud", "srq", "churn")
-DIRECT_WORKLOADS = ("send", "event", "rdma", "uc", "churn", "srq")
+DIRECT_WORKLOADS = ("send", "event", "rdma", "uc", "ud", "churn", "srq")
 OF_EVENTS = ("direct.guest.before_arm", "direct.guest.arm_claimed", "direct.guest.event_sent")
 # Where a shared receive queue makes a difference to who posts directly.
 SHARED = re.compile(r"direct\.guest\.(turn|copied|cqe_written|recorded)")
 DIRECT = {"direct": "auto"}
 APART = ("a process ", "the processes ", "the user namespace ")  # how vmkernel_svc/direct/trust.cpp begins
+OF_INBOXES = re.compile(r"direct\.(guest\.\w*inbox|service\.inbox)")  # where datagrams are delivered
 # How often a point is passed before it strikes, at most: a point on the data path is passed with every message.
 DATA = re.compile(r"guest\.(post|poll|arm|event|copy)|service\.(copy|complete|event)|direct\.guest\.(?!opened|mapped|process_opened)")
 CONTROL = re.compile(r"guest\.control|service\.control|guest\.reg_mr|guest\.dereg_mr|guest\.modify_qp")
@@ -188,6 +189,10 @@ def passes(point, workload):
         return workload == "event"
     if point == "direct.service.half_taken_back":
         return workload == "churn"
+    if OF_INBOXES.match(point):
+        return workload == "ud"
+    if point == "direct.service.half_handed_out":
+        return workload != "ud"
     if point.startswith("service.event"):
         return workload == "event"
     return True

@@ -54,7 +54,8 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   const std::uint64_t now = vmci::monotonic_ns();
   if (link.refused_since_ns[i] == 0) link.refused_since_ns[i] = now;
   if (now - link.refused_since_ns[i] < grace_ns) return false;
-  if (!is_stopped(link.poster(i)) || link.poster_ended(i) || !link.claims[i].revoke()) return link.stopped_since_ns[i] = 0, false;
+  const auto inside = poster(link, i);
+  if (!inside || !is_stopped(inside->pid) || has_ended(*inside->pidfd) || !link.claims[i].revoke()) return link.stopped_since_ns[i] = 0, false;
   link.revoked[i] = true;
   // Seen again: a process that is about to stop may yet be woken before it leaves its processor.
   if (link.stopped_since_ns[i] == 0) link.stopped_since_ns[i] = now;
@@ -64,6 +65,18 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   link.cut[i] = true;
   watch(link, i, false);
   return true;
+}
+
+std::optional<DirectDesk::Poster> DirectDesk::poster(const DirectLink& link, int i) const {
+  if (!link.is_inbox(i)) return Poster{link.room->pids[link.place_of_poster(i)], link.room->pidfds[link.place_of_poster(i)]};
+  const auto found = posters_.find(link.claims[i].poster());
+  return found != posters_.end() ? std::optional(found->second) : std::nullopt;
+}
+
+// Also of one that never was: who writes nonsense into an inbox's claim holds nobody up.
+bool DirectDesk::poster_ended(const DirectLink& link, int i) const {
+  const auto inside = poster(link, i);
+  return !inside || has_ended(*inside->pidfd);
 }
 
 void DirectDesk::import(DirectLink& link, int i) {
@@ -179,7 +192,9 @@ bool DirectDesk::take_back(Guest& guest) {
 bool DirectDesk::may_run(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
-  if (link.whole()) return true;
+  // Whoever sends datagrams needs no inbox of its own for it.
+  const bool sends_alone = link.datagrams && qp.core.state == QpState::rts;
+  if (link.owned[i] && (sends_alone || link.owned[1 - i])) return true;
   const bool left_work = link.left_work[i];
   if (left_work && qp.core.state == QpState::rts) {
     if (qp.core.port.wake_ns != 0) {  // whoever rings before its time is looked at then
@@ -190,7 +205,8 @@ bool DirectDesk::may_run(QueuePair& qp) {
     if (was_taken_up(link, i)) return shard_.withdraw(qp.core), false;
   }
   const bool had = link.owned[i];
-  const bool mine = own(link, i), other = qp.core.state == QpState::rts ? own(link, 1 - i) : own_end(link, 1 - i, qp);
+  const bool mine = own(link, i);
+  const bool other = sends_alone || (link.datagrams ? take_inbox(qp) : qp.core.state == QpState::rts ? own(link, 1 - i) : own_end(link, 1 - i, qp));
   if (!had && mine) {
     ++link.returns;
     ++counters_.returned;
@@ -215,13 +231,14 @@ bool DirectDesk::settle() {
   }
   for (DirectLink* const link : std::vector(orphans_)) {
     for (int side = 0; side < 2; ++side)
-      if (!own(*link, side) && link->poster_ended(side)) recover(*link, side);
+      if (!own(*link, side) && poster_ended(*link, side)) recover(*link, side);
     if (!link->whole()) continue;
     for (QueuePair* end : link->ends)
       if (end != nullptr) shard_.make_runnable(end->core);
     dissolve(*link);
     worked = true;
   }
+  for (DirectLink* const link : std::vector(haunted_.begin(), haunted_.end())) worked |= settle_inbox(*link);
   for (const std::uint32_t qpn : std::exchange(held_back_, {})) {
     const auto found = fabric_.by_qpn.find(qpn);
     if (found == fabric_.by_qpn.end()) continue;
@@ -243,6 +260,7 @@ void DirectDesk::forget(QueuePair& qp) {
 }
 
 void DirectDesk::forget(Guest& guest) {
+  forget_poster(guest);
   if (guest.key_book) --guest.tenant->descriptors;
   for (auto room = rooms_.begin(); room != rooms_.end();) {
     const bool its = room->first.first == guest.id.value || room->first.second == guest.id.value;
@@ -275,43 +293,53 @@ Result<control::OpenSharedReceivesReply> DirectDesk::open_shared_receives(Guest&
   const DirectLink& link = **offered;
   const QueuePair* const peer = link.ends[1 - link.side(*find(guest.qps, request.qp))];
   if (peer == nullptr || peer->srq == nullptr) return Errno{ESTALE};
-  const SharedReceiveQueue& srq = *peer->srq;
-  return control::OpenSharedReceivesReply{{srq.offset, srq.view.geometry(), control::no_lane, srq.core.record_slots}, srq.turns_offset};
+  return describe(*peer->srq);
+}
+
+control::OpenSharedReceivesReply DirectDesk::describe(const SharedReceiveQueue& srq) {
+  return {{srq.offset, srq.view.geometry(), control::no_lane, srq.core.record_slots}, srq.turns_offset};
 }
 
 Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give) {
   const auto offered = offered_link(guest, request);
   if (!offered) return offered.error();
   DirectLink* const link = *offered;
-  const QueuePair* const qp = find(guest.qps, request.qp);
-  const int i = link->side(*qp);
-  const QueuePair* const peer = link->ends[1 - i];
+  const QueuePair& qp = *find(guest.qps, request.qp);
+  const int i = link->side(qp);
+  const QueuePair* const peer = link->datagrams ? &qp : link->ends[1 - i];
   if (peer == nullptr) return Errno{ESTALE};
-  const Guest& far_guest = *peer->guest;
-  for (const int fd : {link->room->segment.fd(), far_guest.arena.segment().fd(), guest.key_book->fd(), far_guest.key_book->fd()}) {
+  auto reply = describe(qp, *peer, *link, i, give);
+  link->opened[i] = reply.has_value();
+  return reply;
+}
+
+// What `from` needs to run that direction, which ends at `peer`.
+Result<control::OpenDirectReply> DirectDesk::describe(const QueuePair& from, const QueuePair& peer, const DirectLink& link, int i,
+                                                      std::vector<vmci::UniqueFd>& give) {
+  const Guest &guest = *from.guest, &far_guest = *peer.guest;
+  for (const int fd : {link.room->segment.fd(), far_guest.arena.segment().fd(), guest.key_book->fd(), far_guest.key_book->fd()}) {
     give.push_back(copy_of(fd));
     if (!give.back()) return give.clear(), Errno{EMFILE};
   }
   control::OpenDirectReply reply{};
-  reply.room = link->room->number;
+  reply.room = link.room->number;
   reply.peer = far_guest.id.value;
-  reply.direction = link->index * 2 + static_cast<std::uint32_t>(i);
-  reply.epoch = link->epoch;
-  reply.pd = qp->pd->number;
-  reply.peer_pd = peer->pd->number;
+  reply.direction = link.index * 2 + static_cast<std::uint32_t>(i);
+  reply.epoch = link.epoch;
+  reply.pd = from.pd->number;
+  reply.peer_pd = peer.pd->number;
   reply.peer_arena_bytes = far_guest.arena.segment().bytes();
-  reply.peer_cq = peer->receive_cq->offset;
-  reply.peer_receive = {peer->receive_offset, peer->receive_view.geometry(), peer->receive_lane, peer->core.receive_record_slots};
-  reply.peer_qpn = peer->core.qpn.value;
-  reply.peer_cq_handle = peer->receive_cq->handle.value;
-  reply.taker = link->takers[i];
+  reply.peer_cq = peer.receive_cq->offset;
+  reply.peer_receive = {peer.receive_offset, peer.receive_view.geometry(), peer.receive_lane, peer.core.receive_record_slots};
+  reply.peer_qpn = peer.core.qpn.value;
+  reply.peer_cq_handle = peer.receive_cq->handle.value;
+  reply.taker = link.takers[i];
   reply.has_unmapped = guest.reached_by_service || far_guest.reached_by_service;
-  if (const Channel* const channel = peer->receive_cq->channel) {
+  if (const Channel* const channel = peer.receive_cq->channel) {
     give.push_back(copy_of(channel->peers.get()));
     if (!give.back()) return give.clear(), Errno{EMFILE};
     reply.peer_channel = channel->handle.value;
   }
-  link->opened[i] = true;
   return reply;
 }
 

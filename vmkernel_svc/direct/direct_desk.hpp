@@ -2,7 +2,7 @@
 //
 // A link is made when both queue pairs of a connection are in RTS and all rules allow it. From then on each of its two directions is
 // handed out, which makes it the posting guest's, or owned: the service has its positions and runs it as any other. Whatever reads
-// or changes a queue pair of a link owns it before. Used by the shard's thread only.
+// or changes a queue pair of a link owns it before. A UD queue pair has a link of its own (datagrams.cpp). Used by the shard's thread only.
 #pragma once
 
 #include <map>
@@ -51,13 +51,18 @@ class DirectDesk {
   };
   Flood flood(QueuePair& qp);
 
+  // The receive queue of a UD queue pair that has a link, for the service to deliver to until give_inboxes(), or until it waits for nothing
+  // there. False: a poster is at it.
+  bool take_inbox(QueuePair& qp);
+  void give_inboxes();
+
   // Before the queue pair goes, which cannot wait: its peer's poster may still be inside.
   void forget(QueuePair& qp);
   void forget(Guest& guest);
 
   // Tries again what had to wait. True: something could go on.
   bool settle();
-  bool waiting() const { return !held_back_.empty() || !orphans_.empty() || !doubtful_.empty(); }
+  bool waiting() const { return !held_back_.empty() || !orphans_.empty() || !doubtful_.empty() || !haunted_.empty(); }
   // Receivers of directions that are handed out may sleep on a channel: look() wants to be called every look_interval_ns, which takes
   // their ends from posters that stand still. True: it took one.
   bool watching() const { return watched_ != 0; }
@@ -73,6 +78,7 @@ class DirectDesk {
 
   Result<control::OpenDirectReply> open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give);
   Result<control::OpenSharedReceivesReply> open_shared_receives(Guest& guest, const control::OpenDirectRequest& request);
+  Result<control::OpenPathReply> open(Guest& guest, const control::OpenPathRequest& request, std::vector<vmci::UniqueFd>& give);
   Result<control::OpenBackingReply> open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give);
   Result<control::OpenProcessReply> open(Guest& guest, const control::OpenProcessRequest& request);
 
@@ -88,7 +94,15 @@ class DirectDesk {
   const Counters& counters() const { return counters_; }
 
  private:
+  struct Poster {  // to inboxes of other guests
+    pid_t pid;
+    std::shared_ptr<const vmci::UniqueFd> pidfd;
+  };
+
   std::string why_mediated(QueuePair& qp, QueuePair*& peer);
+  std::string why_mediated_datagrams(const QueuePair& qp) const;
+  void consider_datagrams(QueuePair& qp);
+  void make_link(QueuePair& qp, QueuePair* peer, const std::shared_ptr<DirectRoom>& room);
   bool is_mediated(const Guest& guest) const { return mediated_ || guest.mediated || mediated_tenants_.contains(guest.tenant->uid); }
   Result<std::shared_ptr<DirectRoom>> room_of(Guest& a, Guest& b, std::string& why_not);
   bool own(DirectLink& link, int i);
@@ -101,6 +115,17 @@ class DirectDesk {
   direct::Positions receiver_at(DirectLink& link, int i);
   void settle_turn(DirectLink& link, int i, const direct::Positions& at);
   Result<DirectLink*> offered_link(Guest& guest, const control::OpenDirectRequest& request);
+  Result<control::OpenDirectReply> describe(const QueuePair& from, const QueuePair& peer, const DirectLink& link, int i, std::vector<vmci::UniqueFd>& give);
+  static control::OpenSharedReceivesReply describe(const SharedReceiveQueue& srq);
+  void forget_poster(const Guest& guest);
+  std::optional<Poster> poster(const DirectLink& link, int i) const;
+  bool poster_ended(const DirectLink& link, int i) const;
+  void give(DirectLink& link, int i);
+  void give_work(QueuePair& qp, bool with_work);
+  bool give_datagrams(DirectLink& link, bool with_work);
+  static bool sends_may_be_given(const DirectLink& link);
+  bool give_inbox(DirectLink& link);
+  bool settle_inbox(DirectLink& link);
   void recover(DirectLink& link, int i);
   void leave(DirectLink& link, QueuePair& qp);
   void dissolve(DirectLink& link);
@@ -117,6 +142,9 @@ class DirectDesk {
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> apart_;                  // guests that may not, and why
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
+  std::unordered_map<std::uint32_t, Poster> posters_;  // by number, once they had a path
+  std::vector<DirectLink*> taken_inboxes_;             // for this turn, or because a datagram is half delivered there
+  std::set<DirectLink*> haunted_;                      // inboxes that a poster was inside of whose guest is gone
   std::set<std::uint32_t> held_back_;                 // QPNs that wait to be run
   std::set<std::uint32_t> doubtful_;                  // QPNs to be considered once both directions are owned
   Counters counters_;

@@ -83,9 +83,13 @@ DirectDesk::Flood DirectDesk::flood(QueuePair& qp) {
   return Flood::none;
 }
 
+// Whoever never takes an offer up keeps going through the service.
+bool DirectDesk::sends_may_be_given(const DirectLink& link) { return link.unopened_posts <= unopened_posts_max; }
+
 bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
   DirectLink* const link = qp.core.port.link;
-  if (link == nullptr || !link->whole() || link->unopened_posts > unopened_posts_max) return false;
+  if (link != nullptr && link->datagrams) return give_datagrams(*link, with_work);
+  if (link == nullptr || !link->whole() || !sends_may_be_given(*link)) return false;
   QueuePair *const a = link->ends[0], *const b = link->ends[1];
   if (a == nullptr || b == nullptr || !roomy(*a) || !roomy(*b)) return false;
   const bool a_sends = a->core.state == QpState::rts, b_sends = b->core.state == QpState::rts;
@@ -98,48 +102,66 @@ bool DirectDesk::hand_out(QueuePair& qp, bool with_work) {
     end->watch_sends(true);  // with a fence: who finds the claim taken finds this
   }
   for (int i = 0; i < 2; ++i) {
-    QueuePair &from = *link->ends[i], &to = *link->ends[1 - i];
-    if (from.core.state != QpState::rts) continue;
-    direct::Direction& direction = link->claims[i].direction();
-    direction.terms = {from.core.attributes.path_mtu, to.core.attributes.access_flags, from.core.attributes.max_rd_atomic,
-                       to.core.attributes.max_dest_rd_atomic};
-    direct::Positions& at = link->seen[i];
-    at.send_head = from.core.send_ring.position();
-    at.send_lane = from.core.send_lane.position();
-    at.receive_head = to.core.receive_ring.position();
-    if (to.srq != nullptr) {  // it has taken nothing that is not done
-      at.receive_head = vmci::RecordTurns::next(to.srq->core.turns.last());
-      direction.taking.index = at.receive_head - 1;
-    }
-    at.receive_lane = to.core.receive_lane.position();
-    at.psn = from.core.send_psn.value;
-    direction.current = 0;
-    direction.positions[0] = at;
-    ++from.send_cq->direct_lanes, ++to.receive_cq->direct_lanes;
-    link->owned[i] = false;
-    watch(*link, i, to.receive_cq->channel != nullptr);
-    ++counters_.handed_out;
-    link->claims[i].hand_out();
+    if (link->ends[i]->core.state != QpState::rts) continue;
+    give(*link, i);
     if (i == 0) VRDMA_CRASH_POINT("direct.service.half_handed_out");
   }
   link->waits_since_ns[0] = link->waits_since_ns[1] = 0;
   link->waits_in_vain = 0;
   // D3: pairs with the fence in the guest's post: a record that its poster found no claim for is seen here, or needs_doorbell there.
   vmci::store_load_fence();
-  for (QueuePair* end : {a, b}) {
-    end->core.port.wake_ns = 0;  // a timer from before would fetch it back
-    if (end->core.state != QpState::rts || end->core.send_ring.empty()) continue;
-    if (!with_work) {
-      shard_.make_runnable(end->core);
-    } else {  // its poster takes it with its next post or poll, or there is none
-      link->left_work[link->side(*end)] = true;
-      // W1: pairs with W2 in guest_lib/poll.cpp: who finds it finds the claim to be had.
-      std::atomic_ref(end->send_cq->shared->left_work).store(end->send_lane + 1, std::memory_order_release);
-      shard_.set_timer(end->core, vmci::monotonic_ns() + take_up_ns);
-    }
-  }
+  for (QueuePair* end : {a, b}) give_work(*end, with_work);
   VRDMA_CRASH_POINT("direct.service.handed_out");
   return true;
+}
+
+// The direction, at a message boundary, to its poster.
+void DirectDesk::give(DirectLink& link, int i) {
+  QueuePair *const from = link.ends[i], *const to = link.ends[1 - i];
+  direct::Direction& direction = link.claims[i].direction();
+  direct::Positions& at = link.seen[i];
+  direction.terms = {};
+  if (from != nullptr) {
+    const auto& core = from->core;
+    direction.terms.path_mtu = core.attributes.path_mtu;
+    direction.terms.max_rd_atomic = core.attributes.max_rd_atomic;
+    direction.terms.qkey = core.attributes.qkey;
+    at.send_head = core.send_ring.position();
+    at.send_lane = core.send_lane.position();
+    at.psn = core.send_psn.value;
+    ++from->send_cq->direct_lanes;
+  }
+  if (to != nullptr) {
+    const auto& core = to->core;
+    direction.terms.remote_access = core.attributes.access_flags;
+    direction.terms.max_dest_rd_atomic = core.attributes.max_dest_rd_atomic;
+    if (link.is_inbox(i)) direction.terms.qkey = core.attributes.qkey;
+    at.receive_head = core.receive_ring.position();
+    if (to->srq != nullptr) {  // it has taken nothing that is not done
+      at.receive_head = vmci::RecordTurns::next(to->srq->core.turns.last());
+      direction.taking.index = at.receive_head - 1;
+    }
+    at.receive_lane = core.receive_lane.position();
+    ++to->receive_cq->direct_lanes;
+  }
+  direction.current = 0;
+  direction.positions[0] = at;
+  link.owned[i] = false;
+  watch(link, i, to != nullptr && to->receive_cq->channel != nullptr);
+  ++counters_.handed_out;
+  link.claims[i].hand_out();
+}
+
+// What was in a send queue when its direction was given. After the fence D3.
+void DirectDesk::give_work(QueuePair& qp, bool with_work) {
+  qp.core.port.wake_ns = 0;  // a timer from before would fetch it back
+  if (qp.core.state != QpState::rts || qp.core.send_ring.empty()) return;
+  if (!with_work) return shard_.make_runnable(qp.core);
+  // Its poster takes it with its next post or poll, or there is none.
+  qp.core.port.link->left_work[qp.core.port.link->side(qp)] = true;
+  // W1: pairs with W2 in guest_lib/poll.cpp: who finds it finds the claim to be had.
+  std::atomic_ref(qp.send_cq->shared->left_work).store(qp.send_lane + 1, std::memory_order_release);
+  shard_.set_timer(qp.core, vmci::monotonic_ns() + take_up_ns);
 }
 
 void DirectDesk::hand_out(Guest& guest) {

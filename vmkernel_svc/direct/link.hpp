@@ -30,10 +30,12 @@ struct DirectRoom {
   direct::Direction& direction(std::uint32_t index) const { return segment.at<direct::Room>(0)->directions[index]; }
 };
 
+// Of a UD queue pair there is only one end: the first direction is its send queue, the second its inbox.
 struct DirectLink {
   std::shared_ptr<DirectRoom> room;
   std::uint32_t index;      // of the first of its two directions, / 2
   std::uint32_t epoch;
+  bool datagrams = false;
   QueuePair* ends[2];       // nullptr: gone
   std::uint32_t guests[2];  // theirs
   vmci::ServiceClaim claims[2];       // of the direction that ends[i] posts to
@@ -67,12 +69,13 @@ struct DirectLink {
   int side(const QueuePair& qp) const { return ends[0] == &qp ? 0 : 1; }
   bool whole() const { return owned[0] && owned[1]; }
   int place_of_poster(int i) const { return room->guests[0] == guests[i] ? 0 : 1; }
-  bool poster_ended(int i) const {
-    pollfd exited{room->pidfds[place_of_poster(i)]->get(), POLLIN, 0};
-    return ::poll(&exited, 1, 0) > 0;
-  }
-  pid_t poster(int i) const { return room->pids[place_of_poster(i)]; }
+  bool is_inbox(int i) const { return datagrams && i == 1; }
 };
+
+inline bool has_ended(const vmci::UniqueFd& pidfd) {
+  pollfd exited{pidfd.get(), POLLIN, 0};
+  return ::poll(&exited, 1, 0) > 0;
+}
 
 // The poster's last record.
 inline direct::Positions& recorded(const vmci::ServiceClaim& claim) {

@@ -37,6 +37,49 @@ std::uint32_t new_taker(const QueuePair& qp) {
 
 }  // namespace
 
+namespace {
+
+// What keeps an end of a connection, or a UD queue pair, from being direct, whoever else it has to do with.
+std::string_view why_not(const QueuePair& end) {
+  if (!heard_directly(*end.send_cq) || !heard_directly(*end.receive_cq)) return "a completion channel without descriptors for its peers, or of an older library";
+  if (!roomy(end)) return "a completion queue with less room than its work queues";
+  if (end.guest->machine) return "a virtual machine";
+  if (end.srq != nullptr && !end.srq->core.turns) return "a shared receive queue, which is for the HCA to take from";
+  if (end.srq != nullptr && end.srq->pd != end.pd) return "a shared receive queue of another protection domain";
+  if (end.core.port.link == nullptr && !takes_another(end)) return "too many direct connections of one shared receive queue";
+  return {};
+}
+
+// nullptr: it has none left, or there is none.
+std::shared_ptr<DirectRoom> room_for_link(const Result<std::shared_ptr<DirectRoom>>& room, std::string& why) {
+  if (!room) return nullptr;
+  if (!(*room)->free.empty() || (*room)->used < direct::room_links) return *room;
+  why = "too many direct connections of these processes";
+  return nullptr;
+}
+
+}  // namespace
+
+std::string DirectDesk::why_mediated_datagrams(const QueuePair& qp) const {
+  if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
+  if (is_mediated(*qp.guest)) return "\"vrdma direct mediated\" was said";
+  if (qp.core.state != QpState::rtr && qp.core.state != QpState::rts) return "not in RTS";
+  if (qp.guest->minor < control::minor_of_paths) return "an older library";
+  return std::string(why_not(qp));
+}
+
+void DirectDesk::consider_datagrams(QueuePair& qp) {
+  // Those who send there look it up anew, as it is now.
+  if (DirectLink* const link = qp.core.port.link) {
+    if (link->whole()) dissolve(*link);
+    else part_from(qp);
+  }
+  std::string why = why_mediated_datagrams(qp);
+  if (why.empty())
+    if (const auto room = room_for_link(room_of(*qp.guest, *qp.guest, why), why)) return make_link(qp, nullptr, room);
+  qp.mediated_because = std::move(why);
+}
+
 std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
   if (qp.core.type != QpType::rc && qp.core.type != QpType::uc) return "not a connection";
@@ -51,14 +94,8 @@ std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (peer->core.type != qp.core.type || !connected(*peer)) return "the peer is not in RTS";
   if (qp.core.state != QpState::rts && peer->core.state != QpState::rts) return "not in RTS, nor is its peer";
   if (shard_.peer(peer->core) != &qp.core) return "the peer is connected elsewhere";
-  for (const QueuePair* end : {&qp, peer}) {
-    if (!heard_directly(*end->send_cq) || !heard_directly(*end->receive_cq)) return "a completion channel without descriptors for its peers, or of an older library";
-    if (!roomy(*end)) return "a completion queue with less room than its work queues";
-    if (end->guest->machine) return "a virtual machine";
-    if (end->srq != nullptr && !end->srq->core.turns) return "a shared receive queue, which is for the HCA to take from";
-    if (end->srq != nullptr && end->srq->pd != end->pd) return "a shared receive queue of another protection domain";
-    if (end->core.port.link == nullptr && !takes_another(*end)) return "too many direct connections of one shared receive queue";
-  }
+  for (const QueuePair* end : {&qp, peer})
+    if (const std::string_view why = why_not(*end); !why.empty()) return std::string(why);
   if (std::min(qp.guest->minor, peer->guest->minor) < control::minor_of_direct) return "an older library";
   return {};
 }
@@ -101,6 +138,7 @@ Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std:
 }
 
 void DirectDesk::consider(QueuePair& qp) {
+  if (qp.core.type == QpType::ud) return consider_datagrams(qp);
   QueuePair* peer = nullptr;
   std::string why = why_mediated(qp, peer);
   if (DirectLink* const link = qp.core.port.link) {
@@ -110,36 +148,39 @@ void DirectDesk::consider(QueuePair& qp) {
   }
   if (why.empty() && peer->core.port.link != nullptr) why = "the peer's connection before this one has not ended";
   if (why.empty()) {
-    auto room = room_of(*qp.guest, *peer->guest, why);
-    if (room && (*room)->free.empty() && (*room)->used == direct::room_links) why = "too many direct connections of these processes", room = Errno{ENOSPC};
-    if (room) {
-      auto link = std::make_unique<DirectLink>();
-      link->room = *room;
-      if ((*room)->free.empty()) (*room)->free.push_back((*room)->used++);
-      link->index = (*room)->free.back();
-      (*room)->free.pop_back();
-      link->epoch = next_epoch_++;
-      ++counters_.links;
-      link->ends[0] = &qp, link->ends[1] = peer;
-      for (int i = 0; i < 2; ++i) {
-        direct::Direction& direction = (*room)->direction(link->index * 2 + static_cast<std::uint32_t>(i));
-        direction.positions[0] = direction.positions[1] = {};
-        direction.claimed_arm = direction.taking.unfinished = 0;
-        link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
-        link->guests[i] = link->ends[i]->guest->id.value;
-        link->takers[i] = new_taker(*link->ends[1 - i]);
-        link->ends[i]->core.port.link = link.get();
-        link->note_rest(i, *link->ends[i]);
-        link->ends[i]->mediated_because.clear();
-        offer(*link->ends[i], link->epoch);
-      }
-      VRDMA_CRASH_POINT("direct.service.offered");
-      links_.emplace(link.get(), std::move(link));
-      return (void)hand_out(qp);
-    }
+    if (const auto room = room_for_link(room_of(*qp.guest, *peer->guest, why), why)) return make_link(qp, peer, room);
   }
   qp.mediated_because = why;
   if (peer != nullptr && peer->core.port.link == nullptr) peer->mediated_because = std::move(why);
+}
+
+// A connection's, or (no peer) of a UD queue pair.
+void DirectDesk::make_link(QueuePair& qp, QueuePair* peer, const std::shared_ptr<DirectRoom>& room) {
+  auto link = std::make_unique<DirectLink>();
+  link->room = room;
+  if (room->free.empty()) room->free.push_back(room->used++);
+  link->index = room->free.back();
+  room->free.pop_back();
+  link->epoch = next_epoch_++;
+  link->datagrams = peer == nullptr;
+  ++counters_.links;
+  link->ends[0] = &qp, link->ends[1] = peer;
+  for (int i = 0; i < 2; ++i) {
+    direct::Direction& direction = room->direction(link->index * 2 + static_cast<std::uint32_t>(i));
+    direction.positions[0] = direction.positions[1] = {};
+    direction.claimed_arm = direction.taking.unfinished = 0;
+    link->claims[i] = vmci::ServiceClaim(&direction, link->epoch);
+    link->takers[i] = link->ends[1 - i] != nullptr ? new_taker(*link->ends[1 - i]) : 0;
+    if (link->ends[i] == nullptr) continue;
+    link->guests[i] = link->ends[i]->guest->id.value;
+    link->ends[i]->core.port.link = link.get();
+    link->note_rest(i, *link->ends[i]);
+    link->ends[i]->mediated_because.clear();
+    offer(*link->ends[i], link->epoch);
+  }
+  VRDMA_CRASH_POINT("direct.service.offered");
+  links_.emplace(link.get(), std::move(link));
+  hand_out(qp);
 }
 
 // The end is as if it had not had that link. Nobody takes from its SRQ for it any more: who posts to it has left, or lost its claim, or
@@ -156,8 +197,11 @@ void DirectDesk::dissolve(DirectLink& link) {
     if (end == nullptr) continue;
     leave(link, *end);
   }
+  if (link.datagrams) link.claims[1].end();
   link.room->free.push_back(link.index);
   std::erase(orphans_, &link);
+  std::erase(taken_inboxes_, &link);
+  haunted_.erase(&link);
   links_.erase(&link);
 }
 
@@ -196,7 +240,7 @@ void DirectDesk::part_from(QueuePair& qp) {
 void DirectDesk::look_again() {
   if (fabric_.config.direct != "auto") return;
   for (auto& [qpn, qp] : fabric_.by_qpn)
-    if (qp->core.type != QpType::ud && qp->core.state == QpState::rts) doubtful_.insert(qpn);
+    if (qp->core.state == QpState::rts || (qp->core.type == QpType::ud && qp->core.state == QpState::rtr)) doubtful_.insert(qpn);
 }
 
 }  // namespace vrdma::svc

@@ -43,15 +43,16 @@ bool DirectDesk::look(std::uint64_t now_ns) {
       if (!link->watched[i]) continue;
       const direct::Direction& direction = link->claims[i].direction();
       const auto word = [](const auto& value) { return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(value)>&>(value)).load(std::memory_order_relaxed); };
-      const auto holder = static_cast<std::uint32_t>(word(direction.claim));
+      const auto holder = direct::holder_of(word(direction.claim));
       std::optional<std::uint64_t> inside;
       if (holder != direct::held_by_nobody || word(direction.claimed_arm) != 0) inside = std::uint64_t{word(direction.handouts)} << 32 | word(direction.current);
       const bool stands = inside && inside == link->inside_at[i];
       link->inside_at[i] = inside;
       if (!stands || link->ends[1 - i] == nullptr) continue;
-      if (!take_back(*link->ends[1 - i])) continue;
+      QueuePair& to = *link->ends[1 - i];
+      if (!(link->datagrams ? take_inbox(to) : take_back(to))) continue;
       took = true;
-      if (link->whole()) hand_out(*link->ends[1 - i]);
+      if (link->whole()) hand_out(to);
     }
   }
   return took;

@@ -378,7 +378,9 @@ class Requester {
           if constexpr (requires { ports_.far_datagram(qp, op.request, op.ud, qkey); }) ports_.far_datagram(qp, op.request, op.ud, qkey);
           return succeed(qp);
         }
-        if (receiver->serves != nullptr) {  // one datagram at a time
+        bool ready = receiver->serves == nullptr;  // one datagram at a time
+        if constexpr (requires { ports_.may_deliver(*receiver); }) ready = ready && ports_.may_deliver(*receiver);
+        if (!ready) {
           if (wait_for_turn(qp)) return Step::waiting;
           ++receiver->counters.dropped;
           continue;

@@ -1,10 +1,14 @@
-#include "vmkernel_svc/grh.hpp"
+// The 40 bytes that precede a datagram in the receiver's buffer: an IB or RoCE v1 GRH, or what RoCE v2 leaves there.
+#pragma once
 
 #include <cstring>
 
-namespace vrdma::svc {
+#include "vrdma/control.hpp"
+#include "vrdma/wire.hpp"
 
-namespace {
+namespace vrdma::engine {
+
+namespace grh {
 
 constexpr std::uint32_t bth_deth_icrc_bytes = 12 + 8 + 4;
 constexpr std::uint32_t udp_bytes = 8;
@@ -12,12 +16,12 @@ constexpr std::uint32_t gid_type_roce_v2 = 2;
 constexpr std::uint8_t next_header_iba = 0x1b, next_header_udp = 17;
 constexpr std::uint8_t v4_mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
 
-void put16(std::byte* at, std::uint32_t value) {
+inline void put16(std::byte* at, std::uint32_t value) {
   at[0] = static_cast<std::byte>(value >> 8);
   at[1] = static_cast<std::byte>(value);
 }
 
-void write_ipv4(const control::GidEntry& source, const UdOperand& ud, std::uint32_t bytes, std::byte* header) {
+inline void write_ipv4(const control::GidEntry& source, const UdOperand& ud, std::uint32_t bytes, std::byte* header) {
   std::memset(header, 0, 20);
   header[0] = std::byte{0x45};
   header[1] = std::byte{ud.traffic_class};
@@ -34,9 +38,11 @@ void write_ipv4(const control::GidEntry& source, const UdOperand& ud, std::uint3
   put16(header + 10, ~sum & 0xffff);
 }
 
-}  // namespace
+}  // namespace grh
 
-void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+// bytes: 40. source: the sender's GID and its type. IBA 8.3; RoCE v2 annex A17.4.5 (an IPv4 header takes the last 20 bytes).
+inline void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+  using namespace grh;
   const std::uint32_t carried = bth_deth_icrc_bytes + payload_bytes;
   std::memset(bytes, 0, 40);
   if (source.type == gid_type_roce_v2 && std::memcmp(source.gid.data(), v4_mapped, sizeof(v4_mapped)) == 0)
@@ -51,4 +57,4 @@ void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud, std::
   std::memcpy(bytes + 24, ud.dgid, 16);
 }
 
-}  // namespace vrdma::svc
+}  // namespace vrdma::engine

@@ -1,0 +1,326 @@
+#include "guest_lib/direct/datagrams.hpp"
+
+#include <cstring>
+
+#include "guest_lib/objects.hpp"
+#include "vmci_channel/arch.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+constexpr int inbox_tries = 64;                              // pauses for who is inside, a microsecond or some
+constexpr std::uint64_t ask_again_ns = 100'000'000;          // for an address that led nowhere
+constexpr std::size_t paths_max = 4096;                      // then all are forgotten
+
+}  // namespace
+
+// --- one path ---------------------------------------------------------------------------------------------------
+
+DatagramPath::DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends,
+                           const DatagramSource& source)
+    : reach{std::move(room_in)}, channel_(std::move(channel_in)), claim_(ends.claim), received_(ends.received), peer_channel_(ends.peer_channel),
+      source_(source), ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions(), ends.shared, source), engine_(ports_) {
+  far_.type = engine::QpType::ud;
+  far_.qpn = Qpn{ends.peer_qpn};
+  far_.receive_ring = vmci::RecordReader(ends.receive_records.produce(), ends.receive_records.geometry().produce_slots);
+  far_.receive_lane = vmci::LaneWriter(ends.receive.consume_completions(), ends.receive.geometry().consume_entries);
+  far_.receive_record_slots = ends.receive_record_slots;
+}
+
+bool DatagramPath::enter(std::uint32_t own_keys) {
+  if (claim_.stop()) return false;
+  for (int tries = 0; !claim_.enter(); ++tries) {
+    if (tries == inbox_tries || !claim_.held_by_another()) return false;
+    vmci::cpu_relax();
+  }
+  VRDMA_CRASH_POINT("direct.guest.inbox_claimed");
+  take_over();
+  if (own_keys != own_keys_seen_) ports_.forget_keys();
+  own_keys_seen_ = own_keys;
+  if (!ports_.owes_turn()) return true;
+  claim_.leave();
+  return false;
+}
+
+// From another poster, or the service, where it stands.
+void DatagramPath::take_over() {
+  const direct::Direction& direction = claim_.direction();
+  if (direction.handouts != handouts_seen_) {
+    handouts_seen_ = direction.handouts;
+    ports_.forget_keys();
+    far_.attributes.qkey = direction.terms.qkey;
+  }
+  far_.receive_lane.skip_to(direction.positions[direction.current & 1].receive_lane);
+  step_back();
+}
+
+void DatagramPath::step_back() {
+  const direct::Direction& direction = claim_.direction();
+  const direct::Positions& at = direction.positions[direction.current & 1];
+  far_.state = engine::QpState::rts;
+  far_.inbound.active = false;
+  far_.counters.dropped = 0;
+  far_.counters.received_messages = at.received_messages, far_.counters.received_bytes = at.received_bytes;
+  if (ports_.shares()) receive_head_ = at.receive_head;
+  else far_.receive_ring.skip_to(at.receive_head);
+}
+
+void DatagramPath::record() {
+  direct::Direction& direction = claim_.direction();
+  const std::uint32_t next = direction.current + 1;
+  direct::Positions& at = direction.positions[next & 1];
+  at = {};
+  at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
+  at.receive_lane = far_.receive_lane.position();
+  at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
+  VRDMA_CRASH_POINT("direct.guest.before_inbox_record");
+  // R1: as in DirectConnection::record.
+  std::atomic_ref(direction.current).store(next, std::memory_order_release);
+  VRDMA_CRASH_POINT("direct.guest.inbox_recorded");
+}
+
+bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, std::uint32_t qkey, std::uint8_t sl) {
+  const engine::OpcodeRule& rule = engine::opcode_rules[wr.opcode];
+  const std::uint64_t bytes = wr.sg_list->length;
+  if (bytes == 0 || bytes > limits::mtu_max_bytes || qkey != far_.attributes.qkey || far_.receive_record_slots != 1) return false;
+  ports_.begin();
+  engine::Place from = engine::Place::in_engine(reinterpret_cast<const void*>(wr.sg_list->addr));
+  if ((flags & wr_inline) == 0) {
+    const auto place = ports_.find(near, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, engine::access_local_read);
+    if (!place) return false;
+    from = *place;
+  }
+  engine::Place to;
+  std::uint64_t receive_id = 0;
+  for (int tries = 0;; ++tries, ports_.seek_receive()) {
+    Sge buffer{};
+    if (!next_receive(far_.receive_ring, true, receive_id, buffer) || buffer.bytes < engine::grh_bytes + bytes) return false;
+    const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
+    if (!place) return false;
+    to = *place;
+    if (ports_.take_turn(receive_id)) break;
+    if (!ports_.turn_lost() || tries == DirectConnection::turns_lost_max) return false;
+  }
+  if (source_.has_grh) {
+    std::byte grh[engine::grh_bytes];
+    engine::write_grh_bytes(source_.gid, Ah::of(wr.wr.ud.ah).route, static_cast<std::uint32_t>(bytes), grh);
+    if (ports_.copy(near, to, engine::Place::in_engine(grh), sizeof(grh)) != engine::MemoryStatus::done) return false;
+  }
+  if (ports_.copy(near, to + engine::grh_bytes, from, bytes) != engine::MemoryStatus::done) return false;
+  Cqe cqe{};
+  cqe.wr_id = receive_id;
+  cqe.byte_len = static_cast<std::uint32_t>(bytes + engine::grh_bytes);
+  cqe.imm_data = rule.has_imm ? wr.imm_data : 0;
+  cqe.src_qp = near.qpn.value;
+  cqe.slid = source_.lid;
+  cqe.sl = sl;
+  const auto told = static_cast<std::uint8_t>(engine::receive_flags((flags & wr_solicited) != 0, rule) | (source_.has_grh ? wc_grh : 0));
+  ports_.complete(far_, engine::Direction::receive, cqe, {WcStatus::success, rule.receive_opcode, told});
+  if (ports_.given_up()) return false;
+  far_.receive_ring.advance(1);
+  far_.counters.received_messages += 1, far_.counters.received_bytes += bytes;
+  record();
+  return true;
+}
+
+bool DatagramPath::run(DirectPorts::Qp& near) {
+  engine::Budget budget{static_cast<std::int64_t>(limits::mtu_max_bytes), 1};
+  ports_.begin();
+  engine_.run(near, budget);
+  if (ports_.given_up() || ports_.dropped() || engine_.busy(near)) {
+    engine::leave_responder(near);
+    step_back();
+    return false;
+  }
+  record();
+  return true;
+}
+
+void DatagramPath::leave() {
+  if (const bool received = ports_.take_received(), solicited = ports_.take_solicited(); received) {
+    vmci::store_load_fence();  // as DirectConnection::tell
+    // The service looks for an event that could not be raised now and then (DirectDesk::look).
+    tell_peer(claim_, received_, peer_channel_, solicited);
+  }
+  VRDMA_CRASH_POINT("direct.guest.told");
+  claim_.leave();
+  VRDMA_CRASH_POINT("direct.guest.left");
+}
+
+// --- the send queue ---------------------------------------------------------------------------------------------
+
+DatagramSender::DatagramSender(std::shared_ptr<DirectRoom> room, const DirectConnection::Ends& own)
+    : room_(std::move(room)), claim_(own.claim), sent_(own.sent), own_channel_(own.own_channel) {
+  near_.type = engine::QpType::ud;
+  near_.state = engine::QpState::rts;
+  near_.qpn = Qpn{own.qpn};
+  near_.send_ring = vmci::RecordReader(own.send.produce(), own.send.geometry().produce_slots);
+  near_.send_lane = vmci::LaneWriter(own.send.consume_completions(), own.send.geometry().consume_entries);
+  near_.datagram.reset(new std::byte[engine::grh_bytes + limits::mtu_max_bytes]);
+}
+
+void DatagramSender::take_over() {
+  const direct::Direction& direction = claim_.direction();
+  handouts_seen_ = direction.handouts;
+  near_.attributes.path_mtu = direction.terms.path_mtu;
+  near_.attributes.qkey = direction.terms.qkey;
+  near_.send_lane.skip_to(direction.positions[direction.current & 1].send_lane);
+  step_back();
+}
+
+void DatagramSender::step_back() {
+  const direct::Direction& direction = claim_.direction();
+  const direct::Positions& at = direction.positions[direction.current & 1];
+  near_.state = engine::QpState::rts;
+  near_.operation.stage = engine::Operation::Stage::none;
+  near_.operation.copy_pending = near_.send_queue_lost = false;
+  near_.counters.sent_messages = at.sent_messages, near_.counters.sent_bytes = at.sent_bytes;
+  near_.send_ring.skip_to(at.send_head);
+  near_.send_psn = Psn{at.psn & psn_mask};
+}
+
+void DatagramSender::record() {
+  direct::Direction& direction = claim_.direction();
+  const std::uint32_t next = direction.current + 1;
+  direct::Positions& at = direction.positions[next & 1];
+  at = {};
+  at.send_head = near_.send_ring.position();
+  at.send_lane = near_.send_lane.position();
+  at.psn = near_.send_psn.value;
+  at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
+  VRDMA_CRASH_POINT("direct.guest.before_record");
+  // R1: as in DirectConnection::record.
+  std::atomic_ref(direction.current).store(next, std::memory_order_release);
+  VRDMA_CRASH_POINT("direct.guest.recorded");
+}
+
+bool DatagramSender::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
+  // Those before it come first; and who wants the claim gets it between two datagrams.
+  if (wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop()) return false;
+  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
+  operand.remote_qpn = wr.wr.ud.remote_qpn;
+  operand.remote_qkey = wr.wr.ud.remote_qkey;
+  DatagramPath* const path = path_to(operand);
+  if (path == nullptr || !inside(*path)) return false;
+  if (!path->deliver(near_, wr, flags, qkey_of(operand), operand.sl)) return note_failure(*path), false;
+
+  // From here on it is done. Its slot is taken before its completion can be polled.
+  queue.pass(wr.wr_id);
+  near_.send_ring.skip_to(queue.writer().position());
+  near_.send_psn = advance(near_.send_psn, engine::packets(wr.sg_list->length, near_.attributes.path_mtu));
+  near_.counters.sent_messages += 1, near_.counters.sent_bytes += wr.sg_list->length;
+  if ((flags & wr_signaled) != 0) {
+    Cqe cqe{};
+    cqe.wr_id = wr.wr_id;
+    cqe.byte_len = wr.sg_list->length;
+    cqe.queue_position = near_.send_ring.position();
+    VRDMA_CRASH_POINT("direct.guest.before_cqe");
+    near_.send_lane.push(cqe, pack(CqeState{WcStatus::success, engine::opcode_rules[wr.opcode].send_opcode, 0}));
+    any_sent_ = true;
+  }
+  record();
+  return true;
+}
+
+bool DatagramSender::run_queue() {
+  for (int turns_lost = 0; !near_.send_ring.empty();) {
+    if (claim_.stop()) return false;
+    SendWqe wqe;
+    std::uint32_t slots = 0;
+    if (near_.send_ring.peek(near_.operation.wqe, send_wqe_slots_max, slots) != vmci::RecordReader::Peek::ready) return false;
+    std::memcpy(&wqe, near_.operation.wqe, sizeof(wqe));
+    DatagramPath* const path = path_to(wqe.ud);
+    if (path == nullptr || !inside(*path)) return false;
+    const bool done = path->run(near_);
+    any_sent_ |= path->take_sent();
+    if (!done) {
+      step_back();
+      note_failure(*path);
+      if (path->turn_lost() && ++turns_lost < DirectConnection::turns_lost_max) continue;
+      return false;
+    }
+    turns_lost = 0;
+    record();
+  }
+  return true;
+}
+
+bool DatagramSender::leave() {
+  leave_inbox();
+  if (std::exchange(any_sent_, false)) {
+    vmci::store_load_fence();  // as DirectConnection::tell
+    if (!sent_.is_hot()) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
+    own_event_due_ |= own_channel_;
+  }
+  claim_.leave();
+  return true;
+}
+
+// --- paths ------------------------------------------------------------------------------------------------------
+
+std::size_t DatagramSender::AddressHash::operator()(const Address& address) const {
+  std::uint64_t mixed = 0;
+  for (const std::uint64_t word : address) mixed = (mixed ^ word) * 0x9e3779b97f4a7c15u, mixed ^= mixed >> 29;
+  return mixed;
+}
+
+DatagramSender::Address DatagramSender::address_of(UdOperand operand) {
+  operand.remote_qkey = 0;
+  return std::bit_cast<Address>(operand);
+}
+
+DatagramPath* DatagramSender::path_to(const UdOperand& operand) {
+  const Address address = address_of(operand);
+  if (last_ == nullptr || address != last_address_) {
+    const auto found = paths_.find(address);
+    if (found == paths_.end()) {
+      wanted_ = operand;
+      return nullptr;
+    }
+    last_ = &found->second;
+    last_address_ = address;
+  }
+  if (last_->path == nullptr && vmci::monotonic_ns() >= last_->ask_again_ns) wanted_ = operand;
+  return last_->path.get();
+}
+
+bool DatagramSender::inside(DatagramPath& path) {
+  if (inside_ == &path && !path.stop()) [[likely]] return true;
+  leave_inbox();
+  if (!path.enter(handouts_seen_)) {
+    if (path.over()) {  // asked for anew when it is needed next
+      if (unmapped_ == &path) unmapped_ = nullptr;
+      paths_.erase(last_address_);
+      last_ = nullptr;
+    }
+    return false;
+  }
+  inside_ = &path;
+  return true;
+}
+
+void DatagramSender::leave_inbox() {
+  if (DatagramPath* const left = std::exchange(inside_, nullptr)) left->leave();
+}
+
+void DatagramSender::note_failure(DatagramPath& path) {
+  if (path.has_unmapped()) unmapped_ = &path;
+}
+
+void DatagramSender::add(const UdOperand& address, std::unique_ptr<DatagramPath> path) {
+  // What is over holds its receiver's memory mapped.
+  std::erase_if(paths_, [](const auto& known) { return known.second.path != nullptr && known.second.path->over(); });
+  if (paths_.size() >= paths_max) paths_.clear();
+  last_ = nullptr;
+  const std::uint64_t later = path == nullptr ? vmci::monotonic_ns() + ask_again_ns : 0;
+  paths_.insert_or_assign(address_of(address), Known{std::move(path), later});
+}
+
+// IBA 10.2.5: the top bit of the Q_Key in a work request asks for the queue pair's own.
+std::uint32_t DatagramSender::qkey_of(const UdOperand& operand) const {
+  return (operand.remote_qkey & 0x80000000u) != 0 ? near_.attributes.qkey : operand.remote_qkey;
+}
+
+}  // namespace vrdma::guest

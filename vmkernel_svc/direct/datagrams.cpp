@@ -1,0 +1,108 @@
+// UD queue pairs in direct mode. Each has a link of its own: its send queue, which is handed out to its guest, and its inbox, which is
+// handed out to whoever may deliver there. The service takes an inbox for as long as it delivers there itself.
+#include "vmkernel_svc/control/find.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/direct/link.hpp"
+#include "vmkernel_svc/shard.hpp"
+#include "vrdma/fault.hpp"
+
+namespace vrdma::svc {
+
+using engine::QpState;
+
+// --- who delivers -----------------------------------------------------------------------------------------------
+
+bool DirectDesk::take_inbox(QueuePair& qp) {
+  DirectLink& link = *qp.core.port.link;
+  if (!link.datagrams || link.owned[1]) return true;
+  if (!own(link, 1)) return cut_off(link, 1);
+  taken_inboxes_.push_back(&link);
+  return true;
+}
+
+void DirectDesk::give_inboxes() {
+  if (taken_inboxes_.empty()) [[likely]] return;
+  std::erase_if(taken_inboxes_, [this](DirectLink* link) {
+    const QueuePair* const qp = link->ends[0];
+    return give_inbox(*link) || qp == nullptr || (qp->core.serves == nullptr && !qp->core.inbound.active);
+  });
+}
+
+bool DirectDesk::give_inbox(DirectLink& link) {
+  const QueuePair* const qp = link.ends[0];
+  if (qp == nullptr || !link.owned[1] || !engine::receives(qp->core) || !roomy(*qp) || qp->core.serves != nullptr || qp->core.inbound.active) return false;
+  give(link, 1);
+  VRDMA_CRASH_POINT("direct.service.inbox_given");
+  return true;
+}
+
+bool DirectDesk::give_datagrams(DirectLink& link, bool with_work) {
+  QueuePair& qp = *link.ends[0];
+  auto& core = qp.core;
+  give_inbox(link);
+  if (!link.owned[0] || !sends_may_be_given(link) || core.state != QpState::rts || !roomy(qp) || shard_.engine().busy(core) || core.send_queue_lost ||
+      core.port.job_sequence != 0 || (!with_work && !core.send_ring.empty()))
+    return false;
+  shard_.withdraw(core);
+  qp.watch_sends(true);  // with a fence: who finds the claim taken finds this
+  give(link, 0);
+  // D3: pairs with the fence in the guest's post, as for connections.
+  vmci::store_load_fence();
+  give_work(qp, with_work);
+  VRDMA_CRASH_POINT("direct.service.handed_out");
+  return true;
+}
+
+// --- posters that are gone --------------------------------------------------------------------------------------
+
+// Of a guest that goes: the inboxes that it may be inside of are to be had once its process has ended.
+void DirectDesk::forget_poster(const Guest& guest) {
+  const std::uint32_t number = direct::poster_number(guest.id.value);
+  if (!posters_.contains(number)) return;
+  bool inside = false;
+  for (const auto& [key, link] : links_) {
+    if (!link->datagrams || link->owned[1] || link->claims[1].poster() != number) continue;
+    haunted_.insert(link.get());
+    inside = true;
+  }
+  if (!inside) posters_.erase(number);
+}
+
+bool DirectDesk::settle_inbox(DirectLink& link) {
+  if (!own(link, 1)) {
+    if (!poster_ended(link, 1)) return false;
+    recover(link, 1);
+  }
+  haunted_.erase(&link);
+  give_inbox(link);
+  if (haunted_.empty()) std::erase_if(posters_, [](const auto& poster) { return has_ended(*poster.second.pidfd); });
+  return true;
+}
+
+// --- what guests ask --------------------------------------------------------------------------------------------
+
+Result<control::OpenPathReply> DirectDesk::open(Guest& guest, const control::OpenPathRequest& request, std::vector<vmci::UniqueFd>& give) {
+  const auto offered = offered_link(guest, {request.qp, request.offer});
+  if (!offered) return offered.error();
+  if (!(*offered)->datagrams) return Errno{EINVAL};
+  const QueuePair& qp = *find(guest.qps, request.qp);
+  const auto* const to = shard_.ports().reachable(qp.core, request.address);
+  const DirectLink* const link = to != nullptr ? to->port.link : nullptr;
+  if (link == nullptr || !link->datagrams) return Errno{EHOSTUNREACH};
+  const QueuePair& peer = *to->port.owner;
+  std::string why;
+  if (!room_of(guest, *peer.guest, why)) return Errno{EHOSTUNREACH};
+  auto end = describe(qp, peer, *link, 1, give);
+  if (!end) return end.error();
+  control::OpenPathReply reply{};
+  reply.end = *end;
+  if (peer.srq != nullptr) reply.shared = describe(*peer.srq);
+  reply.has_grh = MediatedPorts::has_grh(*to, request.address);
+  reply.source = MediatedPorts::source(qp.core, request.address);
+  reply.slid = guest.lid;
+  reply.poster = direct::poster_number(guest.id.value);
+  posters_.insert_or_assign(reply.poster, Poster{guest.credentials.pid, guest.pidfd});
+  return reply;
+}
+
+}  // namespace vrdma::svc
