@@ -126,7 +126,7 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
 }
 
 bool DatagramPath::run(DirectPorts::Qp& near) {
-  engine::Budget budget{static_cast<std::int64_t>(limits::mtu_max_bytes), 1};
+  engine::Budget budget{2 * static_cast<std::int64_t>(limits::mtu_max_bytes), 1};  // never spent before it is over
   ports_.begin();
   engine_.run(near, budget);
   if (ports_.given_up() || ports_.dropped() || engine_.busy(near)) {
