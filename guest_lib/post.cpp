@@ -190,7 +190,7 @@ void fetch_missing(Qp& qp, DatagramSender& datagrams) {
   if (!datagrams.wants()) [[likely]] return;
   DirectRooms& rooms = qp.attachment->direct_rooms();
   if (DatagramPath* const path = datagrams.take_unmapped_path()) rooms.map(*qp.attachment, path->reach, *path->take_unmapped());
-  if (const auto address = datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, *address);
+  for (const UdOperand& address : datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, address);
 }
 
 // Carries out what lies in the queue, and leaves; what is left there is the service's.
@@ -213,8 +213,14 @@ int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr, Direct* direct)
 // Under send_lock.
 int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   look_for_offer(qp);
-  if (qp.datagrams != nullptr) return post_sends(qp, chain, bad_wr, entered(qp, qp.datagrams.get()));
-  return post_sends(qp, chain, bad_wr, entered(qp, connection_of(qp)));
+  DatagramSender* const datagrams = qp.datagrams.get();
+  if (datagrams == nullptr) return post_sends(qp, chain, bad_wr, entered(qp, connection_of(qp)));
+  if (DatagramSender* const direct = entered(qp, datagrams)) return post_sends(qp, chain, bad_wr, direct);
+  const int error = post_sends(qp, chain, bad_wr, static_cast<DatagramSender*>(nullptr));
+  if (qp.liveness->gone()) return error;
+  for (const ibv_send_wr* wr = chain; wr != (error != 0 ? *bad_wr : nullptr); wr = wr->next) datagrams->look_at(*wr);
+  fetch_missing(qp, *datagrams);
+  return error;
 }
 
 int post_one_receive(ReceiveQueue& queue, std::uint32_t max_sge, const ibv_recv_wr& wr) {

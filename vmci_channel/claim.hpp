@@ -35,12 +35,6 @@ class PosterClaim {
         .compare_exchange_strong(expected, claim_word(epoch_, revocable ? held_by_revocable_poster : held_by_poster, poster_),
                                  std::memory_order_acquire, std::memory_order_relaxed);
   }
-  // Where enter() has failed: whether another poster is inside, who may leave soon.
-  bool held_by_another() const {
-    using namespace vrdma::direct;
-    const std::uint64_t claim = word();
-    return epoch_of(claim) == epoch_ && (holder_of(claim) == held_by_poster || holder_of(claim) == held_by_revocable_poster);
-  }
   // Whether the connection is over: nobody will enter by this claim any more.
   bool over() const { return vrdma::direct::epoch_of(word()) != epoch_; }
   bool stop() const { return std::atomic_ref(direction_->stop).load(std::memory_order_relaxed) != 0; }

@@ -122,9 +122,9 @@ bool Shard::turn() {
   if (far_ != nullptr) far_->carrier().flush();  // after this turn the processor may be given away
   worked |= serve_control();
   worked |= run_timers();
-  direct_->give_inboxes();
   if (direct_->waiting()) worked |= direct_->settle();
   if (direct_->watching() && counters_.turns % turns_between_looks == 0) direct_->look(vmci::monotonic_ns());
+  direct_->give_inboxes();
   if (!overrun_.empty()) handle_overruns();
   return worked;
 }

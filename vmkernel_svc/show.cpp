@@ -339,7 +339,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   const auto& d = shard.direct().counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
                      {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()},
-                     {"direct_links", d.links}, {"direct_handed_out", d.handed_out}, {"direct_returned", d.returned}};
+                     {"direct_links", d.links}, {"direct_paths", d.paths}, {"direct_handed_out", d.handed_out}, {"direct_returned", d.returned}};
   if (fabric.far != nullptr) {
     const auto& from_network = fabric.far->carrier().counters();
     out["counters"]["unauthenticated_records"] = from_network.unauthenticated.load(std::memory_order_relaxed);

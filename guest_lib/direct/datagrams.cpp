@@ -1,5 +1,6 @@
 #include "guest_lib/direct/datagrams.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "guest_lib/objects.hpp"
@@ -10,9 +11,12 @@ namespace vrdma::guest {
 
 namespace {
 
-constexpr int inbox_tries = 64;                              // pauses for who is inside, a microsecond or some
-constexpr std::uint64_t ask_again_ns = 100'000'000;          // for an address that led nowhere
-constexpr std::size_t paths_max = 4096;                      // then all are forgotten
+constexpr int inbox_tries = 128;                      // pauses for who is inside, some microseconds
+constexpr std::uint32_t datagrams_inside = 8;         // then others come by
+constexpr std::uint64_t ask_again_ns = 100'000'000, ask_again_max_ns = 10'000'000'000;  // for an address that led nowhere, twice as late each time
+constexpr std::size_t wanted_max = 8;                 // asked for at a time
+constexpr std::size_t paths_max = 4096;               // then all are forgotten
+constexpr std::size_t adds_between_looks = 64;        // at paths that are over
 
 }  // namespace
 
@@ -30,9 +34,9 @@ DatagramPath::DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<
 }
 
 bool DatagramPath::enter(std::uint32_t own_keys) {
-  if (claim_.stop()) return false;
-  for (int tries = 0; !claim_.enter(); ++tries) {
-    if (tries == inbox_tries || !claim_.held_by_another()) return false;
+  // The service has it for a turn, others for some datagrams.
+  for (int tries = 0; claim_.stop() || !claim_.enter(); ++tries) {
+    if (tries == inbox_tries || claim_.over()) return false;
     vmci::cpu_relax();
   }
   VRDMA_CRASH_POINT("direct.guest.inbox_claimed");
@@ -198,12 +202,9 @@ void DatagramSender::record() {
 
 bool DatagramSender::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
   // Those before it come first; and who wants the claim gets it between two datagrams.
-  if (wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop()) return false;
-  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
-  operand.remote_qpn = wr.wr.ud.remote_qpn;
-  operand.remote_qkey = wr.wr.ud.remote_qkey;
+  const UdOperand operand = operand_of(wr);
   DatagramPath* const path = path_to(operand);
-  if (path == nullptr || !inside(*path)) return false;
+  if (path == nullptr || wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop() || !inside(*path)) return false;
   if (!path->deliver(near_, wr, flags, qkey_of(operand), operand.sl)) return note_failure(*path), false;
 
   // From here on it is done. Its slot is taken before its completion can be polled.
@@ -271,33 +272,48 @@ DatagramSender::Address DatagramSender::address_of(UdOperand operand) {
   return std::bit_cast<Address>(operand);
 }
 
+UdOperand DatagramSender::operand_of(const ibv_send_wr& wr) {
+  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
+  operand.remote_qpn = wr.wr.ud.remote_qpn;
+  operand.remote_qkey = wr.wr.ud.remote_qkey;
+  return operand;
+}
+
+// Multicast is the service's.
 DatagramPath* DatagramSender::path_to(const UdOperand& operand) {
   const Address address = address_of(operand);
   if (last_ == nullptr || address != last_address_) {
     const auto found = paths_.find(address);
     if (found == paths_.end()) {
-      wanted_ = operand;
+      if (operand.remote_qpn != multicast_qpn.value) want(operand);
       return nullptr;
     }
     last_ = &found->second;
     last_address_ = address;
   }
-  if (last_->path == nullptr && vmci::monotonic_ns() >= last_->ask_again_ns) wanted_ = operand;
+  if (last_->path == nullptr && vmci::monotonic_ns() >= last_->ask_again_ns) want(operand);
   return last_->path.get();
 }
 
+void DatagramSender::want(const UdOperand& operand) {
+  const auto same = [&](const UdOperand& other) { return address_of(other) == address_of(operand); };
+  if (wanted_.size() < wanted_max && std::none_of(wanted_.begin(), wanted_.end(), same)) wanted_.push_back(operand);
+}
+
 bool DatagramSender::inside(DatagramPath& path) {
-  if (inside_ == &path && !path.stop()) [[likely]] return true;
+  if (inside_ == &path && !path.stop() && ++inside_for_ <= datagrams_inside) [[likely]] return true;
   leave_inbox();
   if (!path.enter(handouts_seen_)) {
     if (path.over()) {  // asked for anew when it is needed next
       if (unmapped_ == &path) unmapped_ = nullptr;
+      any_over_ = true;
       paths_.erase(last_address_);
       last_ = nullptr;
     }
     return false;
   }
   inside_ = &path;
+  inside_for_ = 1;
   return true;
 }
 
@@ -311,11 +327,15 @@ void DatagramSender::note_failure(DatagramPath& path) {
 
 void DatagramSender::add(const UdOperand& address, std::unique_ptr<DatagramPath> path) {
   // What is over holds its receiver's memory mapped.
-  std::erase_if(paths_, [](const auto& known) { return known.second.path != nullptr && known.second.path->over(); });
+  if (std::exchange(any_over_, false) || paths_.size() % adds_between_looks == 0)
+    std::erase_if(paths_, [](const auto& known) { return known.second.path != nullptr && known.second.path->over(); });
+  if (paths_.size() >= paths_max) std::erase_if(paths_, [](const auto& known) { return known.second.path == nullptr; });
   if (paths_.size() >= paths_max) paths_.clear();
   last_ = nullptr;
-  const std::uint64_t later = path == nullptr ? vmci::monotonic_ns() + ask_again_ns : 0;
-  paths_.insert_or_assign(address_of(address), Known{std::move(path), later});
+  Known& known = paths_[address_of(address)];
+  known.path = std::move(path);
+  known.patience_ns = std::clamp(2 * known.patience_ns, ask_again_ns, ask_again_max_ns);
+  known.ask_again_ns = vmci::monotonic_ns() + known.patience_ns;
 }
 
 // IBA 10.2.5: the top bit of the Q_Key in a work request asks for the queue pair's own.

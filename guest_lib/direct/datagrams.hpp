@@ -11,6 +11,7 @@
 #include <optional>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "guest_lib/direct/connection.hpp"
 
@@ -27,7 +28,8 @@ class DatagramPath {
   // else has it, and does not leave soon; or the path is over().
   bool enter(std::uint32_t own_keys);
   void leave();
-  bool stop() const { return claim_.stop(); }  // the service wants the claim
+  // Inside: whether it is to be left before the next datagram. The service wants it, or is to give a receive request back.
+  bool stop() const { return claim_.stop() || ports_.owes_turn(); }
   bool over() const { return claim_.over(); }  // the receiver is gone, or not any more what it was
 
   // One datagram of one buffer. False: it has not been begun, or is given up. qkey: of the receiver, as the request has it.
@@ -79,11 +81,13 @@ class DatagramSender {
 
   // What was missing when a datagram needed it; to be had while no claim is held. The path of memory that is not mapped, or nullptr.
   DatagramPath* take_unmapped_path() { return std::exchange(unmapped_, nullptr); }
-  // An address that nothing is known of, …
-  std::optional<UdOperand> take_wanted() { return std::exchange(wanted_, std::nullopt); }
+  // Addresses that nothing is known of, …
+  std::vector<UdOperand> take_wanted() { return std::exchange(wanted_, {}); }
   // … and what is: nullptr, datagrams to there are the service's for now.
   void add(const UdOperand& address, std::unique_ptr<DatagramPath> path);
-  bool wants() const { return unmapped_ != nullptr || wanted_.has_value(); }
+  bool wants() const { return unmapped_ != nullptr || !wanted_.empty(); }
+  // Of requests that the service carries out: their addresses are asked for all the same.
+  void look_at(const ibv_send_wr& wr) { path_to(operand_of(wr)); }
 
  private:
   using Address = std::array<std::uint64_t, 4>;  // a UdOperand without its Q_Key
@@ -92,10 +96,12 @@ class DatagramSender {
   };
   struct Known {
     std::unique_ptr<DatagramPath> path;
-    std::uint64_t ask_again_ns = 0;  // where there is none
+    std::uint64_t ask_again_ns = 0, patience_ns = 0;  // where there is none
   };
+  static UdOperand operand_of(const ibv_send_wr& wr);
   static Address address_of(UdOperand operand);
   DatagramPath* path_to(const UdOperand& operand);
+  void want(const UdOperand& operand);
   bool inside(DatagramPath& path);  // of which it may be already
   void leave_inbox();
   void note_failure(DatagramPath& path);
@@ -114,8 +120,10 @@ class DatagramSender {
   Address last_address_{};
   Known* last_ = nullptr;  // of paths_
   DatagramPath* inside_ = nullptr;
+  std::uint32_t inside_for_ = 0;  // datagrams
+  bool any_over_ = false;         // of paths_
   DatagramPath* unmapped_ = nullptr;
-  std::optional<UdOperand> wanted_;
+  std::vector<UdOperand> wanted_;
 };
 
 }  // namespace vrdma::guest

@@ -115,7 +115,6 @@ PIN(direct::Direction, handouts, 12);
 PIN(direct::Direction, current, 16);
 PIN(direct::Direction, claimed_arm, 20);
 PIN(direct::Direction, terms, 24);
-PIN(direct::Direction, terms, 24);
 PIN(direct::Direction, taking, 64);
 PIN(direct::Terms, qkey, 16);
 PIN(direct::Direction, positions, 128);

@@ -1,4 +1,4 @@
-"""What sleepers.py and takers.py share: posters of direct mode that are struck at one crash point after the other."""
+"""What sleepers.py, takers.py and inboxes.py share: posters of direct mode that are struck at one crash point after the other."""
 import argparse
 import random
 import subprocess

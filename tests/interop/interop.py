@@ -182,7 +182,9 @@ class Runner:
 
     def direct(self):
         """What the posting thread moves itself. That it does, the service's counters say."""
-        cases = [pair for pair in few_cases() if pair[1].transport in ("rc", "uc", "RC", "srq")]
+        cases = list(few_cases())
+        cases += [(perftest, perftest.Case("send", kind, "UD", **more)) for kind in ("lat", "bw") for more in ({}, {"size": 4096}, {"events": True}, {"link_layer": "ethernet", "gid_index": 1})]
+        cases += [(perftest, perftest.Case("send", "bw", "UD", bidirectional=True, qps=16, inline=64)), (perftest, perftest.Case("send", "lat", "UD", srq=True))]
         cases += [(pingpong, pingpong.Case("rc", events=True)), (perftest, perftest.Case("send", "lat", events=True)), (perftest, perftest.Case("send", "bw", events=True, bidirectional=True)),
                   (pingpong, pingpong.Case("rc", new_send=True, validate=True)), (pingpong, pingpong.Case("srq", events=True)), (perftest, perftest.Case("send", "lat", srq=True)),
                   (perftest, perftest.Case("send", "bw", inline=64)), (perftest, perftest.Case("send", "lat", "UC")), (perftest, perftest.Case("write", "bw", "UC")), (perftest, perftest.Case("write", "bw", qps=16, post_list=20))]
@@ -206,9 +208,10 @@ class Runner:
             self.case("the vrdmad of direct mode leaves cleanly", lambda: _raise(Failure(f"it left with {code}\n{said}")))
 
     def _direct_pair(self, kind, case):
-        before = self.service.show()["counters"]["direct_links"]
+        counter = "direct_paths" if case.transport in ("ud", "UD") else "direct_links"
+        before = self.service.show()["counters"][counter]
         said = self._pair(kind, case)
-        if self.service.show()["counters"]["direct_links"] == before:
+        if self.service.show()["counters"][counter] == before:
             if why := self.service.why_not_direct():
                 raise Skip(f"processes cannot be direct here: {why}")
             raise Failure("no connection of it could be direct: see mediated_because in vrdma show qps --json")

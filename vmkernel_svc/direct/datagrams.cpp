@@ -14,17 +14,18 @@ using engine::QpState;
 
 bool DirectDesk::take_inbox(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
-  if (!link.datagrams || link.owned[1]) return true;
-  if (!own(link, 1)) return cut_off(link, 1);
-  taken_inboxes_.push_back(&link);
-  return true;
+  if (!link.datagrams) return true;
+  const bool taken = own(link, 1) || cut_off(link, 1);
+  if (link.owned[1] && !std::exchange(link.to_be_given, true)) taken_inboxes_.push_back(&link);
+  return taken;
 }
 
 void DirectDesk::give_inboxes() {
   if (taken_inboxes_.empty()) [[likely]] return;
   std::erase_if(taken_inboxes_, [this](DirectLink* link) {
     const QueuePair* const qp = link->ends[0];
-    return give_inbox(*link) || qp == nullptr || (qp->core.serves == nullptr && !qp->core.inbound.active);
+    link->to_be_given = !give_inbox(*link) && qp != nullptr && (qp->core.serves != nullptr || qp->core.inbound.active);
+    return !link->to_be_given;
   });
 }
 
@@ -55,17 +56,11 @@ bool DirectDesk::give_datagrams(DirectLink& link, bool with_work) {
 
 // --- posters that are gone --------------------------------------------------------------------------------------
 
-// Of a guest that goes: the inboxes that it may be inside of are to be had once its process has ended.
+// Of a guest that goes: the inboxes that it may be inside of are to be had once its process has ended. Until then it is known, too.
 void DirectDesk::forget_poster(const Guest& guest) {
   const std::uint32_t number = direct::poster_number(guest.id.value);
-  if (!posters_.contains(number)) return;
-  bool inside = false;
-  for (const auto& [key, link] : links_) {
-    if (!link->datagrams || link->owned[1] || link->claims[1].poster() != number) continue;
-    haunted_.insert(link.get());
-    inside = true;
-  }
-  if (!inside) posters_.erase(number);
+  for (const auto& [key, link] : links_)
+    if (link->datagrams && !link->owned[1] && link->claims[1].poster() == number) haunted_.insert(link.get());
 }
 
 bool DirectDesk::settle_inbox(DirectLink& link) {
@@ -75,7 +70,6 @@ bool DirectDesk::settle_inbox(DirectLink& link) {
   }
   haunted_.erase(&link);
   give_inbox(link);
-  if (haunted_.empty()) std::erase_if(posters_, [](const auto& poster) { return has_ended(*poster.second.pidfd); });
   return true;
 }
 
@@ -91,7 +85,7 @@ Result<control::OpenPathReply> DirectDesk::open(Guest& guest, const control::Ope
   if (link == nullptr || !link->datagrams) return Errno{EHOSTUNREACH};
   const QueuePair& peer = *to->port.owner;
   std::string why;
-  if (!room_of(guest, *peer.guest, why)) return Errno{EHOSTUNREACH};
+  if (!trusts(guest, *peer.guest, why)) return Errno{EHOSTUNREACH};
   auto end = describe(qp, peer, *link, 1, give);
   if (!end) return end.error();
   control::OpenPathReply reply{};
@@ -100,8 +94,10 @@ Result<control::OpenPathReply> DirectDesk::open(Guest& guest, const control::Ope
   reply.has_grh = MediatedPorts::has_grh(*to, request.address);
   reply.source = MediatedPorts::source(qp.core, request.address);
   reply.slid = guest.lid;
+  ++counters_.paths;
   reply.poster = direct::poster_number(guest.id.value);
-  posters_.insert_or_assign(reply.poster, Poster{guest.credentials.pid, guest.pidfd});
+  if (posters_.insert_or_assign(reply.poster, Poster{guest.credentials.pid, guest.pidfd}).second)
+    std::erase_if(posters_, [](const auto& poster) { return has_ended(*poster.second.pidfd); });
   return reply;
 }
 

@@ -20,6 +20,7 @@ namespace {
 constexpr std::uint32_t useful_messages = 64;       // so many since it was handed out, and it was worth it
 constexpr std::uint64_t grace_ns = 10'000'000;   // for a poster to leave, before it is asked whether it is stopped …
 constexpr std::uint64_t stopped_ns = 1'000'000;  // … and so long it has to have been
+constexpr std::uint64_t useful_datagrams = 8;       // likewise: of many receivers each is new at first
 
 vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
@@ -53,7 +54,9 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   if (link.cut[i]) return true;
   const std::uint64_t now = vmci::monotonic_ns();
   if (link.refused_since_ns[i] == 0) link.refused_since_ns[i] = now;
-  if (now - link.refused_since_ns[i] < grace_ns) return false;
+  if (now - link.refused_since_ns[i] < grace_ns || now - link.asked_ns[i] < stopped_ns) return false;
+  link.asked_ns[i] = now;
+  if (link.is_inbox(i) && poster_ended(link, i)) return recover(link, i), true;
   const auto inside = poster(link, i);
   if (!inside || !is_stopped(inside->pid) || has_ended(*inside->pidfd) || !link.claims[i].revoke()) return link.stopped_since_ns[i] = 0, false;
   link.revoked[i] = true;
@@ -83,7 +86,8 @@ void DirectDesk::import(DirectLink& link, int i) {
   // Read once. Positions are only ever used modulo the size of their ring; wrong ones spoil queues of these two guests.
   const direct::Positions at = recorded(link.claims[i]);
   direct::Positions& seen = link.seen[i];
-  if (at.sent_messages + at.read_messages + at.atomics - seen.sent_messages - seen.read_messages - seen.atomics >= useful_messages) link.returns = 0;
+  if (at.sent_messages + at.read_messages + at.atomics - seen.sent_messages - seen.read_messages - seen.atomics >= (link.datagrams ? useful_datagrams : useful_messages))
+    link.returns = 0;
   if (QueuePair* const from = link.ends[i]) {
     auto& core = from->core;
     core.send_ring.skip_to(at.send_head);
@@ -193,7 +197,8 @@ bool DirectDesk::may_run(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   // Whoever sends datagrams needs no inbox of its own for it.
-  const bool sends_alone = link.datagrams && qp.core.state == QpState::rts;
+  const bool sends_alone = link.datagrams && qp.core.state != QpState::err;
+  if (link.datagrams && qp.core.state == QpState::rtr) return qp.watch_sends(true), shard_.withdraw(qp.core), false;
   if (link.owned[i] && (sends_alone || link.owned[1 - i])) return true;
   const bool left_work = link.left_work[i];
   if (left_work && qp.core.state == QpState::rts) {
@@ -207,7 +212,7 @@ bool DirectDesk::may_run(QueuePair& qp) {
   const bool had = link.owned[i];
   const bool mine = own(link, i);
   const bool other = sends_alone || (link.datagrams ? take_inbox(qp) : qp.core.state == QpState::rts ? own(link, 1 - i) : own_end(link, 1 - i, qp));
-  if (!had && mine) {
+  if (!had && mine && (!link.datagrams || !qp.core.send_ring.empty())) {
     ++link.returns;
     ++counters_.returned;
     if (!link.opened[i] && !left_work) ++link.unopened_posts;  // who only did not come in time may yet open it
@@ -267,7 +272,9 @@ void DirectDesk::forget(Guest& guest) {
     if (its) --guest.tenant->descriptors;
     room = its ? rooms_.erase(room) : std::next(room);
   }
-  std::erase_if(apart_, [&](const auto& pair) { return pair.first.first == guest.id.value || pair.first.second == guest.id.value; });
+  const auto its = [&](const auto& pair) { return pair.first.first == guest.id.value || pair.first.second == guest.id.value; };
+  std::erase_if(apart_, its);
+  std::erase_if(together_, its);
 }
 
 // --- what guests ask --------------------------------------------------------------------------------------------
@@ -345,7 +352,7 @@ Result<control::OpenDirectReply> DirectDesk::describe(const QueuePair& from, con
 
 Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give) {
   const auto owner = fabric_.guests.find(request.guest);
-  if (owner == fabric_.guests.end() || !rooms_.contains(key_of(guest, *owner->second))) {
+  if (owner == fabric_.guests.end() || !together_.contains(key_of(guest, *owner->second))) {
     const bool own = request.guest == guest.id.value && guest.key_book;
     if (!own) return Errno{EPERM};
   }
@@ -360,9 +367,10 @@ Result<control::OpenProcessReply> DirectDesk::open(Guest& guest, const control::
   const auto owner = fabric_.guests.find(request.guest);
   if (owner == fabric_.guests.end()) return Errno{EPERM};
   const Guest& peer = *owner->second;
-  const auto room = rooms_.find(key_of(guest, peer));
-  if (room == rooms_.end()) return Errno{EPERM};
-  const pid_t pid = room->second->own_pids[room->second->guests[0] == peer.id.value ? 0 : 1];
+  const auto key = key_of(guest, peer);
+  const auto pids = together_.find(key);
+  if (pids == together_.end()) return Errno{EPERM};
+  const pid_t pid = pids->second[key.first == peer.id.value ? 0 : 1];
   if (!peer.reached_by_service || pid <= 0) return Errno{ENOENT};
   return control::OpenProcessReply{static_cast<std::uint32_t>(pid), 0, peer.probe.probe_address, peer.probe.probe_value};
 }

@@ -88,6 +88,7 @@ class DirectDesk {
   engine::QpCounters counters(const QueuePair& qp) const;
   struct Counters {
     std::uint64_t links = 0;       // connections that could be direct
+    std::uint64_t paths = 0;       // to inboxes, given to posters
     std::uint64_t handed_out = 0;  // directions of them, …
     std::uint64_t returned = 0;    // … and those that came back because the poster could not do what it was asked to
   };
@@ -104,6 +105,7 @@ class DirectDesk {
   void consider_datagrams(QueuePair& qp);
   void make_link(QueuePair& qp, QueuePair* peer, const std::shared_ptr<DirectRoom>& room);
   bool is_mediated(const Guest& guest) const { return mediated_ || guest.mediated || mediated_tenants_.contains(guest.tenant->uid); }
+  bool trusts(const Guest& a, const Guest& b, std::string& why_not);
   Result<std::shared_ptr<DirectRoom>> room_of(Guest& a, Guest& b, std::string& why_not);
   bool own(DirectLink& link, int i);
   bool own_end(DirectLink& link, int i, const QueuePair& qp);
@@ -139,11 +141,12 @@ class DirectDesk {
   Shard& shard_;
   Fabric& fabric_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::shared_ptr<DirectRoom>> rooms_;  // by guests, the lower first
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::array<pid_t, 2>> together_;       // guests that may be direct: their pids, as they see them
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> apart_;                  // guests that may not, and why
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
   std::unordered_map<std::uint32_t, Poster> posters_;  // by number, once they had a path
-  std::vector<DirectLink*> taken_inboxes_;             // for this turn, or because a datagram is half delivered there
+  std::vector<DirectLink*> taken_inboxes_;             // each once: for this turn, or because a datagram is half delivered there
   std::set<DirectLink*> haunted_;                      // inboxes that a poster was inside of whose guest is gone
   std::set<std::uint32_t> held_back_;                 // QPNs that wait to be run
   std::set<std::uint32_t> doubtful_;                  // QPNs to be considered once both directions are owned

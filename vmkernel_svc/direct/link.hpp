@@ -23,7 +23,7 @@ struct DirectRoom {
   vmci::Segment segment;
   std::shared_ptr<const vmci::UniqueFd> pidfds[2];
   std::uint32_t guests[2];
-  pid_t pids[2], own_pids[2];  // as the service sees them, and as they see themselves
+  pid_t pids[2];
   std::vector<std::uint32_t> free;
   std::uint32_t used = 0;  // links ever made at a time
 
@@ -36,6 +36,7 @@ struct DirectLink {
   std::uint32_t index;      // of the first of its two directions, / 2
   std::uint32_t epoch;
   bool datagrams = false;
+  bool to_be_given = false;  // its inbox: DirectDesk::taken_inboxes_ has it
   QueuePair* ends[2];       // nullptr: gone
   std::uint32_t guests[2];  // theirs
   vmci::ServiceClaim claims[2];       // of the direction that ends[i] posts to
@@ -51,6 +52,7 @@ struct DirectLink {
   std::optional<std::uint64_t> inside_at[2];
   std::uint64_t refused_since_ns[2] = {0, 0};  // that the poster is inside, 0: it is not
   std::uint64_t stopped_since_ns[2] = {0, 0};  // seen so after it was revoked, 0: not
+  std::uint64_t asked_ns[2] = {0, 0};          // when it was last looked whether it is
   std::uint32_t takers[2] = {0, 0};  // of the direction that ends[i] posts to: its number at the other end's SRQ; 0: that has none
   std::uint32_t unopened_posts = 0;
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to

@@ -100,18 +100,28 @@ std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   return {};
 }
 
-Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std::string& why_not) {
+// Asked of the machine once.
+bool DirectDesk::trusts(const Guest& a, const Guest& b, std::string& why_not) {
   const auto key = key_of(a, b);
-  if (const auto known = rooms_.find(key); known != rooms_.end()) return known->second;
-  if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, Errno{EPERM};
+  if (together_.contains(key)) return true;
+  if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, false;
   const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials.pid, *guest.pidfd); };
   const TrustFacts of_a = facts(a), of_b = facts(b);
   why_not = why_apart(of_a, of_b);
   if (!why_not.empty()) {
     spdlog::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
     apart_.emplace(key, why_not);
-    return Errno{EPERM};
+    return false;
   }
+  const bool in_order = a.id.value <= b.id.value;
+  together_.emplace(key, std::array{(in_order ? of_a : of_b).own_pid, (in_order ? of_b : of_a).own_pid});
+  return true;
+}
+
+Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std::string& why_not) {
+  const auto key = key_of(a, b);
+  if (const auto known = rooms_.find(key); known != rooms_.end()) return known->second;
+  if (!trusts(a, b, why_not)) return Errno{EPERM};
   why_not = "no memory or descriptors left for its words";
   for (Guest* const guest : {&a, &b}) {
     if (guest->key_book) continue;
@@ -132,8 +142,6 @@ Result<std::shared_ptr<DirectRoom>> DirectDesk::room_of(Guest& a, Guest& b, std:
   room->guests[0] = key.first, room->guests[1] = key.second;
   room->pids[0] = in_order ? a.credentials.pid : b.credentials.pid;
   room->pids[1] = in_order ? b.credentials.pid : a.credentials.pid;
-  room->own_pids[0] = (in_order ? of_a : of_b).own_pid;
-  room->own_pids[1] = (in_order ? of_b : of_a).own_pid;
   return rooms_.emplace(key, std::move(room)).first->second;
 }
 
@@ -240,7 +248,7 @@ void DirectDesk::part_from(QueuePair& qp) {
 void DirectDesk::look_again() {
   if (fabric_.config.direct != "auto") return;
   for (auto& [qpn, qp] : fabric_.by_qpn)
-    if (qp->core.state == QpState::rts || (qp->core.type == QpType::ud && qp->core.state == QpState::rtr)) doubtful_.insert(qpn);
+    if (qp->core.state == QpState::rts || qp->core.port.link != nullptr || (qp->core.type == QpType::ud && qp->core.state == QpState::rtr)) doubtful_.insert(qpn);
 }
 
 }  // namespace vrdma::svc
