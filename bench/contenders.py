@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from pairs import MIB, Bench, used_s
+from pairs import MIB, Bench, proportional_kib, used_s
 from paths import PATIENCE, Failure, Program, Service, Side, Skip, figures, free_port, listening, run, run_pair, wait_until
 
 GIB = 1 << 30
@@ -53,7 +53,7 @@ class Contenders(Bench):
         return self.service.show()["counters"]["direct_links"]
 
     def anyhow(self, mode, body):
-        """Likewise, for what is mediated in either mode (UD), or has no connection."""
+        """Likewise, for what may be mediated in either mode, or has no connection."""
         self.service = self.services[mode]
         try:
             return body()
@@ -126,6 +126,19 @@ class Contenders(Bench):
         finally:
             for program in [program for pair in pairs for program in pair]:
                 program.stop()
+
+    def memory_per_qp(self, mode, pairs):
+        """Resident memory of an idle connected queue pair with room for 64 sends and receives: of a service of its own, whose heap is new, and
+        both programs together."""
+        def resident_kib(count):
+            usual, self.service = self.service, Service(self.build, config=self.services[mode].config)
+            try:
+                pair = self.pair("idle", "--idle-qps", count, "--depth", 64)
+                return self.beside(pair, lambda: sum(proportional_kib(program.pid) for program in (*pair, self.service.program)))
+            finally:
+                own, self.service = self.service, usual
+                own.stop()
+        return {"kib": (resident_kib(pairs + 1) - resident_kib(1)) / (2 * pairs)}
 
     def registrations(self, size):
         found = self.alone("reg-mr", "--bytes", size, "--samples", 50_000)

@@ -23,7 +23,8 @@ struct Options {
   std::uint32_t window = 16;           // requests outstanding
   std::uint32_t chain = 1;             // requests in one ibv_post_send
   std::uint32_t signal_every = 1;      // request that asks for a completion
-  std::uint32_t idle_qps = 0;          // connected and never used
+  std::uint32_t idle_qps = 0;          // connected and never used, with room …
+  std::uint32_t depth = 16;            // … for so many sends and receives each
   std::uint32_t qps = 1;               // used by turns
   std::uint32_t mrs = 1;               // read from by turns
   std::uint32_t processes = 2;         // of all-to-all

@@ -85,8 +85,9 @@ def families(c, modes=OURS):
           {**{mode: ("ib_atomic_lat -A FETCH_AND_ADD", lambda mode=mode: c.on(mode, lambda: c.perftest_latency(
               "ib_atomic_lat", 8, 400, "-A", "FETCH_AND_ADD"))) for mode in modes}, "ucx": ucx("ucp_fadd", 8), "floor": loop})
     point(family("uc-lat", "RDMA WRITE over UC, half a round trip", "bytes"), 8, perftest("ib_write_lat", 8, {"direct": 400, "mediated": 100_000}, "-c", "UC"))
-    point(family("ud-lat", "SEND over UD, half a round trip (mediated in either mode)", "bytes"), 8,
-          both("ib_send_lat -c UD", lambda mode: c.perftest_latency("ib_send_lat", 8, 5000, "-c", "UD"), on="anyhow"))
+    datagrams = family("ud-lat", "SEND over UD, half a round trip, both sides poll", "bytes")
+    for bytes_ in (8, 256, 4 * KIB):
+        point(datagrams, bytes_, {**perftest("ib_send_lat", bytes_, {"direct": 600, "mediated": 5000}, "-c", "UD"), "ucx": ucx("tag_lat", bytes_)})
     point(family("events", "SEND, half a round trip, both sides sleep", "bytes"), 8,
           {**both("ib_send_lat -e", lambda mode: c.perftest_latency("ib_send_lat", 8, 50_000, "-e")),
            "unix": sockets("unix", "sleep", 8), "tcp": sockets("tcp", "sleep", 8), "floor": floor("bounce-sleep")}, quick=True)
@@ -143,6 +144,8 @@ def families(c, modes=OURS):
     made_per_s = dict(figure="k_per_s", unit="k/s", lower_is_better=False)
     point(family("connect-rate", "RC pairs between two programs, made, brought to RTS and destroyed", "QPs", **made_per_s), 1,
           both("verbs_bench connect-rate", lambda mode: c.connections(), on="anyhow"), quick=True)
+    point(family("qp-memory", "Resident memory of an idle connected queue pair, 64 sends and receives, service included", "QPs", figure="kib", unit="KiB"), 1000,
+          both("verbs_bench idle", lambda mode: c.memory_per_qp(mode, 1000), on="anyhow"))
     registered = family("reg-rate", "Memory regions registered and deregistered", "bytes", **made_per_s)
     for bytes_ in (4 * KIB, MIB):
         point(registered, bytes_, both("verbs_bench reg-mr", lambda mode, bytes_=bytes_: c.registrations(bytes_), on="anyhow"))

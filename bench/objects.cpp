@@ -80,7 +80,7 @@ void idle_pairs(const Options& options) {
   sigprocmask(SIG_BLOCK, &stop, nullptr);
   Endpoint endpoint(options, static_cast<int>(2 * options.idle_qps + 1), false);
   endpoint.allocate(4096);
-  endpoint.connect(options.idle_qps, {16, 16});
+  endpoint.connect(options.idle_qps, {options.depth, options.depth});
   endpoint.barrier();
   std::printf("ready\n");
   std::fflush(stdout);

@@ -21,6 +21,11 @@ def used_s(pid):
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
+def proportional_kib(pid):
+    """Resident memory; of what processes share, to each its part."""
+    return int(re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M).group(1))
+
+
 class Bench:
     """What the rows call: floors and pairs of verbs_bench around one vrdmad. `programs`: the folder where these are."""
 

@@ -109,6 +109,7 @@ def goals(results):
         worst = max((x for x in (16, 256, 1024, 4096) if f(f"qps/{size(x)}")), key=lambda x: f(f"qps/{size(x)}"))
         goal(f"1 to {most} connected QPs, one active", "within 1.2 x of one", (ratio(f(f"qps/{size(worst)}"), f("qps/1")), f"{{:.2f}} x at worst ({worst})", 1.2, "<="))
     goal("all-to-all of 16 processes", "sum within 1.3 x of two", (ratio(f("all-to-all/2"), f("all-to-all/16")), "{:.2f} x less", 1.3, "<="))
+    goal("memory of an idle QP, 64+64 WRs", "<= 16 KiB", (f("qp-memory/1000"), "{:.1f} KiB", 16, "<="))
     goal("RC pairs made, connected, destroyed", ">= 5 000/s", (f("connect-rate/1"), "{:.2f} k/s", 5, ">="))
     goal("100 000 MRs", "as fast as 10", (ratio(f(f"mrs/{size(100_000)}"), f("mrs/10")), "{:.2f} x", 1.1, "<="))
     return made

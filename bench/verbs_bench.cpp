@@ -9,7 +9,7 @@
 //   write-bw, write-bw-events        RDMA WRITE of --bytes, --window outstanding, over --buffers buffers; polls, sleeps
 //   write-rate, send-rate            8 B inline, --window outstanding; write-rate: over --qps queue pairs by turns
 //   flood, flood-events              large RDMA WRITEs until SIGTERM; "ready" when the first are posted
-//   idle                             --idle-qps connected queue pairs until SIGTERM; "ready" when connected
+//   idle                             --idle-qps connected queue pairs of --depth until SIGTERM; "ready" when connected
 //   connect-rate                     pairs of queue pairs made, brought to RTS and destroyed
 //   reg-mr, create-qp                without a peer
 //   all-to-all                       8 B WRITEs between --processes processes of its own; without a peer
@@ -59,6 +59,7 @@ int main(int argc, char** argv) {
   app.add_option("--chain", options.chain)->check(CLI::PositiveNumber);
   app.add_option("--signal-every", options.signal_every)->check(CLI::PositiveNumber);
   app.add_option("--idle-qps", options.idle_qps);
+  app.add_option("--depth", options.depth)->check(CLI::PositiveNumber);
   app.add_option("--qps", options.qps)->check(CLI::PositiveNumber);
   app.add_option("--mrs", options.mrs)->check(CLI::PositiveNumber);
   app.add_option("--processes", options.processes)->check(CLI::Range(2, 256));

@@ -277,7 +277,7 @@ class Service:
     """A private vrdmad on a socket in a folder of its own."""
 
     def __init__(self, build, arguments=(), uid=None, config=None):
-        self.build, self.arguments, self.user = build, list(arguments), as_user(uid)
+        self.build, self.arguments, self.user, self.config = build, list(arguments), as_user(uid), config
         self.folder = TempFolder(mode=0o755, owner=uid)
         if config is not None:
             (self.folder.path / "vrdmad.json").write_text(json.dumps(config))
