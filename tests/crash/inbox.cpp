@@ -21,7 +21,7 @@ using namespace crash;
 namespace {
 
 constexpr unsigned watchdog_s = 120;
-constexpr std::uint32_t messages = 2000, more = 300;
+constexpr std::uint32_t messages = 20000, more = 300;
 constexpr std::uint32_t window = 32, credit = 8;  // datagrams ahead of the receiver, and so many it acknowledges at a time
 constexpr std::uint32_t depth = 128, grh_bytes = 40, datagram_bytes = 256, slot_bytes = 512, qkey = 0x1234;
 

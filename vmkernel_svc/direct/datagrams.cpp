@@ -1,6 +1,5 @@
 // UD queue pairs in direct mode. Each has a link of its own: its send queue, which is handed out to its guest, and its inbox, which is
 // handed out to whoever may deliver there. The service takes an inbox for as long as it delivers there itself.
-#include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/direct/link.hpp"
 #include "vmkernel_svc/shard.hpp"
@@ -71,34 +70,6 @@ bool DirectDesk::settle_inbox(DirectLink& link) {
   haunted_.erase(&link);
   give_inbox(link);
   return true;
-}
-
-// --- what guests ask --------------------------------------------------------------------------------------------
-
-Result<control::OpenPathReply> DirectDesk::open(Guest& guest, const control::OpenPathRequest& request, std::vector<vmci::UniqueFd>& give) {
-  const auto offered = offered_link(guest, {request.qp, request.offer});
-  if (!offered) return offered.error();
-  if (!(*offered)->datagrams) return Errno{EINVAL};
-  const QueuePair& qp = *find(guest.qps, request.qp);
-  const auto* const to = shard_.ports().reachable(qp.core, request.address);
-  const DirectLink* const link = to != nullptr ? to->port.link : nullptr;
-  if (link == nullptr || !link->datagrams) return Errno{EHOSTUNREACH};
-  const QueuePair& peer = *to->port.owner;
-  std::string why;
-  if (!trusts(guest, *peer.guest, why)) return Errno{EHOSTUNREACH};
-  auto end = describe(qp, peer, *link, 1, give);
-  if (!end) return end.error();
-  control::OpenPathReply reply{};
-  reply.end = *end;
-  if (peer.srq != nullptr) reply.shared = describe(*peer.srq);
-  reply.has_grh = MediatedPorts::has_grh(*to, request.address);
-  reply.source = MediatedPorts::source(qp.core, request.address);
-  reply.slid = guest.lid;
-  ++counters_.paths;
-  reply.poster = direct::poster_number(guest.id.value);
-  if (posters_.insert_or_assign(reply.poster, Poster{guest.credentials.pid, guest.pidfd}).second)
-    std::erase_if(posters_, [](const auto& poster) { return has_ended(*poster.second.pidfd); });
-  return reply;
 }
 
 }  // namespace vrdma::svc

@@ -1,7 +1,5 @@
 #include "vmkernel_svc/direct/direct_desk.hpp"
 
-#include <fcntl.h>
-
 #include <algorithm>
 
 #include "vmkernel_svc/control/find.hpp"
@@ -21,8 +19,6 @@ constexpr std::uint32_t useful_messages = 64;       // so many since it was hand
 constexpr std::uint64_t grace_ns = 10'000'000;   // for a poster to leave, before it is asked whether it is stopped …
 constexpr std::uint64_t stopped_ns = 1'000'000;  // … and so long it has to have been
 constexpr std::uint64_t useful_datagrams = 8;       // likewise: of many receivers each is new at first
-
-vmci::UniqueFd copy_of(int fd) { return vmci::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
 }  // namespace
 
@@ -277,102 +273,13 @@ void DirectDesk::forget(Guest& guest) {
   std::erase_if(together_, its);
 }
 
-// --- what guests ask --------------------------------------------------------------------------------------------
+// --- memory ---------------------------------------------------------------------------------------------------------
 
 void DirectDesk::registered(Guest& guest, const Region& region) {
   if (guest.key_book) guest.key_book->add(guest, region);
 }
 void DirectDesk::deregistering(Guest& guest, const Region& region) {
   if (guest.key_book) guest.key_book->remove(region.key);
-}
-
-Result<DirectLink*> DirectDesk::offered_link(Guest& guest, const control::OpenDirectRequest& request) {
-  const QueuePair* const qp = find(guest.qps, request.qp);
-  if (qp == nullptr) return Errno{EINVAL};
-  DirectLink* const link = qp->core.port.link;
-  if (link == nullptr || link->epoch != request.offer) return Errno{ESTALE};
-  return link;
-}
-
-Result<control::OpenSharedReceivesReply> DirectDesk::open_shared_receives(Guest& guest, const control::OpenDirectRequest& request) {
-  const auto offered = offered_link(guest, request);
-  if (!offered) return offered.error();
-  const DirectLink& link = **offered;
-  const QueuePair* const peer = link.ends[1 - link.side(*find(guest.qps, request.qp))];
-  if (peer == nullptr || peer->srq == nullptr) return Errno{ESTALE};
-  return describe(*peer->srq);
-}
-
-control::OpenSharedReceivesReply DirectDesk::describe(const SharedReceiveQueue& srq) {
-  return {{srq.offset, srq.view.geometry(), control::no_lane, srq.core.record_slots}, srq.turns_offset};
-}
-
-Result<control::OpenDirectReply> DirectDesk::open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give) {
-  const auto offered = offered_link(guest, request);
-  if (!offered) return offered.error();
-  DirectLink* const link = *offered;
-  const QueuePair& qp = *find(guest.qps, request.qp);
-  const int i = link->side(qp);
-  const QueuePair* const peer = link->datagrams ? &qp : link->ends[1 - i];
-  if (peer == nullptr) return Errno{ESTALE};
-  auto reply = describe(qp, *peer, *link, i, give);
-  link->opened[i] = reply.has_value();
-  return reply;
-}
-
-// What `from` needs to run that direction, which ends at `peer`.
-Result<control::OpenDirectReply> DirectDesk::describe(const QueuePair& from, const QueuePair& peer, const DirectLink& link, int i,
-                                                      std::vector<vmci::UniqueFd>& give) {
-  const Guest &guest = *from.guest, &far_guest = *peer.guest;
-  for (const int fd : {link.room->segment.fd(), far_guest.arena.segment().fd(), guest.key_book->fd(), far_guest.key_book->fd()}) {
-    give.push_back(copy_of(fd));
-    if (!give.back()) return give.clear(), Errno{EMFILE};
-  }
-  control::OpenDirectReply reply{};
-  reply.room = link.room->number;
-  reply.peer = far_guest.id.value;
-  reply.direction = link.index * 2 + static_cast<std::uint32_t>(i);
-  reply.epoch = link.epoch;
-  reply.pd = from.pd->number;
-  reply.peer_pd = peer.pd->number;
-  reply.peer_arena_bytes = far_guest.arena.segment().bytes();
-  reply.peer_cq = peer.receive_cq->offset;
-  reply.peer_receive = {peer.receive_offset, peer.receive_view.geometry(), peer.receive_lane, peer.core.receive_record_slots};
-  reply.peer_qpn = peer.core.qpn.value;
-  reply.peer_cq_handle = peer.receive_cq->handle.value;
-  reply.taker = link.takers[i];
-  reply.has_unmapped = guest.reached_by_service || far_guest.reached_by_service;
-  if (const Channel* const channel = peer.receive_cq->channel) {
-    give.push_back(copy_of(channel->peers.get()));
-    if (!give.back()) return give.clear(), Errno{EMFILE};
-    reply.peer_channel = channel->handle.value;
-  }
-  return reply;
-}
-
-Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give) {
-  const auto owner = fabric_.guests.find(request.guest);
-  if (owner == fabric_.guests.end() || !together_.contains(key_of(guest, *owner->second))) {
-    const bool own = request.guest == guest.id.value && guest.key_book;
-    if (!own) return Errno{EPERM};
-  }
-  const auto backing = owner->second->backings.find(request.backing);
-  if (backing == owner->second->backings.end() || backing->second.lendable_fd() < 0) return Errno{EINVAL};
-  give.push_back(copy_of(backing->second.lendable_fd()));
-  if (!give.back()) return give.clear(), Errno{EMFILE};
-  return control::OpenBackingReply{backing->second.bytes()};
-}
-
-Result<control::OpenProcessReply> DirectDesk::open(Guest& guest, const control::OpenProcessRequest& request) {
-  const auto owner = fabric_.guests.find(request.guest);
-  if (owner == fabric_.guests.end()) return Errno{EPERM};
-  const Guest& peer = *owner->second;
-  const auto key = key_of(guest, peer);
-  const auto pids = together_.find(key);
-  if (pids == together_.end()) return Errno{EPERM};
-  const pid_t pid = pids->second[key.first == peer.id.value ? 0 : 1];
-  if (!peer.reached_by_service || pid <= 0) return Errno{ENOENT};
-  return control::OpenProcessReply{static_cast<std::uint32_t>(pid), 0, peer.probe.probe_address, peer.probe.probe_value};
 }
 
 // --- to be seen -------------------------------------------------------------------------------------------------
