@@ -259,7 +259,7 @@ bool Shard::run_list(RunList& list) {
     if (progress == engine::Progress::worked) {
       qp.port.idle_turns = 0;
       worked = true;
-      ++list.next;
+      if (qp.port.link == nullptr || !direct_->rest(*qp.port.owner, 0)) ++list.next;
     } else if (++qp.port.idle_turns, qp.port.link != nullptr && direct_->rest(*qp.port.owner, qp.port.idle_turns)) {
       continue;  // likewise
     } else if (qp.port.idle_turns > (runnable_count_ > crowd ? idle_turns_crowded : idle_turns_max)) {

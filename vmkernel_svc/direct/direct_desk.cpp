@@ -109,6 +109,7 @@ void DirectDesk::import(DirectLink& link, int i) {
   if (link.ends[i] != nullptr) link.note_rest(i, *link.ends[i]);
   forget_left_work(link, i);
   link.owned[i] = true;
+  if (i == 0) link.turns = 0;
   link.claims[i].direction().claimed_arm = 0;
   link.claims[i].direction().taking.unfinished = 0;  // also by one who was cut off, and says so only now
   watch(link, i, false);

@@ -38,7 +38,8 @@ class DirectDesk {
 
   // Whether the shard may run this queue pair, which has a link, now. False: it is out of its list, and comes back when it may.
   bool may_run(QueuePair& qp);
-  // The queue pair has found nothing to do for so many looks: time to hand its link out? Both its queue pairs are then out of their lists.
+  // After a turn; the queue pair has found nothing to do for so many looks: time to hand its link out? Both its queue pairs are then out of their
+  // lists.
   bool rest(QueuePair& qp, std::uint32_t idle_turns);
   bool hand_out(QueuePair& qp) { return hand_out(qp, false); }
   // Before a turn of a queue pair that has a link: whether it has been kept busy for so long that it will not rest, and its link is handed

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint32_t rest_turns = 8;             // looks in vain before a link is handed out again, and twice as many …
 constexpr std::uint32_t rest_doublings = 6;         // … each time that it came back
-constexpr std::uint32_t datagrams_rest_turns = 2;   // likewise: nobody else has to come to rest with it
+constexpr std::uint32_t datagrams_turns = 2;        // likewise of a UD queue pair, idle or not: nobody else has to come to rest with it
 constexpr std::uint32_t mapping_returns = 3;        // the first ones, which are to be expected
 constexpr std::uint64_t lap_bytes = 4 << 20;        // of large messages
 constexpr std::uint64_t take_up_ns = 50'000;        // for a poster to take up what was handed out with work in it
@@ -192,9 +192,10 @@ void DirectDesk::forget_left_work(DirectLink& link, int i) {
 }
 
 bool DirectDesk::rest(QueuePair& qp, std::uint32_t idle_turns) {
-  const DirectLink& link = *qp.core.port.link;
-  const std::uint32_t turns = link.datagrams ? datagrams_rest_turns << std::min(link.returns / 4, rest_doublings) : rest_turns << std::min(link.returns, rest_doublings);
-  return idle_turns == turns && hand_out(qp);
+  DirectLink& link = *qp.core.port.link;
+  if (!link.datagrams) return idle_turns == rest_turns << std::min(link.returns, rest_doublings) && hand_out(qp);
+  // Who sends one after the other, and shares the service's processor, has posted the next one at every other look.
+  return ++link.turns >= datagrams_turns << std::min(link.returns / 4, rest_doublings) && hand_out(qp);
 }
 
 }  // namespace vrdma::svc

@@ -55,6 +55,7 @@ struct DirectLink {
   std::uint64_t asked_ns[2] = {0, 0};          // when it was last looked whether it is
   std::uint32_t takers[2] = {0, 0};  // of the direction that ends[i] posts to: its number at the other end's SRQ; 0: that has none
   std::uint32_t unopened_posts = 0;
+  std::uint32_t turns = 0;    // of a UD queue pair, since the service has its send queue
   std::uint32_t returns = 0;  // times in a row that a poster could not do what it was asked to
   // Where the send queue of ends[i] was, and what its queue pair had moved, when the service last found it empty, got it, or could not hand
   // it out.
