@@ -91,14 +91,14 @@ def check_alive(hosts):
 class World:
     """Hosts that know each other."""
 
-    def __init__(self, build, count, subnet=Written):
+    def __init__(self, build, count, subnet=Written, direct="mediated"):
         self.network = Network(count + 1)  # and a stranger
         self.hosts = []
         try:
             self.folder = TempFolder()
             known = subnet(build, self.network, self.folder.path)
             for i in range(count):
-                self.hosts.append(Host(build, self.network, i, known.config(i)))
+                self.hosts.append(Host(build, self.network, i, {**known.config(i), "direct": direct}))
             self.wait_joined()
         except BaseException:
             self.close()
@@ -412,6 +412,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", required=True)
     parser.add_argument("--sample", type=int, default=0, help="so many tests of the conformance suite; 0: all")
+    parser.add_argument("--direct", default="mediated", choices=("mediated", "auto"), help="of programs of one host")
     parser.add_argument("groups", nargs="+", choices=GROUPS)
     arguments = parser.parse_args()
     missing = why_not()
@@ -421,7 +422,7 @@ def main():
     failed = 0
     for group in arguments.groups:
         count, cases = GROUPS[group]
-        world = World(build, count, Managed if group == "managed" else Written)
+        world = World(build, count, Managed if group == "managed" else Written, arguments.direct)
         try:
             for name, case in cases(world, arguments.sample) if group == "conformance" else cases(world):
                 begun = harness.time.monotonic()
