@@ -129,6 +129,9 @@ int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
   Shape shape;
   if (const int error = check(qp, wr, shape); error != 0) return error;
   if (!qp.send.has_room(shape.slots)) return ENOMEM;
+  if constexpr (std::is_same_v<Direct, DatagramSender>) {  // once it is posted, its address handle may go
+    if (direct == nullptr && !qp.liveness->gone()) qp.datagrams->look_at(wr);
+  }
   if (direct == nullptr || !direct->carry_out(qp.send, wr, flags_of(qp, wr))) write(qp, wr, shape);
   return 0;
 }
@@ -137,12 +140,14 @@ int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
 template <class Wr, class PostOne>
 int publish_chain(Wr* wr, Wr** bad_wr, PostOne&& post) {
   int error = 0;
-  for (; wr != nullptr; wr = wr->next) {
+  while (wr != nullptr) {
+    Wr* const next = wr->next;  // once one is posted and has completed, it is its owner's again
     error = post(*wr);
     if (error != 0) {
       *bad_wr = wr;
       break;
     }
+    wr = next;
   }
   return error;
 }
@@ -217,8 +222,6 @@ int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   if (datagrams == nullptr) return post_sends(qp, chain, bad_wr, entered(qp, connection_of(qp)));
   if (DatagramSender* const direct = entered(qp, datagrams)) return post_sends(qp, chain, bad_wr, direct);
   const int error = post_sends(qp, chain, bad_wr, static_cast<DatagramSender*>(nullptr));
-  if (qp.liveness->gone()) return error;
-  for (const ibv_send_wr* wr = chain; wr != (error != 0 ? *bad_wr : nullptr); wr = wr->next) datagrams->look_at(*wr);
   fetch_missing(qp, *datagrams);
   return error;
 }

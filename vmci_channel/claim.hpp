@@ -104,8 +104,18 @@ class ServiceClaim {
     const std::uint64_t claim = std::atomic_ref(direction_->claim).load(std::memory_order_acquire);
     return epoch_of(claim) == epoch_ && (holder_of(claim) == held_by_revocable_poster || holder_of(claim) == held_by_poster);
   }
-  // Of an inbox: the poster that is inside, or stands still there.
-  std::uint32_t poster() const { return vrdma::direct::poster_of(word()); }
+  // Of an inbox, whose posters may take turns meanwhile: what the claim is now; whether take() has it when it is that; and as seize(), of the
+  // poster that it names (poster_of()), if nothing has changed since.
+  std::uint64_t word() const { return std::atomic_ref(direction_->claim).load(std::memory_order_relaxed); }
+  bool is_free(std::uint64_t seen) const {
+    using namespace vrdma::direct;
+    return seen == claim_word(epoch_, held_by_nobody) || seen == claim_word(epoch_, given_up_by_poster);
+  }
+  bool seize(std::uint64_t seen) {
+    using namespace vrdma::direct;
+    return std::atomic_ref(direction_->claim)
+        .compare_exchange_strong(seen, claim_word(epoch_, held_by_service), std::memory_order_acquire, std::memory_order_relaxed);
+  }
   // The connection is over; held by the service. Who tries to enter sees it.
   void end() {
     using namespace vrdma::direct;
@@ -114,8 +124,6 @@ class ServiceClaim {
   vrdma::direct::Direction& direction() const { return *direction_; }
 
  private:
-  std::uint64_t word() const { return std::atomic_ref(direction_->claim).load(std::memory_order_relaxed); }
-
   vrdma::direct::Direction* direction_ = nullptr;
   std::uint32_t epoch_ = 0;
 };

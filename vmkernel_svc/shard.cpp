@@ -317,7 +317,7 @@ void Shard::make_runnable(Qp& qp) {
 // Takes a queue pair out of its list, unless something was posted in the meantime.
 bool Shard::park(RunList& list, std::size_t index) {
   Qp& qp = *list.queue_pairs[index];
-  if (qp.port.link != nullptr && direct_->hand_out(*qp.port.owner)) return true;
+  if (qp.port.link != nullptr && qp.port.owner->guest->held_since_ns == 0 && direct_->hand_out(*qp.port.owner)) return true;
   qp.port.owner->watch_sends(true);  // with a fence
   if (engine_.may_take_sends(qp)) {
     qp.port.owner->watch_sends(false);

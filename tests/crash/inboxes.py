@@ -16,6 +16,7 @@ POINTS = ("inbox_claimed", "copied", "before_cqe", "cqe_written", "before_inbox_
 
 
 def case(world, service, point, passing, action):
+    before = service.show()["counters"]["direct_paths"]
     order = f"direct.guest.{point}:{passing}" + (":stop" if action == "stop" else "")
     with world.pair(service, {"role": "poster", "crash_at": order}, {"role": "receiver"}) as (poster, receiver):
         eventually("the poster was struck", lambda: state_of(poster.pid) in "TZX")
@@ -36,6 +37,8 @@ def case(world, service, point, passing, action):
             raise Failure(f"the receiver's outcome is {outcome}")
         if action == "stop" and (outcome := poster.result()) != "complete":
             raise Failure(f"the poster's outcome is {outcome}")
+    if (paths := service.show()["counters"]["direct_paths"] - before) < 2:
+        raise Failure(f"{paths} of two posters delivered directly")
     service.check_alive()
     service.expect_empty()
 

@@ -52,9 +52,10 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   if (link.refused_since_ns[i] == 0) link.refused_since_ns[i] = now;
   if (now - link.refused_since_ns[i] < grace_ns || now - link.asked_ns[i] < stopped_ns) return false;
   link.asked_ns[i] = now;
-  if (link.is_inbox(i) && poster_ended(link, i)) return recover(link, i), true;
-  const auto inside = poster(link, i);
-  if (!inside || !is_stopped(inside->pid) || has_ended(*inside->pidfd) || !link.claims[i].revoke()) return link.stopped_since_ns[i] = 0, false;
+  if (link.is_inbox(i) && take_from_ended(link, i)) return true;
+  const Poster of_connection{link.room->pids[link.place_of_poster(i)], link.room->pidfds[link.place_of_poster(i)]};
+  const Poster* const inside = link.is_inbox(i) ? poster_of(link.claims[i].word()) : &of_connection;
+  if (inside == nullptr || !is_stopped(inside->pid) || has_ended(*inside->pidfd) || !link.claims[i].revoke()) return link.stopped_since_ns[i] = 0, false;
   link.revoked[i] = true;
   // Seen again: a process that is about to stop may yet be woken before it leaves its processor.
   if (link.stopped_since_ns[i] == 0) link.stopped_since_ns[i] = now;
@@ -66,16 +67,24 @@ bool DirectDesk::cut_off(DirectLink& link, int i) {
   return true;
 }
 
-std::optional<DirectDesk::Poster> DirectDesk::poster(const DirectLink& link, int i) const {
-  if (!link.is_inbox(i)) return Poster{link.room->pids[link.place_of_poster(i)], link.room->pidfds[link.place_of_poster(i)]};
-  const auto found = posters_.find(link.claims[i].poster());
-  return found != posters_.end() ? std::optional(found->second) : std::nullopt;
+// Of an inbox. nullptr: of none.
+const DirectDesk::Poster* DirectDesk::poster_of(std::uint64_t claim) const {
+  const auto found = posters_.find(direct::poster_of(claim));
+  return found != posters_.end() ? &found->second : nullptr;
 }
 
-// Also of one that never was: who writes nonsense into an inbox's claim holds nobody up.
-bool DirectDesk::poster_ended(const DirectLink& link, int i) const {
-  const auto inside = poster(link, i);
-  return !inside || has_ended(*inside->pidfd);
+// A direction whose poster has ended inside its claim. An inbox's also from one that never was: who writes nonsense there holds nobody up.
+bool DirectDesk::take_from_ended(DirectLink& link, int i) {
+  if (!link.is_inbox(i)) {
+    if (!has_ended(*link.room->pidfds[link.place_of_poster(i)])) return false;
+    link.claims[i].seize();
+  } else {
+    const std::uint64_t claim = link.claims[i].word();
+    const Poster* const inside = poster_of(claim);
+    if (link.claims[i].is_free(claim) || (inside != nullptr && !has_ended(*inside->pidfd)) || !link.claims[i].seize(claim)) return false;
+  }
+  recover(link, i);
+  return true;
 }
 
 void DirectDesk::import(DirectLink& link, int i) {
@@ -161,9 +170,8 @@ void DirectDesk::settle_turn(DirectLink& link, int i, const direct::Positions& a
   shard_.engine().give_back(to.core, taking.wr_id, taking.buffer);
 }
 
-// The poster's process has ended inside the claim. Of its own queues nothing matters any more.
+// The poster's process has ended inside the claim, which was seized. Of its own queues nothing matters any more.
 void DirectDesk::recover(DirectLink& link, int i) {
-  link.claims[i].seize();
   if (!link.cut[i]) recorded(link.claims[i]) = receiver_at(link, i);
   link.revoked[i] = true;
   import(link, i);
@@ -233,7 +241,7 @@ bool DirectDesk::settle() {
   }
   for (DirectLink* const link : std::vector(orphans_)) {
     for (int side = 0; side < 2; ++side)
-      if (!own(*link, side) && poster_ended(*link, side)) recover(*link, side);
+      if (!own(*link, side)) take_from_ended(*link, side);
     if (!link->whole()) continue;
     for (QueuePair* end : link->ends)
       if (end != nullptr) shard_.make_runnable(end->core);

@@ -121,8 +121,8 @@ class DirectDesk {
   Result<control::OpenDirectReply> describe(const QueuePair& from, const QueuePair& peer, const DirectLink& link, int i, std::vector<vmci::UniqueFd>& give);
   static control::OpenSharedReceivesReply describe(const SharedReceiveQueue& srq);
   void forget_poster(const Guest& guest);
-  std::optional<Poster> poster(const DirectLink& link, int i) const;
-  bool poster_ended(const DirectLink& link, int i) const;
+  const Poster* poster_of(std::uint64_t claim) const;
+  bool take_from_ended(DirectLink& link, int i);
   void give(DirectLink& link, int i);
   void give_work(QueuePair& qp, bool with_work);
   bool give_datagrams(DirectLink& link, bool with_work);
@@ -130,6 +130,7 @@ class DirectDesk {
   bool give_inbox(DirectLink& link);
   bool settle_inbox(DirectLink& link);
   void recover(DirectLink& link, int i);
+  void note_poster(std::uint32_t number, const Guest& guest);
   void leave(DirectLink& link, QueuePair& qp);
   void dissolve(DirectLink& link);
   void part_from(QueuePair& qp);

@@ -51,6 +51,9 @@ bool names_another(const QueuePair& qp) {
   return left != 0 && left != qp.send_lane + 1;
 }
 
+// Whether a request of its guest waits, which may need all of its queue pairs at once: then nothing is given away beside it.
+bool is_asked_for(const DirectLink& link, const QueuePair& qp) { return link.datagrams && qp.guest->held_since_ns != 0; }
+
 // Whether the message that the queue pair is at comes to its end by itself, and is one that its poster could carry out.
 bool ends_soon(const QueuePair& qp) {
   const engine::Operation& op = qp.core.operation;
@@ -64,7 +67,7 @@ DirectDesk::Flood DirectDesk::flood(QueuePair& qp) {
   DirectLink& link = *qp.core.port.link;
   const int i = link.side(qp);
   const bool other_waits = link.waits_since_ns[1 - i] != 0;
-  if (qp.core.state != QpState::rts || !never_rests(qp)) {
+  if (qp.core.state != QpState::rts || is_asked_for(link, qp) || !never_rests(qp)) {
     link.waits_since_ns[i] = 0;
     return qp.core.state == QpState::rts && other_waits ? Flood::to_boundary : Flood::none;
   }
@@ -194,6 +197,7 @@ void DirectDesk::forget_left_work(DirectLink& link, int i) {
 bool DirectDesk::rest(QueuePair& qp, std::uint32_t idle_turns) {
   DirectLink& link = *qp.core.port.link;
   if (!link.datagrams) return idle_turns == rest_turns << std::min(link.returns, rest_doublings) && hand_out(qp);
+  if (is_asked_for(link, qp)) return false;
   // Who sends one after the other, and shares the service's processor, has posted the next one at every other look.
   return ++link.turns >= datagrams_turns << std::min(link.returns / 4, rest_doublings) && hand_out(qp);
 }

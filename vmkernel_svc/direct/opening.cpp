@@ -98,8 +98,7 @@ Result<control::OpenPathReply> DirectDesk::open(Guest& guest, const control::Ope
   reply.slid = guest.lid;
   ++counters_.paths;
   reply.poster = direct::poster_number(guest.id.value);
-  if (posters_.insert_or_assign(reply.poster, Poster{guest.credentials.pid, guest.pidfd}).second)
-    std::erase_if(posters_, [](const auto& poster) { return has_ended(*poster.second.pidfd); });
+  note_poster(reply.poster, guest);
   return reply;
 }
 

@@ -447,14 +447,17 @@ class Requester {
     return true;
   }
   bool wait_for_turn(Qp<P>& qp) {
-    constexpr std::uint64_t look_again_ns = 20'000;
+    constexpr std::uint64_t look_again_ns = 20'000, slice_ns = datagram_patience_ns / copy_patience_slices;  // as in wait_for_copy
     Operation& op = qp.operation;
     const std::uint64_t now = ports_.now_ns();
     if (op.wait != Operation::Wait::busy) {
       op.wait = Operation::Wait::busy;
-      op.deadline_ns = now + datagram_patience_ns;
+      op.slices_left = copy_patience_slices;
+      op.deadline_ns = now + slice_ns;
+    } else if (now >= op.deadline_ns) {
+      if (--op.slices_left == 0) return op.wait = Operation::Wait::none, false;
+      op.deadline_ns = now + slice_ns;
     }
-    if (now >= op.deadline_ns) return op.wait = Operation::Wait::none, false;
     ports_.wake_at(qp, now + look_again_ns);
     return true;
   }
