@@ -39,7 +39,10 @@ struct Chance {
 bool served(Machine& machine) {
   constexpr std::uint32_t sequence = 0x900d900d;
   auto socket = vmci::PacketSocket::connect(machine.socket);
-  if (!socket) return false;
+  if (!socket) {
+    MESSAGE("cannot connect: errno ", value(socket.error()));
+    return false;
+  }
   control::Head head{};
   head.record.control = static_cast<std::uint32_t>(Request::query_device);
   head.sequence = sequence;
@@ -67,7 +70,7 @@ TEST_CASE("Processes that send anything are bounded, and others are served") {
   std::vector<vmci::PacketSocket> sockets;
   const auto connect = [&] {
     auto connected = vmci::PacketSocket::connect(machine.socket);
-    REQUIRE(connected.has_value());
+    if (!connected) FAIL("cannot connect: errno ", value(connected.error()));
     ::fcntl(connected->fd(), F_SETFL, O_NONBLOCK);
     return std::move(*connected);
   };
