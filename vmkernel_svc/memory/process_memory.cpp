@@ -157,7 +157,7 @@ bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
     try {
       std::thread([worker = worker_] {
         worker->run();  // until close(), which has counted it
-        worker->lingering->fetch_sub(1, std::memory_order_relaxed);
+        worker->lingering->fetch_sub(1, std::memory_order_release);  // whoever sees it may do away with what the worker used
       }).detach();
     } catch (const std::system_error&) {
       worker_->started = false;
