@@ -68,6 +68,14 @@ struct Ah {
   static Ah& of(ibv_ah* ah) { return *reinterpret_cast<Ah*>(ah); }
 };
 
+// The address of a request of a UD queue pair, as its WQE has it.
+inline UdOperand ud_operand(const ibv_send_wr& wr) {
+  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
+  operand.remote_qpn = wr.wr.ud.remote_qpn;
+  operand.remote_qkey = wr.wr.ud.remote_qkey;
+  return operand;
+}
+
 struct Channel {
   ibv_comp_channel verbs{};
   std::shared_ptr<Attachment> attachment;

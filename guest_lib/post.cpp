@@ -46,13 +46,6 @@ RemoteOperand remote_operand(const ibv_send_wr& wr) {
   return {wr.wr.rdma.remote_addr, 0, 0, wr.wr.rdma.rkey, 0};
 }
 
-UdOperand ud_operand(const ibv_send_wr& wr) {
-  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
-  operand.remote_qpn = wr.wr.ud.remote_qpn;
-  operand.remote_qkey = wr.wr.ud.remote_qkey;
-  return operand;
-}
-
 // The payload bytes of an inline request, or -1: more than the queue pair takes.
 int inline_bytes(const Qp& qp, const ibv_send_wr& wr) {
   std::uint64_t bytes = 0;

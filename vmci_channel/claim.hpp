@@ -45,6 +45,13 @@ class PosterClaim {
     // Likewise: of the poster's own queues, and how far it is.
     std::atomic_ref(direction_->claim).store(claim_word(epoch_, given_up_by_poster), std::memory_order_release);
   }
+  // Inside: where the direction stands, at the last message boundary; what is written for the next one, which counts once published.
+  const vrdma::direct::Positions& positions() const { return direction_->positions[direction_->current & 1]; }
+  vrdma::direct::Positions& next_positions() const { return direction_->positions[(direction_->current + 1) & 1]; }
+  void publish_positions() const {
+    // R1: pairs with R2 in the service's recorded(), should this process end here: one of the two positions is whole.
+    std::atomic_ref(direction_->current).store(direction_->current + 1, std::memory_order_release);
+  }
   // What belongs to others is written by these, while inside.
   const ClaimedStores& stores() const { return stores_; }
   vrdma::direct::Direction& direction() const { return *direction_; }

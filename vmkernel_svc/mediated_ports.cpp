@@ -405,21 +405,22 @@ MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
   };
   if (const Route* const known = fabric_.routes.find(key, fabric_.topology_generation)) return take(*known);
   Route route;
-  const auto found = fabric_.by_qpn.find(ud.remote_qpn);
-  if (found != fabric_.by_qpn.end() && !found->second->guest->frozen &&
-      fabric_.leads_to(*found->second->guest, link_layer, ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid))
-    route = {&found->second->core, !hosts::pkeys_match(qp.port.pkey, found->second->core.port.pkey)};
+  if (Qp* const to = addressed(link_layer, ud)) route = {to, !hosts::pkeys_match(qp.port.pkey, to->port.pkey)};
   fabric_.routes.insert(key, fabric_.topology_generation, route);
   return take(route);
 }
 
 const MediatedPorts::Qp* MediatedPorts::reachable(const Qp& qp, const UdOperand& ud) {
+  const Qp* const to = addressed(link_layer_of(qp), ud);
+  return to != nullptr && hosts::pkeys_match(qp.port.pkey, to->port.pkey) ? to : nullptr;
+}
+
+MediatedPorts::Qp* MediatedPorts::addressed(std::uint32_t link_layer, const UdOperand& ud) {
   const auto found = fabric_.by_qpn.find(ud.remote_qpn);
   if (found == fabric_.by_qpn.end()) return nullptr;
-  const QueuePair& to = *found->second;
-  const bool reached = !to.guest->frozen && fabric_.leads_to(*to.guest, link_layer_of(qp), ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid) &&
-                       hosts::pkeys_match(qp.port.pkey, to.core.port.pkey);
-  return reached ? &to.core : nullptr;
+  QueuePair& to = *found->second;
+  const bool leads = !to.guest->frozen && fabric_.leads_to(*to.guest, link_layer, ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid);
+  return leads ? &to.core : nullptr;
 }
 
 bool MediatedPorts::may_deliver(Qp& receiver) { return receiver.port.link == nullptr || fabric_.runner.owns_inbox(*receiver.port.owner); }

@@ -127,6 +127,7 @@ class MediatedPorts {
   void far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
 
  private:
+  Qp* addressed(std::uint32_t link_layer, const UdOperand& ud);  // of this host, in whatever partition
   void take_back(Srq& srq);
   std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,
                                        std::uint32_t access);

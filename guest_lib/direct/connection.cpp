@@ -28,15 +28,14 @@ void DirectConnection::take_over() {
   near_.attributes.max_rd_atomic = static_cast<std::uint8_t>(direction.terms.max_rd_atomic);
   far_.attributes.access_flags = direction.terms.remote_access;
   far_.attributes.max_dest_rd_atomic = static_cast<std::uint8_t>(direction.terms.max_dest_rd_atomic);
-  const direct::Positions& at = direction.positions[direction.current & 1];
+  const direct::Positions& at = claim_.positions();
   near_.send_lane.skip_to(at.send_lane);
   far_.receive_lane.skip_to(at.receive_lane);
   step_back();
 }
 
 void DirectConnection::step_back() {
-  const direct::Direction& direction = claim_.direction();
-  const direct::Positions& at = direction.positions[direction.current & 1];
+  const direct::Positions& at = claim_.positions();
   engine::leave_responder(near_);
   near_.state = far_.state = engine::QpState::rts;
   near_.operation.stage = engine::Operation::Stage::none;
@@ -53,9 +52,7 @@ void DirectConnection::step_back() {
 }
 
 void DirectConnection::record() {
-  direct::Direction& direction = claim_.direction();
-  const std::uint32_t next = direction.current + 1;
-  direct::Positions& at = direction.positions[next & 1];
+  direct::Positions& at = claim_.next_positions();
   at.send_head = near_.send_ring.position();
   at.send_lane = near_.send_lane.position();
   at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
@@ -66,8 +63,7 @@ void DirectConnection::record() {
   at.atomics = near_.counters.atomics;
   at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
   VRDMA_CRASH_POINT("direct.guest.before_record");
-  // R1: pairs with R2 in the service's DirectDesk::recover, should this process end here: one of the two positions is whole.
-  std::atomic_ref(direction.current).store(next, std::memory_order_release);
+  claim_.publish_positions();
   VRDMA_CRASH_POINT("direct.guest.recorded");
 }
 

@@ -25,7 +25,7 @@ constexpr std::size_t adds_between_looks = 64;        // at paths that are over
 DatagramPath::DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends,
                            const DatagramSource& source)
     : reach{std::move(room_in)}, channel_(std::move(channel_in)), claim_(ends.claim), received_(ends.received), peer_channel_(ends.peer_channel),
-      source_(source), ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions(), ends.shared, source), engine_(ports_) {
+      ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions(), ends.shared, source), engine_(ports_) {
   far_.type = engine::QpType::ud;
   far_.qpn = Qpn{ends.peer_qpn};
   far_.receive_ring = vmci::RecordReader(ends.receive_records.produce(), ends.receive_records.geometry().produce_slots);
@@ -56,13 +56,12 @@ void DatagramPath::take_over() {
     ports_.forget_keys();
     far_.attributes.qkey = direction.terms.qkey;
   }
-  far_.receive_lane.skip_to(direction.positions[direction.current & 1].receive_lane);
+  far_.receive_lane.skip_to(claim_.positions().receive_lane);
   step_back();
 }
 
 void DatagramPath::step_back() {
-  const direct::Direction& direction = claim_.direction();
-  const direct::Positions& at = direction.positions[direction.current & 1];
+  const direct::Positions& at = claim_.positions();
   far_.state = engine::QpState::rts;
   far_.inbound.active = false;
   far_.counters.dropped = 0;
@@ -72,20 +71,17 @@ void DatagramPath::step_back() {
 }
 
 void DatagramPath::record() {
-  direct::Direction& direction = claim_.direction();
-  const std::uint32_t next = direction.current + 1;
-  direct::Positions& at = direction.positions[next & 1];
+  direct::Positions& at = claim_.next_positions();
   at = {};
   at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
   at.receive_lane = far_.receive_lane.position();
   at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
   VRDMA_CRASH_POINT("direct.guest.before_inbox_record");
-  // R1: as in DirectConnection::record.
-  std::atomic_ref(direction.current).store(next, std::memory_order_release);
+  claim_.publish_positions();
   VRDMA_CRASH_POINT("direct.guest.inbox_recorded");
 }
 
-bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, std::uint32_t qkey, std::uint8_t sl) {
+bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, const UdOperand& address, std::uint32_t qkey) {
   const engine::OpcodeRule& rule = engine::opcode_rules[wr.opcode];
   const std::uint64_t bytes = wr.sg_list->length;
   if (bytes == 0 || bytes > limits::mtu_max_bytes || qkey != far_.attributes.qkey || far_.receive_record_slots != 1) return false;
@@ -107,9 +103,10 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
     if (ports_.take_turn(receive_id)) break;
     if (!ports_.turn_lost() || tries == DirectConnection::turns_lost_max) return false;
   }
-  if (source_.has_grh) {
+  const bool has_grh = ports_.source().has_grh;
+  if (has_grh) {
     std::byte grh[engine::grh_bytes];
-    engine::write_grh_bytes(source_.gid, Ah::of(wr.wr.ud.ah).route, static_cast<std::uint32_t>(bytes), grh);
+    ports_.write_grh(near, far_, address, static_cast<std::uint32_t>(bytes), grh);
     if (ports_.copy(near, to, engine::Place::in_engine(grh), sizeof(grh)) != engine::MemoryStatus::done) return false;
   }
   if (ports_.copy(near, to + engine::grh_bytes, from, bytes) != engine::MemoryStatus::done) return false;
@@ -118,9 +115,9 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
   cqe.byte_len = static_cast<std::uint32_t>(bytes + engine::grh_bytes);
   cqe.imm_data = rule.has_imm ? wr.imm_data : 0;
   cqe.src_qp = near.qpn.value;
-  cqe.slid = source_.lid;
-  cqe.sl = sl;
-  const auto told = static_cast<std::uint8_t>(engine::receive_flags((flags & wr_solicited) != 0, rule) | (source_.has_grh ? wc_grh : 0));
+  cqe.slid = ports_.source().lid;
+  cqe.sl = address.sl;
+  const auto told = static_cast<std::uint8_t>(engine::receive_flags((flags & wr_solicited) != 0, rule) | (has_grh ? wc_grh : 0));
   ports_.complete(far_, engine::Direction::receive, cqe, {WcStatus::success, rule.receive_opcode, told});
   if (ports_.given_up()) return false;
   far_.receive_ring.advance(1);
@@ -170,13 +167,12 @@ void DatagramSender::take_over() {
   handouts_seen_ = direction.handouts;
   near_.attributes.path_mtu = direction.terms.path_mtu;
   near_.attributes.qkey = direction.terms.qkey;
-  near_.send_lane.skip_to(direction.positions[direction.current & 1].send_lane);
+  near_.send_lane.skip_to(claim_.positions().send_lane);
   step_back();
 }
 
 void DatagramSender::step_back() {
-  const direct::Direction& direction = claim_.direction();
-  const direct::Positions& at = direction.positions[direction.current & 1];
+  const direct::Positions& at = claim_.positions();
   near_.state = engine::QpState::rts;
   near_.operation.stage = engine::Operation::Stage::none;
   near_.operation.copy_pending = near_.send_queue_lost = false;
@@ -186,26 +182,23 @@ void DatagramSender::step_back() {
 }
 
 void DatagramSender::record() {
-  direct::Direction& direction = claim_.direction();
-  const std::uint32_t next = direction.current + 1;
-  direct::Positions& at = direction.positions[next & 1];
+  direct::Positions& at = claim_.next_positions();
   at = {};
   at.send_head = near_.send_ring.position();
   at.send_lane = near_.send_lane.position();
   at.psn = near_.send_psn.value;
   at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
   VRDMA_CRASH_POINT("direct.guest.before_record");
-  // R1: as in DirectConnection::record.
-  std::atomic_ref(direction.current).store(next, std::memory_order_release);
+  claim_.publish_positions();
   VRDMA_CRASH_POINT("direct.guest.recorded");
 }
 
 bool DatagramSender::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
-  // Those before it come first; and who wants the claim gets it between two datagrams.
-  const UdOperand operand = operand_of(wr);
+  const UdOperand operand = ud_operand(wr);
   DatagramPath* const path = path_to(operand);
+  // Those before it come first; and who wants the claim gets it between two datagrams.
   if (path == nullptr || wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop() || !inside(*path)) return false;
-  if (!path->deliver(near_, wr, flags, qkey_of(operand), operand.sl)) return note_failure(*path), false;
+  if (!path->deliver(near_, wr, flags, operand, qkey_of(operand))) return note_failure(*path), false;
 
   // From here on it is done. Its slot is taken before its completion can be polled.
   queue.pass(wr.wr_id);
@@ -272,12 +265,7 @@ DatagramSender::Address DatagramSender::address_of(UdOperand operand) {
   return std::bit_cast<Address>(operand);
 }
 
-UdOperand DatagramSender::operand_of(const ibv_send_wr& wr) {
-  UdOperand operand = Ah::of(wr.wr.ud.ah).route;
-  operand.remote_qpn = wr.wr.ud.remote_qpn;
-  operand.remote_qkey = wr.wr.ud.remote_qkey;
-  return operand;
-}
+void DatagramSender::look_at(const ibv_send_wr& wr) { path_to(ud_operand(wr)); }
 
 // Multicast is the service's.
 DatagramPath* DatagramSender::path_to(const UdOperand& operand) {

@@ -32,8 +32,8 @@ class DatagramPath {
   bool stop() const { return claim_.stop() || ports_.owes_turn(); }
   bool over() const { return claim_.over(); }  // the receiver is gone, or not any more what it was
 
-  // One datagram of one buffer. False: it has not been begun, or is given up. qkey: of the receiver, as the request has it.
-  bool deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, std::uint32_t qkey, std::uint8_t sl);
+  // One datagram of one buffer. False: it has not been begun, or is given up. qkey: of the receiver, as the request means it.
+  bool deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, const UdOperand& address, std::uint32_t qkey);
   // The one at the head of the send queue, whatever it is like. False: likewise, and `near` is to step back; turn_lost(): it may be tried again.
   bool run(DirectPorts::Qp& near);
   bool turn_lost() const { return ports_.turn_lost(); }
@@ -52,7 +52,6 @@ class DatagramPath {
   vmci::PosterClaim claim_;
   Told received_;
   PeerChannel peer_channel_;
-  DatagramSource source_;
   DirectPorts::Qp far_;
   DirectPorts ports_;
   engine::Engine<DirectPorts> engine_;
@@ -87,7 +86,7 @@ class DatagramSender {
   void add(const UdOperand& address, std::unique_ptr<DatagramPath> path);
   bool wants() const { return unmapped_ != nullptr || !wanted_.empty(); }
   // Of requests that the service carries out: their addresses are asked for all the same.
-  void look_at(const ibv_send_wr& wr) { path_to(operand_of(wr)); }
+  void look_at(const ibv_send_wr& wr);
 
  private:
   using Address = std::array<std::uint64_t, 4>;  // a UdOperand without its Q_Key
@@ -98,7 +97,6 @@ class DatagramSender {
     std::unique_ptr<DatagramPath> path;
     std::uint64_t ask_again_ns = 0, patience_ns = 0;  // where there is none
   };
-  static UdOperand operand_of(const ibv_send_wr& wr);
   static Address address_of(UdOperand operand);
   DatagramPath* path_to(const UdOperand& operand);
   void want(const UdOperand& operand);

@@ -181,6 +181,7 @@ class DirectPorts {
     return source_.has_grh;
   }
   std::uint16_t lid(Qp&) { return source_.lid; }
+  const DatagramSource& source() const { return source_; }
 
  private:
   void give_up() { given_up_ = true; }

@@ -83,7 +83,7 @@ inline bool has_ended(const vmci::UniqueFd& pidfd) {
 // The poster's last record.
 inline direct::Positions& recorded(const vmci::ServiceClaim& claim) {
   direct::Direction& direction = claim.direction();
-  // R2: pairs with R1 in DirectConnection::record.
+  // R2: pairs with R1 in vmci::PosterClaim::publish_positions.
   return direction.positions[std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1];
 }
 
