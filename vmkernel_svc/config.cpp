@@ -16,6 +16,7 @@
 #include <set>
 #include <sstream>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "vmkernel_svc/hosts/address.hpp"
@@ -274,6 +275,11 @@ void RemoteConfig::check() const {
   require(self, fmt::format("\"name\" is \"{}\", which is none of \"hosts\": this host must be among them", name));
 }
 
+std::uint32_t default_shards() {
+  constexpr std::uint32_t processors_each = 4;  // it polls beside the programs that it serves
+  return std::clamp(std::thread::hardware_concurrency() / processors_each, 1u, shards_max);
+}
+
 std::string Config::machines_folder() const {
   if (!vm_folder.empty()) return vm_folder;
   return std::filesystem::absolute(std::filesystem::path(socket)).parent_path() / "vm";
@@ -329,7 +335,7 @@ void Config::check() const {
   require(!socket.empty(), "\"socket\" is empty: give the path of the socket to listen at");
   require(link_layer == "infiniband" || link_layer == "ethernet",
           fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" or \"ethernet\"", link_layer));
-  require(shards >= 1 && shards <= 1, fmt::format("\"shards\" is {}: this version runs one shard", shards));
+  require(shards >= 1 && shards <= shards_max, fmt::format("\"shards\" is {}: 1 to {} are possible", shards, shards_max));
   require(arena_bytes >= (1u << 20) && arena_bytes <= (1ull << 40) && arena_bytes % 4096 == 0,
           fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));
   require(machine_arena_bytes >= (1u << 20) && machine_arena_bytes <= (1ull << 32) && machine_arena_bytes % 4096 == 0,

@@ -49,11 +49,14 @@ struct HcaSettings {  // the physical HCA that takes connections to other hosts
   std::uint8_t ack_timeout = 0;  // 4.096 µs × 2^n, at least, where a queue pair has less; 0: as it says
 };
 
+constexpr std::uint32_t shards_max = 32;
+std::uint32_t default_shards();  // one for every four processors, at least one
+
 struct Config {
   std::string socket = "/run/vrdma/vrdmad.sock";
   std::uint32_t socket_mode = 0666;              // who may attach; the tenant is the peer's uid
   std::string link_layer = "infiniband";         // or "ethernet"; a guest may ask for the other
-  std::uint32_t shards = 1;
+  std::uint32_t shards = default_shards();       // threads that run the engine
   std::string vm_folder;                         // of the virtual machines; empty: "vm" beside the socket
   std::string log_file;                          // empty: standard error
   std::string log_level = "info";                // trace, debug, info, warn, error, off

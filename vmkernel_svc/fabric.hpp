@@ -1,5 +1,5 @@
 // Everything that the guests of one host are to each other: who has which address and QPN, which key names what, who is in
-// which multicast group. Used by the shard's thread only.
+// which multicast group. Shards read it in their turns, and change it alone (turnstile.hpp), unless a member says otherwise.
 #pragma once
 
 #include <boost/unordered/unordered_flat_map.hpp>
@@ -10,12 +10,13 @@
 #include <unordered_map>
 #include <vector>
 
-#include "cache/generation_cache.hpp"
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/hosts/state.hpp"
 #include "vmkernel_svc/lids.hpp"
+#include "vmkernel_svc/memory/pending_jobs.hpp"
 #include "vmkernel_svc/memory/region.hpp"
 #include "vmkernel_svc/objects.hpp"
+#include "vmkernel_svc/shards.hpp"
 #include "vmkernel_svc/vmci_switch.hpp"
 
 namespace vrdma::hosts {
@@ -24,35 +25,17 @@ class Service;
 
 namespace vrdma::svc {
 
-struct RouteKey {
-  std::uint32_t qpn;
-  std::uint16_t dlid;
-  std::uint8_t link_layer;  // the sender's: it decides whether LID or GID counts
-  std::uint16_t pkey;       // the sender's
-  Gid dgid;
-  bool operator==(const RouteKey&) const = default;
-};
-struct Route {
-  MediatedPorts::Qp* peer = nullptr;
-  bool refuses = false;  // its P_Key does not match the sender's
-};
-struct RouteKeyHash {
-  std::size_t operator()(const RouteKey& key) const {
-    std::uint64_t high, low;
-    std::memcpy(&high, key.dgid.data(), 8);
-    std::memcpy(&low, key.dgid.data() + 8, 8);
-    return (static_cast<std::uint64_t>(key.qpn) << 32 | std::uint64_t{key.link_layer} << 16 | key.dlid) ^ std::uint64_t{key.pkey} << 40 ^ high * 31 ^ low;
-  }
-};
-
-// What the fabric asks of whoever runs it.
+// What the ports ask of the shard that runs them.
 class Runner {
  public:
+  virtual std::uint32_t number() const = 0;
   virtual void make_runnable(MediatedPorts::Qp& qp) = 0;
   virtual void set_timer(MediatedPorts::Qp& qp, std::uint64_t at_ns) = 0;
   virtual void overran(CompletionQueue& cq) = 0;
   // Whether the receive queue of a UD queue pair is the service's for this turn. False: somebody else delivers there just now.
   virtual bool owns_inbox(QueuePair& qp) = 0;
+  // The receiver's guest is another shard's: they are to be one's after this turn, and the sender to be run again.
+  virtual void bring_together(MediatedPorts::Qp& sender, QueuePair& receiver) = 0;
 
  protected:
   ~Runner() = default;
@@ -73,12 +56,10 @@ class FarDesk;
 
 class Fabric {
  public:
-  explicit Fabric(const Config& config_in, Runner& runner_in, JobSink& sink_in)
-      : config(config_in), runner(runner_in), sink(sink_in) {}
+  Fabric(const Config& config_in, Shards& shards_in) : config(config_in), shards(shards_in) {}
 
   const Config& config;
-  Runner& runner;
-  JobSink& sink;
+  Shards& shards;
 
   std::unordered_map<std::uint32_t, std::unique_ptr<Guest>> guests;  // by VMCI context id
   std::deque<DepartedGuest> departed;  // the last 256, newest first
@@ -90,13 +71,8 @@ class Fabric {
 
   // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
   std::uint64_t topology_generation = 1;
-  cache::GenerationCache<RouteKey, Route, RouteKeyHash> routes{4096};
-  cache::CacheCounters key_counters;
-
   std::uint64_t next_pd = 1;
-  std::uint64_t next_job = 1;
-  boost::unordered_flat_map<std::uint64_t, MediatedPorts::Qp*> jobs;  // by sequence: who waits; one that was given up is not here
-  std::uint64_t local_copies_bytes = 0;
+  PendingJobs<MediatedPorts::Qp> jobs;
   std::vector<MachineStatus> machines;  // as the server said last
   hosts::Partitions partitions = config.partitions;  // as the subnet has them, or this host alone (pkeys.hpp)
   std::string host_name = config.remote.name;        // by which they know this host

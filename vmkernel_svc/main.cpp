@@ -16,7 +16,7 @@ int main(int argc, char** argv) {
                "It needs no HCA, no kernel module and no root."};
   app.set_version_flag("--version", "vrdmad " VRDMA_VERSION);
   std::string file, socket, vm_folder, link_layer, direct, log_file, log_level;
-  std::uint32_t idle_exit_s = 0;
+  std::uint32_t idle_exit_s = 0, shards = 0;
   int ready_fd = -1;
   bool check_only = false;
   auto* const from_file = app.add_option("-c,--config", file, "JSON configuration file; flags override it");
@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
   auto* const machines = app.add_option("--vm-folder", vm_folder, "folder of the virtual machines; default: vm beside the socket");
   auto* const layer = app.add_option("--link-layer", link_layer, "infiniband (default) or ethernet, for guests that do not ask");
   auto* const who_moves = app.add_option("--direct", direct, "auto: programs that may reach each other's memory move the data themselves; mediated (default): never");
+  auto* const threads = app.add_option("--shards", shards, "threads that move data; default: one for every four processors");
   app.add_option("--log-file", log_file, "log there instead of standard error");
   auto* const level = app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
   auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
@@ -51,6 +52,7 @@ int main(int argc, char** argv) {
     if (machines->count() != 0) config.vm_folder = vm_folder;
     if (layer->count() != 0) config.link_layer = link_layer == "ib" ? "infiniband" : link_layer;
     if (who_moves->count() != 0) config.direct = direct;
+    if (threads->count() != 0) config.shards = shards;
     if (!log_file.empty()) config.log_file = log_file;
     if (level->count() != 0) config.log_level = log_level;
     if (idle->count() != 0) config.idle_exit_s = idle_exit_s;

@@ -34,9 +34,9 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key
                                             std::uint64_t bytes, std::uint32_t access) {
   Region* region = hint.key == key.value ? fabric_.regions.at(hint.slot, hint.generation) : nullptr;
   if (region != nullptr && hint.generation != 0) {
-    ++fabric_.key_counters.hits;
+    ++key_counters_.hits;
   } else {
-    ++fabric_.key_counters.misses;
+    ++key_counters_.misses;
     const auto slot = fabric_.regions.find(key);
     if (!slot) return std::nullopt;
     region = &fabric_.regions.slot(*slot);
@@ -222,19 +222,18 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
   job->qpn = qp.qpn.value;
   job->slot = slot;
   job->generation = region.generation;
-  job->sequence = fabric_.next_job++;
-  const std::uint64_t sequence = job->sequence;
-  if (!region.guest->submit(std::move(job))) return false;
-  ++region.jobs;
+  job->shard = runner_.number();
+  const std::uint64_t sequence = job->sequence = fabric_.jobs.add(qp);
+  if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
+  region.job_begins();
   qp.port.job_sequence = sequence;
-  fabric_.jobs.emplace(sequence, &qp);
   return true;
 }
 
 void MediatedPorts::abandon(Qp& qp) {
   qp.port.copied = 0;
   if (qp.port.job_sequence == 0) return;
-  fabric_.jobs.erase(qp.port.job_sequence);  // the sink drops it when it comes back, if it does
+  fabric_.jobs.remove(qp.port.job_sequence);  // the sink drops it when it comes back, if it does
   qp.port.job_sequence = 0;
   qp.port.finished_job.reset();
 }
@@ -293,7 +292,7 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeSta
   if (cq.produced - cq.consumed_seen >= cq.cqe && cq.direct_lanes == 0) {
     cq.consumed_seen = std::atomic_ref(cq.shared->consumed).load(std::memory_order_acquire);
     if (cq.produced - cq.consumed_seen >= cq.cqe) {
-      fabric_.runner.overran(cq);
+      runner_.overran(cq);
       return false;
     }
   }
@@ -360,7 +359,7 @@ void MediatedPorts::take_back(Srq& srq) { fabric_.far->hca()->take_back(srq); }
 void MediatedPorts::state_changed(Qp& qp) {
   if (qp.port.owner == nullptr) return;
   qp.port.owner->watch_receives(qp.state == engine::QpState::err);
-  fabric_.runner.make_runnable(qp);
+  runner_.make_runnable(qp);
 }
 
 void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
@@ -375,7 +374,7 @@ void MediatedPorts::await_receive(Qp& sender, Qp& receiver) {
 // --- time -----------------------------------------------------------------------------------------------------
 
 std::uint64_t MediatedPorts::now_ns() { return vmci::monotonic_ns(); }
-void MediatedPorts::wake_at(Qp& qp, std::uint64_t ns) { fabric_.runner.set_timer(qp, ns); }
+void MediatedPorts::wake_at(Qp& qp, std::uint64_t ns) { runner_.set_timer(qp, ns); }
 
 // --- addresses ------------------------------------------------------------------------------------------------
 
@@ -384,15 +383,26 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
   if (port.peer_generation == fabric_.topology_generation) return port.peer;
   port.peer_generation = fabric_.topology_generation;
   port.peer = nullptr;
-  const auto found = fabric_.by_qpn.find(qp.attributes.dest_qp_num);
-  const auto& path = qp.attributes.path;
-  if (found != fabric_.by_qpn.end() &&
-      fabric_.leads_to(*found->second->guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid)) {
-    if (!found->second->guest->frozen && admits(qp, found->second->core)) port.peer = &found->second->core;
-  } else if (fabric_.far != nullptr) {
+  if (QueuePair* const to = addressee(qp)) {
+    // One that is another shard's is connected elsewhere: who is connected to it was brought together with it.
+    if (!to->guest->frozen && fabric_.shards.of(qp) == to->guest->group->shard && admits(qp, to->core)) port.peer = &to->core;
+  } else if (fabric_.far != nullptr && fabric_.shards.of(qp) == &fabric_.shards.first()) {
     fabric_.far->route(qp);
   }
   return port.peer;
+}
+
+QueuePair* MediatedPorts::addressee(const Qp& qp) const {
+  const auto found = fabric_.by_qpn.find(qp.attributes.dest_qp_num);
+  if (found == fabric_.by_qpn.end()) return nullptr;
+  const auto& path = qp.attributes.path;
+  return fabric_.leads_to(*found->second->guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid) ? found->second : nullptr;
+}
+
+bool MediatedPorts::is_elsewhere(Qp& sender, Qp& receiver) {
+  if (fabric_.shards.count() == 1 || receiver.port.owner->guest->group->shard == fabric_.shards.of(sender)) [[likely]] return false;
+  runner_.bring_together(sender, *receiver.port.owner);
+  return true;
 }
 
 MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
@@ -403,10 +413,10 @@ MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
     if (route.refuses) ++route.peer->port.owner->guest->bad_pkeys;
     return route.refuses ? nullptr : route.peer;
   };
-  if (const Route* const known = fabric_.routes.find(key, fabric_.topology_generation)) return take(*known);
+  if (const Route* const known = routes_.find(key, fabric_.topology_generation)) return take(*known);
   Route route;
   if (Qp* const to = addressed(link_layer, ud)) route = {to, !hosts::pkeys_match(qp.port.pkey, to->port.pkey)};
-  fabric_.routes.insert(key, fabric_.topology_generation, route);
+  routes_.insert(key, fabric_.topology_generation, route);
   return take(route);
 }
 
@@ -423,7 +433,7 @@ MediatedPorts::Qp* MediatedPorts::addressed(std::uint32_t link_layer, const UdOp
   return leads ? &to.core : nullptr;
 }
 
-bool MediatedPorts::may_deliver(Qp& receiver) { return receiver.port.link == nullptr || fabric_.runner.owns_inbox(*receiver.port.owner); }
+bool MediatedPorts::may_deliver(Qp& receiver) { return receiver.port.link == nullptr || runner_.owns_inbox(*receiver.port.owner); }
 
 MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index) {
   Gid group;

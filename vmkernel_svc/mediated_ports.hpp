@@ -1,7 +1,7 @@
 // The engine's ports when a shard of the host service runs it: registered memory mapped in the service or reached through
 // the guest's process, completions into the guest's lanes, events into its pipes, peers found among the service's guests.
 //
-// Used by the shard's thread only.
+// Each shard has its own, and uses them in its turns; whoever is alone (turnstile.hpp) may use any.
 #pragma once
 
 #include <array>
@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 
+#include "cache/generation_cache.hpp"
 #include "vmci_channel/placement_copy.hpp"
 #include "vmkernel_svc/engine/ports.hpp"
 #include "vmkernel_svc/engine/qp.hpp"
@@ -25,10 +26,33 @@ struct QueuePair;
 struct SharedReceiveQueue;
 struct CompletionQueue;
 class Fabric;
+class Runner;
+class MediatedPorts;
 struct StandIn;
 struct HcaConnection;
 struct HcaShared;
 struct DirectLink;
+
+struct RouteKey {
+  std::uint32_t qpn;
+  std::uint16_t dlid;
+  std::uint8_t link_layer;  // the sender's: it decides whether LID or GID counts
+  std::uint16_t pkey;       // the sender's
+  Gid dgid;
+  bool operator==(const RouteKey&) const = default;
+};
+struct Route {
+  engine::Qp<MediatedPorts>* peer = nullptr;
+  bool refuses = false;  // its P_Key does not match the sender's
+};
+struct RouteKeyHash {
+  std::size_t operator()(const RouteKey& key) const {
+    std::uint64_t high, low;
+    std::memcpy(&high, key.dgid.data(), 8);
+    std::memcpy(&low, key.dgid.data() + 8, 8);
+    return (static_cast<std::uint64_t>(key.qpn) << 32 | std::uint64_t{key.link_layer} << 16 | key.dlid) ^ std::uint64_t{key.pkey} << 40 ^ high * 31 ^ low;
+  }
+};
 
 class MediatedPorts {
  public:
@@ -72,7 +96,7 @@ class MediatedPorts {
     std::string no_hca;        // … or will not have any, and why
   };
 
-  explicit MediatedPorts(Fabric& fabric) : fabric_(fabric) {}
+  MediatedPorts(Fabric& fabric, Runner& runner) : fabric_(fabric), runner_(runner) {}
 
   std::optional<engine::Place> find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
   std::optional<engine::Place> find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes);
@@ -103,9 +127,13 @@ class MediatedPorts {
   void wake_at(Qp& qp, std::uint64_t ns);
 
   Qp* peer(Qp& qp);
+  // The far end of a connection, by its address alone, if it is of this host.
+  QueuePair* addressee(const Qp& qp) const;
   Qp* datagram_peer(Qp& qp, const UdOperand& ud);
   // Likewise, for who asks before there is a datagram: nothing is counted.
   const Qp* reachable(const Qp& qp, const UdOperand& ud);
+  // Whether the receiver's guest is another shard's yet: it will not be after this turn.
+  bool is_elsewhere(Qp& sender, Qp& receiver);
   // Whether the service may deliver there now (direct mode).
   bool may_deliver(Qp& receiver);
   Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index);
@@ -116,6 +144,9 @@ class MediatedPorts {
   std::uint16_t lid(Qp& qp);
   // Whether what `sender` sends may come to `receiver`: by their P_Keys. What may not is counted there.
   static bool admits(const Qp& sender, Qp& receiver);
+
+  const cache::CacheCounters& route_counters() const { return routes_.counters(); }
+  cache::CacheCounters& key_counters() { return key_counters_; }
 
   // Other hosts (engine/far_requester.hpp).
   void far_send(Qp& qp, engine::FarFramePtr frame);
@@ -150,6 +181,9 @@ class MediatedPorts {
   };
 
   Fabric& fabric_;
+  Runner& runner_;
+  cache::GenerationCache<RouteKey, Route, RouteKeyHash> routes_{4096};
+  cache::CacheCounters key_counters_;
   std::array<Announcement, 8> announcements_;
   std::size_t announcement_count_ = 0;
   bool told_here_ = false, told_elsewhere_ = false;

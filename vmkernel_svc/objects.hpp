@@ -1,5 +1,5 @@
-// What the service keeps of a guest: the private truth behind every handle. Only the shard that runs the guest touches it;
-// the main thread owns the socket and talks to the shard by tasks.
+// What the service keeps of a guest: the private truth behind every handle. Only the shard that runs the guest touches it, in its turns,
+// and who is alone (turnstile.hpp); the main thread owns the socket and talks to the shards by tasks.
 #pragma once
 
 #include <sys/types.h>
@@ -146,6 +146,7 @@ struct InMachine {
 };
 
 class KeyBook;
+struct GuestGroup;
 
 struct Guest {
   Guest();
@@ -154,6 +155,8 @@ struct Guest {
   GuestId id;
   std::string name;
   Tenant* tenant;
+  GuestGroup* group = nullptr;  // whose shard runs it (shards.hpp)
+  std::uint32_t line = 0;       // in ServicePage::shards
   vmci::Credentials credentials;
   std::unique_ptr<InMachine> machine;  // nullptr: a process of this host
   std::uint16_t lid;

@@ -45,7 +45,7 @@ Server::Server(const Config& config) : config_(config) {
   head.major = version_major;
   head.minor = version_minor;
   head.device_generation = 1;
-  head.shard_count = 1;
+  head.shard_count = config_.shards;
 
   const auto directory = std::filesystem::path(config_.socket).parent_path();
   std::error_code error;
@@ -81,6 +81,7 @@ Server::Server(const Config& config) : config_(config) {
     carrier_place_ = {us.name, us.address, us.carrier_port, config_.hosts->encrypt};
   }
   shard_ = std::make_unique<Shard>(config_, head);
+  while (shard_->fabric().shards.all().size() < config_.shards) further_shards_.push_back(std::make_unique<Shard>(*shard_));
   if (directory_) {
     // Frames of 64 KiB come and go at the end of the heap: returned to the kernel each time, and cleared by it page by page, they would
     // cost more than the bytes in them.
@@ -95,10 +96,7 @@ Server::Server(const Config& config) : config_(config) {
 
 Server::~Server() {
   if (hosts_) hosts_->stop();
-  if (shard_thread_.joinable()) {
-    shard_->stop();
-    shard_thread_.join();
-  }
+  stop_shards();
   if (alive_ != nullptr) {
     // The kernel marks the lock of a thread that dies with it, if the page is still mapped then: who leaves in order does it himself.
     pthread_mutex_unlock(alive_);
@@ -120,14 +118,7 @@ void Server::run() {
   pthread_mutexattr_destroy(&attributes);
   pthread_mutex_lock(alive_);
 
-  shard_thread_ = std::thread([this] {
-    pthread_setname_np(pthread_self(), "shard-0");
-    sigset_t all;
-    sigfillset(&all);
-    sigdelset(&all, SIGBUS);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-    shard_->run();
-  });
+  start_shards();
   signals_.add(SIGTERM);
   signals_.add(SIGINT);
   struct sigaction hangup {};  // ignored under nohup
@@ -159,8 +150,25 @@ void Server::run() {
   io_.run();
   machines_.reset();
   if (hosts_) hosts_->stop();
-  shard_->stop();
-  shard_thread_.join();
+  stop_shards();
+}
+
+void Server::start_shards() {
+  for (Shard* const shard : shard_->fabric().shards.all())
+    shard_threads_.emplace_back([shard] {
+      pthread_setname_np(pthread_self(), fmt::format("shard-{}", shard->number()).c_str());
+      sigset_t all;
+      sigfillset(&all);
+      sigdelset(&all, SIGBUS);
+      pthread_sigmask(SIG_BLOCK, &all, nullptr);
+      shard->run();
+    });
+}
+
+void Server::stop_shards() {
+  for (Shard* const shard : shard_->fabric().shards.all()) shard->stop();
+  for (std::thread& thread : shard_threads_) thread.join();
+  shard_threads_.clear();
 }
 
 // However often they change, the shard is told once at a time, and before it is asked.

@@ -44,6 +44,8 @@ class Server {
   };
   using ConnectionPtr = std::shared_ptr<Connection>;
 
+  void start_shards();
+  void stop_shards();
   void accept_next();
   void admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine);
   void read_next(const ConnectionPtr& connection);
@@ -68,10 +70,11 @@ class Server {
   pthread_mutex_t* alive_ = nullptr;  // on the page; held from run() on
   std::shared_ptr<remote::Directory> directory_;  // nullptr: no other hosts
   remote::TcpCarrier::Place carrier_place_;
+  std::vector<std::unique_ptr<Shard>> further_shards_;  // outlive the first one
   std::unique_ptr<Shard> shard_;
   std::unique_ptr<ControlDesk> desk_;    // these two are used on the shard's thread
   std::unique_ptr<PacketDesk> packets_;
-  std::thread shard_thread_;
+  std::vector<std::thread> shard_threads_;
   std::unique_ptr<Machines> machines_;
   bool machines_changed_ = false, telling_of_machines_ = false;
   std::shared_ptr<hosts::Service> hosts_;  // nullptr: no other hosts

@@ -27,11 +27,25 @@ constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is 
 // Where the processor is shared with a guest that polls, a yield and the way back take longer than a guest elsewhere to answer.
 constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::uint64_t turns_between_looks = 1024;  // at the clock, while receivers of direct connections may sleep
+constexpr std::uint64_t control_patience_ns = 50'000;  // of shards that are kept from their work meanwhile
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
 Shard::Shard(const Config& config, control::ServicePage& page)
-    : page_(page), fabric_(config, *this, *this), direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)) {
+    : number_(0), page_(page), common_(std::make_shared<Common>(config)), shards_(common_->shards), fabric_(common_->fabric),
+      direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)) {
+  make_descriptors();
+  shards_.add(*this);
+}
+
+Shard::Shard(Shard& first)
+    : number_(static_cast<std::uint32_t>(first.shards_.all().size())), page_(first.page_), common_(first.common_), shards_(common_->shards),
+      fabric_(common_->fabric), desk_(std::make_unique<ControlDesk>(first)) {
+  make_descriptors();
+  shards_.add(*this);
+}
+
+void Shard::make_descriptors() {
   epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
   wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) throw std::runtime_error("cannot create the shard's descriptors: too many open files?");
@@ -41,9 +55,11 @@ Shard::Shard(const Config& config, control::ServicePage& page)
 Shard::~Shard() {
   Task* task;
   while (tasks_.pop(task)) delete task;
-  while (!fabric_.guests.empty()) desk_->detach(*fabric_.guests.begin()->second);
-  fabric_.far = nullptr;
-  far_.reset();
+  if (is_first()) {
+    while (!fabric_.guests.empty()) desk_->detach(*fabric_.guests.begin()->second);
+    fabric_.far = nullptr;
+    far_.reset();
+  }
   ProcessJob* job;
   while (jobs_.pop(job)) delete job;
 }
@@ -67,8 +83,58 @@ Status Shard::watch(int fd) {
 
 void Shard::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
+Status Shard::add(Guest& guest) {
+  // A machine's doorbell is one for all its processes: its port has the first shard watch that.
+  if (guest.doorbell_fd)
+    if (const auto watched = watch(guest.doorbell_fd.get()); !watched) return watched;
+  adopt(guest);
+  return ok();
+}
+
+void Shard::adopt(Guest& guest) {
+  guests_.push_back(&guest);
+  ++on_line_[guest.line];
+  wake();  // it does not say on the guest's line that it sleeps
+}
+
 void Shard::remove(Guest& guest) {
-  guests_.erase(std::remove(guests_.begin(), guests_.end(), &guest), guests_.end());
+  if (std::erase(guests_, &guest) == 0) return;
+  --on_line_[guest.line];
+  if (guest.doorbell_fd) unwatch(guest.doorbell_fd.get());
+}
+
+// --- several shards -------------------------------------------------------------------------------------------
+
+void Shard::hand_over(Guest& guest, Shard& to) {
+  for (auto& [handle, qp] : guest.qps) take_out(qp->core);
+  remove(guest);
+  if (guest.doorbell_fd && !to.watch(guest.doorbell_fd.get())) guest.broken = true;  // it could not wake anybody
+  to.adopt(guest);
+  for (auto& [handle, qp] : guest.qps) {
+    if (const std::uint64_t at_ns = std::exchange(qp->core.port.wake_ns, 0); at_ns != 0) to.take_timer(qp->core, at_ns);
+    to.take_in(qp->core);  // whatever it was waiting for is found out anew
+  }
+  ++fabric_.topology_generation;
+}
+
+void Shard::bring_together(Qp& sender, QueuePair& receiver) {
+  const GuestId other = sender.port.owner != nullptr ? sender.port.owner->guest->id : GuestId{};
+  apart_.emplace_back(receiver.guest->id, other);
+}
+
+void Shard::unite() {
+  for (const auto& [id, other_id] : std::exchange(apart_, {})) {
+    const auto guest = fabric_.guests.find(id.value), other = fabric_.guests.find(other_id.value);
+    if (guest == fabric_.guests.end()) continue;
+    if (other_id.value == 0) shards_.pin(*guest->second);  // who sends is of another host
+    else if (other != fabric_.guests.end()) shards_.bring_together(*guest->second, *other->second);
+  }
+}
+
+std::uint64_t Shard::moved_bytes(const Tenant& tenant) const {
+  for (const auto& list : lists_)
+    if (list.tenant == &tenant) return list.moved_bytes;
+  return 0;
 }
 
 // --- other threads --------------------------------------------------------------------------------------------
@@ -111,21 +177,53 @@ void Shard::run() {
 }
 
 bool Shard::turn() {
+  shards_.turnstile.enter(number_);
+  bool worked = own_turn();
+  const bool due = must_be_alone();
+  shards_.turnstile.leave(number_);
+  if (!due) return worked;
+  shards_.turnstile.alone([&] { worked |= common_turn(); });
+  if (!is_first()) shards_.first().wake();  // there may be something for its desks
+  return worked;
+}
+
+bool Shard::own_turn() {
   ++counters_.turns;
-  bool worked = run_tasks();
-  worked |= run_finished_jobs();
+  bool worked = run_finished_jobs();
   worked |= look_at_doorbells();
   if (far_ != nullptr) worked |= far_->turn();
   // With a processor of its own it looks at queue pairs more often than at what is rare: an empty queue costs one load, the rest
   // of a turn several. Where others wait for the processor it is quick to give it away.
   for (int look = backoff_.alone() ? looks_per_turn : 1; look > 0; --look) worked |= run_queue_pairs();
   if (far_ != nullptr) far_->carrier().flush();  // after this turn the processor may be given away
-  worked |= serve_control();
   worked |= run_timers();
-  if (direct_->waiting()) worked |= direct_->settle();
-  if (direct_->watching() && counters_.turns % turns_between_looks == 0) direct_->look(vmci::monotonic_ns());
-  direct_->give_inboxes();
+  if (direct_) {
+    if (direct_->waiting() && !direct_->in_doubt()) worked |= direct_->settle();
+    if (direct_->watching() && counters_.turns % turns_between_looks == 0) direct_->look(vmci::monotonic_ns());
+    direct_->give_inboxes();
+  }
   if (!overrun_.empty()) handle_overruns();
+  return worked;
+}
+
+bool Shard::must_be_alone() {
+  if (!tasks_.empty() || !apart_.empty() || (direct_ && direct_->in_doubt())) return true;
+  if (!control_due_) return false;
+  if (shards_.count() == 1) return true;
+  // A request that must wait for somebody else does not keep all shards from their work by being tried.
+  const std::uint64_t now = vmci::monotonic_ns();
+  const auto is_due = [&](const Guest* guest) { return guest->control_held && (guest->held_since_ns == 0 || now - control_tried_ns_ >= control_patience_ns); };
+  if (!std::any_of(guests_.begin(), guests_.end(), is_due)) return false;
+  control_tried_ns_ = now;
+  return true;
+}
+
+bool Shard::common_turn() {
+  bool worked = run_tasks();
+  unite();
+  // After the queue pairs, so that what a guest posted before it asked has had its turn.
+  worked |= serve_control();
+  if (direct_ && direct_->in_doubt()) worked |= direct_->settle();
   return worked;
 }
 
@@ -146,16 +244,20 @@ bool Shard::run_finished_jobs() {
   while (jobs_.pop(raw)) {
     std::unique_ptr<ProcessJob> job(raw);
     if (job->then) {
-      job->then(*job);
+      shards_.first().submit([job = std::shared_ptr(std::move(job))](Shard&) { job->then(*job); });
       continue;
     }
-    if (Region* region = fabric_.regions.at(job->slot, job->generation)) --region->jobs;
-    const auto waiting = fabric_.jobs.find(job->sequence);
-    if (waiting == fabric_.jobs.end()) continue;  // given up
+    Qp* const qp = fabric_.jobs.find(job->sequence);
+    if (Shard* const now = qp != nullptr ? shards_.of(*qp) : this; now != this) {  // they have moved meanwhile
+      job->shard = now->number_;
+      now->finished(job.release());
+      continue;
+    }
+    if (Region* region = fabric_.regions.at(job->slot, job->generation)) region->job_ends();
+    if (qp == nullptr) continue;  // given up
     // Its guest goes in a moment, and with it whoever waits for this: the peer of one that has ended is told so, and not of bad memory.
     if (job->gone) continue;
-    Qp* const qp = waiting->second;
-    fabric_.jobs.erase(waiting);
+    fabric_.jobs.remove(job->sequence);
     qp->port.finished_job = std::move(job);
     make_runnable(*qp);
   }
@@ -164,6 +266,7 @@ bool Shard::run_finished_jobs() {
 
 bool Shard::look_at_doorbells() {
   bool worked = false, events_held = false;
+  control_due_ = false;
   for (std::size_t i = 0; i < guests_.size(); ++i) {
     Guest& guest = *guests_[i];
     events_held |= guest.events_held;
@@ -173,11 +276,12 @@ bool Shard::look_at_doorbells() {
     }
     if (guest.frozen) continue;
     if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
+    control_due_ |= guest.control_held;
     if (!guest.doorbell.any()) continue;
     guest.doorbell.take([&](std::uint32_t member) {
       ++counters_.doorbells;
       if (member == 0) {
-        guest.control_held = true;
+        guest.control_held = control_due_ = true;
         return;
       }
       if (guest.copier && member == guest.copier->doorbell()) {
@@ -207,7 +311,6 @@ void Shard::flush_held_events() {
   for (Guest* guest : guests_) flush_events(*guest);
 }
 
-// After the queue pairs, so that what a guest posted before it asked has had its turn.
 bool Shard::serve_control() {
   bool worked = false;
   for (std::size_t i = 0; i < guests_.size(); ++i)
@@ -228,7 +331,7 @@ bool Shard::run_queue_pairs() {
   bool worked = false;
   for (auto& list : lists_) {
     if (list.queue_pairs.empty()) continue;
-    list.tenant->deficit_bytes = std::min(list.tenant->deficit_bytes + quantum_bytes, quantum_bytes);
+    list.deficit_bytes = std::min(list.deficit_bytes + quantum_bytes, quantum_bytes);
     worked |= run_list(list);
   }
   return worked;
@@ -236,7 +339,7 @@ bool Shard::run_queue_pairs() {
 
 bool Shard::run_list(RunList& list) {
   bool worked = false;
-  for (std::size_t turns = list.queue_pairs.size(); turns > 0 && list.tenant->deficit_bytes > 0 && !list.queue_pairs.empty(); --turns) {
+  for (std::size_t turns = list.queue_pairs.size(); turns > 0 && list.deficit_bytes > 0 && !list.queue_pairs.empty(); --turns) {
     if (list.next >= list.queue_pairs.size()) list.next = 0;
     Qp& qp = *list.queue_pairs[list.next];
     if (qp.port.link != nullptr && !direct_->may_run(*qp.port.owner)) continue;  // it is out of the list
@@ -253,8 +356,8 @@ bool Shard::run_list(RunList& list) {
       progress = qp.port.hca == nullptr ? engine_.run(qp, budget) : far_->hca()->run(qp, budget);
       ports_.announce();
       const std::int64_t moved = turn_bytes - budget.bytes;
-      list.tenant->deficit_bytes -= moved;
-      list.tenant->moved_bytes += static_cast<std::uint64_t>(moved);
+      list.deficit_bytes -= moved;
+      list.moved_bytes += static_cast<std::uint64_t>(moved);
     }
     if (progress == engine::Progress::worked) {
       qp.port.idle_turns = 0;
@@ -279,7 +382,7 @@ bool Shard::run_timers() {
     const Timer timer = timers_.top();
     timers_.pop();
     const auto found = fabric_.by_qpn.find(timer.qpn);
-    if (found == fabric_.by_qpn.end() || found->second->core.port.wake_ns != timer.at_ns) continue;  // replaced or gone
+    if (found == fabric_.by_qpn.end() || &of(*found->second->guest) != this || found->second->core.port.wake_ns != timer.at_ns) continue;  // replaced, moved or gone
     found->second->core.port.wake_ns = 0;
     make_runnable(found->second->core);
     worked = true;
@@ -300,7 +403,13 @@ void Shard::handle_overruns() {
 void Shard::make_runnable(Qp& qp) {
   qp.port.idle_turns = 0;
   if (qp.port.runnable) return;
-  if (qp.port.owner == nullptr) [[unlikely]] return far_->make_runnable(*qp.port.stand_in);
+  if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->make_runnable(*qp.port.stand_in);
+  Shard& shard = of(*qp.port.owner->guest);
+  shard.take_in(qp);
+  if (&shard != this) [[unlikely]] shard.wake();
+}
+
+void Shard::take_in(Qp& qp) {
   if (qp.port.owner->guest->frozen) return;
   qp.port.runnable = true;
   qp.port.owner->watch_sends(false);
@@ -338,8 +447,14 @@ void Shard::park_all() {
 }
 
 void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
-  if (qp.port.owner == nullptr) [[unlikely]] return far_->set_timer(*qp.port.stand_in, at_ns);
+  if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->set_timer(*qp.port.stand_in, at_ns);
   if (qp.port.wake_ns == at_ns) return;
+  Shard& shard = of(*qp.port.owner->guest);
+  shard.take_timer(qp, at_ns);
+  if (&shard != this) [[unlikely]] shard.wake();
+}
+
+void Shard::take_timer(Qp& qp, std::uint64_t at_ns) {
   qp.port.wake_ns = at_ns;
   timers_.push({at_ns, qp.qpn.value});
   // Replaced timers stay until their time comes, which may be hours away: sort them out before they pile up.
@@ -347,7 +462,7 @@ void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
   std::vector<Timer> valid;
   for (; !timers_.empty(); timers_.pop()) {
     const auto found = fabric_.by_qpn.find(timers_.top().qpn);
-    if (found != fabric_.by_qpn.end() && found->second->core.port.wake_ns == timers_.top().at_ns) valid.push_back(timers_.top());
+    if (found != fabric_.by_qpn.end() && &of(*found->second->guest) == this && found->second->core.port.wake_ns == timers_.top().at_ns) valid.push_back(timers_.top());
   }
   timers_ = decltype(timers_)(std::greater<>{}, std::move(valid));
 }
@@ -362,12 +477,13 @@ bool Shard::owns_inbox(QueuePair& qp) { return direct_->take_inbox(qp); }
 
 void Shard::take_out(Qp& qp) {
   if (!std::exchange(qp.port.runnable, false)) return;
-  for (auto& list : lists_) {
+  Shard& shard = *shards_.of(qp);
+  for (auto& list : shard.lists_) {
     const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
     if (found == list.queue_pairs.end()) continue;
     *found = list.queue_pairs.back();
     list.queue_pairs.pop_back();
-    --runnable_count_;
+    --shard.runnable_count_;
     return;
   }
 }
@@ -407,7 +523,7 @@ void Shard::thaw(Guest& guest) {
 // --- sleep ----------------------------------------------------------------------------------------------------
 
 bool Shard::anything_waiting() {
-  if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || runnable_count_ != 0) return true;
+  if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || !apart_.empty() || runnable_count_ != 0) return true;
   if (far_ != nullptr && far_->anything_waiting()) return true;
   for (Guest* guest : guests_)
     if (!guest->broken && !guest->frozen && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
@@ -415,7 +531,15 @@ bool Shard::anything_waiting() {
 }
 
 void Shard::say_asleep(bool asleep) {
-  std::atomic_ref(page_.shards[0].sleeping).store(asleep, std::memory_order_relaxed);
+  // Counted, as guests of several shards may share a line.
+  if (asleep) {
+    for (std::size_t line = 0; line < on_line_.size(); ++line)
+      if (on_line_[line] != 0) asleep_on_.set(line), std::atomic_ref(page_.shards[line].sleeping).fetch_add(1, std::memory_order_relaxed);
+  } else {
+    for (std::size_t line = 0; line < on_line_.size(); ++line)
+      if (asleep_on_[line]) std::atomic_ref(page_.shards[line].sleeping).fetch_sub(1, std::memory_order_relaxed);
+    asleep_on_.reset();
+  }
   for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->shards[0].sleeping).store(asleep, std::memory_order_relaxed);
 }
 
@@ -432,6 +556,7 @@ void Shard::devices_changed() {
 }
 
 void Shard::sleep() {
+  shards_.turnstile.enter(number_);
   park_all();
   asleep_.store(true, std::memory_order_relaxed);
   say_asleep(true);
@@ -441,6 +566,7 @@ void Shard::sleep() {
   }
   say_asleep(false);
   asleep_.store(false, std::memory_order_relaxed);
+  shards_.turnstile.leave(number_);
   backoff_.reset();
 }
 
@@ -454,7 +580,7 @@ bool Shard::wait_for_events() {
     if (until == 0 || ns < until) until = ns;
   };
   if (const std::uint64_t far = far_ != nullptr ? far_->next_wake_ns() : 0; far != 0) no_later_than(far);
-  bool held = direct_->waiting();
+  bool held = direct_ && direct_->waiting();
   for (Guest* guest : guests_) {
     held |= flush_events(*guest);
     if (guest->frozen) continue;
@@ -462,7 +588,7 @@ bool Shard::wait_for_events() {
     held |= guest->held_since_ns != 0 && !guest->broken;
   }
   if (held) no_later_than(now + held_events_patience_ns);  // a request that waits, too
-  const std::uint64_t look = direct_->watching() ? now + DirectDesk::look_interval_ns : 0;
+  const std::uint64_t look = direct_ && direct_->watching() ? now + DirectDesk::look_interval_ns : 0;
   if (look != 0) no_later_than(look);
   if (until != 0) {
     const std::uint64_t wait = until > now ? until - now : 0;
@@ -473,6 +599,7 @@ bool Shard::wait_for_events() {
   epoll_event events[16];
   ++counters_.sleeps;
   int happened = 0;
+  shards_.turnstile.leave(number_);
   // epoll_pwait2 (Linux 5.11) waits in nanoseconds; without it, whole milliseconds, rounded up.
   if (!timed) {
     happened = ::epoll_wait(epoll_.get(), events, 16, -1);
@@ -480,6 +607,7 @@ bool Shard::wait_for_events() {
     const int timeout_ms = static_cast<int>(timeout.tv_sec * 1000 + (timeout.tv_nsec + 999'999) / 1'000'000);
     happened = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
   }
+  shards_.turnstile.enter(number_);
   return happened == 0 && until == look && look != 0 && !direct_->look(vmci::monotonic_ns());
 }
 

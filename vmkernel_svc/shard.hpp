@@ -2,10 +2,14 @@
 // every tenant its fair share by bytes, keeps timers, answers control requests from the guests' rings, and sleeps in epoll
 // when nothing has happened for a while (DESIGN.md D4).
 //
-// Everything of fabric() belongs to this thread. Others talk to it by submit().
+// The first one brings the fabric and the desks; further ones (shards.hpp) run the queue pairs of their guests and share the rest, which
+// whoever changes it does alone (turnstile.hpp): tasks, control requests, guests that move from shard to shard. Members that take a guest or
+// something of it may be called at any shard, and act at the one whose it is. Other threads talk to the first one by submit().
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <bitset>
 #include <boost/lockfree/queue.hpp>
 #include <functional>
 #include <memory>
@@ -23,25 +27,32 @@ namespace vrdma::svc {
 class ControlDesk;
 class DirectDesk;
 
-class Shard final : public Runner, public JobSink {
+class Shard final : public Runner {
  public:
   using Qp = MediatedPorts::Qp;
   using Task = std::function<void(Shard&)>;
 
-  // page: the service's, in which it has a line.
+  // The first one. page: the service's, in which it says when it sleeps.
   Shard(const Config& config, control::ServicePage& page);
+  // A further one, of as many as first's configuration says. It must outlive `first`.
+  explicit Shard(Shard& first);
   ~Shard();
 
   void run();   // until stop()
   void stop();  // any thread
   bool turn();  // one round of run(): whatever waits gets its turn once. False: nothing did
 
-  // Any thread: run `task` on the shard's thread, in order of submission.
+  // Any thread, the first shard only: run `task` on the shard's thread, alone, in order of submission.
   void submit(Task task);
   void wake();  // any thread, after giving it something to find in its next turn
   // Before run(): there are other hosts.
   void join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier);
-  void finished(ProcessJob* job) override;  // any thread
+  void finished(ProcessJob* job);  // any thread
+  std::uint32_t number() const override { return number_; }
+  std::size_t guest_count() const { return guests_.size(); }
+  // A guest of this shard is another's from now on.
+  void hand_over(Guest& guest, Shard& to);
+  std::uint64_t moved_bytes(const Tenant& tenant) const;  // by this shard
 
   Fabric& fabric() { return fabric_; }
   engine::Engine<MediatedPorts>& engine() { return engine_; }
@@ -58,7 +69,7 @@ class Shard final : public Runner, public JobSink {
   // A guest's doorbell descriptor is to be waited for in sleep.
   Status watch(int doorbell_fd);
   void unwatch(int doorbell_fd);  // the guest may keep the descriptor, and with it the wait, for as long as it likes
-  void add(Guest& guest) { guests_.push_back(&guest); }
+  Status add(Guest& guest);
   void remove(Guest& guest);
 
   // The guest's machine stands still or is being saved (Guest::frozen), or goes on.
@@ -70,10 +81,11 @@ class Shard final : public Runner, public JobSink {
   void set_timer(Qp& qp, std::uint64_t at_ns) override;
   void overran(CompletionQueue& cq) override;
   bool owns_inbox(QueuePair& qp) override;
+  void bring_together(Qp& sender, QueuePair& receiver) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
   void forget(Qp& qp);
   // Before a CQ goes: an overrun that was not handled yet is nobody's.
-  void forget(CompletionQueue& cq) { std::erase(overrun_, &cq); }
+  void forget(CompletionQueue& cq) { std::erase(of(*cq.guest).overrun_, &cq); }
 
   struct Counters {
     std::uint64_t turns = 0, sleeps = 0, doorbells = 0, requests = 0, wakes = 0;
@@ -85,6 +97,9 @@ class Shard final : public Runner, public JobSink {
     Tenant* tenant;
     std::vector<Qp*> queue_pairs;
     std::size_t next = 0;
+    // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
+    std::int64_t deficit_bytes = 0;
+    std::uint64_t moved_bytes = 0;
   };
   struct Timer {
     std::uint64_t at_ns;
@@ -92,6 +107,16 @@ class Shard final : public Runner, public JobSink {
     bool operator>(const Timer& other) const { return at_ns > other.at_ns; }
   };
 
+  static Shard& of(const Guest& guest) { return *guest.group->shard; }
+  bool is_first() const { return number_ == 0; }
+  bool own_turn();
+  bool must_be_alone();
+  bool common_turn();
+  void unite();
+  void make_descriptors();
+  void adopt(Guest& guest);
+  void take_in(Qp& qp);
+  void take_timer(Qp& qp, std::uint64_t at_ns);
   bool run_tasks();
   bool run_finished_jobs();
   bool look_at_doorbells();
@@ -111,16 +136,31 @@ class Shard final : public Runner, public JobSink {
   bool wait_for_events();
   void say_asleep(bool asleep);
 
+  const std::uint32_t number_;
   control::ServicePage& page_;
-  std::vector<control::ServicePage*> mirrors_;
-  Fabric fabric_;
-  MediatedPorts ports_{fabric_};
+  // The first one's, for all.
+  struct Common {
+    Common(const Config& config) : shards(config.shards), fabric(config, shards) {}
+    Shards shards;
+    Fabric fabric;
+  };
+  const std::shared_ptr<Common> common_;
+  Shards& shards_;
+  Fabric& fabric_;
+  MediatedPorts ports_{fabric_, *this};
   engine::Engine<MediatedPorts> engine_{ports_};
+  // The first one's alone.
+  std::vector<control::ServicePage*> mirrors_;
   std::unique_ptr<DirectDesk> direct_;
-  std::unique_ptr<ControlDesk> desk_;
   std::unique_ptr<FarDesk> far_;  // nullptr: no other hosts
 
+  std::unique_ptr<ControlDesk> desk_;
   std::vector<Guest*> guests_;
+  std::array<std::uint32_t, std::size(control::ServicePage{}.shards)> on_line_{};  // guests, by their lines
+  std::bitset<std::size(control::ServicePage{}.shards)> asleep_on_;               // where it says that it sleeps
+  std::vector<std::pair<GuestId, GuestId>> apart_;                                // guests that are to be one shard's, after this turn
+  std::uint64_t control_tried_ns_ = 0;
+  bool control_due_ = false;
   std::vector<RunList> lists_;
   std::size_t runnable_count_ = 0;
   std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
@@ -325,17 +326,32 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     if (owns(guest.credentials.uid))
       out["departed"].push_back({{"guest", guest.id.value}, {"name", guest.name}, {"uid", guest.credentials.uid}, {"pid", guest.credentials.pid},
                                  {"lid", guest.lid}, {"requests", guest.requests}, {"counters", describe(guest.totals)}});
+  const auto& shards = fabric.shards.all();
+  const auto moved_by_all = [&](const Tenant& tenant) {
+    return std::accumulate(shards.begin(), shards.end(), std::uint64_t{0}, [&](std::uint64_t sum, const Shard* of) { return sum + of->moved_bytes(tenant); });
+  };
   out["tenants"] = json::array();
   for (auto& [uid, tenant] : fabric.tenants)
     if (owns(uid))
       out["tenants"].push_back({{"uid", uid}, {"guests", tenant.guests}, {"objects", tenant.objects}, {"registered_bytes", tenant.registered_bytes},
-                                {"queue_bytes", tenant.queue_bytes}, {"moved_bytes", tenant.moved_bytes}});
-  const auto& routes = fabric.routes.counters();
-  const auto describe_cache = [](const cache::CacheCounters& counters) {
-    return json{{"hits", counters.hits}, {"misses", counters.misses}, {"invalidations", counters.invalidations}};
+                                {"queue_bytes", tenant.queue_bytes}, {"moved_bytes", moved_by_all(tenant)}});
+  const auto describe_cache = [&](auto counters_of) {
+    cache::CacheCounters sum;
+    for (Shard* const of : shards) {
+      const cache::CacheCounters& one = counters_of(of->ports());
+      sum.hits += one.hits, sum.misses += one.misses, sum.invalidations += one.invalidations;
+    }
+    return json{{"hits", sum.hits}, {"misses", sum.misses}, {"invalidations", sum.invalidations}};
   };
-  out["cache"] = {{"routes", describe_cache(routes)}, {"keys", describe_cache(fabric.key_counters)}};
-  const auto& c = shard.counters();
+  out["cache"] = {{"routes", describe_cache([](MediatedPorts& ports) { return ports.route_counters(); })},
+                  {"keys", describe_cache([](MediatedPorts& ports) { return ports.key_counters(); })}};
+  Shard::Counters c;
+  out["shards"] = json::array();
+  for (const Shard* const of : shards) {
+    const auto& one = of->counters();
+    c.turns += one.turns, c.sleeps += one.sleeps, c.doorbells += one.doorbells;
+    out["shards"].push_back({{"shard", of->number()}, {"guests", of->guest_count()}, {"turns", one.turns}, {"sleeps", one.sleeps}, {"doorbells", one.doorbells}});
+  }
   const auto& d = shard.direct().counters();
   out["counters"] = {{"turns", c.turns}, {"sleeps", c.sleeps}, {"doorbells", c.doorbells}, {"regions", fabric.regions.size()},
                      {"queue_pairs", fabric.by_qpn.size()}, {"multicast_groups", fabric.multicast.size()}, {"vmci_queue_pairs", fabric.vmci.queue_pair_count()},

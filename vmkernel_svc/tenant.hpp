@@ -25,9 +25,6 @@ struct Tenant {
   std::uint64_t mappings = 0;
   std::uint32_t descriptors = 0;
   std::uint32_t memberships = 0;
-  // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
-  std::int64_t deficit_bytes = 0;
-  std::uint64_t moved_bytes = 0;
   hosts::PkeyTable pkeys{};  // what its guests' ports show (pkeys.hpp)
 
   bool has_room_for_guest() const { return guests + lingering->load(std::memory_order_relaxed) < quota.guests; }

@@ -62,6 +62,7 @@ class ControlDesk {
   // Whether a request that waits for somebody else's memory may go on waiting (EINPROGRESS): not for ever.
   static bool may_wait(const Guest& guest);
   void connected_elsewhere() { ++fabric_.topology_generation; }
+  void bring_together(const QueuePair& qp);
 
   Shard& shard_;
   Fabric& fabric_;

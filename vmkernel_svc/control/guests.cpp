@@ -64,7 +64,6 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (!doorbell && !info.machine) return last_error();
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
-  if (const auto watched = info.machine ? ok() : shard_.watch(doorbell.get()); !watched) return fabric_.lids.give_back(lid), watched.error();
 
   VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
@@ -90,20 +89,24 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   const vmci::QueuePairGeometry geometry{control_slots, control_reply_slots, vmci::QueueKind::records, 0};
   const auto control_at = guest->arena.allocate(geometry.total_bytes());
   const auto doorbell_at = guest->arena.allocate(sizeof(vmci::ReadyWords));
-  if (!control_at || !doorbell_at) return Errno{ENOMEM};
+  if (!control_at || !doorbell_at) return fabric_.lids.give_back(lid), Errno{ENOMEM};
   guest->control = vmci::QueuePairView(guest->arena.segment().data() + *control_at, geometry);
   guest->requests = vmci::RecordReader(guest->control.produce(), control_slots);
   guest->replies = vmci::RecordWriter(guest->control.consume_records(), control_reply_slots);
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.sink, tenant.lingering);
+  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.shards, tenant.lingering);
   if (fabric_.config.direct == "auto") guest->pidfd = std::make_shared<vmci::UniqueFd>(std::move(info.pidfd));
+
+  fabric_.shards.place(*guest);
+  if (const auto added = guest->group->shard->add(*guest); !added) return fabric_.shards.remove(*guest), fabric_.lids.give_back(lid), added.error();
 
   AttachReply reply{};
   reply.major = version_major;
   reply.minor = version_minor;
   reply.guest = guest->id.value;
+  reply.shard = static_cast<std::uint16_t>(guest->line);
   reply.arena_bytes = guest->arena.segment().bytes();
   reply.control_offset = *control_at;
   reply.control_geometry = geometry;
@@ -119,7 +122,6 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
 
   ++tenant.guests;
   tenant.descriptors += guest_descriptors(fabric_.config);
-  shard_.add(*guest);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
   VRDMA_CRASH_POINT("service.attach.added");
   return reply;
@@ -131,8 +133,8 @@ void ControlDesk::detach(Guest& guest) {
   VRDMA_CRASH_POINT("service.detach.contexts_closed");
   shard_.direct().forget(guest);
   fabric_.vmci.leave(guest);
-  shard_.remove(guest);
-  shard_.unwatch(guest.doorbell_fd.get());
+  guest.group->shard->remove(guest);
+  fabric_.shards.remove(guest);
   guest.process.close();
   if (guest.copier) {
     guest.copier->close();

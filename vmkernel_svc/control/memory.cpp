@@ -86,7 +86,7 @@ Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std:
   if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
     return guest.asked_how_reached = false, Errno{EDQUOT};
   const std::uint32_t doorbell = guest.take_doorbell();
-  auto [copier, fd] = make_copier(guest, doorbell, fabric_.sink);
+  auto [copier, fd] = make_copier(guest, doorbell, fabric_.shards);
   if (!fd) {
     const Errno failed = copier ? last_error() : copier.error();
     --guest.tenant->descriptors;

@@ -129,6 +129,18 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   return reply;
 }
 
+// With who it is connected to: one shard runs both.
+void ControlDesk::bring_together(const QueuePair& qp) {
+  if (fabric_.shards.count() == 1 || !engine::receives(qp.core)) return;
+  const bool datagrams = qp.core.type == QpType::ud;  // theirs are brought together by the first one that is sent
+  QueuePair* const to = datagrams ? nullptr : shard_.ports().addressee(qp.core);
+  if (to == nullptr) {
+    if (fabric_.far != nullptr) fabric_.shards.pin(*qp.guest);
+  } else if (engine::receives(to->core) && shard_.ports().addressee(to->core) == &qp) {
+    fabric_.shards.bring_together(*qp.guest, *to->guest);
+  }
+}
+
 template <>
 Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const ModifyQpRequest& request) {
   QueuePair* const qp = find(guest.qps, request.qp);
@@ -154,6 +166,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
     shard_.engine().entered(core, before);
   }
   connected_elsewhere();
+  bring_together(*qp);
   if (hca != nullptr) hca->consider(core);
   if (core.state != QpState::reset) shard_.make_runnable(core);
   shard_.direct().consider(*qp);

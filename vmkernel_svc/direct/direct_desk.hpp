@@ -63,6 +63,7 @@ class DirectDesk {
 
   // Tries again what had to wait. True: something could go on.
   bool settle();
+  bool in_doubt() const { return !doubtful_.empty(); }  // settle() is then for who is alone (turnstile.hpp)
   bool waiting() const { return !held_back_.empty() || !orphans_.empty() || !doubtful_.empty() || !haunted_.empty(); }
   // Receivers of directions that are handed out may sleep on a channel: look() wants to be called every look_interval_ns, which takes
   // their ends from posters that stand still. True: it took one.

@@ -164,6 +164,8 @@ void DirectDesk::consider(QueuePair& qp) {
 
 // A connection's, or (no peer) of a UD queue pair.
 void DirectDesk::make_link(QueuePair& qp, QueuePair* peer, const std::shared_ptr<DirectRoom>& room) {
+  // Links are the first shard's. Their ends are together already.
+  fabric_.shards.pin(*qp.guest);
   auto link = std::make_unique<DirectLink>();
   link->room = room;
   if (room->free.empty()) room->free.push_back(room->used++);

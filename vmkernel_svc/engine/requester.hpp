@@ -378,6 +378,12 @@ class Requester {
           if constexpr (requires { ports_.far_datagram(qp, op.request, op.ud, qkey); }) ports_.far_datagram(qp, op.request, op.ud, qkey);
           return succeed(qp);
         }
+        if constexpr (requires { ports_.is_elsewhere(qp, *receiver); }) {
+          if (ports_.is_elsewhere(qp, *receiver)) {  // another thread's yet, which may be at it
+            if (wait_for_turn(qp)) return Step::waiting;
+            continue;
+          }
+        }
         bool ready = receiver->serves == nullptr;  // one datagram at a time
         if constexpr (requires { ports_.may_deliver(*receiver); }) ready = ready && ports_.may_deliver(*receiver);
         if (!ready) {

@@ -39,6 +39,7 @@ struct ProcessJob {
   // What the sink does with it in place of telling a queue pair. Destroyed by a worker where the guest goes first.
   std::function<void(const ProcessJob&)> then;
   // For the submitter.
+  std::uint32_t shard = 0;           // whose job it is
   std::uint32_t qpn = 0;
   std::uint64_t sequence = 0;
   std::uint32_t slot = 0;            // region whose bytes are touched, and …

@@ -2,9 +2,10 @@
 //
 // A Region is a list of pieces in ascending order: each either mapped in the service (host) or reached through the guest's
 // process. Slots of the table are reused, generations are not: a Place (region, generation) that outlived its region is
-// noticed. Used by the thread that runs the engine.
+// noticed. Shards look things up in their turns; who changes the table is alone (turnstile.hpp).
 #pragma once
 
+#include <atomic>
 #include <boost/unordered/unordered_flat_map.hpp>
 #include <cstdint>
 #include <memory>
@@ -35,7 +36,9 @@ struct Region {
   std::uint64_t iova = 0;
   std::uint64_t bytes = 0;
   std::uint64_t address = 0;
-  std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back
+  std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back. Any shard counts
+  void job_begins() { std::atomic_ref(jobs).fetch_add(1, std::memory_order_relaxed); }
+  void job_ends() { std::atomic_ref(jobs).fetch_sub(1, std::memory_order_relaxed); }
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
   std::vector<Piece> pieces;
 

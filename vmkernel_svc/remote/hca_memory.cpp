@@ -66,11 +66,11 @@ std::optional<std::uint32_t> HcaDesk::key_of(HcaConnection& c, Key rkey) {
   Host& host = hosts_[c.host];
   if (rkey.value == 0 || c.answered == rkey) return 0;  // 0 is nobody's
   if (const auto known = host.keys.find(rkey.value); known != host.keys.end()) {
-    ++fabric_.key_counters.hits;
+    ++ports_.key_counters().hits;
     return known->second;
   }
   if (c.asked == rkey) return std::nullopt;
-  ++fabric_.key_counters.misses;
+  ++ports_.key_counters().misses;
   ++counters_.keys_asked;
   c.asked = rkey;
   HcaMessage question{};
