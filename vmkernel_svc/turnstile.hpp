@@ -25,8 +25,12 @@ class Turnstile {
   // By the thread of that shard, around its turns.
   void enter(std::size_t shard) {
     if (turns_.empty()) return;
-    // Mutexes are not fair: without this, a shard that is always busy would keep the others out for as long as it is.
-    while (wanted_.load(std::memory_order_relaxed) != 0) ::sched_yield();
+    // Mutexes are not fair: without this, a shard that is always busy would keep the others out for as long as it is. Most are alone for
+    // some microseconds; one that waits for its processor meanwhile is not helped by who looks again and again.
+    for (int looks = 0; wanted_.load(std::memory_order_relaxed) != 0; ++looks) {
+      if (looks < looks_before_sleep) ::sched_yield();
+      else const std::lock_guard until_it_is_through(order_);
+    }
     turns_[shard].mutex.lock();
   }
   void leave(std::size_t shard) {
@@ -54,6 +58,7 @@ class Turnstile {
   }
 
  private:
+  static constexpr int looks_before_sleep = 8;
   struct alignas(64) Turn {
     std::mutex mutex;
   };

@@ -124,7 +124,8 @@ class Member {
     per_peer_ = (window + credit + credit + datagram_window) * slot_bytes;
     datagrams_at_ = count * per_peer_;
     words_at_ = datagrams_at_ + count * datagram_window * (slot_bytes + grh_bytes);
-    memory_bytes_ = words_at_ + 2 * count * 8;
+    // Whole pages: all of it is mapped into the service, which then waits for nobody when it delivers.
+    memory_bytes_ = (words_at_ + 2 * count * 8 + slot_bytes - 1) / slot_bytes * slot_bytes;
     void* const memory = ::mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) fail("mmap: %s", std::strerror(errno));
     memory_ = static_cast<std::byte*>(memory);
