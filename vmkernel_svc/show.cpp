@@ -109,6 +109,7 @@ json describe(Guest& guest, Shard& shard) {
            {"uid", guest.credentials.uid},
            {"pid", guest.credentials.pid},
            {"lid", guest.lid},
+           {"shard", guest.group->shard->number()},
            {"node_guid", hex(guest.guid, 16)},
            {"link_layer", guest.link_layer == link_layer_ethernet ? "Ethernet" : "InfiniBand"},
            {"requests", guest.requests_served},

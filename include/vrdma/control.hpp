@@ -58,7 +58,7 @@ struct AttachReply {
   std::uint64_t control_offset;   // of the control queue pair in the arena
   vmci::QueuePairGeometry control_geometry;
   std::uint64_t doorbell_offset;  // of the guest's ReadyWords: member 0 the control pair, others QpReply::doorbell
-  std::uint16_t shard;            // index into ServicePage::shards
+  std::uint16_t shard;            // index into ServicePage::shards: the guest's line, whichever shard it is served by
   std::uint16_t flags;            // attach_in_machine, attach_in_bar
   std::int32_t service_pid;       // as the guest's pid namespace sees it, 0 if it does not
   char name[32];
@@ -519,7 +519,7 @@ VRDMA_CONTROL_REQUESTS(VRDMA_MESSAGE)
 
 // --- the service page: one memfd, written by the service, mapped read-only by every guest -----------------------
 struct alignas(64) ShardState {
-  std::uint32_t sleeping;  // 1: ring the doorbell descriptor after setting a bit
+  std::uint32_t sleeping;  // not 0: ring the doorbell descriptor after setting a bit
   std::uint32_t reserved[15];
 };
 struct ServicePage {

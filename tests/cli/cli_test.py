@@ -103,7 +103,7 @@ class Configuration(TestCase):
         for text, *words in (('{"link_layer": "token ring"}', '"token ring"', "infiniband", "ethernet"),
                              ('{"active_mtu": 1500}', "1500", "256, 512, 1024, 2048 or 4096"),
                              ('{"direct": "always"}', '"always"', '"mediated" or "auto"'),
-                             ('{"shards": 0}', '"shards" is 0'),
+                             ('{"shards": 0}', '"shards" is 0', "1 to 32"), ('{"shards": 33}', '"shards" is 33', "1 to 32"),
                              ('{"arena_bytes": 4097}', "4097", "multiple of 4096"),
                              ('{"lid_first": 0}', '"lid_first" 0', "1 to 49151"),
                              ('{"lid_first": 4294967295, "lid_count": 1}', "4294967295", "1 to 49151"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pairs of clients that connect, talk and are killed at random times: the service must not grow.
 
-    cycles.py --client PROGRAM --library FILE --vrdmad PROGRAM [--cycles N] [--seed N] [--jobs N] [--guest-copies]
+    cycles.py --client PROGRAM --library FILE --vrdmad PROGRAM [--cycles N] [--seed N] [--jobs N] [--guest-copies] [--shards N]
 """
 import argparse
 import concurrent.futures
@@ -51,10 +51,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--guest-copies", action="store_true", help="nothing is mapped, and a thread of each client copies")
+    parser.add_argument("--shards", type=int, default=1)
     options = parser.parse_args()
     world = World(options.client, options.library, options.vrdmad)
     begun = time.monotonic()
-    config = {"process_memory": "guest"} if options.guest_copies else None
+    config = {"shards": options.shards, **({"process_memory": "guest"} if options.guest_copies else {})}
     with Service(world.vrdmad, config) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         def run(numbers):
             for _ in pool.map(lambda number: cycle(world, service, number, options.seed, options.guest_copies), numbers):

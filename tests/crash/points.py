@@ -211,6 +211,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--direct", action="store_true")
     parser.add_argument("--sample", type=int)
+    parser.add_argument("--shards", type=int, help="of the service; default: its own")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     world = World(options.client, options.library, options.vrdmad)
@@ -221,7 +222,7 @@ def main():
     rng = random.Random(options.seed)
     cases = []
     of_direct = [p for p in chosen if p.startswith("direct.")]
-    config = DIRECT if of_direct or options.direct else None
+    config = {**(DIRECT if of_direct or options.direct else {}), **({"shards": options.shards} if options.shards else {})} or None
     for point, workload in itertools.product(chosen, WORKLOADS):
         if point in of_direct and (workload not in DIRECT_WORKLOADS or not passes(point, workload) or (workload == "srq" and not SHARED.match(point))):
             continue

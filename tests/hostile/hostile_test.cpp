@@ -1,6 +1,6 @@
 // Hostile guests against a live service, beside an honest pair that must not notice.
 //
-//   hostile_test TARGET [--seconds N] [--guests N] [--seed N] [--direct]    direct mode is offered to who may have it
+//   hostile_test TARGET [--seconds N] [--guests N] [--seed N] [--direct] [--shards N]    direct: direct mode is offered to who may have it
 //
 // Passes when the service lives, no sanitizer has reported, the pair went on without a gap and saw no wrong byte or status, and
 // after the hostile guests are gone the service holds nothing of theirs: no guest, queue pair or region, tenants' counters at
@@ -164,11 +164,12 @@ std::string leftovers(const json& state) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string target, direct = "mediated";
+  std::string target, direct = "mediated", shards = "1";
   unsigned long seconds = 5, guests = 3, seed = static_cast<unsigned long>(::time(nullptr));
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--direct") direct = "auto";
+    else if (word == "--shards" && i + 1 < argc) shards = argv[++i];
     else if (word == "--seconds" && i + 1 < argc) seconds = std::strtoul(argv[++i], nullptr, 10);
     else if (word == "--guests" && i + 1 < argc) guests = std::strtoul(argv[++i], nullptr, 10);
     else if (word == "--seed" && i + 1 < argc) seed = std::strtoul(argv[++i], nullptr, 10);
@@ -202,7 +203,7 @@ int main(int argc, char** argv) {
   int ready[2];
   if (errors < 0 || ::pipe2(ready, 0) != 0) return 2;
   ::fcntl(ready[0], F_SETFD, FD_CLOEXEC);
-  const pid_t service = spawn({service_path, "--socket", path, "--log-level", "error", "--direct", direct, "--ready-fd", std::to_string(ready[1])},
+  const pid_t service = spawn({service_path, "--socket", path, "--log-level", "error", "--direct", direct, "--shards", shards, "--ready-fd", std::to_string(ready[1])},
                               {"ASAN_OPTIONS=quarantine_size_mb=8:malloc_context_size=8:allocator_release_to_os_interval_ms=100"}, errors);
   ::close(ready[1]);
   char byte;
