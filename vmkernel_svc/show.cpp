@@ -254,10 +254,13 @@ json describe_carriers(Fabric& fabric) {
   return out;
 }
 
-// Multicast groups that have members which the viewer sees: how many, and the other hosts that have any.
+// Multicast groups that have members which the viewer sees: how many, and the other hosts that have any. Not all of very many: each is
+// looked for at every host, while messages wait (`multicast_groups` among the counters says how many there are).
 json describe_groups(Fabric& fabric, const Viewer& viewer) {
+  constexpr std::size_t shown_max = 256;
   json out = json::array();
   for (const auto& [group, members] : fabric.multicast) {
+    if (out.size() == shown_max) break;
     const auto seen = std::count_if(members.begin(), members.end(), [&](const QueuePair* member) { return viewer.sees(*member->guest); });
     if (seen == 0) continue;
     json hosts = json::array();
