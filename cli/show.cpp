@@ -148,7 +148,10 @@ void routes(const json& state, std::string& out) {
     Line("route lids " + host.at("lids").get<std::string>()).add("via", host.at("via")).add("host", host.at("host")).add("address", host.at("address"))
         .add("state", host.at("state")).add("why", host.at("why") == "only-carrier" ? host.at("why") : json(quoted(host.at("why"))))
         .add_unless_zero("fallen_back", host.at("fallen_back") != "" ? json(quoted(host.at("fallen_back"))) : json(0)).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
-        .add("connections_here", host.at("connections_here")).add_counters(host.at("counters")).end(out);
+        .add("connections_here", host.at("connections_here")).add_unless_zero("groups", host.value("groups", json(0)))
+        .add_unless_zero("multicast_datagrams", host.value("multicast_datagrams", json(0))).add_counters(host.at("counters")).end(out);
+  for (const auto& group : state.value("groups", json::array()))
+    Line("route mgid " + group.at("mgid").get<std::string>()).add("members_here", group.at("members")).add("hosts", joined(group.at("hosts"), "none")).end(out);
 }
 
 std::string range(const json& lids) { return lids.is_array() ? fmt::format("{}-{}", lids.at(0).get<int>(), lids.at(1).get<int>()) : "none"; }

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -245,10 +246,30 @@ json describe_carriers(Fabric& fabric) {
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},
                    {"connections_here", fabric.far->stand_in_count(id)},
+                   {"groups", fabric.far->groups().count(id).value_or(0)},
+                   {"multicast_datagrams", fabric.far->multicast_datagrams(id)},
                    {"queued_bytes", count(gauge->queued_bytes)},
                    {"counters", {{"sent_records", count(gauge->sent_records)}, {"sent_bytes", count(gauge->sent_bytes)},
                                  {"received_records", count(gauge->received_records)}, {"received_bytes", count(gauge->received_bytes)},
                                  {"resent_records", count(gauge->resent)}, {"reconnects", count(gauge->reconnects)}}}});
+  }
+  return out;
+}
+
+// Multicast groups that have members which the viewer sees: how many, and the other hosts that have any. Not all of very many: each is
+// looked for at every host, while messages wait (`multicast_groups` among the counters says how many there are).
+json describe_groups(Fabric& fabric, const Viewer& viewer) {
+  constexpr std::size_t shown_max = 256;
+  json out = json::array();
+  for (const auto& [group, members] : fabric.multicast) {
+    if (out.size() == shown_max) break;
+    const auto seen = std::count_if(members.begin(), members.end(), [&](const QueuePair* member) { return viewer.sees(*member->guest); });
+    if (seen == 0) continue;
+    json hosts = json::array();
+    if (fabric.far != nullptr)
+      for (const remote::HostId id : fabric.far->groups().receivers(group))
+        if (const auto host = fabric.far->directory().host(id); host && fabric.far->groups().count(id)) hosts.push_back(host->name);
+    out.push_back({{"mgid", gid_text(group)}, {"members", seen}, {"hosts", hosts}});
   }
   return out;
 }
@@ -315,6 +336,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
   }
   out["carriers"] = describe_carriers(fabric);
+  out["groups"] = describe_groups(fabric, viewer);
   out["hca"] = describe_hca(fabric);
   out["subnet"] = fabric.hosts ? describe(*fabric.hosts, fabric.config.hosts->folder) : json();
   out["vms"] = json::array();

@@ -193,6 +193,28 @@ def carrier_seeds():
     yield "http", b"\0" + struct.pack("<BH", 0, 18) + b"GET / HTTP/1.1\r\n\r\n"
 
 
+# --- far_groups_fuzz: what another host says of its multicast groups, and what happens here --------------------------
+def groups_record(word, groups=(), flags=0, cut=0, number=0):
+    return struct.pack("<BBBBBH", 0, word, flags, len(groups), cut, number) + b"".join(struct.pack("<H", group) for group in groups)
+
+
+def groups_seeds():
+    every, join, leave, heard = 1, 2, 3, 4
+    turn, room, no_room, begin, old, mine, mine_no_more = b"\1", b"\2", b"\3", b"\4\1", b"\4\0", b"\5", b"\6"
+    one, two = struct.pack("<H", 1), struct.pack("<H", 2)
+    yield "known", begin + groups_record(every, range(20), flags=3) + groups_record(join, [30, 31], number=1) + groups_record(leave, [3, 30], number=2) + turn
+    yield "parts", begin + groups_record(every, range(200), flags=1) + groups_record(every, range(200, 400)) + groups_record(every, [999], flags=2) + turn
+    yield "part_alone", begin + groups_record(every, [1], flags=3) + groups_record(every, [2], flags=2)
+    yield "many", begin + b"".join(groups_record(join, range(at, at + 255)) for at in range(0, 9000, 255)) + groups_record(every, flags=3)
+    yield "told", mine + one + begin + turn + groups_record(heard, number=1) + mine + two + turn + groups_record(heard, number=2) + mine_no_more + one + turn
+    yield "unheard", begin + mine + one + groups_record(heard, number=9) + groups_record(heard, [1], number=1)
+    yield "no_room", begin + turn + no_room + mine + one + mine + two + mine_no_more + one + groups_record(join, [1], number=7) + turn + room + turn
+    yield "no_room_for_many", begin + turn + no_room + b"".join(mine + struct.pack("<H", at) for at in range(9000)) + room + turn
+    yield "old", old + groups_record(join, [1], number=1) + mine + one + turn + begin + turn
+    yield "no_groups", begin + groups_record(join, [0xFE01, 1, 0xFFFF], number=3) + groups_record(join, [1], cut=1) + groups_record(0, [1]) + groups_record(9)
+    yield "cut_short", begin + groups_record(join, [1, 2, 3])[:-3]
+
+
 def seeds():
     for opcode in range(7):
         sges = ((IOVA, 8, KEY),) if opcode >= 5 else ((IOVA, 64, KEY), (IOVA + 128, 5000, KEY))
@@ -206,6 +228,8 @@ def seeds():
         yield "attach_fuzz", name, content
     for name, content in carrier_seeds():
         yield "carrier_fuzz", name, content
+    for name, content in groups_seeds():
+        yield "far_groups_fuzz", name, content
     yield "config_fuzz", "full", b'{"socket": "/tmp/s", "socket_mode": "0660", "link_layer": "ethernet", "lid_first": 1, ' \
         b'"quota": {"guests": 2, "objects": 3}} // comment'
     yield "config_fuzz", "wrong", b'{"quota": {"guests": -1}, "nothing": [1e400, "\\ud800"]}'

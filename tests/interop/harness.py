@@ -56,7 +56,7 @@ class Program:
 
     alive = []  # every one not yet reaped, for clean_up()
 
-    def __init__(self, command, env=None, cwd=None, pass_fds=(), terminal=False, name=None):
+    def __init__(self, command, env=None, cwd=None, pass_fds=(), terminal=False, name=None, stdin=subprocess.DEVNULL):
         self.command = [str(part) for part in command]
         self.name = name or self.command[0]
         self.output_file = tempfile.TemporaryFile()
@@ -65,7 +65,7 @@ class Program:
         if terminal:  # programs that never flush write whole lines to a terminal only
             self.terminal, stdout = os.openpty()
         try:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stdout,
+            self.process = subprocess.Popen(self.command, stdin=stdin, stdout=stdout, stderr=stdout,
                                             env=env, cwd=cwd, pass_fds=pass_fds, start_new_session=True,
                                             preexec_fn=_die_with_harness)
         except OSError as error:

@@ -3,9 +3,11 @@
 //   qp rc|uc|ud INDEX             a queue pair in INIT: its number among ours, QPN, LID
 //   connect QP QPN LID            to RTS, with receives posted
 //   serve QP                      a datagram queue pair to RTS, with receives posted
-//   send QP TEXT [QPN LID]        posts; the status of its completion. A group's QPN is 0xffffff, and LID 0
+//   send QP TEXT [QPN LID [GROUP]]  posts; the status of its completion. A group's QPN is 0xffffff, and LID 0
 //   receive QP                    waits for a message: its text
-//   join QP                       the multicast group of this test
+//   whence QP                     of the last message: the sender's QPN and LID, and the group in its GRH
+//   join QP [GROUP], leave QP [GROUP]  a multicast group, by its number; 0x77 without
+//   flood QP COUNT GROUP          messages 0, 1, 2, … to a group, one after the other
 //   event                         waits for an asynchronous event: its number
 // Anything that fails ends it with a message.
 #include <arpa/inet.h>
@@ -23,6 +25,7 @@ namespace {
 
 constexpr std::size_t slot_bytes = 256, slots = 16, pairs_max = 64;
 constexpr std::uint32_t qkey = 0x11111111, multicast = 0xffffff;
+constexpr unsigned usual_group = 0x77;
 
 void need(bool good, const char* what) {
   if (good) return;
@@ -39,6 +42,7 @@ struct Pair {
   ibv_cq *sends, *receives;
   ibv_qp_type type;
   char* memory;  // its slots; the first one is for what it sends
+  std::string whence;  // of what it received last
 };
 
 struct World {
@@ -80,7 +84,7 @@ struct World {
 
   std::size_t make(ibv_qp_type type, std::uint16_t index) {
     Pair pair{nullptr, ibv_create_cq(context, 64, nullptr, nullptr, 0), ibv_create_cq(context, 64, nullptr, nullptr, 0), type,
-              memory + pairs.size() * slots * slot_bytes};
+              memory + pairs.size() * slots * slot_bytes, ""};
     need(pairs.size() < pairs_max, "more queue pairs than there is room for");
     need(pair.sends != nullptr && pair.receives != nullptr, "ibv_create_cq");
     ibv_qp_init_attr wanted{};
@@ -143,7 +147,7 @@ struct World {
     return wc;
   }
 
-  std::string send(Pair& pair, const std::string& text, std::uint32_t qpn, std::uint16_t lid) {
+  std::string send(Pair& pair, const std::string& text, std::uint32_t qpn, std::uint16_t lid, unsigned to_group = usual_group) {
     std::memcpy(pair.memory, text.c_str(), text.size() + 1);
     ibv_sge sge{reinterpret_cast<std::uintptr_t>(pair.memory), static_cast<std::uint32_t>(text.size() + 1), mr->lkey};
     ibv_send_wr wr{}, *bad = nullptr;
@@ -154,7 +158,7 @@ struct World {
       ibv_ah_attr to{};
       to.port_num = 1;
       to.dlid = lid;
-      if (qpn == multicast) to.is_global = 1, to.dlid = 0xc001, to.grh.dgid = group();
+      if (qpn == multicast) to.is_global = 1, to.dlid = 0xc001, to.grh.dgid = group(to_group);
       wr.wr.ud = {ibv_create_ah(pd, &to), qpn, qkey};
       need(wr.wr.ud.ah != nullptr, "ibv_create_ah");
     }
@@ -167,14 +171,17 @@ struct World {
   std::string receive(Pair& pair) {
     const ibv_wc wc = next(pair.receives);
     if (wc.status != IBV_WC_SUCCESS) return ibv_wc_status_str(wc.status);
-    const std::string text = pair.memory + wc.wr_id * slot_bytes + (pair.type == IBV_QPT_UD ? 40 : 0);
+    const char* const slot = pair.memory + wc.wr_id * slot_bytes;
+    const std::string text = slot + (pair.type == IBV_QPT_UD ? 40 : 0);
+    const bool has_grh = (wc.wc_flags & IBV_WC_GRH) != 0;
+    pair.whence = std::to_string(wc.src_qp) + " " + std::to_string(wc.slid) + " " + (has_grh ? std::to_string(static_cast<unsigned char>(slot[39])) : "none");
     receive_into(pair, wc.wr_id);
     return text;
   }
 
-  static ibv_gid group() {
+  static ibv_gid group(unsigned number) {
     ibv_gid gid{};
-    gid.raw[0] = 0xff, gid.raw[1] = 0x12, gid.raw[15] = 0x77;
+    gid.raw[0] = 0xff, gid.raw[1] = 0x12, gid.raw[15] = static_cast<std::uint8_t>(number);
     return gid;
   }
 };
@@ -204,11 +211,25 @@ std::string obey(std::istringstream& line) {
   Pair& pair = world.pairs[number];
   if (verb == "connect") return line >> qpn >> lid, world.start(pair, qpn, lid), "ok";
   if (verb == "serve") return world.start(pair, 0, 0), "ok";
-  if (verb == "send") return line >> text >> qpn >> lid, world.send(pair, text, qpn, lid);
+  if (verb == "send") {
+    unsigned group = 0;
+    line >> text >> qpn >> lid;
+    return world.send(pair, text, qpn, lid, line >> group ? group : usual_group);
+  }
   if (verb == "receive") return world.receive(pair);
-  if (verb == "join") {
-    const ibv_gid gid = World::group();
-    need_zero(ibv_attach_mcast(pair.qp, &gid, 0xc001), "ibv_attach_mcast");
+  if (verb == "whence") return pair.whence;
+  if (verb == "join" || verb == "leave") {
+    unsigned group = 0;
+    const ibv_gid gid = World::group(line >> group ? group : usual_group);
+    if (verb == "join") need_zero(ibv_attach_mcast(pair.qp, &gid, 0xc001), "ibv_attach_mcast");
+    else need_zero(ibv_detach_mcast(pair.qp, &gid, 0xc001), "ibv_detach_mcast");
+    return "ok";
+  }
+  if (verb == "flood") {
+    unsigned count = 0, group = 0;
+    line >> count >> group;
+    for (unsigned i = 0; i < count; ++i)
+      if (const std::string status = world.send(pair, std::to_string(i), multicast, 0, group); status != "success") return "error: " + status;
     return "ok";
   }
   return "error: no such verb";

@@ -197,6 +197,7 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
     auto& members = group->second;
     guest.tenant->memberships -= static_cast<std::uint32_t>(std::erase(members, &qp));
+    if (members.empty() && fabric_.far != nullptr) fabric_.far->groups().left(group->first);
     group = members.empty() ? fabric_.multicast.erase(group) : std::next(group);
   }
   connected_elsewhere();
@@ -237,13 +238,19 @@ Result<Empty> ControlDesk::on<Request::attach_mcast>(Guest& guest, const McastRe
   if (qp == nullptr || qp->core.type != QpType::ud || request.gid[0] != 0xff) return Errno{EINVAL};
   const auto existing = fabric_.multicast.find(request.gid);
   const bool is_new = existing == fabric_.multicast.end();
-  if (!is_new && std::find(existing->second.begin(), existing->second.end(), qp) != existing->second.end()) return Empty{};
+  // Who is told that it has joined misses nothing that is sent after that, on whatever host.
+  const auto joined = [&]() -> Result<Empty> {
+    if (fabric_.far != nullptr && !fabric_.far->groups().is_heard(request.gid) && may_wait(guest)) return Errno{EINPROGRESS};
+    return Empty{};
+  };
+  if (!is_new && std::find(existing->second.begin(), existing->second.end(), qp) != existing->second.end()) return joined();
   if (is_new ? fabric_.multicast.size() >= limits::mcast_groups_max : existing->second.size() >= limits::mcast_qp_attach_max) return Errno{ENOMEM};
   if (guest.tenant->memberships >= guest.tenant->quota.memberships) return Errno{EDQUOT};
   ++guest.tenant->memberships;
   fabric_.multicast[request.gid].push_back(qp);
   ++qp->mcast_groups;
-  return Empty{};
+  if (is_new && fabric_.far != nullptr) fabric_.far->groups().joined(request.gid);
+  return joined();
 }
 
 template <>
@@ -257,7 +264,10 @@ Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRe
   members.erase(member);
   --qp->mcast_groups;
   --guest.tenant->memberships;
-  if (members.empty()) fabric_.multicast.erase(group);
+  if (members.empty()) {
+    fabric_.multicast.erase(group);
+    if (fabric_.far != nullptr) fabric_.far->groups().left(request.gid);
+  }
   return Empty{};
 }
 

@@ -12,6 +12,7 @@
 //       pkey      another P_Key than `open` said         →
 //       datagram  a message of a UD queue pair           →     delivered or dropped
 //       hca       what the two services agree on where the bytes go by HCAs (remote/hca_message.hpp), both ways
+//       groups    which multicast groups have members on the sender's host (remote/far_groups.hpp), both ways
 //
 // The carrier delivers these once each and in order, or says that the far end has lost what it knew. Each direction of a
 // connection has a window of bytes: whoever takes payload in says how much it took, and its peer stays within window_bytes of that.
@@ -25,8 +26,8 @@
 
 namespace vrdma::engine {
 
-// news: never between hosts; a carrier's word that the far end has begun anew.
-enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca };
+// news: never between hosts; a carrier's word that the far end has begun anew. `bytes`: what that one understands (remote/link_head.hpp).
+enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca, groups };
 
 constexpr std::uint32_t far_part_bytes = 64 * 1024 - 512;  // payload of one record
 constexpr std::uint64_t far_window_bytes = 1024 * 1024;    // under way in one direction of a connection
@@ -34,7 +35,7 @@ constexpr std::uint32_t far_window_messages = 128;
 
 struct FarRecord {
   FarKind kind;
-  std::uint8_t opcode;       // request, datagram: WrOpcode
+  std::uint8_t opcode;       // request, datagram: WrOpcode; groups: GroupsWord
   std::uint8_t flags;        // far_solicited, …
   std::uint8_t status;       // answer: WcStatus
   std::uint32_t connection;  // QPN of the requester, whichever way the record goes
@@ -42,7 +43,7 @@ struct FarRecord {
   std::uint32_t message;     // counts the connection's messages
   std::uint32_t psn;         // request
   std::uint32_t imm_data;    // network order
-  std::uint64_t bytes;       // request: of the whole message; pkey: the P_Key
+  std::uint64_t bytes;       // request: of the whole message; pkey: the P_Key; groups: the number of a change
   std::uint64_t taken;       // payload of this connection that the sender of the record has taken in so far
   std::uint64_t remote_address;
   std::uint64_t compare_add, swap;

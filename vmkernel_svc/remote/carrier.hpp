@@ -44,7 +44,7 @@ class Carrier {
   virtual std::uint64_t next_wake_ns() const = 0;
   virtual int descriptor() const = 0;  // readable while there is something to receive, or room to send; for epoll, level-triggered
   // The next that came; nullptr: none. One with record().kind news says: from here on frame->session of that host counts, and what
-  // was sent before and not answered is lost.
+  // was sent before and not answered is lost. Its record().bytes are the far service's LinkHead::features.
   virtual engine::FarFramePtr receive() = 0;
   virtual std::shared_ptr<Gauge> gauge(HostId host) = 0;
   virtual const CarrierCounters& counters() const = 0;

@@ -25,6 +25,7 @@ constexpr std::uint32_t stand_ins_max = 65536;             // of one host
 constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
 constexpr std::uint64_t arrived_bytes_max = 4 * engine::far_window_bytes;
 constexpr int frames_per_turn = 64;
+constexpr std::uint64_t lost_ns = 5'000'000'000;  // a host that has not been heard for so long gets no multicast; FarRequester gives up then, at the soonest
 
 std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
   std::uint64_t bytes = 0;
@@ -60,6 +61,8 @@ void FarDesk::look_at_directory() {
     --at(one->first.first).stand_ins;
     one = stand_ins_.erase(one);
   }
+  for (const auto& [id, host] : hosts_)
+    if (!directory_->host(id)) groups_.forget(id);
   ++fabric_.topology_generation;  // who found nobody looks again
 }
 
@@ -158,11 +161,23 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     carrier_->send(std::move(frame));
   };
   if (ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff) {
-    for (auto& [id, host] : hosts_) send_to(id);
+    Gid group;
+    std::memcpy(group.data(), ud.dgid, sizeof(group));
+    for (const remote::HostId id : groups_.receivers(group)) {
+      if (silent_ns(id) >= lost_ns) continue;
+      ++at(id).multicast_datagrams;
+      send_to(id);
+    }
     return;
   }
   if (const auto id = host_of(qp, ud.dlid, (ud.route_flags & route_global) != 0, ud.dgid)) send_to(*id);
 }
+
+bool FarDesk::may_tell(remote::HostId host) {
+  return at(host).session != 0 && silent_ns(host) < lost_ns && at(host).gauge->queued_bytes.load(std::memory_order_relaxed) < queued_bytes_max;
+}
+
+bool FarDesk::is_connected(remote::HostId host) { return at(host).gauge->connected.load(std::memory_order_relaxed); }
 
 // --- what comes -----------------------------------------------------------------------------------------------
 
@@ -175,6 +190,7 @@ bool FarDesk::turn() {
     arrived(std::move(frame));
     worked = true;
   }
+  groups_.turn();
   const std::uint64_t now = timers_.empty() ? 0 : vmci::monotonic_ns();
   while (!timers_.empty() && timers_.begin()->first <= now) {
     StandIn& due = *timers_.begin()->second;
@@ -194,7 +210,9 @@ bool FarDesk::turn() {
 
 void FarDesk::arrived(FarFramePtr frame) {
   switch (frame->record().kind) {
-    case FarKind::news: return new_session(frame->host, frame->session);
+    case FarKind::news:
+      new_session(frame->host, frame->session);
+      return groups_.new_session(frame->host, frame->record().bytes);
     case FarKind::open: return open(std::move(frame));
     case FarKind::request:
     case FarKind::more:
@@ -209,6 +227,7 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::hca:
       if (hca_) hca_->arrived(std::move(frame));
       return;
+    case FarKind::groups: malformed_ += !groups_.arrived(frame->host, *frame); return;
   }
   ++malformed_;
 }
@@ -353,7 +372,8 @@ void FarDesk::to_datagrams(FarFramePtr frame) {
   engine::FarDatagram head;
   std::memcpy(&head, frame->payload(), sizeof(head));
   if (!is_of(frame->host, head.guid, head.lid, head.link_layer)) return void(++malformed_);
-  auto& lane = host.datagrams[head.ud.remote_qpn % host.datagrams.size()];
+  const std::size_t lanes = host.datagrams.size() - 1;
+  auto& lane = host.datagrams[head.ud.remote_qpn == multicast_qpn.value ? lanes : head.ud.remote_qpn % lanes];
   if (!lane) {
     lane = std::make_unique<StandIn>();
     lane->host = frame->host;

@@ -16,6 +16,7 @@
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/remote/carrier.hpp"
+#include "vmkernel_svc/remote/far_groups.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 
 namespace vrdma::svc {
@@ -46,7 +47,7 @@ struct StandIn {
   std::uint64_t wake_ns = 0;
 };
 
-class FarDesk {
+class FarDesk final : private FarGroups::Post {
  public:
   using Qp = MediatedPorts::Qp;
 
@@ -86,6 +87,10 @@ class FarDesk {
   std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
   void count_malformed() { ++malformed_; }
 
+  // Multicast groups, and which hosts have members of them.
+  FarGroups& groups() { return groups_; }
+  std::uint64_t multicast_datagrams(remote::HostId host) { return at(host).multicast_datagrams; }  // sent there
+
   // The P_Key of `qp` is another: its stand-in hears of it.
   void tell_pkey(Qp& qp);
   // Who is in which partition has changed: what other hosts claim is judged anew.
@@ -107,8 +112,10 @@ class FarDesk {
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
     std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them
-    // For its UD queue pairs, by the receiver's QPN: order is kept for each, and who is slow holds up few others.
-    std::array<std::unique_ptr<StandIn>, 16> datagrams;
+    std::uint64_t multicast_datagrams = 0;
+    // For its UD queue pairs, by the receiver's QPN: order is kept for each, and who is slow holds up few others. The last one is for
+    // multicast, which waits for nobody.
+    std::array<std::unique_ptr<StandIn>, 17> datagrams;
   };
   using StandInKey = std::pair<remote::HostId, std::uint32_t>;  // and the requester's QPN
 
@@ -118,6 +125,9 @@ class FarDesk {
   void to_stand_in(engine::FarFramePtr frame);
   void to_datagrams(engine::FarFramePtr frame);
   void open(engine::FarFramePtr frame);
+  bool may_tell(remote::HostId host) override;
+  bool is_connected(remote::HostId host) override;
+  void tell(remote::HostId host, engine::FarFramePtr frame) override { send_to(host, std::move(frame)); }
   void new_session(remote::HostId host, std::uint64_t session);
   bool waits_for_frozen(StandIn& stand_in);
   void drop(StandIn& stand_in);
@@ -140,6 +150,7 @@ class FarDesk {
   std::map<remote::HostId, Host> hosts_;
   std::vector<remote::LidHolder> ranges_;
   std::map<StandInKey, std::unique_ptr<StandIn>> stand_ins_;
+  FarGroups groups_{*this};
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;

@@ -26,10 +26,12 @@ struct LinkHead {
   std::uint64_t run, peer_run;  // of the sender, and of the receiver as the sender knows it (0: not yet); hello only
   std::uint64_t number;        // record only
   std::uint64_t acknowledged;  // of the session: all up to this one have come
-  std::uint8_t reserved_2[72];
+  std::uint32_t features;      // hello only: what the sender understands, besides what the first ones did; they said 0
+  std::uint8_t reserved_2[68];
   std::array<std::byte, 16> tag;  // of all of the frame before and after it (frame_seal.hpp)
 };
 static_assert(WireRecord<LinkHead> && sizeof(LinkHead) == engine::FarFrame::carrier_bytes);
+constexpr std::uint32_t link_knows_groups = 1;  // FarKind::groups
 constexpr std::size_t tagged_head_bytes = offsetof(LinkHead, tag);
 
 }  // namespace vrdma::remote

@@ -104,7 +104,7 @@ void TcpCarrier::want_pump(Link& link) {
 void TcpCarrier::transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<FarFrame> frame, std::uint64_t now) {
   LinkHead head{};
   head.kind = kind;
-  if (kind == LinkKind::hello) head.run = run_, head.peer_run = link.run;
+  if (kind == LinkKind::hello) head.run = run_, head.peer_run = link.run, head.features = link_knows_groups;
   head.number = number;
   head.acknowledged = link.expected - 1;
   link.acknowledge_at_ns = never;
@@ -195,6 +195,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head) {
     FarFramePtr news = FarFrame::make(0);
     news->host = link.id;
     news->session = link.session;
+    news->record().bytes = head.features;
     arrivals_.push_back(std::move(news));
   } else if (head.peer_run == run_) {  // else it does not know of this session, and counts none of its records
     link.sent = link.records.size();
