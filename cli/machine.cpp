@@ -47,7 +47,7 @@ std::string status_field(const std::string& name) {
   return {};
 }
 
-std::string mib(std::uint64_t bytes) {
+std::string size_text(std::uint64_t bytes) {
   return bytes >= 10u << 20 ? fmt::format("{} MiB", bytes >> 20) : fmt::format("{} KiB", bytes >> 10);
 }
 
@@ -66,7 +66,7 @@ Finding check_file_size() {
   ::getrlimit(RLIMIT_FSIZE, &limit);
   if (limit.rlim_cur == RLIM_INFINITY) return {Level::ok, "file-size", "no limit of file sizes (sparse shared memory is one large file)", ""};
   return {Level::problem, "file-size", fmt::format("files are limited to {}: the sparse file that shared memory is made of is larger, and "
-                                                   "exceeding the limit ends a process with SIGXFSZ", mib(limit.rlim_cur)),
+                                                   "exceeding the limit ends a process with SIGXFSZ", size_text(limit.rlim_cur)),
           "ulimit -f unlimited"};
 }
 
@@ -75,7 +75,7 @@ Finding check_address_space() {
   rlimit limit{};
   ::getrlimit(RLIMIT_AS, &limit);
   if (limit.rlim_cur == RLIM_INFINITY) return {Level::ok, "addresses", "no limit of address space (the queues of a program are 1 GiB, sparse)", ""};
-  const std::string what = fmt::format("address space is limited to {}", mib(limit.rlim_cur));
+  const std::string what = fmt::format("address space is limited to {}", size_text(limit.rlim_cur));
   if (limit.rlim_cur >= needed) return {Level::ok, "addresses", what + ", of which the queues of a program are 1 GiB, sparse", ""};
   return {Level::problem, "addresses", what + ": the queues of a program are 1 GiB, sparse, and cannot be mapped",
           "ulimit -v unlimited, or a smaller \"arena_bytes\" in vrdmad.conf(5)"};
@@ -100,7 +100,7 @@ Finding check_open_files() {
 Finding check_memlock() {
   rlimit limit{};
   ::getrlimit(RLIMIT_MEMLOCK, &limit);
-  const std::string size = limit.rlim_cur == RLIM_INFINITY ? "no limit" : mib(limit.rlim_cur);
+  const std::string size = limit.rlim_cur == RLIM_INFINITY ? "no limit" : size_text(limit.rlim_cur);
   return {Level::ok, "memlock", fmt::format("{} of locked memory; vrdma locks none, so registrations are not bound by it", size), ""};
 }
 
@@ -164,7 +164,7 @@ std::optional<Finding> check_memory_limit() {
   if (!line || *line == "max") return std::nullopt;
   const std::uint64_t bytes = std::strtoull(line->c_str(), nullptr, 10);
   return Finding{bytes < small ? Level::note : Level::ok, "memory",
-                 fmt::format("the control group has {}: registered memory that is shared with the service counts there", mib(bytes)),
+                 fmt::format("the control group has {}: registered memory that is shared with the service counts there", size_text(bytes)),
                  bytes < small ? "raise memory.max if registrations fail with ENOMEM" : ""};
 }
 

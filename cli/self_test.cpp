@@ -55,14 +55,14 @@ class Verbs {
   void* handle_;
 };
 
-[[noreturn]] void fail(const std::string& at, int error) { throw Failure{at, std::strerror(error)}; }
+[[noreturn]] void fail_call(const std::string& at, int error) { throw Failure{at, std::strerror(error)}; }
 template <class T>
 T* need(T* pointer, const char* at) {
-  if (pointer == nullptr) fail(at, errno);
+  if (pointer == nullptr) fail_call(at, errno);
   return pointer;
 }
 void need_zero(int error, const char* at) {
-  if (error != 0) fail(at, error);
+  if (error != 0) fail_call(at, error);
 }
 
 void connect_to_itself(const Verbs& verbs, ibv_context* context, ibv_qp* qp) {
@@ -142,7 +142,7 @@ void exercise(const std::string& library) {
   const ibv_mr* const small_mr = need(reg(pd, small, sizeof(small), access), "ibv_reg_mr of 16 bytes");
   write_and_check("an RDMA WRITE of 8 bytes", qp, cq, small_mr, small, small + 8, 8);
   void* const pages = ::mmap(nullptr, pages_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (pages == MAP_FAILED) fail("mmap", errno);
+  if (pages == MAP_FAILED) fail_call("mmap", errno);
   auto* const bytes = static_cast<unsigned char*>(pages);
   const ibv_mr* const pages_mr = need(reg(pd, bytes, pages_bytes, access), "ibv_reg_mr of 64 KiB");
   write_and_check("an RDMA WRITE of 32 KiB", qp, cq, pages_mr, bytes, bytes + pages_bytes / 2, pages_bytes / 2);

@@ -16,8 +16,9 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <stdexcept>
 #include <vector>
+
+#include "cli/fail.hpp"
 
 namespace vrdma::cli {
 
@@ -27,8 +28,6 @@ namespace {
 
 constexpr int ready_timeout_ms = 10'000;
 constexpr const char* idle_exit_s = "10";
-
-[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 fs::path own_folder() {
   std::error_code error;

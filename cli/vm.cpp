@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "cli/fail.hpp"
 #include "cli/output.hpp"
 #include "cli/query.hpp"
 #include "cli/service.hpp"
@@ -28,14 +29,11 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr std::uint64_t mib = 1 << 20;
 constexpr std::uint64_t memory_least = 64 * mib;  // less boots no kernel
 constexpr int seen_tries = 200;
 constexpr auto seen_pause = std::chrono::milliseconds(10);
 constexpr std::size_t path_characters = 107;      // of a unix socket
 constexpr std::size_t name_characters = sizeof(vm::Welcome::name) - 1;
-
-[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 // The service's answer, where one answers; and where its machines are.
 struct Place {

@@ -10,8 +10,6 @@ namespace vrdma::cli {
 
 namespace {
 
-constexpr std::uint64_t mib = 1 << 20;
-
 // QEMU ends a value at a comma; a doubled one is meant itself.
 std::string qemu_value(const std::string& value) {
   std::string out;

@@ -9,6 +9,8 @@
 
 namespace vrdma::cli {
 
+constexpr std::uint64_t mib = 1 << 20;
+
 struct Vm {
   std::string name;
   std::string link;  // socket of the service for this machine's device; beside it monitor.sock, where the service hears of resets;

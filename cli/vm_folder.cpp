@@ -13,15 +13,14 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
+
+#include "cli/fail.hpp"
 
 namespace vrdma::cli {
 
 namespace {
 
 namespace fs = std::filesystem;
-
-[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 std::string remedy(int error) {
   switch (error) {
@@ -40,7 +39,7 @@ std::string remedy(int error) {
   fail(fmt::format("cannot {} {} ({}): {}", what, path, std::strerror(error), remedy(error)));
 }
 
-void make_folder(const std::string& path) {
+void make_machine_folder(const std::string& path) {
   if (::mkdir(path.c_str(), 0755) != 0 && errno != EEXIST) fail_at("make", path, errno);
 }
 
@@ -62,7 +61,7 @@ void write_whole(const std::string& path, const std::string& text) {
 }  // namespace
 
 VmFolder::Lock VmFolder::lock() const {
-  make_folder(path_);
+  make_machine_folder(path_);
   const std::string path = path_ + "/.lock";
   Lock held{vmci::UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600))};
   if (!held.fd) fail_at("make", path, errno);
@@ -79,7 +78,7 @@ void VmFolder::require_free(const std::string& name) const {
 
 void VmFolder::add(const VmRecord& record) {
   const std::string own = path_ + "/" + record.name;
-  make_folder(own);  // one that a service left behind is as good
+  make_machine_folder(own);  // one that a service left behind is as good
   nlohmann::json json = nlohmann::json::object();
   if (!record.ram.empty()) json["ram"] = record.ram;
   if (record.plain) json["plain"] = true;

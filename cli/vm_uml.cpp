@@ -19,8 +19,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <stdexcept>
 
+#include "cli/fail.hpp"
 #include "cli/service.hpp"
 #include "vmci_channel/descriptor_passing.hpp"
 #include "vmci_channel/unique_fd.hpp"
@@ -34,8 +34,6 @@ using vmci::UniqueFd;
 
 constexpr int look_ms = 10;       // for what nobody announces: the RAM
 constexpr int reconnect_ms = 200;  // to a service that starts anew
-
-[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 // What mends the kernel's use of the host: see uml_preload.cpp.
 std::string preload_library() {

@@ -25,7 +25,7 @@ namespace {
 namespace fs = std::filesystem;
 using vmci::UniqueFd;
 
-[[noreturn]] void fail(const std::string& what) {
+[[noreturn]] void fail_by_errno(const std::string& what) {
   const int why = errno;
   throw std::runtime_error("cannot " + what + " (" + std::strerror(why) +
                            "): run vrdma-guestd as root, or unbind the device from vfio-pci to do without interrupts");
@@ -33,7 +33,7 @@ using vmci::UniqueFd;
 
 UniqueFd open_or_fail(const std::string& path) {
   UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (!fd) fail("open " + path);
+  if (!fd) fail_by_errno("open " + path);
   return fd;
 }
 
@@ -46,7 +46,7 @@ vfio_region_info region(int device, unsigned index) {
   vfio_region_info info{};
   info.argsz = sizeof(info);
   info.index = index;
-  if (::ioctl(device, VFIO_DEVICE_GET_REGION_INFO, &info) != 0) fail("ask vfio for region " + std::to_string(index));
+  if (::ioctl(device, VFIO_DEVICE_GET_REGION_INFO, &info) != 0) fail_by_errno("ask vfio for region " + std::to_string(index));
   return info;
 }
 
@@ -63,7 +63,7 @@ bool VfioDevice::available(const fs::path& device) {
 }
 
 VfioDevice::VfioDevice(const fs::path& device) : container_(open_or_fail("/dev/vfio/vfio")) {
-  if (::ioctl(container_.get(), VFIO_GET_API_VERSION) != VFIO_API_VERSION) errno = ENOTSUP, fail("use this kernel's vfio");
+  if (::ioctl(container_.get(), VFIO_GET_API_VERSION) != VFIO_API_VERSION) errno = ENOTSUP, fail_by_errno("use this kernel's vfio");
   const std::string group = fs::read_symlink(device / "iommu_group").filename();
   (void)taken_in_time([&] {
     group_.reset(::open(("/dev/vfio/" + group).c_str(), O_RDWR | O_CLOEXEC));
@@ -71,30 +71,30 @@ VfioDevice::VfioDevice(const fs::path& device) : container_(open_or_fail("/dev/v
   });
   if (!group_ && errno == EBUSY)
     throw std::runtime_error("PCI device " + device.filename().string() + " is in use by another process: stop the other vrdma-guestd, or give another --device");
-  if (!group_) fail("open /dev/vfio/" + group);
+  if (!group_) fail_by_errno("open /dev/vfio/" + group);
   vfio_group_status status{};
   status.argsz = sizeof(status);
-  if (::ioctl(group_.get(), VFIO_GROUP_GET_STATUS, &status) != 0) fail("ask for the state of IOMMU group " + group);
-  if ((status.flags & VFIO_GROUP_FLAGS_VIABLE) == 0) errno = EBUSY, fail("use IOMMU group " + group + ", of which other drivers have devices");
+  if (::ioctl(group_.get(), VFIO_GROUP_GET_STATUS, &status) != 0) fail_by_errno("ask for the state of IOMMU group " + group);
+  if ((status.flags & VFIO_GROUP_FLAGS_VIABLE) == 0) errno = EBUSY, fail_by_errno("use IOMMU group " + group + ", of which other drivers have devices");
   const int container = container_.get();
-  if (::ioctl(group_.get(), VFIO_GROUP_SET_CONTAINER, &container) != 0) fail("use IOMMU group " + group);
+  if (::ioctl(group_.get(), VFIO_GROUP_SET_CONTAINER, &container) != 0) fail_by_errno("use IOMMU group " + group);
   // The device does not reach memory by itself: nothing is ever mapped for it.
-  if (::ioctl(container_.get(), VFIO_SET_IOMMU, VFIO_TYPE1v2_IOMMU) != 0) fail("use the IOMMU");
+  if (::ioctl(container_.get(), VFIO_SET_IOMMU, VFIO_TYPE1v2_IOMMU) != 0) fail_by_errno("use the IOMMU");
   device_.reset(::ioctl(group_.get(), VFIO_GROUP_GET_DEVICE_FD, device.filename().c_str()));
-  if (!device_) fail("open PCI device " + device.filename().string());
+  if (!device_) fail_by_errno("open PCI device " + device.filename().string());
   // BARs are memory; an interrupt is a write by the device.
   const auto config = static_cast<off_t>(region(device_.get(), VFIO_PCI_CONFIG_REGION_INDEX).offset) + PCI_COMMAND;
   std::uint16_t command = 0;
-  if (::pread(device_.get(), &command, sizeof(command), config) != sizeof(command)) fail("read the device's configuration");
+  if (::pread(device_.get(), &command, sizeof(command), config) != sizeof(command)) fail_by_errno("read the device's configuration");
   command |= PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER;
-  if (::pwrite(device_.get(), &command, sizeof(command), config) != sizeof(command)) fail("enable the device");
+  if (::pwrite(device_.get(), &command, sizeof(command), config) != sizeof(command)) fail_by_errno("enable the device");
 }
 
 VfioDevice::Bar VfioDevice::map_bar(unsigned index) const {
   const auto info = region(device_.get(), VFIO_PCI_BAR0_REGION_INDEX + index);
   void* const memory = info.size == 0 ? (errno = ENODEV, MAP_FAILED)
                                       : ::mmap(nullptr, info.size, PROT_READ | PROT_WRITE, MAP_SHARED, device_.get(), static_cast<off_t>(info.offset));
-  if (memory == MAP_FAILED) fail("map BAR " + std::to_string(index));
+  if (memory == MAP_FAILED) fail_by_errno("map BAR " + std::to_string(index));
   return {memory, info.size};
 }
 
@@ -116,10 +116,10 @@ std::uint32_t VfioDevice::enable_interrupts(std::uint32_t count_max) const {
   vfio_irq_info info{};
   info.argsz = sizeof(info);
   info.index = VFIO_PCI_MSIX_IRQ_INDEX;
-  if (::ioctl(device_.get(), VFIO_DEVICE_GET_IRQ_INFO, &info) != 0) fail("ask for the device's interrupts");
+  if (::ioctl(device_.get(), VFIO_DEVICE_GET_IRQ_INFO, &info) != 0) fail_by_errno("ask for the device's interrupts");
   for (std::uint32_t count = std::min(count_max, info.count); count != 0; count /= 2)
     if (set_interrupts(0, std::vector<int>(count, -1))) return count;
-  fail("get the device's interrupts");
+  fail_by_errno("get the device's interrupts");
 }
 
 UniqueFd VfioDevice::interrupt(std::uint32_t vector) const {

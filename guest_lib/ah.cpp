@@ -46,15 +46,9 @@ ibv_ah_attr from_wire(const AddressVector& from) {
 
 namespace {
 
-Result<control::DeviceReply> device_of(ibv_context* context) {
-  auto attachment = Context::of(context).usable();
-  if (!attachment) return attachment.error();
-  return (*attachment)->device();
-}
-
 Result<ibv_ah*> create_ah(ibv_pd* pd, const ibv_ah_attr& attributes) {
   if (attributes.port_num != only_port) return Errno{EINVAL};
-  auto device = device_of(pd->context);
+  auto device = Context::of(pd->context).device();
   if (!device) return device.error();
   if (attributes.is_global) {
     if (attributes.grh.sgid_index >= limits::gid_table || device->gids[attributes.grh.sgid_index].gid == Gid{})
@@ -123,7 +117,7 @@ Status init_ah_from_wc(ibv_context* context, std::uint8_t port, const ibv_wc& wc
   if (grh == nullptr) return Errno{EINVAL};
   auto addresses = parse(*grh);
   if (!addresses) return addresses.error();
-  auto device = device_of(context);
+  auto device = Context::of(context).device();
   if (!device) return device.error();
   // RoCE v1 and v2 have entries with the same GID: the kind of header that came decides.
   const bool over_udp = reinterpret_cast<const std::uint8_t*>(grh)[0] >> 4 != 6 || grh->next_hdr == IPPROTO_UDP;

@@ -121,6 +121,12 @@ ibv_device* device() {
   return &storage->device;
 }
 
+Result<control::DeviceReply> Context::device() {
+  auto mine = usable();
+  if (!mine) return mine.error();
+  return (*mine)->device();
+}
+
 Result<std::shared_ptr<Attachment>> Context::usable() {
   std::shared_ptr<Attachment> mine;
   {

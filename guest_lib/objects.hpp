@@ -40,6 +40,7 @@ struct Context {
   // The attachment for a verb that creates something: this process's own, also when the context came through a fork.
   // EIO: the device is fatal.
   Result<std::shared_ptr<Attachment>> usable();
+  Result<control::DeviceReply> device();  // asked of it
 };
 
 struct Pd {

@@ -39,7 +39,7 @@ constinit NextFunction<Telldir> next_telldir{"telldir"};
 constinit NextFunction<Dirfd> next_dirfd{"dirfd"};
 constinit NextFunction<Scandir> next_scandir{"scandir"}, next_scandir64{"scandir64"};
 
-__attribute__((constructor)) void look_up_all() {
+__attribute__((constructor)) void look_up_all_of_folders() {
   next_opendir.get();
   next_closedir.get();
   for (auto* f : {&next_readdir, &next_readdir64}) f->get();

@@ -20,9 +20,9 @@ static_assert(IBV_SEND_FENCE == int(wr_fence) && IBV_SEND_SIGNALED == int(wr_sig
 namespace {
 
 constexpr std::uint32_t bit(ibv_wr_opcode opcode) { return 1u << opcode; }
-constexpr std::uint32_t sends = bit(IBV_WR_SEND) | bit(IBV_WR_SEND_WITH_IMM);
-constexpr std::uint32_t writes = bit(IBV_WR_RDMA_WRITE) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
-constexpr std::uint32_t fetches = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD);
+constexpr std::uint32_t send_opcodes = bit(IBV_WR_SEND) | bit(IBV_WR_SEND_WITH_IMM);
+constexpr std::uint32_t write_opcodes = bit(IBV_WR_RDMA_WRITE) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
+constexpr std::uint32_t fetch_opcodes = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD);
 constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
 // Opcodes of the specification that this device does not have (yet).
 constexpr std::uint32_t not_offered = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW) | bit(IBV_WR_SEND_WITH_INV) |
@@ -32,11 +32,11 @@ constexpr std::uint32_t not_offered = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW
 constexpr std::uint32_t legal_opcodes(ibv_qp_type type) {
   switch (type) {
     case IBV_QPT_RC:
-      return sends | writes | fetches;
+      return send_opcodes | write_opcodes | fetch_opcodes;
     case IBV_QPT_UC:
-      return sends | writes;
+      return send_opcodes | write_opcodes;
     default:
-      return sends;
+      return send_opcodes;
   }
 }
 
@@ -71,7 +71,7 @@ int check(const Qp& qp, const ibv_send_wr& wr, Shape& shape) {
   std::uint32_t payload_bytes = static_cast<std::uint32_t>(wr.num_sge) * static_cast<std::uint32_t>(sizeof(Sge));
   shape.count = static_cast<std::uint16_t>(wr.num_sge);
   if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
-    const int bytes = opcode_bit & fetches ? -1 : inline_bytes(qp, wr);
+    const int bytes = opcode_bit & fetch_opcodes ? -1 : inline_bytes(qp, wr);
     if (bytes < 0) return EINVAL;
     payload_bytes = static_cast<std::uint32_t>(bytes);
     shape.count = static_cast<std::uint16_t>(bytes);
@@ -95,7 +95,7 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
     ring.write(offsetof(SendWqe, ud), std::as_bytes(std::span(&operand, 1)));
   } else {
     // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
-    const RemoteOperand operand = opcode_bit & sends ? RemoteOperand{} : remote_operand(wr);
+    const RemoteOperand operand = opcode_bit & send_opcodes ? RemoteOperand{} : remote_operand(wr);
     ring.write(offsetof(SendWqe, remote), std::as_bytes(std::span(&operand, 1)));
   }
   if ((wr.send_flags & IBV_SEND_INLINE) != 0) {

@@ -101,12 +101,12 @@ int complete(ibv_qp_ex* verbs) {
   return error;
 }
 
-constexpr std::uint64_t sends = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
-constexpr std::uint64_t writes = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
-constexpr std::uint64_t fetches = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+constexpr std::uint64_t send_operations = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
+constexpr std::uint64_t write_operations = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+constexpr std::uint64_t fetch_operations = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
 
 std::uint64_t operations_of(ibv_qp_type type) {
-  return type == IBV_QPT_RC ? sends | writes | fetches : type == IBV_QPT_UC ? sends | writes : sends;
+  return type == IBV_QPT_RC ? send_operations | write_operations | fetch_operations : type == IBV_QPT_UC ? send_operations | write_operations : send_operations;
 }
 
 Result<ibv_qp*> create(ibv_qp_init_attr_ex& wanted) {

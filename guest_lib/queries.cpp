@@ -23,12 +23,6 @@ constexpr std::uint8_t subnet_timeout = 18;   // 4.096 µs · 2^18, what subnet 
 constexpr std::uint32_t vendor_id = 0x56524d;  // "VRM"
 constexpr std::uint32_t vendor_part_id = 1;
 
-Result<control::DeviceReply> device_of(ibv_context* verbs) {
-  auto attachment = Context::of(verbs).usable();
-  if (!attachment) return attachment.error();
-  return (*attachment)->device();
-}
-
 bool empty(const control::GidEntry& entry) { return entry.gid == Gid{}; }
 
 void fill(const control::DeviceReply& reply, ibv_device_attr& to) {
@@ -105,7 +99,7 @@ ibv_gid_entry entry_at(const control::DeviceReply& reply, std::uint32_t index) {
 int query_port(ibv_context* context, std::uint8_t port, ibv_port_attr* attributes, std::size_t bytes) {
   return as_int([&]() -> Status {
     if (port != only_port) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     ibv_port_attr all;
     fill(*reply, all);
@@ -117,7 +111,7 @@ int query_port(ibv_context* context, std::uint8_t port, ibv_port_attr* attribute
 
 int query_device(ibv_context* context, ibv_device_attr* attributes) {
   return as_int([&]() -> Status {
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     fill(*reply, *attributes);
     return ok();
@@ -129,7 +123,7 @@ int query_device_ex(ibv_context* context, const ibv_query_device_ex_input* input
   return as_int([&]() -> Status {
     if (input != nullptr && input->comp_mask != 0) return Errno{EINVAL};
     if (bytes < sizeof(ibv_device_attr)) return Errno{EOPNOTSUPP};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     ibv_device_attr_ex all{};
     fill(*reply, all.orig_attr);
@@ -161,7 +155,7 @@ extern "C" VRDMA_VISIBLE int ibv_query_port_speed(ibv_context* context, std::uin
 int ibv_query_port_speed(ibv_context* context, std::uint32_t port, std::uint64_t* speed) {
   return as_int([&]() -> Status {
     if (port != only_port) return Errno{EINVAL};
-    if (auto reply = device_of(context); !reply) return reply.error();
+    if (auto reply = Context::of(context).device(); !reply) return reply.error();
     *speed = 1000;
     return ok();
   });
@@ -170,7 +164,7 @@ int ibv_query_port_speed(ibv_context* context, std::uint32_t port, std::uint64_t
 VRDMA_EXPORT int ibv_query_gid(ibv_context* context, std::uint8_t port, int index, ibv_gid* gid) {
   return as_minus_one([&]() -> Status {
     if (port != only_port || index < 0 || static_cast<std::uint32_t>(index) >= limits::gid_table) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     *gid = entry_at(*reply, static_cast<std::uint32_t>(index)).gid;
     return ok();
@@ -181,7 +175,7 @@ VRDMA_EXPORT int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port, std
                                    std::uint32_t flags, std::size_t entry_bytes) {
   return as_int([&]() -> Status {
     if (flags != 0 || port != only_port || index >= limits::gid_table) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     if (empty(reply->gids[index])) return Errno{ENODATA};
     const ibv_gid_entry found = entry_at(*reply, index);
@@ -196,7 +190,7 @@ VRDMA_EXPORT ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* e
   ssize_t count = 0;
   const int error = as_int([&]() -> Status {
     if (flags != 0) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     if (static_cast<std::size_t>(std::ranges::count_if(reply->gids, [](const auto& e) { return !empty(e); })) > max_entries)
       return Errno{EINVAL};
@@ -219,7 +213,7 @@ enum SysfsGidType { sysfs_ib_or_roce_v1, sysfs_roce_v2 };
 VRDMA_EXPORT int ibv_query_gid_type(ibv_context* context, std::uint8_t port, unsigned int index, int* type) {
   return as_minus_one([&]() -> Status {
     if (port != only_port || index >= limits::gid_table) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     *type = reply->gids[index].type == IBV_GID_TYPE_ROCE_V2 ? sysfs_roce_v2 : sysfs_ib_or_roce_v1;
     return ok();
@@ -230,7 +224,7 @@ VRDMA_LATER_TOO(ibv_query_gid_type);
 VRDMA_EXPORT int ibv_query_pkey(ibv_context* context, std::uint8_t port, int index, __be16* pkey) {
   return as_minus_one([&]() -> Status {
     if (port != only_port || index < 0 || static_cast<std::uint32_t>(index) >= limits::pkey_table) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     *pkey = reply->pkeys[index];
     return ok();
@@ -241,7 +235,7 @@ VRDMA_EXPORT int ibv_get_pkey_index(ibv_context* context, std::uint8_t port, __b
   int found = -1;
   const int rc = as_minus_one([&]() -> Status {
     if (port != only_port) return Errno{EINVAL};
-    auto reply = device_of(context);
+    auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     const auto* at = std::ranges::find(reply->pkeys, pkey);
     if (at == std::end(reply->pkeys)) return Errno{ENOENT};

@@ -10,7 +10,7 @@ namespace vrdma::guest {
 
 namespace {
 
-Result<std::uint32_t> announce(int fd, std::uint64_t bytes) {
+Result<std::uint32_t> announce_backing(int fd, std::uint64_t bytes) {
   const auto attachment = Attachment::existing();
   if (attachment == nullptr) return Errno{EIO};
   const int descriptors[] = {fd};
@@ -19,7 +19,7 @@ Result<std::uint32_t> announce(int fd, std::uint64_t bytes) {
   return reply->body.backing;
 }
 
-void withdraw(std::uint32_t backing) {
+void withdraw_backing(std::uint32_t backing) {
   if (const auto attachment = Attachment::existing())
     (void)attachment->call_on_socket<control::Request::remove_backing>({backing, 0});
 }
@@ -43,7 +43,7 @@ memory::MemoryManager& manager() {
   // Not on the heap: a page of that may be moving, and the manager must not write to it then.
   alignas(memory::MemoryManager) static std::byte room[sizeof(memory::MemoryManager)];
   static auto* const made = [] {
-    auto* const manager = new (room) memory::MemoryManager({announce, withdraw, service, lend});
+    auto* const manager = new (room) memory::MemoryManager({announce_backing, withdraw_backing, service, lend});
     const char* const partial_pages = std::getenv("VRDMA_PARTIAL_PAGES");
     if (partial_pages != nullptr && std::string_view(partial_pages) == "stay") manager->set_partial_pages(memory::PartialPages::stay);
     if (partial_pages != nullptr && std::string_view(partial_pages) == "move") manager->set_partial_pages(memory::PartialPages::move);
@@ -111,7 +111,7 @@ Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64
 
 void unreach(memory::Registration&& registration) {
   if (service() == registration.service)
-    for (const std::uint32_t backing : registration.pinned) withdraw(backing);
+    for (const std::uint32_t backing : registration.pinned) withdraw_backing(backing);
   manager().remove(std::move(registration));
 }
 

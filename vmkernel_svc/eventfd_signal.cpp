@@ -21,14 +21,14 @@ int zeros() {
   return file.get();
 }
 
-class Context {
+class AioContext {
  public:
-  Context() {
+  AioContext() {
     if (zeros() >= 0 && ::syscall(SYS_io_setup, requests, &context_) != 0) context_ = 0;
   }
-  ~Context() { close(); }
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
+  ~AioContext() { close(); }
+  AioContext(const AioContext&) = delete;
+  AioContext& operator=(const AioContext&) = delete;
 
   explicit operator bool() const { return context_ != 0; }
 
@@ -74,8 +74,8 @@ class Context {
   long unread_ = 0;
 };
 
-Context& of_this_thread() {
-  thread_local Context context;
+AioContext& of_this_thread() {
+  thread_local AioContext context;
   return context;
 }
 
@@ -84,7 +84,7 @@ Context& of_this_thread() {
 bool can_signal_eventfds() { return static_cast<bool>(of_this_thread()); }
 
 bool signal_eventfd(int eventfd) {
-  if (Context& context = of_this_thread()) return context.signal(eventfd);
+  if (AioContext& context = of_this_thread()) return context.signal(eventfd);
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(eventfd, &one, sizeof(one));  // full is as good as rung
   return true;

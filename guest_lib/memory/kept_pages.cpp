@@ -13,7 +13,6 @@
 namespace vrdma::memory {
 namespace {
 
-constexpr int read_write = PROT_READ | PROT_WRITE;
 constexpr int dont_unmap = 4;      // MREMAP_DONTUNMAP, Linux 5.7; of shared memory 5.13
 
 // Takes the pages of a mapping to where the kernel finds room; the mapping stays, empty, so that nobody else's comes to lie there.

@@ -10,13 +10,13 @@
 #include <utility>
 
 #include "guest_lib/memory/manager_lock.hpp"
+#include "guest_lib/memory/raw_map.hpp"
 #include "guest_lib/memory/shareable_file.hpp"
 
 namespace vrdma::memory {
 namespace {
 
 constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8;  // enum ibv_access_flags
-constexpr int read_write = PROT_READ | PROT_WRITE;
 constexpr std::uint64_t give_back_bytes = 4 << 20;  // as much as is moved at once
 
 std::vector<Extent> to_extents(const Plan& plan) {

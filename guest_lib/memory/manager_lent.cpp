@@ -18,7 +18,7 @@ constexpr std::uint64_t piece_bytes_max = 16 << 20;  // a lender may have no lar
 bool movable(const Piece& piece) { return piece.kind == Piece::Kind::movable; }
 
 // One of each piece of lent memory: they are counted.
-std::vector<Extent> to_extents(const Plan& plan) {
+std::vector<Extent> lent_extents(const Plan& plan) {
   std::vector<Extent> extents;
   for (const Piece& piece : plan) {
     const bool lent = piece.kind == Piece::Kind::window;
@@ -85,7 +85,7 @@ Result<Registration> MemoryManager::add_lent(Range range, bool writes) {
         failed = found.error();
       }
     }
-    if (held) registration.extents = to_extents(plan);
+    if (held) registration.extents = lent_extents(plan);
   } catch (const std::bad_alloc&) {
     failed = Errno{ENOMEM};
   }

@@ -13,6 +13,7 @@ namespace vrdma::memory {
 
 // MADV_POPULATE_*, Linux 5.14, which many systems' headers do not have yet.
 constexpr int populate_read = 22, populate_write = 23;
+constexpr int read_write = PROT_READ | PROT_WRITE;
 
 // MAP_FAILED, as mmap(2).
 inline void* raw_mmap(std::uint64_t address, std::uint64_t bytes, int protection, int flags, int fd, std::uint64_t offset) {

@@ -13,8 +13,7 @@
 namespace vrdma::conformance {
 namespace {
 
-constexpr std::size_t grh_bytes = 40;
-constexpr std::size_t alignment = 64;
+constexpr std::size_t stride_alignment = 64;
 
 // What every datagram begins with.
 struct Head {
@@ -24,8 +23,8 @@ struct Head {
   std::uint32_t pattern;  // of the bytes behind it, and what the answer is to have behind it
 };
 
-struct Plan {
-  explicit Plan(Rng& rng) {
+struct CallsPlan {
+  explicit CallsPlan(Rng& rng) {
     static constexpr std::array<std::size_t, 4> sizes{16, 200, 1500, 4096};
     max_bytes = sizes[rng.below(sizes.size())];
     ends_per_side = rng.between(1, 4);
@@ -34,7 +33,7 @@ struct Plan {
     shared_receives = rng.one_in(3);
     inlines = rng.one_in(2);
     pieces = rng.between(1, 3);
-    unaligned = rng.one_in(2) ? rng.below(alignment) : 0;
+    unaligned = rng.one_in(2) ? rng.below(stride_alignment) : 0;
     global = rng.one_in(3);
     registers = rng.one_in(3);
     asks = rng.one_in(3);
@@ -66,25 +65,25 @@ struct Call {
   std::uint32_t to;
   std::size_t bytes, answer_bytes;
 };
-class Script {
+class CallsScript {
  public:
-  Script(const Plan& plan, std::uint64_t seed, std::size_t end) : plan_(plan), rng_(seed * 64 + end) {}
+  CallsScript(const CallsPlan& plan, std::uint64_t seed, std::size_t end) : plan_(plan), rng_(seed * 64 + end) {}
   Call next() {
     const auto bytes = [this] { return rng_.between(sizeof(Head), rng_.one_in(3) ? plan_.max_bytes : std::min<std::size_t>(plan_.max_bytes, 64)); };
     return {static_cast<std::uint32_t>(rng_.below(plan_.ends())), bytes(), bytes()};
   }
 
  private:
-  const Plan& plan_;
+  const CallsPlan& plan_;
   Rng rng_;
 };
 
-class Storm;
+class CallsStorm;
 
 // A queue pair that calls and answers. One thread.
 class End {
  public:
-  End(Storm& storm, std::size_t index);
+  End(CallsStorm& storm, std::size_t index);
   void post_receive(std::uint32_t place);
   bool turn();  // true once all is over
   Address address() const;
@@ -107,14 +106,14 @@ class End {
   void sleep();
 
   static constexpr std::uint32_t depth = 24;
-  Storm& storm_;
+  CallsStorm& storm_;
   std::size_t index_;
   Rng rng_;
   Channel channel_;
   Cq scq_, rcq_;
   Qp qp_;
-  Script script_;
-  std::vector<Script> theirs_;
+  CallsScript script_;
+  std::vector<CallsScript> theirs_;
   std::deque<Sent> outstanding_;
   std::deque<Answer> to_answer_;
   std::vector<std::deque<Call>> waits_;  // for answers, by end
@@ -125,9 +124,9 @@ class End {
   bool armed_ = false;
 };
 
-class Storm {
+class CallsStorm {
  public:
-  explicit Storm(Run& the_run)
+  explicit CallsStorm(Run& the_run)
       : run(the_run), plan(run.rng), mine(plan.sides[run.b()]), dev(run.settings), pd(dev), srq(pd, static_cast<std::uint32_t>(plan.ends_per_side) * plan.receives()),
         patterns(65536 + plan.max_bytes), mem(pd, memory_bytes()) {
     Rng(run.seed + 99).fill(patterns);
@@ -162,12 +161,12 @@ class Storm {
   }
 
   // Memory: places to receive in, those of a shared queue likewise, then places to send from.
-  std::size_t stride() const { return (grh_bytes + plan.max_bytes + 2 * alignment - 1) / alignment * alignment; }
-  std::size_t memory_bytes() const { return plan.ends_per_side * (plan.receives() + 32) * stride() + alignment; }
+  std::size_t stride() const { return (grh_bytes + plan.max_bytes + 2 * stride_alignment - 1) / stride_alignment * stride_alignment; }
+  std::size_t memory_bytes() const { return plan.ends_per_side * (plan.receives() + 32) * stride() + stride_alignment; }
 
   Run& run;
-  Plan plan;
-  const Plan::Side& mine;
+  CallsPlan plan;
+  const CallsPlan::Side& mine;
   Device dev;
   Pd pd;
   Srq srq;
@@ -189,7 +188,7 @@ class Storm {
   }
 };
 
-End::End(Storm& storm, std::size_t index)
+End::End(CallsStorm& storm, std::size_t index)
     : storm_(storm), index_(index), rng_(storm.run.seed * 128 + 77 + index), channel_(storm.dev),
       scq_(storm.dev, static_cast<int>(depth)), rcq_(storm.dev, static_cast<int>(storm.plan.receives() * (storm.plan.shared_receives ? storm.plan.ends_per_side : 1)), storm.mine.sleeps ? &channel_ : nullptr),
       qp_(storm.pd, scq_, rcq_,
@@ -198,7 +197,7 @@ End::End(Storm& storm, std::size_t index)
       script_(storm.plan, storm.run.seed, index), waits_(storm.plan.ends()), requests_to_(storm.plan.ends()), requests_from_(storm.plan.ends()),
       answers_to_(storm.plan.ends()), answers_from_(storm.plan.ends()) {
   for (std::size_t other = 0; other < storm.plan.ends(); ++other) {
-    Script theirs(storm.plan, storm.run.seed, other);
+    CallsScript theirs(storm.plan, storm.run.seed, other);
     for (std::size_t i = 0; i < storm.plan.calls; ++i) to_hear_ += theirs.next().to == index_;
   }
   bring_up(storm.dev, qp_, {});
@@ -210,19 +209,19 @@ Address End::address() const { return address_of(storm_.dev, qp_); }
 
 // Places are the end's own, or, of a shared queue, everybody's.
 void End::post_receive(std::uint32_t place) {
-  const Plan& plan = storm_.plan;
+  const CallsPlan& plan = storm_.plan;
   const std::size_t of_all = (plan.shared_receives ? 0 : index_ % plan.ends_per_side * plan.receives()) + place;
   const Recv recv{place, {storm_.mem.sge(of_all * storm_.stride() + plan.unaligned, grh_bytes + plan.max_bytes)}};
   EXPECT_OK(plan.shared_receives ? post(storm_.srq, recv) : post(qp_, recv));
 }
 
 std::size_t End::sent_at(std::uint64_t id) const {
-  const Plan& plan = storm_.plan;
+  const CallsPlan& plan = storm_.plan;
   return (plan.ends_per_side * plan.receives() + index_ % plan.ends_per_side * 32 + id % depth) * storm_.stride() + plan.unaligned;
 }
 
 void End::send(const Head& head, std::uint32_t to, std::size_t bytes) {
-  const Plan& plan = storm_.plan;
+  const CallsPlan& plan = storm_.plan;
   if (plan.registers && outstanding_.empty() && rng_.one_in(8)) {
     other_mr_.reset();
     if (rng_.one_in(2)) other_mr_ = std::make_unique<Mr>(storm_.pd, storm_.mem.data(), storm_.mem.buffer.size());
@@ -248,7 +247,7 @@ void End::send(const Head& head, std::uint32_t to, std::size_t bytes) {
 }
 
 bool End::turn() {
-  const Plan& plan = storm_.plan;
+  const CallsPlan& plan = storm_.plan;
   const std::size_t found = take(scq_) + take(rcq_);
   if (plan.asks && rng_.one_in(300)) EXPECT_EQ(qp_.state(), IBV_QPS_RTS);
   while (!to_answer_.empty() && has_room()) {
@@ -288,7 +287,7 @@ std::size_t End::take(Cq& cq) {
 }
 
 void End::received(const ibv_wc& wc) {
-  const Plan& plan = storm_.plan;
+  const CallsPlan& plan = storm_.plan;
   const auto place = static_cast<std::uint32_t>(wc.wr_id);
   const std::size_t of_all = (plan.shared_receives ? 0 : index_ % plan.ends_per_side * plan.receives()) + place;
   const std::byte* const at = storm_.mem.data(of_all * storm_.stride() + plan.unaligned + grh_bytes);
@@ -333,7 +332,7 @@ void End::sleep() {
 }  // namespace
 
 CONFORMANCE(AStormOfCalls, "UD-04 WR-13", .timeout_s = 120) {
-  Storm storm(run);
+  CallsStorm storm(run);
   storm.blow();
 }
 

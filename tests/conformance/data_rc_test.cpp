@@ -8,7 +8,7 @@ namespace vrdma::conformance {
 namespace {
 
 constexpr std::size_t largest = 1 << 20;
-constexpr std::size_t arena_bytes = largest + 256 * 1024;
+constexpr std::size_t data_arena_bytes = largest + 256 * 1024;
 
 std::vector<std::size_t> lengths(Rng& rng, std::size_t mtu) {
   std::vector<std::size_t> out{0,       1,       7,    8,        9,        63,      64,         65,
@@ -40,7 +40,7 @@ struct Scatter {
     for (std::size_t i = 0; i < count; ++i) order[i] = i;
     for (std::size_t i = count; i > 1; --i) std::swap(order[i - 1], order[rng.below(i)]);
     out.pieces.resize(count);
-    const std::size_t spare = (arena_bytes - bytes) / (count + 1);
+    const std::size_t spare = (data_arena_bytes - bytes) / (count + 1);
     std::size_t at = 0;
     for (const std::size_t i : order) {
       at += rng.between(1, std::max<std::size_t>(1, std::min<std::size_t>(spare - 1, 3000)));
@@ -80,17 +80,17 @@ LinkSpec data_spec(Run& run, ibv_qp_type type) {
   spec.qp.send_sge = most_sges(dev);
   spec.qp.recv_sge = most_sges(dev);
   spec.qp.inline_bytes = 64;
-  spec.bytes = arena_bytes;
+  spec.bytes = data_arena_bytes;
   return spec;
 }
 
 // Both roles hold the sender's and the receiver's arena as a model; each compares its own memory with it after each message.
 void move_everything(Run& run, Link& link, std::span<const ibv_wr_opcode> opcodes, int plans) {
-  std::vector<std::byte> model_a(arena_bytes);
-  std::vector<std::byte> model_b(arena_bytes);
+  std::vector<std::byte> model_a(data_arena_bytes);
+  std::vector<std::byte> model_b(data_arena_bytes);
   fill_pattern(model_a, run.seed);
   fill_pattern(model_b, run.seed + 1);
-  std::memcpy(link.mem.data(), (run.a() ? model_a : model_b).data(), arena_bytes);
+  std::memcpy(link.mem.data(), (run.a() ? model_a : model_b).data(), data_arena_bytes);
   run.peer.barrier();
   const std::size_t max_pieces = std::min(link.qp.cap.max_send_sge, link.qp.cap.max_recv_sge);
   const std::size_t pieces_limit = std::min<std::size_t>(run.peer.exchange(max_pieces), std::min<std::size_t>(max_pieces, 30));
@@ -102,7 +102,7 @@ void move_everything(Run& run, Link& link, std::span<const ibv_wr_opcode> opcode
         ++id;
         const Scatter at_a = Scatter::plan(run.rng, bytes, round == 0 ? 1 : pieces_limit);
         const Scatter at_b = Scatter::plan(run.rng, bytes, round == 0 ? 1 : pieces_limit);
-        const std::size_t remote_offset = run.rng.below(arena_bytes - bytes);
+        const std::size_t remote_offset = run.rng.below(data_arena_bytes - bytes);
         const bool use_inline = bytes <= inline_limit && opcode != IBV_WR_RDMA_READ && run.rng.one_in(2);
         const auto imm = static_cast<std::uint32_t>(run.rng.next());
         const Note note("opcode ", opcode, " bytes ", bytes, " SGEs ", at_a.pieces.size(), " to ", at_b.pieces.size(),

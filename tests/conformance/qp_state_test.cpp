@@ -27,7 +27,7 @@ struct Transition {
 constexpr auto Reset = IBV_QPS_RESET, Init = IBV_QPS_INIT, Rtr = IBV_QPS_RTR, Rts = IBV_QPS_RTS, Sqd = IBV_QPS_SQD,
                Sqe = IBV_QPS_SQE, Err = IBV_QPS_ERR;
 
-constexpr Transition table[] = {
+constexpr Transition transitions[] = {
     {IBV_QPT_UD, Reset, Init, PK | PT | QK, 0},
     {IBV_QPT_UD, Init, Init, 0, PK | PT | QK},
     {IBV_QPT_UD, Init, Rtr, 0, PK | QK},
@@ -68,7 +68,7 @@ const char* name(ibv_qp_state s) {
 const char* name(ibv_qp_type t) { return t == IBV_QPT_RC ? "RC" : t == IBV_QPT_UC ? "UC" : "UD"; }
 
 const Transition* find(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to) {
-  for (const Transition& t : table) {
+  for (const Transition& t : transitions) {
     if (t.type == type && t.from == from && t.to == to) return &t;
   }
   return nullptr;
@@ -183,7 +183,7 @@ class Walker {
     } else {
       masks.push_back(0);
       // What other transitions require must not make this one legal.
-      for (const Transition& other : table) {
+      for (const Transition& other : transitions) {
         if (other.type == type_) masks.push_back(other.required);
       }
     }

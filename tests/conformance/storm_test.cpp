@@ -15,7 +15,7 @@ namespace vrdma::conformance {
 namespace {
 
 constexpr std::size_t slots = 8;  // that the peer writes to, of each queue pair
-constexpr std::size_t alignment = 64;
+constexpr std::size_t message_alignment = 64;
 
 struct Plan {
   explicit Plan(Rng& rng) {
@@ -30,7 +30,7 @@ struct Plan {
     inlines = rng.one_in(2);
     pieces = rng.between(1, 3);
     chain = rng.between(1, 5);
-    unaligned = rng.one_in(2) ? rng.below(alignment) : 0;
+    unaligned = rng.one_in(2) ? rng.below(message_alignment) : 0;
     writes_only = rng.one_in(4);
     registers = rng.one_in(2);
     messages = std::clamp<std::size_t>(100'000'000 / max_bytes, 150, 8000) / queue_pairs;
@@ -174,15 +174,15 @@ class Storm {
 
   int cq_depth() const { return static_cast<int>(plan_.queue_pairs * (plan_.depth + plan_.receives) + 8); }
   // Memory: per queue pair its slots, its places to send from and to read into, its counter; and places to receive in.
-  std::size_t stride() const { return (plan_.max_bytes + alignment - 1) / alignment * alignment + alignment; }
-  std::size_t of_end() const { return (slots + plan_.depth) * stride() + alignment; }
+  std::size_t stride() const { return (plan_.max_bytes + message_alignment - 1) / message_alignment * message_alignment + message_alignment; }
+  std::size_t of_end() const { return (slots + plan_.depth) * stride() + message_alignment; }
   std::size_t written_at(std::size_t end, std::size_t slot) const { return end * of_end() + slot * stride() + plan_.unaligned; }
   std::size_t sent_at(std::size_t end, std::size_t place) const { return end * of_end() + (slots + place) * stride() + plan_.unaligned; }
   std::size_t counter_at(std::size_t end) const { return end * of_end() + (slots + plan_.depth) * stride(); }
   std::size_t received_at(const End* end, std::uint32_t place) const {
     return plan_.queue_pairs * of_end() + ((end == nullptr ? 0 : end->index) * plan_.receives + place) * stride() + plan_.unaligned;
   }
-  std::size_t memory_bytes() const { return plan_.queue_pairs * of_end() + plan_.queue_pairs * plan_.receives * stride() + alignment; }
+  std::size_t memory_bytes() const { return plan_.queue_pairs * of_end() + plan_.queue_pairs * plan_.receives * stride() + message_alignment; }
   std::span<const std::byte> pattern(const Message& m) const { return {patterns_.data() + m.pattern, m.bytes}; }
   void remember(const End& end, const Message& m) { std::memcpy(expected_[end.index * slots + m.slot].data(), patterns_.data() + m.pattern, m.bytes); }
 

@@ -10,8 +10,6 @@
 namespace vrdma::conformance {
 namespace {
 
-constexpr std::size_t grh_bytes = 40;
-
 // What an address with a GRH asks for, and the receiver finds.
 constexpr std::uint8_t some_hop_limit = 9, some_traffic_class = 0xb4, some_sl = 3;
 

@@ -19,6 +19,7 @@ namespace vrdma::conformance {
 constexpr int local_write = IBV_ACCESS_LOCAL_WRITE;
 constexpr unsigned all_access =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+constexpr std::size_t grh_bytes = 40;  // in front of a datagram
 
 class Device {
  public:

@@ -16,7 +16,7 @@ namespace {
 using nlohmann::json;
 constexpr int file_format = 1;
 
-[[noreturn]] void refuse(const std::filesystem::path& file, const std::string& what) {
+[[noreturn]] void refuse_file(const std::filesystem::path& file, const std::string& what) {
   throw std::runtime_error(fmt::format("{}: {}", file.string(), what));
 }
 
@@ -52,7 +52,7 @@ SubnetFile load_subnet(const std::filesystem::path& file) {
   try {
     const json document = json::parse(read_file(file));
     if (document.at("format") != file_format)
-      refuse(file, fmt::format("its format is {}, this vrdmad knows {}: run the version that wrote it", document.at("format").dump(), file_format));
+      refuse_file(file, fmt::format("its format is {}, this vrdmad knows {}: run the version that wrote it", document.at("format").dump(), file_format));
     const json& lids = document.at("lids");
     content.memory.lids = {lids.at(0).get<std::uint16_t>(), lids.at(1).get<std::uint16_t>()};
     content.memory.serial = document.at("serial").get<std::string>();
@@ -62,13 +62,13 @@ SubnetFile load_subnet(const std::filesystem::path& file) {
       content.managers.push_back({one.at("name").get<std::string>(), one.at("address").get<std::string>(), one.at("port").get<std::uint16_t>()});
     delta = decode_delta(document.at("state").dump(), why);
   } catch (const json::exception& error) {
-    refuse(file, fmt::format("is damaged ({}): {}", error.what(), remedy));
+    refuse_file(file, fmt::format("is damaged ({}): {}", error.what(), remedy));
   }
   const LidRange lids = content.memory.lids;
   if (lids != no_lids && (lids.first == 0 || lids.last < lids.first || lids.last > lid_max))
-    refuse(file, fmt::format("is damaged (LIDs {}-{}): {}", lids.first, lids.last, remedy));
-  if (!delta || delta->from != StateId{}) refuse(file, fmt::format("is damaged ({}): {}", delta ? "its state is a part" : why, remedy));
-  if (!content.memory.consensus.state.apply(*delta)) refuse(file, fmt::format("two hold the same LIDs: {}: {}", clash_in(*delta), remedy));
+    refuse_file(file, fmt::format("is damaged (LIDs {}-{}): {}", lids.first, lids.last, remedy));
+  if (!delta || delta->from != StateId{}) refuse_file(file, fmt::format("is damaged ({}): {}", delta ? "its state is a part" : why, remedy));
+  if (!content.memory.consensus.state.apply(*delta)) refuse_file(file, fmt::format("two hold the same LIDs: {}: {}", clash_in(*delta), remedy));
   return content;
 }
 
@@ -93,7 +93,7 @@ void save_subnet(const std::filesystem::path& file, const SubnetFile& content) {
     why = errno;
     if (folder >= 0) ::close(folder);
   }
-  if (!good) refuse(file, fmt::format("cannot be written ({})", std::strerror(why)));
+  if (!good) refuse_file(file, fmt::format("cannot be written ({})", std::strerror(why)));
 }
 
 }  // namespace vrdma::hosts

@@ -14,7 +14,7 @@ namespace vrdma::svc {
 using namespace copying;
 
 namespace {
-constexpr std::size_t jobs_max = 4096;
+constexpr std::size_t copier_jobs_max = 4096;
 
 Kind kind_of(const ProcessJob& job) {
   switch (job.kind) {
@@ -48,7 +48,7 @@ GuestCopier::GuestCopier(vmci::Segment segment, vmci::UniqueFd wake, std::uint32
 }
 
 bool GuestCopier::submit(std::unique_ptr<ProcessJob> job) {
-  if (waiting_.size() + underway_.size() >= jobs_max) return false;
+  if (waiting_.size() + underway_.size() >= copier_jobs_max) return false;
   waiting_.push_back({std::move(job)});
   give();
   return true;

@@ -9,7 +9,7 @@ namespace vrdma::remote {
 
 namespace {
 // What follows the handshake, in the form of ALPN (RFC 7301). Another version of it has other names.
-constexpr std::string_view sealed = "\x0cvrdma2-plain", encrypted = "\x0cvrdma2-crypt";
+constexpr std::string_view sealed_alpn = "\x0cvrdma2-plain", encrypted_alpn = "\x0cvrdma2-crypt";
 
 // What sessions are for: to OpenSSL the key is one, and of no use with another.
 constexpr std::array<unsigned char, 5> use{'v', 'r', 'd', 'm', 'a'};
@@ -63,7 +63,7 @@ int Handshake::Context::find_key(SSL* ssl, const unsigned char* identity, std::s
 
 int Handshake::Context::select(SSL*, const unsigned char** chosen, unsigned char* chosen_bytes, const unsigned char* offered, unsigned int bytes, void* context) {
   const std::string_view all(reinterpret_cast<const char*>(offered), bytes);
-  const std::string_view wanted = static_cast<const Context*>(context)->encrypt_ || all.find(sealed) == all.npos ? encrypted : sealed;
+  const std::string_view wanted = static_cast<const Context*>(context)->encrypt_ || all.find(sealed_alpn) == all.npos ? encrypted_alpn : sealed_alpn;
   const auto at = all.find(wanted);
   if (at == all.npos) return SSL_TLSEXT_ERR_ALERT_FATAL;
   *chosen = offered + at + 1;
@@ -80,7 +80,7 @@ Handshake::Handshake(Context& context, int socket, std::shared_ptr<const PeerHos
     SSL_set_accept_state(ssl_.get());
     return;
   }
-  const std::string offered = context.encrypt_ ? std::string(encrypted) : std::string(sealed) + std::string(encrypted);
+  const std::string offered = context.encrypt_ ? std::string(encrypted_alpn) : std::string(sealed_alpn) + std::string(encrypted_alpn);
   SSL_set_alpn_protos(ssl_.get(), reinterpret_cast<const unsigned char*>(offered.data()), static_cast<unsigned>(offered.size()));
   SSL_set_connect_state(ssl_.get());
 }
@@ -105,7 +105,7 @@ bool Handshake::encrypts() const {
   const unsigned char* chosen = nullptr;
   unsigned int bytes = 0;
   SSL_get0_alpn_selected(ssl_.get(), &chosen, &bytes);
-  return encrypted.substr(1) == std::string_view(reinterpret_cast<const char*>(chosen), bytes);
+  return encrypted_alpn.substr(1) == std::string_view(reinterpret_cast<const char*>(chosen), bytes);
 }
 
 std::optional<Handshake::Secrets> Handshake::secrets() {

@@ -14,7 +14,6 @@ using engine::Place;
 using engine::QpState;
 
 namespace {
-constexpr int completions_per_look = 32;
 constexpr std::uint64_t number_of(std::uint64_t wr_id) { return wr_id >> 1; }
 }  // namespace
 

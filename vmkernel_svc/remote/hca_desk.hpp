@@ -261,6 +261,7 @@ class HcaDesk {
   bool poll_shared(HcaShared& shared);
 
   // hca_completion.cpp: completions
+  static constexpr int completions_per_look = 32;
   bool poll();
   bool poll(remote::HcaDevice::Cq& cq);
   void look_at_events();

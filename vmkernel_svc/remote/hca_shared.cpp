@@ -10,9 +10,8 @@ namespace vrdma::svc {
 using engine::QpState;
 
 namespace {
-constexpr std::uint32_t wr_max = 4096, sge_max = 32;
+constexpr std::uint32_t srq_wr_max = 4096, srq_sge_max = 32;
 constexpr std::uint64_t look_min_ns = 100'000, look_max_ns = 5'000'000;  // as stand-ins do
-constexpr int completions_per_look = 32;
 }  // namespace
 
 // False: the HCA has no such queue to give.
@@ -21,12 +20,12 @@ bool HcaDesk::join_shared(HcaConnection& c) {
   if (srq.port.hca == nullptr) {
     const SharedReceiveQueue& owner = *srq.port.owner;
     const auto& limits = device_->attributes();
-    const std::uint32_t most_sges = std::min(sge_max, static_cast<std::uint32_t>(limits.max_srq_sge));
+    const std::uint32_t most_sges = std::min(srq_sge_max, static_cast<std::uint32_t>(limits.max_srq_sge));
     if (limits.max_srq <= 0 || limits.max_srq_wr <= 0 || owner.max_sge > most_sges) return false;
     auto made = std::make_unique<HcaShared>();
     made->srq = &srq;
     made->pd = owner.pd->number;
-    made->wr = std::clamp(srq.max_wr, 1u, std::min(wr_max, static_cast<std::uint32_t>(limits.max_srq_wr)));
+    made->wr = std::clamp(srq.max_wr, 1u, std::min(srq_wr_max, static_cast<std::uint32_t>(limits.max_srq_wr)));
     made->sge = std::min(most_sges, 3 * owner.max_sge);  // buffers may lie in several pieces
     made->domain = device_->domain(made->pd);
     if (made->domain == nullptr) return false;
