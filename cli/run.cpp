@@ -73,6 +73,10 @@ int run(const RunOptions& options) {
     if (!options.link_layer.empty()) ::setenv("VRDMA_LINK_LAYER", options.link_layer.c_str(), 1);
     if (!options.name.empty()) ::setenv("VRDMA_NAME", options.name.c_str(), 1);
     prepend("LD_PRELOAD", library);
+    // The second way to it, for what sets an LD_PRELOAD of its own (`env LD_PRELOAD=libjemalloc.so.2 PROGRAM`, wrapper scripts), and for
+    // who opens libibverbs by another name than its SONAME's.
+    const std::filesystem::path folder = std::filesystem::path(library).parent_path();
+    if (std::error_code error; std::filesystem::exists(folder / "libibverbs.so.1", error)) prepend("LD_LIBRARY_PATH", folder);
     // The runtime of g++'s AddressSanitizer refuses to start behind any other library; ours defines nothing that it replaces but
     // calls that lead on to the next definition.
     prepend("ASAN_OPTIONS", "verify_asan_link_order=0");

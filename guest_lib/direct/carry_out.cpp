@@ -33,7 +33,7 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
       if (far_.receive_record_slots != 1 || !next_receive(far_.receive_ring, rule.moves_to_receive, receive_id, buffer)) return false;
       if (rule.moves_to_receive) {
         if (buffer.bytes < bytes) return false;
-        const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
+        const auto place = ports_.find_receive(buffer, bytes);
         if (!place) return false;
         there = *place;
       } else {

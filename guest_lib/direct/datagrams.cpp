@@ -97,7 +97,7 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
   for (int tries = 0;; ++tries, ports_.seek_receive()) {
     Sge buffer{};
     if (!next_receive(far_.receive_ring, true, receive_id, buffer) || buffer.bytes < engine::grh_bytes + bytes) return false;
-    const auto place = ports_.find_receive(far_, Key{buffer.lkey}, buffer.address, buffer.bytes);
+    const auto place = ports_.find_receive(buffer, engine::grh_bytes + bytes);
     if (!place) return false;
     to = *place;
     if (ports_.take_turn(receive_id)) break;

@@ -122,12 +122,17 @@ class DirectPorts {
   // The buffer of a record that is about to be taken without being written to: with it, the record goes back should this process end.
   void name_receive(const Sge& buffer) { named_ = buffer; }
   std::optional<engine::Place> find_receive(Qp&, Key key, std::uint64_t address, std::uint64_t bytes) {
+    if (given_up_) return std::nullopt;  // what is missing is known already
+    return find_receive({address, static_cast<std::uint32_t>(bytes), key.value}, bytes);
+  }
+  // Of `buffer`, what a message of so many bytes writes to: it may end beyond its region.
+  std::optional<engine::Place> find_receive(const Sge& buffer, std::uint64_t bytes) {
     VRDMA_CRASH_POINT("direct.guest.receive_taken");
     // One that was taken and not completed is given back, with the one buffer that its poster can put on record.
     if (receive_buffers_++ != 0 && shared_.turns) return give_up(), std::nullopt;
-    named_ = {address, static_cast<std::uint32_t>(bytes), key.value};
+    named_ = buffer;
     into_receive_ = true;
-    return look(peer_, key, address, bytes, engine::access_local_write);
+    return look(peer_, Key{buffer.lkey}, buffer.address, bytes, engine::access_local_write);
   }
   engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
     if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;

@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <thread>
 
@@ -239,6 +240,52 @@ TEST_CASE("Remapped memory keeps its contents, called through the library or not
     CHECK(m.p[0] == 0x55);
     ::munmap(target, m.bytes);
   }
+}
+
+// Pages moved back beside another thread stay a mapping of their own, beside those that were never moved.
+TEST_CASE("Memory that was registered is grown, moved and shrunk by mremap as what the application mapped") {
+  constexpr int fixed = MREMAP_MAYMOVE | MREMAP_FIXED;
+  Service service;
+  MemoryManager manager(service.backings());
+  std::jthread other([](std::stop_token stop) {
+    while (!stop.stop_requested()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  for (const bool still_registered : {false, true}) {
+    for (const std::uint64_t pages : {5u, 8u, 12u, 700u}) {
+      for (const int flags : {0, int{MREMAP_MAYMOVE}, fixed}) {
+        CAPTURE(still_registered);
+        CAPTURE(pages);
+        CAPTURE(flags);
+        unsigned char* const p = map_anonymous(8 * page);
+        for (std::uint64_t i = 0; i < 8; ++i) p[i * page + 7] = static_cast<unsigned char>(i + 1);
+        auto r = manager.add(at(p) + 2 * page + 100, 3 * page, writable_access);
+        REQUIRE(r.has_value());
+        if (!still_registered) manager.remove(std::move(*r));
+        unsigned char* const target = flags == fixed ? map_anonymous(pages * page) : nullptr;
+        auto* q = static_cast<unsigned char*>(::mremap(p, 8 * page - 50, pages * page, flags, target));
+        if (q == MAP_FAILED && flags == 0 && pages > 8) {  // something lies behind it
+          CHECK(errno == ENOMEM);
+          q = static_cast<unsigned char*>(::mremap(p, 8 * page, pages * page, MREMAP_MAYMOVE));
+        }
+        REQUIRE(q != MAP_FAILED);
+        if (flags == fixed) CHECK(q == target);
+        for (std::uint64_t i = 0; i < std::min<std::uint64_t>(pages, 8); ++i) REQUIRE(q[i * page + 7] == i + 1);
+        for (std::uint64_t i = 8; i < pages; ++i) REQUIRE(q[i * page + 7] == 0);
+        std::memset(q, 3, pages * page);
+        // What has been moved once is as good as before.
+        auto* const again = static_cast<unsigned char*>(::mremap(q, pages * page, (pages + 1000) * page, MREMAP_MAYMOVE));
+        REQUIRE(again != MAP_FAILED);
+        CHECK(again[pages * page - 1] == 3);
+        CHECK(again[(pages + 1000) * page - 1] == 0);
+        ::munmap(again, (pages + 1000) * page);
+        if (still_registered) manager.remove(std::move(*r));
+      }
+    }
+  }
+  unsigned char* const gap = map_anonymous(3 * page);
+  ::munmap(gap + page, page);
+  CHECK(::mremap(gap, 3 * page, 9 * page, MREMAP_MAYMOVE) == MAP_FAILED);
+  CHECK(errno == EFAULT);
 }
 
 TEST_CASE("malloc, free, trim and reuse while registered leave sane memory") {

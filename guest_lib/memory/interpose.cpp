@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "guest_lib/memory/manager.hpp"
+#include "guest_lib/memory/remap.hpp"
 
 using vrdma::memory::MemoryManager;
 
@@ -32,5 +33,5 @@ extern "C" __attribute__((visibility("default"))) void* mremap(void* address, si
     va_end(rest);
   }
   MemoryManager::before_mremap(reinterpret_cast<std::uint64_t>(address), old_bytes);
-  return reinterpret_cast<void*>(::syscall(SYS_mremap, address, old_bytes, new_bytes, flags, target));
+  return vrdma::memory::remap(address, old_bytes, new_bytes, flags, target);
 }

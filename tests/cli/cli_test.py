@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import unittest
 
 from support import BIN, MAJOR, MINOR, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
@@ -311,6 +312,20 @@ class Running(TestCase):
         private.mkdir()
         self.assert_refuses(self.run_program(program, "run", "--", "true", env={"XDG_RUNTIME_DIR": str(private)}), 125, str(program.parents[1]),
                             str(private), "LD_PRELOAD", "XDG_RUNTIME_DIR")
+
+    def test_a_command_that_preloads_something_itself_sees_the_device(self):
+        other = next(line.split()[2] for line in self.run_program("ldd", sys.executable).stdout.splitlines() if "libm.so" in line)
+        with self.service():
+            result = self.vrdma("run", "--", "env", f"LD_PRELOAD={other}", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket})
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertIn("vrdma0", result.stdout)
+
+    def test_the_library_has_the_development_packages_name_too(self):
+        with self.service():
+            result = self.vrdma("run", "--", sys.executable, "-c", "import ctypes; count = ctypes.c_int(); "
+                                "ctypes.CDLL('libibverbs.so').ibv_get_device_list(ctypes.byref(count)); print(count.value)",
+                                env={"VRDMA_SOCKET": self.socket, "LD_LIBRARY_PATH": "/nowhere"})
+        self.assertEqual((result.returncode, result.stderr, result.stdout), (0, "", "1\n"))
 
     def test_the_statistics_do_not_speak_for_programs_that_the_command_started(self):
         with self.service():

@@ -115,6 +115,37 @@ CONFORMANCE(ABadReceiveSgeIsTheReceiversError, "ERR-05 ERR-12") {
   }
 }
 
+// What an adapter does not write to it does not look at: perftest's shared receive queues count on that.
+CONFORMANCE(AReceiveSgeMayEndBeyondItsRegionWhereNoMessageGetsThere, "ERR-05 ERR-12") {
+  constexpr std::uint64_t fitting = 40;
+  Link link(run);
+  Region small(link.pd, 100);
+  const ibv_sge beyond{small.buffer.address(50), 4096, small.mr.p->lkey};
+  for (std::uint64_t id = 1; id <= fitting; ++id) {
+    if (run.b()) EXPECT_OK(post(link.qp, id % 2 != 0 ? Recv{id, {beyond}} : Recv{id, {small.sge(0, 10), beyond}}));
+    run.peer.barrier();
+    const std::size_t bytes = id % 2 != 0 ? 50 : 60;
+    if (run.a()) {
+      link.mem.buffer.span()[bytes - 1] = static_cast<std::byte>(id);
+      EXPECT_OK(post(link.qp, link.send(id, 0, bytes)));
+      link.scq.expect(id);
+    } else {
+      EXPECT_EQ(link.rcq.expect(id).byte_len, bytes);
+      EXPECT_EQ(std::to_integer<std::uint64_t>(small.buffer.span()[99]), id);
+    }
+  }
+  if (run.b()) EXPECT_OK(post(link.qp, Recv{fitting + 1, {beyond}}));
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.send(fitting + 1, 0, 51)));
+    link.scq.expect(fitting + 1, IBV_WC_REM_OP_ERR);
+  } else {
+    link.rcq.expect(fitting + 1, IBV_WC_LOC_PROT_ERR);
+  }
+  link.qp.wait_state(IBV_QPS_ERR);
+  run.peer.barrier();
+}
+
 CONFORMANCE(ABadOwnSgeHarmsOnlyItsOwner, "ERR-06 ERR-12 WR-07") {
   Link link(run);
   Region small(link.pd, 100);

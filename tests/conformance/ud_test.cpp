@@ -316,6 +316,19 @@ CONFORMANCE(CreateAhChecksItsAttributes, "UD-06 OBJ-03", .solo = true) {
   }
 }
 
+CONFORMANCE(ADatagramsBufferMayEndBeyondItsRegion, "UD-07 ERR-05") {
+  constexpr std::uint64_t datagrams = 40;
+  Datagrams d(run);
+  Region small(d.pd, 1024);
+  for (std::uint64_t id = 1; id <= datagrams; ++id) {
+    if (run.b()) EXPECT_OK(post(d.qp, Recv{id, {{small.buffer.address(1024 - grh_bytes - 16), 4096, small.mr.p->lkey}}}));
+    run.peer.barrier();
+    if (run.a()) d.send(d.datagram(id, 0, 16));
+    else EXPECT_EQ(d.rcq.expect(id).byte_len, 16 + grh_bytes);
+  }
+  run.peer.barrier();
+}
+
 CONFORMANCE(AUdQpInSqeStillReceives, "UD-07 QP-06 ERR-06") {
   Datagrams d(run);
   if (run.a()) {

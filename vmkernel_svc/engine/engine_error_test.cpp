@@ -192,6 +192,20 @@ TEST_CASE("A receive buffer that is too small or bad is the receiver's error") {
   }
 }
 
+TEST_CASE("A receive buffer that ends beyond its region takes what fits into the region") {
+  for (const std::uint32_t within : {1u, 2u, 7u, 8u, 4095u}) {
+    Pair p;
+    const auto beyond = p.theirs.sge((1 << 20) - within, 1 << 16);
+    p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 4), beyond}});
+    CHECK(p.run({.wr_id = 1, .sges = {p.mine.sge(0, within + 4)}})->status == WcStatus::success);
+    CHECK(p.b.poll(Direction::receive)->status == WcStatus::success);
+    CHECK(p.theirs.bytes.back() == p.mine.bytes[within + 3]);
+    p.b.post(ReceiveSpec{6, {beyond, p.theirs.sge(0, 4)}});
+    CHECK(p.run({.wr_id = 2, .sges = {p.mine.sge(0, within + 1)}})->status == WcStatus::rem_op_err);
+    CHECK(p.b.poll(Direction::receive)->status == WcStatus::loc_prot_err);
+  }
+}
+
 TEST_CASE("Without a receive the sender is put off by the receiver's timer and gives up after rnr_retry times") {
   Pair p;
   const std::uint64_t timer = rnr_timer_ns(12);

@@ -186,9 +186,7 @@ class Responder {
       if (sge.bytes == 0) continue;
       qp.inbound.capacity_bytes += sge.bytes;
       if (!good_so_far) continue;
-      const auto place = ports_.find_receive(qp, Key{sge.lkey}, sge.address, sge.bytes);
-      good_so_far = place.has_value();
-      if (good_so_far) qp.inbound.buffers.add(*place, sge.bytes);
+      good_so_far = add_buffer(qp, qp.inbound, sge);
     }
     return true;
   }
@@ -223,14 +221,30 @@ class Responder {
     inbound.active = true;
     inbound.wr_id = wr_id;
     inbound.capacity_bytes = buffer.bytes;
-    if (buffer.bytes != 0)
-      if (const auto place = ports_.find_receive(qp, Key{buffer.lkey}, buffer.address, buffer.bytes)) inbound.buffers.add(*place, buffer.bytes);
+    if (buffer.bytes != 0) add_buffer(qp, inbound, buffer);
     srq.returned.push_back(inbound);
     --srq.taken;
   }
 
  private:
   static constexpr int takes_max = 200;
+
+  // Adds what can be written of a receive buffer. One may end beyond its region, and does no harm as long as no message gets there:
+  // an adapter translates what it writes, and programs rely on that (perftest --use-srq rounds buffers up to the MTU).
+  // False: nothing behind it can be written.
+  bool add_buffer(Qp<P>& qp, Inbound& inbound, const Sge& sge) {
+    const Key key{sge.lkey};
+    if (const auto place = ports_.find_receive(qp, key, sge.address, sge.bytes)) [[likely]] return inbound.buffers.add(*place, sge.bytes), true;
+    if (const auto place = ports_.find_receive(qp, key, sge.address, 1)) {
+      std::uint64_t within = 1;
+      for (std::uint64_t beyond = sge.bytes; beyond - within > 1;) {
+        const std::uint64_t middle = within + (beyond - within) / 2;
+        (ports_.find_receive(qp, key, sge.address, middle) ? within : beyond) = middle;
+      }
+      inbound.buffers.add(*place, within);
+    }
+    return false;
+  }
 
   WcStatus check_remote(Qp<P>& qp, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
     far.clear();
