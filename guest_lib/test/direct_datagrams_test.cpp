@@ -14,10 +14,6 @@ constexpr std::uint32_t qkey = 0x1111, depth = 32, grh_bytes = 40, slot_bytes = 
 struct AhDeleter {
   void operator()(ibv_ah* ah) const { CHECK(ibv_destroy_ah(ah) == 0); }
 };
-struct SrqDeleter {
-  void operator()(ibv_srq* srq) const { CHECK(ibv_destroy_srq(srq) == 0); }
-};
-
 // Queue pairs of one process that send to one receiver; each has a completion queue of its own.
 struct Letters {
   explicit Letters(bool shared_receives = false) {

@@ -13,10 +13,6 @@ namespace {
 
 constexpr std::uint32_t slots = 64;  // receive requests of the queue, and where they go
 
-struct SrqDeleter {
-  void operator()(ibv_srq* srq) const { CHECK(ibv_destroy_srq(srq) == 0); }
-};
-
 // Connections of one process: each sender has a completion queue of its own; the receivers share one, and the SRQ.
 struct Shared {
   struct Connection {

@@ -120,6 +120,9 @@ struct QpDeleter {
 struct CqDeleter {
   void operator()(ibv_cq* cq) const { CHECK(ibv_destroy_cq(cq) == 0); }
 };
+struct SrqDeleter {
+  void operator()(ibv_srq* srq) const { CHECK(ibv_destroy_srq(srq) == 0); }
+};
 struct ChannelDeleter {
   void operator()(ibv_comp_channel* channel) const { CHECK(ibv_destroy_comp_channel(channel) == 0); }
 };
