@@ -218,7 +218,7 @@ void FuzzWorld::check() {
 }
 
 void FuzzWorld::check_routes() {
-  MediatedPorts ports(shard_.fabric());
+  MediatedPorts& ports = shard_.ports();  // with the routes that it has found so far
   UdOperand to_itself{};
   to_itself.remote_qpn = victim_ud_->core.qpn.value;
   to_itself.dlid = victim_->lid;
