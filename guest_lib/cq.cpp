@@ -119,6 +119,7 @@ Status destroy_cq(Cq& cq) {
   } else {
     withdraw(cq);
   }
+  if (cq.parent_domain != nullptr) cq.parent_domain->users.fetch_sub(1, std::memory_order_relaxed);
   delete &cq;
   return ok();
 }

@@ -39,18 +39,26 @@ void end_poll(ibv_cq_ex* verbs) {
   if (!cq.one_thread) cq.steps_lock.unlock();
 }
 
-constexpr std::uint32_t known_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+constexpr std::uint32_t known_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
 constexpr std::uint32_t known_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
 
 Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wanted) {
   const std::uint32_t flags = wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS ? wanted.flags : 0;
   if ((wanted.wc_flags & ~std::uint64_t{IBV_WC_STANDARD_FLAGS}) != 0 || (wanted.comp_mask & ~known_mask) != 0 || (flags & ~known_flags) != 0)
     return Errno{EOPNOTSUPP};
+  Pd* domain = nullptr;
+  if (wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) {
+    if (wanted.parent_domain == nullptr || wanted.parent_domain->context != context) return Errno{EINVAL};
+    domain = &Pd::of(wanted.parent_domain);
+    if (domain->parent_of == nullptr) return Errno{EINVAL};  // a protection domain proper says nothing to a completion queue
+  }
   if (wanted.cqe > INT32_MAX || wanted.comp_vector > INT32_MAX) return Errno{EINVAL};
   ibv_cq* const made = ibv_create_cq(context, static_cast<int>(wanted.cqe), wanted.cq_context, wanted.channel, static_cast<int>(wanted.comp_vector));
   if (made == nullptr) return last_error();
   Cq& cq = Cq::of(made);
-  cq.one_thread = (flags & IBV_CREATE_CQ_ATTR_SINGLE_THREADED) != 0;
+  cq.one_thread = (flags & IBV_CREATE_CQ_ATTR_SINGLE_THREADED) != 0 || (domain != nullptr && domain->thread_domain != nullptr);
+  cq.parent_domain = domain;
+  if (domain != nullptr) domain->users.fetch_add(1, std::memory_order_relaxed);
   cq.verbs.start_poll = start_poll;
   cq.verbs.next_poll = next_poll;
   cq.verbs.end_poll = end_poll;

@@ -12,12 +12,15 @@ namespace vrdma::guest {
 
 Result<std::uint32_t> Pd::handle_on(const std::shared_ptr<Attachment>& wanted) {
   std::lock_guard lock(Process::instance().mutex);
-  if (attachment == wanted) return verbs.handle;
-  if (!attachment->liveness().inherited()) return Errno{EIO};
-  auto made = wanted->call<control::Request::create_pd>({Context::of(verbs.context).handle, 0});
-  if (!made) return made.error();
-  attachment = wanted;
-  verbs.handle = made->handle;
+  Pd& pd = proper();
+  if (pd.attachment != wanted) {
+    if (!pd.attachment->liveness().inherited()) return Errno{EIO};
+    auto made = wanted->call<control::Request::create_pd>({Context::of(verbs.context).handle, 0});
+    if (!made) return made.error();
+    pd.attachment = wanted;
+    pd.verbs.handle = made->handle;
+  }
+  if (verbs.handle != pd.verbs.handle) verbs.handle = pd.verbs.handle;
   return verbs.handle;
 }
 
@@ -172,7 +175,10 @@ VRDMA_EXPORT int ibv_dealloc_pd(ibv_pd* verbs) {
   return as_int([&]() -> Status {
     Pd& pd = Pd::of(verbs);
     if (pd.users.load(std::memory_order_relaxed) != 0) return Errno{EBUSY};
-    if (!pd.attachment->liveness().gone()) {
+    if (pd.parent_of != nullptr) {
+      pd.parent_of->users.fetch_sub(1, std::memory_order_relaxed);
+      if (pd.thread_domain != nullptr) pd.thread_domain->users.fetch_sub(1, std::memory_order_relaxed);
+    } else if (!pd.attachment->liveness().gone()) {
       auto gone = pd.attachment->call<control::Request::destroy_pd>({verbs->handle, 0});
       if (!gone && value(gone.error()) != EIO) return gone.error();
     }

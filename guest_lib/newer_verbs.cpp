@@ -8,6 +8,7 @@
 #include <new>
 
 #include "guest_lib/abi/export.hpp"
+#include "guest_lib/domains.hpp"
 
 struct ibv_comp_cntr;
 struct ibv_comp_cntr_caps;
@@ -45,6 +46,8 @@ struct Registration {
   const ibv_buf* buffer;
 };
 static_assert(offsetof(Registration, mask) == 16 && offsetof(Registration, dmah) == 56 && offsetof(Registration, buffer) == 64);
+using vrdma::guest::same_protection_domain;
+
 constexpr std::uint64_t has_iova = 1, has_address = 2, has_buffer = 32;
 
 template <class T>
@@ -66,7 +69,8 @@ VRDMA_EXPORT ibv_mr* ibv_reg_mr_ex(ibv_pd* pd, ibv_mr_init_attr* attributes) {
   const auto& wanted = *reinterpret_cast<const Registration*>(attributes);
   if ((wanted.mask & ~(has_iova | has_address | has_buffer)) != 0) return fails<ibv_mr>(EOPNOTSUPP);
   if ((wanted.mask & has_address) == 0) return fails<ibv_mr>(EINVAL);
-  if ((wanted.mask & has_buffer) != 0 && (wanted.buffer == nullptr || wanted.buffer->pd != pd || !covers(*wanted.buffer, wanted.address, wanted.bytes)))
+  if ((wanted.mask & has_buffer) != 0 &&
+      (wanted.buffer == nullptr || !same_protection_domain(wanted.buffer->pd, pd) || !covers(*wanted.buffer, wanted.address, wanted.bytes)))
     return fails<ibv_mr>(EINVAL);
   const std::uint64_t iova = (wanted.mask & has_iova) != 0 ? wanted.iova : reinterpret_cast<std::uintptr_t>(wanted.address);
   return ibv_reg_mr_iova2(pd, wanted.address, wanted.bytes, iova, static_cast<unsigned>(wanted.access));
@@ -90,7 +94,8 @@ VRDMA_EXPORT void ibv_free_buf(ibv_buf* buffer) {
 }
 
 VRDMA_EXPORT ibv_mr* ibv_reg_buf_mr(ibv_pd* pd, ibv_buf* buffer, void* address, std::size_t bytes, int access) {
-  if (buffer == nullptr || buffer->pd != pd || !covers(*buffer, static_cast<const std::byte*>(address), bytes)) return fails<ibv_mr>(EINVAL);
+  if (buffer == nullptr || !same_protection_domain(buffer->pd, pd) || !covers(*buffer, static_cast<const std::byte*>(address), bytes))
+    return fails<ibv_mr>(EINVAL);
   return ibv_reg_mr_iova2(pd, address, bytes, reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(access));
 }
 

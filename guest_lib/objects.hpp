@@ -43,12 +43,28 @@ struct Context {
   Result<control::DeviceReply> device();  // asked of it
 };
 
+struct Td {
+  ibv_td verbs{};
+  std::atomic<std::uint32_t> users{0};  // parent domains
+
+  static Td& of(ibv_td* td) { return *reinterpret_cast<Td*>(td); }
+};
+
+// A protection domain, or a parent domain, which is another name of one.
 struct Pd {
   ibv_pd verbs{};
-  std::shared_ptr<Attachment> attachment;
+  std::shared_ptr<Attachment> attachment;  // none of a parent domain
   std::atomic<std::uint32_t> users{0};
+  // Of a parent domain: whose other name it is, perhaps itself one of a third, and its thread domain or nullptr.
+  Pd* parent_of = nullptr;
+  Td* thread_domain = nullptr;
 
   static Pd& of(ibv_pd* pd) { return *reinterpret_cast<Pd*>(pd); }
+  Pd& proper() {
+    Pd* pd = this;
+    while (pd->parent_of != nullptr) pd = pd->parent_of;
+    return *pd;
+  }
   // Its handle on that attachment: a PD that came through a fork is made anew there.
   Result<std::uint32_t> handle_on(const std::shared_ptr<Attachment>& wanted);
 };
@@ -131,6 +147,7 @@ struct Cq {
   ibv_wc current{};
   SpinLock steps_lock;
   bool one_thread = false;
+  Pd* parent_domain = nullptr;  // on which it was made, or nullptr
 
   std::atomic<std::uint32_t> users{0};
   std::uint32_t first_arm_sequence = 0;

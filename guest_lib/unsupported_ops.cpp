@@ -2,6 +2,7 @@
 
 #include <cerrno>
 
+#include "guest_lib/domains.hpp"
 #include "guest_lib/objects.hpp"
 
 namespace vrdma::guest {
@@ -35,6 +36,9 @@ void set_unsupported_ops(ibv_context_ops& ops) {
 
 void set_extended_ops(verbs_context& verbs) {
   verbs.close_xrcd = [](ibv_xrcd*) { return not_supported(); };  // its callers do not check for NULL
+  verbs.alloc_td = alloc_td;
+  verbs.dealloc_td = dealloc_td;
+  verbs.alloc_parent_domain = alloc_parent_domain;
   verbs.create_cq_ex = create_cq_ex;
   verbs.create_qp_ex = create_qp_ex;
   verbs.get_srq_num = [](ibv_srq* srq, std::uint32_t* number) {

@@ -154,6 +154,11 @@ ibv_context* ibv_open_device(ibv_device* device) {
   context->ops.post_send = post_send;
   context->ops.post_recv = post_recv;
   context->ops.req_notify_cq = req_notify_cq;
+  if (verbs_context* const extended = verbs_get_ctx_op(context, alloc_parent_domain)) {
+    if (is("parent-domain-of-its-own"))
+      extended->alloc_parent_domain = [](ibv_context* of, ibv_parent_domain_init_attr*) { return ibv_alloc_pd(of); };
+    if (is("thread-domain-never-busy")) extended->dealloc_td = [](ibv_td*) { return 0; };
+  }
   return context;
 }
 
