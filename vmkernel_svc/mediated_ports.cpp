@@ -386,7 +386,7 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
   if (QueuePair* const to = addressee(qp)) {
     // One that is another shard's is connected elsewhere: who is connected to it was brought together with it.
     if (!to->guest->frozen && fabric_.shards.of(qp) == to->guest->group->shard && admits(qp, to->core)) port.peer = &to->core;
-  } else if (fabric_.far != nullptr && fabric_.shards.of(qp) == &fabric_.shards.first()) {
+  } else if (fabric_.far != nullptr && (fabric_.shards.count() == 1 || port.owner == nullptr || port.owner->guest->group->pinned)) {
     fabric_.far->route(qp);
   }
   return port.peer;
@@ -399,18 +399,20 @@ QueuePair* MediatedPorts::addressee(const Qp& qp) const {
   return fabric_.leads_to(*found->second->guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid) ? found->second : nullptr;
 }
 
-bool MediatedPorts::is_elsewhere(Qp& sender, Qp& receiver) {
-  if (fabric_.shards.count() == 1 || receiver.port.owner->guest->group->shard == fabric_.shards.of(sender)) [[likely]] return false;
-  runner_.bring_together(sender, *receiver.port.owner);
-  return true;
+bool MediatedPorts::is_elsewhere(const Qp& sender, const Qp& receiver) const {
+  if (fabric_.shards.count() == 1) [[likely]] return false;
+  const GuestGroup* const group = receiver.port.owner->guest->group;
+  return sender.port.owner != nullptr ? sender.port.owner->guest->group != group : !group->pinned;
 }
+
+void MediatedPorts::bring_together(Qp& sender, Qp& receiver) { runner_.bring_together(sender, *receiver.port.owner); }
 
 MediatedPorts::Qp* MediatedPorts::datagram_peer(Qp& qp, const UdOperand& ud) {
   const std::uint32_t link_layer = link_layer_of(qp);
   RouteKey key{ud.remote_qpn, ud.dlid, static_cast<std::uint8_t>(link_layer), qp.port.pkey, {}};
   if (ud.route_flags & route_global) std::memcpy(key.dgid.data(), ud.dgid, 16);
   const auto take = [](const Route& route) -> Qp* {
-    if (route.refuses) ++route.peer->port.owner->guest->bad_pkeys;
+    if (route.refuses) route.peer->port.owner->guest->count_bad_pkey();
     return route.refuses ? nullptr : route.peer;
   };
   if (const Route* const known = routes_.find(key, fabric_.topology_generation)) return take(*known);
@@ -447,7 +449,7 @@ MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, st
 
 bool MediatedPorts::admits(const Qp& sender, Qp& receiver) {
   if (hosts::pkeys_match(sender.port.pkey, receiver.port.pkey)) return true;
-  ++receiver.port.owner->guest->bad_pkeys;
+  receiver.port.owner->guest->count_bad_pkey();
   return false;
 }
 

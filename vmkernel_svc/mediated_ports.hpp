@@ -132,8 +132,9 @@ class MediatedPorts {
   Qp* datagram_peer(Qp& qp, const UdOperand& ud);
   // Likewise, for who asks before there is a datagram: nothing is counted.
   const Qp* reachable(const Qp& qp, const UdOperand& ud);
-  // Whether the receiver's guest is another shard's yet: it will not be after this turn.
-  bool is_elsewhere(Qp& sender, Qp& receiver);
+  // Whether the receiver's guest is of another group: another shard's, now or some time.
+  bool is_elsewhere(const Qp& sender, const Qp& receiver) const;
+  void bring_together(Qp& sender, Qp& receiver);  // after this turn
   // Whether the service may deliver there now (direct mode).
   bool may_deliver(Qp& receiver);
   Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index);

@@ -214,6 +214,7 @@ struct Guest {
     return member;
   }
 
+  void count_bad_pkey() { std::atomic_ref(bad_pkeys).fetch_add(1, std::memory_order_relaxed); }  // any shard
   std::uint64_t bad_pkeys = 0;  // who wanted to reach it and is in no partition of its own: connections each time they were looked up, datagrams
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;

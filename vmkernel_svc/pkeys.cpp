@@ -48,6 +48,7 @@ void use_partitions(Shard& shard, const hosts::Partitions& partitions) {
   for (auto& [id, guest] : fabric.guests)
     if (std::find(changed.begin(), changed.end(), guest->tenant) != changed.end())
       for (auto& [handle, context] : guest->contexts) raise_async(*guest, context->handle, event_pkey_change, Handle{0});
+  for (Shard* const of_some : fabric.shards.all()) of_some->wake();  // what a full pipe has not taken is tried again
 }
 
 }  // namespace vrdma::svc

@@ -8,6 +8,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <cassert>
 #include <stdexcept>
 
 #include "vmkernel_svc/control/desk.hpp"
@@ -27,7 +28,7 @@ constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is 
 // Where the processor is shared with a guest that polls, a yield and the way back take longer than a guest elsewhere to answer.
 constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::uint64_t turns_between_looks = 1024;  // at the clock, while receivers of direct connections may sleep
-constexpr std::uint64_t control_patience_ns = 50'000;  // of shards that are kept from their work meanwhile
+constexpr std::uint64_t try_again_ns = 50'000;  // what has to wait, where other shards are kept from their work meanwhile
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
 }  // namespace
 
@@ -105,14 +106,26 @@ void Shard::remove(Guest& guest) {
 
 // --- several shards -------------------------------------------------------------------------------------------
 
-void Shard::hand_over(Guest& guest, Shard& to) {
-  for (auto& [handle, qp] : guest.qps) take_out(qp->core);
-  remove(guest);
-  if (guest.doorbell_fd && !to.watch(guest.doorbell_fd.get())) guest.broken = true;  // it could not wake anybody
-  to.adopt(guest);
-  for (auto& [handle, qp] : guest.qps) {
-    if (const std::uint64_t at_ns = std::exchange(qp->core.port.wake_ns, 0); at_ns != 0) to.take_timer(qp->core, at_ns);
-    to.take_in(qp->core);  // whatever it was waiting for is found out anew
+void Shard::give_up(const GuestGroup& group) {
+  const auto is_of = [&group](const Qp* qp) { return qp == nullptr || (qp->port.owner != nullptr && qp->port.owner->guest->group == &group); };
+  for (auto& list : lists_)
+    runnable_count_ -= std::erase_if(list.queue_pairs, [&](Qp* qp) { return is_of(qp) && std::exchange(qp->port.runnable, false); });
+  for (Guest* const guest : group.guests) {
+    // What another shard would go on with.
+    for ([[maybe_unused]] auto& [handle, qp] : guest->qps)
+      assert(is_of(qp->core.accepted_by) && is_of(qp->core.serves) && is_of(qp->core.port.waiting_at) && is_of(qp->core.port.waiting_sender));
+    remove(*guest);
+  }
+}
+
+void Shard::take_over(const GuestGroup& group) {
+  for (Guest* const guest : group.guests) {
+    if (guest->doorbell_fd && !watch(guest->doorbell_fd.get())) guest->broken = true;  // it could not wake anybody
+    adopt(*guest);
+    for (auto& [handle, qp] : guest->qps) {
+      if (const std::uint64_t at_ns = std::exchange(qp->core.port.wake_ns, 0); at_ns != 0) take_timer(qp->core, at_ns);
+      take_in(qp->core);  // whatever it was waiting for is found out anew
+    }
   }
   ++fabric_.topology_generation;
 }
@@ -207,14 +220,18 @@ bool Shard::own_turn() {
 }
 
 bool Shard::must_be_alone() {
-  if (!tasks_.empty() || !apart_.empty() || (direct_ && direct_->in_doubt())) return true;
-  if (!control_due_) return false;
+  if (!tasks_.empty() || !apart_.empty()) return true;
+  const bool in_doubt = direct_ && direct_->in_doubt();
+  if (!control_due_ && !in_doubt) return false;
   if (shards_.count() == 1) return true;
-  // A request that must wait for somebody else does not keep all shards from their work by being tried.
+  // What must wait for somebody else does not keep all shards from their work by being tried.
   const std::uint64_t now = vmci::monotonic_ns();
-  const auto is_due = [&](const Guest* guest) { return guest->control_held && (guest->held_since_ns == 0 || now - control_tried_ns_ >= control_patience_ns); };
-  if (!std::any_of(guests_.begin(), guests_.end(), is_due)) return false;
-  control_tried_ns_ = now;
+  const bool tried_long_ago = now - tried_ns_ >= try_again_ns;
+  const auto is_due = [&](const Guest* guest) {
+    return guest->control_held && !guest->broken && !guest->frozen && (guest->held_since_ns == 0 || tried_long_ago);
+  };
+  if (!(in_doubt && tried_long_ago) && !std::any_of(guests_.begin(), guests_.end(), is_due)) return false;
+  tried_ns_ = now;
   return true;
 }
 

@@ -50,8 +50,9 @@ class Shard final : public Runner {
   void finished(ProcessJob* job);  // any thread
   std::uint32_t number() const override { return number_; }
   std::size_t guest_count() const { return guests_.size(); }
-  // A guest of this shard is another's from now on.
-  void hand_over(Guest& guest, Shard& to);
+  // A group of this shard's guests is another's from now on, which takes it over.
+  void give_up(const GuestGroup& group);
+  void take_over(const GuestGroup& group);
   std::uint64_t moved_bytes(const Tenant& tenant) const;  // by this shard
 
   Fabric& fabric() { return fabric_; }
@@ -159,7 +160,7 @@ class Shard final : public Runner {
   std::array<std::uint32_t, std::size(control::ServicePage{}.shards)> on_line_{};  // guests, by their lines
   std::bitset<std::size(control::ServicePage{}.shards)> asleep_on_;               // where it says that it sleeps
   std::vector<std::pair<GuestId, GuestId>> apart_;                                // guests that are to be one shard's, after this turn
-  std::uint64_t control_tried_ns_ = 0;
+  std::uint64_t tried_ns_ = 0;
   bool control_due_ = false;
   std::vector<RunList> lists_;
   std::size_t runnable_count_ = 0;

@@ -27,8 +27,9 @@ void Shards::remove(Guest& guest) {
 }
 
 void Shards::move(GuestGroup& group, Shard& to) {
-  for (Guest* const guest : group.guests) group.shard->hand_over(*guest, to);
+  group.shard->give_up(group);
   group.shard = &to;
+  to.take_over(group);
 }
 
 void Shards::merge(GuestGroup& from, GuestGroup& into) {

@@ -28,8 +28,12 @@ class Turnstile {
     // Mutexes are not fair: without this, a shard that is always busy would keep the others out for as long as it is. Most are alone for
     // some microseconds; one that waits for its processor meanwhile is not helped by who looks again and again.
     for (int looks = 0; wanted_.load(std::memory_order_relaxed) != 0; ++looks) {
-      if (looks < looks_before_sleep) ::sched_yield();
-      else const std::lock_guard until_it_is_through(order_);
+      if (looks < looks_before_sleep) {
+        ::sched_yield();
+      } else {  // once: whoever asks for it again and again has to wait for this turn
+        const std::lock_guard until_it_is_through(order_);
+        break;
+      }
     }
     turns_[shard].mutex.lock();
   }

@@ -10,6 +10,7 @@
 #include "vmci_channel/segment.hpp"
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/guest_mail.hpp"
+#include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {
 
@@ -215,7 +216,7 @@ void VmciSwitch::notify(Guest& guest, std::uint32_t port, Notice kind, const Que
   if (port == pair.creator_port && &guest == pair.creator && kind != notice_offer)
     body.peer_context = pair.peer_context, body.peer_port = pair.peer_port;
   guest.vmci.held.push_back({port, kind, body});
-  flush(guest);
+  if (flush(guest)) guest.group->shard->wake();  // it tries again, also if it has been asleep
 }
 
 bool VmciSwitch::flush(Guest& guest) {

@@ -379,8 +379,11 @@ class Requester {
           return succeed(qp);
         }
         if constexpr (requires { ports_.is_elsewhere(qp, *receiver); }) {
-          if (ports_.is_elsewhere(qp, *receiver)) {  // another thread's yet, which may be at it
-            if (wait_for_turn(qp)) return Step::waiting;
+          // Perhaps another thread's, which may be at it: its type and Q_Key stand still. Who would not take the datagram stays apart.
+          if (ports_.is_elsewhere(qp, *receiver)) {
+            const bool takes = receiver->type == QpType::ud && receiver->attributes.qkey == qkey;
+            if (takes) ports_.bring_together(qp, *receiver);
+            if (takes && wait_for_turn(qp)) return Step::waiting;
             continue;
           }
         }

@@ -204,8 +204,10 @@ void HcaDesk::on_host(HostId id, const HcaMessage& message) {
   host.text = text_of(message);
   host.keys.clear();
   if (!host.present || !device_) return;
-  for (auto& [qpn, qp] : fabric_.by_qpn)
+  for (auto& [qpn, qp] : fabric_.by_qpn) {
+    if (fabric_.shards.count() != 1 && !qp->guest->group->pinned) continue;  // another shard's, or of this host
     if (qp->core.state == QpState::rtr || qp->core.state == QpState::rts) consider(qp->core);
+  }
 }
 
 std::string HcaDesk::fallen_back(HostId id) const {
