@@ -265,7 +265,7 @@ def main():
     reached, failures = {}, []
     begun = time.monotonic()
     try:
-        if config and (why := why_mediated(world, started[0])):
+        if (of_direct or options.direct) and (why := why_mediated(world, started[0])):
             print(f"SKIP: two processes cannot be direct here: {why}")
             sys.exit(77)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

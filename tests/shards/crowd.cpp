@@ -144,7 +144,10 @@ class Member {
       if (board->failed.load(std::memory_order_relaxed)) ::_exit(1);
       bool moved = take_completions();
       moved |= make_connections();
-      for (const unsigned peer : order_) moved |= send(peer) | send_datagram(peer);
+      for (const unsigned peer : order_) {
+        moved |= send(peer);
+        moved |= send_datagram(peer);
+      }
       if (!said && finished()) said = true, board->done.fetch_add(1);
       if (!moved) rest();
     }
