@@ -8,7 +8,6 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
-#include <cassert>
 #include <stdexcept>
 
 #include "vmkernel_svc/control/desk.hpp"
@@ -83,72 +82,6 @@ Status Shard::watch(int fd) {
 }
 
 void Shard::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
-
-Status Shard::add(Guest& guest) {
-  // A machine's doorbell is one for all its processes: its port has the first shard watch that.
-  if (guest.doorbell_fd)
-    if (const auto watched = watch(guest.doorbell_fd.get()); !watched) return watched;
-  adopt(guest);
-  return ok();
-}
-
-void Shard::adopt(Guest& guest) {
-  guests_.push_back(&guest);
-  ++on_line_[guest.line];
-  wake();  // it does not say on the guest's line that it sleeps
-}
-
-void Shard::remove(Guest& guest) {
-  if (std::erase(guests_, &guest) == 0) return;
-  --on_line_[guest.line];
-  if (guest.doorbell_fd) unwatch(guest.doorbell_fd.get());
-}
-
-// --- several shards -------------------------------------------------------------------------------------------
-
-void Shard::give_up(const GuestGroup& group) {
-  const auto is_of = [&group](const Qp* qp) { return qp == nullptr || (qp->port.owner != nullptr && qp->port.owner->guest->group == &group); };
-  for (auto& list : lists_)
-    runnable_count_ -= std::erase_if(list.queue_pairs, [&](Qp* qp) { return is_of(qp) && std::exchange(qp->port.runnable, false); });
-  for (Guest* const guest : group.guests) {
-    // What another shard would go on with.
-    for ([[maybe_unused]] auto& [handle, qp] : guest->qps)
-      assert(is_of(qp->core.accepted_by) && is_of(qp->core.serves) && is_of(qp->core.port.waiting_at) && is_of(qp->core.port.waiting_sender));
-    remove(*guest);
-  }
-}
-
-void Shard::take_over(const GuestGroup& group) {
-  for (Guest* const guest : group.guests) {
-    if (guest->doorbell_fd && !watch(guest->doorbell_fd.get())) guest->broken = true;  // it could not wake anybody
-    adopt(*guest);
-    for (auto& [handle, qp] : guest->qps) {
-      if (const std::uint64_t at_ns = std::exchange(qp->core.port.wake_ns, 0); at_ns != 0) take_timer(qp->core, at_ns);
-      take_in(qp->core);  // whatever it was waiting for is found out anew
-    }
-  }
-  ++fabric_.topology_generation;
-}
-
-void Shard::bring_together(Qp& sender, QueuePair& receiver) {
-  const GuestId other = sender.port.owner != nullptr ? sender.port.owner->guest->id : GuestId{};
-  apart_.emplace_back(receiver.guest->id, other);
-}
-
-void Shard::unite() {
-  for (const auto& [id, other_id] : std::exchange(apart_, {})) {
-    const auto guest = fabric_.guests.find(id.value), other = fabric_.guests.find(other_id.value);
-    if (guest == fabric_.guests.end()) continue;
-    if (other_id.value == 0) shards_.pin(*guest->second);  // who sends is of another host
-    else if (other != fabric_.guests.end()) shards_.bring_together(*guest->second, *other->second);
-  }
-}
-
-std::uint64_t Shard::moved_bytes(const Tenant& tenant) const {
-  for (const auto& list : lists_)
-    if (list.tenant == &tenant) return list.moved_bytes;
-  return 0;
-}
 
 // --- other threads --------------------------------------------------------------------------------------------
 
