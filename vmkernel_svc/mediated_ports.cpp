@@ -63,7 +63,7 @@ bool bus_error_since(std::uint64_t before) {
 }
 }  // namespace
 
-std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
+std::byte* MediatedPorts::mapped(const Place& place, std::uint64_t bytes) {
   if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
   const Region* region = fabric_.regions.at(place.region, place.generation);
   if (region == nullptr || region->frozen) return nullptr;
@@ -73,7 +73,7 @@ std::byte* MediatedPorts::mapped(Place place, std::uint64_t bytes) {
   return piece.host + offset;
 }
 
-std::uint64_t MediatedPorts::piece_left(Place place) {
+std::uint64_t MediatedPorts::piece_left(const Place& place) {
   constexpr std::uint64_t all = ~std::uint64_t{0};
   const Region* const region = place.kind == Place::Kind::registered ? fabric_.regions.at(place.region, place.generation) : nullptr;
   if (region == nullptr) return all;
@@ -83,7 +83,7 @@ std::uint64_t MediatedPorts::piece_left(Place place) {
 
 // In order, so that the last bytes of all come last: what is mapped on both sides at once, each part that is not by a guest's worker.
 // Repeated with the same arguments until done.
-MemoryStatus MediatedPorts::copy_parts(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+MemoryStatus MediatedPorts::copy_parts(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
   while (qp.port.copied < bytes) {
     const std::uint64_t left = bytes - qp.port.copied;
     Place target = to, origin = from;
@@ -101,7 +101,7 @@ MemoryStatus MediatedPorts::copy_parts(Qp& qp, Place to, Place from, std::uint64
 }
 
 // std::nullopt: one of them is not mapped.
-std::optional<MemoryStatus> MediatedPorts::copy_mapped(Place to, Place from, std::uint64_t bytes) {
+std::optional<MemoryStatus> MediatedPorts::copy_mapped(const Place& to, const Place& from, std::uint64_t bytes) {
   std::byte* const destination = mapped(to, bytes);
   const std::byte* const source = mapped(from, bytes);
   if (destination == nullptr || source == nullptr) return std::nullopt;
@@ -111,7 +111,7 @@ std::optional<MemoryStatus> MediatedPorts::copy_mapped(Place to, Place from, std
          : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
 }
 
-MemoryStatus MediatedPorts::copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+MemoryStatus MediatedPorts::copy(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
   VRDMA_CRASH_POINT("service.copy.wqe_taken");
   if (qp.port.job_sequence == 0 && qp.port.copied == 0) {
     if (const auto copied = copy_mapped(to, from, bytes)) {
@@ -145,7 +145,7 @@ void for_each_part(const Region& region, std::uint64_t offset, std::uint64_t byt
 
 }  // namespace
 
-bool MediatedPorts::frozen(Place place) {
+bool MediatedPorts::frozen(const Place& place) {
   if (place.kind != Place::Kind::registered) return false;
   const Region* const region = fabric_.regions.at(place.region, place.generation);
   return region != nullptr && region->frozen;
@@ -153,7 +153,7 @@ bool MediatedPorts::frozen(Place place) {
 
 // Gather into a buffer, scatter from it; whichever side has bytes in the guest's process goes by that guest's worker, and the
 // other parts are copied here. Repeated with the same arguments until done: the state is in qp.port.
-MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
   QpPort& port = qp.port;
   if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
   if (frozen(to) || frozen(from)) return MemoryStatus::pending;  // what a job has brought waits, too
@@ -238,7 +238,7 @@ void MediatedPorts::abandon(Qp& qp) {
   qp.port.finished_job.reset();
 }
 
-MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, Place place, ProcessJob::Kind kind, std::uint64_t operand,
+MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, ProcessJob::Kind kind, std::uint64_t operand,
                                              std::uint64_t compare, std::uint64_t& old_value) {
   QpPort& port = qp.port;
   if (port.job_sequence != 0) {
@@ -260,7 +260,7 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, Place place, ProcessJob::Ki
   return submit(qp, *region, place.region, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
 
-MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, Place place, std::uint64_t add, std::uint64_t& old_value) {
+MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
   if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
     const std::uint64_t before = BusGuard::survived();
     old_value = std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host)).fetch_add(add, std::memory_order_acq_rel);
@@ -269,7 +269,7 @@ MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, Place place, std::uint64_t add
   return atomic_by_worker(qp, place, ProcessJob::Kind::fetch_and_add, add, 0, old_value);
 }
 
-MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, Place place, std::uint64_t compare, std::uint64_t swap,
+MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::uint64_t compare, std::uint64_t swap,
                                              std::uint64_t& old_value) {
   if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
     const std::uint64_t before = BusGuard::survived();
@@ -283,7 +283,7 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, Place place, std::uint64_t 
 
 // --- completions and events -----------------------------------------------------------------------------------
 
-bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, CqeState state) {
+bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const CqeState& state) {
   if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
   QueuePair& owner = *qp.port.owner;
   CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;

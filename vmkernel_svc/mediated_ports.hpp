@@ -100,14 +100,14 @@ class MediatedPorts {
 
   std::optional<engine::Place> find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
   std::optional<engine::Place> find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes);
-  engine::MemoryStatus copy(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
-  engine::MemoryStatus fetch_and_add(Qp& qp, engine::Place place, std::uint64_t add, std::uint64_t& old_value);
-  engine::MemoryStatus compare_and_swap(Qp& qp, engine::Place place, std::uint64_t compare, std::uint64_t swap,
+  engine::MemoryStatus copy(Qp& qp, const engine::Place& to, const engine::Place& from, std::uint64_t bytes);
+  engine::MemoryStatus fetch_and_add(Qp& qp, const engine::Place& place, std::uint64_t add, std::uint64_t& old_value);
+  engine::MemoryStatus compare_and_swap(Qp& qp, const engine::Place& place, std::uint64_t compare, std::uint64_t swap,
                                         std::uint64_t& old_value);
   void abandon(Qp& qp);
 
   // The completion can be seen at once by who looks at its lane; who has to be told is told by announce().
-  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state);
+  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state);
   // Sets the ready bits and raises the events that the completions since the last call ask for: one fence for all of them. Called
   // after every Engine::run(), which is all that completes anything.
   void announce();
@@ -164,13 +164,13 @@ class MediatedPorts {
   std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,
                                        std::uint32_t access);
   // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.
-  std::byte* mapped(engine::Place place, std::uint64_t bytes);
-  std::uint64_t piece_left(engine::Place place);  // from there on to the end of its piece
-  std::optional<engine::MemoryStatus> copy_mapped(engine::Place to, engine::Place from, std::uint64_t bytes);
-  engine::MemoryStatus copy_parts(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
-  bool frozen(engine::Place place);
-  engine::MemoryStatus copy_by_worker(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes);
-  engine::MemoryStatus atomic_by_worker(Qp& qp, engine::Place place, ProcessJob::Kind kind, std::uint64_t operand,
+  std::byte* mapped(const engine::Place& place, std::uint64_t bytes);
+  std::uint64_t piece_left(const engine::Place& place);  // from there on to the end of its piece
+  std::optional<engine::MemoryStatus> copy_mapped(const engine::Place& to, const engine::Place& from, std::uint64_t bytes);
+  engine::MemoryStatus copy_parts(Qp& qp, const engine::Place& to, const engine::Place& from, std::uint64_t bytes);
+  bool frozen(const engine::Place& place);
+  engine::MemoryStatus copy_by_worker(Qp& qp, const engine::Place& to, const engine::Place& from, std::uint64_t bytes);
+  engine::MemoryStatus atomic_by_worker(Qp& qp, const engine::Place& place, ProcessJob::Kind kind, std::uint64_t operand,
                                         std::uint64_t compare, std::uint64_t& old_value);
   bool submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 

@@ -134,7 +134,7 @@ class DirectPorts {
     into_receive_ = true;
     return look(peer_, Key{buffer.lkey}, buffer.address, bytes, engine::access_local_write);
   }
-  engine::MemoryStatus copy(Qp&, engine::Place to, engine::Place from, std::uint64_t bytes) {
+  engine::MemoryStatus copy(Qp&, const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
     if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;
     if (through_process_ && (is_elsewhere(to) || is_elsewhere(from))) [[unlikely]] return copy_through_process(to, from, bytes);
     auto* const target = reinterpret_cast<std::byte*>(to.address);
@@ -144,19 +144,19 @@ class DirectPorts {
     VRDMA_CRASH_POINT("direct.guest.copied");
     return engine::MemoryStatus::done;
   }
-  engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
+  engine::MemoryStatus fetch_and_add(Qp&, const engine::Place& place, std::uint64_t add, std::uint64_t& old_value) {
     if (!can_be_atomic(place)) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = add;
     return carried_out(stores_.fetch_add(word(place), old_value));
   }
-  engine::MemoryStatus compare_and_swap(Qp&, engine::Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
+  engine::MemoryStatus compare_and_swap(Qp&, const engine::Place& place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
     if (!can_be_atomic(place)) return give_up(), engine::MemoryStatus::destination_fault;
     old_value = compare;
     return carried_out(stores_.compare_and_swap(word(place), old_value, swap));
   }
   void abandon(Qp&) {}
 
-  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
+  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state) {
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     if (direction == engine::Direction::receive && !take_turn(cqe.wr_id)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
@@ -202,7 +202,7 @@ class DirectPorts {
   static engine::Place elsewhere(bool peers, std::uint32_t key, std::uint64_t address) {
     return {engine::Place::Kind::registered, peers, key, address};
   }
-  static bool is_elsewhere(engine::Place place) { return place.kind == engine::Place::Kind::registered; }
+  static bool is_elsewhere(const engine::Place& place) { return place.kind == engine::Place::Kind::registered; }
   // Not where memory is reached through a process: a word there, or the old value on its way back, could yet fail.
   bool can_be_atomic(engine::Place place) const { return !given_up_ && !through_process_ && place.address % 8 == 0; }
 
@@ -249,7 +249,7 @@ class DirectPorts {
     runs_[peers] = {entry.key, entry.address + part.from, entry.address + part.from + part.bytes, part.data};
   }
 
-  [[gnu::noinline]] engine::MemoryStatus copy_through_process(engine::Place to, engine::Place from, std::uint64_t bytes) {
+  [[gnu::noinline]] engine::MemoryStatus copy_through_process(const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
     for (std::uint64_t moved = 0; moved < bytes;) {
       const engine::Place into = to + moved, out_of = from + moved;
       const std::uint64_t rest = bytes - moved;
@@ -337,7 +337,7 @@ class DirectPorts {
     if (state == ReachedProcess::State::unknown) unmapped_ = {&guest == &peer_, control::backing_process, 0, 0};
     return state == ReachedProcess::State::opened;
   }
-  static std::uint64_t* word(engine::Place place) { return reinterpret_cast<std::uint64_t*>(place.address); }
+  static std::uint64_t* word(const engine::Place& place) { return reinterpret_cast<std::uint64_t*>(place.address); }
 
   const vmci::ClaimedStores& stores_;
   ReachedGuest own_, peer_;

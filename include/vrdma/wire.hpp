@@ -186,7 +186,7 @@ struct CqeState {
   WcOpcode opcode;
   std::uint8_t flags;  // WcFlag
 };
-constexpr std::uint32_t pack(CqeState s) {  // bit 31 is the lane's phase
+constexpr std::uint32_t pack(const CqeState& s) {  // bit 31 is the lane's phase
   return static_cast<std::uint32_t>(s.status) | (static_cast<std::uint32_t>(s.opcode) << 8) |
          (static_cast<std::uint32_t>(s.flags & 0x7f) << 16);
 }

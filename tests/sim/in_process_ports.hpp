@@ -52,23 +52,23 @@ class InProcessPorts {
   std::optional<engine::Place> find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes) {
     return find(qp, key, address, bytes, engine::access_local_write);
   }
-  engine::MemoryStatus copy(Qp& qp, engine::Place to, engine::Place from, std::uint64_t bytes) {
+  engine::MemoryStatus copy(Qp& qp, const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
     vmci::placement_copy(reinterpret_cast<std::byte*>(to.address), reinterpret_cast<const std::byte*>(from.address), bytes);
     qp.port.last_runner = std::this_thread::get_id();
     return engine::MemoryStatus::done;
   }
-  engine::MemoryStatus fetch_and_add(Qp&, engine::Place place, std::uint64_t add, std::uint64_t& old_value) {
+  engine::MemoryStatus fetch_and_add(Qp&, const engine::Place& place, std::uint64_t add, std::uint64_t& old_value) {
     old_value = word(place).fetch_add(add, std::memory_order_acq_rel);
     return engine::MemoryStatus::done;
   }
-  engine::MemoryStatus compare_and_swap(Qp&, engine::Place place, std::uint64_t compare, std::uint64_t swap,
+  engine::MemoryStatus compare_and_swap(Qp&, const engine::Place& place, std::uint64_t compare, std::uint64_t swap,
                                         std::uint64_t& old_value) {
     old_value = compare;
     word(place).compare_exchange_strong(old_value, swap, std::memory_order_acq_rel);
     return engine::MemoryStatus::done;
   }
   void abandon(Qp&) {}
-  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, CqeState state) {
+  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state) {
     (direction == engine::Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
     return true;
   }
@@ -88,7 +88,7 @@ class InProcessPorts {
   std::uint16_t lid(Qp&) { return 0; }
 
  private:
-  static std::atomic_ref<std::uint64_t> word(engine::Place place) {
+  static std::atomic_ref<std::uint64_t> word(const engine::Place& place) {
     return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(place.address));
   }
   std::vector<Region> regions_;

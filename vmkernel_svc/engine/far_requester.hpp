@@ -93,7 +93,7 @@ class FarRequester {
     ports_.far_send(qp, std::move(frame));
   }
 
-  MemoryStatus copy(Qp<P>& qp, Place to, Place from, std::uint64_t bytes) {
+  MemoryStatus copy(Qp<P>& qp, const Place& to, const Place& from, std::uint64_t bytes) {
     Operation& op = qp.operation;
     const MemoryStatus status = ports_.copy(qp, to, from, bytes);
     op.copy_pending = status == MemoryStatus::pending;

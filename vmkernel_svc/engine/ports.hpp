@@ -43,7 +43,7 @@ struct Srq;
 
 template <class P>
 concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t u64, std::uint32_t u32, Place place,
-                            std::uint64_t& value, const Cqe& cqe, CqeState state, const UdOperand& ud, std::byte* bytes) {
+                            std::uint64_t& value, const Cqe& cqe, const CqeState& state, const UdOperand& ud, std::byte* bytes) {
   typename P::QpPort;   // default constructible; the ports' own data of a queue pair
   typename P::SrqPort;  // likewise of an SRQ
 

@@ -26,8 +26,7 @@ class Requester {
     std::uint32_t slots = 0;
     const auto peek = qp.send_ring.peek(op.wqe, send_wqe_slots_max, slots);
     if (peek == vmci::RecordReader::Peek::empty) return Fetch::empty;
-    SendWqe wqe;
-    std::memcpy(&wqe, op.wqe, sizeof(wqe));
+    const auto& wqe = *reinterpret_cast<const SendWqe*>(op.wqe);
     const WqeControl control = unpack_wqe_control(wqe.head.control);
     const bool is_inline = (control.flags & wr_inline) != 0;
     const std::size_t payload_bytes = is_inline ? control.count : control.count * sizeof(Sge);
@@ -161,7 +160,7 @@ class Requester {
   }
 
   // All copies pass here, so that one that is pending is repeated exactly.
-  MemoryStatus copy(Qp<P>& qp, Place to, Place from, std::uint64_t bytes) {
+  MemoryStatus copy(Qp<P>& qp, const Place& to, const Place& from, std::uint64_t bytes) {
     Operation& op = qp.operation;
     const MemoryStatus status = ports_.copy(qp, to, from, bytes);
     op.copy_pending = status == MemoryStatus::pending;

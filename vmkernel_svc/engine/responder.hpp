@@ -116,7 +116,7 @@ class Responder {
   }
 
   // A receive completion, which ends qp.inbound.
-  bool complete(Qp<P>& qp, const Cqe& cqe, CqeState state) {
+  bool complete(Qp<P>& qp, const Cqe& cqe, const CqeState& state) {
     qp.inbound.active = false;
     if (ports_.complete(qp, Direction::receive, cqe, state)) return true;
     fail(qp, std::nullopt);
@@ -153,15 +153,13 @@ class Responder {
     bool good = false;
     if (ring.slot_count() == 0) return false;
     const vmci::RecordTurns turns = qp.srq != nullptr ? qp.srq->turns : vmci::RecordTurns();
-    RecordHead head;
-    WqeControl control;
+    const auto& head = *reinterpret_cast<const RecordHead*>(wqe);
+    WqeControl control{};
     for (int tries = 0;; ++tries) {
       const std::uint64_t last = turns ? turns.last() : 0;
       if (turns) ring.skip_to(vmci::RecordTurns::next(last) * record_slots);
       const auto peek = ring.peek(wqe, receive_wqe_slots_max, slots);
-      head = {};  // a malformed record was not copied
-      if (peek == vmci::RecordReader::Peek::ready) std::memcpy(&head, wqe, sizeof(head));
-      control = unpack_wqe_control(head.control);
+      if (peek == vmci::RecordReader::Peek::ready) control = unpack_wqe_control(head.control);  // a malformed one was not copied
       good = peek == vmci::RecordReader::Peek::ready && slots == record_slots && control.opcode == WrOpcode::receive &&
              control.count <= receive_sge_max && receive_wqe_payload_offset + control.count * sizeof(Sge) <= std::size_t{slots} * slot_bytes;
       // Where a poster took it meanwhile, what was read is nothing. Only a guest that writes nonsense there makes that go on for ever.

@@ -10,7 +10,7 @@ namespace vrdma::engine {
 class ScatterGather {
  public:
   void clear() { count_ = index_ = 0, offset_ = total_ = 0; }
-  void add(Place place, std::uint64_t bytes) {
+  void add(const Place& place, std::uint64_t bytes) {
     if (bytes == 0) return;
     parts_[count_++] = {place, bytes};
     total_ += bytes;

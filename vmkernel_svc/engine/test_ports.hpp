@@ -109,7 +109,7 @@ class TestPorts {
     return find_in(qp.srq != nullptr ? qp.srq->port.pd : qp.port.pd, key, address, bytes, access_local_write);
   }
 
-  MemoryStatus copy(Qp& qp, Place to, Place from, std::uint64_t bytes) {
+  MemoryStatus copy(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
     require(bytes != 0 && bytes <= slice_bytes, "a copy moves 1 to slice_bytes bytes");
     ++copies;
     if (qp.port.job) {
@@ -134,7 +134,7 @@ class TestPorts {
     }
     return move(to, from, bytes);
   }
-  MemoryStatus fetch_and_add(Qp&, Place place, std::uint64_t add, std::uint64_t& old_value) {
+  MemoryStatus fetch_and_add(Qp&, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
     std::byte* memory = resolve(place, 8);
     if (memory == nullptr) return MemoryStatus::destination_fault;
     std::memcpy(&old_value, memory, 8);
@@ -142,7 +142,7 @@ class TestPorts {
     std::memcpy(memory, &sum, 8);
     return MemoryStatus::done;
   }
-  MemoryStatus compare_and_swap(Qp&, Place place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
+  MemoryStatus compare_and_swap(Qp&, const Place& place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
     std::byte* memory = resolve(place, 8);
     if (memory == nullptr) return MemoryStatus::destination_fault;
     std::memcpy(&old_value, memory, 8);
@@ -155,7 +155,7 @@ class TestPorts {
     qp.port.job.reset();
   }
 
-  bool complete(Qp& qp, Direction direction, const Cqe& cqe, CqeState state) {
+  bool complete(Qp& qp, Direction direction, const Cqe& cqe, const CqeState& state) {
     if (qp.port.completions_max != 0 && qp.port.completions_unpolled >= qp.port.completions_max) {
       qp.port.overran = true;
       return false;
@@ -223,7 +223,7 @@ class TestPorts {
     require(place.address <= region->bytes && bytes <= region->bytes - place.address, "what find() granted is not left");
     return region->memory + place.address;
   }
-  MemoryStatus move(Place to, Place from, std::uint64_t bytes) {
+  MemoryStatus move(const Place& to, const Place& from, std::uint64_t bytes) {
     std::byte* const destination = resolve(to, bytes);
     const std::byte* const source = resolve(from, bytes);
     if (source == nullptr) return MemoryStatus::source_fault;

@@ -164,7 +164,7 @@ void HcaDesk::received(HcaConnection& c, HcaReceive receive, const ibv_wc& wc) {
   shard_.make_runnable(*c.qp);
 }
 
-MemoryStatus HcaDesk::copy(HcaConnection& c, Place to, Place from, std::uint64_t bytes, bool of_receive) {
+MemoryStatus HcaDesk::copy(HcaConnection& c, const Place& to, const Place& from, std::uint64_t bytes, bool of_receive) {
   Operation& op = c.qp->operation;
   const MemoryStatus status = ports_.copy(*c.qp, to, from, bytes);
   op.copy_pending = status == MemoryStatus::pending;

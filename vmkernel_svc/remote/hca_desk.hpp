@@ -272,7 +272,7 @@ class HcaDesk {
   void fail(HcaConnection& c, const HcaSend& send, WcStatus status);
   void received(HcaConnection& c, HcaReceive receive, const ibv_wc& wc);
   bool take_arrived(HcaConnection& c);
-  engine::MemoryStatus copy(HcaConnection& c, engine::Place to, engine::Place from, std::uint64_t bytes, bool of_receive);
+  engine::MemoryStatus copy(HcaConnection& c, const engine::Place& to, const engine::Place& from, std::uint64_t bytes, bool of_receive);
   void wake(HcaConnection& c);
 
   // hca_mover.cpp: work requests, and turns
