@@ -28,6 +28,9 @@ find_package(spdlog 1.10 REQUIRED)
 add_library(vrdma_flags INTERFACE)
 target_compile_options(vrdma_flags INTERFACE -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Werror
                        -fno-strict-aliasing -fvisibility=hidden -fvisibility-inlines-hidden)
+# Neighbouring fields that were stored one by one and are then copied as one vector cannot be forwarded: the copy waits until every store
+# before it, the payload's too, has reached the cache.
+target_compile_options(vrdma_flags INTERFACE -fno-tree-slp-vectorize)
 # glibc's sigset and FD_* macros and Boost headers are system headers to us.
 target_link_libraries(vrdma_flags INTERFACE Threads::Threads)
 if(VRDMA_SANITIZE)

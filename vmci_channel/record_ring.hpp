@@ -59,6 +59,14 @@ class RecordWriter {
     if (first < from.size()) std::memcpy(slots_, from.data() + first, from.size() - first);
   }
 
+  // Likewise a part whose size divides a slot's and `offset`, so that it does not wrap: without a call.
+  template <class Part>
+  void put(std::size_t offset, const Part& part) {
+    static_assert(vrdma::slot_bytes % sizeof(Part) == 0);
+    const std::size_t ring_bytes = std::size_t{slot_count_} * vrdma::slot_bytes;
+    std::memcpy(slots_ + ((std::size_t{tail_ & mask_} * vrdma::slot_bytes + offset) & (ring_bytes - 1)), &part, sizeof(Part));
+  }
+
   // Makes a record of `record_slots` slots readable. user_control: 25 bits.
   void publish(std::uint64_t tag, std::uint32_t word, std::uint32_t user_control, std::uint32_t record_slots) {
     mark_after(record_slots);

@@ -42,8 +42,7 @@ inline bool next_receive(const vmci::RecordReader& ring, bool needs_buffer, std:
   alignas(RecordHead) std::byte wqe[slot_bytes];
   std::uint32_t slots = 0;
   if (ring.peek(wqe, 1, slots) != vmci::RecordReader::Peek::ready) return false;
-  RecordHead head;
-  std::memcpy(&head, wqe, sizeof(head));
+  const auto& head = *reinterpret_cast<const RecordHead*>(wqe);
   wr_id = head.tag;
   const WqeControl control = unpack_wqe_control(head.control);
   if (control.count == 1) std::memcpy(&buffer, wqe + receive_wqe_payload_offset, sizeof(buffer));

@@ -30,6 +30,15 @@ struct Place {
   std::uint64_t generation = 0;  // … its generation
   std::uint64_t address = 0;     // engine: a pointer into the engine's own memory; registered: in the key's address space
 
+  constexpr Place() = default;
+  constexpr Place(Kind of, std::uint32_t at, std::uint64_t as, std::uint64_t where) : kind(of), region(at), generation(as), address(where) {}
+  // Field by field: a wide copy of what was just put together waits for all stores before it, a payload's too.
+  constexpr Place(const Place& other) : Place(other.kind, other.region, other.generation, other.address) {}
+  constexpr Place& operator=(const Place& other) {
+    kind = other.kind, region = other.region, generation = other.generation, address = other.address;
+    return *this;
+  }
+
   static Place in_engine(const void* memory) {
     return {Kind::engine, 0, 0, static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(memory))};
   }
