@@ -212,6 +212,14 @@ class ClaimedStores {
 
   // As placement_copy.
   bool copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
+    if (bytes != 8 || reinterpret_cast<std::uintptr_t>(to) % 8 != 0) return copy_any(to, from, bytes);
+    std::uint64_t word;
+    std::memcpy(&word, from, sizeof(word));
+    return store(reinterpret_cast<std::uint64_t*>(to), word);
+  }
+
+ private:
+  [[gnu::noinline]] bool copy_any(std::byte* to, const std::byte* from, std::size_t bytes) const {
 #if defined(VMCI_RESTARTABLE)
     if (guarded()) {
       const auto end = reinterpret_cast<std::uintptr_t>(to) + bytes;
@@ -225,7 +233,6 @@ class ClaimedStores {
     return true;
   }
 
- private:
 #if defined(VMCI_RESTARTABLE)
   static struct rseq& area() { return *reinterpret_cast<struct rseq*>(static_cast<char*>(__builtin_thread_pointer()) + __rseq_offset); }
 

@@ -134,7 +134,7 @@ class DirectPorts {
     into_receive_ = true;
     return look(peer_, Key{buffer.lkey}, buffer.address, bytes, engine::access_local_write);
   }
-  engine::MemoryStatus copy(Qp&, const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
+  [[gnu::always_inline]] engine::MemoryStatus copy(Qp&, const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
     if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;
     if (through_process_ && (is_elsewhere(to) || is_elsewhere(from))) [[unlikely]] return copy_through_process(to, from, bytes);
     auto* const target = reinterpret_cast<std::byte*>(to.address);
