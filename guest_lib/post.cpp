@@ -98,6 +98,14 @@ void put_operand(vmci::RecordWriter& ring, const RemoteOperand& operand) {
   ring.put(at + offsetof(RemoteOperand, reserved), operand.reserved);
 }
 
+void put_operand(vmci::RecordWriter& ring, const UdOperand& operand) {
+  constexpr std::size_t at = offsetof(SendWqe, ud);
+  static_assert(offsetof(UdOperand, dlid) == 8 && sizeof(UdOperand) == 32);
+  ring.put(at + offsetof(UdOperand, remote_qpn), operand.remote_qpn);
+  ring.put(at + offsetof(UdOperand, remote_qkey), operand.remote_qkey);
+  for (std::size_t word = 1; word < 4; ++word) ring.put(at + word * sizeof(std::uint64_t), word_of(operand, word));
+}
+
 // There is room for it.
 void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
   const std::uint32_t opcode_bit = 1u << wr.opcode;
@@ -105,7 +113,7 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
   vmci::RecordWriter& ring = qp.send.writer();
   if (qp.base().qp_type == IBV_QPT_UD) {
     const UdOperand operand = ud_operand(wr);
-    ring.write(offsetof(SendWqe, ud), std::as_bytes(std::span(&operand, 1)));
+    put_operand(ring, operand);
   } else {
     // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
     const RemoteOperand operand = opcode_bit & send_opcodes ? RemoteOperand{} : remote_operand(wr);

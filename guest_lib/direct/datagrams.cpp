@@ -221,10 +221,9 @@ bool DatagramSender::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uin
 bool DatagramSender::run_queue() {
   for (int turns_lost = 0; !near_.send_ring.empty();) {
     if (claim_.stop()) return false;
-    SendWqe wqe;
+    const auto& wqe = *reinterpret_cast<const SendWqe*>(near_.operation.wqe);
     std::uint32_t slots = 0;
     if (near_.send_ring.peek(near_.operation.wqe, send_wqe_slots_max, slots) != vmci::RecordReader::Peek::ready) return false;
-    std::memcpy(&wqe, near_.operation.wqe, sizeof(wqe));
     DatagramPath* const path = path_to(wqe.ud);
     if (path == nullptr || !inside(*path)) return false;
     const bool done = path->run(near_);
@@ -260,9 +259,9 @@ std::size_t DatagramSender::AddressHash::operator()(const Address& address) cons
   return mixed;
 }
 
-DatagramSender::Address DatagramSender::address_of(UdOperand operand) {
-  operand.remote_qkey = 0;
-  return std::bit_cast<Address>(operand);
+DatagramSender::Address DatagramSender::address_of(const UdOperand& operand) {
+  static_assert(offsetof(UdOperand, remote_qpn) == 0 && offsetof(UdOperand, dlid) == 8 && sizeof(UdOperand) == sizeof(Address));
+  return {operand.remote_qpn, word_of(operand, 1), word_of(operand, 2), word_of(operand, 3)};
 }
 
 void DatagramSender::look_at(const ibv_send_wr& wr) { path_to(ud_operand(wr)); }
@@ -270,7 +269,9 @@ void DatagramSender::look_at(const ibv_send_wr& wr) { path_to(ud_operand(wr)); }
 // Multicast is the service's.
 DatagramPath* DatagramSender::path_to(const UdOperand& operand) {
   const Address address = address_of(operand);
-  if (last_ == nullptr || address != last_address_) {
+  std::uint64_t difference = 0;  // not array's operator: it may compare memory, wide
+  for (std::size_t i = 0; i < address.size(); ++i) difference |= address[i] ^ last_address_[i];
+  if (last_ == nullptr || difference != 0) {
     const auto found = paths_.find(address);
     if (found == paths_.end()) {
       if (operand.remote_qpn != multicast_qpn.value) want(operand);

@@ -97,7 +97,7 @@ class DatagramSender {
     std::unique_ptr<DatagramPath> path;
     std::uint64_t ask_again_ns = 0, patience_ns = 0;  // where there is none
   };
-  static Address address_of(UdOperand operand);
+  static Address address_of(const UdOperand& operand);
   DatagramPath* path_to(const UdOperand& operand);
   void want(const UdOperand& operand);
   bool inside(DatagramPath& path);  // of which it may be already

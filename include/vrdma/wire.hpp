@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "vrdma/ids.hpp"
@@ -139,6 +140,12 @@ struct UdOperand {
 static_assert(WireRecord<RemoteOperand> && sizeof(RemoteOperand) == 32);
 static_assert(WireRecord<UdOperand> && sizeof(UdOperand) == 32);
 constexpr std::uint8_t route_global = 1;
+// Eight bytes of it, 0 to 3. The first two fields are put there for each request: a wider copy would wait for the stores.
+inline std::uint64_t word_of(const UdOperand& operand, std::size_t index) {
+  std::uint64_t word;
+  std::memcpy(&word, reinterpret_cast<const std::byte*>(&operand) + index * sizeof(word), sizeof(word));
+  return word;
+}
 
 // A send WQE: one slot with one SGE (or 16 inline bytes), further slots for the rest. In memory:
 //   0 wr_id (tag) | 8 control | 12 imm_data, network order (word) | 16 operand | 48 Sge[] or inline payload, contiguous

@@ -25,8 +25,11 @@ CONFORMANCE(AccessErrorsEndBothQps, "ERR-01 ERR-02 ERR-12 WC-02") {
       expect_fault(link, {"wrong rkey", request});
     }
   }
-  // WRITE_WITH_IMM with a wrong key takes no receive; what was posted is flushed.
-  if (run.b()) EXPECT_OK(post(link.qp, link.recv(77, 0, 64)));
+  // A WRITE_WITH_IMM with a wrong key ends the receive that its immediate was for (IBA 11.6.2, Local Access Error); what is behind it is flushed.
+  if (run.b()) {
+    EXPECT_OK(post(link.qp, link.recv(77, 0, 64)));
+    EXPECT_OK(post(link.qp, link.recv(78, 0, 64)));
+  }
   run.peer.barrier();
   if (run.a()) {
     Send request = link.write(5, 0, 0, 8);
@@ -35,7 +38,19 @@ CONFORMANCE(AccessErrorsEndBothQps, "ERR-01 ERR-02 ERR-12 WC-02") {
     EXPECT_OK(post(link.qp, request));
     link.scq.expect(5, IBV_WC_REM_ACCESS_ERR);
   } else {
-    link.rcq.expect(77, IBV_WC_WR_FLUSH_ERR);
+    link.rcq.expect(77, IBV_WC_LOC_ACCESS_ERR);
+    link.rcq.expect(78, IBV_WC_WR_FLUSH_ERR);
+    (void)link.dev.wait_event(IBV_EVENT_QP_ACCESS_ERR);
+  }
+  link.reconnect();
+  // With none posted it is refused all the same, not kept waiting.
+  if (run.a()) {
+    Send request = link.write(6, 0, 0, 8);
+    request.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+    request.rkey ^= 0x7f00;
+    EXPECT_OK(post(link.qp, request));
+    link.scq.expect(6, IBV_WC_REM_ACCESS_ERR);
+  } else {
     (void)link.dev.wait_event(IBV_EVENT_QP_ACCESS_ERR);
   }
   link.reconnect();

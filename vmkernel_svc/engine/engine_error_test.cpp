@@ -357,6 +357,19 @@ TEST_CASE("UC: a local error stops the send queue, the receive queue lives, RTS 
   CHECK(p.run(p.write(8))->status == WcStatus::success);
 }
 
+TEST_CASE("A WRITE with immediate that may not write ends the receive that its immediate was for") {
+  Pair p;
+  p.b.post(ReceiveSpec{5, {}});
+  p.b.post(ReceiveSpec{6, {}});
+  SendSpec spec = p.write(8);
+  spec.opcode = WrOpcode::rdma_write_with_imm;
+  spec.remote.rkey = 0xbad;
+  CHECK(p.run(spec)->status == WcStatus::rem_access_err);
+  CHECK(p.b.poll(Direction::receive)->status == WcStatus::loc_access_err);
+  CHECK(p.b.poll(Direction::receive)->status == WcStatus::wr_flush_err);
+  CHECK(p.b.core.port.events == std::vector{AsyncEvent::qp_access_err});
+}
+
 TEST_CASE("UC has no READ and no atomics") {
   Pair p(QpType::uc);
   CHECK(p.run({.opcode = WrOpcode::rdma_read, .sges = {p.mine.sge(0, 8)}, .remote = p.theirs.remote(0)})->status == WcStatus::loc_qp_op_err);
@@ -371,6 +384,7 @@ TEST_CASE("Memory that goes away in the middle of a message ends it with the rig
   };
   for (const Case c : {Case{WrOpcode::rdma_write, true, WcStatus::loc_prot_err, false},
                        Case{WrOpcode::rdma_write, false, WcStatus::rem_access_err, true},
+                       Case{WrOpcode::rdma_write_with_imm, false, WcStatus::rem_access_err, true},
                        Case{WrOpcode::rdma_read, true, WcStatus::loc_prot_err, false},
                        Case{WrOpcode::rdma_read, false, WcStatus::rem_access_err, true},
                        Case{WrOpcode::send, true, WcStatus::loc_prot_err, false},
@@ -390,6 +404,7 @@ TEST_CASE("Memory that goes away in the middle of a message ends it with the rig
       CHECK(p.b.poll(Direction::receive)->status == WcStatus::loc_prot_err);
     else if (c.far_side_fails)
       CHECK(p.b.core.port.events == std::vector{AsyncEvent::qp_access_err});
+    if (c.opcode == WrOpcode::rdma_write_with_imm) CHECK(p.b.poll(Direction::receive)->status == WcStatus::loc_access_err);
   }
 }
 

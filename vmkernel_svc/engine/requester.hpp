@@ -337,7 +337,7 @@ class Requester {
   // A region at the responder that was good when the message began is gone.
   Step remote_fault(Qp<P>& qp, Qp<P>& peer) {
     leave_responder(qp);
-    if (qp.type == QpType::rc) responder_.fail(peer, AsyncEvent::qp_access_err);
+    if (qp.type == QpType::rc) responder_.deny(peer, *qp.operation.rule);
     return refused(qp, WcStatus::rem_access_err);
   }
   Step refused(Qp<P>& qp, WcStatus status) {

@@ -27,8 +27,7 @@ class Responder {
     }
     if (rule.remote_access != 0) {
       if (const WcStatus status = check_remote(qp, request, rule, far); status != WcStatus::success) {
-        if (qp.type == QpType::rc)
-          fail(qp, status == WcStatus::rem_access_err ? AsyncEvent::qp_access_err : AsyncEvent::qp_req_err);
+        if (qp.type == QpType::rc) status == WcStatus::rem_access_err ? deny(qp, rule) : fail(qp, AsyncEvent::qp_req_err);
         return Response::nak(status);
       }
     }
@@ -66,15 +65,16 @@ class Responder {
     return complete(qp, cqe, {WcStatus::success, rule.receive_opcode, receive_flags(request.solicited, rule)});
   }
 
+  // RC: the request may not touch what it names. A receive WQE that was for its immediate ends with it (IBA 11.6.2, Local Access Error).
+  void deny(Qp<P>& qp, const OpcodeRule& rule) {
+    if (rule.takes_receive && take(qp)) end_receive(qp, WcStatus::loc_access_err);
+    fail(qp, AsyncEvent::qp_access_err);
+  }
+
   // The payload could not be put into the receive buffers: a local error of the receiver (IBA 9.9.3.1, class A). A reliable
   // queue pair goes to ERR; an unreliable one loses this receive and stays.
   Response receive_error(Qp<P>& qp, WcStatus here, WcStatus there) {
-    Cqe cqe{};
-    cqe.wr_id = qp.inbound.wr_id;
-    cqe.imm_data = static_cast<std::uint32_t>(here);
-    ++qp.counters.local_errors;
-    dismiss_requester(qp);
-    complete(qp, cqe, {here, WcOpcode::recv, 0});
+    end_receive(qp, here);
     if (qp.type == QpType::rc) fail(qp, std::nullopt);
     return Response::nak(there);
   }
@@ -226,6 +226,16 @@ class Responder {
 
  private:
   static constexpr int takes_max = 200;
+
+  // The receive WQE that was taken ends in error.
+  void end_receive(Qp<P>& qp, WcStatus status) {
+    Cqe cqe{};
+    cqe.wr_id = qp.inbound.wr_id;
+    cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
+    ++qp.counters.local_errors;
+    dismiss_requester(qp);
+    complete(qp, cqe, {status, WcOpcode::recv, 0});
+  }
 
   // Adds what can be written of a receive buffer. One may end beyond its region, and does no harm as long as no message gets there:
   // an adapter translates what it writes, and programs rely on that (perftest --use-srq rounds buffers up to the MTU).
