@@ -210,7 +210,7 @@ class ClaimedStores {
     return true;
   }
 
-  // As placement_copy.
+  // As placement_copy; eight bytes, what counters and flags are, without a call.
   bool copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
     if (bytes != 8 || reinterpret_cast<std::uintptr_t>(to) % 8 != 0) return copy_any(to, from, bytes);
     std::uint64_t word;
