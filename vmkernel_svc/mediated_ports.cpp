@@ -356,6 +356,8 @@ std::uint32_t MediatedPorts::srq_posted(Srq& srq) {
 
 void MediatedPorts::take_back(Srq& srq) { fabric_.far->hca()->take_back(srq); }
 
+bool MediatedPorts::immediate_follows(Qp& qp) { return qp.port.hca != nullptr && fabric_.far->hca()->immediate_follows(qp); }
+
 void MediatedPorts::state_changed(Qp& qp) {
   if (qp.port.owner == nullptr) return;
   qp.port.owner->watch_receives(qp.state == engine::QpState::err);

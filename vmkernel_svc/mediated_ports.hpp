@@ -120,6 +120,7 @@ class MediatedPorts {
   void srq_wanted(Srq& srq) {
     if (srq.port.hca != nullptr) [[unlikely]] take_back(srq);
   }
+  bool immediate_follows(Qp& qp);
   void state_changed(Qp& qp);
   void await_receive(Qp& sender, Qp& receiver);
 

@@ -92,8 +92,11 @@ json describe_device(const Guest& guest, const Fabric& fabric) {
 json describe_way(Fabric& fabric, const MediatedPorts::Qp& qp) {
   if (qp.far == nullptr) return json();
   if (fabric.far->hca() == nullptr) return {{"via", fabric.far->carrier().name()}, {"why", "only-carrier"}};
-  const std::string why = fabric.far->hca()->why_not(qp);
-  return {{"via", why.empty() ? "hca" : fabric.far->carrier().name()}, {"why", why.empty() ? "both hosts have an HCA" : why}};
+  const HcaDesk& hca = *fabric.far->hca();
+  const std::string why = hca.why_not(qp);
+  if (why.empty()) return {{"via", "hca"}, {"why", "both hosts have an HCA"}};
+  if (hca.has_trunk(qp.far->host)) return {{"via", "hca"}, {"why", "as records: " + why}};
+  return {{"via", fabric.far->carrier().name()}, {"why", why}};
 }
 
 // Without those that were written directly and are not counted yet.
@@ -240,6 +243,8 @@ json describe_carriers(Fabric& fabric) {
                    {"lids", text},
                    {"via", why_not.empty() ? "hca" : fabric.far->carrier().name()},
                    {"why", why_not.empty() ? "both hosts have an HCA" : why_not},
+                   {"records_via", hca != nullptr && hca->has_trunk(id) ? "hca" : fabric.far->carrier().name()},
+                   {"records_why", hca != nullptr ? hca->why_no_trunk(id) : ""},
                    {"fallen_back", hca != nullptr ? hca->fallen_back(id) : ""},
                    {"encrypted", fabric.far->carrier().encrypts(id)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
@@ -251,7 +256,8 @@ json describe_carriers(Fabric& fabric) {
                    {"queued_bytes", count(gauge->queued_bytes)},
                    {"counters", {{"sent_records", count(gauge->sent_records)}, {"sent_bytes", count(gauge->sent_bytes)},
                                  {"received_records", count(gauge->received_records)}, {"received_bytes", count(gauge->received_bytes)},
-                                 {"resent_records", count(gauge->resent)}, {"reconnects", count(gauge->reconnects)}}}});
+                                 {"resent_records", count(gauge->resent)}, {"reconnects", count(gauge->reconnects)},
+                                 {"hca_records", count(gauge->bypassed_records)}, {"hca_bytes", count(gauge->bypassed_bytes)}}}});
   }
   return out;
 }

@@ -171,6 +171,7 @@ class DirectPorts {
   void srq_limit(Srq&) { give_up(); }
   std::uint32_t srq_posted(Srq&) { return 0; }
   void srq_wanted(Srq&) {}
+  bool immediate_follows(Qp&) { return false; }
   void state_changed(Qp&) { give_up(); }
   void await_receive(Qp&, Qp&) { give_up(); }
   std::uint64_t now_ns() { return 0; }

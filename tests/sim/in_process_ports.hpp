@@ -76,6 +76,7 @@ class InProcessPorts {
   void srq_limit(Srq&) {}
   std::uint32_t srq_posted(Srq&) { return 0; }
   void srq_wanted(Srq&) {}
+  bool immediate_follows(Qp&) { return false; }
   void state_changed(Qp&) {}  // its owner runs it in its next poll
   void await_receive(Qp&, Qp&) {}
   std::uint64_t now_ns() { return vmci::monotonic_ns(); }

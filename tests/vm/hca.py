@@ -48,7 +48,7 @@ SAMPLED_VERBS = ("ib_write_bw", "ib_read_bw", "ib_atomic_lat")
 NOT_BY_HCA = ("SolicitedArming*", "AlignedEightByteWritesAreNeverTorn")
 OF_PARTITION = 1001  # a user
 LOCKED_KIB = 4096
-TX_DEPTH, SHARED_DEPTH = 100, 90  # of perftest's WRITEs, of its SENDs to a shared receive queue
+TX_DEPTH, SHARED_DEPTH, RECORDS_DEPTH = 100, 90, 80  # of perftest's WRITEs, of its SENDs to a shared receive queue, of those of UC
 TALK_TIMEOUT = 19  # 2 s, eight of them
 
 
@@ -136,6 +136,9 @@ class World:
         except Failure as reason:
             raise Failure(f"{reason}\n{[host.show('routes') for host in self.hosts]}\n{self.news()}") from None
 
+    def await_trunk(self):
+        wait_until(lambda: all(host.route()["records_via"] == "hca" for host in self.hosts), 60, "records go by the HCAs", [host.service for host in self.hosts])
+
     def news(self):
         return "\n".join(host.service.says() for host in self.hosts if host.service)
 
@@ -154,7 +157,8 @@ class World:
         """Of both: what the HCAs carried, and what the records did."""
         shown = [host.show() for host in self.hosts]
         return {"stalled": sum(one["hca"]["counters"]["stalled"] for one in shown), "by_hca": sum(one["hca"]["counters"]["sent_messages"] for one in shown), "copied": sum(one["hca"]["counters"]["copied_bytes"] for one in shown),
-                "by_records": sum(one["hca"]["counters"]["by_records"] for one in shown), "record_bytes": sum(route["counters"]["sent_bytes"] for one in shown for route in one["carriers"])}
+                "by_records": sum(one["hca"]["counters"]["by_records"] for one in shown), "record_bytes": sum(route["counters"]["sent_bytes"] for one in shown for route in one["carriers"]),
+                "hca_record_bytes": sum(route["counters"]["hca_bytes"] for one in shown for route in one["carriers"])}
 
     def close(self):
         for host in self.hosts:
@@ -202,13 +206,18 @@ def cases(world, sample=False, whole=False):
     for words in (["ibv_srq_pingpong", "-n", "50"], ["ib_send_bw", "-F", "--use-srq", "-q", "4", "-n", "30", "-s", "65536"]):
         yield f"a shared receive queue: {words[0]}", lambda: by_hca(words, 30)
 
-    def over_tcp(words):
-        before = world.counters()["by_hca"]
+    def records_by_hca(words, payload):
+        """Not in place, and by the HCA all the same: it carries the services' records, of so many bytes of payload."""
+        world.await_trunk()
+        before = world.counters()
         world.pair(words)
-        if world.counters()["by_hca"] != before:
-            raise Failure(f"{words} went by the HCA")
-    for transport in ("uc", "ud"):
-        yield f"{transport.upper()} goes over tcp beside it", lambda: over_tcp([f"ibv_{transport}_pingpong", "-n", "30"])
+        after = world.counters()
+        grew = {name: after[name] - before[name] for name in after}
+        if grew["by_hca"] != 0 or grew["hca_record_bytes"] < payload or grew["hca_record_bytes"] < grew["record_bytes"]:
+            raise Failure(f"{grew}, of {payload} bytes of payload\n{world.news()}")
+    for words, payload in ((["ibv_uc_pingpong", "-n", "30", "-c"], 60 * 4096), (["ibv_ud_pingpong", "-n", "30", "-c"], 60 * 1024),
+                           (["ib_send_bw", "-F", "-c", "UC", "-n", "40", "-s", "65536"], 40 * 65536), (["ib_send_lat", "-F", "-c", "UD", "-n", "20"], 0))[:2 if sample else 4]:
+        yield f"{' '.join(words[:1] + words[2:4])} by records of the HCA", lambda: records_by_hca(words, payload)
 
     def refused():
         """Memory that the HCA does not register: its connection goes over tcp, which is said, and others go by the HCA as before."""
@@ -263,16 +272,16 @@ def cases(world, sample=False, whole=False):
     class Flow:
         """A server of a and a client of b, whose messages flow by the HCAs once it is made."""
 
-        def __init__(self, server, client):
-            """Both get the port first, and the client where the server is."""
+        def __init__(self, server, client, counter="by_hca", more_than=20):
+            """Both get the port first, and the client where the server is. They flow once `counter` has grown by so much."""
             port = a.side.free_port()
             self.client = None
             self.server = a.side.start(server(port), "server")
             try:
                 wait_until(lambda: a.side.listening(self.server, port), 60, "the server listens", [self.server])
-                before = world.counters()["by_hca"]
+                before = world.counters()[counter]
                 self.client = b.side.start(client(a.address, port), "client")
-                wait_until(lambda: world.counters()["by_hca"] > before + 20, 60, "messages flow by the HCAs", [self.server, self.client])
+                wait_until(lambda: world.counters()[counter] > before + more_than, 60, "messages flow by the HCAs", [self.server, self.client])
             except BaseException:
                 self.stop()
                 raise
@@ -288,6 +297,12 @@ def cases(world, sample=False, whole=False):
             """SENDs to queue pairs that share a receive queue."""
             words = ["ib_send_bw", "-F", "--use-srq", "-q", "2", "-n", "1000000", "-s", "4096", "-t", SHARED_DEPTH, "-p"]
             return Flow(lambda port: [*words, port], lambda host, port: [*words, port, host])
+
+        @staticmethod
+        def of_records():
+            """SENDs of UC queue pairs, which do not go in place."""
+            words = ["ib_send_bw", "-F", "-c", "UC", "-n", "1000000", "-s", "2048", "-t", RECORDS_DEPTH, "-p"]
+            return Flow(lambda port: [*words, port], lambda host, port: [*words, port, host], "hca_record_bytes", 200_000)
 
         @staticmethod
         def of_talk(kind):
@@ -339,13 +354,15 @@ def cases(world, sample=False, whole=False):
             return sum(qp["counters"]["sent_messages"] for qp in b.show("qps") if qp["max_send_wr"] == depth)
         flows = []
         try:
-            flows = [Flow.of_talk("repeats"), Flow.of_talk("alone"), Flow.of_shared(), Flow.of_writes()]
-            repeated, alone, shared, writes = flows
+            world.await_trunk()
+            flows = [Flow.of_talk("repeats"), Flow.of_talk("alone"), Flow.of_shared(), Flow.of_writes(), Flow.of_records()]
+            repeated, alone, shared, writes, records = flows
             b.inside("rdma", "link", "delete", "rxe0")
             wait_until(lambda: b.hca()["state"] == "none", 60, "the service knows", [b.service])
-            had, had_shared = done(TX_DEPTH), done(SHARED_DEPTH)
+            had, had_shared, had_records = done(TX_DEPTH), done(SHARED_DEPTH), done(RECORDS_DEPTH)
             wait_until(lambda: not writes.client.running() or done(TX_DEPTH) > had + 20, SECONDS, "WRITEs end, or go on")
             wait_until(lambda: done(SHARED_DEPTH) > had_shared + 500, SECONDS, "SENDs to a shared receive queue go on", [shared.server, shared.client])
+            wait_until(lambda: done(RECORDS_DEPTH) > had_records + 500, SECONDS, "SENDs by records go on", [records.server, records.client])
             if not writes.client.running():  # some were under way, which is all but certain
                 writes.ends_by_retries()
             repeated.goes_on()

@@ -81,6 +81,8 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   { p.srq_posted(srq) } -> std::same_as<std::uint32_t>;
   // A queue pair is about to take a receive WQE of `srq`: whoever has some of them (an HCA) gives them back.
   { p.srq_wanted(srq) } -> std::same_as<void>;
+  // Whether the WRITE that `qp` refuses is the first part of one whose immediate was to come by an HCA: its receive WQE is given back.
+  { p.immediate_follows(qp) } -> std::same_as<bool>;
   // The state of `qp` was changed by the engine itself (to ERR or SQE): it must be run so that its queues flush.
   { p.state_changed(qp) } -> std::same_as<void>;
   // `sender` found no receive WQE at `receiver`: run `sender` again when one may have been posted.

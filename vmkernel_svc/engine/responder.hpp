@@ -67,7 +67,7 @@ class Responder {
 
   // RC: the request may not touch what it names. A receive WQE that was for its immediate ends with it (IBA 11.6.2, Local Access Error).
   void deny(Qp<P>& qp, const OpcodeRule& rule) {
-    if (rule.takes_receive && take(qp)) end_receive(qp, WcStatus::loc_access_err);
+    if ((rule.takes_receive || ports_.immediate_follows(qp)) && take(qp)) end_receive(qp, WcStatus::loc_access_err);
     fail(qp, AsyncEvent::qp_access_err);
   }
 

@@ -169,6 +169,7 @@ class TestPorts {
   void srq_limit(Srq& srq) { ++srq.port.limit_events; }
   std::uint32_t srq_posted(Srq& srq) { return srq.port.posted; }
   void srq_wanted(Srq&) {}
+  bool immediate_follows(Qp&) { return false; }
   void state_changed(Qp& qp) {
     qp.port.runnable = true;
     on_state_changed(qp);

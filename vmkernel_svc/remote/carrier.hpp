@@ -23,11 +23,23 @@ struct Gauge {
   std::atomic<bool> connected{false};
   // For `vrdma show`.
   std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};
+  std::atomic<std::uint64_t> bypassed_bytes{0}, bypassed_records{0};  // of what was sent
 };
 
 struct CarrierCounters {
   std::atomic<std::uint64_t> unauthenticated{0};  // connections and frames that are not of a host of this subnet: dropped
   std::atomic<std::uint64_t> malformed{0}, refused_connections{0};
+};
+
+// Another way for records to one host, beside the carrier's own, while that stands. It keeps their order, and loses none unless it ends.
+class Bypass {
+ public:
+  virtual ~Bypass() = default;
+  virtual bool open() const = 0;  // the other end takes what is sent
+  // Takes a copy. False: there is no room, which Carrier::bypass_has_room ends. `number` and `acknowledged` are the carrier's own, and
+  // come out of the other end with the record.
+  virtual bool send(std::uint64_t number, std::uint64_t acknowledged, engine::FarFrame& frame) = 0;
+  virtual void flush() = 0;  // what was taken leaves
 };
 
 class Carrier {
@@ -49,6 +61,12 @@ class Carrier {
   virtual std::shared_ptr<Gauge> gauge(HostId host) = 0;
   virtual const CarrierCounters& counters() const = 0;
   virtual std::string name() const = 0;
+  virtual bool dials(HostId host) const = 0;  // this host makes the connection to it, not that one to this
+  // nullptr: there is none any more, and what it was given and nobody has acknowledged goes the carrier's way.
+  virtual void set_bypass(HostId host, Bypass* bypass) = 0;
+  virtual void bypass_has_room(HostId host) = 0;
+  virtual bool takes_more() const = 0;  // else what comes is left where it is
+  virtual void bypassed(HostId host, const Bypass& by, std::uint64_t number, std::uint64_t acknowledged, engine::FarFramePtr frame) = 0;
   // Whether payload for this host is encrypted on its way.
   virtual bool encrypts(HostId host) const = 0;
 };

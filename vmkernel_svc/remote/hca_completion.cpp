@@ -37,7 +37,10 @@ bool HcaDesk::poll(remote::HcaDevice::Cq& cq) {
   const int count = ibv_poll_cq(cq.cq, completions_per_look, completions);
   for (int i = 0; i < count; ++i) {
     const auto found = connections_.find(number_of(completions[i].wr_id));
-    if (found == connections_.end()) continue;  // it is over
+    if (found == connections_.end()) {
+      trunk_completed(completions[i]);
+      continue;
+    }
     HcaConnection& c = *found->second;
     (completions[i].wr_id & 1) != 0 ? receive_done(c, completions[i]) : send_done(c, completions[i]);
   }
@@ -53,6 +56,8 @@ void HcaDesk::look_at_events() {
       case IBV_EVENT_QP_ACCESS_ERR:
         for (auto& [number, c] : connections_)
           if (c->physical == event.element.qp && c->stage == Stage::bound) lose_soon(*c);
+        for (auto& [number, trunk] : trunks_)
+          if (trunk->physical() == event.element.qp) trunk->fail("its HCA said: the queue pair has failed");
         break;
       case IBV_EVENT_DEVICE_FATAL:
       case IBV_EVENT_CQ_ERR: fatal_ = true; break;

@@ -46,7 +46,7 @@ void HcaDesk::say_none(Qp& qp, HostId host, std::uint32_t to_epoch, const std::s
 }
 
 std::string HcaDesk::refusal(const Qp& qp) const {
-  if (qp.type != QpType::rc) return "UC and UD go over tcp";
+  if (qp.type != QpType::rc) return "UC and UD do not go in place";
   if (qp.srq != nullptr && !qp.srq->port.no_hca.empty()) return qp.srq->port.no_hca;
   if (qp.port.owner->guest->machine) return "its guest is in a virtual machine";
   if (!device_) return "no HCA here: " + why_;
@@ -127,14 +127,11 @@ void HcaDesk::say_hello(HcaConnection& c) {
   HcaMessage message{};
   describe_guest(*c.qp, message);
   message.to_epoch = c.told_epoch = c.their_epoch;
+  device_->describe(message);
   message.qpn = c.physical->qp_num;
-  message.link_layer = device_->port_attributes().link_layer;
-  message.lid = device_->port_attributes().lid;
-  message.mtu = device_->mtu();
   message.pkey = c.qp->port.pkey;
   message.atomics_with_cpu = device_->attributes().atomic_cap == IBV_ATOMIC_GLOB ? 1 : 0;
   message.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min<int>(c.qp->attributes.max_dest_rd_atomic, device_->attributes().max_qp_rd_atom));
-  std::memcpy(message.gid, device_->gid().raw, sizeof(message.gid));
   say(c.host, c.qp->qpn.value, c.epoch, HcaKind::hello, message);
 }
 
@@ -222,20 +219,11 @@ void HcaDesk::bind(HcaConnection& c) {
   if (c.physical != nullptr && c.physical->state == IBV_QPS_INIT) {
     ibv_qp_attr a{};
     a.qp_state = IBV_QPS_RTR;
-    a.path_mtu = static_cast<ibv_mtu>(std::clamp<int>(std::min(device_->mtu(), c.theirs.mtu), 1, 5));  // the hosts' own affair, whatever the guests' is
-    a.dest_qp_num = c.theirs.qpn;
+    device_->lead_to(c.theirs, a);  // its path MTU, too, is the hosts' own affair, whatever the guests' is
     a.rq_psn = qp.attributes.rq_psn & psn_mask;
     a.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min<int>(qp.attributes.max_dest_rd_atomic, device_->attributes().max_qp_rd_atom));
     a.min_rnr_timer = qp.attributes.min_rnr_timer;
-    a.ah_attr.port_num = device_->port();
-    a.ah_attr.dlid = c.theirs.lid;
     a.ah_attr.sl = qp.attributes.path.sl & 15;
-    if (c.theirs.link_layer == IBV_LINK_LAYER_ETHERNET) {
-      a.ah_attr.is_global = 1;
-      std::memcpy(a.ah_attr.grh.dgid.raw, c.theirs.gid, sizeof(c.theirs.gid));
-      a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_->gid_index());
-      a.ah_attr.grh.hop_limit = 64;
-    }
     if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
       spdlog::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
       return lose(c);
@@ -281,6 +269,9 @@ void HcaDesk::arrived(FarFramePtr frame) {
   const HostId host = frame->host;
   switch (kind) {
     case HcaKind::host: return on_host(host, message);
+    case HcaKind::trunk:
+    case HcaKind::trunk_ready:
+    case HcaKind::trunk_gone: return on_trunk(host, record.epoch, kind, message);
     case HcaKind::hello:
     case HcaKind::none: return on_hello(host, record.connection, {message, record.epoch, kind == HcaKind::none});
     case HcaKind::want_key:

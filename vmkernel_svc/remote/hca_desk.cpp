@@ -33,6 +33,7 @@ HcaDesk::HcaDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Eng
 }
 
 HcaDesk::~HcaDesk() {
+  for (auto& [id, host] : hosts_) end_trunk(id);
   while (!connections_.empty()) drop(*connections_.begin()->second);
   for (auto& [slot, known] : registered_)
     for (auto& piece : known.pieces)
@@ -66,12 +67,13 @@ void HcaDesk::look_at_device() {
   if (!device_) {
     open_device();
     if (device_)
-      for (auto& [id, host] : hosts_) announce_device(id);
+      for (auto& [id, host] : hosts_) announce_device(id), call_trunk(id);
     return;
   }
   look_at_events();
   if (fatal_ || !device_->present()) return device_lost(fmt::format("{} has gone", device_->name()));
   look_at_progress();
+  look_at_trunks();
 }
 
 // Hardware that neither ends a message nor gives it up is a lost one (rdma_rxe of Linux 6.1 does that when its timer runs out in the
@@ -115,6 +117,7 @@ void HcaDesk::device_lost(const std::string& why) {
     if (c->stage == Stage::bound) lose(*c);
     else if (c->stage == Stage::calling) go_by_records(*c, why);
   }
+  for (auto& [id, host] : hosts_) end_trunk(id);
   for (auto& [slot, known] : registered_)
     for (auto& piece : known.pieces)
       if (piece.mr != nullptr) device_->deregister(piece.mr);
@@ -137,6 +140,7 @@ bool HcaDesk::turn() {
   if (device_) {
     worked |= poll();
     worked |= pump_all_shared();
+    worked |= turn_trunks();
   }
   look_at_device();
   return worked;
@@ -179,6 +183,7 @@ void HcaDesk::announce_device(HostId host) {
 }
 
 void HcaDesk::new_session(HostId id) {
+  end_trunk(id);
   hosts_[id] = Host{};
   hosts_[id].since_ns = vmci::monotonic_ns();
   revoking_.clear();  // who could say that it has forgotten has
@@ -203,7 +208,10 @@ void HcaDesk::on_host(HostId id, const HcaMessage& message) {
   host.link_layer = message.link_layer;
   host.text = text_of(message);
   host.keys.clear();
+  end_trunk(id);
+  host.trunk = {};
   if (!host.present || !device_) return;
+  call_trunk(id);
   for (auto& [qpn, qp] : fabric_.by_qpn) {
     if (fabric_.shards.count() != 1 && !qp->guest->group->pinned) continue;  // another shard's, or of this host
     if (qp->core.state == QpState::rtr || qp->core.state == QpState::rts) consider(qp->core);

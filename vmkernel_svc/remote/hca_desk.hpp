@@ -7,6 +7,8 @@
 // - the operand of an RDMA operation, here or there: that operation goes by records (far_requester.hpp), when those before it are done
 //   and before those after it begin;
 // - buffers of SENDs and receives: through memory of the service (Bounce). `copied_bytes` counts it.
+// Records go by the HCA themselves while it stands, by a queue pair of the services' own (hca_trunks.cpp), and with them all that does not
+// go in place: UC and UD, programs in virtual machines, and the above.
 //
 // Lost is what cannot be known: who loses its HCA, or finds that the other end is not reached by it, stops its QP, and both say how many
 // messages that take a receive WQE have come. What is known not to have been executed is done again by records; READs are, too; a WRITE
@@ -27,6 +29,7 @@
 #include "vmkernel_svc/remote/directory.hpp"
 #include "vmkernel_svc/remote/hca_device.hpp"
 #include "vmkernel_svc/remote/hca_message.hpp"
+#include "vmkernel_svc/remote/hca_trunk.hpp"
 
 namespace vrdma::svc {
 
@@ -168,6 +171,9 @@ class HcaDesk {
   void arrived(engine::FarFramePtr frame);
   // A queue pair that does not go by the HCA takes receive WQEs of this SRQ, of which the HCA has some.
   void take_back(MediatedPorts::Srq& srq);
+  // The bytes of a WRITE that came by records, and are refused: whether its immediate is still to come by the HCA. Then that gives back
+  // the receive WQEs it has.
+  bool immediate_follows(Qp& qp);
   void peer_goes_by_records(remote::HostId host, std::uint32_t qpn);  // it has opened a connection of records
   bool holds(remote::HostId host) const;  // it may still say that it has an HCA
 
@@ -179,6 +185,8 @@ class HcaDesk {
   remote::HcaDevice* device() { return device_.get(); }
   const std::string& why_no_device() const { return why_; }
   std::size_t connection_count() const;      // that are bound
+  bool has_trunk(remote::HostId host) const;  // records to that host go by the HCA
+  std::string why_no_trunk(remote::HostId host) const;
   std::size_t registration_count() const;
   // How connections to that host go, in words; empty: by HCAs.
   std::string why_not(remote::HostId host) const;
@@ -188,7 +196,16 @@ class HcaDesk {
 
  private:
   using Stage = HcaConnection::Stage;
+  struct Trunk {  // what is known of it, also while there is none
+    std::unique_ptr<remote::HcaTrunk> way;
+    std::uint32_t epoch = 0;         // the try, as the host that dials counts them
+    std::uint64_t try_ns = 0;        // not before
+    std::uint64_t looked_at = 0;     // how many messages it had sent then
+    std::uint32_t looks_unmoved = 0;
+    std::string why = "the hosts' HCAs have not agreed on a queue pair for records yet";  // there is none
+  };
   struct Host {
+    Trunk trunk;
     bool heard = false, present = false;
     std::uint8_t link_layer = 0;
     std::uint64_t since_ns = 0;  // the session
@@ -225,6 +242,18 @@ class HcaDesk {
   void say(HcaConnection& c, remote::HcaKind kind, remote::HcaMessage message = {});
   void on_host(remote::HostId host, const remote::HcaMessage& message);
 
+  // hca_trunks.cpp: the way of records
+  void call_trunk(remote::HostId host);
+  bool make_trunk(remote::HostId host, std::uint32_t epoch);
+  bool connect_trunk(remote::HostId host, const remote::HcaMessage& theirs);
+  void say_trunk(remote::HostId host, remote::HcaKind kind);
+  void on_trunk(remote::HostId host, std::uint32_t epoch, remote::HcaKind kind, const remote::HcaMessage& message);
+  void end_trunk(remote::HostId host);
+  void lose_trunk(remote::HostId host, const std::string& why);
+  void look_at_trunks();
+  bool turn_trunks();
+  void trunk_completed(const ibv_wc& wc);
+
   // hca_connection.cpp: connections from their beginning to their end
   void say_none(Qp& qp, remote::HostId host, std::uint32_t to_epoch, const std::string& why);
   void say_hello(HcaConnection& c);
@@ -241,6 +270,7 @@ class HcaDesk {
 
   // hca_loss.cpp: what becomes of one that is lost or ends
   void stop(HcaConnection& c);
+  void stop_quietly(HcaConnection& c);  // nobody is to be told how far it came: its stage stays
   void lose(HcaConnection& c);
   void lose(HcaConnection& c, const std::string& why);
   void resolve(HcaConnection& c, std::uint64_t count);
@@ -308,6 +338,7 @@ class HcaDesk {
   boost::unordered_flat_map<std::uint32_t, Registered> registered_;      // by region slot
   std::map<std::uint32_t, std::uint32_t> revoking_;                      // by key: hosts that have not answered
   std::vector<std::unique_ptr<HcaShared>> shared_;
+  std::map<std::uint64_t, remote::HcaTrunk*> trunks_;  // by number, as connections_
   std::vector<std::uint64_t> losing_;  // connections that are to be lost once all completions were looked at
   std::uint64_t next_number_ = 1;
   std::uint64_t check_ns_ = 0;

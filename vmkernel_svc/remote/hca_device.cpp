@@ -233,6 +233,25 @@ void HcaDevice::destroy(const SharedReceive& shared) {
   library_.ibv_destroy_cq(shared.cq);
 }
 
+void HcaDevice::describe(HcaMessage& message) const {
+  message.link_layer = port_attributes_.link_layer;
+  message.lid = port_attributes_.lid;
+  message.mtu = mtu_;
+  std::memcpy(message.gid, gid_.raw, sizeof(message.gid));
+}
+
+void HcaDevice::lead_to(const HcaMessage& theirs, ibv_qp_attr& a) const {
+  a.path_mtu = static_cast<ibv_mtu>(std::clamp<int>(std::min(mtu_, theirs.mtu), 1, 5));
+  a.dest_qp_num = theirs.qpn;
+  a.ah_attr.port_num = port_;
+  a.ah_attr.dlid = theirs.lid;
+  if (theirs.link_layer != IBV_LINK_LAYER_ETHERNET) return;
+  a.ah_attr.is_global = 1;
+  std::memcpy(a.ah_attr.grh.dgid.raw, theirs.gid, sizeof(theirs.gid));
+  a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(gid_index_);
+  a.ah_attr.grh.hop_limit = 64;
+}
+
 // --- events ---------------------------------------------------------------------------------------------------
 
 void HcaDevice::arm() {

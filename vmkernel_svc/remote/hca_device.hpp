@@ -11,6 +11,7 @@
 #include "vmci_channel/unique_fd.hpp"
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/remote/hca_library.hpp"
+#include "vmkernel_svc/remote/hca_message.hpp"
 
 namespace vrdma::remote {
 
@@ -73,6 +74,8 @@ class HcaDevice {
   void destroy(ibv_qp* qp, Cq& cq, const QpWish& wish);
   bool create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t sge, SharedReceive& made);
   void destroy(const SharedReceive& shared);
+  void describe(HcaMessage& message) const;  // this end of a connection, to the other one
+  void lead_to(const HcaMessage& theirs, ibv_qp_attr& attributes) const;  // IBV_QP_AV, _PATH_MTU and _DEST_QPN, of a modification to RTR
   bool modify(ibv_qp* qp, ibv_qp_attr& attributes, int mask) { return library_.ibv_modify_qp(qp, &attributes, mask) == 0; }
   std::vector<std::unique_ptr<Cq>>& cqs() { return cqs_; }
 

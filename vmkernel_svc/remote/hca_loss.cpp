@@ -105,14 +105,26 @@ void HcaDesk::resolve(HcaConnection& c, std::uint64_t count) {
   wake(c);
 }
 
+void HcaDesk::stop_quietly(HcaConnection& c) {
+  const auto before = c.stage;
+  stop(c);
+  c.stage = before;
+}
+
+bool HcaDesk::immediate_follows(Qp& qp) {
+  HcaConnection* const c = qp.port.hca;
+  if (c == nullptr || c->shared != nullptr || !c->told_bytes.contains(c->received)) return false;
+  take_arrived(*c);
+  if (!c->arrived.empty()) return false;
+  stop_quietly(*c);
+  for (; !c->posted.empty(); c->posted.pop_back()) qp.returned.push_back(c->posted.back().inbound);
+  return true;
+}
+
 void HcaDesk::drop(HcaConnection& c) {
   Qp& qp = *c.qp;
   const bool tell = c.heard && !c.closed_there && c.stage == Stage::bound;
-  if (c.physical != nullptr) {
-    const auto before = c.stage;
-    stop(c);
-    c.stage = before;
-  }
+  stop_quietly(c);
   if (tell) say(c, HcaKind::bye);
   if (qp.far != nullptr) {
     qp.far->given_one_by_one = false;
@@ -125,11 +137,7 @@ void HcaDesk::drop(HcaConnection& c) {
 
 void HcaDesk::flush(HcaConnection& c) {
   Qp& qp = *c.qp;
-  if (c.physical != nullptr) {
-    const bool tell = c.stage == Stage::bound;
-    stop(c);
-    c.stage = tell ? Stage::bound : c.stage;
-  }
+  stop_quietly(c);
   if (c.stage == Stage::resuming || c.by_records) engine_.flush_begun(qp);  // older than what is still to be done
   for (const auto& send : c.outstanding) engine_.complete_flushed(qp, Direction::send, send.wr_id, send.next_position);
   if (c.after_records && !c.by_records) engine_.complete_flushed(qp, Direction::send, c.after_records->wr_id, c.after_records->next_position);

@@ -13,6 +13,10 @@
 //     lost       my HCA is gone, or does not reach yours: `count` messages that take a receive WQE came; mine began with PSN `bytes`.
 //                Both say it.
 //     bye        the queue pair is reset, destroyed or in error
+//     trunk        a physical QP for records is here (HcaTrunk): `qpn`, with `count` as its first PSN; record.epoch counts the tries. The
+//                  host that dials says it first; the other one makes its own, connects it, and says so of it
+//     trunk_ready  … by the one that dials: both are connected
+//     trunk_gone   that try is over, and why
 //
 // A connection goes by HCAs once both ends have said hello with the other's epoch in `to_epoch`, whose hello they have heard; it is
 // bound from then on to those two epochs. Who hears a hello that does not name its own says hello again.
@@ -27,23 +31,23 @@
 
 namespace vrdma::remote {
 
-enum class HcaKind : std::uint8_t { host = 1, hello, none, ready, want_key, key, revoke, revoked, ordinal, stalled, lost, bye };
+enum class HcaKind : std::uint8_t { host = 1, hello, none, ready, want_key, key, revoke, revoked, ordinal, stalled, lost, bye, trunk, trunk_ready, trunk_gone };
 
 constexpr std::uint16_t hca_version = 1;
 
 struct HcaMessage {
   std::uint16_t version;
-  std::uint8_t link_layer;       // host, hello: IBV_LINK_LAYER_…; host: 0 says that there is no HCA
-  std::uint8_t mtu;              // hello: enum ibv_mtu, the largest that this end takes
-  std::uint32_t to_qpn;          // all but host, revoke, revoked: the queue pair that it is for, …
+  std::uint8_t link_layer;       // host, hello, trunk: IBV_LINK_LAYER_…; host: 0 says that there is no HCA
+  std::uint8_t mtu;              // hello, trunk: enum ibv_mtu, the largest that this end takes
+  std::uint32_t to_qpn;          // all but host, revoke, revoked, trunk…: the queue pair that it is for, …
   std::uint32_t to_epoch;        // … in this epoch; hello: 0 where none has been heard
-  std::uint32_t qpn;             // hello: physical
-  std::uint8_t gid[16];          // hello
+  std::uint32_t qpn;             // hello, trunk: physical
+  std::uint8_t gid[16];          // hello, trunk
   std::uint64_t guid;            // hello, none: of the guest's port
-  std::uint64_t count, bytes;    // ordinal; lost, stalled: count
+  std::uint64_t count, bytes;    // ordinal; lost, stalled, trunk: count
   std::uint32_t guest_link_layer;
   std::uint16_t guest_lid;
-  std::uint16_t lid;             // hello: of the HCA's port
+  std::uint16_t lid;             // hello, trunk: of the HCA's port
   std::uint32_t rkey;            // want_key, key, revoke, revoked: the guest's
   std::uint32_t physical_rkey;   // key; 0: by records
   std::uint8_t max_dest_rd_atomic;  // hello
@@ -52,7 +56,7 @@ struct HcaMessage {
   std::uint8_t padding;
   std::uint16_t pkey;            // hello: of the guest's queue pair
   std::uint8_t reserved[2];
-  char text[96];                 // host: the device's name, or why there is none; none, lost: why
+  char text[96];                 // host: the device's name, or why there is none; none, lost, trunk_gone: why
 };
 static_assert(WireRecord<HcaMessage> && sizeof(HcaMessage) == 176);
 

@@ -201,63 +201,6 @@ TEST_CASE("WhoHasAnotherSecretIsNotHeard") {
   }
 }
 
-namespace {
-
-// Carries bytes between the one that dials and its host, and spoils them as told: a bit is changed, or the connection ends.
-class Middle {
- public:
-  explicit Middle(std::uint16_t to) : to_(to), listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
-    sockaddr_in here = at(0);
-    socklen_t bytes = sizeof(here);
-    REQUIRE(::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&here), bytes) == 0);
-    REQUIRE(::listen(listener_.get(), 8) == 0);
-    REQUIRE(::getsockname(listener_.get(), reinterpret_cast<sockaddr*>(&here), &bytes) == 0);
-    port_ = ntohs(here.sin_port);
-  }
-  std::uint16_t port() const { return port_; }
-  // change: the last byte of what passes next becomes another one.
-  void turn(bool change = false) {
-    if (vmci::UniqueFd came(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)); came) {
-      vmci::UniqueFd there(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-      const sockaddr_in to = at(to_);
-      REQUIRE(::connect(there.get(), reinterpret_cast<const sockaddr*>(&to), sizeof(to)) == 0);
-      ends_[0] = std::move(came), ends_[1] = std::move(there);
-    }
-    for (int side = 0; side < 2 && ends_[0]; ++side) {
-      char bytes[16384];
-      const ssize_t got = ::recv(ends_[side].get(), bytes, sizeof(bytes), MSG_DONTWAIT);
-      if (got < 0) continue;
-      if (got == 0) return cut();
-      passed_ += static_cast<std::uint64_t>(got);
-      if (std::exchange(change, false)) bytes[got - 1] ^= 1;
-      for (ssize_t sent = 0; sent < got;) {
-        const ssize_t now = ::send(ends_[1 - side].get(), bytes + sent, static_cast<std::size_t>(got - sent), MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (now < 0 && errno != EAGAIN) return cut();
-        if (now < 0) driven_();
-        sent += std::max<ssize_t>(now, 0);
-      }
-    }
-  }
-  void cut() { ends_[0].reset(), ends_[1].reset(); }
-  std::uint64_t passed() const { return passed_; }
-  void when_full(std::function<void()> drive) { driven_ = std::move(drive); }
-
- private:
-  static sockaddr_in at(std::uint16_t port) {
-    sockaddr_in made{};
-    made.sin_family = AF_INET;
-    made.sin_port = htons(port);
-    made.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return made;
-  }
-  std::uint16_t to_, port_ = 0;
-  vmci::UniqueFd listener_, ends_[2];
-  std::uint64_t passed_ = 0;
-  std::function<void()> driven_ = [] {};
-};
-
-}  // namespace
-
 TEST_CASE("ConnectionsThatBreakOrAreTamperedWithLoseAndRepeatNothing") {
   Subnet subnet;
   const std::uint16_t real = subnet.config.hosts[1].port;

@@ -20,7 +20,6 @@ using engine::FarFramePtr;
 namespace {
 constexpr std::uint64_t acknowledge_ns = 5'000'000, acknowledge_bytes = 512 * 1024;
 constexpr std::size_t connection_bytes_max = 512 * 1024;     // sealed and not written: what waits longer waits unsealed
-constexpr std::size_t arrivals_max = 512;                    // then nothing more is read
 constexpr std::int64_t arrived_bytes_max = 8 << 20;          // datagrams beyond it are lost: they keep to no window
 constexpr std::int64_t turn_bytes = 256 * 1024;              // read in a turn
 // Others than the connections' peers are served by the same thread: while nothing comes the sockets are looked at now and then.
@@ -118,20 +117,42 @@ void TcpCarrier::say(Link& link, LinkKind kind, std::uint64_t now) {
   want_pump(link);
 }
 
+bool TcpCarrier::bypass_next(Link& link, const Record& record) {
+  if (!link.bypass->send(record.number, link.expected - 1, *record.frame)) return false;
+  link.acknowledge_at_ns = never;
+  link.unacknowledged_bytes = 0;
+  link.gauge->bypassed_records.fetch_add(1, std::memory_order_relaxed);
+  link.gauge->bypassed_bytes.fetch_add(record.frame->whole_bytes(), std::memory_order_relaxed);
+  return true;
+}
+
+// The next record, if there is one that can go now.
+bool TcpCarrier::send_next(Link& link, std::uint64_t now) {
+  if (!link.greeted || link.sent == link.records.size()) return false;
+  if (link.bypass != nullptr && !link.bypassing && link.bypass->open()) {
+    if (link.sent != 0) return false;  // till they are acknowledged
+    link.bypassing = true;
+  }
+  const Record& record = link.records[link.sent];
+  if (link.bypassing ? !bypass_next(link, record) : link.connection->outgoing_bytes() >= connection_bytes_max) return false;
+  ++link.sent;
+  if (record.number <= link.furthest_sent) link.gauge->resent.fetch_add(1, std::memory_order_relaxed);
+  link.furthest_sent = std::max(link.furthest_sent, record.number);
+  if (!link.bypassing) transmit(link, LinkKind::record, record.number, record.frame, now);
+  return true;
+}
+
 // What there is room for in the connection goes to it, and as much of that to the socket as it takes.
 bool TcpCarrier::pump(Link& link, std::uint64_t now) {
   if (!link.connection || link.connection->state() != TcpConnection::State::open) return false;
   TcpConnection& connection = *link.connection;
   bool worked = false;
   do {
-    while (link.greeted && link.sent < link.records.size() && connection.outgoing_bytes() < connection_bytes_max) {
-      const Record& record = link.records[link.sent++];
-      if (record.number <= link.furthest_sent) link.gauge->resent.fetch_add(1, std::memory_order_relaxed);
-      link.furthest_sent = std::max(link.furthest_sent, record.number);
-      transmit(link, LinkKind::record, record.number, record.frame, now);
+    while (send_next(link, now)) {
     }
+    if (link.bypassing) link.bypass->flush();
     worked |= connection.flush();
-  } while (!connection.wants_to_write() && link.greeted && link.sent < link.records.size() && connection.state() == TcpConnection::State::open);
+  } while (!connection.wants_to_write() && connection.state() == TcpConnection::State::open && send_next(link, now));
   if (connection.state() == TcpConnection::State::broken || connection.worn()) {
     disconnect(link, now);
     return true;
@@ -170,12 +191,17 @@ void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std:
   if (!link.greeted || (head.kind != LinkKind::record && head.kind != LinkKind::alive)) return link.connection->break_off(TcpConnection::Why::malformed);
   acknowledged(link, head.acknowledged);
   if (head.kind != LinkKind::record) return;
+  if (head.number > link.expected) return link.connection->break_off(TcpConnection::Why::malformed);
+  came(link, head.number, std::move(frame), now);
+}
+
+// Either way.
+void TcpCarrier::came(Link& link, std::uint64_t number, FarFramePtr frame, std::uint64_t now) {
   if (link.acknowledge_at_ns == never) {
     link.acknowledge_at_ns = now + acknowledge_ns;
     acknowledge_at_ns_ = std::min(acknowledge_at_ns_, link.acknowledge_at_ns);
   }
-  if (head.number < link.expected) return;  // a second time
-  if (head.number != link.expected) return link.connection->break_off(TcpConnection::Why::malformed);
+  if (number < link.expected) return;  // a second time
   link.unacknowledged_bytes += frame->whole_bytes();
   take(link, std::move(frame), now);
 }
@@ -191,6 +217,8 @@ void TcpCarrier::hello(Link& link, const LinkHead& head) {
     link.expected = 1;
     link.last_number = link.furthest_sent = 0;
     ++link.session;
+    link.bypass = nullptr;  // it led to the other run
+    link.bypassing = false;
     spdlog::info("host {} is there (over tcp{}{})", link.name, link.connection->encrypts() ? ", encrypted" : "", link.session == 1 ? "" : ", its service started anew");
     FarFramePtr news = FarFrame::make(0);
     news->host = link.id;
@@ -222,6 +250,7 @@ void TcpCarrier::acknowledged(Link& link, std::uint64_t number) {
     link.records.pop_front();
     --link.sent;
   }
+  if (link.sent == 0 && !link.records.empty()) want_pump(link);  // the bypass may begin
 }
 
 void TcpCarrier::take(Link& link, FarFramePtr frame, std::uint64_t now) {
@@ -236,6 +265,34 @@ void TcpCarrier::take(Link& link, FarFramePtr frame, std::uint64_t now) {
   frame->session = link.session;
   link.gauge->arrived_bytes.fetch_add(bytes, std::memory_order_relaxed);
   arrivals_.push_back(std::move(frame));
+}
+
+// --- another way ----------------------------------------------------------------------------------------------
+
+bool TcpCarrier::dials(HostId host) const {
+  const auto found = links_.find(host);
+  return found != links_.end() && found->second->dials;
+}
+
+void TcpCarrier::set_bypass(HostId host, Bypass* bypass) {
+  Link* const link = find(host);
+  if (link == nullptr) return;
+  link->bypass = bypass;
+  if (std::exchange(link->bypassing, false)) link->sent = 0;
+  want_pump(*link);
+}
+
+void TcpCarrier::bypass_has_room(HostId host) {
+  if (Link* const link = find(host); link != nullptr && link->bypassing) want_pump(*link);
+}
+
+// While there is no connection nothing is taken: with the next one it is sent again, from what was acknowledged on. So what has come
+// meanwhile may leave a gap before what comes then.
+void TcpCarrier::bypassed(HostId host, const Bypass& by, std::uint64_t number, std::uint64_t acknowledged_number, FarFramePtr frame) {
+  Link* const link = find(host);
+  if (link == nullptr || link->bypass != &by || !link->greeted || number > link->expected) return;
+  acknowledged(*link, acknowledged_number);
+  came(*link, number, std::move(frame), vmci::monotonic_ns());
 }
 
 void TcpCarrier::acknowledge_due(std::uint64_t now) {

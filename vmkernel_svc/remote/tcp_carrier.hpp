@@ -1,5 +1,9 @@
 // The carrier over TCP: one connection for each pair of hosts, made by the one whose name is smaller. What a connection protects is
 // tcp_connection.hpp's; that each record comes once and in order, also over connections that break, is seen to here (link_head.hpp).
+//
+// Where there is a bypass records go by it, and none by the connection, which goes on to say who is there and what has come. Neither
+// waits for the other's: from the connection to the bypass a record goes over only when all before it are acknowledged, and back with
+// the first that is not, so that whichever way numbers come, they come in order but for those that come again.
 #pragma once
 
 #include <atomic>
@@ -35,6 +39,11 @@ class TcpCarrier final : public Carrier {
   std::shared_ptr<Gauge> gauge(HostId host) override;
   const CarrierCounters& counters() const override { return counters_; }
   std::string name() const override { return "tcp"; }
+  bool dials(HostId host) const override;
+  void set_bypass(HostId host, Bypass* bypass) override;
+  void bypass_has_room(HostId host) override;
+  bool takes_more() const override { return arrivals_.size() < arrivals_max; }
+  void bypassed(HostId host, const Bypass& by, std::uint64_t number, std::uint64_t acknowledged, engine::FarFramePtr frame) override;
   bool encrypts(HostId host) const override;
 
  private:
@@ -54,8 +63,10 @@ class TcpCarrier final : public Carrier {
     std::uint64_t said_ns = 0;
     std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
     std::uint64_t run = 0, session = 0;         // of the far service; how many of its runs there have been
-    std::deque<Record> records;                 // not acknowledged; the first `sent` of them were given to this connection
+    std::deque<Record> records;                 // not acknowledged; the first `sent` of them were given to this connection, or to the bypass
     std::size_t sent = 0;
+    Bypass* bypass = nullptr;
+    bool bypassing = false;                     // records go by it
     std::uint64_t last_number = 0, furthest_sent = 0, expected = 1;
     std::uint64_t acknowledge_at_ns = never, unacknowledged_bytes = 0;
     bool to_pump = false;
@@ -66,6 +77,7 @@ class TcpCarrier final : public Carrier {
   };
 
   static constexpr std::uint64_t never = ~std::uint64_t{0};
+  static constexpr std::size_t arrivals_max = 512;  // then nothing more is read
 
   void listen();
   void find_hosts();
@@ -83,10 +95,13 @@ class TcpCarrier final : public Carrier {
   void acknowledge_due(std::uint64_t now);
   void want_pump(Link& link);
   bool pump(Link& link, std::uint64_t now);
+  bool send_next(Link& link, std::uint64_t now);
+  bool bypass_next(Link& link, const Record& record);
   void transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<engine::FarFrame> frame, std::uint64_t now);
   void say(Link& link, LinkKind kind, std::uint64_t now);
   void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
   void hello(Link& link, const LinkHead& head);
+  void came(Link& link, std::uint64_t number, engine::FarFramePtr frame, std::uint64_t now);
   void acknowledged(Link& link, std::uint64_t number);
   void forget_records(Link& link);
   void take(Link& link, engine::FarFramePtr frame, std::uint64_t now);

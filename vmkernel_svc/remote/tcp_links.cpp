@@ -140,6 +140,7 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
   link.greeted = false;
   link.watched = 0;
   link.sent = 0;
+  link.bypassing = false;
   link.acknowledge_at_ns = never;
   link.gauge->connected.store(false, std::memory_order_relaxed);
   link.dial_at_ns = std::max(link.dial_at_ns, now + link.pause_ns);
