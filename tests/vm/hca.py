@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "interop"), str(HERE)]
 
 import harness  # noqa: E402
+import nested  # noqa: E402
 from guests import Carried, boot_image  # noqa: E402
 from harness import Build, Failure, Skip, Tally, TempFolder, exit_code_of, run_pair, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
@@ -105,7 +106,9 @@ class World:
         if len(RXE_FILES) < 2 or not Path(RXE_FILES[0]).exists():
             raise Skip("rdma_rxe's library is not installed (package ibverbs-providers)")
         self.build, build = folder, Build.at(folder)
-        files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), RXE_FILES, RXE_MODULES))
+        inner = nested.files(folder)
+        self.inner_files = inner[1]
+        files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), (*RXE_FILES, *inner), (*RXE_MODULES, "tun")))
         secret = secrets.token_hex(24)
         everybody = [{"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "lids": f"{i * 1000 + 1}-{(i + 1) * 1000}"} for i in (0, 1)]
         config = {"secret": secret, "vrdmad": lambda i: {"hca": {"ack_timeout": ACK_TIMEOUT}, "remote": {"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "secret_file": f"{FOLDER}/secret", "hosts": everybody},
@@ -113,7 +116,7 @@ class World:
         try:
             for i in (0, 1):
                 ends = [f"{kind}.type=unix,{kind}.path={self.folder.path}/network.{end}" for kind, end in (("local", i), ("remote", 1 - i))]
-                devices = ["-m", "768M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
+                devices = ["-m", "1280M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
                 # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
                 self.machines.append(Shell(*files, f"h{i}", devices, kernel_words=("no_timer_check",)))
             both(self.machines, Shell.await_boot)
@@ -218,6 +221,17 @@ def cases(world, sample=False, whole=False):
     for words, payload in ((["ibv_uc_pingpong", "-n", "30", "-c"], 60 * 4096), (["ibv_ud_pingpong", "-n", "30", "-c"], 60 * 1024),
                            (["ib_send_bw", "-F", "-c", "UC", "-n", "40", "-s", "65536"], 40 * 65536), (["ib_send_lat", "-F", "-c", "UD", "-n", "20"], 0))[:2 if sample else 4]:
         yield f"{' '.join(words[:1] + words[2:4])} by records of the HCA", lambda: records_by_hca(words, payload)
+
+    def machines():
+        """Programs in virtual machines of the two hosts."""
+        world.await_trunk()
+        before = world.counters()
+        nested.run(world, world.inner_files)
+        after = world.counters()
+        if after["by_hca"] != before["by_hca"] or after["hca_record_bytes"] - before["hca_record_bytes"] < 20 * 65536:
+            raise Failure(f"before {before}, after {after}\n{world.news()}")
+    if whole:
+        yield "machine to machine by records of the HCA", machines
 
     def refused():
         """Memory that the HCA does not register: its connection goes over tcp, which is said, and others go by the HCA as before."""

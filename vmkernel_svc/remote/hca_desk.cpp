@@ -90,7 +90,8 @@ void HcaDesk::look_at_progress() {
     const std::uint64_t timeout = engine::ack_timeout_ns(c.closed_there ? static_cast<std::uint8_t>(attributes.timeout) : ack_timeout(attributes));
     std::uint64_t patience = timeout * (attributes.retry_cnt + 1u);
     if (!c.closed_there) patience = std::max(stalled_min_ns, 4 * patience);  // IBA 9.9.2.1: up to four times
-    if (timeout == 0 || c.look.sends_unmoved * look_ns < patience) continue;
+    // The first look that saw it may have come right after the last move.
+    if (timeout == 0 || c.look.sends_unmoved < 2 || (c.look.sends_unmoved - 1) * look_ns < patience) continue;
     c.look.sends_unmoved = 0;
     const HcaSend& first = c.outstanding.front();
     if (c.closed_there) {  // it is known that nobody answers, and for how long the guest wants to try all the same

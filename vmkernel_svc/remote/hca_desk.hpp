@@ -150,7 +150,7 @@ class HcaDesk {
   ~HcaDesk();
 
   bool turn();
-  bool anything_waiting() const { return found_; }
+  bool anything_waiting() const;
   void prepare_to_sleep();  // completions that come now wake the shard
   std::uint64_t next_wake_ns() const;
 

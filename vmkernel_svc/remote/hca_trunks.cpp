@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
+
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
@@ -128,6 +130,10 @@ void HcaDesk::look_at_trunks() {
     ++counters_.stalled;
     lose_trunk(id, "its HCA neither ends a message of records nor gives it up");
   }
+}
+
+bool HcaDesk::anything_waiting() const {
+  return found_ || std::any_of(trunks_.begin(), trunks_.end(), [](const auto& one) { return one.second->anything_waiting(); });
 }
 
 bool HcaDesk::turn_trunks() {
