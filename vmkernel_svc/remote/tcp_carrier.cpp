@@ -129,7 +129,7 @@ bool TcpCarrier::bypass_next(Link& link, const Record& record) {
 // The next record, if there is one that can go now.
 bool TcpCarrier::send_next(Link& link, std::uint64_t now) {
   if (!link.greeted || link.sent == link.records.size()) return false;
-  if (link.bypass != nullptr && !link.bypassing && link.bypass->open()) {
+  if (link.bypass != nullptr && link.knows_us && !link.bypassing && link.bypass->open()) {
     if (link.sent != 0) return false;  // till they are acknowledged
     link.bypassing = true;
   }
@@ -187,8 +187,9 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
 void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std::uint64_t now) {
   link.mute_ns = 0;
   link.gauge->silent_ns.store(0, std::memory_order_relaxed);
-  if (head.kind == LinkKind::hello) return hello(link, head);
+  if (head.kind == LinkKind::hello) return hello(link, head, now);
   if (!link.greeted || (head.kind != LinkKind::record && head.kind != LinkKind::alive)) return link.connection->break_off(TcpConnection::Why::malformed);
+  link.knows_us = true;
   acknowledged(link, head.acknowledged);
   if (head.kind != LinkKind::record) return;
   if (head.number > link.expected) return link.connection->break_off(TcpConnection::Why::malformed);
@@ -206,7 +207,7 @@ void TcpCarrier::came(Link& link, std::uint64_t number, FarFramePtr frame, std::
   take(link, std::move(frame), now);
 }
 
-void TcpCarrier::hello(Link& link, const LinkHead& head) {
+void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   if (head.run == 0 || link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
   link.greeted = true;
   link.pause_ns = 0;
@@ -231,7 +232,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head) {
     link.sent = 0;
   }
   link.gauge->connected.store(true, std::memory_order_relaxed);
-  want_pump(link);
+  say(link, LinkKind::alive, now);
 }
 
 void TcpCarrier::forget_records(Link& link) {

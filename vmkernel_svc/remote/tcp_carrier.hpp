@@ -58,6 +58,7 @@ class TcpCarrier final : public Carrier {
     std::shared_ptr<Gauge> gauge;
     std::unique_ptr<TcpConnection> connection;
     bool greeted = false;                       // it has said hello on this connection
+    bool knows_us = false;                      // and something else since, so that ours has come: what a bypass brings there is taken
     std::uint32_t watched = 0;                  // events of the connection that epoll tells of
     std::uint64_t dial_at_ns = 0, pause_ns = 0;
     std::uint64_t said_ns = 0;
@@ -100,7 +101,7 @@ class TcpCarrier final : public Carrier {
   void transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<engine::FarFrame> frame, std::uint64_t now);
   void say(Link& link, LinkKind kind, std::uint64_t now);
   void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
-  void hello(Link& link, const LinkHead& head);
+  void hello(Link& link, const LinkHead& head, std::uint64_t now);
   void came(Link& link, std::uint64_t number, engine::FarFramePtr frame, std::uint64_t now);
   void acknowledged(Link& link, std::uint64_t number);
   void forget_records(Link& link);

@@ -137,7 +137,7 @@ void TcpCarrier::dispose(std::unique_ptr<TcpConnection> connection) {
 void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
   if (link.greeted) link.gauge->reconnects.fetch_add(1, std::memory_order_relaxed);
   dispose(std::move(link.connection));
-  link.greeted = false;
+  link.greeted = link.knows_us = false;
   link.watched = 0;
   link.sent = 0;
   link.bypassing = false;
@@ -149,7 +149,7 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
 
 // The connection stands: we say who we are, and it will.
 void TcpCarrier::opened(Link& link, std::uint64_t now) {
-  link.greeted = false;
+  link.greeted = link.knows_us = false;
   link.sent = 0;
   link.mute_ns = 0;
   say(link, LinkKind::hello, now);
