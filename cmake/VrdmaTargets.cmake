@@ -20,7 +20,7 @@ option(VRDMA_UNITY "Compile neighbouring files together (vrdma_unity); the prese
 option(VRDMA_FUZZ "Build the libFuzzer targets (clang only)" OFF)
 
 find_package(Threads REQUIRED)
-find_package(Boost 1.77 REQUIRED)
+find_package(Boost 1.81 REQUIRED)
 find_package(nlohmann_json 3.11 REQUIRED)
 find_package(fmt 9 REQUIRED)
 find_package(spdlog 1.10 REQUIRED)

@@ -8,15 +8,23 @@ test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-c
 [ "$(uname -m)" = x86_64 ] && test_packages+=(user-mode-linux)  # for other processors there is none
 command -v busybox >/dev/null 2>&1 || test_packages+=(busybox-static)  # either of Debian's two, which exclude each other
 
-boost_at_least=1.77
+boost_at_least=1.81
+unpacked_boost=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/build/boost/usr
 
 installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
 
 # "boost" stands for the newest libboost1.N-dev; Debian 12's libboost-dev is older than what we need.
-boost_installed() {
-  dpkg-query -W -f '${binary:Package} ${db:Status-Status}\n' 'libboost1.*-dev' 2>/dev/null |
-    awk '$2 == "installed" { sub(/:.*/, "", $1); print $1 }' | newest_boost | grep -q .
+installed_boosts() {
+  dpkg-query -W -f '${binary:Package} ${db:Status-Status}\n' 'libboost1.*-dev' 2>/dev/null | awk '$2 == "installed" { sub(/:.*/, "", $1); print $1 }'
 }
+boost_installed() { [ -e "$unpacked_boost/include/boost/version.hpp" ] || installed_boosts | newest_boost | grep -q .; }
+# unpack_boost PACKAGE: where an older one is installed, which the newer one would have removed. We need its headers only.
+unpack_boost() (
+  folder=${unpacked_boost%/usr}
+  mkdir -p "${folder%/*}" && partial=$(mktemp -d "$folder.XXXXXX") || return 1
+  trap 'rm -rf "$partial"' EXIT
+  cd "$partial" && timeout 240 apt-get -qq -o APT::Sandbox::User=root download "$1" && dpkg -x "$1"_*.deb . && rm -- *.deb && chmod 755 . && mv -T "$partial" "$folder"
+)
 newest_boost() {
   sed -n 's/^libboost\(1\.[0-9]\+\)-dev$/\1/p' | sort -V | while read -r version; do
     dpkg --compare-versions "$version" ge "$boost_at_least" && echo "libboost$version-dev"
@@ -66,8 +74,10 @@ need_packages() {
       return 1
     fi
     for name in "${!missing[@]}"; do
-      [ "${missing[$name]}" != boost ] || missing[$name]=$newest
+      [ "${missing[$name]}" = boost ] || continue
+      if installed_boosts | grep -q . && unpack_boost "$newest"; then unset "missing[$name]"; else missing[$name]=$newest; fi
     done
+    [ "${#missing[@]}" -gt 0 ] || return 0
   fi
   local command=(-qq install -y --no-install-recommends --no-remove "${missing[@]}")
   # Lists that know a package may be too old to fetch it: once more with fresh ones.
@@ -116,6 +126,7 @@ build_preset() {
   if command -v ccache >/dev/null 2>&1; then
     export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
   fi
+  [ ! -e "$unpacked_boost" ] || export BOOST_ROOT=$unpacked_boost
   mkdir -p build
   log=build/$preset.log
   if ! cmake --preset "$preset" >"$log" 2>&1 || ! cmake --build --preset "$preset" -j "$(nproc)" ${1:+--target "$@"} >>"$log" 2>&1; then
