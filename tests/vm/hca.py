@@ -211,6 +211,7 @@ def cases(world, sample=False, whole=False):
 
     def records_by_hca(words, payload):
         """Not in place, and by the HCA all the same: it carries the services' records, of so many bytes of payload."""
+        world.pair(["ibv_uc_pingpong", "-n", "5"])  # the first ones ask for the way
         world.await_trunk()
         before = world.counters()
         world.pair(words)
@@ -224,7 +225,6 @@ def cases(world, sample=False, whole=False):
 
     def machines():
         """Programs in virtual machines of the two hosts."""
-        world.await_trunk()
         before = world.counters()
         nested.run(world, world.inner_files)
         after = world.counters()
@@ -368,7 +368,6 @@ def cases(world, sample=False, whole=False):
             return sum(qp["counters"]["sent_messages"] for qp in b.show("qps") if qp["max_send_wr"] == depth)
         flows = []
         try:
-            world.await_trunk()
             flows = [Flow.of_talk("repeats"), Flow.of_talk("alone"), Flow.of_shared(), Flow.of_writes(), Flow.of_records()]
             repeated, alone, shared, writes, records = flows
             b.inside("rdma", "link", "delete", "rxe0")

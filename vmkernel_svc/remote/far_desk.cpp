@@ -101,6 +101,7 @@ bool FarDesk::route(Qp& qp) {
 
 void FarDesk::send(Qp& qp, FarFramePtr frame) {
   Host& host = at(qp.far->host);
+  if (hca_) hca_->want_trunk(qp.far->host);
   frame->host = qp.far->host;
   frame->session = host.session;
   frame->record().connection = qp.qpn.value;
@@ -158,6 +159,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     frame->host = id;
     frame->session = host.session;
     host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
+    if (hca_) hca_->want_trunk(id);
     carrier_->send(std::move(frame));
   };
   if (ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff) {
@@ -213,7 +215,9 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::news:
       new_session(frame->host, frame->session);
       return groups_.new_session(frame->host, frame->record().bytes);
-    case FarKind::open: return open(std::move(frame));
+    case FarKind::open:
+      if (hca_) hca_->want_trunk(frame->host);
+      return open(std::move(frame));
     case FarKind::request:
     case FarKind::more:
     case FarKind::pkey:
@@ -223,7 +227,9 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::credit:
       if (frame->record().flags != 0) return to_requester(std::move(frame));
       return to_stand_in(std::move(frame));
-    case FarKind::datagram: return to_datagrams(std::move(frame));
+    case FarKind::datagram:
+      if (hca_) hca_->want_trunk(frame->host);
+      return to_datagrams(std::move(frame));
     case FarKind::hca:
       if (hca_) hca_->arrived(std::move(frame));
       return;

@@ -210,7 +210,6 @@ void HcaDesk::on_host(HostId id, const HcaMessage& message) {
   host.text = text_of(message);
   host.keys.clear();
   end_trunk(id);
-  host.trunk = {};
   if (!host.present || !device_) return;
   call_trunk(id);
   for (auto& [qpn, qp] : fabric_.by_qpn) {

@@ -186,6 +186,7 @@ class HcaDesk {
   const std::string& why_no_device() const { return why_; }
   std::size_t connection_count() const;      // that are bound
   bool has_trunk(remote::HostId host) const;  // records to that host go by the HCA
+  void want_trunk(remote::HostId host);      // records go there, or come from there
   std::string why_no_trunk(remote::HostId host) const;
   std::size_t registration_count() const;
   // How connections to that host go, in words; empty: by HCAs.
@@ -198,6 +199,7 @@ class HcaDesk {
   using Stage = HcaConnection::Stage;
   struct Trunk {  // what is known of it, also while there is none
     std::unique_ptr<remote::HcaTrunk> way;
+    bool wanted = false;             // there have been records but for what the services say to each other
     std::uint32_t epoch = 0;         // the try, as the host that dials counts them
     std::uint64_t try_ns = 0;        // not before
     std::uint64_t looked_at = 0;     // how many messages it had sent then

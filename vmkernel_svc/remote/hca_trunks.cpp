@@ -1,4 +1,4 @@
-// The way of records by the HCA: made where both hosts have one, and again some time after it was lost.
+// The way of records by the HCA: made where both hosts have one with the first records (it takes memory), and again some time after it was lost.
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
@@ -27,9 +27,14 @@ bool HcaDesk::has_trunk(HostId id) const {
 }
 
 std::string HcaDesk::why_no_trunk(HostId id) const {
-  if (has_trunk(id)) return "";
+  const auto host = hosts_.find(id);
+  if (has_trunk(id) || host == hosts_.end() || !host->second.trunk.wanted) return "";
   if (const std::string why = why_not(id); !why.empty()) return why;
-  return hosts_.at(id).trunk.why;
+  return host->second.trunk.why;
+}
+
+void HcaDesk::want_trunk(HostId id) {
+  if (!std::exchange(hosts_[id].trunk.wanted, true)) call_trunk(id);
 }
 
 bool HcaDesk::make_trunk(HostId id, std::uint32_t epoch) {
@@ -66,7 +71,7 @@ void HcaDesk::say_trunk(HostId id, HcaKind kind) {
 // By the host that dials.
 void HcaDesk::call_trunk(HostId id) {
   Trunk& trunk = hosts_[id].trunk;
-  if (!trunk.way && far_.carrier().dials(id) && why_not(id).empty() && make_trunk(id, far_.new_epoch())) say_trunk(id, HcaKind::trunk);
+  if (trunk.wanted && !trunk.way && far_.carrier().dials(id) && why_not(id).empty() && make_trunk(id, far_.new_epoch())) say_trunk(id, HcaKind::trunk);
 }
 
 void HcaDesk::on_trunk(HostId id, std::uint32_t epoch, HcaKind kind, const HcaMessage& message) {
