@@ -62,7 +62,10 @@ void FarDesk::look_at_directory() {
     one = stand_ins_.erase(one);
   }
   for (const auto& [id, host] : hosts_)
-    if (!directory_->host(id)) groups_.forget(id);
+    if (!directory_->host(id)) {
+      groups_.forget(id);
+      if (hca_) hca_->forget_host(id);
+    }
   ++fabric_.topology_generation;  // who found nobody looks again
 }
 

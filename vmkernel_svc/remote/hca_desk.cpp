@@ -210,6 +210,7 @@ void HcaDesk::on_host(HostId id, const HcaMessage& message) {
   host.text = text_of(message);
   host.keys.clear();
   end_trunk(id);
+  host.trunk.pause_ns = Trunk::first_pause_ns;
   if (!host.present || !device_) return;
   call_trunk(id);
   for (auto& [qpn, qp] : fabric_.by_qpn) {

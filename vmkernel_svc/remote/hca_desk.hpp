@@ -186,6 +186,7 @@ class HcaDesk {
   const std::string& why_no_device() const { return why_; }
   std::size_t connection_count() const;      // that are bound
   bool has_trunk(remote::HostId host) const;  // records to that host go by the HCA
+  void forget_host(remote::HostId host) { end_trunk(host); }  // it was removed
   void want_trunk(remote::HostId host);      // records go there, or come from there
   std::string why_no_trunk(remote::HostId host) const;
   std::size_t registration_count() const;
@@ -201,7 +202,9 @@ class HcaDesk {
     std::unique_ptr<remote::HcaTrunk> way;
     bool wanted = false;             // there have been records but for what the services say to each other
     std::uint32_t epoch = 0;         // the try, as the host that dials counts them
-    std::uint64_t try_ns = 0;        // not before
+    static constexpr std::uint64_t first_pause_ns = 5'000'000'000;
+    std::uint64_t try_ns = 0;        // not before, …
+    std::uint64_t pause_ns = first_pause_ns;  // … which is so long after the last try
     std::uint64_t looked_at = 0;     // how many messages it had sent then
     std::uint32_t looks_unmoved = 0;
     std::string why = "the hosts' HCAs have not agreed on a queue pair for records yet";  // there is none

@@ -89,6 +89,7 @@ void HcaDesk::lose(HcaConnection& c) {
 
 // The other end has taken `count` messages that take a receive WQE.
 void HcaDesk::resolve(HcaConnection& c, std::uint64_t count) {
+  c.told_bytes.clear();
   std::size_t done = 0;
   for (std::size_t i = 0; i < c.outstanding.size(); ++i)
     if (c.outstanding[i].rule->takes_receive && c.outstanding[i].ordinal < count) done = i + 1;
@@ -113,9 +114,11 @@ void HcaDesk::stop_quietly(HcaConnection& c) {
 
 bool HcaDesk::immediate_follows(Qp& qp) {
   HcaConnection* const c = qp.port.hca;
-  if (c == nullptr || c->shared != nullptr || !c->told_bytes.contains(c->received)) return false;
-  take_arrived(*c);
-  if (!c->arrived.empty()) return false;
+  if (c == nullptr || c->stage != Stage::bound || c->shared != nullptr) return false;
+  while (poll(*c->cq)) {  // what came before it
+  }
+  // A copy that is pending writes to memory of the service that stopping gives away; it is settled first, and the receive WQE is flushed.
+  if (!c->told_bytes.contains(c->received) || !c->arrived.empty() || qp.operation.copy_pending) return false;
   stop_quietly(*c);
   for (; !c->posted.empty(); c->posted.pop_back()) qp.returned.push_back(c->posted.back().inbound);
   return true;

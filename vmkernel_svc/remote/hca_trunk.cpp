@@ -1,9 +1,10 @@
 #include "vmkernel_svc/remote/hca_trunk.hpp"
 
+#include <sys/random.h>
+
 #include <algorithm>
 #include <cstring>
 
-#include "vmci_channel/arch.hpp"
 #include "vrdma/ids.hpp"
 
 namespace vrdma::remote {
@@ -27,7 +28,8 @@ std::unique_ptr<HcaTrunk> HcaTrunk::make(HcaDevice& device, std::uint64_t number
   if (trunk.domain_ == nullptr || !device.take_bounce(*trunk.domain_, std::size_t{2} * depth * message_bytes, trunk.memory_)) return nullptr;
   trunk.physical_ = device.create(*trunk.domain_, wish, nullptr, trunk.cq_);
   if (trunk.physical_ == nullptr) return nullptr;
-  trunk.psn_ = static_cast<std::uint32_t>(vmci::monotonic_ns()) & psn_mask;
+  if (::getrandom(&trunk.psn_, sizeof(trunk.psn_), 0) != sizeof(trunk.psn_)) return nullptr;
+  trunk.psn_ &= psn_mask;
   ibv_qp_attr a{};
   a.qp_state = IBV_QPS_INIT;
   a.port_num = device.port();

@@ -42,7 +42,7 @@ class HcaTrunk final : public Bypass {
   void completed(const ibv_wc& wc);
   void fail(std::string why);
   bool deliver(Carrier& carrier);  // what has come, as long as the carrier takes more; false: there was nothing
-  bool anything_waiting() const { return taken_ != received_; }
+  bool anything_waiting() const { return taken_ != received_ || broken_ || has_new_room_; }
   bool broken() const { return broken_; }  // it carries nothing any more
   const std::string& why() const { return why_; }
   bool sends_wait() const { return posted_ != sent_; }

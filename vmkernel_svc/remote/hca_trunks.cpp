@@ -16,7 +16,7 @@ using remote::HcaTrunk;
 using remote::HostId;
 
 namespace {
-constexpr std::uint64_t again_ns = 5'000'000'000;
+constexpr std::uint64_t again_max_ns = 300'000'000'000;
 constexpr std::uint32_t looks_before_stalled = 20;  // 5 s without a completion
 constexpr std::uint64_t heard_ns = 1'000'000'000;   // so lately that its service runs
 }  // namespace
@@ -41,7 +41,8 @@ bool HcaDesk::make_trunk(HostId id, std::uint32_t epoch) {
   Trunk& trunk = hosts_[id].trunk;
   trunk.epoch = epoch;
   trunk.looks_unmoved = 0;
-  trunk.try_ns = vmci::monotonic_ns() + again_ns;
+  trunk.try_ns = vmci::monotonic_ns() + trunk.pause_ns;
+  device_->refusal.clear();
   trunk.way = HcaTrunk::make(*device_, next_number_++, id);
   if (trunk.way) {
     trunks_.emplace(trunk.way->number(), trunk.way.get());
@@ -90,6 +91,7 @@ void HcaDesk::on_trunk(HostId id, std::uint32_t epoch, HcaKind kind, const HcaMe
   switch (kind) {
     case HcaKind::trunk:
       if (trunk.way->connected()) return;
+      if (const std::string why = why_not(id); !why.empty()) return lose_trunk(id, why);
       if (!connect_trunk(id, message) || !trunk.way->start(patience)) return lose_trunk(id, "the HCA does not connect the queue pair for records");
       return say_trunk(id, HcaKind::trunk_ready);
     case HcaKind::trunk_ready:
@@ -103,12 +105,15 @@ void HcaDesk::on_trunk(HostId id, std::uint32_t epoch, HcaKind kind, const HcaMe
 
 // What it was given and nobody has acknowledged is sent over tcp.
 void HcaDesk::end_trunk(HostId id) {
-  Trunk& trunk = hosts_[id].trunk;
-  if (!trunk.way) return;
+  const auto host = hosts_.find(id);
+  if (host == hosts_.end() || !host->second.trunk.way) return;
+  Trunk& trunk = host->second.trunk;
   far_.carrier().set_bypass(id, nullptr);
   trunks_.erase(trunk.way->number());
+  // One that carried nothing, as where the network lets no RDMA pass, is tried less and less often: records wait for each to fail.
+  trunk.pause_ns = trunk.way->sent() != 0 ? Trunk::first_pause_ns : std::min(2 * trunk.pause_ns, again_max_ns);
   trunk.way.reset();
-  trunk.try_ns = vmci::monotonic_ns() + again_ns;
+  trunk.try_ns = vmci::monotonic_ns() + trunk.pause_ns;
 }
 
 void HcaDesk::lose_trunk(HostId id, const std::string& why) {

@@ -65,7 +65,7 @@ std::shared_ptr<Gauge> TcpCarrier::gauge(HostId host) {
 
 bool TcpCarrier::encrypts(HostId host) const {
   const auto found = links_.find(host);
-  return found != links_.end() && found->second->connection && found->second->connection->encrypts();
+  return found != links_.end() && found->second->encrypts;
 }
 
 bool TcpCarrier::turn() {

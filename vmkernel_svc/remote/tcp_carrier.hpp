@@ -57,6 +57,7 @@ class TcpCarrier final : public Carrier {
     bool dials = false;                         // we do
     std::shared_ptr<Gauge> gauge;
     std::unique_ptr<TcpConnection> connection;
+    bool encrypts = false;                      // the connection, or the last one: it is the same for a pair of runs
     bool greeted = false;                       // it has said hello on this connection
     bool knows_us = false;                      // and something else since, so that ours has come: what a bypass brings there is taken
     std::uint32_t watched = 0;                  // events of the connection that epoll tells of

@@ -152,6 +152,7 @@ void TcpCarrier::opened(Link& link, std::uint64_t now) {
   link.greeted = link.knows_us = false;
   link.sent = 0;
   link.mute_ns = 0;
+  link.encrypts = link.connection->encrypts();
   say(link, LinkKind::hello, now);
 }
 
