@@ -18,12 +18,14 @@ installed_boosts() {
   dpkg-query -W -f '${binary:Package} ${db:Status-Status}\n' 'libboost1.*-dev' 2>/dev/null | awk '$2 == "installed" { sub(/:.*/, "", $1); print $1 }'
 }
 boost_installed() { [ -e "$unpacked_boost/include/boost/version.hpp" ] || installed_boosts | newest_boost | grep -q .; }
+# unpack_here PACKAGE: what it would install, into this folder. The sandbox user of apt could not write to it.
+unpack_here() { timeout 120 apt-get -qq -o APT::Sandbox::User=root download "$1" && dpkg -x "$1"_*.deb .; }
 # unpack_boost PACKAGE: where an older one is installed, which the newer one would have removed. We need its headers only.
 unpack_boost() (
   folder=${unpacked_boost%/usr}
   mkdir -p "${folder%/*}" && partial=$(mktemp -d "$folder.XXXXXX") || return 1
   trap 'rm -rf "$partial"' EXIT
-  cd "$partial" && timeout 240 apt-get -qq -o APT::Sandbox::User=root download "$1" && dpkg -x "$1"_*.deb . && rm -- *.deb && chmod 755 . && mv -T "$partial" "$folder"
+  cd "$partial" && unpack_here "$1" && rm -- *.deb && chmod 755 . && mv -T "$partial" "$folder"
 )
 newest_boost() {
   sed -n 's/^libboost\(1\.[0-9]\+\)-dev$/\1/p' | sort -V | while read -r version; do
@@ -110,7 +112,7 @@ fetch_libvirt_schemas() (
   trap 'rm -rf "$PWD/$partial"' EXIT
   # Debian 12 has them in libvirt0, later ones in libvirt-common.
   for name in libvirt-common libvirt0; do
-    (cd "$partial" && timeout 120 apt-get -qq -o APT::Sandbox::User=root download "$name" 2>/dev/null && dpkg -x "$name"_*.deb .) || continue
+    (cd "$partial" && unpack_here "$name" 2>/dev/null) || continue
     [ -e "$partial/usr/share/libvirt/schemas/domain.rng" ] || continue
     mv -T "$partial/usr/share/libvirt/schemas" schemas 2>/dev/null || [ -e schemas/domain.rng ]
     return

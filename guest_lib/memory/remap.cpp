@@ -86,10 +86,10 @@ void* remap(void* address, std::size_t old_bytes, std::size_t new_bytes, int fla
   const bool known = (flags & ~(MREMAP_MAYMOVE | MREMAP_FIXED)) == 0 && (flags & MREMAP_FIXED ? flags & MREMAP_MAYMOVE : true);
   if (!known || old.empty() || new_bytes == 0 || page_ceiling(new_bytes) < new_bytes) return refused(EFAULT);
   // Where it is to be shrunk and moved, some kernels (6.1) have unmapped its end by now: only what moves has to be whole.
-  const bool moves = (flags & MREMAP_FIXED) != 0 && page_ceiling(new_bytes) < old.bytes();
-  const int protection = common_protection(moves ? Range{old.begin, old.begin + page_ceiling(new_bytes)} : old);
+  const std::uint64_t wanted = page_ceiling(new_bytes), whole = (flags & MREMAP_FIXED) != 0 ? std::min(wanted, old.bytes()) : old.bytes();
+  const int protection = common_protection({old.begin, old.begin + whole});
   if (protection == -1) return refused(EFAULT);
-  void* const done = remap_pieces(old, page_ceiling(new_bytes), flags, (flags & MREMAP_FIXED) != 0 ? reinterpret_cast<std::uint64_t>(target) : 0, protection);
+  void* const done = remap_pieces(old, wanted, flags, (flags & MREMAP_FIXED) != 0 ? reinterpret_cast<std::uint64_t>(target) : 0, protection);
   if (done != MAP_FAILED) errno = before;
   return done;
 }

@@ -100,15 +100,19 @@ class HcaHost:
 
 
 class World:
-    def __init__(self, folder):
+    def __init__(self, folder, nests):
+        """nests: the hosts have what nested.py wants."""
         self.folder = TempFolder(mode=0o700)
         self.machines, self.hosts = [], []
         if len(RXE_FILES) < 2 or not Path(RXE_FILES[0]).exists():
             raise Skip("rdma_rxe's library is not installed (package ibverbs-providers)")
         self.build, build = folder, Build.at(folder)
-        inner = nested.files(folder)
-        self.inner_files = inner[1]
-        files = boot_image(folder, BUILT, Carried("hca", (), ("rdma",), (*RXE_FILES, *inner), (*RXE_MODULES, "tun")))
+        carried = Carried("hca", (), ("rdma",), RXE_FILES, RXE_MODULES)
+        if nests:
+            inner = nested.files(folder)
+            self.inner_files = inner[1]
+            carried = replace(carried, kind="nest", files=(*RXE_FILES, *inner), modules=(*RXE_MODULES, "tun"))
+        files = boot_image(folder, BUILT, carried)
         secret = secrets.token_hex(24)
         everybody = [{"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "lids": f"{i * 1000 + 1}-{(i + 1) * 1000}"} for i in (0, 1)]
         config = {"secret": secret, "vrdmad": lambda i: {"hca": {"ack_timeout": ACK_TIMEOUT}, "remote": {"name": f"h{i}", "address": f"{NETWORK}.{i + 1}", "secret_file": f"{FOLDER}/secret", "hosts": everybody},
@@ -116,7 +120,7 @@ class World:
         try:
             for i in (0, 1):
                 ends = [f"{kind}.type=unix,{kind}.path={self.folder.path}/network.{end}" for kind, end in (("local", i), ("remote", 1 - i))]
-                devices = ["-m", "1280M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
+                devices = ["-m", "1280M" if nests else "768M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
                 # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
                 self.machines.append(Shell(*files, f"h{i}", devices, kernel_words=("no_timer_check",)))
             both(self.machines, Shell.await_boot)
@@ -430,7 +434,7 @@ def main():
         require_emulator()
         begun = time.monotonic()
         tally = Tally()
-        world = World(Path(options.build).resolve())
+        world = World(Path(options.build).resolve(), nests=options.whole)
         try:
             print(f"two hosts after {time.monotonic() - begun:.0f} s", flush=True)
 

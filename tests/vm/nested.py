@@ -9,7 +9,6 @@ from pathlib import Path
 
 import image
 from harness import Failure, Skip, wait_until
-from shell import both
 
 HERE = Path(__file__).resolve().parent
 KERNEL, MEMORY = "linux.uml", "160M"

@@ -121,12 +121,8 @@ TEST_CASE("WhatABypassHadIsSentAgainWhenItEnds") {
 TEST_CASE("RecordsKeepTheirOrderWhileBypassAndConnectionsComeAndGo") {
   constexpr std::uint32_t records = 6000;
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  Subnet subnet;
-  const std::uint16_t real = subnet.config.hosts[1].port;
-  End other(subnet, 1);
-  Middle middle(real);
-  subnet.config.hosts[1].port = middle.port();
-  End one(subnet, 0);
+  CuttablePair pair;
+  auto& [subnet, other, middle, one] = pair;
   middle.when_full([&] { one.carrier->turn(), other.carrier->turn(); });
   std::mt19937 random(23);
   std::uint32_t sent[2] = {}, came[2] = {}, lost = 0, cut = 0;
@@ -176,12 +172,8 @@ TEST_CASE("RecordsKeepTheirOrderWhileBypassAndConnectionsComeAndGo") {
 // An end that has heard the other's hello on a new connection may not take the bypass before its own was heard: what came there sooner would
 // be dropped, and not be sent again.
 TEST_CASE("NothingGoesByTheBypassBeforeBothEndsKnowOfANewConnection") {
-  Subnet subnet;
-  const std::uint16_t real = subnet.config.hosts[1].port;
-  End other(subnet, 1);
-  Middle middle(real);
-  subnet.config.hosts[1].port = middle.port();
-  End one(subnet, 0);
+  CuttablePair pair;
+  auto& [subnet, other, middle, one] = pair;
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   const auto turn = [&] {
     middle.turn();

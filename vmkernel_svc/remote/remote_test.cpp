@@ -202,12 +202,8 @@ TEST_CASE("WhoHasAnotherSecretIsNotHeard") {
 }
 
 TEST_CASE("ConnectionsThatBreakOrAreTamperedWithLoseAndRepeatNothing") {
-  Subnet subnet;
-  const std::uint16_t real = subnet.config.hosts[1].port;
-  End other(subnet, 1);
-  Middle middle(real);
-  subnet.config.hosts[1].port = middle.port();  // where the first host finds the second
-  End one(subnet, 0);
+  CuttablePair pair;
+  auto& [subnet, other, middle, one] = pair;
   middle.when_full([&] { one.carrier->turn(), other.carrier->turn(); });
   std::mt19937 random(11);
   std::uint32_t sent = 0, came = 0, back_sent = 0, back_came = 0;

@@ -170,4 +170,17 @@ class Middle {
   std::function<void()> driven_ = [] {};
 };
 
+// The first host finds the second behind a middle.
+struct CuttablePair {
+  Subnet subnet;
+  End other{subnet, 1};
+  Middle middle{subnet.config.hosts[1].port};
+  End one{behind_the_middle(subnet, middle), 0};
+
+  static const Subnet& behind_the_middle(Subnet& subnet, const Middle& middle) {
+    subnet.config.hosts[1].port = middle.port();
+    return subnet;
+  }
+};
+
 }  // namespace vrdma::remote
