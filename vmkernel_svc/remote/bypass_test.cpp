@@ -122,7 +122,8 @@ TEST_CASE("RecordsKeepTheirOrderWhileBypassAndConnectionsComeAndGo") {
   constexpr std::uint32_t records = 6000;
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   CuttablePair pair;
-  auto& [subnet, other, middle, one] = pair;
+  End &one = pair.one, &other = pair.other;
+  Middle& middle = pair.middle;
   middle.when_full([&] { one.carrier->turn(), other.carrier->turn(); });
   std::mt19937 random(23);
   std::uint32_t sent[2] = {}, came[2] = {}, lost = 0, cut = 0;
@@ -173,7 +174,8 @@ TEST_CASE("RecordsKeepTheirOrderWhileBypassAndConnectionsComeAndGo") {
 // be dropped, and not be sent again.
 TEST_CASE("NothingGoesByTheBypassBeforeBothEndsKnowOfANewConnection") {
   CuttablePair pair;
-  auto& [subnet, other, middle, one] = pair;
+  End &one = pair.one, &other = pair.other;
+  Middle& middle = pair.middle;
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   const auto turn = [&] {
     middle.turn();

@@ -203,7 +203,8 @@ TEST_CASE("WhoHasAnotherSecretIsNotHeard") {
 
 TEST_CASE("ConnectionsThatBreakOrAreTamperedWithLoseAndRepeatNothing") {
   CuttablePair pair;
-  auto& [subnet, other, middle, one] = pair;
+  End &one = pair.one, &other = pair.other;
+  Middle& middle = pair.middle;
   middle.when_full([&] { one.carrier->turn(), other.carrier->turn(); });
   std::mt19937 random(11);
   std::uint32_t sent = 0, came = 0, back_sent = 0, back_came = 0;
