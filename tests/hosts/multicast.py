@@ -2,7 +2,9 @@
 
 What must not arrive is known by what comes after it: what one host's queue pair sends to groups arrives at a member in that order."""
 
+import signal
 import subprocess
+import time
 
 import harness
 from harness import Failure, wait_until
@@ -195,6 +197,22 @@ def multicast(world):
             for one, partition in zip(pair, ("1", "2")):
                 one.expect(*(f"{number}-of-{partition}" for number in range(3)))
 
+    def stands_still(on_a, on_b, on_c):
+        """Who joins while another host's service stands still has not joined before that one knows of it."""
+        one, sender = on_b.qp(), on_c.qp()
+        vrdmad = c.program.process
+        vrdmad.send_signal(signal.SIGSTOP)
+        try:
+            on_b.tell("join", one.number, GROUP)
+            time.sleep(0.5)  # many times what it takes
+            if on_b.has_answered():
+                raise Failure("it has joined, and a host that is there has not heard of it")
+        finally:
+            vrdmad.send_signal(signal.SIGCONT)
+        on_b.answer("join")
+        sender.send("after")
+        one.expect("after")
+
     def killed(victim):
         """A host is killed and comes back: others' groups go on, what it had is forgotten, and it hears of all that there is."""
         def case(on_a, on_b, on_c):
@@ -250,11 +268,13 @@ def multicast(world):
         wait_until(lambda: sender.send("back") or on_c.has_answered(), 60, "a message of the host that is back arrives", [on_b.program, on_c.program])
         if on_c.answer("receive") != "back":
             raise Failure("another message came than the one that was sent")
+        world.wait_joined()
 
     yield "members on three hosts: each message once to each, with the sender's address", with_peers(everywhere, a, b, c)
     yield "a message goes once to each host that has members, and to no other", with_peers(once_per_host, a, b, c)
     yield "joining and leaving while messages flow", with_peers(join_and_leave, a, b, c)
     yield "each message to the members of its partition", with_peers(partitions, a, b, c)
+    yield "joining while another host stands still", with_peers(stands_still, a, b, c)
     yield "a host that is cut off, and joins meanwhile", with_peers(cut_off, a, b, c)
     yield "the service of a member killed, and back", with_peers(killed(c), a, b, c)
     yield "the service of a sender killed, and back", with_peers(killed(a), a, b, c)

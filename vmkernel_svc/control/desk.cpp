@@ -41,8 +41,7 @@ bool ControlDesk::serve(Guest& guest) {
   return served;
 }
 
-bool ControlDesk::may_wait(const Guest& guest) {
-  constexpr std::uint64_t patience_ns = 100'000'000;
+bool ControlDesk::may_wait(const Guest& guest, std::uint64_t patience_ns) {
   return guest.held_since_ns == 0 || vmci::monotonic_ns() - guest.held_since_ns < patience_ns;
 }
 

@@ -59,8 +59,8 @@ class ControlDesk {
   Result<std::uint64_t> carve(Guest& guest, std::uint64_t bytes);
   void uncarve(Guest& guest, std::uint64_t offset);
   void forget_channel(Guest& guest, std::uint32_t handle);
-  // Whether a request that waits for somebody else's memory may go on waiting (EINPROGRESS): not for ever.
-  static bool may_wait(const Guest& guest);
+  // Whether a request that waits for somebody else may go on waiting (EINPROGRESS): not for ever.
+  static bool may_wait(const Guest& guest, std::uint64_t patience_ns = 100'000'000);
   void connected_elsewhere() { ++fabric_.topology_generation; }
   void bring_together(const QueuePair& qp);
 

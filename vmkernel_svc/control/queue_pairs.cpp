@@ -238,9 +238,11 @@ Result<Empty> ControlDesk::on<Request::attach_mcast>(Guest& guest, const McastRe
   if (qp == nullptr || qp->core.type != QpType::ud || request.gid[0] != 0xff) return Errno{EINVAL};
   const auto existing = fabric_.multicast.find(request.gid);
   const bool is_new = existing == fabric_.multicast.end();
-  // Who is told that it has joined misses nothing that is sent after that, on whatever host.
+  // Who is told that it has joined misses nothing that is sent after that, on whatever host. A host that stands still is not waited for
+  // any longer once the carrier gives its connection up; one that lives and does not answer, for that long.
+  constexpr std::uint64_t hosts_patience_ns = 5'000'000'000;
   const auto joined = [&]() -> Result<Empty> {
-    if (fabric_.far != nullptr && !fabric_.far->groups().is_heard(request.gid) && may_wait(guest)) return Errno{EINPROGRESS};
+    if (fabric_.far != nullptr && !fabric_.far->groups().is_heard(request.gid) && may_wait(guest, hosts_patience_ns)) return Errno{EINPROGRESS};
     return Empty{};
   };
   if (!is_new && std::find(existing->second.begin(), existing->second.end(), qp) != existing->second.end()) return joined();
