@@ -93,7 +93,8 @@ class Guests:
             for name in self.names:
                 self.added[name] = self.add(name)
                 self.machines.append(self.boot(name))
-            both(self.machines, Shell.await_boot)
+            for machine in self.machines:
+                self.await_boot(machine)
             self.roots = [MachineSide(self.build, shell=machine) for machine in self.machines]
             for side in self.roots:
                 self.start_agent(side)
@@ -189,6 +190,9 @@ class Guests:
             self.heard[program] = len(said)
         return text
 
+    def await_boot(self, shell):
+        shell.await_boot(before_another=lambda: self.await_state(shell.name, "waiting"))
+
     def boot_again(self, side):
         """Its machine has ended, or is ended here without notice: nothing of it is left, and a new one starts."""
         name = side.shell.name
@@ -197,7 +201,7 @@ class Guests:
         self.await_state(name, "waiting")
         self.await_unmapped(name)
         side.shell = self.machines[self.names.index(name)] = self.boot(name)
-        side.shell.await_boot()
+        self.await_boot(side.shell)
         self.start_agent(side)
 
     def await_reboot(self, side, boots):

@@ -28,7 +28,7 @@ import nested  # noqa: E402
 from guests import Carried, boot_image  # noqa: E402
 from harness import Build, Failure, Skip, Tally, TempFolder, exit_code_of, run_pair, wait_until  # noqa: E402
 from machine import require_emulator  # noqa: E402
-from shell import MachineSide, Shell, both  # noqa: E402
+from shell import MachineSide, Shell  # noqa: E402
 from snapshots import BAD_STATUS, ends  # noqa: E402
 
 NETWORK, MTU = "192.168.78", 4200
@@ -123,7 +123,8 @@ class World:
                 devices = ["-m", "1280M" if nests else "768M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
                 # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
                 self.machines.append(Shell(*files, f"h{i}", devices, kernel_words=("no_timer_check",)))
-            both(self.machines, Shell.await_boot)
+            for machine in self.machines:
+                machine.await_boot()
             for i, machine in enumerate(self.machines):
                 side = MachineSide(build, shell=machine, env={"LC_ALL": "C", "VRDMA_SOCKET": f"{FOLDER}/vrdmad.sock"})
                 self.hosts.append(HcaHost(side, i, config))

@@ -69,6 +69,12 @@ class Machine:
     def said(self):
         return (self.said_before + self.qemu.output()).replace("\r\n", "\n")
 
+    def begin_anew(self, before=lambda: None):
+        """Another QEMU boots it from the start, after before(), when this one has ended."""
+        self.qemu.stop(grace_s=0)
+        before()
+        self.qemu = Program(self.command, name=self.qemu.name)
+
     def restore(self, source):
         """Another QEMU goes on with the machine that the last one, which has ended, left at `source`, as -incoming has it."""
         self.said_before += self.qemu.output()

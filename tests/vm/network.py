@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from guests import MEMORY, boot_image
 from harness import Failure, Side, wait_until
-from shell import MachineSide, Shell, both
+from shell import MachineSide, Shell
 
 USER = 64321
 
@@ -13,7 +13,8 @@ USER = 64321
 def network(tally, folder):
     kernel, files = boot_image(folder, ())
     machines = [Shell(kernel, files, name, ["-m", MEMORY]) for name in ("one", "two")]
-    both(machines, Shell.await_boot)
+    for machine in machines:
+        machine.await_boot()
     sides = [MachineSide(build=None, shell=machine, plain=True) for machine in machines]
     host = Side(build=None)
     host.command = lambda program: list(program)

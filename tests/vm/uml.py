@@ -14,7 +14,7 @@ from pathlib import Path
 import shell_server
 from harness import PATIENCE, Failure, Program, Skip, TempFolder, free_port
 from machine import QEMU
-from shell import PORTS, Shell
+from shell import BOOT_SECONDS, PORTS, Shell
 
 KERNEL = "linux.uml"
 MEMORY = "512M"
@@ -66,6 +66,9 @@ class UmlShell(Shell):
         except Failure:
             self.stop()
             raise
+
+    def await_boot(self, times=1, before_another=None):
+        self.await_serving(times, BOOT_SECONDS)
 
     def stop(self):
         if hasattr(self, "qemu"):
