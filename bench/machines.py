@@ -221,7 +221,7 @@ def main():
     parser.add_argument("--build", default="build/release", help="the build folder (default: %(default)s)")
     parser.add_argument("--only", help="a regular expression: rows to measure")
     parser.add_argument("--quick", action="store_true", help="one short repetition of each row")
-    parser.add_argument("--repetitions", type=int, help="of each row (default: 3; --quick: 1)")
+    parser.add_argument("--repetitions", type=int, help="of each row (default: 5; --quick: 1)")
     parser.add_argument("--gate", type=float, metavar="PROCESSORS", help="measure repetitions again during which others used more than so many")
     parser.add_argument("--json", metavar="FILE", help="write the table there, with every repetition")
     parser.add_argument("--plots", metavar="FOLDER", help="draw it there")
@@ -241,7 +241,7 @@ def main():
         pair = Pair(Path(options.build).resolve())
         try:
             print(f"two machines after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-            results, failed = measure_all(pair, chosen(pair), options.repetitions or (1 if options.quick else 3), options.gate)
+            results, failed = measure_all(pair, chosen(pair), options.repetitions or (1 if options.quick else 5), options.gate)
             report(results, failed, options, time.monotonic() - begun)
             pair.guests.close()
         finally:
