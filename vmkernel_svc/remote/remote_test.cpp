@@ -120,6 +120,12 @@ TEST_CASE("RecordsArriveOnceAndInOrderBothWays") {
     for (std::uint32_t i = 0; i < records; ++i) other.expect(i, one), one.expect(i, other);
     while (one.carrier->gauge(0)->queued_bytes.load() != 0 || other.carrier->gauge(0)->queued_bytes.load() != 0) one.carrier->turn(), other.carrier->turn();
     CHECK(one.carrier->gauge(0)->resent.load() == 0);
+    // Between two connections what was agreed on last still holds: nothing may take another way in clear meanwhile.
+    one.carrier.reset();
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (other.carrier->gauge(0)->connected.load() && std::chrono::steady_clock::now() < until) other.carrier->turn();
+    CHECK_FALSE(other.carrier->gauge(0)->connected.load());
+    CHECK(other.carrier->encrypts(0) == encrypt);
   }
 }
 
