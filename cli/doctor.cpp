@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "cli/host_talk.hpp"
+#include "cli/machine_guest.hpp"
 #include "cli/output.hpp"
 #include "cli/query.hpp"
 #include "cli/self_test.hpp"
@@ -86,6 +87,10 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
     return path;
   }
   if (chosen) return std::nullopt;
+  if (const std::string why = apart_from_host(""); !why.empty()) {
+    findings.push_back({Level::problem, "agent", why, apart_remedy});
+    return std::nullopt;
+  }
   try {
     findings.push_back({Level::note, "service", fmt::format("none is running; \"vrdma run\" starts a private one ({})", program_path("vrdmad")),
                         "nothing to do, or start vrdmad for all users: systemctl start vrdmad"});
@@ -93,6 +98,17 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
     findings.push_back({Level::problem, "service", fmt::format("none is running, and {}", error.what()), "install vrdmad"});
   }
   return std::nullopt;
+}
+
+// A virtual machine: whether programs here are guests of its host.
+void examine_agent(const std::optional<std::string>& running, std::vector<Finding>& findings) {
+  if (running && served_by_agent(*running))
+    findings.push_back({Level::ok, "agent", "vrdma-guestd serves this machine: programs here reach its host, and the host's other machines", ""});
+  else if (const std::string why = apart_from_host(running.value_or("")); !why.empty() && running)
+    findings.push_back({Level::note, "agent", why, apart_remedy});
+  else if (why.empty() && is_virtual())
+    findings.push_back({Level::ok, "agent", "this virtual machine has no device of vrdma's (PCI 1af4:1110): for programs here to reach its host, QEMU is started with what "
+                                            "\"vrdma vm add\" prints there", ""});
 }
 
 void examine_library(const std::string& wanted, const std::optional<std::string>& running, std::vector<Finding>& findings) {
@@ -107,6 +123,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   std::string socket = running.value_or("");
   if (!running) {
     if (!wanted.empty() || std::getenv("VRDMA_SOCKET") != nullptr) return;  // said already
+    if (!apart_from_host("").empty()) return;  // likewise; and a private service would be in front of the agent's for a while
     try {
       started = find_or_start_service();
       socket = started->path;
@@ -164,6 +181,7 @@ int doctor(const DoctorOptions& options) {
     findings = examine_way_to(options);
   } else {
     const auto running = examine_service(options.socket, findings);
+    examine_agent(running, findings);
     examine_library(options.socket, running, findings);
     for (auto& finding : examine_machine()) findings.push_back(std::move(finding));
   }

@@ -1,5 +1,8 @@
 // vrdma: the command that a person types.
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 
 #include "cli/bench.hpp"
@@ -67,6 +70,18 @@ CLI::App* add_direct(CLI::App& app, DirectOptions& options) {
 // The command that was given, as a function of its options; none where `vm` was not.
 using VmCommand = int (*)(const VmOptions&);
 
+// CLI::AsSizeValue takes "-1", and "0x100M"; of "3.5G" it says that it is no UINT.
+CLI::Option* takes_size(CLI::Option* option) {
+  option->transform(CLI::AsSizeValue(false));
+  return option->transform(CLI::Validator(  // before that one
+      [](std::string& size) -> std::string {
+        const std::size_t digits = std::min(size.find_first_not_of("0123456789"), size.size());
+        if (digits > 0 && digits < 16 && size.find_first_of(".,xX", digits) == std::string::npos) return {};
+        return fmt::format("\"{}\" is no size: give a whole number and a unit, like 512M or 2G", size);
+      },
+      ""));
+}
+
 CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   CLI::App* const command = app.add_subcommand("vm", "Register virtual machines with the host service, and say how QEMU or libvirt starts them.");
   command->require_subcommand(0, 1);
@@ -79,14 +94,13 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
     return sub;
   };
   CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, true);
-  adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G")->transform(CLI::AsSizeValue(false))->default_str("2G");
+  takes_size(adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G"))->default_str("2G");
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
   adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
   CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
   CLI::Option* const private_ram =
       adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")->excludes("--memory", "--ram");
-  adding->add_option("--bar", options.bar_bytes, "with --private-ram: how much memory its programs can share, a power of two (default: 256M)")
-      ->transform(CLI::AsSizeValue(false))
+  takes_size(adding->add_option("--bar", options.bar_bytes, "with --private-ram: how much memory its programs can share, a power of two (default: 256M)"))
       ->needs(private_ram);
   adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")
       ->excludes("--memory", "--ram")

@@ -140,6 +140,8 @@ Service start_or_find(const std::string& folder, const char* direct) {
 
 std::string private_socket() { return private_folder() + "/vrdmad.sock"; }
 
+bool is_private(const Service& service) { return service.path == private_socket() || service.path == mediated_socket(); }
+
 std::vector<std::string> service_paths(const std::string& wanted) {
   if (!wanted.empty()) return {wanted};
   if (const char* const named = named_socket()) return {named};

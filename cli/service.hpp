@@ -21,6 +21,8 @@ struct Service {
 
 // Where to look: `wanted` alone if it is given, else as above.
 std::vector<std::string> service_paths(const std::string& wanted);
+// Whether it is one that `vrdma run` has started, for its own user.
+bool is_private(const Service& service);
 // A connection to the first service that answers. The error is that of the last path tried.
 Result<Service> find_service(const std::string& wanted = {});
 // Likewise; where none answers, also the private one that moves all data itself.

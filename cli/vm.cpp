@@ -199,6 +199,7 @@ int vm_add(const VmOptions& options) {
   check_memory(options.memory_bytes);
   const std::uint64_t bar_bytes = options.private_ram ? options.bar_bytes.value_or(vm_default_bar_bytes) : 0;
   if (options.private_ram) check_bar(bar_bytes);
+  if (options.tenant == static_cast<uid_t>(-1)) fail(fmt::format("{} is no user's uid: give the tenant's, as \"id -u USER\" says it", *options.tenant));
   Place place = find_place(options);
   VmFolder folder(place.folder);
   if (const auto link = folder.link(options.name); link.size() > path_characters)
@@ -219,12 +220,18 @@ int vm_list(const VmOptions& options) {
   const VmFolder folder(place.folder);
   json all = json::array();
   std::string text;
+  int code = 0;
   for (const auto& name : folder.names()) {
-    all.push_back(describe(place, folder, folder.read(name)));
-    text += line_of(all.back());
+    try {
+      all.push_back(describe(place, folder, folder.read(name)));
+      text += line_of(all.back());
+    } catch (const std::runtime_error& error) {  // that registration is broken; the others are not
+      fmt::print(stderr, "vrdma: {}\n", error.what());
+      code = 1;
+    }
   }
   print_all(options.json ? all.dump(2) + "\n" : text);
-  return 0;
+  return code;
 }
 
 int vm_show(const VmOptions& options) {

@@ -86,7 +86,12 @@ void VmFolder::add(const VmRecord& record) {
   if (!record.plain) json["vectors"] = record.vectors;
   if (record.tenant) json["tenant"] = *record.tenant;
   const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
-  write_whole(partial, json.dump(2) + "\n");
+  try {
+    write_whole(partial, json.dump(2) + "\n");
+  } catch (...) {
+    ::rmdir(own.c_str());
+    throw;
+  }
   if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, file(record.name).c_str(), RENAME_NOREPLACE) == 0) return;
   const int error = errno;
   ::unlink(partial.c_str());
@@ -109,8 +114,8 @@ void VmFolder::remove(const std::string& name) {
 
 VmRecord VmFolder::read(const std::string& name) const {
   std::ifstream in(file(name));
-  if (!in) {
-    const int error = errno;
+  if (!in || fs::is_directory(file(name))) {
+    const int error = in ? EISDIR : errno;
     if (error == ENOENT || error == ENOTDIR) fail(fmt::format("there is no machine \"{}\" in {}: \"vrdma vm list\" names them", name, path_));
     fail_at("read", file(name), error);
   }
@@ -147,9 +152,10 @@ bool make_ram_file(const VmRecord& record, bool must_be_new) {
   const vmci::UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!fd) {
     struct stat status;
-    if (errno != EEXIST) fail_at("make", path, errno);
+    if (errno != EEXIST) fail(fmt::format("cannot make {}, the machine's RAM ({}): name a file on a tmpfs that can be made, by --ram", path, std::strerror(errno)));
     if (must_be_new) fail(fmt::format("{} exists, and may be the RAM of a machine: remove it, or name another file by --ram", path));
-    if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode)) fail(fmt::format("{} is no file that can be a machine's RAM", path));
+    if (::lstat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode))  // a link neither: the service follows none
+      fail(fmt::format("{} is no file that can be a machine's RAM", path));
     if (static_cast<std::uint64_t>(status.st_size) == record.memory_bytes) return false;
     fail(fmt::format("{} has {} bytes and --memory says {}: make them equal, or remove the file", path, status.st_size, record.memory_bytes));
   }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "guest_agent/discover.hpp"
 #include "guest_agent/patience.hpp"
 
 namespace vrdma::agent {
@@ -20,30 +21,11 @@ namespace vrdma::agent {
 namespace {
 
 namespace fs = std::filesystem;
-const fs::path devices = "/sys/bus/pci/devices";
-
-std::string word_in(const fs::path& file) {
-  std::string word;
-  std::ifstream(file) >> word;
-  return word;
-}
-
-bool is_ivshmem(const fs::path& device) { return word_in(device / "vendor") == "0x1af4" && word_in(device / "device") == "0x1110"; }
-
-// Others use such devices too, with BARs of their own sizes.
-std::vector<std::string> found() {
-  std::vector<std::string> names;
-  std::error_code none;
-  for (const auto& entry : fs::directory_iterator(devices, none))
-    if (is_ivshmem(entry.path()) && fs::file_size(entry.path() / "resource2", none) >= vm::bar_bytes && !none)
-      names.push_back(entry.path().filename());
-  return names;
-}
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 std::string the_only_one() {
-  const auto names = found();
+  const auto names = ivshmem_devices();
   if (names.empty())
     fail("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
          "\"vrdma vm add\" prints on the host");
@@ -84,14 +66,12 @@ VfioDevice::Bar map_whole(int file) {
 }  // namespace
 
 IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
-  if (!is_ivshmem(devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
-  if (VfioDevice::available(devices / bdf_))
+  if (!is_ivshmem(pci_devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
+  if (VfioDevice::available(pci_devices / bdf_))
     open_by_vfio();
   else
     open_by_sysfs();
 }
-
-bool IvshmemDevice::any() { return !found().empty(); }
 
 IvshmemDevice::~IvshmemDevice() {
   if (device_.bar != nullptr) ::munmap(device_.bar, device_.bar_bytes);
@@ -99,7 +79,7 @@ IvshmemDevice::~IvshmemDevice() {
 }
 
 void IvshmemDevice::open_by_sysfs() {
-  const fs::path folder = devices / bdf_;
+  const fs::path folder = pci_devices / bdf_;
   if (word_in(folder / "enable") == "0") {  // the kernel counts who enables it
     std::ofstream enable(folder / "enable");
     if (!(enable << "1" << std::flush)) fail("cannot enable PCI device " + bdf_ + " by " + (folder / "enable").string() + ": run vrdma-guestd as root");
@@ -115,11 +95,11 @@ void IvshmemDevice::open_by_sysfs() {
 }
 
 void IvshmemDevice::open_by_vfio() {
-  vfio_.emplace(devices / bdf_);
+  vfio_.emplace(pci_devices / bdf_);
   const auto registers = vfio_->map_bar(0);
   // Not by vfio, if it can be: programs may have to map it, too, who must get no more of the device than that; and the kernel lets nobody
   // map in the other way what somebody has mapped by vfio.
-  bar_file_.reset(::open((devices / bdf_ / "resource2").c_str(), O_RDWR | O_CLOEXEC));
+  bar_file_.reset(::open((pci_devices / bdf_ / "resource2").c_str(), O_RDWR | O_CLOEXEC));
   VfioDevice::Bar bar = map_whole(bar_file_.get());
   if (bar.memory == nullptr) bar_file_.reset(), bar = vfio_->map_bar(2);
   if (registers.bytes < vm::doorbell_register + sizeof(std::uint32_t) || bar.bytes < vm::bar_bytes)

@@ -69,7 +69,6 @@ class IvshmemDevice {
 
   const Device& device() const { return device_; }
   const std::string& bdf() const { return bdf_; }
-  static bool any();  // that could be the service's
 
  private:
   void open_by_vfio();

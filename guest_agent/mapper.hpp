@@ -11,8 +11,6 @@ namespace vrdma::agent {
 
 class MapperDevice {
  public:
-  static constexpr const char* usual_path = "/dev/mmapper";
-
   // Throws std::runtime_error that says what to do.
   explicit MapperDevice(const std::string& path);
   MapperDevice(const MapperDevice&) = delete;

@@ -212,7 +212,9 @@ os._exit(3)
         for size in ("0", "63M", "1000000001"):
             with self.subTest(size):
                 self.assert_refuses(self.vm("add", self.name, "--memory", size), 1, "whole MiB", "64M")
-        self.assert_refuses(self.vm("add", self.name, "--memory", "much"), 2, "much")
+        for size in ("much", "-1", "-1G", "-18446744073642442752", "3.5G", "0x100M", "99999999999999999999"):
+            with self.subTest(size):
+                self.assert_refuses(self.vm("add", self.name, f"--memory={size}"), 2, f'"{size}" is no size')
         self.assertFalse(self.ram(self.name).exists())
 
     def test_more_memory_than_there_is_room_for_is_noted(self):
@@ -237,6 +239,17 @@ os._exit(3)
         self.addCleanup(self.ram(self.name).unlink)
         self.assert_refuses(self.vm("add", self.name), 1, str(self.ram(self.name)))
         self.assertFalse(target.exists())
+        target.touch()
+        os.truncate(target, 64 << 20)  # nor is one that a person names: the service follows none
+        self.assert_refuses(self.vm("add", self.name, "--ram", self.ram(self.name), "--memory", "64M"), 1, "no file that can be")
+
+    def test_a_ram_that_cannot_be_made_is_said(self):
+        nowhere = self.folder / "no/where"
+        self.assert_refuses(self.vm("add", self.name, "--ram", nowhere), 1, str(nowhere), "No such file", "--ram")
+
+    def test_nobody_is_no_tenant(self):
+        self.assert_refuses(self.vm("add", self.name, "--tenant", str(2 ** 32 - 1)), 1, "uid")
+        self.assertFalse(self.ram(self.name).exists())
 
     def test_a_path_that_no_socket_can_have_is_refused(self):
         self.assert_refuses(self.vm("add", self.name, "--vm-folder", self.folder / ("x" * 90)), 1, "107", "--vm-folder")
@@ -287,6 +300,11 @@ class Living(VmCase):
         self.add()
         (self.vms / self.name / "vm.json").write_text('{"ram": 7}')
         self.assert_refuses(self.vm("show", self.name), 1, "vm.json", "remove the machine")
+        self.add("--ram", self.folder / "ram", name="whole")
+        listed = self.vm("list", "--json")
+        self.assertEqual(([vm["name"] for vm in json.loads(listed.stdout)], listed.returncode), (["whole"], 1))
+        self.assertIn(f"{self.name}/vm.json", listed.stderr)
+        self.assertEqual(self.vm("remove", "whole").returncode, 0)
         self.assertEqual(self.vm("remove", self.name).returncode, 0)
         self.assertEqual(self.vm("list", "--json").stdout, "[]\n")
 

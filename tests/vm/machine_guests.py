@@ -79,7 +79,7 @@ def devices(guests, side):
     pingpong.devices(side)
     for words in (["doctor"], ["show", "guests"]):
         code, said = replace(side, plain=True).run([guests.build.vrdma, *words], 60)
-        if code != 0:
+        if code != 0 or words == ["doctor"] and "vrdma-guestd serves this machine" not in said:
             raise Failure(f"vrdma {' '.join(words)} left with {code}\n{said}")
     pingpong.devinfo(replace(side, link_layer="ib"))
     guests.check()
@@ -178,6 +178,13 @@ def lives(tally, guests):
         wait_until(lambda: not agent.running(), 60, "the agent is dead")
         agent.stop()
 
+    def agent_is_missed():
+        for side, words, expected in ((replace(two, uid=USER, plain=True), [guests.build.vrdma, "doctor"], 1),
+                                      (replace(two, uid=USER), ["ibv_devices"], 0)):
+            code, said = side.run(words, 60)
+            if code != expected or "PCI device" not in said or "vrdma-guestd does not serve it" not in said:
+                raise Failure(f"{words} left with {code}\n{said}")
+
     def nobody_writes():
         """Memory that a program gets afterwards, also what the killed one had, stays as it is."""
         code = ("import time\nblock = bytearray(b'Z') * (200 << 20)\ntime.sleep(2)\n"
@@ -200,6 +207,7 @@ def lives(tally, guests):
     tally.case("kill -9 of a program in a machine", lambda: traffic_until(killed_program, guests.host))
     tally.case("… and what is left works", lambda: pingpong.run_case(quick, (one, two), CASE_SECONDS))
     tally.case("kill -9 of the agent", lambda: traffic_until(killed_agent, guests.host))
+    tally.case("… vrdma doctor and vrdma run say what is missing", agent_is_missed)
     tally.case("… nobody writes to its machine, and another is started", nobody_writes)
     tally.case("… and the new one serves its machine", lambda: pingpong.run_case(quick, (one, two), CASE_SECONDS))
     tally.case("a machine reboots without notice", lambda: traffic_until(reset_machine, guests.host))

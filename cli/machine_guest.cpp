@@ -1,0 +1,34 @@
+#include "cli/machine_guest.hpp"
+
+#include <fmt/format.h>
+
+#include <fstream>
+
+#include "cli/service.hpp"
+#include "guest_agent/discover.hpp"
+
+namespace vrdma::cli {
+
+bool served_by_agent(const std::string& socket) {
+  const auto connection = vmci::PacketSocket::connect(socket);
+  if (!connection) return false;
+  const auto peer = connection->peer();
+  return peer && agent::word_in(fmt::format("/proc/{}/comm", peer->pid)) == "vrdma-guestd";
+}
+
+std::string apart_from_host(const std::string& socket) {
+  const std::string device = agent::device_seen();
+  if (device.empty() || (!socket.empty() && served_by_agent(socket))) return {};
+  const std::string why = served_by_agent(host_socket) ? fmt::format("{} is in front of vrdma-guestd", socket)
+                                                       : fmt::format("this machine has {}, and vrdma-guestd does not serve it", device);
+  return why + ": programs here reach one another, not the host nor its other machines";
+}
+
+bool is_virtual() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("flags")) return (line + ' ').find(" hypervisor ") != std::string::npos;
+  return false;
+}
+
+}  // namespace vrdma::cli
