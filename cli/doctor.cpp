@@ -87,8 +87,8 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
     return path;
   }
   if (chosen) return std::nullopt;
-  if (const std::string why = apart_from_host(""); !why.empty()) {
-    findings.push_back({Level::problem, "agent", why, apart_remedy});
+  if (const Apart apart = apart_from_host(""); !apart.why.empty()) {
+    findings.push_back({Level::problem, "agent", apart.why, apart.remedy});
     return std::nullopt;
   }
   try {
@@ -104,9 +104,9 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
 void examine_agent(const std::optional<std::string>& running, std::vector<Finding>& findings) {
   if (running && served_by_agent(*running))
     findings.push_back({Level::ok, "agent", "vrdma-guestd serves this machine: programs here reach its host, and the host's other machines", ""});
-  else if (const std::string why = apart_from_host(running.value_or("")); !why.empty() && running)
-    findings.push_back({Level::note, "agent", why, apart_remedy});
-  else if (why.empty() && is_virtual())
+  else if (const Apart apart = apart_from_host(running.value_or("")); !apart.why.empty() && running)
+    findings.push_back({Level::note, "agent", apart.why, apart.remedy});
+  else if (apart.why.empty() && is_virtual())
     findings.push_back({Level::ok, "agent", "this virtual machine has no device of vrdma's (PCI 1af4:1110): for programs here to reach its host, QEMU is started with what "
                                             "\"vrdma vm add\" prints there", ""});
 }
@@ -123,7 +123,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   std::string socket = running.value_or("");
   if (!running) {
     if (!wanted.empty() || std::getenv("VRDMA_SOCKET") != nullptr) return;  // said already
-    if (!apart_from_host("").empty()) return;  // likewise; and a private service would be in front of the agent's for a while
+    if (!apart_from_host("").why.empty()) return;  // likewise; and a private service would be in front of the agent's for a while
     try {
       started = find_or_start_service();
       socket = started->path;

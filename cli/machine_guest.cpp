@@ -16,12 +16,13 @@ bool served_by_agent(const std::string& socket) {
   return peer && agent::word_in(fmt::format("/proc/{}/comm", peer->pid)) == "vrdma-guestd";
 }
 
-std::string apart_from_host(const std::string& socket) {
+Apart apart_from_host(const std::string& socket) {
+  constexpr const char* cost = "programs here reach one another, not the host nor its other machines";
   const std::string device = agent::device_seen();
-  if (device.empty() || (!socket.empty() && served_by_agent(socket))) return {};
-  const std::string why = served_by_agent(host_socket) ? fmt::format("{} is in front of vrdma-guestd", socket)
-                                                       : fmt::format("this machine has {}, and vrdma-guestd does not serve it", device);
-  return why + ": programs here reach one another, not the host nor its other machines";
+  if (device.empty() || served_by_agent(socket)) return {};
+  if (served_by_agent(host_socket))
+    return {fmt::format("{} is in front of vrdma-guestd: {}", socket, cost), "end the programs that use it: it leaves ten seconds after the last"};
+  return {fmt::format("this machine has {}, and vrdma-guestd does not serve it: {}", device, cost), "as root: systemctl start vrdma-guestd, or vrdma-guestd &"};
 }
 
 bool is_virtual() {

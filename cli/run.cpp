@@ -49,8 +49,8 @@ int run(const RunOptions& options) {
   Service service = options.mediated ? find_or_start_mediated_service() : find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
   const std::string socket_path = lasting(service.path);
-  if (const std::string why = is_private(service) ? apart_from_host(service.path) : ""; !why.empty())
-    fmt::print(stderr, "vrdma: note: {}; \"vrdma doctor\" says what to do\n", why);
+  if (const Apart apart = is_private(service) ? apart_from_host(service.path) : Apart{}; !apart.why.empty())
+    fmt::print(stderr, "vrdma: note: {} ({})\n", apart.why, apart.remedy);
   if (const std::string why = why_not_loadable(options.command[0]); !why.empty())
     fmt::print(stderr, "vrdma: note: {} {}: it does not see vrdma0 (programs that it starts may)\n", options.command[0], why);
 

@@ -261,11 +261,14 @@ void MachinePort::greet(std::span<const std::byte> body) {
     return answer(EINVAL);
   }
   const auto offset = (*ram)->offset_of({hello->page, 1});
-  if (!offset) return answer(EFAULT);
+  std::uint64_t proof = 0;
+  if (offset) std::memcpy(&proof, (*ram)->data() + *offset, sizeof(proof));
+  if (proof != hello->proof || proof == 0) {
+    spdlog::warn("machine {}: its pages are not in its {} {}: start it with exactly the QEMU arguments of \"vrdma vm show {}\"", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram,
+                 spec_.name);
+    return answer(EFAULT);
+  }
   std::byte* const at = (*ram)->data() + *offset;
-  std::uint64_t proof;
-  std::memcpy(&proof, at, sizeof(proof));
-  if (proof != hello->proof || proof == 0) return answer(EFAULT);
 
   auto* const page = reinterpret_cast<control::ServicePage*>(at);
   std::memset(static_cast<void*>(page), 0, sizeof(*page));
