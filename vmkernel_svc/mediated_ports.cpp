@@ -483,6 +483,8 @@ std::uint16_t MediatedPorts::lid(Qp& qp) {
   return qp.port.owner != nullptr ? qp.port.owner->guest->lid : qp.port.stand_in->lid;
 }
 
+std::uint8_t MediatedPorts::sl(Qp& sender, const UdOperand& ud) { return engine::sl_to_tell(source(sender, ud), ud); }
+
 // --- other hosts ----------------------------------------------------------------------------------------------
 
 void MediatedPorts::far_send(Qp& qp, engine::FarFramePtr frame) { fabric_.far->send(qp, std::move(frame)); }

@@ -144,6 +144,7 @@ class MediatedPorts {
   static const control::GidEntry& source(const Qp& sender, const UdOperand& ud);
   bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
   std::uint16_t lid(Qp& qp);
+  std::uint8_t sl(Qp& sender, const UdOperand& ud);
   // Whether what `sender` sends may come to `receiver`: by their P_Keys. What may not is counted there.
   static bool admits(const Qp& sender, Qp& receiver);
 

@@ -116,7 +116,7 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
   cqe.imm_data = rule.has_imm ? wr.imm_data : 0;
   cqe.src_qp = near.qpn.value;
   cqe.slid = ports_.source().lid;
-  cqe.sl = address.sl;
+  cqe.sl = ports_.sl(near, address);
   const auto told = static_cast<std::uint8_t>(engine::receive_flags((flags & wr_solicited) != 0, rule) | (has_grh ? wc_grh : 0));
   ports_.complete(far_, engine::Direction::receive, cqe, {WcStatus::success, rule.receive_opcode, told});
   if (ports_.given_up()) return false;

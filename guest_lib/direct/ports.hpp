@@ -187,6 +187,7 @@ class DirectPorts {
     return source_.has_grh;
   }
   std::uint16_t lid(Qp&) { return source_.lid; }
+  std::uint8_t sl(Qp&, const UdOperand& ud) { return engine::sl_to_tell(source_.gid, ud); }
   const DatagramSource& source() const { return source_; }
 
  private:

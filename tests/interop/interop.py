@@ -47,7 +47,7 @@ class Runner:
         self.service = Service(self.build, config=DIRECT if self.options.direct else None)
 
     def side(self, **more):
-        return Side(self.build, env=self.service.environment(), **more)
+        return Side(self.build, **{"env": self.service.environment(), **more})
 
     def case(self, name, function):
         if self.only and not self.only.search(name):
@@ -160,6 +160,10 @@ class Runner:
         for transports, test, size, *more in clients.UCX_TESTS:
             self.case(" ".join((f"ucx_perftest UCX_TLS={transports} {test} -s {size}", *more)),
                       lambda a=transports, b=test, c=size, d=more: clients.ucx_perftest((self.side(), self.side()), a, b, c, *d))
+        # Of the GIDs it takes the IPv4 address by itself, and drops datagrams that were not told to be over IPv4.
+        for index in ("auto", 0, 1, 2):
+            self.case(f"ethernet ucx_perftest UCX_IB_GID_INDEX={index} tag_lat -s 4096", lambda index=index: clients.ucx_perftest(
+                [self.side(link_layer="ethernet", env=self.service.environment(UCX_IB_GID_INDEX=index)) for _ in range(2)], "rc_verbs,ud_verbs", "tag_lat", 4096))
 
     def qperf(self):
         for test in clients.QPERF_TESTS:

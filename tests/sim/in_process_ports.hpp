@@ -87,6 +87,7 @@ class InProcessPorts {
   bool leads_back(Qp& receiver, Qp& sender) { return receiver.port.peer == &sender; }
   bool write_grh(Qp&, Qp&, const UdOperand&, std::uint32_t, std::byte*) { return false; }
   std::uint16_t lid(Qp&) { return 0; }
+  std::uint8_t sl(Qp&, const UdOperand&) { return 0; }
 
  private:
   static std::atomic_ref<std::uint64_t> word(const engine::Place& place) {

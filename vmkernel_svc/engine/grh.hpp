@@ -12,13 +12,17 @@ namespace grh {
 
 constexpr std::uint32_t bth_deth_icrc_bytes = 12 + 8 + 4;
 constexpr std::uint32_t udp_bytes = 8;
-constexpr std::uint32_t gid_type_roce_v2 = 2;
+constexpr std::uint32_t gid_type_infiniband = 0, gid_type_roce_v2 = 2;
 constexpr std::uint8_t next_header_iba = 0x1b, next_header_udp = 17;
 constexpr std::uint8_t v4_mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
 
 inline void put16(std::byte* at, std::uint32_t value) {
   at[0] = static_cast<std::byte>(value >> 8);
   at[1] = static_cast<std::byte>(value);
+}
+
+inline bool over_ipv4(const control::GidEntry& source) {
+  return source.type == gid_type_roce_v2 && std::memcmp(source.gid.data(), v4_mapped, sizeof(v4_mapped)) == 0;
 }
 
 inline void write_ipv4(const control::GidEntry& source, const UdOperand& ud, std::uint32_t bytes, std::byte* header) {
@@ -45,8 +49,7 @@ inline void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud
   using namespace grh;
   const std::uint32_t carried = bth_deth_icrc_bytes + payload_bytes;
   std::memset(bytes, 0, 40);
-  if (source.type == gid_type_roce_v2 && std::memcmp(source.gid.data(), v4_mapped, sizeof(v4_mapped)) == 0)
-    return write_ipv4(source, ud, carried, bytes + 20);
+  if (over_ipv4(source)) return write_ipv4(source, ud, carried, bytes + 20);
   const bool v2 = source.type == gid_type_roce_v2;
   bytes[0] = static_cast<std::byte>(0x60 | ud.traffic_class >> 4);
   bytes[1] = static_cast<std::byte>(ud.traffic_class << 4);
@@ -55,6 +58,14 @@ inline void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud
   bytes[7] = std::byte{ud.hop_limit};
   std::memcpy(bytes + 8, source.gid.data(), 16);
   std::memcpy(bytes + 24, ud.dgid, 16);
+}
+
+// What the receiver's completion says as the SL. RoCE has none: as with mlx5, bit 3 is set where the packet came over UDP, and the
+// others say over what that went, 1: IPv6, 2: IPv4. UCX drops what came over IPv4 and does not say so.
+inline std::uint8_t sl_to_tell(const control::GidEntry& source, const UdOperand& ud) {
+  if (source.type == grh::gid_type_infiniband) return ud.sl;
+  if (source.type != grh::gid_type_roce_v2) return 0;
+  return grh::over_ipv4(source) ? 8 | 2 : 8 | 1;
 }
 
 }  // namespace vrdma::engine

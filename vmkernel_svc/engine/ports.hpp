@@ -102,6 +102,7 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   // Writes the 40 bytes before a datagram: a GRH (true) or nothing of meaning (false). `payload` in bytes.
   { p.write_grh(qp /*sender*/, qp /*receiver*/, ud, u32 /*payload*/, bytes) } -> std::same_as<bool>;
   { p.lid(qp) } -> std::same_as<std::uint16_t>;
+  { p.sl(qp /*sender*/, ud) } -> std::same_as<std::uint8_t>;
 };
 
 }  // namespace vrdma::engine

@@ -99,7 +99,7 @@ class Responder {
     cqe.imm_data = rule.has_imm ? request.imm_data : 0;
     cqe.src_qp = sender.qpn.value;
     cqe.slid = ports_.lid(sender);
-    cqe.sl = ud.sl;
+    cqe.sl = ports_.sl(sender, ud);
     qp.counters.received_messages += 1;
     qp.counters.received_bytes += request.bytes;
     complete(qp, cqe,

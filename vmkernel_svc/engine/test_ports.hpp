@@ -193,6 +193,7 @@ class TestPorts {
     return global;
   }
   std::uint16_t lid(Qp& qp) { return qp.port.lid; }
+  std::uint8_t sl(Qp&, const UdOperand& ud) { return ud.sl; }
 
  private:
   static bool same(const Place& a, const Place& b) {
