@@ -5,7 +5,7 @@
 #include <fstream>
 
 #include "cli/service.hpp"
-#include "guest_agent/discover.hpp"
+#include "vrdma/vm_device.hpp"
 
 namespace vrdma::cli {
 
@@ -13,12 +13,12 @@ bool served_by_agent(const std::string& socket) {
   const auto connection = vmci::PacketSocket::connect(socket);
   if (!connection) return false;
   const auto peer = connection->peer();
-  return peer && agent::word_in(fmt::format("/proc/{}/comm", peer->pid)) == "vrdma-guestd";
+  return peer && vm::word_in(fmt::format("/proc/{}/comm", peer->pid)) == "vrdma-guestd";
 }
 
 Apart apart_from_host(const std::string& socket) {
   constexpr const char* cost = "programs here reach one another, not the host nor its other machines";
-  const std::string device = agent::device_seen();
+  const std::string device = vm::device_seen();
   if (device.empty() || served_by_agent(socket)) return {};
   if (served_by_agent(host_socket))
     return {fmt::format("{} is in front of vrdma-guestd: {}", socket, cost), "end the programs that use it: it leaves ten seconds after the last"};

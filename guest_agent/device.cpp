@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "guest_agent/discover.hpp"
 #include "guest_agent/patience.hpp"
+#include "vrdma/vm_device.hpp"
 
 namespace vrdma::agent {
 
@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 std::string the_only_one() {
-  const auto names = ivshmem_devices();
+  const auto names = vm::ivshmem_devices();
   if (names.empty())
     fail("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
          "\"vrdma vm add\" prints on the host");
@@ -66,8 +66,8 @@ VfioDevice::Bar map_whole(int file) {
 }  // namespace
 
 IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
-  if (!is_ivshmem(pci_devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
-  if (VfioDevice::available(pci_devices / bdf_))
+  if (!vm::is_ivshmem(vm::pci_devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
+  if (VfioDevice::available(vm::pci_devices / bdf_))
     open_by_vfio();
   else
     open_by_sysfs();
@@ -79,8 +79,8 @@ IvshmemDevice::~IvshmemDevice() {
 }
 
 void IvshmemDevice::open_by_sysfs() {
-  const fs::path folder = pci_devices / bdf_;
-  if (word_in(folder / "enable") == "0") {  // the kernel counts who enables it
+  const fs::path folder = vm::pci_devices / bdf_;
+  if (vm::word_in(folder / "enable") == "0") {  // the kernel counts who enables it
     std::ofstream enable(folder / "enable");
     if (!(enable << "1" << std::flush)) fail("cannot enable PCI device " + bdf_ + " by " + (folder / "enable").string() + ": run vrdma-guestd as root");
   }
@@ -95,11 +95,11 @@ void IvshmemDevice::open_by_sysfs() {
 }
 
 void IvshmemDevice::open_by_vfio() {
-  vfio_.emplace(pci_devices / bdf_);
+  vfio_.emplace(vm::pci_devices / bdf_);
   const auto registers = vfio_->map_bar(0);
   // Not by vfio, if it can be: programs may have to map it, too, who must get no more of the device than that; and the kernel lets nobody
   // map in the other way what somebody has mapped by vfio.
-  bar_file_.reset(::open((pci_devices / bdf_ / "resource2").c_str(), O_RDWR | O_CLOEXEC));
+  bar_file_.reset(::open((vm::pci_devices / bdf_ / "resource2").c_str(), O_RDWR | O_CLOEXEC));
   VfioDevice::Bar bar = map_whole(bar_file_.get());
   if (bar.memory == nullptr) bar_file_.reset(), bar = vfio_->map_bar(2);
   if (registers.bytes < vm::doorbell_register + sizeof(std::uint32_t) || bar.bytes < vm::bar_bytes)

@@ -11,10 +11,10 @@
 #include <cstring>
 
 #include "guest_agent/agent.hpp"
-#include "guest_agent/discover.hpp"
 #include "guest_agent/keeper.hpp"
 #include "guest_agent/log.hpp"
 #include "guest_agent/mapper.hpp"
+#include "vrdma/vm_device.hpp"
 
 namespace {
 
@@ -100,8 +100,8 @@ int main(int argc, char** argv) {
   const vmci::UniqueFd signals(::signalfd(-1, &leaving, SFD_CLOEXEC));
   try {
     if (!signals) throw std::runtime_error("cannot make a descriptor for signals: raise the limit of open files");
-    if (device.empty() && vrdma::agent::device_seen() == vrdma::agent::mapper_path)
-      device = vrdma::agent::mapper_path;
+    if (device.empty() && vrdma::vm::device_seen() == vrdma::vm::mapper_path)
+      device = vrdma::vm::mapper_path;
     if (device.starts_with('/')) {
       const vrdma::agent::MapperDevice mapper(device);
       vrdma::agent::say("%s uses %s, by polling", VRDMA_VERSION, device.c_str());

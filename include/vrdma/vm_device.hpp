@@ -9,7 +9,7 @@
 
 #include "vrdma/vm_link.hpp"
 
-namespace vrdma::agent {
+namespace vrdma::vm {
 
 inline const std::filesystem::path pci_devices = "/sys/bus/pci/devices";
 constexpr const char* mapper_path = "/dev/mmapper";  // of User Mode Linux
@@ -27,7 +27,7 @@ inline std::vector<std::string> ivshmem_devices() {
   std::vector<std::string> names;
   std::error_code none;
   for (const auto& entry : std::filesystem::directory_iterator(pci_devices, none))
-    if (is_ivshmem(entry.path()) && std::filesystem::file_size(entry.path() / "resource2", none) >= vm::bar_bytes && !none)
+    if (is_ivshmem(entry.path()) && std::filesystem::file_size(entry.path() / "resource2", none) >= bar_bytes && !none)
       names.push_back(entry.path().filename());
   return names;
 }
@@ -39,4 +39,4 @@ inline std::string device_seen() {
   return std::filesystem::exists(mapper_path, none) ? mapper_path : "";
 }
 
-}  // namespace vrdma::agent
+}  // namespace vrdma::vm
