@@ -138,8 +138,8 @@ void fetch_latency(const Options& options, ibv_wr_opcode opcode) {
   endpoint.barrier();
   if (!options.client) return endpoint.barrier();  // asleep until the client has done
 
-  Samples samples(options.seconds, options.samples);
-  for (std::uint64_t number = start; samples.more(); ++number) {
+  std::uint64_t number = start;
+  const auto fetch = [&] {
     ibv_sge sge = piece(memory, line, 8);
     ibv_send_wr wr{};
     wr.sg_list = &sge;
@@ -158,11 +158,16 @@ void fetch_latency(const Options& options, ibv_wr_opcode opcode) {
     const std::uint64_t before = vmci::cycles();
     endpoint.post(qp, wr);
     endpoint.wait(&wc, 1);
-    samples.add(vmci::cycles() - before);
+    const std::uint64_t took = vmci::cycles() - before;
     std::uint64_t fetched;
     std::memcpy(&fetched, memory.data + line, sizeof(fetched));
     if (fetched != (opcode == IBV_WR_RDMA_READ ? start : number)) fail("fetched %lu at number %lu", fetched, number);
-  }
+    ++number;
+    return took;
+  };
+  while (number - start < 2 * keys.size()) fetch();  // what is measured is not who asks for a key first
+  Samples samples(options.seconds, options.samples);
+  while (samples.more()) samples.add(fetch());
   endpoint.barrier();
   print(options.what, samples.json());
 }

@@ -55,8 +55,8 @@ struct World {
     REQUIRE(::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
     REQUIRE(memory.add(backing, file.get(), 0).has_value());
     data = memory.around(backing, 0, file_bytes).data;
-    direct::KeyEntry& entry = keys->entries[direct::key_place(key, 0)];
-    entry = {key, all_access, pd, backing, address(0), file_bytes, 0, 0, file_bytes, 0};
+    keys->entries[direct::key_place(key, 0)] = {key, pd, direct::key_file(all_access, backing), file_bytes, address(0), 0};
+    keys->regions[direct::key_place(key, 0)] = {address(0), file_bytes, 0, 0, file_bytes, 0};
   }
   std::uint64_t address(std::uint64_t offset) const { return reinterpret_cast<std::uintptr_t>(data) + offset; }
   ReachedGuest guest() { return {keys.all, &memory, &process, pd}; }

@@ -226,29 +226,37 @@ class DirectPorts {
     if (place.address >= run.end) return {nullptr, bytes};
     return {run.data + (place.address - run.begin), std::min(bytes, run.end - place.address)};
   }
-  // What is both the key's and mapped in one piece.
+  // What a key names of a file.
+  struct FilePart {
+    std::uint64_t address, bytes;
+    std::uint32_t backing;
+    std::uint64_t offset;
+  };
+  // What of it is mapped in one piece, too.
   struct Overlap {
-    std::uint64_t from, bytes;  // from the region's start
+    std::uint64_t address, bytes;
     std::byte* data;
   };
-  static Overlap overlap(const direct::KeyEntry& entry, const PeerMemory::Part& mapped) {
-    const std::uint64_t first = std::max(entry.backing_offset, mapped.offset);
-    const std::uint64_t end = std::min(entry.backing_offset + entry.mapped_bytes, mapped.offset + mapped.bytes);
-    return {entry.mapped_from + (first - entry.backing_offset), end - first, mapped.data + (first - mapped.offset)};
+  static Overlap overlap(const FilePart& part, const PeerMemory::Part& mapped) {
+    const std::uint64_t first = std::max(part.offset, mapped.offset);
+    const std::uint64_t end = std::min(part.offset + part.bytes, mapped.offset + mapped.bytes);
+    return {part.address + (first - part.offset), end - first, mapped.data + (first - mapped.offset)};
   }
-  void note_run(const ReachedGuest& guest, const direct::KeyEntry& entry, std::uint64_t offset, std::uint64_t bytes) {
+  void note_run(const ReachedGuest& guest, std::uint32_t key, const direct::KeyRegion& region, std::uint32_t backing, std::uint64_t offset,
+                std::uint64_t bytes) {
     const bool peers = &guest == &peer_;
-    const std::uint64_t begin = std::max(offset, entry.mapped_from), end = std::min(offset + bytes, entry.mapped_from + entry.mapped_bytes);
+    const std::uint64_t begin = std::max(offset, region.mapped_from), end = std::min(offset + bytes, region.mapped_from + region.mapped_bytes);
     runs_[peers] = {};
     if (end < begin + run_bytes_min) return;
-    const std::uint64_t in_file = entry.backing_offset + (begin - entry.mapped_from);
-    const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, end - begin);
+    const std::uint64_t in_file = region.backing_offset + (begin - region.mapped_from);
+    const PeerMemory::Part mapped = guest.memory->around(backing, in_file, end - begin);
     if (mapped.data == nullptr) {
-      unmapped_ = {peers, entry.backing, in_file, end - begin, false};  // for the next message
+      unmapped_ = {peers, backing, in_file, end - begin, false};  // for the next message
       return;
     }
-    const Overlap part = overlap(entry, mapped);  // several buffers of a message may lie there
-    runs_[peers] = {entry.key, entry.address + part.from, entry.address + part.from + part.bytes, part.data};
+    // Several buffers of a message may lie there.
+    const Overlap part = overlap({region.address + region.mapped_from, region.mapped_bytes, backing, region.backing_offset}, mapped);
+    runs_[peers] = {key, part.address, part.address + part.bytes, part.data};
   }
 
   [[gnu::noinline]] engine::MemoryStatus copy_through_process(const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
@@ -308,31 +316,45 @@ class DirectPorts {
 
   [[gnu::noinline]] std::optional<engine::Place> look_up(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
     for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {
-      const direct::KeyEntry& entry = guest.keys->entries[direct::key_place(key.value, probe)];
+      const std::uint32_t place = direct::key_place(key.value, probe);
+      const direct::KeyEntry& entry = guest.keys->entries[place];
       // T1: pairs with T2 in the service's KeyBook::add: what the entry says was written before its key.
       if (std::atomic_ref(const_cast<std::uint32_t&>(entry.key)).load(std::memory_order_acquire) != key.value) continue;
-      const std::uint64_t offset = address - entry.iova;
-      if (entry.pd != guest.pd || (entry.access & access) != access || address < entry.iova || bytes > direct::message_bytes_max ||
-          offset > entry.bytes || bytes > entry.bytes - offset)
-        break;
-      if (offset < entry.mapped_from || offset - entry.mapped_from > entry.mapped_bytes || bytes > entry.mapped_bytes - (offset - entry.mapped_from)) {
-        if (entry.address == 0 || !reaches(guest)) break;
-        through_process_ = true;
-        note_run(guest, entry, offset, bytes);
-        return elsewhere(&guest == &peer_, entry.key, entry.address + offset);
-      }
-      const std::uint64_t in_file = entry.backing_offset + (offset - entry.mapped_from);
-      const PeerMemory::Part mapped = guest.memory->around(entry.backing, in_file, bytes);
-      if (mapped.data == nullptr) {
-        unmapped_ = {&guest == &peer_, entry.backing, in_file, bytes};
-        break;
-      }
-      const Overlap part = overlap(entry, mapped);
-      found_[&guest == &peer_] = {key.value, entry.access, entry.iova + part.from, part.bytes, part.data};
-      return engine::Place::in_engine(mapped.data + (in_file - mapped.offset));
+      if (entry.pd != guest.pd || (entry.file & access) != access || bytes > direct::message_bytes_max) break;
+      const std::uint64_t offset = address - entry.address;
+      if (offset <= entry.bytes && bytes <= entry.bytes - offset) [[likely]]
+        return look_in(guest, key, {entry.address, entry.bytes, direct::key_backing(entry.file), entry.backing_offset}, entry.file, address, bytes);
+      return look_around(guest, key, guest.keys->regions[place], entry.file, address, bytes);
     }
     give_up();
     return std::nullopt;
+  }
+  // Of what a key names of a file.
+  std::optional<engine::Place> look_in(const ReachedGuest& guest, Key key, const FilePart& named, std::uint32_t access, std::uint64_t address,
+                                       std::uint64_t bytes) {
+    const std::uint64_t in_file = named.offset + (address - named.address);
+    const PeerMemory::Part mapped = guest.memory->around(named.backing, in_file, bytes);
+    if (mapped.data == nullptr) {
+      unmapped_ = {&guest == &peer_, named.backing, in_file, bytes};
+      give_up();
+      return std::nullopt;
+    }
+    const Overlap part = overlap(named, mapped);
+    found_[&guest == &peer_] = {key.value, access, part.address, part.bytes, part.data};
+    return engine::Place::in_engine(mapped.data + (in_file - mapped.offset));
+  }
+  // Of a region that does not lie in a file with all that is wanted, or far within it.
+  std::optional<engine::Place> look_around(const ReachedGuest& guest, Key key, const direct::KeyRegion& region, std::uint32_t file, std::uint64_t address,
+                                           std::uint64_t bytes) {
+    const std::uint64_t offset = address - region.iova;
+    if (address < region.iova || offset > region.bytes || bytes > region.bytes - offset) return give_up(), std::nullopt;
+    const std::uint32_t backing = direct::key_backing(file);
+    if (offset >= region.mapped_from && offset - region.mapped_from <= region.mapped_bytes && bytes <= region.mapped_bytes - (offset - region.mapped_from))
+      return look_in(guest, key, {region.iova + region.mapped_from, region.mapped_bytes, backing, region.backing_offset}, file, address, bytes);
+    if (region.address == 0 || !reaches(guest)) return give_up(), std::nullopt;
+    through_process_ = true;
+    note_run(guest, key.value, region, backing, offset, bytes);
+    return elsewhere(&guest == &peer_, key.value, region.address + offset);
   }
   bool reaches(const ReachedGuest& guest) {
     const ReachedProcess::State state = guest.process->state();

@@ -106,23 +106,37 @@ static_assert(WireRecord<Turns> && sizeof(Turns) == 128 + 8 * takers_max);
 // next: the index after the record's.
 constexpr std::uint64_t turn_word(std::uint32_t next, std::uint32_t taker) { return std::uint64_t{next} << 32 | taker; }
 
-// A registered region, as far as peers can reach it: the part of it that lies in one shareable file, and all of it through its process.
-struct alignas(64) KeyEntry {
-  std::uint32_t key;      // 0: free. Written last and taken away first; the rest changes only while no direction is handed out
-  std::uint32_t access;   // enum ibv_access_flags
-  std::uint32_t pd;       // pd_number() of its protection domain
-  std::uint32_t backing;  // of the guest
+// What a key names and peers can map: the part of its region that lies in one shareable file, its first 4 GiB. Two to a cache line and in few
+// pages, as programs with many regions pay for the cache lines and translations that a key costs.
+struct alignas(32) KeyEntry {
+  std::uint32_t key;  // 0: free. Written last and taken away first; the rest, and its KeyRegion, changes only while no direction is handed out
+  std::uint32_t pd;   // pd_number() of its protection domain
+  std::uint32_t file;   // key_file()
+  std::uint32_t bytes;  // of the part; 0: none
+  std::uint64_t address;  // of the part, as work requests have it
+  std::uint64_t backing_offset;  // likewise
+};
+static_assert(WireRecord<KeyEntry> && sizeof(KeyEntry) == 32);
+
+// The access of a region (of enum ibv_access_flags those that say who may do what) and the backing of its guest that the part lies in.
+constexpr std::uint32_t key_access = 0xff, key_backings = 1u << 24;
+constexpr std::uint32_t key_file(std::uint32_t access, std::uint32_t backing) { return backing << 8 | (access & key_access); }
+constexpr std::uint32_t key_backing(std::uint32_t file) { return file >> 8; }
+
+// All of the region of the key in the same place, for what its entry does not tell.
+struct KeyRegion {
   std::uint64_t iova, bytes;
   std::uint64_t address;  // in the guest's memory; 0: not to be reached through its process
-  std::uint64_t mapped_from, mapped_bytes;  // from the region's start; no bytes: it lies in no such file
+  std::uint64_t mapped_from, mapped_bytes;  // the entry's part, from the region's start; no bytes: it lies in no such file
   std::uint64_t backing_offset;             // of mapped_from
 };
-static_assert(WireRecord<KeyEntry> && sizeof(KeyEntry) == 64);
+static_assert(WireRecord<KeyRegion> && sizeof(KeyRegion) == 48);
 
 constexpr std::uint32_t key_entries = 1 << 18;  // a power of two; likewise
 constexpr std::uint32_t key_probes = 8;      // keys are random: one lies within so many entries of its place, or not here
 struct KeyTable {
   KeyEntry entries[key_entries];
+  KeyRegion regions[key_entries];
 };
 // Of the number that the service gives a protection domain; it counts up.
 constexpr std::uint32_t pd_number(std::uint64_t pd) { return static_cast<std::uint32_t>(pd); }

@@ -122,9 +122,11 @@ PIN(direct::Turns, limit, 8);
 PIN(direct::Turns, passed, 128);
 PIN(direct::Positions, psn, 16);
 PIN(direct::Positions, sent_messages, 24);
-PIN(direct::KeyEntry, pd, 8);
-PIN(direct::KeyEntry, address, 32);
-PIN(direct::KeyEntry, backing_offset, 56);
+PIN(direct::KeyEntry, file, 8);
+PIN(direct::KeyEntry, address, 16);
+PIN(direct::KeyRegion, address, 16);
+PIN(direct::KeyRegion, backing_offset, 40);
+PIN(direct::KeyTable, regions, 8 << 20);
 PIN(direct::Taking, unfinished, 4);
 static_assert(sizeof(control::OpenDirectReply) == 104 && sizeof(control::OpenProcessReply) == 24 && sizeof(control::OpenSharedReceivesReply) == 40 &&
               sizeof(control::OpenPathRequest) == 40 && sizeof(control::OpenPathReply) == 184 && direct::claim_word(3, direct::held_by_poster) == 0x300000002 &&

@@ -110,9 +110,9 @@ Result<Empty> ControlDesk::on<Request::stage_extents>(Guest& guest, const StageE
 }
 
 // Turns what the guest staged into pieces that cover [address, address + bytes) without a gap, mapping what has a backing.
-Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
+Result<Pieces> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
   const std::vector<Extent> extents = std::exchange(guest.staged, {});
-  std::vector<Piece> pieces;
+  Pieces pieces;
   std::uint64_t at = address;
   Errno failed{0};
   const auto full = [&] { return guest.tenant->pieces + pieces.size() >= guest.tenant->quota.pieces; };
@@ -162,7 +162,7 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
   return pieces;
 }
 
-void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
+void ControlDesk::release_pieces(Guest& guest, Pieces& pieces) {
   for (const Piece& piece : pieces) {
     if (piece.host == nullptr) continue;
     const auto backing = guest.backings.find(piece.backing);

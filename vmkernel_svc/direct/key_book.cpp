@@ -1,6 +1,8 @@
 #include "vmkernel_svc/direct/key_book.hpp"
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "vmkernel_svc/objects.hpp"
 
@@ -9,22 +11,23 @@ namespace vrdma::svc {
 namespace {
 
 // The longest run of pieces that lie one behind the other in one file that may be lent.
-direct::KeyEntry mapped_part(Guest& guest, const Region& region) {
-  direct::KeyEntry best{}, here{};
+struct MappedPart {
+  std::uint32_t backing = 0;
+  std::uint64_t from = 0, bytes = 0, offset = 0;  // from the region's start; in the file
+};
+MappedPart mapped_part(Guest& guest, const Region& region) {
+  MappedPart best, here;
   for (const Piece& piece : region.pieces) {
     const auto backing = piece.host != nullptr ? guest.backings.find(piece.backing) : guest.backings.end();
-    if (backing == guest.backings.end() || backing->second.lendable_fd() < 0) {
+    if (backing == guest.backings.end() || backing->second.lendable_fd() < 0 || piece.backing >= direct::key_backings) {
       here = {};
       continue;
     }
-    if (here.mapped_bytes == 0 || here.backing != piece.backing || here.backing_offset + here.mapped_bytes != piece.backing_offset) {
-      here = {};
-      here.mapped_from = piece.offset;
-      here.backing = piece.backing;
-      here.backing_offset = piece.backing_offset;
+    if (here.bytes == 0 || here.backing != piece.backing || here.offset + here.bytes != piece.backing_offset) {
+      here = {piece.backing, piece.offset, 0, piece.backing_offset};
     }
-    here.mapped_bytes += piece.bytes;
-    if (here.mapped_bytes > best.mapped_bytes) best = here;
+    here.bytes += piece.bytes;
+    if (here.bytes > best.bytes) best = here;
   }
   return best;
 }
@@ -41,18 +44,17 @@ Result<std::unique_ptr<KeyBook>> KeyBook::create(Guest& guest, RegionTable& regi
 }
 
 void KeyBook::add(Guest& guest, const Region& region) {
-  direct::KeyEntry found = mapped_part(guest, region);
-  found.address = guest.reached_by_service ? region.address : 0;
-  if (found.mapped_bytes == 0 && found.address == 0) return;
-  found.access = region.access;
-  found.pd = direct::pd_number(region.pd);
-  found.iova = region.iova;
-  found.bytes = region.bytes;
+  const MappedPart part = mapped_part(guest, region);
+  const std::uint64_t address = guest.reached_by_service ? region.address : 0;
+  if (part.bytes == 0 && address == 0) return;
   for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {
-    direct::KeyEntry& entry = table().entries[direct::key_place(region.key.value, probe)];
+    const std::uint32_t place = direct::key_place(region.key.value, probe);
+    direct::KeyEntry& entry = table().entries[place];
     if (entry.key != 0) continue;
-    entry = found;  // its key is 0
-    // T2: pairs with T1 in DirectPorts::look.
+    table().regions[place] = {region.iova, region.bytes, address, part.from, part.bytes, part.offset};
+    entry = {0, direct::pd_number(region.pd), direct::key_file(region.access, part.backing),
+             static_cast<std::uint32_t>(std::min<std::uint64_t>(part.bytes, std::numeric_limits<std::uint32_t>::max())), region.iova + part.from, part.offset};
+    // T2: pairs with T1 in DirectPorts::look_up.
     std::atomic_ref(entry.key).store(region.key.value, std::memory_order_release);
     return;
   }

@@ -64,7 +64,7 @@ std::string DirectDesk::why_mediated_datagrams(const QueuePair& qp) const {
   if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
   if (is_mediated(*qp.guest)) return "\"vrdma direct mediated\" was said";
   if (qp.core.state != QpState::rtr && qp.core.state != QpState::rts) return "not in RTS";
-  if (qp.guest->minor < control::minor_of_paths) return "an older library";
+  if (qp.guest->minor < control::minor_of_direct) return "an older library";
   return std::string(why_not(qp));
 }
 

@@ -26,11 +26,11 @@ std::uint32_t RegionTable::new_key() {
 Region& RegionTable::add(std::uint32_t& slot) {
   if (free_.empty()) {
     free_.push_back(static_cast<std::uint32_t>(regions_.size()));
-    regions_.push_back(std::make_unique<Region>());
+    regions_.emplace_back();
   }
   slot = free_.back();
   free_.pop_back();
-  Region& region = *regions_[slot];
+  Region& region = regions_[slot];
   region.generation = next_generation_++;
   region.key = Key{new_key()};
   by_key_.emplace(region.key.value, slot);
@@ -38,7 +38,7 @@ Region& RegionTable::add(std::uint32_t& slot) {
 }
 
 void RegionTable::remove(std::uint32_t slot) {
-  Region& region = *regions_[slot];
+  Region& region = regions_[slot];
   by_key_.erase(region.key.value);
   if (const std::uint32_t rested = resting_[resting_next_]; rested != 0) resting_count_.erase(rested);
   resting_[resting_next_] = region.key.value;

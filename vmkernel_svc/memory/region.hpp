@@ -6,12 +6,14 @@
 #pragma once
 
 #include <atomic>
+#include <boost/container/deque.hpp>
+#include <boost/container/small_vector.hpp>
 #include <boost/unordered/unordered_flat_map.hpp>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
+#include "vmkernel_svc/memory/huge_pages.hpp"
 #include "vrdma/ids.hpp"
 
 namespace vrdma::svc {
@@ -27,20 +29,23 @@ struct Piece {
   std::uint64_t backing_offset;
 };
 
-struct Region {
+using Pieces = boost::container::small_vector<Piece, 1>;
+
+// Who looks one up reads its first cache line and, of the only piece, what is in the next.
+struct alignas(64) Region {
   std::uint64_t generation = 0;  // 0: free slot
   std::uint64_t pd = 0;          // service-wide number of the PD
-  Guest* guest = nullptr;
-  Key key{};
-  std::uint32_t access = 0;
   std::uint64_t iova = 0;
   std::uint64_t bytes = 0;
+  std::uint32_t access = 0;
+  Key key{};
+  Guest* guest = nullptr;
   std::uint64_t address = 0;
   std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back. Any shard counts
   void job_begins() { std::atomic_ref(jobs).fetch_add(1, std::memory_order_relaxed); }
   void job_ends() { std::atomic_ref(jobs).fetch_sub(1, std::memory_order_relaxed); }
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
-  std::vector<Piece> pieces;
+  Pieces pieces;
 
   // The piece that holds `offset`. offset < bytes.
   const Piece& piece_at(std::uint64_t offset) const {
@@ -62,15 +67,15 @@ class RegionTable {
   Region& add(std::uint32_t& slot);
   // Gives the region in `slot` a new generation: what was found before must be found again. The key stays, as programs that
   // change only rights or translation expect (IBA 11.2.8.3 leaves it open).
-  void renew(std::uint32_t slot) { regions_[slot]->generation = next_generation_++; }
+  void renew(std::uint32_t slot) { regions_[slot].generation = next_generation_++; }
   void remove(std::uint32_t slot);
 
   Region* at(std::uint32_t slot, std::uint64_t generation) {
     if (slot >= regions_.size()) return nullptr;
-    Region& region = *regions_[slot];
+    Region& region = regions_[slot];
     return region.generation == generation ? &region : nullptr;
   }
-  Region& slot(std::uint32_t slot) { return *regions_[slot]; }
+  Region& slot(std::uint32_t slot) { return regions_[slot]; }
   std::optional<std::uint32_t> find(Key key) const {
     const auto found = by_key_.find(key.value);
     if (found == by_key_.end()) return std::nullopt;
@@ -81,7 +86,8 @@ class RegionTable {
  private:
   std::uint32_t new_key();
 
-  std::vector<std::unique_ptr<Region>> regions_;  // addresses stay
+  using Blocks = boost::container::deque_options<boost::container::block_bytes<huge_page_bytes>>::type;
+  boost::container::deque<Region, HugePages<Region>, Blocks> regions_;  // addresses stay
   std::vector<std::uint32_t> free_;
   boost::unordered_flat_map<std::uint32_t, std::uint32_t> by_key_;
   std::vector<std::uint32_t> resting_;  // keys removed of late, not to be given again soon
