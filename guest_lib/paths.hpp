@@ -1,4 +1,4 @@
-// The interposers of paths.cpp and paths_dir.cpp: libc functions that take a path, exported without a version so that
+// The interposers of paths.cpp, paths_dir.cpp and paths_cwd.cpp: libc functions that take a path, exported without a version so that
 // they stand in front of libc's when libvrdma is preloaded (or comes before libc in the loader's order).
 //
 // A path outside /sys/class/infiniband* and /dev/infiniband costs one comparison. Inside, the real entry wins; where
@@ -7,6 +7,9 @@
 // are no such descriptors), and libc's calls to itself (glob, ftw).
 #pragma once
 
+#include <fcntl.h>
+
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <type_traits>
@@ -21,6 +24,29 @@
   extern "C" result vrdma_interposed_##symbol(__VA_ARGS__)
 
 namespace vrdma::paths {
+
+// Where chdir(2) went in the tree; null: nowhere. Set and cleared by paths_cwd.cpp.
+using Folder = char[256];
+extern std::atomic<const Folder*> working_folder;
+
+// A path as the program gives it; absolute where it is relative to such a folder.
+class Given {
+ public:
+  explicit Given(const char* path, int dir = AT_FDCWD) : path_(path) {
+    if (path == nullptr || path[0] == '/' || path[0] == '\0' || dir != AT_FDCWD) return;
+    const Folder* const folder = working_folder.load(std::memory_order_acquire);
+    if (folder != nullptr && join(*folder, path)) [[unlikely]]
+      path_ = joined_;
+  }
+  Given(const Given&) = delete;
+  Given& operator=(const Given&) = delete;
+  const char* path() const { return path_; }
+
+ private:
+  bool join(const Folder& folder, const char* path);
+  const char* path_;
+  char joined_[256];
+};
 
 inline bool ours(const char* path) { return __builtin_expect(path != nullptr && may_be_synthetic(path), 0); }
 

@@ -108,6 +108,21 @@ TEST_CASE("listings show the tree") {
   CHECK(listing.out.find("gid_attrs") != std::string::npos);
 }
 
+TEST_CASE("the tree can be walked through from within") {
+  if (real_devices_present()) return;
+  const std::string enter = "cd /sys/class/infiniband && ";
+  CHECK(run(enter + "pwd && echo * && cat vrdma0/node_type && ls vrdma0/device").out ==
+        "/sys/class/infiniband\nvrdma0\n1: CA\nlocal_cpulist\nlocal_cpus\nnuma_node\n");
+  CHECK(run(enter + "cd vrdma0/ports && pwd -P && cd ../.. && pwd -P && cd .. && pwd -P").out ==
+        "/sys/class/infiniband/vrdma0/ports\n/sys/class/infiniband\n/sys/class\n");
+  CHECK(run(enter + "(cd vrdma0 && cat hca_type); /bin/pwd; cd /tmp && /bin/pwd && ls vrdma0").out.starts_with("vrdma\n/sys/class/infiniband\n/tmp\nls: "));
+  CHECK(run("cd /sys/class/infiniband/vrdma0/node_guid").exit_code != 0);
+  CHECK(run("cd /sys/class/infiniband/nonexistent").exit_code != 0);
+  // Where the name of a folder of the tree is only a variable, nothing moves.
+  CHECK(run("cd /tmp && PWD=/sys/class/infiniband /bin/pwd -P").out == "/tmp\n");
+  if (installed("/usr/sbin/ibstatus")) CHECK(run("/usr/sbin/ibstatus").out.starts_with("Infiniband device 'vrdma0' port 1 status:\n"));
+}
+
 TEST_CASE("the verbs device is a character device that may be read and written") {
   if (real_devices_present()) return;
   CHECK(run("test -c /dev/infiniband/uverbs0").exit_code == 0);
