@@ -1,6 +1,7 @@
 // poll_cq and req_notify_cq against a thread that writes completions by the service's rules, both over one mapping.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <semaphore>
 #include <thread>
@@ -128,6 +129,26 @@ TEST_CASE("every completion is polled once and in order while lanes become hot a
     service.join();
     CHECK(in_order);
     CHECK(world.shared.consumed == static_cast<std::uint32_t>(total));
+  }
+}
+
+TEST_CASE("lanes that are filled again at once complete evenly where the program takes fewer at a time") {
+  for (const std::uint32_t lanes : {6u, 16u, 17u, 64u}) {
+    CAPTURE(lanes);
+    World world(lanes);
+    std::vector<std::uint64_t> got_of(lanes);
+    std::uint64_t spread = 0;
+    for (auto& queue : world.queues) world.complete(*queue);
+    for (int polls = 0; polls < 2000; ++polls) {
+      ibv_wc wc[5];
+      const int got = poll_cq(world.verbs(), 5, wc);
+      REQUIRE(got == 5);
+      for (int i = 0; i < got; ++i) ++got_of[wc[i].qp_num];
+      for (int i = 0; i < got; ++i) world.complete(*world.queues[wc[i].qp_num]);
+      const auto [least, most] = std::ranges::minmax(got_of);
+      spread = std::max(spread, most - least);
+    }
+    CHECK(spread <= 2);
   }
 }
 

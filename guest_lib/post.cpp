@@ -199,24 +199,29 @@ Direct* entered(const Qp& qp, Direct* direct) {
 }
 DirectConnection* connection_of(const Qp& qp) { return qp.direct != nullptr ? &qp.direct->connection : nullptr; }
 
-// What a message needed and was not there is had for the next one.
-void fetch_missing(Qp& qp, DirectConnection& direct) {
-  if (direct.has_unmapped()) [[unlikely]] qp.attachment->direct_rooms().map(*qp.attachment, qp.direct->reach, *direct.take_unmapped());
+// What a message needed and was not there. Whether it can be had now.
+bool fetch_missing(Qp& qp, DirectConnection& direct) {
+  return direct.has_unmapped() && qp.attachment->direct_rooms().map(*qp.attachment, qp.direct->reach, *direct.take_unmapped());
 }
-void fetch_missing(Qp& qp, DatagramSender& datagrams) {
-  if (!datagrams.wants()) [[likely]] return;
+// For the next ones: what has no path is the service's.
+bool fetch_missing(Qp& qp, DatagramSender& datagrams) {
+  if (!datagrams.wants()) [[likely]] return false;
   DirectRooms& rooms = qp.attachment->direct_rooms();
   if (DatagramPath* const path = datagrams.take_unmapped_path()) rooms.map(*qp.attachment, path->reach, *path->take_unmapped());
   for (const UdOperand& address : datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, address);
+  return false;
 }
 
 // Carries out what lies in the queue, and leaves; what is left there is the service's.
 template <class Direct>
 void run_and_leave(Qp& qp, Direct& direct) {
-  const bool all = direct.run_queue(), told = direct.leave();
+  bool all = direct.run_queue(), told = direct.leave();
+  while (fetch_missing(qp, direct) && !all && entered(qp, &direct) != nullptr) {
+    all = direct.run_queue();
+    told &= direct.leave();
+  }
   if (direct.take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
   if (!all || !told) ring_for(qp.send, qp.doorbell, qp.doorbell_member);
-  fetch_missing(qp, direct);
 }
 
 template <class Direct>

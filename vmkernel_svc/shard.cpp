@@ -385,8 +385,7 @@ bool Shard::park(RunList& list, std::size_t index) {
   }
   qp.port.runnable = false;
   --runnable_count_;
-  list.queue_pairs[index] = list.queue_pairs.back();
-  list.queue_pairs.pop_back();
+  list.remove(index);
   return true;
 }
 
@@ -431,8 +430,7 @@ void Shard::take_out(Qp& qp) {
   for (auto& list : shard.lists_) {
     const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
     if (found == list.queue_pairs.end()) continue;
-    *found = list.queue_pairs.back();
-    list.queue_pairs.pop_back();
+    list.remove(static_cast<std::size_t>(found - list.queue_pairs.begin()));
     --shard.runnable_count_;
     return;
   }

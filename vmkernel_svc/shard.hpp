@@ -98,6 +98,11 @@ class Shard final : public Runner {
     Tenant* tenant;
     std::vector<Qp*> queue_pairs;
     std::size_t next = 0;
+    // The others keep their order, so that all take their turns equally often (guest_lib/poll.cpp says who counts on it).
+    void remove(std::size_t index) {
+      queue_pairs.erase(queue_pairs.begin() + static_cast<std::ptrdiff_t>(index));
+      next -= index < next;
+    }
     // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
     std::int64_t deficit_bytes = 0;
     std::uint64_t moved_bytes = 0;

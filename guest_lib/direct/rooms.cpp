@@ -157,20 +157,22 @@ void DirectRooms::open_path(Attachment& attachment, Qp& qp, DatagramSender& send
   sender.add(address, std::make_unique<DatagramPath>(std::move(all->room), std::move(all->channel), all->ends, source));
 }
 
-void DirectRooms::map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped) {
+bool DirectRooms::map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped) {
   constexpr std::uint32_t failures_max = 4;  // then that memory stays the service's
   if (unmapped.backing == control::backing_process) return reach(attachment, *peer.room);
   std::uint32_t& failed = unmapped.needed ? peer.failed_maps : peer.failed_optional_maps;
-  if (failed >= failures_max) return;
+  if (failed >= failures_max) return false;
   PeerMemory& memory = unmapped.peers ? peer.room->memory : own_memory_;
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? peer.room->peer : attachment.guest(), unmapped.backing});
   const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
   VRDMA_CRASH_POINT("direct.guest.mapped");
-  if (!added || !memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) ++failed;
+  if (added && memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) return true;
+  ++failed;
+  return false;
 }
 
 // Both, because a message that needs one often needs the other, and each failure costs a way through the service.
-void DirectRooms::reach(Attachment& attachment, DirectRoom& room) {
+bool DirectRooms::reach(Attachment& attachment, DirectRoom& room) {
   std::lock_guard lock(mutex_);
   if (own_process_.state() == ReachedProcess::State::unknown) {
     std::uint64_t probe = reinterpret_cast<std::uintptr_t>(&probe);
@@ -181,6 +183,7 @@ void DirectRooms::reach(Attachment& attachment, DirectRoom& room) {
     if (peer) room.process.open(static_cast<pid_t>(peer->body.pid), peer->body.probe_address, peer->body.probe_value);
   }
   VRDMA_CRASH_POINT("direct.guest.process_opened");
+  return own_process_.state() == ReachedProcess::State::opened && room.process.state() == ReachedProcess::State::opened;
 }
 
 void DirectRooms::abandon() {

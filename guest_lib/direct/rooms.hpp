@@ -43,7 +43,7 @@ class DirectRooms {
   // Finds out how to reach an address, and tells `sender`, of the offer that `qp` has taken up.
   void open_path(Attachment& attachment, Qp& qp, DatagramSender& sender, const UdOperand& address);
   // Maps what a message needed and did not find.
-  void map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped);
+  bool map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped);
   void abandon();  // in a fork's child
 
  private:
@@ -55,7 +55,7 @@ class DirectRooms {
   Result<Opened> opened(Qp& qp, const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors, std::uint32_t poster);
   Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
   std::shared_ptr<vmci::UniqueFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
-  void reach(Attachment& attachment, DirectRoom& room);
+  bool reach(Attachment& attachment, DirectRoom& room);
 
   std::mutex mutex_;
   std::unordered_map<std::uint32_t, std::weak_ptr<DirectRoom>> rooms_;
