@@ -71,8 +71,11 @@ char* copy_of_folder(const Folder& folder, char* out, std::size_t bytes) {
 
 // PWD names a folder of the tree, and the kernel's working directory is where enter() would have left it.
 __attribute__((constructor)) void take_over_working_folder() {
-  for (auto* f : {&next_getcwd}) f->get();
-  next_chdir.get(), next_fchdir.get(), next___getcwd_chk.get(), next_get_current_dir_name.get();
+  next_chdir.get();
+  next_fchdir.get();
+  next_getcwd.get();
+  next___getcwd_chk.get();
+  next_get_current_dir_name.get();
   const char* const named = getenv("PWD");
   Folder path;
   if (!ours(named) || find_synthetic(named).kind != EntryKind::directory || !normalise_synthetic(named, path)) return;
