@@ -48,8 +48,8 @@ RemoteOperand remote_operand(const ibv_send_wr& wr) {
 
 // The payload bytes of an inline request, or -1: more than the queue pair takes.
 int inline_bytes(const Qp& qp, const ibv_send_wr& wr) {
-  std::uint64_t bytes = 0;
-  for (int i = 0; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
+  std::uint64_t bytes = wr.num_sge > 0 ? wr.sg_list[0].length : 0;
+  for (int i = 1; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
   return bytes > qp.max_inline_data ? -1 : static_cast<int>(bytes);
 }
 
@@ -60,7 +60,7 @@ struct Shape {
 };
 
 // 0, or the errno value for a request that this queue pair does not take.
-int check(const Qp& qp, const ibv_send_wr& wr, Shape& shape) {
+[[gnu::always_inline]] inline int check(const Qp& qp, const ibv_send_wr& wr, Shape& shape) {
   const auto opcode = static_cast<std::uint32_t>(wr.opcode);
   if (opcode >= 32) return EINVAL;
   const std::uint32_t opcode_bit = 1u << opcode;

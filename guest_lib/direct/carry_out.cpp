@@ -4,10 +4,12 @@
 
 namespace vrdma::guest {
 
-bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
+// One function for each operation, so that what others need is not even asked for.
+template <ibv_wr_opcode opcode>
+bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
+  constexpr engine::OpcodeRule rule = engine::opcode_rules[opcode];
   // Those before it come first; and who wants the claim gets it between two messages.
   if (wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop()) return false;
-  const engine::OpcodeRule& rule = engine::opcode_rules[wr.opcode];
   const std::uint64_t bytes = wr.sg_list->length;
   if (bytes == 0 || (rule.atomic && bytes != sizeof(std::uint64_t))) return false;
   ports_.begin();
@@ -47,7 +49,7 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
   auto moved = engine::MemoryStatus::done;
   if (rule.atomic) {
     std::uint64_t old_value = 0;
-    moved = wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? ports_.fetch_and_add(near_, there, wr.wr.atomic.compare_add, old_value)
+    moved = opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? ports_.fetch_and_add(near_, there, wr.wr.atomic.compare_add, old_value)
                                                      : ports_.compare_and_swap(near_, there, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
     if (moved == engine::MemoryStatus::done) ports_.copy(near_, here, engine::Place::in_engine(&old_value), bytes);
   } else {
@@ -88,6 +90,19 @@ bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::u
   }
   record();
   return true;
+}
+
+bool DirectConnection::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
+  switch (wr.opcode) {
+    case IBV_WR_RDMA_WRITE: return carry_out_as<IBV_WR_RDMA_WRITE>(queue, wr, flags);
+    case IBV_WR_RDMA_WRITE_WITH_IMM: return carry_out_as<IBV_WR_RDMA_WRITE_WITH_IMM>(queue, wr, flags);
+    case IBV_WR_SEND: return carry_out_as<IBV_WR_SEND>(queue, wr, flags);
+    case IBV_WR_SEND_WITH_IMM: return carry_out_as<IBV_WR_SEND_WITH_IMM>(queue, wr, flags);
+    case IBV_WR_RDMA_READ: return carry_out_as<IBV_WR_RDMA_READ>(queue, wr, flags);
+    case IBV_WR_ATOMIC_CMP_AND_SWP: return carry_out_as<IBV_WR_ATOMIC_CMP_AND_SWP>(queue, wr, flags);
+    case IBV_WR_ATOMIC_FETCH_AND_ADD: return carry_out_as<IBV_WR_ATOMIC_FETCH_AND_ADD>(queue, wr, flags);
+    default: return false;
+  }
 }
 
 }  // namespace vrdma::guest

@@ -51,22 +51,6 @@ void DirectConnection::step_back() {
   near_.send_psn = far_.expected_psn = Psn{at.psn & psn_mask};
 }
 
-void DirectConnection::record() {
-  direct::Positions& at = claim_.next_positions();
-  at.send_head = near_.send_ring.position();
-  at.send_lane = near_.send_lane.position();
-  at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
-  at.receive_lane = far_.receive_lane.position();
-  at.psn = near_.send_psn.value;
-  at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
-  at.read_messages = near_.counters.read_messages, at.read_bytes = near_.counters.read_bytes;
-  at.atomics = near_.counters.atomics;
-  at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
-  VRDMA_CRASH_POINT("direct.guest.before_record");
-  claim_.publish_positions();
-  VRDMA_CRASH_POINT("direct.guest.recorded");
-}
-
 bool DirectConnection::run_queue() {
   for (int turns_lost = 0; !near_.send_ring.empty();) {
     if (claim_.stop() || ports_.owes_turn()) return false;

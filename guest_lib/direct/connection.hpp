@@ -77,6 +77,8 @@ class DirectConnection {
   std::optional<DirectPorts::Unmapped> take_unmapped() { return ports_.take_unmapped(); }
 
  private:
+  template <ibv_wr_opcode opcode>
+  bool carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags);
   void take_over();  // from the service, where it stands
   void record();     // a message is done
   void step_back();  // as if the last message had not been begun
@@ -92,5 +94,21 @@ class DirectConnection {
   std::uint32_t handouts_seen_ = 0;
   std::uint32_t receive_head_ = 0;  // of a shared receive queue, as Positions has it
 };
+
+[[gnu::always_inline]] inline void DirectConnection::record() {
+  direct::Positions& at = claim_.next_positions();
+  at.send_head = near_.send_ring.position();
+  at.send_lane = near_.send_lane.position();
+  at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
+  at.receive_lane = far_.receive_lane.position();
+  at.psn = near_.send_psn.value;
+  at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
+  at.read_messages = near_.counters.read_messages, at.read_bytes = near_.counters.read_bytes;
+  at.atomics = near_.counters.atomics;
+  at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
+  VRDMA_CRASH_POINT("direct.guest.before_record");
+  claim_.publish_positions();
+  VRDMA_CRASH_POINT("direct.guest.recorded");
+}
 
 }  // namespace vrdma::guest

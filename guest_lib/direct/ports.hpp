@@ -136,7 +136,10 @@ class DirectPorts {
   }
   [[gnu::always_inline]] engine::MemoryStatus copy(Qp&, const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
     if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;
-    if (through_process_ && (is_elsewhere(to) || is_elsewhere(from))) [[unlikely]] return copy_through_process(to, from, bytes);
+    if (through_process_ && (is_elsewhere(to) || is_elsewhere(from))) [[unlikely]] {
+      const engine::Place into = to, out_of = from;  // so that those, whose addresses nobody has then, stay in registers
+      return copy_through_process(into, out_of, bytes);
+    }
     auto* const target = reinterpret_cast<std::byte*>(to.address);
     const auto* const source = reinterpret_cast<const std::byte*>(from.address);
     if (certain_) vmci::placement_copy(target, source, bytes);

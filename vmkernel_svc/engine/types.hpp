@@ -51,6 +51,7 @@ constexpr std::uint64_t slice_bytes = 64 * 1024;  // one copy: a few microsecond
 
 constexpr std::uint32_t mtu_bytes(std::uint32_t mtu) { return 128u << (mtu < 1 ? 1 : mtu > 5 ? 5 : mtu); }
 constexpr std::uint32_t packets(std::uint64_t bytes, std::uint32_t mtu) {
+  if (bytes <= mtu_bytes(1)) return 1;
   const std::uint32_t size = mtu_bytes(mtu);
   return bytes <= size ? 1 : static_cast<std::uint32_t>((bytes + size - 1) / size);
 }
