@@ -35,12 +35,13 @@ set(CPACK_DEBIAN_PACKAGE_SECTION net)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "ibverbs-utils, perftest, python3")  # python3: vrdma bench
 set(CPACK_DEBIAN_PACKAGE_SUGGESTS "gnuplot-nox, ucx-utils, libfabric-bin, openmpi-bin")  # its pictures, and whom it measures beside
-set(CPACK_DEBIAN_PACKAGE_DESCRIPTION "RDMA verbs for processes, containers and VMs without an HCA
- Programs that use libibverbs run unmodified: a library stands in for libibverbs and
- a service on the host moves the bytes. No HCA, no kernel module, no root.
- .
- The system's libibverbs is left alone; \"vrdma run\" puts the library in its place
- for one program.")
+set(CPACK_VERBATIM_VARIABLES TRUE)  # quotes are quotes
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "RDMA verbs for processes, containers and VMs without an HCA")
+set(CPACK_DEBIAN_PACKAGE_DESCRIPTION "Programs that use libibverbs run unmodified: a library stands in for libibverbs and
+a service on the host moves the bytes. No HCA, no kernel module, no root.
+
+The system's libibverbs is left alone; \"vrdma run\" puts the library in its place
+for one program.")
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA
     ${PROJECT_SOURCE_DIR}/packaging/debian/postinst ${PROJECT_SOURCE_DIR}/packaging/debian/prerm
