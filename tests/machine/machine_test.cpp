@@ -336,6 +336,24 @@ TEST_CASE("a session that begins anew, and a machine that ends, take their guest
   CHECK(ibv_query_port(host.context, 1, &port) == 0);
 }
 
+TEST_CASE("of two QEMUs that want to be one machine the second is told so, and ends") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 26);
+  REQUIRE(machine.connected());
+  vmci::UniqueFd second(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::strncpy(address.sun_path, world.socket().c_str(), sizeof(address.sun_path) - 1);
+  REQUIRE(::connect(second.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+  // QEMU ends at a version that is not 0; at the end of the file before its number it would read on for ever.
+  std::int64_t version = 0;
+  REQUIRE(::recv(second.get(), &version, sizeof(version), MSG_WAITALL) == sizeof(version));
+  CHECK(version == -EBUSY);
+  CHECK(::recv(second.get(), &version, sizeof(version), 0) == 0);
+  REQUIRE(machine.begin_session());
+  CHECK(machine.greet() == 0);
+}
+
 TEST_CASE("a machine whose RAM file is cut off under it harms nobody else") {
   World world;
   Device host;

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <stdexcept>
@@ -66,7 +67,10 @@ bool Qemu::ended() const {
 void Qemu::take(vmci::UniqueFd fd) {
   if (ended()) lose();  // that of the one before may be the next that we hear of
   if (qemu_.is_open()) {
-    if (!std::exchange(refused_, true)) spdlog::warn("machine {}: a second QEMU wants to be it: refused", machine_);
+    if (!std::exchange(refused_, true))
+      spdlog::warn("machine {}: a second QEMU wants to be it: refused; add another machine for it, or end the first one", machine_);
+    // One that is just hung up on here reads on for ever, and says nothing; one that is told of a version it does not know says so and ends.
+    [[maybe_unused]] const Status told = send_message(fd.get(), -EBUSY);
     return;
   }
   if (const auto introduced = introduce(fd.get()); !introduced) {
