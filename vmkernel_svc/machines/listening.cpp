@@ -33,7 +33,7 @@ Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
   // Who runs the machine runs as the tenant.
   if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
-    spdlog::warn("{} cannot be given to uid {} ({}): run the machine as root, or as vrdmad's user", path, tenant, std::strerror(errno));
+    spdlog::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
   return fd;
 }
 

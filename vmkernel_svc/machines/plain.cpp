@@ -89,7 +89,7 @@ void Plain::open_bar(uid_t tenant, std::uint64_t bytes) {
   if (static_cast<std::uint64_t>(status.st_size) != bytes && ::ftruncate(bar_file_.get(), static_cast<off_t>(bytes)) != 0) fail("give its size to", errno);
   // The machine runs as the tenant.
   if (tenant != status.st_uid && ::fchown(bar_file_.get(), tenant, static_cast<gid_t>(-1)) != 0)
-    spdlog::warn("{} cannot be given to uid {} ({}): run the machine as root, or as vrdmad's user", path, tenant, std::strerror(errno));
+    spdlog::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
   auto mapping = vmci::Mapping::map(bar_file_.get(), 0, bytes, vmci::Writable::yes);
   if (!mapping) fail("map", value(mapping.error()));
   bar_ = std::move(*mapping);
