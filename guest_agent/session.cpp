@@ -66,8 +66,10 @@ Session::News Session::look(std::uint64_t now_ns) {
   switch (state_) {
     case State::absent:
       if (ready) begin();
+      say_that_it_waits(now_ns);
       return News::none;
     case State::asked:
+      say_that_it_waits(now_ns);
       // A service that is stopped here is waited for: it sees `boot` when it goes on. A new one is asked anew.
       if (!ready || now.epoch != epoch_) {
         state_ = State::absent;
@@ -89,6 +91,14 @@ Session::News Session::look(std::uint64_t now_ns) {
            : "the host service has started anew, or does not know this machine again: programs that used it get errors");
   lose();
   return News::lost;
+}
+
+// Once for each time that there is no service, when it takes long: a machine may boot before its host's service is up.
+void Session::say_that_it_waits(std::uint64_t now_ns) {
+  if (!waiting_since_ns_) waiting_since_ns_ = now_ns;
+  if (now_ns < *waiting_since_ns_ + patience_ns_ || std::exchange(said_that_it_waits_, true)) return;
+  say("the host service does not answer, waiting for it: start vrdmad on the host; if it runs, see \"vrdma vm list\" there: a machine that was removed or "
+      "added anew while it ran has to be switched off and started with what \"vrdma vm show\" prints");
 }
 
 void Session::begin() {
@@ -148,6 +158,8 @@ bool Session::admits(uid_t user) {
 }
 
 void Session::greet() {
+  waiting_since_ns_.reset();
+  said_that_it_waits_ = false;
   in_bar_ = device_.service_lends_bar();
   if (in_bar_ && !bar_) {
     if (device_.bar_file < 0)

@@ -80,6 +80,7 @@ class Session {
   };
   ServiceNow service() const;
   void greet();
+  void say_that_it_waits(std::uint64_t now_ns);
   std::uint64_t make_page();  // its number
   void mark_alive();
   void mark_dead();
@@ -89,6 +90,8 @@ class Session {
   Vectors vectors_;
   State state_ = State::absent;
   std::uint64_t not_before_ns_ = 0;  // absent: when the service may be asked again
+  std::optional<std::uint64_t> waiting_since_ns_;  // absent or asked
+  bool said_that_it_waits_ = false;
   std::uint64_t epoch_ = 0, boot_ = 0;
   std::uint64_t heartbeat_ = 0, heartbeat_ns_ = 0;  // the last one, and when it was first seen
   std::uint64_t last_look_ns_ = 0;
