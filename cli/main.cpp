@@ -1,9 +1,12 @@
 // vrdma: the command that a person types.
 #include <fmt/format.h>
+#include <pwd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <limits>
+#include <string>
 
 #include "cli/bench.hpp"
 #include "cli/direct.hpp"
@@ -82,6 +85,18 @@ CLI::Option* takes_size(CLI::Option* option) {
       ""));
 }
 
+// A name becomes its uid.
+CLI::Option* takes_user(CLI::Option* option) {
+  return option->transform(CLI::Validator(
+      [](std::string& user) -> std::string {
+        const passwd* const found = ::getpwnam(user.c_str());
+        if (found != nullptr) user = std::to_string(found->pw_uid);
+        const bool is_number = !user.empty() && user.size() <= 10 && user.find_first_not_of("0123456789") == std::string::npos;
+        return is_number && std::stoull(user) <= std::numeric_limits<uid_t>::max() ? "" : fmt::format("\"{}\" is no user here: give a user's name or uid", user);
+      },
+      ""));
+}
+
 CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   CLI::App* const command = app.add_subcommand("vm", "Register virtual machines with the host service, and say how QEMU or libvirt starts them.");
   command->require_subcommand(0, 1);
@@ -96,7 +111,7 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, true);
   takes_size(adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G"))->default_str("2G");
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
-  adding->add_option("--tenant", options.tenant, "uid for whose account its programs run, and who may open its RAM (default: that of the service)");
+  takes_user(adding->add_option("--tenant", options.tenant, "user or uid for whose account its programs run, and as whom QEMU may run besides root (default: that of the service)"));
   CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
   CLI::Option* const private_ram =
       adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")->excludes("--memory", "--ram");

@@ -1,6 +1,7 @@
 #include "cli/vm.hpp"
 
 #include <fmt/format.h>
+#include <pwd.h>
 #include <unistd.h>
 
 #include <bit>
@@ -116,6 +117,18 @@ std::string lines_of(const std::vector<std::string>& words) {
   return out;
 }
 
+// The system's libvirt runs QEMU as a user of its own, who can open the link and the RAM of a machine that is his.
+std::string libvirt_user_hint(const json& described, const std::string& name) {
+  for (const char* const user : {"libvirt-qemu", "qemu"})  // Debian's, Fedora's
+    if (const passwd* const found = ::getpwnam(user); found != nullptr)
+      return described.at("tenant") == found->pw_uid
+                 ? ""
+                 : fmt::format("\nqemu:///system runs QEMU as {1} here, who cannot open this machine's files: for it, remove the machine and add it with\n"
+                               "\"vrdma vm add {0} --tenant {1}\" and the other options. Where AppArmor or SELinux confines QEMU, see vrdma-vm(1).\n",
+                               name, user);
+  return "";
+}
+
 std::string for_libvirt(const Vm& vm) {
   std::string hint = "\nFor libvirt, to be merged into the domain by \"virsh edit\"";
   if (const std::string files = vm.ram.empty() ? (vm.plain ? "link" : "") : vm.plain ? "RAM, nor the link" : "RAM"; !files.empty())
@@ -147,7 +160,7 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
   std::string text = line_of(described) + (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") + lines_of(qemu_arguments(vm));
   if (!vm.plain)
     text += "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments());
-  print_all(text + for_libvirt(vm) + libvirt_xml(vm) + inside);
+  print_all(text + for_libvirt(vm) + libvirt_xml(vm) + libvirt_user_hint(described, vm.name) + inside);
 }
 
 void check_memory(std::uint64_t bytes) {
@@ -266,6 +279,9 @@ int vm_remove(const VmOptions& options) {
     // One that cannot be read can be removed all the same, and one that is not there is refused there.
   }
   folder.remove(options.name);
+  if (const json state = state_of(place, options.name); state.is_object() && state.value("state", "") != "waiting")
+    fmt::print(stderr, "vrdma: note: {} runs: its programs have lost their device, and it is not found again, not even if it is added anew, until it is switched off and started anew\n",
+               options.name);
   // Ours, as `add` made it. A VM that still runs keeps its pages; they are freed at its end.
   if (ram == vm_default_ram(options.name) && ::unlink(ram.c_str()) != 0 && errno != ENOENT)
     fail(fmt::format("the machine is removed, but not its RAM file {} ({})", ram, std::strerror(errno)));

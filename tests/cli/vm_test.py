@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import pwd
 import secrets
 import shutil
 import socket
@@ -249,7 +250,24 @@ os._exit(3)
 
     def test_nobody_is_no_tenant(self):
         self.assert_refuses(self.vm("add", self.name, "--tenant", str(2 ** 32 - 1)), 1, "uid")
+        for nobody in ("no-such-user", str(2 ** 32), "-1"):
+            self.assert_refuses(self.vm("add", self.name, f"--tenant={nobody}"), 2, "--tenant", "uid")
         self.assertFalse(self.ram(self.name).exists())
+
+    @needs_root
+    def test_a_tenant_has_a_name_or_a_number(self):
+        self.add("--tenant", pwd.getpwuid(NOBODY).pw_name)
+        self.assertEqual((self.record()["tenant"], self.ram(self.name).stat().st_uid), (NOBODY, NOBODY))
+
+    def test_who_is_libvirts_user_is_said_unless_the_machine_is_his(self):
+        users = [user.pw_name for user in pwd.getpwall() if user.pw_name in ("libvirt-qemu", "qemu")]
+        self.add()
+        said = self.vm("show", self.name).stdout
+        self.assertEqual("--tenant" in said, bool(users), said)
+        if users and os.geteuid() == 0:
+            name = f"{self.name}-v"
+            self.add("--tenant", next(user for user in ("libvirt-qemu", "qemu") if user in users), name=name)
+            self.assertNotIn("--tenant", self.vm("show", name).stdout)
 
     def test_a_path_that_no_socket_can_have_is_refused(self):
         self.assert_refuses(self.vm("add", self.name, "--vm-folder", self.folder / ("x" * 90)), 1, "107", "--vm-folder")
@@ -320,6 +338,20 @@ class Living(VmCase):
             self.assertTrue(stat.S_ISSOCK(os.stat(added["link"]).st_mode))
             self.assertEqual([vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]], [self.name])
             self.assertEqual(self.vm("remove", self.name).returncode, 0)
+
+    def test_a_machine_that_is_removed_while_it_runs_is_noted(self):
+        with self.service(), socket.socket(socket.AF_UNIX) as qemu:
+            qemu.connect(self.add()["link"])
+            state = lambda: json.loads(self.vm("list", "--json").stdout)[0]["state"]
+            until = time.monotonic() + WATCHDOG_S
+            while state() != "connected" and time.monotonic() < until:
+                time.sleep(0.02)
+            result = self.vm("remove", self.name)
+            self.assertEqual((result.returncode, result.stdout), (0, ""))
+            self.assertIn(f"{self.name} runs", result.stderr)
+            self.add()
+            result = self.vm("remove", self.name)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
 
     def test_a_service_with_another_folder_is_said(self):
         with self.service():
