@@ -98,9 +98,11 @@ std::string libvirt_xml(const Vm& vm) {
         "    </shmem>\n"
         "  </devices>\n",
         xml(vm.link), vm.vectors);
-  // A plain link has a path of its own, and libvirt's <shmem> one that libvirt chooses.
+  // A plain link has a path of its own, and libvirt's <shmem> one that libvirt chooses. QEMU makes a device that libvirt does not know before
+  // libvirt's own, so without a slot it would take one that libvirt has given to another.
   auto words = ram_arguments(vm);
   for (auto& word : vm.plain ? plain_link_arguments(vm) : monitor_arguments(vm)) words.push_back(std::move(word));
+  if (vm.plain) words.back() += ",addr=0x18";
   out += "  <qemu:commandline>\n";
   for (const auto& word : words) out += fmt::format("    <qemu:arg value='{}'/>\n", xml(word));
   return out + "  </qemu:commandline>\n</domain>\n";

@@ -71,7 +71,7 @@ class Adding(VmCase):
         for line in added["libvirt"].splitlines():
             self.assertIn(line, text)
         said = [argument.get("value") for argument in xml.fromstring(added["libvirt"]).iter("{http://libvirt.org/schemas/domain/qemu/1.0}arg")]
-        self.assertEqual(said, added["qemu"][2:])  # libvirt says -m itself
+        self.assertEqual(said, [*added["qemu"][2:-1], added["qemu"][-1] + ",addr=0x18"])  # libvirt says -m itself
 
     def test_a_machine_may_have_ram_of_its_own(self):
         added = self.add("--private-ram", "--bar", "64M")
