@@ -62,6 +62,7 @@ const char* ram_file_remedy(int error) {
     case ELOOP: return "it is a link: name the file itself";
     case EPERM: return "it belongs to another user than the machine's tenant: chown it, or add the machine with the right --tenant";
     case EMEDIUMTYPE: return "it lies on a file system that another process or host serves: keep it on a tmpfs, as /dev/shm is";
+    case EROFS: return "it lies where vrdmad may not write: keep it in /dev/shm or /dev/hugepages, or name its folder in ReadWritePaths of vrdmad's unit";
     default: return "start the machine as \"vrdma vm show\" says";
   }
 }
