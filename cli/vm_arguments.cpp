@@ -103,6 +103,8 @@ std::string libvirt_xml(const Vm& vm) {
   auto words = ram_arguments(vm);
   for (auto& word : vm.plain ? plain_link_arguments(vm) : monitor_arguments(vm)) words.push_back(std::move(word));
   if (vm.plain) words.back() += ",addr=0x18";
+  // libvirt 9.0 has no use for the role of a device with a server, and QEMU saves no other than a master.
+  else words.insert(words.end(), {"-global", "ivshmem-doorbell.master=on"});
   out += "  <qemu:commandline>\n";
   for (const auto& word : words) out += fmt::format("    <qemu:arg value='{}'/>\n", xml(word));
   return out + "  </qemu:commandline>\n</domain>\n";

@@ -60,6 +60,7 @@ class Adding(VmCase):
         described = json.loads(self.vm("show", self.name, "--json").stdout)
         self.assertEqual(words(described), ["ivshmem-doorbell,chardev=vrdma,vectors=2,master=on"])
         self.assertIn("<msi vectors='2'/>", described["libvirt"])
+        self.assertIn("value='ivshmem-doorbell.master=on'", described["libvirt"])  # else libvirt cannot save it
 
     def test_without_interrupts_the_link_is_a_file(self):
         added = self.add("--plain", "--memory", "64M")
