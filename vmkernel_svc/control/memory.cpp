@@ -113,6 +113,7 @@ Result<Empty> ControlDesk::on<Request::stage_extents>(Guest& guest, const StageE
 Result<Pieces> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
   const std::vector<Extent> extents = std::exchange(guest.staged, {});
   Pieces pieces;
+  pieces.reserve(std::min<std::size_t>(extents.size(), guest.tenant->quota.pieces));
   std::uint64_t at = address;
   Errno failed{0};
   const auto full = [&] { return guest.tenant->pieces + pieces.size() >= guest.tenant->quota.pieces; };

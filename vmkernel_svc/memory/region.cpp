@@ -6,6 +6,7 @@ namespace vrdma::svc {
 
 namespace {
 constexpr std::size_t resting_keys = 4096;
+constexpr std::size_t slots_kept = huge_page_bytes / sizeof(Region);
 }
 
 RegionTable::RegionTable() { resting_.assign(resting_keys, 0); }
@@ -46,6 +47,11 @@ void RegionTable::remove(std::uint32_t slot) {
   resting_next_ = (resting_next_ + 1) % resting_keys;
   region = Region{};
   free_.push_back(slot);
+  if (by_key_.empty() && regions_.size() > slots_kept) {  // who had so many has left; generations go on
+    regions_ = {};
+    free_ = {};
+    by_key_ = {};
+  }
 }
 
 }  // namespace vrdma::svc

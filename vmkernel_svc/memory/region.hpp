@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <boost/container/deque.hpp>
-#include <boost/container/small_vector.hpp>
 #include <boost/unordered/unordered_flat_map.hpp>
 #include <cstdint>
 #include <optional>
@@ -29,9 +28,9 @@ struct Piece {
   std::uint64_t backing_offset;
 };
 
-using Pieces = boost::container::small_vector<Piece, 1>;
+using Pieces = std::vector<Piece>;
 
-// Who looks one up reads its first cache line and, of the only piece, what is in the next.
+// Who looks one up reads its first cache line.
 struct alignas(64) Region {
   std::uint64_t generation = 0;  // 0: free slot
   std::uint64_t pd = 0;          // service-wide number of the PD
