@@ -277,8 +277,7 @@ using namespace vrdma::paths;
       mode = va_arg(arguments, mode_t);                                               \
       va_end(arguments);                                                              \
     }                                                                                 \
-    const Given given(path);                                                          \
-    path = given.path();                                                              \
+    const Whole whole(path);                                                          \
     return open_path(path, flags, [=] {                                               \
       auto* next = next_##symbol.get();                                               \
       return next != nullptr ? next(path, flags, mode) : sys_open(AT_FDCWD, path, flags, mode); \
@@ -298,8 +297,7 @@ VRDMA_OPEN(__open64)
       mode = va_arg(arguments, mode_t);                                            \
       va_end(arguments);                                                           \
     }                                                                              \
-    const Given given(path, dir);                                                  \
-    path = given.path();                                                           \
+    const Whole whole(path, dir);                                                  \
     return open_path(path, flags, [=] {                                            \
       auto* next = next_##symbol.get();                                            \
       return next != nullptr ? next(dir, path, flags, mode) : sys_open(dir, path, flags, mode); \
@@ -310,8 +308,7 @@ VRDMA_OPENAT(openat64)
 
 #define VRDMA_OPEN_2(symbol)                                       \
   VRDMA_INTERPOSE(int, symbol, const char* path, int flags) {      \
-    const Given given(path);                                       \
-    path = given.path();                                           \
+    const Whole whole(path);                                       \
     return open_path(path, flags, [=] {                            \
       auto* next = next_##symbol.get();                            \
       return next != nullptr ? next(path, flags) : sys_open(AT_FDCWD, path, flags, 0); \
@@ -322,8 +319,7 @@ VRDMA_OPEN_2(__open64_2)
 
 #define VRDMA_OPENAT_2(symbol)                                          \
   VRDMA_INTERPOSE(int, symbol, int dir, const char* path, int flags) {  \
-    const Given given(path, dir);                                       \
-    path = given.path();                                                \
+    const Whole whole(path, dir);                                       \
     return open_path(path, flags, [=] {                                 \
       auto* next = next_##symbol.get();                                 \
       return next != nullptr ? next(dir, path, flags) : sys_open(dir, path, flags, 0); \
@@ -334,8 +330,7 @@ VRDMA_OPENAT_2(__openat64_2)
 
 #define VRDMA_FOPEN(symbol)                                                   \
   VRDMA_INTERPOSE(FILE*, symbol, const char* path, const char* mode) {        \
-    const Given given(path);                                                  \
-    path = given.path();                                                      \
+    const Whole whole(path);                                                  \
     return fopen_path(path, mode, [=] { return call(next_##symbol, path, mode); }); \
   }
 VRDMA_FOPEN(fopen)
@@ -343,8 +338,7 @@ VRDMA_FOPEN(fopen64)
 
 #define VRDMA_STAT(symbol, syscall_flags)                                       \
   VRDMA_INTERPOSE(int, symbol, const char* path, struct stat* out) {            \
-    const Given given(path);                                                    \
-    path = given.path();                                                        \
+    const Whole whole(path);                                                    \
     return stat_path(path, out, [=] {                                           \
       auto* next = next_##symbol.get();                                         \
       return next != nullptr ? next(path, out) : sys_stat(AT_FDCWD, path, out, syscall_flags); \
@@ -357,8 +351,7 @@ VRDMA_STAT(lstat64, AT_SYMLINK_NOFOLLOW)
 
 #define VRDMA_FSTATAT(symbol)                                                             \
   VRDMA_INTERPOSE(int, symbol, int dir, const char* path, struct stat* out, int flags) {  \
-    const Given given(path, dir);                                                         \
-    path = given.path();                                                                  \
+    const Whole whole(path, dir);                                                         \
     return stat_path(path, out, [=] {                                                     \
       auto* next = next_##symbol.get();                                                   \
       return next != nullptr ? next(dir, path, out, flags) : sys_stat(dir, path, out, flags); \
@@ -370,8 +363,7 @@ VRDMA_FSTATAT(fstatat64)
 // What stat() was before glibc 2.33; binaries built then still call these.
 #define VRDMA_XSTAT(symbol)                                                        \
   VRDMA_INTERPOSE(int, symbol, int version, const char* path, struct stat* out) {  \
-    const Given given(path);                                                       \
-    path = given.path();                                                           \
+    const Whole whole(path);                                                       \
     return stat_path(path, out, [=] { return call(next_##symbol, version, path, out); }); \
   }
 VRDMA_XSTAT(__xstat)
@@ -381,16 +373,14 @@ VRDMA_XSTAT(__lxstat64)
 
 #define VRDMA_FXSTATAT(symbol)                                                                         \
   VRDMA_INTERPOSE(int, symbol, int version, int dir, const char* path, struct stat* out, int flags) {  \
-    const Given given(path, dir);                                                                      \
-    path = given.path();                                                                               \
+    const Whole whole(path, dir);                                                                      \
     return stat_path(path, out, [=] { return call(next_##symbol, version, dir, path, out, flags); });  \
   }
 VRDMA_FXSTATAT(__fxstatat)
 VRDMA_FXSTATAT(__fxstatat64)
 
 VRDMA_INTERPOSE(int, statx, int dir, const char* path, int flags, unsigned mask, struct statx* out) {
-  const Given given(path, dir);
-  path = given.path();
+  const Whole whole(path, dir);
   const auto real = [=] { return call(next_statx, dir, path, flags, mask, out); };
   if (!ours(path)) return real();
   return real_or_synthetic(path, -1, real,
@@ -399,8 +389,7 @@ VRDMA_INTERPOSE(int, statx, int dir, const char* path, int flags, unsigned mask,
 
 #define VRDMA_ACCESS(symbol)                                 \
   VRDMA_INTERPOSE(int, symbol, const char* path, int mode) { \
-    const Given given(path);                                 \
-    path = given.path();                                     \
+    const Whole whole(path);                                 \
     return access_path(path, mode, [=] { return call(next_##symbol, path, mode); }); \
   }
 VRDMA_ACCESS(access)
@@ -408,47 +397,39 @@ VRDMA_ACCESS(eaccess)
 VRDMA_ACCESS(euidaccess)
 
 VRDMA_INTERPOSE(int, faccessat, int dir, const char* path, int mode, int flags) {
-  const Given given(path, dir);
-  path = given.path();
+  const Whole whole(path, dir);
   return access_path(path, mode, [=] { return call(next_faccessat, dir, path, mode, flags); });
 }
 
 VRDMA_INTERPOSE(char*, realpath, const char* path, char* resolved) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return real_path(path, resolved, [=] { return call(next_realpath, path, resolved); });
 }
 VRDMA_INTERPOSE(char*, __realpath_chk, const char* path, char* resolved, std::size_t room) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return real_path(path, resolved, [=] { return call(next___realpath_chk, path, resolved, room); });
 }
 VRDMA_INTERPOSE(char*, canonicalize_file_name, const char* path) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return real_path(path, nullptr, [=] { return call(next_canonicalize_file_name, path); });
 }
 
 VRDMA_INTERPOSE(ssize_t, readlink, const char* path, char* out, std::size_t bytes) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return readlink_path(path, [=] {
     auto* next = next_readlink.get();
     return next != nullptr ? next(path, out, bytes) : static_cast<ssize_t>(syscall(SYS_readlinkat, AT_FDCWD, path, out, bytes));
   });
 }
 VRDMA_INTERPOSE(ssize_t, readlinkat, int dir, const char* path, char* out, std::size_t bytes) {
-  const Given given(path, dir);
-  path = given.path();
+  const Whole whole(path, dir);
   return readlink_path(path, [=] { return call(next_readlinkat, dir, path, out, bytes); });
 }
 VRDMA_INTERPOSE(ssize_t, __readlink_chk, const char* path, char* out, std::size_t bytes, std::size_t room) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return readlink_path(path, [=] { return call(next___readlink_chk, path, out, bytes, room); });
 }
 VRDMA_INTERPOSE(ssize_t, __readlinkat_chk, int dir, const char* path, char* out, std::size_t bytes, std::size_t room) {
-  const Given given(path, dir);
-  path = given.path();
+  const Whole whole(path, dir);
   return readlink_path(path, [=] { return call(next___readlinkat_chk, dir, path, out, bytes, room); });
 }

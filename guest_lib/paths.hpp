@@ -29,23 +29,21 @@ namespace vrdma::paths {
 using Folder = char[256];
 extern std::atomic<const Folder*> working_folder;
 
-// A path as the program gives it; absolute where it is relative to such a folder.
-class Given {
+// Makes `path`, as the program gives it, absolute where it is relative to such a folder, as long as this lives.
+class Whole {
  public:
-  explicit Given(const char* path, int dir = AT_FDCWD) : path_(path) {
+  explicit Whole(const char*& path, int dir = AT_FDCWD) {
     if (path == nullptr || path[0] == '/' || path[0] == '\0' || dir != AT_FDCWD) return;
     const Folder* const folder = working_folder.load(std::memory_order_acquire);
     if (folder != nullptr && join(*folder, path)) [[unlikely]]
-      path_ = joined_;
+      path = joined_;
   }
-  Given(const Given&) = delete;
-  Given& operator=(const Given&) = delete;
-  const char* path() const { return path_; }
+  Whole(const Whole&) = delete;
+  Whole& operator=(const Whole&) = delete;
 
  private:
   bool join(const Folder& folder, const char* path);
-  const char* path_;
-  char joined_[256];
+  Folder joined_;
 };
 
 inline bool ours(const char* path) { return __builtin_expect(path != nullptr && may_be_synthetic(path), 0); }

@@ -97,7 +97,7 @@ __attribute__((constructor)) void take_over_working_folder() {
 
 constinit std::atomic<const Folder*> working_folder{nullptr};
 
-bool Given::join(const Folder& folder, const char* path) {
+bool Whole::join(const Folder& folder, const char* path) {
   char whole[2 * sizeof(Folder)];
   const int length = snprintf(whole, sizeof whole, "%s/%s", folder, path);
   return length > 0 && static_cast<std::size_t>(length) < sizeof whole && normalise_synthetic(whole, joined_);
@@ -108,8 +108,7 @@ bool Given::join(const Folder& folder, const char* path) {
 using namespace vrdma::paths;
 
 VRDMA_INTERPOSE(int, chdir, const char* path) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   const auto real = [path] {
     auto* next = next_chdir.get();
     return leave(next != nullptr ? next(path) : real_chdir(path));

@@ -183,8 +183,7 @@ int copy_next_entry(Stream* stream, dirent* out, dirent** result) {
 using namespace vrdma::paths;
 
 VRDMA_INTERPOSE(DIR*, opendir, const char* path) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   const auto real = [=] { return call(next_opendir, path); };
   if (!ours(path)) return real();
   return real_or_synthetic(path, static_cast<DIR*>(nullptr), real,
@@ -237,12 +236,10 @@ VRDMA_INTERPOSE(int, dirfd, DIR* dir) {
 }
 
 VRDMA_INTERPOSE(int, scandir, const char* path, dirent*** out, Filter* filter, Compare* compare) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return scan_path(path, out, filter, compare, [=] { return call(next_scandir, path, out, filter, compare); });
 }
 VRDMA_INTERPOSE(int, scandir64, const char* path, dirent*** out, Filter* filter, Compare* compare) {
-  const Given given(path);
-  path = given.path();
+  const Whole whole(path);
   return scan_path(path, out, filter, compare, [=] { return call(next_scandir64, path, out, filter, compare); });
 }

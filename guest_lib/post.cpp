@@ -48,8 +48,8 @@ RemoteOperand remote_operand(const ibv_send_wr& wr) {
 
 // The payload bytes of an inline request, or -1: more than the queue pair takes.
 int inline_bytes(const Qp& qp, const ibv_send_wr& wr) {
-  std::uint64_t bytes = wr.num_sge > 0 ? wr.sg_list[0].length : 0;
-  for (int i = 1; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
+  std::uint64_t bytes = 0;
+  for (int i = 0; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
   return bytes > qp.max_inline_data ? -1 : static_cast<int>(bytes);
 }
 
@@ -200,28 +200,31 @@ Direct* entered(const Qp& qp, Direct* direct) {
 DirectConnection* connection_of(const Qp& qp) { return qp.direct != nullptr ? &qp.direct->connection : nullptr; }
 
 // What a message needed and was not there. Whether it can be had now.
-bool fetch_missing(Qp& qp, DirectConnection& direct) {
+bool map_missing(Qp& qp, DirectConnection& direct) {
   return direct.has_unmapped() && qp.attachment->direct_rooms().map(*qp.attachment, qp.direct->reach, *direct.take_unmapped());
 }
-// For the next ones: what has no path is the service's.
-bool fetch_missing(Qp& qp, DatagramSender& datagrams) {
-  if (!datagrams.wants()) [[likely]] return false;
+// Datagrams do not wait for it: theirs is had for the next one.
+bool map_missing(Qp&, DatagramSender&) { return false; }
+
+void fetch_missing(Qp& qp, DirectConnection& direct) { map_missing(qp, direct); }
+void fetch_missing(Qp& qp, DatagramSender& datagrams) {
+  if (!datagrams.wants()) [[likely]] return;
   DirectRooms& rooms = qp.attachment->direct_rooms();
   if (DatagramPath* const path = datagrams.take_unmapped_path()) rooms.map(*qp.attachment, path->reach, *path->take_unmapped());
   for (const UdOperand& address : datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, address);
-  return false;
 }
 
 // Carries out what lies in the queue, and leaves; what is left there is the service's.
 template <class Direct>
 void run_and_leave(Qp& qp, Direct& direct) {
   bool all = direct.run_queue(), told = direct.leave();
-  while (fetch_missing(qp, direct) && !all && entered(qp, &direct) != nullptr) {
+  while (!all && map_missing(qp, direct) && entered(qp, &direct) != nullptr) {
     all = direct.run_queue();
     told &= direct.leave();
   }
   if (direct.take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
   if (!all || !told) ring_for(qp.send, qp.doorbell, qp.doorbell_member);
+  fetch_missing(qp, direct);
 }
 
 template <class Direct>

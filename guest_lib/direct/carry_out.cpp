@@ -50,7 +50,7 @@ bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std
   if (rule.atomic) {
     std::uint64_t old_value = 0;
     moved = opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? ports_.fetch_and_add(near_, there, wr.wr.atomic.compare_add, old_value)
-                                                     : ports_.compare_and_swap(near_, there, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
+                                                  : ports_.compare_and_swap(near_, there, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
     if (moved == engine::MemoryStatus::done) ports_.copy(near_, here, engine::Place::in_engine(&old_value), bytes);
   } else {
     moved = ports_.copy(near_, rule.reads ? here : there, rule.reads ? there : here, bytes);

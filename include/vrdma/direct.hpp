@@ -110,11 +110,11 @@ constexpr std::uint64_t turn_word(std::uint32_t next, std::uint32_t taker) { ret
 // pages, as programs with many regions pay for the cache lines and translations that a key costs.
 struct alignas(32) KeyEntry {
   std::uint32_t key;  // 0: free. Written last and taken away first; the rest, and its KeyRegion, changes only while no direction is handed out
-  std::uint32_t pd;   // pd_number() of its protection domain
+  std::uint32_t pd;     // pd_number() of its protection domain
   std::uint32_t file;   // key_file()
   std::uint32_t bytes;  // of the part; 0: none
-  std::uint64_t address;  // of the part, as work requests have it
-  std::uint64_t backing_offset;  // likewise
+  std::uint64_t address;         // where it begins, as work requests have it
+  std::uint64_t backing_offset;  // … and in the file
 };
 static_assert(WireRecord<KeyEntry> && sizeof(KeyEntry) == 32);
 

@@ -48,8 +48,8 @@ class ControlDesk {
   bool dispatch(Guest& guest, std::span<const std::byte> body, std::byte* reply, std::uint32_t& reply_bytes, int& status);
 
   bool answer(Guest& guest, const control::Head& head, std::span<const std::byte> body);
-  Result<Pieces> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
-  void release_pieces(Guest& guest, Pieces& pieces);
+  Result<std::vector<Piece>> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
+  void release_pieces(Guest& guest, std::vector<Piece>& pieces);
   void destroy(Guest& guest, QueuePair& qp);
   void destroy(Guest& guest, CompletionQueue& cq);
   void destroy(Guest& guest, SharedReceiveQueue& srq);

@@ -110,9 +110,9 @@ Result<Empty> ControlDesk::on<Request::stage_extents>(Guest& guest, const StageE
 }
 
 // Turns what the guest staged into pieces that cover [address, address + bytes) without a gap, mapping what has a backing.
-Result<Pieces> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
+Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
   const std::vector<Extent> extents = std::exchange(guest.staged, {});
-  Pieces pieces;
+  std::vector<Piece> pieces;
   pieces.reserve(std::min<std::size_t>(extents.size(), guest.tenant->quota.pieces));
   std::uint64_t at = address;
   Errno failed{0};
@@ -163,7 +163,7 @@ Result<Pieces> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::
   return pieces;
 }
 
-void ControlDesk::release_pieces(Guest& guest, Pieces& pieces) {
+void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
     if (piece.host == nullptr) continue;
     const auto backing = guest.backings.find(piece.backing);

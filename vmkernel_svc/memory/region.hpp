@@ -28,8 +28,6 @@ struct Piece {
   std::uint64_t backing_offset;
 };
 
-using Pieces = std::vector<Piece>;
-
 // Who looks one up reads its first cache line.
 struct alignas(64) Region {
   std::uint64_t generation = 0;  // 0: free slot
@@ -44,7 +42,7 @@ struct alignas(64) Region {
   void job_begins() { std::atomic_ref(jobs).fetch_add(1, std::memory_order_relaxed); }
   void job_ends() { std::atomic_ref(jobs).fetch_sub(1, std::memory_order_relaxed); }
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
-  Pieces pieces;
+  std::vector<Piece> pieces;
 
   // The piece that holds `offset`. offset < bytes.
   const Piece& piece_at(std::uint64_t offset) const {
