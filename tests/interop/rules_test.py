@@ -72,6 +72,11 @@ class PerftestRules(unittest.TestCase):
         self.assertEqual(names(7), names(7))
         self.assertNotEqual(names(7), names(8))
 
+    def test_datagrams_are_not_larger_than_the_mtu(self):
+        case = perftest.Case("send", "bw", "UD", size=perftest.LARGEST_DATAGRAM)
+        self.assertTrue(perftest.runnable(case))
+        self.assertFalse(perftest.runnable(replace(case, size=perftest.LARGEST_DATAGRAM + 1)))
+
     def test_unreliable_sends_that_outrun_their_receives_are_left_out(self):
         case = perftest.Case("send", "bw", "UD", rx_depth=128)
         self.assertIsNotNone(perftest.hazard(case))
