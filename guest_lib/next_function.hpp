@@ -10,7 +10,7 @@
 
 namespace vrdma {
 
-extern __thread bool next_function_lookup __attribute__((tls_model("initial-exec")));
+[[gnu::tls_model("initial-exec")]] inline constinit thread_local bool next_function_lookup = false;
 
 template <class Function>
 class NextFunction {

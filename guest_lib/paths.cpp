@@ -19,9 +19,6 @@
 #include "guest_lib/next_function.hpp"
 
 namespace vrdma {
-
-__thread bool next_function_lookup = false;
-
 namespace paths {
 namespace {
 

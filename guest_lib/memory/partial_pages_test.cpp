@@ -203,6 +203,67 @@ TEST_CASE("Without being told, only what malloc has mapped for one buffer moves 
   CHECK(manager.statistics().resident_bytes == 0);
 }
 
+extern "C" void* __libc_memalign(std::size_t alignment, std::size_t bytes);  // the C library's own, which nothing stands in front of
+
+TEST_CASE("A block that begins at a page ends at one, and moves whole with a part of it") {
+  REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
+  Service service;
+  MemoryManager manager(service.backings());
+  const auto moves = [&](unsigned char* block, std::uint64_t from, std::uint64_t bytes) {
+    auto r = manager.add(at(block + from), bytes, writable_access);
+    REQUIRE(r.has_value());
+    const bool moved = in_window(*r);
+    manager.remove(std::move(*r));
+    return moved;
+  };
+  constexpr std::size_t bytes = 5000;
+  const auto from_posix = [](std::size_t alignment) {
+    void* memory = nullptr;
+    CHECK(::posix_memalign(&memory, alignment, bytes) == 0);
+    return memory;
+  };
+  using Block = std::unique_ptr<void, decltype(&std::free)>;
+  {
+    const Block block(::memalign(page, bytes), &std::free);
+    REQUIRE_OR_SKIP(::malloc_usable_size(block.get()) >= 2 * page, "a sanitizer's malloc, or another than glibc's");
+  }
+  // What the C library gives by itself has something else behind it.
+  for (int i = 0; i < 4; ++i) {
+    const Block own(__libc_memalign(page, bytes), &std::free), beside(std::malloc(1000), &std::free);
+    CHECK_FALSE(moves(static_cast<unsigned char*>(own.get()), 0, bytes));
+  }
+  for (void* const memory : {::memalign(page, bytes), std::aligned_alloc(page, bytes), ::valloc(bytes), from_posix(page), from_posix(1 << 16)}) {
+    const Block block(memory, &std::free), beside(std::malloc(1000), &std::free);
+    auto* const data = static_cast<unsigned char*>(memory);
+    REQUIRE(data != nullptr);
+    std::memset(data, 7, bytes);
+    CHECK(moves(data, 0, bytes));
+    CHECK(moves(data, 100, bytes - 100));
+    CHECK_FALSE(moves(data, 0, 2 * page + 100));  // more than is the block's
+    CHECK(std::all_of(data, data + bytes, [](unsigned char byte) { return byte == 7; }));
+    auto registration = manager.add(at(data), bytes, writable_access);
+    REQUIRE(registration.has_value());
+    CHECK(in_child([&] {
+            const bool intact = std::all_of(data, data + bytes, [](unsigned char byte) { return byte == 7; });
+            std::free(data);
+            std::free(std::malloc(3000));
+            return intact ? 0 : 1;
+          }) == 0);
+    manager.remove(std::move(*registration));
+  }
+  void* none = nullptr;
+  const volatile std::size_t too_much = SIZE_MAX - 100;
+  CHECK((::memalign(page, too_much) == nullptr && ::posix_memalign(&none, 3, bytes) == EINVAL));
+  // Words that only look like a block's.
+  const Pages pages(5);
+  auto* const words = reinterpret_cast<std::uint64_t*>(pages.p + page);
+  words[-1] = (2 * page + 16) | 1;
+  CHECK_FALSE(moves(pages.p + page, 0, bytes));
+  words[-1] = (1ull << 40) | 1;
+  CHECK_FALSE(moves(pages.p + page, 0, bytes));
+  CHECK(manager.statistics().resident_bytes == 0);
+}
+
 TEST_CASE("realloc copies what could not be moved back, too") {
   CHECK(in_child([] {
           (void)!::setuid(65534);  // who may not use userfaultfd; others are not of this kind
