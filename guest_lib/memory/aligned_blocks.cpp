@@ -16,7 +16,7 @@ namespace {
 // What to ask for; a size that cannot be had stays one.
 std::size_t to_whole_pages(std::size_t alignment, std::size_t bytes) {
   const std::size_t page = vrdma::memory::page_bytes();
-  return alignment < page || bytes > SIZE_MAX - page ? bytes : (bytes + page - 1) / page * page;
+  return alignment < page || bytes > SIZE_MAX - page ? bytes : vrdma::memory::page_ceiling(bytes);
 }
 
 void* none() {

@@ -167,17 +167,19 @@ TEST_CASE("A heap of which parts are registered works while other threads use it
   CHECK(manager.statistics().moved_in_bytes > 0);
 }
 
+// Whether these bytes are mapped, by moving the pages that hold them, while they are registered.
+bool moves(MemoryManager& manager, const void* address, std::uint64_t bytes) {
+  auto r = manager.add(at(address), bytes, writable_access);
+  REQUIRE(r.has_value());
+  const bool moved = in_window(*r);
+  manager.remove(std::move(*r));
+  return moved;
+}
+
 TEST_CASE("Without being told, only what malloc has mapped for one buffer moves with a part of it") {
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;
   MemoryManager manager(service.backings());
-  const auto moves = [&](const void* address, std::uint64_t bytes) {
-    auto r = manager.add(at(address), bytes, writable_access);
-    REQUIRE(r.has_value());
-    const bool moved = in_window(*r);
-    manager.remove(std::move(*r));
-    return moved;
-  };
   constexpr std::size_t bytes = 5'000'000;
   ::mallopt(M_MMAP_THRESHOLD, 128 << 10);  // or it rises to what has been freed
   for (const std::size_t alignment : {16u, 64u, 4096u, 65536u}) {
@@ -185,21 +187,21 @@ TEST_CASE("Without being told, only what malloc has mapped for one buffer moves 
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(alignment, bytes / alignment * alignment), &std::free);
     auto* const large = static_cast<unsigned char*>(memory.get());
     large[0] = 1, large[4'900'000] = 2;
-    REQUIRE_OR_SKIP(moves(large, 4'900'001), "another malloc than glibc's");
+    REQUIRE_OR_SKIP(moves(manager, large, 4'900'001), "another malloc than glibc's");
     CHECK((large[0] == 1 && large[4'900'000] == 2));
-    if (alignment == 16) CHECK((moves(large + 8, 100) && moves(large + 100, 4'000'000)));
+    if (alignment == 16) CHECK((moves(manager, large + 8, 100) && moves(manager, large + 100, 4'000'000)));
   }
   auto* const small = static_cast<unsigned char*>(std::malloc(64));
-  CHECK_FALSE(moves(small, 64));
+  CHECK_FALSE(moves(manager, small, 64));
   std::free(small);
   // What is below may be no memory to look at.
   const Pages pages(4);
   REQUIRE(::mprotect(pages.p, page, PROT_NONE) == 0);
-  CHECK_FALSE(moves(pages.p + page, 100));
+  CHECK_FALSE(moves(manager, pages.p + page, 100));
   constexpr int guard_install = 102;  // MADV_GUARD_INSTALL, Linux 6.13
   REQUIRE(::mprotect(pages.p, page, PROT_READ | PROT_WRITE) == 0);
   (void)::madvise(pages.p, page, guard_install);
-  CHECK_FALSE(moves(pages.p + page, 100));
+  CHECK_FALSE(moves(manager, pages.p + page, 100));
   CHECK(manager.statistics().resident_bytes == 0);
 }
 
@@ -214,13 +216,6 @@ TEST_CASE("A block that begins at a page ends at one, and moves whole with a par
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;
   MemoryManager manager(service.backings());
-  const auto moves = [&](unsigned char* block, std::uint64_t from, std::uint64_t bytes) {
-    auto r = manager.add(at(block + from), bytes, writable_access);
-    REQUIRE(r.has_value());
-    const bool moved = in_window(*r);
-    manager.remove(std::move(*r));
-    return moved;
-  };
   constexpr std::size_t bytes = 5000;
   const auto from_posix = [](std::size_t alignment) {
     void* memory = nullptr;
@@ -232,16 +227,16 @@ TEST_CASE("A block that begins at a page ends at one, and moves whole with a par
   // What the C library gives by itself has something else behind it.
   for (int i = 0; i < 4; ++i) {
     const Block own(__libc_memalign(page, bytes), &std::free), beside(std::malloc(1000), &std::free);
-    CHECK_FALSE(moves(static_cast<unsigned char*>(own.get()), 0, bytes));
+    CHECK_FALSE(moves(manager, own.get(), bytes));
   }
   for (void* const memory : {::memalign(page, bytes), std::aligned_alloc(page, bytes), ::valloc(bytes), from_posix(page), from_posix(1 << 16)}) {
     const Block block(memory, &std::free), beside(std::malloc(1000), &std::free);
     auto* const data = static_cast<unsigned char*>(memory);
     REQUIRE(data != nullptr);
     std::memset(data, 7, bytes);
-    CHECK(moves(data, 0, bytes));
-    CHECK(moves(data, 100, bytes - 100));
-    CHECK_FALSE(moves(data, 0, 2 * page + 100));  // more than is the block's
+    CHECK(moves(manager, data, bytes));
+    CHECK(moves(manager, data + 100, bytes - 100));
+    CHECK_FALSE(moves(manager, data, 2 * page + 100));  // more than is the block's
     CHECK(std::all_of(data, data + bytes, [](unsigned char byte) { return byte == 7; }));
     auto registration = manager.add(at(data), bytes, writable_access);
     REQUIRE(registration.has_value());
@@ -260,9 +255,9 @@ TEST_CASE("A block that begins at a page ends at one, and moves whole with a par
   const Pages pages(5);
   auto* const words = reinterpret_cast<std::uint64_t*>(pages.p + page);
   words[-1] = (2 * page + 16) | 1;
-  CHECK_FALSE(moves(pages.p + page, 0, bytes));
+  CHECK_FALSE(moves(manager, pages.p + page, bytes));
   words[-1] = (1ull << 40) | 1;
-  CHECK_FALSE(moves(pages.p + page, 0, bytes));
+  CHECK_FALSE(moves(manager, pages.p + page, bytes));
   CHECK(manager.statistics().resident_bytes == 0);
 }
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "guest_lib/memory/raw_copy.hpp"
@@ -34,53 +35,56 @@ bool may_move_with_neighbours(std::uint64_t page) {
   return page % arena_alignment != 0 && !control.overlaps({page, page + page_bytes()});
 }
 
-constexpr std::uint64_t header_bytes = 16, header_flags = 7, flag_in_use_before = 1, flag_mapped = 2;  // of glibc's malloc
-
-// A page below a block may be guarded, or no memory.
-bool can_be_read(VmaReader& reader, const Window& window, std::uint64_t header) {
-  const auto vma = reader.at_or_after(header);
-  if (!vma || vma->range.begin > header || vma->range.end - header < header_bytes || header % header_bytes != 0) return false;
-  if (!may_move(*vma) && !window.holds_in_place(*vma)) return false;
-  return ::syscall(SYS_madvise, page_floor(header), page_bytes(), populate_read) == 0;
+// The words before a block of glibc's malloc.
+constexpr std::uint64_t header_bytes = 16, header_flags = 7, flag_in_use_before = 1, flag_mapped = 2;
+struct Header {
+  std::uint64_t before, bytes, flags;  // bytes of the block before, and of the block from `address`
+};
+std::optional<Header> header_at(VmaReader& reader, const Window& window, Range registration, std::uint64_t address) {
+  const auto vma = reader.at_or_after(address);
+  if (!vma || vma->range.begin > address || vma->range.end - address < header_bytes || address % header_bytes != 0) return std::nullopt;
+  if (!may_move(*vma) && !window.holds_in_place(*vma)) return std::nullopt;
+  // A page that is not registered may be guarded.
+  const bool registered = whole_pages_around(registration).overlaps({address, address + header_bytes});
+  if (!registered && ::syscall(SYS_madvise, page_floor(address), page_bytes(), populate_read) != 0) return std::nullopt;
+  std::uint64_t words[2];
+  raw_copy(reinterpret_cast<std::uint64_t>(words), address, sizeof(words));
+  const Header header{words[0], words[1] & ~header_flags, words[1] & header_flags};
+  return header.bytes <= window_bytes ? std::optional(header) : std::nullopt;
 }
 
 // A block of glibc's heap that begins at a page, up to where its last whole page ends: the words below it tell its length, and the words
 // behind that it is in use. aligned_blocks.cpp sees to it that there is such a page where `registration` ends. Empty where it does not look so.
 Range aligned_block(VmaReader& reader, const Window& window, Range registration) {
-  const std::uint64_t begin = page_floor(registration.begin), header = begin - header_bytes;
-  if (begin < page_bytes() || !can_be_read(reader, window, header)) return {};
-  std::uint64_t words[2];
-  raw_copy(reinterpret_cast<std::uint64_t>(words), header, sizeof(words));
-  const std::uint64_t bytes = words[1] & ~header_flags;
-  if ((words[1] & flag_mapped) != 0 || bytes > window_bytes || header + bytes < page_ceiling(registration.end)) return {};
-  if (!can_be_read(reader, window, header + bytes)) return {};
-  raw_copy(reinterpret_cast<std::uint64_t>(words), header + bytes, sizeof(words));
-  if ((words[1] & flag_in_use_before) == 0) return {};
-  return {begin, page_floor(header + bytes)};
+  const std::uint64_t begin = page_floor(registration.begin), address = begin - header_bytes;
+  const auto header = header_at(reader, window, registration, address);
+  if (!header || (header->flags & flag_mapped) != 0 || address + header->bytes < page_ceiling(registration.end)) return {};
+  const auto behind = header_at(reader, window, registration, address + header->bytes);
+  return behind && (behind->flags & flag_in_use_before) != 0 ? Range{begin, page_floor(address + header->bytes)} : Range{};
 }
 
-// What glibc's malloc has mapped for the buffer that `registration` is in, whole pages: below the buffer are the bytes of the block before
-// that, and those of the block from there, with a flag. Empty where it does not look so.
+// What glibc's malloc has mapped for the buffer that `registration` is in, whole pages: a flag below the buffer says so. Empty where it does
+// not look so.
 Range mapped_buffer(VmaReader& reader, const Window& window, Range registration) {
-  for (const std::uint64_t header : {registration.begin - header_bytes, page_floor(registration.begin)}) {
-    if (!can_be_read(reader, window, header)) continue;
-    std::uint64_t words[2];
-    raw_copy(reinterpret_cast<std::uint64_t>(words), header, sizeof(words));
-    const std::uint64_t before = words[0], bytes = words[1] & ~header_flags;
-    if ((words[1] & header_flags) != flag_mapped || before > header || bytes > window_bytes) continue;
-    const Range block{header - before, header + bytes};
+  for (const std::uint64_t address : {registration.begin - header_bytes, page_floor(registration.begin)}) {
+    const auto header = header_at(reader, window, registration, address);
+    if (!header || header->flags != flag_mapped || header->before > address) continue;
+    const Range block{address - header->before, address + header->bytes};
     const bool whole_pages = page_floor(block.begin) == block.begin && page_floor(block.end) == block.end;
-    if (whole_pages && block.bytes() > page_bytes() && header + header_bytes <= registration.begin && registration.end <= block.end) return block;
+    if (whole_pages && block.bytes() > page_bytes() && address + header_bytes <= registration.begin && registration.end <= block.end) return block;
   }
   return {};
+}
+
+Range own_block(VmaReader& reader, const Window& window, Range registration) {
+  const Range aligned = aligned_block(reader, window, registration);
+  return aligned.empty() ? mapped_buffer(reader, window, registration) : aligned;
 }
 
 Range movable_pages(VmaReader& reader, const Window& window, Range registration, PartialPages partial) {
   Range pages = whole_pages_around(registration);
   if (pages == registration) return pages;
-  Range own;
-  if (partial != PartialPages::stay) own = aligned_block(reader, window, registration);
-  if (own.empty() && partial != PartialPages::stay) own = mapped_buffer(reader, window, registration);
+  const Range own = partial == PartialPages::stay ? Range{} : own_block(reader, window, registration);
   const auto stays = [&](std::uint64_t page) {
     return !own.overlaps({page, page + page_bytes()}) && (partial != PartialPages::move || !may_move_with_neighbours(page));
   };

@@ -77,6 +77,12 @@ class PerftestRules(unittest.TestCase):
         self.assertTrue(perftest.runnable(case))
         self.assertFalse(perftest.runnable(replace(case, size=perftest.LARGEST_DATAGRAM + 1)))
 
+    def test_a_peak_that_takes_minutes_to_find_is_left_out(self):
+        case = perftest.Case("write", "bw", iterations=5000, qps=64, tx_depth=16)
+        self.assertIsNotNone(perftest.hazard(case))
+        self.assertIsNone(perftest.hazard(replace(case, size=8)))
+        self.assertIsNone(perftest.hazard(replace(case, iterations=1000)))
+
     def test_unreliable_sends_that_outrun_their_receives_are_left_out(self):
         case = perftest.Case("send", "bw", "UD", rx_depth=128)
         self.assertIsNotNone(perftest.hazard(case))
