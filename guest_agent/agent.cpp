@@ -28,7 +28,7 @@ constexpr std::size_t unsent_bytes_max = 1 << 20;  // then processes wait with t
 constexpr std::uint64_t goodbye_ns = 2'000'000'000;
 }  // namespace
 
-Agent::Agent(const Device& device, Options options) : options_(std::move(options)), session_(device, options_.patience_ns) {
+Agent::Agent(const Device& device, Options options) : options_(std::move(options)), readiness_(options_.ready_fd), session_(device, options_.patience_ns) {
   // Where memory is of the BAR, nothing is pinned.
   const auto trial = device.service_lends_bar() ? Result<PinnedSegment>(PinnedSegment{}) : PinnedSegment::make("vrdma-trial", vm::page_bytes);
   if (!trial)
@@ -68,6 +68,7 @@ void Agent::look(std::uint64_t now_ns) {
     case Session::News::none:
       break;
   }
+  if (session_.waits_long() && !std::exchange(told_that_it_waits_, true)) readiness_.waits("waits for the host's vrdmad");
 }
 
 bool Agent::receive() {
@@ -213,10 +214,8 @@ void Agent::listen() {
   listener_ = std::move(*listening);
   accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
   say("%s serves %s as machine \"%s\"", VRDMA_VERSION, options_.socket.c_str(), session_.machine().c_str());
-  if (options_.ready_fd < 0) return;
-  const char ready = 1;
-  [[maybe_unused]] const auto written = ::write(options_.ready_fd, &ready, 1);
-  ::close(std::exchange(options_.ready_fd, -1));
+  told_that_it_waits_ = false;
+  readiness_.serves("serves " + options_.socket + " as machine " + session_.machine());
 }
 
 // Nobody is left waiting in the queue of a socket that is not served.

@@ -10,6 +10,7 @@
 #include "guest_agent/connection.hpp"
 #include "guest_agent/poller.hpp"
 #include "guest_agent/session.hpp"
+#include "vmci_channel/readiness.hpp"
 
 namespace vrdma::agent {
 
@@ -49,6 +50,8 @@ class Agent {
   void leave_in_order();
 
   Options options_;
+  vmci::Readiness readiness_;
+  bool told_that_it_waits_ = false;
   Watch watch_;
   Session session_;
   vmci::UniqueFd listener_;

@@ -4,9 +4,13 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <string>
 
 #include "guest_agent/test/machine.hpp"
 #include "vmci_channel/page_pin.hpp"
@@ -189,6 +193,36 @@ TEST_CASE("A service whose heart stands still is lost, and asked anew when it go
   machine.heart_beats = true;
   machine.open_session();
   Served again(machine);
+}
+
+TEST_CASE("A service manager is told that the agent serves, and, where there is no service, that it waits") {
+  if (!can_pin()) return;
+  constexpr char name[] = "\0vrdma-life-test";
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::string path = std::string(name, sizeof(name) - 1) + std::to_string(::getpid());
+  path.copy(address.sun_path, path.size());
+  const vmci::UniqueFd manager(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  REQUIRE(::bind(manager.get(), reinterpret_cast<sockaddr*>(&address), static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size())) == 0);
+  path[0] = '@';
+  ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
+  Machine machine(false, Machine::short_patience_ns);
+  const auto await = [&](const char* text) {
+    std::string said;
+    machine.until("the manager is told", [&] {
+      char message[512];
+      const auto bytes = ::recv(manager.get(), message, sizeof(message), 0);
+      if (bytes > 0) said.assign(message, static_cast<std::size_t>(bytes));
+      return bytes > 0;
+    });
+    CHECK(said.starts_with("READY=1\nSTATUS="));
+    CHECK(said.find(text) != std::string::npos);
+  };
+  await("waits for the host's vrdmad");
+  machine.begin_service(epoch);
+  machine.open_session();
+  await("serves ");
+  ::unsetenv("NOTIFY_SOCKET");
 }
 
 TEST_CASE("A service that breaks the protocol costs the session, not the agent") {

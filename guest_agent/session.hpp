@@ -40,6 +40,7 @@ class Session {
   Session(const Device& device, std::uint64_t patience_ns) : device_(device), patience_ns_(patience_ns), vectors_(vm::fixed_vectors, device.vectors) {}
 
   State state() const { return state_; }
+  bool waits_long() const { return said_that_it_waits_; }  // for the service
   bool linked() const { return state_ == State::greeted || state_ == State::open; }
   // Looks at the service's line and does what it calls for. Throws Unsuitable; std::runtime_error if nothing can be pinned here.
   News look(std::uint64_t now_ns);

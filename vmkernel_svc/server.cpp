@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "vmci_channel/readiness.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/pkeys.hpp"
 #include "vmkernel_svc/remote/configured_subnet.hpp"
@@ -142,11 +143,7 @@ void Server::run() {
   if (config_.idle_exit_s != 0) watch_idle();
   spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
-  if (config_.ready_fd >= 0) {
-    const char ready = 1;
-    [[maybe_unused]] const auto written = ::write(config_.ready_fd, &ready, 1);
-    ::close(config_.ready_fd);
-  }
+  vmci::Readiness(config_.ready_fd).serves("serves " + config_.socket);
   io_.run();
   machines_.reset();
   if (hosts_) hosts_->stop();

@@ -143,6 +143,28 @@ class Listening(TestCase):
             self.assert_refuses(self.vrdmad("--socket", self.socket), 1, self.socket, "in use", "--socket")
             self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
 
+    def test_a_service_manager_is_told_once_programs_can_attach(self):
+        for name in str(self.folder / "manager.sock"), f"\0vrdma-cli-test-{os.getpid()}":
+            with self.subTest(name), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+                manager.bind(name)
+                manager.settimeout(WATCHDOG_S)
+                service = subprocess.Popen([str(BIN / "vrdmad"), "--socket", self.socket, "--log-level", "error"],
+                                           env=dict(self.environment, NOTIFY_SOCKET=name.replace("\0", "@")))
+                try:
+                    self.assertEqual(manager.recv(512).decode(), f"READY=1\nSTATUS=serves {self.socket}\n")
+                    self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+                finally:
+                    service.terminate()
+                    self.assertEqual(service.wait(WATCHDOG_S), 0)
+
+    def test_a_service_manager_of_its_parents_is_left_alone(self):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.bind(str(self.folder / "manager.sock"))
+            self.environment["NOTIFY_SOCKET"] = manager.getsockname()
+            with self.service():
+                manager.setblocking(False)
+                self.assertRaises(BlockingIOError, manager.recv, 512)
+
     def test_a_socket_left_over_is_replaced(self):
         with self.service() as process:
             process.kill()
