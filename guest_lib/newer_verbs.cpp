@@ -107,7 +107,7 @@ VRDMA_EXPORT int ibv_dm_export_dmabuf_fd(ibv_dm*) {
 VRDMA_EXPORT ibv_dmah* ibv_alloc_dmah(ibv_context*, ibv_dmah_init_attr*) { return fails<ibv_dmah>(EOPNOTSUPP); }
 VRDMA_EXPORT int ibv_dealloc_dmah(ibv_dmah*) { return errno = EOPNOTSUPP; }
 VRDMA_EXPORT int ibv_export_buf_dmabuf_fd(ibv_buf*) {
-  errno = EOPNOTSUPP;
+  errno = ENODATA;  // it is ordinary memory
   return -1;
 }
 

@@ -161,6 +161,45 @@ TEST_CASE("other interfaces to files see the tree too") {
   CHECK(c_calls.out == "b'0.1.0\\n'\n4\nb'0\\n'\n-1 14 -1 14\n");
 }
 
+TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
+  if (real_devices_present() || !installed("/usr/bin/rdma")) return;
+  CHECK(run("rdma link show").out ==
+        "link vrdma0/1 subnet_prefix fe80:0000:0000:0000 lid 0 sm_lid 0 lmc 0 state DOWN physical_state POLLING \n");
+  CHECK(run("VRDMA_LINK_LAYER=ethernet rdma link show vrdma0/1").out == "link vrdma0/1 state DOWN physical_state POLLING \n");
+  CHECK(run("rdma dev show").out == "0: vrdma0: node_type ca fw 0.1.0 node_guid 0200:00ff:fe00:0001 sys_image_guid 0200:00ff:fe00:0001 \n");
+  const Outcome refused = run("rdma link add rxe0 type rxe netdev lo");
+  CHECK(refused.exit_code > 0);
+  CHECK(refused.out == "error: Operation not supported\n");
+  for (const char* command : {"ip -o link show lo", "ip route show table local 127.0.0.1"}) {
+    INFO(std::string(command));
+    CHECK(run(command).out == run(command, false).out);
+  }
+  // Requests as few programs make them: one that names no device, one that is cut off, two in a datagram by pieces, and a socket of the protocol that
+  // stands for this one here.
+  const Outcome raw = run(
+      "python3 - <<'E'\n"
+      "import socket, struct\n"
+      "s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 20)\n"
+      "s.settimeout(10)\n"
+      "def ask(flags, command, attributes=b'', number=1): return struct.pack('=IHHII', 16 + len(attributes), (5 << 10) + command, flags, number, 0) + attributes\n"
+      "def told():\n"
+      "  bytes, _ = s.recvfrom(4096)\n"
+      "  length, type, flags, number, port = struct.unpack_from('=IHHII', bytes)\n"
+      "  assert length <= len(bytes) and port == s.getsockname()[0]\n"
+      "  return type, number, struct.unpack_from('=i', bytes, 16)[0] if type in (2, 3) else None\n"
+      "s.sendto(ask(5, 5), (0, 0)); print(told())\n"
+      "s.sendto(b'x' * 20, (0, 0)); s.sendto(ask(5, 1)[:12], (0, 0))\n"
+      "s.sendmsg([ask(0x301, 1, number=7)[:10], ask(0x301, 1, number=7)[10:] + ask(1, 6, number=8)], [], 0, (0, 0))\n"
+      "print(told(), told(), told())\n"
+      "s.sendto(ask(5, 5, struct.pack('=HHIHHI', 8, 1, 0, 8, 3, 1)), (0, 0)); print(told(), told())\n"
+      "try: s.sendmsg([b'y' * 5000], [], 0, (0, 0))\n"
+      "except OSError as e: print(e.errno)\n"
+      "E");
+  CHECK(raw.out == "(2, 1, -22)\n(5121, 7, None) (3, 7, 0) (2, 8, -95)\n(5125, 1, None) (2, 1, 0)\n90\n");
+  CHECK(run("python3 -c 'import socket; s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 2); s.bind((0, 0)); s.sendto(b\"x\", (0, 0))'").out.find(
+            "Connection refused") != std::string::npos);
+}
+
 TEST_CASE("everything outside the prefixes is as without the library") {
   for (const char* command :
        {"ls /", "ls /sys/class", "cat /etc/hostname", "test -c /dev/null && echo yes", "ls -d /dev/infinibandx",

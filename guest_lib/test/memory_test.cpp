@@ -15,6 +15,7 @@ extern "C" {
 ibv_mr* ibv_reg_mr_ex(ibv_pd* pd, ibv_mr_init_attr* attributes);
 void* ibv_alloc_buf(ibv_pd* pd, std::size_t bytes, ibv_buf** buffer);
 void ibv_free_buf(ibv_buf* buffer);
+int ibv_export_buf_dmabuf_fd(ibv_buf* buffer);
 ibv_mr* ibv_reg_buf_mr(ibv_pd* pd, ibv_buf* buffer, void* address, std::size_t bytes, int access);
 int ibv_query_port_speed(ibv_context* context, std::uint32_t port, std::uint64_t* speed);
 }
@@ -105,6 +106,8 @@ TEST_CASE("memory of ibv_alloc_buf is registered within its bounds, and ibv_reg_
   ibv_mr* const part = ibv_reg_buf_mr(device.pd, buffer, memory + 4096, bytes - 4096, access_rights);
   REQUIRE(part != nullptr);
   CHECK(part->length == bytes - 4096);
+  CHECK(ibv_export_buf_dmabuf_fd(buffer) == -1);
+  CHECK(errno == ENODATA);
   CHECK(ibv_reg_buf_mr(device.pd, buffer, memory + 4096, bytes, access_rights) == nullptr);
   CHECK(errno == EINVAL);
 

@@ -1,0 +1,277 @@
+// NETLINK_RDMA for programs that ask the kernel which devices there are (rdma(8) of iproute2), where it knows of none: their socket is one
+// of NETLINK_USERSOCK, which every kernel has and processes may use between themselves; what is sent to the kernel by it is answered
+// here, at once, from the synthetic tree. Binding, reading and waiting are the kernel's own. Source: <rdma/rdma_netlink.h>.
+#include <dirent.h>
+#include <endian.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/netlink.h>
+#include <rdma/rdma_netlink.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "guest_lib/next_function.hpp"
+#include "guest_lib/paths.hpp"
+#include "guest_lib/synthetic_tree.hpp"
+#include "vmci_channel/unique_fd.hpp"
+
+namespace vrdma {
+namespace {
+
+using Socket = int(int, int, int);
+using SendTo = ssize_t(int, const void*, std::size_t, int, const sockaddr*, socklen_t);
+using SendMsg = ssize_t(int, const msghdr*, int);
+
+constinit NextFunction<Socket> next_socket{"socket"};
+constinit NextFunction<SendTo> next_sendto{"sendto"};
+constinit NextFunction<SendMsg> next_sendmsg{"sendmsg"};
+
+__attribute__((constructor)) void look_up_all() {
+  next_socket.get();
+  next_sendto.get();
+  next_sendmsg.get();
+}
+
+// Whether this process has opened such a socket: all that sending costs where it has not.
+constinit std::atomic<bool> opened{false};
+
+constexpr std::size_t request_bytes_max = 4096, answer_bytes_max = 4096;
+constexpr std::uint16_t nldev_type(std::uint16_t command) { return static_cast<std::uint16_t>((RDMA_NL_NLDEV << 10) + command); }
+
+// Past our own interposers: what the kernel itself has.
+bool kernel_has_devices() {
+  const vmci::UniqueFd folder(static_cast<int>(::syscall(SYS_openat, AT_FDCWD, "/sys/class/infiniband", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
+  alignas(dirent64) std::byte entries[1024];
+  const long bytes = folder ? ::syscall(SYS_getdents64, folder.get(), entries, sizeof(entries)) : 0;
+  for (long at = 0; at < bytes;) {
+    const auto& entry = *reinterpret_cast<const dirent64*>(entries + at);
+    if (entry.d_name[0] != '.') return true;
+    at += entry.d_reclen;
+  }
+  return false;
+}
+
+// One datagram of netlink messages. What does not fit is left out.
+class Answer {
+ public:
+  Answer(const nlmsghdr& request, std::uint32_t port) : request_(request), port_(port) {}
+
+  void begin(std::uint16_t type, std::uint16_t flags = 0) {
+    message_ = bytes_;
+    const nlmsghdr head{NLMSG_HDRLEN, type, flags, request_.nlmsg_seq, port_};
+    append(&head, sizeof(head));
+  }
+  void put(std::uint16_t attribute, const void* value, std::size_t bytes) {
+    if (bytes_ + NLA_HDRLEN + bytes + NLA_ALIGNTO > sizeof(data_)) return;
+    const nlattr head{static_cast<std::uint16_t>(NLA_HDRLEN + bytes), attribute};
+    append(&head, sizeof(head));
+    append(value, bytes);
+  }
+  template <class Number>
+  void put(std::uint16_t attribute, Number value) {
+    put(attribute, &value, sizeof(value));
+  }
+  void put(std::uint16_t attribute, const char* text) { put(attribute, text, ::strlen(text) + 1); }
+  // NLMSG_DONE, or NLMSG_ERROR with the request's head: 0 is an acknowledgement.
+  void end(std::uint16_t type, int error) {
+    begin(type, type == NLMSG_DONE ? NLM_F_MULTI : 0);
+    append(&error, sizeof(error));
+    if (type == NLMSG_ERROR) append(&request_, sizeof(request_));
+  }
+
+  const std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void append(const void* from, std::size_t bytes) {
+    ::memcpy(data_ + bytes_, from, bytes);
+    bytes_ += NLMSG_ALIGN(bytes);
+    const auto length = static_cast<std::uint32_t>(bytes_ - message_);
+    ::memcpy(data_ + message_, &length, sizeof(length));
+  }
+
+  const nlmsghdr request_;
+  const std::uint32_t port_;
+  std::size_t bytes_ = 0, message_ = 0;
+  alignas(nlmsghdr) std::byte data_[answer_bytes_max]{};
+};
+
+std::optional<SyntheticDevice> device_at(std::size_t index) {
+  SyntheticName name;
+  SyntheticDevice device;
+  if (!list_synthetic("/sys/class/infiniband", index, name) || !find_synthetic_device(name.text, device)) return std::nullopt;
+  return device;
+}
+
+void put_device(Answer& answer, const SyntheticDevice& device, std::uint32_t index) {
+  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_DEV_INDEX, index);
+  answer.put(RDMA_NLDEV_ATTR_DEV_NAME, device.name);
+  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_PORT_INDEX, 1);  // how many
+  answer.put(RDMA_NLDEV_ATTR_FW_VERSION, device.firmware);
+  answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_NODE_GUID, device.node_guid);
+  answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_SYS_IMAGE_GUID, device.sys_image_guid);
+  answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_DEV_NODE_TYPE, 1);  // a channel adapter (IBA 14.2.5.3)
+  answer.put(RDMA_NLDEV_ATTR_DEV_PROTOCOL, device.ethernet ? "roce" : "ib");
+}
+
+// No network interface, which would promise an rdma_cm, as in the synthetic tree.
+void put_port(Answer& answer, const SyntheticDevice& device, std::uint32_t index) {
+  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_DEV_INDEX, index);
+  answer.put(RDMA_NLDEV_ATTR_DEV_NAME, device.name);
+  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_PORT_INDEX, 1);
+  if (!device.ethernet) {
+    std::uint64_t subnet_prefix;
+    ::memcpy(&subnet_prefix, device.gids[0].raw, sizeof(subnet_prefix));
+    answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_CAP_FLAGS, device.capability_mask);
+    answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_SUBNET_PREFIX, be64toh(subnet_prefix));
+    answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_LID, device.lid);
+    answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_SM_LID, device.sm_lid);
+    answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_LMC, 0);
+  }
+  answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_PORT_STATE, device.state);
+  answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_PORT_PHYS_STATE, device.physical_state);
+}
+
+// The number in a request's attribute.
+constexpr std::uint32_t absent = ~0u;
+std::uint32_t wanted(const std::byte* attributes, std::size_t bytes, std::uint16_t which) {
+  while (bytes >= NLA_HDRLEN) {
+    nlattr head;
+    ::memcpy(&head, attributes, sizeof(head));
+    if (head.nla_len < NLA_HDRLEN || head.nla_len > bytes) break;
+    std::uint32_t value;
+    if ((head.nla_type & NLA_TYPE_MASK) == which && head.nla_len == NLA_HDRLEN + sizeof(value)) {
+      ::memcpy(&value, attributes + NLA_HDRLEN, sizeof(value));
+      return value;
+    }
+    const std::size_t whole = std::min<std::size_t>(NLA_ALIGN(head.nla_len), bytes);
+    attributes += whole, bytes -= whole;
+  }
+  return absent;
+}
+
+// Sends what the kernel would answer to the socket with that port.
+void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t attribute_bytes, std::uint32_t port) {
+  const vmci::UniqueFd sender(static_cast<int>(::syscall(SYS_socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_USERSOCK)));
+  const auto send = [&](const Answer& what) {
+    sockaddr_nl to{};
+    to.nl_family = AF_NETLINK;
+    to.nl_pid = port;
+    ::syscall(SYS_sendto, sender.get(), what.data(), what.bytes(), MSG_DONTWAIT, &to, sizeof(to));
+  };
+  const auto end = [&](std::uint16_t type, int error) {
+    Answer last(request, port);
+    last.end(type, error);
+    send(last);
+  };
+  const bool dump = (request.nlmsg_flags & NLM_F_DUMP) == NLM_F_DUMP;
+  const bool devices = request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_GET), ports = request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_PORT_GET);
+  if (!devices && !ports) return end(NLMSG_ERROR, -EOPNOTSUPP);
+  // A dump of ports is one of a device's.
+  const bool all = dump && devices;
+  const std::uint32_t one = all ? absent : wanted(attributes, attribute_bytes, RDMA_NLDEV_ATTR_DEV_INDEX);
+  if (ports && !dump && wanted(attributes, attribute_bytes, RDMA_NLDEV_ATTR_PORT_INDEX) != 1) return end(NLMSG_ERROR, -EINVAL);
+  bool found = false;
+  std::uint32_t index = 0;
+  for (auto device = device_at(index); device; device = device_at(++index)) {
+    if (!all && index != one) continue;
+    found = true;
+    Answer about(request, port);
+    about.begin(request.nlmsg_type, dump ? NLM_F_MULTI : 0);
+    (devices ? put_device : put_port)(about, *device, index);
+    send(about);
+  }
+  if (dump) return end(NLMSG_DONE, 0);
+  if (!found) return end(NLMSG_ERROR, -EINVAL);
+  if ((request.nlmsg_flags & NLM_F_ACK) != 0) end(NLMSG_ERROR, 0);
+}
+
+// Whether it goes from one of our sockets to the kernel; then *port is the socket's.
+bool to_kernel(int fd, const void* to, std::size_t bytes, std::uint32_t& port) {
+  sockaddr_nl address;
+  if (to == nullptr || bytes != sizeof(address)) return false;
+  ::memcpy(&address, to, sizeof(address));
+  if (address.nl_family != AF_NETLINK || address.nl_pid != 0 || address.nl_groups != 0) return false;
+  int protocol = -1;
+  socklen_t length = sizeof(protocol);
+  if (::getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &length) != 0 || protocol != NETLINK_USERSOCK) return false;
+  length = sizeof(address);
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0 || address.nl_family != AF_NETLINK) return false;
+  if (address.nl_pid == 0) {  // not bound: sending would do it
+    if (::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) return false;
+    length = sizeof(address);
+    if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return false;
+  }
+  port = address.nl_pid;
+  return true;
+}
+
+void take(const std::byte* messages, std::size_t bytes, std::uint32_t port) {
+  while (bytes >= NLMSG_HDRLEN) {
+    nlmsghdr request;
+    ::memcpy(&request, messages, sizeof(request));
+    if (request.nlmsg_len < NLMSG_HDRLEN || request.nlmsg_len > bytes) return;
+    if ((request.nlmsg_flags & NLM_F_REQUEST) != 0) answer(request, messages + NLMSG_HDRLEN, request.nlmsg_len - NLMSG_HDRLEN, port);
+    const std::size_t whole = std::min<std::size_t>(NLMSG_ALIGN(request.nlmsg_len), bytes);
+    messages += whole, bytes -= whole;
+  }
+}
+
+ssize_t gather(const msghdr& message, std::byte (&into)[request_bytes_max]) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < message.msg_iovlen; ++i) {
+    const iovec& piece = message.msg_iov[i];
+    if (piece.iov_len > sizeof(into) - bytes) return errno = EMSGSIZE, -1;
+    ::memcpy(into + bytes, piece.iov_base, piece.iov_len);
+    bytes += piece.iov_len;
+  }
+  return static_cast<ssize_t>(bytes);
+}
+
+template <class Function, class... Arguments>
+auto real(NextFunction<Function>& next, long number, Arguments... arguments) {
+  auto* const function = next.get();
+  using Returned = decltype(function(arguments...));
+  return function != nullptr ? function(arguments...) : static_cast<Returned>(::syscall(number, arguments...));
+}
+
+}  // namespace
+}  // namespace vrdma
+
+using namespace vrdma;
+
+VRDMA_INTERPOSE(int, socket, int domain, int type, int protocol) {
+  if (domain == AF_NETLINK && protocol == NETLINK_RDMA && !kernel_has_devices()) {
+    const int fd = real(next_socket, SYS_socket, AF_NETLINK, type, NETLINK_USERSOCK);
+    if (fd >= 0) return opened.store(true, std::memory_order_relaxed), fd;
+  }
+  return real(next_socket, SYS_socket, domain, type, protocol);
+}
+
+VRDMA_INTERPOSE(ssize_t, sendto, int fd, const void* data, std::size_t bytes, int flags, const sockaddr* to, socklen_t to_bytes) {
+  std::uint32_t port;
+  if (opened.load(std::memory_order_relaxed) && data != nullptr && to_kernel(fd, to, to_bytes, port)) [[unlikely]] {
+    take(static_cast<const std::byte*>(data), bytes, port);
+    return static_cast<ssize_t>(bytes);
+  }
+  return real(next_sendto, SYS_sendto, fd, data, bytes, flags, to, to_bytes);
+}
+
+VRDMA_INTERPOSE(ssize_t, sendmsg, int fd, const msghdr* message, int flags) {
+  std::uint32_t port;
+  if (opened.load(std::memory_order_relaxed) && message != nullptr && to_kernel(fd, message->msg_name, message->msg_namelen, port)) [[unlikely]] {
+    std::byte request[request_bytes_max];
+    const ssize_t bytes = gather(*message, request);
+    if (bytes > 0) take(request, static_cast<std::size_t>(bytes), port);
+    return bytes;
+  }
+  return real(next_sendmsg, SYS_sendmsg, fd, message, flags);
+}
