@@ -51,8 +51,8 @@ Result<ibv_ah*> create_ah(ibv_pd* pd, const ibv_ah_attr& attributes) {
   auto device = Context::of(pd->context).device();
   if (!device) return device.error();
   if (attributes.is_global) {
-    if (attributes.grh.sgid_index >= limits::gid_table || device->gids[attributes.grh.sgid_index].gid == Gid{})
-      return Errno{EINVAL};
+    if (attributes.grh.sgid_index >= limits::gid_table) return Errno{EINVAL};
+    if (device->gids[attributes.grh.sgid_index].gid == Gid{}) return Errno{ENODATA};
   } else if (device->link_layer == control::link_layer_ethernet) {
     return Errno{EINVAL};  // RoCE has no other address than a GID
   }

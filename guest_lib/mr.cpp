@@ -35,7 +35,7 @@ constexpr std::size_t bytes_worth_waking_for = 256 << 10, bytes_moved_at_once = 
 
 Status check_range(std::uint64_t address, std::uint64_t bytes) {
   if (bytes == 0) return Errno{EINVAL};
-  return address + bytes < address ? Status(Errno{EFAULT}) : ok();
+  return address + bytes < address ? Status(Errno{EINVAL}) : ok();
 }
 
 Status check_access(std::uint32_t access) {
@@ -66,6 +66,8 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
   access &= ~optional_access;  // promises of the application that need not be used
   if (Status range = check_range(address, bytes); !range) return range.error();
   if (Status allowed = check_access(access); !allowed) return allowed.error();
+  if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
+  else if ((iova - address) % memory::page_bytes() != 0) return Errno{EINVAL};  // an adapter translates whole pages
   auto attachment = Context::of(pd->context).usable();
   if (!attachment) return attachment.error();
   auto pd_handle = Pd::of(pd).handle_on(*attachment);
@@ -78,7 +80,6 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
   auto reached = reach(**attachment, address, bytes, access);
   if (!reached) return reached.error();
   VRDMA_CRASH_POINT("guest.reg_mr.pages_moved");
-  if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
   auto made = call_with_extents<control::Request::reg_mr>(**attachment, reached->extents, {*pd_handle, access, address, bytes, iova});
   VRDMA_CRASH_POINT("guest.reg_mr.answered");
   if (!made) {

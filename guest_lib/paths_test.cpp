@@ -167,6 +167,7 @@ TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
         "link vrdma0/1 subnet_prefix fe80:0000:0000:0000 lid 0 sm_lid 0 lmc 0 state DOWN physical_state POLLING \n");
   CHECK(run("VRDMA_LINK_LAYER=ethernet rdma link show vrdma0/1").out == "link vrdma0/1 state DOWN physical_state POLLING \n");
   CHECK(run("rdma dev show").out == "0: vrdma0: node_type ca fw 0.1.0 node_guid 0200:00ff:fe00:0001 sys_image_guid 0200:00ff:fe00:0001 \n");
+  CHECK(run("rdma system show").out.starts_with("netns shared"));
   const Outcome refused = run("rdma link add rxe0 type rxe netdev lo");
   CHECK(refused.exit_code > 0);
   CHECK(refused.out == "error: Operation not supported\n");
@@ -189,7 +190,7 @@ TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
       "  return type, number, struct.unpack_from('=i', bytes, 16)[0] if type in (2, 3) else None\n"
       "s.sendto(ask(5, 5), (0, 0)); print(told())\n"
       "s.sendto(b'x' * 20, (0, 0)); s.sendto(ask(5, 1)[:12], (0, 0))\n"
-      "s.sendmsg([ask(0x301, 1, number=7)[:10], ask(0x301, 1, number=7)[10:] + ask(1, 6, number=8)], [], 0, (0, 0))\n"
+      "s.sendmsg([ask(0x301, 1, number=7)[:10], ask(0x301, 1, number=7)[10:] + ask(1, 9, number=8)], [], 0, (0, 0))\n"
       "print(told(), told(), told())\n"
       "s.sendto(ask(5, 5, struct.pack('=HHIHHI', 8, 1, 0, 8, 3, 1)), (0, 0)); print(told(), told())\n"
       "try: s.sendmsg([b'y' * 5000], [], 0, (0, 0))\n"

@@ -54,7 +54,19 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   if (cap.max_send_wr > limits::qp_wr_max || cap.max_recv_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max ||
       cap.max_recv_sge > limits::sge_max || cap.max_inline_data > limits::inline_max)
     return Errno{EINVAL};
-  if (init.qp_type != IBV_QPT_RC && init.qp_type != IBV_QPT_UC && init.qp_type != IBV_QPT_UD) return Errno{EOPNOTSUPP};
+  switch (init.qp_type) {
+    case IBV_QPT_RC:
+    case IBV_QPT_UC:
+    case IBV_QPT_UD:
+      break;
+    case IBV_QPT_RAW_PACKET:
+    case IBV_QPT_XRC_SEND:
+    case IBV_QPT_XRC_RECV:
+    case IBV_QPT_DRIVER:
+      return Errno{EOPNOTSUPP};
+    default:
+      return Errno{EINVAL};
+  }
   if (init.send_cq == nullptr || init.recv_cq == nullptr) return Errno{EINVAL};
   auto attachment = Context::of(pd->context).usable();
   if (!attachment) return attachment.error();

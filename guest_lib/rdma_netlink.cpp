@@ -172,7 +172,18 @@ void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t at
     last.end(type, error);
     send(last);
   };
+  const auto acknowledge = [&] {
+    if ((request.nlmsg_flags & NLM_F_ACK) != 0) end(NLMSG_ERROR, 0);
+  };
   const bool dump = (request.nlmsg_flags & NLM_F_DUMP) == NLM_F_DUMP;
+  if (request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_SYS_GET) && !dump) {
+    Answer about(request, port);
+    about.begin(request.nlmsg_type);
+    about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_NETNS_MODE, 1);  // shared
+    about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK, 1);
+    send(about);
+    return acknowledge();
+  }
   const bool devices = request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_GET), ports = request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_PORT_GET);
   if (!devices && !ports) return end(NLMSG_ERROR, -EOPNOTSUPP);
   // A dump of ports is one of a device's.
@@ -191,7 +202,7 @@ void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t at
   }
   if (dump) return end(NLMSG_DONE, 0);
   if (!found) return end(NLMSG_ERROR, -EINVAL);
-  if ((request.nlmsg_flags & NLM_F_ACK) != 0) end(NLMSG_ERROR, 0);
+  acknowledge();
 }
 
 // Whether it goes from one of our sockets to the kernel; then *port is the socket's.

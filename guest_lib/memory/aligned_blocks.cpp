@@ -8,6 +8,10 @@
 #include <malloc.h>
 #include <stdlib.h>
 
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
 #include "guest_lib/memory/vma.hpp"
 #include "guest_lib/next_function.hpp"
 
@@ -53,3 +57,19 @@ extern "C" {
 }
 
 }  // extern "C"
+
+// libvrdma's own, which would else call the functions above, past the entries that others patch in its tables of imports, and free()
+// through these: UCX with UCX_MEM_MMAP_HOOK_MODE=reloc has an allocator of its own there, and ended the program. Hidden, like all of C++ here.
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  const auto whole = static_cast<std::size_t>(alignment) + sizeof(void*);
+  void* const block = bytes > SIZE_MAX - whole ? nullptr : std::malloc(bytes + whole);
+  if (block == nullptr) throw std::bad_alloc();
+  const auto end = reinterpret_cast<std::uintptr_t>(block) + whole;
+  void** const object = reinterpret_cast<void**>(end - end % static_cast<std::size_t>(alignment));
+  object[-1] = block;
+  return object;
+}
+void operator delete(void* object, std::align_val_t) noexcept {
+  if (object != nullptr) std::free(static_cast<void**>(object)[-1]);
+}
+void operator delete(void* object, std::size_t, std::align_val_t alignment) noexcept { operator delete(object, alignment); }

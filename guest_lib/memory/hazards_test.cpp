@@ -1,5 +1,6 @@
 // What applications do to registered memory behind the library's back: fork, madvise, unmap, reuse, remap, close
 // descriptors.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
@@ -409,4 +410,44 @@ TEST_CASE("Who watches what is mapped and unmapped does not see registered memor
   ::munmap(p, most);
 }
 
+#endif
+
+#if defined(__x86_64__)
+namespace {
+int madvise_seen, mremap_seen;
+int hooked_madvise(void* address, std::size_t bytes, int advice) {
+  ++madvise_seen;
+  return static_cast<int>(::syscall(SYS_madvise, address, bytes, advice));
+}
+void* hooked_mremap(void* address, std::size_t old_bytes, std::size_t bytes, int flags, void* target) {
+  ++mremap_seen;
+  return reinterpret_cast<void*>(::syscall(SYS_mremap, address, old_bytes, bytes, flags, target));
+}
+// As libucm does it: a jump at the function's beginning.
+bool patch(const char* name, const void* hook) {
+  auto* const code = static_cast<unsigned char*>(::dlsym(::dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD), name));
+  unsigned char jump[] = {0x48, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xe0};  // movabs rax; jmp rax
+  std::memcpy(jump + 2, &hook, sizeof(hook));
+  if (code == nullptr || ::mprotect(reinterpret_cast<void*>(page_floor(at(code))), 2 * page, PROT_READ | PROT_WRITE | PROT_EXEC) != 0) return false;
+  std::memcpy(code, jump, sizeof(jump));
+  return true;
+}
+}  // namespace
+
+TEST_CASE("Hooks in the C library's code see what the program does to its memory, and not what is done here") {
+  const int ended = in_child([] {
+    Moved m;
+    if (!patch("madvise", reinterpret_cast<const void*>(&hooked_madvise)) || !patch("mremap", reinterpret_cast<const void*>(&hooked_mremap))) return 77;
+    auto* const other = map_anonymous(4 * page);
+    if (::madvise(other, page, MADV_DONTNEED) != 0 || madvise_seen != 1) return 1;
+    if (::mremap(other, 4 * page, 2 * page, 0) != other || mremap_seen != 1) return 2;
+    m.manager.remove(std::move(m.registration));
+    auto again = m.manager.add(at(m.p), m.bytes, writable_access);
+    if (!again) return 3;
+    m.manager.remove(std::move(*again));
+    return madvise_seen == 1 && mremap_seen == 1 ? 0 : 4;
+  });
+  REQUIRE_OR_SKIP(ended != 77, "the C library's code cannot be made writable here");
+  CHECK(ended == 0);
+}
 #endif

@@ -77,10 +77,11 @@ void* remap_pieces(Range old, std::uint64_t new_bytes, int flags, std::uint64_t 
 
 }  // namespace
 
-void* remap(void* address, std::size_t old_bytes, std::size_t new_bytes, int flags, void* target) {
+void* remap(Mremap* next, void* address, std::size_t old_bytes, std::size_t new_bytes, int flags, void* target) {
   const auto begin = reinterpret_cast<std::uint64_t>(address);
   const int before = errno;
-  void* const result = raw_mremap(begin, old_bytes, new_bytes, flags, reinterpret_cast<std::uint64_t>(target));
+  void* const result = next != nullptr ? next(address, old_bytes, new_bytes, flags, target)
+                                       : raw_mremap(begin, old_bytes, new_bytes, flags, reinterpret_cast<std::uint64_t>(target));
   if (result != MAP_FAILED || errno != EFAULT) [[likely]] return result;
   const Range old{begin, page_ceiling(begin + old_bytes)};
   const bool known = (flags & ~(MREMAP_MAYMOVE | MREMAP_FIXED)) == 0 && (flags & MREMAP_FIXED ? flags & MREMAP_MAYMOVE : true);

@@ -9,7 +9,9 @@
 
 namespace vrdma::memory {
 
-// As mremap(2): MAP_FAILED and errno. Nothing of the range may be in the window (MemoryManager::before_mremap).
-void* remap(void* address, std::size_t old_bytes, std::size_t new_bytes, int flags, void* target);
+using Mremap = void*(void*, std::size_t, std::size_t, int, ...);
+// As mremap(2): MAP_FAILED and errno. Nothing of the range may be in the window (MemoryManager::before_mremap). `next` is tried first, or, where
+// that is nullptr, the system call.
+void* remap(Mremap* next, void* address, std::size_t old_bytes, std::size_t new_bytes, int flags, void* target);
 
 }  // namespace vrdma::memory

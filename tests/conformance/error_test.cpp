@@ -120,6 +120,26 @@ CONFORMANCE(ABadReceiveSgeIsTheReceiversError, "ERR-05 ERR-12") {
   }
 }
 
+CONFORMANCE(ABadReceiveSgeEndsAnUnconfirmedConnectionToo, "ERR-05 ERR-12") {
+  LinkSpec spec;
+  spec.qp.type = IBV_QPT_UC;
+  Link link(run, spec);
+  if (run.b()) {
+    EXPECT_OK(post(link.qp, Recv{1, {{link.mem.buffer.address(), 64, link.mem.mr.p->lkey ^ 0x3300}}}));
+    EXPECT_OK(post(link.qp, link.recv(2, 0, 64)));
+  }
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.send(3, 0, 64)));
+    link.scq.expect(3);  // nobody tells the sender
+  } else {
+    link.rcq.expect(1, IBV_WC_LOC_PROT_ERR);
+    link.rcq.expect(2, IBV_WC_WR_FLUSH_ERR);
+    link.qp.wait_state(IBV_QPS_ERR);
+  }
+  run.peer.barrier();
+}
+
 // What an adapter does not write to it does not look at: perftest's shared receive queues count on that.
 CONFORMANCE(AReceiveSgeMayEndBeyondItsRegionWhereNoMessageGetsThere, "ERR-05 ERR-12") {
   constexpr std::uint64_t fitting = 40;

@@ -97,6 +97,69 @@ CONFORMANCE(TheLimitEventComesOnceAndIsRearmedByHand, "SRQ-01 SRQ-02") {
   }
 }
 
+CONFORMANCE(ALimitOfAnEmptySrqIsNotReachedByWaiting, "SRQ-01") {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 64);
+  Region region(pd, 4096);
+  Srq srq(pd, 16);
+  Qp qp(pd, cq, cq, run.b() ? QpSpec{.srq = srq} : QpSpec{});
+  to_init(dev, qp);
+  const Address theirs = run.peer.exchange(address_of(dev, qp));
+  Path path;
+  path.rnr_retry = 1;
+  bring_up(dev, qp, theirs, path);
+  ibv_srq_attr attr{};
+  attr.srq_limit = 2;
+  if (run.b()) EXPECT_OK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT));
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(qp, Send{.id = 1, .sges = {region.sge(0, 8)}}));
+    cq.expect(1, IBV_WC_RNR_RETRY_EXC_ERR);
+  }
+  run.peer.barrier();
+  if (run.b()) {
+    dev.expect_no_event();
+    attr = {};
+    EXPECT_OK(ibv_query_srq(srq, &attr));
+    EXPECT_EQ(attr.srq_limit, 2u);
+  }
+  run.peer.barrier();
+}
+
+// Kept for a smaller message, as a UD queue pair keeps one of its own, it would keep all others of the SRQ from those that come.
+CONFORMANCE(AnSrqReceiveTooSmallForADatagramEndsInAnError, "ERR-14 SRQ-03") {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 64);
+  Region region(pd, 8192);
+  Srq srq(pd, 16);
+  QpSpec spec{.type = IBV_QPT_UD};
+  if (run.b()) spec.srq = srq;
+  Qp qp(pd, cq, cq, spec);
+  Path path;
+  path.qkey = test_qkey;
+  bring_up(dev, qp, {}, path);
+  const Address theirs = run.peer.exchange(address_of(dev, qp));
+  if (run.b()) {
+    EXPECT_OK(post(srq, Recv{1, {region.sge(0, grh_bytes + 7)}}));
+    EXPECT_OK(post(srq, Recv{2, {region.sge(4096, 1000)}}));
+  }
+  run.peer.barrier();
+  if (run.a()) {
+    const Ah ah(pd, ah_to(dev, theirs));
+    for (std::uint64_t id = 1; id <= 2; ++id) {
+      EXPECT_OK(post(qp, Send{.id = id, .sges = {region.sge(0, 8)}, .ah = ah, .qpn = theirs.qpn, .qkey = test_qkey}));
+      cq.expect(id);
+    }
+  } else {
+    cq.expect(1, IBV_WC_LOC_LEN_ERR);
+    EXPECT_EQ(cq.expect(2).byte_len, grh_bytes + 8);
+    EXPECT_EQ(qp.state(), IBV_QPS_RTS);
+  }
+  run.peer.barrier();
+}
+
 CONFORMANCE(ReceivesOfAnSrqAreCheckedAgainstItsOwnPd, "SRQ-03 MR-12") {
   Device dev(run.settings);
   Pd queue_pairs(dev), receives(dev);

@@ -157,6 +157,7 @@ Result<Empty> ControlDesk::on<Request::modify_srq>(Guest& guest, const ModifySrq
   if (request.mask & limit) {
     if (request.srq_limit > srq->core.max_wr) return Errno{EINVAL};
     srq->core.limit = request.srq_limit;
+    srq->core.taken = srq->core.taken_now();  // what is taken from here on counts
     if (srq->core.turns) srq->core.turns.set_limit(request.srq_limit);
   }
   return Empty{};

@@ -35,8 +35,7 @@ class Responder {
       if (!take(qp)) return Response::not_ready(rnr_timer_ns(qp.attributes.min_rnr_timer));
       if (rule.moves_to_receive) {
         if (request.bytes > qp.inbound.capacity_bytes) {
-          // IBA 9.8.2.2: an unreliable responder drops the message; the receive WQE stays for the next one.
-          if (qp.type == QpType::uc) return Response::silence();
+          if (qp.type == QpType::uc) return drop_for_want_of_room(qp);
           return receive_error(qp, WcStatus::loc_len_err, WcStatus::rem_inv_req_err);
         }
         // Only the buffers that the message reaches count.
@@ -71,20 +70,25 @@ class Responder {
     fail(qp, AsyncEvent::qp_access_err);
   }
 
-  // The payload could not be put into the receive buffers: a local error of the receiver (IBA 9.9.3.1, class A). A reliable
-  // queue pair goes to ERR; an unreliable one loses this receive and stays.
+  // The payload could not be put into the receive buffers: a local error of the receiver, which goes to ERR whatever its type (IBA 9.9.3.1, class A).
   Response receive_error(Qp<P>& qp, WcStatus here, WcStatus there) {
     end_receive(qp, here);
-    if (qp.type == QpType::rc) fail(qp, std::nullopt);
+    fail(qp, std::nullopt);
     return Response::nak(there);
   }
 
-  // UD: a receive WQE whose buffers take grh_bytes + payload. Silence, and not being ready: the datagram is to be dropped (IBA 9.8.3:
-  // silently); a receive WQE that is too small for it stays for the next one.
+  // IBA 9.8.2.2, 9.8.3: an unreliable responder drops a message that its receive WQE has no room for, and the WQE stays for the next one (9.9.3,
+  // class D). One of an SRQ ends in an error (class E): it would be kept from all others of the SRQ for as long as what comes is as large.
+  Response drop_for_want_of_room(Qp<P>& qp) {
+    if (qp.srq != nullptr) end_receive(qp, WcStatus::loc_len_err);
+    return Response::silence();
+  }
+
+  // UD: a receive WQE whose buffers take grh_bytes + payload. Silence, and not being ready: the datagram is to be dropped.
   Response begin_datagram(Qp<P>& qp, Qp<P>& sender, std::uint32_t qkey, std::uint64_t payload_bytes) {
     if (qp.type != QpType::ud || !receives(qp) || qp.attributes.qkey != qkey) return Response::silence();
     if (!take(qp)) return Response::not_ready(0);
-    if (grh_bytes + payload_bytes > qp.inbound.capacity_bytes) return Response::silence();
+    if (grh_bytes + payload_bytes > qp.inbound.capacity_bytes) return drop_for_want_of_room(qp);
     if (grh_bytes + payload_bytes > qp.inbound.buffers.total_bytes())
       return receive_error(qp, WcStatus::loc_prot_err, WcStatus::success);
     qp.inbound.buffers.rewind();
@@ -134,7 +138,8 @@ class Responder {
     if (qp.srq == nullptr || !qp.returned.empty()) return fetch(qp);
     ports_.srq_wanted(*qp.srq);
     const bool got = fetch(qp);
-    if (got || qp.srq->turns) note_srq_take(*qp.srq);  // posters may have emptied it before they knew of a limit
+    // Posters may have emptied it since a limit was set, before they knew of that.
+    if (got || qp.srq->taken != qp.srq->taken_now()) note_srq_take(*qp.srq);
     return got;
   }
 
