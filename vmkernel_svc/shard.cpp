@@ -290,14 +290,13 @@ bool Shard::run_queue_pairs() {
 bool Shard::run_list(RunList& list) {
   bool worked = false;
   for (std::size_t turns = list.queue_pairs.size(); turns > 0 && list.deficit_bytes > 0 && !list.queue_pairs.empty(); --turns) {
-    if (list.next >= list.queue_pairs.size()) list.next = 0;
-    Qp& qp = *list.queue_pairs[list.next];
+    Qp& qp = list.queue_pairs.current();
     if (qp.port.link != nullptr && !direct_->may_run(*qp.port.owner)) continue;  // it is out of the list
     auto progress = engine::Progress::idle;
     const auto flood = qp.port.link != nullptr ? direct_->flood(*qp.port.owner) : DirectDesk::Flood::none;
     if (flood >= DirectDesk::Flood::waits) {
       worked = true;
-      if (flood == DirectDesk::Flood::waits) ++list.next;
+      if (flood == DirectDesk::Flood::waits) list.queue_pairs.pass();
       continue;
     }
     // The common case first: ready to send, nothing under way, nothing posted.
@@ -312,13 +311,13 @@ bool Shard::run_list(RunList& list) {
     if (progress == engine::Progress::worked) {
       qp.port.idle_turns = 0;
       worked = true;
-      if (qp.port.link == nullptr || !direct_->rest(*qp.port.owner, 0)) ++list.next;
+      if (qp.port.link == nullptr || !direct_->rest(*qp.port.owner, 0)) list.queue_pairs.pass();
     } else if (++qp.port.idle_turns, qp.port.link != nullptr && direct_->rest(*qp.port.owner, qp.port.idle_turns)) {
       continue;  // likewise
     } else if (qp.port.idle_turns > (runnable_count_ > crowd ? idle_turns_crowded : idle_turns_max)) {
-      if (!park(list, list.next)) ++list.next;
+      if (!park(list, qp)) list.queue_pairs.pass();
     } else {
-      ++list.next;
+      list.queue_pairs.pass();
     }
   }
   return worked;
@@ -367,15 +366,15 @@ void Shard::take_in(Qp& qp) {
   Tenant* const tenant = qp.port.owner->guest->tenant;
   for (auto& list : lists_) {
     if (list.tenant != tenant) continue;
-    list.queue_pairs.push_back(&qp);
+    list.queue_pairs.add(qp);
     return;
   }
-  lists_.push_back({tenant, {&qp}, 0});
+  lists_.push_back({tenant, {}});
+  lists_.back().queue_pairs.add(qp);
 }
 
 // Takes a queue pair out of its list, unless something was posted in the meantime.
-bool Shard::park(RunList& list, std::size_t index) {
-  Qp& qp = *list.queue_pairs[index];
+bool Shard::park(RunList& list, Qp& qp) {
   if (qp.port.link != nullptr && qp.port.owner->guest->held_since_ns == 0 && direct_->hand_out(*qp.port.owner)) return true;
   qp.port.owner->watch_sends(true);  // with a fence
   if (engine_.may_take_sends(qp)) {
@@ -385,14 +384,14 @@ bool Shard::park(RunList& list, std::size_t index) {
   }
   qp.port.runnable = false;
   --runnable_count_;
-  list.remove(index);
+  list.queue_pairs.remove(qp);
   return true;
 }
 
 void Shard::park_all() {
   for (auto& list : lists_)
     for (std::size_t i = list.queue_pairs.size(); i > 0; --i)
-      if (i <= list.queue_pairs.size()) park(list, i - 1);  // a connection that is handed out takes two along
+      if (i <= list.queue_pairs.size()) park(list, list.queue_pairs.at(i - 1));  // a connection that is handed out takes two along
 }
 
 void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
@@ -428,9 +427,7 @@ void Shard::take_out(Qp& qp) {
   if (!std::exchange(qp.port.runnable, false)) return;
   Shard& shard = *shards_.of(qp);
   for (auto& list : shard.lists_) {
-    const auto found = std::find(list.queue_pairs.begin(), list.queue_pairs.end(), &qp);
-    if (found == list.queue_pairs.end()) continue;
-    list.remove(static_cast<std::size_t>(found - list.queue_pairs.begin()));
+    if (!list.queue_pairs.remove(qp)) continue;
     --shard.runnable_count_;
     return;
   }

@@ -20,6 +20,7 @@
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
+#include "vmkernel_svc/turn_order.hpp"
 #include "vrdma/control.hpp"
 
 namespace vrdma::svc {
@@ -96,13 +97,7 @@ class Shard final : public Runner {
  private:
   struct RunList {  // the runnable queue pairs of one tenant
     Tenant* tenant;
-    std::vector<Qp*> queue_pairs;
-    std::size_t next = 0;
-    // The others keep their order, so that all take their turns equally often (guest_lib/poll.cpp says who counts on it).
-    void remove(std::size_t index) {
-      queue_pairs.erase(queue_pairs.begin() + static_cast<std::ptrdiff_t>(index));
-      next -= index < next;
-    }
+    TurnOrder<Qp> queue_pairs;
     // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
     std::int64_t deficit_bytes = 0;
     std::uint64_t moved_bytes = 0;
@@ -134,7 +129,7 @@ class Shard final : public Runner {
   bool run_timers();
   void handle_overruns();
   // The queue pair is not looked at any more, until somebody rings. False: it has something to do after all.
-  bool park(RunList& list, std::size_t index);
+  bool park(RunList& list, Qp& qp);
   void take_out(Qp& qp);  // of its tenant's list
   void park_all();
   bool anything_waiting();

@@ -29,7 +29,7 @@ void Shard::remove(Guest& guest) {
 void Shard::give_up(const GuestGroup& group) {
   const auto is_of = [&group](const Qp* qp) { return qp == nullptr || (qp->port.owner != nullptr && qp->port.owner->guest->group == &group); };
   for (auto& list : lists_)
-    runnable_count_ -= std::erase_if(list.queue_pairs, [&](Qp* qp) { return is_of(qp) && std::exchange(qp->port.runnable, false); });
+    runnable_count_ -= list.queue_pairs.remove_if([&](Qp& qp) { return is_of(&qp) && std::exchange(qp.port.runnable, false); });
   for (Guest* const guest : group.guests) {
     // What another shard would go on with.
     for ([[maybe_unused]] auto& [handle, qp] : guest->qps)
