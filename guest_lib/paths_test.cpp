@@ -193,10 +193,11 @@ TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
       "s.sendmsg([ask(0x301, 1, number=7)[:10], ask(0x301, 1, number=7)[10:] + ask(1, 9, number=8)], [], 0, (0, 0))\n"
       "print(told(), told(), told())\n"
       "s.sendto(ask(5, 5, struct.pack('=HHIHHI', 8, 1, 0, 8, 3, 1)), (0, 0)); print(told(), told())\n"
+      "s.send(ask(1, 1, struct.pack('=HHI', 8, 1, 0))); print(told()); m = ask(1, 1, struct.pack('=HHI', 8, 1, 9)); s.sendmsg([m[:16], m[16:]]); print(told())\n"
       "try: s.sendmsg([b'y' * 5000], [], 0, (0, 0))\n"
       "except OSError as e: print(e.errno)\n"
       "E");
-  CHECK(raw.out == "(2, 1, -22)\n(5121, 7, None) (3, 7, 0) (2, 8, -95)\n(5125, 1, None) (2, 1, 0)\n90\n");
+  CHECK(raw.out == "(2, 1, -22)\n(5121, 7, None) (3, 7, 0) (2, 8, -95)\n(5125, 1, None) (2, 1, 0)\n(5121, 1, None)\n(2, 1, -22)\n90\n");
   CHECK(run("python3 -c 'import socket; s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 2); s.bind((0, 0)); s.sendto(b\"x\", (0, 0))'").out.find(
             "Connection refused") != std::string::npos);
 }

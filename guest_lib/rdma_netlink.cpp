@@ -27,15 +27,18 @@ namespace vrdma {
 namespace {
 
 using Socket = int(int, int, int);
+using Send = ssize_t(int, const void*, std::size_t, int);
 using SendTo = ssize_t(int, const void*, std::size_t, int, const sockaddr*, socklen_t);
 using SendMsg = ssize_t(int, const msghdr*, int);
 
 constinit NextFunction<Socket> next_socket{"socket"};
+constinit NextFunction<Send> next_send{"send"};
 constinit NextFunction<SendTo> next_sendto{"sendto"};
 constinit NextFunction<SendMsg> next_sendmsg{"sendmsg"};
 
 __attribute__((constructor)) void look_up_all() {
   next_socket.get();
+  next_send.get();
   next_sendto.get();
   next_sendmsg.get();
 }
@@ -208,8 +211,14 @@ void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t at
 // Whether it goes from one of our sockets to the kernel; then *port is the socket's.
 bool to_kernel(int fd, const void* to, std::size_t bytes, std::uint32_t& port) {
   sockaddr_nl address;
-  if (to == nullptr || bytes != sizeof(address)) return false;
-  ::memcpy(&address, to, sizeof(address));
+  if (to == nullptr) {  // whom it is connected to, or by default the kernel
+    socklen_t length = sizeof(address);
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0 || length != sizeof(address)) return false;
+  } else if (bytes == sizeof(address)) {
+    ::memcpy(&address, to, sizeof(address));
+  } else {
+    return false;
+  }
   if (address.nl_family != AF_NETLINK || address.nl_pid != 0 || address.nl_groups != 0) return false;
   int protocol = -1;
   socklen_t length = sizeof(protocol);
@@ -274,6 +283,16 @@ VRDMA_INTERPOSE(ssize_t, sendto, int fd, const void* data, std::size_t bytes, in
     return static_cast<ssize_t>(bytes);
   }
   return real(next_sendto, SYS_sendto, fd, data, bytes, flags, to, to_bytes);
+}
+
+VRDMA_INTERPOSE(ssize_t, send, int fd, const void* data, std::size_t bytes, int flags) {
+  std::uint32_t port;
+  if (opened.load(std::memory_order_relaxed) && data != nullptr && to_kernel(fd, nullptr, 0, port)) [[unlikely]] {
+    take(static_cast<const std::byte*>(data), bytes, port);
+    return static_cast<ssize_t>(bytes);
+  }
+  auto* const next = next_send.get();
+  return next != nullptr ? next(fd, data, bytes, flags) : static_cast<ssize_t>(::syscall(SYS_sendto, fd, data, bytes, flags, nullptr, 0));
 }
 
 VRDMA_INTERPOSE(ssize_t, sendmsg, int fd, const msghdr* message, int flags) {
