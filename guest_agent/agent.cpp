@@ -65,10 +65,12 @@ void Agent::look(std::uint64_t now_ns) {
     case Session::News::accepted:
       left_behind_.clear();
       break;
+    case Session::News::waits:
+      readiness_.waits("waits for the host's vrdmad");
+      break;
     case Session::News::none:
       break;
   }
-  if (session_.waits_long() && !std::exchange(told_that_it_waits_, true)) readiness_.waits("waits for the host's vrdmad");
 }
 
 bool Agent::receive() {
@@ -214,7 +216,6 @@ void Agent::listen() {
   listener_ = std::move(*listening);
   accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
   say("%s serves %s as machine \"%s\"", VRDMA_VERSION, options_.socket.c_str(), session_.machine().c_str());
-  told_that_it_waits_ = false;
   readiness_.serves("serves " + options_.socket + " as machine " + session_.machine());
 }
 

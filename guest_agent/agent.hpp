@@ -51,7 +51,6 @@ class Agent {
 
   Options options_;
   vmci::Readiness readiness_;
-  bool told_that_it_waits_ = false;
   Watch watch_;
   Session session_;
   vmci::UniqueFd listener_;

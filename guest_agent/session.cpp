@@ -66,18 +66,18 @@ Session::News Session::look(std::uint64_t now_ns) {
   switch (state_) {
     case State::absent:
       if (ready) begin();
-      say_that_it_waits(now_ns);
-      return News::none;
-    case State::asked:
-      say_that_it_waits(now_ns);
+      return say_that_it_waits(now_ns);
+    case State::asked: {
+      const News news = say_that_it_waits(now_ns);
       // A service that is stopped here is waited for: it sees `boot` when it goes on. A new one is asked anew.
       if (!ready || now.epoch != epoch_) {
         state_ = State::absent;
-        return News::none;
+        return news;
       }
-      if (now.accepted != boot_) return News::none;
+      if (now.accepted != boot_) return news;
       greet();
       return News::accepted;
+    }
     default:
       break;
   }
@@ -94,11 +94,12 @@ Session::News Session::look(std::uint64_t now_ns) {
 }
 
 // Once for each time that there is no service, when it takes long: a machine may boot before its host's service is up.
-void Session::say_that_it_waits(std::uint64_t now_ns) {
+Session::News Session::say_that_it_waits(std::uint64_t now_ns) {
   if (!waiting_since_ns_) waiting_since_ns_ = now_ns;
-  if (now_ns < *waiting_since_ns_ + patience_ns_ || std::exchange(said_that_it_waits_, true)) return;
+  if (now_ns < *waiting_since_ns_ + patience_ns_ || std::exchange(said_that_it_waits_, true)) return News::none;
   say("the host service does not answer, waiting for it: start vrdmad on the host; if it runs, see \"vrdma vm list\" there: a machine that was removed or "
       "added anew while it ran has to be switched off and started with what \"vrdma vm show\" prints");
+  return News::waits;
 }
 
 void Session::begin() {

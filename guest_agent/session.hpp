@@ -35,12 +35,12 @@ class Session {
     none,
     accepted,  // the service has let go of everything of earlier sessions
     lost,
+    waits,  // there has been no service for long; once for each time
   };
 
   Session(const Device& device, std::uint64_t patience_ns) : device_(device), patience_ns_(patience_ns), vectors_(vm::fixed_vectors, device.vectors) {}
 
   State state() const { return state_; }
-  bool waits_long() const { return said_that_it_waits_; }  // for the service
   bool linked() const { return state_ == State::greeted || state_ == State::open; }
   // Looks at the service's line and does what it calls for. Throws Unsuitable; std::runtime_error if nothing can be pinned here.
   News look(std::uint64_t now_ns);
@@ -81,7 +81,7 @@ class Session {
   };
   ServiceNow service() const;
   void greet();
-  void say_that_it_waits(std::uint64_t now_ns);
+  News say_that_it_waits(std::uint64_t now_ns);
   std::uint64_t make_page();  // its number
   void mark_alive();
   void mark_dead();

@@ -245,6 +245,14 @@ void take(const std::byte* messages, std::size_t bytes, std::uint32_t port) {
   }
 }
 
+// What send(2) and sendto(2) have in common. False: it is not ours to answer.
+bool answered(int fd, const void* data, std::size_t bytes, const void* to, std::size_t to_bytes) {
+  std::uint32_t port;
+  if (!opened.load(std::memory_order_relaxed) || data == nullptr || !to_kernel(fd, to, to_bytes, port)) [[likely]] return false;
+  take(static_cast<const std::byte*>(data), bytes, port);
+  return true;
+}
+
 ssize_t gather(const msghdr& message, std::byte (&into)[request_bytes_max]) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < message.msg_iovlen; ++i) {
@@ -277,20 +285,12 @@ VRDMA_INTERPOSE(int, socket, int domain, int type, int protocol) {
 }
 
 VRDMA_INTERPOSE(ssize_t, sendto, int fd, const void* data, std::size_t bytes, int flags, const sockaddr* to, socklen_t to_bytes) {
-  std::uint32_t port;
-  if (opened.load(std::memory_order_relaxed) && data != nullptr && to_kernel(fd, to, to_bytes, port)) [[unlikely]] {
-    take(static_cast<const std::byte*>(data), bytes, port);
-    return static_cast<ssize_t>(bytes);
-  }
+  if (answered(fd, data, bytes, to, to_bytes)) [[unlikely]] return static_cast<ssize_t>(bytes);
   return real(next_sendto, SYS_sendto, fd, data, bytes, flags, to, to_bytes);
 }
 
 VRDMA_INTERPOSE(ssize_t, send, int fd, const void* data, std::size_t bytes, int flags) {
-  std::uint32_t port;
-  if (opened.load(std::memory_order_relaxed) && data != nullptr && to_kernel(fd, nullptr, 0, port)) [[unlikely]] {
-    take(static_cast<const std::byte*>(data), bytes, port);
-    return static_cast<ssize_t>(bytes);
-  }
+  if (answered(fd, data, bytes, nullptr, 0)) [[unlikely]] return static_cast<ssize_t>(bytes);
   auto* const next = next_send.get();
   return next != nullptr ? next(fd, data, bytes, flags) : static_cast<ssize_t>(::syscall(SYS_sendto, fd, data, bytes, flags, nullptr, 0));
 }

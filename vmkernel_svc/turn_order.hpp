@@ -2,7 +2,6 @@
 // one. Programs count on it that what they post to many queue pairs completes evenly (guest_lib/poll.cpp says which). One thread.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <vector>
 

@@ -7,6 +7,23 @@
 
 namespace vrdma::conformance {
 
+namespace {
+// A connection that receives from an SRQ at b.
+struct SharedReceives {
+  explicit SharedReceives(Run& run, const Path& path = {})
+      : dev(run.settings), pd(dev), cq(dev, 256), region(pd, 4096), srq(pd, 64), qp(pd, cq, cq, run.b() ? QpSpec{.srq = srq} : QpSpec{}) {
+    to_init(dev, qp);
+    bring_up(dev, qp, run.peer.exchange(address_of(dev, qp)), path);
+  }
+  Device dev;
+  Pd pd;
+  Cq cq;
+  Region region;
+  Srq srq;
+  Qp qp;
+};
+}  // namespace
+
 CONFORMANCE(SrqLimitsAreChecked, "SRQ-05 SRQ-07 SRQ-02 SRQ-06", .solo = true) {
   Device dev(run.settings);
   Pd pd(dev);
@@ -47,50 +64,42 @@ CONFORMANCE(SrqLimitsAreChecked, "SRQ-05 SRQ-07 SRQ-02 SRQ-06", .solo = true) {
 }
 
 CONFORMANCE(TheLimitEventComesOnceAndIsRearmedByHand, "SRQ-01 SRQ-02") {
-  Device dev(run.settings);
-  Pd pd(dev);
-  Cq cq(dev, 256);
-  Region region(pd, 4096);
-  Srq srq(pd, 64);
-  Qp qp(pd, cq, cq, run.b() ? QpSpec{.srq = srq} : QpSpec{});
-  to_init(dev, qp);
-  const Address theirs = run.peer.exchange(address_of(dev, qp));
-  bring_up(dev, qp, theirs);
+  SharedReceives link(run);
   run.peer.barrier();
   for (int round = 0; round < 3; ++round) {
     const Note note("round ", round);
     if (run.b()) {
-      for (std::uint64_t i = 0; i < 10; ++i) EXPECT_OK(post(srq, Recv{i, {region.sge(0, 64)}}));
+      for (std::uint64_t i = 0; i < 10; ++i) EXPECT_OK(post(link.srq, Recv{i, {link.region.sge(0, 64)}}));
       ibv_srq_attr attr{};
       attr.srq_limit = 5;
-      EXPECT_OK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT));
+      EXPECT_OK(ibv_modify_srq(link.srq, &attr, IBV_SRQ_LIMIT));
     }
     run.peer.barrier();
     for (std::uint64_t i = 0; i < 5; ++i) {  // ten down to five: not below the limit
       if (run.a()) {
-        EXPECT_OK(post(qp, Send{.id = i, .sges = {region.sge(0, 8)}}));
-        cq.expect(i);
+        EXPECT_OK(post(link.qp, Send{.id = i, .sges = {link.region.sge(0, 8)}}));
+        link.cq.expect(i);
       } else {
-        cq.expect(i);
+        link.cq.expect(i);
       }
     }
     run.peer.barrier();
     if (run.b()) {
-      dev.expect_no_event();
+      link.dev.expect_no_event();
       ibv_srq_attr attr{};
-      EXPECT_OK(ibv_query_srq(srq, &attr));
+      EXPECT_OK(ibv_query_srq(link.srq, &attr));
       EXPECT_EQ(attr.srq_limit, 5u);
     }
     run.peer.barrier();
     for (std::uint64_t i = 5; i < 10; ++i) {  // the first of these crosses it, the others must not repeat the event
-      if (run.a()) EXPECT_OK(post(qp, Send{.id = i, .sges = {region.sge(0, 8)}}));
-      cq.expect(i);
+      if (run.a()) EXPECT_OK(post(link.qp, Send{.id = i, .sges = {link.region.sge(0, 8)}}));
+      link.cq.expect(i);
     }
     if (run.b()) {
-      EXPECT(dev.wait_event(IBV_EVENT_SRQ_LIMIT_REACHED).element.srq == srq.p);
-      dev.expect_no_event();
+      EXPECT(link.dev.wait_event(IBV_EVENT_SRQ_LIMIT_REACHED).element.srq == link.srq.p);
+      link.dev.expect_no_event();
       ibv_srq_attr attr{};
-      EXPECT_OK(ibv_query_srq(srq, &attr));
+      EXPECT_OK(ibv_query_srq(link.srq, &attr));
       EXPECT_EQ(attr.srq_limit, 0u);
     }
     run.peer.barrier();
@@ -98,30 +107,22 @@ CONFORMANCE(TheLimitEventComesOnceAndIsRearmedByHand, "SRQ-01 SRQ-02") {
 }
 
 CONFORMANCE(ALimitOfAnEmptySrqIsNotReachedByWaiting, "SRQ-01") {
-  Device dev(run.settings);
-  Pd pd(dev);
-  Cq cq(dev, 64);
-  Region region(pd, 4096);
-  Srq srq(pd, 16);
-  Qp qp(pd, cq, cq, run.b() ? QpSpec{.srq = srq} : QpSpec{});
-  to_init(dev, qp);
-  const Address theirs = run.peer.exchange(address_of(dev, qp));
   Path path;
   path.rnr_retry = 1;
-  bring_up(dev, qp, theirs, path);
+  SharedReceives link(run, path);
   ibv_srq_attr attr{};
   attr.srq_limit = 2;
-  if (run.b()) EXPECT_OK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT));
+  if (run.b()) EXPECT_OK(ibv_modify_srq(link.srq, &attr, IBV_SRQ_LIMIT));
   run.peer.barrier();
   if (run.a()) {
-    EXPECT_OK(post(qp, Send{.id = 1, .sges = {region.sge(0, 8)}}));
-    cq.expect(1, IBV_WC_RNR_RETRY_EXC_ERR);
+    EXPECT_OK(post(link.qp, Send{.id = 1, .sges = {link.region.sge(0, 8)}}));
+    link.cq.expect(1, IBV_WC_RNR_RETRY_EXC_ERR);
   }
   run.peer.barrier();
   if (run.b()) {
-    dev.expect_no_event();
+    link.dev.expect_no_event();
     attr = {};
-    EXPECT_OK(ibv_query_srq(srq, &attr));
+    EXPECT_OK(ibv_query_srq(link.srq, &attr));
     EXPECT_EQ(attr.srq_limit, 2u);
   }
   run.peer.barrier();
