@@ -52,7 +52,7 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "show", "Show what the service has, one object a line in the manner of rdma(8). Root and the service's own user see\n"
               "everything, others what is theirs.");
-  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, routes, hosts, hca, cache or counters; nothing: an overview")
+  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, cm_ids, routes, hosts, hca, cache or counters; nothing: an overview")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
   command->add_flag("-j,--json", options.json, "print JSON");
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");

@@ -138,6 +138,17 @@ void srqs(const json& state, std::string& out) {
           .add("qp", srq.at("qps")).add("pid", guest.at("pid")).end(out);
 }
 
+void cm_ids(const json& state, std::string& out) {
+  for (const auto& guest : state.at("guests"))
+    for (const auto& one : guest.value("cm_ids", json::array())) {
+      Line line = link_of(guest);
+      line.add("cm-idn", one.at("cm_id")).add("type", one.at("type")).add("state", one.at("state")).add("ps", one.at("port_space")).add("pid", guest.at("pid"));
+      for (const auto& [name, key] : {std::pair{"src-addr", "src_addr"}, {"dst-addr", "dst_addr"}})
+        if (one.at(key) != "") line.add(name, one.at(key));
+      line.end(out);
+    }
+}
+
 void routes(const json& state, std::string& out) {
   for (const auto& route : state.at("routes")) {
     Line line(route.at("lid") == 0 ? "route" : fmt::format("route lid {}", route.at("lid").get<int>()));
@@ -223,7 +234,7 @@ struct View {
   void (*print)(const json&, std::string&);
 };
 constexpr View views[] = {{"", overview},  {"devices", devices}, {"guests", guests}, {"qps", qps},     {"cqs", cqs},
-                          {"mrs", mrs},    {"srqs", srqs},       {"routes", routes}, {"hosts", hosts}, {"hca", hca}, {"cache", caches}, {"counters", counters}};
+                          {"mrs", mrs},    {"srqs", srqs},       {"cm_ids", cm_ids}, {"routes", routes}, {"hosts", hosts}, {"hca", hca}, {"cache", caches}, {"counters", counters}};
 
 void sort_by(json& list, const char* key) {
   std::sort(list.begin(), list.end(), [key](const json& a, const json& b) { return a.at(key) < b.at(key); });

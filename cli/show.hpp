@@ -13,7 +13,7 @@ struct ShowOptions {
   bool json = false;
 };
 
-constexpr const char* show_objects[] = {"devices", "guests", "qps", "cqs", "mrs", "srqs", "routes", "hosts", "hca", "cache", "counters"};
+constexpr const char* show_objects[] = {"devices", "guests", "qps", "cqs", "mrs", "srqs", "cm_ids", "routes", "hosts", "hca", "cache", "counters"};
 
 // Exit code. Throw std::runtime_error with a message for a person where no service answers.
 int show(const ShowOptions& options);

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "guest_lib/cm/open.hpp"
 #include "guest_lib/next_function.hpp"
 
 namespace vrdma {
@@ -116,15 +117,6 @@ void write_all(int fd, const char* text, std::size_t bytes) {
     text += written;
     bytes -= static_cast<std::size_t>(written);
   }
-}
-
-void say_that_rdma_cm_is_not_served() {
-  static constinit std::atomic<bool> said{false};
-  if (said.exchange(true, std::memory_order_relaxed)) return;
-  constexpr std::string_view message =
-      "vrdma: rdma_cm is not served yet: use the program's own TCP exchange (perftest without -R, qperf without "
-      "-cm1, ...)\n";
-  write_all(STDERR_FILENO, message.data(), message.size());
 }
 
 // RLIMIT_FSIZE holds for memfds, too, and to exceed it ends the program by SIGXFSZ.
@@ -248,7 +240,7 @@ FILE* fopen_path(const char* path, const char* mode, Real real) {
 
 int open_entry(const SyntheticEntry& entry, int flags) {
   switch (entry.kind) {
-    case EntryKind::rdma_cm_device: say_that_rdma_cm_is_not_served(); return fail(EOPNOTSUPP, -1);
+    case EntryKind::rdma_cm_device: return open_connection_manager(flags);
     case EntryKind::verbs_device: return fail(ENXIO, -1);  // a node without a kernel driver
     case EntryKind::directory: return fail((flags & O_ACCMODE) == O_RDONLY ? EOPNOTSUPP : EISDIR, -1);
     case EntryKind::none: return fail(ENOENT, -1);

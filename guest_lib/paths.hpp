@@ -84,8 +84,8 @@ auto call(NextFunction<Function>& next, Arguments... arguments) {
     return fail(ENOSYS, Result{-1});
 }
 
-// A descriptor for an entry as open(2) gives it: text in a sealed memfd, or -1 with errno. rdma_cm is refused with
-// EOPNOTSUPP and says so on stderr once per process.
+// A descriptor for an entry as open(2) gives it: text in a sealed memfd, a channel of the connection manager
+// (guest_lib/cm/), or -1 with errno.
 int open_entry(const SyntheticEntry& entry, int flags);
 
 }  // namespace vrdma::paths

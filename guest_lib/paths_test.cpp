@@ -71,14 +71,6 @@ bool installed(const char* program) {
   return false;
 }
 
-constexpr const char* not_served = "vrdma: rdma_cm is not served yet";
-
-std::size_t count_of(const std::string& text, const std::string& part) {
-  std::size_t count = 0;
-  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
-}
-
 }  // namespace
 
 TEST_CASE("the shell and coreutils read the device's files") {
@@ -227,7 +219,7 @@ TEST_CASE("files are created with the mode that was asked for") {
   CHECK(modes.out == "0o640\n0o604\n0o751\n");
 }
 
-TEST_CASE("programs of rdma_cm are told that it is not served, and end") {
+TEST_CASE("programs of rdma_cm end where there is no service") {
   if (real_devices_present()) return;
   for (const char* command : {"/usr/bin/rping -s", "/usr/bin/ucmatose", "/usr/bin/rping -c -a 127.0.0.1",
                               "/usr/bin/udaddy", "/usr/bin/rdma_server"}) {
@@ -235,10 +227,8 @@ TEST_CASE("programs of rdma_cm are told that it is not served, and end") {
     const Outcome outcome = run(command);
     INFO(std::string(command) << ": " << outcome.out);
     CHECK(outcome.exit_code > 0);
-    CHECK(count_of(outcome.out, not_served) == 1);
-    CHECK(outcome.out.find("No such file") == std::string::npos);
   }
   const Outcome shell = run("exec 3<>/dev/infiniband/rdma_cm");
   CHECK(shell.exit_code != 0);
-  CHECK(shell.out.find("Operation not supported") != std::string::npos);
+  CHECK(shell.out.find("No such device") != std::string::npos);
 }

@@ -176,7 +176,6 @@ constexpr Root roots[] = {
     {"/dev/infiniband", {}, [](const SyntheticDevice& d) { return std::string_view(d.verbs_name); }},
 };
 constexpr std::size_t dev_root = 2;
-constexpr std::uint32_t rdma_cm_minor = 58;
 
 std::string_view take_component(std::string_view& rest) {
   const std::size_t slash = rest.find('/');
@@ -369,7 +368,7 @@ SyntheticEntry find_synthetic(const char* path) {
     entry.not_a_directory = !place.rest.empty();
     if (entry.not_a_directory) return entry;
     entry.kind = place.device != nullptr ? EntryKind::verbs_device : EntryKind::rdma_cm_device;
-    entry.device_minor = place.device != nullptr ? place.device->verbs_minor : rdma_cm_minor;
+    entry.device_minor = place.device != nullptr ? place.device->verbs_minor : connection_manager_minor;
   } else if (place.device != nullptr) {
     find_below_device(place, entry);
   }

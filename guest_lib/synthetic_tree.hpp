@@ -55,6 +55,7 @@ void set_synthetic_devices(std::span<const SyntheticDevice> devices);
 // script that reads the state).
 SyntheticDevice default_synthetic_device();
 
+constexpr std::uint32_t connection_manager_minor = 58;  // of /dev/infiniband/rdma_cm, a device of major 10
 enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, rdma_cm_device };
 
 struct SyntheticEntry {

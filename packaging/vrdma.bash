@@ -41,7 +41,7 @@ _vrdma() {
                 COMPREPLY=($(compgen -c -- "$current"))
             fi
             ;;
-        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs routes hosts cache counters --json --socket --help" -- "$current")) ;;
+        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs cm_ids routes hosts cache counters --json --socket --help" -- "$current")) ;;
         direct) COMPREPLY=($(compgen -W "auto mediated --guest --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
         host)

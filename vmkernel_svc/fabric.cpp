@@ -1,5 +1,6 @@
 #include "vmkernel_svc/fabric.hpp"
 
+#include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 
@@ -9,6 +10,10 @@ namespace vrdma::svc {
 
 Guest::Guest() = default;
 Guest::~Guest() = default;
+
+Fabric::Fabric(const Config& config_in, Shards& shards_in)
+    : config(config_in), shards(shards_in), cm(std::make_unique<ConnectionManager>(*this)) {}
+Fabric::~Fabric() = default;
 
 std::uint32_t Fabric::new_qpn() {
   // Round the 24-bit space, so that a number rests for as long as possible. 0 and 1 are the management QPs.

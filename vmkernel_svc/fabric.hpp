@@ -53,10 +53,12 @@ struct MachineStatus {
 };
 
 class FarDesk;
+class ConnectionManager;
 
 class Fabric {
  public:
-  Fabric(const Config& config_in, Shards& shards_in) : config(config_in), shards(shards_in) {}
+  Fabric(const Config& config_in, Shards& shards_in);
+  ~Fabric();
 
   const Config& config;
   Shards& shards;
@@ -68,6 +70,7 @@ class Fabric {
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
   std::map<Gid, std::vector<QueuePair*>> multicast;
   VmciSwitch vmci{*this};
+  std::unique_ptr<ConnectionManager> cm;
 
   // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
   std::uint64_t topology_generation = 1;

@@ -1,7 +1,9 @@
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/show.hpp"
 
+#include <arpa/inet.h>
 #include <endian.h>
+#include <rdma/rdma_user_cm.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -13,6 +15,7 @@
 #include <numeric>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 
 namespace vrdma::svc {
@@ -40,6 +43,36 @@ std::string gid_text(const Gid& gid) {
   std::snprintf(text, sizeof(text), "%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x", gid[0], gid[1],
                 gid[2], gid[3], gid[4], gid[5], gid[6], gid[7], gid[8], gid[9], gid[10], gid[11], gid[12], gid[13], gid[14], gid[15]);
   return text;
+}
+
+std::string address_text(const CmAddress& address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address.family == 0 || ::inet_ntop(address.family, address.ip.data(), text, sizeof(text)) == nullptr) return "";
+  return address.family == AF_INET6 ? "[" + std::string(text) + "]:" + std::to_string(address.port) : std::string(text) + ":" + std::to_string(address.port);
+}
+
+// As rdma-resource(8) names them, as far as it knows them.
+const char* cm_state_name(CmState state) {
+  constexpr const char* names[] = {"IDLE", "ADDR_BOUND", "ADDR_QUERY", "ADDR_RESOLVED", "ROUTE_RESOLVED", "LISTEN", "CONNECT",
+                                   "CONNECT", "REQUESTED", "ACCEPTED", "ESTABLISHED", "DISCONNECT", "ENDED"};
+  return names[static_cast<std::size_t>(state)];
+}
+const char* port_space_name(std::uint32_t port_space) {
+  switch (port_space) {
+    case RDMA_PS_TCP: return "TCP";
+    case RDMA_PS_UDP: return "UDP";
+    case RDMA_PS_IPOIB: return "IPoIB";
+    default: return "IB";
+  }
+}
+
+json describe_identifiers(const Guest& guest, const ConnectionManager& cm) {
+  json out = json::array();
+  for (const auto& [id, one] : cm.identifiers())
+    if (one->guest == &guest)
+      out.push_back({{"cm_id", id}, {"type", type_name(one->type)}, {"state", cm_state_name(one->state)}, {"port_space", port_space_name(one->port_space)},
+                     {"src_addr", address_text(one->source)}, {"dst_addr", address_text(one->destination)}});
+  return out;
 }
 
 json describe(const engine::QpCounters& counters) {
@@ -171,6 +204,7 @@ json describe(Guest& guest, Shard& shard) {
   out["srqs"] = json::array();
   for (auto& [handle, srq] : guest.srqs)
     out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit}, {"qps", srq->users}});
+  out["cm_ids"] = describe_identifiers(guest, *fabric.cm);
   out["mrs"] = json::array();
   const char* const unmapped_by = guest.copier ? "guest-copy" : "process";
   for (auto& [handle, slot] : guest.mrs) {

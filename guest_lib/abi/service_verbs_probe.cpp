@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "guest_lib/abi/export.hpp"
+#include "guest_lib/cm/open.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 
 namespace {
@@ -38,6 +39,12 @@ VRDMA_EXPORT __be64 ibv_get_device_guid(ibv_device*) {
   return __builtin_bswap64(vrdma::default_synthetic_device().node_guid);
 }
 VRDMA_EXPORT int ibv_get_device_index(ibv_device*) { return 0; }
+namespace vrdma {
+int open_connection_manager(int) {
+  errno = ENODEV;
+  return -1;
+}
+}  // namespace vrdma
 
 // By assembler name, out of reach of verbs.h's declarations and macros; the arguments are not looked at.
 #define PROBE_VERB(result, name, value)                                   \

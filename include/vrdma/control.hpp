@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "vrdma/attributes.hpp"
+#include "vrdma/cm.hpp"
 #include "vrdma/ids.hpp"
 #include "vrdma/queue_layout.hpp"
 #include "vrdma/wire.hpp"
@@ -18,8 +19,8 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 9;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
-                                            // 9: keys of direct mode in entries and regions
+constexpr std::uint16_t version_minor = 10;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -71,6 +72,7 @@ constexpr std::uint16_t attach_in_machine = 1;  // by a virtual machine's agent:
 constexpr std::uint16_t attach_in_bar = 2;
 constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
 constexpr std::uint16_t minor_of_sharing = 7;   // of a service that knows share_address
+constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_open
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
@@ -492,7 +494,8 @@ struct QueuePairNotice {
   X(open_shared_receives, OpenDirectRequest, OpenSharedReceivesReply, true) \
   X(open_process, OpenProcessRequest, OpenProcessReply, true)             \
   X(share_address, ShareAddressRequest, Empty, false)                     \
-  X(open_path, OpenPathRequest, OpenPathReply, true)
+  X(open_path, OpenPathRequest, OpenPathReply, true)                      \
+  VRDMA_CM_REQUESTS(X)
 
 enum class Request : std::uint16_t {
   none,

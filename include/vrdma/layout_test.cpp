@@ -128,6 +128,11 @@ PIN(direct::KeyRegion, address, 16);
 PIN(direct::KeyRegion, backing_offset, 40);
 PIN(direct::KeyTable, regions, 8 << 20);
 PIN(direct::Taking, unfinished, 4);
+PIN(control::CmAddress, ip, 8);
+PIN(control::CmParameters, private_data, 16);
+PIN(control::CmEvent, parameters, 24);
+PIN(control::CmEvent, address, 296);
+PIN(control::CmTakeReply, event, 16);
 static_assert(sizeof(control::OpenDirectReply) == 104 && sizeof(control::OpenProcessReply) == 24 && sizeof(control::OpenSharedReceivesReply) == 40 &&
               sizeof(control::OpenPathRequest) == 40 && sizeof(control::OpenPathReply) == 184 && direct::claim_word(3, direct::held_by_poster) == 0x300000002 &&
               direct::claim_word(3, direct::held_by_poster, 0x123456) == 0x312345602);
@@ -139,7 +144,10 @@ TEST_CASE("Every control request has the number it has always had") {
       "rereg_mr",  "dereg_mr",  "create_cq",    "resize_cq",      "destroy_cq",   "create_srq",     "modify_srq",
       "query_srq", "destroy_srq", "create_qp",  "modify_qp",      "query_qp",     "destroy_qp",     "attach_mcast",
       "detach_mcast", "bind_port", "unbind_port", "queue_pair_alloc", "queue_pair_attach", "queue_pair_detach", "reach_process", "add_pinned", "open_direct", "open_backing",
-      "set_direct", "open_shared_receives", "open_process", "share_address", "open_path"};
+      "set_direct", "open_shared_receives", "open_process", "share_address", "open_path",
+      "cm_open", "cm_close", "cm_place", "cm_create_id", "cm_destroy_id", "cm_bind", "cm_resolve_address", "cm_resolve_route", "cm_listen", "cm_connect",
+      "cm_accept", "cm_reject", "cm_disconnect", "cm_is_established", "cm_option", "cm_query", "cm_attributes", "cm_migrate", "cm_join", "cm_leave",
+      "cm_take_event"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

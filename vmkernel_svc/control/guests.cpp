@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
@@ -133,6 +134,7 @@ void ControlDesk::detach(Guest& guest) {
   VRDMA_CRASH_POINT("service.detach.contexts_closed");
   shard_.direct().forget(guest);
   fabric_.vmci.leave(guest);
+  fabric_.cm->leave(guest);
   guest.group->shard->remove(guest);
   fabric_.shards.remove(guest);
   guest.process.close();
@@ -191,6 +193,14 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
   }
   guest.channels.emplace(handle, std::move(channel));
   return reply;
+}
+
+Result<CmOpenReply> ControlDesk::on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give) {
+  auto pipe = make_pipe();
+  if (!pipe) return pipe.error();
+  const auto opened = fabric_.cm->open(guest, std::move(pipe->second));
+  if (opened) give.push_back(std::move(pipe->first));
+  return opened;
 }
 
 void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {

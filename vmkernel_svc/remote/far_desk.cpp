@@ -217,6 +217,7 @@ void FarDesk::arrived(FarFramePtr frame) {
   switch (frame->record().kind) {
     case FarKind::news:
       new_session(frame->host, frame->session);
+      cm_.new_session(frame->host, frame->record().bytes);
       return groups_.new_session(frame->host, frame->record().bytes);
     case FarKind::open:
       if (hca_) hca_->want_trunk(frame->host);
@@ -236,6 +237,7 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::hca:
       if (hca_) hca_->arrived(std::move(frame));
       return;
+    case FarKind::cm: malformed_ += !cm_.arrived(frame->host, *frame); return;
     case FarKind::groups: malformed_ += !groups_.arrived(frame->host, *frame); return;
   }
   ++malformed_;

@@ -16,6 +16,7 @@
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/remote/carrier.hpp"
+#include "vmkernel_svc/remote/far_cm.hpp"
 #include "vmkernel_svc/remote/far_groups.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 
@@ -87,6 +88,8 @@ class FarDesk final : private FarGroups::Post {
   std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
   void count_malformed() { ++malformed_; }
 
+  bool is_connected(remote::HostId host) override;
+
   // Multicast groups, and which hosts have members of them.
   FarGroups& groups() { return groups_; }
   std::uint64_t multicast_datagrams(remote::HostId host) { return at(host).multicast_datagrams; }  // sent there
@@ -126,7 +129,6 @@ class FarDesk final : private FarGroups::Post {
   void to_datagrams(engine::FarFramePtr frame);
   void open(engine::FarFramePtr frame);
   bool may_tell(remote::HostId host) override;
-  bool is_connected(remote::HostId host) override;
   void tell(remote::HostId host, engine::FarFramePtr frame) override { send_to(host, std::move(frame)); }
   void new_session(remote::HostId host, std::uint64_t session);
   bool waits_for_frozen(StandIn& stand_in);
@@ -151,6 +153,7 @@ class FarDesk final : private FarGroups::Post {
   std::vector<remote::LidHolder> ranges_;
   std::map<StandInKey, std::unique_ptr<StandIn>> stand_ins_;
   FarGroups groups_{*this};
+  FarCm cm_{*this, shard_};
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;

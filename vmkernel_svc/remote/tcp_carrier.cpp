@@ -103,7 +103,7 @@ void TcpCarrier::want_pump(Link& link) {
 void TcpCarrier::transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<FarFrame> frame, std::uint64_t now) {
   LinkHead head{};
   head.kind = kind;
-  if (kind == LinkKind::hello) head.run = run_, head.peer_run = link.run, head.features = link_knows_groups;
+  if (kind == LinkKind::hello) head.run = run_, head.peer_run = link.run, head.features = link_features;
   head.number = number;
   head.acknowledged = link.expected - 1;
   link.acknowledge_at_ns = never;

@@ -94,7 +94,7 @@ struct End {
     const auto news = next(other);
     REQUIRE(news != nullptr);
     REQUIRE(news->record().kind == FarKind::news);
-    CHECK(news->record().bytes == link_knows_groups);
+    CHECK(news->record().bytes == link_features);
   }
   void send(std::uint32_t number, std::uint32_t bytes, std::uint64_t in_session) {
     auto frame = FarFrame::make(bytes);

@@ -1,0 +1,72 @@
+// write(2), fstat(2) and close(2) in front of libc's, for the descriptors of rdma_cm. Another file's cost one look at a bit.
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "guest_lib/cm/commands.hpp"
+#include "guest_lib/cm/files.hpp"
+#include "guest_lib/paths.hpp"
+
+using namespace vrdma;
+using guest::cm::Files;
+using paths::call;
+
+namespace {
+
+using Write = ssize_t(int, const void*, std::size_t);
+using Fstat = int(int, struct stat*);
+using Fxstat = int(int, int, struct stat*);
+using Close = int(int);
+
+constinit NextFunction<Write> next_write{"write"};
+constinit NextFunction<Fstat> next_fstat{"fstat"}, next_fstat64{"fstat64"};
+constinit NextFunction<Fxstat> next___fxstat{"__fxstat", "GLIBC_2.2.5"}, next___fxstat64{"__fxstat64", "GLIBC_2.2.5"};
+constinit NextFunction<Close> next_close{"close"};
+
+__attribute__((constructor)) void look_up_all() {
+  next_write.get();
+  for (auto* f : {&next_fstat, &next_fstat64}) f->get();
+  for (auto* f : {&next___fxstat, &next___fxstat64}) f->get();
+  next_close.get();
+}
+
+// librdmacm asks whether what it has opened is a character device.
+template <class Real>
+int fstat_path(int fd, struct stat* out, Real real) {
+  const int result = real();
+  if (result == 0 && Files::may_hold(fd) && Files::instance().find(fd) != nullptr) {
+    out->st_mode = S_IFCHR | 0666;
+    out->st_rdev = makedev(10, connection_manager_minor);
+  }
+  return result;
+}
+
+}  // namespace
+
+VRDMA_INTERPOSE(ssize_t, write, int fd, const void* bytes, std::size_t count) {
+  if (Files::may_hold(fd)) [[unlikely]]
+    if (const auto file = Files::instance().find(fd)) return guest::cm::write_command(file, bytes, count);
+  Write* const next = next_write.get();
+  return next != nullptr ? next(fd, bytes, count) : syscall(SYS_write, fd, bytes, count);
+}
+
+VRDMA_INTERPOSE(int, close, int fd) {
+  if (Files::may_hold(fd)) [[unlikely]]
+    Files::instance().forget(fd);
+  Close* const next = next_close.get();
+  return next != nullptr ? next(fd) : static_cast<int>(syscall(SYS_close, fd));
+}
+
+VRDMA_INTERPOSE(int, fstat, int fd, struct stat* out) {
+  return fstat_path(fd, out, [&] { return call(next_fstat, fd, out); });
+}
+VRDMA_INTERPOSE(int, fstat64, int fd, struct stat* out) {
+  return fstat_path(fd, out, [&] { return call(next_fstat64, fd, out); });
+}
+VRDMA_INTERPOSE(int, __fxstat, int version, int fd, struct stat* out) {
+  return fstat_path(fd, out, [&] { return call(next___fxstat, version, fd, out); });
+}
+VRDMA_INTERPOSE(int, __fxstat64, int version, int fd, struct stat* out) {
+  return fstat_path(fd, out, [&] { return call(next___fxstat64, version, fd, out); });
+}

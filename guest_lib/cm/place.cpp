@@ -1,0 +1,130 @@
+#include "guest_lib/cm/place.hpp"
+
+#include <ifaddrs.h>
+#include <netinet/in.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace vrdma::guest::cm {
+
+using control::CmAddress;
+
+namespace {
+
+std::vector<CmAddress> addresses_here() {
+  std::vector<CmAddress> addresses;
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return addresses;
+  for (const ifaddrs* each = list; each != nullptr; each = each->ifa_next) {
+    CmAddress one = address_of(each->ifa_addr);
+    one.port = 0;
+    if (one.family != 0) addresses.push_back(one);
+  }
+  ::freeifaddrs(list);
+  return addresses;
+}
+
+bool is_loopback(const CmAddress& address) {
+  if (address.family == AF_INET) return address.ip[0] == 127;
+  constexpr std::array<std::uint8_t, 16> loopback{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  return address.family == AF_INET6 && address.ip == loopback;
+}
+
+}  // namespace
+
+CmAddress address_of(const sockaddr* address) {
+  CmAddress out{};
+  if (address == nullptr) return out;
+  if (address->sa_family == AF_INET) {
+    sockaddr_in in;
+    std::memcpy(&in, address, sizeof(in));
+    out.family = AF_INET;
+    out.port = ntohs(in.sin_port);
+    std::memcpy(out.ip.data(), &in.sin_addr, 4);
+  } else if (address->sa_family == AF_INET6) {
+    sockaddr_in6 in;
+    std::memcpy(&in, address, sizeof(in));
+    out.family = AF_INET6;
+    out.port = ntohs(in.sin6_port);
+    out.scope = in.sin6_scope_id;
+    std::memcpy(out.ip.data(), &in.sin6_addr, 16);
+    // A socket of both families names IPv4 so.
+    constexpr std::uint8_t mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    if (std::equal(std::begin(mapped), std::end(mapped), out.ip.begin())) {
+      out.family = AF_INET, out.scope = 0;
+      std::copy_n(out.ip.begin() + 12, 4, out.ip.begin());
+      std::fill(out.ip.begin() + 4, out.ip.end(), 0);
+    }
+  }
+  return out;
+}
+
+std::size_t put_address(sockaddr_storage& out, const CmAddress& address) {
+  std::memset(&out, 0, sizeof(out));
+  if (address.family == AF_INET) {
+    sockaddr_in in{};
+    in.sin_family = AF_INET;
+    in.sin_port = htons(address.port);
+    std::memcpy(&in.sin_addr, address.ip.data(), 4);
+    std::memcpy(&out, &in, sizeof(in));
+    return sizeof(in);
+  }
+  if (address.family == AF_INET6) {
+    sockaddr_in6 in{};
+    in.sin6_family = AF_INET6;
+    in.sin6_port = htons(address.port);
+    in.sin6_scope_id = address.scope;
+    std::memcpy(&in.sin6_addr, address.ip.data(), 16);
+    std::memcpy(&out, &in, sizeof(in));
+    return sizeof(in);
+  }
+  return 0;
+}
+
+Status tell_place(Attachment& attachment) {
+  control::CmPlaceRequest place{};
+  struct stat network;
+  if (::stat("/proc/self/ns/net", &network) == 0) place.network = network.st_ino;
+  const auto addresses = addresses_here();
+  place.count = static_cast<std::uint32_t>(std::min<std::size_t>(addresses.size(), control::cm_addresses_max));
+  std::copy_n(addresses.begin(), place.count, place.addresses);
+  static std::mutex mutex;
+  static std::uint64_t told_to = 0;
+  static auto& told = *new control::CmPlaceRequest;
+  std::lock_guard lock(mutex);
+  if (told_to == attachment.ordinal() && std::memcmp(&told, &place, sizeof(place)) == 0) return ok();
+  const auto answer = attachment.call<control::Request::cm_place>(place);
+  if (!answer) return answer.error();
+  told_to = attachment.ordinal();
+  told = place;
+  return ok();
+}
+
+bool is_local(const CmAddress& address) {
+  if (is_loopback(address)) return true;
+  const auto addresses = addresses_here();
+  return std::any_of(addresses.begin(), addresses.end(), [&](const CmAddress& own) { return own.same_host(address); });
+}
+
+CmAddress source_for(const CmAddress& destination) {
+  CmAddress to = destination;
+  if (to.port == 0) to.port = 9;  // nothing is sent there
+  sockaddr_storage address;
+  const std::size_t bytes = put_address(address, to);
+  if (bytes == 0) return {};
+  const vmci::UniqueFd probe(static_cast<int>(::syscall(SYS_socket, to.family, SOCK_DGRAM | SOCK_CLOEXEC, 0)));
+  socklen_t length = sizeof(address);
+  if (!probe || ::connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), static_cast<socklen_t>(bytes)) != 0 ||
+      ::getsockname(probe.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0)
+    return {};
+  CmAddress source = address_of(reinterpret_cast<const sockaddr*>(&address));
+  source.port = 0;
+  return source;
+}
+
+}  // namespace vrdma::guest::cm

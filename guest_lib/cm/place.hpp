@@ -1,0 +1,22 @@
+// Where this process is in the networks of its host: what the service must know of it to find who is called by an IP address. Any thread.
+#pragma once
+
+#include <sys/socket.h>
+
+#include "guest_lib/attachment.hpp"
+
+namespace vrdma::guest::cm {
+
+// Tells the service, where that is another place than it was told last.
+Status tell_place(Attachment& attachment);
+// Whether the address is one of an interface of this process's network namespace.
+bool is_local(const control::CmAddress& address);
+// From which address one reaches that one, by the kernel's routes; family 0: none leads there.
+control::CmAddress source_for(const control::CmAddress& destination);
+
+// family 0: none, or one that is not served.
+control::CmAddress address_of(const sockaddr* address);
+// Writes sockaddr_in or sockaddr_in6; how many bytes, 0 for family 0.
+std::size_t put_address(sockaddr_storage& out, const control::CmAddress& address);
+
+}  // namespace vrdma::guest::cm

@@ -1,0 +1,218 @@
+// What identifiers tell of their paths, what their queue pairs are to be given, and multicast groups.
+#include <rdma/rdma_user_cm.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/engine/qp_state.hpp"
+#include "vmkernel_svc/fabric.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+using namespace engine;
+
+namespace {
+
+// Of GID tables, as assign_addresses() fills them: the IPv4 address by RoCE v2, InfiniBand's only one.
+constexpr std::uint8_t gid_index_of(std::uint32_t link_layer) { return link_layer == link_layer_ethernet ? 3 : 0; }
+constexpr std::uint8_t packet_lifetime = 14;  // 67 ms; timers of the connection are twice that, and the answer's delay
+constexpr std::uint8_t default_ack_timeout = 18;  // 1 s
+// 0.64 ms. The kernel's is 655 ms, of which no program here would see why it waits.
+constexpr std::uint8_t rnr_timer = 12;
+constexpr std::uint16_t first_multicast_lid = 0xc000;
+constexpr std::uint32_t multicast_qpn = 0xffffff;
+
+Gid gid_of(const CmPort& port) {
+  return port.guid == 0 ? Gid{} : gids_of(port.guid, port.lid, port.link_layer)[gid_index_of(port.link_layer)].gid;
+}
+
+// RFC 4391 section 4 and RFC 1112 for InfiniBand, with rdma_cm's signature for its own port space; for RoCE the address itself, as the
+// kernel's connection manager makes them (IBA A11, A16).
+Gid group_gid(const CmAddress& group, std::uint32_t link_layer, std::uint32_t port_space, std::uint16_t pkey) {
+  Gid gid{};
+  gid[0] = 0xff;
+  if (link_layer == link_layer_ethernet) {
+    if (group.family == AF_INET6) return Gid(group.ip);
+    gid[1] = 0x0e;
+    gid[10] = gid[11] = 0xff;
+    std::copy_n(group.ip.begin(), 4, gid.begin() + 12);
+    return gid;
+  }
+  gid[1] = 0x12;
+  gid[2] = group.family == AF_INET ? 0x40 : 0x60;
+  gid[3] = port_space == RDMA_PS_UDP ? 0x01 : 0x1b;
+  gid[4] = static_cast<std::uint8_t>(pkey >> 8), gid[5] = static_cast<std::uint8_t>(pkey);
+  if (group.family == AF_INET) {
+    std::copy_n(group.ip.begin(), 4, gid.begin() + 12);
+    gid[12] &= 0x0f;
+  } else {
+    std::copy(group.ip.begin() + 6, group.ip.end(), gid.begin() + 6);
+  }
+  return gid;
+}
+
+std::uint16_t multicast_lid(const Gid& gid) {
+  std::uint32_t hash = 0;
+  for (const std::uint8_t byte : gid) hash = hash * 31 + byte;
+  return static_cast<std::uint16_t>(first_multicast_lid | hash % 0x3ffe);
+}
+
+}  // namespace
+
+Result<CmQueryReply> ConnectionManager::query(Guest& guest, const CmId& id) {
+  const auto found = find(guest, id);
+  if (!found) return found.error();
+  const CmIdentifier& one = **found;
+  CmQueryReply reply{};
+  reply.source = one.source;
+  reply.destination = one.destination;
+  reply.has_device = one.has_device;
+  reply.link_layer = guest.link_layer;
+  if (!one.has_device) return reply;
+  const CmPort mine = port_of(guest);
+  reply.sgid = gid_of(mine);
+  reply.dgid = gid_of(one.peer_port);
+  reply.slid = guest.lid;
+  reply.dlid = one.peer_port.lid;
+  reply.pkey = one.pkey != 0 ? one.pkey : guest.tenant->pkeys[0];
+  reply.has_path = one.state != CmState::idle && one.state != CmState::bound && one.state != CmState::resolving && one.state != CmState::resolved &&
+                   one.state != CmState::listening;
+  reply.mtu = one.peer_port.guid == 0 ? mine.mtu : std::min(mine.mtu, one.peer_port.mtu);
+  reply.lifetime = packet_lifetime;
+  return reply;
+}
+
+AddressVector ConnectionManager::address_vector(const CmIdentifier& one) const {
+  AddressVector path{};
+  const Guest& guest = *one.guest;
+  path.port_num = 1;
+  path.sgid_index = gid_index_of(guest.link_layer);
+  const Gid dgid = gid_of(one.peer_port);
+  std::copy(dgid.begin(), dgid.end(), path.dgid);
+  path.hop_limit = 64;
+  if (guest.link_layer == link_layer_infiniband) path.dlid = one.peer_port.lid;
+  else path.is_global = 1;
+  return path;
+}
+
+std::uint16_t ConnectionManager::pkey_index(const CmIdentifier& one) const {
+  const auto& table = one.guest->tenant->pkeys;
+  const auto at = std::find(table.begin(), table.end(), one.pkey);
+  return one.pkey == 0 || at == table.end() ? 0 : static_cast<std::uint16_t>(at - table.begin());
+}
+
+Result<CmAttributesReply> ConnectionManager::attributes(Guest& guest, const CmAttributesRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  const CmIdentifier& one = **found;
+  if (!one.has_device) return Errno{EINVAL};
+  CmAttributesReply reply{};
+  QpAttributes& a = reply.attributes;
+  a.state = request.state;
+  a.port_num = 1;
+  reply.mask = qp_attr_state;
+  const bool reliable = one.type == QpType::rc;
+  const bool knows_peer = one.peer_port.guid != 0 && one.state >= CmState::replied;
+  switch (static_cast<QpState>(request.state)) {
+    case QpState::init:
+      reply.mask |= qp_attr_pkey_index | qp_attr_port;
+      a.pkey_index = pkey_index(one);
+      if (one.type == QpType::ud) {
+        reply.mask |= qp_attr_qkey;
+        a.qkey = cm_udp_qkey;
+        return reply;
+      }
+      reply.mask |= qp_attr_access_flags;
+      if (knows_peer || one.state == CmState::connecting) {
+        a.access_flags = access_remote_write;
+        if (reliable && one.responder_resources != 0) a.access_flags |= access_remote_read | access_remote_atomic;
+      }
+      return reply;
+    case QpState::rtr:
+      if (one.type == QpType::ud) return reply;
+      if (!knows_peer) return Errno{EINVAL};
+      reply.mask |= qp_attr_av | qp_attr_path_mtu | qp_attr_dest_qpn | qp_attr_rq_psn;
+      a.path = address_vector(one);
+      a.path_mtu = std::min(port_of(guest).mtu, one.peer_port.mtu);
+      a.dest_qp_num = one.peer_qpn;
+      a.rq_psn = one.peer_psn;
+      if (reliable) {
+        reply.mask |= qp_attr_max_dest_rd_atomic | qp_attr_min_rnr_timer;
+        a.max_dest_rd_atomic = std::min<std::uint8_t>(one.responder_resources, limits::rd_atomic_max);
+        a.min_rnr_timer = rnr_timer;
+      }
+      return reply;
+    case QpState::rts:
+      reply.mask |= qp_attr_sq_psn;
+      a.sq_psn = one.type == QpType::ud ? 0 : one.psn;
+      if (one.type == QpType::ud) return reply;
+      if (!knows_peer) return Errno{EINVAL};
+      if (reliable) {
+        reply.mask |= qp_attr_timeout | qp_attr_retry_cnt | qp_attr_rnr_retry | qp_attr_max_qp_rd_atomic;
+        a.timeout = one.ack_timeout != 0 ? one.ack_timeout : one.peer_ack_timeout != 0 ? one.peer_ack_timeout : default_ack_timeout;
+        a.retry_cnt = std::min<std::uint8_t>(one.retry_count, 7);
+        a.rnr_retry = std::min<std::uint8_t>(one.rnr_retry_count, 7);
+        a.max_rd_atomic = std::min<std::uint8_t>(one.initiator_depth, limits::rd_atomic_max);
+      }
+      return reply;
+    default:
+      return Errno{EINVAL};
+  }
+}
+
+// --- multicast ------------------------------------------------------------------------------------------------
+
+Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.type != QpType::ud || request.flags >= RDMA_MC_JOIN_FLAG_RESERVED) return Errno{EINVAL};
+  if (!one.has_device) return Errno{EINVAL};
+  if (request.group.family != AF_INET && request.group.family != AF_INET6) return Errno{EAFNOSUPPORT};
+  const bool is_multicast = request.group.family == AF_INET ? (request.group.ip[0] & 0xf0) == 0xe0 : request.group.ip[0] == 0xff;
+  if (!is_multicast) return Errno{EINVAL};
+  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  const std::uint32_t handle = next_number_++;
+  one.memberships.insert(handle);
+  memberships_.emplace(handle, one.id);
+
+  const std::uint16_t pkey = one.pkey != 0 ? one.pkey : guest.tenant->pkeys[0];
+  const Gid gid = group_gid(request.group, guest.link_layer, one.port_space, pkey);
+  CmEvent event{};
+  event.uid = request.uid;
+  event.id = handle;
+  event.event = cm_multicast_join;
+  event.is_datagram = 1;
+  event.parameters.qpn = multicast_qpn;
+  event.parameters.qkey = cm_udp_qkey;
+  std::copy(gid.begin(), gid.end(), event.address.dgid);
+  event.address.is_global = 1;
+  event.address.sgid_index = gid_index_of(guest.link_layer);
+  event.address.hop_limit = 1;
+  event.address.port_num = 1;
+  if (guest.link_layer == link_layer_infiniband) event.address.dlid = multicast_lid(gid);
+  raise_on(*one.channel, handle, event);
+  return CmId{handle, 0};
+}
+
+Result<CmGone> ConnectionManager::leave_group(Guest& guest, const CmId& id) {
+  const auto of = memberships_.find(id.id);
+  if (of == memberships_.end()) return Errno{ENOENT};
+  const auto found = find(guest, {of->second, id.channel});
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  const auto drops = [&](const CmChannel::Waiting& waiting) { return waiting.counted_at == id.id; };
+  const CmGone gone{drop_events(*one.channel, drops), 0};
+  one.memberships.erase(id.id);
+  memberships_.erase(of);
+  --guest.tenant->objects;
+  return gone;
+}
+
+}  // namespace vrdma::svc

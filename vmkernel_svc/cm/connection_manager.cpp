@@ -1,0 +1,383 @@
+// What guests ask for.
+#include "vmkernel_svc/cm/connection_manager.hpp"
+
+#include <fmt/format.h>
+#include <rdma/rdma_user_cm.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <random>
+
+#include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/fabric.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+using engine::QpType;
+
+namespace {
+
+constexpr std::uint64_t second_ns = 1'000'000'000;
+constexpr std::uint64_t answer_patience_ns = 60 * second_ns;  // about what the kernel's 15 requests of 4.3 s take
+constexpr std::uint64_t dreq_patience_ns = 5 * second_ns;
+constexpr std::uint32_t backlog_max = 1024;
+
+// What fits beside what the connection manager itself says there (IBA 12.6; the IP addresses take 36 bytes of a request: A11.2).
+constexpr std::uint32_t ip_header_bytes = 36;
+constexpr std::uint32_t req_private_max = 92 - ip_header_bytes, rep_private_max = 196, rej_private_max = 148;
+constexpr std::uint32_t sidr_req_private_max = 216 - ip_header_bytes, sidr_rep_private_max = 136;
+
+bool is_valid(const CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6; }
+
+bool is_loopback(const CmAddress& address) {
+  if (address.family == AF_INET) return address.ip[0] == 127;
+  return std::all_of(address.ip.begin(), address.ip.end() - 1, [](auto byte) { return byte == 0; }) && address.ip[15] == 1;
+}
+
+std::uint32_t random_psn() {
+  static std::random_device random;
+  return random() & 0xffffff;
+}
+
+}  // namespace
+
+ConnectionManager::ConnectionManager(Fabric& fabric) : fabric_(fabric) {}
+ConnectionManager::~ConnectionManager() = default;
+
+Result<CmIdentifier*> ConnectionManager::find(Guest& guest, const CmId& id) {
+  const auto found = identifiers_.find(id.id);
+  if (found == identifiers_.end() || found->second->guest != &guest) return Errno{ENOENT};
+  if (found->second->channel->handle != id.channel) return Errno{EINVAL};
+  return found->second.get();
+}
+
+Status ConnectionManager::place(Guest& guest, const CmPlaceRequest& request) {
+  if (request.count > cm_addresses_max) return Errno{EINVAL};
+  Place& place = places_[guest.id.value];
+  place.network.machine = guest.machine ? guest.machine->name : "";
+  place.network.number = request.network;
+  // What the kernel says of a process of this host counts more than what that says itself, where this service may ask.
+  struct stat known;
+  if (!guest.machine && ::stat(fmt::format("/proc/{}/ns/net", guest.credentials.pid).c_str(), &known) == 0) place.network.number = known.st_ino;
+  place.addresses.assign(request.addresses, request.addresses + request.count);
+  return ok();
+}
+
+// --- identifiers ----------------------------------------------------------------------------------------------
+
+Result<CmIdentifier*> ConnectionManager::add(Guest& guest, CmChannel& channel, std::uint32_t port_space, engine::QpType type) {
+  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  auto made = std::make_unique<CmIdentifier>();
+  made->id = next_number_++;
+  made->guest = &guest;
+  made->channel = &channel;
+  made->port_space = port_space;
+  made->type = type;
+  made->psn = random_psn();
+  made->network = places_[guest.id.value].network;
+  CmIdentifier* const one = made.get();
+  identifiers_.emplace(one->id, std::move(made));
+  return one;
+}
+
+Result<CmId> ConnectionManager::create(Guest& guest, const CmCreateRequest& request) {
+  CmChannel* const channel = channel_of(guest, request.channel);
+  if (channel == nullptr) return Errno{EINVAL};
+  QpType type;
+  switch (request.port_space) {
+    case RDMA_PS_TCP: type = QpType::rc; break;
+    case RDMA_PS_UDP:
+    case RDMA_PS_IPOIB: type = QpType::ud; break;
+    case RDMA_PS_IB:
+      if (request.qp_type < 2 || request.qp_type > 4) return Errno{EINVAL};
+      type = static_cast<QpType>(request.qp_type);
+      break;
+    default: return Errno{EINVAL};
+  }
+  const auto made = add(guest, *channel, request.port_space, type);
+  if (!made) return made.error();
+  (*made)->uid = request.uid;
+  return CmId{(*made)->id, 0};
+}
+
+Result<CmGone> ConnectionManager::destroy(Guest& guest, const CmId& id) {
+  const auto found = find(guest, id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  CmChannel& channel = *one.channel;
+  const auto is_of = [&](const CmChannel::Waiting& waiting) { return waiting.counted_at == one.id || one.memberships.contains(waiting.counted_at); };
+  // Those who wait to be accepted by nobody else than it.
+  std::vector<std::uint32_t> unseen;
+  for (const auto& waiting : channel.events)
+    if (is_of(waiting) && waiting.event.event == cm_connect_request) unseen.push_back(waiting.event.id);
+  const CmGone gone{drop_events(channel, is_of), 0};
+  for (const std::uint32_t request : unseen) {
+    const auto made = identifiers_.find(request);
+    if (made != identifiers_.end()) remove(*made->second);
+  }
+  remove(one);
+  return gone;
+}
+
+void ConnectionManager::remove(CmIdentifier& one) {
+  const CmState state = std::exchange(one.state, CmState::ended);
+  switch (state) {
+    case CmState::connecting:
+    case CmState::replied:
+    case CmState::requested:
+    case CmState::accepted:
+      if (state == CmState::requested && one.type == QpType::ud) {
+        CmMessage no = message(CmKind::sidr_rep, one);
+        no.status = sidr_reject;
+        send(one.peer, no);
+        break;
+      }
+      {
+        CmMessage no = message(CmKind::rej, one);
+        no.status = rej_consumer;
+        send(one.peer, no);
+      }
+      break;
+    case CmState::established:
+      if (one.type != QpType::ud) send(one.peer, message(CmKind::dreq, one));
+      break;
+    default:
+      break;
+  }
+  if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end() && state == CmState::requested) --listener->second->waiting;
+  clear_deadline(one);
+  ports_.give_back(one);
+  for (const std::uint32_t handle : one.memberships) memberships_.erase(handle), --one.guest->tenant->objects;
+  if (const auto made = by_peer_.find(one.peer); made != by_peer_.end() && made->second == one.id) by_peer_.erase(made);
+  --one.guest->tenant->objects;
+  identifiers_.erase(one.id);
+}
+
+void ConnectionManager::leave(Guest& guest) {
+  for (auto at = channels_.begin(); at != channels_.end();) {
+    const auto next = std::next(at);
+    if (at->second->guest == &guest) (void)close(guest, at->first);
+    at = next;
+  }
+  places_.erase(guest.id.value);
+}
+
+// --- addresses ------------------------------------------------------------------------------------------------
+
+bool ConnectionManager::is_own(const Guest& guest, const CmAddress& address) const {
+  if (guest_at(address) == &guest || is_loopback(address)) return true;
+  const auto place = places_.find(guest.id.value);
+  if (place == places_.end()) return false;
+  return std::any_of(place->second.addresses.begin(), place->second.addresses.end(), [&](const CmAddress& own) { return own.same_host(address); });
+}
+
+Status ConnectionManager::take_address(Guest& guest, CmIdentifier& one, CmAddress address) {
+  if (!is_valid(address)) return Errno{EAFNOSUPPORT};
+  if (!address.is_any() && !is_own(guest, address)) return Errno{EADDRNOTAVAIL};
+  one.network = places_[guest.id.value].network;
+  one.source = address;
+  one.has_device = !address.is_any();
+  if (const auto taken = ports_.take(one); !taken) return one.source = {}, taken.error();
+  one.state = CmState::bound;
+  return ok();
+}
+
+Status ConnectionManager::bind(Guest& guest, const CmBindRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  if ((*found)->state != CmState::idle) return Errno{EINVAL};
+  return take_address(guest, **found, request.address);
+}
+
+Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.state != CmState::idle && one.state != CmState::bound) return Errno{EINVAL};
+  if (!is_valid(request.destination)) return Errno{EAFNOSUPPORT};
+  if (one.state == CmState::idle) {
+    CmAddress source = request.source;
+    if (source.family == 0) source.family = request.destination.family;
+    if (const auto taken = take_address(guest, one, source); !taken) return taken.error();
+  }
+  if (one.source.family != request.destination.family) return Errno{EINVAL};
+  if (one.source.is_any() && is_valid(request.source)) one.source.ip = request.source.ip, one.source.scope = request.source.scope;
+  one.destination = request.destination;
+  one.is_local = request.is_local != 0 || one.destination.is_any() || is_own(guest, one.destination);
+  if (one.destination.is_any()) one.destination.ip = one.source.ip;
+  const bool own_kind = guest_at(one.destination) != nullptr;
+  // Who calls an address of ours has one, too.
+  if (own_kind && !guest_at(one.source)) {
+    one.source.family = AF_INET, one.source.ip = {};
+    std::copy_n(gids_of(guest.guid, guest.lid, link_layer_ethernet)[2].gid.begin() + 12, 4, one.source.ip.begin());
+  }
+  if (own_kind || one.is_local || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
+
+  const auto hosts = post_ != nullptr ? post_->connected() : std::vector<std::uint32_t>{};
+  one.asked = hosts.size();
+  if (hosts.empty()) {
+    raise(one, cm_address_error, -EHOSTUNREACH);
+    return ok();
+  }
+  one.state = CmState::resolving;
+  set_deadline(one, std::uint64_t{std::max(request.timeout_ms, 1u)} * 1'000'000);
+  for (const std::uint32_t host : hosts) post_->tell(host, message(CmKind::who_has, one));
+  return ok();
+}
+
+void ConnectionManager::address_resolved(CmIdentifier& one) {
+  clear_deadline(one);
+  one.state = CmState::resolved;
+  one.has_device = true;
+  // Whose port it is, if somebody listens there already: what a route tells. It is asked again at connect.
+  CmMessage wanted = message(CmKind::req, one);
+  if (const CmIdentifier* const listener = one.host == 0 ? listener_for(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*listener->guest);
+  raise(one, cm_address_resolved);
+}
+
+Status ConnectionManager::resolve_route(Guest& guest, const CmId& id) {
+  const auto found = find(guest, id);
+  if (!found) return found.error();
+  if ((*found)->state != CmState::resolved) return Errno{EINVAL};
+  (*found)->state = CmState::routed;
+  raise(**found, cm_route_resolved);
+  return ok();
+}
+
+Status ConnectionManager::listen(Guest& guest, const CmListenRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.state == CmState::idle) {
+    CmAddress any{};
+    any.family = AF_INET;
+    if (const auto taken = take_address(guest, one, any); !taken) return taken.error();
+  }
+  if (one.state != CmState::bound && one.state != CmState::listening) return Errno{EINVAL};
+  if (const auto may = ports_.may_listen(one); !may) return may.error();
+  one.state = CmState::listening;
+  one.backlog = request.backlog == 0 ? backlog_max : std::min(request.backlog, backlog_max);
+  return ok();
+}
+
+// --- connections ----------------------------------------------------------------------------------------------
+
+Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.state != CmState::routed) return Errno{EINVAL};
+  const bool datagrams = one.type == QpType::ud;
+  if (request.parameters.private_bytes > (datagrams ? sidr_req_private_max : req_private_max)) return Errno{EINVAL};
+  one.responder_resources = request.parameters.responder_resources;
+  one.initiator_depth = request.parameters.initiator_depth;
+  one.retry_count = request.parameters.retry_count;
+  one.state = CmState::connecting;
+  one.peer = {one.host, 0};
+  set_deadline(one, answer_patience_ns);
+  CmMessage out = message(datagrams ? CmKind::sidr_req : CmKind::req, one);
+  out.parameters = request.parameters;
+  std::copy(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), out.pkeys);
+  send(one.peer, out);
+  return ok();
+}
+
+Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (request.has_parameters == 0) {
+    if (one.state != CmState::replied) return Errno{EINVAL};
+    one.state = CmState::established;
+    send(one.peer, message(CmKind::rtu, one));
+    return ok();
+  }
+  if (one.state != CmState::requested) return Errno{EINVAL};
+  const bool datagrams = one.type == QpType::ud;
+  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_max : rep_private_max)) return Errno{EINVAL};
+  one.uid = request.uid;
+  if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end()) --listener->second->waiting;
+  CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
+  out.parameters = request.parameters;
+  if (datagrams) {
+    one.state = CmState::established;
+    if (out.parameters.qkey == 0) out.parameters.qkey = cm_udp_qkey;
+  } else {
+    one.state = CmState::accepted;
+    one.responder_resources = request.parameters.responder_resources;
+    one.initiator_depth = request.parameters.initiator_depth;
+    set_deadline(one, answer_patience_ns);
+  }
+  send(one.peer, out);
+  return ok();
+}
+
+Status ConnectionManager::reject(Guest& guest, const CmRejectRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.state != CmState::requested && one.state != CmState::replied) return Errno{EINVAL};
+  const bool datagrams = one.type == QpType::ud;
+  if (request.private_bytes > (datagrams ? sidr_rep_private_max : rej_private_max)) return Errno{EINVAL};
+  if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end() && one.state == CmState::requested)
+    --listener->second->waiting;
+  one.state = CmState::ended;
+  clear_deadline(one);
+  CmMessage no = message(datagrams ? CmKind::sidr_rep : CmKind::rej, one);
+  no.status = datagrams ? sidr_reject : request.reason != 0 ? static_cast<std::int32_t>(request.reason) : rej_consumer;
+  no.parameters.private_bytes = static_cast<std::uint8_t>(request.private_bytes);
+  no.parameters.private_data = request.private_data;
+  send(one.peer, no);
+  return ok();
+}
+
+Status ConnectionManager::disconnect(Guest& guest, const CmId& id) {
+  const auto found = find(guest, id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.type == QpType::ud) return Errno{EINVAL};
+  if (one.state == CmState::ended || one.state == CmState::disconnecting) return ok();  // it has been answered already
+  if (one.state != CmState::established && one.state != CmState::accepted && one.state != CmState::replied) return Errno{EINVAL};
+  one.state = CmState::disconnecting;
+  set_deadline(one, dreq_patience_ns);
+  send(one.peer, message(CmKind::dreq, one));
+  return ok();
+}
+
+Status ConnectionManager::established(Guest& guest, const CmId& id) {
+  const auto found = find(guest, id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if (one.state == CmState::established) return ok();
+  if (one.state != CmState::accepted) return Errno{EINVAL};
+  clear_deadline(one);
+  one.state = CmState::established;
+  raise(one, cm_established);
+  return ok();
+}
+
+Status ConnectionManager::set_option(Guest& guest, const CmOptionRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  switch (request.option) {
+    case cm_option_reuse_address:
+      if (one.state != CmState::idle && request.value == 0 && one.holds_port) return Errno{EINVAL};
+      one.reuse_address = request.value != 0;
+      return ok();
+    case cm_option_only_ipv6:
+      if (one.state != CmState::idle && one.state != CmState::bound) return Errno{EINVAL};
+      one.only_ipv6 = request.value != 0;
+      return ok();
+    case cm_option_ack_timeout:
+      if (one.type == QpType::ud || request.value > 31) return Errno{EINVAL};
+      one.ack_timeout = static_cast<std::uint8_t>(request.value);
+      return ok();
+    default:
+      return Errno{ENOSYS};
+  }
+}
+
+}  // namespace vrdma::svc

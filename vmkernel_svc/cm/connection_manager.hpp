@@ -1,0 +1,127 @@
+// The host's connection manager (IBA 12; the kernel's rdma_cm, whose states and events these are): identifiers that guests have, who
+// listens where, and what the two ends of a connection say to each other before their queue pairs are connected. It touches no queue
+// pair: librdmacm moves those by ibv_modify_qp, with the attributes that it asks for here.
+//
+// Addresses are those of the interfaces in a guest's network namespace, as the guest says; two guests of one namespace share them, and
+// a port leads to one of them. Besides, each guest has the address that is mapped into its GIDs (addresses.hpp), which no interface has.
+// Who is looked for, in this order: the guest with that address of ours; a listener in the namespace, where the address is one of it; a
+// listener in another namespace of this host or of its machines; another host, of which each is asked.
+//
+// Members that take a guest are answers to its requests (vrdma/cm.hpp); errors as the kernel's. Used by the shard's thread only.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <unordered_map>
+
+#include "vmkernel_svc/cm/identifier.hpp"
+#include "vmkernel_svc/cm/ports.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::svc {
+
+class Fabric;
+
+class ConnectionManager {
+ public:
+  // Other hosts.
+  class Post {
+   public:
+    virtual void tell(std::uint32_t host, const CmMessage& message) = 0;
+    virtual std::vector<std::uint32_t> connected() = 0;
+
+   protected:
+    ~Post() = default;
+  };
+
+  explicit ConnectionManager(Fabric& fabric);
+  ~ConnectionManager();
+  void use(Post* post) { post_ = post; }
+  // `at` is called when expire() is to be called earlier than was known.
+  void set_alarm(std::function<void(std::uint64_t at_ns)> at) { alarm_ = std::move(at); }
+  void expire(std::uint64_t now_ns);
+  bool waits() const { return !deadlines_.empty(); }
+
+  Result<control::CmOpenReply> open(Guest& guest, vmci::UniqueFd pipe);
+  Status close(Guest& guest, std::uint32_t channel);
+  Status place(Guest& guest, const control::CmPlaceRequest& request);
+  Result<control::CmId> create(Guest& guest, const control::CmCreateRequest& request);
+  Result<control::CmGone> destroy(Guest& guest, const control::CmId& id);
+  Status bind(Guest& guest, const control::CmBindRequest& request);
+  Status resolve_address(Guest& guest, const control::CmResolveAddressRequest& request);
+  Status resolve_route(Guest& guest, const control::CmId& id);
+  Status listen(Guest& guest, const control::CmListenRequest& request);
+  Status connect(Guest& guest, const control::CmConnectRequest& request);
+  Status accept(Guest& guest, const control::CmAcceptRequest& request);
+  Status reject(Guest& guest, const control::CmRejectRequest& request);
+  Status disconnect(Guest& guest, const control::CmId& id);
+  Status established(Guest& guest, const control::CmId& id);  // data has come before the rtu
+  Status set_option(Guest& guest, const control::CmOptionRequest& request);
+  Result<control::CmQueryReply> query(Guest& guest, const control::CmId& id);
+  Result<control::CmAttributesReply> attributes(Guest& guest, const control::CmAttributesRequest& request);
+  Result<control::CmGone> migrate(Guest& guest, const control::CmMigrateRequest& request);
+  Result<control::CmId> join(Guest& guest, const control::CmJoinRequest& request);
+  Result<control::CmGone> leave_group(Guest& guest, const control::CmId& id);
+  Result<control::CmTakeReply> take_event(Guest& guest, std::uint32_t channel);
+
+  void leave(Guest& guest);  // all that it has
+  // Of another host, which is trusted as far as its own guests go.
+  void arrived(std::uint32_t host, const CmMessage& message) { deliver(host, message); }
+  void lost(std::uint32_t host);
+
+  // For those who ask (vrdma show).
+  const std::map<std::uint32_t, std::unique_ptr<CmIdentifier>>& identifiers() const { return identifiers_; }
+
+ private:
+  struct Place {
+    CmNetwork network;
+    std::vector<control::CmAddress> addresses;
+  };
+
+  Result<CmIdentifier*> find(Guest& guest, const control::CmId& id);  // ENOENT, or EINVAL where it is another channel's
+  CmChannel* channel_of(Guest& guest, std::uint32_t handle);
+  Result<CmIdentifier*> add(Guest& guest, CmChannel& channel, std::uint32_t port_space, engine::QpType type);
+  void remove(CmIdentifier& one);   // and what its peer is told of it
+  std::uint32_t drop_events(CmChannel& channel, const std::function<bool(const CmChannel::Waiting&)>& which);  // 1: the last ones went
+  void announce(CmChannel& channel);
+  void raise(CmIdentifier& one, std::uint32_t event, std::int32_t status = 0, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
+  void raise_on(CmChannel& channel, std::uint32_t counted_at, const control::CmEvent& event);
+  void set_deadline(CmIdentifier& one, std::uint64_t after_ns);
+  void clear_deadline(CmIdentifier& one);
+  void end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
+
+  bool is_own(const Guest& guest, const control::CmAddress& address) const;
+  Status take_address(Guest& guest, CmIdentifier& one, control::CmAddress address);
+  CmIdentifier* listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const;
+  Guest* guest_at(const control::CmAddress& address) const;  // that has this address mapped into its GIDs
+  bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
+  void address_resolved(CmIdentifier& one);
+
+  CmMessage message(CmKind kind, const CmIdentifier& from) const;
+  void send(const CmPeer& to, const CmMessage& message);
+  void refuse(std::uint32_t host, const CmMessage& request, std::int32_t reason);
+  void deliver(std::uint32_t host, const CmMessage& message);
+  void deliver_request(std::uint32_t host, const CmMessage& message);
+  void deliver_who_has(std::uint32_t host, const CmMessage& message);
+  CmIdentifier* addressee(std::uint32_t host, const CmMessage& message);
+  void learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
+  CmPort port_of(const Guest& guest) const;
+  AddressVector address_vector(const CmIdentifier& one) const;
+  std::uint16_t pkey_index(const CmIdentifier& one) const;
+
+  Fabric& fabric_;
+  Post* post_ = nullptr;
+  std::function<void(std::uint64_t)> alarm_;
+  std::uint32_t next_number_ = 1;  // of channels, identifiers, memberships
+  std::map<std::uint32_t, std::unique_ptr<CmChannel>> channels_;
+  std::map<std::uint32_t, std::unique_ptr<CmIdentifier>> identifiers_;
+  std::map<CmPeer, std::uint32_t> by_peer_;              // identifiers that were made for requests
+  std::map<std::uint32_t, std::uint32_t> memberships_;   // whose identifier's
+  std::unordered_map<std::uint32_t, Place> places_;      // of guests
+  std::set<std::pair<std::uint64_t, std::uint32_t>> deadlines_;
+  CmPorts ports_;
+};
+
+}  // namespace vrdma::svc

@@ -1,0 +1,175 @@
+// Channels, their events, and what time brings.
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/fabric.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+using engine::QpType;
+
+namespace {
+// How long a connection that has ended is remembered by its ends: packets of its own may come until then (IBA 12.9.8.4).
+constexpr std::uint64_t timewait_ns = 500'000'000;
+}  // namespace
+
+CmChannel* ConnectionManager::channel_of(Guest& guest, std::uint32_t handle) {
+  const auto found = channels_.find(handle);
+  return found == channels_.end() || found->second->guest != &guest ? nullptr : found->second.get();
+}
+
+Result<CmOpenReply> ConnectionManager::open(Guest& guest, vmci::UniqueFd pipe) {
+  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
+  ++guest.tenant->descriptors;
+  const std::uint32_t handle = next_number_++;
+  channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, std::move(pipe), false, {}}));
+  return CmOpenReply{handle, 0};
+}
+
+Status ConnectionManager::close(Guest& guest, std::uint32_t handle) {
+  CmChannel* const channel = channel_of(guest, handle);
+  if (channel == nullptr) return Errno{EINVAL};
+  channel->events.clear();
+  std::vector<std::uint32_t> of_it;
+  for (const auto& [id, one] : identifiers_)
+    if (one->channel == channel) of_it.push_back(id);
+  for (const std::uint32_t id : of_it)
+    if (const auto found = identifiers_.find(id); found != identifiers_.end()) remove(*found->second);
+  channels_.erase(handle);
+  --guest.tenant->descriptors;
+  --guest.tenant->objects;
+  return ok();
+}
+
+// The pipe holds nothing when this is called, so it has room.
+void ConnectionManager::announce(CmChannel& channel) {
+  if (channel.announced || channel.events.empty()) return;
+  channel.announced = true;
+  const AsyncRecord record{0, channel.handle, 0};
+  [[maybe_unused]] const auto written = ::write(channel.pipe.get(), &record, sizeof(record));  // EPIPE: nobody reads it any more
+}
+
+std::uint32_t ConnectionManager::drop_events(CmChannel& channel, const std::function<bool(const CmChannel::Waiting&)>& which) {
+  std::erase_if(channel.events, which);
+  if (!channel.events.empty()) return 0;
+  return std::exchange(channel.announced, false) ? 1 : 0;
+}
+
+void ConnectionManager::raise_on(CmChannel& channel, std::uint32_t counted_at, const CmEvent& event) {
+  channel.events.push_back({counted_at, event});
+  announce(channel);
+}
+
+void ConnectionManager::raise(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with, std::uint32_t private_bytes) {
+  if (one.uid == 0) return;  // it has not been accepted, and nobody knows it: accepting it will fail
+  CmEvent out{};
+  out.uid = one.uid;
+  out.id = one.id;
+  out.event = event;
+  out.status = status;
+  if (with != nullptr) {
+    out.parameters = with->parameters;
+    // What is behind the sender's data is zeroes, and given, too: a message always has room for the most there can be.
+    std::fill(out.parameters.private_data.begin() + out.parameters.private_bytes, out.parameters.private_data.end(), 0);
+    out.parameters.private_bytes = static_cast<std::uint8_t>(private_bytes);
+    std::swap(out.parameters.responder_resources, out.parameters.initiator_depth);  // what is one's the other one may use
+  }
+  if (one.type == QpType::ud) {
+    out.is_datagram = 1;
+    if (with != nullptr) out.address = address_vector(one);
+  }
+  raise_on(*one.channel, one.id, out);
+}
+
+Result<CmTakeReply> ConnectionManager::take_event(Guest& guest, std::uint32_t handle) {
+  CmChannel* const channel = channel_of(guest, handle);
+  if (channel == nullptr) return Errno{EINVAL};
+  CmTakeReply reply{};
+  if (channel->events.empty()) return reply;
+  const auto waiting = channel->events.front();
+  channel->events.pop_front();
+  reply.found = 1;
+  reply.event = waiting.event;
+  reply.counted_at = waiting.counted_at;
+  if (channel->events.empty()) reply.last = std::exchange(channel->announced, false) ? 1 : 0;
+  return reply;
+}
+
+Result<CmGone> ConnectionManager::migrate(Guest& guest, const CmMigrateRequest& request) {
+  const auto found = find(guest, request.id);
+  CmChannel* const to = channel_of(guest, request.to);
+  if (!found) return found.error();
+  if (to == nullptr) return Errno{EINVAL};
+  CmIdentifier& one = **found;
+  CmChannel& from = *one.channel;
+  CmGone reply{};
+  if (&from == to) return reply;
+  const auto is_of = [&](const CmChannel::Waiting& waiting) { return waiting.counted_at == one.id || one.memberships.contains(waiting.counted_at); };
+  for (const auto& waiting : from.events)
+    if (is_of(waiting)) {
+      to->events.push_back(waiting);
+      // Who asked for a connection moves with it.
+      if (waiting.event.event == cm_connect_request)
+        if (const auto made = identifiers_.find(waiting.event.id); made != identifiers_.end()) made->second->channel = to;
+    }
+  reply.last = drop_events(from, is_of);
+  one.channel = to;
+  announce(*to);
+  return reply;
+}
+
+// --- time -----------------------------------------------------------------------------------------------------
+
+void ConnectionManager::set_deadline(CmIdentifier& one, std::uint64_t after_ns) {
+  clear_deadline(one);
+  one.deadline_ns = vmci::monotonic_ns() + after_ns;
+  deadlines_.emplace(one.deadline_ns, one.id);
+  if (alarm_ && deadlines_.begin()->second == one.id) alarm_(one.deadline_ns);
+}
+
+void ConnectionManager::clear_deadline(CmIdentifier& one) {
+  if (one.deadline_ns != 0) deadlines_.erase({std::exchange(one.deadline_ns, 0), one.id});
+}
+
+void ConnectionManager::end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with, std::uint32_t private_bytes) {
+  one.state = CmState::ended;
+  clear_deadline(one);
+  raise(one, event, status, with, private_bytes);
+  if (event == cm_disconnected) set_deadline(one, timewait_ns);
+}
+
+void ConnectionManager::expire(std::uint64_t now_ns) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now_ns) {
+    CmIdentifier& one = *identifiers_.at(deadlines_.begin()->second);
+    const bool datagrams = one.type == QpType::ud;
+    switch (one.state) {
+      case CmState::resolving:
+        one.state = CmState::bound;
+        clear_deadline(one);
+        raise(one, cm_address_error, -ETIMEDOUT);
+        break;
+      case CmState::connecting:
+      case CmState::accepted: {
+        const CmPeer peer = one.peer;
+        CmMessage no = message(CmKind::rej, one);
+        no.status = 4;  // IBA 12.6.7.2: timeout
+        end(one, cm_unreachable, -ETIMEDOUT);
+        if (!datagrams) send(peer, no);
+        break;
+      }
+      case CmState::disconnecting:
+        end(one, cm_disconnected, -ETIMEDOUT);
+        break;
+      default:
+        clear_deadline(one);
+        if (one.state == CmState::ended) raise(one, cm_timewait_exit);
+    }
+  }
+  if (alarm_ && !deadlines_.empty()) alarm_(deadlines_.begin()->first);
+}
+
+}  // namespace vrdma::svc

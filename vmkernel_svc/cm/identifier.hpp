@@ -1,0 +1,96 @@
+// What the service keeps of an rdma_cm identifier and of an event channel. Used by the shard's thread only.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/cm/message.hpp"
+#include "vmkernel_svc/engine/types.hpp"
+#include "vrdma/control.hpp"
+
+namespace vrdma::svc {
+
+struct Guest;
+
+struct CmChannel {
+  std::uint32_t handle;
+  Guest* guest;
+  vmci::UniqueFd pipe;    // write end; one record is in it while `announced`
+  bool announced = false;
+  struct Waiting {
+    std::uint32_t counted_at;  // identifier, or membership, whose event it is
+    control::CmEvent event;
+  };
+  std::deque<Waiting> events;
+};
+
+// A network namespace: of this host, or of one of its virtual machines.
+struct CmNetwork {
+  std::string machine;
+  std::uint64_t number = 0;
+  auto operator<=>(const CmNetwork&) const = default;
+};
+
+enum class CmState {
+  idle,
+  bound,         // has an address and a port
+  resolving,     // other hosts are asked
+  resolved,      // knows where its destination is
+  routed,
+  listening,
+  connecting,    // req, sidr_req was sent
+  replied,       // rep has come
+  requested,     // made for a req or sidr_req: to be accepted or rejected
+  accepted,      // rep was sent
+  established,
+  disconnecting, // dreq was sent
+  ended,         // disconnected, rejected, or lost
+};
+
+// Another one's identifier.
+struct CmPeer {
+  std::uint32_t host = 0;  // 0: this one
+  std::uint32_t id = 0;
+  auto operator<=>(const CmPeer&) const = default;
+};
+
+struct CmIdentifier {
+  std::uint32_t id;
+  Guest* guest;
+  CmChannel* channel;
+  std::uint64_t uid;
+  std::uint32_t port_space;
+  engine::QpType type;                  // UD: nothing is connected
+  CmState state = CmState::idle;
+
+  CmNetwork network;            // where its port is
+  control::CmAddress source{}, destination{};
+  bool holds_port = false;      // source.port is in the table of ports
+  bool has_device = false;      // its address is one of a device, not any
+  bool reuse_address = false, only_ipv6 = false;
+  std::uint8_t ack_timeout = 0; // 0: the default
+  bool is_local = false;        // the destination
+  std::uint32_t host = 0;       // of the destination
+  std::size_t asked = 0;        // resolving: hosts that have not answered yet
+
+  std::uint32_t backlog = 0;         // listening: how many requests may wait to be accepted
+  std::uint32_t waiting = 0;         // … and how many do
+  std::uint32_t listener = 0;        // requested: for whom it was made
+
+  CmPeer peer;
+  CmPort peer_port{};
+  std::uint16_t pkey = 0;            // of the connection; 0: the port's first
+  std::uint32_t psn, peer_psn = 0;
+  std::uint32_t peer_qpn = 0;
+  std::uint8_t responder_resources = 0, initiator_depth = 0, retry_count = 0, rnr_retry_count = 0, peer_ack_timeout = 0;
+
+  std::uint64_t deadline_ns = 0;     // 0: none
+  std::set<std::uint32_t> memberships;  // of multicast groups: their handles
+};
+
+}  // namespace vrdma::svc

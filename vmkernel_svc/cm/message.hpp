@@ -1,0 +1,54 @@
+// What connection managers say to each other (IBA 12.6), within a host and between hosts: the specification's messages, by their names,
+// without its transaction numbers, timers and resending, for here a message arrives once and in order, or its host is lost.
+//
+//     who connects                                who listens
+//       req         with its queue pair's number →  CONNECT_REQUEST
+//                                                ←  rep       accepted, with that of the other one; or rej
+//       rtu         it is ready                  →  ESTABLISHED
+//       dreq        either side                  ↔  drep      answered at once: DISCONNECTED on both sides
+//       sidr_req    datagrams: who is there      →  CONNECT_REQUEST
+//                                                ←  sidr_rep  a queue pair's number and Q_Key, or a status that says why not
+//
+//     between hosts, before that
+//       who_has     whose is this IP address     →
+//                                                ←  has       ours; silence: not ours
+#pragma once
+
+#include <cstdint>
+
+#include "vrdma/cm.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::svc {
+
+enum class CmKind : std::uint32_t { req = 1, rep, rtu, rej, dreq, drep, sidr_req, sidr_rep, who_has, has };
+
+// IBA 12.6.7.2, 12.11.1.2: what applications see as the status of their events.
+constexpr std::int32_t rej_invalid_service_id = 8, rej_consumer = 28;
+constexpr std::int32_t sidr_unsupported = 1, sidr_reject = 2;
+
+// The port of the sender, from which its addresses follow (addresses.hpp).
+struct CmPort {
+  std::uint64_t guid;
+  std::uint32_t link_layer;  // LinkLayer
+  std::uint16_t lid;
+  std::uint8_t mtu;          // enum ibv_mtu
+  std::uint8_t reserved;
+};
+
+struct CmMessage {
+  CmKind kind;
+  std::uint32_t from, to;    // identifiers; `to` of a request is 0
+  std::uint32_t port_space;
+  std::uint32_t psn;         // that its sender's queue pair begins with
+  std::int32_t status;       // rej: reason; sidr_rep
+  std::uint32_t ack_timeout; // 4.096 us << n
+  std::uint32_t is_local;    // the destination is an address of the sender's network namespace
+  CmPort port;
+  control::CmAddress source, destination;
+  std::uint16_t pkeys[limits::pkey_table];  // req: those of the sender; rep: the first is that of the connection
+  control::CmParameters parameters;
+};
+static_assert(WireRecord<CmMessage>);
+
+}  // namespace vrdma::svc

@@ -1,0 +1,298 @@
+// What the managers' messages do to identifiers.
+#include <ifaddrs.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <set>
+
+#include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/fabric.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+using engine::QpType;
+
+namespace {
+
+// IBA 12.6, and A11.2: what an application is given of each message, whatever its sender has filled in.
+constexpr std::uint32_t req_private_bytes = 56, rep_private_bytes = 196, rej_private_bytes = 148, sidr_req_private_bytes = 180,
+                        sidr_rep_private_bytes = 136;
+constexpr std::int32_t rej_no_resources = 3;
+
+// Of this service's own network namespace.
+bool is_address_of_host(const CmAddress& address) {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return false;
+  bool found = false;
+  for (const ifaddrs* each = list; each != nullptr && !found; each = each->ifa_next) {
+    if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != address.family) continue;
+    if (address.family == AF_INET)
+      found = std::memcmp(&reinterpret_cast<const sockaddr_in*>(each->ifa_addr)->sin_addr, address.ip.data(), 4) == 0;
+    else
+      found = std::memcmp(&reinterpret_cast<const sockaddr_in6*>(each->ifa_addr)->sin6_addr, address.ip.data(), 16) == 0;
+  }
+  ::freeifaddrs(list);
+  return found;
+}
+
+}  // namespace
+
+CmPort ConnectionManager::port_of(const Guest& guest) const {
+  return {guest.guid, guest.link_layer, guest.lid, static_cast<std::uint8_t>(std::bit_width(fabric_.config.active_mtu) - 8), 0};
+}
+
+Guest* ConnectionManager::guest_at(const CmAddress& address) const {
+  if (address.family != AF_INET) return nullptr;
+  for (const auto& [context, guest] : fabric_.guests) {
+    const Gid mapped = gids_of(guest->guid, guest->lid, link_layer_ethernet)[2].gid;
+    if (std::equal(mapped.begin() + 12, mapped.end(), address.ip.begin())) return guest.get();
+  }
+  return nullptr;
+}
+
+bool ConnectionManager::is_known_here(const CmNetwork& except, const CmAddress& address) const {
+  for (const auto& [guest, place] : places_)
+    if (place.network != except)
+      for (const CmAddress& own : place.addresses)
+        if (own.same_host(address)) return true;
+  return is_address_of_host(address);
+}
+
+CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
+  if (const Guest* const guest = guest_at(request.destination)) {
+    const auto place = places_.find(guest->id.value);
+    CmIdentifier* const listener = place == places_.end() ? nullptr : ports_.listener(place->second.network, request.port_space, request.destination);
+    return listener != nullptr && listener->guest == guest ? listener : nullptr;
+  }
+  if (host == 0 && request.is_local != 0) return ports_.listener(*from, request.port_space, request.destination);
+  std::set<CmNetwork> networks;
+  for (const auto& [guest, place] : places_)
+    if ((from == nullptr || place.network != *from) && std::any_of(place.addresses.begin(), place.addresses.end(), [&](const CmAddress& own) {
+          return own.same_host(request.destination);
+        }))
+      networks.insert(place.network);
+  for (const CmNetwork& network : networks)
+    if (CmIdentifier* const listener = ports_.listener(network, request.port_space, request.destination)) return listener;
+  return nullptr;
+}
+
+// --- sending --------------------------------------------------------------------------------------------------
+
+CmMessage ConnectionManager::message(CmKind kind, const CmIdentifier& from) const {
+  CmMessage out{};
+  out.kind = kind;
+  out.from = from.id;
+  out.to = from.peer.id;
+  out.port_space = from.port_space;
+  out.psn = from.psn;
+  out.ack_timeout = from.ack_timeout;
+  out.is_local = from.is_local;
+  out.port = port_of(*from.guest);
+  out.source = from.source;
+  out.destination = from.destination;
+  out.pkeys[0] = from.pkey;
+  return out;
+}
+
+void ConnectionManager::send(const CmPeer& to, const CmMessage& message) {
+  if (to.host == 0) return deliver(0, message);
+  if (post_ != nullptr) post_->tell(to.host, message);
+}
+
+void ConnectionManager::refuse(std::uint32_t host, const CmMessage& request, std::int32_t reason) {
+  CmMessage no{};
+  no.kind = request.kind == CmKind::sidr_req ? CmKind::sidr_rep : CmKind::rej;
+  no.to = request.from;
+  no.status = request.kind == CmKind::sidr_req ? sidr_unsupported : reason;
+  send({host, request.from}, no);
+}
+
+void ConnectionManager::lost(std::uint32_t host) {
+  std::vector<CmIdentifier*> theirs;
+  for (const auto& [id, one] : identifiers_)
+    if (one->peer.host == host || (one->state == CmState::resolving && one->asked != 0)) theirs.push_back(one.get());
+  for (CmIdentifier* const one : theirs) switch (one->state) {
+      case CmState::resolving:
+        if (--one->asked == 0) {
+          one->state = CmState::bound;
+          clear_deadline(*one);
+          raise(*one, cm_address_error, -EHOSTUNREACH);
+        }
+        break;
+      case CmState::connecting:
+      case CmState::replied:
+      case CmState::requested:
+      case CmState::accepted: end(*one, cm_unreachable, -ETIMEDOUT); break;
+      case CmState::established:
+        if (one->type == QpType::ud) break;
+        [[fallthrough]];
+      case CmState::disconnecting: end(*one, cm_disconnected, 0); break;
+      default: break;
+    }
+}
+
+// --- arriving -------------------------------------------------------------------------------------------------
+
+CmIdentifier* ConnectionManager::addressee(std::uint32_t host, const CmMessage& message) {
+  if (const auto found = identifiers_.find(message.to); found != identifiers_.end() && message.to != 0) {
+    const CmPeer& peer = found->second->peer;
+    const bool fits = peer.host == host && (peer.id == message.from || peer.id == 0 || message.from == 0);
+    return fits ? found->second.get() : nullptr;
+  }
+  const auto made = by_peer_.find({host, message.from});
+  return message.from == 0 || made == by_peer_.end() ? nullptr : identifiers_.at(made->second).get();
+}
+
+void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message) {
+  one.peer = {host, message.from};
+  one.peer_port = message.port;
+  one.peer_psn = message.psn;
+  one.peer_qpn = message.parameters.qpn;
+  one.peer_ack_timeout = static_cast<std::uint8_t>(std::min(message.ack_timeout, 31u));
+}
+
+void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& message) {
+  const auto from = host == 0 ? identifiers_.find(message.from) : identifiers_.end();
+  CmIdentifier* const listener = listener_for(message, host, from != identifiers_.end() ? &from->second->network : nullptr);
+  if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
+  Guest& guest = *listener->guest;
+  std::uint16_t mine = 0, theirs = 0;
+  for (const std::uint16_t a : guest.tenant->pkeys)
+    for (const std::uint16_t b : message.pkeys)
+      if (theirs == 0 && hosts::pkeys_match(a, b)) mine = a, theirs = b;
+  // In no partition of its own: it hears what it would hear if there was nobody.
+  if (theirs == 0) return guest.count_bad_pkey(), refuse(host, message, rej_invalid_service_id);
+  const auto made = add(guest, *listener->channel, listener->port_space, listener->type);
+  if (!made) return refuse(host, message, rej_no_resources);
+  CmIdentifier& one = **made;
+  one.state = CmState::requested;
+  one.listener = listener->id;
+  ++listener->waiting;
+  one.network = listener->network;
+  one.source = message.destination;
+  one.destination = message.source;
+  one.has_device = true;
+  one.is_local = message.is_local != 0;
+  one.host = host;
+  one.pkey = mine;
+  one.ack_timeout = listener->ack_timeout;
+  learn_peer(one, host, message);
+  one.retry_count = message.parameters.retry_count;
+  one.rnr_retry_count = message.parameters.rnr_retry_count;
+  one.responder_resources = message.parameters.initiator_depth;
+  one.initiator_depth = message.parameters.responder_resources;
+  by_peer_[one.peer] = one.id;
+
+  CmEvent event{};
+  event.uid = listener->uid;
+  event.id = one.id;
+  event.event = cm_connect_request;
+  event.parameters = message.parameters;
+  std::swap(event.parameters.responder_resources, event.parameters.initiator_depth);
+  auto& data = event.parameters.private_data;
+  std::fill(data.begin() + event.parameters.private_bytes, data.end(), 0);
+  event.parameters.private_bytes = one.type == QpType::ud ? sidr_req_private_bytes : req_private_bytes;
+  if (one.type == QpType::ud) {
+    event.is_datagram = 1;
+    event.parameters.qpn = event.parameters.qkey = 0;  // a sidr_req does not say them
+  }
+  raise_on(*listener->channel, listener->id, event);
+}
+
+void ConnectionManager::deliver_who_has(std::uint32_t host, const CmMessage& message) {
+  if (host == 0 || post_ == nullptr) return;
+  CmMessage answer{};
+  answer.kind = CmKind::has;
+  answer.to = message.from;
+  answer.status = guest_at(message.destination) != nullptr || is_known_here({}, message.destination) ? 0 : ENOENT;
+  post_->tell(host, answer);
+}
+
+void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
+  if (message.kind == CmKind::req || message.kind == CmKind::sidr_req) return deliver_request(host, message);
+  if (message.kind == CmKind::who_has) return deliver_who_has(host, message);
+  if (message.kind == CmKind::has) {
+    const auto found = identifiers_.find(message.to);
+    if (found == identifiers_.end() || found->second->state != CmState::resolving) return;
+    CmIdentifier& one = *found->second;
+    if (message.status == 0) return one.host = host, address_resolved(one);
+    if (one.asked > 0 && --one.asked == 0) {
+      one.state = CmState::bound;
+      clear_deadline(one);
+      raise(one, cm_address_error, -EHOSTUNREACH);
+    }
+    return;
+  }
+  CmIdentifier* const found = addressee(host, message);
+  if (found == nullptr) {
+    // Who asked for the connection is gone, and could not say so to whom it did not know.
+    if (message.kind == CmKind::rep) refuse(host, message, rej_consumer);
+    return;
+  }
+  CmIdentifier& one = *found;
+  switch (message.kind) {
+    case CmKind::rep: {
+      if (one.state != CmState::connecting || one.type == QpType::ud) return;
+      clear_deadline(one);
+      learn_peer(one, host, message);
+      one.state = CmState::replied;
+      one.pkey = message.pkeys[0];
+      one.responder_resources = message.parameters.initiator_depth;
+      one.initiator_depth = message.parameters.responder_resources;
+      one.rnr_retry_count = message.parameters.rnr_retry_count;
+      return raise(one, cm_connect_response, 0, &message, rep_private_bytes);
+    }
+    case CmKind::sidr_rep: {
+      if (one.state != CmState::connecting || one.type != QpType::ud) return;
+      clear_deadline(one);
+      if (message.status != 0) return end(one, cm_unreachable, message.status, &message, sidr_rep_private_bytes);
+      learn_peer(one, host, message);
+      one.state = CmState::established;
+      return raise(one, cm_established, 0, &message, sidr_rep_private_bytes);
+    }
+    case CmKind::rtu:
+      if (one.state != CmState::accepted) return;
+      clear_deadline(one);
+      one.state = CmState::established;
+      return raise(one, cm_established);
+    case CmKind::rej:
+      switch (one.state) {
+        case CmState::connecting:
+        case CmState::replied:
+        case CmState::accepted:
+          return end(one, cm_rejected, message.status, &message, rej_private_bytes);
+        case CmState::requested:
+          one.state = CmState::ended;  // accepting it fails
+          if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end()) --listener->second->waiting;
+          return;
+        default:
+          return;
+      }
+    case CmKind::dreq:
+      switch (one.state) {
+        case CmState::replied:
+        case CmState::accepted:
+        case CmState::established: {
+          const CmPeer peer = one.peer;
+          CmMessage drep = this->message(CmKind::drep, one);
+          end(one, cm_disconnected, 0);
+          return send(peer, drep);
+        }
+        case CmState::disconnecting:  // both at once
+          return end(one, cm_disconnected, 0);
+        default:
+          return;
+      }
+    case CmKind::drep:
+      if (one.state == CmState::disconnecting) end(one, cm_disconnected, 0);
+      return;
+    default:
+      return;
+  }
+}
+
+}  // namespace vrdma::svc

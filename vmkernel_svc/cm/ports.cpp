@@ -1,0 +1,81 @@
+#include "vmkernel_svc/cm/ports.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+
+namespace vrdma::svc {
+
+namespace {
+
+constexpr std::uint16_t dynamic_first = 32768, dynamic_last = 60999;  // net.ipv4.ip_local_port_range
+
+bool overlap(const CmIdentifier& a, const CmIdentifier& b) {
+  if (a.source.is_any() || b.source.is_any()) {
+    // Any of IPv6 is any of IPv4, too, unless it says otherwise.
+    if (a.source.family == b.source.family) return true;
+    const CmIdentifier& six = a.source.family == AF_INET6 ? a : b;
+    return six.source.is_any() && !six.only_ipv6;
+  }
+  return a.source.same_host(b.source);
+}
+
+}  // namespace
+
+bool CmPorts::is_free(const Key& key, const CmIdentifier& one) const {
+  const auto found = taken_.find(key);
+  if (found == taken_.end()) return true;
+  return std::none_of(found->second.begin(), found->second.end(), [&](const CmIdentifier* other) {
+    if (other == &one || !overlap(*other, one)) return false;
+    return !(other->reuse_address && one.reuse_address) || other->state == CmState::listening;
+  });
+}
+
+Status CmPorts::take(CmIdentifier& one) {
+  Key key{one.network, one.port_space, one.source.port};
+  if (key.port != 0) {
+    if (!is_free(key, one)) return Errno{EADDRINUSE};
+  } else {
+    constexpr std::uint32_t count = dynamic_last - dynamic_first + 1;
+    std::uint32_t tried = 0;
+    do {
+      if (tried++ == count) return Errno{EADDRNOTAVAIL};
+      key.port = static_cast<std::uint16_t>(dynamic_first + next_++ % count);
+    } while (taken_.contains(key));
+  }
+  one.source.port = key.port;
+  taken_[key].push_back(&one);
+  one.holds_port = true;
+  return ok();
+}
+
+void CmPorts::give_back(CmIdentifier& one) {
+  if (!one.holds_port) return;
+  one.holds_port = false;
+  const auto found = taken_.find({one.network, one.port_space, one.source.port});
+  if (found == taken_.end()) return;
+  std::erase(found->second, &one);
+  if (found->second.empty()) taken_.erase(found);
+}
+
+Status CmPorts::may_listen(const CmIdentifier& one) const {
+  const auto found = taken_.find({one.network, one.port_space, one.source.port});
+  if (found == taken_.end()) return ok();
+  for (const CmIdentifier* other : found->second)
+    if (other != &one && other->state == CmState::listening && overlap(*other, one)) return Errno{EADDRINUSE};
+  return ok();
+}
+
+CmIdentifier* CmPorts::listener(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const {
+  const auto found = taken_.find({network, port_space, at.port});
+  if (found == taken_.end()) return nullptr;
+  CmIdentifier* any = nullptr;
+  for (CmIdentifier* one : found->second) {
+    if (one->state != CmState::listening) continue;
+    if (one->source.same_host(at)) return one;
+    if (one->source.is_any() && (one->source.family == at.family || (one->source.family == AF_INET6 && !one->only_ipv6))) any = one;
+  }
+  return any;
+}
+
+}  // namespace vrdma::svc

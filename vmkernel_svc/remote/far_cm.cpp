@@ -1,0 +1,69 @@
+#include "vmkernel_svc/remote/far_cm.hpp"
+
+#include <sys/socket.h>
+
+#include <cstring>
+
+#include "vmkernel_svc/remote/far_desk.hpp"
+#include "vmkernel_svc/remote/link_head.hpp"
+#include "vmkernel_svc/shard.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+// The connection manager's number of a host; 0 is this one.
+constexpr std::uint32_t number_of(remote::HostId host) { return host + 1; }
+
+bool is_sound(const control::CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6 || address.family == 0; }
+
+bool is_sound(const CmMessage& message) {
+  return message.kind >= CmKind::req && message.kind <= CmKind::has && is_sound(message.source) && is_sound(message.destination) &&
+         message.port.mtu <= 5;
+}
+
+// Whose answers say nothing of a guest.
+bool has_port(CmKind kind) { return kind == CmKind::req || kind == CmKind::sidr_req || kind == CmKind::rep || kind == CmKind::sidr_rep; }
+
+}  // namespace
+
+FarCm::FarCm(FarDesk& desk, Shard& shard) : desk_(desk), shard_(shard) { shard.fabric().cm->use(this); }
+FarCm::~FarCm() { shard_.fabric().cm->use(nullptr); }
+
+void FarCm::new_session(remote::HostId host, std::uint64_t features) {
+  if ((features & remote::link_knows_cm) != 0) knowing_.insert(host);
+  else knowing_.erase(host);
+  shard_.submit([host](Shard& shard) { shard.fabric().cm->lost(number_of(host)); });
+}
+
+bool FarCm::arrived(remote::HostId host, engine::FarFrame& frame) {
+  if (frame.record().payload_bytes != sizeof(CmMessage)) return false;
+  CmMessage message;
+  std::memcpy(&message, frame.payload(), sizeof(message));
+  if (!is_sound(message)) return false;
+  const bool refuses = message.kind == CmKind::sidr_rep && message.status != 0;
+  if (has_port(message.kind) && !refuses && !desk_.is_of(host, message.port.guid, message.port.lid, message.port.link_layer)) return false;
+  if (message.kind == CmKind::req || message.kind == CmKind::sidr_req)
+    for (std::uint16_t& pkey : message.pkeys)
+      if (pkey != 0) pkey = desk_.judged(host, pkey);
+  message.is_local = 0;
+  shard_.submit([host, message](Shard& shard) { shard.fabric().cm->arrived(number_of(host), message); });
+  return true;
+}
+
+void FarCm::tell(std::uint32_t host, const CmMessage& message) {
+  auto frame = engine::FarFrame::make(sizeof(message));
+  frame->record().kind = engine::FarKind::cm;
+  frame->record().payload_bytes = sizeof(message);
+  std::memcpy(frame->payload(), &message, sizeof(message));
+  desk_.send_to(host - 1, std::move(frame));
+}
+
+std::vector<std::uint32_t> FarCm::connected() {
+  std::vector<std::uint32_t> hosts;
+  for (const remote::HostId host : knowing_)
+    if (desk_.is_connected(host)) hosts.push_back(number_of(host));
+  return hosts;
+}
+
+}  // namespace vrdma::svc
