@@ -188,6 +188,58 @@ def perftest(world):
         yield f"ethernet {' '.join(words)} -c UD -g", lambda: Pair(a, b, [words[0], "-d", "vrdma0", "-F", "-c", "UD", "-g", *words[1:]], "ethernet", more=["-x", "1"]).end()
 
 
+def connections(world):
+    """Programs that connect by rdma_cm, to the other host's address."""
+    a, b = world.hosts[:2]
+
+    def met(layer, server_words, client_words, kill=None):
+        Pair.next_port += 1
+        port = ["-p", Pair.next_port] if server_words[0] != "udaddy" else []
+        server, client = a.start_program([*server_words, *port], layer), None
+        try:
+            wait_until(lambda: any(one["state"] == "LISTEN" for guest in a.show()["guests"] for one in guest["cm_ids"]), 60, "the server listens", [server])
+            client = b.start_program([*client_words, *port], layer)
+            if kill:
+                wait_until(lambda: any(one["state"] == "ESTABLISHED" for guest in b.show()["guests"] for one in guest["cm_ids"]), 60, "they are connected", [server, client])
+                kill(server, client)
+                return
+            for program in (client, server):
+                if program.wait(60 * harness.PATIENCE) != 0 or harness.BAD_WORDS.search(program.output()):
+                    raise Failure(f"{program.name} ended with {program.returncode}\n{client.says()}\n{server.says()}")
+        finally:
+            for program in (server, client):
+                if program:
+                    program.stop(grace_s=0.5)
+
+    for layer in ("ib", "ethernet"):
+        for server, client in ((["rping", "-s", "-a", "0.0.0.0", "-C", "10", "-V"], ["rping", "-c", "-a", a.address, "-C", "10", "-V"]),
+                               (["ucmatose", "-c", "10", "-C", "10", "-S", "5000"], ["ucmatose", "-c", "10", "-C", "10", "-S", "5000", "-s", a.address]),
+                               (["udaddy"], ["udaddy", "-s", a.address]), (["rdma_server"], ["rdma_client", "-s", a.address]),
+                               (["rstream", "-I", "20", "-C", "20", "-S", "5000"], ["rstream", "-I", "20", "-C", "20", "-S", "5000", "-s", a.address]),
+                               (["ib_write_bw", "-R", "-F", "-n", "50"], ["ib_write_bw", "-R", "-F", "-n", "50", a.address])):
+            yield f"{layer} {' '.join(client)}", lambda layer=layer, server=server, client=client: met(layer, server, client)
+
+    def killed(victim, survivor):
+        victim.process.kill()
+        harness.wait_until(lambda: not survivor.running() or "DISCONNECT EVENT" in survivor.output(), 60, f"{survivor.name} hears of it")
+        if "DISCONNECT EVENT" not in survivor.output():
+            raise Failure(f"{survivor.name} did not hear of it\n{survivor.says()}")
+    forever = (["rping", "-s", "-a", "0.0.0.0"], ["rping", "-c", "-a", a.address])
+    yield "the server is killed", lambda: met("ib", *forever, kill=lambda server, client: killed(server, client))
+    yield "the client is killed", lambda: met("ib", *forever, kill=lambda server, client: killed(client, server))
+
+    def refused(address, event):
+        program = b.start_program(["rping", "-c", "-a", address, "-p", "1"])
+        try:
+            code = program.wait(60 * harness.PATIENCE)
+            if code in (0, None) or event not in program.output():
+                raise Failure(f"ended with {code}\n{program.says()}")
+        finally:
+            program.stop()
+    yield "nobody listens there", lambda: refused(a.address, "RDMA_CM_EVENT_REJECTED")
+    yield "nobody is there", lambda: refused("203.0.113.1", "RDMA_CM_EVENT_ADDR_ERROR")  # RFC 5737
+
+
 def four(world):
     """Every host with every other one, at once."""
     def all_pairs():
@@ -411,7 +463,7 @@ def managed(world):
 
 
 GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults), "managed": (3, managed),
-          "multicast": (3, multicast)}
+          "multicast": (3, multicast), "connections": (2, connections)}
 
 
 def main():

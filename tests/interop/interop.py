@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import clients
+import connections
 import copies
 import perftest
 import pingpong
@@ -29,7 +30,7 @@ import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, drawn, need)
 
 DIRECT = {"direct": "auto"}
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "mpi", "pyverbs", "direct")
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "connections", "mpi", "pyverbs", "direct")
 
 
 class Runner:
@@ -164,6 +165,17 @@ class Runner:
         for index in ("auto", 0, 1, 2):
             self.case(f"ethernet ucx_perftest UCX_IB_GID_INDEX={index} tag_lat -s 4096", lambda index=index: clients.ucx_perftest(
                 [self.side(link_layer="ethernet", env=self.service.environment(UCX_IB_GID_INDEX=index)) for _ in range(2)], "rc_verbs,ud_verbs", "tag_lat", 4096))
+
+    def connections(self):
+        for layer in ("ib", "ethernet"):
+            sides = [self.side(link_layer=layer) for _ in range(2)]
+            for case in connections.cases():
+                self.case(f"{layer:8} {case.name}", lambda case=case, sides=sides: connections.run_case(self.service, sides, case))
+        for whom in ("server", "client"):
+            self.case(f"the {whom} is killed", lambda whom=whom: connections.killed(self.service, (self.side(), self.side()), whom))
+        self.case("nobody there", lambda: connections.refused(self.side()))
+        self.case("nothing is left", lambda: connections.nothing_left(self.service))
+        self.case("the service is killed", lambda: connections.service_killed(self.service, self.side()))
 
     def qperf(self):
         for test in clients.QPERF_TESTS:

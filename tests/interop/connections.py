@@ -1,0 +1,151 @@
+"""Programs that connect by rdma_cm: those of rdmacm-utils, perftest -R; and what their peers hear when they are killed."""
+
+import re
+import signal
+from dataclasses import dataclass
+
+from harness import BAD_WORDS, PATIENCE, Failure, need, wait_until
+
+
+@dataclass
+class Case:
+    name: str
+    port: str
+    server: list
+    client: list
+    stays: bool = False      # the server serves for ever
+    expect: str = ""         # what the client says when it has done its work
+
+
+class _Ports:
+    """Those of rdma_cm are no sockets': each case has one of its own."""
+    next = 7500
+
+    @classmethod
+    def take(cls):
+        cls.next += 1
+        return str(cls.next)
+
+
+def _pair(program, both=(), server=(), client=(), address="127.0.0.1", to="-s", fixed=None, **more):
+    port = fixed or _Ports.take()
+    words = [program, *both, *([] if fixed else ["-p", port])]
+    target = [to, address] if to else [address]
+    return Case(" ".join((program, *both, *client)), port, [*words, *server], [*words, *client, *target], **more)
+
+
+def cases():
+    for ip, any_address in (("127.0.0.1", "0.0.0.0"), ("::1", "::")):
+        yield _pair("rping", ["-C", "20", "-v", "-V"], ["-s", "-a", any_address], ["-c"], address=ip, to="-a", expect="rdma-ping-19")
+        yield _pair("ucmatose", ["-c", "20", "-C", "10", "-S", "5000"], ["-b", any_address], address=ip, expect="return status 0")
+        yield _pair("udaddy", ["-c", "5", "-C", "20", "-S", "1000"], ["-b", any_address], address=ip, fixed="7174", expect="return status 0")
+    yield _pair("ucmatose", ["-c", "10", "-m"], expect="return status 0")  # identifiers move to other channels
+    yield _pair("rdma_server", expect="rdma_client: end 0")
+    yield _pair("rstream", ["-I", "100", "-C", "100", "-S", "4096"], expect="4k")
+    yield _pair("rstream", ["-T", "n", "-I", "100", "-C", "100", "-S", "4096"], expect="4k")  # never blocking
+    yield _pair("cmtime", ["-b", "127.0.0.1"], client=["-c", "100"], stays=True, expect="destroy")
+    for program, *more in (("ib_send_lat",), ("ib_send_bw", "-q", "8", "-b"), ("ib_send_bw", "-c", "UD", "-s", "2048", "-r", "256"), ("ib_write_lat",),
+                           ("ib_write_bw", "-a"), ("ib_read_bw", "-e"), ("ib_atomic_bw", "-q", "2"), ("ib_send_lat", "-c", "UD", "-e")):
+        yield _pair(program, ["-R", "-d", "vrdma0", "-F", "-n", "200", *more], to=None, expect="----")
+        # Connected as ever; the data that goes before that travels by rdma_cm.
+        if program == "ib_send_lat" and not more:
+            yield _pair(program, ["-z", "-d", "vrdma0", "-F", "-n", "200"], to=None, expect="----")
+
+
+def listens(service, program, port):
+    """Whether an identifier of the program's listens at that port."""
+    for guest in service.show()["guests"]:
+        for one in guest["cm_ids"]:
+            if one["state"] == "LISTEN" and one["src_addr"].endswith(f":{port}"):
+                return True
+    return not program.running()
+
+
+def run_case(service, sides, case):
+    need(case.server[0])
+    client_words = ["rdma_client" if word == "rdma_server" else word for word in case.client]
+    need(client_words[0])
+    server = sides[0].start(case.server, "server")
+    client = None
+    try:
+        wait_until(lambda: listens(service, server, case.port), 30, "the server listens", [server])
+        client = sides[1].start(client_words, "client")
+        code = client.wait(60 * PATIENCE)
+        left = 0 if case.stays else server.wait(15 * PATIENCE)
+        both = f"\n{server.says()}\n{client.says()}"
+        if code != 0 or left != 0:
+            raise Failure(f"the client left with {code}, the server with {left} (None: not at all){both}")
+        for program in (server, client):
+            if found := BAD_WORDS.search(program.output()):
+                raise Failure(f"the {program.name} says \"{found.group(0)}\"{both}")
+        if not re.search(case.expect, client.output()):
+            raise Failure(f"the client does not say \"{case.expect}\"{both}")
+        return ""
+    finally:
+        if client:
+            client.stop()
+        server.stop()
+
+
+def nothing_left(service):
+    """Who has left has left nothing in the connection manager."""
+    wait_until(lambda: not any(guest["cm_ids"] for guest in service.show()["guests"]), 30, "no identifier is left", [service.program])
+
+
+def killed(service, sides, whom):
+    """Of a connection whose ends wait for each other, one is killed: the other one hears of it, and ends."""
+    port = _Ports.take()
+    need("rping")
+    server = sides[0].start(["rping", "-s", "-v", "-a", "0.0.0.0", "-p", port], "server")
+    client = None
+    try:
+        wait_until(lambda: listens(service, server, port), 30, "the server listens", [server])
+        client = sides[1].start(["rping", "-c", "-a", "127.0.0.1", "-p", port], "client")  # for ever
+
+        def flows():
+            return "rdma-ping-" in server.output() or sum(one["state"] == "ESTABLISHED" for guest in service.show()["guests"] for one in guest["cm_ids"]) == 2
+        wait_until(flows, 30, "they are connected", [server, client])
+        victim, survivor = (server, client) if whom == "server" else (client, server)
+        victim._signal(signal.SIGKILL)
+        victim.process.wait()
+        if survivor.wait(60 * PATIENCE) is None:
+            raise Failure(f"the survivor did not end\n{survivor.says()}")
+        if "DISCONNECT EVENT" not in survivor.output():
+            raise Failure(f"the survivor did not hear of it\n{survivor.says()}")
+        return ""
+    finally:
+        if client:
+            client.stop()
+        server.stop()
+
+
+def service_killed(service, side):
+    """vrdmad is killed while a program waits for a connection: its device is gone, and it ends."""
+    port = _Ports.take()
+    need("rping")
+    server = side.start(["rping", "-s", "-v", "-a", "0.0.0.0", "-p", port], "server")
+    try:
+        wait_until(lambda: listens(service, server, port), 30, "the server listens", [server])
+        service.kill()
+        if server.wait(60 * PATIENCE) is None:
+            raise Failure(f"the server waits for ever\n{server.says()}")
+        if "device removal" not in server.output():
+            raise Failure(f"the server was not told\n{server.says()}")
+        return ""
+    finally:
+        server.stop()
+        service.program.stop()
+        service.start()
+
+
+def refused(side):
+    """Nobody listens, or nobody is there: an error that says so, and no waiting."""
+    need("rping")
+    port = _Ports.take()
+    code, said = side.run(["rping", "-c", "-a", "127.0.0.1", "-p", port], 30)
+    if code == 0 or "RDMA_CM_EVENT_REJECTED" not in said or "8" not in said:
+        raise Failure(f"left with {code}:\n{said}")
+    code, said = side.run(["rping", "-c", "-a", "203.0.113.1", "-p", port], 30)  # RFC 5737: nobody's
+    if code == 0 or "RDMA_CM_EVENT_ADDR_ERROR" not in said:
+        raise Failure(f"left with {code}:\n{said}")
+    return ""
