@@ -220,7 +220,7 @@ def connections(world):
             yield f"{layer} {' '.join(client)}", lambda layer=layer, server=server, client=client: met(layer, server, client)
 
     def killed(victim, survivor):
-        victim.process.kill()
+        victim._signal(harness.signal.SIGKILL)
         harness.wait_until(lambda: not survivor.running() or "DISCONNECT EVENT" in survivor.output(), 60, f"{survivor.name} hears of it")
         if "DISCONNECT EVENT" not in survivor.output():
             raise Failure(f"{survivor.name} did not hear of it\n{survivor.says()}")
