@@ -52,13 +52,17 @@ def cases():
             yield _pair(program, ["-z", "-d", "vrdma0", "-F", "-n", "200"], to=None, expect="----")
 
 
+def _listener(service, port):
+    """The guest that listens at that port; None: nobody does."""
+    for guest in service.show()["guests"]:
+        if any(one["state"] == "LISTEN" and one["src_addr"].endswith(f":{port}") for one in guest["cm_ids"]):
+            return guest
+    return None
+
+
 def listens(service, program, port):
     """Whether an identifier of the program's listens at that port."""
-    for guest in service.show()["guests"]:
-        for one in guest["cm_ids"]:
-            if one["state"] == "LISTEN" and one["src_addr"].endswith(f":{port}"):
-                return True
-    return not program.running()
+    return _listener(service, port) is not None or not program.running()
 
 
 def run_case(service, sides, case):
@@ -80,6 +84,25 @@ def run_case(service, sides, case):
                 raise Failure(f"the {program.name} says \"{found.group(0)}\"{both}")
         if not re.search(case.expect, client.output()):
             raise Failure(f"the client does not say \"{case.expect}\"{both}")
+        return ""
+    finally:
+        if client:
+            client.stop()
+        server.stop()
+
+
+def by_own_address(service, sides, seconds=60):
+    """Between programs whose networks do not reach each other: to the address that the server's HCA has, and no interface."""
+    port = _Ports.take()
+    server = sides[0].start(["rping", "-s", "-V", "-C", "20", "-a", "0.0.0.0", "-p", port], "server")
+    client = None
+    try:
+        wait_until(lambda: listens(service, server, port), seconds, "the server listens", [server])
+        lid = _listener(service, port)["device"]["lid"]
+        client = sides[1].start(["rping", "-c", "-V", "-C", "20", "-a", f"198.18.{lid >> 8}.{lid & 255}", "-p", port], "client")
+        for program in (client, server):
+            if program.wait(seconds * PATIENCE) != 0:
+                raise Failure(f"{client.says()}\n{server.says()}")
         return ""
     finally:
         if client:

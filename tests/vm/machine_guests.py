@@ -22,6 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]
 
 import apart  # noqa: E402
 import balloon  # noqa: E402
+import connections  # noqa: E402
 import huge_pages  # noqa: E402
 import limits  # noqa: E402
 import lost  # noqa: E402
@@ -90,6 +91,7 @@ def pair(tally, guests):
     for side, who in ((one, "root"), (replace(two, uid=USER), "a user")):
         tally.case(f"ibv_devices, ibv_devinfo -v of {who}", lambda side=side: devices(guests, side))
     run_cases(tally, guests, "machine to machine", all_cases(), (one, two))
+    tally.case("machine to machine: rping to the address of its HCA", lambda: connections.by_own_address(guests.service, (one, two), CASE_SECONDS))
     run_few_cases(tally, guests, "users of two machines", (replace(two, uid=USER), replace(one, uid=OTHER)))
     run_few_cases(tally, guests, "users of one machine", (replace(two, uid=USER), replace(two, uid=OTHER)))
 
@@ -135,6 +137,8 @@ def host(tally, guests):
     one, two = guests.roots
     user = replace(two, uid=USER)
     run_cases(tally, guests, "host to machine", all_cases(), (one, guests.host))
+    for name, sides in (("host to machine", (one, guests.host)), ("machine to host", (guests.host, one))):
+        tally.case(f"{name}: rping to the address of its HCA", lambda sides=sides: connections.by_own_address(guests.service, sides, CASE_SECONDS))
     run_few_cases(tally, guests, "machine to host", (guests.host, one))
     run_few_cases(tally, guests, "host to a user in a machine", (user, guests.host))
     run_few_cases(tally, guests, "a user in a machine to host", (guests.host, user))
