@@ -91,7 +91,8 @@ TEST_CASE("the shell and coreutils read the device's files") {
 TEST_CASE("listings show the tree") {
   if (real_devices_present()) return;
   CHECK(run("ls /sys/class/infiniband").out == "vrdma0\n");
-  CHECK(run("ls /sys/class/infiniband/vrdma0/device").out == "local_cpulist\nlocal_cpus\nnuma_node\n");
+  CHECK(run("ls /sys/class/infiniband/vrdma0/device").out == "local_cpulist\nlocal_cpus\nnet\nnuma_node\n");
+  CHECK(run("ls /sys/class/infiniband/vrdma0/device/net").out == "lo\n");
   CHECK(run("ls /dev/infiniband").out == "rdma_cm\nuverbs0\n");
   CHECK(run("echo /sys/class/infiniband/*/ports").out == "/sys/class/infiniband/vrdma0/ports\n");
   CHECK(run("echo /sys/class/infiniband/*", false).out == "/sys/class/infiniband/*\n");
@@ -104,7 +105,7 @@ TEST_CASE("the tree can be walked through from within") {
   if (real_devices_present()) return;
   const std::string enter = "cd /sys/class/infiniband && ";
   CHECK(run(enter + "pwd && echo * && cat vrdma0/node_type && ls vrdma0/device").out ==
-        "/sys/class/infiniband\nvrdma0\n1: CA\nlocal_cpulist\nlocal_cpus\nnuma_node\n");
+        "/sys/class/infiniband\nvrdma0\n1: CA\nlocal_cpulist\nlocal_cpus\nnet\nnuma_node\n");
   CHECK(run(enter + "cd vrdma0/ports && pwd -P && cd ../.. && pwd -P && cd .. && pwd -P").out ==
         "/sys/class/infiniband/vrdma0/ports\n/sys/class/infiniband\n/sys/class\n");
   CHECK(run(enter + "(cd vrdma0 && cat hca_type); /bin/pwd; cd /tmp && /bin/pwd && ls vrdma0").out.starts_with("vrdma\n/sys/class/infiniband\n/tmp\nls: "));
@@ -123,7 +124,7 @@ TEST_CASE("the verbs device is a character device that may be read and written")
   CHECK(run("test -d /sys/class/infiniband/vrdma0").exit_code == 0);
   CHECK(run("test -f /sys/class/infiniband/vrdma0/node_guid").exit_code == 0);
   CHECK(run("test -e /dev/infiniband/uverbs1").exit_code == 1);
-  CHECK(run("test -e /sys/class/infiniband/vrdma0/device/net").exit_code == 1);
+  CHECK(run("test -e /sys/class/infiniband/vrdma0/device/net/eth0").exit_code == 1);
   CHECK(run("realpath /sys/class/infiniband/vrdma0/device").out == "/sys/class/infiniband/vrdma0/device\n");
   const Outcome opened = run("cat /dev/infiniband/uverbs0");
   CHECK(opened.exit_code == 1);
@@ -136,7 +137,7 @@ TEST_CASE("other interfaces to files see the tree too") {
             "[e.is_dir() for e in os.scandir(\"/sys/class/infiniband\")], "
             "os.path.exists(\"/sys/class/infiniband/vrdma0/device/net\"), "
             "open(\"/sys/class/infiniband/vrdma0/ports/1/link_layer\").read().strip())'")
-            .out == "['rdma_cm', 'uverbs0'] [True] False InfiniBand\n");
+            .out == "['rdma_cm', 'uverbs0'] [True] True InfiniBand\n");
   // A C program's calls that no shell tool makes: fopen, scandir, __open_2, statx with an unrelated path.
   const Outcome c_calls = run(
       "python3 - <<'E'\n"
@@ -156,8 +157,8 @@ TEST_CASE("other interfaces to files see the tree too") {
 TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
   if (real_devices_present() || !installed("/usr/bin/rdma")) return;
   CHECK(run("rdma link show").out ==
-        "link vrdma0/1 subnet_prefix fe80:0000:0000:0000 lid 0 sm_lid 0 lmc 0 state DOWN physical_state POLLING \n");
-  CHECK(run("VRDMA_LINK_LAYER=ethernet rdma link show vrdma0/1").out == "link vrdma0/1 state DOWN physical_state POLLING \n");
+        "link vrdma0/1 subnet_prefix fe80:0000:0000:0000 lid 0 sm_lid 0 lmc 0 state DOWN physical_state POLLING netdev lo \n");
+  CHECK(run("VRDMA_LINK_LAYER=ethernet rdma link show vrdma0/1").out == "link vrdma0/1 state DOWN physical_state POLLING netdev lo \n");
   CHECK(run("rdma dev show").out == "0: vrdma0: node_type ca fw 0.1.0 node_guid 0200:00ff:fe00:0001 sys_image_guid 0200:00ff:fe00:0001 \n");
   CHECK(run("rdma system show").out.starts_with("netns shared"));
   const Outcome refused = run("rdma link add rxe0 type rxe netdev lo");

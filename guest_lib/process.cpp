@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include "guest_lib/cm/files.hpp"
+
 namespace vrdma::guest {
 
 Process& Process::instance() {
@@ -25,6 +27,7 @@ void Process::watch_forks() {
                    for (vmci::UniqueFd* fd : process.private_descriptors) fd->reset();
                    process.attachments.clear();
                    process.attachment.reset();
+                   cm::Files::abandon();
                    process.mutex.unlock();
                  });
 }

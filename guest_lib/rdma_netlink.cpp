@@ -125,7 +125,6 @@ void put_device(Answer& answer, const SyntheticDevice& device, std::uint32_t ind
   answer.put(RDMA_NLDEV_ATTR_DEV_PROTOCOL, device.ethernet ? "roce" : "ib");
 }
 
-// No network interface, which would promise an rdma_cm, as in the synthetic tree.
 void put_port(Answer& answer, const SyntheticDevice& device, std::uint32_t index) {
   answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_DEV_INDEX, index);
   answer.put(RDMA_NLDEV_ATTR_DEV_NAME, device.name);
@@ -141,6 +140,8 @@ void put_port(Answer& answer, const SyntheticDevice& device, std::uint32_t index
   }
   answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_PORT_STATE, device.state);
   answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_PORT_PHYS_STATE, device.physical_state);
+  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_NDEV_INDEX, synthetic_netdev_index);
+  answer.put(RDMA_NLDEV_ATTR_NDEV_NAME, synthetic_netdev);
 }
 
 // The number in a request's attribute.

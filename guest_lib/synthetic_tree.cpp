@@ -124,6 +124,10 @@ constexpr Row ib_rows[] = {
        const int last = std::max(get_nprocs_conf(), 1) - 1;
        return last == 0 ? t.print("0\n") : t.print("0-%d\n", last), true;
      }},
+    {"device/net/lo/address", 1, [](auto&, auto, Text& t) { return t.print("00:00:00:00:00:00\n"), true; }},
+    {"device/net/lo/ifindex", 1, [](auto&, auto, Text& t) { return t.print("%u\n", synthetic_netdev_index), true; }},
+    {"device/net/lo/mtu", 1, [](auto&, auto, Text& t) { return t.print("65536\n"), true; }},
+    {"device/net/lo/operstate", 1, [](auto&, auto, Text& t) { return t.print("unknown\n"), true; }},
     {"ports/1/lid", 1, [](auto& d, auto, Text& t) { return t.print("0x%x\n", d.lid), true; }},
     {"ports/1/lid_mask_count", 1, [](auto&, auto, Text& t) { return t.print("0\n"), true; }},
     {"ports/1/sm_lid", 1, [](auto& d, auto, Text& t) { return t.print("0x%x\n", d.sm_lid), true; }},

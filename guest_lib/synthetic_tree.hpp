@@ -4,7 +4,8 @@
 //
 //     device code -- set_synthetic_devices() --> [4 slots, one current] -- find(), list() --> paths.cpp, abi/sysfs.cpp
 //
-// The tree never has device/net: its presence would promise an rdma_cm that is not served yet.
+// The interface below device/net is the loopback's, which every network namespace has: whoever looks for a device's addresses there, as
+// rdma-core's tests do, finds one that rdma_cm reaches it by.
 #pragma once
 
 #include <cstddef>
@@ -55,6 +56,8 @@ void set_synthetic_devices(std::span<const SyntheticDevice> devices);
 // script that reads the state).
 SyntheticDevice default_synthetic_device();
 
+constexpr char synthetic_netdev[] = "lo";
+constexpr std::uint32_t synthetic_netdev_index = 1;
 constexpr std::uint32_t connection_manager_minor = 58;  // of /dev/infiniband/rdma_cm, a device of major 10
 enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, rdma_cm_device };
 

@@ -88,7 +88,7 @@ TEST_CASE("every listed entry exists and every directory lists what it holds") {
   CHECK(walk("/sys/class/infiniband_verbs") == 2);
   CHECK(names_in("/sys/class/infiniband") == std::set<std::string>{"vrdma0"});
   CHECK(names_in("/dev/infiniband") == std::set<std::string>{"uverbs0", "rdma_cm"});
-  CHECK(names_in(ib + "/device") == std::set<std::string>{"numa_node", "local_cpus", "local_cpulist"});
+  CHECK(names_in(ib + "/device") == std::set<std::string>{"numa_node", "local_cpus", "local_cpulist", "net"});
   CHECK(names_in(ib + "/ports/1/gid_attrs") == std::set<std::string>{"ndevs", "types"});
   CHECK(names_in(ib + "/lid").empty());
 }
@@ -98,7 +98,7 @@ TEST_CASE("paths outside the tree, near misses and paths below files are not ent
   set_synthetic_devices(std::span(&device, 1));
   for (const char* path : {"/sys/class/infinibandx", "/sys/class/infiniband/vrdma", "/sys/class/infiniband/vrdma00",
                            "/sys/class/infiniband_verbs/vrdma0", "/dev/infiniband/umad0", "/dev/infinibandx/uverbs0",
-                           "/sys/class/infiniband/vrdma0/device/net", "/sys/class/infiniband/vrdma0/ports/2/lid",
+                           "/sys/class/infiniband/vrdma0/device/net/eth0", "/sys/class/infiniband/vrdma0/ports/2/lid",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/16", "/sys/class/infiniband/vrdma0/ports/1/gids/",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/00", "/sys/class/infiniband/vrdma0/ports/1/gids/#",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/-1", "/sys/class/infiniband/../../../etc/passwd"}) {

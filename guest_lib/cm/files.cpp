@@ -22,10 +22,21 @@ ino_t inode_of(int fd) {
 }  // namespace
 
 constinit std::atomic<std::uint64_t> Files::marks_[fds_max / 64]{};
+constinit std::atomic<bool> Files::ever_opened_{false};
 
-Files& Files::instance() {
-  static auto& files = *new Files;  // never destroyed: exit handlers of others close channels
+namespace {
+Files*& current() {
+  static Files* files = new Files;  // never destroyed: exit handlers of others close channels
   return files;
+}
+}  // namespace
+
+Files& Files::instance() { return *current(); }
+
+void Files::abandon() {
+  if (!ever_opened_.load(std::memory_order_relaxed)) return;
+  for (auto& marks : marks_) marks.store(0, std::memory_order_relaxed);
+  current() = new Files;  // what another thread held locked stays so in the old one
 }
 
 void Files::mark(int fd, bool on) {
@@ -57,6 +68,7 @@ Result<int> Files::open(int flags) {
   if (fd >= fds_max) return Errno{EMFILE};
   if ((flags & O_CLOEXEC) == 0) ::fcntl(fd, F_SETFD, 0);
   if ((flags & O_NONBLOCK) != 0) ::fcntl(fd, F_SETFL, O_NONBLOCK);
+  ever_opened_.store(true, std::memory_order_relaxed);
   std::lock_guard lock(mutex);
   files_[fd] = std::make_shared<File>(*attachment, opened->body.channel, fd, inode_of(fd));
   mark(fd, true);

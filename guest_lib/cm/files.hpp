@@ -52,6 +52,9 @@ class Files {
     return fd >= 0 && fd < fds_max && (marks_[fd / 64].load(std::memory_order_relaxed) >> (fd % 64) & 1) != 0;
   }
 
+  // In a fork's child: its descriptors are its parent's channels, and no channels of its own.
+  static void abandon();
+
   // As open(2): a descriptor, or an error.
   Result<int> open(int flags);
   // nullptr: it is none, or not any more.
@@ -66,6 +69,7 @@ class Files {
  private:
   static constexpr int fds_max = 65536;
   static std::atomic<std::uint64_t> marks_[fds_max / 64];
+  static std::atomic<bool> ever_opened_;
   void mark(int fd, bool on);
 
   std::unordered_map<int, std::shared_ptr<File>> files_;
