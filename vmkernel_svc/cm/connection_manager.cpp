@@ -20,7 +20,6 @@ using engine::QpType;
 namespace {
 
 constexpr std::uint64_t second_ns = 1'000'000'000;
-constexpr std::uint64_t answer_patience_ns = 60 * second_ns;  // about what the kernel's 15 requests of 4.3 s take
 constexpr std::uint64_t dreq_patience_ns = 5 * second_ns;
 constexpr std::uint32_t backlog_max = 1024;
 
@@ -146,13 +145,20 @@ void ConnectionManager::remove(CmIdentifier& one) {
     default:
       break;
   }
-  if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end() && state == CmState::requested) --listener->second->waiting;
+  if (state == CmState::requested) waits_no_more(one);
   clear_deadline(one);
   ports_.give_back(one);
   for (const std::uint32_t handle : one.memberships) memberships_.erase(handle), --one.guest->tenant->objects;
   if (const auto made = by_peer_.find(one.peer); made != by_peer_.end() && made->second == one.id) by_peer_.erase(made);
   --one.guest->tenant->objects;
   identifiers_.erase(one.id);
+}
+
+void ConnectionManager::waits_no_more(const CmIdentifier& one) {
+  const auto listener = identifiers_.find(one.listener);
+  if (listener == identifiers_.end()) return;
+  --listener->second->waiting;
+  if (!kept_.empty()) deliver_kept();
 }
 
 void ConnectionManager::leave(Guest& guest) {
@@ -259,6 +265,7 @@ Status ConnectionManager::listen(Guest& guest, const CmListenRequest& request) {
   if (const auto may = ports_.may_listen(one); !may) return may.error();
   one.state = CmState::listening;
   one.backlog = request.backlog == 0 ? backlog_max : std::min(request.backlog, backlog_max);
+  deliver_kept();
   return ok();
 }
 
@@ -298,7 +305,7 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
   const bool datagrams = one.type == QpType::ud;
   if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_max : rep_private_max)) return Errno{EINVAL};
   one.uid = request.uid;
-  if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end()) --listener->second->waiting;
+  waits_no_more(one);
   CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
   out.parameters = request.parameters;
   if (datagrams) {
@@ -321,8 +328,7 @@ Status ConnectionManager::reject(Guest& guest, const CmRejectRequest& request) {
   if (one.state != CmState::requested && one.state != CmState::replied) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
   if (request.private_bytes > (datagrams ? sidr_rep_private_max : rej_private_max)) return Errno{EINVAL};
-  if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end() && one.state == CmState::requested)
-    --listener->second->waiting;
+  if (one.state == CmState::requested) waits_no_more(one);
   one.state = CmState::ended;
   clear_deadline(one);
   CmMessage no = message(datagrams ? CmKind::sidr_rep : CmKind::rej, one);

@@ -42,7 +42,6 @@ class ConnectionManager {
   // `at` is called when expire() is to be called earlier than was known.
   void set_alarm(std::function<void(std::uint64_t at_ns)> at) { alarm_ = std::move(at); }
   void expire(std::uint64_t now_ns);
-  bool waits() const { return !deadlines_.empty(); }
 
   Result<control::CmOpenReply> open(Guest& guest, vmci::UniqueFd pipe);
   Status close(Guest& guest, std::uint32_t channel);
@@ -84,6 +83,7 @@ class ConnectionManager {
   CmChannel* channel_of(Guest& guest, std::uint32_t handle);
   Result<CmIdentifier*> add(Guest& guest, CmChannel& channel, std::uint32_t port_space, engine::QpType type);
   void remove(CmIdentifier& one);   // and what its peer is told of it
+  void waits_no_more(const CmIdentifier& one);  // to be accepted
   std::uint32_t drop_events(CmChannel& channel, const std::function<bool(const CmChannel::Waiting&)>& which);  // 1: the last ones went
   void announce(CmChannel& channel);
   void raise(CmIdentifier& one, std::uint32_t event, std::int32_t status = 0, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
@@ -104,6 +104,8 @@ class ConnectionManager {
   void refuse(std::uint32_t host, const CmMessage& request, std::int32_t reason);
   void deliver(std::uint32_t host, const CmMessage& message);
   void deliver_request(std::uint32_t host, const CmMessage& message);
+  bool keep(std::uint32_t host, const CmMessage& request, std::uint64_t patience_ns);
+  void deliver_kept();
   void deliver_who_has(std::uint32_t host, const CmMessage& message);
   CmIdentifier* addressee(std::uint32_t host, const CmMessage& message);
   void learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
@@ -121,6 +123,13 @@ class ConnectionManager {
   std::map<std::uint32_t, std::uint32_t> memberships_;   // whose identifier's
   std::unordered_map<std::uint32_t, Place> places_;      // of guests
   std::set<std::pair<std::uint64_t, std::uint32_t>> deadlines_;
+  // Requests for which nobody listens yet, or whose listener has as many as it wants.
+  struct Kept {
+    std::uint64_t until_ns;
+    std::uint32_t host;
+    CmMessage request;
+  };
+  std::vector<Kept> kept_;
   CmPorts ports_;
 };
 

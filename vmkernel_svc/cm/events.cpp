@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "vmci_channel/arch.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
@@ -169,7 +170,14 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
         if (one.state == CmState::ended) raise(one, cm_timewait_exit);
     }
   }
+  const auto is_late = [&](const Kept& each) { return each.until_ns <= now_ns; };
+  std::vector<Kept> late;
+  std::copy_if(kept_.begin(), kept_.end(), std::back_inserter(late), is_late);
+  std::erase_if(kept_, is_late);
+  for (const Kept& each : late) deliver_request(each.host, each.request);
   if (alarm_ && !deadlines_.empty()) alarm_(deadlines_.begin()->first);
+  if (alarm_)
+    for (const Kept& each : kept_) alarm_(each.until_ns);
 }
 
 }  // namespace vrdma::svc

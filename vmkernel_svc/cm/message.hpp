@@ -27,6 +27,8 @@ enum class CmKind : std::uint32_t { req = 1, rep, rtu, rej, dreq, drep, sidr_req
 constexpr std::int32_t rej_invalid_service_id = 8, rej_consumer = 28;
 constexpr std::int32_t sidr_unsupported = 1, sidr_reject = 2;
 
+constexpr std::uint64_t answer_patience_ns = 60'000'000'000;  // about what the kernel's 15 requests of 4.3 s take
+
 // The port of the sender, from which its addresses follow (addresses.hpp).
 struct CmPort {
   std::uint64_t guid;
@@ -43,7 +45,8 @@ struct CmMessage {
   std::uint32_t psn;         // that its sender's queue pair begins with
   std::int32_t status;       // rej: reason; sidr_rep
   std::uint32_t ack_timeout; // 4.096 us << n
-  std::uint32_t is_local;    // the destination is an address of the sender's network namespace
+  std::uint16_t is_local;    // the destination is an address of the sender's network namespace
+  std::uint16_t was_kept;    // by the receiver, for somebody who listens; 0 between hosts
   CmPort port;
   control::CmAddress source, destination;
   std::uint16_t pkeys[limits::pkey_table];  // req: those of the sender; rep: the first is that of the connection

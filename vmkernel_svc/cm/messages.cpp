@@ -6,7 +6,9 @@
 #include <bit>
 #include <cstring>
 #include <set>
+#include <utility>
 
+#include "vmci_channel/arch.hpp"
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/fabric.hpp"
@@ -155,9 +157,33 @@ void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const 
   one.peer_ack_timeout = static_cast<std::uint8_t>(std::min(message.ack_timeout, 31u));
 }
 
+bool ConnectionManager::keep(std::uint32_t host, const CmMessage& request, std::uint64_t patience_ns) {
+  constexpr std::size_t kept_max = 4096;
+  if (request.was_kept != 0 || kept_.size() >= kept_max) return false;
+  kept_.push_back({vmci::monotonic_ns() + patience_ns, host, request});
+  kept_.back().request.was_kept = 1;
+  if (alarm_) alarm_(kept_.back().until_ns);
+  return true;
+}
+
+// Somebody listens who did not, or has room: those who are still not for anybody wait on.
+void ConnectionManager::deliver_kept() {
+  for (Kept& each : std::exchange(kept_, {})) {
+    const auto from = each.host == 0 ? identifiers_.find(each.request.from) : identifiers_.end();
+    if (each.host == 0 && from == identifiers_.end()) continue;
+    const CmIdentifier* const listener = listener_for(each.request, each.host, each.host == 0 ? &from->second->network : nullptr);
+    if (listener == nullptr || listener->waiting >= listener->backlog) kept_.push_back(each);
+    else deliver_request(each.host, each.request);
+  }
+}
+
 void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& message) {
   const auto from = host == 0 ? identifiers_.find(message.from) : identifiers_.end();
-  CmIdentifier* const listener = listener_for(message, host, from != identifiers_.end() ? &from->second->network : nullptr);
+  if (host == 0 && from == identifiers_.end()) return;
+  CmIdentifier* const listener = listener_for(message, host, host == 0 ? &from->second->network : nullptr);
+  // A request is here sooner than any network would bring it, and servers listen anew between two connections: perftest -R, whose client
+  // connects a second time at once, would be rejected now and then.
+  if (listener == nullptr && keep(host, message, 500'000'000)) return;
   if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
   Guest& guest = *listener->guest;
   std::uint16_t mine = 0, theirs = 0;
@@ -166,6 +192,10 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
       if (theirs == 0 && hosts::pkeys_match(a, b)) mine = a, theirs = b;
   // In no partition of its own: it hears what it would hear if there was nobody.
   if (theirs == 0) return guest.count_bad_pkey(), refuse(host, message, rej_invalid_service_id);
+  if (listener->waiting >= listener->backlog) {
+    if (keep(host, message, answer_patience_ns)) return;
+    return refuse(host, message, rej_no_resources);
+  }
   const auto made = add(guest, *listener->channel, listener->port_space, listener->type);
   if (!made) return refuse(host, message, rej_no_resources);
   CmIdentifier& one = **made;
@@ -227,6 +257,8 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
     }
     return;
   }
+  if (message.kind == CmKind::rej && message.to == 0)
+    std::erase_if(kept_, [&](const Kept& each) { return each.host == host && each.request.from == message.from; });
   CmIdentifier* const found = addressee(host, message);
   if (found == nullptr) {
     // Who asked for the connection is gone, and could not say so to whom it did not know.
@@ -267,8 +299,7 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
           return end(one, cm_rejected, message.status, &message, rej_private_bytes);
         case CmState::requested:
           one.state = CmState::ended;  // accepting it fails
-          if (const auto listener = identifiers_.find(one.listener); listener != identifiers_.end()) --listener->second->waiting;
-          return;
+          return waits_no_more(one);
         default:
           return;
       }

@@ -46,7 +46,7 @@ bool FarCm::arrived(remote::HostId host, engine::FarFrame& frame) {
   if (message.kind == CmKind::req || message.kind == CmKind::sidr_req)
     for (std::uint16_t& pkey : message.pkeys)
       if (pkey != 0) pkey = desk_.judged(host, pkey);
-  message.is_local = 0;
+  message.is_local = message.was_kept = 0;
   shard_.submit([host, message](Shard& shard) { shard.fabric().cm->arrived(number_of(host), message); });
   return true;
 }
