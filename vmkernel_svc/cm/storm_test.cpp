@@ -160,12 +160,12 @@ class Storm {
       default: return v4(10, 0, 0, last, port);
     }
   }
-  // Where somebody listens, if anybody does.
-  CmAddress called_address() {
+  // Where somebody listens in that port space, if anybody does.
+  CmAddress called_address(std::uint32_t port_space) {
     std::vector<CmAddress> at;
     for (std::size_t which = 0; which < 2; ++which)
       for (const auto& [id, one] : hosts_[which].cm().identifiers()) {
-        if (one->state != CmState::listening) continue;
+        if (one->state != CmState::listening || one->port_space != port_space) continue;
         const auto last = static_cast<std::uint8_t>(10 * which + one->network.number);
         const std::uint16_t port = one->source.port;
         at.push_back(!one->source.is_any() ? one->source : one->source.family == AF_INET6 && one_in(2) ? v6(last, port) : v4(10, 0, 0, last, port));
@@ -211,7 +211,7 @@ class Storm {
     out.ack_timeout = static_cast<std::uint32_t>(random_());
     out.port = {random_(), static_cast<std::uint32_t>(below(4)), static_cast<std::uint16_t>(random_()), static_cast<std::uint8_t>(below(6)), 0};
     out.source = any_address();
-    out.destination = called_address();
+    out.destination = called_address(out.port_space);
     for (auto& pkey : out.pkeys) pkey = static_cast<std::uint16_t>(one_in(2) ? 0xffff : random_());
     out.parameters = any_parameters();
     return out;
@@ -252,16 +252,20 @@ class Storm {
       case 6: case 7: {
         static constexpr CmState states[] = {CmState::ended, CmState::ended, CmState::bound, CmState::connecting, CmState::replied, CmState::requested, CmState::accepted,
                                              CmState::established, CmState::listening, CmState::resolving};
-        if (own < identifiers_max / 2 && !one_in(4)) break;
+        if (own < identifiers_max / 4 && !one_in(4)) break;
         const CmId id = any_id(host, guest, states[below(std::size(states))]);
         gone(guest, id.channel, cm.destroy(who, id));
         break;
       }
       case 8: (void)cm.bind(who, {any_id(host, guest, CmState::idle), any_address()}); break;
-      case 9: case 10: case 11:
-        (void)cm.resolve_address(who, {any_id(host, guest, one_in(3) ? CmState::bound : CmState::idle), one_in(2) ? CmAddress{} : any_address(), called_address(),
-                                       static_cast<std::uint32_t>(one_in(3)), static_cast<std::uint32_t>(one_in(9) ? random_() : below(5000))});
+      case 9: case 10: case 11: {
+        const CmId id = any_id(host, guest, one_in(3) ? CmState::bound : CmState::idle);
+        const auto one = cm.identifiers().find(id.id);
+        const CmAddress called = called_address(one != cm.identifiers().end() ? one->second->port_space : std::uint32_t{RDMA_PS_TCP});
+        (void)cm.resolve_address(who, {id, one_in(3) ? any_address() : CmAddress{}, called, static_cast<std::uint32_t>(one_in(3)),
+                                       static_cast<std::uint32_t>(one_in(9) ? random_() : below(5000))});
         break;
+      }
       case 12: (void)cm.resolve_route(who, any_id(host, guest, CmState::resolved)); break;
       case 13:
         if (one_in(3)) (void)cm.listen(who, {any_id(host, guest, CmState::bound), static_cast<std::uint32_t>(random_()), 0});
