@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -52,6 +53,10 @@ constexpr std::size_t request_bytes(std::uint32_t request) {
       return 0;
   }
 }
+
+#define VRDMA_COUNT(name, body, reply, socket) +1
+static_assert(0 VRDMA_CONTROL_REQUESTS(VRDMA_COUNT) < 0x40, "step_request() has six bits for them");
+#undef VRDMA_COUNT
 
 constexpr std::uint32_t slots_of(std::size_t bytes) { return static_cast<std::uint32_t>((bytes + slot_bytes - 1) / slot_bytes); }
 
@@ -208,6 +213,8 @@ void FuzzWorld::check() {
     fuzz_require(tenant.memberships == due.memberships, "a tenant's memberships are counted back");
     fuzz_require(tenant.descriptors == due.descriptors, "a tenant's descriptors are counted back");
   }
+  const ConnectionManager& cm = *shard_.fabric().cm;
+  fuzz_require(cm.channels().empty() && cm.identifiers().empty() && cm.memberships().empty() && !cm.waits(), "a guest that left leaves no connection behind");
   fuzz_require(std::memcmp(victim_->arena.segment().data(), victim_arena_.data(), victim_arena_.size()) == 0,
                "another guest's rings and queues are left alone");
   const std::byte* const memory = victim_memory_.data();
@@ -249,6 +256,37 @@ std::uint32_t FuzzWorld::key(Guest& guest, std::uint32_t from_input) {
   if (handles.empty()) return from_input;
   std::sort(handles.begin(), handles.end());
   return shard_.fabric().regions.slot(guest.mrs.at(handles[(from_input - 1) % handles.size()])).key.value;
+}
+
+// The connection manager's numbers go on from one input to the next: small ones name the guest's own channels and identifiers, or the
+// memberships, in their order. Bodies begin with a channel's, or with an identifier's and its channel's, where 0 is the right one.
+void FuzzWorld::name_connections(Guest& guest, Request request, std::span<std::byte> body) {
+  const ConnectionManager& cm = *shard_.fabric().cm;
+  const auto named = [](const auto& all, std::uint32_t from_input, const auto& is_meant) {
+    if (from_input >= small) return from_input;
+    for (std::uint32_t left = from_input; const auto& [number, one] : all)
+      if (is_meant(one) && left-- == 0) return number;
+    return from_input;
+  };
+  const auto is_own = [&](const auto& one) { return one->guest == &guest; };
+  if (request == Request::cm_place || body.size() < sizeof(CmId)) return;
+  CmId id;
+  std::memcpy(&id, body.data(), sizeof(id));
+  if (request == Request::cm_close || request == Request::cm_create_id || request == Request::cm_take_event) {
+    id.id = named(cm.channels(), id.id, is_own);
+  } else {
+    id.id = request == Request::cm_leave ? named(cm.memberships(), id.id, [](std::uint32_t) { return true; }) : named(cm.identifiers(), id.id, is_own);
+    const auto member = cm.memberships().find(id.id);
+    const auto one = cm.identifiers().find(member != cm.memberships().end() ? member->second : id.id);
+    id.channel = id.channel == 0 && one != cm.identifiers().end() ? one->second->channel->handle : named(cm.channels(), id.channel, is_own);
+    if (request == Request::cm_migrate && body.size() >= sizeof(CmMigrateRequest)) {
+      CmMigrateRequest migrate;
+      std::memcpy(&migrate, body.data(), sizeof(migrate));
+      migrate.to = named(cm.channels(), migrate.to, is_own);
+      std::memcpy(body.data(), &migrate, sizeof(migrate));
+    }
+  }
+  std::memcpy(body.data(), &id, sizeof(id));
 }
 
 // --- steps ----------------------------------------------------------------------------------------------------
@@ -293,6 +331,8 @@ void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
       modify.attributes.path.dlid = lid(guest, modify.attributes.path.dlid);
       std::memcpy(record.data() + sizeof(Head), &modify, sizeof(modify));
     }
+    if (request >= static_cast<std::uint32_t>(Request::cm_close) && request <= static_cast<std::uint32_t>(Request::cm_take_event))
+      name_connections(guest, static_cast<Request>(request), std::span(record).subspan(sizeof(Head)));
     put(guest, tag, static_cast<std::uint32_t>(bytes), request, slots_of(record.size()), std::span(record).subspan(sizeof(RecordHead)));
   }
   guest.control_held = true;

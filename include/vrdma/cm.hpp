@@ -100,7 +100,7 @@ struct CmResolveAddressRequest {
 };
 struct CmListenRequest {
   CmId id;
-  std::uint32_t backlog;  // 0: as many as there can be
+  std::uint32_t backlog;  // what its program says; the service allows as many as there can be (cm/messages.cpp)
   std::uint32_t reserved;
 };
 struct CmConnectRequest {

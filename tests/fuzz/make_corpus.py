@@ -35,6 +35,8 @@ def run(qp):
 (ADD_BACKING, REMOVE_BACKING, OPEN_CONTEXT, CREATE_CHANNEL, SHOW, QUERY_DEVICE, CLOSE_CONTEXT, DESTROY_CHANNEL, CREATE_PD, DESTROY_PD,
  STAGE, REG_MR, REREG_MR, DEREG_MR, CREATE_CQ, RESIZE_CQ, DESTROY_CQ, CREATE_SRQ, MODIFY_SRQ, QUERY_SRQ, DESTROY_SRQ, CREATE_QP, MODIFY_QP,
  QUERY_QP, DESTROY_QP, ATTACH_MCAST, DETACH_MCAST, BIND, UNBIND, PAIR_ALLOC, PAIR_ATTACH, PAIR_DETACH) = range(2, 34)
+(CM_OPEN, CM_CLOSE, CM_PLACE, CM_CREATE, CM_DESTROY, CM_BIND, CM_RESOLVE, CM_ROUTE, CM_LISTEN, CM_CONNECT, CM_ACCEPT, CM_REJECT, CM_DISCONNECT,
+ CM_IS_ESTABLISHED, CM_OPTION, CM_QUERY, CM_ATTRIBUTES, CM_MIGRATE, CM_JOIN, CM_LEAVE, CM_TAKE) = range(43, 64)
 ATTACH = 1
 RC, UC, UD = 2, 3, 4
 ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
@@ -134,6 +136,16 @@ def ring_seeds():
     yield "regression_route_of_other_link_layer", world(other, UD) + other.datagram_send(0, 1, (sge,), lid=0)
     yield "ports", ring.ask(BIND, words(70, 2)) + other.ask(BIND, words(71, 0)) + ring.datagram(0, 1) + ring.datagram(1, 71) + \
         ring.ask(UNBIND, words(70, 0))
+    for name, space in (("cm_connection", 0x106), ("cm_datagrams", 0x111)):
+        address = struct.pack("<HHI4B12x", 2, 5000, 0, 10, 0, 0, 1)
+        uid = struct.pack("<Q", 7)
+        called = struct.pack("<IHH", 0, space, 2) + uid
+        out = ring.ask(CM_CREATE, called) + ring.ask(CM_BIND, words(0, 0) + address) + ring.ask(CM_LISTEN, words(0, 0, 0, 0))
+        out += other.ask(CM_CREATE, called) + other.ask(CM_RESOLVE, words(0, 0) + bytes(24) + address + words(1, 1000)) + other.ask(CM_ROUTE, words(0, 0))
+        out += other.ask(CM_CONNECT, words(0, 0, 5, 0)) + ring.ask(CM_TAKE, words(0, 0)) + ring.ask(CM_ACCEPT, words(1, 0) + uid + words(1, 0, 6, 0))
+        out += other.ask(CM_TAKE, words(0, 0)) * 3 + other.ask(CM_ATTRIBUTES, words(0, 0, 2, 0)) + other.ask(CM_ACCEPT, words(0, 0)) + ring.ask(CM_QUERY, words(1, 0))
+        out += ring.ask(CM_JOIN, words(0, 0) + uid + struct.pack("<HHI4B12x", 2, 0, 0, 239, 0, 0, 1) + words(1, 0)) + ring.ask(CM_MIGRATE, words(1, 0, 1, 0))
+        yield name, out + other.ask(CM_DISCONNECT, words(0, 0)) + ring.ask(CM_TAKE, words(1, 0)) + ring.ask(CM_LEAVE, words(0, 0)) + ring.ask(CM_DESTROY, words(0, 0))
     yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
     yield "scribble", world(ring, RC) + ring.scribble(0, b"\xff" * 64) + ring.scribble(256, b"\xff" * 200)
     yield "short", ring.ask(REG_MR, b"\1\0", exact=True) + ring.step(0) + b"\xff\4" + words(0x7FFFFFFF, 0xFFFFFFFF) + b"abcd"

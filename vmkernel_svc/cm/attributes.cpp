@@ -178,7 +178,7 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   const bool is_multicast = request.group.family == AF_INET ? (request.group.ip[0] & 0xf0) == 0xe0 : request.group.ip[0] == 0xff;
   if (!is_multicast) return Errno{EINVAL};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
-  const std::uint32_t handle = next_number_++;
+  const std::uint32_t handle = new_number();
   one.memberships.insert(handle);
   memberships_.emplace(handle, one.id);
 
@@ -207,8 +207,7 @@ Result<CmGone> ConnectionManager::leave_group(Guest& guest, const CmId& id) {
   const auto found = find(guest, {of->second, id.channel});
   if (!found) return found.error();
   CmIdentifier& one = **found;
-  const auto drops = [&](const CmChannel::Waiting& waiting) { return waiting.counted_at == id.id; };
-  const CmGone gone{drop_events(*one.channel, drops), 0};
+  const CmGone gone{drop_events(*one.channel, {id.id}), 0};
   one.memberships.erase(id.id);
   memberships_.erase(of);
   --guest.tenant->objects;

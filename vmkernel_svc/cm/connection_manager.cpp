@@ -20,8 +20,10 @@ using engine::QpType;
 namespace {
 
 constexpr std::uint64_t second_ns = 1'000'000'000;
+constexpr std::uint64_t answer_patience_ns = 60 * second_ns;  // about what the kernel's 15 requests of 4.3 s take
 constexpr std::uint64_t dreq_patience_ns = 5 * second_ns;
-constexpr std::uint32_t backlog_max = 1024;
+// Of an identifier that is resolved again and again: more that nobody reads are not kept.
+constexpr std::uint32_t unread_max = 16;
 
 // What fits beside what the connection manager itself says there (IBA 12.6; the IP addresses take 36 bytes of a request: A11.2).
 constexpr std::uint32_t ip_header_bytes = 36;
@@ -42,8 +44,15 @@ std::uint32_t random_psn() {
 
 }  // namespace
 
-ConnectionManager::ConnectionManager(Fabric& fabric) : fabric_(fabric) {}
+ConnectionManager::ConnectionManager(Fabric& fabric, std::uint32_t last_number) : fabric_(fabric), last_number_(last_number) {}
 ConnectionManager::~ConnectionManager() = default;
+
+// They come round again, after hours of somebody's making and destroying.
+std::uint32_t ConnectionManager::new_number() {
+  do ++last_number_;
+  while (last_number_ == 0 || channels_.contains(last_number_) || identifiers_.contains(last_number_) || memberships_.contains(last_number_));
+  return last_number_;
+}
 
 Result<CmIdentifier*> ConnectionManager::find(Guest& guest, const CmId& id) {
   const auto found = identifiers_.find(id.id);
@@ -69,7 +78,7 @@ Status ConnectionManager::place(Guest& guest, const CmPlaceRequest& request) {
 Result<CmIdentifier*> ConnectionManager::add(Guest& guest, CmChannel& channel, std::uint32_t port_space, engine::QpType type) {
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   auto made = std::make_unique<CmIdentifier>();
-  made->id = next_number_++;
+  made->id = new_number();
   made->guest = &guest;
   made->channel = &channel;
   made->port_space = port_space;
@@ -105,18 +114,10 @@ Result<CmGone> ConnectionManager::destroy(Guest& guest, const CmId& id) {
   const auto found = find(guest, id);
   if (!found) return found.error();
   CmIdentifier& one = **found;
-  CmChannel& channel = *one.channel;
-  const auto is_of = [&](const CmChannel::Waiting& waiting) { return waiting.counted_at == one.id || one.memberships.contains(waiting.counted_at); };
-  // Those who wait to be accepted by nobody else than it.
-  std::vector<std::uint32_t> unseen;
-  for (const auto& waiting : channel.events)
-    if (is_of(waiting) && waiting.event.event == cm_connect_request) unseen.push_back(waiting.event.id);
-  const CmGone gone{drop_events(channel, is_of), 0};
-  for (const std::uint32_t request : unseen) {
-    const auto made = identifiers_.find(request);
-    if (made != identifiers_.end()) remove(*made->second);
-  }
-  remove(one);
+  const auto going = with_its_own(one);
+  const CmGone gone{drop_events(*one.channel, going), 0};
+  for (const std::uint32_t number : going)
+    if (const auto each = identifiers_.find(number); each != identifiers_.end()) remove(*each->second);
   return gone;
 }
 
@@ -145,20 +146,12 @@ void ConnectionManager::remove(CmIdentifier& one) {
     default:
       break;
   }
-  if (state == CmState::requested) waits_no_more(one);
   clear_deadline(one);
   ports_.give_back(one);
   for (const std::uint32_t handle : one.memberships) memberships_.erase(handle), --one.guest->tenant->objects;
   if (const auto made = by_peer_.find(one.peer); made != by_peer_.end() && made->second == one.id) by_peer_.erase(made);
   --one.guest->tenant->objects;
   identifiers_.erase(one.id);
-}
-
-void ConnectionManager::waits_no_more(const CmIdentifier& one) {
-  const auto listener = identifiers_.find(one.listener);
-  if (listener == identifiers_.end()) return;
-  --listener->second->waiting;
-  if (!kept_.empty()) deliver_kept();
 }
 
 void ConnectionManager::leave(Guest& guest) {
@@ -173,7 +166,7 @@ void ConnectionManager::leave(Guest& guest) {
 // --- addresses ------------------------------------------------------------------------------------------------
 
 bool ConnectionManager::is_own(const Guest& guest, const CmAddress& address) const {
-  if (guest_at(address) == &guest || is_loopback(address)) return true;
+  if (is_in_gids(guest, address) || is_loopback(address)) return true;
   const auto place = places_.find(guest.id.value);
   if (place == places_.end()) return false;
   return std::any_of(place->second.addresses.begin(), place->second.addresses.end(), [&](const CmAddress& own) { return own.same_host(address); });
@@ -185,7 +178,7 @@ Status ConnectionManager::take_address(Guest& guest, CmIdentifier& one, CmAddres
   one.network = places_[guest.id.value].network;
   one.source = address;
   one.has_device = !address.is_any();
-  if (const auto taken = ports_.take(one); !taken) return one.source = {}, taken.error();
+  if (const auto taken = ports_.take(one); !taken) return one.source = {}, one.has_device = false, taken.error();
   one.state = CmState::bound;
   return ok();
 }
@@ -203,13 +196,17 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
   CmIdentifier& one = **found;
   if (one.state != CmState::idle && one.state != CmState::bound) return Errno{EINVAL};
   if (!is_valid(request.destination)) return Errno{EAFNOSUPPORT};
+  if (one.unread >= unread_max) return Errno{ENOBUFS};
   if (one.state == CmState::idle) {
     CmAddress source = request.source;
     if (source.family == 0) source.family = request.destination.family;
     if (const auto taken = take_address(guest, one, source); !taken) return taken.error();
   }
   if (one.source.family != request.destination.family) return Errno{EINVAL};
-  if (one.source.is_any() && is_valid(request.source)) one.source.ip = request.source.ip, one.source.scope = request.source.scope;
+  if (one.source.is_any() && one.source.family == request.source.family && !request.source.is_any()) {
+    if (!is_own(guest, request.source)) return Errno{EADDRNOTAVAIL};
+    one.source.ip = request.source.ip, one.source.scope = request.source.scope;
+  }
   one.destination = request.destination;
   one.is_local = request.is_local != 0 || one.destination.is_any() || is_own(guest, one.destination);
   if (one.destination.is_any()) one.destination.ip = one.source.ip;
@@ -222,11 +219,8 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
   if (own_kind || one.is_local || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
 
   const auto hosts = post_ != nullptr ? post_->connected() : std::vector<std::uint32_t>{};
-  one.asked = hosts.size();
-  if (hosts.empty()) {
-    raise(one, cm_address_error, -EHOSTUNREACH);
-    return ok();
-  }
+  if (hosts.empty()) return address_unknown(one, EHOSTUNREACH), ok();
+  one.asked = {hosts.begin(), hosts.end()};
   one.state = CmState::resolving;
   set_deadline(one, std::uint64_t{std::max(request.timeout_ms, 1u)} * 1'000'000);
   for (const std::uint32_t host : hosts) post_->tell(host, message(CmKind::who_has, one));
@@ -235,12 +229,20 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
 
 void ConnectionManager::address_resolved(CmIdentifier& one) {
   clear_deadline(one);
+  one.asked.clear();
   one.state = CmState::resolved;
   one.has_device = true;
   // Whose port it is, if somebody listens there already: what a route tells. It is asked again at connect.
   CmMessage wanted = message(CmKind::req, one);
   if (const CmIdentifier* const listener = one.host == 0 ? listener_for(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*listener->guest);
   raise(one, cm_address_resolved);
+}
+
+void ConnectionManager::address_unknown(CmIdentifier& one, int error) {
+  clear_deadline(one);
+  one.asked.clear();
+  one.state = CmState::bound;
+  raise(one, cm_address_error, -error);
 }
 
 Status ConnectionManager::resolve_route(Guest& guest, const CmId& id) {
@@ -264,7 +266,6 @@ Status ConnectionManager::listen(Guest& guest, const CmListenRequest& request) {
   if (one.state != CmState::bound && one.state != CmState::listening) return Errno{EINVAL};
   if (const auto may = ports_.may_listen(one); !may) return may.error();
   one.state = CmState::listening;
-  one.backlog = request.backlog == 0 ? backlog_max : std::min(request.backlog, backlog_max);
   deliver_kept();
   return ok();
 }
@@ -305,7 +306,6 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
   const bool datagrams = one.type == QpType::ud;
   if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_max : rep_private_max)) return Errno{EINVAL};
   one.uid = request.uid;
-  waits_no_more(one);
   CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
   out.parameters = request.parameters;
   if (datagrams) {
@@ -328,7 +328,6 @@ Status ConnectionManager::reject(Guest& guest, const CmRejectRequest& request) {
   if (one.state != CmState::requested && one.state != CmState::replied) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
   if (request.private_bytes > (datagrams ? sidr_rep_private_max : rej_private_max)) return Errno{EINVAL};
-  if (one.state == CmState::requested) waits_no_more(one);
   one.state = CmState::ended;
   clear_deadline(one);
   CmMessage no = message(datagrams ? CmKind::sidr_rep : CmKind::rej, one);

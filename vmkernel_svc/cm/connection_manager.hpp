@@ -10,6 +10,7 @@
 // Members that take a guest are answers to its requests (vrdma/cm.hpp); errors as the kernel's. Used by the shard's thread only.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -36,7 +37,7 @@ class ConnectionManager {
     ~Post() = default;
   };
 
-  explicit ConnectionManager(Fabric& fabric);
+  explicit ConnectionManager(Fabric& fabric, std::uint32_t last_number = 0);
   ~ConnectionManager();
   void use(Post* post) { post_ = post; }
   // `at` is called when expire() is to be called earlier than was known.
@@ -70,8 +71,11 @@ class ConnectionManager {
   void arrived(std::uint32_t host, const CmMessage& message) { deliver(host, message); }
   void lost(std::uint32_t host);
 
-  // For those who ask (vrdma show).
+  // For those who ask: vrdma show, and tests.
   const std::map<std::uint32_t, std::unique_ptr<CmIdentifier>>& identifiers() const { return identifiers_; }
+  const std::map<std::uint32_t, std::unique_ptr<CmChannel>>& channels() const { return channels_; }
+  const std::map<std::uint32_t, std::uint32_t>& memberships() const { return memberships_; }
+  const std::set<std::pair<std::uint64_t, std::uint32_t>>& deadlines() const { return deadlines_; }
 
  private:
   struct Place {
@@ -81,10 +85,12 @@ class ConnectionManager {
 
   Result<CmIdentifier*> find(Guest& guest, const control::CmId& id);  // ENOENT, or EINVAL where it is another channel's
   CmChannel* channel_of(Guest& guest, std::uint32_t handle);
+  std::uint32_t new_number();
   Result<CmIdentifier*> add(Guest& guest, CmChannel& channel, std::uint32_t port_space, engine::QpType type);
   void remove(CmIdentifier& one);   // and what its peer is told of it
-  void waits_no_more(const CmIdentifier& one);  // to be accepted
-  std::uint32_t drop_events(CmChannel& channel, const std::function<bool(const CmChannel::Waiting&)>& which);  // 1: the last ones went
+  // It, its memberships, and who waits to be accepted by nobody else, for the request has not been read: what goes where it goes.
+  std::set<std::uint32_t> with_its_own(const CmIdentifier& one) const;
+  std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
   void announce(CmChannel& channel);
   void raise(CmIdentifier& one, std::uint32_t event, std::int32_t status = 0, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
   void raise_on(CmChannel& channel, std::uint32_t counted_at, const control::CmEvent& event);
@@ -92,19 +98,22 @@ class ConnectionManager {
   void clear_deadline(CmIdentifier& one);
   void end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
 
+  static bool is_in_gids(const Guest& guest, const control::CmAddress& address);
   bool is_own(const Guest& guest, const control::CmAddress& address) const;
   Status take_address(Guest& guest, CmIdentifier& one, control::CmAddress address);
   CmIdentifier* listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const;
   Guest* guest_at(const control::CmAddress& address) const;  // that has this address mapped into its GIDs
   bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
   void address_resolved(CmIdentifier& one);
+  void address_unknown(CmIdentifier& one, int error);
+  void stop_asking(CmIdentifier& one, std::uint32_t host);
 
   CmMessage message(CmKind kind, const CmIdentifier& from) const;
   void send(const CmPeer& to, const CmMessage& message);
   void refuse(std::uint32_t host, const CmMessage& request, std::int32_t reason);
   void deliver(std::uint32_t host, const CmMessage& message);
   void deliver_request(std::uint32_t host, const CmMessage& message);
-  bool keep(std::uint32_t host, const CmMessage& request, std::uint64_t patience_ns);
+  bool keep_for_listener(std::uint32_t host, const CmMessage& request);
   void deliver_kept();
   void deliver_who_has(std::uint32_t host, const CmMessage& message);
   CmIdentifier* addressee(std::uint32_t host, const CmMessage& message);
@@ -116,20 +125,20 @@ class ConnectionManager {
   Fabric& fabric_;
   Post* post_ = nullptr;
   std::function<void(std::uint64_t)> alarm_;
-  std::uint32_t next_number_ = 1;  // of channels, identifiers, memberships
+  std::uint32_t last_number_;  // of channels, identifiers, memberships
   std::map<std::uint32_t, std::unique_ptr<CmChannel>> channels_;
   std::map<std::uint32_t, std::unique_ptr<CmIdentifier>> identifiers_;
   std::map<CmPeer, std::uint32_t> by_peer_;              // identifiers that were made for requests
   std::map<std::uint32_t, std::uint32_t> memberships_;   // whose identifier's
   std::unordered_map<std::uint32_t, Place> places_;      // of guests
   std::set<std::pair<std::uint64_t, std::uint32_t>> deadlines_;
-  // Requests for which nobody listens yet, or whose listener has as many as it wants.
+  // Requests for which nobody listens yet, oldest first.
   struct Kept {
     std::uint64_t until_ns;
     std::uint32_t host;
     CmMessage request;
   };
-  std::vector<Kept> kept_;
+  std::deque<Kept> kept_;
   CmPorts ports_;
 };
 

@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <iterator>
 
 #include "vmci_channel/arch.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
@@ -26,7 +25,7 @@ CmChannel* ConnectionManager::channel_of(Guest& guest, std::uint32_t handle) {
 Result<CmOpenReply> ConnectionManager::open(Guest& guest, vmci::UniqueFd pipe) {
   if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
   ++guest.tenant->descriptors;
-  const std::uint32_t handle = next_number_++;
+  const std::uint32_t handle = new_number();
   channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, std::move(pipe), false, {}}));
   return CmOpenReply{handle, 0};
 }
@@ -54,14 +53,29 @@ void ConnectionManager::announce(CmChannel& channel) {
   [[maybe_unused]] const auto written = ::write(channel.pipe.get(), &record, sizeof(record));  // EPIPE: nobody reads it any more
 }
 
-std::uint32_t ConnectionManager::drop_events(CmChannel& channel, const std::function<bool(const CmChannel::Waiting&)>& which) {
-  std::erase_if(channel.events, which);
+std::set<std::uint32_t> ConnectionManager::with_its_own(const CmIdentifier& one) const {
+  std::set<std::uint32_t> numbers = one.memberships;
+  numbers.insert(one.id);
+  for (const auto& waiting : one.channel->events) {
+    if (waiting.counted_at != one.id || waiting.event.event != cm_connect_request) continue;
+    // Unless its guest has guessed the number, and has done with it what it liked.
+    const auto made = identifiers_.find(waiting.event.id);
+    if (made == identifiers_.end() || made->second->channel != one.channel) continue;
+    numbers.insert(made->first);
+    numbers.insert(made->second->memberships.begin(), made->second->memberships.end());
+  }
+  return numbers;
+}
+
+std::uint32_t ConnectionManager::drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at) {
+  std::erase_if(channel.events, [&](const CmChannel::Waiting& waiting) { return counted_at.contains(waiting.counted_at); });
   if (!channel.events.empty()) return 0;
   return std::exchange(channel.announced, false) ? 1 : 0;
 }
 
 void ConnectionManager::raise_on(CmChannel& channel, std::uint32_t counted_at, const CmEvent& event) {
   channel.events.push_back({counted_at, event});
+  if (const auto of = identifiers_.find(counted_at); of != identifiers_.end()) ++of->second->unread;
   announce(channel);
 }
 
@@ -93,6 +107,7 @@ Result<CmTakeReply> ConnectionManager::take_event(Guest& guest, std::uint32_t ha
   if (channel->events.empty()) return reply;
   const auto waiting = channel->events.front();
   channel->events.pop_front();
+  if (const auto of = identifiers_.find(waiting.counted_at); of != identifiers_.end()) --of->second->unread;
   reply.found = 1;
   reply.event = waiting.event;
   reply.counted_at = waiting.counted_at;
@@ -109,16 +124,12 @@ Result<CmGone> ConnectionManager::migrate(Guest& guest, const CmMigrateRequest& 
   CmChannel& from = *one.channel;
   CmGone reply{};
   if (&from == to) return reply;
-  const auto is_of = [&](const CmChannel::Waiting& waiting) { return waiting.counted_at == one.id || one.memberships.contains(waiting.counted_at); };
+  const auto moving = with_its_own(one);
   for (const auto& waiting : from.events)
-    if (is_of(waiting)) {
-      to->events.push_back(waiting);
-      // Who asked for a connection moves with it.
-      if (waiting.event.event == cm_connect_request)
-        if (const auto made = identifiers_.find(waiting.event.id); made != identifiers_.end()) made->second->channel = to;
-    }
-  reply.last = drop_events(from, is_of);
-  one.channel = to;
+    if (moving.contains(waiting.counted_at)) to->events.push_back(waiting);
+  reply.last = drop_events(from, moving);
+  for (const std::uint32_t number : moving)
+    if (const auto each = identifiers_.find(number); each != identifiers_.end()) each->second->channel = to;
   announce(*to);
   return reply;
 }
@@ -149,9 +160,7 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
     const bool datagrams = one.type == QpType::ud;
     switch (one.state) {
       case CmState::resolving:
-        one.state = CmState::bound;
-        clear_deadline(one);
-        raise(one, cm_address_error, -ETIMEDOUT);
+        address_unknown(one, ETIMEDOUT);
         break;
       case CmState::connecting:
       case CmState::accepted: {
@@ -170,14 +179,13 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
         if (one.state == CmState::ended) raise(one, cm_timewait_exit);
     }
   }
-  const auto is_late = [&](const Kept& each) { return each.until_ns <= now_ns; };
-  std::vector<Kept> late;
-  std::copy_if(kept_.begin(), kept_.end(), std::back_inserter(late), is_late);
-  std::erase_if(kept_, is_late);
-  for (const Kept& each : late) deliver_request(each.host, each.request);
+  while (!kept_.empty() && kept_.front().until_ns <= now_ns) {
+    const Kept late = kept_.front();
+    kept_.pop_front();
+    deliver_request(late.host, late.request);
+  }
   if (alarm_ && !deadlines_.empty()) alarm_(deadlines_.begin()->first);
-  if (alarm_)
-    for (const Kept& each : kept_) alarm_(each.until_ns);
+  if (alarm_ && !kept_.empty()) alarm_(kept_.front().until_ns);
 }
 
 }  // namespace vrdma::svc

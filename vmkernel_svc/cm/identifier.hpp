@@ -76,11 +76,8 @@ struct CmIdentifier {
   std::uint8_t ack_timeout = 0; // 0: the default
   bool is_local = false;        // the destination
   std::uint32_t host = 0;       // of the destination
-  std::size_t asked = 0;        // resolving: hosts that have not answered yet
-
-  std::uint32_t backlog = 0;         // listening: how many requests may wait to be accepted
-  std::uint32_t waiting = 0;         // … and how many do
-  std::uint32_t listener = 0;        // requested: for whom it was made
+  std::set<std::uint32_t> asked;  // resolving: hosts that have not answered yet
+  std::uint32_t unread = 0;     // events, a listener's requests among them
 
   CmPeer peer;
   CmPort peer_port{};

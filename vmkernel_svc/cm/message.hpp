@@ -27,8 +27,6 @@ enum class CmKind : std::uint32_t { req = 1, rep, rtu, rej, dreq, drep, sidr_req
 constexpr std::int32_t rej_invalid_service_id = 8, rej_consumer = 28;
 constexpr std::int32_t sidr_unsupported = 1, sidr_reject = 2;
 
-constexpr std::uint64_t answer_patience_ns = 60'000'000'000;  // about what the kernel's 15 requests of 4.3 s take
-
 // The port of the sender, from which its addresses follow (addresses.hpp).
 struct CmPort {
   std::uint64_t guid;

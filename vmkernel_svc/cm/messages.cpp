@@ -24,6 +24,9 @@ namespace {
 constexpr std::uint32_t req_private_bytes = 56, rep_private_bytes = 196, rej_private_bytes = 148, sidr_req_private_bytes = 180,
                         sidr_rep_private_bytes = 136;
 constexpr std::int32_t rej_no_resources = 3;
+// Of one listener, that nobody has read: as many as the kernel allows, whatever its application has asked for, since here nobody who is
+// turned away tries again by itself.
+constexpr std::uint32_t requests_max = 1024;
 
 // Of this service's own network namespace.
 bool is_address_of_host(const CmAddress& address) {
@@ -47,12 +50,14 @@ CmPort ConnectionManager::port_of(const Guest& guest) const {
   return {guest.guid, guest.link_layer, guest.lid, static_cast<std::uint8_t>(std::bit_width(fabric_.config.active_mtu) - 8), 0};
 }
 
+bool ConnectionManager::is_in_gids(const Guest& guest, const CmAddress& address) {
+  const Gid mapped = gids_of(guest.guid, guest.lid, link_layer_ethernet)[2].gid;
+  return address.family == AF_INET && std::equal(mapped.begin() + 12, mapped.end(), address.ip.begin());
+}
+
 Guest* ConnectionManager::guest_at(const CmAddress& address) const {
-  if (address.family != AF_INET) return nullptr;
-  for (const auto& [context, guest] : fabric_.guests) {
-    const Gid mapped = gids_of(guest->guid, guest->lid, link_layer_ethernet)[2].gid;
-    if (std::equal(mapped.begin() + 12, mapped.end(), address.ip.begin())) return guest.get();
-  }
+  for (const auto& [context, guest] : fabric_.guests)
+    if (is_in_gids(*guest, address)) return guest.get();
   return nullptr;
 }
 
@@ -65,11 +70,15 @@ bool ConnectionManager::is_known_here(const CmNetwork& except, const CmAddress& 
 }
 
 CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
-  if (const Guest* const guest = guest_at(request.destination)) {
+  bool is_of_gids = false;
+  for (const auto& [context, guest] : fabric_.guests) {  // several may have it: control::ShareAddressRequest
+    if (!is_in_gids(*guest, request.destination)) continue;
+    is_of_gids = true;
     const auto place = places_.find(guest->id.value);
     CmIdentifier* const listener = place == places_.end() ? nullptr : ports_.listener(place->second.network, request.port_space, request.destination);
-    return listener != nullptr && listener->guest == guest ? listener : nullptr;
+    if (listener != nullptr && listener->guest == guest.get()) return listener;
   }
+  if (is_of_gids) return nullptr;
   if (host == 0 && request.is_local != 0) return ports_.listener(*from, request.port_space, request.destination);
   std::set<CmNetwork> networks;
   for (const auto& [guest, place] : places_)
@@ -116,15 +125,9 @@ void ConnectionManager::refuse(std::uint32_t host, const CmMessage& request, std
 void ConnectionManager::lost(std::uint32_t host) {
   std::vector<CmIdentifier*> theirs;
   for (const auto& [id, one] : identifiers_)
-    if (one->peer.host == host || (one->state == CmState::resolving && one->asked != 0)) theirs.push_back(one.get());
+    if (one->peer.host == host || one->asked.contains(host)) theirs.push_back(one.get());
   for (CmIdentifier* const one : theirs) switch (one->state) {
-      case CmState::resolving:
-        if (--one->asked == 0) {
-          one->state = CmState::bound;
-          clear_deadline(*one);
-          raise(*one, cm_address_error, -EHOSTUNREACH);
-        }
-        break;
+      case CmState::resolving: stop_asking(*one, host); break;
       case CmState::connecting:
       case CmState::replied:
       case CmState::requested:
@@ -157,22 +160,25 @@ void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const 
   one.peer_ack_timeout = static_cast<std::uint8_t>(std::min(message.ack_timeout, 31u));
 }
 
-bool ConnectionManager::keep(std::uint32_t host, const CmMessage& request, std::uint64_t patience_ns) {
+// A request is here sooner than any network would bring it, and servers listen anew between two connections: perftest -R, whose client
+// connects a second time at once, would be rejected now and then.
+bool ConnectionManager::keep_for_listener(std::uint32_t host, const CmMessage& request) {
+  constexpr std::uint64_t patience_ns = 500'000'000;
   constexpr std::size_t kept_max = 4096;
   if (request.was_kept != 0 || kept_.size() >= kept_max) return false;
   kept_.push_back({vmci::monotonic_ns() + patience_ns, host, request});
   kept_.back().request.was_kept = 1;
-  if (alarm_) alarm_(kept_.back().until_ns);
+  if (alarm_ && kept_.size() == 1) alarm_(kept_.front().until_ns);
   return true;
 }
 
-// Somebody listens who did not, or has room: those who are still not for anybody wait on.
+// Somebody listens who did not: those who are still not for anybody wait on.
 void ConnectionManager::deliver_kept() {
   for (Kept& each : std::exchange(kept_, {})) {
     const auto from = each.host == 0 ? identifiers_.find(each.request.from) : identifiers_.end();
     if (each.host == 0 && from == identifiers_.end()) continue;
     const CmIdentifier* const listener = listener_for(each.request, each.host, each.host == 0 ? &from->second->network : nullptr);
-    if (listener == nullptr || listener->waiting >= listener->backlog) kept_.push_back(each);
+    if (listener == nullptr) kept_.push_back(each);
     else deliver_request(each.host, each.request);
   }
 }
@@ -181,27 +187,21 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   const auto from = host == 0 ? identifiers_.find(message.from) : identifiers_.end();
   if (host == 0 && from == identifiers_.end()) return;
   CmIdentifier* const listener = listener_for(message, host, host == 0 ? &from->second->network : nullptr);
-  // A request is here sooner than any network would bring it, and servers listen anew between two connections: perftest -R, whose client
-  // connects a second time at once, would be rejected now and then.
-  if (listener == nullptr && keep(host, message, 500'000'000)) return;
+  if (listener == nullptr && keep_for_listener(host, message)) return;
   if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
   Guest& guest = *listener->guest;
-  std::uint16_t mine = 0, theirs = 0;
+  std::uint16_t mine = 0;
   for (const std::uint16_t a : guest.tenant->pkeys)
     for (const std::uint16_t b : message.pkeys)
-      if (theirs == 0 && hosts::pkeys_match(a, b)) mine = a, theirs = b;
-  // In no partition of its own: it hears what it would hear if there was nobody.
-  if (theirs == 0) return guest.count_bad_pkey(), refuse(host, message, rej_invalid_service_id);
-  if (listener->waiting >= listener->backlog) {
-    if (keep(host, message, answer_patience_ns)) return;
-    return refuse(host, message, rej_no_resources);
-  }
+      if (mine == 0 && hosts::pkeys_match(a, b)) mine = a;
+  // In no partition of its own: it hears what it would hear if there was nobody, and as late.
+  if (mine == 0 && keep_for_listener(host, message)) return;
+  if (mine == 0) return guest.count_bad_pkey(), refuse(host, message, rej_invalid_service_id);
+  if (listener->unread >= requests_max) return refuse(host, message, rej_no_resources);
   const auto made = add(guest, *listener->channel, listener->port_space, listener->type);
   if (!made) return refuse(host, message, rej_no_resources);
   CmIdentifier& one = **made;
   one.state = CmState::requested;
-  one.listener = listener->id;
-  ++listener->waiting;
   one.network = listener->network;
   one.source = message.destination;
   one.destination = message.source;
@@ -242,20 +242,20 @@ void ConnectionManager::deliver_who_has(std::uint32_t host, const CmMessage& mes
   post_->tell(host, answer);
 }
 
+void ConnectionManager::stop_asking(CmIdentifier& one, std::uint32_t host) {
+  one.asked.erase(host);
+  if (one.asked.empty()) address_unknown(one, EHOSTUNREACH);
+}
+
 void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
   if (message.kind == CmKind::req || message.kind == CmKind::sidr_req) return deliver_request(host, message);
   if (message.kind == CmKind::who_has) return deliver_who_has(host, message);
   if (message.kind == CmKind::has) {
     const auto found = identifiers_.find(message.to);
-    if (found == identifiers_.end() || found->second->state != CmState::resolving) return;
+    if (found == identifiers_.end() || !found->second->asked.contains(host)) return;
     CmIdentifier& one = *found->second;
     if (message.status == 0) return one.host = host, address_resolved(one);
-    if (one.asked > 0 && --one.asked == 0) {
-      one.state = CmState::bound;
-      clear_deadline(one);
-      raise(one, cm_address_error, -EHOSTUNREACH);
-    }
-    return;
+    return stop_asking(one, host);
   }
   if (message.kind == CmKind::rej && message.to == 0)
     std::erase_if(kept_, [&](const Kept& each) { return each.host == host && each.request.from == message.from; });
@@ -272,7 +272,9 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
       clear_deadline(one);
       learn_peer(one, host, message);
       one.state = CmState::replied;
-      one.pkey = message.pkeys[0];
+      // It says which partition; one may be a limited member of it, and the other one a full one.
+      for (const std::uint16_t mine : one.guest->tenant->pkeys)
+        if (hosts::pkeys_match(mine, message.pkeys[0])) one.pkey = mine;
       one.responder_resources = message.parameters.initiator_depth;
       one.initiator_depth = message.parameters.responder_resources;
       one.rnr_retry_count = message.parameters.rnr_retry_count;
@@ -299,7 +301,7 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
           return end(one, cm_rejected, message.status, &message, rej_private_bytes);
         case CmState::requested:
           one.state = CmState::ended;  // accepting it fails
-          return waits_no_more(one);
+          return;
         default:
           return;
       }

@@ -40,7 +40,8 @@ Status CmPorts::take(CmIdentifier& one) {
     std::uint32_t tried = 0;
     do {
       if (tried++ == count) return Errno{EADDRNOTAVAIL};
-      key.port = static_cast<std::uint16_t>(dynamic_first + next_++ % count);
+      key.port = static_cast<std::uint16_t>(dynamic_first + next_);
+      next_ = static_cast<std::uint16_t>((next_ + 1) % count);
     } while (taken_.contains(key));
   }
   one.source.port = key.port;

@@ -31,7 +31,7 @@ class CmPorts {
   bool is_free(const Key& key, const CmIdentifier& one) const;
 
   std::map<Key, std::vector<CmIdentifier*>> taken_;
-  std::uint16_t next_ = 0;
+  std::uint16_t next_ = 0;  // of the dynamic ones
 };
 
 }  // namespace vrdma::svc

@@ -1,0 +1,343 @@
+// How connections come and go: the connection manager's states and events, as guests see them, on one host and between two.
+#include "vmkernel_svc/cm/test_pair.hpp"
+
+using namespace vrdma;
+using namespace vrdma::svc;
+using namespace vrdma::svc::test;
+using namespace vrdma::control;
+
+TEST_CASE("A connection is asked for, accepted, established and ended, and each side hears of it in order") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    Pair pair(on_two_hosts);
+    CmParameters mine = with_data({1, 2, 3});
+    mine.qpn = 0x1234, mine.responder_resources = 5, mine.initiator_depth = 7, mine.retry_count = 3, mine.rnr_retry_count = 2;
+    mine.private_data[3] = 99;  // not its data any more
+    pair.call(mine);
+    const CmEvent request = pair.answer_phone();
+    CHECK(request.uid == pair.server.at(pair.listener).uid);
+    CHECK(request.parameters.qpn == 0x1234);
+    CHECK(request.parameters.responder_resources == 7);
+    CHECK(request.parameters.initiator_depth == 5);
+    CHECK(request.parameters.private_bytes == 56);
+    CHECK(request.parameters.private_data[2] == 3);
+    CHECK(request.parameters.private_data[3] == 0);
+    CHECK(request.is_datagram == 0);
+    const CmIdentifier& called = pair.server.at(pair.called);
+    CHECK(called.source.same_host(v4(10, 0, 0, 1)));
+    CHECK(called.destination.same_host(v4(10, 0, 0, 2)));
+
+    CmParameters theirs = with_data({9});
+    theirs.qpn = 0x4321, theirs.responder_resources = 4, theirs.initiator_depth = 6, theirs.rnr_retry_count = 1;
+    REQUIRE(pair.server.accept(pair.called, pair.uid, theirs) == 0);
+    pair.wire.carry_all();
+    const CmEvent response = pair.client.expect(cm_connect_response, pair.caller);
+    CHECK(response.parameters.qpn == 0x4321);
+    CHECK(response.parameters.responder_resources == 6);
+    CHECK(response.parameters.initiator_depth == 4);
+    CHECK(response.parameters.private_bytes == 196);
+    CHECK(response.parameters.private_data[0] == 9);
+    CHECK(pair.server.hears_nothing());
+
+    // What the queue pairs are given is what the other side has said.
+    const auto to_rtr = pair.client.cm().attributes(pair.client.guest(), {pair.caller, 2, 0});
+    REQUIRE(to_rtr);
+    CHECK(to_rtr->attributes.dest_qp_num == 0x4321);
+    CHECK(to_rtr->attributes.rq_psn == called.psn);
+    CHECK(to_rtr->attributes.path.dlid == pair.server.guest().lid);
+    CHECK(to_rtr->attributes.max_dest_rd_atomic == 6);
+    const auto to_rts = pair.server.cm().attributes(pair.server.guest(), {pair.called, 3, 0});
+    REQUIRE(to_rts);
+    CHECK(to_rts->attributes.sq_psn == called.psn);
+    CHECK(to_rts->attributes.retry_cnt == 3);
+    CHECK(to_rts->attributes.rnr_retry == 2);
+    CHECK(pair.client.cm().attributes(pair.client.guest(), {pair.caller, 3, 0})->attributes.rnr_retry == 1);
+
+    REQUIRE(pair.client.ready(pair.caller) == 0);
+    CHECK(pair.client.ready(pair.caller) == EINVAL);
+    pair.wire.carry_all();
+    const CmEvent established = pair.server.expect(cm_established, pair.called);
+    CHECK(established.uid == pair.uid);
+    CHECK(pair.server.accept(pair.called, pair.uid) == EINVAL);
+
+    REQUIRE(pair.client.disconnect(pair.caller) == 0);
+    pair.wire.carry_all();
+    pair.server.expect(cm_disconnected, pair.called);
+    pair.client.expect(cm_disconnected, pair.caller);
+    CHECK(pair.server.disconnect(pair.called) == 0);  // answered already
+    CHECK(pair.server.hears_nothing());
+    CHECK(pair.client.cm().waits());
+    pair.one.cm().expire(in_seconds(1));
+    pair.two.cm().expire(in_seconds(1));
+    pair.server.expect(cm_timewait_exit, pair.called);
+    pair.client.expect(cm_timewait_exit, pair.caller);
+    CHECK_FALSE(pair.one.cm().waits());
+    CHECK_FALSE(pair.two.cm().waits());
+    CHECK(pair.client.hears_nothing());
+  }
+}
+
+TEST_CASE("Who is called may end the connection as well, and both at once") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    Pair pair(on_two_hosts);
+    pair.come_to(Stage::established);
+    REQUIRE(pair.server.disconnect(pair.called) == 0);
+    pair.wire.carry_all();
+    pair.server.expect(cm_disconnected, pair.called);
+    pair.client.expect(cm_disconnected, pair.caller);
+
+    Pair both(on_two_hosts);
+    both.come_to(Stage::established);
+    REQUIRE(both.server.disconnect(both.called) == 0);
+    REQUIRE(both.client.disconnect(both.caller) == 0);
+    both.wire.carry_all();
+    both.server.expect(cm_disconnected, both.called);
+    both.client.expect(cm_disconnected, both.caller);
+    CHECK(both.server.hears_nothing());
+    CHECK(both.client.hears_nothing());
+  }
+}
+
+TEST_CASE("Data that comes before the rtu establish the connection once") {
+  Pair pair(true);
+  pair.come_to(Stage::accepted);
+  REQUIRE(pair.server.cm().established(pair.server.guest(), pair.called));
+  pair.server.expect(cm_established, pair.called);
+  REQUIRE(pair.client.ready(pair.caller) == 0);
+  pair.wire.carry_all();
+  CHECK(pair.server.hears_nothing());
+  CHECK(pair.server.state(pair.called) == CmState::established);
+}
+
+TEST_CASE("Who is rejected hears the reason and the data") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    for (const bool by_caller : {false, true}) {
+      CAPTURE(by_caller);
+      Pair pair(on_two_hosts);
+      pair.come_to(by_caller ? Stage::accepted : Stage::requested);
+      TestGuest& who = by_caller ? pair.client : pair.server;
+      CmRejectRequest no{by_caller ? pair.caller : pair.called, 24, 2, {}};
+      no.private_data[0] = 5, no.private_data[1] = 6, no.private_data[2] = 7;
+      REQUIRE(who.cm().reject(who.guest(), no));
+      CHECK(TestGuest::error_of(who.cm().reject(who.guest(), no)) == EINVAL);
+      pair.wire.carry_all();
+      const CmEvent rejected = by_caller ? pair.server.expect(cm_rejected, pair.called, 24) : pair.client.expect(cm_rejected, pair.caller, 24);
+      CHECK(rejected.parameters.private_bytes == 148);
+      CHECK(rejected.parameters.private_data[1] == 6);
+      CHECK(rejected.parameters.private_data[2] == 0);
+      CHECK(who.hears_nothing());
+    }
+  }
+}
+
+TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a datagram's sender with 1") {
+  for (const bool on_two_hosts : {false, true})
+    for (const bool datagrams : {false, true}) {
+      CAPTURE(on_two_hosts);
+      CAPTURE(datagrams);
+      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      pair.find();
+      pair.server.destroy(pair.listener);
+      REQUIRE(pair.client.connect(pair.caller) == 0);
+      pair.wire.carry_all();
+      if (datagrams) pair.client.expect(cm_unreachable, pair.caller, 1);
+      else pair.client.expect(cm_rejected, pair.caller, 8);
+    }
+}
+
+TEST_CASE("An address that nobody has is unknown, and may be asked for again") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  const CmId id = a.create();
+  for (int i = 0; i < 3; ++i) {
+    CHECK(a.resolve(id, v4(203, 0, 113, 1, 5000)) == 0);
+    CHECK(a.expect(cm_address_error, id, -EHOSTUNREACH).uid == a.at(id).uid);
+  }
+  CHECK(TestGuest::error_of(a.cm().resolve_route(a.guest(), id)) == EINVAL);
+}
+
+TEST_CASE("Who asks again and again without reading what came of it is refused, until it reads") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  const CmId id = a.create();
+  int refused = 0;
+  for (int i = 0; i < 1000; ++i) refused += a.resolve(id, v4(203, 0, 113, 1, 5000)) == ENOBUFS;
+  CHECK(refused > 900);
+  CHECK(a.cm().channels().at(a.channel)->events.size() < 100);
+  while (!a.hears_nothing()) continue;
+  CHECK(a.resolve(id, v4(203, 0, 113, 1, 5000)) == 0);
+}
+
+TEST_CASE("A datagram's sender is told the queue pair that it asks for") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    Pair pair(on_two_hosts, RDMA_PS_UDP);
+    CmParameters mine = with_data({4});
+    mine.qpn = 0x55;
+    pair.call(mine);
+    const CmEvent request = pair.answer_phone();
+    CHECK(request.is_datagram == 1);
+    CHECK(request.parameters.qpn == 0);
+    CHECK(request.parameters.private_bytes == 180);
+    CHECK(request.parameters.private_data[0] == 4);
+    CmParameters theirs = with_data({8});
+    theirs.qpn = 0x66;
+    REQUIRE(pair.server.accept(pair.called, pair.uid, theirs) == 0);
+    CHECK(pair.server.disconnect(pair.called) == EINVAL);
+    pair.wire.carry_all();
+    const CmEvent established = pair.client.expect(cm_established, pair.caller);
+    CHECK(established.is_datagram == 1);
+    CHECK(established.parameters.qpn == 0x66);
+    CHECK(established.parameters.qkey == cm_udp_qkey);
+    CHECK(established.parameters.private_bytes == 136);
+    CHECK(established.address.dlid == pair.server.guest().lid);
+    pair.server.destroy(pair.called);
+    pair.wire.carry_all();
+    CHECK(pair.client.hears_nothing());  // there was no connection
+  }
+}
+
+TEST_CASE("A datagram's sender that is rejected hears status 2") {
+  for (const bool destroys : {false, true}) {
+    Pair pair(true, RDMA_PS_UDP);
+    pair.come_to(Stage::requested);
+    if (destroys) pair.server.destroy(pair.called);
+    else REQUIRE(pair.server.cm().reject(pair.server.guest(), {pair.called, 0, 0, {}}));
+    pair.wire.carry_all();
+    pair.client.expect(cm_unreachable, pair.caller, 2);
+  }
+}
+
+TEST_CASE("Data that do not fit into a message are refused") {
+  Pair pair(false);
+  pair.find();
+  CmParameters much{};
+  much.private_bytes = 57;
+  CHECK(pair.client.connect(pair.caller, much) == EINVAL);
+  much.private_bytes = 56;
+  CHECK(pair.client.connect(pair.caller, much) == 0);
+  pair.answer_phone();
+  much.private_bytes = 197;
+  CHECK(pair.server.accept(pair.called, 1, much) == EINVAL);
+  for (const std::uint32_t bytes : {149u, 257u, ~0u}) {
+    CmRejectRequest no{pair.called, 0, bytes, {}};
+    CHECK(TestGuest::error_of(pair.server.cm().reject(pair.server.guest(), no)) == EINVAL);
+  }
+  CmPlaceRequest place{};
+  for (const std::uint32_t count : {cm_addresses_max + 1, ~0u}) {
+    place.count = count;
+    CHECK(TestGuest::error_of(pair.server.cm().place(pair.server.guest(), place)) == EINVAL);
+  }
+}
+
+TEST_CASE("A guest is found by the address in its GIDs, also one of several that share it") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)}), b(host, 1, {v4(10, 0, 0, 1)}), c(host, 2, {v4(10, 0, 0, 2)});
+  for (TestGuest* const listens : {&a, &b}) {
+    b.guest().lid = a.guest().lid, b.guest().guid = a.guest().guid;
+    const CmId listener = listens->listener(listens->mapped(5000));
+    const CmId caller = c.create();
+    REQUIRE(c.resolve(caller, a.mapped(5000), v4(10, 0, 0, 2)) == 0);
+    c.expect(cm_address_resolved, caller);
+    REQUIRE(c.cm().resolve_route(c.guest(), caller));
+    c.expect(cm_route_resolved, caller);
+    REQUIRE(c.connect(caller) == 0);
+    CHECK(listens->take().event == cm_connect_request);
+    CHECK(c.at(caller).source.same_host(c.mapped()));
+    listens->destroy(listener);
+  }
+}
+
+namespace {
+// How one may go: its identifier, its channel, or itself.
+constexpr const char* ways[] = {"destroys its identifier", "closes its channel", "leaves"};
+void go(TestGuest& who, const CmId& id, int way) {
+  if (way == 0) who.destroy(id);
+  else if (way == 1) who.close(id.channel);
+  else who.leave();
+}
+}  // namespace
+
+TEST_CASE("Whoever goes, and however, the other one hears what it has to") {
+  for (const bool on_two_hosts : {false, true})
+    for (const Stage stage : {Stage::requested, Stage::accepted, Stage::established})
+      for (const bool server_goes : {false, true})
+        for (int way = 0; way < 3; ++way) {
+          CAPTURE(on_two_hosts);
+          CAPTURE(static_cast<int>(stage));
+          CAPTURE(server_goes);
+          CAPTURE(ways[way]);
+          Pair pair(on_two_hosts);
+          pair.come_to(stage);
+          go(server_goes ? pair.server : pair.client, server_goes ? pair.called : pair.caller, way);
+          pair.wire.carry_all();
+          TestGuest& other = server_goes ? pair.client : pair.server;
+          const CmId its = server_goes ? pair.caller : pair.called;
+          if (stage == Stage::established) {
+            other.expect(cm_disconnected, its);
+          } else if (stage == Stage::requested && !server_goes) {
+            CHECK(other.hears_nothing());
+            CHECK(other.accept(its, 1) == EINVAL);
+          } else {
+            other.expect(cm_rejected, its, 28);
+          }
+          CHECK(other.hears_nothing());
+          other.destroy(its);
+          other.leave();
+          const std::size_t left = server_goes && way == 0 ? 1 : 0;  // the listener
+          CHECK(pair.one.cm().identifiers().size() + pair.two.cm().identifiers().size() == left);
+        }
+}
+
+TEST_CASE("Whoever goes before it has called anybody leaves nothing behind") {
+  for (int way = 0; way < 3; ++way)
+    for (int steps = 0; steps < 5; ++steps) {
+      TestHost one, two;
+      TestWire wire(one, two);
+      TestGuest a(one, 1, {v4(10, 0, 0, 1)}), b(one, 2, {v4(10, 0, 0, 2)});
+      b.listener(any_v4(5000));
+      Tenant& tenant = a.tenant();
+      const CmId id = a.create();
+      if (steps == 1) CHECK(a.bind(id, v4(10, 0, 0, 1, 6000)) == 0);
+      if (steps == 2) CHECK(a.resolve(id, v4(10, 9, 9, 9, 5000)) == 0);  // other hosts are asked
+      if (steps >= 3) CHECK(a.resolve(id, v4(10, 0, 0, 2, 5000)) == 0);
+      if (steps == 4) CHECK(TestGuest::error_of(a.cm().resolve_route(a.guest(), id)) == 0);
+      go(a, id, way);
+      wire.carry_all();
+      b.leave();
+      a.leave();
+      CHECK(one.cm().identifiers().empty());
+      CHECK_FALSE(one.cm().waits());
+      CHECK(tenant.objects == 0);
+      CHECK(tenant.descriptors == 0);
+    }
+}
+
+TEST_CASE("A listener that goes takes with it who has not been heard of, and leaves the others") {
+  for (int way = 0; way < 3; ++way) {
+    CAPTURE(ways[way]);
+    Pair pair(true);
+    pair.call();  // nobody reads it
+    go(pair.server, pair.listener, way);
+    pair.wire.carry_all();
+    pair.client.expect(cm_rejected, pair.caller, 28);
+    CHECK(pair.one.cm().identifiers().empty());
+  }
+  Pair pair(true);
+  pair.come_to(Stage::established);
+  pair.server.destroy(pair.listener);
+  pair.wire.carry_all();
+  CHECK(pair.client.hears_nothing());
+  CHECK(pair.server.state(pair.called) == CmState::established);
+}
+
+TEST_CASE("An answer to somebody who is gone is refused") {
+  Pair pair(true);
+  pair.come_to(Stage::requested);
+  pair.client.destroy(pair.caller);
+  REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);  // before the news has come
+  pair.wire.carry_all();
+  pair.server.expect(cm_rejected, pair.called, 28);
+}

@@ -1,0 +1,119 @@
+// Who has which port and address.
+#include "vmkernel_svc/cm/test_pair.hpp"
+
+using namespace vrdma;
+using namespace vrdma::svc;
+using namespace vrdma::svc::test;
+using namespace vrdma::control;
+
+TEST_CASE("A port is one's alone at each address, and at all of them for who has any") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1), v4(10, 0, 0, 2), v6(1)}), b(host, 1, {v4(10, 0, 0, 1), v4(10, 0, 0, 2), v6(1)});
+  const auto binds = [&](TestGuest& who, const CmAddress& address, std::uint16_t space = RDMA_PS_TCP) { return who.bind(who.create(space), address); };
+  CHECK(binds(a, v4(10, 0, 0, 1, 5000)) == 0);
+  CHECK(binds(b, v4(10, 0, 0, 1, 5000)) == EADDRINUSE);
+  CHECK(binds(b, v4(10, 0, 0, 2, 5000)) == 0);
+  CHECK(binds(b, any_v4(5000)) == EADDRINUSE);
+  CHECK(binds(b, any_v6(5000)) == EADDRINUSE);       // any of IPv4, too
+  CHECK(binds(b, v6(1, 5000)) == 0);
+  CHECK(binds(b, v4(10, 0, 0, 1, 5000), RDMA_PS_UDP) == 0);  // another port
+  CHECK(binds(a, any_v6(5001)) == 0);
+  CHECK(binds(b, any_v4(5001)) == EADDRINUSE);
+  CHECK(binds(b, v4(10, 0, 0, 2, 5001)) == EADDRINUSE);
+  CHECK(binds(b, v4(10, 0, 0, 9, 5002)) == EADDRNOTAVAIL);
+  CHECK(binds(b, CmAddress{17, 5002, 0, {}}) == EAFNOSUPPORT);
+  CHECK(binds(b, a.mapped(5002)) == EADDRNOTAVAIL);
+  CHECK(binds(b, b.mapped(5002)) == 0);
+  CHECK(binds(b, v4(127, 0, 0, 1, 5002)) == 0);
+
+  TestGuest elsewhere(host, 2, {v4(10, 0, 0, 1)});
+  CHECK(binds(elsewhere, v4(10, 0, 0, 1, 5000)) == 0);
+}
+
+TEST_CASE("Any of IPv6 leaves IPv4's to others when its program says so") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1), v6(1)});
+  const CmId six = a.create();
+  REQUIRE(a.cm().set_option(a.guest(), {six, cm_option_only_ipv6, 1}));
+  CHECK(a.bind(six, any_v6(5000)) == 0);
+  CHECK(a.listen(six) == 0);
+  const CmId four = a.create();
+  CHECK(a.bind(four, any_v4(5000)) == 0);
+  CHECK(a.listen(four) == 0);
+  // What the option would make two of the same cannot be taken back by then.
+  CHECK(TestGuest::error_of(a.cm().set_option(a.guest(), {six, cm_option_only_ipv6, 0})) == EINVAL);
+}
+
+TEST_CASE("Who lets others have its port shares it with those who do, too, until one listens") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  CmId ids[4];
+  for (CmId& id : ids) id = a.create();
+  for (int i : {0, 1, 3}) REQUIRE(a.cm().set_option(a.guest(), {ids[i], cm_option_reuse_address, 1}));
+  CHECK(a.bind(ids[0], any_v4(5000)) == 0);
+  CHECK(a.bind(ids[1], v4(10, 0, 0, 1, 5000)) == 0);
+  CHECK(a.bind(ids[2], any_v4(5000)) == EADDRINUSE);
+  CHECK(a.listen(ids[0]) == 0);
+  CHECK(a.listen(ids[1]) == EADDRINUSE);
+  CHECK(a.bind(ids[3], any_v4(5000)) == EADDRINUSE);
+  a.destroy(ids[0]);
+  CHECK(a.listen(ids[1]) == 0);
+}
+
+TEST_CASE("Ports that were given by chance are all given back") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  std::vector<CmId> ids;
+  for (;;) {
+    const CmId id = a.create();
+    const int error = a.bind(id, any_v4(0));
+    if (error != 0) {
+      CHECK(error == EADDRNOTAVAIL);
+      break;
+    }
+    CHECK(a.at(id).source.port >= 32768);
+    ids.push_back(id);
+  }
+  CHECK(ids.size() == 60999 - 32768 + 1);
+  // The only one that is free is found, wherever the last one was.
+  for (const std::size_t which : {ids.size() / 2, std::size_t{0}, ids.size() - 1, std::size_t{9071}, std::size_t{9072}}) {
+    const std::uint16_t port = a.at(ids[which]).source.port;
+    a.destroy(ids[which]);
+    ids[which] = a.create();
+    CHECK(a.bind(ids[which], any_v4(0)) == 0);
+    CHECK(a.at(ids[which]).source.port == port);
+  }
+  a.close(a.channel);
+  a.channel = a.open();
+  CHECK(a.bind(a.create(), any_v4(0)) == 0);
+}
+
+TEST_CASE("What could not be bound has neither address nor device") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  a.listener(any_v4(5000));
+  const CmId id = a.create();
+  CHECK(a.bind(id, v4(10, 0, 0, 1, 5000)) == EADDRINUSE);
+  CHECK(a.cm().query(a.guest(), id)->has_device == 0);
+  CHECK(TestGuest::error_of(a.cm().attributes(a.guest(), {id, 1, 0})) == EINVAL);
+  CHECK(a.bind(id, v4(10, 0, 0, 1, 5001)) == 0);
+  CHECK(a.cm().query(a.guest(), id)->has_device == 1);
+}
+
+TEST_CASE("Nobody calls from an address that is not its own") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)}), b(host, 2, {v4(10, 0, 0, 2)});
+  b.listener(any_v4(5000));
+  CHECK(a.resolve(a.create(), v4(10, 0, 0, 2, 5000), v4(10, 0, 0, 77)) == EADDRNOTAVAIL);
+  const CmId bound = a.create();
+  CHECK(a.bind(bound, any_v4(0)) == 0);
+  CHECK(a.resolve(bound, v4(10, 0, 0, 2, 5000), v4(10, 0, 0, 77)) == EADDRNOTAVAIL);
+  CHECK(a.resolve(bound, v4(10, 0, 0, 2, 5000), v4(10, 0, 0, 1)) == 0);
+  CHECK(a.at(bound).source.same_host(v4(10, 0, 0, 1)));
+  a.expect(cm_address_resolved, bound);
+  // Of another family: it stays any.
+  const CmId other = a.create();
+  CHECK(a.bind(other, any_v4(0)) == 0);
+  CHECK(a.resolve(other, v4(10, 0, 0, 2, 5000), v6(1)) == 0);
+  CHECK(a.at(other).source.is_any());
+}
