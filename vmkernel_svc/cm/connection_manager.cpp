@@ -213,7 +213,8 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
     one.source.family = AF_INET, one.source.ip = {};
     std::copy_n(gids_of(guest.guid, guest.lid, link_layer_ethernet)[2].gid.begin() + 12, 4, one.source.ip.begin());
   }
-  if (own_kind || one.is_local || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
+  // A group's is nobody's: its members are whose ports have it (join()).
+  if (own_kind || one.is_local || one.destination.is_multicast() || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
 
   const auto hosts = post_ != nullptr ? post_->connected() : std::vector<std::uint32_t>{};
   one.asked = hosts.size();
