@@ -232,9 +232,10 @@ void ConnectionManager::address_resolved(CmIdentifier& one) {
   clear_deadline(one);
   one.state = CmState::resolved;
   one.has_device = true;
-  // Whose port it is, if somebody listens there already: what a route tells. It is asked again at connect.
+  // Whose port it is, if somebody has that address and port already: what a route tells. It is asked again at connect. rsockets' datagrams
+  // know their destination by nothing else, and nobody listens for them.
   CmMessage wanted = message(CmKind::req, one);
-  if (const CmIdentifier* const listener = one.host == 0 ? listener_for(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*listener->guest);
+  if (const CmIdentifier* const holder = one.host == 0 ? holder_of(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*holder->guest);
   raise(one, cm_address_resolved);
 }
 

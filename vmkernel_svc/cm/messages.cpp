@@ -63,12 +63,20 @@ bool ConnectionManager::is_known_here(const CmNetwork& except, const CmAddress& 
 }
 
 CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
+  return look_for(request, host, from, &CmPorts::listener);
+}
+
+CmIdentifier* ConnectionManager::holder_of(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
+  return look_for(request, host, from, &CmPorts::holder);
+}
+
+CmIdentifier* ConnectionManager::look_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from, Lookup who) const {
   if (const Guest* const guest = guest_at(request.destination)) {
     const auto place = places_.find(guest->id.value);
-    CmIdentifier* const listener = place == places_.end() ? nullptr : ports_.listener(place->second.network, request.port_space, request.destination);
-    return listener != nullptr && listener->guest == guest ? listener : nullptr;
+    CmIdentifier* const found = place == places_.end() ? nullptr : (ports_.*who)(place->second.network, request.port_space, request.destination);
+    return found != nullptr && found->guest == guest ? found : nullptr;
   }
-  if (host == 0 && request.is_local != 0) return ports_.listener(*from, request.port_space, request.destination);
+  if (host == 0 && request.is_local != 0) return (ports_.*who)(*from, request.port_space, request.destination);
   std::set<CmNetwork> networks;
   for (const auto& [guest, place] : places_)
     if ((from == nullptr || place.network != *from) && std::any_of(place.addresses.begin(), place.addresses.end(), [&](const CmAddress& own) {
@@ -76,7 +84,7 @@ CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uin
         }))
       networks.insert(place.network);
   for (const CmNetwork& network : networks)
-    if (CmIdentifier* const listener = ports_.listener(network, request.port_space, request.destination)) return listener;
+    if (CmIdentifier* const found = (ports_.*who)(network, request.port_space, request.destination)) return found;
   return nullptr;
 }
 
