@@ -2,6 +2,8 @@
 // (vmkernel_svc/cm/); the guest speaks the kernel's ABI to librdmacm (guest_lib/cm/). Private data are bytes, as IBA 12.6 has them.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <array>
 #include <cstdint>
 
@@ -38,6 +40,7 @@ struct CmAddress {
   std::array<std::uint8_t, 16> ip;  // network order, the first four of IPv4; zeros: any
 
   bool is_any() const { return ip == std::array<std::uint8_t, 16>{}; }
+  bool is_multicast() const { return family == AF_INET ? ip[0] >> 4 == 0xe : family == AF_INET6 && ip[0] == 0xff; }
   bool same_host(const CmAddress& other) const { return family == other.family && ip == other.ip; }
 };
 static_assert(WireRecord<CmAddress>);

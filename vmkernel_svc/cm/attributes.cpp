@@ -175,8 +175,7 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   if (one.type != QpType::ud || request.flags >= RDMA_MC_JOIN_FLAG_RESERVED) return Errno{EINVAL};
   if (!one.has_device) return Errno{EINVAL};
   if (request.group.family != AF_INET && request.group.family != AF_INET6) return Errno{EAFNOSUPPORT};
-  const bool is_multicast = request.group.family == AF_INET ? (request.group.ip[0] & 0xf0) == 0xe0 : request.group.ip[0] == 0xff;
-  if (!is_multicast) return Errno{EINVAL};
+  if (!request.group.is_multicast()) return Errno{EINVAL};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   const std::uint32_t handle = new_number();
   one.memberships.insert(handle);

@@ -177,6 +177,9 @@ TEST_CASE("Without a partition in common it is as if nobody listened") {
     pair.client.tenant().pkeys = {0x8001, 0x0002};
     pair.server.tenant().pkeys = {0x8003, 0x0002};
     pair.call();
+    CHECK(pair.client.hears_nothing());  // as long as it would be kept for somebody who is about to listen
+    pair.one.cm().expire(in_seconds(1));
+    pair.wire.carry_all();
     pair.client.expect(cm_rejected, pair.caller, 8);
     CHECK(pair.server.hears_nothing());
     CHECK(pair.server.guest().bad_pkeys == 1);

@@ -216,7 +216,8 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
     one.source.family = AF_INET, one.source.ip = {};
     std::copy_n(gids_of(guest.guid, guest.lid, link_layer_ethernet)[2].gid.begin() + 12, 4, one.source.ip.begin());
   }
-  if (own_kind || one.is_local || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
+  // A group's is nobody's: its members are whose ports have it (join()).
+  if (own_kind || one.is_local || one.destination.is_multicast() || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
 
   const auto hosts = post_ != nullptr ? post_->connected() : std::vector<std::uint32_t>{};
   if (hosts.empty()) return address_unknown(one, EHOSTUNREACH), ok();
@@ -232,9 +233,10 @@ void ConnectionManager::address_resolved(CmIdentifier& one) {
   one.asked.clear();
   one.state = CmState::resolved;
   one.has_device = true;
-  // Whose port it is, if somebody listens there already: what a route tells. It is asked again at connect.
+  // Whose port it is, if somebody has that address and port already: what a route tells. It is asked again at connect. rsockets' datagrams
+  // know their destination by nothing else, and nobody listens for them.
   CmMessage wanted = message(CmKind::req, one);
-  if (const CmIdentifier* const listener = one.host == 0 ? listener_for(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*listener->guest);
+  if (const CmIdentifier* const holder = one.host == 0 ? holder_of(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*holder->guest);
   raise(one, cm_address_resolved);
 }
 

@@ -102,6 +102,9 @@ class ConnectionManager {
   bool is_own(const Guest& guest, const control::CmAddress& address) const;
   Status take_address(Guest& guest, CmIdentifier& one, control::CmAddress address);
   CmIdentifier* listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const;
+  CmIdentifier* holder_of(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const;
+  using Lookup = CmIdentifier* (CmPorts::*)(const CmNetwork&, std::uint32_t, const control::CmAddress&) const;
+  CmIdentifier* look_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from, Lookup who) const;
   Guest* guest_at(const control::CmAddress& address) const;  // that has this address mapped into its GIDs
   bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
   void address_resolved(CmIdentifier& one);

@@ -142,9 +142,44 @@ TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a da
       pair.server.destroy(pair.listener);
       REQUIRE(pair.client.connect(pair.caller) == 0);
       pair.wire.carry_all();
+      CHECK(pair.client.hears_nothing());  // somebody may be about to listen
+      pair.one.cm().expire(in_seconds(1));
+      pair.wire.carry_all();
       if (datagrams) pair.client.expect(cm_unreachable, pair.caller, 1);
       else pair.client.expect(cm_rejected, pair.caller, 8);
     }
+}
+
+TEST_CASE("Who calls a moment before somebody listens is heard") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    Pair pair(on_two_hosts);
+    pair.find();
+    pair.server.destroy(pair.listener);
+    REQUIRE(pair.client.connect(pair.caller) == 0);
+    pair.wire.carry_all();
+    CHECK(pair.server.hears_nothing());
+    pair.listener = pair.server.listener(any_v4(5000));
+    pair.answer_phone();
+    REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);
+    pair.wire.carry_all();
+    pair.client.expect(cm_connect_response, pair.caller);
+  }
+}
+
+TEST_CASE("Who calls a moment too early and is gone by then has not called") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    Pair pair(on_two_hosts);
+    pair.find();
+    pair.server.destroy(pair.listener);
+    REQUIRE(pair.client.connect(pair.caller) == 0);
+    pair.wire.carry_all();
+    pair.client.destroy(pair.caller);
+    pair.wire.carry_all();
+    pair.listener = pair.server.listener(any_v4(5000));
+    CHECK(pair.server.hears_nothing());
+  }
 }
 
 TEST_CASE("An address that nobody has is unknown, and may be asked for again") {

@@ -70,16 +70,24 @@ bool ConnectionManager::is_known_here(const CmNetwork& except, const CmAddress& 
 }
 
 CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
+  return look_for(request, host, from, &CmPorts::listener);
+}
+
+CmIdentifier* ConnectionManager::holder_of(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
+  return look_for(request, host, from, &CmPorts::holder);
+}
+
+CmIdentifier* ConnectionManager::look_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from, Lookup who) const {
   bool is_of_gids = false;
   for (const auto& [context, guest] : fabric_.guests) {  // several may have it: control::ShareAddressRequest
     if (!is_in_gids(*guest, request.destination)) continue;
     is_of_gids = true;
     const auto place = places_.find(guest->id.value);
-    CmIdentifier* const listener = place == places_.end() ? nullptr : ports_.listener(place->second.network, request.port_space, request.destination);
-    if (listener != nullptr && listener->guest == guest.get()) return listener;
+    CmIdentifier* const found = place == places_.end() ? nullptr : (ports_.*who)(place->second.network, request.port_space, request.destination);
+    if (found != nullptr && found->guest == guest.get()) return found;
   }
   if (is_of_gids) return nullptr;
-  if (host == 0 && request.is_local != 0) return ports_.listener(*from, request.port_space, request.destination);
+  if (host == 0 && request.is_local != 0) return (ports_.*who)(*from, request.port_space, request.destination);
   std::set<CmNetwork> networks;
   for (const auto& [guest, place] : places_)
     if ((from == nullptr || place.network != *from) && std::any_of(place.addresses.begin(), place.addresses.end(), [&](const CmAddress& own) {
@@ -87,7 +95,7 @@ CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uin
         }))
       networks.insert(place.network);
   for (const CmNetwork& network : networks)
-    if (CmIdentifier* const listener = ports_.listener(network, request.port_space, request.destination)) return listener;
+    if (CmIdentifier* const found = (ports_.*who)(network, request.port_space, request.destination)) return found;
   return nullptr;
 }
 

@@ -68,11 +68,20 @@ Status CmPorts::may_listen(const CmIdentifier& one) const {
 }
 
 CmIdentifier* CmPorts::listener(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const {
+  return this->at(network, port_space, at, true);
+}
+
+CmIdentifier* CmPorts::holder(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const {
+  CmIdentifier* const listener = this->listener(network, port_space, at);
+  return listener != nullptr ? listener : this->at(network, port_space, at, false);
+}
+
+CmIdentifier* CmPorts::at(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at, bool listening) const {
   const auto found = taken_.find({network, port_space, at.port});
   if (found == taken_.end()) return nullptr;
   CmIdentifier* any = nullptr;
   for (CmIdentifier* one : found->second) {
-    if (one->state != CmState::listening) continue;
+    if (listening && one->state != CmState::listening) continue;
     if (one->source.same_host(at)) return one;
     if (one->source.is_any() && (one->source.family == at.family || (one->source.family == AF_INET6 && !one->only_ipv6))) any = one;
   }

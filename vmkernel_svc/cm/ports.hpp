@@ -18,6 +18,8 @@ class CmPorts {
   void give_back(CmIdentifier& one);
   // Who listens at that port and address of the namespace, whoever names the address rather than any; nullptr: nobody.
   CmIdentifier* listener(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const;
+  // Whose that address and port are, whether it listens or not.
+  CmIdentifier* holder(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const;
   // EADDRINUSE: somebody else of that port, who does not let others have it, too, may not be told from it.
   Status may_listen(const CmIdentifier& one) const;
 
@@ -28,6 +30,7 @@ class CmPorts {
     std::uint16_t port;
     auto operator<=>(const Key&) const = default;
   };
+  CmIdentifier* at(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at, bool listening) const;
   bool is_free(const Key& key, const CmIdentifier& one) const;
 
   std::map<Key, std::vector<CmIdentifier*>> taken_;
