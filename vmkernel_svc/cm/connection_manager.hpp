@@ -43,6 +43,7 @@ class ConnectionManager {
   // `at` is called when expire() is to be called earlier than was known.
   void set_alarm(std::function<void(std::uint64_t at_ns)> at) { alarm_ = std::move(at); }
   void expire(std::uint64_t now_ns);
+  bool waits() const { return !deadlines_.empty() || !kept_.empty(); }  // for some time to come
 
   Result<control::CmOpenReply> open(Guest& guest, vmci::UniqueFd pipe);
   Status close(Guest& guest, std::uint32_t channel);

@@ -131,6 +131,7 @@ void ConnectionManager::refuse(std::uint32_t host, const CmMessage& request, std
 }
 
 void ConnectionManager::lost(std::uint32_t host) {
+  std::erase_if(kept_, [&](const Kept& each) { return each.host == host; });
   std::vector<CmIdentifier*> theirs;
   for (const auto& [id, one] : identifiers_)
     if (one->peer.host == host || one->asked.contains(host)) theirs.push_back(one.get());
