@@ -26,6 +26,8 @@ std::vector<CmAddress> addresses_here() {
     if (one.family != 0) addresses.push_back(one);
   }
   ::freeifaddrs(list);
+  // Where there are more than the service is told of, those that lead to one link only are the least missed.
+  std::stable_partition(addresses.begin(), addresses.end(), [](const CmAddress& one) { return one.scope == 0; });
   return addresses;
 }
 
