@@ -38,7 +38,7 @@ bool Fabric::leads_to(std::uint16_t lid, const std::array<control::GidEntry, 16>
   if (sender_link_layer == control::link_layer_infiniband && dlid != 0) return lid == dlid;
   if (!global) return false;
   for (const auto& entry : gids)
-    if (std::memcmp(entry.gid.data(), dgid, 16) == 0) return true;
+    if (entry.gid != Gid{} && std::memcmp(entry.gid.data(), dgid, 16) == 0) return true;
   return false;
 }
 
