@@ -143,6 +143,8 @@ def hazard(case):
             return "unreliable sends outrun the receive queue"
     if case.kind == "bw" and not case.duration_s and case.iterations * (case.qps or 1) > COMPLETIONS_MAX * _moderation(case):
         return "for the peak it compares each completion with each other: 320 000 take more than a minute"
+    if case.kind == "bw" and case.all_sizes and (case.qps or 1) > 1 and case.iterations % min(case.cq_mod or 100, _tx_depth(case)):
+        return "what a size leaves unsignalled fills the send queues of the next one"
     if case.transport == "UD" and case.bidirectional and case.duration_s:
         return "both sides of a UD duration test wait for sends that found no receive"
     if case.transport == "UD" and case.server_mtu != case.client_mtu:
