@@ -144,7 +144,7 @@ def hazard(case):
     if case.kind == "bw" and not case.duration_s and case.iterations * (case.qps or 1) > COMPLETIONS_MAX * _moderation(case):
         return "for the peak it compares each completion with each other: 320 000 take more than a minute"
     # -n 1000 -t 16 -q 16 ends in some runs and in others waits for completions that it has not asked for; -n 992 always ends.
-    if case.kind == "bw" and not case.duration_s and (case.qps or 1) > 1 and case.iterations % min(case.cq_mod or 100, _tx_depth(case)):
+    if case.kind == "bw" and not case.duration_s and (case.qps or 1) > 1 and case.iterations % (min(case.cq_mod or 100, _tx_depth(case)) if case.all_sizes else _moderation(case)):
         return "of many queue pairs it leaves the last messages unsignalled, unless the moderation divides their number"
     if case.transport == "UD" and case.bidirectional and case.duration_s:
         return "both sides of a UD duration test wait for sends that found no receive"

@@ -78,10 +78,16 @@ class PerftestRules(unittest.TestCase):
         self.assertFalse(perftest.runnable(replace(case, size=perftest.LARGEST_DATAGRAM + 1)))
 
     def test_a_peak_that_takes_minutes_to_find_is_left_out(self):
-        case = perftest.Case("write", "bw", iterations=5000, qps=64, tx_depth=16)
+        case = perftest.Case("write", "bw", iterations=5000, qps=64, tx_depth=20)
         self.assertIsNotNone(perftest.hazard(case))
         self.assertIsNone(perftest.hazard(replace(case, size=8)))
         self.assertIsNone(perftest.hazard(replace(case, iterations=1000)))
+
+    def test_messages_of_many_queue_pairs_that_stay_unsignalled_are_left_out(self):
+        case = perftest.Case("write", "bw", "UC", size=1024, iterations=1000, qps=16, tx_depth=16)
+        self.assertIsNotNone(perftest.hazard(case))
+        self.assertIsNone(perftest.hazard(replace(case, qps=None)))
+        self.assertIsNone(perftest.hazard(replace(case, iterations=992)))
 
     def test_unreliable_sends_that_outrun_their_receives_are_left_out(self):
         case = perftest.Case("send", "bw", "UD", rx_depth=128)
