@@ -25,11 +25,6 @@ constexpr std::uint64_t dreq_patience_ns = 5 * second_ns;
 // Of an identifier that is resolved again and again: more that nobody reads are not kept.
 constexpr std::uint32_t unread_max = 16;
 
-// What fits beside what the connection manager itself says there (IBA 12.6; the IP addresses take 36 bytes of a request: A11.2).
-constexpr std::uint32_t ip_header_bytes = 36;
-constexpr std::uint32_t req_private_max = 92 - ip_header_bytes, rep_private_max = 196, rej_private_max = 148;
-constexpr std::uint32_t sidr_req_private_max = 216 - ip_header_bytes, sidr_rep_private_max = 136;
-
 bool is_valid(const CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6; }
 
 bool is_loopback(const CmAddress& address) {
@@ -127,19 +122,13 @@ void ConnectionManager::remove(CmIdentifier& one) {
     case CmState::connecting:
     case CmState::replied:
     case CmState::requested:
-    case CmState::accepted:
-      if (state == CmState::requested && one.type == QpType::ud) {
-        CmMessage no = message(CmKind::sidr_rep, one);
-        no.status = sidr_reject;
-        send(one.peer, no);
-        break;
-      }
-      {
-        CmMessage no = message(CmKind::rej, one);
-        no.status = rej_consumer;
-        send(one.peer, no);
-      }
+    case CmState::accepted: {
+      const bool datagrams = state == CmState::requested && one.type == QpType::ud;
+      CmMessage no = message(datagrams ? CmKind::sidr_rep : CmKind::rej, one);
+      no.status = datagrams ? sidr_reject : rej_consumer;
+      send(one.peer, no);
       break;
+    }
     case CmState::established:
       if (one.type != QpType::ud) send(one.peer, message(CmKind::dreq, one));
       break;
@@ -166,10 +155,9 @@ void ConnectionManager::leave(Guest& guest) {
 // --- addresses ------------------------------------------------------------------------------------------------
 
 bool ConnectionManager::is_own(const Guest& guest, const CmAddress& address) const {
-  if (is_in_gids(guest, address) || is_loopback(address)) return true;
+  if (mapped_address(guest).same_host(address) || is_loopback(address)) return true;
   const auto place = places_.find(guest.id.value);
-  if (place == places_.end()) return false;
-  return std::any_of(place->second.addresses.begin(), place->second.addresses.end(), [&](const CmAddress& own) { return own.same_host(address); });
+  return place != places_.end() && place->second.has(address);
 }
 
 Status ConnectionManager::take_address(Guest& guest, CmIdentifier& one, CmAddress address) {
@@ -213,8 +201,7 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
   const bool own_kind = guest_at(one.destination) != nullptr;
   // Who calls an address of ours has one, too.
   if (own_kind && !guest_at(one.source)) {
-    one.source.family = AF_INET, one.source.ip = {};
-    std::copy_n(gids_of(guest.guid, guest.lid, link_layer_ethernet)[2].gid.begin() + 12, 4, one.source.ip.begin());
+    one.source.family = AF_INET, one.source.ip = mapped_address(guest).ip;
   }
   // A group's is nobody's: its members are whose ports have it (join()).
   if (own_kind || one.is_local || one.destination.is_multicast() || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
@@ -235,8 +222,7 @@ void ConnectionManager::address_resolved(CmIdentifier& one) {
   one.has_device = true;
   // Whose port it is, if somebody has that address and port already: what a route tells. It is asked again at connect. rsockets' datagrams
   // know their destination by nothing else, and nobody listens for them.
-  CmMessage wanted = message(CmKind::req, one);
-  if (const CmIdentifier* const holder = one.host == 0 ? holder_of(wanted, 0, &one.network) : nullptr) one.peer_port = port_of(*holder->guest);
+  if (const CmIdentifier* const holder = one.host == 0 ? look_for(0, message(CmKind::req, one), &CmPorts::holder) : nullptr) one.peer_port = port_of(*holder->guest);
   raise(one, cm_address_resolved);
 }
 
@@ -280,7 +266,7 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   CmIdentifier& one = **found;
   if (one.state != CmState::routed) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
-  if (request.parameters.private_bytes > (datagrams ? sidr_req_private_max : req_private_max)) return Errno{EINVAL};
+  if (request.parameters.private_bytes > (datagrams ? sidr_req_private_bytes : req_private_bytes)) return Errno{EINVAL};
   one.responder_resources = request.parameters.responder_resources;
   one.initiator_depth = request.parameters.initiator_depth;
   one.retry_count = request.parameters.retry_count;
@@ -306,7 +292,7 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
   }
   if (one.state != CmState::requested) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
-  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_max : rep_private_max)) return Errno{EINVAL};
+  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_bytes : rep_private_bytes)) return Errno{EINVAL};
   one.uid = request.uid;
   CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
   out.parameters = request.parameters;
@@ -329,7 +315,7 @@ Status ConnectionManager::reject(Guest& guest, const CmRejectRequest& request) {
   CmIdentifier& one = **found;
   if (one.state != CmState::requested && one.state != CmState::replied) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
-  if (request.private_bytes > (datagrams ? sidr_rep_private_max : rej_private_max)) return Errno{EINVAL};
+  if (request.private_bytes > (datagrams ? sidr_rep_private_bytes : rej_private_bytes)) return Errno{EINVAL};
   one.state = CmState::ended;
   clear_deadline(one);
   CmMessage no = message(datagrams ? CmKind::sidr_rep : CmKind::rej, one);

@@ -10,6 +10,7 @@
 // Members that take a guest are answers to its requests (vrdma/cm.hpp); errors as the kernel's. Used by the shard's thread only.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <map>
@@ -82,6 +83,9 @@ class ConnectionManager {
   struct Place {
     CmNetwork network;
     std::vector<control::CmAddress> addresses;
+    bool has(const control::CmAddress& address) const {
+      return std::any_of(addresses.begin(), addresses.end(), [&](const control::CmAddress& own) { return own.same_host(address); });
+    }
   };
 
   Result<CmIdentifier*> find(Guest& guest, const control::CmId& id);  // ENOENT, or EINVAL where it is another channel's
@@ -93,19 +97,21 @@ class ConnectionManager {
   std::set<std::uint32_t> with_its_own(const CmIdentifier& one) const;
   std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
   void announce(CmChannel& channel);
+  // What an application is given of what the other one has said, in a message of so much private data.
+  static control::CmParameters as_received(control::CmParameters parameters, std::uint32_t private_bytes);
   void raise(CmIdentifier& one, std::uint32_t event, std::int32_t status = 0, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
   void raise_on(CmChannel& channel, std::uint32_t counted_at, const control::CmEvent& event);
   void set_deadline(CmIdentifier& one, std::uint64_t after_ns);
   void clear_deadline(CmIdentifier& one);
   void end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
 
-  static bool is_in_gids(const Guest& guest, const control::CmAddress& address);
+  static control::CmAddress mapped_address(const Guest& guest);  // into its GIDs
   bool is_own(const Guest& guest, const control::CmAddress& address) const;
   Status take_address(Guest& guest, CmIdentifier& one, control::CmAddress address);
-  CmIdentifier* listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const;
-  CmIdentifier* holder_of(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const;
+  // Whom a request of that host's is for, by CmPorts::listener or CmPorts::holder.
   using Lookup = CmIdentifier* (CmPorts::*)(const CmNetwork&, std::uint32_t, const control::CmAddress&) const;
-  CmIdentifier* look_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from, Lookup who) const;
+  CmIdentifier* look_for(std::uint32_t host, const CmMessage& request, Lookup who) const;
+  bool is_gone(std::uint32_t host, const CmMessage& request) const { return host == 0 && !identifiers_.contains(request.from); }  // who sent it
   Guest* guest_at(const control::CmAddress& address) const;  // that has this address mapped into its GIDs
   bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
   void address_resolved(CmIdentifier& one);

@@ -79,6 +79,14 @@ void ConnectionManager::raise_on(CmChannel& channel, std::uint32_t counted_at, c
   announce(channel);
 }
 
+CmParameters ConnectionManager::as_received(CmParameters parameters, std::uint32_t private_bytes) {
+  // What is behind the sender's data is zeroes, and given, too: a message always has room for the most there can be.
+  std::fill(parameters.private_data.begin() + parameters.private_bytes, parameters.private_data.end(), 0);
+  parameters.private_bytes = static_cast<std::uint8_t>(private_bytes);
+  std::swap(parameters.responder_resources, parameters.initiator_depth);  // what is one's the other one may use
+  return parameters;
+}
+
 void ConnectionManager::raise(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with, std::uint32_t private_bytes) {
   if (one.uid == 0) return;  // it has not been accepted, and nobody knows it: accepting it will fail
   CmEvent out{};
@@ -87,11 +95,7 @@ void ConnectionManager::raise(CmIdentifier& one, std::uint32_t event, std::int32
   out.event = event;
   out.status = status;
   if (with != nullptr) {
-    out.parameters = with->parameters;
-    // What is behind the sender's data is zeroes, and given, too: a message always has room for the most there can be.
-    std::fill(out.parameters.private_data.begin() + out.parameters.private_bytes, out.parameters.private_data.end(), 0);
-    out.parameters.private_bytes = static_cast<std::uint8_t>(private_bytes);
-    std::swap(out.parameters.responder_resources, out.parameters.initiator_depth);  // what is one's the other one may use
+    out.parameters = as_received(with->parameters, private_bytes);
   }
   if (one.type == QpType::ud) {
     out.is_datagram = 1;
@@ -166,7 +170,7 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
       case CmState::accepted: {
         const CmPeer peer = one.peer;
         CmMessage no = message(CmKind::rej, one);
-        no.status = 4;  // IBA 12.6.7.2: timeout
+        no.status = rej_timeout;
         end(one, cm_unreachable, -ETIMEDOUT);
         if (!datagrams) send(peer, no);
         break;

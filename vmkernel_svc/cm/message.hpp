@@ -23,8 +23,13 @@ namespace vrdma::svc {
 
 enum class CmKind : std::uint32_t { req = 1, rep, rtu, rej, dreq, drep, sidr_req, sidr_rep, who_has, has };
 
+// Private data of each message, in bytes: what a sender may give, and what its receiver is always given (IBA 12.6; the IP addresses take 36
+// bytes of a request: A11.2).
+constexpr std::uint32_t req_private_bytes = 92 - 36, rep_private_bytes = 196, rej_private_bytes = 148;
+constexpr std::uint32_t sidr_req_private_bytes = 216 - 36, sidr_rep_private_bytes = 136;
+
 // IBA 12.6.7.2, 12.11.1.2: what applications see as the status of their events.
-constexpr std::int32_t rej_invalid_service_id = 8, rej_consumer = 28;
+constexpr std::int32_t rej_no_resources = 3, rej_timeout = 4, rej_invalid_service_id = 8, rej_consumer = 28;
 constexpr std::int32_t sidr_unsupported = 1, sidr_reject = 2;
 
 // The port of the sender, from which its addresses follow (addresses.hpp).

@@ -1,6 +1,7 @@
 // What the managers' messages do to identifiers.
 #include <ifaddrs.h>
 #include <netinet/in.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <bit>
@@ -20,10 +21,6 @@ using engine::QpType;
 
 namespace {
 
-// IBA 12.6, and A11.2: what an application is given of each message, whatever its sender has filled in.
-constexpr std::uint32_t req_private_bytes = 56, rep_private_bytes = 196, rej_private_bytes = 148, sidr_req_private_bytes = 180,
-                        sidr_rep_private_bytes = 136;
-constexpr std::int32_t rej_no_resources = 3;
 // Of one listener, that nobody has read: as many as the kernel allows, whatever its application has asked for, since here nobody who is
 // turned away tries again by itself.
 constexpr std::uint32_t requests_max = 1024;
@@ -50,50 +47,41 @@ CmPort ConnectionManager::port_of(const Guest& guest) const {
   return {guest.guid, guest.link_layer, guest.lid, static_cast<std::uint8_t>(std::bit_width(fabric_.config.active_mtu) - 8), 0};
 }
 
-bool ConnectionManager::is_in_gids(const Guest& guest, const CmAddress& address) {
+CmAddress ConnectionManager::mapped_address(const Guest& guest) {
   const Gid mapped = gids_of(guest.guid, guest.lid, link_layer_ethernet)[2].gid;
-  return address.family == AF_INET && std::equal(mapped.begin() + 12, mapped.end(), address.ip.begin());
+  CmAddress address{};
+  address.family = AF_INET;
+  std::copy(mapped.begin() + 12, mapped.end(), address.ip.begin());
+  return address;
 }
 
 Guest* ConnectionManager::guest_at(const CmAddress& address) const {
   for (const auto& [context, guest] : fabric_.guests)
-    if (is_in_gids(*guest, address)) return guest.get();
+    if (mapped_address(*guest).same_host(address)) return guest.get();
   return nullptr;
 }
 
 bool ConnectionManager::is_known_here(const CmNetwork& except, const CmAddress& address) const {
   for (const auto& [guest, place] : places_)
-    if (place.network != except)
-      for (const CmAddress& own : place.addresses)
-        if (own.same_host(address)) return true;
+    if (place.network != except && place.has(address)) return true;
   return is_address_of_host(address);
 }
 
-CmIdentifier* ConnectionManager::listener_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
-  return look_for(request, host, from, &CmPorts::listener);
-}
-
-CmIdentifier* ConnectionManager::holder_of(const CmMessage& request, std::uint32_t host, const CmNetwork* from) const {
-  return look_for(request, host, from, &CmPorts::holder);
-}
-
-CmIdentifier* ConnectionManager::look_for(const CmMessage& request, std::uint32_t host, const CmNetwork* from, Lookup who) const {
-  bool is_of_gids = false;
+CmIdentifier* ConnectionManager::look_for(std::uint32_t host, const CmMessage& request, Lookup who) const {
+  bool is_mapped = false;
   for (const auto& [context, guest] : fabric_.guests) {  // several may have it: control::ShareAddressRequest
-    if (!is_in_gids(*guest, request.destination)) continue;
-    is_of_gids = true;
+    if (!mapped_address(*guest).same_host(request.destination)) continue;
+    is_mapped = true;
     const auto place = places_.find(guest->id.value);
     CmIdentifier* const found = place == places_.end() ? nullptr : (ports_.*who)(place->second.network, request.port_space, request.destination);
     if (found != nullptr && found->guest == guest.get()) return found;
   }
-  if (is_of_gids) return nullptr;
-  if (host == 0 && request.is_local != 0) return (ports_.*who)(*from, request.port_space, request.destination);
+  if (is_mapped) return nullptr;
+  const CmNetwork* const from = host == 0 ? &identifiers_.at(request.from)->network : nullptr;
+  if (from != nullptr && request.is_local != 0) return (ports_.*who)(*from, request.port_space, request.destination);
   std::set<CmNetwork> networks;
   for (const auto& [guest, place] : places_)
-    if ((from == nullptr || place.network != *from) && std::any_of(place.addresses.begin(), place.addresses.end(), [&](const CmAddress& own) {
-          return own.same_host(request.destination);
-        }))
-      networks.insert(place.network);
+    if ((from == nullptr || place.network != *from) && place.has(request.destination)) networks.insert(place.network);
   for (const CmNetwork& network : networks)
     if (CmIdentifier* const found = (ports_.*who)(network, request.port_space, request.destination)) return found;
   return nullptr;
@@ -184,18 +172,15 @@ bool ConnectionManager::keep_for_listener(std::uint32_t host, const CmMessage& r
 // Somebody listens who did not: those who are still not for anybody wait on.
 void ConnectionManager::deliver_kept() {
   for (Kept& each : std::exchange(kept_, {})) {
-    const auto from = each.host == 0 ? identifiers_.find(each.request.from) : identifiers_.end();
-    if (each.host == 0 && from == identifiers_.end()) continue;
-    const CmIdentifier* const listener = listener_for(each.request, each.host, each.host == 0 ? &from->second->network : nullptr);
-    if (listener == nullptr) kept_.push_back(each);
+    if (is_gone(each.host, each.request)) continue;
+    if (look_for(each.host, each.request, &CmPorts::listener) == nullptr) kept_.push_back(each);
     else deliver_request(each.host, each.request);
   }
 }
 
 void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& message) {
-  const auto from = host == 0 ? identifiers_.find(message.from) : identifiers_.end();
-  if (host == 0 && from == identifiers_.end()) return;
-  CmIdentifier* const listener = listener_for(message, host, host == 0 ? &from->second->network : nullptr);
+  if (is_gone(host, message)) return;
+  CmIdentifier* const listener = look_for(host, message, &CmPorts::listener);
   if (listener == nullptr && keep_for_listener(host, message)) return;
   if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
   Guest& guest = *listener->guest;
@@ -230,11 +215,7 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   event.uid = listener->uid;
   event.id = one.id;
   event.event = cm_connect_request;
-  event.parameters = message.parameters;
-  std::swap(event.parameters.responder_resources, event.parameters.initiator_depth);
-  auto& data = event.parameters.private_data;
-  std::fill(data.begin() + event.parameters.private_bytes, data.end(), 0);
-  event.parameters.private_bytes = one.type == QpType::ud ? sidr_req_private_bytes : req_private_bytes;
+  event.parameters = as_received(message.parameters, one.type == QpType::ud ? sidr_req_private_bytes : req_private_bytes);
   if (one.type == QpType::ud) {
     event.is_datagram = 1;
     event.parameters.qpn = event.parameters.qkey = 0;  // a sidr_req does not say them
