@@ -6,6 +6,7 @@
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/device.hpp"
+#include "guest_lib/namesakes.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
@@ -30,17 +31,7 @@ AddressVector to_wire(const ibv_ah_attr& from) {
 
 ibv_ah_attr from_wire(const AddressVector& from) {
   ibv_ah_attr to{};
-  std::memcpy(to.grh.dgid.raw, from.dgid, sizeof(from.dgid));
-  to.grh.flow_label = from.flow_label;
-  to.grh.sgid_index = from.sgid_index;
-  to.grh.hop_limit = from.hop_limit;
-  to.grh.traffic_class = from.traffic_class;
-  to.dlid = from.dlid;
-  to.sl = from.sl;
-  to.src_path_bits = from.src_path_bits;
-  to.static_rate = from.static_rate;
-  to.is_global = from.is_global;
-  to.port_num = from.port_num;
+  copy_address(from, to);
   return to;
 }
 

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "guest_lib/abi/export.hpp"
+#include "guest_lib/namesakes.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
@@ -135,31 +135,6 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   return &qp.release()->base();
 }
 
-// What is called alike in ibv_qp_attr and on the channel; only the types differ, by enums.
-template <class From, class To>
-void copy_namesakes(const From& from, To& to) {
-  const auto copy = [](auto value, auto& place) { place = static_cast<std::remove_reference_t<decltype(place)>>(value); };
-  copy(from.path_mtu, to.path_mtu);
-  copy(from.path_mig_state, to.path_mig_state);
-  copy(from.qkey, to.qkey);
-  copy(from.rq_psn, to.rq_psn);
-  copy(from.sq_psn, to.sq_psn);
-  copy(from.dest_qp_num, to.dest_qp_num);
-  copy(from.pkey_index, to.pkey_index);
-  copy(from.alt_pkey_index, to.alt_pkey_index);
-  copy(from.en_sqd_async_notify, to.en_sqd_async_notify);
-  copy(from.max_rd_atomic, to.max_rd_atomic);
-  copy(from.max_dest_rd_atomic, to.max_dest_rd_atomic);
-  copy(from.min_rnr_timer, to.min_rnr_timer);
-  copy(from.port_num, to.port_num);
-  copy(from.timeout, to.timeout);
-  copy(from.retry_cnt, to.retry_cnt);
-  copy(from.rnr_retry, to.rnr_retry);
-  copy(from.alt_port_num, to.alt_port_num);
-  copy(from.alt_timeout, to.alt_timeout);
-  copy(from.rate_limit, to.rate_limit);
-}
-
 QpAttributes to_wire(const ibv_qp_attr& from) {
   QpAttributes to{};
   to.state = from.qp_state;
@@ -167,6 +142,7 @@ QpAttributes to_wire(const ibv_qp_attr& from) {
   to.access_flags = from.qp_access_flags;
   to.path = guest::to_wire(from.ah_attr);
   to.alt_path = guest::to_wire(from.alt_ah_attr);
+  to.rate_limit = from.rate_limit;
   copy_namesakes(from, to);
   return to;
 }
@@ -180,6 +156,7 @@ ibv_qp_attr from_wire(const QpAttributes& from, const ibv_qp_cap& caps) {
   to.ah_attr = guest::from_wire(from.path);
   to.alt_ah_attr = guest::from_wire(from.alt_path);
   to.sq_draining = from.sq_draining;
+  to.rate_limit = from.rate_limit;
   copy_namesakes(from, to);
   return to;
 }

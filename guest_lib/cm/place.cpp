@@ -8,28 +8,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 namespace vrdma::guest::cm {
 
 using control::CmAddress;
 
 namespace {
-
-std::vector<CmAddress> addresses_here() {
-  std::vector<CmAddress> addresses;
-  ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) return addresses;
-  for (const ifaddrs* each = list; each != nullptr; each = each->ifa_next) {
-    CmAddress one = address_of(each->ifa_addr);
-    one.port = 0;
-    if (one.family != 0) addresses.push_back(one);
-  }
-  ::freeifaddrs(list);
-  // Where there are more than the service is told of, those that lead to one link only are the least missed.
-  std::stable_partition(addresses.begin(), addresses.end(), [](const CmAddress& one) { return one.scope == 0; });
-  return addresses;
-}
 
 bool is_loopback(const CmAddress& address) {
   if (address.family == AF_INET) return address.ip[0] == 127;
@@ -38,6 +22,22 @@ bool is_loopback(const CmAddress& address) {
 }
 
 }  // namespace
+
+Interfaces::Interfaces() {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return;
+  for (const ifaddrs* each = list; each != nullptr; each = each->ifa_next) {
+    CmAddress one = address_of(each->ifa_addr);
+    one.port = 0;
+    if (one.family != 0) addresses_.push_back(one);
+  }
+  ::freeifaddrs(list);
+}
+
+bool Interfaces::lead_to(const CmAddress& address) const {
+  return is_loopback(address) ||
+         std::any_of(addresses_.begin(), addresses_.end(), [&](const CmAddress& own) { return own.same_host(address); });
+}
 
 CmAddress address_of(const sockaddr* address) {
   CmAddress out{};
@@ -88,11 +88,13 @@ std::size_t put_address(sockaddr_storage& out, const CmAddress& address) {
   return 0;
 }
 
-Status tell_place(Attachment& attachment) {
+Status tell_place(Attachment& attachment, const Interfaces& interfaces) {
   control::CmPlaceRequest place{};
   struct stat network;
   if (::stat("/proc/self/ns/net", &network) == 0) place.network = network.st_ino;
-  const auto addresses = addresses_here();
+  std::vector<CmAddress> addresses = interfaces.addresses();
+  // Where there are more than the service is told of, those that lead to one link only are the least missed.
+  std::stable_partition(addresses.begin(), addresses.end(), [](const CmAddress& one) { return one.scope == 0; });
   place.count = static_cast<std::uint32_t>(std::min<std::size_t>(addresses.size(), control::cm_addresses_max));
   std::copy_n(addresses.begin(), place.count, place.addresses);
   static std::mutex mutex;
@@ -105,12 +107,6 @@ Status tell_place(Attachment& attachment) {
   told_to = attachment.ordinal();
   told = place;
   return ok();
-}
-
-bool is_local(const CmAddress& address) {
-  if (is_loopback(address)) return true;
-  const auto addresses = addresses_here();
-  return std::any_of(addresses.begin(), addresses.end(), [&](const CmAddress& own) { return own.same_host(address); });
 }
 
 CmAddress source_for(const CmAddress& destination) {

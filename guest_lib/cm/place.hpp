@@ -3,14 +3,26 @@
 
 #include <sys/socket.h>
 
+#include <vector>
+
 #include "guest_lib/attachment.hpp"
 
 namespace vrdma::guest::cm {
 
-// Tells the service, where that is another place than it was told last.
-Status tell_place(Attachment& attachment);
-// Whether the address is one of an interface of this process's network namespace.
-bool is_local(const control::CmAddress& address);
+// The addresses of the interfaces in this process's network namespace, as they are now.
+class Interfaces {
+ public:
+  Interfaces();
+  // Whether who sends there reaches this namespace itself.
+  bool lead_to(const control::CmAddress& address) const;
+  const std::vector<control::CmAddress>& addresses() const { return addresses_; }
+
+ private:
+  std::vector<control::CmAddress> addresses_;
+};
+
+// Tells the service where this process is, if that is another place than it was told last.
+Status tell_place(Attachment& attachment, const Interfaces& interfaces);
 // From which address one reaches that one, by the kernel's routes; family 0: none leads there.
 control::CmAddress source_for(const control::CmAddress& destination);
 

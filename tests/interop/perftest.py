@@ -17,6 +17,7 @@ LARGEST_DATAGRAM = MTUS[-1]
 MAX_INLINE = 912
 DEFAULT_RX_DEPTH = 512
 DEFAULT_SIZE = 65536             # of the bandwidth tests
+LARGEST_VOLUME = 8 << 30         # bytes of a random mix: some seconds where memory is slow, or busy
 MODERATED_SIZE_MAX = 8192        # larger messages have a completion each, unless -Q says otherwise
 COMPLETIONS_MAX = 100_000        # of which the peak is found within a few seconds
 
@@ -123,6 +124,13 @@ def _rx_depth(case):
 def _tx_depth(case):
     depth = 128 if case.tx_depth is None else case.tx_depth
     return depth if case.duration_s else min(depth, case.iterations)
+
+
+def _volume(case):
+    """How many bytes it moves; of all sizes the largest is half."""
+    largest = 4096 if case.transport == "UD" else 8 << 20
+    size = 2 * largest if case.all_sizes else case.size or DEFAULT_SIZE
+    return size * case.iterations * (case.qps or 1) * (2 if case.bidirectional else 1)
 
 
 def _moderation(case):
@@ -234,9 +242,9 @@ def random_case(source: random.Random):
             old_post_send=source.random() < 0.2, cq_mod=maybe(0.2, (1, 5, 50)))
         if case.transport == "UD" and (case.size or 0) > 256 and (case.server_mtu or case.client_mtu):
             continue  # perftest trims a datagram to the MTU; the size asked for would not be the size sent
-        if case.all_sizes and iterations > 100:
-            case = replace(case, iterations=100)
-        if (case.size or DEFAULT_SIZE) * iterations * (case.qps or 1) > 4 << 30:
+        if case.all_sizes:
+            case = replace(case, iterations=min(iterations, 100, max(5, LARGEST_VOLUME // _volume(replace(case, iterations=1)))))
+        if _volume(case) > LARGEST_VOLUME:
             continue  # a case is a second or two
         if runnable(case):
             return case

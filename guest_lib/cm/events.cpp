@@ -1,0 +1,125 @@
+// What has happened to a channel's identifiers, as librdmacm reads it.
+#include <fcntl.h>
+#include <poll.h>
+#include <rdma/rdma_user_cm.h>
+
+#include "guest_lib/cancellation.hpp"
+#include "guest_lib/cm/command.hpp"
+#include "guest_lib/namesakes.hpp"
+
+namespace vrdma::guest::cm {
+
+namespace {
+
+rdma_ucm_event_resp event_of(const control::CmEvent& from) {
+  rdma_ucm_event_resp to{};
+  to.uid = from.uid;
+  to.id = from.id;
+  to.event = from.event;
+  to.status = static_cast<std::uint32_t>(from.status);
+  const control::CmParameters& parameters = from.parameters;
+  if (from.is_datagram != 0) {
+    rdma_ucm_ud_param& ud = to.param.ud;
+    ud.qp_num = parameters.qpn;
+    ud.qkey = parameters.qkey;
+    copy_address(from.address, ud.ah_attr);
+    ud.private_data_len = parameters.private_bytes;
+    std::copy_n(parameters.private_data.begin(), parameters.private_bytes, ud.private_data);
+  } else {
+    rdma_ucm_conn_param& connection = to.param.conn;
+    connection.qp_num = parameters.qpn;
+    connection.qkey = parameters.qkey;
+    connection.private_data_len = parameters.private_bytes;
+    std::copy_n(parameters.private_data.begin(), parameters.private_bytes, connection.private_data);
+    connection.srq = parameters.srq;
+    connection.responder_resources = parameters.responder_resources;
+    connection.initiator_depth = parameters.initiator_depth;
+    connection.flow_control = parameters.flow_control;
+    connection.retry_count = parameters.retry_count;
+    connection.rnr_retry_count = parameters.rnr_retry_count;
+  }
+  return to;
+}
+
+// The service is gone, and the devices with it. nullopt: every identifier of the channel has been told.
+std::optional<control::CmEvent> next_removal(const File& file) {
+  Files& files = Files::instance();
+  std::lock_guard lock(files.mutex);
+  for (auto& [key, told] : files.told) {
+    if (told.channel != file.key() || told.member != 0 || told.removal || told.uid == 0) continue;
+    told.removal = true;
+    ++told.events;
+    control::CmEvent event{};
+    event.uid = told.uid;
+    event.id = static_cast<std::uint32_t>(key);
+    event.event = control::cm_device_removal;
+    return event;
+  }
+  return std::nullopt;
+}
+
+// nullopt: none is there.
+Result<std::optional<control::CmEvent>> take_event(const File& file) {
+  const CancellationOff cancellation_off;
+  Attachment& attachment = *file.attachment;
+  if (attachment.liveness().inherited()) return Errno{EIO};
+  const auto taken = attachment.call<Request::cm_take_event>({file.channel, 0});
+  if (!taken) {
+    if (!attachment.liveness().gone()) return taken.error();
+    const auto removal = next_removal(file);
+    if (!removal) return Errno{EIO};
+    return removal;
+  }
+  if (taken->last != 0) file.take_record();
+  if (taken->found == 0) return std::optional<control::CmEvent>{};
+  Files& files = Files::instance();
+  std::lock_guard lock(files.mutex);
+  Told& told = files.told[file.key(taken->counted_at)];
+  ++told.events;
+  if (told.member != 0) ++files.told[told.member].events;
+  if (taken->event.event == control::cm_connect_request) files.told[file.key(taken->event.id)] = {file.key(), 0};
+  return std::optional(taken->event);
+}
+
+// Another thread has closed the channel. Who waits in the kernel keeps its file, where nothing will ever happen; rping, whose thread is
+// still there when its channel goes, counts on that.
+long wait_for_ever(bool blocks) {
+  while (blocks) ::poll(nullptr, 0, -1);
+  errno = EBADF;
+  return -1;
+}
+
+}  // namespace
+
+long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::size_t bytes, std::size_t answer_bytes, std::size_t whole) {
+  const Command command(file, body, bytes, answer_bytes);
+  const auto request = command.body<rdma_ucm_get_event>();
+  constexpr std::size_t least = offsetof(rdma_ucm_event_resp, reserved);
+  if (!request || answer_bytes < least) {
+    errno = request ? ENOSPC : EINVAL;
+    return -1;
+  }
+  for (;;) {
+    const bool blocks = (::fcntl(file->fd, F_GETFL) & O_NONBLOCK) == 0;
+    pollfd readable{file->fd, POLLIN, 0};
+    const int ready = ::poll(&readable, 1, blocks ? -1 : 0);
+    if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
+    if (ready < 0) return -1;
+    if (ready == 0) {
+      errno = EAGAIN;
+      return -1;
+    }
+    std::optional<control::CmEvent> event;
+    const int error = as_int([&]() -> Status {
+      auto taken = take_event(*file);
+      if (!taken) return taken.error();
+      event = *taken;
+      return event ? command.answer(request->response, event_of(*event), least) : ok();
+    });
+    if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
+    if (error != 0) return -1;
+    if (event) return static_cast<long>(whole);
+  }
+}
+
+}  // namespace vrdma::guest::cm
