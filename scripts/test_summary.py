@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """One summary, in ctest's words, of the runs whose JUnit files (and ctest's own words, in NAME.log) lie in a folder: what was skipped
-and why, what did not pass at the first try, what failed, the count.
+and why, what did not pass at the first try, what took longest, what failed, the count.
 
     test_summary.py FOLDER [FAILURE]...     a FAILURE is a sentence about a run that has no results at all
 """
@@ -25,14 +25,14 @@ def failed_tries(log):
 
 def main():
     folder, failures = Path(sys.argv[1]), list(sys.argv[2:])
-    total, seconds, skipped, partly, again, failed = 0, 0.0, [], [], [], [(sentence, "") for sentence in failures]
+    total, times, skipped, partly, again, failed = 0, {}, [], [], [], [(sentence, "") for sentence in failures]
     for file in sorted(folder.glob("*.xml")):
         tries = failed_tries(file.with_suffix(".log"))
         for case in ElementTree.parse(file).getroot().iter("testcase"):
             name = f"{file.stem}/{case.get('name')}"
             output = case.findtext("system-out") or ""
             status = case.get("status")
-            seconds += float(case.get("time") or 0)
+            times[name] = float(case.get("time") or 0)
             if status == "disabled":
                 continue
             total += 1
@@ -55,6 +55,11 @@ def main():
         print("\nThe following tests did not pass at the first try, a defect of theirs or of what they test:")
         for name, log in again:
             print(f"\t{name}: the first is in {log}")
+    slowest = sorted(times, key=times.get, reverse=True)[:15]
+    if sum(times.values()) > 600:
+        print("\nThe slowest:")
+        for name in slowest:
+            print(f"\t{times[name]:7.1f} s  {name}")
     if failed:
         print("\nThe following tests FAILED:")
         for name, message in failed:
@@ -64,7 +69,7 @@ def main():
         return 1
     bad = len(failed)
     out_of = total + len(failures)
-    print(f"\nTotal Test time (real) = {seconds:7.2f} sec")
+    print(f"\nTotal Test time (real) = {sum(times.values()):7.2f} sec")
     print(f"\n{int(100 * (out_of - bad) / out_of)}% tests passed, {bad} tests failed out of {out_of}"
           + (f" ({len(skipped)} skipped)" if skipped else ""))
     return 1 if bad else 0
