@@ -1,7 +1,7 @@
 """Programs that connect by rdma_cm: those of rdmacm-utils, perftest -R; and what their peers hear when they are killed."""
 
+import contextlib
 import re
-import signal
 from dataclasses import dataclass
 
 from harness import BAD_WORDS, PATIENCE, Failure, need, wait_until
@@ -45,8 +45,8 @@ def cases():
     yield _pair("rstream", ["-T", "n", "-I", "100", "-C", "100", "-S", "4096"], expect="4k")  # never blocking
     yield _pair("cmtime", ["-b", "127.0.0.1"], client=["-c", "100"], stays=True, expect="destroy")
     for program, *more in (("ib_send_lat",), ("ib_send_bw", "-q", "8", "-b"), ("ib_send_bw", "-c", "UD", "-s", "2048", "-r", "256"), ("ib_write_lat",),
-                           ("ib_write_bw", "-a"), ("ib_read_bw", "-e"), ("ib_atomic_bw", "-q", "2"), ("ib_send_lat", "-c", "UD", "-e")):
-        yield _pair(program, ["-R", "-d", "vrdma0", "-F", "-n", "200", *more], to=None, expect="----")
+                           ("ib_write_bw", "-a", "-n", "20"), ("ib_read_bw", "-e"), ("ib_atomic_bw", "-q", "2"), ("ib_send_lat", "-c", "UD", "-e")):
+        yield _pair(program, ["-R", "-d", "vrdma0", "-F", *(() if "-n" in more else ("-n", "200")), *more], to=None, expect="----")
         # Connected as ever; the data that goes before that travels by rdma_cm.
         if program == "ib_send_lat" and not more:
             yield _pair(program, ["-z", "-d", "vrdma0", "-F", "-n", "200"], to=None, expect="----")
@@ -65,15 +65,24 @@ def listens(service, program, port):
     return _listener(service, port) is not None or not program.running()
 
 
+@contextlib.contextmanager
+def _pair_started(service, sides, port, server_words, client_words, seconds=30):
+    """(server, client): the client, whose words may be a function without arguments, starts when the server listens. Both are stopped at the end."""
+    need(server_words[0])
+    with contextlib.ExitStack() as at_the_end:
+        server = sides[0].start(server_words, "server")
+        at_the_end.callback(server.stop)
+        wait_until(lambda: listens(service, server, port), seconds, "the server listens", [server])
+        words = client_words() if callable(client_words) else client_words
+        need(words[0])
+        client = sides[1].start(words, "client")
+        at_the_end.callback(client.stop)
+        yield server, client
+
+
 def run_case(service, sides, case):
-    need(case.server[0])
     client_words = ["rdma_client" if word == "rdma_server" else word for word in case.client]
-    need(client_words[0])
-    server = sides[0].start(case.server, "server")
-    client = None
-    try:
-        wait_until(lambda: listens(service, server, case.port), 30, "the server listens", [server])
-        client = sides[1].start(client_words, "client")
+    with _pair_started(service, sides, case.port, case.server, client_words) as (server, client):
         code = client.wait(60 * PATIENCE)
         left = 0 if case.stays else server.wait(15 * PATIENCE)
         both = f"\n{server.says()}\n{client.says()}"
@@ -85,29 +94,20 @@ def run_case(service, sides, case):
         if not re.search(case.expect, client.output()):
             raise Failure(f"the client does not say \"{case.expect}\"{both}")
         return ""
-    finally:
-        if client:
-            client.stop()
-        server.stop()
 
 
 def by_own_address(service, sides, seconds=60):
     """Between programs whose networks do not reach each other: to the address that the server's HCA has, and no interface."""
     port = _Ports.take()
-    server = sides[0].start(["rping", "-s", "-V", "-C", "20", "-a", "0.0.0.0", "-p", port], "server")
-    client = None
-    try:
-        wait_until(lambda: listens(service, server, port), seconds, "the server listens", [server])
+
+    def client_words():
         lid = _listener(service, port)["device"]["lid"]
-        client = sides[1].start(["rping", "-c", "-V", "-C", "20", "-a", f"198.18.{lid >> 8}.{lid & 255}", "-p", port], "client")
+        return ["rping", "-c", "-V", "-C", "20", "-a", f"198.18.{lid >> 8}.{lid & 255}", "-p", port]
+    with _pair_started(service, sides, port, ["rping", "-s", "-V", "-C", "20", "-a", "0.0.0.0", "-p", port], client_words, seconds) as (server, client):
         for program in (client, server):
             if program.wait(seconds * PATIENCE) != 0:
                 raise Failure(f"{client.says()}\n{server.says()}")
         return ""
-    finally:
-        if client:
-            client.stop()
-        server.stop()
 
 
 def nothing_left(service):
@@ -118,28 +118,18 @@ def nothing_left(service):
 def killed(service, sides, whom):
     """Of a connection whose ends wait for each other, one is killed: the other one hears of it, and ends."""
     port = _Ports.take()
-    need("rping")
-    server = sides[0].start(["rping", "-s", "-v", "-a", "0.0.0.0", "-p", port], "server")
-    client = None
-    try:
-        wait_until(lambda: listens(service, server, port), 30, "the server listens", [server])
-        client = sides[1].start(["rping", "-c", "-a", "127.0.0.1", "-p", port], "client")  # for ever
-
+    for_ever = ["rping", "-c", "-a", "127.0.0.1", "-p", port]
+    with _pair_started(service, sides, port, ["rping", "-s", "-v", "-a", "0.0.0.0", "-p", port], for_ever) as (server, client):
         def flows():
             return "rdma-ping-" in server.output() or sum(one["state"] == "ESTABLISHED" for guest in service.show()["guests"] for one in guest["cm_ids"]) == 2
         wait_until(flows, 30, "they are connected", [server, client])
         victim, survivor = (server, client) if whom == "server" else (client, server)
-        victim._signal(signal.SIGKILL)
-        victim.process.wait()
+        victim.kill()
         if survivor.wait(60 * PATIENCE) is None:
             raise Failure(f"the survivor did not end\n{survivor.says()}")
         if "DISCONNECT EVENT" not in survivor.output():
             raise Failure(f"the survivor did not hear of it\n{survivor.says()}")
         return ""
-    finally:
-        if client:
-            client.stop()
-        server.stop()
 
 
 def service_killed(service, side):

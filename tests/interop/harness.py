@@ -111,8 +111,7 @@ class Program:
         if self.running():
             self._signal(signal.SIGTERM)
             if self.wait(grace_s) is None:
-                self._signal(signal.SIGKILL)
-                self.process.wait()
+                self.kill()
         self._signal(signal.SIGKILL)  # what it left behind in its group
         self.output()
         if self.terminal is not None:
@@ -121,6 +120,11 @@ class Program:
         if self in Program.alive:
             Program.alive.remove(self)
         return self.process.returncode
+
+    def kill(self):
+        """At once, with what it started in its session."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
 
     def _signal(self, number):
         try:
