@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Which variants of the slow tests a run leaves to others: from every group of a file, as many are drawn by a seed as the group says.
 
-    draw.py FILE SEED     prints the names of those left out, one a line; a group that could not be right ends it with 2
+    draw.py FILE SEED               prints the names of those left out, one a line
+    draw.py --check FILE BUILD      whether ctest knows all of them in that build folder
 
 A group is a line "COUNT NAME...": its tests try one capability in several worlds, so that a run has some of it whatever is drawn, and a
 few runs have all. Lines from # on are remarks.
 """
 
+import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,8 +33,24 @@ def left_out(text, seed):
         yield from (name for name in names if name not in drawn)
 
 
+def unknown(text, build):
+    listing = subprocess.run(["ctest", "--test-dir", build, "--show-only=json-v1"], check=True, capture_output=True, text=True, timeout=60).stdout
+    known = {test["name"] for test in json.loads(listing)["tests"]}
+    return [name for _, names in groups(text) for name in names if name not in known]
+
+
+def main(arguments):
+    if len(arguments) == 3 and arguments[0] == "--check":
+        return unknown(Path(arguments[1]).read_text(), arguments[2])
+    if len(arguments) != 2:
+        sys.exit(__doc__)
+    print("\n".join(left_out(Path(arguments[0]).read_text(), arguments[1])))
+    return []
+
+
 if __name__ == "__main__":
     try:
-        print("\n".join(left_out(Path(sys.argv[1]).read_text(), sys.argv[2])))
-    except (IndexError, OSError, ValueError) as error:
+        if strangers := main(sys.argv[1:]):
+            sys.exit(f"draw.py: ctest knows no {', '.join(strangers)}")
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         sys.exit(f"draw.py: {error}")
