@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <doctest/doctest.h>
 #include <glob.h>
+#include <infiniband/verbs.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -184,4 +185,8 @@ TEST_CASE("the library loads by dlopen and dlvsym finds symbols by version") {
   CHECK(dlvsym(library, "ibv_reg_mr_iova2", "IBVERBS_1.8") != nullptr);
   CHECK(dlvsym(library, "ibv_get_device_list", "IBVERBS_1.0") == nullptr);
   CHECK(dlsym(library, "_ZN5vrdma14find_syntheticEPKc") == nullptr);
+  const auto opcode_text = reinterpret_cast<const char* (*)(int)>(dlsym(library, "ibv_wr_opcode_str"));
+  REQUIRE(opcode_text != nullptr);
+  CHECK(std::string(opcode_text(IBV_WR_RDMA_READ)) == "rdma-read");
+  for (const int unnamed : {-1, 12, 13, 16}) CHECK(std::string(opcode_text(unnamed)) == "unknown");
 }

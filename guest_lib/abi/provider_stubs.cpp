@@ -7,6 +7,7 @@
 #include <cstdarg>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "guest_lib/abi/export.hpp"
 
@@ -180,7 +181,15 @@ VRDMA_NO_KERNEL(ibv_dmabuf_heap_free)
 #undef VRDMA_NO_KERNEL
 VRDMA_EXPORT void* ibv_dmabuf_heap_alloc() { return no_kernel(), nullptr; }
 VRDMA_EXPORT void* ibv_dmabuf_heap_cc_shared_init() { return no_kernel(), nullptr; }
-VRDMA_EXPORT const char* ibv_wr_opcode_str(int) { return "unknown"; }  // since 65
+
+// <infiniband/verbs.h> declares it since 56, with these texts.
+VRDMA_EXPORT const char* ibv_wr_opcode_str(ibv_wr_opcode opcode) {
+  static constexpr const char* texts[] = {"rdma-write", "rdma-write-with-imm", "send", "send-with-imm", "rdma-read",
+                                          "atomic-cmp-and-swp", "atomic-fetch-and-add", "local-inv", "bind-mw", "send-with-inv",
+                                          "tso", "driver1", nullptr, nullptr, "flush", "atomic-write"};
+  const auto which = static_cast<unsigned>(opcode);
+  return which < std::size(texts) && texts[which] != nullptr ? texts[which] : "unknown";
+}
 
 VRDMA_LATER_TOO(__ioctl_final_num_attrs);
 VRDMA_LATER_TOO(__verbs_log);
