@@ -98,7 +98,10 @@ void start_private_service(const std::string& path, const char* direct) {
     const int log_fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
     if (log_fd >= 0) ::dup2(log_fd, 2);  // else vrdmad is about to say so, and leave
     ::close_range(4, ~0u, 0);
-    // It is shared by what is started later: the processors and the folder of the program that happens to be first are not its own.
+    // It is shared by what is started later: the processors, the folder and the preloaded libraries of the program that happens to be
+    // first are not its own.
+    ::unsetenv("LD_PRELOAD");
+    ::unsetenv("LD_AUDIT");
     cpu_set_t all;
     std::memset(&all, 0xff, sizeof(all));
     ::sched_setaffinity(0, sizeof(all), &all);

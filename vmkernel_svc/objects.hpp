@@ -201,6 +201,21 @@ struct Guest {
 
   VmciEnd vmci;  // ports, datagrams and queue pairs between guests
 
+  // For a context or a channel. An eighth of what the tenant may have is for programs that come later, and for the first few of each.
+  bool take_pipe() {
+    constexpr std::uint32_t always = 16;
+    const std::uint32_t kept = pipes < always ? 0 : tenant->quota.descriptors / 8;
+    if (tenant->descriptors + kept >= tenant->quota.descriptors) return false;
+    ++pipes;
+    ++tenant->descriptors;
+    return true;
+  }
+  void give_pipe() {
+    --pipes;
+    --tenant->descriptors;
+  }
+  std::uint32_t pipes = 0;
+
   bool submit(std::unique_ptr<ProcessJob> job) {
     return copier ? copier->submit(std::move(job)) : process.submit(std::move(job));
   }

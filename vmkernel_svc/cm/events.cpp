@@ -23,8 +23,8 @@ CmChannel* ConnectionManager::channel_of(Guest& guest, std::uint32_t handle) {
 }
 
 Result<CmOpenReply> ConnectionManager::open(Guest& guest, vmci::UniqueFd pipe) {
-  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
-  ++guest.tenant->descriptors;
+  if (!guest.take_pipe()) return Errno{EDQUOT};
+  if (!guest.tenant->take_object()) return guest.give_pipe(), Errno{EDQUOT};
   const std::uint32_t handle = new_number();
   channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, std::move(pipe), false, {}}));
   return CmOpenReply{handle, 0};
@@ -40,7 +40,7 @@ Status ConnectionManager::close(Guest& guest, std::uint32_t handle) {
   for (const std::uint32_t id : of_it)
     if (const auto found = identifiers_.find(id); found != identifiers_.end()) remove(*found->second);
   channels_.erase(handle);
-  --guest.tenant->descriptors;
+  guest.give_pipe();
   --guest.tenant->objects;
   return ok();
 }

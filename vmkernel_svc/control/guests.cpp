@@ -39,6 +39,15 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
   return std::pair{std::move(read_end), std::move(write_end)};
 }
 
+// For a context or a channel of a guest, which is then charged for it.
+Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> take_pipe(Guest& guest) {
+  if (!guest.take_pipe()) return Errno{EDQUOT};
+  if (!guest.tenant->take_object()) return guest.give_pipe(), Errno{EDQUOT};
+  auto pipe = make_pipe();
+  if (!pipe) guest.give_pipe(), --guest.tenant->objects;
+  return pipe;
+}
+
 // A pipe that whoever has it reads and writes, and that never ends. Empty where it cannot be had.
 vmci::UniqueFd make_endless_pipe() {
   int ends[2];
@@ -156,10 +165,8 @@ void ControlDesk::detach(Guest& guest) {
 // --- contexts, channels, protection domains -------------------------------------------------------------------
 
 Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&, std::vector<vmci::UniqueFd>& give) {
-  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
-  auto pipe = make_pipe();
-  if (!pipe) return --guest.tenant->objects, pipe.error();
-  ++guest.tenant->descriptors;
+  auto pipe = take_pipe(guest);
+  if (!pipe) return pipe.error();
   const std::uint32_t handle = guest.next_handle++;
   guest.contexts.emplace(handle, std::make_unique<Context>(Context{handle, std::move(pipe->second), {}}));
   give.push_back(std::move(pipe->first));
@@ -171,10 +178,8 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
   const Interrupts* const interrupts = guest.machine ? guest.machine->interrupts.get() : nullptr;
   const std::uint32_t vector = interrupts != nullptr ? request.interrupt : 0;
   if (vector != 0 && (vector < vm::fixed_vectors || vector >= interrupts->size())) return Errno{EINVAL};
-  if (guest.tenant->descriptors >= guest.tenant->quota.descriptors || !guest.tenant->take_object()) return Errno{EDQUOT};
-  auto pipe = make_pipe();
-  if (!pipe) return --guest.tenant->objects, pipe.error();
-  ++guest.tenant->descriptors;
+  auto pipe = take_pipe(guest);
+  if (!pipe) return pipe.error();
   const std::uint32_t handle = guest.next_handle++;
   auto channel = std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}});
   // Where it finds no room, the pipe does.
@@ -185,11 +190,11 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
   }
   const ChannelReply reply{handle, static_cast<std::uint32_t>(channel->ring_offset / ring_unit_bytes)};
   give.push_back(std::move(pipe->first));
-  if (fabric_.config.direct == "auto" && !guest.machine && guest.minor >= minor_of_direct && guest.tenant->take_descriptors(1)) {
+  if (fabric_.config.direct == "auto" && !guest.machine && guest.minor >= minor_of_direct && guest.take_pipe()) {
     channel->peers = make_endless_pipe();
     vmci::UniqueFd copy(channel->peers ? ::fcntl(channel->peers.get(), F_DUPFD_CLOEXEC, 0) : -1);
     if (copy) give.push_back(std::move(copy));
-    else channel->peers.reset(), --guest.tenant->descriptors;
+    else channel->peers.reset(), guest.give_pipe();
   }
   guest.channels.emplace(handle, std::move(channel));
   return reply;
@@ -206,10 +211,10 @@ Result<CmOpenReply> ControlDesk::on_cm_open(Guest& guest, std::vector<vmci::Uniq
 void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {
   const Channel& channel = *guest.channels[handle];
   if (channel.ring) uncarve(guest, channel.ring_offset);
-  if (channel.peers) --guest.tenant->descriptors;
+  if (channel.peers) guest.give_pipe();
   guest.channels.erase(handle);
   --guest.tenant->objects;
-  --guest.tenant->descriptors;
+  guest.give_pipe();
 }
 
 template <>
@@ -261,7 +266,7 @@ Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
   for (const auto handle : of_context(guest.channels)) forget_channel(guest, handle);
   guest.contexts.erase(context);
   --guest.tenant->objects;
-  --guest.tenant->descriptors;
+  guest.give_pipe();
   return ok();
 }
 

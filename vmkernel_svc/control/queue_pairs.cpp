@@ -49,8 +49,10 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
 
   const std::uint32_t receive_wr = srq != nullptr ? 0 : request.max_recv_wr;
   const std::uint32_t receive_sge = srq != nullptr ? 0 : std::max(request.max_recv_sge, 1u);
-  const std::uint32_t send_record_slots = std::max(send_wqe_slots(std::max(request.max_send_sge, 1u) * sizeof(Sge)),
-                                                   send_wqe_slots(request.max_inline_data));
+  // Inline data take the room of the SGEs, as with other providers: programs post some that have asked for none.
+  const auto sge_bytes = static_cast<std::uint32_t>(std::max(request.max_send_sge, 1u) * sizeof(Sge));
+  const std::uint32_t max_inline_data = std::max(request.max_inline_data, std::min(sge_bytes, limits::inline_max));
+  const std::uint32_t send_record_slots = std::max(send_wqe_slots(sge_bytes), send_wqe_slots(max_inline_data));
   const std::uint32_t receive_record_slots = receive_wqe_slots(std::max(receive_sge, 1u));
   const std::uint32_t receive_depth = srq != nullptr ? srq->core.max_wr : std::max(receive_wr, 1u);
   const vmci::QueuePairGeometry send_geometry{power_of_two((send_depth + 1) * send_record_slots),
@@ -103,7 +105,7 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   core.attributes.max_recv_wr = receive_wr;
   core.attributes.max_send_sge = request.max_send_sge;
   core.attributes.max_recv_sge = srq != nullptr ? 0 : request.max_recv_sge;
-  core.attributes.max_inline_data = request.max_inline_data;
+  core.attributes.max_inline_data = max_inline_data;
   core.port.owner = qp.get();
   core.port.pd = pd->number;
   core.port.pkey = guest.tenant->pkeys[0];
@@ -122,7 +124,7 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   reply.max_recv_wr = receive_wr;
   reply.max_send_sge = request.max_send_sge;
   reply.max_recv_sge = core.attributes.max_recv_sge;
-  reply.max_inline_data = request.max_inline_data;
+  reply.max_inline_data = max_inline_data;
   reply.send = {*send_offset, send_geometry, qp->send_lane, send_record_slots};
   reply.receive = {*receive_offset, receive_geometry, qp->receive_lane, receive_record_slots};
   guest.qps.emplace(qp->handle.value, std::move(qp));

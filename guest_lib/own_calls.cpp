@@ -1,0 +1,71 @@
+// What this library itself asks of the kernel by names that other preloaded libraries stand in for: sockets, polls, files. By --wrap of the
+// linker every such call of the library's comes here, and goes to the kernel, as libibverbs makes none that others would see. librspreload,
+// whose sockets are made of our verbs, would else give us one of its own, or wait for itself; libvma, tsocks and others do likewise.
+// Not in sanitized builds, whose runtime follows descriptors by these names.
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstdarg>
+
+namespace {
+
+template <class... Arguments>
+long ask(long which, Arguments... arguments) {
+  return ::syscall(which, arguments...);
+}
+
+// Like libc's own: a thread that waits here can be cancelled, unless it has said that it may not be.
+template <class... Arguments>
+long wait_for(long which, Arguments... arguments) {
+  int before;
+  pthread_setcanceltype(PTHREAD_CANCEL_ASYNCHRONOUS, &before);
+  const long result = ::syscall(which, arguments...);
+  pthread_setcanceltype(before, nullptr);
+  return result;
+}
+
+}  // namespace
+
+extern "C" {
+
+ssize_t __wrap_read(int fd, void* to, std::size_t bytes) { return wait_for(SYS_read, fd, to, bytes); }
+ssize_t __wrap_write(int fd, const void* from, std::size_t bytes) { return wait_for(SYS_write, fd, from, bytes); }
+int __wrap_close(int fd) { return static_cast<int>(ask(SYS_close, fd)); }
+int __wrap_dup3(int from, int to, int flags) { return static_cast<int>(ask(SYS_dup3, from, to, flags)); }
+int __wrap_fcntl(int fd, int command, ...) {
+  std::va_list more;
+  va_start(more, command);
+  const long argument = va_arg(more, long);  // an int, a pointer, or none
+  va_end(more);
+  return static_cast<int>(ask(SYS_fcntl, fd, command, argument));
+}
+
+int __wrap_poll(pollfd* descriptors, nfds_t count, int timeout_ms) {
+  timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1'000'000L};
+  return static_cast<int>(wait_for(SYS_ppoll, descriptors, count, timeout_ms < 0 ? nullptr : &timeout, nullptr, std::size_t{_NSIG / 8}));
+}
+int __wrap_epoll_create1(int flags) { return static_cast<int>(ask(SYS_epoll_create1, flags)); }
+int __wrap_epoll_ctl(int epoll, int what, int fd, epoll_event* event) { return static_cast<int>(ask(SYS_epoll_ctl, epoll, what, fd, event)); }
+
+int __wrap_socket(int family, int type, int protocol) { return static_cast<int>(ask(SYS_socket, family, type, protocol)); }
+int __wrap_bind(int fd, const sockaddr* address, socklen_t bytes) { return static_cast<int>(ask(SYS_bind, fd, address, bytes)); }
+int __wrap_listen(int fd, int backlog) { return static_cast<int>(ask(SYS_listen, fd, backlog)); }
+int __wrap_connect(int fd, const sockaddr* address, socklen_t bytes) { return static_cast<int>(wait_for(SYS_connect, fd, address, bytes)); }
+int __wrap_getsockname(int fd, sockaddr* address, socklen_t* bytes) { return static_cast<int>(ask(SYS_getsockname, fd, address, bytes)); }
+int __wrap_getpeername(int fd, sockaddr* address, socklen_t* bytes) { return static_cast<int>(ask(SYS_getpeername, fd, address, bytes)); }
+int __wrap_getsockopt(int fd, int level, int name, void* value, socklen_t* bytes) {
+  return static_cast<int>(ask(SYS_getsockopt, fd, level, name, value, bytes));
+}
+int __wrap_setsockopt(int fd, int level, int name, const void* value, socklen_t bytes) {
+  return static_cast<int>(ask(SYS_setsockopt, fd, level, name, value, bytes));
+}
+ssize_t __wrap_sendmsg(int fd, const msghdr* message, int flags) { return wait_for(SYS_sendmsg, fd, message, flags); }
+ssize_t __wrap_recvmsg(int fd, msghdr* message, int flags) { return wait_for(SYS_recvmsg, fd, message, flags); }
+}
