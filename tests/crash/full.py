@@ -56,6 +56,27 @@ def check_case(options, world, config, preexec, kind, count, allowed):
         return f"{made}, then {refused}"
 
 
+def check_others(options, world):
+    """One program has all the channels that it can get: others of its user still come in."""
+    with Service(options.vrdmad, config={"quota": {"descriptors": 400}}) as service:
+        environment = dict(os.environ, LD_PRELOAD=options.library, VRDMA_SOCKET=service.path)
+        holder = subprocess.Popen([options.limits, "channel", "1000", "hold"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            if holder.stdout.readline() != "full\n":
+                raise Failure("it could not take all")
+            world.check_new_pair(service, "send")
+            said, _ = holder.communicate(timeout=90)
+            found = re.fullmatch(r"made (\d+) refused EDQUOT again \d+", said.strip())
+            if holder.returncode != 0 or not found or not 150 < int(found[1]) < 400:
+                raise Failure(f"ended with {holder.returncode}: {said}")
+            service.check_alive()
+            service.expect_empty()
+            return f"{found[1]} channels in one hand"
+        finally:
+            holder.kill()
+            holder.wait()
+
+
 def check_guests(options, world, config, preexec, allowed):
     """Guests until one is refused; the others talk on, and one that leaves makes room."""
     import socket
@@ -104,6 +125,7 @@ def main():
     guests = [("quota of guests", {"quota": QUOTA}, None, ["EDQUOT"]),
               ("80 descriptors, guests", None, limit(resource.RLIMIT_NOFILE, 80), ["EMFILE", "ENFILE", "EDQUOT"])]
     runs = [(name, lambda c=case: check_case(options, world, *c)) for name, *case in CASES]
+    runs += [("one has all channels", lambda: check_others(options, world))]
     runs += [(name, lambda c=case: check_guests(options, world, *c)) for name, *case in guests]
     for name, run in runs:
         try:

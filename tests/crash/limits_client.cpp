@@ -1,9 +1,9 @@
 // Asks for one kind of thing until it is refused, says with which errno, checks that what it has still works, gives half
 // back, and asks again.
 //
-//   limits_client pd|cq|qp|srq|channel|mr|context|group COUNT_MAX
+//   limits_client pd|cq|qp|srq|channel|mr|context|group COUNT_MAX [hold]
 //
-// Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
+// hold: says "full" when it has all that it gets, and goes on when its input ends. Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
 #include <infiniband/verbs.h>
 #include <unistd.h>
 
@@ -100,7 +100,8 @@ void connect_to_itself(Base& base) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  const bool hold = argc == 4 && std::strcmp(argv[3], "hold") == 0;
+  if (argc != 3 && !hold) return 2;
   ::alarm(60);
   const std::string kind = argv[1];
   const std::size_t count_max = std::strtoul(argv[2], nullptr, 10);
@@ -189,6 +190,12 @@ int main(int argc, char** argv) {
   const int refused = fill();
   const std::size_t first = made.size();
   check_traffic(base);
+  if (hold) {
+    std::puts("full");
+    std::fflush(stdout);
+    while (std::getchar() != EOF) {
+    }
+  }
   for (std::size_t i = 0; i < (first + 1) / 2; ++i) {
     need(free_one(made.back()), "giving one back");
     made.pop_back();

@@ -1,6 +1,7 @@
 """Programs that connect by rdma_cm: those of rdmacm-utils, perftest -R; and what their peers hear when they are killed."""
 
 import contextlib
+import platform
 import re
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ class Case:
     client: list
     stays: bool = False      # the server serves for ever
     expect: str = ""         # what the client says when it has done its work
+
+
+# Of librdmacm1, which all of these need.
+RSOCKETS = f"/usr/lib/{platform.machine()}-linux-gnu/rsocket/librspreload.so"
 
 
 class _Ports:
@@ -44,6 +49,9 @@ def cases():
     yield _pair("rstream", ["-I", "100", "-C", "100", "-S", "4096"], expect="4k")
     yield _pair("rstream", ["-T", "n", "-I", "100", "-C", "100", "-S", "4096"], expect="4k")  # never blocking
     yield _pair("cmtime", ["-b", "127.0.0.1"], client=["-c", "100"], stays=True, expect="destroy")
+    # A program whose sockets are made of verbs by another preloaded library, while it uses verbs itself, and sleeps.
+    port, words = _Ports.take(), ["env", f"LD_PRELOAD={RSOCKETS}", "ibv_rc_pingpong", "-e", "-g", "0", "-p"]
+    yield Case("ibv_rc_pingpong -e -g 0 over rsockets", port, [*words, port], [*words, port, "127.0.0.1"], expect="iters in")
     for program, *more in (("ib_send_lat",), ("ib_send_bw", "-q", "8", "-b"), ("ib_send_bw", "-c", "UD", "-s", "2048", "-r", "256"), ("ib_write_lat",),
                            ("ib_write_bw", "-a", "-n", "20"), ("ib_read_bw", "-e"), ("ib_atomic_bw", "-q", "2"), ("ib_send_lat", "-c", "UD", "-e")):
         yield _pair(program, ["-R", "-d", "vrdma0", "-F", *(() if "-n" in more else ("-n", "200")), *more], to=None, expect="----")
