@@ -46,6 +46,7 @@ def cases():
         yield _pair("udaddy", ["-c", "5", "-C", "20", "-S", "1000"], ["-b", any_address], address=ip, fixed="7174", expect="return status 0")
     yield _pair("ucmatose", ["-c", "10", "-m"], expect="return status 0")  # identifiers move to other channels
     yield _pair("rdma_server", expect="rdma_client: end 0")
+    yield _pair("rdma_xserver", ["-c", "r"], expect="rdma_xclient: end 0")  # posts inline what it has not asked room for
     yield _pair("rstream", ["-I", "100", "-C", "100", "-S", "4096"], expect="4k")
     yield _pair("rstream", ["-T", "n", "-I", "100", "-C", "100", "-S", "4096"], expect="4k")  # never blocking
     yield _pair("cmtime", ["-b", "127.0.0.1"], client=["-c", "100"], stays=True, expect="destroy")
@@ -89,7 +90,7 @@ def _pair_started(service, sides, port, server_words, client_words, seconds=30):
 
 
 def run_case(service, sides, case):
-    client_words = ["rdma_client" if word == "rdma_server" else word for word in case.client]
+    client_words = [word.replace("server", "client") if word in ("rdma_server", "rdma_xserver") else word for word in case.client]
     with _pair_started(service, sides, case.port, case.server, client_words) as (server, client):
         code = client.wait(60 * PATIENCE)
         left = 0 if case.stays else server.wait(15 * PATIENCE)
