@@ -38,7 +38,7 @@ from network import network  # noqa: E402
 USER, OTHER = 64321, 64322
 FIXED_VECTORS = 2  # of the device: the link, and a doorbell of the service
 CROWD, CROWD_ROUNDS = 16, 200  # programs in a machine; messages of each
-REBOOTS = 20
+REBOOTS = 20 if os.environ.get("VRDMA_SOAK") == "1" else 6
 CONFORMANCE_SAMPLE = 60
 PAUSE_SECONDS = 7  # longer than the patience of either side of the link
 RETRY_EXCEEDED = 12  # IBV_WC_RETRY_EXC_ERR
