@@ -48,8 +48,12 @@ int __wrap_fcntl(int fd, int command, ...) {
 }
 
 int __wrap_poll(pollfd* descriptors, nfds_t count, int timeout_ms) {
+#ifdef SYS_poll
+  return static_cast<int>(wait_for(SYS_poll, descriptors, count, timeout_ms));
+#else
   timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1'000'000L};
   return static_cast<int>(wait_for(SYS_ppoll, descriptors, count, timeout_ms < 0 ? nullptr : &timeout, nullptr, std::size_t{_NSIG / 8}));
+#endif
 }
 int __wrap_epoll_create1(int flags) { return static_cast<int>(ask(SYS_epoll_create1, flags)); }
 int __wrap_epoll_ctl(int epoll, int what, int fd, epoll_event* event) { return static_cast<int>(ask(SYS_epoll_ctl, epoll, what, fd, event)); }
