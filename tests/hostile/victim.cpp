@@ -239,6 +239,7 @@ int main(int argc, char** argv) {
     for (unsigned long long n = 0;; ++n) end.round(n);
   }
   ::close(ends[1]);
+  report->second.store(child, std::memory_order_relaxed);
   struct sigaction action {};
   action.sa_handler = [](int) { leave = 1; };
   ::sigaction(SIGTERM, &action, nullptr);
