@@ -63,18 +63,18 @@ std::string read_all(const std::string& path) {
   return content.str();
 }
 
-// How long the thread of a process that waited longest for a processor has done so, since it began: time in which a machine under
-// load let others run (the second number of schedstat; 0 where the kernel does not count).
+// How long the threads of a process have waited for processors, since it began: time in which a machine under load let others run (the
+// second number of schedstat; 0 where the kernel does not count).
 std::uint64_t waited_ms(pid_t pid) {
-  std::uint64_t longest = 0;
+  std::uint64_t all_ns = 0;
   std::error_code error;
   for (auto task = std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/task", error);
        !error && task != std::filesystem::directory_iterator(); task.increment(error)) {
     std::uint64_t ran = 0, waited = 0;
     std::ifstream(task->path() / "schedstat") >> ran >> waited;
-    longest = std::max(longest, waited / 1'000'000);
+    all_ns += waited;
   }
-  return longest;
+  return all_ns / 1'000'000;
 }
 
 pid_t spawn(const std::vector<std::string>& command, const std::vector<std::string>& environment = {}, int errors = -1) {
