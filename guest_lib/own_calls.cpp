@@ -16,11 +16,6 @@
 
 namespace {
 
-template <class... Arguments>
-long ask(long which, Arguments... arguments) {
-  return ::syscall(which, arguments...);
-}
-
 // Like libc's own: a thread that waits here can be cancelled, unless it has said that it may not be.
 template <class... Arguments>
 long wait_for(long which, Arguments... arguments) {
@@ -37,14 +32,14 @@ extern "C" {
 
 ssize_t __wrap_read(int fd, void* to, std::size_t bytes) { return wait_for(SYS_read, fd, to, bytes); }
 ssize_t __wrap_write(int fd, const void* from, std::size_t bytes) { return wait_for(SYS_write, fd, from, bytes); }
-int __wrap_close(int fd) { return static_cast<int>(ask(SYS_close, fd)); }
-int __wrap_dup3(int from, int to, int flags) { return static_cast<int>(ask(SYS_dup3, from, to, flags)); }
+int __wrap_close(int fd) { return static_cast<int>(::syscall(SYS_close, fd)); }
+int __wrap_dup3(int from, int to, int flags) { return static_cast<int>(::syscall(SYS_dup3, from, to, flags)); }
 int __wrap_fcntl(int fd, int command, ...) {
   std::va_list more;
   va_start(more, command);
   const long argument = va_arg(more, long);  // an int, a pointer, or none
   va_end(more);
-  return static_cast<int>(ask(SYS_fcntl, fd, command, argument));
+  return static_cast<int>(::syscall(SYS_fcntl, fd, command, argument));
 }
 
 int __wrap_poll(pollfd* descriptors, nfds_t count, int timeout_ms) {
@@ -55,20 +50,20 @@ int __wrap_poll(pollfd* descriptors, nfds_t count, int timeout_ms) {
   return static_cast<int>(wait_for(SYS_ppoll, descriptors, count, timeout_ms < 0 ? nullptr : &timeout, nullptr, std::size_t{_NSIG / 8}));
 #endif
 }
-int __wrap_epoll_create1(int flags) { return static_cast<int>(ask(SYS_epoll_create1, flags)); }
-int __wrap_epoll_ctl(int epoll, int what, int fd, epoll_event* event) { return static_cast<int>(ask(SYS_epoll_ctl, epoll, what, fd, event)); }
+int __wrap_epoll_create1(int flags) { return static_cast<int>(::syscall(SYS_epoll_create1, flags)); }
+int __wrap_epoll_ctl(int epoll, int what, int fd, epoll_event* event) { return static_cast<int>(::syscall(SYS_epoll_ctl, epoll, what, fd, event)); }
 
-int __wrap_socket(int family, int type, int protocol) { return static_cast<int>(ask(SYS_socket, family, type, protocol)); }
-int __wrap_bind(int fd, const sockaddr* address, socklen_t bytes) { return static_cast<int>(ask(SYS_bind, fd, address, bytes)); }
-int __wrap_listen(int fd, int backlog) { return static_cast<int>(ask(SYS_listen, fd, backlog)); }
+int __wrap_socket(int family, int type, int protocol) { return static_cast<int>(::syscall(SYS_socket, family, type, protocol)); }
+int __wrap_bind(int fd, const sockaddr* address, socklen_t bytes) { return static_cast<int>(::syscall(SYS_bind, fd, address, bytes)); }
+int __wrap_listen(int fd, int backlog) { return static_cast<int>(::syscall(SYS_listen, fd, backlog)); }
 int __wrap_connect(int fd, const sockaddr* address, socklen_t bytes) { return static_cast<int>(wait_for(SYS_connect, fd, address, bytes)); }
-int __wrap_getsockname(int fd, sockaddr* address, socklen_t* bytes) { return static_cast<int>(ask(SYS_getsockname, fd, address, bytes)); }
-int __wrap_getpeername(int fd, sockaddr* address, socklen_t* bytes) { return static_cast<int>(ask(SYS_getpeername, fd, address, bytes)); }
+int __wrap_getsockname(int fd, sockaddr* address, socklen_t* bytes) { return static_cast<int>(::syscall(SYS_getsockname, fd, address, bytes)); }
+int __wrap_getpeername(int fd, sockaddr* address, socklen_t* bytes) { return static_cast<int>(::syscall(SYS_getpeername, fd, address, bytes)); }
 int __wrap_getsockopt(int fd, int level, int name, void* value, socklen_t* bytes) {
-  return static_cast<int>(ask(SYS_getsockopt, fd, level, name, value, bytes));
+  return static_cast<int>(::syscall(SYS_getsockopt, fd, level, name, value, bytes));
 }
 int __wrap_setsockopt(int fd, int level, int name, const void* value, socklen_t bytes) {
-  return static_cast<int>(ask(SYS_setsockopt, fd, level, name, value, bytes));
+  return static_cast<int>(::syscall(SYS_setsockopt, fd, level, name, value, bytes));
 }
 ssize_t __wrap_sendmsg(int fd, const msghdr* message, int flags) { return wait_for(SYS_sendmsg, fd, message, flags); }
 ssize_t __wrap_recvmsg(int fd, msghdr* message, int flags) { return wait_for(SYS_recvmsg, fd, message, flags); }

@@ -93,11 +93,10 @@ TEST_CASE("no symbol of a C library newer than 2.35 is wanted") {
 }
 
 TEST_CASE("the library's own calls reach no other library that stands in for sockets, polls and files") {
-  std::set<std::string> names{"accept", "accept4", "dup", "dup2", "epoll_create", "epoll_pwait", "epoll_wait", "fcntl64", "ppoll", "readv", "recv", "recvfrom",
-                              "select", "send", "sendto", "shutdown", "socketpair", "writev"};
-  std::istringstream words(VRDMA_OWN_CALLS);
-  for (std::string word; words >> word;) names.insert(word);
-  REQUIRE(names.contains("epoll_create1"));
+  const std::set<std::string> names{
+      "accept", "accept4", "bind", "close", "connect", "dup", "dup2", "dup3", "epoll_create", "epoll_create1", "epoll_ctl", "epoll_pwait", "epoll_wait",
+      "fcntl", "fcntl64", "getpeername", "getsockname", "getsockopt", "listen", "poll", "ppoll", "read", "readv", "recv", "recvfrom", "recvmsg", "select",
+      "send", "sendmsg", "sendto", "setsockopt", "shutdown", "socket", "socketpair", "write", "writev"};
   for (const auto& import : read_required(VRDMA_LIBRARY).imports) {
     INFO(import.name);
     CHECK(!names.contains(import.name));

@@ -50,6 +50,18 @@ class Command {
   std::size_t bytes_, answer_bytes_;
 };
 
+// What control::CmParameters and rdma_ucm_conn_param call alike.
+template <class From, class To>
+void copy_parameters(const From& from, To& to) {
+  to.qkey = from.qkey;
+  to.srq = from.srq;
+  to.responder_resources = from.responder_resources;
+  to.initiator_depth = from.initiator_depth;
+  to.flow_control = from.flow_control;
+  to.retry_count = from.retry_count;
+  to.rnr_retry_count = from.rnr_retry_count;
+}
+
 // queries.cpp
 Status query_route(const Command& command);
 Status query(const Command& command);

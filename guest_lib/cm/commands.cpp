@@ -17,14 +17,8 @@ namespace {
 control::CmParameters parameters_of(const rdma_ucm_conn_param& from) {
   control::CmParameters to{};
   to.qpn = from.qp_num;
-  to.qkey = from.qkey;
   to.private_bytes = from.private_data_len;
-  to.srq = from.srq;
-  to.responder_resources = from.responder_resources;
-  to.initiator_depth = from.initiator_depth;
-  to.flow_control = from.flow_control;
-  to.retry_count = from.retry_count;
-  to.rnr_retry_count = from.rnr_retry_count;
+  copy_parameters(from, to);
   std::copy_n(from.private_data, from.private_data_len, to.private_data.begin());
   return to;
 }

@@ -28,15 +28,9 @@ rdma_ucm_event_resp event_of(const control::CmEvent& from) {
   } else {
     rdma_ucm_conn_param& connection = to.param.conn;
     connection.qp_num = parameters.qpn;
-    connection.qkey = parameters.qkey;
+    copy_parameters(parameters, connection);
     connection.private_data_len = parameters.private_bytes;
     std::copy_n(parameters.private_data.begin(), parameters.private_bytes, connection.private_data);
-    connection.srq = parameters.srq;
-    connection.responder_resources = parameters.responder_resources;
-    connection.initiator_depth = parameters.initiator_depth;
-    connection.flow_control = parameters.flow_control;
-    connection.retry_count = parameters.retry_count;
-    connection.rnr_retry_count = parameters.rnr_retry_count;
   }
   return to;
 }

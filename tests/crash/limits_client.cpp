@@ -3,7 +3,8 @@
 //
 //   limits_client pd|cq|qp|srq|channel|mr|context|group COUNT_MAX [hold]
 //
-// hold: says "full" when it has all that it gets, and goes on when its input ends. Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
+// hold: says "full" when it has all that it gets, and goes on when its input ends.
+// Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
 #include <infiniband/verbs.h>
 #include <unistd.h>
 
