@@ -116,7 +116,7 @@ struct Lane {
   Qp* qp = nullptr;
   SendQueue* send = nullptr;        // one of the two is set
   ReceiveQueue* receive = nullptr;
-  std::uint32_t qpn = 0;
+  std::uint32_t qpn = 0;            // 0: of an XRC SRQ; its completions say theirs
   std::uint32_t number = control::no_lane;  // in its completion queue
   std::uint32_t hot_index = not_hot;
   bool closed = false;        // the service is gone, and what was outstanding has been flushed
@@ -166,6 +166,18 @@ struct Cq {
   void drop_entries(Lane& lane);
 };
 
+struct Xrcd {
+  ibv_xrcd verbs{};
+  std::shared_ptr<Attachment> attachment;
+  std::uint32_t handle = 0;
+  std::atomic<std::uint32_t> users{0};
+  // What its target queue pairs are made with and never use. Of the first one on; guarded by the attachment's objects_mutex.
+  ibv_pd* pd = nullptr;
+  ibv_cq* cq = nullptr;
+
+  static Xrcd& of(ibv_xrcd* xrcd) { return *reinterpret_cast<Xrcd*>(xrcd); }
+};
+
 struct Srq {
   ibv_srq verbs{};
   std::shared_ptr<Attachment> attachment;
@@ -176,6 +188,7 @@ struct Srq {
   ReceiveQueue queue;
   std::atomic<std::uint32_t> users{0};
   std::uint32_t events_reported = 0;
+  ibv_qp* completions = nullptr;  // of an XRC SRQ (control::xrc_srq)
 
   static Srq& of(ibv_srq* srq) { return *reinterpret_cast<Srq*>(srq); }
 };
@@ -209,6 +222,7 @@ struct Qp {
   // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.
   std::vector<control::McastRequest> mcast_groups;
   std::uint32_t events_reported = 0;
+  Xrcd* xrcd = nullptr;  // of an XRC target, and of what completes for an XRC SRQ
 
   static Qp& of(ibv_qp* qp) { return *reinterpret_cast<Qp*>(qp); }
   ibv_qp& base() { return verbs.qp_base; }
@@ -229,6 +243,10 @@ int poll_cq_at_once(ibv_cq* cq, int count, ibv_wc* wc);
 int post_all(Qp& qp, ibv_send_wr* chain);
 ibv_cq_ex* create_cq_ex(ibv_context* context, ibv_cq_init_attr_ex* wanted);
 ibv_qp* create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* wanted);
+// `xrcd`: of an XRC target, of which nothing but its type counts, or, of type RC with an SRQ, for what completes for an XRC SRQ; else nullptr.
+// target: the number of one to open; 0: a new one.
+Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::uint32_t target = 0);
+Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init);
 int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.

@@ -54,7 +54,7 @@ void convert(const Cqe& from, std::uint32_t qpn, ibv_wc& to) {
   to.vendor_err = success ? 0 : from.imm_data;
   to.byte_len = from.byte_len;
   to.imm_data = from.imm_data;
-  to.qp_num = qpn;
+  to.qp_num = qpn != 0 ? qpn : from.src_qp;
   to.src_qp = from.src_qp;
   to.wc_flags = state.flags & ~static_cast<unsigned>(wc_solicited);
   to.pkey_index = 0;

@@ -32,11 +32,14 @@ constexpr std::uint32_t not_offered = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW
 constexpr std::uint32_t legal_opcodes(ibv_qp_type type) {
   switch (type) {
     case IBV_QPT_RC:
+    case IBV_QPT_XRC_SEND:
       return send_opcodes | write_opcodes | fetch_opcodes;
     case IBV_QPT_UC:
       return send_opcodes | write_opcodes;
-    default:
+    case IBV_QPT_UD:
       return send_opcodes;
+    default:  // an XRC target only receives
+      return 0;
   }
 }
 
@@ -95,7 +98,7 @@ void put_operand(vmci::RecordWriter& ring, const RemoteOperand& operand) {
   ring.put(at + offsetof(RemoteOperand, compare_add), operand.compare_add);
   ring.put(at + offsetof(RemoteOperand, swap), operand.swap);
   ring.put(at + offsetof(RemoteOperand, rkey), operand.rkey);
-  ring.put(at + offsetof(RemoteOperand, reserved), operand.reserved);
+  ring.put(at + offsetof(RemoteOperand, srqn), operand.srqn);
 }
 
 void put_operand(vmci::RecordWriter& ring, const UdOperand& operand) {
@@ -116,7 +119,8 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
     put_operand(ring, operand);
   } else {
     // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
-    const RemoteOperand operand = opcode_bit & send_opcodes ? RemoteOperand{} : remote_operand(wr);
+    RemoteOperand operand = opcode_bit & send_opcodes ? RemoteOperand{} : remote_operand(wr);
+    if (qp.base().qp_type == IBV_QPT_XRC_SEND) operand.srqn = wr.qp_type.xrc.remote_srqn;
     put_operand(ring, operand);
   }
   if ((wr.send_flags & IBV_SEND_INLINE) != 0) {

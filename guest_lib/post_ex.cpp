@@ -8,6 +8,7 @@
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
+#include "guest_lib/xrc.hpp"
 
 namespace vrdma::guest {
 
@@ -106,22 +107,23 @@ constexpr std::uint64_t write_operations = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX
 constexpr std::uint64_t fetch_operations = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
 
 std::uint64_t operations_of(ibv_qp_type type) {
-  return type == IBV_QPT_RC ? send_operations | write_operations | fetch_operations : type == IBV_QPT_UC ? send_operations | write_operations : send_operations;
+  return type == IBV_QPT_RC || type == IBV_QPT_XRC_SEND ? send_operations | write_operations | fetch_operations : type == IBV_QPT_UC ? send_operations | write_operations : send_operations;
 }
 
 Result<ibv_qp*> create(ibv_qp_init_attr_ex& wanted) {
-  constexpr std::uint32_t known = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+  constexpr std::uint32_t known = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
   if ((wanted.comp_mask & ~known) != 0) return Errno{EOPNOTSUPP};
+  if (wanted.qp_type == IBV_QPT_XRC_RECV) return create_xrc_target(wanted);
   if ((wanted.comp_mask & IBV_QP_INIT_ATTR_PD) == 0 || wanted.pd == nullptr) return Errno{EINVAL};
   if ((wanted.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS) != 0 && wanted.create_flags != 0) return Errno{EOPNOTSUPP};
   const bool extended = (wanted.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) != 0;
   if (extended && (wanted.send_ops_flags & ~operations_of(wanted.qp_type)) != 0) return Errno{EOPNOTSUPP};
   auto batch = extended ? std::make_unique<WrBatch>() : nullptr;
   ibv_qp_init_attr plain{wanted.qp_context, wanted.send_cq, wanted.recv_cq, wanted.srq, wanted.cap, wanted.qp_type, wanted.sq_sig_all};
-  ibv_qp* const made = ibv_create_qp(wanted.pd, &plain);
-  if (made == nullptr) return last_error();
+  const auto made = create_qp(wanted.pd, plain, nullptr);
+  if (!made) return made;
   wanted.cap = plain.cap;
-  Qp& qp = Qp::of(made);
+  Qp& qp = Qp::of(*made);
   qp.batch = std::move(batch);
   if (extended) set_wr_operations(qp.verbs);
   return made;
@@ -161,6 +163,11 @@ void set_wr_operations(ibv_qp_ex& qp) {
     if (wr == nullptr || to->qp_base.qp_type != IBV_QPT_UD) return batch_of(to).fail(EINVAL);
     wr->wr.ud = {ah, remote_qpn, remote_qkey};
   };
+  qp.wr_set_xrc_srqn = [](ibv_qp_ex* to, std::uint32_t remote_srqn) {
+    ibv_send_wr* const wr = batch_of(to).last();
+    if (wr == nullptr || to->qp_base.qp_type != IBV_QPT_XRC_SEND) return batch_of(to).fail(EINVAL);
+    wr->qp_type.xrc.remote_srqn = remote_srqn;
+  };
   qp.wr_set_sge = [](ibv_qp_ex* to, std::uint32_t lkey, std::uint64_t address, std::uint32_t length) {
     const ibv_sge piece{address, length, lkey};
     batch_of(to).set_pieces(&piece, 1);
@@ -179,7 +186,6 @@ void set_wr_operations(ibv_qp_ex& qp) {
   qp.wr_local_inv = [](ibv_qp_ex* to, std::uint32_t) { refuse(to); };
   qp.wr_send_inv = [](ibv_qp_ex* to, std::uint32_t) { refuse(to); };
   qp.wr_send_tso = [](ibv_qp_ex* to, void*, std::uint16_t, std::uint16_t) { refuse(to); };
-  qp.wr_set_xrc_srqn = [](ibv_qp_ex* to, std::uint32_t) { refuse(to); };
   qp.wr_atomic_write = [](ibv_qp_ex* to, std::uint32_t, std::uint64_t, const void*) { refuse(to); };
 }
 

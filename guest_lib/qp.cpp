@@ -16,6 +16,24 @@ namespace vrdma::guest {
 
 namespace {
 
+// The type as the service knows it.
+Result<std::uint32_t> wire_type(ibv_qp_type type, bool for_srq) {
+  switch (type) {
+    case IBV_QPT_RC:
+      return for_srq ? control::xrc_srq : std::uint32_t{type};
+    case IBV_QPT_UC:
+    case IBV_QPT_UD:
+    case IBV_QPT_XRC_SEND:
+    case IBV_QPT_XRC_RECV:
+      return std::uint32_t{type};
+    case IBV_QPT_RAW_PACKET:
+    case IBV_QPT_DRIVER:
+      return Errno{EOPNOTSUPP};
+    default:
+      return Errno{EINVAL};
+  }
+}
+
 Status open_lane(Lane& lane, Attachment& attachment, Qp& qp, const control::QueueReply& queue, vmci::QueuePairView& view) {
   if (queue.geometry.consume_kind != vmci::QueueKind::completions || queue.geometry.consume_entries == 0 ||
       queue.lane >= vmci::ready_members_max)
@@ -49,24 +67,18 @@ Status open_queues(Qp& qp, Attachment& attachment, const control::CreateQpReply&
   return ok();
 }
 
-Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
+}  // namespace
+
+Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::uint32_t target) {
   const ibv_qp_cap& cap = init.cap;
   if (cap.max_send_wr > limits::qp_wr_max || cap.max_recv_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max ||
       cap.max_recv_sge > limits::sge_max || cap.max_inline_data > limits::inline_max)
     return Errno{EINVAL};
-  switch (init.qp_type) {
-    case IBV_QPT_RC:
-    case IBV_QPT_UC:
-    case IBV_QPT_UD:
-      break;
-    case IBV_QPT_RAW_PACKET:
-    case IBV_QPT_XRC_SEND:
-    case IBV_QPT_XRC_RECV:
-    case IBV_QPT_DRIVER:
-      return Errno{EOPNOTSUPP};
-    default:
-      return Errno{EINVAL};
-  }
+  const auto type = wire_type(init.qp_type, xrcd != nullptr);
+  if (!type) return type.error();
+  if (init.qp_type == IBV_QPT_XRC_RECV && xrcd == nullptr) return Errno{EINVAL};
+  const bool receives = init.srq == nullptr && init.qp_type != IBV_QPT_XRC_SEND && init.qp_type != IBV_QPT_XRC_RECV;
+  if (init.qp_type == IBV_QPT_XRC_SEND) init.recv_cq = init.send_cq, init.srq = nullptr;  // as it receives nothing
   if (init.send_cq == nullptr || init.recv_cq == nullptr) return Errno{EINVAL};
   auto attachment = Context::of(pd->context).usable();
   if (!attachment) return attachment.error();
@@ -83,14 +95,17 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   request.send_cq = init.send_cq->handle;
   request.recv_cq = init.recv_cq->handle;
   request.srq = init.srq != nullptr ? init.srq->handle : 0;
-  request.type = init.qp_type;
+  request.type = *type;
   request.max_send_wr = cap.max_send_wr;
-  request.max_recv_wr = init.srq != nullptr ? 0 : cap.max_recv_wr;
+  request.max_recv_wr = receives ? cap.max_recv_wr : 0;
   request.max_send_sge = cap.max_send_sge;
-  request.max_recv_sge = init.srq != nullptr ? 0 : cap.max_recv_sge;
+  request.max_recv_sge = receives ? cap.max_recv_sge : 0;
   request.max_inline_data = cap.max_inline_data;
   request.sq_sig_all = init.sq_sig_all != 0;
-  auto reply = (*attachment)->call<control::Request::create_qp>(request);
+  const bool xrc = *type > IBV_QPT_UD;
+  if (xrc && (*attachment)->service_minor() < control::minor_of_xrc) return Errno{EOPNOTSUPP};
+  auto reply = xrc ? (*attachment)->call<control::Request::create_xrc_qp>({request, xrcd != nullptr ? xrcd->handle : 0, target})
+                   : (*attachment)->call<control::Request::create_qp>(request);
   if (!reply) return reply.error();
 
   VRDMA_CRASH_POINT("guest.create_qp.answered");
@@ -104,7 +119,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   qp->implied_flags = init.sq_sig_all != 0 ? wr_signaled : 0;
   qp->sq_sig_all = init.sq_sig_all;
   qp->caps = {reply->max_send_wr, reply->max_recv_wr, reply->max_send_sge, reply->max_recv_sge, reply->max_inline_data};
-  if (init.srq != nullptr) qp->caps.max_recv_wr = qp->caps.max_recv_sge = 0;
+  if (!receives) qp->caps.max_recv_wr = qp->caps.max_recv_sge = 0;
   ibv_qp& verbs = qp->base();
   verbs.context = pd->context;
   verbs.qp_context = init.qp_context;
@@ -116,6 +131,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   verbs.qp_num = reply->qpn;
   verbs.state = IBV_QPS_RESET;
   verbs.qp_type = init.qp_type;
+  qp->xrcd = xrcd;
   pthread_mutex_init(&verbs.mutex, nullptr);
   pthread_cond_init(&verbs.cond, nullptr);
   if (Status opened = open_queues(*qp, **attachment, *reply); !opened) {
@@ -123,8 +139,10 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
     return opened.error();
   }
 
+  if (*type == control::xrc_srq) qp->receive_lane.qpn = 0;  // each completion says by which target it came
   send_cq.add_lane(qp->send_lane);
   recv_cq.add_lane(qp->receive_lane);
+  if (xrcd != nullptr) xrcd->users.fetch_add(1, std::memory_order_relaxed);
   send_cq.users.fetch_add(1, std::memory_order_relaxed);
   recv_cq.users.fetch_add(1, std::memory_order_relaxed);
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
@@ -134,6 +152,8 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init) {
   (*attachment)->qps[reply->qp] = qp.get();
   return &qp.release()->base();
 }
+
+namespace {
 
 QpAttributes to_wire(const ibv_qp_attr& from) {
   QpAttributes to{};
@@ -244,7 +264,7 @@ Status destroy_qp(Qp& qp) {
   ibv_qp& verbs = qp.base();
   if (!qp.liveness->gone()) {
     // First RESET, so that its completions can still be counted and dropped while their memory is there; then the end.
-    if (verbs.state != IBV_QPS_RESET) {
+    if (verbs.state != IBV_QPS_RESET && verbs.qp_type != IBV_QPT_XRC_RECV) {  // which others may have open, and which completes nothing
       ibv_qp_attr reset{};
       reset.qp_state = IBV_QPS_RESET;
       (void)modify_qp(qp, reset, IBV_QP_STATE);
@@ -266,6 +286,7 @@ Status destroy_qp(Qp& qp) {
   Cq::of(verbs.recv_cq).users.fetch_sub(1, std::memory_order_relaxed);
   Pd::of(verbs.pd).users.fetch_sub(1, std::memory_order_relaxed);
   if (verbs.srq != nullptr) Srq::of(verbs.srq).users.fetch_sub(1, std::memory_order_relaxed);
+  if (qp.xrcd != nullptr) qp.xrcd->users.fetch_sub(1, std::memory_order_relaxed);
   delete &qp;
   return ok();
 }
@@ -288,7 +309,7 @@ using namespace vrdma;
 using namespace vrdma::guest;
 
 VRDMA_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
-  return as_ptr([&] { return create_qp(pd, *init); });
+  return as_ptr([&] { return create_qp(pd, *init, nullptr); });
 }
 
 VRDMA_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {

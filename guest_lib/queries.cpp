@@ -39,7 +39,7 @@ void fill(const control::DeviceReply& reply, ibv_device_attr& to) {
   to.max_qp = static_cast<int>(reply.qp_max);
   to.max_qp_wr = static_cast<int>(reply.qp_wr_max);
   to.device_cap_flags = IBV_DEVICE_CURR_QP_STATE_MOD | IBV_DEVICE_PORT_ACTIVE_EVENT | IBV_DEVICE_SYS_IMAGE_GUID |
-                        IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_BAD_PKEY_CNTR | IBV_DEVICE_BAD_QKEY_CNTR;
+                        IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_BAD_PKEY_CNTR | IBV_DEVICE_BAD_QKEY_CNTR | IBV_DEVICE_XRC;
   to.max_sge = static_cast<int>(reply.sge_max);
   to.max_sge_rd = static_cast<int>(reply.sge_max);
   to.max_cq = static_cast<int>(reply.cq_max);

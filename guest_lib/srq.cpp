@@ -7,8 +7,6 @@
 
 namespace vrdma::guest {
 
-namespace {
-
 Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init) {
   if (init.attr.max_wr == 0 || init.attr.max_wr > limits::srq_wr_max || init.attr.max_sge > limits::sge_max)
     return Errno{EINVAL};
@@ -47,6 +45,8 @@ Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init) {
   return &srq.release()->verbs;
 }
 
+namespace {
+
 Status modify_srq(Srq& srq, const ibv_srq_attr& attributes, int mask) {
   if ((mask & ~(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT)) != 0) return Errno{EINVAL};
   if (mask & IBV_SRQ_MAX_WR) return Errno{EOPNOTSUPP};  // IBV_DEVICE_SRQ_RESIZE is not reported
@@ -76,7 +76,11 @@ void withdraw(Srq& srq) {
 }
 
 Status destroy_srq(Srq& srq) {
-  if (srq.users.load(std::memory_order_relaxed) != 0) return Errno{EBUSY};
+  if (srq.users.load(std::memory_order_relaxed) != (srq.completions != nullptr ? 1u : 0u)) return Errno{EBUSY};
+  if (srq.completions != nullptr) {
+    if (const int error = ibv_destroy_qp(srq.completions); error != 0) return Errno{error};
+    srq.completions = nullptr;
+  }
   if (!srq.liveness->gone()) {
     auto gone = srq.attachment->call<control::Request::destroy_srq>({srq.verbs.handle, 0});
     if (!gone && value(gone.error()) != EIO) return gone.error();

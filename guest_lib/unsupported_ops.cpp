@@ -4,6 +4,7 @@
 
 #include "guest_lib/domains.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/xrc.hpp"
 
 namespace vrdma::guest {
 
@@ -35,12 +36,15 @@ void set_unsupported_ops(ibv_context_ops& ops) {
 }
 
 void set_extended_ops(verbs_context& verbs) {
-  verbs.close_xrcd = [](ibv_xrcd*) { return not_supported(); };  // its callers do not check for NULL
   verbs.alloc_td = alloc_td;
   verbs.dealloc_td = dealloc_td;
   verbs.alloc_parent_domain = alloc_parent_domain;
   verbs.create_cq_ex = create_cq_ex;
   verbs.create_qp_ex = create_qp_ex;
+  verbs.open_xrcd = open_xrcd;
+  verbs.close_xrcd = close_xrcd;  // its callers do not check for NULL
+  verbs.create_srq_ex = create_srq_ex;
+  verbs.open_qp = open_qp;
   verbs.get_srq_num = [](ibv_srq* srq, std::uint32_t* number) {
     *number = Srq::of(srq).srq_num;
     return 0;

@@ -52,6 +52,14 @@ struct MachineStatus {
   std::uint64_t bar_bytes;  // of a machine whose RAM is its own: what is lent is of its BAR; 0: of its RAM
 };
 
+// What names an XRC domain that programs of a tenant share: a file, as their kernel knows it.
+struct XrcFile {
+  std::uint32_t tenant;
+  std::string machine;  // "": this host
+  std::uint64_t device, inode;
+  auto operator<=>(const XrcFile&) const = default;
+};
+
 class FarDesk;
 class ConnectionManager;
 
@@ -69,6 +77,7 @@ class Fabric {
   RegionTable regions;
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
   std::map<Gid, std::vector<QueuePair*>> multicast;
+  std::map<XrcFile, std::weak_ptr<XrcDomain>> xrc_domains;  // that a file names
   VmciSwitch vmci{*this};
   std::unique_ptr<ConnectionManager> cm;
 

@@ -285,7 +285,7 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::ui
 
 bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const CqeState& state) {
   if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
-  QueuePair& owner = *qp.port.owner;
+  QueuePair& owner = qp.type == engine::QpType::xrc_recv ? *qp.srq->port.owner->completions : *qp.port.owner;
   CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;
   const std::uint32_t lane = direction == Direction::send ? owner.send_lane : owner.receive_lane;
   // Where somebody else completes, too, there is room for all that can be posted (DirectDesk).
@@ -297,7 +297,14 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const 
     }
   }
   VRDMA_CRASH_POINT("service.complete.before_cqe");
-  (direction == Direction::send ? qp.send_lane : qp.receive_lane).push(cqe, pack(state));
+  auto& core = owner.core;
+  if (qp.type == engine::QpType::xrc_recv) [[unlikely]] {
+    Cqe named = cqe;
+    named.src_qp = qp.qpn.value;  // its receiver learns by which of the targets it came
+    core.receive_lane.push(named, pack(state));
+  } else {
+    (direction == Direction::send ? core.send_lane : core.receive_lane).push(cqe, pack(state));
+  }
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");
   const bool urgent = state.status != WcStatus::success || (state.flags & wc_solicited) != 0;
@@ -343,11 +350,23 @@ void MediatedPorts::event(Qp& qp, engine::AsyncEvent event) {
   if (qp.port.owner == nullptr) return;
   QueuePair& owner = *qp.port.owner;
   raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(event), owner.handle);
+  for (const QueuePair* const other : owner.stand_bys)
+    raise_async(*other->guest, other->context, static_cast<std::uint32_t>(event), other->handle);
 }
 
 void MediatedPorts::srq_limit(Srq& srq) {
   SharedReceiveQueue& owner = *srq.port.owner;
   raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(engine::AsyncEvent::srq_limit_reached), owner.handle);
+}
+
+std::optional<MediatedPorts::Srq*> MediatedPorts::xrc_srq(Qp& qp, std::uint32_t srqn) {
+  const auto found = fabric_.by_qpn.find(srqn);
+  const Xrcd* const xrcd = qp.port.owner->xrcd;
+  if (found == fabric_.by_qpn.end() || !found->second->completes_for_srq() || found->second->xrcd->domain != xrcd->domain) return nullptr;
+  const QueuePair& completions = *found->second;
+  if (completions.guest->frozen) return std::nullopt;
+  qp.port.pd = completions.srq->pd->number;  // A14.5: R_Keys are of the SRQ's protection domain
+  return &completions.srq->core;
 }
 
 std::uint32_t MediatedPorts::srq_posted(Srq& srq) {

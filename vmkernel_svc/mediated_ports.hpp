@@ -117,6 +117,9 @@ class MediatedPorts {
   void event(Qp& qp, engine::AsyncEvent event);
   void srq_limit(Srq& srq);
   std::uint32_t srq_posted(Srq& srq);
+  // Of an XRC target queue pair: the SRQ of its domain with that number, from whose protection domain R_Keys are then, too. nullptr: there is
+  // none; std::nullopt: nobody answers, as its machine stands still.
+  std::optional<Srq*> xrc_srq(Qp& qp, std::uint32_t srqn);
   void srq_wanted(Srq& srq) {
     if (srq.port.hca != nullptr) [[unlikely]] take_back(srq);
   }

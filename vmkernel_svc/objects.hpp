@@ -58,6 +58,18 @@ struct ProtectionDomain {
   std::uint32_t users = 0;
 };
 
+// What XRC target queue pairs and the SRQs that they receive by have in common: of one program, or, named by a file, of several of one tenant's.
+struct XrcDomain {
+  std::vector<Guest*> guests;  // each once for each handle
+  std::vector<QueuePair*> targets;
+};
+struct Xrcd {  // a program's handle of it
+  Handle handle;
+  std::uint32_t context;
+  std::shared_ptr<XrcDomain> domain;
+  std::uint32_t users = 0;
+};
+
 struct SharedReceiveQueue;
 struct CompletionQueue {
   Handle handle;
@@ -95,6 +107,8 @@ struct SharedReceiveQueue {
   std::uint64_t offset;
   engine::Srq<MediatedPorts> core;
   std::uint32_t users = 0;
+  // Of an XRC SRQ: a queue pair that is never connected, by whose receive lane it completes, and whose number is the SRQ's.
+  QueuePair* completions = nullptr;
   // Direct mode: who else takes there (direct::Turns), by numbers of this SRQ's. 0 is the service.
   std::uint64_t turns_offset = 0;
   std::uint32_t takers_used = 1;
@@ -116,6 +130,11 @@ struct QueuePair {
   std::uint32_t send_depth, receive_depth;  // what its CQs must have room for
   vmci::QueuePairView send_view, receive_view;
   std::uint32_t mcast_groups = 0;
+  Xrcd* xrcd = nullptr;  // of an XRC target, and of what completes for an XRC SRQ
+  // Another handle of an XRC target: a queue pair that stands ready to be it.
+  QueuePair* stands_for = nullptr;
+  std::vector<QueuePair*> stand_bys;
+  bool completes_for_srq() const { return xrcd != nullptr && srq != nullptr; }
   QpAttributes caps{};
   std::string mediated_because = "not in RTS";  // where it has no direct link
 
@@ -194,6 +213,7 @@ struct Guest {
   Table<CompletionQueue> cqs;
   Table<SharedReceiveQueue> srqs;
   Table<QueuePair> qps;
+  Table<Xrcd> xrcds;
   std::vector<QueuePair*> by_doorbell;  // index: QueuePair::doorbell; 0 is the control pair
   std::vector<std::uint32_t> free_doorbells;
 

@@ -153,6 +153,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
       return reply_with(desk_.on(guest, body, give));
     }
+    case Request::open_xrcd: {
+      OpenXrcdRequest body{};
+      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+      return reply_with(desk_.on(guest, body, descriptors));
+    }
     case Request::cm_open:
       return reply_with(desk_.on_cm_open(guest, give));
     case Request::reach_process: {

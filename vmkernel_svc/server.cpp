@@ -372,6 +372,7 @@ bool may_come_from_machine(Request request) {
   switch (request) {
     case Request::open_context:
     case Request::create_channel:
+    case Request::open_xrcd:
     case Request::cm_open:
     case Request::add_pinned:
     case Request::remove_backing:

@@ -30,7 +30,13 @@ const char* state_name(engine::QpState state) {
   return names[static_cast<std::size_t>(state)];
 }
 const char* type_name(engine::QpType type) {
-  return type == engine::QpType::rc ? "RC" : type == engine::QpType::uc ? "UC" : "UD";
+  switch (type) {
+    case engine::QpType::rc: return "RC";
+    case engine::QpType::uc: return "UC";
+    case engine::QpType::xrc_send: return "XRC_INI";
+    case engine::QpType::xrc_recv: return "XRC_TGT";
+    default: return "UD";
+  }
 }
 
 std::string hex(std::uint64_t value, int digits) {
@@ -172,6 +178,7 @@ json describe(Guest& guest, Shard& shard) {
   for (auto& [handle, qp] : guest.qps) {
     const engine::QpCounters counters = shard.direct().counters(*qp);
     totals += counters;
+    if (qp->completes_for_srq() || qp->stands_for != nullptr) continue;
     const auto& attributes = qp->core.attributes;
     out["qps"].push_back({{"qpn", qp->core.qpn.value},
                           {"type", type_name(qp->core.type)},
@@ -203,7 +210,8 @@ json describe(Guest& guest, Shard& shard) {
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
   for (auto& [handle, srq] : guest.srqs)
-    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit}, {"qps", srq->users}});
+    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit}, {"qps", srq->users},
+                           {"type", srq->completions != nullptr ? "XRC" : "BASIC"}, {"srqn", srq->completions != nullptr ? json(srq->completions->core.qpn.value) : json()}});
   out["cm_ids"] = describe_identifiers(guest, *fabric.cm);
   out["mrs"] = json::array();
   const char* const unmapped_by = guest.copier ? "guest-copy" : "process";

@@ -19,8 +19,8 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 10;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
-                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm
+constexpr std::uint16_t version_minor = 11;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -73,6 +73,7 @@ constexpr std::uint16_t attach_in_bar = 2;
 constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that flag
 constexpr std::uint16_t minor_of_sharing = 7;   // of a service that knows share_address
 constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_open
+constexpr std::uint16_t minor_of_xrc = 11;      // … that knows open_xrcd
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
@@ -308,6 +309,24 @@ struct CreateQpReply {
   std::uint32_t max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data;
   QueueReply send, receive;  // receive.offset 0: it has an SRQ, whose completions come in receive.lane of its own pair
 };
+// An XRC domain: one's own, or, with a descriptor of a file, that of all programs of the user that name the same file. EAGAIN: it is not open yet,
+// and O_CREAT was not said; EINVAL: it is, and O_EXCL was.
+struct OpenXrcdRequest {
+  std::uint32_t context;
+  std::uint32_t flags;          // XrcdFlag
+  std::uint64_t device, inode;  // in a virtual machine, from where no descriptor comes: the file
+};
+enum XrcdFlag : std::uint32_t { xrcd_create = 1, xrcd_exclusive = 2, xrcd_file = 4 };
+// Queue pairs of XRC. A target (IBV_QPT_XRC_RECV) has a protection domain and completion queues of its own like any other, and uses neither; an
+// SRQ becomes an XRC SRQ by a queue pair of type xrc_srq, whose receive lane brings what is received there, and whose number is the SRQ's.
+struct CreateXrcQpRequest {
+  CreateQpRequest qp;  // type: 9 XRC_SEND, 10 XRC_RECV, or xrc_srq
+  std::uint32_t xrcd;  // 0 of an initiator
+  // Of a target: the number of one that is there (ibv_open_qp): the reply is another handle of it, which keeps it when the others are gone, and
+  // gets its events, too. 0: a new one.
+  std::uint32_t target;
+};
+constexpr std::uint32_t xrc_srq = 0x100;
 struct ModifyQpRequest {
   std::uint32_t qp, mask;  // enum ibv_qp_attr_mask
   std::uint32_t send_position, receive_position;  // where the guest's writers stand: RESET skips to it
@@ -495,6 +514,9 @@ struct QueuePairNotice {
   X(open_process, OpenProcessRequest, OpenProcessReply, true)             \
   X(share_address, ShareAddressRequest, Empty, false)                     \
   X(open_path, OpenPathRequest, OpenPathReply, true)                      \
+  X(open_xrcd, OpenXrcdRequest, HandleReply, true)                        \
+  X(close_xrcd, HandleRequest, Empty, false)                              \
+  X(create_xrc_qp, CreateXrcQpRequest, CreateQpReply, false)              \
   VRDMA_CM_REQUESTS(X)
 
 enum class Request : std::uint16_t {

@@ -122,7 +122,7 @@ struct RemoteOperand {
   std::uint64_t compare_add;
   std::uint64_t swap;
   std::uint32_t rkey;
-  std::uint32_t reserved;
+  std::uint32_t srqn;  // XRC: the SRQ that the request is for; else 0
 };
 // UD: the address vector. `route_flags`: bit 0 = a GRH travels along (is_global).
 struct UdOperand {

@@ -284,6 +284,11 @@ Modify init_of(const Device& device, ibv_qp_type type, const Path& path) {
   return m;
 }
 
+namespace {
+// What programs give both ends of XRC, too; uverbs drops what an end has no use for.
+bool reliable(ibv_qp_type type) { return type == IBV_QPT_RC || type == IBV_QPT_XRC_SEND || type == IBV_QPT_XRC_RECV; }
+}  // namespace
+
 Modify rtr_of(const Device& device, ibv_qp_type type, const Address& remote, const Path& path) {
   Modify m;
   m.attr.qp_state = IBV_QPS_RTR;
@@ -295,7 +300,7 @@ Modify rtr_of(const Device& device, ibv_qp_type type, const Address& remote, con
   m.attr.dest_qp_num = remote.qpn;
   m.attr.rq_psn = remote.psn;
   m.mask |= IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
-  if (type == IBV_QPT_RC) {
+  if (reliable(type)) {
     m.attr.max_dest_rd_atomic = rd_atomic_limit(device, path.dest_rd_atomic, device.attr.max_qp_rd_atom);
     m.attr.min_rnr_timer = path.min_rnr_timer;
     m.mask |= IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
@@ -308,7 +313,7 @@ Modify rts_of(const Device& device, const ibv_qp* qp, const Path& path) {
   m.attr.qp_state = IBV_QPS_RTS;
   m.attr.sq_psn = psn_of(qp->qp_num);
   m.mask = IBV_QP_STATE | IBV_QP_SQ_PSN;
-  if (qp->qp_type == IBV_QPT_RC) {
+  if (reliable(qp->qp_type)) {
     m.attr.timeout = path.timeout;
     m.attr.retry_cnt = path.retry_count;
     m.attr.rnr_retry = path.rnr_retry;
@@ -356,6 +361,7 @@ ibv_send_wr to_wr(const Send& send) {
     wr.wr.rdma.remote_addr = send.remote_address;
     wr.wr.rdma.rkey = send.rkey;
   }
+  wr.qp_type.xrc.remote_srqn = send.srqn;
   return wr;
 }
 

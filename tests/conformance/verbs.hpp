@@ -239,6 +239,7 @@ struct Send {
   ibv_ah* ah = nullptr;
   std::uint32_t qpn = 0;
   std::uint32_t qkey = 0;
+  std::uint32_t srqn = 0;  // XRC
 };
 // The errno that ibv_post_send answered; on an error bad_wr must have named the request.
 int post(ibv_qp* qp, const Send& send, Where where = Where::current());

@@ -36,6 +36,7 @@ class ControlDesk {
   Status on(Guest& guest, const control::RemoveBackingRequest& request);
   Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
   Result<control::ChannelReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
+  Result<control::HandleReply> on(Guest& guest, const control::OpenXrcdRequest& request, std::span<const vmci::UniqueFd> file);
   Result<control::CmOpenReply> on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give);
   // How memory without a backing is to be reached: `answer`, whether by the service, comes at once or when its worker knows, never
   // where the guest goes first. Then reach() carries the decision out and makes the reply. EALREADY: asked before.
@@ -51,6 +52,12 @@ class ControlDesk {
   bool answer(Guest& guest, const control::Head& head, std::span<const std::byte> body);
   Result<std::vector<Piece>> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
   void release_pieces(Guest& guest, std::vector<Piece>& pieces);
+  Result<control::CreateQpReply> create(Guest& guest, const control::CreateQpRequest& request, engine::QpType type, Xrcd* xrcd);
+  // Whether a target queue pair is writing to what an XRC SRQ has given it.
+  bool written_by_targets(const QueuePair& completions) const;
+  void leave_domain(QueuePair& qp);
+  void hand_over(QueuePair& from, QueuePair& heir);
+  void destroy(Guest& guest, Xrcd& xrcd);
   void destroy(Guest& guest, QueuePair& qp);
   void destroy(Guest& guest, CompletionQueue& cq);
   void destroy(Guest& guest, SharedReceiveQueue& srq);

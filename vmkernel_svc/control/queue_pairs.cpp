@@ -28,6 +28,11 @@ engine::PortLimits ControlDesk::limits_of(const Guest& guest) const {
 
 template <>
 Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const CreateQpRequest& request) {
+  if (request.type < 2 || request.type > 4) return Errno{EOPNOTSUPP};
+  return create(guest, request, static_cast<QpType>(request.type), nullptr);
+}
+
+Result<CreateQpReply> ControlDesk::create(Guest& guest, const CreateQpRequest& request, QpType type, Xrcd* xrcd) {
   ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
   CompletionQueue* const send_cq = find_in(guest.cqs, request.send_cq, request.context);
   CompletionQueue* const receive_cq = find_in(guest.cqs, request.recv_cq, request.context);
@@ -35,7 +40,6 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   if (find(guest.contexts, request.context) == nullptr || pd == nullptr || send_cq == nullptr || receive_cq == nullptr ||
       (request.srq != 0 && srq == nullptr))
     return Errno{EINVAL};
-  if (request.type < 2 || request.type > 4) return Errno{EOPNOTSUPP};
   if (request.max_send_wr > limits::qp_wr_max || request.max_send_sge > limits::sge_max ||
       request.max_inline_data > limits::inline_max)
     return Errno{EINVAL};
@@ -89,7 +93,8 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
 
   auto& core = qp->core;
   core.qpn = Qpn{fabric_.new_qpn()};
-  core.type = static_cast<QpType>(request.type);
+  core.type = type;
+  qp->xrcd = xrcd;
   core.send_ring = vmci::RecordReader(qp->send_view.produce(), send_geometry.produce_slots);
   core.send_lane = vmci::LaneWriter(qp->send_view.consume_completions(), send_geometry.consume_entries);
   core.receive_lane = vmci::LaneWriter(qp->receive_view.consume_completions(), receive_geometry.consume_entries);
@@ -145,11 +150,13 @@ void ControlDesk::bring_together(const QueuePair& qp) {
 
 template <>
 Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const ModifyQpRequest& request) {
-  QueuePair* const qp = find(guest.qps, request.qp);
+  QueuePair* qp = find(guest.qps, request.qp);
   if (qp == nullptr) return Errno{EINVAL};
+  if (qp->stands_for != nullptr) qp = qp->stands_for;
   if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   auto& core = qp->core;
   core.attributes.state = static_cast<std::uint32_t>(core.state);
+  if (qp->completes_for_srq()) return Errno{EINVAL};
   const QpState before = core.state;
   const bool to_reset = request.attributes.state == static_cast<std::uint32_t>(QpState::reset) && (request.mask & qp_attr_state) != 0;
   if (to_reset && shard_.engine().copies_under_way(core) && may_wait(guest)) return Errno{EINPROGRESS};
@@ -177,8 +184,9 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
 
 template <>
 Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const HandleRequest& request) {
-  QueuePair* const qp = find(guest.qps, request.handle);
+  QueuePair* qp = find(guest.qps, request.handle);
   if (qp == nullptr) return Errno{EINVAL};
+  if (qp->stands_for != nullptr) qp = qp->stands_for;
   if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   QueryQpReply reply{qp->core.attributes};
   reply.attributes.state = reply.attributes.cur_state = static_cast<std::uint32_t>(qp->core.state);
@@ -192,6 +200,7 @@ Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const Hand
 void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->leave(qp.core);
   shard_.direct().forget(qp);
+  leave_domain(qp);
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);
   guest.totals += qp.core.counters;
@@ -229,7 +238,7 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
   if (qp->mcast_groups != 0) return Errno{EBUSY};
   if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   // Its buffers, and those that it serves, are their owner's again afterwards.
-  if (shard_.engine().copies_under_way(qp->core) && may_wait(guest)) return Errno{EINPROGRESS};
+  if ((shard_.engine().copies_under_way(qp->core) || written_by_targets(*qp)) && may_wait(guest)) return Errno{EINPROGRESS};
   destroy(guest, *qp);
   return Empty{};
 }

@@ -82,6 +82,7 @@ void DirectDesk::consider_datagrams(QueuePair& qp) {
 
 std::string DirectDesk::why_mediated(QueuePair& qp, QueuePair*& peer) {
   if (fabric_.config.direct != "auto") return "the service's \"direct\" is \"mediated\"";
+  if (qp.core.type == QpType::xrc_send || qp.core.type == QpType::xrc_recv) return "XRC";
   if (qp.core.type != QpType::rc && qp.core.type != QpType::uc) return "not a connection";
   if (is_mediated(*qp.guest)) return "\"vrdma direct mediated\" was said";
   const auto connected = [](const QueuePair& end) { return end.core.state == QpState::rtr || end.core.state == QpState::rts; };

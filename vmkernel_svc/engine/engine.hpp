@@ -144,6 +144,15 @@ class Engine {
     return qp.operation.copy_pending || (qp.serves != nullptr && qp.serves->operation.copy_pending);
   }
 
+  // XRC: the SRQ is going. What a target queue pair has of it goes with it; the message that was coming asks again.
+  void leave_srq(Qp<P>& qp, const Srq<P>& srq) {
+    if (qp.srq != &srq) return;
+    dismiss_requester(qp);
+    qp.inbound.active = false;
+    qp.returned.clear();
+    qp.srq = nullptr;
+  }
+
   // Before the queue pair is destroyed.
   void abandon(Qp<P>& qp) {
     close_far(qp, [](std::uint64_t, std::uint32_t) {});
@@ -209,7 +218,7 @@ class Engine {
         --budget.wqes;
         worked = true;
       }
-      if (qp.srq != nullptr && !qp.last_wqe_reported) {
+      if (qp.srq != nullptr && qp.type != QpType::xrc_recv && !qp.last_wqe_reported) {
         qp.last_wqe_reported = true;
         ports_.event(qp, AsyncEvent::qp_last_wqe_reached);
       }

@@ -47,11 +47,19 @@ struct FarRecord {
   std::uint64_t bytes;       // request: of the whole message; pkey: the P_Key; groups: the number of a change
   std::uint64_t taken;       // payload of this connection that the sender of the record has taken in so far
   std::uint64_t remote_address;
-  std::uint64_t compare_add, swap;
+  std::uint64_t compare_add, swap;  // atomics
   std::uint32_t rkey;
   std::uint32_t payload_bytes;  // that follow this record
 };
 static_assert(WireRecord<FarRecord> && sizeof(FarRecord) == 72);
+// The SRQ that a request of an XRC initiator is for, where its opcode leaves room: atomics have no immediate, others nothing to compare.
+inline void set_srqn(FarRecord& request, bool atomic, std::uint32_t srqn) {
+  if (atomic) request.imm_data = srqn;
+  else request.compare_add = srqn;
+}
+inline std::uint32_t srqn_of(const FarRecord& request, bool atomic) {
+  return atomic ? request.imm_data : static_cast<std::uint32_t>(request.compare_add);
+}
 constexpr std::uint8_t far_solicited = 1;
 
 // Payload of `open`: what the responder's rules ask of a requester.

@@ -311,6 +311,7 @@ class FarRequester {
     record.remote_address = op.request.remote_address;
     record.rkey = op.request.rkey.value;
     if (op.rule->atomic) record.compare_add = op.remote.compare_add, record.swap = op.remote.swap;
+    if (qp.type == QpType::xrc_send) set_srqn(record, op.rule->atomic, op.request.srqn);
   }
 
   // --- time ---------------------------------------------------------------------------------------------------

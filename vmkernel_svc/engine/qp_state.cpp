@@ -37,6 +37,12 @@ constexpr Transition transitions[] = {
     {sqe, rts, {true, 0, cs | qk}, {true, 0, cs | af}, {false, 0, 0}},
 };
 
+// An XRC initiator is an RC queue pair without a receive half, its target one without a send half: what is of the other half is not theirs
+// (the kernel's qp_state_table[]).
+constexpr std::uint32_t not_of(QpType type) {
+  return type == QpType::xrc_send ? dra | rnt : type == QpType::xrc_recv ? rc_ | rr | qra : 0;
+}
+
 constexpr bool known(QpState state) { return state <= err; }
 
 bool path_ok(const AddressVector& path, const PortLimits& limits) {
@@ -53,13 +59,15 @@ TransitionMasks transition_masks(QpType type, QpState from, QpState next) {
   for (const auto& transition : transitions) {
     if (transition.from != from || transition.to != next) continue;
     const auto& masks = type == QpType::ud ? transition.ud : type == QpType::uc ? transition.uc : transition.rc;
-    return {masks.legal, masks.required, masks.optional};
+    const std::uint32_t none = not_of(type);
+    return {masks.legal, masks.required & ~none, masks.optional & ~none};
   }
   return {false, 0, 0};
 }
 
 Status modify(QpType type, QpAttributes& attributes, const QpAttributes& wanted, std::uint32_t mask, const PortLimits& limits) {
   const Errno invalid{EINVAL};
+  mask &= ~not_of(type);  // what programs set for both ends alike is dropped, as uverbs does (modify_qp_mask())
   auto from = static_cast<QpState>(attributes.state);
   // IBV_QP_CUR_STATE: what the caller believes; honoured where the state may have moved by itself.
   if (mask & qp_attr_cur_state) {

@@ -18,6 +18,7 @@ struct Request {
   std::uint32_t imm_data;  // network order
   std::uint64_t remote_address;
   Key rkey;
+  std::uint32_t srqn;      // XRC: of which SRQ the receive WQE and the memory are
   Qpn source_qpn;
 };
 

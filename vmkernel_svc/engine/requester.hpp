@@ -81,6 +81,7 @@ class Requester {
     request.imm_data = wqe.head.word;
     request.remote_address = wqe.remote.address;
     request.rkey = Key{wqe.remote.rkey};
+    request.srqn = qp.type == QpType::xrc_send ? wqe.remote.srqn : 0;
     request.source_qpn = qp.qpn;
     return Fetch::started;
   }
@@ -205,18 +206,18 @@ class Requester {
   Step wait_for_copy(Qp<P>& qp) {
     Operation& op = qp.operation;
     const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
-    if (qp.type == QpType::rc && timeout == 0) return Step::waiting;
+    if (is_reliable(qp.type) && timeout == 0) return Step::waiting;
     const std::uint64_t now = ports_.now_ns();
     if (op.wait != Operation::Wait::copy) {
       op.wait = Operation::Wait::copy;
-      const std::uint64_t retries_ns = qp.type == QpType::rc ? timeout * (qp.attributes.retry_cnt + 1u) : 0;
+      const std::uint64_t retries_ns = is_reliable(qp.type) ? timeout * (qp.attributes.retry_cnt + 1u) : 0;
       op.slice_ns = std::max(retries_ns, copy_patience_ns) / copy_patience_slices;
       op.slices_left = copy_patience_slices;
       op.deadline_ns = now + op.slice_ns;
     } else if (now >= op.deadline_ns && --op.slices_left > 0) {
       op.deadline_ns = now + op.slice_ns;
     } else if (now >= op.deadline_ns) {
-      if (qp.type == QpType::rc) return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
+      if (is_reliable(qp.type)) return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
       if (qp.accepted_by != nullptr) ++qp.accepted_by->counters.dropped;
       drop_engagement(qp);
       return succeed(qp);
@@ -337,7 +338,7 @@ class Requester {
   // A region at the responder that was good when the message began is gone.
   Step remote_fault(Qp<P>& qp, Qp<P>& peer) {
     leave_responder(qp);
-    if (qp.type == QpType::rc) responder_.deny(peer, *qp.operation.rule);
+    if (is_reliable(qp.type)) responder_.deny(peer, *qp.operation.rule);
     return refused(qp, WcStatus::rem_access_err);
   }
   Step refused(Qp<P>& qp, WcStatus status) {
@@ -509,7 +510,7 @@ class Requester {
     cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
     cqe.queue_position = op.next_position;
     ports_.complete(qp, Direction::send, cqe, {status, op.rule != nullptr ? op.rule->send_opcode : WcOpcode::send, 0});
-    if (qp.type == QpType::rc) {
+    if (is_reliable(qp.type)) {
       responder_.fail(qp, std::nullopt);
     } else {  // IBA 10.3.1.6: an unreliable send queue in error leaves the receive queue alone
       if (qp.state != QpState::err) qp.state = QpState::sqe;

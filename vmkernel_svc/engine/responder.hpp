@@ -18,16 +18,24 @@ class Responder {
 
   // RC and UC: is this request for us, and can it be carried out? Sets `far` (RDMA) or qp.inbound (receive WQE taken).
   Response begin(Qp<P>& qp, Qp<P>& sender, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
-    if (qp.type != sender.type || !receives(qp)) return Response::silence();
+    if (qp.type != peer_type(sender.type) || !receives(qp)) return Response::silence();
     if (qp.attributes.dest_qp_num != sender.qpn.value || !ports_.leads_back(qp, sender)) return Response::silence();
-    if (qp.type == QpType::rc && qp.expected_psn != request.psn) return Response::silence();  // IBA 9.7.4.1.2: out of sequence
+    if (is_reliable(qp.type) && qp.expected_psn != request.psn) return Response::silence();  // IBA 9.7.4.1.2: out of sequence
     if (qp.state == QpState::rtr && !qp.communication_established) {
       qp.communication_established = true;
       ports_.event(qp, AsyncEvent::comm_est);
     }
+    if constexpr (requires { ports_.xrc_srq(qp, request.srqn); }) {
+      if (qp.type == QpType::xrc_recv) {
+        const std::optional<Srq<P>*> srq = ports_.xrc_srq(qp, request.srqn);
+        if (!srq) return Response::silence();
+        if (*srq == nullptr) return fail(qp, AsyncEvent::qp_req_err), Response::nak(WcStatus::rem_inv_req_err);
+        receive_by(qp, **srq);
+      }
+    }
     if (rule.remote_access != 0) {
       if (const WcStatus status = check_remote(qp, request, rule, far); status != WcStatus::success) {
-        if (qp.type == QpType::rc) status == WcStatus::rem_access_err ? deny(qp, rule) : fail(qp, AsyncEvent::qp_req_err);
+        if (is_reliable(qp.type)) status == WcStatus::rem_access_err ? deny(qp, rule) : fail(qp, AsyncEvent::qp_req_err);
         return Response::nak(status);
       }
     }
@@ -52,7 +60,7 @@ class Responder {
   // The payload is in place. False: the responder could not complete it (its CQ is overrun).
   bool finish(Qp<P>& qp, const Request& request, const OpcodeRule& rule) {
     dismiss_requester(qp);
-    if (qp.type == QpType::rc) qp.expected_psn = advance(request.psn, request.packets);
+    if (is_reliable(qp.type)) qp.expected_psn = advance(request.psn, request.packets);
     qp.counters.received_messages += 1;
     qp.counters.received_bytes += rule.reads ? 0 : request.bytes;
     if (!rule.takes_receive) return true;
@@ -215,6 +223,12 @@ class Responder {
       qp.srq->taken -= static_cast<std::uint32_t>(qp.returned.size());
     }
     qp.returned.clear();
+  }
+  // XRC: what a target queue pair takes from now on is of this SRQ.
+  void receive_by(Qp<P>& qp, Srq<P>& srq) {
+    if (qp.srq == &srq) return;
+    if (qp.srq != nullptr) give_back(qp);
+    qp.srq = &srq;
   }
   // One of the queue pair's SRQ, by somebody else who is gone: it goes back, too.
   void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) {

@@ -7,8 +7,12 @@
 
 namespace vrdma::engine {
 
-enum class QpType : std::uint8_t { rc = 2, uc = 3, ud = 4 };                                            // enum ibv_qp_type
+enum class QpType : std::uint8_t { rc = 2, uc = 3, ud = 4, xrc_send = 9, xrc_recv = 10 };                // enum ibv_qp_type
 enum class QpState : std::uint8_t { reset = 0, init = 1, rtr = 2, rts = 3, sqd = 4, sqe = 5, err = 6 };  // enum ibv_qp_state
+
+// IBA annex A14: an XRC initiator and its target are to each other what two RC queue pairs are.
+constexpr bool is_reliable(QpType type) { return type == QpType::rc || type == QpType::xrc_send || type == QpType::xrc_recv; }
+constexpr QpType peer_type(QpType type) { return type == QpType::xrc_send ? QpType::xrc_recv : type == QpType::xrc_recv ? QpType::xrc_send : type; }
 
 enum class Direction : std::uint8_t { send, receive };
 

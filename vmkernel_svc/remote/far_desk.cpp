@@ -318,7 +318,7 @@ void FarDesk::open(FarFramePtr frame) {
   if (record.payload_bytes != sizeof(engine::FarOpen)) return void(++malformed_);
   engine::FarOpen said;
   std::memcpy(&said, frame->payload(), sizeof(said));
-  if (said.type != static_cast<std::uint8_t>(QpType::rc) && said.type != static_cast<std::uint8_t>(QpType::uc)) return void(++malformed_);
+  if (const auto type = static_cast<QpType>(said.type); type != QpType::rc && type != QpType::uc && type != QpType::xrc_send) return void(++malformed_);
   if (!is_of(frame->host, said.guid, said.lid, said.link_layer) || record.connection > psn_mask) return void(++malformed_);
   const StandInKey key{frame->host, record.connection};
   if (const auto known = stand_ins_.find(key); known != stand_ins_.end()) drop(*known->second);

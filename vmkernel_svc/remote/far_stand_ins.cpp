@@ -95,7 +95,7 @@ bool FarDesk::waits_for_frozen(StandIn& stand_in) {
   constexpr std::uint64_t look_again_ns = 10'000'000;
   const Qp& core = stand_in.core;
   const Qp* const target = core.accepted_by;
-  if (core.type == QpType::rc && core.operation.stage == Operation::Stage::moving && !core.operation.copy_pending && target != nullptr &&
+  if (engine::is_reliable(core.type) && core.operation.stage == Operation::Stage::moving && !core.operation.copy_pending && target != nullptr &&
       target->port.owner->guest->frozen) {
     const std::uint64_t now = vmci::monotonic_ns(), timeout = engine::ack_timeout_ns(core.attributes.timeout);
     if (stand_in.frozen_since_ns == 0) stand_in.frozen_since_ns = now;
@@ -187,6 +187,7 @@ bool FarDesk::begin(StandIn& stand_in) {
   op.request.imm_data = record.imm_data;
   op.request.remote_address = record.remote_address;
   op.request.rkey = Key{record.rkey};
+  op.request.srqn = core.type == QpType::xrc_send ? engine::srqn_of(record, op.rule->atomic) : 0;
   op.request.source_qpn = core.qpn;
   core.send_psn = op.request.psn;
   if (Qp* const target = ports_.peer(core); target != nullptr && target->port.psn_from_records) target->expected_psn = op.request.psn;

@@ -46,7 +46,7 @@ void HcaDesk::say_none(Qp& qp, HostId host, std::uint32_t to_epoch, const std::s
 }
 
 std::string HcaDesk::refusal(const Qp& qp) const {
-  if (qp.type != QpType::rc) return "UC and UD do not go in place";
+  if (qp.type != QpType::rc) return "UC, UD and XRC do not go in place";
   if (qp.srq != nullptr && !qp.srq->port.no_hca.empty()) return qp.srq->port.no_hca;
   if (qp.port.owner->guest->machine) return "its guest is in a virtual machine";
   if (!device_) return "no HCA here: " + why_;
