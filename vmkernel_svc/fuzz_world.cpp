@@ -55,7 +55,7 @@ constexpr std::size_t request_bytes(std::uint32_t request) {
 }
 
 #define VRDMA_COUNT(name, body, reply, socket) +1
-static_assert(0 VRDMA_CONTROL_REQUESTS(VRDMA_COUNT) < 0x40, "step_request() has six bits for them");
+static_assert(0 VRDMA_CONTROL_REQUESTS(VRDMA_COUNT) < 0x7f, "step_request() has that many numbers for them");
 #undef VRDMA_COUNT
 
 constexpr std::uint32_t slots_of(std::size_t bytes) { return static_cast<std::uint32_t>((bytes + slot_bytes - 1) / slot_bytes); }
@@ -302,6 +302,7 @@ void FuzzWorld::put(Guest& guest, std::uint64_t tag, std::uint32_t word, std::ui
 // A datagram in the control ring: what (1 byte), how many bytes of its body follow (1), they.
 //   what < 0x40       that control request; its body is filled up with zeroes
 //   what & 0x40       that control request with exactly this body
+//   what & 0xc0, both that control request, from 0x40 on, filled up
 //   what & 0x80       a datagram to context, port (4 bytes each before the body; contexts 0 and 1: the victim, the guest itself)
 //   what == 0xff      any record: control word and length word (4 bytes each before the rest of the record)
 void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
@@ -313,15 +314,16 @@ void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
     put(guest, address_of(host_context, control_port), word, control & control_user_mask,
         1 + ((control >> control_slots_shift) & control_slots_mask), input.take(given));
   } else {
-    const bool datagram = (what & 0x80) != 0;
+    const bool later = (what & 0xc0) == 0xc0;
+    const bool datagram = (what & 0x80) != 0 && !later;
     std::uint64_t tag = address_of(host_context, control_port);
     if (datagram) {
       const auto context = input.value<std::uint32_t>();
       tag = address_of(context == 0 ? victim_->id.value : context == 1 ? guest.id.value : context, input.value<std::uint32_t>());
     }
-    const std::uint32_t request = what & 0x3f;
+    const std::uint32_t request = (what & 0x3f) + (later ? 0x40 : 0);
     const auto body = input.take(given);
-    const std::size_t bytes = datagram || (what & 0x40) ? body.size() : std::max(body.size(), request_bytes(request));
+    const std::size_t bytes = datagram || (!later && (what & 0x40) != 0) ? body.size() : std::max(body.size(), request_bytes(request));
     std::vector<std::byte> record(sizeof(Head) + bytes);
     std::copy(body.begin(), body.end(), record.begin() + sizeof(Head));
     if (request == static_cast<std::uint32_t>(Request::modify_qp) && bytes >= sizeof(ModifyQpRequest)) {
@@ -330,6 +332,18 @@ void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
       modify.attributes.dest_qp_num = qpn(guest, modify.attributes.dest_qp_num);
       modify.attributes.path.dlid = lid(guest, modify.attributes.path.dlid);
       std::memcpy(record.data() + sizeof(Head), &modify, sizeof(modify));
+    }
+    if (request == static_cast<std::uint32_t>(Request::create_xrc_qp) && bytes >= sizeof(CreateXrcQpRequest)) {
+      CreateXrcQpRequest create;
+      std::memcpy(&create, record.data() + sizeof(Head), sizeof(create));
+      if (create.target != 0) create.target = qpn(guest, create.target);
+      std::memcpy(record.data() + sizeof(Head), &create, sizeof(create));
+    }
+    if (request == static_cast<std::uint32_t>(Request::open_xrcd) && !datagram) {  // by the socket, where no file need go along
+      OpenXrcdRequest open{};
+      std::memcpy(&open, record.data() + sizeof(Head), std::min(sizeof(open), bytes));
+      (void)desk_.on(guest, open, {});
+      return;
     }
     if (request >= static_cast<std::uint32_t>(Request::cm_close) && request <= static_cast<std::uint32_t>(Request::cm_take_event))
       name_connections(guest, static_cast<Request>(request), std::span(record).subspan(sizeof(Head)));
@@ -371,6 +385,7 @@ void FuzzWorld::step_work_request(Guest& guest, FuzzInput& input) {
     RemoteOperand operand;
     std::memcpy(&operand, record.data() + sizeof(RecordHead), sizeof(operand));
     operand.rkey = key(guest, operand.rkey);
+    operand.srqn = qpn(guest, operand.srqn);
     std::memcpy(record.data() + sizeof(RecordHead), &operand, sizeof(operand));
   }
 

@@ -417,7 +417,10 @@ QueuePair* MediatedPorts::addressee(const Qp& qp) const {
   const auto found = fabric_.by_qpn.find(qp.attributes.dest_qp_num);
   if (found == fabric_.by_qpn.end()) return nullptr;
   const auto& path = qp.attributes.path;
-  return fabric_.leads_to(*found->second->guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid) ? found->second : nullptr;
+  const QueuePair& to = *found->second;
+  const bool leads = to.inherited ? fabric_.leads_to(to.inherited->lid, to.inherited->gids, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid)
+                                  : fabric_.leads_to(*to.guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid);
+  return leads ? found->second : nullptr;
 }
 
 bool MediatedPorts::is_elsewhere(const Qp& sender, const Qp& receiver) const {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -134,6 +135,12 @@ struct QueuePair {
   // Another handle of an XRC target: a queue pair that stands ready to be it.
   QueuePair* stands_for = nullptr;
   std::vector<QueuePair*> stand_bys;
+  // Of one that has become it: the address by which initiators know it, its first guest's, who may be gone.
+  struct Address {
+    std::uint16_t lid;
+    std::array<control::GidEntry, 16> gids;
+  };
+  std::optional<Address> inherited;
   bool completes_for_srq() const { return xrcd != nullptr && srq != nullptr; }
   QpAttributes caps{};
   std::string mediated_because = "not in RTS";  // where it has no direct link

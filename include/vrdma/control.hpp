@@ -514,10 +514,10 @@ struct QueuePairNotice {
   X(open_process, OpenProcessRequest, OpenProcessReply, true)             \
   X(share_address, ShareAddressRequest, Empty, false)                     \
   X(open_path, OpenPathRequest, OpenPathReply, true)                      \
+  VRDMA_CM_REQUESTS(X)                                                    \
   X(open_xrcd, OpenXrcdRequest, HandleReply, true)                        \
   X(close_xrcd, HandleRequest, Empty, false)                              \
-  X(create_xrc_qp, CreateXrcQpRequest, CreateQpReply, false)              \
-  VRDMA_CM_REQUESTS(X)
+  X(create_xrc_qp, CreateXrcQpRequest, CreateQpReply, false)
 
 enum class Request : std::uint16_t {
   none,

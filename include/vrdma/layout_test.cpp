@@ -90,7 +90,7 @@ PIN(control::ServicePage, alive_mutex, 64);
 PIN(control::ServicePage, shards, 128);
 static_assert(sizeof(control::AttachRequest) == 48 && sizeof(control::AttachReply) == 120 && sizeof(control::Extent) == 32 &&
               sizeof(control::StageExtentsRequest) == 3848 && sizeof(control::RegMrRequest) == 32 &&
-              sizeof(control::ReregMrRequest) == 40 && sizeof(control::CreateQpRequest) == 48 &&
+              sizeof(control::ReregMrRequest) == 40 && sizeof(control::CreateQpRequest) == 48 && sizeof(control::CreateXrcQpRequest) == 56 && sizeof(control::OpenXrcdRequest) == 24 &&
               sizeof(control::CqShared) == 2304 && sizeof(control::GidEntry) == 24 && sizeof(control::QueueReply) == 32);
 
 static_assert(sizeof(control::QueuePairAllocRequest) == 32 && sizeof(control::QueuePairAttachRequest) == 16 &&
@@ -147,7 +147,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "set_direct", "open_shared_receives", "open_process", "share_address", "open_path",
       "cm_open", "cm_close", "cm_place", "cm_create_id", "cm_destroy_id", "cm_bind", "cm_resolve_address", "cm_resolve_route", "cm_listen", "cm_connect",
       "cm_accept", "cm_reject", "cm_disconnect", "cm_is_established", "cm_option", "cm_query", "cm_attributes", "cm_migrate", "cm_join", "cm_leave",
-      "cm_take_event"};
+      "cm_take_event", "open_xrcd", "close_xrcd", "create_xrc_qp"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -37,8 +37,9 @@ def run(qp):
  QUERY_QP, DESTROY_QP, ATTACH_MCAST, DETACH_MCAST, BIND, UNBIND, PAIR_ALLOC, PAIR_ATTACH, PAIR_DETACH) = range(2, 34)
 (CM_OPEN, CM_CLOSE, CM_PLACE, CM_CREATE, CM_DESTROY, CM_BIND, CM_RESOLVE, CM_ROUTE, CM_LISTEN, CM_CONNECT, CM_ACCEPT, CM_REJECT, CM_DISCONNECT,
  CM_IS_ESTABLISHED, CM_OPTION, CM_QUERY, CM_ATTRIBUTES, CM_MIGRATE, CM_JOIN, CM_LEAVE, CM_TAKE) = range(43, 64)
+OPEN_XRCD, CLOSE_XRCD, CREATE_XRC_QP = range(64, 67)
 ATTACH = 1
-RC, UC, UD = 2, 3, 4
+RC, UC, UD, XRC_SEND, XRC_RECV, XRC_SRQ = 2, 3, 4, 9, 10, 0x100
 ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
 
 
@@ -56,7 +57,8 @@ class Ring:
         return bytes([what | self.guest << 3 | turns << 4])
 
     def ask(self, request, body=b"", exact=False):
-        return self.step(self.request_step) + bytes([request | (0x40 if exact else 0), len(body)]) + body
+        what = request + 0x80 if request >= 0x40 else request | (0x40 if exact else 0)
+        return self.step(self.request_step) + bytes([what, len(body)]) + body
 
     def datagram(self, context, port, body=b"hello"):
         return self.step(self.request_step) + bytes([0x81, len(body)]) + words(context, port) + body
@@ -82,8 +84,8 @@ class Ring:
             out += self.ask(MODIFY_QP, words(qp, mask, 0, 0) + attributes + path + bytes(32) + rest)
         return out
 
-    def send(self, number, opcode, sges, remote=(ADDRESS, 1, 2, 1), flags=SIGNALED, slots=1):
-        body = struct.pack("<QQQII", *remote, 0) + b"".join(struct.pack("<QII", *sge) for sge in sges)
+    def send(self, number, opcode, sges, remote=(ADDRESS, 1, 2, 1), flags=SIGNALED, slots=1, srqn=0):
+        body = struct.pack("<QQQII", *remote, srqn) + b"".join(struct.pack("<QII", *sge) for sge in sges)
         return self.work(number, opcode | flags << FLAGS_SHIFT | len(sges) << COUNT_SHIFT | (slots - 1) << SLOTS_SHIFT, body)
 
     def datagram_send(self, number, dest, sges, lid=1, gid=bytes(16), route=0):
@@ -146,6 +148,16 @@ def ring_seeds():
         out += other.ask(CM_TAKE, words(0, 0)) * 3 + other.ask(CM_ATTRIBUTES, words(0, 0, 2, 0)) + other.ask(CM_ACCEPT, words(0, 0)) + ring.ask(CM_QUERY, words(1, 0))
         out += ring.ask(CM_JOIN, words(0, 0) + uid + struct.pack("<HHI4B12x", 2, 0, 0, 239, 0, 0, 1) + words(1, 0)) + ring.ask(CM_MIGRATE, words(1, 0, 1, 0))
         yield name, out + other.ask(CM_DISCONNECT, words(0, 0)) + ring.ask(CM_TAKE, words(1, 0)) + ring.ask(CM_LEAVE, words(0, 0)) + ring.ask(CM_DESTROY, words(0, 0))
+    # A domain 11, an SRQ 12 by the completions of 13, a target 14 and another handle of it, an initiator 16: queue pairs 4 to 7 by name.
+    def xrc_qp(kind, srq=0, xrcd=11, target=0):
+        return ring.ask(CREATE_XRC_QP, words(1, 5, 7, 7, srq, kind, 8, 0, 3, 0, 64, 0, xrcd, target))
+    xrc = world(ring, RC, srq=True) + ring.ask(OPEN_XRCD, words(1, 1) + bytes(16)) + ring.ask(CREATE_SRQ, words(1, 5, 8, 1, 0, 0)) + xrc_qp(XRC_SRQ, 12)
+    xrc += xrc_qp(XRC_RECV) + xrc_qp(XRC_RECV, target=5) + xrc_qp(XRC_SEND, xrcd=0) + ring.modify(14, RC, 7) + ring.modify(16, RC, 5)
+    xrc += ring.receive(2, ((ADDRESS, 64, 1),)) * 2
+    yield "xrc", xrc + ring.send(5, 2, (sge,), srqn=4) + ring.send(5, 0, (sge,), target, srqn=4) + ring.ask(DESTROY_QP, words(14, 0)) + \
+        ring.send(5, 2, (sge,), srqn=4) + ring.ask(DESTROY_QP, words(13, 0)) + ring.send(5, 2, (sge,), srqn=4) + ring.ask(CLOSE_XRCD, words(11, 0)) + \
+        ring.ask(CLOSE_CONTEXT, words(1, 0))
+    yield "xrc_elsewhere", xrc + ring.send(5, 2, (sge,), srqn=2) + ring.send(5, 2, (sge,), srqn=0) + ring.ask(DESTROY_SRQ, words(12, 0))
     yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
     yield "scribble", world(ring, RC) + ring.scribble(0, b"\xff" * 64) + ring.scribble(256, b"\xff" * 200)
     yield "short", ring.ask(REG_MR, b"\1\0", exact=True) + ring.step(0) + b"\xff\4" + words(0x7FFFFFFF, 0xFFFFFFFF) + b"abcd"

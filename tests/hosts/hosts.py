@@ -167,7 +167,7 @@ def gid(link_layer, index=3):
 def pingpong(world):
     a, b = world.hosts[:2]
     for layer in ("ib", "ethernet"):
-        for transport, more in (("rc", ["-s", "100000", "-c"]), ("rc", ["-e"]), ("uc", ["-c"]), ("ud", ["-c"]), ("srq", ["-c"])):
+        for transport, more in (("rc", ["-s", "100000", "-c"]), ("rc", ["-e"]), ("uc", ["-c"]), ("ud", ["-c"]), ("srq", ["-c"]), ("xsrq", ["-s", "100000"])):
             yield f"{layer} ibv_{transport}_pingpong {' '.join(more)}", lambda: Pair(
                 a, b, [f"ibv_{transport}_pingpong", "-n", "100", *more], layer, more=gid(layer)).end()
     yield "by GID on InfiniBand", lambda: Pair(a, b, ["ibv_rc_pingpong", "-n", "50", "-g", "0"]).end()

@@ -75,6 +75,9 @@ class Runner:
     def pingpong(self):
         for case in pingpong.cases():
             self.case(case.name, lambda case=case: self._pair(pingpong, case))
+        for link_layer, options, clients in pingpong.xrc_cases():
+            self.case(f"{link_layer:8} ibv_xsrq_pingpong {' '.join(options)}, {clients} clients",
+                      lambda layer=link_layer, options=options, clients=clients: pingpong.run_xrc(self.side(), layer, options, clients))
 
     def perftest(self):
         cases = perftest.base_cases() if self.options.full else perftest.quick_cases()

@@ -76,8 +76,8 @@ class Case:
 def refusal(case):
     """Why perftest refuses these options, or None. Order and wording are of no matter here, only the verdict is."""
     one_sided = case.verb in ("read", "atomic")
-    if one_sided and case.transport != "RC":
-        return "READ and ATOMIC want RC"
+    if one_sided and case.transport not in ("RC", "XRC"):
+        return "READ and ATOMIC want RC or XRC"
     if case.transport == "UD" and case.verb != "send":
         return "UD wants SEND"
     if case.transport == "UD" and (case.size or 0) > LARGEST_DATAGRAM:
@@ -166,7 +166,7 @@ def runnable(case):
 
 
 def transports(verb):
-    return {"send": ("RC", "UC", "UD"), "write": ("RC", "UC"), "read": ("RC",), "atomic": ("RC",)}[verb]
+    return {"send": ("RC", "UC", "UD", "XRC"), "write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "atomic": ("RC", "XRC")}[verb]
 
 
 def each_program():

@@ -1,4 +1,4 @@
-"""rdma-core's example programs: ibv_devices, ibv_devinfo, ibv_asyncwatch, ibv_{rc,uc,ud,srq}_pingpong."""
+"""rdma-core's example programs: ibv_devices, ibv_devinfo, ibv_asyncwatch, ibv_{rc,uc,ud,srq,xsrq}_pingpong."""
 
 import pathlib
 import re
@@ -80,6 +80,31 @@ def run_case(case, sides, seconds=60):
     size = case.size or (1024 if case.transport == "ud" else 4096)  # ibv_ud_pingpong's help says 2048 and means 1024
     figures.pingpong(pair.server, size, case.iterations)
     return figures.pingpong(pair.client, size, case.iterations)
+
+
+def xrc_cases():
+    """Of ibv_xsrq_pingpong, by name: link layer, options, and how many clients its server has."""
+    for link_layer, gid in (("ib", []), ("ib", ["-g", "0"]), ("ethernet", ["-g", "1"])):
+        for words in ([], ["-e"], ["-n", "500"], ["-s", "1", "-n", "50"], ["-s", str(1 << 20), "-n", "50"], ["-m", "256", "-s", "65536", "-e"]):
+            yield link_layer, [*words, *gid], 1
+        yield link_layer, ["-n", "20", *gid], 3
+
+
+def run_xrc(side, link_layer, options, clients, seconds=60):
+    side = replace(side, link_layer=link_layer)
+    port = side.free_port()
+    words = ["ibv_xsrq_pingpong", *options, "-p", str(port)]
+    programs = [side.start([*words, "-c", str(clients)], "server")]
+    try:
+        wait_until(lambda: side.listening(programs[0], port), 30, f"the server listens on port {port}", programs)
+        programs += [side.start([*words, side.address_of(side)], f"client {n}") for n in range(clients)]
+        for program in programs:
+            code = program.wait(seconds)
+            if code != 0 or "success" not in program.output():
+                raise Failure(f"the {program.name} {'did not end' if code is None else f'left with {code}'}\n" + "\n".join(p.says() for p in programs))
+    finally:
+        for program in programs:
+            program.stop()
 
 
 # ------------------------------------------------------------------------------------------------ one program alone

@@ -111,6 +111,7 @@ void ControlDesk::hand_over(QueuePair& from, QueuePair& heir) {
   heir.core.send_psn = from.core.send_psn;
   heir.core.communication_established = from.core.communication_established;
   heir.core.port.pkey = from.core.port.pkey;
+  heir.inherited = from.inherited ? from.inherited : QueuePair::Address{from.guest->lid, from.guest->gids};
   heir.stands_for = nullptr;
   heir.stand_bys = std::move(from.stand_bys);
   from.stand_bys.clear();
