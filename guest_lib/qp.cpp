@@ -132,6 +132,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   verbs.state = IBV_QPS_RESET;
   verbs.qp_type = init.qp_type;
   qp->xrcd = xrcd;
+  if (init.qp_type == IBV_QPT_XRC_RECV) verbs.pd = nullptr, verbs.send_cq = verbs.recv_cq = nullptr;
   pthread_mutex_init(&verbs.mutex, nullptr);
   pthread_cond_init(&verbs.cond, nullptr);
   if (Status opened = open_queues(*qp, **attachment, *reply); !opened) {
@@ -188,9 +189,21 @@ void set_state(Qp& qp, ibv_qp_state state) {
   qp.base().state = state;
 }
 
+// What the queue pair is made of: of an XRC target its domain's, whatever the application sees in its fields.
+struct Parts {
+  Pd& pd;
+  Cq &send_cq, &recv_cq;
+};
+Parts parts_of(Qp& qp) {
+  const ibv_qp& verbs = qp.base();
+  if (verbs.qp_type == IBV_QPT_XRC_RECV) return {Pd::of(qp.xrcd->pd), Cq::of(qp.xrcd->cq), Cq::of(qp.xrcd->cq)};
+  return {Pd::of(verbs.pd), Cq::of(verbs.send_cq), Cq::of(verbs.recv_cq)};
+}
+
 void drop_completions(Qp& qp) {
-  Cq::of(qp.base().send_cq).drop_entries(qp.send_lane);
-  Cq::of(qp.base().recv_cq).drop_entries(qp.receive_lane);
+  const Parts parts = parts_of(qp);
+  parts.send_cq.drop_entries(qp.send_lane);
+  parts.recv_cq.drop_entries(qp.receive_lane);
 }
 
 Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
@@ -238,8 +251,9 @@ Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
 }
 
 void take_lanes(Qp& qp) {
-  Cq::of(qp.base().send_cq).remove_lane(qp.send_lane);
-  Cq::of(qp.base().recv_cq).remove_lane(qp.receive_lane);
+  const Parts parts = parts_of(qp);
+  parts.send_cq.remove_lane(qp.send_lane);
+  parts.recv_cq.remove_lane(qp.receive_lane);
   while (qp.taken_up.load(std::memory_order_acquire)) sched_yield();  // P2: who polls and had found the lane (poll.cpp, take_up)
 }
 
@@ -262,6 +276,7 @@ Status destroy_qp(Qp& qp) {
     if (!qp.mcast_groups.empty()) return Errno{EBUSY};
   }
   ibv_qp& verbs = qp.base();
+  const Parts parts = parts_of(qp);
   if (!qp.liveness->gone()) {
     // First RESET, so that its completions can still be counted and dropped while their memory is there; then the end.
     if (verbs.state != IBV_QPS_RESET && verbs.qp_type != IBV_QPT_XRC_RECV) {  // which others may have open, and which completes nothing
@@ -274,17 +289,17 @@ Status destroy_qp(Qp& qp) {
     auto gone = qp.attachment->call<control::Request::destroy_qp>({verbs.handle, 0});
     VRDMA_CRASH_POINT("guest.destroy_qp.answered");
     if (!gone && value(gone.error()) != EIO) {
-      Cq::of(verbs.send_cq).add_lane(qp.send_lane);
-      Cq::of(verbs.recv_cq).add_lane(qp.receive_lane);
+      parts.send_cq.add_lane(qp.send_lane);
+      parts.recv_cq.add_lane(qp.receive_lane);
       return gone.error();
     }
   } else if (!qp.liveness->inherited()) {
     take_lanes(qp);
   }
   if (!qp.liveness->inherited()) withdraw(qp);
-  Cq::of(verbs.send_cq).users.fetch_sub(1, std::memory_order_relaxed);
-  Cq::of(verbs.recv_cq).users.fetch_sub(1, std::memory_order_relaxed);
-  Pd::of(verbs.pd).users.fetch_sub(1, std::memory_order_relaxed);
+  parts.send_cq.users.fetch_sub(1, std::memory_order_relaxed);
+  parts.recv_cq.users.fetch_sub(1, std::memory_order_relaxed);
+  parts.pd.users.fetch_sub(1, std::memory_order_relaxed);
   if (verbs.srq != nullptr) Srq::of(verbs.srq).users.fetch_sub(1, std::memory_order_relaxed);
   if (qp.xrcd != nullptr) qp.xrcd->users.fetch_sub(1, std::memory_order_relaxed);
   delete &qp;

@@ -137,10 +137,12 @@ ibv_qp* open_qp(ibv_context* context, ibv_qp_open_attr* wanted) {
 }
 
 Result<ibv_qp*> create_xrc_target(ibv_qp_init_attr_ex& wanted) {
-  if ((wanted.comp_mask & IBV_QP_INIT_ATTR_XRCD) == 0 || wanted.xrcd == nullptr || wanted.srq != nullptr) return Errno{EINVAL};
+  if ((wanted.comp_mask & IBV_QP_INIT_ATTR_XRCD) == 0 || wanted.xrcd == nullptr) return Errno{EINVAL};
   if ((wanted.comp_mask & (IBV_QP_INIT_ATTR_SEND_OPS_FLAGS | IBV_QP_INIT_ATTR_CREATE_FLAGS)) != 0) return Errno{EOPNOTSUPP};
   const auto made = make_target(Xrcd::of(wanted.xrcd), wanted.qp_context, 0);
-  if (made) wanted.cap = {};
+  if (!made) return made;
+  wanted.cap = {};
+  if ((wanted.comp_mask & IBV_QP_INIT_ATTR_PD) != 0) (*made)->pd = wanted.pd;  // librdmacm takes its own from there
   return made;
 }
 

@@ -210,7 +210,8 @@ json describe(Guest& guest, Shard& shard) {
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
   for (auto& [handle, srq] : guest.srqs)
-    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit}, {"qps", srq->users},
+    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit},
+                           {"qps", srq->users - (srq->completions != nullptr ? 1 : 0)},
                            {"type", srq->completions != nullptr ? "XRC" : "BASIC"}, {"srqn", srq->completions != nullptr ? json(srq->completions->core.qpn.value) : json()}});
   out["cm_ids"] = describe_identifiers(guest, *fabric.cm);
   out["mrs"] = json::array();

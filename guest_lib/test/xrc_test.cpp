@@ -156,8 +156,11 @@ struct File {
 }  // namespace
 
 TEST_CASE("an XRC target lives on when the process that made it is killed and another has it open, and not without") {
+  const char* config = "{}";
+  SUBCASE("one shard") {}
+  SUBCASE("several, of which the domain's programs come to share one") { config = R"({"shards": 3})"; }
   Service service;
-  service.start();
+  service.start(config);
   File file;
   Other creator([&](auto say, auto hear) {
     Device device;
@@ -203,8 +206,11 @@ TEST_CASE("an XRC target lives on when the process that made it is killed and an
 }
 
 TEST_CASE("an XRC SRQ whose process is killed is unknown to the targets of its domain, which go on for others") {
+  const char* config = "{}";
+  SUBCASE("one shard") {}
+  SUBCASE("several, of which the domain's programs come to share one") { config = R"({"shards": 3})"; }
   Service service;
-  service.start();
+  service.start(config);
   File file;
   Other owner([&](auto say, auto) {
     Device device;

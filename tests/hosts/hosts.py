@@ -180,7 +180,8 @@ def perftest(world):
         for program, more in (("ib_send_lat", ["-n", "50"]), ("ib_write_lat", ["-n", "50"]), ("ib_read_lat", ["-n", "50"]), ("ib_atomic_lat", ["-n", "50"]),
                               ("ib_send_bw", ["-n", "30", "-s", "1000000"]), ("ib_write_bw", ["-n", "30", "-s", "1000000", "-b"]),
                               ("ib_read_bw", ["-n", "30", "-s", "1000000"]), ("ib_atomic_bw", ["-n", "100"]),
-                              ("ib_write_bw", ["-n", "100", "-c", "UC"]), ("ib_send_lat", ["-n", "50", "-c", "UD"])):
+                              ("ib_write_bw", ["-n", "100", "-c", "UC"]), ("ib_send_lat", ["-n", "50", "-c", "UD"]),
+                              ("ib_send_lat", ["-n", "50", "-c", "XRC"]), ("ib_write_bw", ["-n", "100", "-c", "XRC"]), ("ib_atomic_bw", ["-n", "100", "-c", "XRC", "-q", "3"])):
             yield f"{layer} {program} {' '.join(more)}", lambda: Pair(a, b, [program, "-d", "vrdma0", "-F", *more], layer, more=address).end()
     # To a multicast group, whose other member is on the other host. On InfiniBand it wants to ask a subnet manager by umad; and it compares
     # the group's GID with its own: an IPv6 one it has to be.

@@ -46,6 +46,7 @@ def cases():
         yield _pair("udaddy", ["-c", "5", "-C", "20", "-S", "1000"], ["-b", any_address], address=ip, fixed="7174", expect="return status 0")
     yield _pair("ucmatose", ["-c", "10", "-m"], expect="return status 0")  # identifiers move to other channels
     yield _pair("rdma_server", expect="rdma_client: end 0")
+    yield _pair("rdma_xserver", ["-c", "x"], expect="rdma_xclient: end 0")
     yield _pair("rdma_xserver", ["-c", "r"], expect="rdma_xclient: end 0")  # posts inline what it has not asked room for
     yield _pair("rstream", ["-I", "100", "-C", "100", "-S", "4096"], expect="4k")
     yield _pair("rstream", ["-T", "n", "-I", "100", "-C", "100", "-S", "4096"], expect="4k")  # never blocking

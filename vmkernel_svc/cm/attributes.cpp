@@ -117,7 +117,7 @@ Result<CmAttributesReply> ConnectionManager::attributes(Guest& guest, const CmAt
   a.state = request.state;
   a.port_num = 1;
   reply.mask = qp_attr_state;
-  const bool reliable = one.type == QpType::rc;
+  const bool reliable = engine::is_reliable(one.type);
   const bool knows_peer = one.peer_port.guid != 0 && one.state >= CmState::replied;
   switch (static_cast<QpState>(request.state)) {
     case QpState::init:

@@ -94,8 +94,8 @@ Result<CmId> ConnectionManager::create(Guest& guest, const CmCreateRequest& requ
     case RDMA_PS_UDP:
     case RDMA_PS_IPOIB: type = QpType::ud; break;
     case RDMA_PS_IB:
-      if (request.qp_type < 2 || request.qp_type > 4) return Errno{EINVAL};
       type = static_cast<QpType>(request.qp_type);
+      if (!engine::is_reliable(type) && type != QpType::uc && type != QpType::ud) return Errno{EINVAL};
       break;
     default: return Errno{EINVAL};
   }
