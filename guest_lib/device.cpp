@@ -1,10 +1,12 @@
 // The device list, and opening and closing the device.
 #include "guest_lib/device.hpp"
 
+#include <dlfcn.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -24,6 +26,18 @@ struct alignas(64) DeviceStorage {
   ibv_device device;
   std::byte rest[1024 - sizeof(ibv_device)];
 };
+
+// Who was given another LD_PRELOAD than `vrdma run`'s has this library by LD_LIBRARY_PATH, behind libc if it does not link libibverbs itself.
+// Verbs do not mind; librdmacm opens its device by libc's open(2) then, and is told by the kernel that there is none, or connects by TCP.
+void tell_of_connections_not_served() {
+  static std::atomic<bool> looked{false};
+  if (looked.exchange(true, std::memory_order_relaxed) || dlsym(RTLD_NEXT, "open") != nullptr) return;
+  void* const librdmacm = dlopen("librdmacm.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (librdmacm == nullptr) return;
+  dlclose(librdmacm);
+  std::fputs("vrdma: this program was given an LD_PRELOAD without libvrdma, which is behind the C library now: rdma_cm and rsockets do not reach it. "
+             "Say LD_PRELOAD=$LD_PRELOAD:OTHER in a shell that `vrdma run` starts, not LD_PRELOAD=OTHER\n", stderr);
+}
 
 // Whether somebody listens at `path`, without waiting for a place in the queue.
 Status reachable(const std::string& path) {
@@ -164,6 +178,7 @@ VRDMA_EXPORT ibv_device** ibv_get_device_list(int* count) {
     auto** list = static_cast<ibv_device**>(std::calloc(2, sizeof(ibv_device*)));
     if (list == nullptr) return Errno{ENOMEM};
     if (device_present()) {
+      tell_of_connections_not_served();
       list[0] = device();
       if (count != nullptr) *count = 1;
     }

@@ -285,7 +285,8 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::ui
 
 bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const CqeState& state) {
   if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
-  QueuePair& owner = qp.type == engine::QpType::xrc_recv ? *qp.srq->port.owner->completions : *qp.port.owner;
+  const bool by_xrc_srq = qp.type == engine::QpType::xrc_recv && direction == Direction::receive && qp.srq != nullptr;
+  QueuePair& owner = by_xrc_srq ? *qp.srq->port.owner->completions : *qp.port.owner;
   CompletionQueue& cq = direction == Direction::send ? *owner.send_cq : *owner.receive_cq;
   const std::uint32_t lane = direction == Direction::send ? owner.send_lane : owner.receive_lane;
   // Where somebody else completes, too, there is room for all that can be posted (DirectDesk).
@@ -298,7 +299,7 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const 
   }
   VRDMA_CRASH_POINT("service.complete.before_cqe");
   auto& core = owner.core;
-  if (qp.type == engine::QpType::xrc_recv) [[unlikely]] {
+  if (by_xrc_srq) [[unlikely]] {
     Cqe named = cqe;
     named.src_qp = qp.qpn.value;  // its receiver learns by which of the targets it came
     core.receive_lane.push(named, pack(state));

@@ -342,6 +342,14 @@ class Running(TestCase):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertIn("vrdma0", result.stdout)
 
+    @unittest.skipUnless(shutil.which("rstream"), "rdmacm-utils are not installed")
+    def test_a_command_whose_preload_puts_the_library_behind_libc_is_told(self):
+        other = next(line.split()[2] for line in self.run_program("ldd", sys.executable).stdout.splitlines() if "libm.so" in line)
+        with self.service():
+            result = self.vrdma("run", "--", "env", f"LD_PRELOAD={other}", "rstream", "-s", "127.0.0.1", env={"VRDMA_SOCKET": self.socket})
+        self.assertIn("LD_PRELOAD=$LD_PRELOAD:", result.stderr)
+        self.assertNotIn("ENOSYS", result.stderr)
+
     def test_the_library_has_the_development_packages_name_too(self):
         with self.service():
             result = self.vrdma("run", "--", sys.executable, "-c", "import ctypes; count = ctypes.c_int(); "

@@ -157,6 +157,8 @@ def ring_seeds():
     yield "xrc", xrc + ring.send(5, 2, (sge,), srqn=4) + ring.send(5, 0, (sge,), target, srqn=4) + ring.ask(DESTROY_QP, words(14, 0)) + \
         ring.send(5, 2, (sge,), srqn=4) + ring.ask(DESTROY_QP, words(13, 0)) + ring.send(5, 2, (sge,), srqn=4) + ring.ask(CLOSE_XRCD, words(11, 0)) + \
         ring.ask(CLOSE_CONTEXT, words(1, 0))
+    # Mended: what a target has in its own queues, which no honest program puts there, completed by an SRQ that it had none of.
+    yield "regression_target_posts", xrc + ring.send(3, 2, (sge,), srqn=4) + ring.receive(3, (sge,)) + ring.ask(MODIFY_QP, words(14, 1, 0, 0, 6) + bytes(100))
     yield "xrc_elsewhere", xrc + ring.send(5, 2, (sge,), srqn=2) + ring.send(5, 2, (sge,), srqn=0) + ring.ask(DESTROY_SRQ, words(12, 0))
     yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
     yield "scribble", world(ring, RC) + ring.scribble(0, b"\xff" * 64) + ring.scribble(256, b"\xff" * 200)

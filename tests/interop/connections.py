@@ -54,6 +54,10 @@ def cases():
     # A program whose sockets are made of verbs by another preloaded library, while it uses verbs itself, and sleeps.
     port, words = _Ports.take(), ["env", f"LD_PRELOAD={RSOCKETS}", "ibv_rc_pingpong", "-e", "-g", "0", "-p"]
     yield Case("ibv_rc_pingpong -e -g 0 over rsockets", port, [*words, port], [*words, port, "127.0.0.1"], expect="iters in")
+    # Beside another preloaded library, a program that has libibverbs by way of librdmacm only.
+    port = _Ports.take()
+    command = f"LD_PRELOAD=$LD_PRELOAD:libm.so.6 exec rstream -I 100 -C 10 -S 4096 -p {port}"
+    yield Case("rstream beside a preloaded library", port, ["sh", "-c", command], ["sh", "-c", command + " -s 127.0.0.1"], expect="4k")
     for program, *more in (("ib_send_lat",), ("ib_send_bw", "-q", "8", "-b"), ("ib_send_bw", "-c", "UD", "-s", "2048", "-r", "256"), ("ib_write_lat",),
                            ("ib_write_bw", "-a", "-n", "20"), ("ib_read_bw", "-e"), ("ib_atomic_bw", "-q", "2"), ("ib_send_lat", "-c", "UD", "-e")):
         yield _pair(program, ["-R", "-d", "vrdma0", "-F", *(() if "-n" in more else ("-n", "200")), *more], to=None, expect="----")

@@ -32,7 +32,7 @@ constexpr const OpcodeRule* opcode_rule(WrOpcode opcode, QpType type) {
   const auto index = static_cast<std::size_t>(opcode);
   if (index >= std::size(opcode_rules)) return nullptr;
   const OpcodeRule& rule = opcode_rules[index];
-  const bool allowed = is_reliable(type) ? rule.rc : type == QpType::uc ? rule.uc : rule.ud;
+  const bool allowed = type == QpType::rc || type == QpType::xrc_send ? rule.rc : type == QpType::uc ? rule.uc : type == QpType::ud && rule.ud;
   return allowed ? &rule : nullptr;
 }
 
