@@ -56,6 +56,7 @@ struct MachineStatus {
 struct XrcFile {
   std::uint32_t tenant;
   std::string machine;  // "": this host
+  std::uint32_t user;   // in the machine
   std::uint64_t device, inode;
   auto operator<=>(const XrcFile&) const = default;
 };

@@ -61,6 +61,7 @@ struct ProtectionDomain {
 
 // What XRC target queue pairs and the SRQs that they receive by have in common: of one program, or, named by a file, of several of one tenant's.
 struct XrcDomain {
+  vmci::UniqueFd file;         // of this host, which names it: for as long, no other file is taken for that one
   std::vector<Guest*> guests;  // each once for each handle
   std::vector<QueuePair*> targets;
 };

@@ -5,7 +5,9 @@
 //
 // hold: says "full" when it has all that it gets, and goes on when its input ends.
 // Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
+#include <fcntl.h>
 #include <infiniband/verbs.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -147,6 +149,19 @@ int main(int argc, char** argv) {
   } else if (kind == "mr") {
     make = [&] { return ibv_reg_mr(base.pd, block.data(), block.size(), local_write); };
     free_one = [](void* p) { return ibv_dereg_mr(static_cast<ibv_mr*>(p)); };
+  } else if (kind == "xrcd" || kind == "xrcd-file") {  // the second names a file of its own each time
+    make = [&, named = kind == "xrcd-file"] {
+      ibv_xrcd_init_attr wanted{};
+      wanted.comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
+      wanted.fd = named ? ::memfd_create("xrcd", MFD_CLOEXEC) : -1;
+      wanted.oflags = O_CREAT;
+      ibv_xrcd* const made = ibv_open_xrcd(base.context, &wanted);
+      const int error = errno;
+      if (named) ::close(wanted.fd);
+      errno = error;
+      return made;
+    };
+    free_one = [](void* p) { return ibv_close_xrcd(static_cast<ibv_xrcd*>(p)); };
   } else if (kind == "context") {
     make = [&] { return ibv_open_device(list[0]); };
     free_one = [](void* p) { return ibv_close_device(static_cast<ibv_context*>(p)); };

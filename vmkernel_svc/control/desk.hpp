@@ -36,7 +36,7 @@ class ControlDesk {
   Status on(Guest& guest, const control::RemoveBackingRequest& request);
   Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
   Result<control::ChannelReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
-  Result<control::HandleReply> on(Guest& guest, const control::OpenXrcdRequest& request, std::span<const vmci::UniqueFd> file);
+  Result<control::HandleReply> on(Guest& guest, const control::OpenXrcdRequest& request, std::span<vmci::UniqueFd> file);
   Result<control::CmOpenReply> on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give);
   // How memory without a backing is to be reached: `answer`, whether by the service, comes at once or when its worker knows, never
   // where the guest goes first. Then reach() carries the decision out and makes the reply. EALREADY: asked before.

@@ -17,11 +17,11 @@ namespace vrdma::svc {
 using namespace control;
 using engine::QpType;
 
-Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request, std::span<const vmci::UniqueFd> file) {
+Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request, std::span<vmci::UniqueFd> file) {
   if (find(guest.contexts, request.context) == nullptr || file.size() > 1) return Errno{EINVAL};
   std::shared_ptr<XrcDomain> domain;
   const bool named = !file.empty() || (guest.machine && (request.flags & xrcd_file) != 0);
-  XrcFile name{guest.tenant->uid, guest.machine ? guest.machine->name : "", request.device, request.inode};
+  XrcFile name{guest.tenant->uid, guest.machine ? guest.machine->name : "", guest.machine ? guest.machine->uid : 0, request.device, request.inode};
   if (named && !guest.machine) {
     struct stat status;
     if (::fstat(file.front().get(), &status) != 0) return Errno{errno};
@@ -35,7 +35,12 @@ Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request
   }
   if (guest.xrcds.size() >= limits::pd_max) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
-  if (domain == nullptr) domain = std::make_shared<XrcDomain>();
+  if (domain == nullptr) {
+    const bool keeps_file = named && !guest.machine;
+    if (keeps_file && !guest.tenant->take_descriptors(1)) return --guest.tenant->objects, Errno{EDQUOT};
+    domain = std::make_shared<XrcDomain>();
+    if (keeps_file) domain->file = std::move(file.front());
+  }
   if (named) {
     std::erase_if(fabric_.xrc_domains, [](const auto& known) { return known.second.expired(); });
     fabric_.xrc_domains[name] = domain;
@@ -50,6 +55,7 @@ Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request
 void ControlDesk::destroy(Guest& guest, Xrcd& xrcd) {
   auto& guests = xrcd.domain->guests;
   guests.erase(std::find(guests.begin(), guests.end(), &guest));
+  if (guests.empty() && xrcd.domain->file) --guest.tenant->descriptors;
   --guest.tenant->objects;
   guest.xrcds.erase(xrcd.handle.value);
 }
