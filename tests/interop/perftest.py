@@ -149,6 +149,9 @@ def hazard(case):
         receives = _rx_depth(case) // ((case.qps or 1) if case.srq else 1)
         if receives < case.iterations:
             return "unreliable sends outrun the receive queue"
+    # Both directions have queue pairs of their own, and each gets its share of the SRQ's receives.
+    if case.transport == "XRC" and case.verb == "send" and _rx_depth(case) < (case.qps or 1) * (2 if case.kind == "lat" or case.bidirectional else 1):
+        return "an XRC SRQ with fewer receives than queue pairs gets none"
     if case.kind == "bw" and not case.duration_s and case.iterations * (case.qps or 1) > COMPLETIONS_MAX * _moderation(case):
         return "for the peak it compares each completion with each other: 320 000 take more than a minute"
     # -n 1000 -t 16 -q 16 ends in some runs and in others waits for completions that it has not asked for; -n 992 always ends.
