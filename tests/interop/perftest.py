@@ -249,6 +249,8 @@ def random_case(source: random.Random):
             case = replace(case, iterations=min(iterations, 100, max(5, LARGEST_VOLUME // _volume(replace(case, iterations=1)))))
         if _volume(case) > LARGEST_VOLUME:
             continue  # a case is a second or two
+        if case.duration_s and _tx_depth(case) * (case.qps or 1) * (case.size or DEFAULT_SIZE) > LARGEST_VOLUME // 4:
+            continue  # what is under way takes longer than the time that is measured
         if runnable(case):
             return case
 
