@@ -134,8 +134,8 @@ void mrs(const json& state, std::string& out) {
 void srqs(const json& state, std::string& out) {
   for (const auto& guest : state.at("guests"))
     for (const auto& srq : guest.at("srqs"))
-      dev_of(guest).add("srqn", srq.value("srqn", json()).is_null() ? srq.at("srq") : srq.at("srqn")).add("type", srq.value("type", "BASIC")).add("max_wr", srq.at("max_wr")).add("taken", srq.at("taken")).add("limit", srq.at("limit"))
-          .add("qp", srq.at("qps")).add("pid", guest.at("pid")).end(out);
+      dev_of(guest).add("srqn", srq.at("srqn")).add("type", srq.at("type")).add("max_wr", srq.at("max_wr")).add("taken", srq.at("taken"))
+          .add("limit", srq.at("limit")).add("qp", srq.at("qps")).add("pid", guest.at("pid")).end(out);
 }
 
 void cm_ids(const json& state, std::string& out) {

@@ -171,7 +171,8 @@ struct Xrcd {
   std::shared_ptr<Attachment> attachment;
   std::uint32_t handle = 0;
   std::atomic<std::uint32_t> users{0};
-  // What its target queue pairs are made with and never use. Of the first one on; guarded by the attachment's objects_mutex.
+  // What its target queue pairs are made with and never use. Of the first one on.
+  std::mutex equipping;
   ibv_pd* pd = nullptr;
   ibv_cq* cq = nullptr;
 

@@ -83,23 +83,10 @@ Result<ibv_srq*> create(ibv_context* context, ibv_srq_init_attr_ex& wanted) {
 }
 
 Status equip(Xrcd& xrcd) {
-  std::unique_lock lock(xrcd.attachment->objects_mutex());
-  if (xrcd.cq != nullptr) return ok();
-  lock.unlock();
-  ibv_pd* const pd = ibv_alloc_pd(xrcd.verbs.context);
-  if (pd == nullptr) return last_error();
-  ibv_cq* const cq = ibv_create_cq(xrcd.verbs.context, 1, nullptr, nullptr, 0);
-  const Errno error = last_error();
-  lock.lock();
-  const bool first = xrcd.cq == nullptr;
-  if (first && cq != nullptr) {
-    xrcd.pd = pd, xrcd.cq = cq;
-    return ok();
-  }
-  lock.unlock();
-  if (cq != nullptr) ibv_destroy_cq(cq);
-  ibv_dealloc_pd(pd);
-  return first ? Status(error) : ok();
+  std::lock_guard lock(xrcd.equipping);
+  if (xrcd.pd == nullptr && (xrcd.pd = ibv_alloc_pd(xrcd.verbs.context)) == nullptr) return last_error();
+  if (xrcd.cq == nullptr && (xrcd.cq = ibv_create_cq(xrcd.verbs.context, 1, nullptr, nullptr, 0)) == nullptr) return last_error();
+  return ok();
 }
 
 // A new target queue pair, or, of a number, another handle of one.

@@ -419,9 +419,9 @@ QueuePair* MediatedPorts::addressee(const Qp& qp) const {
   if (found == fabric_.by_qpn.end()) return nullptr;
   const auto& path = qp.attributes.path;
   const QueuePair& to = *found->second;
-  const bool leads = to.inherited ? fabric_.leads_to(to.inherited->lid, to.inherited->gids, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid)
-                                  : fabric_.leads_to(*to.guest, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid);
-  return leads ? found->second : nullptr;
+  const std::uint16_t lid = to.inherited ? to.inherited->lid : to.guest->lid;
+  const auto& gids = to.inherited ? to.inherited->gids : to.guest->gids;
+  return fabric_.leads_to(lid, gids, link_layer_of(qp), path.dlid, path.is_global != 0, path.dgid) ? found->second : nullptr;
 }
 
 bool MediatedPorts::is_elsewhere(const Qp& sender, const Qp& receiver) const {

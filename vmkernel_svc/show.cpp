@@ -212,7 +212,7 @@ json describe(Guest& guest, Shard& shard) {
   for (auto& [handle, srq] : guest.srqs)
     out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit},
                            {"qps", srq->users - (srq->completions != nullptr ? 1 : 0)},
-                           {"type", srq->completions != nullptr ? "XRC" : "BASIC"}, {"srqn", srq->completions != nullptr ? json(srq->completions->core.qpn.value) : json()}});
+                           {"type", srq->completions != nullptr ? "XRC" : "BASIC"}, {"srqn", srq->completions != nullptr ? srq->completions->core.qpn.value : handle}});
   out["cm_ids"] = describe_identifiers(guest, *fabric.cm);
   out["mrs"] = json::array();
   const char* const unmapped_by = guest.copier ? "guest-copy" : "process";

@@ -191,7 +191,8 @@ inline int post_recv(const Device& device, ibv_qp* qp, std::uint64_t wr_id) {
   return ibv_post_recv(qp, &wr, &bad);
 }
 
-inline int post_send(const Device& device, ibv_qp* qp, std::uint64_t wr_id, unsigned flags = IBV_SEND_SIGNALED) {
+// srqn: of an XRC initiator, for which SRQ.
+inline int post_send(const Device& device, ibv_qp* qp, std::uint64_t wr_id, unsigned flags = IBV_SEND_SIGNALED, std::uint32_t srqn = 0) {
   ibv_sge sge = device.sge();
   ibv_send_wr wr{};
   wr.wr_id = wr_id;
@@ -199,6 +200,7 @@ inline int post_send(const Device& device, ibv_qp* qp, std::uint64_t wr_id, unsi
   wr.num_sge = 1;
   wr.opcode = IBV_WR_SEND;
   wr.send_flags = flags;
+  wr.qp_type.xrc.remote_srqn = srqn;
   ibv_send_wr* bad = nullptr;
   return ibv_post_send(qp, &wr, &bad);
 }

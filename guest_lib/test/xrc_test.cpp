@@ -76,16 +76,7 @@ QpPtr make_initiator(const Device& device, ibv_cq* cq) {
 }
 
 ibv_wc_status sent(const Device& device, ibv_qp* initiator, ibv_cq* cq, std::uint32_t srqn, std::uint64_t wr_id) {
-  ibv_sge sge = device.sge();
-  ibv_send_wr wr{};
-  wr.wr_id = wr_id;
-  wr.sg_list = &sge;
-  wr.num_sge = 1;
-  wr.opcode = IBV_WR_SEND;
-  wr.send_flags = IBV_SEND_SIGNALED;
-  wr.qp_type.xrc.remote_srqn = srqn;
-  ibv_send_wr* bad = nullptr;
-  REQUIRE(ibv_post_send(initiator, &wr, &bad) == 0);
+  REQUIRE(post_send(device, initiator, wr_id, IBV_SEND_SIGNALED, srqn) == 0);
   const auto done = collect(cq, 1);
   REQUIRE(done[0].wr_id == wr_id);
   return done[0].status;
@@ -156,11 +147,9 @@ struct File {
 }  // namespace
 
 TEST_CASE("an XRC target lives on when the process that made it is killed and another has it open, and not without") {
-  const char* config = "{}";
-  SUBCASE("one shard") {}
-  SUBCASE("several, of which the domain's programs come to share one") { config = R"({"shards": 3})"; }
   Service service;
-  service.start(config);
+  SUBCASE("one shard") { service.start(); }
+  SUBCASE("several, of which the domain's programs come to share one") { service.start(R"({"shards": 3})"); }
   File file;
   Other creator([&](auto say, auto hear) {
     Device device;
@@ -206,11 +195,9 @@ TEST_CASE("an XRC target lives on when the process that made it is killed and an
 }
 
 TEST_CASE("an XRC SRQ whose process is killed is unknown to the targets of its domain, which go on for others") {
-  const char* config = "{}";
-  SUBCASE("one shard") {}
-  SUBCASE("several, of which the domain's programs come to share one") { config = R"({"shards": 3})"; }
   Service service;
-  service.start(config);
+  SUBCASE("one shard") { service.start(); }
+  SUBCASE("several, of which the domain's programs come to share one") { service.start(R"({"shards": 3})"); }
   File file;
   Other owner([&](auto say, auto) {
     Device device;
