@@ -4,6 +4,7 @@
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/on_demand.hpp"
 #include "guest_lib/reach.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/fault.hpp"
@@ -29,7 +30,7 @@ namespace {
 constexpr std::uint32_t optional_access = IBV_ACCESS_OPTIONAL_RANGE;
 constexpr std::uint32_t known_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
                                        IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |
-                                       IBV_ACCESS_HUGETLB;
+                                       IBV_ACCESS_HUGETLB | IBV_ACCESS_ON_DEMAND;
 
 constexpr std::size_t bytes_worth_waking_for = 256 << 10, bytes_moved_at_once = 4 << 20;
 
@@ -39,7 +40,7 @@ Status check_range(std::uint64_t address, std::uint64_t bytes) {
 }
 
 Status check_access(std::uint32_t access) {
-  if ((access & ~known_access) != 0) return Errno{access & IBV_ACCESS_ON_DEMAND ? EOPNOTSUPP : EINVAL};
+  if ((access & ~known_access) != 0) return Errno{EINVAL};
   // IBA 10.6.3.1: remote write and atomic access need local write access.
   const bool remote_writes = (access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
   return remote_writes && (access & IBV_ACCESS_LOCAL_WRITE) == 0 ? Status(Errno{EINVAL}) : ok();
@@ -61,15 +62,23 @@ Result<ReplyBody<R>> call_with_extents(Attachment& attachment, std::span<const c
   }
 }
 
-Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t iova, std::uint32_t access) {
-  const auto address = reinterpret_cast<std::uintptr_t>(start);
+}  // namespace
+
+Result<ibv_mr*> make_mr(ibv_pd* pd, void* start, const std::size_t wanted_bytes, std::uint64_t iova, std::uint32_t access) {
+  auto address = reinterpret_cast<std::uintptr_t>(start);
+  std::uint64_t bytes = wanted_bytes;
   access &= ~optional_access;  // promises of the application that need not be used
+  if ((access & IBV_ACCESS_ON_DEMAND) != 0 && start == nullptr && wanted_bytes == SIZE_MAX) {
+    address = iova = first_address;
+    bytes = address_space_bytes - first_address;
+  }
   if (Status range = check_range(address, bytes); !range) return range.error();
   if (Status allowed = check_access(access); !allowed) return allowed.error();
   if (access & IBV_ACCESS_ZERO_BASED) iova = 0;
   else if ((iova - address) % memory::page_bytes() != 0) return Errno{EINVAL};  // an adapter translates whole pages
   auto attachment = Context::of(pd->context).usable();
   if (!attachment) return attachment.error();
+  if ((access & IBV_ACCESS_ON_DEMAND) != 0 && !offers_on_demand(**attachment)) return Errno{EOPNOTSUPP};
   auto pd_handle = Pd::of(pd).handle_on(*attachment);
   if (!pd_handle) return pd_handle.error();
 
@@ -88,11 +97,15 @@ Result<ibv_mr*> reg_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t
   }
   mr->registration = std::move(reached->registration);
   mr->attachment = *attachment;
+  mr->iova = iova;
   mr->access = access;
-  mr->verbs = {pd->context, pd, start, bytes, made->handle, made->key, made->key};
+  mr->verbs = {pd->context, pd, start, wanted_bytes, made->handle, made->key, made->key};
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
+  if (mr->on_demand()) know_on_demand(*mr);
   return &mr.release()->verbs;
 }
+
+namespace {
 
 // The return values are enum ibv_rereg_mr_err_code.
 int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std::uint32_t access) {
@@ -109,8 +122,10 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
     if (Status range = check_range(address, bytes); !range) return refuse(value(range.error()));
   if (wanted & IBV_REREG_MR_CHANGE_ACCESS) {
     if (Status allowed = check_access(access); !allowed) return refuse(value(allowed.error()));
+    if (((access ^ mr.access) & IBV_ACCESS_ON_DEMAND) != 0) return refuse(EOPNOTSUPP);  // it would be another memory
     if (access & IBV_ACCESS_ZERO_BASED) request.iova = 0;
   }
+  if (mr.device_memory != nullptr && (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) != 0) return refuse(EINVAL);
   if (wanted & IBV_REREG_MR_CHANGE_PD) {
     if (pd == nullptr) return refuse(EINVAL);
     auto handle = Pd::of(pd).handle_on(mr.attachment);
@@ -143,6 +158,7 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
     mr.verbs.addr = start;
     mr.verbs.length = bytes;
+    mr.iova = request.iova;
   }
   if (wanted & IBV_REREG_MR_CHANGE_PD) {
     Pd::of(mr.verbs.pd).users.fetch_sub(1, std::memory_order_relaxed);
@@ -191,17 +207,17 @@ VRDMA_EXPORT int ibv_dealloc_pd(ibv_pd* verbs) {
 #undef ibv_reg_mr
 VRDMA_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* address, std::size_t bytes, int access) {
   return as_ptr([&] {
-    return reg_mr(pd, address, bytes, reinterpret_cast<std::uintptr_t>(address), static_cast<std::uint32_t>(access));
+    return make_mr(pd, address, bytes, reinterpret_cast<std::uintptr_t>(address), static_cast<std::uint32_t>(access));
   });
 }
 
 #undef ibv_reg_mr_iova
 VRDMA_EXPORT ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* address, std::size_t bytes, std::uint64_t iova, int access) {
-  return as_ptr([&] { return reg_mr(pd, address, bytes, iova, static_cast<std::uint32_t>(access)); });
+  return as_ptr([&] { return make_mr(pd, address, bytes, iova, static_cast<std::uint32_t>(access)); });
 }
 
 VRDMA_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, std::size_t bytes, std::uint64_t iova, unsigned int access) {
-  return as_ptr([&] { return reg_mr(pd, address, bytes, iova, access); });
+  return as_ptr([&] { return make_mr(pd, address, bytes, iova, access); });
 }
 
 VRDMA_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* address, std::size_t bytes, int access) {
@@ -223,6 +239,8 @@ VRDMA_EXPORT int ibv_dereg_mr(ibv_mr* verbs) {
     }
     VRDMA_CRASH_POINT("guest.dereg_mr.answered");
     Pd::of(verbs->pd).users.fetch_sub(1, std::memory_order_relaxed);
+    if (mr.on_demand()) forget_on_demand(mr);
+    if (mr.device_memory != nullptr) mr.device_memory->users.fetch_sub(1, std::memory_order_relaxed);
     if (!mr.attachment->liveness().inherited()) {
       std::lock_guard lock(mr.attachment->registration_mutex());
       unreach(std::move(mr.registration));

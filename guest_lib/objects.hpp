@@ -69,14 +69,28 @@ struct Pd {
   Result<std::uint32_t> handle_on(const std::shared_ptr<Attachment>& wanted);
 };
 
+struct Dm {
+  ibv_dm verbs{};
+  std::byte* memory = nullptr;
+  std::uint64_t bytes = 0, mapped_bytes = 0;  // mapped: with a spare page at the end
+  std::atomic<std::uint32_t> users{0};  // regions
+
+  static Dm& of(ibv_dm* dm) { return *reinterpret_cast<Dm*>(dm); }
+};
+
 struct Mr {
   ibv_mr verbs{};
   std::shared_ptr<Attachment> attachment;
   memory::Registration registration;
+  std::uint64_t iova = 0;
   std::uint32_t access = 0;
+  Dm* device_memory = nullptr;  // of which it is a region
 
   static Mr& of(ibv_mr* mr) { return *reinterpret_cast<Mr*>(mr); }
+  bool on_demand() const { return (access & IBV_ACCESS_ON_DEMAND) != 0; }
 };
+// What ibv_reg_mr_iova2() gives: `bytes` at `start`, which requests name by `iova` and on (IBV_ACCESS_ZERO_BASED: by 0 and on).
+Result<ibv_mr*> make_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t iova, std::uint32_t access);
 
 struct Ah {
   ibv_ah verbs{};

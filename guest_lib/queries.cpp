@@ -5,7 +5,9 @@
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/device.hpp"
+#include "guest_lib/device_memory.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/on_demand.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 
@@ -129,6 +131,8 @@ int query_device_ex(ibv_context* context, const ibv_query_device_ex_input* input
     fill(*reply, all.orig_attr);
     all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
     all.phys_port_cnt_ex = all.orig_attr.phys_port_cnt;
+    all.max_dm_size = device_memory_bytes_max;
+    if (auto attachment = Context::of(context).usable(); attachment && offers_on_demand(**attachment)) report_on_demand(all);
     std::memset(attributes, 0, bytes);
     std::memcpy(attributes, &all, std::min(bytes, sizeof(all)));
     return ok();

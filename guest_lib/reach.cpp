@@ -1,5 +1,7 @@
 #include "guest_lib/reach.hpp"
 
+#include <infiniband/verbs.h>
+
 #include <cstdlib>
 #include <new>
 #include <string_view>
@@ -75,10 +77,11 @@ bool pin(Attachment& attachment, control::Extent& extent, std::vector<std::uint3
   return true;
 }
 
-Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents,
+Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attachment, std::vector<control::Extent> extents, bool on_demand,
                                                                std::vector<std::uint32_t>& pinned) {
   for (auto& extent : extents) {
-    if (extent.backing == control::backing_process && attachment.in_machine() && attachment.bar() < 0 && pin(attachment, extent, pinned)) continue;
+    const bool may_pin = !on_demand && attachment.in_machine() && attachment.bar() < 0;
+    if (extent.backing == control::backing_process && may_pin && pin(attachment, extent, pinned)) continue;
     if (extent.backing == control::backing_process) {
       if (const Status prepared = attachment.prepare_process_memory(); !prepared) return prepared.error();
     } else if (extent.backing == memory::window_backing) {
@@ -99,9 +102,10 @@ Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64
     manager().move_to_lent_pages();
   else if (attachment.in_machine())
     manager().keep_in_place();
-  auto registration = manager().add(address, bytes, access);
+  const bool on_demand = (access & IBV_ACCESS_ON_DEMAND) != 0;
+  auto registration = on_demand ? manager().add_on_demand(address, bytes) : manager().add(address, bytes, access);
   if (!registration) return registration.error();
-  auto extents = as_the_service_knows_them(attachment, registration->extents, registration->pinned);
+  auto extents = as_the_service_knows_them(attachment, registration->extents, on_demand, registration->pinned);
   if (!extents) {
     unreach(std::move(*registration));
     return extents.error();

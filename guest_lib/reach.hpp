@@ -21,7 +21,7 @@ struct Reached {
 void prepare_reach();
 
 // The extents that cover [address, address + bytes), in order. EFAULT: not all of it is mapped with the rights that `access`
-// (enum ibv_access_flags) needs.
+// (enum ibv_access_flags) needs. On demand nothing needs to be mapped: all is reached through the process, whatever it will be.
 Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access);
 
 // The service has confirmed that it no longer touches the memory, or is gone.

@@ -2,8 +2,10 @@
 
 #include <cerrno>
 
+#include "guest_lib/device_memory.hpp"
 #include "guest_lib/domains.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/on_demand.hpp"
 #include "guest_lib/xrc.hpp"
 
 namespace vrdma::guest {
@@ -40,6 +42,10 @@ void set_extended_ops(verbs_context& verbs) {
   verbs.dealloc_td = dealloc_td;
   verbs.alloc_parent_domain = alloc_parent_domain;
   verbs.create_cq_ex = create_cq_ex;
+  verbs.alloc_dm = alloc_dm;
+  verbs.free_dm = free_dm;
+  verbs.reg_dm_mr = reg_dm_mr;
+  verbs.advise_mr = advise_mr;
   verbs.create_qp_ex = create_qp_ex;
   verbs.open_xrcd = open_xrcd;
   verbs.close_xrcd = close_xrcd;  // its callers do not check for NULL

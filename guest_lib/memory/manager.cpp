@@ -155,6 +155,19 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   return Result<Registration>(std::move(registration));
 }
 
+// Who copies there for the service is a writer that a page that moves must not lose (other_writers).
+Result<Registration> MemoryManager::add_on_demand(std::uint64_t address, std::uint64_t bytes) {
+  try {
+    Registration registration{address, bytes, 0, backings_.service(), {{address, bytes, address, backing_process, 0}}, {}};
+    Locked lock(*this);
+    by_process_->raise(whole_pages_around({address, address + bytes}));
+    registration.generation = generation_;
+    return Result<Registration>(std::move(registration));
+  } catch (const std::bad_alloc&) {
+    return Errno{ENOMEM};
+  }
+}
+
 void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& files, std::pmr::memory_resource* scratch) {
   for (Piece& piece : plan) {
     if (piece.kind != Piece::Kind::file) continue;

@@ -91,6 +91,8 @@ class MemoryManager {
   // or not writable where local write, remote write or atomics are asked for. ENOMEM. EBUSY: part of it lies in pages that an earlier
   // service lent, and other threads run.
   Result<Registration> add(std::uint64_t address, std::uint64_t bytes, unsigned access);
+  // Addresses, whatever is mapped there when they are reached: nothing is looked at, nothing moves. ENOMEM.
+  Result<Registration> add_on_demand(std::uint64_t address, std::uint64_t bytes);
   // The service has confirmed that it no longer touches the registration.
   void remove(Registration&& registration);
 

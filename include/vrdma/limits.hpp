@@ -19,6 +19,7 @@ constexpr std::uint32_t rd_atomic_max = 128;
 constexpr std::uint32_t inline_max = 512;
 constexpr std::uint32_t comp_vectors = 4;
 constexpr std::uint64_t mr_bytes_max = std::uint64_t{1} << 46;
+constexpr std::uint64_t mr_bytes_on_demand_max = std::uint64_t{1} << 56;  // addresses, of which nothing need be there
 constexpr std::uint32_t message_bytes_max = 1u << 31;
 constexpr std::uint32_t mtu_max_bytes = 4096;
 constexpr std::uint32_t pkey_table = 16;

@@ -141,4 +141,51 @@ CONFORMANCE(DeviceMemoryChecksItsBounds, "DM-01 DM-02", .solo = true) {
   EXPECT_OK(ibv_free_dm(dm));
 }
 
+CONFORMANCE(DeviceMemoryIsReachedByPeers, "DM-03 DM-02") {
+  Link link(run);
+  constexpr std::size_t bytes = 32 * 1024, first = 64;  // the region begins behind the device memory's first bytes
+  ibv_alloc_dm_attr attr{};
+  attr.length = bytes + first;
+  errno = 0;
+  ibv_dm* const dm = real_or_skip("ibv_alloc_dm", ibv_alloc_dm(link.dev.ctx, &attr));
+  const int access = static_cast<int>(all_access) | IBV_ACCESS_ZERO_BASED;
+  ibv_mr* const mr = ibv_reg_dm_mr(link.pd, dm, first, bytes, static_cast<unsigned>(access));
+  EXPECT(mr != nullptr);
+  const Remote theirs = run.peer.exchange(Remote{0, bytes, mr->rkey, 0});
+  std::vector<std::byte> wanted(bytes), found(bytes + first);
+  fill_pattern(wanted, run.seed);
+  if (run.a()) {
+    EXPECT_OK(ibv_memcpy_to_dm(dm, first, wanted.data(), bytes));
+    EXPECT_OK(post(link.qp, Send{.opcode = IBV_WR_RDMA_WRITE, .id = 1, .sges = {{0, bytes, mr->lkey}}, .remote_address = theirs.address, .rkey = theirs.rkey}));
+    link.scq.expect(1);
+  }
+  run.peer.barrier();
+  if (run.b()) {
+    EXPECT_OK(ibv_memcpy_from_dm(found.data(), dm, 0, bytes + first));
+    expect_bytes(std::span(found).subspan(first), wanted, "written");
+    for (std::size_t i = 0; i < first; ++i) EXPECT_EQ(found[i], std::byte{0});
+    const std::uint64_t count = 5;
+    EXPECT_OK(ibv_memcpy_to_dm(dm, first + 16, &count, sizeof(count)));
+  }
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, Send{.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD, .id = 2, .sges = {{0, 8, mr->lkey}}, .remote_address = 16, .rkey = theirs.rkey, .compare_add = 3}));
+    link.scq.expect(2);
+    EXPECT_OK(ibv_memcpy_from_dm(found.data(), dm, first, 8));
+    EXPECT_EQ(*reinterpret_cast<const std::uint64_t*>(found.data()), 5u);
+    Send beyond{.opcode = IBV_WR_RDMA_READ, .id = 3, .sges = {link.mem.sge(0, 64)}, .remote_address = bytes - 32, .rkey = theirs.rkey};
+    EXPECT_OK(post(link.qp, beyond));
+    link.scq.expect(3, IBV_WC_REM_ACCESS_ERR);
+  }
+  run.peer.barrier();
+  if (run.b()) {
+    EXPECT_OK(ibv_memcpy_from_dm(found.data(), dm, first + 16, 8));
+    EXPECT_EQ(*reinterpret_cast<const std::uint64_t*>(found.data()), 8u);
+  }
+  link.reconnect();
+  EXPECT_OK(ibv_dereg_mr(mr));
+  EXPECT_OK(ibv_free_dm(dm));
+  run.peer.barrier();
+}
+
 }  // namespace vrdma::conformance

@@ -177,6 +177,11 @@ void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
 
 namespace {
 constexpr std::uint32_t reg_local_write = 1, reg_remote_write = 2, reg_remote_atomic = 8;
+std::uint64_t bytes_max(std::uint32_t access) { return Region::on_demand(access) ? limits::mr_bytes_on_demand_max : limits::mr_bytes_max; }
+// On demand: of no file, which would be held.
+bool staged_ok(const Guest& guest, std::uint32_t access) {
+  return !Region::on_demand(access) || std::ranges::all_of(guest.staged, [](const Extent& extent) { return extent.backing == backing_process; });
+}
 bool rights_ok(std::uint32_t access) {  // IBA 10.6.3.1: remote write and atomic need local write
   return (access & (reg_remote_write | reg_remote_atomic)) == 0 || (access & reg_local_write) != 0;
 }
@@ -185,12 +190,13 @@ bool rights_ok(std::uint32_t access) {  // IBA 10.6.3.1: remote write and atomic
 template <>
 Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrRequest& request) {
   ProtectionDomain* const pd = find(guest.pds, request.pd);
-  if (pd == nullptr || request.bytes == 0 || request.bytes > limits::mr_bytes_max || !rights_ok(request.access) ||
+  if (pd == nullptr || request.bytes == 0 || request.bytes > bytes_max(request.access) || !rights_ok(request.access) || !staged_ok(guest, request.access) ||
       request.address + request.bytes < request.address || request.iova + request.bytes < request.iova)
     return guest.staged.clear(), Errno{EINVAL};
   Tenant& tenant = *guest.tenant;
   if (guest.mrs.size() >= limits::mr_max) return guest.staged.clear(), Errno{ENOMEM};
-  if (request.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes) ||
+  const std::uint64_t held = Region::on_demand(request.access) ? 0 : request.bytes;
+  if (held > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes) ||
       !tenant.take_object())
     return guest.staged.clear(), Errno{EDQUOT};
   auto pieces = pieces_of(guest, request.address, request.bytes);
@@ -205,7 +211,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   region.address = request.address;
   region.pieces = std::move(*pieces);
   tenant.pieces += region.pieces.size();
-  tenant.registered_bytes += request.bytes;
+  tenant.registered_bytes += held;
   ++pd->users;
   const std::uint32_t handle = guest.next_handle++;
   guest.mrs.emplace(handle, slot);
@@ -230,23 +236,25 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr && !fabric_.far->hca()->forget_region(found->second) && may_wait(guest)) return Errno{EINPROGRESS};
+  const bool on_demand = Region::on_demand(region.access);
+  if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.staged.clear(), Errno{EINVAL};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
   ProtectionDomain* const before = pd_by_number(guest, region.pd);
   if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
     return guest.staged.clear(), Errno{EINVAL};
   if (request.flags & change_translation) {
-    if (request.bytes == 0 || request.bytes > limits::mr_bytes_max || request.address + request.bytes < request.address ||
+    if (request.bytes == 0 || request.bytes > bytes_max(region.access) || !staged_ok(guest, region.access) || request.address + request.bytes < request.address ||
         request.iova + request.bytes < request.iova)
       return guest.staged.clear(), Errno{EINVAL};
     const Tenant& tenant = *guest.tenant;
-    if (request.bytes > region.bytes && request.bytes - region.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes))
+    if (!on_demand && request.bytes > region.bytes && request.bytes - region.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes))
       return guest.staged.clear(), Errno{EDQUOT};
     auto pieces = pieces_of(guest, request.address, request.bytes);
     if (!pieces) return pieces.error();
     guest.tenant->pieces += pieces->size() - region.pieces.size();
     release_pieces(guest, region.pieces);
     region.pieces = std::move(*pieces);
-    guest.tenant->registered_bytes += request.bytes - region.bytes;
+    if (!on_demand) guest.tenant->registered_bytes += request.bytes - region.bytes;
     region.address = request.address;
     region.iova = request.iova;
     region.bytes = request.bytes;
@@ -274,7 +282,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
   if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
-  guest.tenant->registered_bytes -= region.bytes;
+  guest.tenant->registered_bytes -= region.bytes_held();
   --guest.tenant->objects;
   fabric_.regions.remove(found->second);
   guest.mrs.erase(found);
