@@ -2,6 +2,12 @@
 // functions. The same completion queue underneath, so that ibv_poll_cq and events work on it as on any other.
 //
 // From start_poll to end_poll one thread has the queue to itself; a start_poll that finds nothing needs no end_poll.
+#include "guest_lib/cq_ex.hpp"
+
+#include <time.h>
+
+#include <utility>
+
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 
@@ -17,6 +23,7 @@ int take(Cq& cq, int got) {
   if (got == 0) return ENOENT;
   cq.verbs.wr_id = cq.current.wr_id;
   cq.verbs.status = cq.current.status;
+  if (cq.timed && cq.current_time_ns == 0) cq.current_time_ns = cq.clock_ns();
   return 0;
 }
 
@@ -24,6 +31,7 @@ int start_poll(ibv_cq_ex* verbs, ibv_poll_cq_attr* attributes) {
   if (attributes->comp_mask != 0) return EINVAL;
   Cq& cq = of(verbs);
   if (!cq.one_thread) cq.steps_lock.lock();
+  cq.current_time_ns = 0;
   const int error = take(cq, poll_cq(cq.base(), 1, &cq.current));
   if (error != 0 && !cq.one_thread) cq.steps_lock.unlock();
   return error;
@@ -31,6 +39,7 @@ int start_poll(ibv_cq_ex* verbs, ibv_poll_cq_attr* attributes) {
 
 int next_poll(ibv_cq_ex* verbs) {
   Cq& cq = of(verbs);
+  cq.current_time_ns = 0;
   return take(cq, poll_cq_at_once(cq.base(), 1, &cq.current));
 }
 
@@ -41,10 +50,35 @@ void end_poll(ibv_cq_ex* verbs) {
 
 constexpr std::uint32_t known_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
 constexpr std::uint32_t known_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
+constexpr std::uint64_t times = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
+
+Result<std::uint64_t> clock_of(Attachment& attachment, ibv_context* context) {
+  auto reply = attachment.call<control::Request::read_clock>({Context::of(context).handle, 0});
+  if (!reply) return reply.error();
+  return reply->monotonic_ns;
+}
+
+// Before anything completes there.
+Status ask_for_times(Cq& cq) {
+  if (!offers_times(*cq.attachment)) return Errno{EOPNOTSUPP};
+  if (auto told = cq.attachment->call<control::Request::time_cq>({cq.verbs.handle, 0}); !told) return told.error();
+  const auto clock_ns = clock_of(*cq.attachment, cq.verbs.context);
+  if (!clock_ns) return clock_ns.error();
+  cq.clock_ahead_ns = *clock_ns - vmci::monotonic_ns();
+  cq.timed = true;
+  return ok();
+}
+
+// Nanoseconds since 1970. `current` is from a moment ago, so what sets the clock meanwhile does not matter.
+std::uint64_t wallclock_ns(const Cq& cq) {
+  timespec now{};
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(now.tv_nsec) - (cq.clock_ns() - cq.current_time_ns);
+}
 
 Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wanted) {
   const std::uint32_t flags = wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS ? wanted.flags : 0;
-  if ((wanted.wc_flags & ~std::uint64_t{IBV_WC_STANDARD_FLAGS}) != 0 || (wanted.comp_mask & ~known_mask) != 0 || (flags & ~known_flags) != 0)
+  if ((wanted.wc_flags & ~(std::uint64_t{IBV_WC_STANDARD_FLAGS} | times)) != 0 || (wanted.comp_mask & ~known_mask) != 0 || (flags & ~known_flags) != 0)
     return Errno{EOPNOTSUPP};
   Pd* domain = nullptr;
   if (wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) {
@@ -56,6 +90,11 @@ Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wante
   ibv_cq* const made = ibv_create_cq(context, static_cast<int>(wanted.cqe), wanted.cq_context, wanted.channel, static_cast<int>(wanted.comp_vector));
   if (made == nullptr) return last_error();
   Cq& cq = Cq::of(made);
+  if ((wanted.wc_flags & times) != 0) {
+    if (Status told = ask_for_times(cq); !told) return ibv_destroy_cq(made), told.error();
+    cq.verbs.read_completion_ts = [](ibv_cq_ex* from) { return of(from).current_time_ns; };
+    cq.verbs.read_completion_wallclock_ns = [](ibv_cq_ex* from) { return wallclock_ns(of(from)); };
+  }
   cq.one_thread = (flags & IBV_CREATE_CQ_ATTR_SINGLE_THREADED) != 0 || (domain != nullptr && domain->thread_domain != nullptr);
   cq.parent_domain = domain;
   if (domain != nullptr) domain->users.fetch_add(1, std::memory_order_relaxed);
@@ -77,6 +116,23 @@ Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wante
 }
 
 }  // namespace
+
+bool offers_times(const Attachment& attachment) { return !attachment.in_machine() && attachment.service_minor() >= control::minor_of_times; }
+
+int query_rt_values(ibv_context* context, ibv_values_ex* values) {
+  return as_int([&]() -> Status {
+    const std::uint32_t wanted = std::exchange(values->comp_mask, 0);
+    auto attachment = Context::of(context).usable();
+    if (!attachment) return attachment.error();
+    if (!offers_times(**attachment)) return Errno{EOPNOTSUPP};
+    if ((wanted & IBV_VALUES_MASK_RAW_CLOCK) == 0) return ok();
+    const auto clock_ns = clock_of(**attachment, context);
+    if (!clock_ns) return clock_ns.error();
+    values->raw_clock = {0, static_cast<long>(*clock_ns)};  // ticks, as with other providers
+    values->comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
+    return ok();
+  });
+}
 
 ibv_cq_ex* create_cq_ex(ibv_context* context, ibv_cq_init_attr_ex* wanted) {
   return as_ptr([&] { return create(context, *wanted); });

@@ -18,6 +18,7 @@
 #include "guest_lib/process.hpp"
 #include "guest_lib/spin_lock.hpp"
 #include "guest_lib/work_queue.hpp"
+#include "vmci_channel/arch.hpp"
 #include "vmci_channel/lane.hpp"
 #include "vrdma/attributes.hpp"
 
@@ -133,6 +134,7 @@ struct Lane {
   std::uint32_t qpn = 0;            // 0: of an XRC SRQ; its completions say theirs
   std::uint32_t number = control::no_lane;  // in its completion queue
   std::uint32_t hot_index = not_hot;
+  Cq* timed = nullptr;        // its completion queue, of one with times
   bool closed = false;        // the service is gone, and what was outstanding has been flushed
   std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
   bool pending = false;       // in the completion queue's list of lanes that may hold entries
@@ -161,6 +163,10 @@ struct Cq {
   ibv_wc current{};
   SpinLock steps_lock;
   bool one_thread = false;
+  bool timed = false;                 // its completions carry their time, by the service's clock
+  std::uint64_t current_time_ns = 0;  // of `current`; 0: it came from nowhere but this library
+  std::uint64_t clock_ahead_ns = 0;   // of ours, modulo 2^64
+  std::uint64_t clock_ns() const { return vmci::monotonic_ns() + clock_ahead_ns; }
   Pd* parent_domain = nullptr;  // on which it was made, or nullptr
 
   std::atomic<std::uint32_t> users{0};
@@ -256,7 +262,6 @@ int poll_cq(ibv_cq* cq, int count, ibv_wc* wc);
 int poll_cq_at_once(ibv_cq* cq, int count, ibv_wc* wc);
 // All of the chain or, with an errno value, none of it. send_lock is held.
 int post_all(Qp& qp, ibv_send_wr* chain);
-ibv_cq_ex* create_cq_ex(ibv_context* context, ibv_cq_init_attr_ex* wanted);
 ibv_qp* create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* wanted);
 // `xrcd`: of an XRC target, of which nothing but its type counts, or, of type RC with an SRQ, for what completes for an XRC SRQ; else nullptr.
 // target: the number of one to open; 0: a new one.

@@ -103,6 +103,7 @@ int drain(Lane& lane, int room, ibv_wc* wc) {
       return got + drain(lane, room - got, wc + got);
     }
     convert(*entry, lane.qpn, wc[got]);
+    if (lane.timed != nullptr) [[unlikely]] lane.timed->current_time_ns = time_of(*entry, lane.send != nullptr, lane.timed->clock_ns());
     queue_position = entry->queue_position;
     lane.reader.pop();
     ++got;
@@ -362,6 +363,7 @@ void Cq::add_lane(Lane& lane) {
   std::lock_guard guard(lock);
   if (lanes.size() <= lane.number) lanes.resize(lane.number + 1);
   lanes[lane.number] = &lane;
+  lane.timed = timed ? this : nullptr;
   ++lane_count;
   for (std::uint32_t i = 0; i < control::hot_lanes; ++i) {
     if (hot[i] != nullptr) continue;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "guest_lib/abi/export.hpp"
+#include "guest_lib/cq_ex.hpp"
 #include "guest_lib/device.hpp"
 #include "guest_lib/device_memory.hpp"
 #include "guest_lib/objects.hpp"
@@ -132,7 +133,9 @@ int query_device_ex(ibv_context* context, const ibv_query_device_ex_input* input
     all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
     all.phys_port_cnt_ex = all.orig_attr.phys_port_cnt;
     all.max_dm_size = device_memory_bytes_max;
-    if (auto attachment = Context::of(context).usable(); attachment && offers_on_demand(**attachment)) report_on_demand(all);
+    auto attachment = Context::of(context).usable();
+    if (attachment && offers_on_demand(**attachment)) report_on_demand(all);
+    if (attachment && offers_times(**attachment)) all.completion_timestamp_mask = UINT64_MAX, all.hca_core_clock = clock_khz;
     std::memset(attributes, 0, bytes);
     std::memcpy(attributes, &all, std::min(bytes, sizeof(all)));
     return ok();

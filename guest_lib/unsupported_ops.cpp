@@ -2,6 +2,7 @@
 
 #include <cerrno>
 
+#include "guest_lib/cq_ex.hpp"
 #include "guest_lib/device_memory.hpp"
 #include "guest_lib/domains.hpp"
 #include "guest_lib/objects.hpp"
@@ -42,6 +43,7 @@ void set_extended_ops(verbs_context& verbs) {
   verbs.dealloc_td = dealloc_td;
   verbs.alloc_parent_domain = alloc_parent_domain;
   verbs.create_cq_ex = create_cq_ex;
+  verbs.query_rt_values = query_rt_values;
   verbs.alloc_dm = alloc_dm;
   verbs.free_dm = free_dm;
   verbs.reg_dm_mr = reg_dm_mr;

@@ -299,12 +299,14 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const 
   }
   VRDMA_CRASH_POINT("service.complete.before_cqe");
   auto& core = owner.core;
-  if (by_xrc_srq) [[unlikely]] {
-    Cqe named = cqe;
-    named.src_qp = qp.qpn.value;  // its receiver learns by which of the targets it came
-    core.receive_lane.push(named, pack(state));
+  auto& to = direction == Direction::send ? core.send_lane : core.receive_lane;
+  if (by_xrc_srq || cq.timed) [[unlikely]] {
+    Cqe told = cqe;
+    if (by_xrc_srq) told.src_qp = qp.qpn.value;  // its receiver learns by which of the targets it came
+    if (cq.timed) set_time(told, direction == Direction::send, vmci::monotonic_ns());
+    to.push(told, pack(state));
   } else {
-    (direction == Direction::send ? core.send_lane : core.receive_lane).push(cqe, pack(state));
+    to.push(cqe, pack(state));
   }
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");

@@ -88,6 +88,7 @@ struct CompletionQueue {
   std::uint64_t depth = 0;         // of all work queues that complete here, shared ones once
   std::unordered_map<const SharedReceiveQueue*, std::uint32_t> srqs;  // of how many queue pairs that complete here
   bool overrun = false;
+  bool timed = false;  // its completions carry their time
   std::uint32_t lanes_used = 0;
   std::vector<std::uint32_t> free_lanes;
   std::vector<QueuePair*> users;  // a queue pair stands here once for each direction

@@ -19,8 +19,8 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 11;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
-                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC
+constexpr std::uint16_t version_minor = 12;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -74,6 +74,7 @@ constexpr std::uint16_t minor_of_bar = 2;       // of a guest that knows that fl
 constexpr std::uint16_t minor_of_sharing = 7;   // of a service that knows share_address
 constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_open
 constexpr std::uint16_t minor_of_xrc = 11;      // … that knows open_xrcd
+constexpr std::uint16_t minor_of_times = 12;    // … that knows time_cq
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
@@ -251,6 +252,10 @@ struct CreateCqRequest {
 struct CreateCqReply {
   std::uint32_t cq, cqe;
   std::uint64_t offset;  // of the CqShared in the arena
+};
+// time_cq: completions of a queue, which nothing uses yet, carry their time from now on (vrdma/wire.hpp). read_clock, of a context: that clock.
+struct ClockReply {
+  std::uint64_t monotonic_ns;
 };
 struct ResizeCqRequest {
   std::uint32_t cq, cqe;
@@ -517,7 +522,9 @@ struct QueuePairNotice {
   VRDMA_CM_REQUESTS(X)                                                    \
   X(open_xrcd, OpenXrcdRequest, HandleReply, true)                        \
   X(close_xrcd, HandleRequest, Empty, false)                              \
-  X(create_xrc_qp, CreateXrcQpRequest, CreateQpReply, false)
+  X(create_xrc_qp, CreateXrcQpRequest, CreateQpReply, false)              \
+  X(time_cq, HandleRequest, Empty, false)                                 \
+  X(read_clock, HandleRequest, ClockReply, false)
 
 enum class Request : std::uint16_t {
   none,

@@ -1,4 +1,7 @@
 // What a device may lack (extended CQ and QP, memory windows, device memory): tested where the device has it, skipped aloud else.
+#include <time.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstring>
 
@@ -49,6 +52,72 @@ CONFORMANCE(ExtendedCqIsPolledInSteps, "CQX-01 CQX-02", .solo = true) {
       return seen == 5;
     });
     EXPECT_EQ(ibv_start_poll(cq, &attr), ENOENT);
+  }
+  EXPECT_OK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)));
+}
+
+// Both queues of a connection complete there. What is polled a while later says when it completed, not when it was polled.
+CONFORMANCE(TimesAreThoseOfCompletion, "CQX-03 CQX-04") {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Region region(pd, 4096);
+  ibv_device_attr_ex attr{};
+  EXPECT_OK(ibv_query_device_ex(dev.ctx, nullptr, &attr));
+  const bool offered = attr.completion_timestamp_mask != 0;
+  if (!run.peer.exchange(offered) || !offered) skip("a device has no times of completions");
+  EXPECT(attr.hca_core_clock != 0);
+  const double tick_ns = 1e6 / static_cast<double>(attr.hca_core_clock);
+  ibv_cq_init_attr_ex init{};
+  init.cqe = 64;
+  init.wc_flags = std::uint64_t{IBV_WC_STANDARD_FLAGS} | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
+  errno = 0;
+  ibv_cq_ex* const cq = real_or_skip("ibv_create_cq_ex with times", ibv_create_cq_ex(dev.ctx, &init));
+  const auto clock_ticks = [&] {
+    ibv_values_ex values{};
+    values.comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
+    EXPECT_OK(ibv_query_rt_values_ex(dev.ctx, &values));
+    EXPECT_EQ(values.comp_mask, std::uint32_t{IBV_VALUES_MASK_RAW_CLOCK});
+    return static_cast<std::uint64_t>(values.raw_clock.tv_nsec);
+  };
+  const auto wallclock_ns = [] {
+    timespec now{};
+    ::clock_gettime(CLOCK_REALTIME, &now);
+    return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(now.tv_nsec);
+  };
+  constexpr std::uint64_t rounds = 4;
+  {
+    Qp qp(pd, ibv_cq_ex_to_cq(cq), ibv_cq_ex_to_cq(cq));
+    to_init(dev, qp);
+    const Address theirs = run.peer.exchange(address_of(dev, qp));
+    for (std::uint64_t i = 0; i < rounds; ++i) EXPECT_OK(post(qp, Recv{i, {region.sge(0, 64)}}));
+    bring_up(dev, qp, theirs);
+    run.peer.barrier();
+    const std::uint64_t before = clock_ticks(), wall_before = wallclock_ns();
+    for (std::uint64_t i = 0; i < rounds; ++i) {
+      EXPECT_OK(post(qp, Send{.id = 100 + i, .sges = {region.sge(64, 64)}}));
+      run.peer.barrier();
+    }
+    ::usleep(300'000);  // all have long completed; that is what the times are to say
+    const std::uint64_t after = clock_ticks(), wall_after = wallclock_ns();
+    std::uint64_t last[2] = {before, before}, seen = 0;
+    ibv_poll_cq_attr poll{};
+    wait_until("all completions", [&] {
+      int rc = ibv_start_poll(cq, &poll);
+      if (rc == ENOENT) return false;
+      EXPECT_OK(rc);
+      for (; rc == 0; rc = ibv_next_poll(cq)) {
+        EXPECT_EQ(cq->status, IBV_WC_SUCCESS);
+        const std::uint64_t at = ibv_wc_read_completion_ts(cq), wall = ibv_wc_read_completion_wallclock_ns(cq);
+        std::uint64_t& previous = last[cq->wr_id >= 100];
+        EXPECT(previous <= at && static_cast<double>(after - at) * tick_ns > 250e6 && at < after);
+        EXPECT(wall_before - 20'000'000 < wall && wall + 200'000'000 < wall_after);
+        previous = at;
+        ++seen;
+      }
+      ibv_end_poll(cq);
+      return seen == 2 * rounds;
+    });
+    run.peer.barrier();
   }
   EXPECT_OK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)));
 }

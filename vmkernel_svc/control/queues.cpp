@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "vmci_channel/arch.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
@@ -68,6 +69,22 @@ Result<CreateCqReply> ControlDesk::on<Request::create_cq>(Guest& guest, const Cr
   const CreateCqReply reply{cq->handle.value, cq->cqe, *offset};
   guest.cqs.emplace(cq->handle.value, std::move(cq));
   return reply;
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::time_cq>(Guest& guest, const HandleRequest& request) {
+  CompletionQueue* const cq = find(guest.cqs, request.handle);
+  if (cq == nullptr) return Errno{EINVAL};
+  if (guest.machine) return Errno{EOPNOTSUPP};  // it moves, and its clock is another one afterwards
+  if (!cq->users.empty()) return Errno{EBUSY};
+  cq->timed = true;
+  return Empty{};
+}
+
+template <>
+Result<ClockReply> ControlDesk::on<Request::read_clock>(Guest& guest, const HandleRequest& request) {
+  if (find(guest.contexts, request.handle) == nullptr) return Errno{EINVAL};
+  return ClockReply{vmci::monotonic_ns()};
 }
 
 template <>

@@ -44,6 +44,7 @@ std::string_view why_not(const QueuePair& end) {
   if (!heard_directly(*end.send_cq) || !heard_directly(*end.receive_cq)) return "a completion channel without descriptors for its peers, or of an older library";
   if (!roomy(end)) return "a completion queue with less room than its work queues";
   if (end.guest->machine) return "a virtual machine";
+  if (end.send_cq->timed || end.receive_cq->timed) return "a completion queue with times, which the service tells";
   if (end.srq != nullptr && !end.srq->core.turns) return "a shared receive queue, which is for the HCA to take from";
   if (end.srq != nullptr && end.srq->pd != end.pd) return "a shared receive queue of another protection domain";
   if (end.core.port.link == nullptr && !takes_another(end)) return "too many direct connections of one shared receive queue";
