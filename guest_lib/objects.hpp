@@ -90,6 +90,13 @@ struct Mr {
   static Mr& of(ibv_mr* mr) { return *reinterpret_cast<Mr*>(mr); }
   bool on_demand() const { return (access & IBV_ACCESS_ON_DEMAND) != 0; }
 };
+struct Mw {
+  ibv_mw verbs{};
+  std::shared_ptr<Attachment> attachment;
+
+  static Mw& of(ibv_mw* mw) { return *reinterpret_cast<Mw*>(mw); }
+};
+
 // What ibv_reg_mr_iova2() gives: `bytes` at `start`, which requests name by `iova` and on (IBV_ACCESS_ZERO_BASED: by 0 and on).
 Result<ibv_mr*> make_mr(ibv_pd* pd, void* start, std::size_t bytes, std::uint64_t iova, std::uint32_t access);
 
@@ -243,6 +250,7 @@ struct Qp {
   // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.
   std::vector<control::McastRequest> mcast_groups;
   std::uint32_t events_reported = 0;
+  bool has_windows = false;
   Xrcd* xrcd = nullptr;  // of an XRC target, and of what completes for an XRC SRQ
 
   static Qp& of(ibv_qp* qp) { return *reinterpret_cast<Qp*>(qp); }

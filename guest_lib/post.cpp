@@ -1,5 +1,6 @@
 // ibv_post_send, ibv_post_recv, ibv_post_srq_recv: work requests into WQEs in shared memory. No allocation, no system call
 // unless the service sleeps, one full fence per call.
+#include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 
 #include <cstring>
@@ -23,10 +24,10 @@ constexpr std::uint32_t bit(ibv_wr_opcode opcode) { return 1u << opcode; }
 constexpr std::uint32_t send_opcodes = bit(IBV_WR_SEND) | bit(IBV_WR_SEND_WITH_IMM);
 constexpr std::uint32_t write_opcodes = bit(IBV_WR_RDMA_WRITE) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
 constexpr std::uint32_t fetch_opcodes = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD);
-constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM);
-// Opcodes of the specification that this device does not have (yet).
-constexpr std::uint32_t not_offered = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW) | bit(IBV_WR_SEND_WITH_INV) |
-                                      bit(IBV_WR_TSO) | bit(IBV_WR_ATOMIC_WRITE);
+constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM) | bit(IBV_WR_SEND_WITH_INV);  // whose key lies there
+constexpr std::uint32_t local_opcodes = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW);
+// Opcodes of the specification that this device does not have (yet), or not in machines.
+constexpr std::uint32_t not_offered = local_opcodes | bit(IBV_WR_SEND_WITH_INV) | bit(IBV_WR_TSO) | bit(IBV_WR_ATOMIC_WRITE);
 
 // IBA 10.8.2, table 114: which operations a transport service has.
 constexpr std::uint32_t legal_opcodes(ibv_qp_type type) {
@@ -41,6 +42,11 @@ constexpr std::uint32_t legal_opcodes(ibv_qp_type type) {
     default:  // an XRC target only receives
       return 0;
   }
+}
+
+constexpr std::uint32_t window_opcodes(ibv_qp_type type) {
+  const bool reliable = type == IBV_QPT_RC || type == IBV_QPT_XRC_SEND;
+  return reliable ? local_opcodes | bit(IBV_WR_SEND_WITH_INV) : type == IBV_QPT_UC ? local_opcodes : 0;
 }
 
 RemoteOperand remote_operand(const ibv_send_wr& wr) {
@@ -68,7 +74,10 @@ struct Shape {
   if (opcode >= 32) return EINVAL;
   const std::uint32_t opcode_bit = 1u << opcode;
   const ibv_qp_type type = qp.verbs.qp_base.qp_type;
-  if ((opcode_bit & legal_opcodes(type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
+  if ((opcode_bit & legal_opcodes(type)) == 0) [[unlikely]] {
+    if (!qp.has_windows || (opcode_bit & window_opcodes(type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
+    if (opcode_bit & local_opcodes) return shape = {send_wqe_slots(0), 0}, 0;
+  }
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > qp.max_send_sge) return EINVAL;
 
   std::uint32_t payload_bytes = static_cast<std::uint32_t>(wr.num_sge) * static_cast<std::uint32_t>(sizeof(Sge));
@@ -109,8 +118,8 @@ void put_operand(vmci::RecordWriter& ring, const UdOperand& operand) {
   for (std::size_t word = 1; word < 4; ++word) ring.put(at + word * sizeof(std::uint64_t), word_of(operand, word));
 }
 
-// There is room for it.
-void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
+// There is room for it. word: the WQE's, where its opcode has one.
+void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape, std::uint32_t word) {
   const std::uint32_t opcode_bit = 1u << wr.opcode;
   VRDMA_CRASH_POINT("guest.post_send.before_write");
   vmci::RecordWriter& ring = qp.send.writer();
@@ -119,11 +128,13 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
     put_operand(ring, operand);
   } else {
     // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
-    RemoteOperand operand = opcode_bit & send_opcodes ? RemoteOperand{} : remote_operand(wr);
+    RemoteOperand operand = opcode_bit & (send_opcodes | not_offered) ? RemoteOperand{} : remote_operand(wr);
     if (qp.base().qp_type == IBV_QPT_XRC_SEND) operand.srqn = wr.qp_type.xrc.remote_srqn;
     put_operand(ring, operand);
   }
-  if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
+  if (opcode_bit & local_opcodes) {
+    // no payload
+  } else if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
     std::size_t offset = send_wqe_payload_offset;
     for (int i = 0; i < wr.num_sge; ++i) {
       const ibv_sge& sge = wr.sg_list[i];
@@ -134,7 +145,7 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape) {
     put_sges(ring, send_wqe_payload_offset, wr.sg_list, shape.count);
   }
   VRDMA_CRASH_POINT("guest.post_send.before_publish");
-  qp.send.publish(wr.wr_id, opcode_bit & with_immediate ? wr.imm_data : 0,
+  qp.send.publish(wr.wr_id, word,
                   pack(WqeControl{static_cast<WrOpcode>(wr.opcode), flags_of(qp, wr), shape.count}), shape.slots);
   VRDMA_CRASH_POINT("guest.post_send.published");
 }
@@ -148,7 +159,12 @@ int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
   if constexpr (std::is_same_v<Direct, DatagramSender>) {  // once it is posted, its address handle may go
     if (direct == nullptr && !qp.liveness->gone()) qp.datagrams->look_at(wr);
   }
-  if (direct == nullptr || !direct->carry_out(qp.send, wr, flags_of(qp, wr))) write(qp, wr, shape);
+  if (bit(wr.opcode) & local_opcodes) [[unlikely]] {
+    const auto outcome = carry_out_window(qp, wr);
+    if (!outcome) return value(outcome.error());
+    return write(qp, wr, shape, *outcome), 0;
+  }
+  if (direct == nullptr || !direct->carry_out(qp.send, wr, flags_of(qp, wr))) write(qp, wr, shape, bit(wr.opcode) & with_immediate ? wr.imm_data : 0);
   return 0;
 }
 

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "guest_lib/abi/export.hpp"
+#include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "guest_lib/xrc.hpp"
@@ -106,8 +107,15 @@ constexpr std::uint64_t send_operations = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_S
 constexpr std::uint64_t write_operations = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
 constexpr std::uint64_t fetch_operations = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
 
-std::uint64_t operations_of(ibv_qp_type type) {
-  return type == IBV_QPT_RC || type == IBV_QPT_XRC_SEND ? send_operations | write_operations | fetch_operations : type == IBV_QPT_UC ? send_operations | write_operations : send_operations;
+constexpr std::uint64_t window_operations = IBV_QP_EX_WITH_BIND_MW | IBV_QP_EX_WITH_LOCAL_INV;
+
+std::uint64_t operations_of(ibv_qp_type type, bool windows) {
+  switch (type) {
+    case IBV_QPT_RC:
+    case IBV_QPT_XRC_SEND: return send_operations | write_operations | fetch_operations | (windows ? window_operations | IBV_QP_EX_WITH_SEND_WITH_INV : 0);
+    case IBV_QPT_UC: return send_operations | write_operations | (windows ? window_operations : 0);
+    default: return send_operations;
+  }
 }
 
 Result<ibv_qp*> create(ibv_qp_init_attr_ex& wanted) {
@@ -117,7 +125,9 @@ Result<ibv_qp*> create(ibv_qp_init_attr_ex& wanted) {
   if ((wanted.comp_mask & IBV_QP_INIT_ATTR_PD) == 0 || wanted.pd == nullptr) return Errno{EINVAL};
   if ((wanted.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS) != 0 && wanted.create_flags != 0) return Errno{EOPNOTSUPP};
   const bool extended = (wanted.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) != 0;
-  if (extended && (wanted.send_ops_flags & ~operations_of(wanted.qp_type)) != 0) return Errno{EOPNOTSUPP};
+  const auto attachment = Context::of(wanted.pd->context).usable();
+  const bool windows = attachment && offers_windows(**attachment);
+  if (extended && (wanted.send_ops_flags & ~operations_of(wanted.qp_type, windows)) != 0) return Errno{EOPNOTSUPP};
   auto batch = extended ? std::make_unique<WrBatch>() : nullptr;
   ibv_qp_init_attr plain{wanted.qp_context, wanted.send_cq, wanted.recv_cq, wanted.srq, wanted.cap, wanted.qp_type, wanted.sq_sig_all};
   const auto made = create_qp(wanted.pd, plain, nullptr);
@@ -158,6 +168,12 @@ void set_wr_operations(ibv_qp_ex& qp) {
     add_atomic(to, IBV_WR_ATOMIC_FETCH_AND_ADD, rkey, address, addend, 0);
   };
 
+  qp.wr_bind_mw = [](ibv_qp_ex* to, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) {
+    add(to, IBV_WR_BIND_MW, [&](ibv_send_wr& wr) { wr.bind_mw = {mw, rkey, *info}; });
+  };
+  qp.wr_local_inv = [](ibv_qp_ex* to, std::uint32_t rkey) { add(to, IBV_WR_LOCAL_INV, [&](ibv_send_wr& wr) { wr.invalidate_rkey = rkey; }); };
+  qp.wr_send_inv = [](ibv_qp_ex* to, std::uint32_t rkey) { add(to, IBV_WR_SEND_WITH_INV, [&](ibv_send_wr& wr) { wr.invalidate_rkey = rkey; }); };
+
   qp.wr_set_ud_addr = [](ibv_qp_ex* to, ibv_ah* ah, std::uint32_t remote_qpn, std::uint32_t remote_qkey) {
     ibv_send_wr* const wr = batch_of(to).last();
     if (wr == nullptr || to->qp_base.qp_type != IBV_QPT_UD) return batch_of(to).fail(EINVAL);
@@ -182,9 +198,6 @@ void set_wr_operations(ibv_qp_ex& qp) {
   };
 
   // Callers do not look whether a pointer is there.
-  qp.wr_bind_mw = [](ibv_qp_ex* to, ibv_mw*, std::uint32_t, const ibv_mw_bind_info*) { refuse(to); };
-  qp.wr_local_inv = [](ibv_qp_ex* to, std::uint32_t) { refuse(to); };
-  qp.wr_send_inv = [](ibv_qp_ex* to, std::uint32_t) { refuse(to); };
   qp.wr_send_tso = [](ibv_qp_ex* to, void*, std::uint16_t, std::uint16_t) { refuse(to); };
   qp.wr_atomic_write = [](ibv_qp_ex* to, std::uint32_t, std::uint64_t, const void*) { refuse(to); };
 }

@@ -7,6 +7,7 @@
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/namesakes.hpp"
+#include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
@@ -131,6 +132,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   verbs.qp_num = reply->qpn;
   verbs.state = IBV_QPS_RESET;
   verbs.qp_type = init.qp_type;
+  qp->has_windows = offers_windows(**attachment);
   qp->xrcd = xrcd;
   if (init.qp_type == IBV_QPT_XRC_RECV) verbs.pd = nullptr, verbs.send_cq = verbs.recv_cq = nullptr;
   pthread_mutex_init(&verbs.mutex, nullptr);

@@ -7,6 +7,7 @@
 #include "guest_lib/cq_ex.hpp"
 #include "guest_lib/device.hpp"
 #include "guest_lib/device_memory.hpp"
+#include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/on_demand.hpp"
 #include "guest_lib/verbs_result.hpp"
@@ -65,6 +66,11 @@ void fill(const control::DeviceReply& reply, ibv_device_attr& to) {
   to.phys_port_cnt = 1;
 }
 
+void add_windows(ibv_device_attr& to) {
+  to.max_mw = static_cast<int>(limits::mw_max);
+  to.device_cap_flags |= IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B;
+}
+
 void fill(const control::DeviceReply& reply, ibv_port_attr& to) {
   const bool ethernet = reply.link_layer == control::link_layer_ethernet;
   to = {};
@@ -117,6 +123,7 @@ int query_device(ibv_context* context, ibv_device_attr* attributes) {
     auto reply = Context::of(context).device();
     if (!reply) return reply.error();
     fill(*reply, *attributes);
+    if (auto attachment = Context::of(context).usable(); attachment && offers_windows(**attachment)) add_windows(*attributes);
     return ok();
   });
 }
@@ -130,10 +137,11 @@ int query_device_ex(ibv_context* context, const ibv_query_device_ex_input* input
     if (!reply) return reply.error();
     ibv_device_attr_ex all{};
     fill(*reply, all.orig_attr);
+    auto attachment = Context::of(context).usable();
+    if (attachment && offers_windows(**attachment)) add_windows(all.orig_attr);
     all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
     all.phys_port_cnt_ex = all.orig_attr.phys_port_cnt;
     all.max_dm_size = device_memory_bytes_max;
-    auto attachment = Context::of(context).usable();
     if (attachment && offers_on_demand(**attachment)) report_on_demand(all);
     if (attachment && offers_times(**attachment)) all.completion_timestamp_mask = UINT64_MAX, all.hca_core_clock = clock_khz;
     std::memset(attributes, 0, bytes);

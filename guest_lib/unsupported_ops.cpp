@@ -5,6 +5,7 @@
 #include "guest_lib/cq_ex.hpp"
 #include "guest_lib/device_memory.hpp"
 #include "guest_lib/domains.hpp"
+#include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/on_demand.hpp"
 #include "guest_lib/xrc.hpp"
@@ -13,7 +14,6 @@ namespace vrdma::guest {
 
 namespace {
 
-int not_supported() { return errno = EOPNOTSUPP; }
 void* no_object() {
   errno = EOPNOTSUPP;
   return nullptr;
@@ -33,9 +33,9 @@ void set_unsupported_ops(ibv_context_ops& ops) {
                                    &ops._compat_destroy_ah,   &ops._compat_attach_mcast, &ops._compat_detach_mcast,
                                    &ops._compat_async_event};
   for (auto* slot : slots) *slot = no_object;
-  ops.alloc_mw = [](ibv_pd*, ibv_mw_type) { return static_cast<ibv_mw*>(no_object()); };
-  ops.bind_mw = [](ibv_qp*, ibv_mw*, ibv_mw_bind*) { return not_supported(); };
-  ops.dealloc_mw = [](ibv_mw*) { return not_supported(); };
+  ops.alloc_mw = alloc_mw;
+  ops.bind_mw = bind_mw;
+  ops.dealloc_mw = dealloc_mw;
 }
 
 void set_extended_ops(verbs_context& verbs) {

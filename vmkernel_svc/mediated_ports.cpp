@@ -22,15 +22,16 @@ using engine::Place;
 
 std::optional<Place> MediatedPorts::find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
   constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
-  return find_in((access & remote) != 0 ? qp.port.remote_hint : qp.port.local_hint, qp.port.pd, key, address, bytes, access);
+  const bool from_afar = (access & remote) != 0;
+  return find_in(from_afar ? qp.port.remote_hint : qp.port.local_hint, qp.port.pd, from_afar ? qp.qpn.value : 0, key, address, bytes, access);
 }
 
 std::optional<Place> MediatedPorts::find_receive(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes) {
   const std::uint64_t pd = qp.srq != nullptr ? qp.srq->port.owner->pd->number : qp.port.pd;
-  return find_in(qp.port.receive_hint, pd, key, address, bytes, engine::access_local_write);
+  return find_in(qp.port.receive_hint, pd, 0, key, address, bytes, engine::access_local_write);
 }
 
-std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address,
+std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, std::uint32_t window_qpn, Key key, std::uint64_t address,
                                             std::uint64_t bytes, std::uint32_t access) {
   Region* region = hint.key == key.value ? fabric_.regions.at(hint.slot, hint.generation) : nullptr;
   if (region != nullptr && hint.generation != 0) {
@@ -45,6 +46,11 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, Key
   if (region->pd != pd || (region->access & access) != access) return std::nullopt;
   const std::uint64_t offset = address - region->iova;
   if (address < region->iova || offset > region->bytes || bytes > region->bytes - offset) return std::nullopt;
+  if ((region->access & Region::is_window) != 0) [[unlikely]] {
+    if (window_qpn == 0 || (region->window_qpn != 0 && region->window_qpn != window_qpn)) return std::nullopt;
+    if (region->window_generation == 0 || fabric_.regions.at(region->window_slot, region->window_generation) == nullptr) return std::nullopt;
+    return Place{Place::Kind::registered, region->window_slot, region->window_generation, region->window_offset + offset};
+  }
   // Stores become visible in order: a completion waits for the line that the payload goes to, which its owner has in its cache.
   constexpr std::uint32_t writes = engine::access_local_write | engine::access_remote_write;
   if ((access & writes) != 0) {
@@ -361,6 +367,8 @@ void MediatedPorts::srq_limit(Srq& srq) {
   SharedReceiveQueue& owner = *srq.port.owner;
   raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(engine::AsyncEvent::srq_limit_reached), owner.handle);
 }
+
+bool MediatedPorts::invalidate(Qp& qp, Key key) { return fabric_.regions.invalidate_window(key, qp.qpn.value); }
 
 std::optional<MediatedPorts::Srq*> MediatedPorts::xrc_srq(Qp& qp, std::uint32_t srqn) {
   const auto found = fabric_.by_qpn.find(srqn);

@@ -120,6 +120,8 @@ class MediatedPorts {
   // Of an XRC target queue pair: the SRQ of its domain with that number, from whose protection domain R_Keys are then, too. nullptr: there is
   // none; std::nullopt: nobody answers, as its machine stands still.
   std::optional<Srq*> xrc_srq(Qp& qp, std::uint32_t srqn);
+  // SEND with invalidate: ends a memory window that is bound to `qp`. False: there is none of that key.
+  bool invalidate(Qp& qp, Key key);
   void srq_wanted(Srq& srq) {
     if (srq.port.hca != nullptr) [[unlikely]] take_back(srq);
   }
@@ -166,8 +168,9 @@ class MediatedPorts {
  private:
   Qp* addressed(std::uint32_t link_layer, const UdOperand& ud);  // of this host, in whatever partition
   void take_back(Srq& srq);
-  std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, Key key, std::uint64_t address, std::uint64_t bytes,
-                                       std::uint32_t access);
+  // window_qpn: whose request it is that may come by a memory window; 0: none.
+  std::optional<engine::Place> find_in(KeyHint& hint, std::uint64_t pd, std::uint32_t window_qpn, Key key, std::uint64_t address,
+                                       std::uint64_t bytes, std::uint32_t access);
   // Where a place is in the service: a mapped address for all of `bytes`, or not that simple.
   std::byte* mapped(const engine::Place& place, std::uint64_t bytes);
   std::uint64_t piece_left(const engine::Place& place);  // from there on to the end of its piece

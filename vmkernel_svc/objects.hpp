@@ -73,6 +73,14 @@ struct Xrcd {  // a program's handle of it
 };
 
 struct SharedReceiveQueue;
+struct MemoryWindow {
+  Handle handle;
+  std::uint32_t context;
+  ProtectionDomain* pd;
+  std::uint32_t slot;  // of its region, which says what it is bound to
+  bool of_queue_pair;  // type 2
+};
+
 struct CompletionQueue {
   Handle handle;
   std::uint32_t context;
@@ -219,6 +227,7 @@ struct Guest {
   Table<Channel> channels;
   Table<ProtectionDomain> pds;
   std::unordered_map<std::uint32_t, std::uint32_t> mrs;  // handle → region slot
+  Table<MemoryWindow> mws;
   Table<CompletionQueue> cqs;
   Table<SharedReceiveQueue> srqs;
   Table<QueuePair> qps;

@@ -20,7 +20,7 @@ namespace vrdma::control {
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
 constexpr std::uint16_t version_minor = 12;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
-                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions
+                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -75,6 +75,7 @@ constexpr std::uint16_t minor_of_sharing = 7;   // of a service that knows share
 constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_open
 constexpr std::uint16_t minor_of_xrc = 11;      // … that knows open_xrcd
 constexpr std::uint16_t minor_of_times = 12;    // … that knows time_cq
+constexpr std::uint16_t minor_of_windows = 12;  // … and alloc_mw
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
@@ -239,6 +240,23 @@ struct RegMrReply {
   std::uint32_t key;  // lkey and rkey
 };
 // enum ibv_rereg_mr_flags in `flags`; the fields that it does not name are ignored. The MR is gone if it fails after checks.
+// Memory windows. A window's keys differ in their last 8 bits, which whoever binds it chooses.
+struct AllocMwRequest {
+  std::uint32_t pd;
+  std::uint32_t type;  // enum ibv_mw_type: 1, 2
+};
+struct BindMwRequest {
+  std::uint32_t mw, qp;
+  std::uint32_t mr;      // 0, or no bytes: bound to nothing
+  std::uint32_t access;  // enum ibv_access_flags
+  std::uint32_t key;     // the new one
+  std::uint32_t reserved;
+  std::uint64_t address, bytes;
+};
+struct InvalidateMwRequest {
+  std::uint32_t qp;
+  std::uint32_t key;
+};
 struct ReregMrRequest {
   std::uint32_t mr, flags;
   std::uint32_t pd, access;
@@ -524,7 +542,11 @@ struct QueuePairNotice {
   X(close_xrcd, HandleRequest, Empty, false)                              \
   X(create_xrc_qp, CreateXrcQpRequest, CreateQpReply, false)              \
   X(time_cq, HandleRequest, Empty, false)                                 \
-  X(read_clock, HandleRequest, ClockReply, false)
+  X(read_clock, HandleRequest, ClockReply, false)                         \
+  X(alloc_mw, AllocMwRequest, RegMrReply, false)                          \
+  X(dealloc_mw, HandleRequest, Empty, false)                              \
+  X(bind_mw, BindMwRequest, Empty, false)                                 \
+  X(invalidate_mw, InvalidateMwRequest, Empty, false)
 
 enum class Request : std::uint16_t {
   none,

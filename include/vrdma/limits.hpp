@@ -9,6 +9,7 @@ constexpr std::uint32_t qp_max = 8191;  // per guest; queue index 0 of the doorb
 constexpr std::uint32_t cq_max = 8192;
 constexpr std::uint32_t srq_max = 4096;
 constexpr std::uint32_t mr_max = 1u << 20;
+constexpr std::uint32_t mw_max = 1u << 16;  // per guest; of all, there are 2^24 less one for each other key
 constexpr std::uint32_t pd_max = 8192;
 constexpr std::uint32_t ah_max = 1u << 20;
 constexpr std::uint32_t qp_wr_max = 16384;

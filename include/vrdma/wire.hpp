@@ -26,6 +26,10 @@ enum class WrOpcode : std::uint8_t {
   rdma_read = 4,
   atomic_cmp_and_swp = 5,
   atomic_fetch_and_add = 6,
+  // Carried out by the service when they were posted (control::Request::bind_mw): what is left is to complete in their turn.
+  local_inv = 7,
+  bind_mw = 8,
+  send_with_inv = 9,  // imm_data: the key
   // Only in receive queues; never a value of ibv_wr_opcode.
   receive = 0x7f,
 };
@@ -66,6 +70,8 @@ enum class WcOpcode : std::uint8_t {
   rdma_read = 2,
   comp_swap = 3,
   fetch_add = 4,
+  bind_mw = 5,
+  local_inv = 6,
   recv = 128,
   recv_rdma_with_imm = 129,
 };
@@ -73,6 +79,7 @@ enum class WcOpcode : std::uint8_t {
 enum WcFlag : std::uint8_t {
   wc_grh = 1,       // IBV_WC_GRH
   wc_with_imm = 2,  // IBV_WC_WITH_IMM
+  wc_with_inv = 8,  // IBV_WC_WITH_INV
   wc_solicited = 64,  // ours, cleared by the guest: the sender asked for a solicited event
 };
 

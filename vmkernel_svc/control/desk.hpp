@@ -61,6 +61,9 @@ class ControlDesk {
   void destroy(Guest& guest, QueuePair& qp);
   void destroy(Guest& guest, CompletionQueue& cq);
   void destroy(Guest& guest, SharedReceiveQueue& srq);
+  void destroy(Guest& guest, MemoryWindow& window);
+  // Memory windows of a queue pair that goes.
+  void unbind_windows(QueuePair& qp);
   bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
   Status close_context(Guest& guest, std::uint32_t context);
   engine::PortLimits limits_of(const Guest& guest) const;

@@ -256,6 +256,7 @@ Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
   for (const auto handle : of_context(guest.srqs)) destroy(guest, *guest.srqs[handle]);
   for (const auto handle : of_context(guest.xrcds)) destroy(guest, *guest.xrcds[handle]);
   for (const auto handle : of_context(guest.cqs)) destroy(guest, *guest.cqs[handle]);
+  for (const auto handle : of_context(guest.mws)) destroy(guest, *guest.mws[handle]);
   std::vector<std::uint32_t> regions;
   for (const auto& [handle, slot] : guest.mrs) {
     const std::uint64_t number = fabric_.regions.slot(slot).pd;

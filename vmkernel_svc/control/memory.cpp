@@ -233,6 +233,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   const auto found = guest.mrs.find(request.mr);
   if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
   Region& region = fabric_.regions.slot(found->second);
+  if (region.windows != 0) return guest.staged.clear(), Errno{EBUSY};
   if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr && !fabric_.far->hca()->forget_region(found->second) && may_wait(guest)) return Errno{EINPROGRESS};
@@ -291,7 +292,9 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
 
 template <>
 Result<Empty> ControlDesk::on<Request::dereg_mr>(Guest& guest, const HandleRequest& request) {
-  if (!guest.mrs.contains(request.handle)) return Errno{EINVAL};
+  const auto found = guest.mrs.find(request.handle);
+  if (found == guest.mrs.end()) return Errno{EINVAL};
+  if (fabric_.regions.slot(found->second).windows != 0) return Errno{EBUSY};
   if (!shard_.direct().take_back(guest) || !destroy_region(guest, request.handle, false)) return Errno{EINPROGRESS};
   shard_.direct().hand_out(guest);
   return Empty{};

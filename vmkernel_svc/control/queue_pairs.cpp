@@ -201,6 +201,7 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->leave(qp.core);
   shard_.direct().forget(qp);
   leave_domain(qp);
+  unbind_windows(qp);
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);
   guest.totals += qp.core.counters;

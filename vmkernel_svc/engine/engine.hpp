@@ -101,6 +101,7 @@ class Engine {
   void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) { responder_.give_back(qp, wr_id, buffer); }
   void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }
   void give_up(Qp<P>& qp) { requester_.give_up(qp); }
+  void conclude(Qp<P>& qp) { requester_.conclude(qp); }
   // In ERR: flushes what was sent as records, and the operation under way.
   void flush_begun(Qp<P>& qp) {
     close_far(qp, [&](std::uint64_t wr_id, std::uint32_t position) { complete_flushed(qp, Direction::send, wr_id, position); });

@@ -222,6 +222,10 @@ class FarRequester {
       if (fetched == Requester<P>::Fetch::failed) return true;
     }
     if (op.copy_pending && far.arrived_copy) return false;
+    if (op.rule->local) [[unlikely]] {
+      if (!far.outstanding.empty() || far.under_way != 0) return false;
+      return requester_.conclude(qp), true;
+    }
     if (op.stage == Operation::Stage::routing && !begin(qp)) return false;
     return carry_on(qp, budget);
   }

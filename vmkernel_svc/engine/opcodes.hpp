@@ -15,6 +15,8 @@ struct OpcodeRule {
   bool reads;                // payload travels back (RDMA READ, atomics)
   bool atomic;
   WcOpcode send_opcode, receive_opcode;
+  bool local = false;        // reaches nobody: its WQE says how it ended
+  bool invalidates = false;  // ends a memory window of the responder's
 };
 
 constexpr OpcodeRule opcode_rules[] = {
@@ -25,6 +27,9 @@ constexpr OpcodeRule opcode_rules[] = {
     /* RDMA READ           */ {true, false, false, false, false, false, access_remote_read, true, false, WcOpcode::rdma_read, WcOpcode::recv},
     /* CMP_AND_SWP         */ {true, false, false, false, false, false, access_remote_atomic, true, true, WcOpcode::comp_swap, WcOpcode::recv},
     /* FETCH_AND_ADD       */ {true, false, false, false, false, false, access_remote_atomic, true, true, WcOpcode::fetch_add, WcOpcode::recv},
+    /* LOCAL_INV           */ {true, true, false, false, false, false, 0, false, false, WcOpcode::local_inv, WcOpcode::recv, true, false},
+    /* BIND_MW             */ {true, true, false, false, false, false, 0, false, false, WcOpcode::bind_mw, WcOpcode::recv, true, false},
+    /* SEND with inv       */ {true, false, false, true, true, false, 0, false, false, WcOpcode::send, WcOpcode::recv, false, true},
 };
 
 // nullptr: no such operation on this kind of queue pair.
@@ -38,7 +43,7 @@ constexpr const OpcodeRule* opcode_rule(WrOpcode opcode, QpType type) {
 
 // WcFlag of the receive completion.
 constexpr std::uint8_t receive_flags(bool solicited, const OpcodeRule& rule) {
-  return static_cast<std::uint8_t>((rule.has_imm ? wc_with_imm : 0) | (solicited ? wc_solicited : 0));
+  return static_cast<std::uint8_t>((rule.has_imm ? wc_with_imm : 0) | (rule.invalidates ? wc_with_inv : 0) | (solicited ? wc_solicited : 0));
 }
 
 }  // namespace vrdma::engine

@@ -50,6 +50,12 @@ class Requester {
     op.rule = opcode_rule(control.opcode, qp.type);
     if (op.rule == nullptr || (is_inline && op.rule->reads)) return local_error(qp, WcStatus::loc_qp_op_err), Fetch::failed;
     const OpcodeRule& rule = *op.rule;
+    if (rule.local) [[unlikely]] {
+      op.request = Request{};
+      op.request.packets = 0;
+      op.request.imm_data = wqe.head.word;
+      return Fetch::started;
+    }
     op.remote = wqe.remote;
     if (qp.type == QpType::ud) op.ud = wqe.ud;
 
@@ -90,6 +96,7 @@ class Requester {
   Step advance(Qp<P>& qp, Budget& budget) {
     if (qp.type == QpType::ud) return advance_datagram(qp, budget);
     Operation& op = qp.operation;
+    if (op.rule->local) [[unlikely]] return conclude(qp);
     if (op.stage == Operation::Stage::returning_value) return return_value(qp);
     Qp<P>* peer = ports_.peer(qp);
     if (op.stage == Operation::Stage::moving && (qp.accepted_by == nullptr || qp.accepted_by != peer || !receives(*peer))) {
@@ -116,6 +123,10 @@ class Requester {
   void refuse(Qp<P>& qp, WcStatus status) { local_error(qp, status); }
   void give_up(Qp<P>& qp) { fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded); }
   void drop(Qp<P>& qp) { succeed(qp); }  // UC: it is lost, and nobody tells the sender
+  // Of a local operation, when all before it have completed.
+  Step conclude(Qp<P>& qp) {
+    return qp.operation.request.imm_data == static_cast<std::uint32_t>(WcStatus::success) ? succeed(qp) : local_error(qp, WcStatus::mw_bind_err);
+  }
 
   // The operation under way is given up (its queue pair flushes, is reset or destroyed).
   void abandon(Qp<P>& qp) {
@@ -477,7 +488,9 @@ class Requester {
     const OpcodeRule& rule = *op.rule;
     op.stage = Operation::Stage::none;
     qp.send_psn = vrdma::advance(qp.send_psn, op.request.packets);
-    if (rule.atomic) {
+    if (rule.local) {
+      // no message
+    } else if (rule.atomic) {
       ++qp.counters.atomics;
     } else if (rule.reads) {
       ++qp.counters.read_messages;

@@ -64,10 +64,16 @@ class Responder {
     qp.counters.received_messages += 1;
     qp.counters.received_bytes += rule.reads ? 0 : request.bytes;
     if (!rule.takes_receive) return true;
+    if constexpr (requires { ports_.invalidate(qp, request.rkey); }) {
+      if (rule.invalidates && !ports_.invalidate(qp, Key{request.imm_data})) [[unlikely]] {
+        end_receive(qp, WcStatus::rem_inv_req_err);
+        return fail(qp, std::nullopt), false;
+      }
+    }
     Cqe cqe{};
     cqe.wr_id = qp.inbound.wr_id;
     cqe.byte_len = static_cast<std::uint32_t>(request.bytes);
-    cqe.imm_data = rule.has_imm ? request.imm_data : 0;
+    cqe.imm_data = rule.has_imm || rule.invalidates ? request.imm_data : 0;
     cqe.src_qp = request.source_qpn.value;
     return complete(qp, cqe, {WcStatus::success, rule.receive_opcode, receive_flags(request.solicited, rule)});
   }

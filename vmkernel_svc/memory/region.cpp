@@ -20,11 +20,11 @@ std::uint32_t RegionTable::new_key() {
       left = 64;
     }
     const std::uint32_t key = pool[--left];
-    if (key != 0 && !by_key_.contains(key) && !resting_count_.contains(key)) return key;
+    if (key != 0 && !by_key_.contains(key) && !resting_count_.contains(key) && !windows_.contains(key >> window_key_bits)) return key;
   }
 }
 
-Region& RegionTable::add(std::uint32_t& slot) {
+Region& RegionTable::take_slot(std::uint32_t& slot) {
   if (free_.empty()) {
     free_.push_back(static_cast<std::uint32_t>(regions_.size()));
     regions_.emplace_back();
@@ -33,24 +33,83 @@ Region& RegionTable::add(std::uint32_t& slot) {
   free_.pop_back();
   Region& region = regions_[slot];
   region.generation = next_generation_++;
+  return region;
+}
+
+Region& RegionTable::add(std::uint32_t& slot) {
+  Region& region = take_slot(slot);
   region.key = Key{new_key()};
   by_key_.emplace(region.key.value, slot);
   return region;
 }
 
+Region& RegionTable::add_window(std::uint32_t& slot) {
+  constexpr std::uint32_t keys = 1u << window_key_bits;
+  std::uint32_t first;
+  do {
+    first = new_key() & ~(keys - 1);
+    for (std::uint32_t tag = 0; tag < keys && first != 0; ++tag)
+      if (by_key_.contains(first + tag) || resting_count_.contains(first + tag)) first = 0;
+  } while (first == 0);
+  Region& window = take_slot(slot);
+  window.key = Key{first};
+  window.access = Region::is_window;
+  windows_.emplace(first >> window_key_bits, slot);
+  return window;
+}
+
+void RegionTable::bind_window(std::uint32_t slot, Key key, std::uint32_t access, std::uint64_t iova, std::uint64_t bytes, std::uint32_t of,
+                              std::uint64_t offset, std::uint32_t qpn) {
+  Region& window = regions_[slot];
+  unbind_window(window);
+  renew(slot);
+  window.key = key;
+  window.access = Region::is_window | access;
+  window.iova = iova;
+  window.bytes = bytes;
+  window.window_slot = of;
+  window.window_generation = regions_[of].generation;
+  window.window_offset = offset;
+  window.window_qpn = qpn;
+  ++regions_[of].windows;
+}
+
+void RegionTable::unbind_window(Region& window) {
+  if (Region* const bound_to = at(window.window_slot, window.window_generation); bound_to != nullptr && window.window_generation != 0) --bound_to->windows;
+  window.window_generation = 0;
+  window.window_qpn = 0;
+  window.access = Region::is_window;
+}
+
+bool RegionTable::invalidate_window(Key key, std::uint32_t qpn) {
+  const auto slot = find_window(key);
+  if (!slot || qpn == 0 || regions_[*slot].window_qpn != qpn) return false;
+  unbind_window(regions_[*slot]);
+  return true;
+}
+
 void RegionTable::remove(std::uint32_t slot) {
   Region& region = regions_[slot];
+  if ((region.access & Region::is_window) != 0) {
+    unbind_window(region);
+    windows_.erase(region.key.value >> window_key_bits);
+    return give_back(slot);
+  }
   by_key_.erase(region.key.value);
   if (const std::uint32_t rested = resting_[resting_next_]; rested != 0) resting_count_.erase(rested);
   resting_[resting_next_] = region.key.value;
   resting_count_.emplace(region.key.value, 1);
   resting_next_ = (resting_next_ + 1) % resting_keys;
-  region = Region{};
+  give_back(slot);
+}
+
+void RegionTable::give_back(std::uint32_t slot) {
+  regions_[slot] = Region{};
   free_.push_back(slot);
-  if (by_key_.empty() && regions_.size() > slots_kept) {  // who had so many has left; generations go on
+  if (by_key_.empty() && windows_.empty() && regions_.size() > slots_kept) {  // who had so many has left; generations go on
     regions_ = {};
     free_ = {};
-    by_key_ = {};
+    by_key_ = {}, windows_ = {};
   }
 }
 

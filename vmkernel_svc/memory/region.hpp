@@ -47,6 +47,14 @@ struct alignas(64) Region {
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
   std::vector<Piece> pieces;
 
+  // A memory window has no pieces: it is bound to a part of another region of its guest's, or to nothing.
+  static constexpr std::uint32_t is_window = 1u << 31;  // in `access`
+  std::uint32_t windows = 0;            // bound to this region, which stays what it is meanwhile
+  std::uint32_t window_slot = 0;        // of the region that it is bound to, …
+  std::uint64_t window_generation = 0;  // … 0: to none
+  std::uint64_t window_offset = 0;
+  std::uint32_t window_qpn = 0;         // type 2: the queue pair that alone may use it
+
   // The piece that holds `offset`. offset < bytes.
   const Piece& piece_at(std::uint64_t offset) const {
     if (pieces.size() == 1) return pieces.front();
@@ -65,6 +73,15 @@ class RegionTable {
 
   // A free slot with a new generation and an unguessable key that no other region has or had recently.
   Region& add(std::uint32_t& slot);
+  // Likewise, of a memory window: its keys are this one and those that differ from it in the last 8 bits.
+  Region& add_window(std::uint32_t& slot);
+  bool is_key_of(std::uint32_t window, Key key) const { return ((regions_[window].key.value ^ key.value) >> window_key_bits) == 0; }
+  // To [offset, offset + bytes) of the region in slot `of`, which requests name by `iova` and on.
+  void bind_window(std::uint32_t slot, Key key, std::uint32_t access, std::uint64_t iova, std::uint64_t bytes, std::uint32_t of, std::uint64_t offset, std::uint32_t qpn);
+  // From now on nobody reaches anything by it. In a turn, too: nobody else's queue pairs look further than at its protection domain.
+  void unbind_window(Region& window);
+  // IBA 10.6.7.2.5, 9.9.4: of type 2, by a request of that queue pair. False: the key is none of a window that is bound to it.
+  bool invalidate_window(Key key, std::uint32_t qpn);
   // Gives the region in `slot` a new generation: what was found before must be found again. The key stays, as programs that
   // change only rights or translation expect (IBA 11.2.8.3 leaves it open).
   void renew(std::uint32_t slot) { regions_[slot].generation = next_generation_++; }
@@ -78,18 +95,27 @@ class RegionTable {
   Region& slot(std::uint32_t slot) { return regions_[slot]; }
   std::optional<std::uint32_t> find(Key key) const {
     const auto found = by_key_.find(key.value);
-    if (found == by_key_.end()) return std::nullopt;
+    if (found == by_key_.end()) [[unlikely]] return find_window(key);
     return found->second;
   }
-  std::size_t size() const { return by_key_.size(); }
+  std::size_t size() const { return by_key_.size() + windows_.size(); }
 
  private:
   std::uint32_t new_key();
+  Region& take_slot(std::uint32_t& slot);
+  void give_back(std::uint32_t slot);
+  std::optional<std::uint32_t> find_window(Key key) const {
+    const auto found = windows_.find(key.value >> window_key_bits);
+    if (found == windows_.end() || regions_[found->second].key != key) return std::nullopt;
+    return found->second;
+  }
 
+  static constexpr unsigned window_key_bits = 8;
   using Blocks = boost::container::deque_options<boost::container::block_bytes<huge_page_bytes>>::type;
   boost::container::deque<Region, HugePages<Region>, Blocks> regions_;  // addresses stay
   std::vector<std::uint32_t> free_;
-  boost::unordered_flat_map<std::uint32_t, std::uint32_t> by_key_;
+  boost::unordered_flat_map<std::uint32_t, std::uint32_t> by_key_;   // but for windows
+  boost::unordered_flat_map<std::uint32_t, std::uint32_t> windows_;  // by what their keys have in common
   std::vector<std::uint32_t> resting_;  // keys removed of late, not to be given again soon
   std::size_t resting_next_ = 0;
   boost::unordered_flat_map<std::uint32_t, std::uint32_t> resting_count_;

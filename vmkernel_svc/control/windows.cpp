@@ -1,0 +1,89 @@
+// Memory windows (IBA 10.6.7): keys to a part of a region, with rights of their own, that are given and taken back by work requests. The guest
+// has them carried out here before it posts the request, which then completes in its turn (engine: OpcodeRule::local): a peer cannot use a key
+// before it was told of it, and an invalidation is of use only once it has completed.
+//
+// Not in virtual machines: when one moves, its regions are registered anew, and its windows would have to be.
+#include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/control/find.hpp"
+#include "vrdma/limits.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+
+namespace {
+constexpr std::uint32_t local_write = 1, remote_write = 2, remote_read = 4, remote_atomic = 8, mw_bind = 16, zero_based = 32;  // enum ibv_access_flags
+constexpr std::uint32_t type_1 = 1, type_2 = 2;
+}  // namespace
+
+template <>
+Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocMwRequest& request) {
+  ProtectionDomain* const pd = find(guest.pds, request.pd);
+  if (pd == nullptr || (request.type != type_1 && request.type != type_2)) return Errno{EINVAL};
+  if (guest.machine) return Errno{EOPNOTSUPP};
+  if (guest.mws.size() >= limits::mw_max) return Errno{ENOMEM};
+  if (!guest.tenant->take_object()) return Errno{EDQUOT};
+  std::uint32_t slot;
+  Region& region = fabric_.regions.add_window(slot);
+  region.pd = pd->number;
+  region.guest = &guest;
+  ++pd->users;
+  const std::uint32_t handle = guest.next_handle++;
+  guest.mws.emplace(handle, std::make_unique<MemoryWindow>(MemoryWindow{{handle}, pd->context, pd, slot, request.type == type_2}));
+  return RegMrReply{handle, region.key.value};
+}
+
+void ControlDesk::destroy(Guest& guest, MemoryWindow& window) {
+  fabric_.regions.remove(window.slot);
+  --window.pd->users;
+  --guest.tenant->objects;
+  guest.mws.erase(window.handle.value);
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::dealloc_mw>(Guest& guest, const HandleRequest& request) {
+  MemoryWindow* const window = find(guest.mws, request.handle);
+  if (window == nullptr) return Errno{EINVAL};
+  destroy(guest, *window);
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwRequest& request) {
+  MemoryWindow* const window = find(guest.mws, request.mw);
+  const QueuePair* const qp = find(guest.qps, request.qp);
+  if (window == nullptr || qp == nullptr || qp->pd != window->pd) return Errno{EINVAL};
+  Region& bound = fabric_.regions.slot(window->slot);
+  if (!fabric_.regions.is_key_of(window->slot, Key{request.key})) return Errno{EINVAL};
+  if (window->of_queue_pair && bound.window_generation != 0) return Errno{EBUSY};  // IBA 10.6.7.2.2: it has to be invalidated first
+  if (request.mr == 0 || request.bytes == 0) {
+    fabric_.regions.unbind_window(bound);
+    return Empty{};
+  }
+  const auto mr = guest.mrs.find(request.mr);
+  if (mr == guest.mrs.end()) return Errno{EINVAL};
+  const Region& region = fabric_.regions.slot(mr->second);
+  if (region.pd != bound.pd || (region.access & mw_bind) == 0) return Errno{EACCES};
+  const std::uint32_t rights = request.access & (remote_write | remote_read | remote_atomic);
+  if ((rights & (remote_write | remote_atomic)) != 0 && (region.access & local_write) == 0) return Errno{EACCES};
+  if ((request.access & zero_based) != 0 && !window->of_queue_pair) return Errno{EINVAL};
+  const std::uint64_t offset = request.address - region.iova;
+  if (request.address < region.iova || offset > region.bytes || request.bytes > region.bytes - offset) return Errno{EFAULT};
+  fabric_.regions.bind_window(window->slot, Key{request.key}, rights, (request.access & zero_based) != 0 ? 0 : request.address, request.bytes, mr->second,
+                              offset, window->of_queue_pair ? qp->core.qpn.value : 0);
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::invalidate_mw>(Guest& guest, const InvalidateMwRequest& request) {
+  const QueuePair* const qp = find(guest.qps, request.qp);
+  if (qp == nullptr || !fabric_.regions.invalidate_window(Key{request.key}, qp->core.qpn.value)) return Errno{EINVAL};
+  return Empty{};
+}
+
+void ControlDesk::unbind_windows(QueuePair& qp) {
+  for (auto& [handle, window] : qp.guest->mws)
+    if (Region& region = fabric_.regions.slot(window->slot); window->of_queue_pair && region.window_qpn == qp.core.qpn.value) fabric_.regions.unbind_window(region);
+}
+
+}  // namespace vrdma::svc
