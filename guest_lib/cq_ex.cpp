@@ -52,19 +52,24 @@ constexpr std::uint32_t known_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_A
 constexpr std::uint32_t known_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
 constexpr std::uint64_t times = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
 
-Result<std::uint64_t> clock_of(Attachment& attachment, ibv_context* context) {
-  auto reply = attachment.call<control::Request::read_clock>({Context::of(context).handle, 0});
+Result<std::uint64_t> clock_ahead_ns(Attachment& attachment, Context& context) {
+  // C1: pairs with C2.
+  if (context.clock_known.load(std::memory_order_acquire)) return context.clock_ahead_ns.load(std::memory_order_relaxed);
+  auto reply = attachment.call<control::Request::read_clock>({context.handle, 0});
   if (!reply) return reply.error();
-  return reply->monotonic_ns;
+  const std::uint64_t ahead_ns = reply->monotonic_ns - vmci::monotonic_ns();
+  context.clock_ahead_ns.store(ahead_ns, std::memory_order_relaxed);
+  context.clock_known.store(true, std::memory_order_release);  // C2
+  return ahead_ns;
 }
 
 // Before anything completes there.
 Status ask_for_times(Cq& cq) {
   if (!offers_times(*cq.attachment)) return Errno{EOPNOTSUPP};
   if (auto told = cq.attachment->call<control::Request::time_cq>({cq.verbs.handle, 0}); !told) return told.error();
-  const auto clock_ns = clock_of(*cq.attachment, cq.verbs.context);
-  if (!clock_ns) return clock_ns.error();
-  cq.clock_ahead_ns = *clock_ns - vmci::monotonic_ns();
+  const auto ahead_ns = clock_ahead_ns(*cq.attachment, Context::of(cq.verbs.context));
+  if (!ahead_ns) return ahead_ns.error();
+  cq.clock_ahead_ns = *ahead_ns;
   cq.timed = true;
   return ok();
 }
@@ -126,9 +131,9 @@ int query_rt_values(ibv_context* context, ibv_values_ex* values) {
     if (!attachment) return attachment.error();
     if (!offers_times(**attachment)) return Errno{EOPNOTSUPP};
     if ((wanted & IBV_VALUES_MASK_RAW_CLOCK) == 0) return ok();
-    const auto clock_ns = clock_of(**attachment, context);
-    if (!clock_ns) return clock_ns.error();
-    values->raw_clock = {0, static_cast<long>(*clock_ns)};  // ticks, as with other providers
+    const auto ahead_ns = clock_ahead_ns(**attachment, Context::of(context));
+    if (!ahead_ns) return ahead_ns.error();
+    values->raw_clock = {0, static_cast<long>(vmci::monotonic_ns() + *ahead_ns)};  // ticks, as with other providers
     values->comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
     return ok();
   });

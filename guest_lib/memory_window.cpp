@@ -7,6 +7,8 @@ namespace vrdma::guest {
 
 namespace {
 
+std::atomic<std::uint32_t> windows_made{0};
+
 Result<ibv_mw*> make(ibv_pd* pd, ibv_mw_type type) {
   if (type != IBV_MW_TYPE_1 && type != IBV_MW_TYPE_2) return Errno{EINVAL};
   auto attachment = Context::of(pd->context).usable();
@@ -20,6 +22,7 @@ Result<ibv_mw*> make(ibv_pd* pd, ibv_mw_type type) {
   mw->attachment = *attachment;
   mw->verbs = {pd->context, pd, made->key, made->handle, type};
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
+  windows_made.fetch_add(1, std::memory_order_relaxed);
   return &mw.release()->verbs;
 }
 
@@ -46,6 +49,7 @@ int dealloc_mw(ibv_mw* verbs) {
       if (!gone && value(gone.error()) != EIO) return gone.error();
     }
     Pd::of(verbs->pd).users.fetch_sub(1, std::memory_order_relaxed);
+    windows_made.fetch_sub(1, std::memory_order_relaxed);
     delete &mw;
     return ok();
   });
@@ -64,20 +68,27 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* wanted) {
     wr.send_flags = wanted->send_flags;
     wr.bind_mw = {mw, ibv_inc_rkey(mw->rkey), info};
     ibv_send_wr* bad = nullptr;
-    const int error = post_send(qp, &wr, &bad);
-    return error == 0 ? ok() : Status(Errno{error});
+    if (const int error = post_send(qp, &wr, &bad); error != 0) return Errno{error};
+    mw->rkey = wr.bind_mw.rkey;
+    return ok();
   });
 }
 
+bool windows_in_use() { return windows_made.load(std::memory_order_relaxed) != 0; }
+
+int check_window(const Qp& qp, const ibv_send_wr& wr) {
+  if (wr.opcode != IBV_WR_BIND_MW) return 0;
+  if (wr.bind_mw.mw == nullptr || Mw::of(wr.bind_mw.mw).attachment != qp.attachment) return EINVAL;
+  ibv_mr* const mr = wr.bind_mw.bind_info.mr;
+  return mr != nullptr && Mr::of(mr).attachment != qp.attachment ? EINVAL : 0;
+}
+
 Result<std::uint32_t> carry_out_window(Qp& qp, const ibv_send_wr& wr) {
+  if (!windows_in_use()) return std::uint32_t{IBV_WC_MW_BIND_ERR};
   if (wr.opcode == IBV_WR_LOCAL_INV) return as_completion(qp.attachment->call<control::Request::invalidate_mw>({qp.base().handle, wr.invalidate_rkey}));
-  ibv_mw* const mw = wr.bind_mw.mw;
-  if (mw == nullptr) return Errno{EINVAL};
   const ibv_mw_bind_info& info = wr.bind_mw.bind_info;
-  auto answer = qp.attachment->call<control::Request::bind_mw>({mw->handle, qp.base().handle, info.mr != nullptr ? info.mr->handle : 0, info.mw_access_flags,
-                                                               wr.bind_mw.rkey, 0, info.addr, info.length});
-  if (answer) mw->rkey = wr.bind_mw.rkey;
-  return as_completion(answer);
+  return as_completion(qp.attachment->call<control::Request::bind_mw>({wr.bind_mw.mw->handle, qp.base().handle, info.mr != nullptr ? info.mr->handle : 0,
+                                                                       info.mw_access_flags, wr.bind_mw.rkey, 0, info.addr, info.length}));
 }
 
 }  // namespace vrdma::guest

@@ -21,7 +21,12 @@ ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type);
 int dealloc_mw(ibv_mw* mw);
 int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* wanted);
 
-// Of a request of either of the two opcodes: how it will complete (enum ibv_wc_status), or why it cannot be posted. send_lock is held.
+// 0, or the errno value for a request of either of the two opcodes that cannot be posted.
+int check_window(const Qp& qp, const ibv_send_wr& wr);
+// Of such a request: how it will complete (enum ibv_wc_status), or EIO. send_lock is held; no claim of direct mode is, for which the service
+// may be waiting.
 Result<std::uint32_t> carry_out_window(Qp& qp, const ibv_send_wr& wr);
+// Whether there may be such requests at all: nobody has a window otherwise.
+bool windows_in_use();
 
 }  // namespace vrdma::guest

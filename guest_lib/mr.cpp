@@ -83,7 +83,7 @@ Result<ibv_mr*> make_mr(ibv_pd* pd, void* start, const std::size_t wanted_bytes,
   if (!pd_handle) return pd_handle.error();
 
   auto mr = std::make_unique<Mr>();
-  std::lock_guard lock((*attachment)->registration_mutex());
+  std::unique_lock lock((*attachment)->registration_mutex());
   // It takes about as long to wake up as these pages to move.
   if (bytes >= bytes_worth_waking_for && bytes <= bytes_moved_at_once) (*attachment)->doorbell().announce();
   auto reached = reach(**attachment, address, bytes, access);
@@ -101,6 +101,7 @@ Result<ibv_mr*> make_mr(ibv_pd* pd, void* start, const std::size_t wanted_bytes,
   mr->access = access;
   mr->verbs = {pd->context, pd, start, wanted_bytes, made->handle, made->key, made->key};
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
+  lock.unlock();
   if (mr->on_demand()) know_on_demand(*mr);
   return &mr.release()->verbs;
 }
@@ -224,6 +225,7 @@ VRDMA_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* address, 
   int outcome = IBV_REREG_MR_ERR_CMD;
   as_int([&]() -> Status {
     outcome = rereg_mr(Mr::of(mr), flags, pd, address, bytes, static_cast<std::uint32_t>(access));
+    if (outcome == 0 && Mr::of(mr).on_demand()) know_on_demand(Mr::of(mr));
     return outcome == 0 ? ok() : Status(last_error());
   });
   return outcome;

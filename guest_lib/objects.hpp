@@ -34,6 +34,9 @@ struct Context {
   std::unique_ptr<PrivateFd> async_pipe;
   EventSource<control::AsyncRecord> events;
   std::atomic<bool> fatal_reported{false};
+  // How far the service's clock is ahead of ours, modulo 2^64, once anybody asked (time namespaces set them apart).
+  std::atomic<std::uint64_t> clock_ahead_ns{0};
+  std::atomic<bool> clock_known{false};
 
   static Context& of(ibv_context* context) {
     return *reinterpret_cast<Context*>(reinterpret_cast<std::byte*>(context) - offsetof(verbs_context, context));
@@ -172,7 +175,7 @@ struct Cq {
   bool one_thread = false;
   bool timed = false;                 // its completions carry their time, by the service's clock
   std::uint64_t current_time_ns = 0;  // of `current`; 0: it came from nowhere but this library
-  std::uint64_t clock_ahead_ns = 0;   // of ours, modulo 2^64
+  std::uint64_t clock_ahead_ns = 0;   // as the context's
   std::uint64_t clock_ns() const { return vmci::monotonic_ns() + clock_ahead_ns; }
   Pd* parent_domain = nullptr;  // on which it was made, or nullptr
 

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "guest_lib/domains.hpp"
 #include "guest_lib/memory/raw_map.hpp"
@@ -17,12 +18,13 @@ namespace vrdma::guest {
 namespace {
 
 struct Known {
-  std::mutex mutex;
-  std::map<std::uint32_t, const Mr*> by_key;
+  ibv_pd* pd;
+  std::uint64_t address, bytes, iova;
+  std::uint32_t access;
 };
-// Never destroyed: other threads may deregister while the program ends.
-Known& known() {
-  static auto* const made = new Known;
+// By their keys; under the process's mutex, which is locked across a fork. Never destroyed: other threads may deregister while the program ends.
+std::map<std::uint32_t, Known>& known() {
+  static auto* const made = new std::map<std::uint32_t, Known>;
   return *made;
 }
 
@@ -38,17 +40,22 @@ Status populate(std::uint64_t address, std::uint64_t bytes, bool write) {
   return can ? Status(Errno{EFAULT}) : ok();
 }
 
-Status advise(ibv_pd* pd, ibv_advise_mr_advice advice, const ibv_sge& range) {
-  std::lock_guard lock(known().mutex);
-  const auto found = known().by_key.find(range.lkey);
-  if (found == known().by_key.end() || !same_protection_domain(found->second->verbs.pd, pd)) return Errno{ENOENT};
-  const Mr& mr = *found->second;
+std::optional<Known> find(std::uint32_t key) {
+  std::lock_guard lock(Process::instance().mutex);
+  const auto found = known().find(key);
+  return found == known().end() ? std::nullopt : std::optional(found->second);
+}
+
+Status advise(ibv_pd* pd, ibv_advise_mr_advice advice, bool wait, const ibv_sge& range) {
+  const auto mr = find(range.lkey);
+  if (!mr || !same_protection_domain(mr->pd, pd)) return Errno{ENOENT};
   const bool write = advice == IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE;
-  if (write && (mr.access & IBV_ACCESS_LOCAL_WRITE) == 0) return Errno{EPERM};
-  const std::uint64_t offset = range.addr - mr.iova;
-  if (range.addr < mr.iova || offset > mr.registration.bytes || range.length > mr.registration.bytes - offset) return Errno{EFAULT};
+  if (write && (mr->access & IBV_ACCESS_LOCAL_WRITE) == 0) return Errno{EPERM};
+  const std::uint64_t offset = range.addr - mr->iova;
+  if (range.addr < mr->iova || offset > mr->bytes || range.length > mr->bytes - offset) return Errno{EFAULT};
   if (range.length == 0 || advice == IBV_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT) return ok();
-  return populate(mr.registration.address + offset, range.length, write);
+  const Status there = populate(mr->address + offset, range.length, write);
+  return wait ? there : ok();  // who does not wait is not told what came of it
 }
 
 }  // namespace
@@ -64,14 +71,13 @@ void report_on_demand(ibv_device_attr_ex& to) {
 }
 
 void know_on_demand(const Mr& mr) {
-  std::lock_guard lock(known().mutex);
-  known().by_key[mr.verbs.lkey] = &mr;
+  std::lock_guard lock(Process::instance().mutex);
+  known()[mr.verbs.lkey] = {mr.verbs.pd, mr.registration.address, mr.registration.bytes, mr.iova, mr.access};
 }
 
 void forget_on_demand(const Mr& mr) {
-  std::lock_guard lock(known().mutex);
-  const auto found = known().by_key.find(mr.verbs.lkey);
-  if (found != known().by_key.end() && found->second == &mr) known().by_key.erase(found);
+  std::lock_guard lock(Process::instance().mutex);
+  known().erase(mr.verbs.lkey);
 }
 
 int advise_mr(ibv_pd* pd, ibv_advise_mr_advice advice, std::uint32_t flags, ibv_sge* ranges, std::uint32_t count) {
@@ -80,7 +86,7 @@ int advise_mr(ibv_pd* pd, ibv_advise_mr_advice advice, std::uint32_t flags, ibv_
       return Errno{EOPNOTSUPP};
     if ((flags & ~std::uint32_t{IBV_ADVISE_MR_FLAG_FLUSH}) != 0 || count == 0) return Errno{EINVAL};
     for (std::uint32_t i = 0; i < count; ++i)
-      if (Status advised = advise(pd, advice, ranges[i]); !advised) return advised;
+      if (Status advised = advise(pd, advice, (flags & IBV_ADVISE_MR_FLAG_FLUSH) != 0, ranges[i]); !advised) return advised;
     return ok();
   });
 }

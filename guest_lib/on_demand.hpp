@@ -20,7 +20,7 @@ constexpr std::uint64_t first_address = 4096, address_space_bytes = std::uint64_
 bool offers_on_demand(const Attachment& attachment);
 void report_on_demand(ibv_device_attr_ex& to);
 
-// For ibv_advise_mr, which knows regions by their keys. With the registration's beginning and end.
+// For ibv_advise_mr, which knows regions by their keys: of one that is new or has changed, and before one ends. No lock is held.
 void know_on_demand(const Mr& mr);
 void forget_on_demand(const Mr& mr);
 

@@ -103,7 +103,7 @@ int drain(Lane& lane, int room, ibv_wc* wc) {
       return got + drain(lane, room - got, wc + got);
     }
     convert(*entry, lane.qpn, wc[got]);
-    if (lane.timed != nullptr) [[unlikely]] lane.timed->current_time_ns = time_of(*entry, lane.send != nullptr, lane.timed->clock_ns());
+    if (lane.timed != nullptr && &wc[got] == &lane.timed->current) [[unlikely]] lane.timed->current_time_ns = time_of(*entry, lane.send != nullptr, lane.timed->clock_ns());
     queue_position = entry->queue_position;
     lane.reader.pop();
     ++got;

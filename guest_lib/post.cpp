@@ -27,14 +27,14 @@ constexpr std::uint32_t fetch_opcodes = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMI
 constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM) | bit(IBV_WR_SEND_WITH_INV);  // whose key lies there
 constexpr std::uint32_t local_opcodes = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW);
 // Opcodes of the specification that this device does not have (yet), or not in machines.
-constexpr std::uint32_t not_offered = local_opcodes | bit(IBV_WR_SEND_WITH_INV) | bit(IBV_WR_TSO) | bit(IBV_WR_ATOMIC_WRITE);
+constexpr std::uint32_t not_offered = local_opcodes | bit(IBV_WR_SEND_WITH_INV) | bit(IBV_WR_TSO);
 
 // IBA 10.8.2, table 114: which operations a transport service has.
 constexpr std::uint32_t legal_opcodes(ibv_qp_type type) {
   switch (type) {
     case IBV_QPT_RC:
     case IBV_QPT_XRC_SEND:
-      return send_opcodes | write_opcodes | fetch_opcodes;
+      return send_opcodes | write_opcodes | fetch_opcodes | bit(IBV_WR_ATOMIC_WRITE);
     case IBV_QPT_UC:
       return send_opcodes | write_opcodes;
     case IBV_QPT_UD:
@@ -76,7 +76,7 @@ struct Shape {
   const ibv_qp_type type = qp.verbs.qp_base.qp_type;
   if ((opcode_bit & legal_opcodes(type)) == 0) [[unlikely]] {
     if (!qp.has_windows || (opcode_bit & window_opcodes(type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
-    if (opcode_bit & local_opcodes) return shape = {send_wqe_slots(0), 0}, 0;
+    if (opcode_bit & local_opcodes) return shape = {send_wqe_slots(0), 0}, check_window(qp, wr);
   }
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > qp.max_send_sge) return EINVAL;
 
@@ -255,9 +255,20 @@ int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr, Direct* direct)
   return error;
 }
 
+bool asks_the_service(const ibv_send_wr* chain) {
+  for (; chain != nullptr; chain = chain->next)
+    if (static_cast<std::uint32_t>(chain->opcode) < 32 && (bit(chain->opcode) & local_opcodes) != 0) return true;
+  return false;
+}
+
 // Under send_lock.
 int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   look_for_offer(qp);
+  if (windows_in_use() && asks_the_service(chain)) [[unlikely]] {  // not while a claim is held that it may be waiting for
+    const int error = post_sends(qp, chain, bad_wr, static_cast<DirectConnection*>(nullptr));
+    run_send_queue(qp);
+    return error;
+  }
   DatagramSender* const datagrams = qp.datagrams.get();
   if (datagrams == nullptr) return post_sends(qp, chain, bad_wr, entered(qp, connection_of(qp)));
   if (DatagramSender* const direct = entered(qp, datagrams)) return post_sends(qp, chain, bad_wr, direct);

@@ -105,7 +105,8 @@ int complete(ibv_qp_ex* verbs) {
 
 constexpr std::uint64_t send_operations = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
 constexpr std::uint64_t write_operations = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
-constexpr std::uint64_t fetch_operations = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+constexpr std::uint64_t fetch_operations = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD |
+                                           IBV_QP_EX_WITH_ATOMIC_WRITE;
 
 constexpr std::uint64_t window_operations = IBV_QP_EX_WITH_BIND_MW | IBV_QP_EX_WITH_LOCAL_INV;
 
@@ -168,6 +169,11 @@ void set_wr_operations(ibv_qp_ex& qp) {
     add_atomic(to, IBV_WR_ATOMIC_FETCH_AND_ADD, rkey, address, addend, 0);
   };
 
+  qp.wr_atomic_write = [](ibv_qp_ex* to, std::uint32_t rkey, std::uint64_t address, const void* word) {
+    add_rdma(to, IBV_WR_ATOMIC_WRITE, rkey, address);
+    const ibv_data_buf eight_bytes{const_cast<void*>(word), 8};
+    batch_of(to).set_inline(&eight_bytes, 1);
+  };
   qp.wr_bind_mw = [](ibv_qp_ex* to, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) {
     add(to, IBV_WR_BIND_MW, [&](ibv_send_wr& wr) { wr.bind_mw = {mw, rkey, *info}; });
   };
@@ -199,7 +205,6 @@ void set_wr_operations(ibv_qp_ex& qp) {
 
   // Callers do not look whether a pointer is there.
   qp.wr_send_tso = [](ibv_qp_ex* to, void*, std::uint16_t, std::uint16_t) { refuse(to); };
-  qp.wr_atomic_write = [](ibv_qp_ex* to, std::uint32_t, std::uint64_t, const void*) { refuse(to); };
 }
 
 ibv_qp* create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* wanted) {

@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 
 #include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
@@ -251,11 +253,11 @@ std::uint16_t FuzzWorld::lid(Guest& guest, std::uint16_t from_input) {
 std::uint32_t FuzzWorld::key(Guest& guest, std::uint32_t from_input) {
   if (from_input == 0) return victim_key_;
   if (from_input >= small) return from_input;
-  std::vector<std::uint32_t> handles;
-  for (const auto& [handle, slot] : guest.mrs) handles.push_back(handle);
-  if (handles.empty()) return from_input;
-  std::sort(handles.begin(), handles.end());
-  return shard_.fabric().regions.slot(guest.mrs.at(handles[(from_input - 1) % handles.size()])).key.value;
+  std::map<std::uint32_t, std::uint32_t> slots;  // by handle
+  for (const auto& [handle, slot] : guest.mrs) slots[handle] = slot;
+  for (const auto& [handle, window] : guest.mws) slots[handle] = window->slot;
+  if (slots.empty()) return from_input;
+  return shard_.fabric().regions.slot(std::next(slots.begin(), static_cast<std::ptrdiff_t>((from_input - 1) % slots.size()))->second).key.value;
 }
 
 // The connection manager's numbers go on from one input to the next: small ones name the guest's own channels and identifiers, or the
@@ -344,6 +346,15 @@ void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
       std::memcpy(&open, record.data() + sizeof(Head), std::min(sizeof(open), bytes));
       (void)desk_.on(guest, open, {});
       return;
+    }
+    const std::size_t key_at = request == static_cast<std::uint32_t>(Request::bind_mw)         ? offsetof(BindMwRequest, key)
+                               : request == static_cast<std::uint32_t>(Request::invalidate_mw) ? offsetof(InvalidateMwRequest, key)
+                                                                                               : 0;
+    if (key_at != 0 && !datagram && key_at + sizeof(std::uint32_t) <= bytes) {
+      std::uint32_t named;
+      std::memcpy(&named, record.data() + sizeof(Head) + key_at, sizeof(named));
+      named = key(guest, named);
+      std::memcpy(record.data() + sizeof(Head) + key_at, &named, sizeof(named));
     }
     if (request >= static_cast<std::uint32_t>(Request::cm_close) && request <= static_cast<std::uint32_t>(Request::cm_take_event))
       name_connections(guest, static_cast<Request>(request), std::span(record).subspan(sizeof(Head)));

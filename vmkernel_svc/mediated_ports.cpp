@@ -48,8 +48,7 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, std
   if (address < region->iova || offset > region->bytes || bytes > region->bytes - offset) return std::nullopt;
   if ((region->access & Region::is_window) != 0) [[unlikely]] {
     if (window_qpn == 0 || (region->window_qpn != 0 && region->window_qpn != window_qpn)) return std::nullopt;
-    if (region->window_generation == 0 || fabric_.regions.at(region->window_slot, region->window_generation) == nullptr) return std::nullopt;
-    return Place{Place::Kind::registered, region->window_slot, region->window_generation, region->window_offset + offset};
+    return Place{Place::Kind::registered, hint.slot, region->generation, offset};
   }
   // Stores become visible in order: a completion waits for the line that the payload goes to, which its owner has in its cache.
   constexpr std::uint32_t writes = engine::access_local_write | engine::access_remote_write;
@@ -71,20 +70,21 @@ bool bus_error_since(std::uint64_t before) {
 
 std::byte* MediatedPorts::mapped(const Place& place, std::uint64_t bytes) {
   if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
-  const Region* region = fabric_.regions.at(place.region, place.generation);
+  const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
   if (region == nullptr || region->frozen) return nullptr;
-  const Piece& piece = region->piece_at(place.address);
-  const std::uint64_t offset = place.address - piece.offset;
+  const Piece& piece = region->piece_at(at);
+  const std::uint64_t offset = at - piece.offset;
   if (piece.host == nullptr || bytes > piece.bytes - offset) return nullptr;
   return piece.host + offset;
 }
 
 std::uint64_t MediatedPorts::piece_left(const Place& place) {
   constexpr std::uint64_t all = ~std::uint64_t{0};
-  const Region* const region = place.kind == Place::Kind::registered ? fabric_.regions.at(place.region, place.generation) : nullptr;
+  if (place.kind != Place::Kind::registered) return all;
+  const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
   if (region == nullptr) return all;
-  const Piece& piece = region->piece_at(place.address);
-  return piece.bytes - (place.address - piece.offset);
+  const Piece& piece = region->piece_at(at);
+  return piece.bytes - (at - piece.offset);
 }
 
 // In order, so that the last bytes of all come last: what is mapped on both sides at once, each part that is not by a guest's worker.
@@ -153,7 +153,7 @@ void for_each_part(const Region& region, std::uint64_t offset, std::uint64_t byt
 
 bool MediatedPorts::frozen(const Place& place) {
   if (place.kind != Place::Kind::registered) return false;
-  const Region* const region = fabric_.regions.at(place.region, place.generation);
+  const Region* const region = fabric_.regions.reach(place.region, place.generation, 0).region;
   return region != nullptr && region->frozen;
 }
 
@@ -166,18 +166,19 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
   port.job_sequence = 0;
 
-  Region* source = nullptr;
-  Region* destination = nullptr;
-  if (from.kind == Place::Kind::registered && (source = fabric_.regions.at(from.region, from.generation)) == nullptr)
-    return MemoryStatus::source_fault;
-  if (to.kind == Place::Kind::registered && (destination = fabric_.regions.at(to.region, to.generation)) == nullptr)
-    return MemoryStatus::destination_fault;
+  const auto reached = [&](const Place& place) {
+    return place.kind == Place::Kind::registered ? fabric_.regions.reach(place.region, place.generation, place.address) : RegionTable::Reached{};
+  };
+  const auto [source, source_slot, source_at] = reached(from);
+  const auto [destination, destination_slot, destination_at] = reached(to);
+  if (from.kind == Place::Kind::registered && source == nullptr) return MemoryStatus::source_fault;
+  if (to.kind == Place::Kind::registered && destination == nullptr) return MemoryStatus::destination_fault;
 
   std::vector<std::byte> buffer;
   if (job && job->kind == ProcessJob::Kind::write) return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
   std::vector<ProcessRange> ranges;
   if (!job && source != nullptr)
-    for_each_part(*source, from.address, bytes, [](std::byte*, std::uint64_t) {},
+    for_each_part(*source, source_at, bytes, [](std::byte*, std::uint64_t) {},
                   [&](std::uint64_t address, std::uint64_t part) { ranges.push_back({address, part}); });
   if (!ranges.empty()) {
     auto read = std::make_unique<ProcessJob>();
@@ -186,7 +187,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for (const auto& range : ranges) total += range.bytes;
     read->buffer.resize(total);
     read->ranges = std::move(ranges);
-    return submit(qp, *source, from.region, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
+    return submit(qp, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
   }
   if (job && !job->ok) return MemoryStatus::source_fault;
 
@@ -198,7 +199,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   } else {
     std::byte* at = buffer.data();
     const std::byte* read = job ? job->buffer.data() : nullptr;
-    for_each_part(*source, from.address, bytes,
+    for_each_part(*source, source_at, bytes,
                   [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
                   [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
   }
@@ -212,7 +213,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   write->kind = ProcessJob::Kind::write;
   const std::uint64_t before_writing = BusGuard::survived();
   const std::byte* at = buffer.data();
-  for_each_part(*destination, to.address, bytes,
+  for_each_part(*destination, destination_at, bytes,
                 [&](std::byte* host, std::uint64_t part) { vmci::placement_copy(host, at, part), at += part; },
                 [&](std::uint64_t address, std::uint64_t part) {
                   write->ranges.push_back({address, part});
@@ -221,7 +222,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
                 });
   if (bus_error_since(before_writing)) return MemoryStatus::destination_fault;
   if (write->ranges.empty()) return MemoryStatus::done;
-  return submit(qp, *destination, to.region, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+  return submit(qp, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
 
 bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job) {
@@ -254,16 +255,16 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
     old_value = job->value;
     return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
   }
-  Region* region = fabric_.regions.at(place.region, place.generation);
+  const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
   if (region == nullptr) return MemoryStatus::destination_fault;
   if (region->frozen) return MemoryStatus::pending;
-  const Piece& piece = region->piece_at(place.address);
+  const Piece& piece = region->piece_at(at);
   auto job = std::make_unique<ProcessJob>();
   job->kind = kind;
   job->operand = operand;
   job->compare = compare;
-  job->ranges.push_back({piece.address + (place.address - piece.offset), 8});
-  return submit(qp, *region, place.region, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+  job->ranges.push_back({piece.address + (at - piece.offset), 8});
+  return submit(qp, *region, slot, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
 
 MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
@@ -368,7 +369,7 @@ void MediatedPorts::srq_limit(Srq& srq) {
   raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(engine::AsyncEvent::srq_limit_reached), owner.handle);
 }
 
-bool MediatedPorts::invalidate(Qp& qp, Key key) { return fabric_.regions.invalidate_window(key, qp.qpn.value); }
+bool MediatedPorts::invalidate(Qp& qp, Key key) { return fabric_.regions.invalidate_window(key, qp.port.pd, qp.qpn.value); }
 
 std::optional<MediatedPorts::Srq*> MediatedPorts::xrc_srq(Qp& qp, std::uint32_t srqn) {
   const auto found = fabric_.by_qpn.find(srqn);

@@ -175,7 +175,6 @@ class DirectPorts {
   std::uint32_t srq_posted(Srq&) { return 0; }
   void srq_wanted(Srq&) {}
   bool immediate_follows(Qp&) { return false; }
-  bool invalidate(Qp&, Key) { return give_up(), true; }  // the service knows the windows
   void state_changed(Qp&) { give_up(); }
   void await_receive(Qp&, Qp&) { give_up(); }
   std::uint64_t now_ns() { return 0; }

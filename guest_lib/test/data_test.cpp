@@ -62,7 +62,7 @@ TEST_CASE("work requests beyond the queues' capacity, with too many SGEs or in t
   wr.send_flags = IBV_SEND_INLINE;
   CHECK(ibv_post_send(qp.get(), &wr, &bad_send) == EINVAL);  // 64 were asked for
   wr.send_flags = 0;
-  wr.opcode = IBV_WR_BIND_MW;
+  wr.opcode = IBV_WR_TSO;
   CHECK(ibv_post_send(qp.get(), &wr, &bad_send) == EOPNOTSUPP);
 }
 

@@ -30,6 +30,7 @@ enum class WrOpcode : std::uint8_t {
   local_inv = 7,
   bind_mw = 8,
   send_with_inv = 9,  // imm_data: the key
+  atomic_write = 15,
   // Only in receive queues; never a value of ibv_wr_opcode.
   receive = 0x7f,
 };
@@ -72,6 +73,7 @@ enum class WcOpcode : std::uint8_t {
   fetch_add = 4,
   bind_mw = 5,
   local_inv = 6,
+  atomic_write = 9,
   recv = 128,
   recv_rdma_with_imm = 129,
 };

@@ -152,4 +152,37 @@ CONFORMANCE(AtomicsFollowTheModel, "ATM-02 ATM-03") {
   run.peer.barrier();
 }
 
+CONFORMANCE(AtomicWritesAreWords, "ATM-04") {
+  Link link(run);
+  if (run.a()) {
+    std::uint64_t word = 0x0102030405060708;
+    std::memcpy(link.mem.data(8), &word, sizeof(word));
+    Send request = link.write(1, 8, 64, 8);
+    request.opcode = IBV_WR_ATOMIC_WRITE;
+    const int error = post(link.qp, request);
+    const bool there = run.peer.exchange(error == 0);
+    if (!there) skip("no ATOMIC_WRITE");
+    EXPECT_EQ(link.scq.expect(1).opcode, static_cast<ibv_wc_opcode>(IBV_WC_ATOMIC_WRITE));
+    run.peer.barrier();
+    request.id = 2;
+    request.sges[0].length = 4;
+    EXPECT_OK(post(link.qp, request));
+    link.scq.expect(2, IBV_WC_LOC_LEN_ERR);
+  } else {
+    run.peer.exchange(true);
+    run.peer.barrier();
+    std::uint64_t word = 0;
+    std::memcpy(&word, link.mem.data(64), sizeof(word));
+    EXPECT_EQ(word, 0x0102030405060708u);
+  }
+  link.reconnect();
+  if (run.a()) {
+    Send request = link.write(3, 8, 68, 8);
+    request.opcode = IBV_WR_ATOMIC_WRITE;
+    EXPECT_OK(post(link.qp, request));
+    link.scq.expect(3, IBV_WC_REM_INV_REQ_ERR);
+  }
+  link.reconnect();
+}
+
 }  // namespace vrdma::conformance

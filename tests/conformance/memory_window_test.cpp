@@ -153,6 +153,7 @@ CONFORMANCE(AWindowOfType2IsItsQueuePairs, "MW-02 MW-03 MW-04") {
     link.scq.expect(2, IBV_WC_MW_BIND_ERR);
   }
   link.reconnect();
+  theirs = bound(12);
   expect_access(link, IBV_WR_RDMA_WRITE, theirs.address, 64, theirs.rkey, IBV_WC_SUCCESS);
   if (run.b()) {
     EXPECT_OK(invalidate(link.qp, 3, rkey));
@@ -253,6 +254,153 @@ CONFORMANCE(WindowsAreRefusedWhereTheyMustBe, "MW-03 OBJ-07") {
     link.scq.expect(6, IBV_WC_MW_BIND_ERR);
   }
   link.reconnect();
+}
+
+// One program's threads bind and register at once, which the service puts in an order, whoever carries the queue pair's requests out.
+CONFORMANCE(WindowsAreBoundBesideRegistrations, "MW-01 THR-01") {
+  Link link(run, with_bindable_memory());
+  need_windows(run, link.dev);
+  constexpr std::uint64_t rounds = 300;
+  for (std::uint64_t i = 0; i < 64; ++i) {  // so that it may have become direct
+    if (run.a()) EXPECT_OK(post(link.qp, link.write(i, 0, 0, 8)));
+    if (run.a()) link.scq.expect(i);
+  }
+  run.peer.barrier();
+  if (run.a()) {
+    Window window(link.pd, IBV_MW_TYPE_1);
+    Threads others;
+    others.start([&] {
+      Buffer buffer(64 * 1024);
+      for (std::uint64_t i = 0; i < rounds; ++i) {
+        ibv_mr* const mr = ibv_reg_mr(link.pd, buffer.data(), buffer.size(), IBV_ACCESS_LOCAL_WRITE);
+        EXPECT(mr != nullptr);
+        EXPECT_OK(ibv_dereg_mr(mr));
+      }
+    });
+    for (std::uint64_t i = 0; i < rounds; ++i) {
+      EXPECT_OK(bind_1(link.qp, window, 1000 + i, part(link.mem.mr.p, link.mem.buffer.address(), 64)));
+      EXPECT_OK(post(link.qp, link.write(i, 0, 0, 8)));
+      link.scq.expect(1000 + i);
+      link.scq.expect(i);
+    }
+    others.join();
+  }
+  run.peer.barrier();
+}
+
+// Whatever is under way by a window when its invalidation completes reaches nothing any more.
+CONFORMANCE(AnInvalidatedWindowIsWrittenToNoMore, "MW-03 MW-02", .timeout_s = 120) {
+  constexpr std::size_t whole = 64 << 20;
+  LinkSpec spec = with_bindable_memory();
+  spec.bytes = whole;
+  Link link(run, spec);
+  need_windows(run, link.dev);
+  Window window(link.pd, IBV_MW_TYPE_2);
+  const std::uint32_t rkey = ibv_inc_rkey(window.p->rkey);
+  if (run.b()) {
+    EXPECT_OK(bind_2(link.qp, window, 1, rkey, part(link.mem.mr.p, link.mem.buffer.address(), whole)));
+    link.scq.expect(1);
+  }
+  const Remote theirs = run.peer.exchange(Remote{link.mem.buffer.address(), whole, rkey, 0});
+  if (run.a()) {
+    std::memset(link.mem.data(), 0xa5, whole);
+    run.peer.barrier();
+    EXPECT_OK(post(link.qp, Send{.opcode = IBV_WR_RDMA_WRITE, .id = 2, .sges = {link.mem.sge(0, whole)}, .remote_address = theirs.address, .rkey = theirs.rkey}));
+    const ibv_wc wc = link.scq.next();
+    EXPECT(wc.status == IBV_WC_SUCCESS || wc.status == IBV_WC_REM_ACCESS_ERR);
+    run.peer.exchange(Remote{0, static_cast<std::uint64_t>(wc.status), 0, 0});
+  } else {
+    run.peer.barrier();
+    wait_until("the first bytes", [&] { return *static_cast<volatile std::byte*>(link.mem.data(4096)) == std::byte{0xa5}; });
+    EXPECT_OK(invalidate(link.qp, 3, rkey));
+    const ibv_wc done = link.scq.next();
+    EXPECT_EQ(done.wr_id, 3u);
+    EXPECT(done.status == IBV_WC_SUCCESS || done.status == IBV_WC_WR_FLUSH_ERR);  // the WRITE may already have ended in an error here
+    // From its end backwards, what was not there when the invalidation had completed never comes.
+    std::size_t written = whole;
+    while (written > 0 && *static_cast<volatile std::byte*>(link.mem.data(written - 1)) != std::byte{0xa5}) written = written > 4096 ? written - 4096 : 0;
+    const Remote outcome = run.peer.exchange(Remote{});
+    EXPECT(outcome.bytes == IBV_WC_REM_ACCESS_ERR || written == whole);
+    for (std::size_t at = written; at + 4096 <= whole; at += 4096) EXPECT_NE(*link.mem.data(at + 4095), std::byte{0xa5});
+  }
+  link.reconnect();
+}
+
+// A request that is flushed has done nothing that outlives the queue pair's reset.
+CONFORMANCE(AFlushedBindLeavesTheWindowFree, "MW-02 ERR-12") {
+  Link link(run, with_bindable_memory());
+  need_windows(run, link.dev);
+  Window window(link.pd, IBV_MW_TYPE_2);
+  const std::uint32_t rkey = ibv_inc_rkey(window.p->rkey);
+  const auto bind = [&](std::uint64_t id) { return bind_2(link.qp, window, id, rkey, part(link.mem.mr.p, link.mem.buffer.address(), 64)); };
+  if (run.a()) {
+    Send wrong = link.write(1, 0, 0, 64);
+    wrong.rkey += 1;
+    EXPECT_OK(post(link.qp, wrong));
+    EXPECT_OK(bind(2));
+    link.scq.expect(1, IBV_WC_REM_ACCESS_ERR);
+    link.scq.expect(2, IBV_WC_WR_FLUSH_ERR);
+    EXPECT_OK(bind(3));  // in ERR
+    link.scq.expect(3, IBV_WC_WR_FLUSH_ERR);
+  }
+  link.reconnect();
+  if (run.a()) {
+    EXPECT_OK(bind(4));
+    link.scq.expect(4);
+    EXPECT_OK(bind_2(link.qp, window, 5, ibv_inc_rkey(rkey), part(link.mem.mr.p, 0, 0)));  // to nothing: free again
+    link.scq.expect(5);
+    EXPECT_OK(bind(6));
+    link.scq.expect(6);
+  }
+  run.peer.barrier();
+}
+
+CONFORMANCE(SharedReceivesTakeInvalidatingSends, "MW-04 SRQ-01") {
+  constexpr std::uint64_t messages = 24;
+  Device dev(run.settings);
+  need_windows(run, dev);
+  Pd pd(dev);
+  Cq scq(dev, 128), rcq(dev, 128);
+  Region mem(pd, 64 * 1024, static_cast<unsigned>(bindable));
+  ibv_srq_init_attr init{};
+  init.attr = {messages, 1, 0};
+  ibv_srq* const srq = ibv_create_srq(pd, &init);
+  EXPECT(srq != nullptr);
+  {
+    QpSpec spec;
+    spec.srq = srq;
+    Qp qp(pd, scq, rcq, spec);
+    to_init(dev, qp);
+    bring_up(dev, qp, run.peer.exchange(address_of(dev, qp)));
+    Window window(pd, IBV_MW_TYPE_2);
+    for (std::uint64_t i = 0; run.b() && i < messages; ++i) EXPECT_OK(post(srq, Recv{i, {mem.sge(i * 64, 64)}}));
+    for (std::uint64_t i = 0; i < messages; ++i) {
+      const std::uint32_t rkey = ibv_inc_rkey(window.p->rkey) + static_cast<std::uint32_t>(i % 200);
+      if (run.b()) {
+        EXPECT_OK(bind_2(qp, window, i, rkey, part(mem.mr.p, mem.buffer.address(), 64)));
+        scq.expect(i);
+      }
+      const Remote theirs = run.peer.exchange(Remote{0, 0, rkey, 0});
+      if (run.a()) {
+        ibv_send_wr wr{};
+        ibv_sge sge = mem.sge(0, 32);
+        wr.opcode = i % 2 == 0 ? IBV_WR_SEND_WITH_INV : IBV_WR_SEND;
+        wr.invalidate_rkey = theirs.rkey;
+        wr.sg_list = &sge;
+        wr.num_sge = 1;
+        EXPECT_OK(post_raw(qp, wr, i));
+        scq.expect(i);
+      } else {
+        rcq.expect(i);
+        if (i % 2 != 0) {
+          EXPECT_OK(invalidate(qp, 1000 + i, rkey));
+          scq.expect(1000 + i);
+        }
+      }
+    }
+    run.peer.barrier();
+  }
+  EXPECT_OK(ibv_destroy_srq(srq));
 }
 
 }  // namespace vrdma::conformance

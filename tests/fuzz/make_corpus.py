@@ -38,6 +38,7 @@ def run(qp):
 (CM_OPEN, CM_CLOSE, CM_PLACE, CM_CREATE, CM_DESTROY, CM_BIND, CM_RESOLVE, CM_ROUTE, CM_LISTEN, CM_CONNECT, CM_ACCEPT, CM_REJECT, CM_DISCONNECT,
  CM_IS_ESTABLISHED, CM_OPTION, CM_QUERY, CM_ATTRIBUTES, CM_MIGRATE, CM_JOIN, CM_LEAVE, CM_TAKE) = range(43, 64)
 OPEN_XRCD, CLOSE_XRCD, CREATE_XRC_QP = range(64, 67)
+TIME_CQ, READ_CLOCK, ALLOC_MW, DEALLOC_MW, BIND_MW, INVALIDATE_MW = range(67, 73)
 ATTACH = 1
 RC, UC, UD, XRC_SEND, XRC_RECV, XRC_SRQ = 2, 3, 4, 9, 10, 0x100
 ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
@@ -160,6 +161,23 @@ def ring_seeds():
     # Mended: what a target has in its own queues, which no honest program puts there, completed by an SRQ that it had none of.
     yield "regression_target_posts", xrc + ring.send(3, 2, (sge,), srqn=4) + ring.receive(3, (sge,)) + ring.ask(MODIFY_QP, words(14, 1, 0, 0, 6) + bytes(100))
     yield "xrc_elsewhere", xrc + ring.send(5, 2, (sge,), srqn=2) + ring.send(5, 2, (sge,), srqn=0) + ring.ask(DESTROY_SRQ, words(12, 0))
+    timed = ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, 4) + ring.ask(CREATE_CQ, words(1, 32, 3, 0)) + ring.ask(TIME_CQ, words(7, 0))
+    timed += ring.create_qp(1, 5, 7, RC) + ring.create_qp(1, 5, 7, RC) + ring.modify(8, RC, 3) + ring.modify(9, RC, 2) + ring.ask(READ_CLOCK, words(1, 0))
+    yield "times", timed + ring.receive(2, (sge,)) + ring.send(1, 2, (sge,)) + ring.ask(TIME_CQ, words(7, 0)) + ring.ask(DESTROY_QP, words(8, 0))
+    # A window 10 (key 2, as the region's is 1) to the middle of 6: used, invalidated by its owner, bound again, by its peer, by a rereg, by its queue pair's end.
+    def bind(key, address=ADDRESS + 4096, length=4096, access=14, mr=6):
+        return ring.ask(BIND_MW, words(10, 8, mr, access, key, 0) + struct.pack("<QQ", address, length)) + ring.send(1, 8, ())
+    by_window = (ADDRESS + 4096, 1, 2, 2)
+    windows = world(ring, RC) + ring.ask(REREG_MR, words(6, 4, 0, 31) + struct.pack("<QQQ", 0, 0, 0)) + ring.ask(ALLOC_MW, words(5, 2)) + bind(2)
+    windows += ring.send(2, 0, (sge,), by_window) + ring.send(2, 4, (sge,), by_window) + ring.ask(INVALIDATE_MW, words(8, 2)) + ring.send(1, 7, ())
+    windows += bind(2, access=46) + ring.receive(1, (sge,)) + ring.send(2, 9, (sge,)) + ring.send(2, 6, (sge,), (0, 1, 2, 2))
+    yield "windows", windows + bind(2) + ring.ask(DEREG_MR, words(6, 0)) + ring.ask(DESTROY_QP, words(8, 0)) + ring.ask(DEREG_MR, words(6, 0)) + \
+        ring.ask(DEALLOC_MW, words(10, 0)) + ring.ask(CLOSE_CONTEXT, words(1, 0))
+    yield "windows_of_type_1", world(ring, RC) + ring.ask(REREG_MR, words(6, 4, 0, 31) + struct.pack("<QQQ", 0, 0, 0)) + ring.ask(ALLOC_MW, words(5, 1)) + bind(2) * 2 + \
+        bind(2, ADDRESS + BYTES - 8) + bind(3) + bind(2, length=0) + bind(2, mr=0) + bind(2) + ring.ask(CLOSE_CONTEXT, words(1, 0))
+    # Mended: bits that no right is made the service take a region for a window when it went, and its key was left behind.
+    yield "regression_unknown_rights", ring.ask(CREATE_PD, words(1, 0)) + b"".join(ring.memory(5, 4, access) + ring.ask(DEREG_MR, words(6, 0)) for access in (1 << 31 | 15, 128, 15))
+    yield "on_demand", ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, PROCESS, 79, 4096, (1 << 56) - 4096) + ring.memory(5, 4, 79) + ring.ask(DEREG_MR, words(6, 0))
     yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
     yield "scribble", world(ring, RC) + ring.scribble(0, b"\xff" * 64) + ring.scribble(256, b"\xff" * 200)
     yield "short", ring.ask(REG_MR, b"\1\0", exact=True) + ring.step(0) + b"\xff\4" + words(0x7FFFFFFF, 0xFFFFFFFF) + b"abcd"

@@ -27,6 +27,8 @@ class Case:
     qps: int | None = None
     new_send: bool = False         # ibv_wr_* instead of ibv_post_send
     rx_depth: int | None = None
+    memory: tuple = ()             # -o, -O: on-demand paging, implicit; -P: prefetched; -j: device memory
+    times: bool = False            # of completions
 
     @property
     def program(self):
@@ -37,10 +39,10 @@ class Case:
         for flag, value in (("-s", self.size), ("-g", self.gid_index), ("-q", self.qps), ("-r", self.rx_depth), ("-m", mtu)):
             if value is not None:
                 words += [flag, str(value)]
-        for flag, wanted in (("-e", self.events), ("-c", self.validate), ("-N", self.new_send)):
+        for flag, wanted in (("-e", self.events), ("-c", self.validate), ("-N", self.new_send), ("-t", self.times)):
             if wanted:
                 words.append(flag)
-        return words
+        return words + list(self.memory)
 
     @property
     def name(self):
@@ -67,6 +69,12 @@ def cases():
         yield replace(plain, gid_index=0)  # a GRH on InfiniBand
     yield Case("rc", new_send=True, validate=True)
     yield Case("rc", new_send=True, events=True)
+    for memory in (("-o",), ("-O",), ("-o", "-P"), ("-O", "-P"), ("-j",)):
+        yield Case("rc", memory=memory, validate=True)
+        yield Case("rc", memory=memory, new_send=True, size=1 << 20, iterations=100, validate=True)
+    yield Case("rc", memory=("-O",), events=True, link_layer="ethernet", gid_index=3)
+    yield Case("rc", times=True, validate=True)
+    yield Case("rc", times=True, new_send=True, link_layer="ethernet", gid_index=3)
     yield Case("srq", qps=1)
     yield Case("srq", qps=64, rx_depth=2000)
 

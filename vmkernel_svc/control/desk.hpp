@@ -62,7 +62,8 @@ class ControlDesk {
   void destroy(Guest& guest, CompletionQueue& cq);
   void destroy(Guest& guest, SharedReceiveQueue& srq);
   void destroy(Guest& guest, MemoryWindow& window);
-  // Memory windows of a queue pair that goes.
+  bool used_by_worker(const Region& window);
+  // Memory windows of a queue pair that goes, or is reset.
   void unbind_windows(QueuePair& qp);
   bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
   Status close_context(Guest& guest, std::uint32_t context);

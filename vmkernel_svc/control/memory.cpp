@@ -177,13 +177,14 @@ void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
 
 namespace {
 constexpr std::uint32_t reg_local_write = 1, reg_remote_write = 2, reg_remote_atomic = 8;
+constexpr std::uint32_t known_access = 127;  // enum ibv_access_flags, from LOCAL_WRITE to ON_DEMAND
 std::uint64_t bytes_max(std::uint32_t access) { return Region::on_demand(access) ? limits::mr_bytes_on_demand_max : limits::mr_bytes_max; }
 // On demand: of no file, which would be held.
 bool staged_ok(const Guest& guest, std::uint32_t access) {
   return !Region::on_demand(access) || std::ranges::all_of(guest.staged, [](const Extent& extent) { return extent.backing == backing_process; });
 }
 bool rights_ok(std::uint32_t access) {  // IBA 10.6.3.1: remote write and atomic need local write
-  return (access & (reg_remote_write | reg_remote_atomic)) == 0 || (access & reg_local_write) != 0;
+  return (access & ~known_access) == 0 && ((access & (reg_remote_write | reg_remote_atomic)) == 0 || (access & reg_local_write) != 0);
 }
 }  // namespace
 
@@ -234,11 +235,11 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
   Region& region = fabric_.regions.slot(found->second);
   if (region.windows != 0) return guest.staged.clear(), Errno{EBUSY};
+  const bool on_demand = Region::on_demand(region.access);
+  if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.staged.clear(), Errno{EINVAL};
   if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr && !fabric_.far->hca()->forget_region(found->second) && may_wait(guest)) return Errno{EINPROGRESS};
-  const bool on_demand = Region::on_demand(region.access);
-  if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.staged.clear(), Errno{EINVAL};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
   ProtectionDomain* const before = pd_by_number(guest, region.pd);
   if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))

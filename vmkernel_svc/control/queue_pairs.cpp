@@ -169,6 +169,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   if (core.state == QpState::reset) {
     if (hca != nullptr) hca->leave(core);
     shard_.engine().reset(core, request.send_position, request.receive_position);
+    unbind_windows(*qp);
     qp->watch_sends(true);
     qp->watch_receives(false);
   } else {
@@ -200,8 +201,8 @@ Result<QueryQpReply> ControlDesk::on<Request::query_qp>(Guest& guest, const Hand
 void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->leave(qp.core);
   shard_.direct().forget(qp);
-  leave_domain(qp);
   unbind_windows(qp);
+  leave_domain(qp);
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);
   guest.totals += qp.core.counters;

@@ -14,6 +14,13 @@ using namespace control;
 namespace {
 constexpr std::uint32_t local_write = 1, remote_write = 2, remote_read = 4, remote_atomic = 8, mw_bind = 16, zero_based = 32;  // enum ibv_access_flags
 constexpr std::uint32_t type_1 = 1, type_2 = 2;
+
+// What is posted in another state is flushed, and does nothing.
+bool may_bind(const QueuePair& qp) {
+  using engine::QpState, engine::QpType;
+  const bool posts = qp.core.type == QpType::rc || qp.core.type == QpType::uc || qp.core.type == QpType::xrc_send;
+  return posts && (qp.core.state == QpState::rts || qp.core.state == QpState::sqd);
+}
 }  // namespace
 
 template <>
@@ -24,13 +31,20 @@ Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocM
   if (guest.mws.size() >= limits::mw_max) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   std::uint32_t slot;
-  Region& region = fabric_.regions.add_window(slot);
-  region.pd = pd->number;
-  region.guest = &guest;
+  Region* const region = fabric_.regions.add_window(slot);
+  if (region == nullptr) return --guest.tenant->objects, Errno{ENOMEM};
+  region->pd = pd->number;
+  region->guest = &guest;
   ++pd->users;
   const std::uint32_t handle = guest.next_handle++;
   guest.mws.emplace(handle, std::make_unique<MemoryWindow>(MemoryWindow{{handle}, pd->context, pd, slot, request.type == type_2}));
-  return RegMrReply{handle, region.key.value};
+  return RegMrReply{handle, region->key.value};
+}
+
+// A copy that somebody's worker has under way, perhaps by this window, ends before nobody may reach anything by it any more.
+bool ControlDesk::used_by_worker(const Region& window) {
+  const Region* const region = window.window_generation == 0 ? nullptr : fabric_.regions.at(window.window_slot, window.window_generation);
+  return region != nullptr && region->jobs != 0;
 }
 
 void ControlDesk::destroy(Guest& guest, MemoryWindow& window) {
@@ -44,6 +58,7 @@ template <>
 Result<Empty> ControlDesk::on<Request::dealloc_mw>(Guest& guest, const HandleRequest& request) {
   MemoryWindow* const window = find(guest.mws, request.handle);
   if (window == nullptr) return Errno{EINVAL};
+  if (used_by_worker(fabric_.regions.slot(window->slot)) && may_wait(guest)) return Errno{EINPROGRESS};
   destroy(guest, *window);
   return Empty{};
 }
@@ -52,14 +67,17 @@ template <>
 Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwRequest& request) {
   MemoryWindow* const window = find(guest.mws, request.mw);
   const QueuePair* const qp = find(guest.qps, request.qp);
-  if (window == nullptr || qp == nullptr || qp->pd != window->pd) return Errno{EINVAL};
+  if (window == nullptr || qp == nullptr || qp->pd != window->pd || !may_bind(*qp)) return Errno{EINVAL};
   Region& bound = fabric_.regions.slot(window->slot);
   if (!fabric_.regions.is_key_of(window->slot, Key{request.key})) return Errno{EINVAL};
-  if (window->of_queue_pair && bound.window_generation != 0) return Errno{EBUSY};  // IBA 10.6.7.2.2: it has to be invalidated first
+  if (used_by_worker(bound) && may_wait(guest)) return Errno{EINPROGRESS};
+  const bool is_bound = window->of_queue_pair && bound.window_generation != 0;
   if (request.mr == 0 || request.bytes == 0) {
+    if (is_bound && bound.window_qpn != qp->core.qpn.value) return Errno{EINVAL};
     fabric_.regions.unbind_window(bound);
     return Empty{};
   }
+  if (is_bound) return Errno{EBUSY};  // IBA 10.6.7.2.2: it has to be invalidated first
   const auto mr = guest.mrs.find(request.mr);
   if (mr == guest.mrs.end()) return Errno{EINVAL};
   const Region& region = fabric_.regions.slot(mr->second);
@@ -77,7 +95,11 @@ Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwReques
 template <>
 Result<Empty> ControlDesk::on<Request::invalidate_mw>(Guest& guest, const InvalidateMwRequest& request) {
   const QueuePair* const qp = find(guest.qps, request.qp);
-  if (qp == nullptr || !fabric_.regions.invalidate_window(Key{request.key}, qp->core.qpn.value)) return Errno{EINVAL};
+  if (qp == nullptr || !may_bind(*qp)) return Errno{EINVAL};
+  if (const auto slot = fabric_.regions.find(Key{request.key}); slot && fabric_.regions.slot(*slot).guest == &guest &&
+                                                                used_by_worker(fabric_.regions.slot(*slot)) && may_wait(guest))
+    return Errno{EINPROGRESS};
+  if (!fabric_.regions.invalidate_window(Key{request.key}, qp->pd->number, qp->core.qpn.value)) return Errno{EINVAL};
   return Empty{};
 }
 

@@ -191,13 +191,15 @@ class FarRequester {
     if (qp.type == QpType::uc) {
       while (!far.outstanding.empty()) end(qp, WcStatus::success);
       if (far.refused != WcStatus::success) requester_.refuse(qp, std::exchange(far.refused, WcStatus::success));
+      else if (busy(qp) && qp.operation.rule->local) requester_.conclude(qp);
       else if (busy(qp)) requester_.drop(qp);
       close(qp, [](std::uint64_t, std::uint32_t) {});
       return;
     }
     if (!far.outstanding.empty()) return end(qp, WcStatus::retry_exc_err);
     if (busy(qp)) {
-      requester_.give_up(qp);
+      if (qp.operation.rule->local) requester_.conclude(qp);
+      else requester_.give_up(qp);
       return;
     }
     if (far.given_one_by_one) return;

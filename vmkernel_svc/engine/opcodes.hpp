@@ -17,6 +17,7 @@ struct OpcodeRule {
   WcOpcode send_opcode, receive_opcode;
   bool local = false;        // reaches nobody: its WQE says how it ended
   bool invalidates = false;  // ends a memory window of the responder's
+  bool word = false;         // atomic or not, it is about 8 aligned bytes
 };
 
 constexpr OpcodeRule opcode_rules[] = {
@@ -25,11 +26,13 @@ constexpr OpcodeRule opcode_rules[] = {
     /* SEND                */ {true, true, true, true, true, false, 0, false, false, WcOpcode::send, WcOpcode::recv},
     /* SEND with imm       */ {true, true, true, true, true, true, 0, false, false, WcOpcode::send, WcOpcode::recv},
     /* RDMA READ           */ {true, false, false, false, false, false, access_remote_read, true, false, WcOpcode::rdma_read, WcOpcode::recv},
-    /* CMP_AND_SWP         */ {true, false, false, false, false, false, access_remote_atomic, true, true, WcOpcode::comp_swap, WcOpcode::recv},
-    /* FETCH_AND_ADD       */ {true, false, false, false, false, false, access_remote_atomic, true, true, WcOpcode::fetch_add, WcOpcode::recv},
+    /* CMP_AND_SWP         */ {true, false, false, false, false, false, access_remote_atomic, true, true, WcOpcode::comp_swap, WcOpcode::recv, false, false, true},
+    /* FETCH_AND_ADD       */ {true, false, false, false, false, false, access_remote_atomic, true, true, WcOpcode::fetch_add, WcOpcode::recv, false, false, true},
     /* LOCAL_INV           */ {true, true, false, false, false, false, 0, false, false, WcOpcode::local_inv, WcOpcode::recv, true, false},
     /* BIND_MW             */ {true, true, false, false, false, false, 0, false, false, WcOpcode::bind_mw, WcOpcode::recv, true, false},
     /* SEND with inv       */ {true, false, false, true, true, false, 0, false, false, WcOpcode::send, WcOpcode::recv, false, true},
+    /* 10 to 14 of libibverbs are for others */ {}, {}, {}, {}, {},
+    /* ATOMIC WRITE        */ {true, false, false, false, false, false, access_remote_write, false, false, WcOpcode::atomic_write, WcOpcode::recv, false, false, true},
 };
 
 // nullptr: no such operation on this kind of queue pair.

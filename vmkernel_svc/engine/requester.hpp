@@ -75,7 +75,7 @@ class Requester {
         op.local.add(*place, sge.bytes);
       }
     }
-    if (rule.atomic && op.local.total_bytes() != 8) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
+    if (rule.word && op.local.total_bytes() != 8) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
     if (rule.reads && qp.attributes.max_rd_atomic == 0) return local_error(qp, WcStatus::loc_qp_op_err), Fetch::failed;
 
     Request& request = op.request;

@@ -25,6 +25,7 @@ class Responder {
       qp.communication_established = true;
       ports_.event(qp, AsyncEvent::comm_est);
     }
+    if (!knows_windows && rule.invalidates) return Response::silence();  // before anything is taken for it: a poster leaves it to the service
     if constexpr (requires { ports_.xrc_srq(qp, request.srqn); }) {
       if (qp.type == QpType::xrc_recv) {
         const std::optional<Srq<P>*> srq = ports_.xrc_srq(qp, request.srqn);
@@ -64,7 +65,7 @@ class Responder {
     qp.counters.received_messages += 1;
     qp.counters.received_bytes += rule.reads ? 0 : request.bytes;
     if (!rule.takes_receive) return true;
-    if constexpr (requires { ports_.invalidate(qp, request.rkey); }) {
+    if constexpr (knows_windows) {
       if (rule.invalidates && !ports_.invalidate(qp, Key{request.imm_data})) [[unlikely]] {
         end_receive(qp, WcStatus::rem_inv_req_err);
         return fail(qp, std::nullopt), false;
@@ -251,6 +252,7 @@ class Responder {
 
  private:
   static constexpr int takes_max = 200;
+  static constexpr bool knows_windows = requires(P& ports, Qp<P>& qp, Key key) { ports.invalidate(qp, key); };
 
   // The receive WQE that was taken ends in error.
   void end_receive(Qp<P>& qp, WcStatus status) {
@@ -282,7 +284,7 @@ class Responder {
   WcStatus check_remote(Qp<P>& qp, const Request& request, const OpcodeRule& rule, ScatterGather& far) {
     far.clear();
     if (rule.reads && qp.attributes.max_dest_rd_atomic == 0) return WcStatus::rem_inv_req_err;
-    if (rule.atomic && request.remote_address % 8 != 0) return WcStatus::rem_inv_req_err;
+    if (rule.word && request.remote_address % 8 != 0) return WcStatus::rem_inv_req_err;
     // IBA 9.7.4.1.4 (C9-…): the queue pair's rights come before the region's, and count for a zero-length request too.
     if ((qp.attributes.access_flags & rule.remote_access) == 0) return WcStatus::rem_access_err;
     if (request.bytes == 0) return WcStatus::success;

@@ -6,6 +6,7 @@ namespace vrdma::svc {
 
 namespace {
 constexpr std::size_t resting_keys = 4096;
+constexpr std::size_t windows_max = 1 << 20;  // of all guests; then a sixteenth of all keys are windows'
 constexpr std::size_t slots_kept = huge_page_bytes / sizeof(Region);
 }
 
@@ -43,19 +44,20 @@ Region& RegionTable::add(std::uint32_t& slot) {
   return region;
 }
 
-Region& RegionTable::add_window(std::uint32_t& slot) {
-  constexpr std::uint32_t keys = 1u << window_key_bits;
-  std::uint32_t first;
-  do {
+Region* RegionTable::add_window(std::uint32_t& slot) {
+  constexpr std::uint32_t keys = 1u << window_key_bits, tries = 64;
+  std::uint32_t first = 0;
+  for (std::uint32_t tried = 0; first == 0; ++tried) {
+    if (tried == tries || windows_.size() >= windows_max) return nullptr;
     first = new_key() & ~(keys - 1);
     for (std::uint32_t tag = 0; tag < keys && first != 0; ++tag)
       if (by_key_.contains(first + tag) || resting_count_.contains(first + tag)) first = 0;
-  } while (first == 0);
+  }
   Region& window = take_slot(slot);
   window.key = Key{first};
   window.access = Region::is_window;
   windows_.emplace(first >> window_key_bits, slot);
-  return window;
+  return &window;
 }
 
 void RegionTable::bind_window(std::uint32_t slot, Key key, std::uint32_t access, std::uint64_t iova, std::uint64_t bytes, std::uint32_t of,
@@ -81,9 +83,9 @@ void RegionTable::unbind_window(Region& window) {
   window.access = Region::is_window;
 }
 
-bool RegionTable::invalidate_window(Key key, std::uint32_t qpn) {
+bool RegionTable::invalidate_window(Key key, std::uint64_t pd, std::uint32_t qpn) {
   const auto slot = find_window(key);
-  if (!slot || qpn == 0 || regions_[*slot].window_qpn != qpn) return false;
+  if (!slot || regions_[*slot].pd != pd || regions_[*slot].window_qpn != qpn) return false;
   unbind_window(regions_[*slot]);
   return true;
 }

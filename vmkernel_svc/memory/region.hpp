@@ -48,7 +48,7 @@ struct alignas(64) Region {
   std::vector<Piece> pieces;
 
   // A memory window has no pieces: it is bound to a part of another region of its guest's, or to nothing.
-  static constexpr std::uint32_t is_window = 1u << 31;  // in `access`
+  static constexpr std::uint32_t is_window = 1u << 31;  // in `access`, where no guest puts it
   std::uint32_t windows = 0;            // bound to this region, which stays what it is meanwhile
   std::uint32_t window_slot = 0;        // of the region that it is bound to, …
   std::uint64_t window_generation = 0;  // … 0: to none
@@ -73,15 +73,16 @@ class RegionTable {
 
   // A free slot with a new generation and an unguessable key that no other region has or had recently.
   Region& add(std::uint32_t& slot);
-  // Likewise, of a memory window: its keys are this one and those that differ from it in the last 8 bits.
-  Region& add_window(std::uint32_t& slot);
+  // A memory window, bound to nothing: its keys are its first one and those that differ from it in the last 8 bits. nullptr: there are too many
+  // windows to find one more soon.
+  Region* add_window(std::uint32_t& slot);
   bool is_key_of(std::uint32_t window, Key key) const { return ((regions_[window].key.value ^ key.value) >> window_key_bits) == 0; }
   // To [offset, offset + bytes) of the region in slot `of`, which requests name by `iova` and on.
   void bind_window(std::uint32_t slot, Key key, std::uint32_t access, std::uint64_t iova, std::uint64_t bytes, std::uint32_t of, std::uint64_t offset, std::uint32_t qpn);
   // From now on nobody reaches anything by it. In a turn, too: nobody else's queue pairs look further than at its protection domain.
   void unbind_window(Region& window);
-  // IBA 10.6.7.2.5, 9.9.4: of type 2, by a request of that queue pair. False: the key is none of a window that is bound to it.
-  bool invalidate_window(Key key, std::uint32_t qpn);
+  // IBA 10.6.7.2.5: of type 2, by a request to a queue pair of that protection domain. False: the key is none of a window that is bound to it.
+  bool invalidate_window(Key key, std::uint64_t pd, std::uint32_t qpn);
   // Gives the region in `slot` a new generation: what was found before must be found again. The key stays, as programs that
   // change only rights or translation expect (IBA 11.2.8.3 leaves it open).
   void renew(std::uint32_t slot) { regions_[slot].generation = next_generation_++; }
@@ -93,6 +94,18 @@ class RegionTable {
     return region.generation == generation ? &region : nullptr;
   }
   Region& slot(std::uint32_t slot) { return regions_[slot]; }
+  // Where the bytes at `offset` of a region that was found are: a window has none of its own. No region: it, or what it was bound to, is gone.
+  struct Reached {
+    Region* region;
+    std::uint32_t slot;
+    std::uint64_t offset;
+  };
+  Reached reach(std::uint32_t slot, std::uint64_t generation, std::uint64_t offset) {
+    Region* const region = at(slot, generation);
+    if (region == nullptr || (region->access & Region::is_window) == 0) [[likely]] return {region, slot, offset};
+    const bool bound = region->window_generation != 0;
+    return {bound ? at(region->window_slot, region->window_generation) : nullptr, region->window_slot, region->window_offset + offset};
+  }
   std::optional<std::uint32_t> find(Key key) const {
     const auto found = by_key_.find(key.value);
     if (found == by_key_.end()) [[unlikely]] return find_window(key);

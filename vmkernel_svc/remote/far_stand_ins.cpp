@@ -161,7 +161,7 @@ bool FarDesk::begin(StandIn& stand_in) {
   const FarRecord& record = stand_in.queue.front()->record();
   op.rule = engine::opcode_rule(static_cast<WrOpcode>(record.opcode), core.type);
   stand_in.message = record.message;
-  const bool good = op.rule != nullptr && record.bytes <= limits::message_bytes_max &&
+  const bool good = op.rule != nullptr && !op.rule->local && record.bytes <= limits::message_bytes_max &&
                     (op.rule->reads ? record.payload_bytes == 0 : record.payload_bytes <= record.bytes) &&
                     (!op.rule->atomic || record.bytes == sizeof(std::uint64_t)) && (record.bytes == 0 || op.rule->reads || record.payload_bytes != 0);
   if (!good) {

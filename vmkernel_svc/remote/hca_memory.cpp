@@ -54,7 +54,7 @@ std::uint32_t HcaDesk::remote_key(const Qp& qp, Key rkey, bool& known, remote::H
   const auto slot = fabric_.regions.find(rkey);
   if (!slot || revoking_.contains(rkey.value)) return 0;
   const Region& region = fabric_.regions.slot(*slot);
-  if (region.pd != qp.port.pd || (region.access & remote_rights) == 0) return 0;
+  if (region.pd != qp.port.pd || (region.access & remote_rights) == 0 || (region.access & Region::is_window) != 0) return 0;
   known = true;
   ibv_mr* const mr = region.pieces.size() == 1 ? local(*slot, region, 0) : nullptr;
   auto& askers = registered(*slot, region).askers;

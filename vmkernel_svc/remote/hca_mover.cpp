@@ -41,7 +41,7 @@ void HcaDesk::for_each_part(Place place, std::uint64_t bytes, Reached&& reached,
   if (place.kind != Place::Kind::registered) return other(place, bytes);
   while (bytes != 0) {
     const Region* const region = fabric_.regions.at(place.region, place.generation);
-    if (region == nullptr) return other(place, bytes);
+    if (region == nullptr || region->pieces.empty()) return other(place, bytes);  // gone, or a window, which is no place of one's own
     const Piece& piece = region->piece_at(place.address);
     const std::uint64_t part = std::min(bytes, piece.bytes - (place.address - piece.offset));
     ibv_mr* const mr = piece.host != nullptr ? local(place.region, *region, static_cast<std::size_t>(&piece - region->pieces.data())) : nullptr;
@@ -171,7 +171,7 @@ HcaDesk::Step HcaDesk::post(HcaConnection& c) {
     if (op.rule->local) return c.outstanding.empty() ? (engine_.conclude(qp), Step::ended) : Step::waiting;
     if (op.rule->invalidates) return c.outstanding.empty() ? (lose(c, "a SEND that invalidates a memory window, which no HCA knows"), Step::ended) : Step::waiting;
     // Programs of the target's host have atomic operations on that memory, too, which are its processors'.
-    if (op.rule->atomic && c.theirs.atomics_with_cpu == 0) return by_records(c);
+    if (op.rule->word && (!op.rule->atomic || c.theirs.atomics_with_cpu == 0)) return by_records(c);
     if (op.rule->remote_access != 0 && op.request.bytes != 0) {
       const auto key = key_of(c, op.request.rkey);
       if (!key) return Step::waiting;
