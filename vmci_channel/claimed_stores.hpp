@@ -350,7 +350,7 @@ class ClaimedStores {
                  : [stored] "+&r"(stored), [table] "=&r"(table), "+&D"(to), "+&S"(from), "+&c"(bytes)
                  : [sequence] "r"(sequence_), [claim] "r"(claim_), [mine] "r"(mine_)
                  : "memory", "cc");
-    _mm_sfence();  // its stores come in any order; the tail comes after them
+    __builtin_ia32_sfence();  // its stores come in any order; the tail comes after them
     return stored != 0;
   }
 
