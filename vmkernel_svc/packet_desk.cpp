@@ -1,11 +1,11 @@
 #include "vmkernel_svc/packet_desk.hpp"
 
 #include <fcntl.h>
-#include <spdlog/spdlog.h>
 
 #include <cstring>
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {
@@ -34,7 +34,7 @@ void send_reply(const vmci::PacketSocket& socket, const Head& request, int statu
   std::memcpy(packet.data(), &head, sizeof(head));
   if (!body.empty()) std::memcpy(packet.data() + sizeof(head), body.data(), body.size());
   if (const auto sent = socket.send(packet, descriptors); !sent)
-    spdlog::debug("a reply could not be sent: {}", std::strerror(value(sent.error())));
+    log::debug("a reply could not be sent: {}", std::strerror(value(sent.error())));
 }
 
 template <class Body>
@@ -68,7 +68,7 @@ std::optional<AttachRequest> PacketDesk::attach_request(const vmci::PacketSocket
   AttachRequest request{};
   if (!body_of(packet, request) || request.magic != magic) return refuse(socket, head, EPROTO), std::nullopt;
   if (request.major == version_major) return request;
-  spdlog::warn("a guest speaks version {}.{} of the channel, this service {}.{}: refused", request.major, request.minor,
+  log::warn("a guest speaks version {}.{} of the channel, this service {}.{}: refused", request.major, request.minor,
                version_major, version_minor);
   AttachReply mine{};
   mine.major = version_major;
@@ -84,10 +84,10 @@ std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& h
   const pid_t pid = info.credentials.pid;
   const auto reply = desk_.attach(request, std::move(info), service_page_fd_, descriptors, keep);
   if (reply)
-    spdlog::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
+    log::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
                  shard_.fabric().guests[reply->guest]->lid);
   else
-    spdlog::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
+    log::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
   send_result(socket, head, reply, descriptors);
   return reply ? reply->guest : 0;
 }
@@ -100,7 +100,7 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
   std::vector<vmci::UniqueFd> segment;
   const auto reply = desk_.reach(guest, by_service, segment);
   if (reply && !by_service)
-    spdlog::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies what cannot be mapped", guest.name,
+    log::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies what cannot be mapped", guest.name,
                  guest.credentials.uid, guest.credentials.pid);
   std::vector<int> descriptors;
   for (const auto& fd : segment) descriptors.push_back(fd.get());

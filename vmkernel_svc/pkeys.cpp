@@ -1,6 +1,5 @@
 #include "vmkernel_svc/pkeys.hpp"
 
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <utility>
@@ -8,6 +7,7 @@
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/events.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {
@@ -19,7 +19,7 @@ constexpr std::uint32_t event_pkey_change = 12;  // IBV_EVENT_PKEY_CHANGE
 bool give_pkeys(const Fabric& fabric, Tenant& tenant) {
   const auto before = tenant.pkeys;
   if (!fabric.partitions.fill(tenant.pkeys, fabric.host_name, tenant.uid))
-    spdlog::warn("uid {} is in more partitions than the {} that a port's table has: it has the first of them", tenant.uid, tenant.pkeys.size());
+    log::warn("uid {} is in more partitions than the {} that a port's table has: it has the first of them", tenant.uid, tenant.pkeys.size());
   return tenant.pkeys != before;
 }
 

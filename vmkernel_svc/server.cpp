@@ -5,7 +5,6 @@
 #include <malloc.h>
 #include <poll.h>
 #include <pthread.h>
-#include <spdlog/spdlog.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -21,6 +20,7 @@
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/readiness.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/pkeys.hpp"
 #include "vmkernel_svc/remote/configured_subnet.hpp"
@@ -128,7 +128,7 @@ void Server::run() {
   if (::sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_DFL) signals_.add(SIGHUP);
   signals_.async_wait([this](const boost::system::error_code& error, int signal) {
     if (error) return;
-    spdlog::info("SIG{}: leaving", sigabbrev_np(signal));
+    log::info("SIG{}: leaving", sigabbrev_np(signal));
     io_.stop();
   });
   accept_next();
@@ -143,7 +143,7 @@ void Server::run() {
   machines_changed();
   if (hosts_) join_hosts();
   if (config_.idle_exit_s != 0) watch_idle();
-  spdlog::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
+  log::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
                config_.lid_count, config_.lid_first);
   vmci::Readiness(config_.ready_fd).serves("serves " + config_.socket);
   io_.run();
@@ -225,7 +225,7 @@ void Server::watch_idle() {
     if (error) return;
     idle_seconds_ = connections_.empty() && !machines_->any_running() ? idle_seconds_ + 1 : 0;
     if (idle_seconds_ >= config_.idle_exit_s) {
-      spdlog::info("no guest for {} s: leaving", config_.idle_exit_s);
+      log::info("no guest for {} s: leaving", config_.idle_exit_s);
       io_.stop();
       return;
     }
@@ -241,7 +241,7 @@ void Server::accept_next() {
       if (!fd) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         if (errno != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
-          spdlog::warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
+          log::warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
           accept_timer_.expires_after(std::chrono::milliseconds(100));
           accept_timer_.async_wait([this](const boost::system::error_code& late) {
             if (!late) accept_next();
@@ -309,7 +309,7 @@ void Server::lost(const ConnectionPtr& connection) {
   shard_->submit([this, connection](Shard& shard) {
     const auto guest = shard.fabric().guests.find(connection->guest.load());
     if (guest != shard.fabric().guests.end()) {
-      spdlog::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
+      log::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
       desk_->detach(*guest->second);
     }
     if (!connection->machine) return;
@@ -353,7 +353,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   if (!pages || pages->bytes() != config_.machine_arena_bytes) return PacketDesk::refuse(connection->socket, head, EPROTO);
   auto arena = pages->segment();
   if (!arena) {
-    spdlog::warn("machine {}: the queues of a program cannot be mapped ({}): its RAM is on huge pages, and its vrdma-guestd of an older version, or too many "
+    log::warn("machine {}: the queues of a program cannot be mapped ({}): its RAM is on huge pages, and its vrdma-guestd of an older version, or too many "
                  "mappings are there (sysctl vm.max_map_count)",
                  process.machine, std::strerror(value(arena.error())));
     return PacketDesk::refuse(connection->socket, head, value(arena.error()));

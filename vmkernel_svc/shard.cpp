@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -13,6 +12,7 @@
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/events.hpp"
+#include "vmkernel_svc/log.hpp"
 
 namespace vrdma::svc {
 
@@ -271,7 +271,7 @@ bool Shard::serve_control() {
 // The guest is not looked at any more; the server finds its socket closed and takes it out of the world.
 void Shard::expel(Guest& guest) {
   if (!guest.socket) return;
-  spdlog::warn("{} (uid {}, pid {}) does not speak the channel's protocol: detached", guest.name, guest.credentials.uid,
+  log::warn("{} (uid {}, pid {}) does not speak the channel's protocol: detached", guest.name, guest.credentials.uid,
                guest.credentials.pid);
   ::shutdown(guest.socket.get(), SHUT_RDWR);
   guest.socket.reset();

@@ -1,7 +1,6 @@
 // Guests come and go; their contexts, channels and protection domains; their VMCI ports.
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/eventfd_signal.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/pkeys.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"
@@ -231,7 +231,7 @@ Result<Empty> ControlDesk::on<Request::share_address>(Guest& guest, const ShareA
   guest.lid = shared->lid;
   guest.guid = shared->guid;
   guest.gids = gids_of(guest.guid, guest.lid, guest.link_layer);
-  spdlog::info("{} (context {}) has the address of LID {}, as the process that it was forked from", guest.name, guest.id.value, guest.lid);
+  log::info("{} (context {}) has the address of LID {}, as the process that it was forked from", guest.name, guest.id.value, guest.lid);
   return Empty{};
 }
 

@@ -1,5 +1,4 @@
 // Completion queues and shared receive queues.
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <utility>
@@ -8,6 +7,7 @@
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
@@ -25,7 +25,7 @@ Result<std::uint64_t> ControlDesk::carve(Guest& guest, std::uint64_t bytes) {
   } else if (!std::exchange(guest.arena_was_full, true)) {
     const std::uint64_t all = guest.arena.segment().bytes();
     const auto& machine = guest.machine;
-    spdlog::warn("{} ({}uid {}, pid {}): {} bytes more of queues do not fit into its {} KiB, of which {} KiB are in use; it is told ENOMEM: raise \"{}\" in "
+    log::warn("{} ({}uid {}, pid {}): {} bytes more of queues do not fit into its {} KiB, of which {} KiB are in use; it is told ENOMEM: raise \"{}\" in "
                  "vrdmad.json, or have it make fewer or shallower queues",
                  guest.name, machine ? "machine " + machine->name + ", " : "", machine ? machine->uid : guest.credentials.uid,
                  machine ? machine->pid : static_cast<std::uint32_t>(guest.credentials.pid), bytes, all >> 10, before >> 10,

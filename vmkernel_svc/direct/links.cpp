@@ -1,5 +1,4 @@
 // Which connections are direct.
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 
@@ -7,6 +6,7 @@
 #include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/direct/link.hpp"
 #include "vmkernel_svc/direct/trust.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/show.hpp"
 #include "vrdma/fault.hpp"
@@ -111,7 +111,7 @@ bool DirectDesk::trusts(const Guest& a, const Guest& b, std::string& why_not) {
   const TrustFacts of_a = facts(a), of_b = facts(b);
   why_not = why_apart(of_a, of_b);
   if (!why_not.empty()) {
-    spdlog::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
+    log::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
     apart_.emplace(key, why_not);
     return false;
   }

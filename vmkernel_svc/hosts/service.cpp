@@ -3,13 +3,13 @@
 #include <fmt/format.h>
 #include <openssl/rand.h>
 #include <pthread.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <csignal>
 #include <stdexcept>
 
 #include "vmkernel_svc/hosts/address.hpp"
+#include "vmkernel_svc/log.hpp"
 
 namespace vrdma::hosts {
 
@@ -93,7 +93,7 @@ void Service::start() {
         io_.run();
         return;
       } catch (const std::exception& error) {  // of memory that has run out, say: one handler is lost, not the host
-        spdlog::error("hosts: {}", error.what());
+        log::error("hosts: {}", error.what());
       }
     }
   });
@@ -132,7 +132,7 @@ void Service::save() {
     unsaved_ = false;
     said_.erase("save");
   } catch (const std::exception& error) {
-    if (said_.insert("save").second) spdlog::error("hosts: {}: this host takes no part in the subnet until it can be", error.what());
+    if (said_.insert("save").second) log::error("hosts: {}: this host takes no part in the subnet until it can be", error.what());
   }
 }
 
@@ -140,7 +140,7 @@ void Service::perform(Outbox out) {
   const auto before = snapshot();
   // Nobody hears of what is not on disk.
   if (out.save || unsaved_) save();
-  for (const auto& line : out.log) spdlog::info("hosts: {}", line);
+  for (const auto& line : out.log) log::info("hosts: {}", line);
   if (unsaved_) return;
   for (const auto& letter : out.letters) deliver(letter);
   const Member& member = node_->member();
@@ -226,13 +226,13 @@ void Service::on_up(const SessionPtr& session) {
   if (!tool && peer.name == settings_.name) {
     if (peer.run == run_) return session->close("this is yourself: correct the addresses of \"peers\" or \"seed\"");
     if (said_.insert("twin " + session->remote_address()).second)
-      spdlog::error("hosts: another host ({}) has our name \"{}\": give each host a certificate of its own", session->remote(), peer.name);
+      log::error("hosts: another host ({}) has our name \"{}\": give each host a certificate of its own", session->remote(), peer.name);
     return session->close(fmt::format("the host at {} has your name \"{}\": give each host a certificate of its own", with_port(settings_.address, settings_.port), peer.name));
   }
   if (!tool && peer.manages && node_->consensus().votes() && listed(peer.managers) != listed(managers_)) {
     const std::string why = fmt::format("the lists of \"peers\" differ, and must be the same: \"{}\" has {}; \"{}\" has {}", peer.name, listed(peer.managers), settings_.name,
                                         listed(managers_));
-    if (said_.insert("list " + peer.name).second) spdlog::error("hosts: {}", why);
+    if (said_.insert("list " + peer.name).second) log::error("hosts: {}", why);
     return session->close(why);
   }
   session->route = next_route_++;
@@ -246,7 +246,7 @@ void Service::on_up(const SessionPtr& session) {
     (old_stays ? session : other)->retire();
   }
   adopt_managers(peer);
-  spdlog::info("hosts: \"{}\" ({}, vrdmad {}) is there", peer.name, with_port(peer.address, peer.port), peer.version);
+  log::info("hosts: \"{}\" ({}, vrdmad {}) is there", peer.name, with_port(peer.address, peer.port), peer.version);
   said_.erase("dial " + peer.name);
   publish();
 }
@@ -257,7 +257,7 @@ void Service::adopt_managers(const Hello& peer) {
   managers_ = peer.managers;
   file_.managers = managers_;
   node_->member().set_managers(names_of(managers_));
-  spdlog::info("hosts: the subnet is led by one of: {}", listed(managers_));
+  log::info("hosts: the subnet is led by one of: {}", listed(managers_));
   save();
 }
 
@@ -286,7 +286,7 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
   }
   if (was_up) {
     if (session->peer().address.empty()) return;
-    spdlog::info("hosts: \"{}\" ({}) is gone: {}", session->peer().name, session->remote(), why);
+    log::info("hosts: \"{}\" ({}) is gone: {}", session->peer().name, session->remote(), why);
     if (auto& target = dials_[session->peer().name]; target.problem.empty()) target.problem = why;
     publish();
     return;
@@ -296,7 +296,7 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
   last_stranger_ = fmt::format("{}: {}", session->remote(), why);
   if (const auto now = now_ms(); now - warned_ms_ >= 1000) {
     warned_ms_ = now;
-    spdlog::warn("hosts: {} is not let in: {} ({} so far)", session->remote(), why, strangers_);
+    log::warn("hosts: {} is not let in: {} ({} so far)", session->remote(), why, strangers_);
   }
   publish();
 }
@@ -372,7 +372,7 @@ void Service::dialed(const std::string& key, const std::string& problem) {
   target.pause_ms = problem.empty() ? pause_least_ms : std::clamp(target.pause_ms * 2, pause_least_ms, pause_most_ms);
   target.next_ms = now_ms() + target.pause_ms + random_number() % target.pause_ms;
   if (problem.empty()) return;
-  if (said_.insert("dial " + key).second || news) spdlog::warn("hosts: cannot reach {} at {}: {}", key == "seed" ? "the seed" : "\"" + key + "\"", with_port(target.address, target.port), problem);
+  if (said_.insert("dial " + key).second || news) log::warn("hosts: cannot reach {} at {}: {}", key == "seed" ? "the seed" : "\"" + key + "\"", with_port(target.address, target.port), problem);
   publish();
 }
 
@@ -407,7 +407,7 @@ void Service::probe(const SessionPtr& asker, const Probe& probe) {
 template <class Reply>
 void Service::wish(const SessionPtr& asker, const Message& message, const std::string& what) {
   if (node_->leads(now_ms())) {
-    if (!what.empty()) spdlog::info("hosts: {}, by {}", what, asker->remote());
+    if (!what.empty()) log::info("hosts: {}, by {}", what, asker->remote());
     perform(node_->receive(now_ms(), {asker->peer().name, asker->certificate().serial, asker->route}, message));
     return;
   }

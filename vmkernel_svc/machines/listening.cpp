@@ -1,7 +1,6 @@
 #include "vmkernel_svc/machines/listening.hpp"
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -13,6 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/watching.hpp"
 #include "vrdma/result.hpp"
 
@@ -33,7 +33,7 @@ Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
   // Who runs the machine runs as the tenant.
   if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
-    spdlog::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
+    log::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
   return fd;
 }
 
@@ -68,7 +68,7 @@ void Listener::accept_next() {
     }
     if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
       // Out of descriptors: who waits gets in when others have left.
-      spdlog::warn("machine {}: cannot accept who connects to {} ({}): raise the limit of open files", machine_, path_, std::strerror(errno));
+      log::warn("machine {}: cannot accept who connects to {} ({}): raise the limit of open files", machine_, path_, std::strerror(errno));
       return accept_after(std::chrono::milliseconds(100));
     }
     accept_next();

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/inotify.h>
 #include <sys/stat.h>
@@ -18,6 +17,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/watching.hpp"
@@ -64,7 +64,7 @@ Machines::Machines(std::string folder, MachinePort::Service service)
   vmci::UniqueFd notices(::inotify_init1(IN_CLOEXEC | IN_NONBLOCK));
   boost::system::error_code error;
   if (!notices || changes_.assign(notices.get(), error)) {
-    spdlog::warn("cannot watch {} (out of inotify instances?): machines added later are not seen", folder_);
+    log::warn("cannot watch {} (out of inotify instances?): machines added later are not seen", folder_);
   } else {
     notices.release();
     await_changes();
@@ -132,7 +132,7 @@ std::string Machines::hold() {
   const std::string path = folder_ + "/.vrdmad";
   const auto doubt = [&](const char* what, const char* consequence) {
     const std::string text = fmt::format("cannot {} {} ({}): {}", what, path, std::strerror(errno), consequence);
-    if (auto& known = complaints_["."]; known != text) spdlog::warn("{}", known = text);
+    if (auto& known = complaints_["."]; known != text) log::warn("{}", known = text);
     return "";
   };
   constexpr const char* unnoticed = "another vrdmad that serves the same folder would not be noticed";
@@ -156,7 +156,7 @@ std::string Machines::hold() {
 void Machines::look() {
   watch();  // first: what changes from here on is noticed
   if (const std::string holder = hold(); !holder.empty()) {
-    if (auto& known = complaints_["."]; known != holder) spdlog::warn("{} is served already, by {}: no machine of it is served here", folder_, known = holder);
+    if (auto& known = complaints_["."]; known != holder) log::warn("{} is served already, by {}: no machine of it is served here", folder_, known = holder);
     return;
   }
   std::set<std::string> there;
@@ -177,10 +177,10 @@ void Machines::look() {
       }
       ports_.emplace(name, std::make_unique<MachinePort>(spec, service_));
       complaints_.erase(name);
-      spdlog::info("machine {}: served at {}/{}", name, spec.folder, spec.plain ? Plain::bar_name : "ivshmem.sock");
+      log::info("machine {}: served at {}/{}", name, spec.folder, spec.plain ? Plain::bar_name : "ivshmem.sock");
     } catch (const std::exception& failure) {
       // A machine that runs goes on as it is.
-      if (auto& known = complaints_[name]; known != failure.what()) spdlog::warn("{}", known = failure.what());
+      if (auto& known = complaints_[name]; known != failure.what()) log::warn("{}", known = failure.what());
     }
   }
   for (auto port = ports_.begin(); port != ports_.end();) {
@@ -188,7 +188,7 @@ void Machines::look() {
       ++port;
       continue;
     }
-    spdlog::info("machine {}: removed", port->first);
+    log::info("machine {}: removed", port->first);
     const std::string folder = port->second->spec().folder;
     const std::string kept_as = Keeper::name_of(port->first, port->second->spec().tenant);
     port = ports_.erase(port);

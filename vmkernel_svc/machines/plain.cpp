@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <linux/magic.h>
-#include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -18,6 +17,7 @@
 
 #include "vmci_channel/backoff.hpp"
 #include "vmci_channel/descriptor_passing.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -89,7 +89,7 @@ void Plain::open_bar(uid_t tenant, std::uint64_t bytes) {
   if (static_cast<std::uint64_t>(status.st_size) != bytes && ::ftruncate(bar_file_.get(), static_cast<off_t>(bytes)) != 0) fail("give its size to", errno);
   // The machine runs as the tenant.
   if (tenant != status.st_uid && ::fchown(bar_file_.get(), tenant, static_cast<gid_t>(-1)) != 0)
-    spdlog::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
+    log::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
   auto mapping = vmci::Mapping::map(bar_file_.get(), 0, bytes, vmci::Writable::yes);
   if (!mapping) fail("map", value(mapping.error()));
   bar_ = std::move(*mapping);
@@ -122,10 +122,10 @@ void Plain::look() {
   if (now.boot != seen_.boot || now.heartbeat != seen_.heartbeat) {
     const bool came = !connected();
     alive_until_ns_ = now_ns + patience_ns;
-    if (came) spdlog::info("machine {}: its agent is there", machine_), events_.came();
+    if (came) log::info("machine {}: its agent is there", machine_), events_.came();
   } else if (now_ns > alive_until_ns_ && alive_until_ns_ != 0) {
     alive_until_ns_ = 0;
-    if (!connected()) spdlog::info("machine {}: its agent's heart stands still: it has gone", machine_), events_.went();
+    if (!connected()) log::info("machine {}: its agent's heart stands still: it has gone", machine_), events_.went();
   }
   bool active = now.boot != seen_.boot;
   if (now.doorbells != seen_.doorbells && events_fds_[vm::doorbell_vector]) {
@@ -141,7 +141,7 @@ void Plain::look() {
 
 void Plain::take(vmci::UniqueFd launcher) {
   if (launcher_.is_open()) {
-    spdlog::warn("machine {}: a second launcher wants to be it: refused", machine_);
+    log::warn("machine {}: a second launcher wants to be it: refused", machine_);
     return;
   }
   boost::system::error_code error;
@@ -158,18 +158,18 @@ void Plain::await_end() {
       auto ram = receive_ram(launcher_.native_handle());
       if (!ram && value(ram.error()) == EAGAIN) return await_end();
       if (!ram) {
-        spdlog::warn("machine {}: its launcher brings no memory ({}): User Mode Linux keeps it on a tmpfs, see its TMPDIR", machine_, std::strerror(value(ram.error())));
+        log::warn("machine {}: its launcher brings no memory ({}): User Mode Linux keeps it on a tmpfs, see its TMPDIR", machine_, std::strerror(value(ram.error())));
         return stop_watching(launcher_);
       }
       ram_ = std::move(*ram);
-      spdlog::info("machine {}: it is started", machine_);
+      log::info("machine {}: it is started", machine_);
       events_.came();
       return await_end();
     }
     std::byte ignored[64];
     const ssize_t got = ::recv(launcher_.native_handle(), ignored, sizeof(ignored), MSG_DONTWAIT);
     if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR))) return await_end();
-    spdlog::info("machine {}: it has ended", machine_);
+    log::info("machine {}: it has ended", machine_);
     stop_watching(launcher_);
     ram_.reset();
     alive_until_ns_ = 0;

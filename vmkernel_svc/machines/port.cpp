@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -10,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/machines/port_session.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
@@ -174,14 +174,14 @@ void MachinePort::end_session() {
         if (*alive && --leaving_ == 0) look();
       });
     });
-    spdlog::info("machine {}: its session has ended", spec_.name);
+    log::info("machine {}: its session has ended", spec_.name);
   }
   service_.changed();
 }
 
 void MachinePort::refuse(const char* why) {
   if (session_->broken) return;
-  spdlog::warn("machine {}: {}: it has lost its session", spec_.name, why);
+  log::warn("machine {}: {}: it has lost its session", spec_.name, why);
   // The session stays as a stone until the agent begins another: `boot` tells.
   const std::uint64_t boot = session_->boot;
   boost::asio::post(service_.io, [this, alive = alive_, boot] {
@@ -231,12 +231,12 @@ void MachinePort::greet(std::span<const std::byte> body) {
   const auto answer = [&](int status) {
     welcome.status = status;
     session_->link.send(vm::Frame::welcome, 0, welcome);
-    if (status != 0) spdlog::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
+    if (status != 0) log::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
   if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
   const bool in_bar = spec_.bar_bytes != 0;
   if (in_bar && (hello->flags & vm::hello_bar) == 0) {
-    spdlog::warn("machine {}: its agent, vrdma {}, knows of no machine whose RAM is its own: install the vrdma-guestd that belongs to this vrdmad", spec_.name,
+    log::warn("machine {}: its agent, vrdma {}, knows of no machine whose RAM is its own: install the vrdma-guestd that belongs to this vrdmad", spec_.name,
                  session_->version);
     return answer(EPROTONOSUPPORT);
   }
@@ -250,13 +250,13 @@ void MachinePort::greet(std::span<const std::byte> body) {
              : spec_.ram.empty()   ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
                                    : open_ram();
   if (!ram) {
-    spdlog::warn("machine {}: cannot map its {} {} ({}): {}", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram, std::strerror(value(ram.error())),
+    log::warn("machine {}: cannot map its {} {} ({}): {}", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram, std::strerror(value(ram.error())),
                  ram_file_remedy(value(ram.error())));
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();
   if (service_.arena_bytes % welcome.ram_page_bytes != 0) {
-    spdlog::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
+    log::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
                  "smaller pages", spec_.name, spec_.ram, welcome.ram_page_bytes >> 10, service_.arena_bytes);
     return answer(EINVAL);
   }
@@ -264,7 +264,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
   std::uint64_t proof = 0;
   if (offset) std::memcpy(&proof, (*ram)->data() + *offset, sizeof(proof));
   if (proof != hello->proof || proof == 0) {
-    spdlog::warn("machine {}: its pages are not in its {} {}: start it with exactly the QEMU arguments of \"vrdma vm show {}\"", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram,
+    log::warn("machine {}: its pages are not in its {} {}: start it with exactly the QEMU arguments of \"vrdma vm show {}\"", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram,
                  spec_.name);
     return answer(EFAULT);
   }
@@ -288,7 +288,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
     shard.mirror(*page);
   });
-  spdlog::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
+  log::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
   answer(0);
   service_.changed();
 }

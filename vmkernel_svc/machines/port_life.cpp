@@ -1,9 +1,9 @@
 // A machine's life, as the service sees it: it comes and goes, stands still, is saved, and comes back.
-#include <spdlog/spdlog.h>
 
 #include <boost/asio/post.hpp>
 
 #include "vmkernel_svc/machines/port_session.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
 #include "vmkernel_svc/shard.hpp"
 
@@ -27,14 +27,14 @@ void MachinePort::went() {
   const bool saved = run_state_.saved(), unsound = run_state_.unsound();
   run_state_.qemu_came();  // there is none
   if (session_ && session_->page != nullptr && (saved || kept_) && service_.keep.count() != 0) {
-    spdlog::info("machine {}: is saved, and kept for {} s", spec_.name, service_.keep.count());
+    log::info("machine {}: is saved, and kept for {} s", spec_.name, service_.keep.count());
     kept_ = true;
     // Who has it again has loaded it.
     std::atomic_ref(session_->page->machine_generation).store(0, std::memory_order_relaxed);
     keep_for_a_while();
     return service_.changed();
   }
-  if (unsound) spdlog::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
+  if (unsound) log::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
   frozen_ = false;
   forget();
 }
@@ -45,7 +45,7 @@ void MachinePort::keep_for_a_while() {
     if (error || !*alive || !kept_) return;
     // What is loaded, or waits to go on, is heard of again.
     if (device_->monitored() && run_state_.known() && (run_state_.loading() || restored())) return keep_for_a_while();
-    spdlog::info("machine {}: did not come back", spec_.name);
+    log::info("machine {}: did not come back", spec_.name);
     drop_kept();
   });
 }
@@ -54,7 +54,7 @@ void MachinePort::take_news(const MonitorNews& news) {
   look_at_clock();
   switch (news.kind) {
     case MonitorNews::Kind::reset:
-      if (session_) spdlog::info("machine {}: is reset", spec_.name);
+      if (session_) log::info("machine {}: is reset", spec_.name);
       return forget();
     case MonitorNews::Kind::stopped:
       run_state_.stopped();
@@ -88,7 +88,7 @@ void MachinePort::look_at_clock() {
 
 // It boots anew, or does not come.
 void MachinePort::drop_kept() {
-  spdlog::info("machine {}: what was kept of it is given up", spec_.name);
+  log::info("machine {}: what was kept of it is given up", spec_.name);
   run_state_.thawed();
   frozen_ = false;
   forget(session_->boot);
@@ -158,7 +158,7 @@ void MachinePort::thaw() {
   run_state_.thawed();
   thaw_again_ = std::chrono::steady_clock::now() + thaw_every;
   if (!renew_generation()) {
-    spdlog::warn("machine {}: goes on from another state than it had: its programs lose their device", spec_.name);
+    log::warn("machine {}: goes on from another state than it had: its programs lose their device", spec_.name);
     return forget();
   }
   write_line();
@@ -192,7 +192,7 @@ void MachinePort::end_unheard() {
   if (!device_->connected() || device_->monitored()) return;
   const std::uint64_t heart = std::atomic_ref(device_->header().agent.heartbeat).load(std::memory_order_relaxed);
   if (std::exchange(heart_seen_, heart) == heart || ++beats_unheard_ < beats_unheard_max) return;
-  spdlog::warn("machine {}: it runs, and no monitor has said so: its programs lose their device", spec_.name);
+  log::warn("machine {}: it runs, and no monitor has said so: its programs lose their device", spec_.name);
   run_state_.qemu_came();
   frozen_ = false;
   forget();

@@ -1,7 +1,6 @@
 #include "vmkernel_svc/machines/qemu.hpp"
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "vmci_channel/descriptor_passing.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -37,7 +37,7 @@ Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder,
     return std::runtime_error(fmt::format("machine {}: cannot {} ({})", machine_, what, std::strerror(error)));
   };
   if (!can_signal_eventfds())
-    spdlog::warn("machine {}: no asynchronous I/O here ({}): its programs' events take a longer way, and a QEMU that means harm can stop the service; raise "
+    log::warn("machine {}: no asynchronous I/O here ({}): its programs' events take a longer way, and a QEMU that means harm can stop the service; raise "
                  "fs.aio-max-nr", machine_, std::strerror(errno));
   if (!find_again(bar_bytes)) {
     auto bar = vmci::Segment::create("vrdma-bar", bar_bytes);
@@ -68,20 +68,20 @@ void Qemu::take(vmci::UniqueFd fd) {
   if (ended()) lose();  // that of the one before may be the next that we hear of
   if (qemu_.is_open()) {
     if (!std::exchange(refused_, true))
-      spdlog::warn("machine {}: a second QEMU wants to be it: refused; add another machine for it, or end the first one", machine_);
+      log::warn("machine {}: a second QEMU wants to be it: refused; add another machine for it, or end the first one", machine_);
     // One that is just hung up on here reads on for ever, and says nothing; one that is told of a version it does not know says so and ends.
     [[maybe_unused]] const Status told = send_message(fd.get(), -EBUSY);
     return;
   }
   if (const auto introduced = introduce(fd.get()); !introduced) {
-    spdlog::warn("machine {}: QEMU hung up ({})", machine_, std::strerror(value(introduced.error())));
+    log::warn("machine {}: QEMU hung up ({})", machine_, std::strerror(value(introduced.error())));
     return;
   }
   boost::system::error_code error;
   if (qemu_.assign(fd.get(), error)) return;
   fd.release();
   refused_ = false;
-  spdlog::info("machine {}: QEMU is connected", machine_);
+  log::info("machine {}: QEMU is connected", machine_);
   keep_soon();
   await_end();
   events_.came();
@@ -94,7 +94,7 @@ void Qemu::keep() {
     for (const auto& event : side) descriptors.push_back(event.get());
   if (monitor_.descriptor() >= 0) descriptors.push_back(monitor_.descriptor());
   if (const Status kept = keeper_.keep(kept_as_, descriptors); !kept)
-    spdlog::warn("machine {}: a vrdmad that is started anew will not find it ({})", machine_, std::strerror(value(kept.error())));
+    log::warn("machine {}: a vrdmad that is started anew will not find it ({})", machine_, std::strerror(value(kept.error())));
 }
 
 // The server waits for the keeper: who connects and hangs up without end makes it wait no more often than this.
@@ -115,7 +115,7 @@ void Qemu::keep_soon() {
 bool Qemu::find_again(std::uint64_t bar_bytes) {
   const std::size_t without_monitor = 2 + vm::fixed_vectors + machine_events_->size();
   auto taken = keeper_.take(kept_as_);
-  if (!taken) spdlog::warn("machine {}: cannot tell whether its QEMU runs already ({}): if so, start that anew", machine_, std::strerror(value(taken.error())));
+  if (!taken) log::warn("machine {}: cannot tell whether its QEMU runs already ({}): if so, start that anew", machine_, std::strerror(value(taken.error())));
   if (!taken || taken->empty()) return false;
   auto& kept = *taken;
   boost::system::error_code refused = boost::asio::error::invalid_argument;
@@ -123,7 +123,7 @@ bool Qemu::find_again(std::uint64_t bar_bytes) {
     if (auto bar = vmci::Segment::adopt(std::move(kept[1]), bar_bytes, vmci::Writable::yes); bar && !qemu_.assign(kept[0].get(), refused))
       bar_ = std::move(*bar);
   if (refused) {
-    spdlog::warn("machine {}: what an earlier vrdmad has left of its QEMU is of another version: start it anew", machine_);
+    log::warn("machine {}: what an earlier vrdmad has left of its QEMU is of another version: start it anew", machine_);
     keeper_.drop(kept_as_);
     return false;
   }
@@ -132,7 +132,7 @@ bool Qemu::find_again(std::uint64_t bar_bytes) {
   for (const auto side : doorbells())
     for (auto& ours : side) ours = std::move(*event++);
   if (event != kept.end()) monitor_.talk_to(std::move(*event));
-  spdlog::info("machine {}: QEMU runs, and is found again", machine_);
+  log::info("machine {}: QEMU runs, and is found again", machine_);
   await_end();
   return true;
 }
@@ -163,7 +163,7 @@ void Qemu::await_end() {
 void Qemu::lose() {
   monitor_.drain();  // its last words count
   monitor_.hang_up();
-  spdlog::info("machine {}: QEMU has gone", machine_);
+  log::info("machine {}: QEMU has gone", machine_);
   stop_watching(qemu_);
   refused_ = false;
   events_.went();
@@ -173,7 +173,7 @@ void Qemu::take_monitor(vmci::UniqueFd fd) {
   if (ended()) lose();
   monitor_.drain();  // the one before may have hung up
   if (monitor_.there()) {
-    if (!std::exchange(refused_, true)) spdlog::warn("machine {}: a second monitor beside the one that stands: refused", machine_);
+    if (!std::exchange(refused_, true)) log::warn("machine {}: a second monitor beside the one that stands: refused", machine_);
     return;
   }
   refused_ = false;

@@ -1,12 +1,12 @@
 // Connections by HCAs from their beginning to their end: who is asked, what is agreed on, and the physical queue pair that follows.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/hosts/partitions.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
@@ -117,7 +117,7 @@ bool HcaDesk::create(HcaConnection& c) {
   attributes.port_num = device_->port();
   attributes.qp_access_flags = qp.attributes.access_flags;
   if (c.physical != nullptr && device_->modify(c.physical, attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return true;
-  spdlog::warn("HCA {} gives no queue pair of {} sends and {} receives of {} SGEs ({})", device_->name(), c.wish.send_wr, c.wish.receive_wr, c.wish.sge,
+  log::warn("HCA {} gives no queue pair of {} sends and {} receives of {} SGEs ({})", device_->name(), c.wish.send_wr, c.wish.receive_wr, c.wish.sge,
                std::strerror(device_->error()));
   free_physical(c);
   return false;
@@ -225,7 +225,7 @@ void HcaDesk::bind(HcaConnection& c) {
     a.min_rnr_timer = qp.attributes.min_rnr_timer;
     a.ah_attr.sl = qp.attributes.path.sl & 15;
     if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
-      spdlog::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
+      log::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
       return lose(c);
     }
     pump_receives(c);
@@ -300,7 +300,7 @@ void HcaDesk::arrived(FarFramePtr frame) {
       return;
     case HcaKind::stalled:
       if (c->stage != Stage::bound || message.count <= c->received || c->look.receives_unmoved < looks_before_lost) return;
-      spdlog::warn("HCA {}: queue pair {} waits for messages that its peer has sent: they go on over tcp", device_->name(), c->qp->qpn.value);
+      log::warn("HCA {}: queue pair {} waits for messages that its peer has sent: they go on over tcp", device_->name(), c->qp->qpn.value);
       ++counters_.stalled;
       return lose(*c);
     case HcaKind::lost:

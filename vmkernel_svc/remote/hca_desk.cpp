@@ -2,11 +2,11 @@
 #include "vmkernel_svc/remote/hca_desk.hpp"
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 
@@ -51,13 +51,13 @@ void HcaDesk::open_device() {
   const std::uint64_t now = vmci::monotonic_ns();
   check_ns_ = now + (device_ ? look_ns : retry_ns);
   if (!device_) {
-    if (why_ != before) spdlog::warn("no HCA: {}; connections to other hosts go over tcp", why_);
+    if (why_ != before) log::warn("no HCA: {}; connections to other hosts go over tcp", why_);
     return;
   }
   why_.clear();
   fatal_ = false;
-  if (!shard_.watch(device_->completion_fd()) || !shard_.watch(device_->event_fd())) spdlog::warn("cannot watch {}", device_->name());
-  spdlog::info("HCA {} port {}: {}, GID {}", device_->name(), device_->port(), device_->gid_type(), device_->gid_index());
+  if (!shard_.watch(device_->completion_fd()) || !shard_.watch(device_->event_fd())) log::warn("cannot watch {}", device_->name());
+  log::info("HCA {} port {}: {}, GID {}", device_->name(), device_->port(), device_->gid_type(), device_->gid_index());
 }
 
 void HcaDesk::look_at_device() {
@@ -101,7 +101,7 @@ void HcaDesk::look_at_progress() {
       message.count = first.ordinal + 1;
       say(c, HcaKind::stalled, message);
     } else {
-      spdlog::warn("HCA {} has had no answer of queue pair {} for {} s, and does not give up: it goes on over tcp", device_->name(), c.qp->qpn.value, patience / 1'000'000'000);
+      log::warn("HCA {} has had no answer of queue pair {} for {} s, and does not give up: it goes on over tcp", device_->name(), c.qp->qpn.value, patience / 1'000'000'000);
       ++counters_.stalled;
       lose_soon(c);
     }
@@ -109,7 +109,7 @@ void HcaDesk::look_at_progress() {
 }
 
 void HcaDesk::device_lost(const std::string& why) {
-  spdlog::warn("HCA: {}; its connections go on over tcp", why);
+  log::warn("HCA: {}; its connections go on over tcp", why);
   ++counters_.losses;
   why_ = why;
   std::vector<HcaConnection*> all;

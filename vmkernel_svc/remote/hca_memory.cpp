@@ -1,10 +1,10 @@
 // Which of the guests' memory the HCA has, and under which keys.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 
 #include "vmkernel_svc/fabric.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 
@@ -43,7 +43,7 @@ ibv_mr* HcaDesk::local(std::uint32_t slot, const Region& region, std::size_t ind
   piece.mr = device_->register_memory(*known.domain, from.host, from.bytes, region.iova + from.offset, static_cast<int>(access));
   if (piece.mr != nullptr) return piece.mr;
   ++counters_.refused;
-  spdlog::warn("HCA: {}; connections that use it go over tcp", device_->refusal);
+  log::warn("HCA: {}; connections that use it go over tcp", device_->refusal);
   refused_ = known.refusal = device_->refusal;
   return nullptr;
 }

@@ -1,10 +1,10 @@
 // The way of records by the HCA: made where both hosts have one with the first records (it takes memory), and again some time after it was lost.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 
 #include "vmkernel_svc/remote/far_desk.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 
@@ -49,7 +49,7 @@ bool HcaDesk::make_trunk(HostId id, std::uint32_t epoch) {
     return true;
   }
   const std::string why = fmt::format("{} has no queue pair for records to give{}{}", device_->name(), device_->refusal.empty() ? "" : ": ", device_->refusal);
-  if (trunk.why != why) spdlog::warn("{}", why);
+  if (trunk.why != why) log::warn("{}", why);
   trunk.why = why;
   return false;
 }
@@ -118,7 +118,7 @@ void HcaDesk::end_trunk(HostId id) {
 
 void HcaDesk::lose_trunk(HostId id, const std::string& why) {
   Trunk& trunk = hosts_[id].trunk;
-  if (trunk.way) spdlog::warn("host {}: {}; records go over tcp", id, why);
+  if (trunk.way) log::warn("host {}: {}; records go over tcp", id, why);
   trunk.why = why;
   end_trunk(id);
   say_trunk(id, HcaKind::trunk_gone);

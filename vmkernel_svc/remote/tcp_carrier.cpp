@@ -1,7 +1,6 @@
 #include "vmkernel_svc/remote/tcp_carrier.hpp"
 
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 #include <sys/epoll.h>
 #include <sys/random.h>
 
@@ -11,6 +10,7 @@
 #include <utility>
 
 #include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/log.hpp"
 
 namespace vrdma::remote {
 
@@ -220,7 +220,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     ++link.session;
     link.bypass = nullptr;  // it led to the other run
     link.bypassing = false;
-    spdlog::info("host {} is there (over tcp{}{})", link.name, link.connection->encrypts() ? ", encrypted" : "", link.session == 1 ? "" : ", its service started anew");
+    log::info("host {} is there (over tcp{}{})", link.name, link.connection->encrypts() ? ", encrypted" : "", link.session == 1 ? "" : ", its service started anew");
     FarFramePtr news = FarFrame::make(0);
     news->host = link.id;
     news->session = link.session;

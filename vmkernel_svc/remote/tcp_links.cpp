@@ -2,7 +2,6 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <netinet/in.h>
-#include <spdlog/spdlog.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -12,6 +11,7 @@
 #include <stdexcept>
 
 #include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/remote/peer_filter.hpp"
 #include "vmkernel_svc/remote/tcp_carrier.hpp"
 
@@ -70,7 +70,7 @@ void TcpCarrier::find_hosts() {
     else if (link->connection) disconnect(*link, now);  // it was removed
   }
   if (!accept_only(listener_.get(), addresses))
-    spdlog::warn("the carrier's port cannot be closed to strangers ({}): let a firewall do it (docs/hosts.md)", std::strerror(errno));
+    log::warn("the carrier's port cannot be closed to strangers ({}): let a firewall do it (docs/hosts.md)", std::strerror(errno));
   next_look_ns_ = 0;
 }
 
