@@ -9,6 +9,8 @@
 #include <stdexcept>
 
 #include "vmkernel_svc/hosts/address.hpp"
+#include "vmkernel_svc/hosts/etcd_agreement.hpp"
+#include "vmkernel_svc/hosts/session.hpp"
 #include "vmkernel_svc/log.hpp"
 
 namespace vrdma::hosts {
@@ -43,17 +45,34 @@ std::string listed(std::vector<Endpoint> managers) {
 
 }  // namespace
 
-Service::Service(Settings settings) : settings_(std::move(settings)), tls_(Tls::of_host(settings_.folder)), file_(load_subnet(settings_.folder / "subnet.json")) {
+struct Service::Network {
+  explicit Network(Service& service_in) : service(service_in) {}
+  Session::Events events() {
+    return {[this](const SessionPtr& session) { service.on_up(session); }, [this](const SessionPtr& session, const Message& message) { service.on_message(session, message); },
+            [this](const SessionPtr& session, const std::string& why) { service.on_down(session, why); }};
+  }
+
+  Service& service;
+  asio::io_context io{1};
+  tcp::acceptor acceptor{io};
+  asio::steady_timer timer{io}, accept_timer{io};
+};
+
+Service::Service(Settings settings)
+    : settings_(std::move(settings)),
+      tls_(Tls::of_host(settings_.folder)),
+      file_(load_subnet(settings_.folder / "subnet.json")),
+      network_(std::make_unique<Network>(*this)) {
   if (settings_.name.empty()) settings_.name = tls_->us().name;
   if (settings_.name != tls_->us().name)
     throw std::runtime_error(fmt::format("this host is \"{}\" by the configuration, \"{}\" by its certificate {}", settings_.name, tls_->us().name,
                                          (settings_.folder / "host.pem").string()));
   const auto endpoint = tcp::endpoint(asio::ip::make_address(settings_.address), settings_.port);
   error_code error;
-  acceptor_.open(endpoint.protocol(), error);
-  if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
-  if (!error) acceptor_.bind(endpoint, error);
-  if (!error) acceptor_.listen(128, error);
+  network_->acceptor.open(endpoint.protocol(), error);
+  if (!error) network_->acceptor.set_option(tcp::acceptor::reuse_address(true), error);
+  if (!error) network_->acceptor.bind(endpoint, error);
+  if (!error) network_->acceptor.listen(128, error);
   if (error)
     throw std::runtime_error(fmt::format("cannot listen for other hosts at {} ({}): correct \"address\" and \"port\" in \"hosts\"",
                                          with_port(settings_.address, settings_.port), error.message()));
@@ -63,7 +82,7 @@ Service::Service(Settings settings) : settings_(std::move(settings)), tls_(Tls::
                                        : std::vector<Endpoint>{us};
   if (settings_.etcd) {
     const std::uint64_t patience_ms = std::max<std::uint64_t>(500, settings_.timing.election_ms / 2);  // two tries within a lease
-    etcd_client_ = std::make_unique<EtcdClient>(io_, *settings_.etcd, patience_ms);
+    etcd_client_ = std::make_unique<EtcdClient>(network_->io, *settings_.etcd, patience_ms);
     etcd_ = std::make_unique<EtcdAgreement>(*etcd_client_, settings_.etcd->prefix, us, settings_.timing, [this] { return now_ms(); }, [this] { heard_of_etcd(); });
   }
   run_ = fmt::format("{:016x}", random_number());
@@ -76,7 +95,7 @@ Service::~Service() { stop(); }
 
 void Service::stop() {
   if (!thread_.joinable()) return;
-  io_.stop();
+  network_->io.stop();
   thread_.join();
 }
 
@@ -90,7 +109,7 @@ void Service::start() {
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     for (;;) {
       try {
-        io_.run();
+        network_->io.run();
         return;
       } catch (const std::exception& error) {  // of memory that has run out, say: one handler is lost, not the host
         log::error("hosts: {}", error.what());
@@ -106,8 +125,8 @@ std::uint64_t Service::now_ms() const {
 // --- the node
 
 void Service::tick() {
-  timer_.expires_after(std::chrono::milliseconds(tick_ms));
-  timer_.async_wait([this](const error_code& error) {
+  network_->timer.expires_after(std::chrono::milliseconds(tick_ms));
+  network_->timer.async_wait([this](const error_code& error) {
     if (!error) tick();
   });
   perform(node_->tick(now_ms()));
@@ -187,17 +206,12 @@ Hello Service::hello() const {
   return hello;
 }
 
-Session::Events Service::events() {
-  return {[this](const SessionPtr& session) { on_up(session); }, [this](const SessionPtr& session, const Message& message) { on_message(session, message); },
-          [this](const SessionPtr& session, const std::string& why) { on_down(session, why); }};
-}
-
 void Service::accept_next() {
-  acceptor_.async_accept([this](const error_code& error, tcp::socket socket) {
+  network_->acceptor.async_accept([this](const error_code& error, tcp::socket socket) {
     if (error == asio::error::operation_aborted) return;
     if (error) {  // out of descriptors: when others have left
-      accept_timer_.expires_after(std::chrono::milliseconds(100));
-      accept_timer_.async_wait([this](const error_code& late) {
+      network_->accept_timer.expires_after(std::chrono::milliseconds(100));
+      network_->accept_timer.async_wait([this](const error_code& late) {
         if (!late) accept_next();
       });
       return;
@@ -211,7 +225,7 @@ void Service::accept_next() {
       if (const auto oldest = opening_.front().lock()) oldest->close("too many connections without a certificate");
       opening_.pop_front();
     }
-    auto session = std::make_shared<Session>(*tls_, std::move(socket), false, settings_.limits, events());
+    auto session = std::make_shared<Session>(*tls_, std::move(socket), false, settings_.limits, network_->events());
     opening_.push_back(session);
     session->start(hello(), "");
     accept_next();
@@ -334,13 +348,13 @@ void Service::dial_those_missing() {
 void Service::dial(const std::string& key, const std::string& expected, Dial& target) {
   target.under_way = true;
   const auto endpoint = tcp::endpoint(asio::ip::make_address(target.address), target.port);
-  auto socket = std::make_shared<tcp::socket>(io_);
+  auto socket = std::make_shared<tcp::socket>(network_->io);
   error_code error;
   socket->open(endpoint.protocol(), error);
   // From the address by which others know us.
   if (!error) socket->bind(tcp::endpoint(asio::ip::make_address(settings_.address), 0), error);
   if (error) return dialed(key, error.message());
-  auto timer = std::make_shared<asio::steady_timer>(io_, std::chrono::milliseconds(settings_.limits.opening_ms));
+  auto timer = std::make_shared<asio::steady_timer>(network_->io, std::chrono::milliseconds(settings_.limits.opening_ms));
   timer->async_wait([socket](const error_code& early) {
     error_code ignored;
     if (!early) socket->close(ignored);
@@ -348,7 +362,7 @@ void Service::dial(const std::string& key, const std::string& expected, Dial& ta
   socket->async_connect(endpoint, [this, key, expected, socket, timer](const error_code& failed) {
     timer->cancel();
     if (failed || !socket->is_open()) return dialed(key, failed && failed != asio::error::operation_aborted ? failed.message() : "no answer");
-    Session::Events on = events();
+    Session::Events on = network_->events();
     on.up = [this, key](const SessionPtr& session) {
       if (key == "seed") seed_name_ = session->peer().name;
       dials_[key].under_way = false;
@@ -383,8 +397,8 @@ void Service::probe(const SessionPtr& asker, const Probe& probe) {
   // Nobody has us knock at doors that are not his.
   if (probe.address != asker->remote_address() && (known == nullptr || probe.address != known->address))
     return asker->send(Probed{fmt::format("{} is not the address that you come from ({})", probe.address, asker->remote_address())});
-  auto socket = std::make_shared<tcp::socket>(io_);
-  auto timer = std::make_shared<asio::steady_timer>(io_, std::chrono::milliseconds(settings_.limits.opening_ms));
+  auto socket = std::make_shared<tcp::socket>(network_->io);
+  auto timer = std::make_shared<asio::steady_timer>(network_->io, std::chrono::milliseconds(settings_.limits.opening_ms));
   timer->async_wait([socket](const error_code& early) {
     error_code ignored;
     if (!early) socket->close(ignored);

@@ -2,7 +2,9 @@
 // is so. A thread of its own; what is public may be called from any thread.
 #pragma once
 
-#include <chrono>
+#include <array>
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,12 +15,15 @@
 #include <vector>
 
 #include "vmkernel_svc/hosts/boot_clock.hpp"
-#include "vmkernel_svc/hosts/etcd_agreement.hpp"
-#include "vmkernel_svc/hosts/session.hpp"
 #include "vmkernel_svc/hosts/settings.hpp"
 #include "vmkernel_svc/hosts/subnet_file.hpp"
 
 namespace vrdma::hosts {
+
+class EtcdAgreement;
+class EtcdClient;
+class Session;
+class Tls;
 
 class Service final : public remote::Directory {
  public:
@@ -63,6 +68,7 @@ class Service final : public remote::Directory {
   void when_changed(std::function<void()> call) override;
 
  private:
+  struct Network;  // what is Asio's: its headers and those of TLS take 3 s of each compilation, and only service.cpp needs them
   using SessionPtr = std::shared_ptr<Session>;
   struct Dial {
     std::string address;
@@ -80,7 +86,6 @@ class Service final : public remote::Directory {
   void save();
   void deliver(const Outbox::Letter& letter);
   Hello hello() const;
-  Session::Events events();
   void on_up(const SessionPtr& session);
   void on_message(const SessionPtr& session, const Message& message);
   void on_down(const SessionPtr& session, const std::string& why);
@@ -99,9 +104,7 @@ class Service final : public remote::Directory {
   Settings settings_;
   std::shared_ptr<Tls> tls_;
   SubnetFile file_;
-  boost::asio::io_context io_{1};
-  boost::asio::ip::tcp::acceptor acceptor_{io_};
-  boost::asio::steady_timer timer_{io_}, accept_timer_{io_};
+  std::unique_ptr<Network> network_;
   BootClock::time_point began_ = BootClock::now();
   std::string run_;
   std::vector<Endpoint> managers_;

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <boost/asio/post.hpp>
-#include <boost/asio/read.hpp>
-#include <boost/asio/write.hpp>
 #include <type_traits>
 
 #include "vmkernel_svc/hosts/address.hpp"
@@ -41,7 +39,7 @@ void Session::start(Hello ours, std::string expected) {
 }
 
 void Session::shake_hands() {
-  stream_->async_handshake(dialed_ ? asio::ssl::stream_base::client : asio::ssl::stream_base::server, [self = shared_from_this()](const error_code& error) {
+  hosts::shake_hands(*stream_, dialed_ ? asio::ssl::stream_base::client : asio::ssl::stream_base::server, [self = shared_from_this()](const error_code& error) {
     if (self->closed_) return;
     if (error) return self->end(explain(error, *self->refused_));
     self->certificate_ = certificate_of_peer(*self->stream_);
@@ -61,7 +59,7 @@ void Session::shake_hands() {
 
 void Session::read_head() {
   reading_ = true;
-  asio::async_read(*stream_, asio::buffer(head_), [self = shared_from_this()](const error_code& error, std::size_t) {
+  read_all(*stream_, asio::buffer(head_), [self = shared_from_this()](const error_code& error, std::size_t) {
     self->reading_ = false;
     if (self->closed_) return;
     if (error) return self->end(explain(error, *self->refused_));
@@ -76,7 +74,7 @@ void Session::read_head() {
 void Session::read_body(std::size_t bytes) {
   body_.resize(bytes);
   reading_ = true;
-  asio::async_read(*stream_, asio::buffer(body_), [self = shared_from_this()](const error_code& error, std::size_t) {
+  read_all(*stream_, asio::buffer(body_), [self = shared_from_this()](const error_code& error, std::size_t) {
     self->reading_ = false;
     if (self->closed_) return;
     if (error) return self->end(explain(error, *self->refused_));
@@ -138,7 +136,7 @@ void Session::send(const Message& message) {
 
 void Session::write_next() {
   writing_ = true;
-  asio::async_write(*stream_, asio::buffer(outgoing_.front()), [self = shared_from_this()](const error_code& error, std::size_t) {
+  write_all(*stream_, asio::buffer(outgoing_.front()), [self = shared_from_this()](const error_code& error, std::size_t) {
     self->writing_ = false;
     if (self->closed_) return;
     // What the other side said before it hung up says more than our failed write: reading finds it.

@@ -1,7 +1,9 @@
 // What the service says to other threads.
 #include <utility>
 
+#include "vmkernel_svc/hosts/etcd_agreement.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
+#include "vmkernel_svc/hosts/session.hpp"
 
 namespace vrdma::hosts {
 

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <openssl/ssl.h>
 
+#include <boost/asio/read.hpp>
+#include <boost/asio/write.hpp>
 #include <ctime>
 #include <stdexcept>
 
@@ -38,6 +40,13 @@ std::unique_ptr<TlsStream> Tls::stream(boost::asio::ip::tcp::socket socket, std:
   });
   return stream;
 }
+
+void shake_hands(TlsStream& stream, ssl::stream_base::handshake_type side, std::function<void(const boost::system::error_code& error)> done) {
+  stream.async_handshake(side, std::move(done));
+}
+void read_all(TlsStream& stream, boost::asio::mutable_buffer into, TlsDone done) { boost::asio::async_read(stream, into, std::move(done)); }
+void read_some(TlsStream& stream, boost::asio::mutable_buffer into, TlsDone done) { stream.async_read_some(into, std::move(done)); }
+void write_all(TlsStream& stream, boost::asio::const_buffer from, TlsDone done) { boost::asio::async_write(stream, from, std::move(done)); }
 
 CertificateInfo certificate_of_peer(TlsStream& stream) {
   const X509Ptr certificate(SSL_get1_peer_certificate(stream.native_handle()));

@@ -5,6 +5,7 @@
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/ssl.hpp>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -30,6 +31,13 @@ class Tls {
   X509Ptr authority_;
   CertificateInfo us_;
 };
+
+// What a connection does, for all who use one: Asio's templates of it take 2 s for each handler that they are given.
+using TlsDone = std::function<void(const boost::system::error_code& error, std::size_t bytes)>;
+void shake_hands(TlsStream& stream, boost::asio::ssl::stream_base::handshake_type side, std::function<void(const boost::system::error_code& error)> done);
+void read_all(TlsStream& stream, boost::asio::mutable_buffer into, TlsDone done);
+void read_some(TlsStream& stream, boost::asio::mutable_buffer into, TlsDone done);
+void write_all(TlsStream& stream, boost::asio::const_buffer from, TlsDone done);
 
 // Of a connection whose handshake is over.
 CertificateInfo certificate_of_peer(TlsStream& stream);
