@@ -7,8 +7,9 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
-#include "vmkernel_svc/server.hpp"
+#include "vmkernel_svc/serve.hpp"
 
 int main(int argc, char** argv) {
   using vrdma::svc::Config;
@@ -75,7 +76,7 @@ int main(int argc, char** argv) {
     });
     spdlog::set_level(spdlog::level::from_str(config.log_level));
     spdlog::flush_on(spdlog::level::info);
-    vrdma::svc::Server(config).run();
+    vrdma::svc::serve(config);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdmad: %s\n", error.what());
     return 1;

@@ -24,6 +24,7 @@
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/pkeys.hpp"
 #include "vmkernel_svc/remote/configured_subnet.hpp"
+#include "vmkernel_svc/serve.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
@@ -407,5 +408,7 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
     packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer);
   });
 }
+
+void serve(const Config& config) { Server(config).run(); }
 
 }  // namespace vrdma::svc

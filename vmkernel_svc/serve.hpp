@@ -1,0 +1,11 @@
+// All of vrdmad behind one function: main.cpp, which has the headers of the command line, need not have those of the service.
+#pragma once
+
+namespace vrdma::svc {
+
+struct Config;
+
+// Until SIGTERM, SIGINT, SIGHUP, or idle for config.idle_exit_s. Throws std::runtime_error with a message for a person.
+void serve(const Config& config);
+
+}  // namespace vrdma::svc
