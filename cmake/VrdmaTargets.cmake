@@ -73,11 +73,10 @@ function(vrdma_quick_to_build)
 endfunction()
 
 # vrdma_unity(target [ALONE source...]): compiles the files of a folder together, in equal shares of at most vrdma_unity_files, because
-# the headers and templates that they have in common cost more than what is their own: vrdma_svc takes 360 s of a processor's time file by
-# file, 168 s with eight at once, 144 s with ten, when a file that was touched costs 14 s on average and 27 s at most (6 and 19 s by
-# itself), and g++ 1.2 GB.
+# the headers and templates that they have in common cost more than what is their own: vrdma_cli takes 24 s of a processor's time in two
+# shares and 17 s in one. A file that was touched costs 30 s at most (22 s by itself), and g++ 1.2 GB.
 # ALONE: what moves the data, so that its code does not depend on its neighbours. A file that has the property UNITY_GROUP keeps it.
-set(vrdma_unity_files 10)
+set(vrdma_unity_files 20)
 function(vrdma_unity target)
   cmake_parse_arguments(ARG "" "" "ALONE" ${ARGN})
   if(NOT VRDMA_UNITY)

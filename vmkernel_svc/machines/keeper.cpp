@@ -24,7 +24,7 @@ namespace {
 // A request; where there are descriptors, they follow in packets of one byte, from who has them. A keeper serves services of other
 // versions, too: this stays as it is.
 enum class Wish : std::uint32_t { keep = 1, take, drop };
-struct Request {
+struct KeeperRequest {
   Wish wish;
   std::uint32_t descriptors;  // that follow
   char machine[248];          // ends with a zero
@@ -33,7 +33,7 @@ struct Reply {
   std::int32_t status;  // 0, or an errno value
   std::uint32_t descriptors;
 };
-static_assert(WireRecord<Request> && WireRecord<Reply> && sizeof(Request) == 256 && sizeof(Reply) == 8);
+static_assert(WireRecord<KeeperRequest> && WireRecord<Reply> && sizeof(KeeperRequest) == 256 && sizeof(Reply) == 8);
 
 constexpr int patience_ms = 3000, start_patience_ms = 30'000;
 constexpr int lingers_ms = 1000;  // with nothing to keep
@@ -83,7 +83,7 @@ std::vector<int> numbers_of(const std::vector<vmci::UniqueFd>& descriptors) {
 }
 
 Result<vmci::PacketSocket> ask(const std::string& path, Wish wish, std::string_view machine, std::size_t descriptors = 0, int timeout_ms = patience_ms) {
-  Request request{wish, static_cast<std::uint32_t>(descriptors), {}};
+  KeeperRequest request{wish, static_cast<std::uint32_t>(descriptors), {}};
   if (machine.size() >= sizeof(request.machine)) return Errno{ENAMETOOLONG};
   std::memcpy(request.machine, machine.data(), machine.size());
   auto socket = vmci::PacketSocket::connect(path, timeout_ms);
@@ -99,7 +99,7 @@ class Store {
   void serve(const vmci::PacketSocket& service) {
     const auto who = service.peer();
     if (!who || (who->uid != ::geteuid() && who->uid != 0)) return;
-    const auto request = receive<Request>(service);
+    const auto request = receive<KeeperRequest>(service);
     if (!request || request->machine[sizeof(request->machine) - 1] != 0) return;
     switch (request->wish) {
       case Wish::keep: return keep(service, *request);
@@ -123,7 +123,7 @@ class Store {
   }
 
  private:
-  void keep(const vmci::PacketSocket& service, const Request& request) {
+  void keep(const vmci::PacketSocket& service, const KeeperRequest& request) {
     if (request.descriptors == 0 || request.descriptors > descriptors_max) return;
     auto descriptors = receive_all(service, request.descriptors);
     if (!descriptors) return;  // a part of them is of no use
