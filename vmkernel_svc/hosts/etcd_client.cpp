@@ -27,7 +27,7 @@ using nlohmann::json;
 
 constexpr std::uint64_t reply_bytes_max = 16u << 20;
 
-// One request and its answer. Of Beast only the parser: what of it reads and writes took 20 s to compile.
+// One request and its answer. Of Beast only the parser: what of it reads and writes took 10 s to compile.
 class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
   using Done = std::function<void(const json* reply, const std::string& why)>;

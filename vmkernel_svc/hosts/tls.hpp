@@ -32,7 +32,7 @@ class Tls {
   CertificateInfo us_;
 };
 
-// What a connection does, for all who use one: Asio's templates of it take 2 s for each handler that they are given.
+// What a connection does, compiled once for all who use one: Asio would instantiate it again for each handler that it is given.
 using TlsDone = std::function<void(const boost::system::error_code& error, std::size_t bytes)>;
 void shake_hands(TlsStream& stream, boost::asio::ssl::stream_base::handshake_type side, std::function<void(const boost::system::error_code& error)> done);
 void read_all(TlsStream& stream, boost::asio::mutable_buffer into, TlsDone done);
