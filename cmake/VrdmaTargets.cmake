@@ -74,7 +74,7 @@ endfunction()
 
 # vrdma_unity(target [ALONE source...]): compiles the files of a folder together, in equal shares of at most vrdma_unity_files, because
 # the headers and templates that they have in common cost more than what is their own: vrdma_cli takes 24 s of a processor's time in two
-# shares and 17 s in one. A file that was touched costs 30 s at most (22 s by itself), and g++ 1.2 GB.
+# shares and 17 s in one. A file that was touched costs some 30 s at most (22 s by itself), and g++ 1.2 GB.
 # ALONE: what moves the data, so that its code does not depend on its neighbours. A file that has the property UNITY_GROUP keeps it.
 set(vrdma_unity_files 20)
 function(vrdma_unity target)
