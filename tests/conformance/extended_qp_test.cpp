@@ -163,7 +163,7 @@ CONFORMANCE(ExtendedQpPostsAllOrNothing, "QP-19", .solo = true) {
   loop.begin(22);
   write(22, 1024);
   loop.from(0, 8);
-  ibv_wr_local_inv(loop.ex, rkey);
+  ibv_wr_send_tso(loop.ex, much.data(), 8, 64);
   EXPECT_NE(ibv_wr_complete(loop.ex), 0);
   // What is aborted.
   loop.begin(23);

@@ -176,7 +176,7 @@ def ring_seeds():
     yield "windows_of_type_1", world(ring, RC) + ring.ask(REREG_MR, words(6, 4, 0, 31) + struct.pack("<QQQ", 0, 0, 0)) + ring.ask(ALLOC_MW, words(5, 1)) + bind(2) * 2 + \
         bind(2, ADDRESS + BYTES - 8) + bind(3) + bind(2, length=0) + bind(2, mr=0) + bind(2) + ring.ask(CLOSE_CONTEXT, words(1, 0))
     # Mended: bits that no right is made the service take a region for a window when it went, and its key was left behind.
-    yield "regression_unknown_rights", ring.ask(CREATE_PD, words(1, 0)) + b"".join(ring.memory(5, 4, access) + ring.ask(DEREG_MR, words(6, 0)) for access in (1 << 31 | 15, 128, 15))
+    yield "regression_unknown_rights", ring.ask(CREATE_PD, words(1, 0)) + b"".join(ring.memory(5, 4, access) + ring.ask(DEREG_MR, words(6, 0)) for access in (1 << 31 | 15, 256, 15))
     yield "on_demand", ring.ask(CREATE_PD, words(1, 0)) + ring.memory(5, PROCESS, 79, 4096, (1 << 56) - 4096) + ring.memory(5, 4, 79) + ring.ask(DEREG_MR, words(6, 0))
     yield "cq_overrun", world(ring, RC) + ring.ask(RESIZE_CQ, words(7, 1)) + ring.send(0, 0, (sge,), target) * 4
     yield "scribble", world(ring, RC) + ring.scribble(0, b"\xff" * 64) + ring.scribble(256, b"\xff" * 200)

@@ -177,7 +177,7 @@ void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
 
 namespace {
 constexpr std::uint32_t reg_local_write = 1, reg_remote_write = 2, reg_remote_atomic = 8;
-constexpr std::uint32_t known_access = 127;  // enum ibv_access_flags, from LOCAL_WRITE to ON_DEMAND
+constexpr std::uint32_t known_access = 255;  // enum ibv_access_flags, from LOCAL_WRITE to HUGETLB
 std::uint64_t bytes_max(std::uint32_t access) { return Region::on_demand(access) ? limits::mr_bytes_on_demand_max : limits::mr_bytes_max; }
 // On demand: of no file, which would be held.
 bool staged_ok(const Guest& guest, std::uint32_t access) {
