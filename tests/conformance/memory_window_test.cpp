@@ -272,7 +272,7 @@ CONFORMANCE(WindowsAreBoundBesideRegistrations, "MW-01 THR-01") {
     others.start([&] {
       Buffer buffer(64 * 1024);
       for (std::uint64_t i = 0; i < rounds; ++i) {
-        ibv_mr* const mr = ibv_reg_mr(link.pd, buffer.data(), buffer.size(), IBV_ACCESS_LOCAL_WRITE);
+        ibv_mr* const mr = ibv_reg_mr(link.pd, buffer.data(), buffer.size(), local_write);
         EXPECT(mr != nullptr);
         EXPECT_OK(ibv_dereg_mr(mr));
       }
