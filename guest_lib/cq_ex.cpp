@@ -69,13 +69,12 @@ Status ask_for_times(Cq& cq) {
   if (auto told = cq.attachment->call<control::Request::time_cq>({cq.verbs.handle, 0}); !told) return told.error();
   const auto ahead_ns = clock_ahead_ns(*cq.attachment, Context::of(cq.verbs.context));
   if (!ahead_ns) return ahead_ns.error();
-  cq.clock_ahead_ns = *ahead_ns;
   cq.timed = true;
   return ok();
 }
 
 // Nanoseconds since 1970. `current` is from a moment ago, so what sets the clock meanwhile does not matter.
-std::uint64_t wallclock_ns(const Cq& cq) {
+std::uint64_t wallclock_ns(Cq& cq) {
   timespec now{};
   ::clock_gettime(CLOCK_REALTIME, &now);
   return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(now.tv_nsec) - (cq.clock_ns() - cq.current_time_ns);

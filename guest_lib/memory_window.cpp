@@ -7,8 +7,6 @@ namespace vrdma::guest {
 
 namespace {
 
-std::atomic<std::uint32_t> windows_made{0};
-
 Result<ibv_mw*> make(ibv_pd* pd, ibv_mw_type type) {
   if (type != IBV_MW_TYPE_1 && type != IBV_MW_TYPE_2) return Errno{EINVAL};
   auto attachment = Context::of(pd->context).usable();
@@ -73,8 +71,6 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* wanted) {
     return ok();
   });
 }
-
-bool windows_in_use() { return windows_made.load(std::memory_order_relaxed) != 0; }
 
 int check_window(const Qp& qp, const ibv_send_wr& wr) {
   if (wr.opcode != IBV_WR_BIND_MW) return 0;

@@ -6,6 +6,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "vrdma/result.hpp"
@@ -26,7 +27,8 @@ int check_window(const Qp& qp, const ibv_send_wr& wr);
 // Of such a request: how it will complete (enum ibv_wc_status), or EIO. send_lock is held; no claim of direct mode is, for which the service
 // may be waiting.
 Result<std::uint32_t> carry_out_window(Qp& qp, const ibv_send_wr& wr);
-// Whether there may be such requests at all: nobody has a window otherwise.
-bool windows_in_use();
+// How many windows there are: without any, nobody has such requests. Asked with every post, hence not behind a call.
+inline std::atomic<std::uint32_t> windows_made{0};
+inline bool windows_in_use() { return windows_made.load(std::memory_order_relaxed) != 0; }
 
 }  // namespace vrdma::guest

@@ -175,8 +175,7 @@ struct Cq {
   bool one_thread = false;
   bool timed = false;                 // its completions carry their time, by the service's clock
   std::uint64_t current_time_ns = 0;  // of `current`; 0: it came from nowhere but this library
-  std::uint64_t clock_ahead_ns = 0;   // as the context's
-  std::uint64_t clock_ns() const { return vmci::monotonic_ns() + clock_ahead_ns; }
+  std::uint64_t clock_ns() { return vmci::monotonic_ns() + Context::of(verbs.context).clock_ahead_ns.load(std::memory_order_relaxed); }
   Pd* parent_domain = nullptr;  // on which it was made, or nullptr
 
   std::atomic<std::uint32_t> users{0};

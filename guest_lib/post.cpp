@@ -26,6 +26,7 @@ constexpr std::uint32_t write_opcodes = bit(IBV_WR_RDMA_WRITE) | bit(IBV_WR_RDMA
 constexpr std::uint32_t fetch_opcodes = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD);
 constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM) | bit(IBV_WR_SEND_WITH_INV);  // whose key lies there
 constexpr std::uint32_t local_opcodes = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW);
+constexpr std::uint32_t without_operand = send_opcodes | bit(IBV_WR_SEND_WITH_INV) | local_opcodes;
 // Opcodes of the specification that this device does not have (yet), or not in machines.
 constexpr std::uint32_t not_offered = local_opcodes | bit(IBV_WR_SEND_WITH_INV) | bit(IBV_WR_TSO);
 
@@ -128,7 +129,7 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape, std::uint32_t word
     put_operand(ring, operand);
   } else {
     // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
-    RemoteOperand operand = opcode_bit & (send_opcodes | not_offered) ? RemoteOperand{} : remote_operand(wr);
+    RemoteOperand operand = opcode_bit & without_operand ? RemoteOperand{} : remote_operand(wr);
     if (qp.base().qp_type == IBV_QPT_XRC_SEND) operand.srqn = wr.qp_type.xrc.remote_srqn;
     put_operand(ring, operand);
   }
