@@ -55,9 +55,12 @@ constexpr std::uint64_t times = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_
 Result<std::uint64_t> clock_ahead_ns(Attachment& attachment, Context& context) {
   // C1: pairs with C2.
   if (context.clock_known.load(std::memory_order_acquire)) return context.clock_ahead_ns.load(std::memory_order_relaxed);
+  const std::uint64_t before_ns = vmci::monotonic_ns();
   auto reply = attachment.call<control::Request::read_clock>({context.handle, 0});
   if (!reply) return reply.error();
-  const std::uint64_t ahead_ns = reply->monotonic_ns - vmci::monotonic_ns();
+  // One clock, unless a time namespace sets ours apart: then what is between is only as exact as the answer was quick.
+  const std::uint64_t after_ns = vmci::monotonic_ns(), theirs_ns = reply->monotonic_ns;
+  const std::uint64_t ahead_ns = theirs_ns >= before_ns && theirs_ns <= after_ns ? 0 : theirs_ns - (before_ns + (after_ns - before_ns) / 2);
   context.clock_ahead_ns.store(ahead_ns, std::memory_order_relaxed);
   context.clock_known.store(true, std::memory_order_release);  // C2
   return ahead_ns;
