@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
 #include <sys/wait.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
@@ -64,6 +65,9 @@ void relay(Shared& shared, std::size_t side, const char* device, const char* net
   if (netns != nullptr) {
     const int there = ::open((std::string("/run/netns/") + netns).c_str(), O_RDONLY | O_CLOEXEC);
     if (there < 0 || ::setns(there, CLONE_NEWNET) != 0) fail(std::string("cannot enter the namespace ") + netns);
+    // UCX looks for devices in /sys, which shows those of the namespace that it was mounted in.
+    if (::unshare(CLONE_NEWNS) != 0 || ::mount(nullptr, "/", nullptr, MS_REC | MS_SLAVE, nullptr) != 0 || ::mount("sysfs", "/sys", "sysfs", 0, nullptr) != 0)
+      fail(std::string("cannot mount /sys for the namespace ") + netns);
   }
   ucp_config_t* config = nullptr;
   check(ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");

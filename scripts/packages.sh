@@ -1,6 +1,7 @@
 # Debian packages that ./run and ./test need, and need_packages to have them. Sourced by bash; contacts nobody when all are there.
 
 build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspdlog-dev libcli11-dev libibverbs-dev libssl-dev)
+[ "$(uname -m)" = x86_64 ] && build_packages+=(libipsec-mb-dev)  # elsewhere OpenSSL does its work
 # The programs whose traffic is shown, and the interpreter of the harness.
 run_packages=("${build_packages[@]}" python3 ibverbs-utils perftest)
 test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-core rdmacm-utils infiniband-diags python3-pyverbs ibverbs-providers qperf ucx-utils libucx-dev openmpi-bin python3-mpi4py iperf3 gnuplot-nox bubblewrap iproute2 dpkg-dev

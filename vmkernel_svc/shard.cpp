@@ -141,7 +141,7 @@ bool Shard::own_turn() {
   // With a processor of its own it looks at queue pairs more often than at what is rare: an empty queue costs one load, the rest
   // of a turn several. Where others wait for the processor it is quick to give it away.
   for (int look = backoff_.alone() ? looks_per_turn : 1; look > 0; --look) worked |= run_queue_pairs();
-  if (far_ != nullptr) far_->carrier().flush();  // after this turn the processor may be given away
+  if (far_ != nullptr) far_->flush();  // after this turn the processor may be given away
   worked |= run_timers();
   if (direct_) {
     if (direct_->waiting() && !direct_->in_doubt()) worked |= direct_->settle();

@@ -110,7 +110,7 @@ void FarDesk::send(Qp& qp, FarFramePtr frame) {
   frame->record().connection = qp.qpn.value;
   frame->record().epoch = qp.far->epoch;
   host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
-  carrier_->send(std::move(frame));
+  give(std::move(frame));
 }
 
 // Of nobody's queue pair.
@@ -120,7 +120,7 @@ void FarDesk::send_to(remote::HostId id, FarFramePtr frame) {
   frame->host = id;
   frame->session = host.session;
   host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
-  carrier_->send(std::move(frame));
+  give(std::move(frame));
 }
 
 bool FarDesk::has_stand_in(remote::HostId host, std::uint32_t requester, std::uint32_t target) const {
@@ -163,7 +163,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     frame->session = host.session;
     host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
     if (hca_) hca_->want_trunk(id);
-    carrier_->send(std::move(frame));
+    give(std::move(frame));
   };
   if (ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff) {
     Gid group;
@@ -209,8 +209,31 @@ bool FarDesk::turn() {
     stand_in->runnable = false;
     worked |= run(*stand_in);
   }
-  carrier_->flush();
   return worked;
+}
+
+void FarDesk::give(FarFramePtr frame) {
+  release();
+  carrier_->send(std::move(frame));
+  said_something_ = true;
+}
+
+// Who has received a message often says something to it: then both leave together, and half of the packets are saved. Two hosts that
+// share processors took 50 instead of 30 us for half a round trip.
+void FarDesk::hold(FarFramePtr answer) {
+  if (said_something_ || held_) return give(std::move(answer));
+  held_ = std::move(answer);
+  held_for_a_turn_ = false;
+}
+
+void FarDesk::release() {
+  if (held_) carrier_->send(std::move(held_));
+}
+
+void FarDesk::flush() {
+  said_something_ = false;
+  if (held_ && std::exchange(held_for_a_turn_, true)) release();
+  carrier_->flush();
 }
 
 void FarDesk::arrived(FarFramePtr frame) {

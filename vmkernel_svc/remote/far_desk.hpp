@@ -57,7 +57,9 @@ class FarDesk final : private FarGroups::Post {
   ~FarDesk();
 
   bool turn();  // false: there was nothing to do
-  bool anything_waiting() const { return carrier_->anything_waiting() || !runnable_.empty() || (hca_ && hca_->anything_waiting()); }
+  bool anything_waiting() const { return carrier_->anything_waiting() || held_ || !runnable_.empty() || (hca_ && hca_->anything_waiting()); }
+  // At the end of a turn, after the queue pairs: what was said in it leaves.
+  void flush();
   void prepare_to_sleep() {
     if (hca_) hca_->prepare_to_sleep();
   }
@@ -140,7 +142,11 @@ class FarDesk final : private FarGroups::Post {
   bool feed_read(StandIn& stand_in);
   void take_first(StandIn& stand_in);
   void break_off(StandIn& stand_in, WcStatus status);
-  void send(StandIn& stand_in, engine::FarFramePtr frame);
+  engine::FarFramePtr addressed(StandIn& stand_in, engine::FarFramePtr frame);
+  void send(StandIn& stand_in, engine::FarFramePtr frame) { give(addressed(stand_in, std::move(frame))); }
+  void give(engine::FarFramePtr frame);
+  void hold(engine::FarFramePtr answer);
+  void release();
   std::optional<std::uint32_t> host_of(const Qp& qp, std::uint16_t dlid, bool global, const std::uint8_t* dgid) const;
 
   Fabric& fabric_;
@@ -158,6 +164,9 @@ class FarDesk final : private FarGroups::Post {
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;
   std::uint64_t dropped_datagrams_ = 0, malformed_ = 0, refused_pkeys_ = 0;
+  engine::FarFramePtr held_;      // the only thing said in its turn; leaves with what the next one says, or at that one's end
+  bool held_for_a_turn_ = false;
+  bool said_something_ = false;   // in this turn
   std::unique_ptr<HcaDesk> hca_;
 };
 

@@ -44,7 +44,7 @@ void FarDesk::drop(StandIn& stand_in) {
   std::replace(runnable_.begin(), runnable_.end(), &stand_in, static_cast<StandIn*>(nullptr));
 }
 
-void FarDesk::send(StandIn& stand_in, FarFramePtr frame) {
+FarFramePtr FarDesk::addressed(StandIn& stand_in, FarFramePtr frame) {
   Host& host = at(stand_in.host);
   FarRecord& record = frame->record();
   record.connection = stand_in.core.qpn.value;
@@ -54,7 +54,7 @@ void FarDesk::send(StandIn& stand_in, FarFramePtr frame) {
   frame->host = stand_in.host;
   frame->session = host.session;
   host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
-  carrier_->send(std::move(frame));
+  return frame;
 }
 
 void FarDesk::answer(StandIn& stand_in, WcStatus status) {
@@ -74,7 +74,10 @@ void FarDesk::answer(StandIn& stand_in, WcStatus status) {
   }
   // Who hears of the answer may tell the receiver, who may arm: the completion's event is decided before that.
   ports_.announce();
-  send(stand_in, std::move(frame));
+  const auto* const rule = stand_in.core.operation.rule;
+  frame = addressed(stand_in, std::move(frame));
+  if (status == WcStatus::success && rule != nullptr && rule->takes_receive) hold(std::move(frame));
+  else give(std::move(frame));
 }
 
 void FarDesk::break_off(StandIn& stand_in, WcStatus status) {

@@ -1,5 +1,6 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <openssl/evp.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
@@ -42,6 +43,40 @@ TEST_CASE("WhatWasSealedIsOpenedOnceAndUnchanged") {
     std::vector<std::byte> other_head = head, came = sent;
     other_head[0] ^= std::byte{1};
     CHECK_FALSE(opening.open(other_head, came, encrypt, first));
+  }
+}
+
+// Hosts whose builds have found another library understand each other, so what every library makes is compared with OpenSSL's.
+TEST_CASE("TheSealIsAes128Gcm") {
+  std::array<std::byte, FrameSeal::secret_bytes> secret;
+  for (std::size_t i = 0; i < secret.size(); ++i) secret[i] = static_cast<std::byte>(i * 5 + 1);
+  const auto raw = [](auto* bytes) { return reinterpret_cast<unsigned char*>(const_cast<std::byte*>(bytes)); };
+  std::mt19937 random(7);
+  for (const bool encrypt : {false, true}) {
+    FrameSeal sealing(secret, FrameSeal::Way::seal), opening(secret, FrameSeal::Way::open);
+    for (std::uint8_t count = 0; count < 100; ++count) {
+      std::vector<std::byte> head(random() % 130), body(count < 50 ? random() % 300 : random() % 70'000);
+      for (auto* const bytes : {&head, &body})
+        for (auto& byte : *bytes) byte = static_cast<std::byte>(random());
+      std::vector<std::byte> sent = body, expected = body;
+      const auto tag = sealing.seal(head, body, encrypt ? sent.data() : nullptr);
+
+      std::array<std::byte, FrameSeal::nonce_bytes> nonce;
+      std::copy_n(secret.begin() + FrameSeal::key_bytes, nonce.size(), nonce.begin());
+      nonce.back() ^= std::byte{count};
+      FrameSeal::Tag expected_tag;
+      int done = 0;
+      const std::unique_ptr<EVP_CIPHER_CTX, void (*)(EVP_CIPHER_CTX*)> context(EVP_CIPHER_CTX_new(), EVP_CIPHER_CTX_free);
+      REQUIRE(EVP_EncryptInit_ex(context.get(), EVP_aes_128_gcm(), nullptr, raw(secret.data()), raw(nonce.data())) == 1);
+      if (!head.empty()) REQUIRE(EVP_EncryptUpdate(context.get(), nullptr, &done, raw(head.data()), static_cast<int>(head.size())) == 1);
+      if (!body.empty()) REQUIRE(EVP_EncryptUpdate(context.get(), encrypt ? raw(expected.data()) : nullptr, &done, raw(body.data()), static_cast<int>(body.size())) == 1);
+      REQUIRE(EVP_EncryptFinal_ex(context.get(), nullptr, &done) == 1);
+      REQUIRE(EVP_CIPHER_CTX_ctrl(context.get(), EVP_CTRL_AEAD_GET_TAG, FrameSeal::tag_bytes, expected_tag.data()) == 1);
+      CHECK(tag == expected_tag);
+      CHECK(sent == expected);
+      REQUIRE(opening.open(head, sent, encrypt, tag));
+      CHECK(sent == body);
+    }
   }
 }
 
