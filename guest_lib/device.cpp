@@ -13,7 +13,7 @@
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
-#include "guest_lib/unsupported_ops.hpp"
+#include "guest_lib/operation_tables.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 
@@ -75,23 +75,6 @@ Result<OpenedContext> open_context(Attachment& attachment) {
                        std::move(*event_fd)};
 }
 
-void set_ops(Context& context) {
-  verbs_context& verbs = context.verbs;
-  set_unsupported_ops(verbs.context.ops);
-  verbs.context.ops._compat_query_device = query_device;
-  verbs.context.ops._compat_query_port = [](ibv_context* of, std::uint8_t port, _compat_ibv_port_attr* attributes) {
-    return query_port(of, port, reinterpret_cast<ibv_port_attr*>(attributes), offsetof(ibv_port_attr, port_cap_flags2));
-  };
-  verbs.context.ops.poll_cq = poll_cq;
-  verbs.context.ops.req_notify_cq = req_notify_cq;
-  verbs.context.ops.post_send = post_send;
-  verbs.context.ops.post_recv = post_recv;
-  verbs.context.ops.post_srq_recv = post_srq_recv;
-  verbs.query_port = query_port;
-  verbs.query_device_ex = query_device_ex;
-  set_extended_ops(verbs);
-}
-
 Result<ibv_context*> open_device(ibv_device* which) {
   auto attachment = Attachment::current();
   if (!attachment) return attachment.error();
@@ -106,7 +89,7 @@ Result<ibv_context*> open_device(ibv_device* which) {
   context->attachment = *attachment;
   context->handle = opened->handle;
   context->async_pipe = std::move(opened->pipe);
-  set_ops(*context);
+  fill_operation_tables(context->verbs);
   context->verbs.sz = sizeof(verbs_context);
   ibv_context& verbs = context->verbs.context;
   verbs.device = which;

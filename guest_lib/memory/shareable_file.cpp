@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -16,17 +17,29 @@ bool fits(int fd, const FileId& wanted) {
   return id && *id == wanted && (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR;
 }
 
+// Another thread may close or reuse the number at any time: only the duplicate counts.
+vmci::UniqueFd duplicate_of(int number, const FileId& wanted) {
+  if (!fits(number, wanted)) return {};
+  vmci::UniqueFd duplicate(::fcntl(number, F_DUPFD_CLOEXEC, 0));
+  if (duplicate && !fits(duplicate.get(), wanted)) duplicate.reset();
+  return duplicate;
+}
+
+// A program with thousands of descriptors registers parts of one file again and again: where it was found last is tried first.
 vmci::UniqueFd among_descriptors(const FileId& wanted) {
+  static std::atomic<int> last_found{-1};  // a hint: any value will do
+  if (const int hint = last_found.load(std::memory_order_relaxed); hint >= 0)
+    if (auto found = duplicate_of(hint, wanted)) return found;
   const auto close = [](DIR* d) { ::closedir(d); };
   const std::unique_ptr<DIR, decltype(close)> directory(::opendir("/proc/self/fd"), close);
   if (!directory) return {};
   while (const dirent* entry = ::readdir(directory.get())) {
     if (entry->d_name[0] == '.') continue;
     const int number = std::atoi(entry->d_name);
-    if (!fits(number, wanted)) continue;
-    // Another thread may close or reuse the number at any time: only the duplicate counts.
-    vmci::UniqueFd duplicate(::fcntl(number, F_DUPFD_CLOEXEC, 0));
-    if (duplicate && fits(duplicate.get(), wanted)) return duplicate;
+    if (auto found = duplicate_of(number, wanted)) {
+      last_found.store(number, std::memory_order_relaxed);
+      return found;
+    }
   }
   return {};
 }
@@ -47,8 +60,9 @@ vmci::UniqueFd through_mapping(const Vma& vma) {
 }  // namespace
 
 Result<ShareableFile> open_shareable(const Vma& vma) {
-  ShareableFile file{among_descriptors(vma.file), 0};
-  if (!file.fd) file.fd = through_mapping(vma);
+  // Where it is allowed, the mapping leads there at once, however many descriptors there are.
+  ShareableFile file{through_mapping(vma), 0};
+  if (!file.fd) file.fd = among_descriptors(vma.file);
   if (!file.fd) return Errno{ENOENT};
   const int seals = ::fcntl(file.fd.get(), F_GET_SEALS);
   if (seals < 0) return Errno{EPERM};

@@ -248,12 +248,36 @@ CONFORMANCE(WindowsAreRefusedWhereTheyMustBe, "MW-03 OBJ-07") {
     }
     link.reconnect();
   }
-  if (run.b()) {  // a key of another window
+  if (run.b()) {  // IBA o10-37.2.40
     Window window(link.pd, IBV_MW_TYPE_2);
-    EXPECT_OK(bind_2(link.qp, window, 6, window.p->rkey + 256, part(link.mem.mr.p, start, 64)));
+    EXPECT_OK(bind_2(link.qp, window, 6, ibv_inc_rkey(window.p->rkey), part(link.mem.mr.p, start, 0)));
     link.scq.expect(6, IBV_WC_MW_BIND_ERR);
   }
   link.reconnect();
+}
+
+// The upper 24 bits of a window's key are its adapter's; a request to bind gives the others, and may leave those out.
+CONFORMANCE(ABindGivesTheLastByteOfTheKey, "MW-02 MW-03") {
+  Link link(run, with_bindable_memory());
+  need_windows(run, link.dev);
+  Window window(link.pd, IBV_MW_TYPE_2);
+  const std::uint64_t start = link.mem.buffer.address() + window_at;
+  for (const std::uint32_t upper : {0u, 0x12345600u, window.p->rkey & ~0xffu}) {
+    const Note note("upper bits ", upper);
+    const std::uint32_t tag = (window.p->rkey + 1 + (upper >> 8) % 7) & 0xff, key = (window.p->rkey & ~0xffu) | tag;
+    if (run.b()) {
+      EXPECT_OK(bind_2(link.qp, window, 1, upper | tag, part(link.mem.mr.p, start, window_bytes)));
+      link.scq.expect(1);
+    }
+    const Remote theirs = run.peer.exchange(Remote{start, window_bytes, key, 0});
+    expect_access(link, IBV_WR_RDMA_WRITE, theirs.address, 64, theirs.rkey, IBV_WC_SUCCESS);
+    if (run.b()) {
+      EXPECT_OK(invalidate(link.qp, 2, key));
+      link.scq.expect(2);
+    }
+    run.peer.barrier();
+    expect_access(link, IBV_WR_RDMA_WRITE, theirs.address, 64, theirs.rkey, IBV_WC_REM_ACCESS_ERR);
+  }
 }
 
 // One program's threads bind and register at once, which the service puts in an order, whoever carries the queue pair's requests out.
@@ -347,7 +371,7 @@ CONFORMANCE(AFlushedBindLeavesTheWindowFree, "MW-02 ERR-12") {
   if (run.a()) {
     EXPECT_OK(bind(4));
     link.scq.expect(4);
-    EXPECT_OK(bind_2(link.qp, window, 5, ibv_inc_rkey(rkey), part(link.mem.mr.p, 0, 0)));  // to nothing: free again
+    EXPECT_OK(invalidate(link.qp, 5, rkey));
     link.scq.expect(5);
     EXPECT_OK(bind(6));
     link.scq.expect(6);

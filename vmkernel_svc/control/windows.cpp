@@ -69,15 +69,13 @@ Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwReques
   const QueuePair* const qp = find(guest.qps, request.qp);
   if (window == nullptr || qp == nullptr || qp->pd != window->pd || !may_bind(*qp)) return Errno{EINVAL};
   Region& bound = fabric_.regions.slot(window->slot);
-  if (!fabric_.regions.is_key_of(window->slot, Key{request.key})) return Errno{EINVAL};
   if (used_by_worker(bound) && may_wait(guest)) return Errno{EINPROGRESS};
-  const bool is_bound = window->of_queue_pair && bound.window_generation != 0;
   if (request.mr == 0 || request.bytes == 0) {
-    if (is_bound && bound.window_qpn != qp->core.qpn.value) return Errno{EINVAL};
+    if (window->of_queue_pair) return Errno{EINVAL};  // IBA o10-37.2.40
     fabric_.regions.unbind_window(bound);
     return Empty{};
   }
-  if (is_bound) return Errno{EBUSY};  // IBA 10.6.7.2.2: it has to be invalidated first
+  if (window->of_queue_pair && bound.window_generation != 0) return Errno{EBUSY};  // IBA 10.6.7.2.2: it has to be invalidated first
   const auto mr = guest.mrs.find(request.mr);
   if (mr == guest.mrs.end()) return Errno{EINVAL};
   const Region& region = fabric_.regions.slot(mr->second);

@@ -65,7 +65,8 @@ void RegionTable::bind_window(std::uint32_t slot, Key key, std::uint32_t access,
   Region& window = regions_[slot];
   unbind_window(window);
   renew(slot);
-  window.key = key;
+  constexpr std::uint32_t tag = (1u << window_key_bits) - 1;
+  window.key = Key{(window.key.value & ~tag) | (key.value & tag)};
   window.access = Region::is_window | access;
   window.iova = iova;
   window.bytes = bytes;

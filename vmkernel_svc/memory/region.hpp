@@ -76,8 +76,7 @@ class RegionTable {
   // A memory window, bound to nothing: its keys are its first one and those that differ from it in the last 8 bits. nullptr: there are too many
   // windows to find one more soon.
   Region* add_window(std::uint32_t& slot);
-  bool is_key_of(std::uint32_t window, Key key) const { return ((regions_[window].key.value ^ key.value) >> window_key_bits) == 0; }
-  // To [offset, offset + bytes) of the region in slot `of`, which requests name by `iova` and on.
+  // To [offset, offset + bytes) of the region in slot `of`, which requests name by `iova` and on. Of `key` only those 8 bits count, as on adapters.
   void bind_window(std::uint32_t slot, Key key, std::uint32_t access, std::uint64_t iova, std::uint64_t bytes, std::uint32_t of, std::uint64_t offset, std::uint32_t qpn);
   // From now on nobody reaches anything by it. In a turn, too: nobody else's queue pairs look further than at its protection domain.
   void unbind_window(Region& window);

@@ -1,8 +1,10 @@
-#include "guest_lib/unsupported_ops.hpp"
+#include "guest_lib/operation_tables.hpp"
 
 #include <cerrno>
+#include <cstddef>
 
 #include "guest_lib/cq_ex.hpp"
+#include "guest_lib/device.hpp"
 #include "guest_lib/device_memory.hpp"
 #include "guest_lib/domains.hpp"
 #include "guest_lib/memory_window.hpp"
@@ -19,9 +21,7 @@ void* no_object() {
   return nullptr;
 }
 
-}  // namespace
-
-void set_unsupported_ops(ibv_context_ops& ops) {
+void fill(ibv_context_ops& ops) {
   ops = {};
   // The slots that libibverbs filled with its provider's functions before they became exported functions; nobody calls them.
   void* (**const slots[])(void) = {&ops._compat_alloc_pd,     &ops._compat_dealloc_pd,   &ops._compat_reg_mr,
@@ -33,12 +33,26 @@ void set_unsupported_ops(ibv_context_ops& ops) {
                                    &ops._compat_destroy_ah,   &ops._compat_attach_mcast, &ops._compat_detach_mcast,
                                    &ops._compat_async_event};
   for (auto* slot : slots) *slot = no_object;
+  ops._compat_query_device = query_device;
+  ops._compat_query_port = [](ibv_context* of, std::uint8_t port, _compat_ibv_port_attr* attributes) {
+    return query_port(of, port, reinterpret_cast<ibv_port_attr*>(attributes), offsetof(ibv_port_attr, port_cap_flags2));
+  };
   ops.alloc_mw = alloc_mw;
   ops.bind_mw = bind_mw;
   ops.dealloc_mw = dealloc_mw;
+  ops.poll_cq = poll_cq;
+  ops.req_notify_cq = req_notify_cq;
+  ops.post_send = post_send;
+  ops.post_recv = post_recv;
+  ops.post_srq_recv = post_srq_recv;
 }
 
-void set_extended_ops(verbs_context& verbs) {
+}  // namespace
+
+void fill_operation_tables(verbs_context& verbs) {
+  fill(verbs.context.ops);
+  verbs.query_port = query_port;
+  verbs.query_device_ex = query_device_ex;
   verbs.alloc_td = alloc_td;
   verbs.dealloc_td = dealloc_td;
   verbs.alloc_parent_domain = alloc_parent_domain;
