@@ -110,9 +110,13 @@ namespace {
 
 // The return values are enum ibv_rereg_mr_err_code.
 int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std::uint32_t access) {
-  const auto refuse = [](int error) {
+  const auto refuse = [](int error) {  // as libibverbs itself would
     errno = error;
     return IBV_REREG_MR_ERR_INPUT;
+  };
+  const auto fail = [](int error) {  // as the kernel would
+    errno = error;
+    return IBV_REREG_MR_ERR_CMD;
   };
   const auto address = reinterpret_cast<std::uintptr_t>(start);
   const auto wanted = static_cast<std::uint32_t>(flags);
@@ -120,17 +124,17 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
   if (wanted == 0 || (wanted & ~std::uint32_t{IBV_REREG_MR_FLAGS_SUPPORTED}) != 0) return refuse(EINVAL);
   control::ReregMrRequest request{mr.verbs.handle, wanted, 0, access, address, bytes, address};
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION)
-    if (Status range = check_range(address, bytes); !range) return refuse(value(range.error()));
+    if (Status range = check_range(address, bytes); !range || start == nullptr) return refuse(EINVAL);
   if (wanted & IBV_REREG_MR_CHANGE_ACCESS) {
-    if (Status allowed = check_access(access); !allowed) return refuse(value(allowed.error()));
-    if (((access ^ mr.access) & IBV_ACCESS_ON_DEMAND) != 0) return refuse(EOPNOTSUPP);  // it would be another memory
+    if (Status allowed = check_access(access); !allowed) return fail(value(allowed.error()));
+    if (((access ^ mr.access) & IBV_ACCESS_ON_DEMAND) != 0) return fail(EOPNOTSUPP);  // it would be another memory
     if (access & IBV_ACCESS_ZERO_BASED) request.iova = 0;
   }
-  if (mr.device_memory != nullptr && (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) != 0) return refuse(EINVAL);
+  if (mr.device_memory != nullptr && (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) != 0) return fail(EINVAL);
   if (wanted & IBV_REREG_MR_CHANGE_PD) {
     if (pd == nullptr) return refuse(EINVAL);
     auto handle = Pd::of(pd).handle_on(mr.attachment);
-    if (!handle) return refuse(value(handle.error()));
+    if (!handle) return fail(value(handle.error()));
     request.pd = *handle;
   }
 
@@ -139,7 +143,7 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
   memory::Registration before;  // what is given back at the end: the old memory, or the new where the service refused
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) {
     auto reached = reach(*mr.attachment, address, bytes, wanted & IBV_REREG_MR_CHANGE_ACCESS ? access : mr.access);
-    if (!reached) return refuse(value(reached.error()));
+    if (!reached) return fail(value(reached.error()));
     before = std::move(reached->registration);
     extents = std::move(reached->extents);
   }
@@ -149,10 +153,7 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
     if (made) std::swap(before, mr.registration);
     unreach(std::move(before));
   }
-  if (!made) {
-    errno = value(made.error());
-    return errno == EINVAL ? IBV_REREG_MR_ERR_INPUT : IBV_REREG_MR_ERR_CMD;
-  }
+  if (!made) return fail(value(made.error()));
   mr.verbs.handle = made->handle;
   mr.verbs.lkey = mr.verbs.rkey = made->key;
   if (wanted & IBV_REREG_MR_CHANGE_ACCESS) mr.access = access;

@@ -18,6 +18,7 @@
 
 #include "guest_lib/cm/open.hpp"
 #include "guest_lib/next_function.hpp"
+#include "guest_lib/traffic_files.hpp"
 
 namespace vrdma {
 namespace paths {
@@ -106,7 +107,12 @@ template <class Real>
 int open_path(const char* path, int flags, Real real) {
   if (!ours(path)) return real();
   if (is_rdma_cm(path)) return open_entry(find_synthetic(path), flags);
-  return real_or_synthetic(path, -1, real, [flags](const SyntheticEntry& e) { return open_entry(e, flags); });
+  look_at_traffic(path);
+  return real_or_synthetic(path, -1, real, [path, flags](const SyntheticEntry& e) {
+    const int fd = open_entry(e, flags);
+    if (e.changes && fd >= 0) traffic_files::remember(fd, path);
+    return fd;
+  });
 }
 
 void write_all(int fd, const char* text, std::size_t bytes) {
@@ -133,7 +139,7 @@ int text_descriptor(const SyntheticEntry& entry, int flags) {
   if (fd >= 0) {
     write_all(fd, entry.text, entry.text_bytes);
     lseek(fd, 0, SEEK_SET);
-    fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL);
+    if (!entry.changes) fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL);
     return fd;
   }
   if (errno == EMFILE || errno == ENFILE) return -1;
@@ -233,6 +239,7 @@ FILE* fopen_path(const char* path, const char* mode, Real real) {
     return stream;
   };
   if (is_rdma_cm(path)) return open_stream(find_synthetic(path));
+  look_at_traffic(path);
   return real_or_synthetic(path, static_cast<FILE*>(nullptr), real, open_stream);
 }
 

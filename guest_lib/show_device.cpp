@@ -4,11 +4,25 @@
 #include <endian.h>
 #include <net/if.h>
 
+#include <cerrno>
 #include <cstring>
 
+#include "guest_lib/attachment.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 
 namespace vrdma::guest {
+
+namespace {
+bool ask_for_traffic(PortTraffic& now) {
+  const int before = errno;
+  const auto attachment = Attachment::existing();
+  if (!attachment || attachment->service_minor() < control::minor_of_counters) return false;
+  const auto reply = attachment->call<control::Request::read_counters>({});
+  errno = before;
+  if (reply) now = {reply->sent_bytes, reply->sent_messages, reply->received_bytes, reply->received_messages};
+  return static_cast<bool>(reply);
+}
+}  // namespace
 
 void show_device_in_paths(const control::DeviceReply& reply) {
   constexpr std::uint32_t roce_v2 = 2;
@@ -35,6 +49,7 @@ void show_device_in_paths(const control::DeviceReply& reply) {
   }
   for (std::size_t i = 0; i < std::size(device.pkeys); ++i) device.pkeys[i] = ntohs(reply.pkeys[i]);
   set_synthetic_devices({&device, 1});
+  set_traffic_source(ask_for_traffic);
 }
 
 }  // namespace vrdma::guest

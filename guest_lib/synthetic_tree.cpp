@@ -108,6 +108,17 @@ bool line(Text& text, const char (&value)[n]) {
   return true;
 }
 
+// As it was when it was asked for last.
+struct Traffic {
+  std::atomic<std::uint64_t> sent_bytes, sent_messages, received_bytes, received_messages;
+};
+constinit Traffic traffic{};
+constinit std::atomic<bool (*)(PortTraffic&)> traffic_source{nullptr};
+
+bool print_count(Text& text, std::uint64_t count) { return text.print("%llu\n", static_cast<unsigned long long>(count)), true; }
+// There is no link that could fail.
+bool never_counts(const SyntheticDevice&, std::size_t, Text& text) { return print_count(text, 0); }
+
 constexpr Row ib_rows[] = {
     {"node_guid", 1, [](auto& d, auto, Text& t) { return print_guid(t, d.node_guid), true; }},
     {"sys_image_guid", 1, [](auto& d, auto, Text& t) { return print_guid(t, d.sys_image_guid), true; }},
@@ -142,6 +153,23 @@ constexpr Row ib_rows[] = {
      [](auto& d, auto, Text& t) { return t.print("%s\n", d.ethernet ? "Ethernet" : "InfiniBand"), true; }},
     {"ports/1/rate", 1, [](auto& d, auto, Text& t) { return line(t, d.rate); }},
     {"ports/1/cap_mask", 1, [](auto& d, auto, Text& t) { return t.print("0x%08x\n", d.capability_mask), true; }},
+    {"ports/1/counters/port_xmit_data", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.sent_bytes / 4); }},  // in words of 4 bytes
+    {"ports/1/counters/port_rcv_data", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.received_bytes / 4); }},
+    {"ports/1/counters/port_xmit_packets", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.sent_messages); }},
+    {"ports/1/counters/port_rcv_packets", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.received_messages); }},
+    {"ports/1/counters/port_xmit_wait", 1, never_counts},
+    {"ports/1/counters/port_xmit_discards", 1, never_counts},
+    {"ports/1/counters/port_xmit_constraint_errors", 1, never_counts},
+    {"ports/1/counters/port_rcv_errors", 1, never_counts},
+    {"ports/1/counters/port_rcv_constraint_errors", 1, never_counts},
+    {"ports/1/counters/port_rcv_remote_physical_errors", 1, never_counts},
+    {"ports/1/counters/port_rcv_switch_relay_errors", 1, never_counts},
+    {"ports/1/counters/symbol_error", 1, never_counts},
+    {"ports/1/counters/link_error_recovery", 1, never_counts},
+    {"ports/1/counters/link_downed", 1, never_counts},
+    {"ports/1/counters/local_link_integrity_errors", 1, never_counts},
+    {"ports/1/counters/excessive_buffer_overrun_errors", 1, never_counts},
+    {"ports/1/counters/VL15_dropped", 1, never_counts},
     {"ports/1/gids/#", limits::gid_table,
      [](auto& d, std::size_t i, Text& t) {
        for (unsigned b = 0; b < 16; b += 2)
@@ -265,6 +293,7 @@ void find_below_device(const Place& place, SyntheticEntry& entry) {
     Text text{.out = entry.text, .room = sizeof entry.text};
     if (!row.render(*place.device, index, text)) return;
     entry.kind = EntryKind::text;
+    entry.changes = std::string_view(row.path).starts_with("ports/1/counters/port_");
     entry.text_bytes = text.bytes;
     return;
   }
@@ -411,6 +440,19 @@ bool find_synthetic_device(std::string_view name, SyntheticDevice& device) {
     return true;
   }
   return false;
+}
+
+void set_traffic_source(bool (*ask)(PortTraffic& now)) { traffic_source.store(ask, std::memory_order_relaxed); }
+
+void look_at_traffic(const char* path) {
+  if (!may_be_synthetic(path) || std::strstr(path, "/counters/port_") == nullptr) return;
+  auto* const ask = traffic_source.load(std::memory_order_relaxed);
+  PortTraffic now{};
+  if (ask == nullptr || !ask(now)) return;
+  traffic.sent_bytes.store(now.sent_bytes, std::memory_order_relaxed);
+  traffic.sent_messages.store(now.sent_messages, std::memory_order_relaxed);
+  traffic.received_bytes.store(now.received_bytes, std::memory_order_relaxed);
+  traffic.received_messages.store(now.received_messages, std::memory_order_relaxed);
 }
 
 }  // namespace vrdma

@@ -64,6 +64,7 @@ enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, rdma_
 struct SyntheticEntry {
   EntryKind kind = EntryKind::none;
   bool not_a_directory = false;  // with kind none: the path goes on below a file
+  bool changes = false;            // a counter, whose text is another one later
   std::uint32_t device_minor = 0;  // of the two device kinds
   std::uint64_t inode = 0;
   std::size_t text_bytes = 0;
@@ -93,6 +94,15 @@ bool list_synthetic(const char* path, std::size_t index, SyntheticName& name);
 
 // The path as find_synthetic() understands it, without "//", "." and ".."; false when it does not fit.
 bool normalise_synthetic(const char* path, std::span<char> out);
+
+// The port's traffic, as "counters/port_xmit_data" and its neighbours say it (IBA 16.1.3.5; a message is a packet).
+struct PortTraffic {
+  std::uint64_t sent_bytes, sent_messages, received_bytes, received_messages;
+};
+// Who can ask for it; false: nobody can be asked, and the counters stay what they are.
+void set_traffic_source(bool (*ask)(PortTraffic& now));
+// Before a file at `path` is looked up to be read: a counter is asked for. Not for signal handlers, where it is one.
+void look_at_traffic(const char* path);
 
 // The device whose name this is, for callers that need its GIDs; false when there is none.
 bool find_synthetic_device(std::string_view name, SyntheticDevice& device);

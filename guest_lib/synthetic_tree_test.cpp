@@ -2,6 +2,7 @@
 
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <set>
@@ -91,6 +92,28 @@ TEST_CASE("every listed entry exists and every directory lists what it holds") {
   CHECK(names_in(ib + "/device") == std::set<std::string>{"numa_node", "local_cpus", "local_cpulist", "net"});
   CHECK(names_in(ib + "/ports/1/gid_attrs") == std::set<std::string>{"ndevs", "types"});
   CHECK(names_in(ib + "/lid").empty());
+}
+
+TEST_CASE("a port's counters are asked for when one of them is to be read") {
+  set_synthetic_devices(std::array{default_synthetic_device()});
+  const std::string counters = ib + "/ports/1/counters/";
+  static int asked = 0;
+  set_traffic_source([](PortTraffic& now) {
+    now = {4000, 5, 80, 1};
+    return ++asked != 2;
+  });
+  const auto read = [&](const char* name) {
+    look_at_traffic((counters + name).c_str());
+    return text_of(counters + name);
+  };
+  CHECK(read("port_xmit_data") == "1000\n");  // words of four bytes
+  CHECK(read("port_xmit_packets") == "5\n");  // nobody answered: as it was
+  CHECK(read("port_rcv_data") == "20\n");
+  CHECK(read("port_rcv_packets") == "1\n");
+  CHECK(read("symbol_error") == "0\n");
+  CHECK(asked == 4);
+  set_traffic_source(nullptr);
+  CHECK(read("port_xmit_data") == "1000\n");
 }
 
 TEST_CASE("paths outside the tree, near misses and paths below files are not entries") {

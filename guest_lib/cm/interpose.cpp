@@ -1,4 +1,5 @@
-// write(2), fstat(2) and close(2) in front of libc's, for the descriptors of rdma_cm. Another file's cost one look at a bit.
+// write(2), fstat(2) and close(2) in front of libc's, for the descriptors of rdma_cm, and read(2), for those of a port's counters. Another
+// file's cost one look at a bit.
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -7,6 +8,7 @@
 #include "guest_lib/cm/commands.hpp"
 #include "guest_lib/cm/files.hpp"
 #include "guest_lib/paths.hpp"
+#include "guest_lib/traffic_files.hpp"
 
 using namespace vrdma;
 using guest::cm::Files;
@@ -14,17 +16,20 @@ using paths::call;
 
 namespace {
 
+using Read = ssize_t(int, void*, std::size_t);
 using Write = ssize_t(int, const void*, std::size_t);
 using Fstat = int(int, struct stat*);
 using Fxstat = int(int, int, struct stat*);
 using Close = int(int);
 
+constinit NextFunction<Read> next_read{"read"};
 constinit NextFunction<Write> next_write{"write"};
 constinit NextFunction<Fstat> next_fstat{"fstat"}, next_fstat64{"fstat64"};
 constinit NextFunction<Fxstat> next___fxstat{"__fxstat", "GLIBC_2.2.5"}, next___fxstat64{"__fxstat64", "GLIBC_2.2.5"};
 constinit NextFunction<Close> next_close{"close"};
 
 __attribute__((constructor)) void look_up_all() {
+  next_read.get();
   next_write.get();
   for (auto* f : {&next_fstat, &next_fstat64}) f->get();
   for (auto* f : {&next___fxstat, &next___fxstat64}) f->get();
@@ -43,6 +48,13 @@ int fstat_path(int fd, struct stat* out, Real real) {
 }
 
 }  // namespace
+
+VRDMA_INTERPOSE(ssize_t, read, int fd, void* bytes, std::size_t count) {
+  if (traffic_files::may_hold(fd)) [[unlikely]]
+    traffic_files::refresh(fd);
+  Read* const next = next_read.get();
+  return next != nullptr ? next(fd, bytes, count) : syscall(SYS_read, fd, bytes, count);
+}
 
 VRDMA_INTERPOSE(ssize_t, write, int fd, const void* bytes, std::size_t count) {
   if (Files::may_hold(fd)) [[unlikely]]

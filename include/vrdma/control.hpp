@@ -19,7 +19,7 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 12;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+constexpr std::uint16_t version_minor = 13;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
                                             // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
@@ -76,6 +76,7 @@ constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_op
 constexpr std::uint16_t minor_of_xrc = 11;      // … that knows open_xrcd
 constexpr std::uint16_t minor_of_times = 12;    // … that knows time_cq
 constexpr std::uint16_t minor_of_windows = 12;  // … and alloc_mw
+constexpr std::uint16_t minor_of_counters = 13;  // … and read_counters
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one
@@ -274,6 +275,10 @@ struct CreateCqReply {
 // time_cq: completions of a queue, which nothing uses yet, carry their time from now on (vrdma/wire.hpp). read_clock, of a context: that clock.
 struct ClockReply {
   std::uint64_t monotonic_ns;
+};
+// read_counters: of the guest's port, since it attached; a message is one packet.
+struct CountersReply {
+  std::uint64_t sent_bytes, sent_messages, received_bytes, received_messages;
 };
 struct ResizeCqRequest {
   std::uint32_t cq, cqe;
@@ -546,7 +551,8 @@ struct QueuePairNotice {
   X(alloc_mw, AllocMwRequest, RegMrReply, false)                          \
   X(dealloc_mw, HandleRequest, Empty, false)                              \
   X(bind_mw, BindMwRequest, Empty, false)                                 \
-  X(invalidate_mw, InvalidateMwRequest, Empty, false)
+  X(invalidate_mw, InvalidateMwRequest, Empty, false)                     \
+  X(read_counters, Empty, CountersReply, false)
 
 enum class Request : std::uint16_t {
   none,

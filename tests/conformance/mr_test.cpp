@@ -365,7 +365,7 @@ CONFORMANCE(ReregChangesTranslationAccessAndPd, "MR-19 OBJ-06 MR-20") {
     EXPECT_EQ(ibv_rereg_mr(mr->p, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, first.data(), 0, 0), IBV_REREG_MR_ERR_INPUT);
     EXPECT_EQ(ibv_rereg_mr(mr->p, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, nullptr, 4096, 0), IBV_REREG_MR_ERR_INPUT);
     const int rc = ibv_rereg_mr(mr->p, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_REMOTE_WRITE);
-    EXPECT(rc < 0 && rc >= IBV_REREG_MR_ERR_CMD_AND_DO_FORK_NEW);
+    EXPECT(rc == IBV_REREG_MR_ERR_CMD || rc == IBV_REREG_MR_ERR_CMD_AND_DO_FORK_NEW);
   }
   run.peer.barrier();
 }

@@ -2,6 +2,8 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 #include "tests/conformance/verbs.hpp"
 
@@ -147,6 +149,32 @@ CONFORMANCE(PortAttributesAreConsistent, "QRY-12", .solo = true) {
   EXPECT_EQ(again.lid, dev.port.lid);
   EXPECT_EQ(again.active_mtu, dev.port.active_mtu);
   EXPECT_EQ(again.gid_tbl_len, dev.port.gid_tbl_len);
+}
+
+namespace {
+std::uint64_t port_counter(const Device& dev, const char* name) {
+  const std::string path = std::string(dev.ctx->device->ibdev_path) + "/ports/" + std::to_string(dev.port_num) + "/counters/" + name;
+  std::ifstream file(path);
+  std::uint64_t count = 0;
+  EXPECT(static_cast<bool>(file >> count));
+  return count;
+}
+}  // namespace
+
+CONFORMANCE(ThePortCountsItsTraffic, "QRY-13") {
+  constexpr std::uint64_t messages = 16, bytes = 4096, words = messages * bytes / 4;  // the unit of IBA 16.1.3.5
+  Link link(run);
+  const char* const data = run.a() ? "port_xmit_data" : "port_rcv_data";
+  const char* const packets = run.a() ? "port_xmit_packets" : "port_rcv_packets";
+  const std::uint64_t data_before = port_counter(link.dev, data), packets_before = port_counter(link.dev, packets);
+  for (std::uint64_t i = 0; run.b() && i < messages; ++i) EXPECT_OK(post(link.qp, link.recv(i, 0, bytes)));
+  run.peer.barrier();
+  for (std::uint64_t i = 0; i < messages; ++i) {
+    if (run.a()) EXPECT_OK(post(link.qp, link.send(i, 0, bytes)));
+    (run.a() ? link.scq : link.rcq).expect(i);
+  }
+  EXPECT_GE(port_counter(link.dev, data), data_before + words);
+  EXPECT_GE(port_counter(link.dev, packets), packets_before + messages);
 }
 
 }  // namespace vrdma::conformance

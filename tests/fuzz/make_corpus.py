@@ -38,7 +38,7 @@ def run(qp):
 (CM_OPEN, CM_CLOSE, CM_PLACE, CM_CREATE, CM_DESTROY, CM_BIND, CM_RESOLVE, CM_ROUTE, CM_LISTEN, CM_CONNECT, CM_ACCEPT, CM_REJECT, CM_DISCONNECT,
  CM_IS_ESTABLISHED, CM_OPTION, CM_QUERY, CM_ATTRIBUTES, CM_MIGRATE, CM_JOIN, CM_LEAVE, CM_TAKE) = range(43, 64)
 OPEN_XRCD, CLOSE_XRCD, CREATE_XRC_QP = range(64, 67)
-TIME_CQ, READ_CLOCK, ALLOC_MW, DEALLOC_MW, BIND_MW, INVALIDATE_MW = range(67, 73)
+TIME_CQ, READ_CLOCK, ALLOC_MW, DEALLOC_MW, BIND_MW, INVALIDATE_MW, READ_COUNTERS = range(67, 74)
 ATTACH = 1
 RC, UC, UD, XRC_SEND, XRC_RECV, XRC_SRQ = 2, 3, 4, 9, 10, 0x100
 ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
@@ -173,6 +173,7 @@ def ring_seeds():
     windows += bind(2, access=46) + ring.receive(1, (sge,)) + ring.send(2, 9, (sge,)) + ring.send(2, 6, (sge,), (0, 1, 2, 2))
     yield "windows", windows + bind(2) + ring.ask(DEREG_MR, words(6, 0)) + ring.ask(DESTROY_QP, words(8, 0)) + ring.ask(DEREG_MR, words(6, 0)) + \
         ring.ask(DEALLOC_MW, words(10, 0)) + ring.ask(CLOSE_CONTEXT, words(1, 0))
+    yield "counters", world(ring, RC) + ring.send(0, 0, (sge,), target) + ring.ask(READ_COUNTERS) + ring.ask(DESTROY_QP, words(8, 0)) + ring.ask(READ_COUNTERS)
     yield "windows_of_type_1", world(ring, RC) + ring.ask(REREG_MR, words(6, 4, 0, 31) + struct.pack("<QQQ", 0, 0, 0)) + ring.ask(ALLOC_MW, words(5, 1)) + bind(2) * 2 + \
         bind(2, ADDRESS + BYTES - 8) + bind(3) + bind(2, length=0) + bind(2, mr=0) + bind(2) + ring.ask(CLOSE_CONTEXT, words(1, 0))
     # Mended: bits that no right is made the service take a region for a window when it went, and its key was left behind.

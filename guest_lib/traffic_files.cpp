@@ -1,0 +1,67 @@
+#include "guest_lib/traffic_files.hpp"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "guest_lib/synthetic_tree.hpp"
+
+namespace vrdma::traffic_files {
+
+constinit std::atomic<std::uint64_t> marks[fds_max / 64]{};
+
+namespace {
+
+struct File {
+  int fd = -1;
+  ino_t inode = 0;
+  char path[128] = {};
+};
+constinit std::mutex mutex;
+constinit std::array<File, 64> files;
+constinit std::size_t next_file = 0;
+
+void mark(int fd, bool held) {
+  const std::uint64_t bit = std::uint64_t{1} << (fd % 64);
+  if (held) marks[fd / 64].fetch_or(bit, std::memory_order_relaxed);
+  else marks[fd / 64].fetch_and(~bit, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void remember(int fd, const char* path) {
+  struct stat status;
+  if (fd < 0 || fd >= fds_max || std::strlen(path) >= sizeof(File::path) || ::fstat(fd, &status) != 0) return;
+  const std::lock_guard lock(mutex);
+  File& file = files[next_file++ % files.size()];
+  file.fd = fd;
+  file.inode = status.st_ino;
+  std::strcpy(file.path, path);
+  mark(fd, true);
+}
+
+void refresh(int fd) {
+  const int before = errno;
+  const std::unique_lock lock(mutex, std::try_to_lock);  // never waits: in a fork's child nobody may be left to unlock it
+  if (lock) {
+    struct stat status;
+    File* found = nullptr;
+    for (File& file : files)
+      if (file.fd == fd && ::fstat(fd, &status) == 0 && status.st_ino == file.inode) found = &file;
+    if (found == nullptr) {
+      mark(fd, false);
+    } else if (::lseek(fd, 0, SEEK_CUR) == 0) {
+      look_at_traffic(found->path);
+      const SyntheticEntry entry = find_synthetic(found->path);
+      if (entry.kind == EntryKind::text && ::ftruncate(fd, static_cast<off_t>(entry.text_bytes)) == 0)
+        [[maybe_unused]] const auto written = ::pwrite(fd, entry.text, entry.text_bytes, 0);
+    }
+  }
+  errno = before;
+}
+
+}  // namespace vrdma::traffic_files
