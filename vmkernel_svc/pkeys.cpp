@@ -1,6 +1,5 @@
 #include "vmkernel_svc/pkeys.hpp"
 
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -43,6 +42,7 @@ void use_partitions(Shard& shard, const hosts::Partitions& partitions) {
   ++fabric.topology_generation;  // who found somebody by the tables before looks again
   if (fabric.far != nullptr) fabric.far->look_at_partitions();
   shard.direct().look_again();
+  shard.direct().settle();  // before the event, too: who has it sends nothing by itself that it may not send any more
   if (changed.empty()) return;
   shard.devices_changed();  // before the event: who has it sees the new table
   for (auto& [id, guest] : fabric.guests)
