@@ -29,11 +29,17 @@ namespace vrdma::paths {
 using Folder = char[256];
 extern std::atomic<const Folder*> working_folder;
 
-// Makes `path`, as the program gives it, absolute where it is relative to such a folder, as long as this lives.
+// Makes `path`, as the program gives it, absolute where it is relative to such a folder, as long as this lives; and where it goes into the tree
+// and by ".." out of it again, which the kernel could not follow, it is the path that remains.
 class Whole {
  public:
   explicit Whole(const char*& path, int dir = AT_FDCWD) {
-    if (path == nullptr || path[0] == '/' || path[0] == '\0' || dir != AT_FDCWD) return;
+    if (path == nullptr || path[0] == '\0') return;
+    if (path[0] == '/') {
+      if (__builtin_expect(may_be_synthetic(path), 0) && leaves(path)) path = joined_;
+      return;
+    }
+    if (dir != AT_FDCWD) return;
     const Folder* const folder = working_folder.load(std::memory_order_acquire);
     if (folder != nullptr && join(*folder, path)) [[unlikely]]
       path = joined_;
@@ -43,6 +49,7 @@ class Whole {
 
  private:
   bool join(const Folder& folder, const char* path);
+  bool leaves(const char* path);
   Folder joined_;
 };
 

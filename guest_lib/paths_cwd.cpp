@@ -97,6 +97,19 @@ __attribute__((constructor)) void take_over_working_folder() {
 
 constinit std::atomic<const Folder*> working_folder{nullptr};
 
+bool Whole::leaves(const char* path) {
+  const char* const up = strstr(path, "/..");
+  Folder before;
+  if (up == nullptr || static_cast<std::size_t>(up - path) >= sizeof before || !normalise_synthetic(path, joined_) || may_be_synthetic(joined_)) return false;
+  memcpy(before, path, static_cast<std::size_t>(up - path));
+  before[up - path] = '\0';
+  const int errno_before = errno;
+  struct stat there;
+  const bool real = syscall(SYS_newfstatat, AT_FDCWD, before, &there, 0) == 0;
+  errno = errno_before;
+  return !real && find_synthetic(before).kind == EntryKind::directory;
+}
+
 bool Whole::join(const Folder& folder, const char* path) {
   char whole[2 * sizeof(Folder)];
   const int length = snprintf(whole, sizeof whole, "%s/%s", folder, path);

@@ -331,7 +331,9 @@ Status ConnectionManager::disconnect(Guest& guest, const CmId& id) {
   if (!found) return found.error();
   CmIdentifier& one = **found;
   if (one.type == QpType::ud) return Errno{EINVAL};
-  if (one.state == CmState::ended || one.state == CmState::disconnecting) return ok();  // it has been answered already
+  // Its peer's word was answered already. Timewait is for who has spoken himself, as in the kernel's.
+  if (one.state == CmState::ended && std::exchange(one.was_left, false)) set_deadline(one, timewait_ns);
+  if (one.state == CmState::ended || one.state == CmState::disconnecting) return ok();
   if (one.state != CmState::established && one.state != CmState::accepted && one.state != CmState::replied) return Errno{EINVAL};
   one.state = CmState::disconnecting;
   set_deadline(one, dreq_patience_ns);

@@ -80,6 +80,9 @@ class ConnectionManager {
   const std::set<std::pair<std::uint64_t, std::uint32_t>>& deadlines() const { return deadlines_; }
 
  private:
+  // How long a connection that has ended is remembered by its ends: packets of its own may come until then (IBA 12.9.8.4).
+  static constexpr std::uint64_t timewait_ns = 500'000'000;
+
   struct Place {
     CmNetwork network;
     std::vector<control::CmAddress> addresses;

@@ -12,11 +12,6 @@ namespace vrdma::svc {
 using namespace control;
 using engine::QpType;
 
-namespace {
-// How long a connection that has ended is remembered by its ends: packets of its own may come until then (IBA 12.9.8.4).
-constexpr std::uint64_t timewait_ns = 500'000'000;
-}  // namespace
-
 CmChannel* ConnectionManager::channel_of(Guest& guest, std::uint32_t handle) {
   const auto found = channels_.find(handle);
   return found == channels_.end() || found->second->guest != &guest ? nullptr : found->second.get();
@@ -152,10 +147,13 @@ void ConnectionManager::clear_deadline(CmIdentifier& one) {
 }
 
 void ConnectionManager::end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with, std::uint32_t private_bytes) {
+  const bool left = one.state == CmState::disconnecting;
   one.state = CmState::ended;
   clear_deadline(one);
   raise(one, event, status, with, private_bytes);
-  if (event == cm_disconnected) set_deadline(one, timewait_ns);
+  if (event != cm_disconnected) return;
+  if (left) set_deadline(one, timewait_ns);
+  else one.was_left = true;
 }
 
 void ConnectionManager::expire(std::uint64_t now_ns) {

@@ -86,6 +86,7 @@ struct CmIdentifier {
   std::uint32_t peer_qpn = 0;
   std::uint8_t responder_resources = 0, initiator_depth = 0, retry_count = 0, rnr_retry_count = 0, peer_ack_timeout = 0;
 
+  bool was_left = false;             // ended by its peer, and its owner has not said anything to that
   std::uint64_t deadline_ns = 0;     // 0: none
   std::set<std::uint32_t> memberships;  // of multicast groups: their handles
 };
