@@ -8,6 +8,7 @@
 #include <csignal>
 
 #include "guest_lib/test/service_fixture.hpp"
+#include "guest_lib/test/shown.hpp"
 
 using namespace vrdma::test;
 
@@ -187,6 +188,7 @@ TEST_CASE("an XRC target lives on when the process that made it is killed and an
   CHECK(sent(device, other.get(), cq.get(), number_of(srq.get()), 2) == IBV_WC_SUCCESS);
   creator.kill();
   CHECK(sent(device, initiator.get(), cq.get(), number_of(srq.get()), 3) == IBV_WC_SUCCESS);
+  eventually("the service has heard of the death", [] { return show().at("guests").size() == 1; });
   CHECK(sent(device, other.get(), cq.get(), number_of(srq.get()), 4) == IBV_WC_RETRY_EXC_ERR);
   const auto came = collect(receives.get(), 3);
   CHECK(came[0].qp_num == kept.number);
