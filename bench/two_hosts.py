@@ -69,7 +69,7 @@ class VethNamespaces:
                     self._ip("-n", name, "link", "set", device, "up")
             for name in self.names:  # UCX asks once whether it runs, which the kernel says within a second
                 wait_until(lambda name=name: "state UP" in self._ip("-n", name, "link", "show", self.device), 10, f"{self.device} of {name} is up")
-        except Skip:
+        except BaseException:
             self.close()
             raise
 

@@ -131,6 +131,18 @@ TEST_CASE("the verbs device is a character device that may be read and written")
   CHECK(opened.out.find("No such device or address") != std::string::npos);
 }
 
+// Programs look for an adapter's bus address so.
+TEST_CASE("a path that leaves the tree by .. leads on") {
+  if (real_devices_present()) return;
+  for (const char* path : {"/sys/class/infiniband/vrdma0/../..", "/sys/class/infiniband/..", "/sys/class/infiniband/vrdma0/ports/../../../"}) {
+    const std::string named = path;
+    INFO(named);
+    CHECK(run("realpath " + named).out == "/sys/class\n");
+    CHECK(run("stat -c %F " + named + " && test -e " + named + "/net && echo net").out == "directory\nnet\n");
+  }
+  CHECK(run("cat /sys/class/infiniband/nobody/../../net/lo/address").exit_code != 0);
+}
+
 TEST_CASE("other interfaces to files see the tree too") {
   if (real_devices_present() || !installed("/usr/bin/python3")) return;
   CHECK(run("python3 -c 'import os; print(sorted(os.listdir(\"/dev/infiniband\")), "

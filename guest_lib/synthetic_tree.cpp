@@ -445,7 +445,7 @@ bool find_synthetic_device(std::string_view name, SyntheticDevice& device) {
 void set_traffic_source(bool (*ask)(PortTraffic& now)) { traffic_source.store(ask, std::memory_order_relaxed); }
 
 void look_at_traffic(const char* path) {
-  if (!may_be_synthetic(path) || std::strstr(path, "/counters/port_") == nullptr) return;
+  if (!may_be_synthetic(path) || !find_synthetic(path).changes) return;
   auto* const ask = traffic_source.load(std::memory_order_relaxed);
   PortTraffic now{};
   if (ask == nullptr || !ask(now)) return;
