@@ -55,6 +55,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::uint32_t guest() const { return guest_; }
   std::uint16_t service_minor() const { return page_->minor; }
   bool in_machine() const { return in_machine_; }  // of a virtual machine, served by its agent: memory is pinned where it is
+  bool offers(std::uint16_t minor_on_hosts, std::uint16_t minor_in_machines) const { return service_minor() >= (in_machine_ ? minor_in_machines : minor_on_hosts); }
+  // Another one when the machine has stood still, and the service was told (on a host always 0): our clocks may have lost time against the
+  // service's. Pairs with the compare_exchange of MachinePort::renew_generation.
+  std::uint64_t machine_generation() const { return std::atomic_ref(const_cast<std::uint64_t&>(page_->machine_generation)).load(std::memory_order_acquire); }
   // The machine's device, of whose BAR memory is lent instead (control::attach_in_bar); else -1.
   int bar() const { return bar_.get(); }
   std::uint64_t ordinal() const { return ordinal_; }  // among all attachments of this process, from 1

@@ -1,7 +1,8 @@
 // Extended completion queues, and the times that completions carry there (ibv_create_cq_ex(3), IBV_WC_EX_WITH_COMPLETION_TIMESTAMP).
 //
 // A time is nanoseconds of the service's monotonic clock as it wrote the completion, however much later that is polled; queue pairs that
-// complete on such a queue stay mediated. Not in virtual machines, which move to other clocks.
+// complete on such a queue stay mediated. In a virtual machine the service is asked how late it is, and by the machine's own clock is told which
+// of the times is meant that a completion's 40 bits may be.
 #pragma once
 
 #include <infiniband/verbs.h>

@@ -34,9 +34,11 @@ struct Context {
   std::unique_ptr<PrivateFd> async_pipe;
   EventSource<control::AsyncRecord> events;
   std::atomic<bool> fatal_reported{false};
-  // How far the service's clock is ahead of ours, modulo 2^64, once anybody asked (time namespaces set them apart).
+  // How far the service's clock is ahead of ours, modulo 2^64 (time namespaces set them apart, a virtual machine has its own), and in which
+  // generation of the machine that was found out.
+  static constexpr std::uint64_t never = UINT64_MAX;
   std::atomic<std::uint64_t> clock_ahead_ns{0};
-  std::atomic<bool> clock_known{false};
+  std::atomic<std::uint64_t> clock_compared_in{never};
 
   static Context& of(ibv_context* context) {
     return *reinterpret_cast<Context*>(reinterpret_cast<std::byte*>(context) - offsetof(verbs_context, context));

@@ -19,8 +19,9 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 13;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
-                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows
+constexpr std::uint16_t version_minor = 14;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+                                            // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows;
+                                            // 13: read_counters; 14: what 12 has, in virtual machines, too
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -76,6 +77,7 @@ constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_op
 constexpr std::uint16_t minor_of_xrc = 11;      // … that knows open_xrcd
 constexpr std::uint16_t minor_of_times = 12;    // … that knows time_cq
 constexpr std::uint16_t minor_of_windows = 12;  // … and alloc_mw
+constexpr std::uint16_t minor_of_both_in_machines = 14;  // … and grants both to guests in virtual machines
 constexpr std::uint16_t minor_of_counters = 13;  // … and read_counters
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
@@ -587,7 +589,7 @@ struct ServicePage {
   std::uint16_t major, minor;
   std::uint32_t device_generation;  // changes when a device, port or GID query would answer otherwise
   std::uint32_t shard_count;
-  std::uint64_t machine_generation;  // in a virtual machine's copy: what the service knows it by when it has been loaded from a file
+  std::uint64_t machine_generation;  // in a virtual machine's copy: what the service knows it by when it has been loaded from a file; another one after each stop
   std::uint64_t reserved[5];
   // A robust pthread mutex held by the service for as long as it lives. Its futex word gets FUTEX_OWNER_DIED within
   // microseconds of the service's death, however it died: the guest's poll loops look at it.

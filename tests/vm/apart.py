@@ -64,12 +64,13 @@ def prepare(side, commands):
 
 
 def conformance_apart(tally, guests):
-    """All tests of two processes that there are, a sample of them for each pair of sides."""
+    """All tests of two processes that there are, a sample of them for each pair of sides; and what a machine has of its own: its clock."""
     one, two = guests.roots
     print(f"--seed {guests.seed}", flush=True)
     words = ["--seed", guests.seed, "--sample", SAMPLE]
-    known = ("ExtendedQpSendsAndWrites", "HugePagesCanBeRegistered", "HugeTlbPagesMoveBothWays")
+    known = ("HugePagesCanBeRegistered", "HugeTlbPagesMoveBothWays")
     tally.case("machine to machine", lambda: suite(guests, one, replace(two, uid=USER), words, known))
+    tally.case("machine to machine, times", lambda: suite(guests, one, replace(two, uid=USER), ["--filter", "TimesAre*"]))
     tally.case("host to machine", lambda: suite(guests, guests.host, two, ["--seed", guests.seed + 1, "--sample", SAMPLE], known))
     tally.case("machine to host", lambda: suite(guests, one, guests.host, ["--seed", guests.seed + 2, "--sample", SAMPLE], known))
 

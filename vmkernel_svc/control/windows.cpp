@@ -1,8 +1,6 @@
 // Memory windows (IBA 10.6.7): keys to a part of a region, with rights of their own, that are given and taken back by work requests. The guest
 // has them carried out here before it posts the request, which then completes in its turn (engine: OpcodeRule::local): a peer cannot use a key
 // before it was told of it, and an invalidation is of use only once it has completed.
-//
-// Not in virtual machines: when one moves, its regions are registered anew, and its windows would have to be.
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vrdma/limits.hpp"
@@ -27,7 +25,6 @@ template <>
 Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocMwRequest& request) {
   ProtectionDomain* const pd = find(guest.pds, request.pd);
   if (pd == nullptr || (request.type != type_1 && request.type != type_2)) return Errno{EINVAL};
-  if (guest.machine) return Errno{EOPNOTSUPP};
   if (guest.mws.size() >= limits::mw_max) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   std::uint32_t slot;
