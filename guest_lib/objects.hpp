@@ -261,7 +261,9 @@ struct Qp {
   ibv_qp& base() { return verbs.qp_base; }
 };
 // ibv_qp_ex grows at its end, by wr_flush in rdma-core 46; verbs_context before its head, which tells how much of it there is.
-static_assert(offsetof(Qp, verbs_comp_mask) == sizeof(ibv_qp_ex) && sizeof(ibv_qp_ex) >= 352 && sizeof(verbs_context) >= 648 && sizeof(ibv_cq_ex) == 288);
+// Each has a mutex in it, which is longer on some processors.
+static_assert(offsetof(Qp, verbs_comp_mask) == sizeof(ibv_qp_ex) && sizeof(ibv_qp_ex) - sizeof(pthread_mutex_t) >= 312 &&
+              sizeof(verbs_context) - sizeof(pthread_mutex_t) >= 608 && sizeof(ibv_cq_ex) - sizeof(pthread_mutex_t) == 248);
 
 // The data verbs, which every context's ops point to.
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);

@@ -92,6 +92,15 @@ Result<std::uint64_t> sealed_bytes(int fd) {
   return static_cast<std::uint64_t>(status.st_size);
 }
 
+Result<std::uint64_t> memory_file_bytes(int fd) {
+  struct statfs filesystem;
+  struct stat status;
+  if (::fstatfs(fd, &filesystem) != 0 || ::fstat(fd, &status) != 0) return vrdma::last_error();
+  const bool memory = filesystem.f_type == TMPFS_MAGIC || filesystem.f_type == HUGETLBFS_MAGIC;
+  if (!memory || !S_ISREG(status.st_mode)) return Errno{EPERM};
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
 Result<Segment> Segment::adopt(UniqueFd fd, std::uint64_t bytes, Writable writable) {
   auto size = sealed_bytes(fd.get());
   if (!size) return size.error();

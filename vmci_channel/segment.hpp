@@ -92,4 +92,8 @@ vrdma::Result<UniqueFd> create_sealed(const char* name, std::uint64_t bytes);
 // Whether the descriptor is memory that its owner can no longer make smaller, and how much. EPERM if not.
 vrdma::Result<std::uint64_t> sealed_bytes(int fd);
 
+// Whether the descriptor is a file that is nothing but memory (a memfd, or a regular file of tmpfs or hugetlbfs), and of how many bytes. Unless
+// it is sealed, its owner can make it smaller at any time: only for who survives bus errors. EPERM if it is no such file.
+vrdma::Result<std::uint64_t> memory_file_bytes(int fd);
+
 }  // namespace vmci

@@ -32,7 +32,7 @@ std::set<VersionedSymbol> listed_exports() {
 }
 
 const std::set<std::string> interposed = {
-    "madvise", "mremap", "memalign", "aligned_alloc", "posix_memalign", "valloc",
+    "madvise", "mremap", "memfd_create", "memalign", "aligned_alloc", "posix_memalign", "valloc",
     "open", "open64", "__open", "__open64", "openat", "openat64", "__open_2", "__open64_2", "__openat_2", "__openat64_2",
     "fopen", "fopen64", "stat", "stat64", "lstat", "lstat64", "fstatat", "fstatat64", "__xstat", "__xstat64",
     "__lxstat", "__lxstat64", "__fxstatat", "__fxstatat64", "statx", "access", "eaccess", "euidaccess", "faccessat",

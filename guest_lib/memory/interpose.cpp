@@ -1,5 +1,5 @@
 // madvise and mremap as the application calls them: on pages that live in the window they mean what they mean on
-// private memory. Calls that the C library makes inside itself do not come here (DESIGN.md, "What escapes").
+// private memory. memfd_create: so that what is registered of it can be sealed against shrinking, and peers may map it. Calls that the C library makes inside itself do not come here (DESIGN.md, "What escapes").
 //
 // All others go on to the next function of that name and not to the kernel, as without this library: others patch the C library's code
 // (UCX's libucm), and where they find that it is not passed they do without. UCX 1.20 then registers memory for each message anew,
@@ -23,10 +23,12 @@ namespace {
 
 constinit vrdma::NextFunction<int(void*, size_t, int)> next_madvise("madvise");
 constinit vrdma::NextFunction<vrdma::memory::Mremap> next_mremap("mremap");
+constinit vrdma::NextFunction<int(const char*, unsigned)> next_memfd_create("memfd_create");
 
 [[gnu::constructor(101)]] void look_up() {
   next_madvise.get();
   next_mremap.get();
+  next_memfd_create.get();
 }
 
 }  // namespace
@@ -52,4 +54,10 @@ extern "C" __attribute__((visibility("default"))) void* mremap(void* address, si
   }
   MemoryManager::before_mremap(reinterpret_cast<std::uint64_t>(address), old_bytes);
   return vrdma::memory::remap(next_mremap.get(), address, old_bytes, new_bytes, flags, target);
+}
+
+extern "C" __attribute__((visibility("default"))) int memfd_create(const char* name, unsigned flags) noexcept {
+  auto* const next = next_memfd_create.get();
+  flags |= MFD_ALLOW_SEALING;
+  return next != nullptr ? next(name, flags) : static_cast<int>(::syscall(SYS_memfd_create, name, flags));
 }

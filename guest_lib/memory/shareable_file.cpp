@@ -2,12 +2,16 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+
+#include "vmci_channel/segment.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -44,17 +48,30 @@ vmci::UniqueFd among_descriptors(const FileId& wanted) {
   return {};
 }
 
-// Programs often close the descriptor after mmap. Needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN.
-vmci::UniqueFd through_mapping(const Vma& vma) {
-  char path[96];
-  std::snprintf(path, sizeof path, "/proc/self/map_files/%llx-%llx", static_cast<unsigned long long>(vma.range.begin),
-                static_cast<unsigned long long>(vma.range.end));
-  // Opening could do something to a device or a pipe: only what is a regular file.
+// Opening could do something to a device or a pipe: only what is a regular file.
+vmci::UniqueFd opened(const char* path, const FileId& wanted) {
   struct stat status;
   if (::stat(path, &status) != 0 || !S_ISREG(status.st_mode)) return {};
-  vmci::UniqueFd fd(::open(path, O_RDWR | O_CLOEXEC));
-  if (fd && !fits(fd.get(), vma.file)) fd.reset();
+  vmci::UniqueFd fd(::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
+  if (fd && !fits(fd.get(), wanted)) fd.reset();
   return fd;
+}
+
+// Programs often close the descriptor after mmap. To follow the link needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN; to read it does not.
+struct Link {
+  explicit Link(const Vma& vma) {
+    std::snprintf(path, sizeof path, "/proc/self/map_files/%llx-%llx", static_cast<unsigned long long>(vma.range.begin),
+                  static_cast<unsigned long long>(vma.range.end));
+  }
+  char path[96];
+};
+vmci::UniqueFd through_mapping(const Vma& vma) { return opened(Link(vma).path, vma.file); }
+vmci::UniqueFd by_name(const Vma& vma) {
+  char name[PATH_MAX];
+  const ssize_t bytes = ::readlink(Link(vma).path, name, sizeof name - 1);
+  if (bytes <= 0) return {};
+  name[bytes] = '\0';
+  return opened(name, vma.file);
 }
 
 }  // namespace
@@ -63,13 +80,13 @@ Result<ShareableFile> open_shareable(const Vma& vma) {
   // Where it is allowed, the mapping leads there at once, however many descriptors there are.
   ShareableFile file{through_mapping(vma), 0};
   if (!file.fd) file.fd = among_descriptors(vma.file);
+  if (!file.fd) file.fd = by_name(vma);
   if (!file.fd) return Errno{ENOENT};
-  const int seals = ::fcntl(file.fd.get(), F_GET_SEALS);
-  if (seals < 0) return Errno{EPERM};
-  if ((seals & F_SEAL_SHRINK) == 0 && ::fcntl(file.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) return Errno{EPERM};
-  struct stat status;
-  if (::fstat(file.fd.get(), &status) != 0) return last_error();
-  file.bytes = static_cast<std::uint64_t>(status.st_size);
+  const auto bytes = vmci::memory_file_bytes(file.fd.get());
+  if (!bytes) return bytes.error();
+  // Peers may map what cannot shrink under them.
+  if (const int seals = ::fcntl(file.fd.get(), F_GET_SEALS); seals >= 0 && (seals & F_SEAL_SHRINK) == 0) (void)::fcntl(file.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK);
+  file.bytes = *bytes;
   return Result<ShareableFile>(std::move(file));
 }
 

@@ -1,8 +1,8 @@
 // Finds a descriptor of the file behind a shared mapping, so that the file can be passed to the service.
 //
-// Any thread; allocates. Takes only what can never shrink under the service: memfds (hugetlb ones too), which it seals
-// against shrinking where the application has not. tmpfs files from shm_open, System V segments and regular files
-// cannot be sealed.
+// Any thread; allocates. Takes what is nothing but memory: memfds, which it seals against shrinking where the application has not and where
+// they can be sealed; files of tmpfs (also those of shm_open, System V segments, shared anonymous memory) and hugetlbfs, which cannot, and
+// which therefore only the service maps: it survives what becomes of them. Not files on a disk, whose pages may be long in coming.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct ShareableFile {
   vmci::UniqueFd fd;  // a duplicate
   std::uint64_t bytes;
 };
-// ENOENT: no descriptor of this process names it for reading and writing. EPERM: it cannot be sealed.
+// ENOENT: no descriptor of this process names it for reading and writing. EPERM: it is not memory.
 Result<ShareableFile> open_shareable(const Vma& vma);
 
 }  // namespace vrdma::memory

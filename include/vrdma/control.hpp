@@ -21,7 +21,7 @@ constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
 constexpr std::uint16_t version_minor = 14;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
                                             // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows;
-                                            // 13: read_counters; 14: what 12 has, in virtual machines, too
+                                            // 13: read_counters; 14: what 12 has, in virtual machines, too; backings that are not sealed
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -88,7 +88,7 @@ struct ShareAddressRequest {
   std::array<std::uint8_t, 16> secret;
 };
 
-// One descriptor goes along: a memfd sealed against shrinking (F_SEAL_SHRINK), or a hugetlbfs file; else EPERM.
+// One descriptor goes along: a memfd, or a file of tmpfs or hugetlbfs; else EPERM. Peers are lent what is sealed against shrinking only.
 struct AddBackingRequest {
   std::uint64_t bytes;  // 0: all of it
   std::uint32_t flags;  // backing_window: file offset = the guest's virtual address, mapped piecewise on demand

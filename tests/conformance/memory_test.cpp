@@ -1,4 +1,5 @@
 // Every kind of memory a program may register, at either end of a transfer.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/shm.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string>
 
 #include "tests/conformance/role.hpp"
 #include "tests/conformance/verbs.hpp"
@@ -131,6 +133,22 @@ CONFORMANCE(EveryKindOfMemoryMovesBothWays, "MR-24 WR-01") {
   move_of(link, "shared mapping of a memfd", {memfd_shared.data, small_bytes}, 1234, 10001);
   memfd_private.put(0, small_bytes, MAP_PRIVATE, memfd.get());
   move_of(link, "private mapping of a memfd", {memfd_private.data, small_bytes}, 1234, 10001);
+
+  const Fd unsealable(::memfd_create("unsealable", MFD_CLOEXEC));
+  EXPECT_OK(::ftruncate(unsealable.get(), small_bytes));
+  Addresses unsealed(small_bytes), posix(small_bytes);
+  unsealed.put(0, small_bytes, MAP_SHARED, unsealable.get());
+  move_of(link, "memfd that cannot be sealed", {unsealed.data, small_bytes}, 1234, 10001);
+
+  const std::string name = "/vrdma-conformance-" + std::to_string(::getpid());
+  {
+    const Fd object(::shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600));
+    EXPECT_OK(::ftruncate(object.get(), small_bytes));
+    posix.put(0, small_bytes, MAP_SHARED, object.get());
+  }
+  move_of(link, "shared memory object, closed", {posix.data, small_bytes}, 1234, 10001);
+  EXPECT_OK(::shm_unlink(name.c_str()));
+  move_of(link, "shared memory object, unlinked", {posix.data, small_bytes}, 1500, 10001);
 
   const int segment = ::shmget(IPC_PRIVATE, small_bytes, IPC_CREAT | 0600);
   EXPECT_GE(segment, 0);

@@ -168,6 +168,15 @@ class Property {
     }
     return fd;
   }
+  // Memory that its owner cuts off when it likes.
+  static int loose_file(std::uint64_t bytes) {
+    const int fd = ::memfd_create("hostile-loose", MFD_CLOEXEC);
+    if (fd >= 0 && ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+      ::close(fd);
+      return -1;
+    }
+    return fd;
+  }
 
   vmci::QueuePairView view(const QueueReply& queue) const { return {in_.arena() + queue.offset, queue.geometry}; }
 

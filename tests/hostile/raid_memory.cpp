@@ -58,7 +58,7 @@ void raid_descriptors(Raid& raid) {
     if (fd != in.socket().fd() && fd != in.descriptor(1)) ::close(fd);
 
   constexpr std::uint64_t bytes = 4 << 20;
-  if (own.add(bytes, Property::sealed_file(bytes)) == nullptr) return;
+  if (own.add(bytes, Property::sealed_file(bytes)) == nullptr || own.add(bytes, Property::loose_file(bytes)) == nullptr) return;
   // Huge pages that do not exist: every touch is a bus error.
   own.add(64 << 20, Property::sealed_file(64 << 20, MFD_HUGETLB));
   // A file far larger than memory, registered here and there.
@@ -77,7 +77,7 @@ void raid_descriptors(Raid& raid) {
     strike_with_wqe(raid, own);
     Memory& memory = dice.of(own.memories);
     if (memory.fd >= 0) ::fallocate(memory.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, dice.below(memory.bytes) & ~4095u, 1 << 20);
-    if (memory.fd >= 0 && dice.one_in(20)) (void)!::ftruncate(memory.fd, dice.below(memory.bytes));
+    if (memory.fd >= 0 && dice.one_in(20)) (void)!::ftruncate(memory.fd, dice.one_in(2) ? memory.bytes : dice.below(memory.bytes));
     if (dice.one_in(16)) {
       OwnedQp& qp = dice.of(own.qps);
       own.change_state(qp, 0);

@@ -11,13 +11,14 @@
 namespace vrdma::svc {
 
 Result<Backing> Backing::adopt(vmci::UniqueFd fd) {
-  auto size = vmci::sealed_bytes(fd.get());
+  auto size = vmci::memory_file_bytes(fd.get());
   if (!size) return size.error();
   Backing backing;
   backing.bytes_ = *size;
   struct statfs filesystem;
   if (::fstatfs(fd.get(), &filesystem) == 0 && filesystem.f_bsize > 4096)
     backing.page_bytes_ = static_cast<std::uint64_t>(filesystem.f_bsize);
+  backing.chunk_bytes_ = std::max(backing.chunk_bytes_, backing.page_bytes_);
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   backing.lendable_ = seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && backing.page_bytes_ == 4096;
   backing.fd_ = std::move(fd);
@@ -34,7 +35,7 @@ Backing Backing::adopt(PinnedPages pages) {
 std::uint64_t Backing::contiguous_bytes(std::uint64_t offset, std::uint64_t bytes) const {
   if (offset >= bytes_) return 0;
   if (pinned_) return std::min(bytes, pinned_->at(offset).size());
-  return std::min(bytes, chunk_bytes - offset % chunk_bytes);
+  return std::min(bytes, chunk_bytes_ - offset % chunk_bytes_);
 }
 
 Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {
@@ -46,19 +47,19 @@ Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {
     ++pinned_users_;
     return here.data();
   }
-  const std::uint64_t index = offset / chunk_bytes;
-  if ((offset + bytes - 1) / chunk_bytes != index) return Errno{EINVAL};
+  const std::uint64_t index = offset / chunk_bytes_;
+  if ((offset + bytes - 1) / chunk_bytes_ != index) return Errno{EINVAL};
   auto found = chunks_.find(index);
   if (found == chunks_.end()) {
-    const std::uint64_t begin = index * chunk_bytes;
-    const std::uint64_t length = std::min(chunk_bytes, bytes_ - begin);
+    const std::uint64_t begin = index * chunk_bytes_;
+    const std::uint64_t length = std::min(chunk_bytes_, bytes_ - begin);
     auto mapping = vmci::Mapping::map(fd_.get(), begin, length, vmci::Writable::yes);
     if (!mapping) return mapping.error();
     if (!BusGuard::add(mapping->data(), length, page_bytes_, fd_.get(), begin)) return Errno{ENOMEM};
     found = chunks_.emplace(index, Chunk{std::move(*mapping), 0}).first;
   }
   ++found->second.users;
-  return found->second.mapping.data() + (offset - index * chunk_bytes);
+  return found->second.mapping.data() + (offset - index * chunk_bytes_);
 }
 
 void Backing::put(std::uint64_t offset) {
@@ -66,7 +67,7 @@ void Backing::put(std::uint64_t offset) {
     --pinned_users_;
     return;
   }
-  const auto found = chunks_.find(offset / chunk_bytes);
+  const auto found = chunks_.find(offset / chunk_bytes_);
   if (found == chunks_.end() || --found->second.users != 0) return;
   BusGuard::remove(found->second.mapping.data());
   chunks_.erase(found);

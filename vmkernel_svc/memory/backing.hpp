@@ -17,7 +17,7 @@ namespace vrdma::svc {
 
 class Backing {
  public:
-  // fd: checked here to be sealed against shrinking. EPERM otherwise.
+  // fd: a memfd, or a file of tmpfs or hugetlbfs; EPERM otherwise. It may shrink: bus errors on it are survived (BusGuard).
   static Result<Backing> adopt(vmci::UniqueFd fd);
 
   static Backing adopt(PinnedPages pages);
@@ -40,7 +40,6 @@ class Backing {
   ~Backing();
 
  private:
-  static constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 28;
   struct Chunk {
     vmci::Mapping mapping;
     std::uint32_t users = 0;
@@ -50,8 +49,9 @@ class Backing {
   vmci::UniqueFd fd_;
   std::uint64_t bytes_ = 0;
   std::uint64_t page_bytes_ = 4096;
+  std::uint64_t chunk_bytes_ = std::uint64_t{1} << 28;  // or one page, if that is larger
   bool lendable_ = false;
-  std::map<std::uint64_t, Chunk> chunks_;  // by file offset / chunk_bytes
+  std::map<std::uint64_t, Chunk> chunks_;  // by file offset / chunk_bytes_
   std::optional<PinnedPages> pinned_;
   std::uint32_t pinned_users_ = 0;
 };
