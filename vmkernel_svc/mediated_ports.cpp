@@ -113,8 +113,9 @@ std::optional<MemoryStatus> MediatedPorts::copy_mapped(const Place& to, const Pl
   if (destination == nullptr || source == nullptr) return std::nullopt;
   const std::uint64_t before = BusGuard::survived();
   vmci::placement_copy(destination, source, bytes);
-  return !bus_error_since(before) ? MemoryStatus::done
-         : from.kind == Place::Kind::engine ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
+  if (!bus_error_since(before)) [[likely]] return MemoryStatus::done;
+  const std::uintptr_t into = BusGuard::where() - reinterpret_cast<std::uintptr_t>(destination);
+  return into < bytes ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
 }
 
 MemoryStatus MediatedPorts::copy(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/shm.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -55,6 +56,14 @@ int memfd_of(std::size_t bytes) {
   EXPECT_GE(file, 0);
   EXPECT_EQ(::ftruncate(file, static_cast<off_t>(bytes)), 0);
   return file;
+}
+
+std::string object_name() { return text("/vrdma-conformance-", ::getpid()); }
+int object_of(const std::string& name, std::size_t bytes) {
+  const int object = ::shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+  EXPECT_GE(object, 0);
+  EXPECT_OK(::ftruncate(object, static_cast<off_t>(bytes)));
+  return object;
 }
 
 // The sender's bytes arrive in the receiver's memory, and no other byte of it changes; by each operation that moves any.
@@ -134,18 +143,14 @@ CONFORMANCE(EveryKindOfMemoryMovesBothWays, "MR-24 WR-01") {
   memfd_private.put(0, small_bytes, MAP_PRIVATE, memfd.get());
   move_of(link, "private mapping of a memfd", {memfd_private.data, small_bytes}, 1234, 10001);
 
-  const Fd unsealable(::memfd_create("unsealable", MFD_CLOEXEC));
+  const Fd unsealable(static_cast<int>(::syscall(SYS_memfd_create, "unsealable", MFD_CLOEXEC)));  // as the kernel makes it
   EXPECT_OK(::ftruncate(unsealable.get(), small_bytes));
   Addresses unsealed(small_bytes), posix(small_bytes);
   unsealed.put(0, small_bytes, MAP_SHARED, unsealable.get());
   move_of(link, "memfd that cannot be sealed", {unsealed.data, small_bytes}, 1234, 10001);
 
-  const std::string name = "/vrdma-conformance-" + std::to_string(::getpid());
-  {
-    const Fd object(::shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600));
-    EXPECT_OK(::ftruncate(object.get(), small_bytes));
-    posix.put(0, small_bytes, MAP_SHARED, object.get());
-  }
+  const std::string name = object_name();
+  posix.put(0, small_bytes, MAP_SHARED, Fd(object_of(name, small_bytes)).get());
   move_of(link, "shared memory object, closed", {posix.data, small_bytes}, 1234, 10001);
   EXPECT_OK(::shm_unlink(name.c_str()));
   move_of(link, "shared memory object, unlinked", {posix.data, small_bytes}, 1500, 10001);
@@ -165,14 +170,48 @@ CONFORMANCE(EveryKindOfMemoryMovesBothWays, "MR-24 WR-01") {
   move_of(link, "anonymous, memfd, file and anonymous pages", {mixed.data + 100, 4 * 4096 - 300}, 50, 4 * 4096 - 400);
 }
 
+// An HCA has the pages. Where a registration leads to what the file has now, what is not there any more is the fault of the side that it belongs to.
+CONFORMANCE(AFileThatShrinksFailsItsOwnerOnly, "MR-24") {
+  constexpr std::size_t bytes = 4 * 4096;
+  const std::string name = object_name();
+  const Fd object(object_of(name, bytes));
+  EXPECT_OK(::shm_unlink(name.c_str()));
+  Addresses memory(bytes);
+  memory.put(0, bytes, MAP_SHARED, object.get());
+  for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_FETCH_AND_ADD}) {
+    for (const bool posts_owner : {false, true}) {
+      const Note note(posts_owner ? "by its owner, opcode " : "by the peer, opcode ", static_cast<int>(opcode));
+      Link link(run);
+      EXPECT_OK(::ftruncate(object.get(), bytes));
+      const Mr mr(link.pd, memory.data, bytes);
+      const Remote theirs = run.peer.exchange(Remote{reinterpret_cast<std::uint64_t>(memory.data), bytes, mr.p->rkey, 0});
+      if (run.b()) EXPECT_OK(::ftruncate(object.get(), 0));
+      run.peer.barrier();
+      if (run.a() != posts_owner) {
+        const std::uint32_t size = opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? 8 : 5000;
+        const ibv_sge own{reinterpret_cast<std::uint64_t>(memory.data) + 4096, size, mr.p->lkey};
+        EXPECT_OK(post(link.qp, Send{.opcode = opcode, .id = 1, .sges = {posts_owner ? own : link.mem.sge(0, size)},
+                                     .remote_address = posts_owner ? link.remote.address : theirs.address + 4096,
+                                     .rkey = posts_owner ? link.remote.rkey : theirs.rkey}));
+        const ibv_wc_status status = link.scq.next().status;
+        if (status != IBV_WC_SUCCESS) EXPECT_EQ(status, posts_owner ? IBV_WC_LOC_PROT_ERR : IBV_WC_REM_ACCESS_ERR);
+      }
+      run.peer.barrier();
+    }
+  }
+}
+
 CONFORMANCE(HugeTlbPagesMoveBothWays, "MR-10 MR-24") {
   Link link(run);
   constexpr std::size_t bytes = 2 * huge_page_bytes;
-  void* const map = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
-  if (map == MAP_FAILED) skip("no huge pages (echo 8 > /proc/sys/vm/nr_hugepages)");
-  move_of(link, "huge pages", {static_cast<std::byte*>(map), bytes}, (1 << 20) + 3, huge_page_bytes);
-  move_of(link, "a part of huge pages", {static_cast<std::byte*>(map) + huge_page_bytes - 5000, 10000}, 1, 9998);
-  ::munmap(map, bytes);
+  for (const int kind : {MAP_PRIVATE, MAP_SHARED}) {  // shared ones are a file's
+    void* const map = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kind | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
+    if (map == MAP_FAILED) skip("no huge pages (echo 8 > /proc/sys/vm/nr_hugepages)");
+    const Note note(kind == MAP_SHARED ? "shared" : "private");
+    move_of(link, "huge pages", {static_cast<std::byte*>(map), bytes}, (1 << 20) + 3, huge_page_bytes);
+    move_of(link, "a part of huge pages", {static_cast<std::byte*>(map) + huge_page_bytes - 5000, 10000}, 1, 9998);
+    ::munmap(map, bytes);
+  }
 }
 
 // Registered by b, as large as a physical HCA's users make them; reached at its ends and at places that both draw.

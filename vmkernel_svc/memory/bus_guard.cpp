@@ -22,6 +22,7 @@ GuardedRange guarded_ranges[guarded_count];
 std::atomic<std::size_t> guarded_used{0};
 
 thread_local std::uint64_t survived_count = 0;
+thread_local std::uintptr_t survived_at = 0;
 
 // Pages that this thread's handler replaced since its last restore(). One copy touches two slices of 64 KiB at most.
 struct Replaced {
@@ -48,6 +49,7 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
       replaced[replaced_count++] = {at, page, guarded_ranges[i].fd.load(std::memory_order_relaxed),
                                     guarded_ranges[i].file_offset.load(std::memory_order_relaxed) + (address / page * page - begin)};
     ++survived_count;
+    survived_at = address;
     return;
   }
   ::signal(signal, SIG_DFL);  // not a guest's memory: a bug of ours, die with the ordinary report
@@ -63,6 +65,7 @@ void BusGuard::install() {
 }
 
 std::uint64_t BusGuard::survived() { return survived_count; }
+std::uintptr_t BusGuard::where() { return survived_at; }
 
 void BusGuard::restore() {
   for (; replaced_count != 0; --replaced_count) {

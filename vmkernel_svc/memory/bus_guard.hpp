@@ -15,6 +15,8 @@ class BusGuard {
   static void install();
   // Bus errors that this thread has survived so far: compare before and after touching a guest's memory.
   static std::uint64_t survived();
+  // Where this thread had the last of them.
+  static std::uintptr_t where();
 
   // After a survived one, by the thread that had it.
   static void restore();
