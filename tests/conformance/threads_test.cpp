@@ -1,8 +1,10 @@
 // Threads, and forked children.
+#include <limits.h>
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -82,7 +84,7 @@ CONFORMANCE(AThreadWithASmallStackMayCallEveryVerb, "THR-01", .solo = true) {
   };
   pthread_attr_t small;
   EXPECT_OK(pthread_attr_init(&small));
-  EXPECT_OK(pthread_attr_setstacksize(&small, stack_bytes));
+  EXPECT_OK(pthread_attr_setstacksize(&small, std::max(stack_bytes, static_cast<std::size_t>(PTHREAD_STACK_MIN))));  // 128 KiB on aarch64
   pthread_t thread{};
   EXPECT_OK(pthread_create(&thread, &small, [](void* body) -> void* { return (*static_cast<decltype(use)*>(body))(), nullptr; },
                            const_cast<void*>(static_cast<const void*>(&use))));

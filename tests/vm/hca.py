@@ -100,7 +100,7 @@ class HcaHost:
 
 
 class World:
-    def __init__(self, folder, nests):
+    def __init__(self, folder, nests, qemu_words=()):
         """nests: the hosts have what nested.py wants."""
         self.folder = TempFolder(mode=0o700)
         self.machines, self.hosts = [], []
@@ -120,7 +120,7 @@ class World:
         try:
             for i in (0, 1):
                 ends = [f"{kind}.type=unix,{kind}.path={self.folder.path}/network.{end}" for kind, end in (("local", i), ("remote", 1 - i))]
-                devices = ["-m", "1280M" if nests else "768M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}"]
+                devices = ["-m", "1280M" if nests else "768M", "-netdev", f"dgram,id=pair,{','.join(ends)}", "-device", f"virtio-net-pci,netdev=pair,romfile=,addr=0x1d,mac=52:54:00:78:00:0{i + 1}", *qemu_words]
                 # no_timer_check: else the kernel panics where the emulator is kept waiting while it counts the first few ticks.
                 self.machines.append(Shell(*files, f"h{i}", devices, kernel_words=("no_timer_check",)))
             for machine in self.machines:
