@@ -7,7 +7,8 @@ rdma_rxe alone, through vrdma by the same two HCAs, and mediated within one of t
     hcas.py --build build/release --json FILE     every repetition, for programs
 
 The machines are emulated: only ratios count. They have a processor each, which the programs and the vrdmad of a machine share: with more than
-this machine has, its scheduler would be measured (two of two processors each, here: SEND 8 ms, with one each 1.6). Goals are printed, never asserted; 77 where machines cannot be had here.
+this machine has, its scheduler would be measured (two of two processors each, here: SEND 8 ms, with one each 1.6).
+Goals are printed, never asserted; 77 where machines cannot be had here.
 """
 import argparse
 import json
@@ -31,12 +32,6 @@ BANDWIDTH = ["ib_write_bw", "-F", "-s", str(1 << 20), "-n", "20"]
 class Hcas:
     def __init__(self, build):
         self.world = hca.World(build, nests=False, qemu_words=("-smp", "1"))
-        self.gid_index = [self.index_of(host) for host in self.world.hosts]
-
-    @staticmethod
-    def index_of(host):
-        wanted = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}".format(*map(int, host.address.split(".")))
-        return host.inside("sh", "-c", "cd /sys/class/infiniband/rxe0/ports/1/gids && cat 0 1 2 3 4 5 6 7").split().index(wanted)
 
     def perftest(self, words, sides, addressed, more=((), ())):
         port = sides[0].free_port()
@@ -47,7 +42,7 @@ class Hcas:
 
     def alone(self, words):
         plain = [replace(host.side, plain=True) for host in self.world.hosts]
-        return self.perftest(words, plain, self.world.hosts[0].address, [["-d", "rxe0", "-x", str(index)] for index in self.gid_index])
+        return self.perftest(words, plain, self.world.hosts[0].address, [["-d", "rxe0", "-x", str(host.hca()["gid_index"])] for host in self.world.hosts])
 
     def carried(self, words):
         before = self.world.counters()

@@ -82,10 +82,9 @@ Result<ShareableFile> open_shareable(const Vma& vma) {
   if (!file.fd) file.fd = among_descriptors(vma.file);
   if (!file.fd) file.fd = by_name(vma);
   if (!file.fd) return Errno{ENOENT};
+  (void)::fcntl(file.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK);  // where it can be: peers may map what does not shrink under them
   const auto bytes = vmci::memory_file_bytes(file.fd.get());
   if (!bytes) return bytes.error();
-  // Peers may map what cannot shrink under them.
-  if (const int seals = ::fcntl(file.fd.get(), F_GET_SEALS); seals >= 0 && (seals & F_SEAL_SHRINK) == 0) (void)::fcntl(file.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK);
   file.bytes = *bytes;
   return Result<ShareableFile>(std::move(file));
 }

@@ -160,21 +160,15 @@ class Property {
     kept.key = registered->key;
     return &kept;
   }
-  static int sealed_file(std::uint64_t bytes, unsigned flags = 0) {
-    const int fd = ::memfd_create("hostile", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
-    if (fd >= 0 && (::ftruncate(fd, static_cast<off_t>(bytes)) != 0 || ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0)) {
-      ::close(fd);
-      return -1;
-    }
+  // Memory that its owner cuts off when it likes.
+  static int loose_file(std::uint64_t bytes, unsigned flags = 0) {
+    const int fd = ::memfd_create("hostile", MFD_CLOEXEC | flags);
+    if (fd >= 0 && ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return ::close(fd), -1;
     return fd;
   }
-  // Memory that its owner cuts off when it likes.
-  static int loose_file(std::uint64_t bytes) {
-    const int fd = ::memfd_create("hostile-loose", MFD_CLOEXEC);
-    if (fd >= 0 && ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
-      ::close(fd);
-      return -1;
-    }
+  static int sealed_file(std::uint64_t bytes, unsigned flags = 0) {
+    const int fd = loose_file(bytes, MFD_ALLOW_SEALING | flags);
+    if (fd >= 0 && ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0) return ::close(fd), -1;
     return fd;
   }
 

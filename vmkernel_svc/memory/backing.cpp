@@ -1,6 +1,5 @@
 #include "vmkernel_svc/memory/backing.hpp"
 
-#include <fcntl.h>
 #include <sys/statfs.h>
 #include <sys/vfs.h>
 
@@ -19,8 +18,7 @@ Result<Backing> Backing::adopt(vmci::UniqueFd fd) {
   if (::fstatfs(fd.get(), &filesystem) == 0 && filesystem.f_bsize > 4096)
     backing.page_bytes_ = static_cast<std::uint64_t>(filesystem.f_bsize);
   backing.chunk_bytes_ = std::max(backing.chunk_bytes_, backing.page_bytes_);
-  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
-  backing.lendable_ = seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && backing.page_bytes_ == 4096;
+  backing.lendable_ = vmci::sealed_bytes(fd.get()).has_value() && backing.page_bytes_ == 4096;
   backing.fd_ = std::move(fd);
   return backing;
 }
