@@ -74,10 +74,11 @@ void Shard::join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<r
     throw std::runtime_error("cannot watch the carrier's sockets: too many open files?");
 }
 
-Status Shard::watch(int fd) {
+Status Shard::watch(int fd, bool* came) {
   // Edge-triggered and never read: a guest could otherwise make the read block (DESIGN.md D4).
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
+  event.data.ptr = came;
   return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0 ? ok() : Status(last_error());
 }
 
@@ -553,6 +554,8 @@ bool Shard::wait_for_events() {
     happened = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
   }
   shards_.turnstile.enter(number_);
+  for (int i = 0; i < happened; ++i)
+    if (bool* const came = static_cast<bool*>(events[i].data.ptr)) *came = true;
   return happened == 0 && until == look && look != 0 && !direct_->look(vmci::monotonic_ns());
 }
 

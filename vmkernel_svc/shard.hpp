@@ -69,7 +69,7 @@ class Shard final : public Runner {
   void devices_changed();
 
   // A guest's doorbell descriptor is to be waited for in sleep.
-  Status watch(int doorbell_fd);
+  Status watch(int doorbell_fd, bool* came = nullptr);  // it sets *came when it woke up for that
   void unwatch(int doorbell_fd);  // the guest may keep the descriptor, and with it the wait, for as long as it likes
   Status add(Guest& guest);
   void remove(Guest& guest);

@@ -34,7 +34,7 @@ bool HcaDesk::poll() {
 
 bool HcaDesk::poll(remote::HcaDevice::Cq& cq) {
   ibv_wc completions[completions_per_look];
-  const int count = ibv_poll_cq(cq.cq, completions_per_look, completions);
+  const int count = cq.poll(completions_per_look, completions);
   for (int i = 0; i < count; ++i) {
     const auto found = connections_.find(number_of(completions[i].wr_id));
     if (found == connections_.end()) {

@@ -56,7 +56,8 @@ void HcaDesk::open_device() {
   }
   why_.clear();
   fatal_ = false;
-  if (!shard_.watch(device_->completion_fd()) || !shard_.watch(device_->event_fd())) log::warn("cannot watch {}", device_->name());
+  completion_event_ = device_event_ = false;
+  if (!shard_.watch(device_->completion_fd(), &completion_event_) || !shard_.watch(device_->event_fd(), &device_event_)) log::warn("cannot watch {}", device_->name());
   log::info("HCA {} port {}: {}, GID {}", device_->name(), device_->port(), device_->gid_type(), device_->gid_index());
 }
 
@@ -134,11 +135,8 @@ void HcaDesk::device_lost(const std::string& why) {
 bool HcaDesk::turn() {
   found_ = false;
   bool worked = false;
-  if (device_ && std::exchange(armed_, false)) {
-    device_->take_completion_events();
-    look_at_events();
-  }
   if (device_) {
+    if (std::exchange(device_event_, false)) look_at_events();
     worked |= poll();
     worked |= pump_all_shared();
     worked |= turn_trunks();
@@ -149,8 +147,7 @@ bool HcaDesk::turn() {
 
 void HcaDesk::prepare_to_sleep() {
   if (!device_) return;
-  armed_ = true;
-  device_->arm();
+  device_->arm(std::exchange(completion_event_, false));
   found_ = poll();  // what came before the arm
 }
 

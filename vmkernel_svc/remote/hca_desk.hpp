@@ -347,7 +347,8 @@ class HcaDesk {
   std::vector<std::uint64_t> losing_;  // connections that are to be lost once all completions were looked at
   std::uint64_t next_number_ = 1;
   std::uint64_t check_ns_ = 0;
-  bool found_ = false, armed_ = false, fatal_ = false;
+  bool found_ = false, fatal_ = false;
+  bool completion_event_ = false, device_event_ = false;  // the shard woke up for
   std::string refused_;  // what the HCA would not register while a request was laid out
   Counters counters_;
 };

@@ -186,6 +186,11 @@ void HcaDevice::give_bounce(HcaDomain& domain, Bounce bounce) {
 
 // --- queue pairs ----------------------------------------------------------------------------------------------
 
+bool HcaDevice::make(HcaCq& cq, std::uint32_t entries) {
+  cq.cq = library_.ibv_create_cq(context_, static_cast<int>(entries), &cq, channel_, 0);
+  return cq.cq != nullptr;
+}
+
 ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, const SharedReceive* shared, Cq*& cq) {
   const std::uint32_t entries = wish.send_wr + wish.receive_wr;
   cq = nullptr;
@@ -194,9 +199,10 @@ ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, const SharedRec
   if (cq == nullptr) {
     const auto size = std::min<std::uint32_t>(cq_entries_max, static_cast<std::uint32_t>(attributes_.max_cqe));
     if (size < entries) return nullptr;
-    ibv_cq* const made = library_.ibv_create_cq(context_, static_cast<int>(size), nullptr, channel_, 0);
-    if (made == nullptr) return nullptr;
-    cqs_.push_back(std::make_unique<Cq>(Cq{made, size}));
+    auto made = std::make_unique<Cq>();
+    if (!make(*made, size)) return nullptr;
+    made->free = size;
+    cqs_.push_back(std::move(made));
     cq = cqs_.back().get();
   }
   ibv_qp_init_attr wanted{};
@@ -204,7 +210,7 @@ ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, const SharedRec
   wanted.qp_type = IBV_QPT_RC;
   wanted.sq_sig_all = 1;
   wanted.cap = {wish.send_wr, wish.receive_wr, wish.sge, wish.sge, wish.inline_bytes};
-  if (shared != nullptr) wanted.srq = shared->srq, wanted.recv_cq = shared->cq, wanted.cap.max_recv_sge = 0;
+  if (shared != nullptr) wanted.srq = shared->srq, wanted.recv_cq = shared->cq->cq, wanted.cap.max_recv_sge = 0;
   ibv_qp* const qp = library_.ibv_create_qp(domain.pd, &wanted);
   if (qp != nullptr) cq->free -= entries;
   return qp;
@@ -220,16 +226,16 @@ bool HcaDevice::create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t
   wanted.attr = {wr, sge, 0};
   made.srq = library_.ibv_create_srq(domain.pd, &wanted);
   if (made.srq == nullptr) return false;
-  made.cq = library_.ibv_create_cq(context_, static_cast<int>(wr), nullptr, channel_, 0);
-  if (made.cq == nullptr) return library_.ibv_destroy_srq(made.srq), false;
-  shared_cqs_.push_back(made.cq);
+  made.cq = std::make_unique<HcaCq>();
+  if (!make(*made.cq, wr)) return library_.ibv_destroy_srq(made.srq), false;
+  shared_cqs_.push_back(made.cq.get());
   return true;
 }
 
-void HcaDevice::destroy(const SharedReceive& shared) {
-  std::erase(shared_cqs_, shared.cq);
+void HcaDevice::destroy(SharedReceive& shared) {
+  std::erase(shared_cqs_, shared.cq.get());
   library_.ibv_destroy_srq(shared.srq);
-  library_.ibv_destroy_cq(shared.cq);
+  library_.ibv_destroy_cq(shared.cq->cq);
 }
 
 void HcaDevice::describe(HcaMessage& message) const {
@@ -253,15 +259,31 @@ void HcaDevice::lead_to(const HcaMessage& theirs, ibv_qp_attr& a) const {
 
 // --- events ---------------------------------------------------------------------------------------------------
 
-void HcaDevice::arm() {
-  for (auto& cq : cqs_) ibv_req_notify_cq(cq->cq, 0);
-  for (ibv_cq* const cq : shared_cqs_) ibv_req_notify_cq(cq, 0);
+template <class Visit>
+bool HcaDevice::any_cq(Visit&& visit) {
+  return std::any_of(cqs_.begin(), cqs_.end(), [&](auto& cq) { return visit(*cq); }) ||
+         std::any_of(shared_cqs_.begin(), shared_cqs_.end(), [&](HcaCq* cq) { return visit(*cq); });
 }
 
-void HcaDevice::take_completion_events() {
+// What is armed stays so until its next completion, and there is one event for it then: so of the system calls here only those are
+// made that something has happened for. An event may come later than its completion was polled; it is taken at the next sleep then.
+void HcaDevice::arm(bool readable) {
+  if (readable || any_cq([](const HcaCq& cq) { return cq.armed && cq.polled; }))
+    while (any_cq([](const HcaCq& cq) { return cq.armed; }) && take_completion_event()) {
+    }
+  any_cq([](HcaCq& cq) {
+    if (!cq.armed) cq.armed = ibv_req_notify_cq(cq.cq, 0) == 0, cq.polled = false;
+    return false;
+  });
+}
+
+bool HcaDevice::take_completion_event() {
   ibv_cq* cq;
   void* context;
-  while (library_.ibv_get_cq_event(channel_, &cq, &context) == 0) library_.ibv_ack_cq_events(cq, 1);
+  if (library_.ibv_get_cq_event(channel_, &cq, &context) != 0) return false;
+  static_cast<HcaCq*>(context)->armed = false;
+  library_.ibv_ack_cq_events(cq, 1);
+  return true;
 }
 
 bool HcaDevice::next_event(ibv_async_event& event) { return library_.ibv_get_async_event(context_, &event) == 0; }

@@ -29,10 +29,22 @@ struct HcaDomain {
   std::vector<Bounce> bounces;  // free ones of bounce_kept_bytes
 };
 
+// A completion queue, and whether the next completion in it raises an event.
+struct HcaCq {
+  ibv_cq* cq = nullptr;
+  bool armed = false;
+  bool polled = false;  // since it was armed it has had a completion, so its event is in the channel, or on the way there
+
+  int poll(int count, ibv_wc* completions) {
+    const int got = ibv_poll_cq(cq, count, completions);
+    polled |= got > 0;
+    return got;
+  }
+};
+
 class HcaDevice {
  public:
-  struct Cq {
-    ibv_cq* cq = nullptr;
+  struct Cq : HcaCq {
     std::uint32_t free = 0;  // entries that no queue pair has been promised
   };
   struct QpWish {
@@ -40,7 +52,7 @@ class HcaDevice {
   };
   struct SharedReceive {  // an SRQ, and where the messages in it complete
     ibv_srq* srq = nullptr;
-    ibv_cq* cq = nullptr;
+    std::unique_ptr<HcaCq> cq;
   };
 
   // nullptr: there is none, and `why` says so to a person.
@@ -73,17 +85,16 @@ class HcaDevice {
   ibv_qp* create(HcaDomain& domain, const QpWish& wish, const SharedReceive* shared, Cq*& cq);
   void destroy(ibv_qp* qp, Cq& cq, const QpWish& wish);
   bool create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t sge, SharedReceive& made);
-  void destroy(const SharedReceive& shared);
+  void destroy(SharedReceive& shared);
   void describe(HcaMessage& message) const;  // this end of a connection, to the other one
   void lead_to(const HcaMessage& theirs, ibv_qp_attr& attributes) const;  // IBV_QP_AV, _PATH_MTU and _DEST_QPN, of a modification to RTR
   bool modify(ibv_qp* qp, ibv_qp_attr& attributes, int mask) { return library_.ibv_modify_qp(qp, &attributes, mask) == 0; }
   std::vector<std::unique_ptr<Cq>>& cqs() { return cqs_; }
 
-  // For sleep: descriptors that become readable, and what makes them so.
+  // For sleep: descriptors that become readable, and what makes them so. `readable`: the first one is, or was.
   int completion_fd() const { return channel_->fd; }
   int event_fd() const { return context_->async_fd; }
-  void arm();
-  void take_completion_events();
+  void arm(bool readable);
   bool next_event(ibv_async_event& event);  // to be acknowledged
   void acknowledge(ibv_async_event& event) { library_.ibv_ack_async_event(&event); }
   const char* explain(ibv_wc_status status) const { return library_.ibv_wc_status_str(status); }
@@ -101,6 +112,10 @@ class HcaDevice {
   bool choose(const svc::HcaSettings& wanted, std::string& why);
   bool choose_gid(const svc::HcaSettings& wanted, std::string& why);
   void free(HcaDomain& domain);
+  bool make(HcaCq& cq, std::uint32_t entries);
+  bool take_completion_event();
+  template <class Visit>
+  bool any_cq(Visit&& visit);  // until one says true
 
   const HcaLibrary& library_;
   std::string name_, node_;  // node_: what the kernel takes away with the device
@@ -115,7 +130,7 @@ class HcaDevice {
   ibv_device_attr attributes_{};
   std::vector<Numbered> domains_;
   std::vector<std::unique_ptr<Cq>> cqs_;
-  std::vector<ibv_cq*> shared_cqs_;
+  std::vector<HcaCq*> shared_cqs_;
 };
 
 }  // namespace vrdma::remote

@@ -116,7 +116,7 @@ std::uint64_t HcaDesk::next_wake_ns() const {
 
 bool HcaDesk::poll_shared(HcaShared& shared) {
   ibv_wc completions[completions_per_look];
-  const int count = ibv_poll_cq(shared.physical.cq, completions_per_look, completions);
+  const int count = shared.physical.cq->poll(completions_per_look, completions);
   for (int i = 0; i < count; ++i) {
     const ibv_wc& wc = completions[i];
     const auto found = shared.posted.find(wc.wr_id);
