@@ -4,7 +4,7 @@
 // cheap, double the budget. One that took a little let a cooperating poller run: do not spin at all. One that took long
 // let a CPU hog run until the next tick: for a while, take naps instead. A thread that comes from sleep preempts the hog at
 // once, one that yields waits for it; a relay of three processes beside two hogs on two cores takes 100 µs instead of 2 ms.
-// How long is long depends on what a system call takes: in an emulated machine the turn of a cooperating poller takes 0.1 to 1 ms.
+// What is long depends on the machine: in an emulated one the turn of a cooperating poller takes as long as the tick of a hog elsewhere.
 // One object per waiting thread. For longer sleep there is tired(): who has something to sleep on asks it.
 #pragma once
 
@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "vmci_channel/arch.hpp"
 
@@ -27,7 +26,6 @@ class Backoff {
   void reset() {
     waiting_ = false;
     fruitless_yields_ = 0;
-    given_away_cycles_ = 0;
   }
 
   // There was something to do, as there has been for a while: now and then lets a poller run that shares the processor, which
@@ -65,15 +63,15 @@ class Backoff {
   // Yielding has not helped for a while: time to sleep, for those who may. Soon, for who seems alone: a yield gives way within its
   // scheduling group only. Others, say a virtual machine, wait behind a poller for the end of its slice, and it waits for theirs;
   // who comes from sleep takes the processor at once.
-  bool tired() const {
-    return fruitless_yields_ > (alone() ? tired_after_yields_alone : tired_after_yields) || given_away_cycles_ > given_away_cycles_max_;
-  }
+  bool tired() const { return fruitless_yields_ > (alone() ? tired_after_yields_alone : tired_after_yields); }
 
  private:
   static constexpr std::uint32_t tired_after_yields = 50, tired_after_yields_alone = 1;
 
-  // A yield that takes so long let another one run; a CPU hog. A hog runs until a tick, of which there are at most 1000 in a second.
-  static constexpr std::uint64_t other_ns = 950, other_calls = 3, hog_us = 200, hog_us_max = 1000, hog_calls = 1500;
+  // A yield that takes longer let somebody else run, who may be a CPU hog: that runs until a tick, of which there are at most 1000 in a
+  // second. `calls`: of a system call that does nothing.
+  static constexpr std::uint64_t other_ns = 950, other_calls = 3;
+  static constexpr std::uint64_t hog_us = 200, hog_calls = 1500, hog_us_max = 1000;
   static constexpr std::uint32_t shortest_nap_run = 4, longest_nap_run = 1024;
 
   void give_way(std::uint64_t before) {
@@ -90,14 +88,11 @@ class Backoff {
     const std::uint64_t us = cycles_per_us_;
     const std::uint64_t took = since_ - before;
     if (took >= hog_cycles_) {
-      if (!std::exchange(suspected_, true)) return;  // the interrupts of a slow machine take that long once, a hog every time
       naps_left_ = nap_run_;
       nap_run_ = std::min(nap_run_ * 4, longest_nap_run);
       return;
     }
     nap_run_ = std::max(nap_run_ / 2, shortest_nap_run);
-    suspected_ = nap_run_ > shortest_nap_run;
-    given_away_cycles_ += took;
     if (took >= other_cycles_) {  // a cooperating poller ran
       budget_cycles_ = 0;
     } else {  // nobody else ran
@@ -137,9 +132,6 @@ class Backoff {
   std::uint32_t fruitless_yields_ = 0;
   std::uint32_t naps_left_ = 0;
   std::uint32_t nap_run_ = shortest_nap_run;  // the next time that a hog is met
-  std::uint64_t given_away_cycles_ = 0;
-  std::uint64_t given_away_cycles_max_ = 400 * syscall_cycles();
-  bool suspected_ = false;
   bool waiting_ = false;
 };
 

@@ -245,7 +245,7 @@ def cases(world, sample=False, whole=False):
             world.await_route("hca")
             world.pair(["ib_write_bw", "-F", "-n", "5", "-s", LOCKED_KIB * 1024])
             if "does not register" not in b.route()["fallen_back"] or b.hca()["counters"]["refused_registrations"] == 0:
-                raise Failure(f"{b.route()}, {b.hca()}")
+                raise Failure(f"{b.route()}, {[host.hca() for host in world.hosts]}\n{world.news()}")
             by_hca(["ibv_rc_pingpong", "-n", "50", "-s", "4096", "-c"], 100)
         finally:
             b.restart_service()

@@ -58,7 +58,12 @@ std::uint32_t HcaDesk::remote_key(const Qp& qp, Key rkey, bool& known, remote::H
   known = true;
   ibv_mr* const mr = region.pieces.size() == 1 ? local(*slot, region, 0) : nullptr;
   auto& askers = registered(*slot, region).askers;
-  if (std::find(askers.begin(), askers.end(), asker) == askers.end()) askers.push_back(asker);
+  if (std::find(askers.begin(), askers.end(), asker) == askers.end()) {
+    askers.push_back(asker);
+    if (mr == nullptr && refused_.empty())
+      log::info("{}: the HCA cannot have {} bytes at {:#x} of {}, {}: what other hosts write or read there goes by records", device_->name(), region.bytes, region.address,
+                region.guest->name, region.pieces.size() != 1 ? fmt::format("which lie in {} pieces", region.pieces.size()) : "which are reached through the process");
+  }
   return mr != nullptr ? mr->rkey : 0;
 }
 
