@@ -5,14 +5,24 @@
 #include "vmkernel_svc/hosts/service.hpp"
 
 #include <cstring>
+#include <fstream>
 
 namespace vrdma::svc {
+
+namespace {
+// A quarter is left to the service itself.
+std::uint64_t mappings_allowed() {
+  std::uint64_t most = 65530;  // the kernel's default
+  std::ifstream("/proc/sys/vm/max_map_count") >> most;
+  return most / 4 * 3;
+}
+}  // namespace
 
 Guest::Guest() = default;
 Guest::~Guest() = default;
 
 Fabric::Fabric(const Config& config_in, Shards& shards_in)
-    : config(config_in), shards(shards_in), cm(std::make_unique<ConnectionManager>(*this)) {}
+    : config(config_in), shards(shards_in), mappings_max(mappings_allowed()), cm(std::make_unique<ConnectionManager>(*this)) {}
 Fabric::~Fabric() = default;
 
 std::uint32_t Fabric::new_qpn() {

@@ -75,6 +75,13 @@ class Fabric {
   std::unordered_map<std::uint32_t, std::unique_ptr<Guest>> guests;  // by VMCI context id
   std::deque<DepartedGuest> departed;  // the last 256, newest first
   std::map<uid_t, Tenant> tenants;
+  // All tenants' mappings and parts of arenas. The kernel allows a process so many (vm.max_map_count), and the service needs some itself:
+  // without any left it does not survive a bus error (BusGuard). One tenant may have half of them in arenas.
+  std::uint64_t mappings = 0;
+  const std::uint64_t mappings_max;
+  bool has_room_for_arena(const Tenant& tenant, std::uint64_t parts) const {
+    return tenant.arena_parts + parts <= mappings_max / 2 && mappings + parts <= mappings_max;
+  }
   RegionTable regions;
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
   std::map<Gid, std::vector<QueuePair*>> multicast;

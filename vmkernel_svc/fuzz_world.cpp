@@ -204,6 +204,9 @@ FuzzWorld::Counts FuzzWorld::counts() {
 void FuzzWorld::check() {
   shard_.fabric().departed.clear();  // nothing of an input is left for the next one, which also keeps the leak check quick
   fuzz_require(counts() == alone_, "a guest that left leaves no object behind");
+  std::uint64_t mappings = 0;
+  for (const auto& [uid, tenant] : shard_.fabric().tenants) mappings += tenant.mappings + tenant.arena_parts;
+  fuzz_require(shard_.fabric().mappings == mappings, "all mappings are some tenant's");
   for (const auto& [uid, tenant] : shard_.fabric().tenants) {
     const Tenant& due = uid == victim_uid ? victim_tenant_ : Tenant{};
     fuzz_require(tenant.guests == due.guests, "a tenant's guests are counted back");
@@ -356,7 +359,8 @@ void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
       named = key(guest, named);
       std::memcpy(record.data() + sizeof(Head) + key_at, &named, sizeof(named));
     }
-    if (request >= static_cast<std::uint32_t>(Request::cm_close) && request <= static_cast<std::uint32_t>(Request::cm_take_event))
+    if ((request >= static_cast<std::uint32_t>(Request::cm_close) && request <= static_cast<std::uint32_t>(Request::cm_take_event)) ||
+        request == static_cast<std::uint32_t>(Request::cm_write_event))
       name_connections(guest, static_cast<Request>(request), std::span(record).subspan(sizeof(Head)));
     put(guest, tag, static_cast<std::uint32_t>(bytes), request, slots_of(record.size()), std::span(record).subspan(sizeof(RecordHead)));
   }

@@ -59,15 +59,6 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, std
   return Place{Place::Kind::registered, hint.slot, region->generation, offset};
 }
 
-namespace {
-// Whether the guests' memory that was touched since `before` was not there.
-bool bus_error_since(std::uint64_t before) {
-  if (BusGuard::survived() == before) [[likely]] return false;
-  BusGuard::restore();
-  return true;
-}
-}  // namespace
-
 std::byte* MediatedPorts::mapped(const Place& place, std::uint64_t bytes) {
   if (place.kind == Place::Kind::engine) return reinterpret_cast<std::byte*>(place.address);
   const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
@@ -111,10 +102,10 @@ std::optional<MemoryStatus> MediatedPorts::copy_mapped(const Place& to, const Pl
   std::byte* const destination = mapped(to, bytes);
   const std::byte* const source = mapped(from, bytes);
   if (destination == nullptr || source == nullptr) return std::nullopt;
-  const std::uint64_t before = BusGuard::survived();
+  const BusGuard::Access access;
   vmci::placement_copy(destination, source, bytes);
-  if (!bus_error_since(before)) [[likely]] return MemoryStatus::done;
-  const std::uintptr_t into = BusGuard::where() - reinterpret_cast<std::uintptr_t>(destination);
+  if (!access.failed()) [[likely]] return MemoryStatus::done;
+  const std::uintptr_t into = access.where() - reinterpret_cast<std::uintptr_t>(destination);
   return into < bytes ? MemoryStatus::destination_fault : MemoryStatus::source_fault;
 }
 
@@ -193,18 +184,18 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   if (job && !job->ok) return MemoryStatus::source_fault;
 
   // All of the source is at hand now: assemble it.
-  const std::uint64_t before = BusGuard::survived();
   buffer.resize(bytes);
   if (source == nullptr) {
     std::memcpy(buffer.data(), reinterpret_cast<const std::byte*>(from.address), bytes);
   } else {
+    const BusGuard::Access access;
     std::byte* at = buffer.data();
     const std::byte* read = job ? job->buffer.data() : nullptr;
     for_each_part(*source, source_at, bytes,
                   [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
                   [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
+    if (access.failed()) return MemoryStatus::source_fault;
   }
-  if (bus_error_since(before)) return MemoryStatus::source_fault;
 
   if (destination == nullptr) {
     std::memcpy(reinterpret_cast<std::byte*>(to.address), buffer.data(), bytes);
@@ -212,16 +203,20 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   }
   auto write = std::make_unique<ProcessJob>();
   write->kind = ProcessJob::Kind::write;
-  const std::uint64_t before_writing = BusGuard::survived();
   const std::byte* at = buffer.data();
+  bool lost = false;
   for_each_part(*destination, destination_at, bytes,
-                [&](std::byte* host, std::uint64_t part) { vmci::placement_copy(host, at, part), at += part; },
+                [&](std::byte* host, std::uint64_t part) {
+                  const BusGuard::Access access;
+                  vmci::placement_copy(host, at, part), at += part;
+                  lost |= access.failed();
+                },
                 [&](std::uint64_t address, std::uint64_t part) {
                   write->ranges.push_back({address, part});
                   write->buffer.insert(write->buffer.end(), at, at + part);
                   at += part;
                 });
-  if (bus_error_since(before_writing)) return MemoryStatus::destination_fault;
+  if (lost) return MemoryStatus::destination_fault;
   if (write->ranges.empty()) return MemoryStatus::done;
   return submit(qp, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
@@ -270,9 +265,9 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
 
 MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
   if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
-    const std::uint64_t before = BusGuard::survived();
+    const BusGuard::Access access;
     old_value = std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host)).fetch_add(add, std::memory_order_acq_rel);
-    return bus_error_since(before) ? MemoryStatus::destination_fault : MemoryStatus::done;
+    return access.failed() ? MemoryStatus::destination_fault : MemoryStatus::done;
   }
   return atomic_by_worker(qp, place, ProcessJob::Kind::fetch_and_add, add, 0, old_value);
 }
@@ -280,11 +275,11 @@ MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, const Place& place, std::uint6
 MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::uint64_t compare, std::uint64_t swap,
                                              std::uint64_t& old_value) {
   if (std::byte* host = mapped(place, 8); host != nullptr && reinterpret_cast<std::uintptr_t>(host) % 8 == 0) {
-    const std::uint64_t before = BusGuard::survived();
+    const BusGuard::Access access;
     old_value = compare;
     std::atomic_ref(*reinterpret_cast<std::uint64_t*>(host))
         .compare_exchange_strong(old_value, swap, std::memory_order_acq_rel);
-    return bus_error_since(before) ? MemoryStatus::destination_fault : MemoryStatus::done;
+    return access.failed() ? MemoryStatus::destination_fault : MemoryStatus::done;
   }
   return atomic_by_worker(qp, place, ProcessJob::Kind::compare_and_swap, swap, compare, old_value);
 }

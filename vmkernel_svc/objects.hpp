@@ -179,6 +179,7 @@ struct InMachine {
   std::shared_ptr<const Interrupts> interrupts;
   bool in_bar = false;     // its memory is lent of the BAR
   vmci::Segment copier_segment = {};  // lent for its copying thread, until it is used
+  std::uint32_t arena_parts = 0;      // each a mapping of the service
 };
 
 class KeyBook;

@@ -361,7 +361,7 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
   }
   auto info = std::make_shared<AttachInfo>(AttachInfo{
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}}), std::move(*arena)});
+      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}, static_cast<std::uint32_t>(pages->part_count())}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
   });

@@ -23,6 +23,7 @@ struct Tenant {
   std::uint64_t queue_bytes = 0;
   std::uint64_t pieces = 0;
   std::uint64_t mappings = 0;
+  std::uint64_t arena_parts = 0;  // of programs in virtual machines: a mapping each, too
   std::uint32_t descriptors = 0;
   std::uint32_t memberships = 0;
   hosts::PkeyTable pkeys{};  // what its guests' ports show (pkeys.hpp)

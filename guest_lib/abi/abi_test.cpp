@@ -35,6 +35,7 @@ void compare_texts(const char* name, Result (*ours)(Enum)) {
   auto* theirs = real<Result(Enum)>(name, "IBVERBS_1.1", ours);
   for (int value = -300; value < 300; ++value) {
     INFO(std::string(name) << " of " << value);
+    if (ours(static_cast<Enum>(value)) == std::string("Device link speed change") && theirs(static_cast<Enum>(value)) == std::string("unknown")) continue;  // before rdma-core 60
     CHECK(std::string(ours(static_cast<Enum>(value))) == theirs(static_cast<Enum>(value)));
   }
 }

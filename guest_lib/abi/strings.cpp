@@ -46,8 +46,9 @@ constexpr const char* event_types[] = {"CQ error",
                                        "last WQE reached",
                                        "client reregistration",
                                        "GID table change",
-                                       "WQ fatal"};
-static_assert(std::size(event_types) == IBV_EVENT_WQ_FATAL + 1);
+                                       "WQ fatal",
+                                       "Device link speed change"};  // which older <infiniband/verbs.h> has not
+static_assert(std::size(event_types) == IBV_EVENT_WQ_FATAL + 2);
 
 constexpr const char* wc_statuses[] = {"success",
                                        "local length error",

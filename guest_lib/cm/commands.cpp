@@ -232,6 +232,22 @@ Status leave_mcast(const Command& command) {
   return forget(command, body->response, body->id, command.attachment.call<Request::cm_leave>(command.id(body->id)));
 }
 
+// --- events of its own ----------------------------------------------------------------------------------------
+
+// Of <rdma/rdma_user_cm.h> since Linux 6.17; the headers that this is built with may be older.
+constexpr std::uint32_t resolve_ib_service = 23, write_cm_event = 24;  // RDMA_USER_CM_CMD_*
+struct WriteCmEvent {                                                  // struct rdma_ucm_write_cm_event
+  std::uint32_t id, reserved, event, status;
+  std::array<std::uint8_t, 8> argument;  // the first member of a union
+};
+
+Status write_event(const Command& command) {
+  const auto body = command.body<WriteCmEvent>();
+  if (!body) return Errno{EINVAL};
+  if (command.attachment.service_minor() < control::minor_of_written_events) return Errno{ENOSYS};
+  return command.call<Request::cm_write_event>({command.id(body->id), body->event, static_cast<std::int32_t>(body->status), body->argument});
+}
+
 Status carry_out(std::uint32_t which, const Command& command) {
   switch (which) {
     case RDMA_USER_CM_CMD_CREATE_ID: return create_id(command);
@@ -255,6 +271,8 @@ Status carry_out(std::uint32_t which, const Command& command) {
     case RDMA_USER_CM_CMD_BIND: return bind_any(command);
     case RDMA_USER_CM_CMD_RESOLVE_ADDR: return resolve_addr(command);
     case RDMA_USER_CM_CMD_JOIN_MCAST: return join_mcast(command);
+    case write_cm_event: return write_event(command);
+    case resolve_ib_service: return Errno{EOPNOTSUPP};  // nobody can register a service record
     default: return Errno{ENOSYS};  // GET_OPTION too, as in the kernel
   }
 }

@@ -18,6 +18,10 @@ rdma_ucm_event_resp event_of(const control::CmEvent& from) {
   to.event = from.event;
   to.status = static_cast<std::uint32_t>(from.status);
   const control::CmParameters& parameters = from.parameters;
+  if (from.event == control::cm_user || from.event == control::cm_internal) {
+    std::memcpy(&to.param, parameters.private_data.data(), sizeof(std::uint64_t));
+    return to;
+  }
   if (from.is_datagram != 0) {
     rdma_ucm_ud_param& ud = to.param.ud;
     ud.qp_num = parameters.qpn;

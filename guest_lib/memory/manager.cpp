@@ -380,8 +380,12 @@ void MemoryManager::use_file(const Piece& piece, std::uint64_t service, UsedFile
   if (known == files_.end()) {
     auto file = open_shareable(piece.vma);
     if (!file || !backings_.announce) return;
-    auto backing = backings_.announce(file->fd.get(), file->bytes);
+    auto backing = backings_.announce(file->fd, file->bytes);
     if (!backing) return;
+    if (!file->still_is(piece.vma.file)) {
+      if (backings_.withdraw) backings_.withdraw(*backing);
+      return;
+    }
     try {
       known = files_.emplace(piece.vma.file, File{*backing, service, file->bytes, 0}).first;
     } catch (...) {

@@ -3,7 +3,9 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,37 +23,31 @@ bool fits(int fd, const FileId& wanted) {
   return id && *id == wanted && (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR;
 }
 
-// Another thread may close or reuse the number at any time: only the duplicate counts.
-vmci::UniqueFd duplicate_of(int number, const FileId& wanted) {
-  if (!fits(number, wanted)) return {};
-  vmci::UniqueFd duplicate(::fcntl(number, F_DUPFD_CLOEXEC, 0));
-  if (duplicate && !fits(duplicate.get(), wanted)) duplicate.reset();
-  return duplicate;
-}
-
-// A program with thousands of descriptors registers parts of one file again and again: where it was found last is tried first.
-vmci::UniqueFd among_descriptors(const FileId& wanted) {
+// -1: it is not there. A program with thousands of descriptors registers parts of one file again and again: where it was found last is
+// tried first.
+int among_descriptors(const FileId& wanted) {
   static std::atomic<int> last_found{-1};  // a hint: any value will do
-  if (const int hint = last_found.load(std::memory_order_relaxed); hint >= 0)
-    if (auto found = duplicate_of(hint, wanted)) return found;
+  if (const int hint = last_found.load(std::memory_order_relaxed); hint >= 0 && fits(hint, wanted)) return hint;
   const auto close = [](DIR* d) { ::closedir(d); };
   const std::unique_ptr<DIR, decltype(close)> directory(::opendir("/proc/self/fd"), close);
-  if (!directory) return {};
+  if (!directory) return -1;
   while (const dirent* entry = ::readdir(directory.get())) {
     if (entry->d_name[0] == '.') continue;
     const int number = std::atoi(entry->d_name);
-    if (auto found = duplicate_of(number, wanted)) {
+    if (fits(number, wanted)) {
       last_found.store(number, std::memory_order_relaxed);
-      return found;
+      return number;
     }
   }
-  return {};
+  return -1;
 }
 
-// Opening could do something to a device or a pipe: only what is a regular file.
+// Opening could do something to a device or a pipe: only what is a regular file, and memory.
 vmci::UniqueFd opened(const char* path, const FileId& wanted) {
   struct stat status;
-  if (::stat(path, &status) != 0 || !S_ISREG(status.st_mode)) return {};
+  struct statfs filesystem;
+  if (::stat(path, &status) != 0 || !S_ISREG(status.st_mode) || ::statfs(path, &filesystem) != 0) return {};
+  if (filesystem.f_type != TMPFS_MAGIC && filesystem.f_type != HUGETLBFS_MAGIC) return {};
   vmci::UniqueFd fd(::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   if (fd && !fits(fd.get(), wanted)) fd.reset();
   return fd;
@@ -76,15 +72,20 @@ vmci::UniqueFd by_name(const Vma& vma) {
 
 }  // namespace
 
+bool ShareableFile::still_is(const FileId& wanted) const { return fits(fd, wanted); }
+
 Result<ShareableFile> open_shareable(const Vma& vma) {
-  // Where it is allowed, the mapping leads there at once, however many descriptors there are.
-  ShareableFile file{through_mapping(vma), 0};
-  if (!file.fd) file.fd = among_descriptors(vma.file);
-  if (!file.fd) file.fd = by_name(vma);
-  if (!file.fd) return Errno{ENOENT};
-  (void)::fcntl(file.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK);  // where it can be: peers may map what does not shrink under them
-  const auto bytes = vmci::memory_file_bytes(file.fd.get());
+  ShareableFile file;
+  file.fd = among_descriptors(vma.file);
+  if (file.fd < 0) {
+    file.opened = through_mapping(vma);
+    if (!file.opened) file.opened = by_name(vma);
+    file.fd = file.opened.get();
+  }
+  if (file.fd < 0) return Errno{ENOENT};
+  const auto bytes = vmci::memory_file_bytes(file.fd);
   if (!bytes) return bytes.error();
+  (void)::fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK);  // where it can be: peers may map what does not shrink under them
   file.bytes = *bytes;
   return Result<ShareableFile>(std::move(file));
 }

@@ -1,6 +1,9 @@
 // Registered memory as the application has it: its pages live in the window while registered, and are its own again afterwards;
 // and what one service was told about files is not taken for what the next one knows.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <sstream>
 
@@ -63,6 +66,40 @@ TEST_CASE("pages move when they are registered, and back with their contents whe
     for (std::size_t i = 0; i < bytes; ++i) REQUIRE(memory[i] == (i <= static_cast<std::size_t>(round) ? 1 : 7));
   }
   ::munmap(memory, bytes);
+}
+
+// fcntl(2): closing any descriptor of a file ends the process's record locks on it.
+TEST_CASE("registering a file leaves the program its locks on it") {
+  Service service;
+  service.start();
+  Device device;
+  for (const char* folder : {"/dev/shm", "/tmp"}) {  // memory, which the service is given, and a disk's, which it may not be
+    INFO(std::string(folder));
+    const std::string path = std::string(folder) + "/vrdma-locks." + std::to_string(::getpid());
+    const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    REQUIRE(file >= 0);
+    ::unlink(path.c_str());
+    REQUIRE(::ftruncate(file, bytes) == 0);
+    struct flock whole {};
+    whole.l_type = F_WRLCK;
+    REQUIRE(::fcntl(file, F_SETLK, &whole) == 0);
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    REQUIRE(memory != MAP_FAILED);
+    ibv_mr* const mr = ibv_reg_mr(device.pd, memory, bytes, access_rights);
+    REQUIRE(mr != nullptr);
+    CHECK(ibv_dereg_mr(mr) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      struct flock asked {};
+      asked.l_type = F_WRLCK;
+      ::_exit(::fcntl(file, F_GETLK, &asked) == 0 && asked.l_type == F_WRLCK ? 0 : 1);
+    }
+    int status = -1;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+    ::munmap(memory, bytes);
+    ::close(file);
+  }
 }
 
 TEST_CASE("a file that the last service knew is announced to the next one") {

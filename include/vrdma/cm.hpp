@@ -30,6 +30,8 @@ enum CmEventType : std::uint32_t {
   cm_multicast_error,
   cm_address_change,
   cm_timewait_exit,
+  cm_user = 18,  // what a program has written for itself
+  cm_internal,   // and what its librdmacm has
 };
 constexpr std::uint32_t cm_udp_qkey = 0x01234567;  // RDMA_UDP_QKEY
 
@@ -169,6 +171,13 @@ struct CmEvent {
   std::uint32_t is_datagram;  // `address` is meant
   CmParameters parameters;
   AddressVector address;
+};
+// An event of the guest's own making (rdma_write_cm_event(3)), for itself: cm_user or cm_internal.
+struct CmWriteEventRequest {
+  CmId id;
+  std::uint32_t event;  // CmEventType
+  std::int32_t status;
+  std::array<std::uint8_t, 8> argument;  // comes with it as its private data
 };
 struct CmTakeReply {
   std::uint32_t found;

@@ -147,7 +147,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "set_direct", "open_shared_receives", "open_process", "share_address", "open_path",
       "cm_open", "cm_close", "cm_place", "cm_create_id", "cm_destroy_id", "cm_bind", "cm_resolve_address", "cm_resolve_route", "cm_listen", "cm_connect",
       "cm_accept", "cm_reject", "cm_disconnect", "cm_is_established", "cm_option", "cm_query", "cm_attributes", "cm_migrate", "cm_join", "cm_leave",
-      "cm_take_event", "open_xrcd", "close_xrcd", "create_xrc_qp", "time_cq", "read_clock", "alloc_mw", "dealloc_mw", "bind_mw", "invalidate_mw", "read_counters"};
+      "cm_take_event", "open_xrcd", "close_xrcd", "create_xrc_qp", "time_cq", "read_clock", "alloc_mw", "dealloc_mw", "bind_mw", "invalidate_mw", "read_counters", "cm_write_event"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -8,6 +8,7 @@
 #include <infiniband/verbs.h>
 
 #include <concepts>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <type_traits>

@@ -38,7 +38,7 @@ def run(qp):
 (CM_OPEN, CM_CLOSE, CM_PLACE, CM_CREATE, CM_DESTROY, CM_BIND, CM_RESOLVE, CM_ROUTE, CM_LISTEN, CM_CONNECT, CM_ACCEPT, CM_REJECT, CM_DISCONNECT,
  CM_IS_ESTABLISHED, CM_OPTION, CM_QUERY, CM_ATTRIBUTES, CM_MIGRATE, CM_JOIN, CM_LEAVE, CM_TAKE) = range(43, 64)
 OPEN_XRCD, CLOSE_XRCD, CREATE_XRC_QP = range(64, 67)
-TIME_CQ, READ_CLOCK, ALLOC_MW, DEALLOC_MW, BIND_MW, INVALIDATE_MW, READ_COUNTERS = range(67, 74)
+TIME_CQ, READ_CLOCK, ALLOC_MW, DEALLOC_MW, BIND_MW, INVALIDATE_MW, READ_COUNTERS, CM_WRITE_EVENT = range(67, 75)
 ATTACH = 1
 RC, UC, UD, XRC_SEND, XRC_RECV, XRC_SRQ = 2, 3, 4, 9, 10, 0x100
 ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
@@ -148,7 +148,7 @@ def ring_seeds():
         out += other.ask(CM_CONNECT, words(0, 0, 5, 0)) + ring.ask(CM_TAKE, words(0, 0)) + ring.ask(CM_ACCEPT, words(1, 0) + uid + words(1, 0, 6, 0))
         out += other.ask(CM_TAKE, words(0, 0)) * 3 + other.ask(CM_ATTRIBUTES, words(0, 0, 2, 0)) + other.ask(CM_ACCEPT, words(0, 0)) + ring.ask(CM_QUERY, words(1, 0))
         out += ring.ask(CM_JOIN, words(0, 0) + uid + struct.pack("<HHI4B12x", 2, 0, 0, 239, 0, 0, 1) + words(1, 0)) + ring.ask(CM_MIGRATE, words(1, 0, 1, 0))
-        yield name, out + other.ask(CM_DISCONNECT, words(0, 0)) + ring.ask(CM_TAKE, words(1, 0)) + ring.ask(CM_LEAVE, words(0, 0)) + ring.ask(CM_DESTROY, words(0, 0))
+        yield name, out + other.ask(CM_DISCONNECT, words(0, 0)) + ring.ask(CM_WRITE_EVENT, words(0, 0, 18, 0, 7, 0)) + ring.ask(CM_TAKE, words(1, 0)) + ring.ask(CM_LEAVE, words(0, 0)) + ring.ask(CM_DESTROY, words(0, 0))
     # A domain 11, an SRQ 12 by the completions of 13, a target 14 and another handle of it, an initiator 16: queue pairs 4 to 7 by name.
     def xrc_qp(kind, srq=0, xrcd=11, target=0):
         return ring.ask(CREATE_XRC_QP, words(1, 5, 7, 7, srq, kind, 8, 0, 3, 0, 64, 0, xrcd, target))

@@ -13,6 +13,7 @@
 #include <arpa/inet.h>
 #include <infiniband/verbs.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

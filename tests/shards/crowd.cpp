@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstdarg>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

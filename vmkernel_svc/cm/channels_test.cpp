@@ -60,6 +60,32 @@ TEST_CASE("Events that wait move to another channel with their identifier, and r
   server.channel = second;
 }
 
+TEST_CASE("A guest writes events for itself, which come in their turn") {
+  Pair pair(false);
+  TestGuest& server = pair.server;
+  pair.call();
+  const auto write = [&](const CmId& id, std::uint32_t event) { return TestGuest::error_of(server.cm().write_event(server.guest(), {id, event, -7, {1, 2, 3, 4, 5, 6, 7, 8}})); };
+  CHECK(write(pair.listener, cm_user) == 0);
+  CHECK(write(pair.listener, cm_internal) == 0);
+  CHECK(server.take().event == cm_connect_request);
+  for (const std::uint32_t event : {cm_user, cm_internal}) {
+    const CmEvent taken = server.expect(event, pair.listener, -7);
+    CHECK(taken.parameters.private_bytes == 8);
+    CHECK(taken.parameters.private_data[0] == 1);
+    CHECK(taken.parameters.private_data[7] == 8);
+  }
+  CHECK(server.hears_nothing());
+  CHECK(write(pair.listener, cm_established) == EINVAL);
+  CHECK(write(pair.caller, cm_user) == ENOENT);  // another one's
+
+  std::size_t written = 0;
+  while (write(pair.listener, cm_user) == 0) REQUIRE(++written <= 1024);
+  CHECK(written == 1024);
+  CHECK(write(pair.listener, cm_user) == ENOBUFS);
+  server.take();
+  CHECK(write(pair.listener, cm_user) == 0);
+}
+
 TEST_CASE("Who guesses the number of a request before reading it harms nobody") {
   Pair pair(false);
   TestGuest& server = pair.server;

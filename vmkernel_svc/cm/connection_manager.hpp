@@ -60,6 +60,7 @@ class ConnectionManager {
   Status reject(Guest& guest, const control::CmRejectRequest& request);
   Status disconnect(Guest& guest, const control::CmId& id);
   Status established(Guest& guest, const control::CmId& id);  // data has come before the rtu
+  Status write_event(Guest& guest, const control::CmWriteEventRequest& request);
   Status set_option(Guest& guest, const control::CmOptionRequest& request);
   Result<control::CmQueryReply> query(Guest& guest, const control::CmId& id);
   Result<control::CmAttributesReply> attributes(Guest& guest, const control::CmAttributesRequest& request);

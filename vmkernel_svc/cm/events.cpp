@@ -12,6 +12,10 @@ namespace vrdma::svc {
 using namespace control;
 using engine::QpType;
 
+namespace {
+constexpr std::size_t events_max = 1024;  // in a channel, with those that its guest writes itself
+}  // namespace
+
 CmChannel* ConnectionManager::channel_of(Guest& guest, std::uint32_t handle) {
   const auto found = channels_.find(handle);
   return found == channels_.end() || found->second->guest != &guest ? nullptr : found->second.get();
@@ -97,6 +101,23 @@ void ConnectionManager::raise(CmIdentifier& one, std::uint32_t event, std::int32
     if (with != nullptr) out.address = address_vector(one);
   }
   raise_on(*one.channel, one.id, out);
+}
+
+Status ConnectionManager::write_event(Guest& guest, const CmWriteEventRequest& request) {
+  const auto found = find(guest, request.id);
+  if (!found) return found.error();
+  CmIdentifier& one = **found;
+  if ((request.event != cm_user && request.event != cm_internal) || one.uid == 0) return Errno{EINVAL};
+  if (one.channel->events.size() >= events_max) return Errno{ENOBUFS};
+  CmEvent event{};
+  event.uid = one.uid;
+  event.id = one.id;
+  event.event = request.event;
+  event.status = request.status;
+  std::copy(request.argument.begin(), request.argument.end(), event.parameters.private_data.begin());
+  event.parameters.private_bytes = static_cast<std::uint8_t>(request.argument.size());
+  raise_on(*one.channel, one.id, event);
+  return ok();
 }
 
 Result<CmTakeReply> ConnectionManager::take_event(Guest& guest, std::uint32_t handle) {

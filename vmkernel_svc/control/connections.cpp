@@ -92,6 +92,10 @@ Result<CmGone> ControlDesk::on<Request::cm_leave>(Guest& guest, const CmId& id) 
   return fabric_.cm->leave_group(guest, id);
 }
 template <>
+Result<Empty> ControlDesk::on<Request::cm_write_event>(Guest& guest, const CmWriteEventRequest& request) {
+  return as_reply(fabric_.cm->write_event(guest, request));
+}
+template <>
 Result<CmTakeReply> ControlDesk::on<Request::cm_take_event>(Guest& guest, const CmChannelRequest& request) {
   return fabric_.cm->take_event(guest, request.channel);
 }

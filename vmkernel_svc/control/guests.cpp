@@ -65,6 +65,10 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   auto& tenant = known->second;
   if (is_new) give_pkeys(fabric_, tenant);
   if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors(fabric_.config) > tenant.quota.descriptors) return Errno{EDQUOT};
+  if (info.machine && !fabric_.has_room_for_arena(tenant, info.machine->arena_parts)) {
+    log::warn("machine {}: the queues of a program lie in {} pieces of its RAM, and the service maps no more (sysctl vm.max_map_count)", info.machine->name, info.machine->arena_parts);
+    return Errno{EDQUOT};
+  }
   auto arena = info.machine ? Result<Arena>(Arena::over(std::move(info.arena))) : Arena::create(fabric_.config.arena_bytes);
   if (!arena) return arena.error();
   auto wake = make_pipe();
@@ -130,6 +134,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
     descriptors = {guest->arena.segment().fd(), service_page_fd, guest->doorbell_fd.get(), wake->first.get()};
   keep.push_back(std::move(wake->first));
 
+  if (guest->machine) tenant.arena_parts += guest->machine->arena_parts, fabric_.mappings += guest->machine->arena_parts;
   ++tenant.guests;
   tenant.descriptors += guest_descriptors(fabric_.config);
   fabric_.guests.emplace(guest->id.value, std::move(guest));
@@ -155,6 +160,7 @@ void ControlDesk::detach(Guest& guest) {
   fabric_.departed.push_front(
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();
+  if (guest.machine) guest.tenant->arena_parts -= guest.machine->arena_parts, fabric_.mappings -= guest.machine->arena_parts;
   --guest.tenant->guests;
   guest.tenant->descriptors -= guest_descriptors(fabric_.config) + static_cast<std::uint32_t>(guest.backings.size());
   fabric_.lids.give_back(guest.lid);

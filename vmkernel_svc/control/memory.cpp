@@ -140,7 +140,7 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
       const std::uint64_t offset = extent.backing_offset + done;
       const std::uint64_t part = backing->second.contiguous_bytes(offset, extent.bytes - done);
       const std::size_t mapped_before = backing->second.mapping_count();
-      if (guest.tenant->mappings >= guest.tenant->quota.mappings || full()) {
+      if (guest.tenant->mappings >= guest.tenant->quota.mappings || fabric_.mappings >= fabric_.mappings_max || full()) {
         failed = Errno{EDQUOT};
         break;
       }
@@ -149,7 +149,9 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
         failed = host.error();
         break;
       }
-      guest.tenant->mappings += backing->second.mapping_count() - mapped_before;
+      const std::size_t more = backing->second.mapping_count() - mapped_before;
+      guest.tenant->mappings += more;
+      fabric_.mappings += more;
       pieces.push_back({at - address, part, *host, at, extent.backing, offset});
       done += part, at += part;
     }
@@ -170,7 +172,9 @@ void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
     if (backing == guest.backings.end()) continue;
     const std::size_t mapped_before = backing->second.mapping_count();
     backing->second.put(piece.backing_offset);
-    guest.tenant->mappings -= mapped_before - backing->second.mapping_count();
+    const std::size_t fewer = mapped_before - backing->second.mapping_count();
+    guest.tenant->mappings -= fewer;
+    fabric_.mappings -= fewer;
   }
   pieces.clear();
 }

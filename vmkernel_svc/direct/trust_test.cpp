@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 
 #include "doctest/doctest.h"

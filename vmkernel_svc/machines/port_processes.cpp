@@ -16,6 +16,7 @@ namespace {
 constexpr std::size_t processes_max = 4096;
 constexpr std::size_t segments_max = 64;              // lent and not used yet, of one process
 constexpr std::size_t segment_parts_max = 1 << 22;    // of one segment: 16 GiB in single pages
+constexpr std::uint64_t lent_times_max = 4;           // a program may have the same page at several addresses, but not for ever
 
 }  // namespace
 
@@ -62,10 +63,11 @@ void MachinePort::append(Process& process, std::uint32_t segment, std::span<cons
     process.lending.emplace(segment, PinnedPages(session_->ram));
   }
   PinnedPages& pages = process.lending->second;
+  const std::size_t parts_max = segment == vm::segment_arena ? static_cast<std::size_t>(service_.arena_bytes / vm::page_bytes) : segment_parts_max;
   for (std::size_t at = 0; at < body.size(); at += sizeof(vm::Run)) {
     vm::Run run;
     std::memcpy(&run, body.data() + at, sizeof(run));
-    if (pages.part_count() >= segment_parts_max || !pages.append(run)) return refuse("it lends memory that is not its own");
+    if (pages.part_count() >= parts_max || pages.bytes() > lent_times_max * session_->ram->bytes() || !pages.append(run)) return refuse("it lends memory that is not its own");
   }
 }
 

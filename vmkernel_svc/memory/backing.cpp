@@ -17,6 +17,7 @@ Result<Backing> Backing::adopt(vmci::UniqueFd fd) {
   struct statfs filesystem;
   if (::fstatfs(fd.get(), &filesystem) == 0 && filesystem.f_bsize > 4096)
     backing.page_bytes_ = static_cast<std::uint64_t>(filesystem.f_bsize);
+  if (backing.page_bytes_ != 4096) backing.bytes_ -= backing.bytes_ % backing.page_bytes_;  // what ends in the midst of a huge page is neither mapped nor unmapped in part
   backing.chunk_bytes_ = std::max(backing.chunk_bytes_, backing.page_bytes_);
   backing.lendable_ = vmci::sealed_bytes(fd.get()).has_value() && backing.page_bytes_ == 4096;
   backing.fd_ = std::move(fd);

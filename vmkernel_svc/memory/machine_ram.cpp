@@ -14,13 +14,13 @@ namespace vrdma::svc {
 namespace {
 constexpr std::uint64_t four_gib = std::uint64_t{1} << 32;
 
-// Parts of a machine's RAM at other addresses: their file, too, may be made smaller.
+// Parts of a machine's RAM at other addresses: their file, too, may be made smaller. The queues that were there are zeroes then.
 struct Guarded {
-  std::shared_ptr<MachineRam> ram;  // whose descriptor they are put back by
-  std::vector<std::byte*> ranges;
-  ~Guarded() {
-    for (std::byte* const begin : ranges) BusGuard::remove(begin);
-  }
+  std::byte* begin;
+  explicit Guarded(std::byte* at) : begin(at) {}
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+  ~Guarded() { BusGuard::remove(begin); }
 };
 }
 
@@ -100,13 +100,8 @@ Result<vmci::Segment> PinnedPages::segment() const {
   if (files.empty()) return Errno{EINVAL};
   auto mapping = vmci::Mapping::gather(files, ram_->page_bytes());
   if (!mapping) return mapping.error();
-  const auto guarded = std::make_shared<Guarded>(Guarded{ram_, {}});
-  std::byte* at = mapping->data();
-  for (const auto& file : files) {
-    if (!BusGuard::add(at, file.bytes, ram_->page_bytes(), file.fd, file.offset)) return Errno{ENOMEM};
-    guarded->ranges.push_back(at);
-    at += file.bytes;
-  }
+  if (!BusGuard::add(mapping->data(), bytes(), ram_->page_bytes(), -1, 0)) return Errno{ENOMEM};
+  const auto guarded = std::make_shared<Guarded>(mapping->data());
   return vmci::Segment::over(std::move(*mapping), guarded);
 }
 

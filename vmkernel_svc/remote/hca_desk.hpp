@@ -349,6 +349,7 @@ class HcaDesk {
   std::uint64_t check_ns_ = 0;
   bool found_ = false, fatal_ = false;
   bool completion_event_ = false, device_event_ = false;  // the shard woke up for
+  std::uint32_t said_by_records_ = 0;  // how often the log has
   std::string refused_;  // what the HCA would not register while a request was laid out
   Counters counters_;
 };

@@ -16,6 +16,7 @@ namespace {
 constexpr std::uint32_t cq_entries_max = 16384;
 constexpr std::size_t bounce_kept_bytes = 65536;  // smaller ones have this size and are used again
 constexpr std::size_t bounces_kept = 64;
+constexpr std::uint32_t sleeps_for_an_event = 64;
 
 std::string line_of(const std::string& path) {
   std::ifstream file(path);
@@ -217,7 +218,7 @@ ibv_qp* HcaDevice::create(HcaDomain& domain, const QpWish& wish, const SharedRec
 }
 
 void HcaDevice::destroy(ibv_qp* qp, Cq& cq, const QpWish& wish) {
-  library_.ibv_destroy_qp(qp);
+  if (library_.ibv_destroy_qp(qp) != 0) return;  // the device keeps it, and its entries
   cq.free += wish.send_wr + wish.receive_wr;
 }
 
@@ -235,7 +236,7 @@ bool HcaDevice::create_shared(HcaDomain& domain, std::uint32_t wr, std::uint32_t
 void HcaDevice::destroy(SharedReceive& shared) {
   std::erase(shared_cqs_, shared.cq.get());
   library_.ibv_destroy_srq(shared.srq);
-  library_.ibv_destroy_cq(shared.cq->cq);
+  if (library_.ibv_destroy_cq(shared.cq->cq) != 0) (void)shared.cq.release();  // the device keeps it, and may name it in an event
 }
 
 void HcaDevice::describe(HcaMessage& message) const {
@@ -271,8 +272,13 @@ void HcaDevice::arm(bool readable) {
   if (readable || any_cq([](const HcaCq& cq) { return cq.armed && cq.polled; }))
     while (any_cq([](const HcaCq& cq) { return cq.armed; }) && take_completion_event()) {
     }
+  // The kernel drops one that it has no memory for. Arming once more than needed does no harm.
   any_cq([](HcaCq& cq) {
-    if (!cq.armed) cq.armed = ibv_req_notify_cq(cq.cq, 0) == 0, cq.polled = false;
+    if (cq.armed && cq.polled && ++cq.waited == sleeps_for_an_event) cq.armed = false;
+    return false;
+  });
+  any_cq([](HcaCq& cq) {
+    if (!cq.armed) cq.armed = ibv_req_notify_cq(cq.cq, 0) == 0, cq.polled = false, cq.waited = 0;
     return false;
   });
 }

@@ -33,7 +33,8 @@ struct HcaDomain {
 struct HcaCq {
   ibv_cq* cq = nullptr;
   bool armed = false;
-  bool polled = false;  // since it was armed it has had a completion, so its event is in the channel, or on the way there
+  bool polled = false;  // since it was armed it has had a completion, so its event is in the channel, or on the way there, …
+  std::uint32_t waited = 0;  // … which was waited for in so many sleeps
 
   int poll(int count, ibv_wc* completions) {
     const int got = ibv_poll_cq(cq, count, completions);

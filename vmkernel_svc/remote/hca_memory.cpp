@@ -15,6 +15,7 @@ using remote::HcaMessage;
 
 namespace {
 constexpr std::size_t keys_max = 65536;  // of one host
+constexpr std::uint32_t said_by_records_max = 100;  // a guest can register as often as it likes
 constexpr std::uint32_t remote_rights = engine::access_remote_write | engine::access_remote_read | engine::access_remote_atomic;
 }  // namespace
 
@@ -60,7 +61,7 @@ std::uint32_t HcaDesk::remote_key(const Qp& qp, Key rkey, bool& known, remote::H
   auto& askers = registered(*slot, region).askers;
   if (std::find(askers.begin(), askers.end(), asker) == askers.end()) {
     askers.push_back(asker);
-    if (mr == nullptr && refused_.empty())
+    if (mr == nullptr && refused_.empty() && said_by_records_++ < said_by_records_max)
       log::info("{}: the HCA cannot have {} bytes at {:#x} of {}, {}: what other hosts write or read there goes by records", device_->name(), region.bytes, region.address,
                 region.guest->name, region.pieces.size() != 1 ? fmt::format("which lie in {} pieces", region.pieces.size()) : "which are reached through the process");
   }
