@@ -3,9 +3,13 @@
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+
+#include "guest_lib/memory/high_descriptor.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
@@ -28,12 +32,16 @@ Result<vmci::UniqueFd> open_userfaultfd() {
   return fd;
 }
 
-// The kernel tells its features only to a descriptor that asks for none, and each descriptor may ask once.
+// The kernel tells its features only to a descriptor that asks for none, and each descriptor may ask once. They stay what they are, and to
+// close one of these is dear: the kernel walks all mappings of the process.
 Result<std::uint64_t> kernel_features() {
+  static std::atomic<std::uint64_t> known{0};  // 0: not asked yet; there are always some
+  if (const std::uint64_t before = known.load(std::memory_order_relaxed); before != 0) return before;
   auto fd = open_userfaultfd();
   if (!fd) return fd.error();
   uffdio_api api{UFFD_API, 0, 0};
   if (::ioctl(fd->get(), UFFDIO_API, &api) != 0) return last_error();
+  known.store(api.features, std::memory_order_relaxed);
   return api.features;
 }
 
@@ -45,9 +53,41 @@ Result<vmci::UniqueFd> open_with(std::uint64_t features) {
   return fd;
 }
 
+// One of each kind is kept for the next time: to close it is what is dear. Its number may be another file's by now, as programs close
+// what they do not know, and in a fork's child it leads to the parent's memory.
+struct Kept {
+  static constexpr int none = -1, changing = -2;
+  std::atomic<int> fd{none};
+  // Of whoever has taken fd out, or is putting it in.
+  pid_t process = 0;
+  ino_t inode = 0;
+
+  vmci::UniqueFd take() {
+    int now = fd.load(std::memory_order_relaxed);
+    if (now < 0 || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return {};  // K1: pairs with K2
+    struct stat status;
+    const bool ours = ::fstat(now, &status) == 0 && status.st_ino == inode;
+    vmci::UniqueFd taken(ours ? now : -1);
+    if (process != ::getpid()) taken.reset();
+    fd.store(none, std::memory_order_release);
+    return taken;
+  }
+  void keep(vmci::UniqueFd one) {
+    struct stat status;
+    int now = none;
+    if (::fstat(one.get(), &status) != 0 || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return;
+    process = ::getpid();
+    inode = status.st_ino;
+    fd.store(one.release(), std::memory_order_release);  // K2
+  }
+};
+constinit Kept kept[2];
+Kept& kept_of(WriteFreeze::Memory memory) { return kept[memory == WriteFreeze::Memory::window ? 1 : 0]; }
+
 struct Choice {
   std::uint64_t features;
   bool populate_first;
+  bool may_keep;  // Linux 5.12 and later: it has an inode of its own
 };
 Result<Choice> choose(WriteFreeze::Memory memory) {
   auto features = kernel_features();
@@ -55,32 +95,36 @@ Result<Choice> choose(WriteFreeze::Memory memory) {
   if ((*features & feature_wp) == 0) return Errno{ENOSYS};
   if (memory == WriteFreeze::Memory::window) {
     if ((*features & feature_wp_shmem) == 0) return Errno{ENOSYS};
-    return Choice{feature_wp | feature_wp_shmem, false};
+    return Choice{feature_wp | feature_wp_shmem, false, true};
   }
   const std::uint64_t unpopulated = *features & feature_wp_unpopulated;
-  return Choice{feature_wp | unpopulated, unpopulated == 0};
+  return Choice{feature_wp | unpopulated, unpopulated == 0, (*features & feature_wp_shmem) != 0};
 }
 
 }  // namespace
 
 bool WriteFreeze::permitted(Memory memory) {
-  return static_cast<bool>(choose(memory));
+  return choose(memory) && open_userfaultfd();  // what the kernel has may have been forbidden since
 }
 
 Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
   const auto choice = choose(memory);
   if (!choice) return choice.error();
-  auto fd = open_with(choice->features);
-  if (!fd) return fd.error();
+  Result<vmci::UniqueFd> fd(kept_of(memory).take());
+  if (!*fd) {
+    fd = open_with(choice->features);
+    if (!fd) return fd.error();
+    if (choice->may_keep) move_high(*fd);
+  }
   uffdio_register registration{};
   registration.range = {range.begin, range.bytes()};
   registration.mode = UFFDIO_REGISTER_MODE_WP;
-  if (::ioctl(fd->get(), UFFDIO_REGISTER, &registration) != 0) return last_error();
+  if (::ioctl(fd->get(), UFFDIO_REGISTER, &registration) != 0) return last_error();  // and closed, which ends whatever it has registered
   // Protection sticks to pages only: without WP_UNPOPULATED a page that is not there could appear, written, at any
   // moment.
   if (choice->populate_first && ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read) != 0)
     return last_error();
-  WriteFreeze frozen(std::move(*fd), range);
+  WriteFreeze frozen(std::move(*fd), range, choice->may_keep ? &kept_of(memory) : nullptr);
   uffdio_writeprotect protect{{range.begin, range.bytes()}, UFFDIO_WRITEPROTECT_MODE_WP};
   while (::ioctl(frozen.fd_.get(), UFFDIO_WRITEPROTECT, &protect) != 0)
     if (errno != EAGAIN) return last_error();  // EAGAIN: the mappings are changing just now
@@ -101,6 +145,8 @@ WriteFreeze::~WriteFreeze() {
   }
   uffdio_range all{range_.begin, range_.bytes()};
   ::ioctl(fd_.get(), UFFDIO_WAKE, &all);
+  // What has replaced the range is not registered with it.
+  if (keeper_ != nullptr && (replaced_ || ::ioctl(fd_.get(), UFFDIO_UNREGISTER, &all) == 0)) static_cast<Kept*>(keeper_)->keep(std::move(fd_));
 }
 
 void WriteFreeze::replaced() {

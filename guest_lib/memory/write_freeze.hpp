@@ -30,9 +30,10 @@ class WriteFreeze {
   void replaced();
 
  private:
-  WriteFreeze(vmci::UniqueFd fd, Range range) : fd_(std::move(fd)), range_(range) {}
+  WriteFreeze(vmci::UniqueFd fd, Range range, void* keeper) : fd_(std::move(fd)), range_(range), keeper_(keeper) {}
   vmci::UniqueFd fd_;
   Range range_;
+  void* keeper_;  // of the descriptor, when this ends; nullptr: it is closed
   bool replaced_ = false;
 };
 
