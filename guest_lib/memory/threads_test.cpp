@@ -8,9 +8,13 @@
 #include <sys/syscall.h>
 
 #include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "guest_lib/memory/test_support.hpp"
+#include "guest_lib/memory/write_freeze.hpp"
 
 using namespace vrdma;
 using namespace vrdma::memory;
@@ -171,5 +175,81 @@ TEST_CASE("Where userfaultfd is not permitted, memory beside other threads stays
             return right ? 0 : 23;
           }) == 0);
   }
+  ::munmap(p, 4 * page);
+}
+
+namespace {
+// Whether writes to memory at `at` are held back by a userfaultfd.
+bool frozen(const void* at) {
+  std::ifstream maps("/proc/self/smaps");
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long long begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2)
+      inside = begin <= reinterpret_cast<std::uintptr_t>(at) && reinterpret_cast<std::uintptr_t>(at) < end;
+    else if (inside && line.starts_with("VmFlags:"))
+      return line.find(" uw") != line.npos;
+  }
+  return false;
+}
+std::vector<int> userfaultfds() {
+  std::vector<int> found;
+  for (int fd = 0; fd < 4096; ++fd) {
+    char link[64] = {};
+    if (::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), link, sizeof(link) - 1) > 0 && std::string(link) == "anon_inode:[userfaultfd]") found.push_back(fd);
+  }
+  return found;
+}
+}  // namespace
+
+TEST_CASE("What freezes is kept for the next time, not for a fork's child, and not where its number is another file's") {
+  REQUIRE_OR_SKIP(can_move_with_threads(), "userfaultfd with kernel faults is not permitted");
+  unsigned char* const p = map_anonymous(4 * page);
+  const auto begin = reinterpret_cast<std::uint64_t>(p);
+  p[0] = p[page] = 1;
+  const auto freeze = [&](std::uint64_t first) { return WriteFreeze::freeze({begin + first * page, begin + (first + 1) * page}, WriteFreeze::Memory::anonymous); };
+  REQUIRE(freeze(0).has_value());
+  const std::vector<int> kept = userfaultfds();
+  CHECK(!kept.empty());
+  for (int round = 0; round < 3; ++round) {
+    {
+      const auto held = freeze(round % 2);
+      REQUIRE(held.has_value());
+      CHECK(frozen(p + round % 2 * page));
+      CHECK_FALSE(frozen(p + (1 - round % 2) * page));
+    }
+    CHECK_FALSE(frozen(p));
+    p[round % 2 * page] = 2;  // would wait for ever
+  }
+  CHECK(userfaultfds() == kept);
+
+  // Its parent's memory stays as it is, of which it had the descriptor.
+  int ready[2], over[2];
+  REQUIRE(::pipe(ready) == 0);
+  REQUIRE(::pipe(over) == 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const auto held = freeze(0);
+    char said = held && frozen(p) && userfaultfds().size() == kept.size() ? 'y' : 'n';
+    [[maybe_unused]] auto moved = ::write(ready[1], &said, 1);
+    moved = ::read(over[0], &said, 1);
+    ::_exit(0);
+  }
+  char said = 0;
+  CHECK(::read(ready[0], &said, 1) == 1);
+  CHECK(said == 'y');
+  CHECK_FALSE(frozen(p));
+  CHECK(::write(over[1], &said, 1) == 1);
+  CHECK(::waitpid(child, nullptr, 0) == child);
+
+  // A program that closes what it does not know, and opens something else.
+  for (const int fd : kept) REQUIRE(::dup2(ready[0], fd) == fd);
+  {
+    const auto held = freeze(1);
+    REQUIRE(held.has_value());
+    CHECK(frozen(p + page));
+  }
+  for (const int fd : kept) CHECK(::close(fd) == 0);
+  for (const int fd : {ready[0], ready[1], over[0], over[1]}) ::close(fd);
   ::munmap(p, 4 * page);
 }
