@@ -3,9 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <linux/magic.h>
 #include <sys/stat.h>
-#include <sys/statfs.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -42,12 +40,10 @@ int among_descriptors(const FileId& wanted) {
   return -1;
 }
 
-// Opening could do something to a device or a pipe: only what is a regular file, and memory.
+// Opening could do something to a device or a pipe, and closing ends locks: only what is memory. To look at it does neither (O_PATH).
 vmci::UniqueFd opened(const char* path, const FileId& wanted) {
-  struct stat status;
-  struct statfs filesystem;
-  if (::stat(path, &status) != 0 || !S_ISREG(status.st_mode) || ::statfs(path, &filesystem) != 0) return {};
-  if (filesystem.f_type != TMPFS_MAGIC && filesystem.f_type != HUGETLBFS_MAGIC) return {};
+  const vmci::UniqueFd look(::open(path, O_PATH | O_CLOEXEC));
+  if (!look || !vmci::memory_file_bytes(look.get())) return {};
   vmci::UniqueFd fd(::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   if (fd && !fits(fd.get(), wanted)) fd.reset();
   return fd;

@@ -53,9 +53,28 @@ Result<vmci::UniqueFd> open_with(std::uint64_t features) {
   return fd;
 }
 
+struct Choice {
+  std::uint64_t features;
+  bool populate_first;
+  bool may_keep;  // Linux 5.12 and later: it has an inode of its own
+};
+Result<Choice> choose(WriteFreeze::Memory memory) {
+  auto features = kernel_features();
+  if (!features) return features.error();
+  if ((*features & feature_wp) == 0) return Errno{ENOSYS};
+  if (memory == WriteFreeze::Memory::window) {
+    if ((*features & feature_wp_shmem) == 0) return Errno{ENOSYS};
+    return Choice{feature_wp | feature_wp_shmem, false, true};
+  }
+  const std::uint64_t unpopulated = *features & feature_wp_unpopulated;
+  return Choice{feature_wp | unpopulated, unpopulated == 0, (*features & feature_wp_shmem) != 0};
+}
+
+}  // namespace
+
 // One of each kind is kept for the next time: to close it is what is dear. Its number may be another file's by now, as programs close
 // what they do not know, and in a fork's child it leads to the parent's memory.
-struct Kept {
+struct WriteFreeze::Kept {
   static constexpr int none = -1, changing = -2;
   std::atomic<int> fd{none};
   // Of whoever has taken fd out, or is putting it in.
@@ -81,27 +100,11 @@ struct Kept {
     fd.store(one.release(), std::memory_order_release);  // K2
   }
 };
-constinit Kept kept[2];
-Kept& kept_of(WriteFreeze::Memory memory) { return kept[memory == WriteFreeze::Memory::window ? 1 : 0]; }
 
-struct Choice {
-  std::uint64_t features;
-  bool populate_first;
-  bool may_keep;  // Linux 5.12 and later: it has an inode of its own
-};
-Result<Choice> choose(WriteFreeze::Memory memory) {
-  auto features = kernel_features();
-  if (!features) return features.error();
-  if ((*features & feature_wp) == 0) return Errno{ENOSYS};
-  if (memory == WriteFreeze::Memory::window) {
-    if ((*features & feature_wp_shmem) == 0) return Errno{ENOSYS};
-    return Choice{feature_wp | feature_wp_shmem, false, true};
-  }
-  const std::uint64_t unpopulated = *features & feature_wp_unpopulated;
-  return Choice{feature_wp | unpopulated, unpopulated == 0, (*features & feature_wp_shmem) != 0};
+WriteFreeze::Kept& WriteFreeze::kept_of(Memory memory) {
+  static constinit Kept kept[2];
+  return kept[memory == Memory::window ? 1 : 0];
 }
-
-}  // namespace
 
 bool WriteFreeze::permitted(Memory memory) {
   return choose(memory) && open_userfaultfd();  // what the kernel has may have been forbidden since
@@ -146,7 +149,7 @@ WriteFreeze::~WriteFreeze() {
   uffdio_range all{range_.begin, range_.bytes()};
   ::ioctl(fd_.get(), UFFDIO_WAKE, &all);
   // What has replaced the range is not registered with it.
-  if (keeper_ != nullptr && (replaced_ || ::ioctl(fd_.get(), UFFDIO_UNREGISTER, &all) == 0)) static_cast<Kept*>(keeper_)->keep(std::move(fd_));
+  if (keeper_ != nullptr && (replaced_ || ::ioctl(fd_.get(), UFFDIO_UNREGISTER, &all) == 0)) keeper_->keep(std::move(fd_));
 }
 
 void WriteFreeze::replaced() {

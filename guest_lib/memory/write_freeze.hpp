@@ -30,10 +30,12 @@ class WriteFreeze {
   void replaced();
 
  private:
-  WriteFreeze(vmci::UniqueFd fd, Range range, void* keeper) : fd_(std::move(fd)), range_(range), keeper_(keeper) {}
+  struct Kept;
+  static Kept& kept_of(Memory memory);
+  WriteFreeze(vmci::UniqueFd fd, Range range, Kept* keeper) : fd_(std::move(fd)), range_(range), keeper_(keeper) {}
   vmci::UniqueFd fd_;
   Range range_;
-  void* keeper_;  // of the descriptor, when this ends; nullptr: it is closed
+  Kept* keeper_;  // of the descriptor, when this ends; nullptr: it is closed
   bool replaced_ = false;
 };
 

@@ -272,12 +272,9 @@ void HcaDevice::arm(bool readable) {
   if (readable || any_cq([](const HcaCq& cq) { return cq.armed && cq.polled; }))
     while (any_cq([](const HcaCq& cq) { return cq.armed; }) && take_completion_event()) {
     }
-  // The kernel drops one that it has no memory for. Arming once more than needed does no harm.
   any_cq([](HcaCq& cq) {
+    // The kernel drops an event that it has no memory for. Arming once more than needed does no harm.
     if (cq.armed && cq.polled && ++cq.waited == sleeps_for_an_event) cq.armed = false;
-    return false;
-  });
-  any_cq([](HcaCq& cq) {
     if (!cq.armed) cq.armed = ibv_req_notify_cq(cq.cq, 0) == 0, cq.polled = false, cq.waited = 0;
     return false;
   });
