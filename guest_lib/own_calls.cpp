@@ -42,6 +42,14 @@ int __wrap_fcntl(int fd, int command, ...) {
   return static_cast<int>(::syscall(SYS_fcntl, fd, command, argument));
 }
 
+int __wrap_ioctl(int fd, unsigned long request, ...) {
+  std::va_list more;
+  va_start(more, request);
+  const long argument = va_arg(more, long);
+  va_end(more);
+  return static_cast<int>(::syscall(SYS_ioctl, fd, request, argument));
+}
+
 int __wrap_poll(pollfd* descriptors, nfds_t count, int timeout_ms) {
 #ifdef SYS_poll
   return static_cast<int>(wait_for(SYS_poll, descriptors, count, timeout_ms));

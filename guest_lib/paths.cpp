@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "guest_lib/cm/open.hpp"
+#include "guest_lib/open_device.hpp"
 #include "guest_lib/next_function.hpp"
 #include "guest_lib/traffic_files.hpp"
 
@@ -106,8 +106,8 @@ bool takes_mode(int flags) { return (flags & O_CREAT) != 0 || (flags & O_TMPFILE
 template <class Real>
 int open_path(const char* path, int flags, Real real) {
   if (!ours(path)) return real();
-  if (is_rdma_cm(path)) return open_entry(find_synthetic(path), flags);
-  look_at_traffic(path);
+  if (is_always_ours(path)) return open_entry(find_synthetic(path), flags);
+  look_at_port(path);
   return real_or_synthetic(path, -1, real, [path, flags](const SyntheticEntry& e) {
     const int fd = open_entry(e, flags);
     if (e.changes && fd >= 0) traffic_files::remember(fd, path);
@@ -160,7 +160,7 @@ mode_t mode_of(const SyntheticEntry& entry) {
 }
 
 dev_t device_of(const SyntheticEntry& entry) {
-  if (entry.kind == EntryKind::verbs_device) return makedev(231, entry.device_minor);
+  if (entry.kind == EntryKind::verbs_device || entry.kind == EntryKind::mad_device) return makedev(character_major, entry.device_minor);
   return entry.kind == EntryKind::rdma_cm_device ? makedev(10, entry.device_minor) : 0;
 }
 
@@ -238,8 +238,8 @@ FILE* fopen_path(const char* path, const char* mode, Real real) {
     if (stream == nullptr) close(fd);
     return stream;
   };
-  if (is_rdma_cm(path)) return open_stream(find_synthetic(path));
-  look_at_traffic(path);
+  if (is_always_ours(path)) return open_stream(find_synthetic(path));
+  look_at_port(path);
   return real_or_synthetic(path, static_cast<FILE*>(nullptr), real, open_stream);
 }
 
@@ -248,6 +248,7 @@ FILE* fopen_path(const char* path, const char* mode, Real real) {
 int open_entry(const SyntheticEntry& entry, int flags) {
   switch (entry.kind) {
     case EntryKind::rdma_cm_device: return open_connection_manager(flags);
+    case EntryKind::mad_device: return open_management_datagrams(flags);
     case EntryKind::verbs_device: return fail(ENXIO, -1);  // a node without a kernel driver
     case EntryKind::directory: return fail((flags & O_ACCMODE) == O_RDONLY ? EOPNOTSUPP : EISDIR, -1);
     case EntryKind::none: return fail(ENOENT, -1);

@@ -55,7 +55,8 @@ class Whole {
 
 inline bool ours(const char* path) { return __builtin_expect(path != nullptr && may_be_synthetic(path), 0); }
 
-inline bool is_rdma_cm(const char* path) { return find_synthetic(path).kind == EntryKind::rdma_cm_device; }
+// Whatever the kernel has by that name.
+inline bool is_always_ours(const char* path) { return find_synthetic(path).kind == EntryKind::rdma_cm_device; }
 
 // Runs real(); where it fails because nothing is there, runs synthetic(entry), which reports like the real one. A
 // success leaves errno as it was. `failed` is what real() returns then.

@@ -93,7 +93,7 @@ TEST_CASE("listings show the tree") {
   CHECK(run("ls /sys/class/infiniband").out == "vrdma0\n");
   CHECK(run("ls /sys/class/infiniband/vrdma0/device").out == "local_cpulist\nlocal_cpus\nnet\nnuma_node\n");
   CHECK(run("ls /sys/class/infiniband/vrdma0/device/net").out == "lo\n");
-  CHECK(run("ls /dev/infiniband").out == "rdma_cm\nuverbs0\n");
+  CHECK(run("ls /dev/infiniband").out == "rdma_cm\numad0\nuverbs0\n");
   CHECK(run("echo /sys/class/infiniband/*/ports").out == "/sys/class/infiniband/vrdma0/ports\n");
   CHECK(run("echo /sys/class/infiniband/*", false).out == "/sys/class/infiniband/*\n");
   const Outcome listing = run("ls -lR /sys/class/infiniband");
@@ -149,7 +149,7 @@ TEST_CASE("other interfaces to files see the tree too") {
             "[e.is_dir() for e in os.scandir(\"/sys/class/infiniband\")], "
             "os.path.exists(\"/sys/class/infiniband/vrdma0/device/net\"), "
             "open(\"/sys/class/infiniband/vrdma0/ports/1/link_layer\").read().strip())'")
-            .out == "['rdma_cm', 'uverbs0'] [True] True InfiniBand\n");
+            .out == "['rdma_cm', 'umad0', 'uverbs0'] [True] True InfiniBand\n");
   // A C program's calls that no shell tool makes: fopen, scandir, __open_2, statx with an unrelated path.
   const Outcome c_calls = run(
       "python3 - <<'E'\n"
@@ -163,7 +163,7 @@ TEST_CASE("other interfaces to files see the tree too") {
       "print(os.read(c.__open_2(b'/sys/class/infiniband/vrdma0/hw_rev', 0), 9))\n"
       "print(c.open(None, 0), ctypes.get_errno(), c.access(None, 0), ctypes.get_errno())\n"
       "E");
-  CHECK(c_calls.out == "b'0.1.0\\n'\n4\nb'0\\n'\n-1 14 -1 14\n");
+  CHECK(c_calls.out == "b'0.1.0\\n'\n5\nb'0\\n'\n-1 14 -1 14\n");
 }
 
 TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {

@@ -27,7 +27,7 @@ void Process::watch_forks() {
                    for (vmci::UniqueFd* fd : process.private_descriptors) fd->reset();
                    process.attachments.clear();
                    process.attachment.reset();
-                   cm::Files::abandon();
+                   if (CharacterFiles::abandon()) cm::Account::abandon();
                    process.mutex.unlock();
                  });
 }

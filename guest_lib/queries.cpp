@@ -78,8 +78,8 @@ void fill(const control::DeviceReply& reply, ibv_port_attr& to) {
   to.max_mtu = static_cast<ibv_mtu>(reply.max_mtu);
   to.active_mtu = static_cast<ibv_mtu>(reply.active_mtu);
   to.gid_tbl_len = static_cast<int>(limits::gid_table);
-  to.port_cap_flags = IBV_PORT_SYS_IMAGE_GUID_SUP | IBV_PORT_EXTENDED_SPEEDS_SUP | IBV_PORT_CM_SUP;
-  if (ethernet) to.port_cap_flags |= IBV_PORT_IP_BASED_GIDS;
+  static_assert(limits::ethernet_port_capabilities == (IBV_PORT_SYS_IMAGE_GUID_SUP | IBV_PORT_EXTENDED_SPEEDS_SUP | IBV_PORT_CM_SUP | IBV_PORT_IP_BASED_GIDS));
+  to.port_cap_flags = ethernet ? limits::ethernet_port_capabilities : limits::port_capabilities;
   to.max_msg_sz = limits::message_bytes_max;
   to.pkey_tbl_len = limits::pkey_table;
   to.lid = reply.lid;

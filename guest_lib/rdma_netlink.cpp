@@ -132,7 +132,7 @@ void put_port(Answer& answer, const SyntheticDevice& device, std::uint32_t index
   if (!device.ethernet) {
     std::uint64_t subnet_prefix;
     ::memcpy(&subnet_prefix, device.gids[0].raw, sizeof(subnet_prefix));
-    answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_CAP_FLAGS, device.capability_mask);
+    answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_CAP_FLAGS, capabilities_of(device));
     answer.put<std::uint64_t>(RDMA_NLDEV_ATTR_SUBNET_PREFIX, be64toh(subnet_prefix));
     answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_LID, device.lid);
     answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_SM_LID, device.sm_lid);

@@ -9,6 +9,7 @@
 
 #include "guest_lib/attachment.hpp"
 #include "guest_lib/synthetic_tree.hpp"
+#include "guest_lib/verbs_result.hpp"
 
 namespace vrdma::guest {
 
@@ -22,6 +23,20 @@ bool ask_for_traffic(PortTraffic& now) {
   if (reply) now = {reply->sent_bytes, reply->sent_messages, reply->received_bytes, reply->received_messages};
   return static_cast<bool>(reply);
 }
+// Reading them makes a guest of a program that was none: ibstat, or who looks for the subnet manager before it opens umad0.
+void ask_for_device() {
+  const int before = errno;
+  (void)as_int([]() -> Status {
+    const auto attachment = Attachment::current();
+    if (!attachment) return attachment.error();
+    const auto device = (*attachment)->device();
+    if (!device) return device.error();
+    return ok();
+  });
+  errno = before;
+}
+__attribute__((constructor)) void offer_to_ask() { set_device_source(ask_for_device); }
+
 }  // namespace
 
 void show_device_in_paths(const control::DeviceReply& reply) {

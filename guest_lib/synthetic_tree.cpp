@@ -114,6 +114,7 @@ struct Traffic {
 };
 constinit Traffic traffic{};
 constinit std::atomic<bool (*)(PortTraffic&)> traffic_source{nullptr};
+constinit std::atomic<void (*)()> device_source{nullptr};
 
 bool print_count(Text& text, std::uint64_t count) { return text.print("%llu\n", static_cast<unsigned long long>(count)), true; }
 // There is no link that could fail.
@@ -152,7 +153,7 @@ constexpr Row ib_rows[] = {
     {"ports/1/link_layer", 1,
      [](auto& d, auto, Text& t) { return t.print("%s\n", d.ethernet ? "Ethernet" : "InfiniBand"), true; }},
     {"ports/1/rate", 1, [](auto& d, auto, Text& t) { return line(t, d.rate); }},
-    {"ports/1/cap_mask", 1, [](auto& d, auto, Text& t) { return t.print("0x%08x\n", d.capability_mask), true; }},
+    {"ports/1/cap_mask", 1, [](auto& d, auto, Text& t) { return t.print("0x%08x\n", capabilities_of(d)), true; }},
     {"ports/1/counters/port_xmit_data", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.sent_bytes / 4); }},  // in words of 4 bytes
     {"ports/1/counters/port_rcv_data", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.received_bytes / 4); }},
     {"ports/1/counters/port_xmit_packets", 1, [](auto&, auto, Text& t) { return print_count(t, traffic.sent_messages); }},
@@ -189,25 +190,34 @@ constexpr Row ib_rows[] = {
      [](auto& d, std::size_t i, Text& t) { return t.print("0x%04x\n", d.pkeys[i]), true; }},
 };
 
-constexpr unsigned verbs_major = 231;  // the kernel's, linux/Documentation/admin-guide/devices.txt
-
 constexpr Row verbs_rows[] = {
     {"ibdev", 1, [](auto& d, auto, Text& t) { return line(t, d.name); }},
-    {"dev", 1, [](auto& d, auto, Text& t) { return t.print("%u:%u\n", verbs_major, d.verbs_minor), true; }},
+    {"dev", 1, [](auto& d, auto, Text& t) { return t.print("%u:%u\n", character_major, d.verbs_minor), true; }},
 };
+
+constexpr Row mad_rows[] = {
+    {"ibdev", 1, [](auto& d, auto, Text& t) { return line(t, d.name); }},
+    {"port", 1, [](auto&, auto, Text& t) { return t.print("1\n"), true; }},
+    {"dev", 1, [](auto&, auto, Text& t) { return t.print("%u:%u\n", character_major, management_minor), true; }},
+};
+
+std::string_view mad_name(const SyntheticDevice& d) { return d.ethernet ? std::string_view{} : d.mad_name; }
+std::string_view verbs_name(const SyntheticDevice& d) { return d.verbs_name; }
 
 struct Root {
   std::string_view path;
+  std::string_view abi_version;                         // in a file of that name beside the devices' directories; "": none
   std::span<const Row> rows;                            // below each device's directory; none: device nodes
-  std::string_view (*device_name)(const SyntheticDevice&);
+  std::string_view (*device_name)(const SyntheticDevice&);  // "": it has none here
 };
 
 constexpr Root roots[] = {
-    {"/sys/class/infiniband", ib_rows, [](const SyntheticDevice& d) { return std::string_view(d.name); }},
-    {"/sys/class/infiniband_verbs", verbs_rows, [](const SyntheticDevice& d) { return std::string_view(d.verbs_name); }},
-    {"/dev/infiniband", {}, [](const SyntheticDevice& d) { return std::string_view(d.verbs_name); }},
+    {"/sys/class/infiniband", "", ib_rows, [](const SyntheticDevice& d) { return std::string_view(d.name); }},
+    {"/sys/class/infiniband_verbs", "6\n", verbs_rows, verbs_name},
+    {"/sys/class/infiniband_mad", "5\n", mad_rows, mad_name},
+    {"/dev/infiniband", "", {}, verbs_name},
 };
-constexpr std::size_t dev_root = 2;
+constexpr std::size_t dev_root = 3;
 
 std::string_view take_component(std::string_view& rest) {
   const std::size_t slash = rest.find('/');
@@ -277,6 +287,30 @@ std::uint64_t inode_of(std::string_view path) {  // FNV-1a: the same path is the
 
 bool is_dev_root(const Place& place) { return place.root == &roots[dev_root]; }
 
+// What is in /dev/infiniband.
+struct Node {
+  EntryKind kind = EntryKind::none;
+  std::uint32_t minor = 0;
+  std::string_view name = {};
+};
+Node node_at(std::size_t index, std::span<const SyntheticDevice> devices) {
+  for (const SyntheticDevice& device : devices) {
+    if (index-- == 0) return {EntryKind::verbs_device, device.verbs_minor, device.verbs_name};
+    if (!mad_name(device).empty() && index-- == 0) return {EntryKind::mad_device, management_minor, device.mad_name};
+  }
+  return index == 0 ? Node{EntryKind::rdma_cm_device, connection_manager_minor, "rdma_cm"} : Node{};
+}
+Node find_node(std::string_view name, std::span<const SyntheticDevice> devices) {
+  for (std::size_t i = 0;; ++i)
+    if (const Node node = node_at(i, devices); node.kind == EntryKind::none || node.name == name) return node;
+}
+
+bool put_name(SyntheticName& name, std::string_view text, EntryKind kind) {
+  std::snprintf(name.text, sizeof name.text, "%.*s", static_cast<int>(text.size()), text.data());
+  name.kind = kind;
+  return true;
+}
+
 void find_below_device(const Place& place, SyntheticEntry& entry) {
   if (place.rest.empty()) {
     entry.kind = EntryKind::directory;
@@ -293,7 +327,9 @@ void find_below_device(const Place& place, SyntheticEntry& entry) {
     Text text{.out = entry.text, .room = sizeof entry.text};
     if (!row.render(*place.device, index, text)) return;
     entry.kind = EntryKind::text;
-    entry.changes = std::string_view(row.path).starts_with("ports/1/counters/port_");
+    const std::string_view what = row.path;
+    entry.changes = what.starts_with("ports/1/counters/port_");
+    entry.is_own = what.ends_with("_guid") || what.ends_with("lid") || what.starts_with("ports/1/gid") || what == "ports/1/pkeys/#";
     entry.text_bytes = text.bytes;
     return;
   }
@@ -346,6 +382,7 @@ SyntheticDevice default_synthetic_device() {
   SyntheticDevice d{};
   std::strcpy(d.name, "vrdma0");
   std::strcpy(d.verbs_name, "uverbs0");
+  std::strcpy(d.mad_name, "umad0");
   d.verbs_minor = 192;
   d.node_guid = d.sys_image_guid = 0x0200'00ff'fe00'0001;  // locally administered
   std::strcpy(d.firmware, "0.1.0");
@@ -397,11 +434,17 @@ SyntheticEntry find_synthetic(const char* path) {
   entry.inode = inode_of(clean);
   if (place.name.empty()) {
     if (is_dev_root(place) || !reading.devices().empty()) entry.kind = EntryKind::directory;
-  } else if (is_dev_root(place) && (place.device != nullptr || place.name == "rdma_cm")) {
+  } else if (is_dev_root(place)) {
+    const Node node = find_node(place.name, reading.devices());
+    entry.not_a_directory = node.kind != EntryKind::none && !place.rest.empty();
+    if (entry.not_a_directory) return entry;
+    entry.kind = node.kind;
+    entry.device_minor = node.minor;
+  } else if (place.name == "abi_version" && !place.root->abi_version.empty()) {
     entry.not_a_directory = !place.rest.empty();
     if (entry.not_a_directory) return entry;
-    entry.kind = place.device != nullptr ? EntryKind::verbs_device : EntryKind::rdma_cm_device;
-    entry.device_minor = place.device != nullptr ? place.device->verbs_minor : connection_manager_minor;
+    entry.kind = EntryKind::text;
+    entry.text_bytes = place.root->abi_version.copy(entry.text, sizeof entry.text);
   } else if (place.device != nullptr) {
     find_below_device(place, entry);
   }
@@ -420,16 +463,13 @@ bool list_synthetic(const char* path, std::size_t index, SyntheticName& name) {
   const Place place = place_of(clean, reading.devices());
   if (place.root == nullptr) return false;
   if (!place.name.empty()) return place.device != nullptr && list_below_device(place, index, name);
-  if (index < reading.devices().size()) {
-    const std::string_view device = place.root->device_name(reading.devices()[index]);
-    std::snprintf(name.text, sizeof name.text, "%.*s", static_cast<int>(device.size()), device.data());
-    name.kind = is_dev_root(place) ? EntryKind::verbs_device : EntryKind::directory;
-    return true;
+  if (is_dev_root(place)) {
+    const Node node = node_at(index, reading.devices());
+    return node.kind != EntryKind::none && put_name(name, node.name, node.kind);
   }
-  if (!is_dev_root(place) || index > reading.devices().size()) return false;
-  std::strcpy(name.text, "rdma_cm");
-  name.kind = EntryKind::rdma_cm_device;
-  return true;
+  for (const SyntheticDevice& device : reading.devices())
+    if (const std::string_view own = place.root->device_name(device); !own.empty() && index-- == 0) return put_name(name, own, EntryKind::directory);
+  return index == 0 && !place.root->abi_version.empty() && put_name(name, "abi_version", EntryKind::text);
 }
 
 bool find_synthetic_device(std::string_view name, SyntheticDevice& device) {
@@ -444,8 +484,14 @@ bool find_synthetic_device(std::string_view name, SyntheticDevice& device) {
 
 void set_traffic_source(bool (*ask)(PortTraffic& now)) { traffic_source.store(ask, std::memory_order_relaxed); }
 
-void look_at_traffic(const char* path) {
-  if (!may_be_synthetic(path) || !find_synthetic(path).changes) return;
+void set_device_source(void (*ask)()) { device_source.store(ask, std::memory_order_relaxed); }
+
+void look_at_port(const char* path) {
+  if (!may_be_synthetic(path)) return;
+  const SyntheticEntry entry = find_synthetic(path);
+  if (entry.is_own && current.load(std::memory_order_relaxed) == slot_count)
+    if (auto* const find_out = device_source.load(std::memory_order_relaxed)) find_out();
+  if (!entry.changes) return;
   auto* const ask = traffic_source.load(std::memory_order_relaxed);
   PortTraffic now{};
   if (ask == nullptr || !ask(now)) return;

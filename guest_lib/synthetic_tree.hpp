@@ -1,4 +1,4 @@
-// What a program sees of vrdma devices under /sys/class/infiniband, /sys/class/infiniband_verbs and /dev/infiniband:
+// What a program sees of vrdma devices under /sys/class/infiniband, …_verbs, …_mad and /dev/infiniband:
 // a table of entries, rendered on demand from a description of the devices. Pure: no system call, no allocation, no
 // knowledge of who asks. Any thread may look up, also from a signal handler and before constructors have run.
 //
@@ -29,6 +29,7 @@ struct SyntheticGid {
 struct SyntheticDevice {
   char name[64];           // as ibv_get_device_name
   char verbs_name[64];     // "uverbsN"
+  char mad_name[64];       // "umadN"; not shown where the link layer is Ethernet: management is InfiniBand's
   std::uint64_t node_guid;
   std::uint64_t sys_image_guid;
   char firmware[32];
@@ -36,7 +37,6 @@ struct SyntheticDevice {
   char hca_type[32];
   char rate[32];           // "100 Gb/sec (4X EDR)"
   std::uint32_t verbs_minor;    // of the character device /dev/infiniband/uverbsN
-  std::uint32_t capability_mask;
   std::uint16_t lid;
   std::uint16_t sm_lid;
   std::uint8_t state;           // enum ibv_port_state
@@ -45,6 +45,8 @@ struct SyntheticDevice {
   SyntheticGid gids[limits::gid_table];
   std::uint16_t pkeys[limits::pkey_table];
 };
+
+constexpr std::uint32_t capabilities_of(const SyntheticDevice& d) { return d.ethernet ? limits::ethernet_port_capabilities : limits::port_capabilities; }
 
 constexpr std::size_t synthetic_devices_max = 4;
 
@@ -59,13 +61,16 @@ SyntheticDevice default_synthetic_device();
 constexpr char synthetic_netdev[] = "lo";
 constexpr std::uint32_t synthetic_netdev_index = 1;
 constexpr std::uint32_t connection_manager_minor = 58;  // of /dev/infiniband/rdma_cm, a device of major 10
-enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, rdma_cm_device };
+constexpr std::uint32_t character_major = 231;          // of uverbsN and umadN: the kernel's admin-guide/devices.txt
+constexpr std::uint32_t management_minor = 0;           // of /dev/infiniband/umad0
+enum class EntryKind : std::uint8_t { none, directory, text, verbs_device, mad_device, rdma_cm_device };
 
 struct SyntheticEntry {
   EntryKind kind = EntryKind::none;
   bool not_a_directory = false;  // with kind none: the path goes on below a file
   bool changes = false;            // a counter, whose text is another one later
-  std::uint32_t device_minor = 0;  // of the two device kinds
+  bool is_own = false;             // something of the program's own port, known once it has one
+  std::uint32_t device_minor = 0;  // of the device kinds
   std::uint64_t inode = 0;
   std::size_t text_bytes = 0;
   char text[512];  // of kind text; not terminated
@@ -101,8 +106,11 @@ struct PortTraffic {
 };
 // Who can ask for it; false: nobody can be asked, and the counters stay what they are.
 void set_traffic_source(bool (*ask)(PortTraffic& now));
-// Before a file at `path` is looked up to be read: a counter is asked for. Not for signal handlers, where it is one.
-void look_at_traffic(const char* path);
+// Who can find out what the device is, and sets it.
+void set_device_source(void (*ask)());
+// Before a file at `path` is looked up to be read: a counter is asked for, and where the device is still the default, so is what is the
+// program's own (GUIDs, LIDs, GIDs, P_Keys). Not for signal handlers, where it is one of these.
+void look_at_port(const char* path);
 
 // The device whose name this is, for callers that need its GIDs; false when there is none.
 bool find_synthetic_device(std::string_view name, SyntheticDevice& device);

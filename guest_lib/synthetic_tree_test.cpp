@@ -66,6 +66,11 @@ TEST_CASE("the device's files read as the kernel writes them") {
   CHECK(text_of(ib + "/device/numa_node") == "-1\n");
   CHECK(text_of("/sys/class/infiniband_verbs/uverbs0/ibdev") == "vrdma0\n");
   CHECK(text_of("/sys/class/infiniband_verbs/uverbs0/dev") == "231:192\n");
+  CHECK(text_of("/sys/class/infiniband_verbs/abi_version") == "6\n");
+  CHECK(text_of("/sys/class/infiniband_mad/abi_version") == "5\n");
+  CHECK(text_of("/sys/class/infiniband_mad/umad0/ibdev") == "vrdma0\n");
+  CHECK(text_of("/sys/class/infiniband_mad/umad0/port") == "1\n");
+  CHECK(find_synthetic("/sys/class/infiniband_mad/abi_version/x").not_a_directory);
 }
 
 TEST_CASE("on Ethernet the GID attributes name version and interface") {
@@ -76,6 +81,10 @@ TEST_CASE("on Ethernet the GID attributes name version and interface") {
   std::strcpy(device.gids[1].netdev, "eth0");
   set_synthetic_devices(std::span(&device, 1));
   CHECK(text_of(ib + "/ports/1/link_layer") == "Ethernet\n");
+  // Management datagrams are InfiniBand's.
+  CHECK(names_in("/sys/class/infiniband_mad") == std::set<std::string>{"abi_version"});
+  CHECK(names_in("/dev/infiniband") == std::set<std::string>{"uverbs0", "rdma_cm"});
+  CHECK(kind_of("/dev/infiniband/umad0") == EntryKind::none);
   CHECK(text_of(ib + "/ports/1/gid_attrs/types/1") == "RoCE v2\n");
   CHECK(text_of(ib + "/ports/1/gid_attrs/ndevs/1") == "eth0\n");
   CHECK(names_in(ib + "/ports/1/gid_attrs/types") == std::set<std::string>{"0", "1"});
@@ -86,9 +95,10 @@ TEST_CASE("every listed entry exists and every directory lists what it holds") {
   const SyntheticDevice device = default_synthetic_device();
   set_synthetic_devices(std::span(&device, 1));
   CHECK(walk("/sys/class/infiniband") > 40);
-  CHECK(walk("/sys/class/infiniband_verbs") == 2);
+  CHECK(walk("/sys/class/infiniband_verbs") == 3);
   CHECK(names_in("/sys/class/infiniband") == std::set<std::string>{"vrdma0"});
-  CHECK(names_in("/dev/infiniband") == std::set<std::string>{"uverbs0", "rdma_cm"});
+  CHECK(walk("/sys/class/infiniband_mad") == 4);
+  CHECK(names_in("/dev/infiniband") == std::set<std::string>{"uverbs0", "umad0", "rdma_cm"});
   CHECK(names_in(ib + "/device") == std::set<std::string>{"numa_node", "local_cpus", "local_cpulist", "net"});
   CHECK(names_in(ib + "/ports/1/gid_attrs") == std::set<std::string>{"ndevs", "types"});
   CHECK(names_in(ib + "/lid").empty());
@@ -103,7 +113,7 @@ TEST_CASE("a port's counters are asked for when one of them is to be read") {
     return ++asked != 2;
   });
   const auto read = [&](const char* name) {
-    look_at_traffic((counters + name).c_str());
+    look_at_port((counters + name).c_str());
     return text_of(counters + name);
   };
   CHECK(read("port_xmit_data") == "1000\n");  // words of four bytes
@@ -116,11 +126,22 @@ TEST_CASE("a port's counters are asked for when one of them is to be read") {
   CHECK(read("port_xmit_data") == "1000\n");
 }
 
+TEST_CASE("what is the program's own is asked for as long as nobody has said it") {
+  static int asked = 0;
+  set_device_source([] { ++asked; });
+  set_synthetic_devices(std::array{default_synthetic_device()});
+  look_at_port((ib + "/ports/1/lid").c_str());
+  CHECK(asked == 0);  // it is known
+  for (const char* own : {"/ports/1/lid", "/ports/1/sm_lid", "/ports/1/gids/0", "/ports/1/pkeys/0", "/node_guid"}) CHECK(find_synthetic((ib + own).c_str()).is_own);
+  for (const char* all : {"/ports/1/state", "/fw_ver", "/ports/1/counters/port_xmit_data"}) CHECK_FALSE(find_synthetic((ib + all).c_str()).is_own);
+  set_device_source(nullptr);
+}
+
 TEST_CASE("paths outside the tree, near misses and paths below files are not entries") {
   const SyntheticDevice device = default_synthetic_device();
   set_synthetic_devices(std::span(&device, 1));
   for (const char* path : {"/sys/class/infinibandx", "/sys/class/infiniband/vrdma", "/sys/class/infiniband/vrdma00",
-                           "/sys/class/infiniband_verbs/vrdma0", "/dev/infiniband/umad0", "/dev/infinibandx/uverbs0",
+                           "/sys/class/infiniband_verbs/vrdma0", "/dev/infiniband/umad1", "/sys/class/infiniband_mad/uverbs0", "/dev/infinibandx/uverbs0",
                            "/sys/class/infiniband/vrdma0/device/net/eth0", "/sys/class/infiniband/vrdma0/ports/2/lid",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/16", "/sys/class/infiniband/vrdma0/ports/1/gids/",
                            "/sys/class/infiniband/vrdma0/ports/1/gids/00", "/sys/class/infiniband/vrdma0/ports/1/gids/#",

@@ -55,7 +55,7 @@ void refresh(int fd) {
     if (found == nullptr) {
       mark(fd, false);
     } else if (::lseek(fd, 0, SEEK_CUR) == 0) {
-      look_at_traffic(found->path);
+      look_at_port(found->path);
       const SyntheticEntry entry = find_synthetic(found->path);
       if (entry.kind == EntryKind::text && ::ftruncate(fd, static_cast<off_t>(entry.text_bytes)) == 0)
         [[maybe_unused]] const auto written = ::pwrite(fd, entry.text, entry.text_bytes, 0);

@@ -3,6 +3,7 @@
 //   as_int        +errno             ibv_modify_qp, ibv_destroy_cq …
 //   as_ptr        nullptr, errno     ibv_create_qp, ibv_reg_mr …
 //   as_minus_one  -1, errno          ibv_query_gid, ibv_get_cq_event …
+//   as_count      -1, errno          open, read: what a system call gives otherwise
 //
 // Each takes a callable that returns a Status or Result. errno is set on every failure, as libibverbs does. A thread is not cancelled
 // inside.
@@ -50,6 +51,14 @@ int as_minus_one(Function&& function) noexcept {
   const Status status = detail::walled(std::forward<Function>(function));
   if (status) return 0;
   errno = value(status.error());
+  return -1;
+}
+
+template <class Function>
+auto as_count(Function&& function) noexcept -> std::remove_cvref_t<decltype(*function())> {
+  const auto result = detail::walled(std::forward<Function>(function));
+  if (result) return *result;
+  errno = value(result.error());
   return -1;
 }
 

@@ -77,20 +77,30 @@ std::array<GidEntry, 16> gids_of(std::uint64_t guid, std::uint16_t lid, std::uin
   return gids;
 }
 
+std::uint64_t system_image_guid() { return eui64(host_identity()); }
+std::uint64_t subnet_manager_guid() { return eui64(mix(host_identity(), "subnet manager")) | subnet_manager_lid; }
+
 void assign_addresses(Guest& guest) {
   const std::uint64_t hash = mix(host_identity(), guest.name);
   guest.guid = (eui64(hash ^ (static_cast<std::uint64_t>(guest.id.value) * 0x9e3779b1u & 0xffffff)) & ~std::uint64_t{0xffff}) | guest.lid;
   guest.gids = gids_of(guest.guid, guest.lid, guest.link_layer);
 }
 
+std::uint16_t multicast_lid(const Gid& group) {
+  constexpr std::uint32_t count = 0x3ffe;
+  std::uint32_t hash = 0;
+  for (const std::uint8_t byte : group) hash = hash * 31 + byte;
+  return static_cast<std::uint16_t>(first_multicast_lid | hash % count);
+}
+
 DeviceReply device_reply(const Guest& guest, const Config& config, std::uint32_t generation) {
   DeviceReply reply{};
   reply.node_guid = htobe64(guest.guid);
-  reply.sys_image_guid = htobe64(eui64(host_identity()));
+  reply.sys_image_guid = htobe64(system_image_guid());
   reply.generation = generation;
   reply.link_layer = guest.link_layer;
   reply.lid = guest.link_layer == link_layer_infiniband ? guest.lid : 0;
-  reply.sm_lid = guest.link_layer == link_layer_infiniband ? 1 : 0;
+  reply.sm_lid = guest.link_layer == link_layer_infiniband ? subnet_manager_lid : 0;
   reply.port_state = 4;  // IBV_PORT_ACTIVE
   reply.max_mtu = 5;
   reply.active_mtu = static_cast<std::uint8_t>(std::bit_width(config.active_mtu) - 8);

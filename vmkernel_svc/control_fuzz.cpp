@@ -3,7 +3,8 @@
 //
 // Input: steps of one byte (bits 0–2: what, bit 3: which guest, bits 4–7: how many turns after it) and what the step needs.
 // Handles count up from 1, so that small numbers name what earlier steps made. Handles 1 and 2 are contexts, 3 is a completion
-// channel, 4 a backing of 64 KiB. Each has two event channels of rdma_cm, and 10.0.0.1 or 10.0.0.2 in one network namespace.
+// channel, 4 a backing of 64 KiB. Each has two event channels of rdma_cm, and 10.0.0.1 or 10.0.0.2 in one network namespace;
+// the one on InfiniBand has opened umad0.
 #include <sys/socket.h>
 
 #include "vmkernel_svc/cm/connection_manager.hpp"
@@ -24,6 +25,7 @@ void equip(FuzzWorld& world, Guest& guest, int memory) {
   (void)world.desk().on(guest, control::AddBackingRequest{}, vmci::UniqueFd(::dup(memory)));
   (void)world.desk().on_cm_open(guest, given);
   (void)world.desk().on_cm_open(guest, given);
+  (void)world.desk().on_mad_open(guest, given);
   control::CmPlaceRequest place{};
   place.network = place.count = 1;
   place.addresses[0] = {AF_INET, 0, 0, {10, 0, 0, static_cast<std::uint8_t>(guest.link_layer)}};

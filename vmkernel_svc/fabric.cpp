@@ -1,6 +1,7 @@
 #include "vmkernel_svc/fabric.hpp"
 
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 
@@ -22,7 +23,7 @@ Guest::Guest() = default;
 Guest::~Guest() = default;
 
 Fabric::Fabric(const Config& config_in, Shards& shards_in)
-    : config(config_in), shards(shards_in), mappings_max(mappings_allowed()), cm(std::make_unique<ConnectionManager>(*this)) {}
+    : config(config_in), shards(shards_in), mappings_max(mappings_allowed()), cm(std::make_unique<ConnectionManager>(*this)), management(std::make_unique<Management>(*this)) {}
 Fabric::~Fabric() = default;
 
 std::uint32_t Fabric::new_qpn() {

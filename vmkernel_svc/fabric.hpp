@@ -63,6 +63,7 @@ struct XrcFile {
 
 class FarDesk;
 class ConnectionManager;
+class Management;
 
 class Fabric {
  public:
@@ -88,6 +89,7 @@ class Fabric {
   std::map<XrcFile, std::weak_ptr<XrcDomain>> xrc_domains;  // that a file names
   VmciSwitch vmci{*this};
   std::unique_ptr<ConnectionManager> cm;
+  std::unique_ptr<Management> management;
 
   // Changes whenever a queue pair appears, vanishes, or is connected elsewhere: what was found before must be found again.
   std::uint64_t topology_generation = 1;

@@ -10,6 +10,7 @@
 #include <map>
 
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -220,6 +221,8 @@ void FuzzWorld::check() {
   }
   const ConnectionManager& cm = *shard_.fabric().cm;
   fuzz_require(cm.channels().empty() && cm.identifiers().empty() && cm.memberships().empty() && !cm.waits(), "a guest that left leaves no connection behind");
+  const Management& management = *shard_.fabric().management;
+  fuzz_require(management.channel_count() == 0 && management.waiting_answers() == 0 && management.groups().all().empty(), "a guest that left leaves no datagram behind");
   fuzz_require(std::memcmp(victim_->arena.segment().data(), victim_arena_.data(), victim_arena_.size()) == 0,
                "another guest's rings and queues are left alone");
   const std::byte* const memory = victim_memory_.data();
@@ -294,6 +297,22 @@ void FuzzWorld::name_connections(Guest& guest, Request request, std::span<std::b
   std::memcpy(body.data(), &id, sizeof(id));
 }
 
+// Channels of umad0 likewise: bodies begin with one. Of what is sent, the LID is a name, too.
+void FuzzWorld::name_management(Guest& guest, Request request, std::span<std::byte> body) {
+  if (body.size() < sizeof(std::uint32_t)) return;
+  std::uint32_t channel;
+  std::memcpy(&channel, body.data(), sizeof(channel));
+  const auto own = shard_.fabric().management->channels_of(guest);
+  if (channel < own.size()) channel = own[channel];
+  std::memcpy(body.data(), &channel, sizeof(channel));
+  constexpr std::size_t lid_at = offsetof(MadSendRequest, to) + offsetof(MadAddress, lid);
+  if (request != Request::mad_send || body.size() < lid_at + sizeof(std::uint16_t)) return;
+  std::uint16_t to;
+  std::memcpy(&to, body.data() + lid_at, sizeof(to));
+  to = lid(guest, to);
+  std::memcpy(body.data() + lid_at, &to, sizeof(to));
+}
+
 // --- steps ----------------------------------------------------------------------------------------------------
 
 // rest: the record from its 16th byte on; what it lacks of its slots stays as it is in the ring.
@@ -362,6 +381,8 @@ void FuzzWorld::step_request(Guest& guest, FuzzInput& input) {
     if ((request >= static_cast<std::uint32_t>(Request::cm_close) && request <= static_cast<std::uint32_t>(Request::cm_take_event)) ||
         request == static_cast<std::uint32_t>(Request::cm_write_event))
       name_connections(guest, static_cast<Request>(request), std::span(record).subspan(sizeof(Head)));
+    if (request >= static_cast<std::uint32_t>(Request::mad_close) && request <= static_cast<std::uint32_t>(Request::mad_take) && !datagram)
+      name_management(guest, static_cast<Request>(request), std::span(record).subspan(sizeof(Head)));
     put(guest, tag, static_cast<std::uint32_t>(bytes), request, slots_of(record.size()), std::span(record).subspan(sizeof(RecordHead)));
   }
   guest.control_held = true;

@@ -52,6 +52,7 @@ class FuzzWorld {
   std::uint32_t bring_up(std::uint32_t pd, std::uint32_t cq, engine::QpType type);
   void put(Guest& guest, std::uint64_t tag, std::uint32_t word, std::uint32_t user, std::uint32_t slots, std::span<const std::byte> rest);
   void name_connections(Guest& guest, control::Request request, std::span<std::byte> body);
+  void name_management(Guest& guest, control::Request request, std::span<std::byte> body);
   std::uint32_t qpn(Guest& guest, std::uint32_t from_input);
   std::uint16_t lid(Guest& guest, std::uint16_t from_input);
   std::uint32_t key(Guest& guest, std::uint32_t from_input);

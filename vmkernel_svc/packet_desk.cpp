@@ -160,6 +160,8 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     }
     case Request::cm_open:
       return reply_with(desk_.on_cm_open(guest, give));
+    case Request::mad_open:
+      return reply_with(desk_.on_mad_open(guest, give));
     case Request::reach_process: {
       ReachProcessRequest body{};
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);

@@ -20,6 +20,7 @@
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/readiness.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/pkeys.hpp"
@@ -153,21 +154,27 @@ void Server::run() {
   stop_shards();
 }
 
-// On the main thread. The connection manager's time is measured on the shard's thread, at the first moment that may be of interest.
-void Server::set_cm_alarm(std::uint64_t at_ns) {
-  if (cm_alarm_ns_ != 0 && cm_alarm_ns_ <= at_ns) return;
-  cm_alarm_ns_ = at_ns;
+// On the main thread. Theirs is measured on the shard's thread, at the first moment that may be of interest.
+void Server::set_alarm(std::uint64_t at_ns) {
+  if (alarm_ns_ != 0 && alarm_ns_ <= at_ns) return;
+  alarm_ns_ = at_ns;
   const std::uint64_t now_ns = vmci::monotonic_ns();
-  cm_timer_.expires_after(std::chrono::nanoseconds(at_ns > now_ns ? at_ns - now_ns : 0));
-  cm_timer_.async_wait([this](const boost::system::error_code& error) {
+  alarm_timer_.expires_after(std::chrono::nanoseconds(at_ns > now_ns ? at_ns - now_ns : 0));
+  alarm_timer_.async_wait([this](const boost::system::error_code& error) {
     if (error) return;
-    cm_alarm_ns_ = 0;
-    shard_->submit([](Shard& shard) { shard.fabric().cm->expire(vmci::monotonic_ns()); });
+    alarm_ns_ = 0;
+    shard_->submit([](Shard& shard) {
+      shard.fabric().cm->expire(vmci::monotonic_ns());
+      shard.fabric().management->expire(vmci::monotonic_ns());
+    });
   });
 }
 
 void Server::start_shards() {
-  shard_->fabric().cm->set_alarm([this](std::uint64_t at_ns) { boost::asio::post(io_, [this, at_ns] { set_cm_alarm(at_ns); }); });
+  const auto wake_up = [this](std::uint64_t at_ns) { boost::asio::post(io_, [this, at_ns] { set_alarm(at_ns); }); };
+  shard_->fabric().cm->set_alarm(wake_up);
+  shard_->fabric().management->set_alarm(wake_up);
+  shard_->fabric().management->use_traffic([this](const Guest& guest) { return desk_->traffic_of(guest); });
   for (Shard* const shard : shard_->fabric().shards.all())
     shard_threads_.emplace_back([shard] {
       pthread_setname_np(pthread_self(), fmt::format("shard-{}", shard->number()).c_str());
@@ -375,6 +382,7 @@ bool may_come_from_machine(Request request) {
     case Request::create_channel:
     case Request::open_xrcd:
     case Request::cm_open:
+    case Request::mad_open:
     case Request::add_pinned:
     case Request::remove_backing:
     case Request::reach_process:

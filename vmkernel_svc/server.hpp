@@ -59,15 +59,15 @@ class Server {
   void machines_changed();
   void tell_of_machines();
   void join_hosts();
-  void set_cm_alarm(std::uint64_t at_ns);
+  void set_alarm(std::uint64_t at_ns);
 
   Config config_;
   boost::asio::io_context io_;
   boost::asio::signal_set signals_{io_};
   boost::asio::posix::stream_descriptor listener_{io_};
   boost::asio::steady_timer idle_timer_{io_};
-  boost::asio::steady_timer cm_timer_{io_};  // when the connection manager gives something up
-  std::uint64_t cm_alarm_ns_ = 0;            // 0: it is not set
+  boost::asio::steady_timer alarm_timer_{io_};  // when the connection manager, or the management, gives something up
+  std::uint64_t alarm_ns_ = 0;                 // 0: it is not set
   boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
   vmci::Segment page_;
   pthread_mutex_t* alive_ = nullptr;  // on the page; held from run() on

@@ -38,7 +38,7 @@ const std::set<std::string> interposed = {
     "__lxstat", "__lxstat64", "__fxstatat", "__fxstatat64", "statx", "access", "eaccess", "euidaccess", "faccessat",
     "realpath", "__realpath_chk", "canonicalize_file_name", "readlink", "readlinkat", "__readlink_chk",
     "__readlinkat_chk", "opendir", "closedir", "readdir", "readdir64", "readdir_r", "readdir64_r", "rewinddir",
-    "socket", "send", "sendto", "sendmsg", "read", "write", "close", "fstat", "fstat64", "__fxstat", "__fxstat64",
+    "socket", "send", "sendto", "sendmsg", "read", "write", "ioctl", "close", "fstat", "fstat64", "__fxstat", "__fxstat64",
     "seekdir", "telldir", "dirfd", "scandir", "scandir64", "chdir", "fchdir", "getcwd", "__getcwd_chk", "get_current_dir_name"};
 
 ElfFile read_required(const char* path) {
@@ -96,7 +96,7 @@ TEST_CASE("no symbol of a C library newer than 2.35 is wanted") {
 TEST_CASE("the library's own calls reach no other library that stands in for sockets, polls and files") {
   const std::set<std::string> names{
       "accept", "accept4", "bind", "close", "connect", "dup", "dup2", "dup3", "epoll_create", "epoll_create1", "epoll_ctl", "epoll_pwait", "epoll_wait",
-      "fcntl", "fcntl64", "getpeername", "getsockname", "getsockopt", "listen", "poll", "ppoll", "read", "readv", "recv", "recvfrom", "recvmsg", "select",
+      "fcntl", "fcntl64", "getpeername", "getsockname", "getsockopt", "ioctl", "listen", "poll", "ppoll", "read", "readv", "recv", "recvfrom", "recvmsg", "select",
       "send", "sendmsg", "sendto", "setsockopt", "shutdown", "socket", "socketpair", "write", "writev"};
   for (const auto& import : read_required(VRDMA_LIBRARY).imports) {
     INFO(import.name);

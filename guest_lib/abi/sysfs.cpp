@@ -41,7 +41,7 @@ ssize_t read_file(const char* path, char* out, std::size_t size) {
     return bytes;
   }
   if (!vrdma::may_be_synthetic(path)) return -1;
-  vrdma::look_at_traffic(path);
+  vrdma::look_at_port(path);
   const vrdma::SyntheticEntry entry = vrdma::find_synthetic(path);
   if (entry.kind != vrdma::EntryKind::text) return -1;
   const std::size_t bytes = std::min(size, entry.text_bytes);

@@ -31,9 +31,9 @@ Status create_id(const Command& command) {
   if (command.answer_bytes() < sizeof(rdma_ucm_create_id_resp)) return Errno{ENOSPC};
   const auto made = command.attachment.call<Request::cm_create_id>({command.file->channel, body->ps, body->qp_type, body->uid});
   if (!made) return made.error();
-  Files& files = Files::instance();
-  std::lock_guard lock(files.mutex);
-  files.told[command.file->key(made->id)] = {command.file->key(), body->uid};
+  Account& account = Account::instance();
+  std::lock_guard lock(account.mutex);
+  account.told[command.file->key(made->id)] = {command.file->key(), body->uid};
   return command.answer(body->response, rdma_ucm_create_id_resp{made->id});
 }
 
@@ -44,11 +44,11 @@ Status forget(const Command& command, std::uint64_t response, std::uint32_t hand
   if (gone && gone->last != 0) command.file->take_record();
   std::uint32_t events = 0;
   {
-    Files& files = Files::instance();
-    std::lock_guard lock(files.mutex);
-    const auto found = files.told.find(command.file->key(handle));
-    if (found == files.told.end() && !gone) return Errno{ENOENT};
-    if (found != files.told.end()) events = found->second.events, files.told.erase(found);
+    Account& account = Account::instance();
+    std::lock_guard lock(account.mutex);
+    const auto found = account.told.find(command.file->key(handle));
+    if (found == account.told.end() && !gone) return Errno{ENOENT};
+    if (found != account.told.end()) events = found->second.events, account.told.erase(found);
   }
   return command.answer(response, rdma_ucm_destroy_id_resp{events});
 }
@@ -63,16 +63,16 @@ Status destroy_id(const Command& command) {
 Status migrate_id(const Command& command) {
   const auto body = command.body<rdma_ucm_migrate_id>();
   if (!body) return Errno{EINVAL};
-  const auto from = Files::instance().find(static_cast<int>(body->fd));
+  const auto from = find_file(static_cast<int>(body->fd));
   if (!from || from->attachment != command.file->attachment) return Errno{EINVAL};
   const auto moved = command.attachment.call<Request::cm_migrate>({{body->id, from->channel}, command.file->channel, 0});
   if (!moved) return moved.error();
   if (moved->last != 0) from->take_record();
   std::uint32_t events = 0;
   {
-    Files& files = Files::instance();
-    std::lock_guard lock(files.mutex);
-    Told& told = files.told[command.file->key(body->id)];
+    Account& account = Account::instance();
+    std::lock_guard lock(account.mutex);
+    Told& told = account.told[command.file->key(body->id)];
     told.channel = command.file->key();
     events = told.events;
   }
@@ -154,9 +154,9 @@ Status accept(const Command& command) {
   if (body->conn_param.valid != 0) request.parameters = parameters_of(body->conn_param);
   if (const Status accepted = command.call<Request::cm_accept>(request); !accepted) return accepted;
   if (body->conn_param.valid != 0) {
-    Files& files = Files::instance();
-    std::lock_guard lock(files.mutex);
-    files.told[command.file->key(body->id)].uid = body->uid;
+    Account& account = Account::instance();
+    std::lock_guard lock(account.mutex);
+    account.told[command.file->key(body->id)].uid = body->uid;
   }
   return ok();
 }
@@ -209,9 +209,9 @@ Status join_to(const Command& command, std::uint64_t response, std::uint32_t id,
   const CmAddress group = address_of(static_cast<const sockaddr*>(address));
   const auto joined = command.attachment.call<Request::cm_join>({command.id(id), uid, group, flags, 0});
   if (!joined) return joined.error();
-  Files& files = Files::instance();
-  std::lock_guard lock(files.mutex);
-  files.told[command.file->key(joined->id)] = {command.file->key(), uid, 0, command.file->key(id)};
+  Account& account = Account::instance();
+  std::lock_guard lock(account.mutex);
+  account.told[command.file->key(joined->id)] = {command.file->key(), uid, 0, command.file->key(id)};
   return command.answer(response, rdma_ucm_create_id_resp{joined->id});
 }
 

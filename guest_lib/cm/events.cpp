@@ -1,6 +1,4 @@
 // What has happened to a channel's identifiers, as librdmacm reads it.
-#include <fcntl.h>
-#include <poll.h>
 #include <rdma/rdma_user_cm.h>
 
 #include "guest_lib/cancellation.hpp"
@@ -41,9 +39,9 @@ rdma_ucm_event_resp event_of(const control::CmEvent& from) {
 
 // The service is gone, and the devices with it. nullopt: every identifier of the channel has been told.
 std::optional<control::CmEvent> next_removal(const File& file) {
-  Files& files = Files::instance();
-  std::lock_guard lock(files.mutex);
-  for (auto& [key, told] : files.told) {
+  Account& account = Account::instance();
+  std::lock_guard lock(account.mutex);
+  for (auto& [key, told] : account.told) {
     if (told.channel != file.key() || told.member != 0 || told.removal || told.uid == 0) continue;
     told.removal = true;
     ++told.events;
@@ -70,21 +68,13 @@ Result<std::optional<control::CmEvent>> take_event(const File& file) {
   }
   if (taken->last != 0) file.take_record();
   if (taken->found == 0) return std::optional<control::CmEvent>{};
-  Files& files = Files::instance();
-  std::lock_guard lock(files.mutex);
-  Told& told = files.told[file.key(taken->counted_at)];
+  Account& account = Account::instance();
+  std::lock_guard lock(account.mutex);
+  Told& told = account.told[file.key(taken->counted_at)];
   ++told.events;
-  if (told.member != 0) ++files.told[told.member].events;
-  if (taken->event.event == control::cm_connect_request) files.told[file.key(taken->event.id)] = {file.key(), 0};
+  if (told.member != 0) ++account.told[told.member].events;
+  if (taken->event.event == control::cm_connect_request) account.told[file.key(taken->event.id)] = {file.key(), 0};
   return std::optional(taken->event);
-}
-
-// Another thread has closed the channel. Who waits in the kernel keeps its file, where nothing will ever happen; rping, whose thread is
-// still there when its channel goes, counts on that.
-long wait_for_ever(bool blocks) {
-  while (blocks) ::poll(nullptr, 0, -1);
-  errno = EBADF;
-  return -1;
 }
 
 }  // namespace
@@ -98,15 +88,9 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     return -1;
   }
   for (;;) {
-    const bool blocks = (::fcntl(file->fd, F_GETFL) & O_NONBLOCK) == 0;
-    pollfd readable{file->fd, POLLIN, 0};
-    const int ready = ::poll(&readable, 1, blocks ? -1 : 0);
-    if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
-    if (ready < 0) return -1;
-    if (ready == 0) {
-      errno = EAGAIN;
-      return -1;
-    }
+    const int readable = file->wait_until_readable();
+    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever();
+    if (readable < 0) return -1;
     std::optional<control::CmEvent> event;
     const int error = as_int([&]() -> Status {
       auto taken = take_event(*file);
@@ -114,7 +98,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
       event = *taken;
       return event ? command.answer(request->response, event_of(*event), least) : ok();
     });
-    if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
+    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever();
     if (error != 0) return -1;
     if (event) return static_cast<long>(whole);
   }

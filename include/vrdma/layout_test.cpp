@@ -133,6 +133,11 @@ PIN(control::CmParameters, private_data, 16);
 PIN(control::CmEvent, parameters, 24);
 PIN(control::CmEvent, address, 296);
 PIN(control::CmTakeReply, event, 16);
+PIN(control::MadRegisterRequest, methods, 16);
+PIN(control::MadAddress, lid, 28);
+PIN(control::MadSendRequest, data, 64);
+PIN(control::MadTakeReply, from, 24);
+PIN(control::MadTakeReply, data, 64);
 static_assert(sizeof(control::OpenDirectReply) == 104 && sizeof(control::OpenProcessReply) == 24 && sizeof(control::OpenSharedReceivesReply) == 40 &&
               sizeof(control::OpenPathRequest) == 40 && sizeof(control::OpenPathReply) == 184 && direct::claim_word(3, direct::held_by_poster) == 0x300000002 &&
               direct::claim_word(3, direct::held_by_poster, 0x123456) == 0x312345602);
@@ -147,7 +152,8 @@ TEST_CASE("Every control request has the number it has always had") {
       "set_direct", "open_shared_receives", "open_process", "share_address", "open_path",
       "cm_open", "cm_close", "cm_place", "cm_create_id", "cm_destroy_id", "cm_bind", "cm_resolve_address", "cm_resolve_route", "cm_listen", "cm_connect",
       "cm_accept", "cm_reject", "cm_disconnect", "cm_is_established", "cm_option", "cm_query", "cm_attributes", "cm_migrate", "cm_join", "cm_leave",
-      "cm_take_event", "open_xrcd", "close_xrcd", "create_xrc_qp", "time_cq", "read_clock", "alloc_mw", "dealloc_mw", "bind_mw", "invalidate_mw", "read_counters", "cm_write_event"};
+      "cm_take_event", "open_xrcd", "close_xrcd", "create_xrc_qp", "time_cq", "read_clock", "alloc_mw", "dealloc_mw", "bind_mw", "invalidate_mw", "read_counters", "cm_write_event",
+      "mad_open", "mad_close", "mad_register", "mad_unregister", "mad_send", "mad_take"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -25,6 +25,9 @@ constexpr std::uint32_t message_bytes_max = 1u << 31;
 constexpr std::uint32_t mtu_max_bytes = 4096;
 constexpr std::uint32_t pkey_table = 16;
 constexpr std::uint32_t gid_table = 16;
+// Of PortInfo (IBA 14.2.5.6), as enum ibv_port_cap_flags: a system image GUID, speeds above QDR, a connection manager; on Ethernet, GIDs of IP addresses.
+constexpr std::uint32_t port_capabilities = 1u << 11 | 1u << 14 | 1u << 16;
+constexpr std::uint32_t ethernet_port_capabilities = port_capabilities | 1u << 26;
 constexpr std::uint32_t mcast_groups_max = 8192;
 constexpr std::uint32_t mcast_qp_attach_max = 256;
 

@@ -39,6 +39,8 @@ def run(qp):
  CM_IS_ESTABLISHED, CM_OPTION, CM_QUERY, CM_ATTRIBUTES, CM_MIGRATE, CM_JOIN, CM_LEAVE, CM_TAKE) = range(43, 64)
 OPEN_XRCD, CLOSE_XRCD, CREATE_XRC_QP = range(64, 67)
 TIME_CQ, READ_CLOCK, ALLOC_MW, DEALLOC_MW, BIND_MW, INVALIDATE_MW, READ_COUNTERS, CM_WRITE_EVENT = range(67, 75)
+MAD_OPEN, MAD_CLOSE, MAD_REGISTER, MAD_UNREGISTER, MAD_SEND, MAD_TAKE = range(75, 81)
+SUBNET_MANAGER, ANYBODY = 0xBFFF, 0xFFFF
 ATTACH = 1
 RC, UC, UD, XRC_SEND, XRC_RECV, XRC_SRQ = 2, 3, 4, 9, 10, 0x100
 ADDRESS, BYTES, PROCESS, SLOT_TURNS = 0x40000, 65536, 0xFFFFFFFF, 2
@@ -149,6 +151,27 @@ def ring_seeds():
         out += other.ask(CM_TAKE, words(0, 0)) * 3 + other.ask(CM_ATTRIBUTES, words(0, 0, 2, 0)) + other.ask(CM_ACCEPT, words(0, 0)) + ring.ask(CM_QUERY, words(1, 0))
         out += ring.ask(CM_JOIN, words(0, 0) + uid + struct.pack("<HHI4B12x", 2, 0, 0, 239, 0, 0, 1) + words(1, 0)) + ring.ask(CM_MIGRATE, words(1, 0, 1, 0))
         yield name, out + other.ask(CM_DISCONNECT, words(0, 0)) + ring.ask(CM_WRITE_EVENT, words(0, 0, 18, 0, 7, 0)) + ring.ask(CM_TAKE, words(1, 0)) + ring.ask(CM_LEAVE, words(0, 0)) + ring.ask(CM_DESTROY, words(0, 0))
+    # Agents 0 to 3, and what each asks: by LID and by route, for records and groups, for counters; one guest's own class; nobody.
+    def agent(of_class, version=1, methods=0, oui=0, qpn=1):
+        return ring.ask(MAD_REGISTER, words(0, qpn) + struct.pack("<BBHIQQ", of_class, version, 0, oui, methods, 0))
+
+    def mad(by, lid, of_class, method, attribute, more=b"", version=1, modifier=0, timeout_ms=1, number=[0]):
+        number[0] += 1
+        head = struct.pack(">BBBBHHIIHHI", 1, of_class, version, method, 0, 0, 0, number[0], attribute, 0, modifier)
+        to = bytes(16) + words(1, 0, 0) + struct.pack("<HH8x", lid, 0)
+        return ring.ask(MAD_SEND, words(0, by) + to + words(timeout_ms, 1, 256, 0) + head + more) + ring.ask(MAD_TAKE, words(0, 4096, 0, 0))
+
+    def record(attribute, method, mask=0, data=b""):
+        return mad(2, SUBNET_MANAGER, 3, method, attribute, bytes(24) + struct.pack(">Q", mask) + data, version=2)
+    agents = agent(0x01, qpn=0) + agent(0x81, qpn=0) + agent(3, 2) + agent(4) + agent(0x32, 1, 2, 0x1405)
+    asked = b"".join(mad(0, lid, 1, 1, attribute, modifier=modifier) for lid in (1, SUBNET_MANAGER) for attribute, modifier in ((0x10, 0), (0x11, 0), (0x15, 1), (0x19, 0), (0x1B, 0)))
+    asked += b"".join(mad(1, ANYBODY, 0x81, 1, 0x11, b"\0" * 8 + b"\xff" * 4 + bytes(28 + 64) + b"\0\1\2") for _ in range(2))
+    yield "mad_nodes", agents + asked + mad(3, 1, 4, 1, 0x12, bytes(40) + b"\0\1\xff\xff") + mad(3, SUBNET_MANAGER, 4, 1, 0x1D, bytes(40) + b"\0\xff") + mad(3, 1, 4, 2, 0x12, bytes(40) + b"\0\1\xff\xff")
+    join = (1 << 0 | 1 << 1 | 1 << 2 | 1 << 6 | 1 << 7 | 1 << 12 | 1 << 13 | 1 << 16, b"\xff\x12" + bytes(30) + bytes(8) + b"\xff\xff" + bytes(6) + b"\1")
+    yield "mad_records", agents + b"".join(record(attribute, 0x12) for attribute in (0x11, 0x12, 0x14, 0x18, 0x20, 0x33, 0x35, 0x38)) + record(0x11, 1, 1, struct.pack(">H", SUBNET_MANAGER)) + \
+        record(0x38, 2, *join) + record(0x38, 0x15, *join) + record(1, 1) + record(0x77, 1)
+    yield "mad_programs", agents + mad(4, 1, 0x32, 1, 0, bytes(13) + b"\0\x14\5") + ring.ask(MAD_TAKE, words(0, 4096, 0, 0)) + mad(4, 77, 0x32, 1, 0) + \
+        ring.ask(MAD_TAKE, words(0, 0, 100, 0)) + ring.ask(MAD_UNREGISTER, words(0, 4)) + ring.ask(MAD_CLOSE, words(0, 0))
     # A domain 11, an SRQ 12 by the completions of 13, a target 14 and another handle of it, an initiator 16: queue pairs 4 to 7 by name.
     def xrc_qp(kind, srq=0, xrcd=11, target=0):
         return ring.ask(CREATE_XRC_QP, words(1, 5, 7, 7, srq, kind, 8, 0, 3, 0, 64, 0, xrcd, target))

@@ -183,9 +183,9 @@ def perftest(world):
                               ("ib_write_bw", ["-n", "100", "-c", "UC"]), ("ib_send_lat", ["-n", "50", "-c", "UD"]),
                               ("ib_send_lat", ["-n", "50", "-c", "XRC"]), ("ib_write_bw", ["-n", "100", "-c", "XRC"]), ("ib_atomic_bw", ["-n", "100", "-c", "XRC", "-q", "3"])):
             yield f"{layer} {program} {' '.join(more)}", lambda: Pair(a, b, [program, "-d", "vrdma0", "-F", *more], layer, more=address).end()
-    # To a multicast group, whose other member is on the other host. On InfiniBand it wants to ask a subnet manager by umad; and it compares
-    # the group's GID with its own: an IPv6 one it has to be.
+    # To a multicast group, whose other member is on the other host. On Ethernet it compares the group's GID with its own: an IPv6 one it has to be.
     for words in (["ib_send_lat", "-n", "50"], ["ib_send_bw", "-n", "100"]):
+        yield f"ib {' '.join(words)} -c UD -g", lambda: Pair(a, b, [words[0], "-d", "vrdma0", "-F", "-c", "UD", "-g", *words[1:]]).end()
         yield f"ethernet {' '.join(words)} -c UD -g", lambda: Pair(a, b, [words[0], "-d", "vrdma0", "-F", "-c", "UD", "-g", *words[1:]], "ethernet", more=["-x", "1"]).end()
 
 
@@ -228,6 +228,22 @@ def connections(world):
     forever = (["rping", "-s", "-a", "0.0.0.0"], ["rping", "-c", "-a", a.address])
     yield "the server is killed", lambda: met("ib", *forever, kill=lambda server, client: killed(server, client))
     yield "the client is killed", lambda: met("ib", *forever, kill=lambda server, client: killed(client, server))
+
+    def asked(words, patience_s=60):
+        """What a program of the other host says of a port here, which `ibping -S` has."""
+        peer = a.start_program(["ibping", "-S"], "ib")
+        try:
+            wait_until(lambda: a.show()["guests"] or not peer.running(), 60, "ibping -S has a port", [peer])
+            program = b.start_program([word.format(lid=a.show()["guests"][0]["lid"]) for word in words], "ib")
+            try:
+                if program.wait(patience_s * harness.PATIENCE) != 0:
+                    raise Failure(f"{program.name} ended with {program.returncode}\n{program.says()}")
+            finally:
+                program.stop()
+        finally:
+            peer.stop()
+    for words in (["ibping", "-c", "3", "{lid}"], ["smpquery", "nodeinfo", "{lid}"], ["perfquery", "-x", "{lid}", "1"]):
+        yield " ".join(words), lambda words=words: asked(words)
 
     def refused(address, event):
         program = b.start_program(["rping", "-c", "-a", address, "-p", "1"])

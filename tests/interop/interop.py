@@ -23,6 +23,7 @@ from pathlib import Path
 import clients
 import connections
 import copies
+import management
 import perftest
 import pingpong
 import rdma_core_suite
@@ -30,7 +31,7 @@ import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, drawn, need)
 
 DIRECT = {"direct": "auto"}
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "connections", "mpi", "pyverbs", "direct")
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "connections", "management", "mpi", "pyverbs", "direct")
 
 
 class Runner:
@@ -179,6 +180,19 @@ class Runner:
         self.case("nobody there", lambda: connections.refused(self.side()))
         self.case("nothing is left", lambda: connections.nothing_left(self.service))
         self.case("the service is killed", lambda: connections.service_killed(self.service, self.side()))
+
+    def management(self):
+        self.case("its own port", lambda: management.own_port(self.side()))
+        for name, look in (("nodes", management.nodes), ("the topology", management.topology), ("records", management.records), ("ibping", management.pings)):
+            self.case(name, lambda look=look: self._beside_a_peer(look))
+        self.case("a LID that nobody has", lambda: management.nobody(self.side()))
+        self.case("counters", lambda: management.counters(self.service, (self.side(), self.side())))
+        for words in management.MULTICAST:
+            self.case(" ".join((*words, "-c UD -g")), lambda words=words: management.multicast((self.side(), self.side()), words))
+
+    def _beside_a_peer(self, look):
+        with management.Peer(self.service, self.side()) as peer:
+            return look(self.side(), peer)
 
     def qperf(self):
         for test in clients.QPERF_TESTS:

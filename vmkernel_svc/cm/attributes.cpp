@@ -25,7 +25,6 @@ constexpr std::uint8_t packet_lifetime = 14;  // 67 ms; timers of the connection
 constexpr std::uint8_t default_ack_timeout = 18;  // 1 s
 // 0.64 ms. The kernel's is 655 ms, of which no program here would see why it waits.
 constexpr std::uint8_t rnr_timer = 12;
-constexpr std::uint16_t first_multicast_lid = 0xc000;
 constexpr std::uint32_t multicast_qpn = 0xffffff;
 
 Gid gid_of(const CmPort& port) {
@@ -55,12 +54,6 @@ Gid group_gid(const CmAddress& group, std::uint32_t link_layer, std::uint32_t po
     std::copy(group.ip.begin() + 6, group.ip.end(), gid.begin() + 6);
   }
   return gid;
-}
-
-std::uint16_t multicast_lid(const Gid& gid) {
-  std::uint32_t hash = 0;
-  for (const std::uint8_t byte : gid) hash = hash * 31 + byte;
-  return static_cast<std::uint16_t>(first_multicast_lid | hash % 0x3ffe);
 }
 
 }  // namespace

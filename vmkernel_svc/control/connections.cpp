@@ -8,13 +8,6 @@ namespace vrdma::svc {
 
 using namespace control;
 
-namespace {
-Result<Empty> as_reply(const Status& status) {
-  if (!status) return status.error();
-  return Empty{};
-}
-}  // namespace
-
 template <>
 Result<Empty> ControlDesk::on<Request::cm_close>(Guest& guest, const CmChannelRequest& request) {
   return as_reply(fabric_.cm->close(guest, request.channel));

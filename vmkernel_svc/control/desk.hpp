@@ -26,6 +26,7 @@ class ControlDesk {
   Result<control::AttachReply> attach(const control::AttachRequest& request, AttachInfo info, int service_page_fd,
                                       std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep);
   void detach(Guest& guest);
+  control::CountersReply traffic_of(const Guest& guest) const;  // of its queue pairs, also those that are gone
 
   // Serves what the guest's control ring holds. False: nothing was there. A guest whose bytes make no sense is marked broken.
   bool serve(Guest& guest);
@@ -38,6 +39,7 @@ class ControlDesk {
   Result<control::ChannelReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
   Result<control::HandleReply> on(Guest& guest, const control::OpenXrcdRequest& request, std::span<vmci::UniqueFd> file);
   Result<control::CmOpenReply> on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give);
+  Result<control::MadOpenReply> on_mad_open(Guest& guest, std::vector<vmci::UniqueFd>& give);
   // How memory without a backing is to be reached: `answer`, whether by the service, comes at once or when its worker knows, never
   // where the guest goes first. Then reach() carries the decision out and makes the reply. EALREADY: asked before.
   Status ask_how_reached(Guest& guest, const control::ReachProcessRequest& request, std::function<void(bool)> answer);
@@ -79,6 +81,11 @@ class ControlDesk {
   Shard& shard_;
   Fabric& fabric_;
 };
+
+inline Result<control::Empty> as_reply(const Status& status) {
+  if (!status) return status.error();
+  return control::Empty{};
+}
 
 // What the table says, one specialization each; those of an object's kind share a file of this folder.
 #define VRDMA_DECLARE(name, request, reply, socket) \

@@ -9,6 +9,7 @@
 
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
@@ -149,6 +150,7 @@ void ControlDesk::detach(Guest& guest) {
   shard_.direct().forget(guest);
   fabric_.vmci.leave(guest);
   fabric_.cm->leave(guest);
+  fabric_.management->leave(guest);
   guest.group->shard->remove(guest);
   fabric_.shards.remove(guest);
   guest.process.close();
@@ -210,6 +212,14 @@ Result<CmOpenReply> ControlDesk::on_cm_open(Guest& guest, std::vector<vmci::Uniq
   auto pipe = make_pipe();
   if (!pipe) return pipe.error();
   const auto opened = fabric_.cm->open(guest, std::move(pipe->second));
+  if (opened) give.push_back(std::move(pipe->first));
+  return opened;
+}
+
+Result<MadOpenReply> ControlDesk::on_mad_open(Guest& guest, std::vector<vmci::UniqueFd>& give) {
+  auto pipe = make_pipe();
+  if (!pipe) return pipe.error();
+  const auto opened = fabric_.management->open(guest, std::move(pipe->second));
   if (opened) give.push_back(std::move(pipe->first));
   return opened;
 }

@@ -287,11 +287,15 @@ Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRe
 }
 
 // In the port's terms: what a RDMA READ of this guest's brought has been received. What others read here leaves no trace.
-template <>
-Result<CountersReply> ControlDesk::on<Request::read_counters>(Guest& guest, const Empty&) {
+CountersReply ControlDesk::traffic_of(const Guest& guest) const {
   engine::QpCounters sum = guest.totals;
   for (auto& [handle, qp] : guest.qps) sum += shard_.direct().counters(*qp);
   return CountersReply{sum.sent_bytes, sum.sent_messages, sum.received_bytes + sum.read_bytes, sum.received_messages + sum.read_messages};
+}
+
+template <>
+Result<CountersReply> ControlDesk::on<Request::read_counters>(Guest& guest, const Empty&) {
+  return traffic_of(guest);
 }
 
 }  // namespace vrdma::svc

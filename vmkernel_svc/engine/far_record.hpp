@@ -13,6 +13,7 @@
 //       datagram  a message of a UD queue pair           →     delivered or dropped
 //       hca       what the two services agree on where the bytes go by HCAs (remote/hca_message.hpp), both ways
 //       groups    which multicast groups have members on the sender's host (remote/far_groups.hpp), both ways
+//       mad       a management datagram of a guest (mad/far_message.hpp), both ways
 //       cm        what the hosts' connection managers say to each other (cm/message.hpp), both ways
 //
 // The carrier delivers these once each and in order, or says that the far end has lost what it knew. Each direction of a
@@ -28,7 +29,7 @@
 namespace vrdma::engine {
 
 // news: never between hosts; a carrier's word that the far end has begun anew. `bytes`: what that one understands (remote/link_head.hpp).
-enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca, groups, cm };
+enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca, groups, cm, mad };
 
 constexpr std::uint32_t far_part_bytes = 64 * 1024 - 512;  // payload of one record
 constexpr std::uint64_t far_window_bytes = 1024 * 1024;    // under way in one direction of a connection

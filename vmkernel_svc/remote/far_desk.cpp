@@ -241,6 +241,7 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::news:
       new_session(frame->host, frame->session);
       cm_.new_session(frame->host, frame->record().bytes);
+      management_.new_session(frame->host, frame->record().bytes);
       return groups_.new_session(frame->host, frame->record().bytes);
     case FarKind::open:
       if (hca_) hca_->want_trunk(frame->host);
@@ -261,6 +262,7 @@ void FarDesk::arrived(FarFramePtr frame) {
       if (hca_) hca_->arrived(std::move(frame));
       return;
     case FarKind::cm: malformed_ += !cm_.arrived(frame->host, *frame); return;
+    case FarKind::mad: malformed_ += !management_.arrived(frame->host, *frame); return;
     case FarKind::groups: malformed_ += !groups_.arrived(frame->host, *frame); return;
   }
   ++malformed_;

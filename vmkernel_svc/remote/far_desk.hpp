@@ -18,6 +18,7 @@
 #include "vmkernel_svc/remote/carrier.hpp"
 #include "vmkernel_svc/remote/far_cm.hpp"
 #include "vmkernel_svc/remote/far_groups.hpp"
+#include "vmkernel_svc/remote/far_management.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 
 namespace vrdma::svc {
@@ -160,6 +161,7 @@ class FarDesk final : private FarGroups::Post {
   std::map<StandInKey, std::unique_ptr<StandIn>> stand_ins_;
   FarGroups groups_{*this};
   FarCm cm_{*this, shard_};
+  FarManagement management_{*this, shard_};
   std::vector<StandIn*> runnable_;
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;

@@ -33,7 +33,8 @@ struct LinkHead {
 static_assert(WireRecord<LinkHead> && sizeof(LinkHead) == engine::FarFrame::carrier_bytes);
 constexpr std::uint32_t link_knows_groups = 1;  // FarKind::groups
 constexpr std::uint32_t link_knows_cm = 2;      // FarKind::cm
-constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm;
+constexpr std::uint32_t link_knows_mads = 4;    // FarKind::mad
+constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm | link_knows_mads;
 constexpr std::size_t tagged_head_bytes = offsetof(LinkHead, tag);
 
 }  // namespace vrdma::remote

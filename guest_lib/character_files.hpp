@@ -1,0 +1,97 @@
+// The descriptors that this process has of character devices below /dev/infiniband: each is the read end of a pipe in which the service
+// keeps one record for as long as something waits to be read, so that waiting for it is what it is with the kernel's. What is written to
+// it, read from it and asked by ioctl(2) comes here (character_interpose.cpp), as do fstat(2) and close(2).
+//
+// Any thread.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "guest_lib/attachment.hpp"
+
+namespace vrdma::guest {
+
+class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
+ public:
+  virtual ~CharacterFile() = default;
+
+  // As the system calls: a count or 0, or -1 with errno.
+  virtual long write(const void* bytes, std::size_t count) = 0;
+  virtual long read(void* bytes, std::size_t count);
+  virtual int control(unsigned long request, void* argument);
+  // The descriptor is closed.
+  virtual void forgotten() = 0;
+
+  const std::shared_ptr<Attachment> attachment;
+  const std::uint32_t channel;
+  const int fd;
+  const dev_t device;
+  std::atomic<bool> closed{false};
+
+  // Something can be read. -1 with errno: EAGAIN, or poll(2)'s.
+  int wait_until_readable() const;
+  // Another thread has closed the file. Who waits in the kernel keeps it, and nothing will ever happen there; rping, whose thread is still
+  // there when its channel goes, counts on that. -1 with EBADF, if it does not block.
+  long wait_for_ever() const;
+  // The record is the service's word that something waits; it has said that nothing does.
+  void take_record() const;
+
+ protected:
+  CharacterFile(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in, dev_t device_in);
+
+ private:
+  friend class CharacterFiles;
+  bool blocks() const;
+  const ino_t inode_;  // of the pipe: another one means that the number is another file's by now
+};
+
+class CharacterFiles {
+ public:
+  static CharacterFiles& instance();
+
+  // Whether it may be one of them: all that a call on another file costs.
+  static bool may_hold(int fd) {
+    return fd >= 0 && fd < fds_max && (marks_[fd / 64].load(std::memory_order_relaxed) >> (fd % 64) & 1) != 0;
+  }
+
+  // In a fork's child: its descriptors are its parent's, and lead nowhere. False: there were none.
+  static bool abandon();
+
+  // As open(2) with these flags: make(attachment, pipe) is the file of a new channel of the service's, whose pipe it names and does not own.
+  template <control::Request R, class Make>
+  Result<int> open(int flags, std::uint16_t minor_of_service, const Make& make) {
+    auto attachment = attach(minor_of_service);
+    if (!attachment) return attachment.error();
+    auto opened = (*attachment)->template call_on_socket<R>({});
+    if (!opened) return opened.error();
+    if (opened->descriptors.size() != 1) return Errno{EPROTO};
+    const auto prepared = prepare(opened->descriptors[0].get(), flags);
+    if (!prepared) return prepared.error();
+    add(make(*attachment, opened->body.channel, opened->descriptors[0].get()));
+    return opened->descriptors[0].release();
+  }
+  // nullptr: it is none, or not any more.
+  std::shared_ptr<CharacterFile> find(int fd);
+  void forget(int fd);
+
+ private:
+  static constexpr int fds_max = 65536;
+  static std::atomic<std::uint64_t> marks_[fds_max / 64];
+  static std::atomic<bool> ever_opened_;
+  static void mark(int fd, bool on);
+  static Result<std::shared_ptr<Attachment>> attach(std::uint16_t minor_of_service);
+  static Status prepare(int fd, int flags);
+  void add(std::shared_ptr<CharacterFile> file);
+
+  std::mutex mutex_;
+  std::unordered_map<int, std::shared_ptr<CharacterFile>> files_;
+};
+
+}  // namespace vrdma::guest

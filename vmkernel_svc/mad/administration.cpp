@@ -1,0 +1,404 @@
+#include "vmkernel_svc/mad/administration.hpp"
+
+#include <cstring>
+
+#include "vmkernel_svc/mad/subnet_management.hpp"
+
+namespace vrdma::svc::mad {
+
+namespace {
+
+constexpr Field mask_field{384, 64};        // which components of a record the request gives
+constexpr Field manager_key{288, 64};
+constexpr Field attribute_offset{352, 16};  // of one record to the next, in 8 bytes
+constexpr std::size_t table_bytes_max = 8 << 20;
+constexpr std::uint8_t exactly = 2;          // of the selectors of MTU, rate and lifetime (IBA 15.2.5.16)
+constexpr std::uint8_t rate_100 = 16, lifetime = 14;  // 100 Gb/s; 67 ms
+constexpr std::uint8_t full_member = 1;
+
+// Of records, in the order of the components.
+constexpr Field node_fields[] = {{0, 16}, {16, 16}, {32, 8}, {40, 8}, {48, 8}, {56, 8}, {64, 64}, {128, 64}, {192, 64}, {256, 16}, {272, 16}, {288, 32}, {320, 8}, {328, 24}, {352, 512}};
+constexpr Field port_fields[] = {{0, 16}, {16, 8}, {24, 8}, {32, 64}, {96, 64}, {160, 16}, {176, 16}, {192, 32}, {224, 16}, {240, 16}, {256, 8}, {264, 8}, {272, 8}, {280, 8},
+                                 {288, 4}, {292, 4}, {296, 4}, {300, 4}, {304, 2}, {306, 3}, {309, 3}, {312, 4}, {316, 4}, {320, 4}};
+constexpr Field link_fields[] = {{0, 16}, {16, 8}, {24, 8}, {32, 16}};
+constexpr Field lid_fields[] = {{0, 16}};
+constexpr Field manager_fields[] = {{0, 16}, {16, 16}, {32, 64}, {96, 64}, {160, 32}, {192, 4}, {196, 4}};
+constexpr Field pkey_fields[] = {{0, 16}, {16, 16}, {32, 8}};
+namespace path {
+constexpr Field dgid{64, 128}, sgid{192, 128}, dlid{320, 16}, slid{336, 16}, hop_limit{376, 8}, reversible{392, 1}, count{393, 7}, pkey{400, 16}, mtu_selector{432, 2}, mtu{434, 6},
+    rate_selector{440, 2}, rate{442, 6}, lifetime_selector{448, 2}, lifetime{450, 6};
+constexpr Field fields[] = {{0, 8}, {8, 56}, dgid, sgid, dlid, slid, {352, 1}, {353, 3}, {356, 20}, hop_limit, {384, 8}, reversible, count, pkey, {416, 12}, {428, 4},
+                            mtu_selector, mtu, rate_selector, rate, lifetime_selector, lifetime};
+}  // namespace path
+namespace member {
+constexpr Field qkey{256, 32}, lid{288, 16}, mtu_selector{304, 2}, mtu{306, 6}, traffic_class{312, 8}, pkey{320, 16}, rate_selector{336, 2}, rate{338, 6},
+    lifetime_selector{344, 2}, lifetime{346, 6}, service_level{352, 4}, flow_label{356, 20}, hop_limit{376, 8}, scope{384, 4}, join_state{388, 4};
+constexpr std::size_t group_at = 0, port_at = 16;
+constexpr Field fields[] = {{0, 128}, {128, 128}, qkey, lid, mtu_selector, mtu, traffic_class, pkey, rate_selector, rate, lifetime_selector, lifetime, service_level, flow_label,
+                            hop_limit, scope, join_state, {392, 1}};
+// What a request that may create the group has to say.
+constexpr std::uint64_t has_gid = 1u << 0, has_port = 1u << 1, has_qkey = 1u << 2, has_traffic_class = 1u << 6, has_pkey = 1u << 7, has_level = 1u << 12, has_flow = 1u << 13,
+                        has_join_state = 1u << 16;
+constexpr std::uint64_t to_create = has_qkey | has_traffic_class | has_pkey | has_level | has_flow;
+}  // namespace member
+
+bool equal(std::span<const std::uint8_t> a, std::span<const std::uint8_t> b, Field field) {
+  for (; field.width > 64; field.bit += 64, field.width -= 64)
+    if (get(a, {field.bit, 64}) != get(b, {field.bit, 64})) return false;
+  return get(a, field) == get(b, field);
+}
+
+Gid gid_at(std::span<const std::uint8_t> bytes, std::size_t at) {
+  Gid gid;
+  std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), gid.size(), gid.begin());
+  return gid;
+}
+void put_gid(std::span<std::uint8_t> bytes, Field at, const Gid& gid) { std::copy(gid.begin(), gid.end(), bytes.begin() + at.bit / 8); }
+
+Gid port_gid(std::uint64_t guid) { return gids_of(guid, 0, control::link_layer_infiniband)[0].gid; }
+bool is_multicast(const Gid& gid) { return gid[0] == 0xff; }
+
+// A selector without a value that is compared is no component of its own.
+std::uint64_t without(std::uint64_t mask, std::initializer_list<unsigned> components) {
+  for (const unsigned one : components) mask &= ~(std::uint64_t{1} << one);
+  return mask;
+}
+
+}  // namespace
+
+// What a request asks for: records that agree with what it gives.
+struct Administration::Records {
+  std::span<const Field> fields;
+  std::span<const std::uint8_t> wanted;
+  std::uint64_t mask;
+  std::uint32_t modifier;
+  bool is_trusted;  // a manager's key comes with it
+  std::size_t record_bytes;
+  std::vector<std::uint8_t> found;
+  std::size_t count = 0;
+
+  bool gives(unsigned component) const { return (mask >> component & 1) != 0; }
+  void offer(std::span<const std::uint8_t> record) {
+    for (std::size_t i = 0; i < fields.size(); ++i)
+      if (gives(static_cast<unsigned>(i)) && !equal(wanted, record, fields[i])) return;
+    take(record);
+  }
+  bool is_full() const { return found.size() > table_bytes_max; }
+  void take(std::span<const std::uint8_t> record) {
+    if (is_full()) return;
+    found.insert(found.end(), record.begin(), record.end());
+    found.resize(++count * record_bytes);
+  }
+};
+
+struct Administration::Kind {
+  std::uint16_t attribute;
+  std::size_t record_bytes;  // a multiple of 8
+  std::span<const Field> fields;
+  void (Administration::*collect)(Guest&, Records&);
+};
+
+const Administration::Kind Administration::kinds[] = {
+    {attribute_node_record, 112, node_fields, &Administration::nodes},
+    {attribute_port_info_record, 72, port_fields, &Administration::ports},
+    {attribute_switch_info_record, 24, lid_fields, &Administration::switches},
+    {attribute_sm_info_record, 32, manager_fields, &Administration::managers},
+    {attribute_link_record, 8, link_fields, &Administration::links},
+    {attribute_pkey_table_record, 72, pkey_fields, &Administration::pkeys},
+    {attribute_path_record, 64, path::fields, &Administration::paths},
+    {attribute_member_record, 56, member::fields, &Administration::members},
+};
+
+const Administration::Kind* Administration::kind_of(std::uint16_t attribute) {
+  const auto* const found = std::find_if(std::begin(kinds), std::end(kinds), [&](const Kind& one) { return one.attribute == attribute; });
+  return found == std::end(kinds) ? nullptr : found;
+}
+
+bool Administration::answer(Guest& viewer, Mad& mad) {
+  const std::uint8_t method = mad.method();
+  if (mad.class_version() != 2) return mad.respond(0x0004), true;  // IBA 13.4.7: a version that is not known
+  if (method == method_get && mad.attribute() == attribute_class_port_info) return class_port_info(mad), true;
+  const Kind* const kind = kind_of(mad.attribute());
+  if (kind == nullptr) return mad.respond(status_bad_attribute), true;
+  const auto data = mad.data(administration_data, kind->record_bytes);
+  if (method == method_set || method == method_delete) {
+    if (kind->attribute != attribute_member_record) return mad.respond(status_bad_attribute), true;
+    const std::uint16_t status = method == method_set ? join(viewer, mad) : leave(viewer, mad);
+    return mad.respond(status), true;
+  }
+  if (method != method_get && method != method_get_table) return mad.respond(status_bad_method), true;
+
+  const std::vector<std::uint8_t> wanted(data.begin(), data.end());
+  Records records{kind->fields, wanted, get(mad.bytes, mask_field), mad.modifier(), get(mad.bytes, manager_key) != 0, kind->record_bytes, {}};
+  (this->*kind->collect)(viewer, records);
+  put(mad.bytes, attribute_offset, kind->record_bytes / 8);
+  if (method == method_get) {
+    if (records.count != 1) return mad.respond(records.count == 0 ? status_no_records : status_too_many_records), true;
+    std::copy(records.found.begin(), records.found.end(), data.begin());
+    return mad.respond(status_ok), true;
+  }
+  if (records.is_full()) return mad.respond(status_no_resources), true;
+  // IBA 13.6.2: as one segment, the first and the last; an empty one has a MAD's length, and no offset.
+  constexpr std::uint8_t version = 1, is_data = 1, active_first_last = 7, no_time = 0x1f << 3;
+  mad.respond(status_ok);
+  mad.bytes[24] = version;
+  mad.bytes[25] = is_data;
+  mad.bytes[26] = no_time | active_first_last;
+  put(mad.bytes, {224, 32}, 1);
+  put(mad.bytes, {256, 32}, records.found.size() + administration_data - control::mad_segment_head_bytes);
+  if (records.count == 0) {
+    put(mad.bytes, attribute_offset, 0);
+    std::fill(mad.bytes.begin() + administration_data, mad.bytes.end(), 0);
+    return true;
+  }
+  mad.bytes.resize(administration_data);
+  mad.bytes.insert(mad.bytes.end(), records.found.begin(), records.found.end());
+  return true;
+}
+
+void Administration::class_port_info(Mad& mad) {
+  constexpr std::uint16_t has_multicast = 1u << 9;
+  const auto data = mad.data(administration_data, 72);
+  std::fill(data.begin(), data.end(), 0);
+  put(data, {0, 8}, 1);
+  put(data, {8, 8}, 2);
+  put(data, {16, 16}, has_multicast);
+  put(data, {59, 5}, 18);
+  mad.respond(status_ok);
+}
+
+// --- nodes and ports ------------------------------------------------------------------------------------------
+
+void Administration::nodes(Guest& viewer, Records& out) {
+  for (const Node& node : subnet_.nodes(viewer)) {
+    std::array<std::uint8_t, 108> record{};
+    put(record, {0, 16}, subnet_.lid_of(node));
+    const SmpData info = node_info(subnet_, node, node.is_switch() ? 0 : 1), text = node_description(subnet_, viewer, node);
+    std::copy_n(info.begin(), 40, record.begin() + 4);
+    std::copy(text.begin(), text.end(), record.begin() + 44);
+    out.offer(record);
+  }
+}
+
+void Administration::ports(Guest& viewer, Records& out) {
+  // IBA 15.2.5.3: with that modifier, ports that have all of the given capabilities, and perhaps more.
+  constexpr unsigned capability_component = 7;
+  const bool by_capability = out.gives(capability_component) && (out.modifier >> 31) != 0;
+  const std::uint64_t capabilities = get(out.wanted, port_fields[capability_component]);
+  if (by_capability) out.mask = without(out.mask, {capability_component});
+  const auto put_port = [&](const Node& node, std::uint8_t port) {
+    const auto info = port_info(subnet_, viewer, node, port, node.is_switch() ? 0 : 1);
+    if (!info) return;
+    if (by_capability && (get(*info, {160, 32}) & capabilities) != capabilities) return;
+    std::array<std::uint8_t, 68> record{};
+    put(record, {0, 16}, subnet_.lid_of(node));
+    put(record, {16, 8}, port);
+    std::copy(info->begin(), info->end(), record.begin() + 4);
+    out.offer(record);
+  };
+  const std::vector<Node> all = subnet_.nodes(viewer);
+  put_port(all.front(), 0);
+  for (const Node& node : all)  // of the switch, those that lead to somebody
+    if (!node.is_switch() && node.port != 0) put_port(all.front(), node.port);
+  for (const Node& node : all)
+    if (!node.is_switch()) put_port(node, 1);
+}
+
+void Administration::links(Guest& viewer, Records& out) {
+  for (const Node& node : subnet_.nodes(viewer)) {
+    if (node.is_switch() || node.port == 0) continue;
+    const std::uint16_t lid = node.guest->lid;
+    const auto put_link = [&](std::uint16_t from, std::uint8_t from_port, std::uint8_t to_port, std::uint16_t to) {
+      std::array<std::uint8_t, 6> record{};
+      put(record, link_fields[0], from), put(record, link_fields[1], from_port), put(record, link_fields[2], to_port), put(record, link_fields[3], to);
+      out.offer(record);
+    };
+    put_link(subnet_manager_lid, node.port, 1, lid);
+    put_link(lid, 1, node.port, subnet_manager_lid);
+  }
+}
+
+void Administration::switches(Guest& viewer, Records& out) {
+  std::array<std::uint8_t, 24> record{};
+  put(record, {0, 16}, subnet_manager_lid);
+  const SmpData info = switch_info(subnet_, viewer);
+  std::copy_n(info.begin(), 20, record.begin() + 4);
+  out.offer(record);
+}
+
+void Administration::managers(Guest&, Records& out) {
+  std::array<std::uint8_t, 28> record{};
+  put(record, {0, 16}, subnet_manager_lid);
+  const SmpData info = sm_info();
+  std::copy_n(info.begin(), 24, record.begin() + 4);
+  out.offer(record);
+}
+
+void Administration::pkeys(Guest& viewer, Records& out) {
+  for (const Node& node : subnet_.nodes(viewer)) {
+    std::array<std::uint8_t, 72> record{};
+    put(record, {0, 16}, subnet_.lid_of(node));
+    put(record, {32, 8}, node.is_switch() ? 0 : 1);
+    const SmpData table = pkey_table(node);
+    std::copy(table.begin(), table.end(), record.begin() + 8);
+    out.offer(record);
+  }
+}
+
+// --- paths ----------------------------------------------------------------------------------------------------
+
+// An address of another host's guest is not looked for: every GID ends in its LID.
+void Administration::paths(Guest& viewer, Records& out) {
+  // The answer's own choice, whatever the request would like at least or at most, as long as it can be had.
+  const auto may_be = [&](unsigned component, Field selector, Field value, std::uint8_t ours) {
+    if (!out.gives(component) || !out.gives(component + 1)) return true;
+    const std::uint64_t theirs = get(out.wanted, value);
+    switch (get(out.wanted, selector)) {
+      case 0: return ours > theirs;
+      case 1: return ours < theirs;
+      case 2: return ours == theirs;
+      default: return true;  // the most there is
+    }
+  };
+  const bool can_be = may_be(16, path::mtu_selector, path::mtu, subnet_.mtu()) && may_be(18, path::rate_selector, path::rate, rate_100) &&
+                      may_be(20, path::lifetime_selector, path::lifetime, lifetime);
+  if (!can_be) return;
+  out.mask = without(out.mask, {12, 13, 16, 17, 18, 19, 20, 21});  // P_Keys are chosen, not compared
+
+  // Those that one end of it may be, by what the request says of it.
+  const auto ends = [&](unsigned gid_component, Field gid_field, Field lid_field) {
+    std::vector<End> found;
+    for (const Node& node : subnet_.nodes(viewer)) found.push_back({port_gid(subnet_.guid_of(node)), subnet_.lid_of(node), node.is_switch() ? nullptr : node.guest->tenant});
+    const Gid gid = gid_at(out.wanted, gid_field.bit / 8);
+    const auto lid = static_cast<std::uint16_t>(get(out.wanted, lid_field));
+    if (out.gives(gid_component)) std::erase_if(found, [&](const End& end) { return end.gid != gid; });
+    if (out.gives(gid_component + 2)) std::erase_if(found, [&](const End& end) { return end.lid != lid; });
+    return found;
+  };
+  std::vector<End> to = ends(2, path::dgid, path::dlid);
+  const Gid dgid = gid_at(out.wanted, path::dgid.bit / 8);
+  if (out.gives(2) && is_multicast(dgid) && groups_.find(dgid) != nullptr) to.push_back({dgid, multicast_lid(dgid), nullptr});
+  else if (out.gives(2) && to.empty() && !is_multicast(dgid) && subnet_.fabric().far != nullptr) to.push_back({dgid, lid_of(dgid.data()), nullptr});
+  for (const End& source : ends(3, path::sgid, path::slid))
+    for (const End& destination : to) put_path(source, destination, out);
+}
+
+void Administration::put_path(const End& from, const End& to, Records& out) {
+  const auto wanted_pkey = static_cast<std::uint16_t>(get(out.wanted, path::pkey));
+  // Who is of no tenant is in every partition.
+  const auto keys_of = [](const Tenant* tenant) { return tenant != nullptr ? tenant->pkeys : hosts::PkeyTable{hosts::pkey_default}; };
+  std::uint16_t common = 0;
+  for (const std::uint16_t mine : keys_of(from.tenant == nullptr ? to.tenant : from.tenant))
+    for (const std::uint16_t theirs : keys_of(to.tenant == nullptr ? from.tenant : to.tenant))
+      if (common == 0 && hosts::pkeys_match(mine, theirs) && (!out.gives(13) || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey))) common = mine;
+  if (common == 0) return;
+  std::array<std::uint8_t, 64> record{};
+  put_gid(record, path::dgid, to.gid);
+  put_gid(record, path::sgid, from.gid);
+  put(record, path::dlid, to.lid);
+  put(record, path::slid, from.lid);
+  put(record, path::reversible, 1);
+  put(record, path::pkey, out.gives(13) ? wanted_pkey : common);
+  put(record, path::mtu_selector, exactly), put(record, path::mtu, subnet_.mtu());
+  put(record, path::rate_selector, exactly), put(record, path::rate, rate_100);
+  put(record, path::lifetime_selector, exactly), put(record, path::lifetime, lifetime);
+  out.offer(record);
+}
+
+// --- multicast groups -----------------------------------------------------------------------------------------
+
+void Administration::members(Guest& viewer, Records& out) {
+  // IBA 15.4.1.2: a group once, without its members, unless the request names one, or comes with a key. There is no secret in it: who asks is
+  // in the partition.
+  for (const auto& [gid, group] : groups_.all()) {
+    const auto& keys = viewer.tenant->pkeys;
+    if (std::none_of(keys.begin(), keys.end(), [&](std::uint16_t mine) { return hosts::pkeys_match(mine, group.pkey | hosts::pkey_full); })) continue;
+    const auto put_member = [&](const Gid& port, std::uint8_t state) {
+      std::array<std::uint8_t, 52> record{};
+      put_gid(record, {0, 128}, gid);
+      put_gid(record, {128, 128}, port);
+      put(record, member::qkey, group.qkey);
+      put(record, member::lid, multicast_lid(gid));
+      put(record, member::mtu_selector, exactly), put(record, member::mtu, subnet_.mtu());
+      put(record, member::traffic_class, group.traffic_class);
+      put(record, member::pkey, group.pkey);
+      put(record, member::rate_selector, exactly), put(record, member::rate, rate_100);
+      put(record, member::lifetime_selector, exactly), put(record, member::lifetime, lifetime);
+      put(record, member::service_level, group.service_level);
+      put(record, member::flow_label, group.flow_label);
+      put(record, member::hop_limit, group.hop_limit);
+      put(record, member::scope, gid[1] & 0x0fu);
+      put(record, member::join_state, state);
+      out.offer(record);
+    };
+    if (out.is_trusted || out.gives(1)) {
+      for (const auto& [port, state] : group.members) put_member(port, state);
+    } else {
+      std::uint8_t states = 0;
+      for (const auto& [port, state] : group.members) states |= state;
+      put_member({}, states);
+    }
+  }
+}
+
+std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
+  using namespace member;
+  const std::uint64_t mask = get(mad.bytes, mask_field);
+  const auto data = mad.data(administration_data, 56);
+  const Gid gid = gid_at(data, group_at), port = gid_at(data, port_at);
+  const auto state = static_cast<std::uint8_t>(get(data, join_state));
+  if ((mask & (has_gid | has_port | has_join_state)) != (has_gid | has_port | has_join_state) || state == 0) return status_insufficient_components;
+  if (port != viewer.gids[0].gid || !is_multicast(gid)) return status_bad_gid;
+  const auto wanted_pkey = static_cast<std::uint16_t>(get(data, pkey));
+  const auto has_key = [&](std::uint16_t of_group) {
+    const auto& keys = viewer.tenant->pkeys;
+    return std::any_of(keys.begin(), keys.end(), [&](std::uint16_t mine) { return hosts::pkeys_match(mine, of_group | hosts::pkey_full); });
+  };
+  Group* group = groups_.find(gid);
+  if (group == nullptr) {
+    if ((state & full_member) == 0) return status_request_invalid;  // nobody else makes one
+    if ((mask & to_create) != to_create) return status_insufficient_components;
+    if (!has_key(wanted_pkey)) return status_request_invalid;
+    if (groups_.all().size() >= groups_max) return status_no_resources;
+    group = &groups_.add(gid, {static_cast<std::uint32_t>(get(data, qkey)), static_cast<std::uint16_t>(wanted_pkey | hosts::pkey_full), static_cast<std::uint8_t>(get(data, traffic_class)),
+                               static_cast<std::uint8_t>(get(data, service_level)), static_cast<std::uint8_t>(get(data, hop_limit)),
+                               static_cast<std::uint32_t>(get(data, flow_label)), {}});
+  } else {
+    if (!has_key(group->pkey) || ((mask & has_pkey) != 0 && hosts::partition_of(wanted_pkey) != hosts::partition_of(group->pkey)) ||
+        ((mask & has_qkey) != 0 && get(data, qkey) != group->qkey))
+      return status_request_invalid;
+    if (group->members.size() >= members_max && !group->members.contains(port)) return status_no_resources;
+  }
+  const std::uint8_t states = group->members[port] |= state;
+  put(data, qkey, group->qkey);
+  put(data, lid, multicast_lid(gid));
+  put(data, mtu_selector, exactly), put(data, mtu, subnet_.mtu());
+  put(data, traffic_class, group->traffic_class);
+  put(data, pkey, group->pkey);
+  put(data, rate_selector, exactly), put(data, rate, rate_100);
+  put(data, lifetime_selector, exactly), put(data, member::lifetime, mad::lifetime);
+  put(data, service_level, group->service_level);
+  put(data, flow_label, group->flow_label);
+  put(data, hop_limit, group->hop_limit);
+  put(data, scope, gid[1] & 0x0fu);
+  put(data, join_state, states);
+  return status_ok;
+}
+
+std::uint16_t Administration::leave(Guest& viewer, Mad& mad) {
+  const auto data = mad.data(administration_data, 56);
+  const Gid gid = gid_at(data, member::group_at), port = gid_at(data, member::port_at);
+  if (port != viewer.gids[0].gid) return status_bad_gid;
+  const Group* const group = groups_.find(gid);
+  const auto state = static_cast<std::uint8_t>(get(data, member::join_state));
+  const auto joined = group != nullptr ? group->members.find(port) : std::map<Gid, std::uint8_t>::const_iterator{};
+  if (group == nullptr || joined == group->members.end() || (joined->second & state) == 0) return status_request_invalid;
+  const auto left = static_cast<std::uint8_t>(joined->second & ~state);
+  if (left == 0) groups_.leave(gid, port);
+  else groups_.find(gid)->members[port] = left;
+  return status_ok;
+}
+
+void Administration::leave(const Guest& guest) { groups_.leave_all(guest.gids[0].gid); }
+
+}  // namespace vrdma::svc::mad

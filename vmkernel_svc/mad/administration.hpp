@@ -1,0 +1,48 @@
+// Subnet administration (IBA 15): records of nodes, ports, links, paths and multicast groups, by whatever of them a request gives.
+#pragma once
+
+#include "vmkernel_svc/mad/datagram.hpp"
+#include "vmkernel_svc/mad/groups.hpp"
+#include "vmkernel_svc/mad/subnet.hpp"
+
+namespace vrdma::svc::mad {
+
+class Administration {
+ public:
+  explicit Administration(Subnet& subnet) : subnet_(subnet) {}
+  // Turns a request into the answer; that to GetTable has all records, however long. False: nobody answers.
+  bool answer(Guest& viewer, Mad& mad);
+  void leave(const Guest& guest);  // nobody else has its port
+
+  const Groups& groups() const { return groups_; }
+
+ private:
+  struct Records;
+  struct Kind;
+  static const Kind kinds[];
+  static const Kind* kind_of(std::uint16_t attribute);
+
+  void nodes(Guest& viewer, Records& out);
+  void ports(Guest& viewer, Records& out);
+  void links(Guest& viewer, Records& out);
+  void switches(Guest& viewer, Records& out);
+  void managers(Guest& viewer, Records& out);
+  void pkeys(Guest& viewer, Records& out);
+  void paths(Guest& viewer, Records& out);
+  void members(Guest& viewer, Records& out);
+  struct End {
+    Gid gid;
+    std::uint16_t lid;
+    const Tenant* tenant;  // nullptr: the switch, a group, a guest of another host
+  };
+  void put_path(const End& from, const End& to, Records& out);
+
+  std::uint16_t join(Guest& viewer, Mad& mad);
+  std::uint16_t leave(Guest& viewer, Mad& mad);
+  void class_port_info(Mad& mad);
+
+  Subnet& subnet_;
+  Groups groups_;
+};
+
+}  // namespace vrdma::svc::mad

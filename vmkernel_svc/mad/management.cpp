@@ -1,0 +1,324 @@
+#include "vmkernel_svc/mad/management.hpp"
+
+#include <unistd.h>
+
+#include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/mad/subnet_management.hpp"
+
+namespace vrdma::svc {
+
+using namespace control;
+using mad::Mad;
+
+namespace {
+constexpr std::size_t agents_max = 32;             // of a channel, as the kernel has it
+constexpr std::size_t arrived_max = 1024;          // in a channel, …
+constexpr std::size_t arrived_bytes_max = 16 << 20;  // … and how long they may be; what comes then is lost, as on a network
+constexpr std::size_t waiting_max = 1024;          // of an agent: what it may have sent and not been answered
+constexpr std::uint16_t permissive_lid = 0xffff;
+constexpr std::uint32_t management_qkey = 0x80010000;
+
+MadAddress address_of(std::uint64_t guid, std::uint16_t lid, std::uint32_t qpn) {
+  MadAddress out{};
+  out.gid = gids_of(guid, lid, link_layer_infiniband)[0].gid;
+  out.qpn = qpn;
+  out.qkey = qpn == 0 ? 0 : management_qkey;
+  out.lid = lid;
+  return out;
+}
+
+MadMessage head_of(const Guest& from, std::uint16_t to, std::uint32_t qpn) {
+  MadMessage out{from.guid, from.lid, to, qpn, {}};
+  std::copy(from.tenant->pkeys.begin(), from.tenant->pkeys.end(), out.pkeys);
+  return out;
+}
+}  // namespace
+
+struct Management::Agent {
+  std::uint32_t number;
+  Channel* channel;
+  std::uint32_t index;  // in the channel
+  std::uint32_t qpn;
+  std::uint8_t management_class, class_version;
+  std::uint32_t oui;
+  std::array<std::uint64_t, 2> methods;
+  std::size_t waiting = 0;
+
+  bool takes(std::uint8_t method) const { return method < 128 && (methods[method / 64] >> (method % 64) & 1) != 0; }
+  bool overlaps(const MadRegisterRequest& other) const { return (methods[0] & other.methods[0]) != 0 || (methods[1] & other.methods[1]) != 0; }
+  bool is_of(std::uint8_t class_in, std::uint8_t version, std::uint32_t oui_in) const {
+    return management_class == class_in && class_version == version && (!mad::has_oui(class_in) || oui == oui_in);
+  }
+};
+
+struct Management::Arrived {
+  std::uint32_t agent;
+  std::uint32_t status;
+  MadAddress from;
+  std::vector<std::uint8_t> bytes;
+};
+
+struct Management::Channel {
+  std::uint32_t handle;
+  Guest* guest;
+  vmci::UniqueFd pipe;  // write end; one record is in it while `announced`
+  bool announced = false;
+  std::array<std::unique_ptr<Agent>, agents_max> agents{};
+  std::deque<Arrived> arrived{};
+  std::size_t arrived_bytes = 0;
+};
+
+Management::Management(Fabric& fabric) : fabric_(fabric), subnet_(fabric), performance_(subnet_), administration_(subnet_) {}
+Management::~Management() = default;
+
+// --- channels and agents --------------------------------------------------------------------------------------
+
+Management::Channel* Management::channel_of(Guest& guest, std::uint32_t handle) {
+  const auto found = channels_.find(handle);
+  return found == channels_.end() || found->second->guest != &guest ? nullptr : found->second.get();
+}
+
+std::vector<std::uint32_t> Management::channels_of(const Guest& guest) const {
+  std::vector<std::uint32_t> handles;
+  for (const auto& [handle, channel] : channels_)
+    if (channel->guest == &guest) handles.push_back(handle);
+  return handles;
+}
+
+Result<MadOpenReply> Management::open(Guest& guest, vmci::UniqueFd pipe) {
+  if (guest.link_layer != link_layer_infiniband) return Errno{ENXIO};
+  if (!guest.take_pipe()) return Errno{EDQUOT};
+  if (!guest.tenant->take_object()) return guest.give_pipe(), Errno{EDQUOT};
+  do ++last_channel_;
+  while (last_channel_ == 0 || channels_.contains(last_channel_));
+  channels_.emplace(last_channel_, std::make_unique<Channel>(Channel{last_channel_, &guest, std::move(pipe)}));
+  return MadOpenReply{last_channel_, 0};
+}
+
+Status Management::close(Guest& guest, std::uint32_t handle) {
+  Channel* const channel = channel_of(guest, handle);
+  if (channel == nullptr) return Errno{EINVAL};
+  for (const auto& agent : channel->agents)
+    if (agent) forget(*agent);
+  channels_.erase(handle);
+  guest.give_pipe();
+  --guest.tenant->objects;
+  return ok();
+}
+
+// Before `agent` goes: nobody waits for its answers any more.
+void Management::forget(Agent& agent) {
+  for (auto at = waiting_.lower_bound({agent.number, 0}); at != waiting_.end() && at->first.first == agent.number; at = waiting_.erase(at))
+    deadlines_.erase({at->second.deadline_ns, at->first});
+  agents_.erase(agent.number);
+}
+
+Result<MadAgent> Management::add_agent(Guest& guest, const MadRegisterRequest& request) {
+  Channel* const channel = channel_of(guest, request.channel);
+  if (channel == nullptr) return Errno{EINVAL};
+  if (request.qpn != (mad::is_subnet_management(request.management_class) ? 0u : 1u)) return Errno{EINVAL};
+  if (request.management_class == 0 || (mad::has_oui(request.management_class) && request.oui == 0)) return Errno{EINVAL};
+  for (const auto& [handle, other] : channels_)
+    for (const auto& agent : other->agents)
+      if (agent && other->guest == &guest && agent->is_of(request.management_class, request.class_version, request.oui) && agent->overlaps(request)) return Errno{EINVAL};
+  const auto free = std::find(channel->agents.begin(), channel->agents.end(), nullptr);
+  if (free == channel->agents.end()) return Errno{ENOMEM};
+  const auto index = static_cast<std::uint32_t>(free - channel->agents.begin());
+  do ++last_agent_;
+  while (last_agent_ == 0 || agents_.contains(last_agent_));
+  *free = std::make_unique<Agent>(Agent{last_agent_, channel, index, request.qpn, request.management_class, request.class_version, request.oui, {request.methods[0], request.methods[1]}});
+  agents_[last_agent_] = free->get();
+  return MadAgent{request.channel, index};
+}
+
+Status Management::remove_agent(Guest& guest, const MadAgent& which) {
+  Channel* const channel = channel_of(guest, which.channel);
+  if (channel == nullptr || which.agent >= agents_max || !channel->agents[which.agent]) return Errno{EINVAL};
+  forget(*channel->agents[which.agent]);
+  channel->agents[which.agent].reset();
+  std::erase_if(channel->arrived, [&](const Arrived& one) {
+    if (one.agent == which.agent) channel->arrived_bytes -= one.bytes.size();
+    return one.agent == which.agent;
+  });
+  return ok();  // the record, if it is in the pipe, leads to an empty channel, which says so
+}
+
+void Management::leave(Guest& guest) {
+  for (auto at = channels_.begin(); at != channels_.end();) {
+    const auto next = std::next(at);
+    if (at->second->guest == &guest) (void)close(guest, at->first);
+    at = next;
+  }
+  const bool is_shared = std::any_of(fabric_.guests.begin(), fabric_.guests.end(), [&](const auto& one) {
+    return one.second.get() != &guest && one.second->lid == guest.lid && one.second->link_layer == guest.link_layer;
+  });
+  if (guest.link_layer == link_layer_infiniband && !is_shared) administration_.leave(guest);
+}
+
+// --- sending --------------------------------------------------------------------------------------------------
+
+Status Management::send(Guest& guest, const MadSendRequest& request) {
+  Channel* const channel = channel_of(guest, request.by.channel);
+  if (channel == nullptr || request.by.agent >= agents_max || !channel->agents[request.by.agent]) return Errno{EINVAL};
+  if (request.bytes < mad_bytes || request.bytes > mad_bytes_max) return Errno{EINVAL};
+  Agent& agent = *channel->agents[request.by.agent];
+  Mad mad(std::span(request.data).first(request.bytes));
+  if (!mad.is_response()) {
+    mad.set_sender(agent.number);
+    if (request.timeout_ms != 0) {
+      const Transaction transaction{agent.number, mad.transaction()};
+      if (agent.waiting >= waiting_max) return Errno{ENOMEM};
+      if (waiting_.contains(transaction)) return Errno{EINVAL};
+      const std::uint64_t patience_ns = std::uint64_t{request.timeout_ms} * 1'000'000 * (std::min(request.retries, 255u) + 1);
+      const auto [at, is_new] = waiting_.emplace(transaction, Waiting{vmci::monotonic_ns() + patience_ns, request.to, {}});
+      std::copy_n(mad.bytes.begin(), mad_head_bytes, at->second.head.begin());
+      deadlines_.emplace(at->second.deadline_ns, transaction);
+      ++agent.waiting;
+      if (alarm_ && deadlines_.begin()->second == transaction) alarm_(at->second.deadline_ns);
+    }
+  }
+  route(guest, request.to, mad);
+  return ok();
+}
+
+void Management::route(Guest& from, const MadAddress& to, Mad& mad) {
+  if (!mad.is_response() && answered_here(from, to, mad)) {
+    MadAddress back = to;
+    back.qkey = to.qpn == 0 ? 0 : management_qkey;
+    return deliver_answer(back, mad);
+  }
+  if (to.qpn > 1 || mad.management_class() == mad::class_directed_route) return;
+  if (!is_here(to.lid)) {
+    const auto host = post_ != nullptr ? post_->host_of(to.lid) : std::nullopt;
+    if (host) post_->tell(*host, head_of(from, to.lid, to.qpn), mad.bytes);
+    return;
+  }
+  deliver_here(from, to.lid, address_of(from.guid, from.lid, to.qpn), mad);
+}
+
+bool Management::is_here(std::uint16_t lid) const {
+  return std::any_of(fabric_.guests.begin(), fabric_.guests.end(), [&](const auto& one) { return one.second->lid == lid; });
+}
+
+void Management::deliver_here(const mad::Viewer& sender, std::uint16_t to, const MadAddress& from, const Mad& mad) {
+  if (mad.is_response()) {
+    const auto agent = agents_.find(mad.sender());
+    if (agent == agents_.end() || agent->second->channel->guest->lid != to || !subnet_.sees(sender, *agent->second->channel->guest)) return;
+    return deliver_answer(from, mad);
+  }
+  for (const auto& [id, guest] : fabric_.guests)
+    if (guest->lid == to && subnet_.sees(sender, *guest)) deliver_request(*guest, from, mad);
+}
+
+void Management::arrived(std::uint32_t host, const MadMessage& head, Mad mad) {
+  hosts::PkeyTable pkeys;
+  std::copy(std::begin(head.pkeys), std::end(head.pkeys), pkeys.begin());
+  const mad::Viewer sender(pkeys);
+  const auto node = head.to == subnet_manager_lid ? std::nullopt : subnet_.at_lid(sender, head.to);
+  if (!node) return;
+  if (!mad.is_response() && post_ != nullptr) {
+    const bool is_answer = mad.management_class() == mad::class_lid_routed      ? answer_subnet_management(subnet_, administration_.groups(), sender, *node, 1, mad)
+                           : mad.management_class() == mad::class_performance ? performance_.answer(sender, *node, mad)
+                                                                              : false;
+    if (is_answer) return post_->tell(host, head_of(*node->guest, head.from, head.qpn), mad.bytes);
+  }
+  deliver_here(sender, head.to, address_of(head.guid, head.from, head.qpn), mad);
+}
+
+// Whether the service answers it, as the node that it is for: `mad` is the answer then.
+bool Management::answered_here(Guest& from, const MadAddress& to, Mad& mad) {
+  const auto own = mad::Node{&from, subnet_.port_of(from)};
+  const auto node = to.lid == permissive_lid || to.lid == from.lid ? std::optional(own) : subnet_.at_lid(from, to.lid);
+  if (!node) return false;
+  switch (mad.management_class()) {
+    case mad::class_lid_routed:
+      return answer_subnet_management(subnet_, administration_.groups(), from, *node, node->is_switch() ? 0 : 1, mad);
+    case mad::class_directed_route: {
+      // Its first part may go by LID (IBA 14.2.2.1).
+      const bool begins_here = mad::get(mad.bytes, {256, 16}) == permissive_lid;
+      const auto arrival = follow_route(subnet_, from, begins_here ? own : *node, mad);
+      return arrival && answer_subnet_management(subnet_, administration_.groups(), from, arrival->node, arrival->port, mad);
+    }
+    case mad::class_performance:
+      return performance_.answer(from, *node, mad);
+    case mad::class_administration:
+      return node->is_switch() && administration_.answer(from, mad);
+    default:
+      return false;
+  }
+}
+
+// --- receiving ------------------------------------------------------------------------------------------------
+
+void Management::deliver(Channel& channel, Arrived arrived) {
+  if (channel.arrived.size() >= arrived_max || channel.arrived_bytes + arrived.bytes.size() > arrived_bytes_max) return;
+  channel.arrived_bytes += arrived.bytes.size();
+  channel.arrived.push_back(std::move(arrived));
+  announce(channel);
+}
+
+void Management::deliver_answer(const MadAddress& from, const Mad& mad) {
+  const Transaction transaction{mad.sender(), mad.transaction()};
+  const auto waiting = waiting_.find(transaction);
+  if (waiting == waiting_.end() || waiting->second.to.lid != from.lid) return;  // too late, or of somebody who was never asked
+  deadlines_.erase({waiting->second.deadline_ns, transaction});
+  waiting_.erase(waiting);
+  Agent& agent = *agents_.at(transaction.first);
+  --agent.waiting;
+  deliver(*agent.channel, {agent.index, 0, from, mad.bytes});
+}
+
+void Management::deliver_request(Guest& to, const MadAddress& from, const Mad& mad) {
+  for (const auto& [handle, channel] : channels_) {
+    if (channel->guest != &to) continue;
+    for (const auto& agent : channel->agents)
+      if (agent && agent->is_of(mad.management_class(), mad.class_version(), mad.oui()) && agent->takes(mad.method()))
+        return deliver(*channel, {agent->index, 0, from, mad.bytes});
+  }
+}
+
+// The pipe holds nothing when this is called, so it has room.
+void Management::announce(Channel& channel) {
+  if (channel.announced || channel.arrived.empty()) return;
+  channel.announced = true;
+  const AsyncRecord record{0, channel.handle, 0};
+  [[maybe_unused]] const auto written = ::write(channel.pipe.get(), &record, sizeof(record));  // EPIPE: nobody reads it any more
+}
+
+Result<MadTakeReply> Management::take(Guest& guest, const MadTakeRequest& request) {
+  Channel* const channel = channel_of(guest, request.channel);
+  if (channel == nullptr) return Errno{EINVAL};
+  MadTakeReply reply{};
+  if (!channel->arrived.empty()) {
+    const Arrived& one = channel->arrived.front();
+    if (request.offset > one.bytes.size()) return Errno{EINVAL};
+    reply.found = 1;
+    reply.agent = one.agent;
+    reply.status = one.status;
+    reply.total_bytes = static_cast<std::uint32_t>(one.bytes.size());
+    reply.bytes = std::min(reply.total_bytes - request.offset, mad_piece_bytes);
+    reply.from = one.from;
+    std::copy_n(one.bytes.begin() + request.offset, reply.bytes, reply.data.begin());
+    if (request.room >= reply.total_bytes && request.offset + reply.bytes == reply.total_bytes) {
+      channel->arrived_bytes -= one.bytes.size();
+      channel->arrived.pop_front();
+    }
+  }
+  if (channel->arrived.empty()) reply.last = std::exchange(channel->announced, false) ? 1 : 0;
+  return reply;
+}
+
+void Management::expire(std::uint64_t now_ns) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now_ns) {
+    const Transaction transaction = deadlines_.begin()->second;
+    deadlines_.erase(deadlines_.begin());
+    const auto waiting = waiting_.find(transaction);
+    Agent& agent = *agents_.at(transaction.first);
+    --agent.waiting;
+    deliver(*agent.channel, {agent.index, ETIMEDOUT, waiting->second.to, {waiting->second.head.begin(), waiting->second.head.end()}});
+    waiting_.erase(waiting);
+  }
+  if (alarm_ && !deadlines_.empty()) alarm_(deadlines_.begin()->first);
+}
+
+}  // namespace vrdma::svc

@@ -1,0 +1,65 @@
+// The subnet as its subnet manager, which is this service, shows it: each guest on InfiniBand is a channel adapter with one port, and all of
+// this host are on one switch, which has the subnet manager. A guest sees those that it has a partition in common with; ports that
+// processes share (vmkernel_svc/lids.hpp) are one.
+//
+// Adapters for which the switch's 254 ports do not suffice have no directed route, but a LID like all. Used by the shard's thread only.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/fabric.hpp"
+
+namespace vrdma::svc::mad {
+
+constexpr std::uint8_t switch_ports_max = 254, switch_ports_step = 36;
+
+// An adapter, or the switch.
+struct Node {
+  Guest* guest = nullptr;  // nullptr: the switch
+  std::uint8_t port = 0;   // of the switch, where the adapter is; 0: on none
+  bool is_switch() const { return guest == nullptr; }
+};
+
+// Who asks: a guest, or one of another host, of whom only its partitions are known.
+struct Viewer {
+  const Tenant* tenant = nullptr;
+  hosts::PkeyTable pkeys{};
+
+  Viewer(const Guest& guest) : tenant(guest.tenant), pkeys(guest.tenant->pkeys) {}
+  explicit Viewer(const hosts::PkeyTable& pkeys_in) : pkeys(pkeys_in) {}
+};
+
+class Subnet {
+ public:
+  explicit Subnet(Fabric& fabric) : fabric_(fabric) {}
+
+  Fabric& fabric() const { return fabric_; }
+  bool sees(const Viewer& viewer, const Guest& other) const;
+  // By LID, or by the switch's port; nullopt: nothing is there that `viewer` sees.
+  std::optional<Node> at_lid(const Viewer& viewer, std::uint16_t lid);
+  std::optional<Node> at_port(const Viewer& viewer, std::uint8_t port);
+  // All of them, the switch first, by LID.
+  std::vector<Node> nodes(const Viewer& viewer);
+  std::uint8_t port_of(const Guest& guest);
+  // How many ports the switch has: as many as were ever needed, in steps.
+  std::uint8_t switch_ports() const { return switch_ports_; }
+
+  std::uint16_t lid_of(const Node& node) const { return node.is_switch() ? subnet_manager_lid : node.guest->lid; }
+  std::uint64_t guid_of(const Node& node) const { return node.is_switch() ? subnet_manager_guid() : node.guest->guid; }
+  std::uint8_t mtu() const { return static_cast<std::uint8_t>(std::bit_width(fabric_.config.active_mtu) - 8); }  // enum ibv_mtu
+  std::string description(const Viewer& viewer, const Node& node) const;  // at most 64 bytes
+
+ private:
+  void assign_ports();
+  Fabric& fabric_;
+  std::map<std::uint16_t, std::uint8_t> port_by_lid_;
+  std::uint8_t switch_ports_ = switch_ports_step;
+};
+
+}  // namespace vrdma::svc::mad
