@@ -2,7 +2,7 @@
 
 import re
 
-from harness import Failure, need, run, run_pair, wait_until
+from harness import Failure, need, run_pair, wait_until
 
 SUBNET_MANAGER = 49151
 PATIENCE_S = 30
@@ -10,7 +10,7 @@ PATIENCE_S = 30
 
 def _say(side, *words):
     need(words[0])
-    code, said = run(side.command(list(words)), PATIENCE_S, env=side.env)
+    code, said = side.run(list(words), PATIENCE_S)
     if code != 0:
         raise Failure(f"{' '.join(words)} left with {code}:\n{said[-3000:]}")
     return said
@@ -81,6 +81,8 @@ def records(side, peer):
 
 
 def pings(side, peer):
+    # Its port is there before its agent.
+    wait_until(lambda: " 0% packet loss" in side.run(["ibping", "-c", "1", str(peer.lid)], PATIENCE_S)[1], PATIENCE_S, "ibping -S answers", [peer.program])
     said = _say(side, "ibping", "-c", "3", str(peer.lid))
     _expect(said, r"3 packets transmitted, 3 received, 0% packet loss")
     return said.strip().splitlines()[-1]
@@ -89,7 +91,7 @@ def pings(side, peer):
 def nobody(side):
     """A LID that nobody has: the tool's own patience ends, not the test's."""
     need("smpquery")
-    code, said = run(side.command(["smpquery", "-t", "200", "nodeinfo", "16383"]), PATIENCE_S, env=side.env)
+    code, said = side.run(["smpquery", "-t", "200", "nodeinfo", "16383"], PATIENCE_S)
     if code == 0 or "failed" not in said:
         raise Failure(f"left with {code}:\n{said[-2000:]}")
 
@@ -97,7 +99,7 @@ def nobody(side):
 def counters(service, sides):
     """What programs send is in the counters of their ports, and of the switch."""
     need("ib_write_bw", "perfquery")
-    port = sides[1].free_port()
+    port = sides[0].free_port()
     command = ["ib_write_bw", "-d", "vrdma0", "-F", "-D", "20", "-p", str(port)]
     server = sides[0].start(command, "server")
     client = None
@@ -120,10 +122,10 @@ def counters(service, sides):
 MULTICAST = (("ib_send_lat",), ("ib_send_bw",), ("ib_send_bw", "-s", "1024", "-n", "2000"), ("ib_send_lat", "-e"))
 
 
-def multicast(sides, words):
+def multicast(sides, words, seconds=60):
     """perftest -g joins by the subnet administrator, at whose word it attaches."""
     need(words[0])
-    port = sides[1].free_port()
+    port = sides[0].free_port()
     command = [words[0], "-d", "vrdma0", "-F", "-c", "UD", "-g", *([] if "-n" in words else ["-n", "500"]), *words[1:], "-p", str(port)]
-    pair = run_pair(sides[0], sides[1], command, [*command, sides[0].address], port, 60)
+    pair = run_pair(sides[0], sides[1], command, [*command, sides[1].address_of(sides[0])], port, seconds)
     _expect(pair.client, r"MGID: 255:01:", r"LID 0x[c-f][0-9a-f]{3} QPN 0xffffff")

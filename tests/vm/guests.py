@@ -20,7 +20,7 @@ AGENT_SECONDS = 60
 CASE_SECONDS = 150
 BUILT = ("bin/vrdma", "bin/vrdmad", "bin/vrdma-guestd", "bin/vrdma-conformance", "tests/vm_talk", "tests/vm_lost", "tests/vm_limits", "lib/libvrdma.so")
 INTERRUPT_MODULES = ("vfio_pci", "vfio_iommu_type1")
-PROGRAMS = ("busybox", "setpriv", "rping", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
+PROGRAMS = ("busybox", "setpriv", "rping", "ibping", "ibv_devices", "ibv_devinfo", *(f"ibv_{kind}_pingpong" for kind in ("rc", "uc", "ud", "srq")),
             *(f"ib_{verb}_{kind}" for verb in perftest.VERBS for kind in ("lat", "bw")))
 
 

@@ -26,6 +26,7 @@ import connections  # noqa: E402
 import huge_pages  # noqa: E402
 import limits  # noqa: E402
 import lost  # noqa: E402
+import management  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
 import private_ram  # noqa: E402
@@ -76,6 +77,14 @@ def run_few_cases(tally, guests, name, sides):
     run_cases(tally, guests, name, drawn(few_cases(), count, random.Random(f"{guests.seed}/{name}")), sides)
 
 
+def management_cases(tally, guests, name, sides):
+    def ping():
+        with management.Peer(guests.service, sides[0]) as peer:
+            return management.pings(sides[1], peer)
+    tally.case(f"{name}: ibping", ping)
+    tally.case(f"{name}: ib_send_lat -c UD -g", lambda: management.multicast(sides, ("ib_send_lat", "-n", "40"), CASE_SECONDS))
+
+
 def devices(guests, side):
     pingpong.devices(side)
     for words in (["doctor"], ["show", "guests"]):
@@ -92,6 +101,7 @@ def pair(tally, guests):
         tally.case(f"ibv_devices, ibv_devinfo -v of {who}", lambda side=side: devices(guests, side))
     run_cases(tally, guests, "machine to machine", all_cases(), (one, two))
     tally.case("machine to machine: rping to the address of its HCA", lambda: connections.by_own_address(guests.service, (one, two), CASE_SECONDS))
+    management_cases(tally, guests, "machine to machine", (one, two))
     run_few_cases(tally, guests, "users of two machines", (replace(two, uid=USER), replace(one, uid=OTHER)))
     run_few_cases(tally, guests, "users of one machine", (replace(two, uid=USER), replace(two, uid=OTHER)))
 
@@ -139,6 +149,7 @@ def host(tally, guests):
     run_cases(tally, guests, "host to machine", all_cases(), (one, guests.host))
     for name, sides in (("host to machine", (one, guests.host)), ("machine to host", (guests.host, one))):
         tally.case(f"{name}: rping to the address of its HCA", lambda sides=sides: connections.by_own_address(guests.service, sides, CASE_SECONDS))
+    management_cases(tally, guests, "host to machine", (one, guests.host))
     run_few_cases(tally, guests, "machine to host", (guests.host, one))
     run_few_cases(tally, guests, "host to a user in a machine", (user, guests.host))
     run_few_cases(tally, guests, "a user in a machine to host", (guests.host, user))

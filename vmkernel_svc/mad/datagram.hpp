@@ -40,7 +40,7 @@ enum Class : std::uint8_t {
 constexpr bool is_subnet_management(std::uint8_t management_class) { return management_class == class_lid_routed || management_class == class_directed_route; }
 constexpr bool has_oui(std::uint8_t management_class) { return management_class >= 0x30 && management_class <= 0x4f; }
 
-enum Method : std::uint8_t { method_get = 0x01, method_set = 0x02, method_get_table = 0x12, method_delete = 0x15 };
+enum Method : std::uint8_t { method_get = 0x01, method_set = 0x02, method_trap = 0x05, method_get_table = 0x12, method_delete = 0x15 };
 constexpr std::uint8_t method_is_response = 0x80;
 constexpr std::uint8_t method_repress = 0x07;  // TrapRepress answers a trap, without that bit
 

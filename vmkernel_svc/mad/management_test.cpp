@@ -190,6 +190,13 @@ TEST_CASE("Nothing of a node can be set, and what it does not have is an error")
   CHECK(status(one.guest.lid, method_get, attribute_switch_info) == status_bad_attribute);
   CHECK(status(one.guest.lid, method_set, attribute_port_info, 1) == status_bad_attribute);
   CHECK(status(one.guest.lid, method_get, 0x7777) == status_bad_attribute);
+  // A trap is heard by the subnet manager, and by nobody else.
+  REQUIRE(one.send(agent, one.guest.lid, one.request(class_lid_routed, method_trap, 0x0002)));
+  CHECK_FALSE(one.receive());
+  REQUIRE(one.send(agent, subnet_manager_lid, one.request(class_lid_routed, method_trap, 0x0002)));
+  const auto heard = one.receive();
+  REQUIRE(heard);
+  CHECK(heard->bytes[3] == method_repress);
 }
 
 TEST_CASE("Forwarding tables lead to every LID, also of those that come later") {

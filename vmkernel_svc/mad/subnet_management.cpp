@@ -114,8 +114,10 @@ SmpData switch_info(Subnet& subnet, const Viewer& viewer) {
 
 SmpData sm_info() {
   constexpr std::uint8_t master = 3, highest_priority = 15;
+  constexpr std::uint64_t default_key = 1;  // as OpenSM has it, which gives way to a manager with its own key only
   SmpData out{};
   put(out, {0, 64}, subnet_manager_guid());
+  put(out, {64, 64}, default_key);
   put(out, {128, 32}, 1);
   put(out, {160, 4}, highest_priority);
   put(out, {164, 4}, master);
@@ -130,6 +132,7 @@ SmpData pkey_table(const Node& node) {
 }
 
 bool answer_subnet_management(Subnet& subnet, const Groups& groups, const Viewer& viewer, const Node& node, std::uint8_t arrived_at, Mad& mad) {
+  if (mad.method() == method_trap && node.is_switch()) return mad.bytes[3] = method_repress, true;  // IBA 13.4.9: it has been heard
   if (mad.method() != method_get) {
     if (mad.method() != method_set) return false;
     return mad.respond(status_bad_attribute), true;  // nothing of it can be set
