@@ -59,7 +59,7 @@ Result<std::optional<control::CmEvent>> take_event(const File& file) {
   const CancellationOff cancellation_off;
   Attachment& attachment = *file.attachment;
   if (attachment.liveness().inherited()) return Errno{EIO};
-  const auto taken = attachment.call<Request::cm_take_event>({file.channel, 0});
+  const auto taken = attachment.call<control::Request::cm_take_event>({file.channel, 0});
   if (!taken) {
     if (!attachment.liveness().gone()) return taken.error();
     const auto removal = next_removal(file);

@@ -56,12 +56,15 @@ bool raise_at_peer(const vmci::PosterClaim& claim, control::CqShared& cq, const 
 inline bool push_to_peer(vmci::LaneWriter& lane, Cqe* entries, const Cqe& cqe, std::uint32_t state, const vmci::ClaimedStores& stores) {
   if (!stores.guarded()) return lane.push(cqe, state), true;
   static_assert(offsetof(Cqe, byte_len) == 8 && offsetof(Cqe, src_qp) == 16 && offsetof(Cqe, queue_position) == 24 && offsetof(Cqe, state) == 28);
-  const auto pair = [](std::uint32_t low, std::uint32_t high) { return std::bit_cast<std::uint64_t>(std::array{low, high}); };
-  const auto route = std::bit_cast<std::uint32_t>(std::array{cqe.slid, static_cast<std::uint16_t>(cqe.sl)});
+  // Each field by itself: two that were just stored, loaded as one word, would wait until every store before them, the payload's among
+  // them, has reached its line (docs/performance.md, "Copies that wait for stores"). Compilers join plain loads.
+  const auto field = [](const std::uint32_t& of) { return std::uint64_t{std::atomic_ref(const_cast<std::uint32_t&>(of)).load(std::memory_order_relaxed)}; };
+  const auto pair = [](std::uint64_t low, std::uint64_t high) { return low | high << 32; };
+  const std::uint64_t route = std::uint64_t{cqe.slid} | std::uint64_t{cqe.sl} << 16;
   const std::uint32_t at = lane.position(), phase = (at & lane.entry_count()) ? 0u : control_phase_bit;
   // The last word holds the state: L1 of the lane.
-  if (!stores.store4(reinterpret_cast<std::uint64_t*>(&entries[at & (lane.entry_count() - 1)]), cqe.wr_id, pair(cqe.byte_len, cqe.imm_data),
-                     pair(cqe.src_qp, route), pair(cqe.queue_position, (state & ~control_phase_bit) | phase)))
+  if (!stores.store4(reinterpret_cast<std::uint64_t*>(&entries[at & (lane.entry_count() - 1)]), cqe.wr_id, pair(field(cqe.byte_len), field(cqe.imm_data)),
+                     pair(field(cqe.src_qp), route), pair(field(cqe.queue_position), (state & ~control_phase_bit) | phase)))
     return false;
   lane.skip_to(at + 1);
   return true;

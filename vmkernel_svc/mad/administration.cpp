@@ -58,6 +58,11 @@ void put_gid(std::span<std::uint8_t> bytes, Field at, const Gid& gid) { std::cop
 Gid port_gid(std::uint64_t guid) { return gids_of(guid, 0, control::link_layer_infiniband)[0].gid; }
 bool is_multicast(const Gid& gid) { return gid[0] == 0xff; }
 
+bool is_in(const Guest& guest, std::uint16_t pkey) {
+  const auto& keys = guest.tenant->pkeys;
+  return std::any_of(keys.begin(), keys.end(), [&](std::uint16_t mine) { return hosts::pkeys_match(mine, pkey | hosts::pkey_full); });
+}
+
 // A selector without a value that is compared is no component of its own.
 std::uint64_t without(std::uint64_t mask, std::initializer_list<unsigned> components) {
   for (const unsigned one : components) mask &= ~(std::uint64_t{1} << one);
@@ -311,34 +316,39 @@ void Administration::members(Guest& viewer, Records& out) {
   // IBA 15.4.1.2: a group once, without its members, unless the request names one, or comes with a key. There is no secret in it: who asks is
   // in the partition.
   for (const auto& [gid, group] : groups_.all()) {
-    const auto& keys = viewer.tenant->pkeys;
-    if (std::none_of(keys.begin(), keys.end(), [&](std::uint16_t mine) { return hosts::pkeys_match(mine, group.pkey | hosts::pkey_full); })) continue;
-    const auto put_member = [&](const Gid& port, std::uint8_t state) {
-      std::array<std::uint8_t, 52> record{};
-      put_gid(record, {0, 128}, gid);
-      put_gid(record, {128, 128}, port);
-      put(record, member::qkey, group.qkey);
-      put(record, member::lid, multicast_lid(gid));
-      put(record, member::mtu_selector, exactly), put(record, member::mtu, subnet_.mtu());
-      put(record, member::traffic_class, group.traffic_class);
-      put(record, member::pkey, group.pkey);
-      put(record, member::rate_selector, exactly), put(record, member::rate, rate_100);
-      put(record, member::lifetime_selector, exactly), put(record, member::lifetime, lifetime);
-      put(record, member::service_level, group.service_level);
-      put(record, member::flow_label, group.flow_label);
-      put(record, member::hop_limit, group.hop_limit);
-      put(record, member::scope, gid[1] & 0x0fu);
-      put(record, member::join_state, state);
-      out.offer(record);
-    };
-    if (out.is_trusted || out.gives(1)) {
-      for (const auto& [port, state] : group.members) put_member(port, state);
-    } else {
-      std::uint8_t states = 0;
-      for (const auto& [port, state] : group.members) states |= state;
-      put_member({}, states);
+    if (!is_in(viewer, group.pkey)) continue;
+    std::uint8_t states = 0;
+    for (const auto& [port, state] : group.members) {
+      states |= state;
+      if (out.is_trusted || out.gives(1)) put_member(gid, group, port, state, out);
     }
+    if (!out.is_trusted && !out.gives(1)) put_member(gid, group, {}, states, out);
   }
+}
+
+void Administration::put_member(const Gid& gid, const Group& group, const Gid& port, std::uint8_t state, Records& out) {
+  std::array<std::uint8_t, 52> record{};
+  put_gid(record, {0, 128}, gid);
+  put_gid(record, {128, 128}, port);
+  put_group(record, gid, group);
+  put(record, member::join_state, state);
+  out.offer(record);
+}
+
+// What a group is like, into a record of it.
+void Administration::put_group(std::span<std::uint8_t> record, const Gid& gid, const Group& group) const {
+  using namespace member;
+  put(record, qkey, group.qkey);
+  put(record, lid, multicast_lid(gid));
+  put(record, mtu_selector, exactly), put(record, mtu, subnet_.mtu());
+  put(record, traffic_class, group.traffic_class);
+  put(record, pkey, group.pkey);
+  put(record, rate_selector, exactly), put(record, rate, rate_100);
+  put(record, lifetime_selector, exactly), put(record, member::lifetime, mad::lifetime);
+  put(record, service_level, group.service_level);
+  put(record, flow_label, group.flow_label);
+  put(record, hop_limit, group.hop_limit);
+  put(record, scope, gid[1] & 0x0fu);
 }
 
 std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
@@ -350,37 +360,23 @@ std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
   if ((mask & (has_gid | has_port | has_join_state)) != (has_gid | has_port | has_join_state) || state == 0) return status_insufficient_components;
   if (port != viewer.gids[0].gid || !is_multicast(gid)) return status_bad_gid;
   const auto wanted_pkey = static_cast<std::uint16_t>(get(data, pkey));
-  const auto has_key = [&](std::uint16_t of_group) {
-    const auto& keys = viewer.tenant->pkeys;
-    return std::any_of(keys.begin(), keys.end(), [&](std::uint16_t mine) { return hosts::pkeys_match(mine, of_group | hosts::pkey_full); });
-  };
   Group* group = groups_.find(gid);
   if (group == nullptr) {
     if ((state & full_member) == 0) return status_request_invalid;  // nobody else makes one
     if ((mask & to_create) != to_create) return status_insufficient_components;
-    if (!has_key(wanted_pkey)) return status_request_invalid;
+    if (!is_in(viewer, wanted_pkey)) return status_request_invalid;
     if (groups_.all().size() >= groups_max) return status_no_resources;
     group = &groups_.add(gid, {static_cast<std::uint32_t>(get(data, qkey)), static_cast<std::uint16_t>(wanted_pkey | hosts::pkey_full), static_cast<std::uint8_t>(get(data, traffic_class)),
                                static_cast<std::uint8_t>(get(data, service_level)), static_cast<std::uint8_t>(get(data, hop_limit)),
                                static_cast<std::uint32_t>(get(data, flow_label)), {}});
   } else {
-    if (!has_key(group->pkey) || ((mask & has_pkey) != 0 && hosts::partition_of(wanted_pkey) != hosts::partition_of(group->pkey)) ||
+    if (!is_in(viewer, group->pkey) || ((mask & has_pkey) != 0 && hosts::partition_of(wanted_pkey) != hosts::partition_of(group->pkey)) ||
         ((mask & has_qkey) != 0 && get(data, qkey) != group->qkey))
       return status_request_invalid;
     if (group->members.size() >= members_max && !group->members.contains(port)) return status_no_resources;
   }
   const std::uint8_t states = group->members[port] |= state;
-  put(data, qkey, group->qkey);
-  put(data, lid, multicast_lid(gid));
-  put(data, mtu_selector, exactly), put(data, mtu, subnet_.mtu());
-  put(data, traffic_class, group->traffic_class);
-  put(data, pkey, group->pkey);
-  put(data, rate_selector, exactly), put(data, rate, rate_100);
-  put(data, lifetime_selector, exactly), put(data, member::lifetime, mad::lifetime);
-  put(data, service_level, group->service_level);
-  put(data, flow_label, group->flow_label);
-  put(data, hop_limit, group->hop_limit);
-  put(data, scope, gid[1] & 0x0fu);
+  put_group(data, gid, *group);
   put(data, join_state, states);
   return status_ok;
 }

@@ -37,6 +37,9 @@ class Administration {
   };
   void put_path(const End& from, const End& to, Records& out);
 
+  void put_member(const Gid& gid, const Group& group, const Gid& port, std::uint8_t state, Records& out);
+  void put_group(std::span<std::uint8_t> record, const Gid& gid, const Group& group) const;
+
   std::uint16_t join(Guest& viewer, Mad& mad);
   std::uint16_t leave(Guest& viewer, Mad& mad);
   void class_port_info(Mad& mad);
