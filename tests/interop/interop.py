@@ -125,6 +125,11 @@ class Runner:
                 self.case(f"{way.name}: vrdmad leaves cleanly", world.close)
 
     def sandbox(self):
+        def unit():
+            return sandbox.UnitSide(self.build, env=self.service.environment(), launcher=self._launcher())
+        for kind, case in few_cases():
+            self.case(f"in a unit with SystemCallFilter=@system-service: {case.name}", lambda kind=kind, case=case: kind.run_case(case, (unit(), unit())))
+        self.case("in such a unit: a program that locks its memory", lambda: pingpong.locked_memory(unit()))
         if self.options.list:
             net = None
         else:

@@ -1,4 +1,4 @@
-"""Two sandboxes that share nothing but the service's socket and the library, bind-mounted.
+"""Programs in units with a filter of system calls; two sandboxes that share nothing but the service's socket and the library, bind-mounted.
 
 Each has user, pid, mount, net, ipc and uts namespaces of its own, another uid, a /dev/shm of 64 MiB and a system call
 filter. The programs' own exchange of addresses goes over TCP between the two net namespaces, through a pair of veth
@@ -65,6 +65,15 @@ class NetNamespaces:
         for holder in self.holders:
             let_go(holder, 5)
         self.holders = []
+
+
+@dataclass
+class UnitSide(Side):
+    """A side whose program is killed at a system call that systemd's @system-service, the filter of many units, has not."""
+    launcher: Path | None = None
+
+    def command(self, program):
+        return [str(self.launcher), "--unit", *super().command(program)]
 
 
 @dataclass

@@ -2,6 +2,8 @@
 // process_vm_*, which today's profiles allow on newer kernels but many sites still refuse.
 //
 //   seccomp_launcher PROGRAM ARGUMENT...   refuses the calls below with EPERM and runs the program
+//   seccomp_launcher --unit PROGRAM ARGUMENT...   kills it at any call outside of systemd's @system-service, as units with
+//                                          SystemCallFilter=@system-service do
 //   seccomp_launcher --probe               prints one line for each: its name and the errno it answers with
 //
 // As a container engine does, it leaves out what the holder of CAP_SYS_PTRACE or CAP_SYS_ADMIN may do. One thread, no
@@ -72,6 +74,13 @@ constexpr Refused refused[] = {
     {"delete_module", SYS_delete_module, Unless::never},
 };
 
+// What `systemd-analyze syscall-filter` (252) has in no part of @system-service; of what every architecture has.
+constexpr long not_for_units[] = {
+    SYS_acct, SYS_adjtimex, SYS_bpf, SYS_chroot, SYS_clock_adjtime, SYS_clock_settime, SYS_delete_module, SYS_fanotify_init, SYS_fanotify_mark,
+    SYS_finit_module, SYS_init_module, SYS_kexec_load, SYS_mincore, SYS_mount, SYS_open_by_handle_at, SYS_perf_event_open, SYS_pidfd_getfd,
+    SYS_pivot_root, SYS_pkey_alloc, SYS_pkey_free, SYS_pkey_mprotect, SYS_ptrace, SYS_quotactl, SYS_reboot, SYS_seccomp, SYS_setdomainname,
+    SYS_sethostname, SYS_settimeofday, SYS_swapoff, SYS_swapon, SYS_syslog, SYS_umount2, SYS_vhangup};
+
 bool holds(unsigned capability) {
   __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct data[2] = {};
@@ -113,8 +122,17 @@ std::vector<sock_filter> make_filter(bool may_ptrace, bool is_admin) {
   return filter;
 }
 
-bool install() {
-  auto filter = make_filter(holds(CAP_SYS_PTRACE), holds(CAP_SYS_ADMIN));
+std::vector<sock_filter> make_unit_filter() {
+  std::vector<sock_filter> filter{{BPF_LD | BPF_W | BPF_ABS, 0, 0, offsetof(seccomp_data, nr)}};
+  for (const long call : not_for_units) {
+    filter.push_back(jump(BPF_JMP | BPF_JEQ | BPF_K, static_cast<std::uint32_t>(call), 0, 1));
+    filter.push_back(statement(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS));
+  }
+  filter.push_back(statement(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  return filter;
+}
+
+bool install(std::vector<sock_filter> filter) {
   const sock_fprog program{static_cast<unsigned short>(filter.size()), filter.data()};
   return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) == 0;
 }
@@ -132,11 +150,13 @@ int probe() {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const bool is_unit = argc > 1 && std::strcmp(argv[1], "--unit") == 0;
+  if (is_unit) --argc, ++argv;
   if (argc < 2) {
-    std::fprintf(stderr, "usage: seccomp_launcher (--probe | PROGRAM [ARGUMENT...])\n");
+    std::fprintf(stderr, "usage: seccomp_launcher (--probe | [--unit] PROGRAM [ARGUMENT...])\n");
     return 2;
   }
-  if (!install()) {
+  if (!install(is_unit ? make_unit_filter() : make_filter(holds(CAP_SYS_PTRACE), holds(CAP_SYS_ADMIN)))) {
     std::fprintf(stderr, "seccomp_launcher: cannot install the filter (%s)\n", std::strerror(errno));
     return 125;
   }
