@@ -27,12 +27,12 @@ namespace fs = std::filesystem;
 std::string the_only_one() {
   const auto names = vm::ivshmem_devices();
   if (names.empty())
-    fail("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
-         "\"vrdma vm add\" prints on the host");
+    throw NoDevice("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
+                   "\"vrdma vm add\" prints on the host");
   if (names.size() == 1) return names.front();
   std::string list;
   for (const auto& name : names) list += " " + name;
-  fail("this machine has several ivshmem devices: give --device one of" + list);
+  throw NoDevice("this machine has several ivshmem devices: give --device one of" + list);
 }
 
 // All of a BAR, which is no shorter than asked.
@@ -66,7 +66,7 @@ VfioDevice::Bar map_whole(int file) {
 }  // namespace
 
 IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
-  if (!vm::is_ivshmem(vm::pci_devices / bdf_)) fail("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
+  if (!vm::is_ivshmem(vm::pci_devices / bdf_)) throw NoDevice("PCI device " + bdf_ + " is no ivshmem device (1af4:1110): give another --device, or none");
   if (VfioDevice::available(vm::pci_devices / bdf_))
     open_by_vfio();
   else

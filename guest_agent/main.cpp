@@ -14,6 +14,7 @@
 #include "guest_agent/keeper.hpp"
 #include "guest_agent/log.hpp"
 #include "guest_agent/mapper.hpp"
+#include "vmci_channel/journal.hpp"
 #include "vrdma/vm_device.hpp"
 
 namespace {
@@ -31,6 +32,11 @@ constexpr char usage[] =
 int mistake() {
   std::fputs("vrdma-guestd --help says what there is\n", stderr);
   return 2;
+}
+
+int fail(int code, const std::exception& error) {
+  std::fprintf(stderr, "%svrdma-guestd: %s\n", vmci::journal_prefix(vmci::journal_error).c_str(), error.what());
+  return code;
 }
 
 void serve(const vrdma::agent::Device& device, const vrdma::agent::Options& options, int stop) {
@@ -112,9 +118,10 @@ int main(int argc, char** argv) {
                         ivshmem.device().interrupt >= 0 ? "by interrupts" : "by polling");
       serve(ivshmem.device(), options, signals.get());
     }
+  } catch (const vrdma::agent::NoDevice& error) {
+    return fail(2, error);  // the unit does not try again
   } catch (const std::exception& error) {
-    vrdma::agent::say("%s", error.what());
-    return 1;
+    return fail(1, error);
   }
   return 0;
 }

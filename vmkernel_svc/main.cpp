@@ -1,15 +1,52 @@
 // vrdmad: the host service. Reads flags and configuration, sets up the log, runs the server.
 #include <fmt/format.h>
+#include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/basic_file_sink.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <iterator>
+#include <memory>
 
+#include "vmci_channel/journal.hpp"
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/serve.hpp"
+
+namespace {
+
+// The journal has times and names of its own; of a line's level it learns by the number in front.
+class JournalPriority : public spdlog::custom_flag_formatter {
+ public:
+  void format(const spdlog::details::log_msg& message, const std::tm&, spdlog::memory_buf_t& line) override {
+    constexpr char of_level[] = {vmci::journal_debug, vmci::journal_debug, vmci::journal_info, vmci::journal_warning, vmci::journal_error, vmci::journal_error};
+    const char priority[] = {'<', of_level[std::min<std::size_t>(message.level, std::size(of_level) - 1)], '>'};
+    line.append(priority, priority + sizeof(priority));
+  }
+  std::unique_ptr<custom_flag_formatter> clone() const override { return std::make_unique<JournalPriority>(); }
+};
+
+void open_log(const std::string& file) try {
+  if (!file.empty()) return spdlog::set_default_logger(spdlog::basic_logger_mt("vrdmad", file));
+  spdlog::set_default_logger(spdlog::stderr_color_mt("vrdmad"));
+  if (!vmci::journal_reads_stderr()) return;
+  auto formatter = std::make_unique<spdlog::pattern_formatter>();
+  formatter->add_flag<JournalPriority>('*').set_pattern("%*%v");
+  spdlog::set_formatter(std::move(formatter));
+} catch (const spdlog::spdlog_ex& error) {
+  throw std::runtime_error(fmt::format("cannot open the log: {}: give another --log-file", error.what()));
+}
+
+// The exit code.
+int fail(int code, const std::exception& error) {
+  std::fprintf(stderr, "%svrdmad: %s\n", vmci::journal_prefix(vmci::journal_error).c_str(), error.what());
+  return code;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using vrdma::svc::Config;
@@ -45,8 +82,8 @@ int main(int argc, char** argv) {
   }
 
   if (!keeper.empty()) return vrdma::svc::Keeper::serve(keeper);
+  Config config;
   try {
-    Config config;
     // What is given and empty (an unset variable of a script) is refused like any other wrong value.
     if (from_file->count() != 0) config.read_file(file);
     if (at_socket->count() != 0) config.socket = socket;
@@ -63,12 +100,11 @@ int main(int argc, char** argv) {
       fmt::print("the configuration is good\n");
       return 0;
     }
-    try {
-      spdlog::set_default_logger(config.log_file.empty() ? spdlog::stderr_color_mt("vrdmad")
-                                                         : spdlog::basic_logger_mt("vrdmad", config.log_file));
-    } catch (const spdlog::spdlog_ex& error) {
-      throw std::runtime_error(fmt::format("cannot open the log: {}: give another --log-file", error.what()));
-    }
+    open_log(config.log_file);
+  } catch (const std::exception& error) {
+    return fail(2, error);  // which time does not heal: the unit does not try again
+  }
+  try {
     spdlog::set_error_handler([](const std::string& message) {  // a full disk must not stop the service
       static bool said = false;
       if (!said) std::fprintf(stderr, "vrdmad: cannot write the log: %s\n", message.c_str());
@@ -78,8 +114,7 @@ int main(int argc, char** argv) {
     spdlog::flush_on(spdlog::level::info);
     vrdma::svc::serve(config);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "vrdmad: %s\n", error.what());
-    return 1;
+    return fail(1, error);
   }
   return 0;
 }

@@ -26,7 +26,7 @@ class Configuration(TestCase):
         return self.vrdmad("--config", file, "--check"), str(file)
 
     def test_a_missing_file_is_named(self):
-        self.assert_refuses(self.vrdmad("--config", "/nowhere/vrdmad.json", "--check"), 1, "/nowhere/vrdmad.json", "No such file", "check the path")
+        self.assert_refuses(self.vrdmad("--config", "/nowhere/vrdmad.json", "--check"), 2, "/nowhere/vrdmad.json", "No such file", "check the path")
 
     @needs_root
     def test_an_unreadable_file_is_named(self):
@@ -34,20 +34,20 @@ class Configuration(TestCase):
         file.write_text("{}")
         file.chmod(0o600)
         program = readable_copy(self.folder) / "vrdmad"
-        self.assert_refuses(self.run_program(*as_nobody(program, "--config", file, "--check")), 1, str(file), "Permission denied", "permissions")
+        self.assert_refuses(self.run_program(*as_nobody(program, "--config", file, "--check")), 2, str(file), "Permission denied", "permissions")
 
     def test_a_folder_in_place_of_the_file_is_refused(self):
-        self.assert_refuses(self.vrdmad("--config", self.folder, "--check"), 1, str(self.folder))
+        self.assert_refuses(self.vrdmad("--config", self.folder, "--check"), 2, str(self.folder))
 
     def test_broken_json_says_where(self):
         result, file = self.check('{"shards": 1,')
-        self.assert_refuses(result, 1, file, "not valid JSON", "line 1")
+        self.assert_refuses(result, 2, file, "not valid JSON", "line 1")
 
     def test_an_unknown_key_is_named_with_the_known_ones(self):
         result, file = self.check('{"sokcet": "/tmp/x"}')
-        self.assert_refuses(result, 1, file, 'unknown key "sokcet"', "known are", "socket_mode")
+        self.assert_refuses(result, 2, file, 'unknown key "sokcet"', "known are", "socket_mode")
         result, file = self.check('{"quota": {"guest": 1}}')
-        self.assert_refuses(result, 1, file, 'unknown key "guest" in "quota"', "registered_bytes")
+        self.assert_refuses(result, 2, file, 'unknown key "guest" in "quota"', "registered_bytes")
 
     def test_an_hca_that_makes_no_sense(self):
         for text, *words in (('{"hca": 1}', '"hca"'), ('{"hca": {"ports": 1}}', "ports"), ('{"hca": {"port": 300}}', '"port" of "hca" is 300', "from 1 to 254"),
@@ -55,7 +55,7 @@ class Configuration(TestCase):
                              ('{"hca": {"ack_timeout": 32}}', '"ack_timeout" of "hca" is 32', "from 0 to 31"), ('{"hca": {"device": 1}}', "device")):
             with self.subTest(text):
                 result, file = self.check(text)
-                self.assertNotEqual(result.returncode, 0)
+                self.assertEqual(result.returncode, 2)
                 for word in (*words, str(file)):
                     self.assertIn(word, result.stderr)
         for text in ('{"hca": {}}', '{"hca": true}', '{"hca": false}', '{"hca": {"device": "rxe0", "port": 1, "gid_index": 0, "mtu": 1024, "ack_timeout": 18}}'):
@@ -74,17 +74,17 @@ class Configuration(TestCase):
                              ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["10.0.0.1"]}}}', '"10.0.0.1" in "endpoints"', "http://HOST:PORT"),
                              ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["http://127.0.0.1:1"], "key_file": "k"}}}', '"certificate_file" and "key_file"')):
             result, file = self.check(text)
-            self.assert_refuses(result, 1, *words)
+            self.assert_refuses(result, 2, *words)
         result, _ = self.check('{"partitions": {"0x8001": ["0", "*/1"], "0xffff": ["*"]}}')
         self.assertEqual(result.returncode, 0, result.stderr)
 
     def test_a_key_given_twice_and_what_lies_behind_a_nul_are_refused(self):
         result, file = self.check('{"lid_first": 1, "quota": {"guests": 1, "objects": 2, "guests": 3}}')
-        self.assert_refuses(result, 1, file, '"guests" is given twice')
+        self.assert_refuses(result, 2, file, '"guests" is given twice')
         result, file = self.check('{"lid_first": 1, /* one of many */ "lid_first": 2}')
-        self.assert_refuses(result, 1, file, '"lid_first" is given twice')
+        self.assert_refuses(result, 2, file, '"lid_first" is given twice')
         result, file = self.check('{}\0{"lid_first": 0}')
-        self.assert_refuses(result, 1, file, "NUL")
+        self.assert_refuses(result, 2, file, "NUL")
 
     def test_a_wrong_type_is_named_with_its_value(self):
         for text, *words in (('{"shards": "two"}', '"shards" is "two"', "whole number"),
@@ -98,7 +98,7 @@ class Configuration(TestCase):
                              ('[]', "must be a JSON object", "array")):
             with self.subTest(text):
                 result, file = self.check(text)
-                self.assert_refuses(result, 1, file, *words)
+                self.assert_refuses(result, 2, file, *words)
 
     def test_a_value_out_of_range_says_what_is_allowed(self):
         for text, *words in (('{"link_layer": "token ring"}', '"token ring"', "infiniband", "ethernet"),
@@ -112,7 +112,7 @@ class Configuration(TestCase):
                              ('{"log_level": "loud"}', '"loud"', "trace, debug, info")):
             with self.subTest(text):
                 result, _ = self.check(text)
-                self.assert_refuses(result, 1, *words)
+                self.assert_refuses(result, 2, *words)
 
     def test_comments_and_every_known_key_are_accepted(self):
         result, _ = self.check("""{
@@ -134,7 +134,7 @@ class Configuration(TestCase):
         for flag, *words in (("--socket", '"socket" is empty'), ("--link-layer", '"link_layer" is ""'), ("--log-level", '"log_level" is ""'), ("--direct", '"direct" is ""'),
                              ("--config", "check the path")):
             with self.subTest(flag):
-                self.assert_refuses(self.vrdmad("--check", flag, ""), 1, *words)
+                self.assert_refuses(self.vrdmad("--check", flag, ""), 2, *words)
 
 
 class Listening(TestCase):
@@ -164,6 +164,19 @@ class Listening(TestCase):
             with self.service():
                 manager.setblocking(False)
                 self.assertRaises(BlockingIOError, manager.recv, 512)
+
+    def test_the_journal_is_told_priorities_and_nothing_that_it_knows(self):
+        said = self.folder / "journal"
+        for is_ours in (True, False):
+            with self.subTest(is_ours), said.open("w") as stream:
+                status = os.fstat(stream.fileno())
+                self.environment["JOURNAL_STREAM"] = f"{status.st_dev}:{status.st_ino + (0 if is_ours else 1)}"
+                with self.service(stderr=stream):
+                    pass
+                self.run_program(BIN / "vrdmad", "--direct", "never", stderr=stream)
+                first, *_, last = said.read_text().splitlines()
+                self.assertRegex(first, r"^<6>vrdmad \S+ serves " if is_ours else r"^\[[^<]*\] \[info\] vrdmad \S+ serves ")
+                self.assertTrue(last.startswith("<3>vrdmad: configuration" if is_ours else "vrdmad: configuration"), last)
 
     def test_a_socket_left_over_is_replaced(self):
         with self.service() as process:
@@ -222,7 +235,7 @@ class Listening(TestCase):
     def test_a_log_that_cannot_be_opened_is_named(self):
         file = self.folder / "file"
         file.write_text("")
-        self.assert_refuses(self.vrdmad("--socket", self.socket, "--log-file", file / "log"), 1, str(file / "log"), "--log-file")
+        self.assert_refuses(self.vrdmad("--socket", self.socket, "--log-file", file / "log"), 2, str(file / "log"), "--log-file")
 
 
 class Versions(TestCase):

@@ -355,7 +355,7 @@ class Refused(Subnet):
                               ({"peers": [self.peer("a"), self.peer("a")]}, "twice"), ({"election_ms": 100}, '"election_ms" is 100'), ({"port": 0}, '"port"')):
             with self.subTest(wrong):
                 self.configure("a", **wrong)
-                self.assert_refuses(self.vrdmad(*configuration, "--check"), 1, *words)
+                self.assert_refuses(self.vrdmad(*configuration, "--check"), 2, *words)
 
 
 class Tools(Subnet):
