@@ -6,6 +6,7 @@ install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}
 install(FILES ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/docs/troubleshooting.md ${PROJECT_SOURCE_DIR}/docs/vm.md
               ${PROJECT_SOURCE_DIR}/docs/direct.md ${PROJECT_SOURCE_DIR}/docs/hosts.md ${PROJECT_SOURCE_DIR}/docs/subnet.md ${PROJECT_SOURCE_DIR}/docs/performance.md
         DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
+install(FILES ${PROJECT_SOURCE_DIR}/packaging/vrdmad-hosts.conf DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
 foreach(section 1 5 8)
   file(GLOB pages CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/docs/man/*.${section})
   install(FILES ${pages} DESTINATION ${CMAKE_INSTALL_DATADIR}/man/man${section})

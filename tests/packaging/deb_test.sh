@@ -21,6 +21,17 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     vrdmad --config /etc/vrdma/vrdmad.json --check || fail "the packaged configuration"
     unit=$(find /usr/lib/systemd/system /lib/systemd/system -name vrdmad.service | head -1)
     ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit"
+    # What time does not heal is not tried again and again.
+    code=0
+    vrdmad --log-level loud 2>/dev/null || code=$?
+    [ "$code" = 2 ] || fail "exit code $code for a wrong configuration"
+    for file in vrdmad.service vrdma-guestd.service; do
+        grep -q '^RestartPreventExitStatus=2$' "${unit%/*}/$file" || fail "$file starts again after a wrong configuration"
+    done
+    drop_in=/etc/systemd/system/vrdmad.service.d/hosts.conf
+    install -D -m 644 /usr/share/doc/vrdma/vrdmad-hosts.conf $drop_in
+    ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit with a network"
+    rm -r ${drop_in%/*}
     grep -q '^ExecStart=/usr/bin/vrdmad --config /etc/vrdma/vrdmad.json$' "$unit" || fail "the unit's paths"
     for page in vrdma.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdma-bench.1 vrdma-vm.1 vrdma-guestd.8 vrdmad.8 vrdmad.conf.5; do
         ls /usr/share/man/man?/$page* >/dev/null || fail "no manual page $page"

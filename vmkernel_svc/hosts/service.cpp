@@ -74,8 +74,9 @@ Service::Service(Settings settings)
   if (!error) network_->acceptor.bind(endpoint, error);
   if (!error) network_->acceptor.listen(128, error);
   if (error)
-    throw std::runtime_error(fmt::format("cannot listen for other hosts at {} ({}): correct \"address\" and \"port\" in \"hosts\"",
-                                         with_port(settings_.address, settings_.port), error.message()));
+    throw std::runtime_error(fmt::format("cannot listen for other hosts at {} ({}): {}", with_port(settings_.address, settings_.port), error.message(),
+                                         error == asio::error::address_family_not_supported ? "give the service its network (docs/hosts.md, \"As a service\")"
+                                                                                            : "correct \"address\" and \"port\" in \"hosts\""));
   const Endpoint us{settings_.name, settings_.address, settings_.port};
   managers_ = !settings_.peers.empty() ? settings_.peers
               : settings_.seed         ? file_.managers

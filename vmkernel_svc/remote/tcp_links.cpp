@@ -44,6 +44,10 @@ void TcpCarrier::listen() {
   sockaddr_storage address;
   const socklen_t bytes = address_of(here_.address, here_.port, address);
   listener_.reset(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (bytes != 0 && !listener_)
+    throw std::runtime_error(fmt::format("cannot make a socket for other hosts ({}): {}", std::strerror(errno),
+                                         errno == EAFNOSUPPORT ? "give the service its network (docs/hosts.md, \"As a service\")"
+                                                                                 : "raise the limit of open files"));
   const int on = 1;  // a service that takes another's place listens where that one's connections still linger
   ::setsockopt(listener_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (bytes == 0 || ::bind(listener_.get(), generic(address), bytes) != 0 || ::listen(listener_.get(), 256) != 0) {
