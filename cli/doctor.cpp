@@ -150,7 +150,9 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
     findings.push_back({Level::note, "mapping", "registered pages are reached through the process: correct, and slower for small messages", ""});
   else if (!result.pages_path.empty())
     findings.push_back({Level::note, "mapping", "registered pages are copied by a thread of the program: correct, and slower", ""});
-  if (result.small_path == "guest-copy")
+  if (result.small_path == "guest-copy" && served_by_agent(socket))
+    findings.push_back({Level::note, "copies", "slower: small memory that cannot be pinned in this machine is copied by a thread of the program", ""});
+  else if (result.small_path == "guest-copy")
     findings.push_back({Level::note, "copies", "slower: this service does not reach the memory of programs like this one; what cannot be mapped (small buffers, stacks) "
                                                "is copied by a thread of the program",
                         "run vrdmad as root or by its systemd unit"});

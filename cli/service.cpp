@@ -176,6 +176,8 @@ const char* service_remedy(int error) {
     case EACCES:
     case EPERM:
       return "its permissions do not admit this user; see \"socket_mode\" in vrdmad.conf(5)";
+    case EAFNOSUPPORT:
+      return "this program may have no Unix sockets: its unit's RestrictAddressFamilies needs AF_UNIX";
     case ENAMETOOLONG:
       return "a socket's path has at most 107 characters";
     case EPROTOTYPE:

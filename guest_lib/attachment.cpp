@@ -43,6 +43,8 @@ const char* remedy(int error) {
       return "the socket's permissions, or the service's configuration, do not admit this user";
     case ETIMEDOUT:
       return "it listens and does not answer: it is stopped, or this machine is overloaded";
+    case EAFNOSUPPORT:
+      return "this program may have no Unix sockets: its unit's RestrictAddressFamilies needs AF_UNIX";
     case ENAMETOOLONG:
       return "choose a VRDMA_SOCKET of at most 107 characters";
     case EMFILE:

@@ -66,6 +66,7 @@ Server::Server(const Config& config) : config_(config) {
         why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
         : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
         : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
+        : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
         : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
                               : "give another --socket"));
   }
