@@ -31,19 +31,20 @@ class PingPong {
     idle_ = endpoint_.connect(options.idle_qps, {1, 1});
     qp_ = endpoint_.connect(1, {64, receives}).front();
     for (std::uint32_t i = 0; i < receives; ++i) post_receive(i);
+    sge_ = piece(memory_, receives * line, 8);
+    wr_.wr_id = receives;
+    wr_.sg_list = &sge_;
+    wr_.num_sge = 1;
+    wr_.opcode = IBV_WR_SEND;
     endpoint_.barrier();
   }
+  PingPong(const PingPong&) = delete;
+  PingPong& operator=(const PingPong&) = delete;
 
   void send(std::uint64_t payload) {
     std::memcpy(memory_.data + receives * line, &payload, sizeof(payload));
-    ibv_sge sge = piece(memory_, receives * line, 8);
-    ibv_send_wr wr{};
-    wr.sg_list = &sge;
-    wr.num_sge = 1;
-    wr.opcode = IBV_WR_SEND;
-    wr.send_flags = IBV_SEND_INLINE | (++sent_ % signal_every_ == 0 ? unsigned{IBV_SEND_SIGNALED} : 0u);
-    wr.wr_id = receives;
-    endpoint_.post(qp_, wr);
+    wr_.send_flags = IBV_SEND_INLINE | (++sent_ % signal_every_ == 0 ? unsigned{IBV_SEND_SIGNALED} : 0u);
+    endpoint_.post(qp_, wr_);
   }
 
   // The next message's payload. Completions of what was sent come by the way.
@@ -78,6 +79,8 @@ class PingPong {
   ibv_qp* qp_ = nullptr;
   std::uint64_t sent_ = 0;
   std::uint32_t signal_every_;
+  ibv_sge sge_{};
+  ibv_send_wr wr_{};
 };
 
 struct Regions {
@@ -139,13 +142,14 @@ void fetch_latency(const Options& options, ibv_wr_opcode opcode) {
   if (!options.client) return endpoint.barrier();  // asleep until the client has done
 
   std::uint64_t number = start;
+  // Made once, as programs that are in a hurry do: to clear one takes longer than to post it.
+  ibv_sge sge = piece(memory, line, 8);
+  ibv_send_wr wr{};
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.opcode = opcode;
+  wr.send_flags = IBV_SEND_SIGNALED;
   const auto fetch = [&] {
-    ibv_sge sge = piece(memory, line, 8);
-    ibv_send_wr wr{};
-    wr.sg_list = &sge;
-    wr.num_sge = 1;
-    wr.opcode = opcode;
-    wr.send_flags = IBV_SEND_SIGNALED;
     if (opcode == IBV_WR_RDMA_READ) {
       wr.wr.rdma = {remote.address, keys[number * 0x9E3779B97F4A7C15u % keys.size()]};
     } else {
@@ -180,15 +184,15 @@ void write_ping_pong(const Options& options) {
   endpoint.barrier();
   const std::atomic_ref<std::uint64_t> inbox(*reinterpret_cast<std::uint64_t*>(memory.data));
   std::uint64_t sent = 0;
+  ibv_sge sge = piece(memory, line, 8);
+  ibv_send_wr wr{};
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.wr.rdma = {remote.address, remote.rkey};
   const auto write = [&](std::uint64_t payload) {
     std::memcpy(memory.data + line, &payload, sizeof(payload));
-    ibv_sge sge = piece(memory, line, 8);
-    ibv_send_wr wr{};
-    wr.sg_list = &sge;
-    wr.num_sge = 1;
-    wr.opcode = IBV_WR_RDMA_WRITE;
     wr.send_flags = IBV_SEND_INLINE | (++sent % 16 == 0 ? unsigned{IBV_SEND_SIGNALED} : 0u);
-    wr.wr.rdma = {remote.address, remote.rkey};
     endpoint.post(qp, wr);
     ibv_wc wc;
     if (sent % 16 == 0) endpoint.wait(&wc, 1);

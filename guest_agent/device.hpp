@@ -59,12 +59,12 @@ struct Device {
   }
 };
 
-// The real one, as long as this lives: by vfio with interrupts where the machine has an IOMMU, else by the BARs in /sys.
 // The machine has none, or several: which time does not heal.
 struct NoDevice : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The real one, as long as this lives: by vfio with interrupts where the machine has an IOMMU, else by the BARs in /sys.
 class IvshmemDevice {
  public:
   // bdf: as "0000:00:03.0"; empty: the only one that there is. Throws std::runtime_error that says what to do.

@@ -21,7 +21,7 @@ class LaneWriter {
   LaneWriter(vrdma::Cqe* entries, std::uint32_t entry_count, std::uint32_t position = 0)
       : entries_(entries), entry_count_(entry_count), tail_(position) {}
 
-  void push(const vrdma::Cqe& cqe, std::uint32_t state) {
+  [[gnu::always_inline]] void push(const vrdma::Cqe& cqe, std::uint32_t state) {
     vrdma::Cqe& entry = entries_[tail_ & (entry_count_ - 1)];
     // Field by field: a wide copy out of an entry that was just assembled waits for all stores before it, the payload's too.
     const auto put = [](auto& to, auto value) { std::atomic_ref(to).store(value, std::memory_order_relaxed); };

@@ -81,7 +81,7 @@ bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std
     near_.counters.sent_messages += 1, near_.counters.sent_bytes += bytes;
     far_.counters.received_bytes += bytes;
   }
-  if ((flags & wr_signaled) != 0) {
+  if ((flags & wr_signaled) != 0) [[likely]] {
     Cqe cqe{};
     cqe.wr_id = wr.wr_id;
     cqe.byte_len = static_cast<std::uint32_t>(bytes);

@@ -1,5 +1,7 @@
 #include "guest_lib/direct/connection.hpp"
 
+#include <sys/single_threaded.h>
+
 namespace vrdma::guest {
 
 DirectConnection::DirectConnection(const Ends& ends)
@@ -72,8 +74,8 @@ bool DirectConnection::tell() {
   const bool sent = ports_.take_sent(), received = ports_.take_received(), solicited = ports_.take_solicited();
   if (!sent && !received) return true;
   // Pairs with H1 and A1 of guest_lib/poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
-  // more.
-  vmci::store_load_fence();
+  // more. Of the poster's own queue the poller is a thread of this process: where there is one only, this one.
+  if (received || !__libc_single_threaded) vmci::store_load_fence();
   if (sent && !sent_.is_hot()) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
   own_event_due_ |= sent && own_channel_;
   return !received || tell_peer(claim_, received_, peer_channel_, solicited);

@@ -72,7 +72,8 @@ void DatagramPath::step_back() {
 
 void DatagramPath::record() {
   direct::Positions& at = claim_.next_positions();
-  at = {};
+  at.send_head = at.send_lane = at.psn = 0;
+  at.sent_messages = at.sent_bytes = at.read_messages = at.read_bytes = at.atomics = 0;
   at.receive_head = ports_.shares() ? receive_head_ = ports_.taken(receive_head_) : far_.receive_ring.position();
   at.receive_lane = far_.receive_lane.position();
   at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
@@ -183,7 +184,8 @@ void DatagramSender::step_back() {
 
 void DatagramSender::record() {
   direct::Positions& at = claim_.next_positions();
-  at = {};
+  at.receive_head = at.receive_lane = 0;
+  at.read_messages = at.read_bytes = at.atomics = at.received_messages = at.received_bytes = 0;
   at.send_head = near_.send_ring.position();
   at.send_lane = near_.send_lane.position();
   at.psn = near_.send_psn.value;

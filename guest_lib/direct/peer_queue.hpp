@@ -53,7 +53,7 @@ inline bool next_receive(const vmci::RecordReader& ring, bool needs_buffer, std:
 bool raise_at_peer(const vmci::PosterClaim& claim, control::CqShared& cq, const PeerChannel& channel, bool solicited);
 
 // entries: those of `lane`.
-inline bool push_to_peer(vmci::LaneWriter& lane, Cqe* entries, const Cqe& cqe, std::uint32_t state, const vmci::ClaimedStores& stores) {
+[[gnu::always_inline]] inline bool push_to_peer(vmci::LaneWriter& lane, Cqe* entries, const Cqe& cqe, std::uint32_t state, const vmci::ClaimedStores& stores) {
   if (!stores.guarded()) return lane.push(cqe, state), true;
   static_assert(offsetof(Cqe, byte_len) == 8 && offsetof(Cqe, src_qp) == 16 && offsetof(Cqe, queue_position) == 24 && offsetof(Cqe, state) == 28);
   // Each field by itself: two that were just stored, loaded as one word, would wait until every store before them, the payload's among

@@ -159,7 +159,7 @@ class DirectPorts {
   }
   void abandon(Qp&) {}
 
-  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state) {
+  [[gnu::always_inline]] bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state) {
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     if (direction == engine::Direction::receive && !take_turn(cqe.wr_id)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
