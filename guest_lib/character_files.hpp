@@ -72,9 +72,9 @@ class CharacterFiles {
     auto opened = (*attachment)->template call_on_socket<R>({});
     if (!opened) return opened.error();
     if (opened->descriptors.size() != 1) return Errno{EPROTO};
-    const auto prepared = prepare(opened->descriptors[0].get(), flags);
-    if (!prepared) return prepared.error();
-    add(make(*attachment, opened->body.channel, opened->descriptors[0].get()));
+    auto file = make(*attachment, opened->body.channel, opened->descriptors[0].get());
+    if (const auto prepared = prepare(file->fd, flags); !prepared) return file->forgotten(), prepared.error();
+    add(std::move(file));
     return opened->descriptors[0].release();
   }
   // nullptr: it is none, or not any more.

@@ -1,10 +1,16 @@
-// write(2), read(2), ioctl(2), fstat(2) and close(2) in front of libc's, for the descriptors of character devices (character_files.hpp), and
+// write(2), read(2), writev(2), readv(2), ioctl(2), fstat(2) and close(2) in front of libc's, for the descriptors of character devices (character_files.hpp), and
 // read(2) also for those of a port's counters. Another file's cost one look at a bit, or two.
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
+#include <cstring>
+#include <memory>
+#include <new>
 
 #include "guest_lib/character_files.hpp"
 #include "guest_lib/paths.hpp"
@@ -17,6 +23,8 @@ using paths::call;
 namespace {
 
 using Read = ssize_t(int, void*, std::size_t);
+using ReadChk = ssize_t(int, void*, std::size_t, std::size_t);
+using Vector = ssize_t(int, const iovec*, int);
 using Write = ssize_t(int, const void*, std::size_t);
 using Ioctl = int(int, unsigned long, ...);
 using Fstat = int(int, struct stat*);
@@ -24,6 +32,8 @@ using Fxstat = int(int, int, struct stat*);
 using Close = int(int);
 
 constinit NextFunction<Read> next_read{"read"};
+constinit NextFunction<ReadChk> next___read_chk{"__read_chk"};
+constinit NextFunction<Vector> next_readv{"readv"}, next_writev{"writev"};
 constinit NextFunction<Write> next_write{"write"};
 constinit NextFunction<Ioctl> next_ioctl{"ioctl"};
 constinit NextFunction<Fstat> next_fstat{"fstat"}, next_fstat64{"fstat64"};
@@ -32,6 +42,8 @@ constinit NextFunction<Close> next_close{"close"};
 
 __attribute__((constructor)) void look_up_all() {
   next_read.get();
+  next___read_chk.get();
+  for (auto* f : {&next_readv, &next_writev}) f->get();
   next_write.get();
   next_ioctl.get();
   for (auto* f : {&next_fstat, &next_fstat64}) f->get();
@@ -55,6 +67,36 @@ int fstat_path(int fd, struct stat* out, Real real) {
   return result;
 }
 
+// What the kernel itself does, whichever file it is.
+bool is_of_every_file(unsigned long request) {
+  switch (static_cast<std::uint32_t>(request)) {
+    case FIONBIO:
+    case FIOASYNC:
+    case FIOCLEX:
+    case FIONCLEX:
+    case FIOQSIZE: return true;
+    default: return false;
+  }
+}
+
+// Pieces of memory as one, for files that have no use for several.
+template <class Function>
+ssize_t with_one(const iovec* pieces, int count, bool gather, const Function& use) {
+  if (count == 1) return use(pieces->iov_base, pieces->iov_len);
+  std::size_t bytes = 0;
+  for (int i = 0; i < count; ++i) bytes += pieces[i].iov_len;
+  std::unique_ptr<std::byte[]> whole(new (std::nothrow) std::byte[std::min<std::size_t>(bytes, 1 << 24)]);
+  if (!whole || bytes > 1 << 24) return errno = ENOMEM, -1;
+  const auto each = [&](const auto& copy) {
+    std::size_t at = 0;
+    for (int i = 0; i < count; at += pieces[i++].iov_len) copy(whole.get() + at, static_cast<std::byte*>(pieces[i].iov_base), pieces[i].iov_len);
+  };
+  if (gather) each([](std::byte* to, const std::byte* from, std::size_t some) { std::memcpy(to, from, some); });
+  const ssize_t result = use(whole.get(), bytes);
+  if (!gather && result > 0) each([](const std::byte* from, std::byte* to, std::size_t some) { std::memcpy(to, from, some); });
+  return result;
+}
+
 }  // namespace
 
 VRDMA_INTERPOSE(ssize_t, read, int fd, void* bytes, std::size_t count) {
@@ -64,6 +106,26 @@ VRDMA_INTERPOSE(ssize_t, read, int fd, void* bytes, std::size_t count) {
     if (const auto file = file_of(fd)) return file->read(bytes, count);
   Read* const next = next_read.get();
   return next != nullptr ? next(fd, bytes, count) : syscall(SYS_read, fd, bytes, count);
+}
+
+// read(2) of programs that were built with _FORTIFY_SOURCE.
+VRDMA_INTERPOSE(ssize_t, __read_chk, int fd, void* bytes, std::size_t count, std::size_t room) {
+  if (traffic_files::may_hold(fd)) [[unlikely]]
+    traffic_files::refresh(fd);
+  if (CharacterFiles::may_hold(fd) && count <= room) [[unlikely]]
+    if (const auto file = file_of(fd)) return file->read(bytes, count);
+  return call(next___read_chk, fd, bytes, count, room);
+}
+
+VRDMA_INTERPOSE(ssize_t, readv, int fd, const iovec* pieces, int count) {
+  if (CharacterFiles::may_hold(fd)) [[unlikely]]
+    if (const auto file = file_of(fd)) return with_one(pieces, count, false, [&](void* bytes, std::size_t room) { return file->read(bytes, room); });
+  return call(next_readv, fd, pieces, count);
+}
+VRDMA_INTERPOSE(ssize_t, writev, int fd, const iovec* pieces, int count) {
+  if (CharacterFiles::may_hold(fd)) [[unlikely]]
+    if (const auto file = file_of(fd)) return with_one(pieces, count, true, [&](const void* bytes, std::size_t all) { return file->write(bytes, all); });
+  return call(next_writev, fd, pieces, count);
 }
 
 VRDMA_INTERPOSE(ssize_t, write, int fd, const void* bytes, std::size_t count) {
@@ -78,7 +140,7 @@ VRDMA_INTERPOSE(int, ioctl, int fd, unsigned long request, ...) {
   va_start(arguments, request);
   void* const argument = va_arg(arguments, void*);  // or a number, or none: whoever asks knows
   va_end(arguments);
-  if (CharacterFiles::may_hold(fd)) [[unlikely]]
+  if (CharacterFiles::may_hold(fd) && !is_of_every_file(request)) [[unlikely]]
     if (const auto file = file_of(fd)) return file->control(request, argument);
   Ioctl* const next = next_ioctl.get();
   return next != nullptr ? next(fd, request, argument) : static_cast<int>(syscall(SYS_ioctl, fd, request, argument));

@@ -1,6 +1,7 @@
 #include "guest_lib/show_device.hpp"
 
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <endian.h>
 #include <net/if.h>
 
@@ -23,9 +24,11 @@ bool ask_for_traffic(PortTraffic& now) {
   if (reply) now = {reply->sent_bytes, reply->sent_messages, reply->received_bytes, reply->received_messages};
   return static_cast<bool>(reply);
 }
-// Reading them makes a guest of a program that was none: ibstat, or who looks for the subnet manager before it opens umad0.
+// Reading them makes a guest of a program of libibumad's that was none: ibstat, or who looks for the subnet manager before it opens umad0.
+// Others stay as they were: of a script, each `cat` would be another guest, with another port.
 void ask_for_device() {
   const int before = errno;
+  if (::dlsym(RTLD_DEFAULT, "umad_get_port") == nullptr) return;
   (void)as_int([]() -> Status {
     const auto attachment = Attachment::current();
     if (!attachment) return attachment.error();

@@ -93,8 +93,8 @@ Setter lids(RemoteHost& to, const std::string& origin) {
     const auto whole = [&](int fields, int wanted) { return fields == wanted && end == static_cast<int>(range.size()); };
     const bool good = whole(std::sscanf(range.c_str(), "%5u-%5u%n", &first, &last, &end), 2) ||
                       (end = 0, whole(std::sscanf(range.c_str(), "%5u%n", &first, &end), 1) && (last = first, true));
-    if (!good || first < 1 || last > 0xbfff || first > last)
-      refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to 49151) in a string, such as \"1-4095\"", shown(value)));
+    if (!good || first < 1 || last > hosts::lid_max || first > last)
+      refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to {}) in a string, such as \"1-4095\"", shown(value), hosts::lid_max));
     to.lid_first = static_cast<std::uint16_t>(first), to.lid_last = static_cast<std::uint16_t>(last);
   };
 }
@@ -340,7 +340,7 @@ void Config::check() const {
           fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));
   require(machine_arena_bytes >= (1u << 20) && machine_arena_bytes <= (1ull << 32) && machine_arena_bytes % 4096 == 0,
           fmt::format("\"machine_arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 4 GiB", machine_arena_bytes));
-  constexpr std::uint32_t lid_max = 0xbfff;
+  constexpr std::uint32_t lid_max = hosts::lid_max;
   require(lid_first >= 1 && lid_first <= lid_max && lid_count >= 1 && lid_count <= lid_max - lid_first + 1,
           fmt::format("\"lid_count\" {} from \"lid_first\" {}: unicast LIDs are 1 to {}", lid_count, lid_first, lid_max));
   remote.check();

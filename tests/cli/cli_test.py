@@ -106,9 +106,9 @@ class Configuration(TestCase):
                              ('{"direct": "always"}', '"always"', '"mediated" or "auto"'),
                              ('{"shards": 0}', '"shards" is 0', "1 to 32"), ('{"shards": 33}', '"shards" is 33', "1 to 32"),
                              ('{"arena_bytes": 4097}', "4097", "multiple of 4096"),
-                             ('{"lid_first": 0}', '"lid_first" 0', "1 to 49151"),
-                             ('{"lid_first": 4294967295, "lid_count": 1}', "4294967295", "1 to 49151"),
-                             ('{"lid_first": 49151, "lid_count": 2}', "49151"),
+                             ('{"lid_first": 0}', '"lid_first" 0', "1 to 49150"),
+                             ('{"lid_first": 4294967295, "lid_count": 1}', "4294967295", "1 to 49150"),
+                             ('{"lid_first": 49151, "lid_count": 1}', "49151"),
                              ('{"log_level": "loud"}', '"loud"', "trace, debug, info")):
             with self.subTest(text):
                 result, _ = self.check(text)

@@ -191,6 +191,7 @@ class Runner:
         for name, look in (("nodes", management.nodes), ("the topology", management.topology), ("records", management.records), ("ibping", management.pings)):
             self.case(name, lambda look=look: self._beside_a_peer(look))
         self.case("a LID that nobody has", lambda: management.nobody(self.side()))
+        self.case("their descriptors", lambda: management.files(self.side()))
         self.case("counters", lambda: management.counters(self.service, (self.side(), self.side())))
         for words in management.MULTICAST:
             self.case(" ".join((*words, "-c UD -g")), lambda words=words: management.multicast((self.side(), self.side()), words))

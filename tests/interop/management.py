@@ -96,6 +96,34 @@ def nobody(side):
         raise Failure(f"left with {code}:\n{said[-2000:]}")
 
 
+_FILES = """
+import array, ctypes, fcntl, os, termios
+for name in ("rdma_cm", "umad0"):
+    fd = os.open("/dev/infiniband/" + name, os.O_RDWR)
+    os.set_blocking(fd, False)
+    os.set_inheritable(fd, True)
+    assert not os.get_blocking(fd) and os.get_inheritable(fd)
+    try:
+        os.readv(fd, [bytearray(40), bytearray(400)])
+        raise SystemExit(name + " has something to read")
+    except (BlockingIOError, OSError):
+        pass
+    try:
+        fcntl.ioctl(fd, 0x1b7f)
+        raise SystemExit(name + " knows every ioctl")
+    except OSError as error:
+        assert error.errno == 25, error
+    os.close(fd)
+    assert os.path.exists("/proc/self/fd") and not os.path.exists("/proc/self/fd/%d" % fd)
+print("files like others")
+"""
+
+
+def files(side):
+    """What every descriptor can do these can, too."""
+    _expect(_say(side, "python3", "-c", _FILES), r"^files like others$")
+
+
 def counters(service, sides):
     """What programs send is in the counters of their ports, and of the switch."""
     need("ib_write_bw", "perfquery")

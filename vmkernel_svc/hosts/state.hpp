@@ -23,7 +23,7 @@ inline bool operator==(LidRange a, LidRange b) { return a.first == b.first && a.
 namespace vrdma::hosts {
 
 using remote::LidRange;
-constexpr std::uint16_t lid_max = 0xbfff;  // IBA 4.1.3: unicast LIDs
+constexpr std::uint16_t lid_max = 0xbffe;  // of unicast LIDs (IBA 4.1.3) the last one, 0xbfff, is the subnet manager's (addresses.hpp)
 constexpr LidRange no_lids{0, 0};
 
 inline bool overlap(LidRange a, LidRange b) { return a.first <= b.last && b.first <= a.last; }

@@ -11,7 +11,7 @@ namespace {
 constexpr Field mask_field{384, 64};        // which components of a record the request gives
 constexpr Field manager_key{288, 64};
 constexpr Field attribute_offset{352, 16};  // of one record to the next, in 8 bytes
-constexpr std::size_t table_bytes_max = 8 << 20;
+constexpr std::size_t table_bytes_max = 1 << 20;
 constexpr std::uint8_t exactly = 2;          // of the selectors of MTU, rate and lifetime (IBA 15.2.5.16)
 constexpr std::uint8_t rate_100 = 16, lifetime = 14;  // 100 Gb/s; 67 ms
 constexpr std::uint8_t full_member = 1;
@@ -100,7 +100,7 @@ struct Administration::Kind {
   std::uint16_t attribute;
   std::size_t record_bytes;  // a multiple of 8
   std::span<const Field> fields;
-  void (Administration::*collect)(Guest&, Records&);
+  void (Administration::*collect)(Guest&, const View&, Records&);
 };
 
 const Administration::Kind Administration::kinds[] = {
@@ -121,7 +121,7 @@ const Administration::Kind* Administration::kind_of(std::uint16_t attribute) {
 
 bool Administration::answer(Guest& viewer, Mad& mad) {
   const std::uint8_t method = mad.method();
-  if (mad.class_version() != 2) return mad.respond(0x0004), true;  // IBA 13.4.7: a version that is not known
+  if (mad.class_version() != 2) return mad.respond(status_bad_version), true;
   if (method == method_get && mad.attribute() == attribute_class_port_info) return class_port_info(mad), true;
   const Kind* const kind = kind_of(mad.attribute());
   if (kind == nullptr) return mad.respond(status_bad_attribute), true;
@@ -135,7 +135,7 @@ bool Administration::answer(Guest& viewer, Mad& mad) {
 
   const std::vector<std::uint8_t> wanted(data.begin(), data.end());
   Records records{kind->fields, wanted, get(mad.bytes, mask_field), mad.modifier(), get(mad.bytes, manager_key) != 0, kind->record_bytes, {}};
-  (this->*kind->collect)(viewer, records);
+  (this->*kind->collect)(viewer, subnet_.view(viewer), records);
   put(mad.bytes, attribute_offset, kind->record_bytes / 8);
   if (method == method_get) {
     if (records.count != 1) return mad.respond(records.count == 0 ? status_no_records : status_too_many_records), true;
@@ -174,8 +174,8 @@ void Administration::class_port_info(Mad& mad) {
 
 // --- nodes and ports ------------------------------------------------------------------------------------------
 
-void Administration::nodes(Guest& viewer, Records& out) {
-  for (const Node& node : subnet_.nodes(viewer)) {
+void Administration::nodes(Guest& viewer, const View& view, Records& out) {
+  for (const Node& node : view.nodes) {
     std::array<std::uint8_t, 108> record{};
     put(record, {0, 16}, subnet_.lid_of(node));
     const SmpData info = node_info(subnet_, node, node.is_switch() ? 0 : 1), text = node_description(subnet_, viewer, node);
@@ -185,14 +185,14 @@ void Administration::nodes(Guest& viewer, Records& out) {
   }
 }
 
-void Administration::ports(Guest& viewer, Records& out) {
+void Administration::ports(Guest&, const View& view, Records& out) {
   // IBA 15.2.5.3: with that modifier, ports that have all of the given capabilities, and perhaps more.
   constexpr unsigned capability_component = 7;
   const bool by_capability = out.gives(capability_component) && (out.modifier >> 31) != 0;
   const std::uint64_t capabilities = get(out.wanted, port_fields[capability_component]);
   if (by_capability) out.mask = without(out.mask, {capability_component});
   const auto put_port = [&](const Node& node, std::uint8_t port) {
-    const auto info = port_info(subnet_, viewer, node, port, node.is_switch() ? 0 : 1);
+    const auto info = port_info(subnet_, view, node, port, node.is_switch() ? 0 : 1);
     if (!info) return;
     if (by_capability && (get(*info, {160, 32}) & capabilities) != capabilities) return;
     std::array<std::uint8_t, 68> record{};
@@ -201,7 +201,7 @@ void Administration::ports(Guest& viewer, Records& out) {
     std::copy(info->begin(), info->end(), record.begin() + 4);
     out.offer(record);
   };
-  const std::vector<Node> all = subnet_.nodes(viewer);
+  const std::vector<Node>& all = view.nodes;
   put_port(all.front(), 0);
   for (const Node& node : all)  // of the switch, those that lead to somebody
     if (!node.is_switch() && node.port != 0) put_port(all.front(), node.port);
@@ -209,8 +209,8 @@ void Administration::ports(Guest& viewer, Records& out) {
     if (!node.is_switch()) put_port(node, 1);
 }
 
-void Administration::links(Guest& viewer, Records& out) {
-  for (const Node& node : subnet_.nodes(viewer)) {
+void Administration::links(Guest&, const View& view, Records& out) {
+  for (const Node& node : view.nodes) {
     if (node.is_switch() || node.port == 0) continue;
     const std::uint16_t lid = node.guest->lid;
     const auto put_link = [&](std::uint16_t from, std::uint8_t from_port, std::uint8_t to_port, std::uint16_t to) {
@@ -223,15 +223,15 @@ void Administration::links(Guest& viewer, Records& out) {
   }
 }
 
-void Administration::switches(Guest& viewer, Records& out) {
+void Administration::switches(Guest&, const View& view, Records& out) {
   std::array<std::uint8_t, 24> record{};
   put(record, {0, 16}, subnet_manager_lid);
-  const SmpData info = switch_info(subnet_, viewer);
+  const SmpData info = switch_info(view);
   std::copy_n(info.begin(), 20, record.begin() + 4);
   out.offer(record);
 }
 
-void Administration::managers(Guest&, Records& out) {
+void Administration::managers(Guest&, const View&, Records& out) {
   std::array<std::uint8_t, 28> record{};
   put(record, {0, 16}, subnet_manager_lid);
   const SmpData info = sm_info();
@@ -239,8 +239,8 @@ void Administration::managers(Guest&, Records& out) {
   out.offer(record);
 }
 
-void Administration::pkeys(Guest& viewer, Records& out) {
-  for (const Node& node : subnet_.nodes(viewer)) {
+void Administration::pkeys(Guest&, const View& view, Records& out) {
+  for (const Node& node : view.nodes) {
     std::array<std::uint8_t, 72> record{};
     put(record, {0, 16}, subnet_.lid_of(node));
     put(record, {32, 8}, node.is_switch() ? 0 : 1);
@@ -253,7 +253,7 @@ void Administration::pkeys(Guest& viewer, Records& out) {
 // --- paths ----------------------------------------------------------------------------------------------------
 
 // An address of another host's guest is not looked for: every GID ends in its LID.
-void Administration::paths(Guest& viewer, Records& out) {
+void Administration::paths(Guest& viewer, const View& view, Records& out) {
   // The answer's own choice, whatever the request would like at least or at most, as long as it can be had.
   const auto may_be = [&](unsigned component, Field selector, Field value, std::uint8_t ours) {
     if (!out.gives(component) || !out.gives(component + 1)) return true;
@@ -268,12 +268,14 @@ void Administration::paths(Guest& viewer, Records& out) {
   const bool can_be = may_be(16, path::mtu_selector, path::mtu, subnet_.mtu()) && may_be(18, path::rate_selector, path::rate, rate_100) &&
                       may_be(20, path::lifetime_selector, path::lifetime, lifetime);
   if (!can_be) return;
-  out.mask = without(out.mask, {12, 13, 16, 17, 18, 19, 20, 21});  // P_Keys are chosen, not compared
+  const std::uint16_t wanted_pkey = out.gives(13) ? static_cast<std::uint16_t>(get(out.wanted, path::pkey)) : 0;
+  // What is chosen, and what makes no difference here, is not compared: a request may give it as it likes.
+  out.mask = without(out.mask, {0, 1, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21});
 
   // Those that one end of it may be, by what the request says of it.
   const auto ends = [&](unsigned gid_component, Field gid_field, Field lid_field) {
     std::vector<End> found;
-    for (const Node& node : subnet_.nodes(viewer)) found.push_back({port_gid(subnet_.guid_of(node)), subnet_.lid_of(node), node.is_switch() ? nullptr : node.guest->tenant});
+    for (const Node& node : view.nodes) found.push_back({port_gid(subnet_.guid_of(node)), subnet_.lid_of(node), node.is_switch() ? nullptr : node.guest->tenant, 0});
     const Gid gid = gid_at(out.wanted, gid_field.bit / 8);
     const auto lid = static_cast<std::uint16_t>(get(out.wanted, lid_field));
     if (out.gives(gid_component)) std::erase_if(found, [&](const End& end) { return end.gid != gid; });
@@ -282,20 +284,29 @@ void Administration::paths(Guest& viewer, Records& out) {
   };
   std::vector<End> to = ends(2, path::dgid, path::dlid);
   const Gid dgid = gid_at(out.wanted, path::dgid.bit / 8);
-  if (out.gives(2) && is_multicast(dgid) && groups_.find(dgid) != nullptr) to.push_back({dgid, multicast_lid(dgid), nullptr});
-  else if (out.gives(2) && to.empty() && !is_multicast(dgid) && subnet_.fabric().far != nullptr) to.push_back({dgid, lid_of(dgid.data()), nullptr});
+  const Group* const group = out.gives(2) ? groups_.find(dgid) : nullptr;
+  if (group != nullptr && is_in(viewer, group->pkey)) to.push_back({dgid, multicast_lid(dgid), nullptr, group->pkey});
+  else if (out.gives(2) && to.empty() && !is_multicast(dgid) && subnet_.fabric().far != nullptr) to.push_back({dgid, lid_of(dgid.data()), nullptr, 0});
   for (const End& source : ends(3, path::sgid, path::slid))
-    for (const End& destination : to) put_path(source, destination, out);
+    for (const End& destination : to) {
+      if (out.is_full()) return;
+      put_path(source, destination, wanted_pkey, out);
+    }
 }
 
-void Administration::put_path(const End& from, const End& to, Records& out) {
-  const auto wanted_pkey = static_cast<std::uint16_t>(get(out.wanted, path::pkey));
-  // Who is of no tenant is in every partition.
-  const auto keys_of = [](const Tenant* tenant) { return tenant != nullptr ? tenant->pkeys : hosts::PkeyTable{hosts::pkey_default}; };
+void Administration::put_path(const End& from, const End& to, std::uint16_t wanted_pkey, Records& out) {
   std::uint16_t common = 0;
-  for (const std::uint16_t mine : keys_of(from.tenant == nullptr ? to.tenant : from.tenant))
-    for (const std::uint16_t theirs : keys_of(to.tenant == nullptr ? from.tenant : to.tenant))
-      if (common == 0 && hosts::pkeys_match(mine, theirs) && (!out.gives(13) || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey))) common = mine;
+  const auto consider = [&](std::uint16_t mine, std::uint16_t theirs) {
+    if (common == 0 && hosts::pkeys_match(mine, theirs) && (wanted_pkey == 0 || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey))) common = mine;
+  };
+  // Who is of no tenant is in every partition, but for a group.
+  const hosts::PkeyTable any{hosts::pkey_default};
+  const auto& mine = from.tenant != nullptr ? from.tenant->pkeys : to.tenant != nullptr ? to.tenant->pkeys : any;
+  const auto& theirs = to.tenant != nullptr ? to.tenant->pkeys : mine;
+  for (const std::uint16_t own : mine) {
+    if (to.pkey != 0) consider(own, to.pkey);
+    else for (const std::uint16_t other : theirs) consider(own, other);
+  }
   if (common == 0) return;
   std::array<std::uint8_t, 64> record{};
   put_gid(record, path::dgid, to.gid);
@@ -303,7 +314,9 @@ void Administration::put_path(const End& from, const End& to, Records& out) {
   put(record, path::dlid, to.lid);
   put(record, path::slid, from.lid);
   put(record, path::reversible, 1);
-  put(record, path::pkey, out.gives(13) ? wanted_pkey : common);
+  for (const Field given : {path::fields[0], path::fields[1], path::fields[8], path::hop_limit, path::fields[10], path::fields[14], path::fields[15]})
+    put(record, given, get(out.wanted, given));
+  put(record, path::pkey, wanted_pkey != 0 ? wanted_pkey : common);
   put(record, path::mtu_selector, exactly), put(record, path::mtu, subnet_.mtu());
   put(record, path::rate_selector, exactly), put(record, path::rate, rate_100);
   put(record, path::lifetime_selector, exactly), put(record, path::lifetime, lifetime);
@@ -312,15 +325,16 @@ void Administration::put_path(const End& from, const End& to, Records& out) {
 
 // --- multicast groups -----------------------------------------------------------------------------------------
 
-void Administration::members(Guest& viewer, Records& out) {
+void Administration::members(Guest& viewer, const View&, Records& out) {
   // IBA 15.4.1.2: a group once, without its members, unless the request names one, or comes with a key. There is no secret in it: who asks is
   // in the partition.
   for (const auto& [gid, group] : groups_.all()) {
-    if (!is_in(viewer, group.pkey)) continue;
+    if (out.is_full()) return;
+    if (!is_in(viewer, group.pkey) || (out.gives(0) && gid != gid_at(out.wanted, member::group_at))) continue;
     std::uint8_t states = 0;
-    for (const auto& [port, state] : group.members) {
-      states |= state;
-      if (out.is_trusted || out.gives(1)) put_member(gid, group, port, state, out);
+    for (const auto& [port, one] : group.members) {
+      states |= one.join_state;
+      if (out.is_trusted || out.gives(1)) put_member(gid, group, port, one.join_state, out);
     }
     if (!out.is_trusted && !out.gives(1)) put_member(gid, group, {}, states, out);
   }
@@ -358,7 +372,7 @@ std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
   const Gid gid = gid_at(data, group_at), port = gid_at(data, port_at);
   const auto state = static_cast<std::uint8_t>(get(data, join_state));
   if ((mask & (has_gid | has_port | has_join_state)) != (has_gid | has_port | has_join_state) || state == 0) return status_insufficient_components;
-  if (port != viewer.gids[0].gid || !is_multicast(gid)) return status_bad_gid;
+  if (port != viewer.gids[0].gid || !is_multicast(gid) || (gid[1] & 0x0f) == 0 || (gid[1] & 0x0f) == 0x0f) return status_bad_gid;  // IBA 4.1.1: a scope
   const auto wanted_pkey = static_cast<std::uint16_t>(get(data, pkey));
   Group* group = groups_.find(gid);
   if (group == nullptr) {
@@ -375,7 +389,8 @@ std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
       return status_request_invalid;
     if (group->members.size() >= members_max && !group->members.contains(port)) return status_no_resources;
   }
-  const std::uint8_t states = group->members[port] |= state;
+  if (!groups_.join(*group, port, state, *viewer.tenant)) return groups_.remove_if_empty(gid), status_no_resources;
+  const std::uint8_t states = group->members.at(port).join_state;
   put_group(data, gid, *group);
   put(data, join_state, states);
   return status_ok;
@@ -385,13 +400,12 @@ std::uint16_t Administration::leave(Guest& viewer, Mad& mad) {
   const auto data = mad.data(administration_data, 56);
   const Gid gid = gid_at(data, member::group_at), port = gid_at(data, member::port_at);
   if (port != viewer.gids[0].gid) return status_bad_gid;
-  const Group* const group = groups_.find(gid);
+  Group* const group = groups_.find(gid);
   const auto state = static_cast<std::uint8_t>(get(data, member::join_state));
-  const auto joined = group != nullptr ? group->members.find(port) : std::map<Gid, std::uint8_t>::const_iterator{};
-  if (group == nullptr || joined == group->members.end() || (joined->second & state) == 0) return status_request_invalid;
-  const auto left = static_cast<std::uint8_t>(joined->second & ~state);
-  if (left == 0) groups_.leave(gid, port);
-  else groups_.find(gid)->members[port] = left;
+  const auto joined = group != nullptr ? group->members.find(port) : decltype(group->members.end()){};
+  if (group == nullptr || joined == group->members.end() || (joined->second.join_state & state) == 0) return status_request_invalid;
+  joined->second.join_state = static_cast<std::uint8_t>(joined->second.join_state & ~state);
+  if (joined->second.join_state == 0) groups_.leave(gid, port);
   return status_ok;
 }
 

@@ -22,20 +22,21 @@ class Administration {
   static const Kind kinds[];
   static const Kind* kind_of(std::uint16_t attribute);
 
-  void nodes(Guest& viewer, Records& out);
-  void ports(Guest& viewer, Records& out);
-  void links(Guest& viewer, Records& out);
-  void switches(Guest& viewer, Records& out);
-  void managers(Guest& viewer, Records& out);
-  void pkeys(Guest& viewer, Records& out);
-  void paths(Guest& viewer, Records& out);
-  void members(Guest& viewer, Records& out);
+  void nodes(Guest& viewer, const View& view, Records& out);
+  void ports(Guest& viewer, const View& view, Records& out);
+  void links(Guest& viewer, const View& view, Records& out);
+  void switches(Guest& viewer, const View& view, Records& out);
+  void managers(Guest& viewer, const View& view, Records& out);
+  void pkeys(Guest& viewer, const View& view, Records& out);
+  void paths(Guest& viewer, const View& view, Records& out);
+  void members(Guest& viewer, const View& view, Records& out);
   struct End {
     Gid gid;
     std::uint16_t lid;
     const Tenant* tenant;  // nullptr: the switch, a group, a guest of another host
+    std::uint16_t pkey;    // of a group
   };
-  void put_path(const End& from, const End& to, Records& out);
+  void put_path(const End& from, const End& to, std::uint16_t wanted_pkey, Records& out);
 
   void put_member(const Gid& gid, const Group& group, const Gid& port, std::uint8_t state, Records& out);
   void put_group(std::span<std::uint8_t> record, const Gid& gid, const Group& group) const;

@@ -17,6 +17,10 @@ struct Field {
 
 inline std::uint64_t get(std::span<const std::uint8_t> bytes, Field field) {
   std::uint64_t value = 0;
+  if ((field.bit | field.width) % 8 == 0) {
+    for (const std::uint8_t byte : bytes.subspan(field.bit / 8, field.width / 8)) value = value << 8 | byte;
+    return value;
+  }
   for (unsigned i = field.bit; i < field.bit + field.width; ++i) value = value << 1 | (bytes[i / 8] >> (7 - i % 8) & 1u);
   return value;
 }
@@ -24,6 +28,10 @@ inline std::uint64_t get(std::span<const std::uint8_t> bytes, Field field) {
 // More than the field can hold is the most that it can.
 inline void put(std::span<std::uint8_t> bytes, Field field, std::uint64_t value) {
   if (field.width < 64) value = std::min(value, (std::uint64_t{1} << field.width) - 1);
+  if ((field.bit | field.width) % 8 == 0) {
+    for (unsigned i = field.width / 8; i-- > 0; value >>= 8) bytes[field.bit / 8 + i] = static_cast<std::uint8_t>(value);
+    return;
+  }
   for (unsigned i = field.bit + field.width; i-- > field.bit; value >>= 1) {
     const auto mask = static_cast<std::uint8_t>(0x80u >> i % 8);
     if ((value & 1) != 0) bytes[i / 8] |= mask;
@@ -47,6 +55,7 @@ constexpr std::uint8_t method_repress = 0x07;  // TrapRepress answers a trap, wi
 // IBA 13.4.7; of subnet administration 15.2.7.
 enum MadStatus : std::uint16_t {
   status_ok = 0,
+  status_bad_version = 0x0004,
   status_bad_method = 0x0008,
   status_bad_attribute = 0x000c,  // in that method
   status_bad_value = 0x001c,

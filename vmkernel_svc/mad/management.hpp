@@ -74,9 +74,10 @@ class Management {
   bool answered_here(Guest& from, const control::MadAddress& to, mad::Mad& mad);
   void deliver(Channel& channel, Arrived arrived);
   // `from` as its port's address; `sender` sees whom it reaches.
-  void deliver_here(const mad::Viewer& sender, std::uint16_t to, const control::MadAddress& from, const mad::Mad& mad);
-  void deliver_answer(const control::MadAddress& from, const mad::Mad& mad);
-  void deliver_request(Guest& to, const control::MadAddress& from, const mad::Mad& mad);
+  // False: it is a request that whoever is there cannot answer.
+  bool deliver_here(const mad::Viewer& sender, std::uint16_t to, const control::MadAddress& from, const mad::Mad& mad);
+  void deliver_answer(const control::MadAddress& from, mad::Mad mad);
+  bool deliver_request(Guest& to, const control::MadAddress& from, const mad::Mad& mad);
   bool is_here(std::uint16_t lid) const;
   void announce(Channel& channel);
 

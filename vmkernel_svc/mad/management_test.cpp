@@ -266,6 +266,118 @@ TEST_CASE("A table that is longer than a piece is taken piece by piece, and stay
   CHECK_FALSE(one.receive());
 }
 
+TEST_CASE("Answers that nobody reads are kept, and no more are asked for") {
+  TestHost host;
+  Program one(host);
+  const auto agent = one.agent(class_lid_routed), records = one.agent(class_administration, 2);
+  std::size_t sent = 0;
+  while (one.send(agent, one.guest.lid, one.request(class_lid_routed, method_get, attribute_node_info))) ++sent;
+  CHECK(sent == 1024);
+  for (std::size_t i = 0; i < sent; ++i) REQUIRE(one.receive());
+  CHECK_FALSE(one.receive());
+  // Tables: as many as there is room for, then a word that there is none.
+  std::vector<std::unique_ptr<Program>> more;
+  for (int i = 0; i < 1000; ++i) more.push_back(std::make_unique<Program>(host));
+  for (int i = 0; i < 20; ++i) REQUIRE(one.send(records, subnet_manager_lid, one.request(class_administration, method_get_table, attribute_node_record, 0, 2)));
+  std::size_t whole = 0, refused = 0;
+  while (const auto got = one.receive()) ++(status_of(got->bytes) == status_ok ? whole : refused);
+  CHECK(whole == 9);
+  CHECK(refused == 11);
+}
+
+TEST_CASE("What nobody asked for is lost where too much of it waits, and nothing else is") {
+  TestHost host;
+  Program sender(host), server(host);
+  const auto asks = sender.agent(0x30, 1, 0, 7), server_asks = server.agent(class_lid_routed);
+  server.agent(0x30, 1, 1 << method_get, 7);
+  Mad large = sender.request(0x30, method_get, 0);
+  put(large.bytes, {296, 24}, 7);
+  large.bytes.resize(mad_bytes_max);
+  for (int i = 0; i < 1000; ++i) {
+    put(large.bytes, {96, 32}, static_cast<unsigned>(i));
+    REQUIRE(sender.send(asks, server.guest.lid, large, 0));
+  }
+  REQUIRE(server.send(server_asks, server.guest.lid, server.request(class_lid_routed, method_get, attribute_node_info)));
+  std::size_t requests = 0, answers = 0;
+  while (const auto got = server.receive()) ++(got->head.agent == server_asks ? answers : requests);
+  CHECK(answers == 1);
+  CHECK(requests == (512 << 10) / mad_bytes_max);
+}
+
+TEST_CASE("A class that nobody takes there is refused at once") {
+  TestHost host;
+  Program one(host), other(host);
+  const auto agent = one.agent(0x09);
+  CHECK(status_of(one.ask(agent, other.guest.lid, one.request(0x09, method_get, 1)).bytes) == status_bad_attribute);
+}
+
+TEST_CASE("Ports of the switch are kept, run out, and are had by others when they are free") {
+  TestHost host;
+  Program one(host);
+  const auto agent = one.agent(class_lid_routed);
+  const auto port_of = [&](const Program& who) {
+    const std::uint16_t lid = who.guest.lid;
+    return one.ask(agent, subnet_manager_lid, one.request(class_lid_routed, method_get, attribute_forwarding_table, lid / 64)).bytes[smp_data + lid % 64];
+  };
+  std::vector<std::unique_ptr<Program>> more;
+  for (int i = 0; i < 260; ++i) more.push_back(std::make_unique<Program>(host));
+  std::set<std::uint8_t> ports{port_of(one)};
+  std::vector<std::size_t> without;
+  for (std::size_t i = 0; i < more.size(); ++i) {
+    const std::uint8_t port = port_of(*more[i]);
+    if (port == 0xff) without.push_back(i);
+    else CHECK(ports.insert(port).second);
+  }
+  CHECK(ports.size() == 254);
+  REQUIRE(without.size() == 7);
+  const auto leaving = std::find_if(more.begin(), more.end(), [&](const auto& each) { return port_of(*each) != 0xff; });
+  const std::uint8_t freed = port_of(**leaving);
+  host.fabric.management->leave((*leaving)->guest);
+  host.fabric.guests.erase((*leaving)->guest.id.value);
+  CHECK(std::count_if(without.begin(), without.end(), [&](std::size_t i) { return port_of(*more[i]) == freed; }) == 1);
+  // Those without have their records, and a LID as all.
+  CHECK(status_of(one.ask(agent, more[without.back()]->guest.lid, one.request(class_lid_routed, method_get, attribute_node_info)).bytes) == status_ok);
+}
+
+TEST_CASE("A path is in a partition that both ends have, and in the one that is asked for") {
+  TestHost host;
+  Program one(host), other(host, 1001);
+  one.guest.tenant->pkeys = {0xffff, 0x8005};
+  other.guest.tenant->pkeys = {0x8005, 0xffff};
+  const auto agent = one.agent(class_administration, 2);
+  const auto path = [&](std::uint16_t pkey) {
+    Mad mad = one.request(class_administration, method_get, attribute_path_record, 0, 2);
+    // With what makes no difference: a service, a class of traffic.
+    put(mad.bytes, {384, 64}, 1 << 1 | 1 << 4 | 1 << 5 | 1 << 10 | (pkey != 0 ? 1 << 13 : 0));
+    const auto record = mad.data(administration_data, 64);
+    put(record, {8, 56}, 0x106);
+    put(record, {320, 16}, other.guest.lid), put(record, {336, 16}, one.guest.lid);
+    put(record, {384, 8}, 3);
+    put(record, {400, 16}, pkey);
+    return one.ask(agent, subnet_manager_lid, mad);
+  };
+  const auto any = path(0), fifth = path(0x8005);
+  CHECK(get(std::span(any.bytes).subspan(administration_data), {400, 16}) == 0xffff);
+  CHECK(get(std::span(fifth.bytes).subspan(administration_data), {400, 16}) == 0x8005);
+  CHECK(get(std::span(fifth.bytes).subspan(administration_data), {384, 8}) == 3);
+  CHECK(status_of(path(0x8006).bytes) == status_no_records);
+}
+
+TEST_CASE("Groups count among their user's memberships") {
+  TestHost host;
+  Program one(host), other(host, 1001);
+  one.guest.tenant->quota.memberships = 2;
+  const auto agent = one.agent(class_administration, 2), others = other.agent(class_administration, 2);
+  for (std::uint8_t i = 0; i < 3; ++i) {
+    const auto status = status_of(one.ask(agent, subnet_manager_lid, member_request(one, method_set, Gid{0xff, 0x12, i}, all_to_create)).bytes);
+    CHECK(status == (i < 2 ? status_ok : status_no_resources));
+  }
+  CHECK(host.fabric.management->groups().all().size() == 2);
+  CHECK(status_of(other.ask(others, subnet_manager_lid, member_request(other, method_set, Gid{0xff, 0x12, 9}, all_to_create)).bytes) == status_ok);
+  host.fabric.management->leave(one.guest);
+  CHECK(one.guest.tenant->memberships == 0);
+}
+
 TEST_CASE("A group is there from the first full member that says what it is to be like until the last one goes") {
   TestHost host;
   Program one(host), other(host);

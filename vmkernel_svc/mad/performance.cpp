@@ -18,33 +18,44 @@ void add(CountersReply& to, const CountersReply& more) {
 
 }  // namespace
 
-CountersReply Performance::of_adapter(const Guest& adapter) const {
-  CountersReply sum{};
-  if (!traffic_) return sum;
-  for (const auto& [id, guest] : subnet_.fabric().guests)  // processes may share a port
-    if (guest->lid == adapter.lid && guest->link_layer == control::link_layer_infiniband) add(sum, traffic_(*guest));
-  const auto reset = resets_.find(adapter.lid);
-  if (reset == resets_.end() || reset->second.guid != adapter.guid) return sum;
-  const CountersReply& before = reset->second.before;
-  const auto since = [](std::uint64_t now, std::uint64_t then) { return now > then ? now - then : 0; };
-  return {since(sum.sent_bytes, before.sent_bytes), since(sum.sent_messages, before.sent_messages), since(sum.received_bytes, before.received_bytes),
-          since(sum.received_messages, before.received_messages)};
+std::map<std::uint16_t, CountersReply> Performance::of_user(const Tenant* user, std::optional<std::uint16_t> only) const {
+  std::map<std::uint16_t, CountersReply> sums;
+  for (const auto& [id, guest] : subnet_.fabric().guests) {
+    if (!traffic_ || guest->tenant != user || guest->link_layer != control::link_layer_infiniband || (only && guest->lid != *only)) continue;
+    const auto [sum, is_new] = sums.try_emplace(guest->lid);
+    add(sum->second, traffic_(*guest));  // processes may share a port
+    if (const auto reset = resets_.find(guest->lid); is_new && reset != resets_.end() && reset->second.guid != guest->guid) resets_.erase(reset);
+  }
+  for (auto& [lid, sum] : sums) {
+    const auto reset = resets_.find(lid);
+    if (reset == resets_.end()) continue;
+    const CountersReply& before = reset->second.before;
+    const auto since = [](std::uint64_t now, std::uint64_t then) { return now > then ? now - then : 0; };
+    sum = {since(sum.sent_bytes, before.sent_bytes), since(sum.sent_messages, before.sent_messages), since(sum.received_bytes, before.received_bytes),
+           since(sum.received_messages, before.received_messages)};
+  }
+  return sums;
 }
 
 std::optional<CountersReply> Performance::of_port(const Viewer& viewer, const Node& node, std::uint8_t port) const {
-  if (!node.is_switch()) return port == 1 || port == all_ports ? std::optional(of_adapter(*node.guest)) : std::nullopt;
-  if (port > subnet_.switch_ports() && port != all_ports) return std::nullopt;
   CountersReply sum{};
-  for (const Node& adapter : subnet_.nodes(viewer)) {
-    if (adapter.is_switch() || adapter.port == 0 || (port != all_ports && adapter.port != port)) continue;
-    const CountersReply theirs = of_adapter(*adapter.guest);
-    add(sum, {theirs.received_bytes, theirs.received_messages, theirs.sent_bytes, theirs.sent_messages});
+  if (!node.is_switch()) {
+    if (port != 1 && port != all_ports) return std::nullopt;
+    if (node.guest->tenant != viewer.tenant) return sum;  // others' traffic is theirs
+    for (const auto& [lid, own] : of_user(viewer.tenant, node.guest->lid)) add(sum, own);
+    return sum;
   }
+  if (port > subnet_.switch_ports() && port != all_ports) return std::nullopt;
+  if (viewer.tenant == nullptr || port == 0) return sum;
+  for (const auto& [lid, own] : of_user(viewer.tenant, std::nullopt))
+    if (const std::uint8_t at = subnet_.port_of(lid); at != 0 && (port == all_ports || at == port))
+      add(sum, {own.received_bytes, own.received_messages, own.sent_bytes, own.sent_messages});
   return sum;
 }
 
 bool Performance::answer(const Viewer& viewer, const Node& node, Mad& mad) {
   if (mad.method() != method_get && mad.method() != method_set) return false;
+  if (mad.class_version() != 1) return mad.respond(status_bad_version), true;
   const auto data = mad.data(performance_data, mad.bytes.size() - performance_data);
   if (mad.attribute() == attribute_class_port_info) {
     if (mad.method() != method_get) return mad.respond(status_bad_attribute), true;

@@ -1,4 +1,5 @@
-// Performance management (IBA 16.1): a port's traffic. There is no link that could fail, so all other counters are 0; a message is a packet.
+// Performance management (IBA 16.1): a port's traffic, for its own user. There is no link that could fail, so all other counters are 0; a
+// message is a packet.
 #pragma once
 
 #include <functional>
@@ -18,7 +19,8 @@ class Performance {
   bool answer(const Viewer& viewer, const Node& node, Mad& mad);
 
  private:
-  control::CountersReply of_adapter(const Guest& guest) const;  // since they were reset last
+  // By LID, since they were reset last: of all its ports, or of one.
+  std::map<std::uint16_t, control::CountersReply> of_user(const Tenant* user, std::optional<std::uint16_t> only) const;
   std::optional<control::CountersReply> of_port(const Viewer& viewer, const Node& node, std::uint8_t port) const;
 
   Subnet& subnet_;
@@ -27,7 +29,7 @@ class Performance {
     std::uint64_t guid;
     control::CountersReply before;
   };
-  std::map<std::uint16_t, Reset> resets_;  // by LID
+  mutable std::map<std::uint16_t, Reset> resets_;  // by LID; of one that somebody else has by now until it is looked at
 };
 
 }  // namespace vrdma::svc::mad

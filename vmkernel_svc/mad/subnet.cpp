@@ -4,7 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bitset>
+#include <map>
+#include <utility>
 
 namespace vrdma::svc::mad {
 
@@ -17,59 +18,54 @@ bool Subnet::sees(const Viewer& viewer, const Guest& other) const {
   return false;
 }
 
-// A port is kept as long as somebody has its LID.
-void Subnet::assign_ports() {
-  std::map<std::uint16_t, std::uint8_t> before;
-  before.swap(port_by_lid_);
-  std::bitset<switch_ports_max + 1> taken;
-  taken.set(0);
-  std::vector<std::uint16_t> lids;
-  for (const auto& [id, guest] : fabric_.guests)
-    if (guest->link_layer == control::link_layer_infiniband) lids.push_back(guest->lid);
-  std::sort(lids.begin(), lids.end());
-  lids.erase(std::unique(lids.begin(), lids.end()), lids.end());
-  for (const std::uint16_t lid : lids)
-    if (const auto had = before.find(lid); had != before.end()) port_by_lid_.insert(*had), taken.set(had->second);
-  std::uint8_t next = 1;
-  for (const std::uint16_t lid : lids) {
-    if (port_by_lid_.contains(lid)) continue;
-    while (next <= switch_ports_max && taken[next]) ++next;
-    if (next > switch_ports_max) return;
-    port_by_lid_[lid] = next;
-    taken.set(next);
-    while (next > switch_ports_) switch_ports_ = static_cast<std::uint8_t>(std::min<unsigned>(switch_ports_ + switch_ports_step, switch_ports_max));
+std::uint8_t Subnet::port_of(std::uint16_t lid) {
+  if (lid == 0 || lid >= port_by_lid_.size()) return 0;
+  std::uint8_t& port = port_by_lid_[lid];
+  if (port == 0) {
+    std::uint8_t free = 1;
+    while (free <= switch_ports_max && taken_[free]) ++free;
+    port = free <= switch_ports_max ? free : no_port;
+    some_have_none_ |= port == no_port;
+    if (port != no_port) taken_.set(port);
+    while (port != no_port && port > switch_ports_) switch_ports_ = static_cast<std::uint8_t>(std::min<unsigned>(switch_ports_ + switch_ports_step, switch_ports_max));
   }
+  return port == no_port ? 0 : port;
 }
 
-std::uint8_t Subnet::port_of(const Guest& guest) {
-  auto found = port_by_lid_.find(guest.lid);
-  if (found == port_by_lid_.end()) assign_ports(), found = port_by_lid_.find(guest.lid);
-  return found == port_by_lid_.end() ? 0 : found->second;
+void Subnet::left(std::uint16_t lid) {
+  if (lid == 0 || lid >= port_by_lid_.size()) return;
+  const std::uint8_t port = std::exchange(port_by_lid_[lid], std::uint8_t{0});
+  if (port == 0 || port == no_port) return;
+  taken_.reset(port);
+  if (std::exchange(some_have_none_, false)) std::replace(port_by_lid_.begin(), port_by_lid_.end(), no_port, std::uint8_t{0});
 }
 
-std::vector<Node> Subnet::nodes(const Viewer& viewer) {
-  assign_ports();
-  std::map<std::uint16_t, Node> by_lid;
-  for (const auto& [id, guest] : fabric_.guests)
-    if (sees(viewer, *guest))
-      if (const auto [at, is_new] = by_lid.try_emplace(guest->lid, Node{guest.get(), port_of(*guest)}); !is_new && guest->id.value < at->second.guest->id.value)
-        at->second.guest = guest.get();
-  std::vector<Node> all{Node{}};
-  for (const auto& [lid, node] : by_lid) all.push_back(node);
-  return all;
+View Subnet::view(const Viewer& viewer) {
+  View out;
+  out.nodes.push_back({});
+  std::map<const Tenant*, bool> seen;
+  for (const auto& [id, guest] : fabric_.guests) {
+    if (guest->link_layer != control::link_layer_infiniband) continue;
+    const auto [known, is_new] = seen.try_emplace(guest->tenant, false);
+    if (is_new) known->second = sees(viewer, *guest);
+    if (known->second) out.nodes.push_back({guest.get(), port_of(guest->lid)});
+  }
+  // Of those that share a port the first.
+  std::sort(out.nodes.begin() + 1, out.nodes.end(), [](const Node& a, const Node& b) {
+    return a.guest->lid != b.guest->lid ? a.guest->lid < b.guest->lid : a.guest->id.value < b.guest->id.value;
+  });
+  out.nodes.erase(std::unique(out.nodes.begin() + 1, out.nodes.end(), [](const Node& a, const Node& b) { return a.guest->lid == b.guest->lid; }), out.nodes.end());
+  for (std::size_t i = 1; i < out.nodes.size(); ++i)
+    if (out.nodes[i].port != 0) out.by_port[out.nodes[i].port] = static_cast<std::uint16_t>(i);
+  return out;
 }
 
 std::optional<Node> Subnet::at_lid(const Viewer& viewer, std::uint16_t lid) {
   if (lid == subnet_manager_lid) return Node{};
-  for (const Node& node : nodes(viewer))
-    if (!node.is_switch() && node.guest->lid == lid) return node;
-  return std::nullopt;
-}
-
-std::optional<Node> Subnet::at_port(const Viewer& viewer, std::uint8_t port) {
-  for (const Node& node : nodes(viewer))
-    if (!node.is_switch() && node.port == port) return node;
-  return std::nullopt;
+  std::optional<Node> found;
+  for (const auto& [id, guest] : fabric_.guests)
+    if (guest->lid == lid && (!found || guest->id.value < found->guest->id.value) && sees(viewer, *guest)) found = Node{guest.get(), port_of(lid)};
+  return found;
 }
 
 std::string Subnet::description(const Viewer& viewer, const Node& node) const {

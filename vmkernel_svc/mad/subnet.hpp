@@ -5,9 +5,10 @@
 // Adapters for which the switch's 254 ports do not suffice have no directed route, but a LID like all. Used by the shard's thread only.
 #pragma once
 
+#include <array>
 #include <bit>
+#include <bitset>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -35,18 +36,26 @@ struct Viewer {
   explicit Viewer(const hosts::PkeyTable& pkeys_in) : pkeys(pkeys_in) {}
 };
 
+// What a viewer sees, made once for a request: guests come and go between two.
+struct View {
+  std::vector<Node> nodes;  // the switch first, by LID
+  std::array<std::uint16_t, switch_ports_max + 1> by_port{};  // of an adapter: its place among the nodes; 0: nobody is there
+
+  const Node* at_port(std::uint32_t port) const { return port < by_port.size() && by_port[port] != 0 ? &nodes[by_port[port]] : nullptr; }
+};
+
 class Subnet {
  public:
   explicit Subnet(Fabric& fabric) : fabric_(fabric) {}
 
   Fabric& fabric() const { return fabric_; }
   bool sees(const Viewer& viewer, const Guest& other) const;
-  // By LID, or by the switch's port; nullopt: nothing is there that `viewer` sees.
+  View view(const Viewer& viewer);
+  // nullopt: nobody is there that `viewer` sees.
   std::optional<Node> at_lid(const Viewer& viewer, std::uint16_t lid);
-  std::optional<Node> at_port(const Viewer& viewer, std::uint8_t port);
-  // All of them, the switch first, by LID.
-  std::vector<Node> nodes(const Viewer& viewer);
-  std::uint8_t port_of(const Guest& guest);
+  // Of the switch, as long as somebody has that LID; 0: none was free.
+  std::uint8_t port_of(std::uint16_t lid);
+  void left(std::uint16_t lid);
   // How many ports the switch has: as many as were ever needed, in steps.
   std::uint8_t switch_ports() const { return switch_ports_; }
 
@@ -56,9 +65,11 @@ class Subnet {
   std::string description(const Viewer& viewer, const Node& node) const;  // at most 64 bytes
 
  private:
-  void assign_ports();
+  static constexpr std::uint8_t no_port = 0xff;
   Fabric& fabric_;
-  std::map<std::uint16_t, std::uint8_t> port_by_lid_;
+  std::vector<std::uint8_t> port_by_lid_ = std::vector<std::uint8_t>(subnet_manager_lid);  // 0: not asked for yet
+  std::bitset<switch_ports_max + 1> taken_{1};
+  bool some_have_none_ = false;
   std::uint8_t switch_ports_ = switch_ports_step;
 };
 

@@ -15,26 +15,25 @@ constexpr std::uint32_t is_sm = 1u << 1;  // among a port's capabilities
 constexpr std::uint16_t forwarding_entries = 0xc000, multicast_entries = 0x3ffe;
 constexpr std::uint8_t no_port = 0xff;
 
-SmpData forwarding_table(Subnet& subnet, const Viewer& viewer, std::uint32_t block) {
+SmpData forwarding_table(const View& view, std::uint32_t block) {
   SmpData out;
   out.fill(no_port);
   if (subnet_manager_lid / out.size() == block) out[subnet_manager_lid % out.size()] = 0;
-  for (const Node& node : subnet.nodes(viewer))
+  for (const Node& node : view.nodes)
     if (!node.is_switch() && node.port != 0 && node.guest->lid / out.size() == block) out[node.guest->lid % out.size()] = node.port;
   return out;
 }
 
 // A block of 32 LIDs, and of their ports 16: a bit each.
-SmpData multicast_table(Subnet& subnet, const Groups& groups, const Viewer& viewer, std::uint32_t block, std::uint32_t position) {
+SmpData multicast_table(Subnet& subnet, const Groups& groups, const View& view, std::uint32_t block, std::uint32_t position) {
   constexpr std::uint32_t lids = 32, ports = 16;
   SmpData out{};
-  for (const auto& [gid, group] : groups.all()) {
-    const std::uint32_t entry = multicast_lid(gid) - first_multicast_lid;
-    if (entry / lids != block) continue;
-    for (const Node& node : subnet.nodes(viewer)) {
-      if (node.is_switch() || node.port / ports != position || !group.members.contains(node.guest->gids[0].gid)) continue;
-      const Field field{entry % lids * 16, 16};
-      put(out, field, get(out, field) | 1u << node.port % ports);
+  const auto first = static_cast<std::uint16_t>(first_multicast_lid + block * lids);
+  for (auto at = groups.by_lid().lower_bound(first); at != groups.by_lid().end() && at->first < first + lids; ++at) {
+    const Field field{at->first % lids * 16, 16};
+    for (const auto& [member, how] : groups.all().at(*at->second).members) {
+      const std::uint8_t port = subnet.port_of(lid_of(member.data()));
+      if (port / ports == position && view.at_port(port) != nullptr) put(out, field, get(out, field) | 1u << port % ports);
     }
   }
   return out;
@@ -65,10 +64,10 @@ SmpData node_description(Subnet& subnet, const Viewer& viewer, const Node& node)
   return out;
 }
 
-std::optional<SmpData> port_info(Subnet& subnet, const Viewer& viewer, const Node& node, std::uint32_t port, std::uint8_t arrived_at) {
+std::optional<SmpData> port_info(const Subnet& subnet, const View& view, const Node& node, std::uint32_t port, std::uint8_t arrived_at) {
   const bool own_port = node.is_switch() && port == 0;  // the switch's, for management
   if (node.is_switch() ? port > subnet.switch_ports() : port > 1) return std::nullopt;
-  const bool is_linked = !node.is_switch() || own_port || subnet.at_port(viewer, static_cast<std::uint8_t>(port)).has_value();
+  const bool is_linked = !node.is_switch() || own_port || view.at_port(port) != nullptr;
   SmpData out{};
   if (!node.is_switch() || own_port) {
     put(out, {64, 64}, gid_prefix);
@@ -96,9 +95,9 @@ std::optional<SmpData> port_info(Subnet& subnet, const Viewer& viewer, const Nod
   return out;
 }
 
-SmpData switch_info(Subnet& subnet, const Viewer& viewer) {
+SmpData switch_info(const View& view) {
   std::uint16_t top = subnet_manager_lid;
-  for (const Node& node : subnet.nodes(viewer)) top = std::max(top, subnet.lid_of(node));
+  if (view.nodes.size() > 1) top = std::max(top, view.nodes.back().guest->lid);
   SmpData out{};
   put(out, {0, 16}, forwarding_entries);
   put(out, {32, 16}, multicast_entries);
@@ -132,17 +131,19 @@ SmpData pkey_table(const Node& node) {
 }
 
 bool answer_subnet_management(Subnet& subnet, const Groups& groups, const Viewer& viewer, const Node& node, std::uint8_t arrived_at, Mad& mad) {
+  if (mad.class_version() != 1) return mad.respond(status_bad_version), true;
   if (mad.method() == method_trap && node.is_switch()) return mad.bytes[3] = method_repress, true;  // IBA 13.4.9: it has been heard
   if (mad.method() != method_get) {
     if (mad.method() != method_set) return false;
     return mad.respond(status_bad_attribute), true;  // nothing of it can be set
   }
   const std::uint32_t modifier = mad.modifier();
+  const View view = node.is_switch() ? subnet.view(viewer) : View{};
   std::optional<SmpData> data = SmpData{};
   switch (mad.attribute()) {
     case attribute_node_description: data = node_description(subnet, viewer, node); break;
     case attribute_node_info: data = node_info(subnet, node, arrived_at); break;
-    case attribute_port_info: data = port_info(subnet, viewer, node, modifier == 0 && !node.is_switch() ? 1 : modifier, arrived_at); break;
+    case attribute_port_info: data = port_info(subnet, view, node, modifier == 0 && !node.is_switch() ? 1 : modifier, arrived_at); break;
     case attribute_pkey_table:
       if ((modifier & 0xffff) == 0) data = pkey_table(node);
       break;
@@ -159,9 +160,9 @@ bool answer_subnet_management(Subnet& subnet, const Groups& groups, const Viewer
     case attribute_forwarding_table:
     case attribute_multicast_table:
       if (!node.is_switch()) return mad.respond(status_bad_attribute), true;
-      if (mad.attribute() == attribute_switch_info) data = switch_info(subnet, viewer);
-      if (mad.attribute() == attribute_forwarding_table) data = forwarding_table(subnet, viewer, modifier & 0xffff);
-      if (mad.attribute() == attribute_multicast_table) data = multicast_table(subnet, groups, viewer, modifier & 0x1ff, modifier >> 28);
+      if (mad.attribute() == attribute_switch_info) data = switch_info(view);
+      if (mad.attribute() == attribute_forwarding_table) data = forwarding_table(view, modifier & 0xffff);
+      if (mad.attribute() == attribute_multicast_table) data = multicast_table(subnet, groups, view, modifier & 0x1ff, modifier >> 28);
       break;
     default: return mad.respond(status_bad_attribute), true;
   }
@@ -174,15 +175,17 @@ bool answer_subnet_management(Subnet& subnet, const Groups& groups, const Viewer
 std::optional<Arrival> follow_route(Subnet& subnet, const Viewer& sender, const Node& from, Mad& mad) {
   const std::uint8_t hops = mad.bytes[7];
   if (hops >= smp_data_bytes) return std::nullopt;
+  std::optional<View> view;
   Arrival at{from, static_cast<std::uint8_t>(from.is_switch() ? 0 : 1)};
   for (std::uint8_t hop = 1; hop <= hops; ++hop) {
     const std::uint8_t out_of = mad.bytes[initial_path + hop];
     if (at.node.is_switch()) {
-      const auto adapter = subnet.at_port(sender, out_of);
-      if (!adapter || out_of == 0) return std::nullopt;
+      if (!view) view = subnet.view(sender);
+      const Node* const adapter = view->at_port(out_of);
+      if (adapter == nullptr) return std::nullopt;
       at = {*adapter, 1};
     } else {
-      const std::uint8_t port = subnet.port_of(*at.node.guest);
+      const std::uint8_t port = subnet.port_of(at.node.guest->lid);
       if (out_of != 1 || port == 0 || hop != 1) return std::nullopt;  // an adapter passes nothing on
       at = {Node{}, port};
     }

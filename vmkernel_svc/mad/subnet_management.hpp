@@ -17,8 +17,8 @@ using SmpData = std::array<std::uint8_t, smp_data_bytes>;
 SmpData node_info(const Subnet& subnet, const Node& node, std::uint8_t arrived_at);
 SmpData node_description(Subnet& subnet, const Viewer& viewer, const Node& node);
 // nullopt: it has no such port.
-std::optional<SmpData> port_info(Subnet& subnet, const Viewer& viewer, const Node& node, std::uint32_t port, std::uint8_t arrived_at);
-SmpData switch_info(Subnet& subnet, const Viewer& viewer);
+std::optional<SmpData> port_info(const Subnet& subnet, const View& view, const Node& node, std::uint32_t port, std::uint8_t arrived_at);
+SmpData switch_info(const View& view);
 SmpData sm_info();
 SmpData pkey_table(const Node& node);
 
