@@ -30,6 +30,7 @@ class Management {
   // Other hosts.
   class Post {
    public:
+    // Who has that LID, and can be told something now.
     virtual std::optional<std::uint32_t> host_of(std::uint16_t lid) = 0;
     virtual void tell(std::uint32_t host, const MadMessage& head, std::span<const std::uint8_t> mad) = 0;
 

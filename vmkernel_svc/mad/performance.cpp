@@ -18,7 +18,7 @@ void add(CountersReply& to, const CountersReply& more) {
 
 }  // namespace
 
-std::map<std::uint16_t, CountersReply> Performance::of_user(const Tenant* user, std::optional<std::uint16_t> only) const {
+std::map<std::uint16_t, CountersReply> Performance::of_user(const Tenant* user, std::optional<std::uint16_t> only) {
   std::map<std::uint16_t, CountersReply> sums;
   for (const auto& [id, guest] : subnet_.fabric().guests) {
     if (!traffic_ || guest->tenant != user || guest->link_layer != control::link_layer_infiniband || (only && guest->lid != *only)) continue;
@@ -37,7 +37,7 @@ std::map<std::uint16_t, CountersReply> Performance::of_user(const Tenant* user, 
   return sums;
 }
 
-std::optional<CountersReply> Performance::of_port(const Viewer& viewer, const Node& node, std::uint8_t port) const {
+std::optional<CountersReply> Performance::of_port(const Viewer& viewer, const Node& node, std::uint8_t port) {
   CountersReply sum{};
   if (!node.is_switch()) {
     if (port != 1 && port != all_ports) return std::nullopt;

@@ -20,8 +20,8 @@ class Performance {
 
  private:
   // By LID, since they were reset last: of all its ports, or of one.
-  std::map<std::uint16_t, control::CountersReply> of_user(const Tenant* user, std::optional<std::uint16_t> only) const;
-  std::optional<control::CountersReply> of_port(const Viewer& viewer, const Node& node, std::uint8_t port) const;
+  std::map<std::uint16_t, control::CountersReply> of_user(const Tenant* user, std::optional<std::uint16_t> only);
+  std::optional<control::CountersReply> of_port(const Viewer& viewer, const Node& node, std::uint8_t port);
 
   Subnet& subnet_;
   std::function<control::CountersReply(const Guest&)> traffic_;
@@ -29,7 +29,7 @@ class Performance {
     std::uint64_t guid;
     control::CountersReply before;
   };
-  mutable std::map<std::uint16_t, Reset> resets_;  // by LID; of one that somebody else has by now until it is looked at
+  std::map<std::uint16_t, Reset> resets_;  // by LID; of one that somebody else has by now until it is looked at
 };
 
 }  // namespace vrdma::svc::mad

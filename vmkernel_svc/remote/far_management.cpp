@@ -31,7 +31,7 @@ bool FarManagement::arrived(remote::HostId host, engine::FarFrame& frame) {
 
 std::optional<std::uint32_t> FarManagement::host_of(std::uint16_t lid) {
   const auto host = desk_.directory().host_of(lid);
-  return host && knowing_.contains(*host) && desk_.is_connected(*host) ? host : std::nullopt;
+  return host && knowing_.contains(*host) && desk_.is_connected(*host) && desk_.has_room(*host) ? host : std::nullopt;
 }
 
 void FarManagement::tell(std::uint32_t host, const MadMessage& head, std::span<const std::uint8_t> mad) {
