@@ -211,10 +211,10 @@ inline std::uint64_t time_of(const Cqe& cqe, bool sent, std::uint64_t now_ns) {
   return now_ns + static_cast<std::uint64_t>(static_cast<std::int64_t>((low - now_ns) << unknown_bits) >> unknown_bits);
 }
 
-struct CqeState {
-  WcStatus status;
-  WcOpcode opcode;
-  std::uint8_t flags;  // WcFlag
+struct CqeState {  // apart, or two that were just stored are loaded as one word, which waits for all stores before them
+  alignas(4) WcStatus status;
+  alignas(4) WcOpcode opcode;
+  alignas(4) std::uint8_t flags;  // WcFlag
 };
 constexpr std::uint32_t pack(const CqeState& s) {  // bit 31 is the lane's phase
   return static_cast<std::uint32_t>(s.status) | (static_cast<std::uint32_t>(s.opcode) << 8) |

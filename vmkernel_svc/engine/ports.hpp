@@ -25,8 +25,10 @@ enum class MemoryStatus : std::uint8_t {
 // A place in registered or private memory: an opaque reference that the ports resolve anew on every use, so that a
 // registration that vanished while an operation was under way is noticed and its memory never touched.
 struct Place {
-  enum class Kind : std::uint32_t { engine, registered } kind = Kind::engine;
-  std::uint32_t region = 0;      // registered: names the region, with …
+  // Eight bytes each: two neighbours that were just stored compilers load as one word to copy them, which waits like a wide copy.
+  enum class Kind : std::uint32_t { engine, registered };
+  alignas(8) Kind kind = Kind::engine;
+  alignas(8) std::uint32_t region = 0;  // registered: names the region, with …
   std::uint64_t generation = 0;  // … its generation
   std::uint64_t address = 0;     // engine: a pointer into the engine's own memory; registered: in the key's address space
 
