@@ -299,13 +299,13 @@ void Administration::put_path(const End& from, const End& to, std::uint16_t want
   const auto consider = [&](std::uint16_t mine, std::uint16_t theirs) {
     if (common == 0 && hosts::pkeys_match(mine, theirs) && (wanted_pkey == 0 || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey))) common = mine;
   };
-  // Who is of no tenant is in every partition, but for a group.
+  // Who is of no tenant is a full member of every partition, but for a group.
   const hosts::PkeyTable any{hosts::pkey_default};
-  const auto& mine = from.tenant != nullptr ? from.tenant->pkeys : to.tenant != nullptr ? to.tenant->pkeys : any;
-  const auto& theirs = to.tenant != nullptr ? to.tenant->pkeys : mine;
-  for (const std::uint16_t own : mine) {
-    if (to.pkey != 0) consider(own, to.pkey);
-    else for (const std::uint16_t other : theirs) consider(own, other);
+  const Tenant* const one = from.tenant != nullptr ? from.tenant : to.tenant;
+  for (const std::uint16_t mine : one != nullptr ? one->pkeys : any) {
+    if (to.pkey != 0) consider(mine, to.pkey);
+    else if (from.tenant == nullptr || to.tenant == nullptr) consider(mine, mine | hosts::pkey_full);
+    else for (const std::uint16_t theirs : to.tenant->pkeys) consider(mine, theirs);
   }
   if (common == 0) return;
   std::array<std::uint8_t, 64> record{};

@@ -151,13 +151,13 @@ TEST_CASE("A path is in a partition that both ends have, and in the one that is 
   one.guest.tenant->pkeys = {0xffff, 0x8005};
   other.guest.tenant->pkeys = {0x8005, 0xffff};
   const auto agent = one.agent(class_administration, 2);
-  const auto path = [&](std::uint16_t pkey) {
+  const auto path = [&](std::uint16_t pkey, std::optional<std::uint16_t> to = std::nullopt) {
     Mad mad = one.request(class_administration, method_get, attribute_path_record, 0, 2);
     // With what makes no difference: a service, a class of traffic.
     put(mad.bytes, {384, 64}, 1 << 1 | 1 << 4 | 1 << 5 | 1 << 10 | (pkey != 0 ? 1 << 13 : 0));
     const auto record = mad.data(administration_data, 64);
     put(record, {8, 56}, 0x106);
-    put(record, {320, 16}, other.guest.lid), put(record, {336, 16}, one.guest.lid);
+    put(record, {320, 16}, to.value_or(other.guest.lid)), put(record, {336, 16}, one.guest.lid);
     put(record, {384, 8}, 3);
     put(record, {400, 16}, pkey);
     return one.ask(agent, subnet_manager_lid, mad);
@@ -167,6 +167,10 @@ TEST_CASE("A path is in a partition that both ends have, and in the one that is 
   CHECK(get(std::span(fifth.bytes).subspan(administration_data), {400, 16}) == 0x8005);
   CHECK(get(std::span(fifth.bytes).subspan(administration_data), {384, 8}) == 3);
   CHECK(status_of(path(0x8006).bytes) == status_no_records);
+  // Two limited members do not reach each other, but the subnet manager.
+  one.guest.tenant->pkeys = other.guest.tenant->pkeys = {0x7fff};
+  CHECK(status_of(path(0).bytes) == status_no_records);
+  CHECK(status_of(path(0, subnet_manager_lid).bytes) == status_ok);
 }
 
 TEST_CASE("Groups count among their user's memberships") {
