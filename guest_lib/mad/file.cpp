@@ -13,46 +13,34 @@
 
 namespace vrdma::guest::mad {
 
-using control::MadAddress;
 using control::Request;
 
 namespace {
 
-MadAddress address_of(const ib_user_mad_hdr& from) {
-  MadAddress to{};
-  std::memcpy(to.gid.data(), from.gid, to.gid.size());
+// An address, either way. What takes more than a byte, but for the P_Key's index, is in network order in the kernel's form: its order is
+// turned, which is the same both ways.
+template <class From, class To>
+void copy_address(const From& from, To& to) {
+  std::memcpy(&to.gid, &from.gid, sizeof(to.gid));
   to.qpn = ntohl(from.qpn);
   to.qkey = ntohl(from.qkey);
   to.flow_label = ntohl(from.flow_label);
   to.lid = ntohs(from.lid);
   to.pkey_index = from.pkey_index;
-  to.service_level = from.sl;
+  to.sl = from.sl;
   to.path_bits = from.path_bits;
-  to.has_grh = from.grh_present;
+  to.grh_present = from.grh_present;
   to.gid_index = from.gid_index;
   to.hop_limit = from.hop_limit;
   to.traffic_class = from.traffic_class;
-  return to;
 }
 
 ib_user_mad_hdr head_of(const control::MadTakeReply& taken, std::size_t head_bytes) {
-  const MadAddress& from = taken.from;
   ib_user_mad_hdr to{};
   to.id = taken.agent;
   to.status = taken.status;
   to.length = static_cast<std::uint32_t>(head_bytes + taken.total_bytes);
-  std::memcpy(to.gid, from.gid.data(), from.gid.size());
-  to.qpn = htonl(from.qpn);
-  to.qkey = htonl(from.qkey);
-  to.flow_label = htonl(from.flow_label);
-  to.lid = htons(from.lid);
-  to.pkey_index = from.pkey_index;
-  to.sl = from.service_level;
-  to.path_bits = from.path_bits;
-  to.grh_present = from.has_grh;
-  to.gid_index = from.gid_index;
-  to.hop_limit = from.hop_limit;
-  to.traffic_class = from.traffic_class;
+  copy_address(taken.from, to);
   return to;
 }
 
@@ -76,7 +64,7 @@ Result<long> File::send(const std::byte* from, std::size_t count) {
   std::memcpy(&to, from, head);
   control::MadSendRequest request{};
   request.by = {channel, to.id};
-  request.to = address_of(to);
+  copy_address(to, request.to);
   request.timeout_ms = to.timeout_ms;
   request.retries = to.retries;
   request.bytes = std::max(static_cast<std::uint32_t>(count - head), control::mad_bytes);

@@ -38,13 +38,13 @@ struct MadAgent {
   std::uint32_t agent;  // of the channel, from 0
 };
 
-// Where it goes to, or has come from. Numbers are in host order.
+// Where it goes to, or has come from. Numbers are in host order; names are the kernel's (struct ib_user_mad_hdr).
 struct MadAddress {
-  Gid gid;  // with has_grh
+  Gid gid;  // with grh_present
   std::uint32_t qpn, qkey;
   std::uint32_t flow_label;
   std::uint16_t lid, pkey_index;
-  std::uint8_t service_level, path_bits, has_grh, gid_index, hop_limit, traffic_class;
+  std::uint8_t sl, path_bits, grh_present, gid_index, hop_limit, traffic_class;
   std::uint16_t reserved;
 };
 struct MadSendRequest {

@@ -208,20 +208,24 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
   return reply;
 }
 
-Result<CmOpenReply> ControlDesk::on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give) {
+namespace {
+// open(end to write to): whose channel it is to be; then the guest gets the other end.
+template <class Open>
+auto open_by_pipe(std::vector<vmci::UniqueFd>& give, const Open& open) -> decltype(open(vmci::UniqueFd())) {
   auto pipe = make_pipe();
   if (!pipe) return pipe.error();
-  const auto opened = fabric_.cm->open(guest, std::move(pipe->second));
+  auto opened = open(std::move(pipe->second));
   if (opened) give.push_back(std::move(pipe->first));
   return opened;
 }
+}  // namespace
+
+Result<CmOpenReply> ControlDesk::on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give) {
+  return open_by_pipe(give, [&](vmci::UniqueFd pipe) { return fabric_.cm->open(guest, std::move(pipe)); });
+}
 
 Result<MadOpenReply> ControlDesk::on_mad_open(Guest& guest, std::vector<vmci::UniqueFd>& give) {
-  auto pipe = make_pipe();
-  if (!pipe) return pipe.error();
-  const auto opened = fabric_.management->open(guest, std::move(pipe->second));
-  if (opened) give.push_back(std::move(pipe->first));
-  return opened;
+  return open_by_pipe(give, [&](vmci::UniqueFd pipe) { return fabric_.management->open(guest, std::move(pipe)); });
 }
 
 void ControlDesk::forget_channel(Guest& guest, std::uint32_t handle) {

@@ -130,7 +130,7 @@ Result<MadAgent> Management::add_agent(Guest& guest, const MadRegisterRequest& r
   Channel* const channel = channel_of(guest, request.channel);
   if (channel == nullptr) return Errno{EINVAL};
   if (request.qpn != (mad::is_subnet_management(request.management_class) ? 0u : 1u)) return Errno{EINVAL};
-  if ((mad::has_oui(request.management_class) && request.oui == 0)) return Errno{EINVAL};
+  if (mad::has_oui(request.management_class) && request.oui == 0) return Errno{EINVAL};
   // Class 0 only sends.
   if (request.management_class == 0 && (request.methods[0] | request.methods[1]) != 0) return Errno{EINVAL};
   for (const auto& [handle, other] : channels_)

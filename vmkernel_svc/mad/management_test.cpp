@@ -94,6 +94,8 @@ TEST_CASE("A request reaches the agent that takes its class and method, and only
   put(guessed.bytes, {64, 32}, get(pong.bytes, {64, 32}) + 1);
   REQUIRE(server.send(answers, client.guest.lid, guessed, 0));
   CHECK_FALSE(client.is_told());
+  REQUIRE(third.send(third.agent(vendor_class, 1, 0, oui), client.guest.lid, pong, 0));
+  CHECK_FALSE(client.is_told());
   REQUIRE(server.send(answers, client.guest.lid, pong, 0));
   const auto back = client.receive();
   REQUIRE(back);
