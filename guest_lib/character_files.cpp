@@ -42,15 +42,15 @@ int CharacterFile::control(unsigned long, void*) {
 
 bool CharacterFile::blocks() const { return (::fcntl(fd, F_GETFL) & O_NONBLOCK) == 0; }
 
-int CharacterFile::wait_until_readable() const {
+int CharacterFile::wait_until_readable(bool blocks) const {
   pollfd readable{fd, POLLIN, 0};
-  const int ready = ::poll(&readable, 1, blocks() ? -1 : 0);
+  const int ready = ::poll(&readable, 1, blocks ? -1 : 0);
   if (ready == 0) errno = EAGAIN;
   return ready > 0 ? 0 : -1;
 }
 
-long CharacterFile::wait_for_ever() const {
-  while (blocks()) ::poll(nullptr, 0, -1);
+long CharacterFile::wait_for_ever(bool blocks) {
+  while (blocks) ::poll(nullptr, 0, -1);
   errno = EBADF;
   return -1;
 }

@@ -26,7 +26,9 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   virtual long write(const void* bytes, std::size_t count) = 0;
   virtual long read(void* bytes, std::size_t count);
   virtual int control(unsigned long request, void* argument);
-  // The descriptor is closed.
+  // The descriptor is about to be closed by close(2); may wait a moment.
+  virtual void closing() {}
+  // It is closed.
   virtual void forgotten() = 0;
 
   const std::shared_ptr<Attachment> attachment;
@@ -35,11 +37,13 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   const dev_t device;
   std::atomic<bool> closed{false};
 
+  // Whether who reads now wants to wait. Asked once, before it does: a closed descriptor cannot say any more.
+  bool blocks() const;
   // Something can be read. -1 with errno: EAGAIN, or poll(2)'s.
-  int wait_until_readable() const;
+  int wait_until_readable(bool blocks) const;
   // Another thread has closed the file. Who waits in the kernel keeps it, and nothing will ever happen there; rping, whose thread is still
   // there when its channel goes, counts on that. -1 with EBADF, if it does not block.
-  long wait_for_ever() const;
+  static long wait_for_ever(bool blocks);
   // The record is the service's word that something waits; it has said that nothing does.
   void take_record() const;
 
@@ -48,7 +52,6 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
 
  private:
   friend class CharacterFiles;
-  bool blocks() const;
   const ino_t inode_;  // of the pipe: another one means that the number is another file's by now
 };
 

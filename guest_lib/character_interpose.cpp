@@ -148,7 +148,10 @@ VRDMA_INTERPOSE(int, ioctl, int fd, unsigned long request, ...) {
 
 VRDMA_INTERPOSE(int, close, int fd) {
   if (CharacterFiles::may_hold(fd)) [[unlikely]]
-    CharacterFiles::instance().forget(fd);
+    if (const auto file = file_of(fd)) {
+      file->closing();
+      CharacterFiles::instance().forget(fd);
+    }
   Close* const next = next_close.get();
   return next != nullptr ? next(fd) : static_cast<int>(syscall(SYS_close, fd));
 }

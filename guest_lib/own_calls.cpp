@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#include <unwind.h>
 
 #include <cstdarg>
 
@@ -24,6 +25,12 @@ long wait_for(long which, Arguments... arguments) {
   const long result = ::syscall(which, arguments...);
   pthread_setcanceltype(before, nullptr);
   return result;
+}
+
+// The C library's unwinder, at a cancellation, asks ours (-static-libgcc) about frames with destructors; ours, up to gcc 12, calls abort(3)
+// there unless it has looked at a stack before.
+__attribute__((constructor)) void prepare_to_be_unwound() {
+  ::_Unwind_Backtrace([](_Unwind_Context*, void*) { return _URC_NORMAL_STOP; }, nullptr);
 }
 
 }  // namespace

@@ -87,9 +87,11 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     errno = request ? ENOSPC : EINVAL;
     return -1;
   }
+  const bool blocks = file->blocks();
+  file->asks();
   for (;;) {
-    const int readable = file->wait_until_readable();
-    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever();
+    const int readable = file->wait_until_readable(blocks);
+    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
     if (readable < 0) return -1;
     std::optional<control::CmEvent> event;
     const int error = as_int([&]() -> Status {
@@ -98,9 +100,12 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
       event = *taken;
       return event ? command.answer(request->response, event_of(*event), least) : ok();
     });
-    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever();
+    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
     if (error != 0) return -1;
-    if (event) return static_cast<long>(whole);
+    if (event) {
+      file->has_taken();
+      return static_cast<long>(whole);
+    }
   }
 }
 

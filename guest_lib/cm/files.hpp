@@ -2,6 +2,8 @@
 // librdmacm's commands (commands.hpp). Any thread.
 #pragma once
 
+#include <condition_variable>
+
 #include "guest_lib/character_files.hpp"
 
 namespace vrdma::guest::cm {
@@ -11,11 +13,21 @@ class File final : public CharacterFile {
   File(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in);
 
   long write(const void* command, std::size_t bytes) override;
+  void closing() override;
   void forgotten() override;  // its identifiers go with it
+
+  // The calling thread is asking for the next event, or has been given one: tells closing().
+  void asks();
+  void has_taken();
 
   // Of an identifier, or of the channel, among all that this process ever had.
   std::uint64_t key(std::uint32_t handle) const { return attachment->ordinal() << 32 | handle; }
   std::uint64_t key() const { return key(channel); }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable asked_;
+  pid_t taker_ = 0;  // the thread that was given the last event and has not asked for the next
 };
 
 // nullptr: that descriptor is none of these.

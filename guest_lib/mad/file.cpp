@@ -78,12 +78,13 @@ long File::read(void* bytes, std::size_t count) {
     errno = EINVAL;
     return -1;
   }
+  const bool waits = blocks();
   for (;;) {
-    const int readable = wait_until_readable();
-    if (closed.load(std::memory_order_relaxed)) return wait_for_ever();
+    const int readable = wait_until_readable(waits);
+    if (closed.load(std::memory_order_relaxed)) return wait_for_ever(waits);
     if (readable < 0) return -1;
     const long got = as_count([&] { return receive(static_cast<std::byte*>(bytes), count); });
-    if (closed.load(std::memory_order_relaxed)) return wait_for_ever();
+    if (closed.load(std::memory_order_relaxed)) return wait_for_ever(waits);
     if (got != 0) return got;  // else another thread was quicker
   }
 }
