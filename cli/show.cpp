@@ -88,8 +88,8 @@ void guests(const json& state, std::string& out) {
     line.add("name", guest.at("name")).add("lid", guest.at("device").at("lid")).add("state", guest.at("device").at("state"));
     if (guest.contains("machine") && guest.at("machine").is_string()) line.add("vm", guest.at("machine"));
     line.add("link_layer", guest.at("link_layer")).add("uid", guest.at("uid")).add("pid", guest.at("pid"));
-    line.add("pd", guest.at("pds")).add("cq", guest.at("cqs").size()).add("qp", guest.at("qps").size());
-    line.add("srq", guest.at("srqs").size()).add("mr", guest.at("mrs").size()).add("ctx", guest.at("contexts"));
+    line.add("pd", guest.at("pds").size()).add("cq", guest.at("cqs").size()).add("qp", guest.at("qps").size());
+    line.add("srq", guest.at("srqs").size()).add("mr", guest.at("mrs").size()).add("ctx", guest.at("contexts").size());
     line.add("requests", guest.at("requests")).add_unless_zero("protocol_errors", guest.at("protocol_errors"));
     line.add_unless_zero("bad_pkeys", guest.at("bad_pkeys"));
     line.end(out);
@@ -346,8 +346,7 @@ std::string metrics_text(const json& state) {
   out.add(state.at("guests").size());
   out.begin("objects", "gauge", "Verbs objects of a guest.");
   each_guest([&](const json& guest, const std::string& labels) {
-    for (const char* kind : {"qps", "cqs", "mrs", "srqs"}) out.add(guest.at(kind).size(), labels + fmt::format(",kind=\"{}\"", kind));
-    out.add(guest.at("pds"), labels + ",kind=\"pds\"");
+    for (const char* kind : {"qps", "cqs", "mrs", "srqs", "pds"}) out.add(guest.at(kind).size(), labels + fmt::format(",kind=\"{}\"", kind));
   });
   out.begin("control_requests_total", "counter", "Control requests served for a guest.");
   each_guest([&](const json& guest, const std::string& labels) { out.add(guest.at("requests"), labels); });

@@ -17,9 +17,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
 
+#include "guest_lib/netlink_answer.hpp"
 #include "guest_lib/next_function.hpp"
 #include "guest_lib/paths.hpp"
+#include "guest_lib/rdma_resources.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
@@ -46,7 +51,7 @@ __attribute__((constructor)) void look_up_all() {
 // Whether this process has opened such a socket: all that sending costs where it has not.
 constinit std::atomic<bool> opened{false};
 
-constexpr std::size_t request_bytes_max = 4096, answer_bytes_max = 4096;
+constexpr std::size_t request_bytes_max = 4096;
 constexpr std::uint16_t nldev_type(std::uint16_t command) { return static_cast<std::uint16_t>((RDMA_NL_NLDEV << 10) + command); }
 
 // Past our own interposers: what the kernel itself has.
@@ -62,51 +67,6 @@ bool kernel_has_devices() {
   return false;
 }
 
-// One datagram of netlink messages. What does not fit is left out.
-class Answer {
- public:
-  Answer(const nlmsghdr& request, std::uint32_t port) : request_(request), port_(port) {}
-
-  void begin(std::uint16_t type, std::uint16_t flags = 0) {
-    message_ = bytes_;
-    const nlmsghdr head{NLMSG_HDRLEN, type, flags, request_.nlmsg_seq, port_};
-    append(&head, sizeof(head));
-  }
-  void put(std::uint16_t attribute, const void* value, std::size_t bytes) {
-    if (bytes_ + NLA_HDRLEN + bytes + NLA_ALIGNTO > sizeof(data_)) return;
-    const nlattr head{static_cast<std::uint16_t>(NLA_HDRLEN + bytes), attribute};
-    append(&head, sizeof(head));
-    append(value, bytes);
-  }
-  template <class Number>
-  void put(std::uint16_t attribute, Number value) {
-    put(attribute, &value, sizeof(value));
-  }
-  void put(std::uint16_t attribute, const char* text) { put(attribute, text, ::strlen(text) + 1); }
-  // NLMSG_DONE, or NLMSG_ERROR with the request's head: 0 is an acknowledgement.
-  void end(std::uint16_t type, int error) {
-    begin(type, type == NLMSG_DONE ? NLM_F_MULTI : 0);
-    append(&error, sizeof(error));
-    if (type == NLMSG_ERROR) append(&request_, sizeof(request_));
-  }
-
-  const std::byte* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  void append(const void* from, std::size_t bytes) {
-    ::memcpy(data_ + bytes_, from, bytes);
-    bytes_ += NLMSG_ALIGN(bytes);
-    const auto length = static_cast<std::uint32_t>(bytes_ - message_);
-    ::memcpy(data_ + message_, &length, sizeof(length));
-  }
-
-  const nlmsghdr request_;
-  const std::uint32_t port_;
-  std::size_t bytes_ = 0, message_ = 0;
-  alignas(nlmsghdr) std::byte data_[answer_bytes_max]{};
-};
-
 std::optional<SyntheticDevice> device_at(std::size_t index) {
   SyntheticName name;
   SyntheticDevice device;
@@ -114,7 +74,7 @@ std::optional<SyntheticDevice> device_at(std::size_t index) {
   return device;
 }
 
-void put_device(Answer& answer, const SyntheticDevice& device, std::uint32_t index) {
+void put_device(NetlinkAnswer& answer, const SyntheticDevice& device, std::uint32_t index) {
   answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_DEV_INDEX, index);
   answer.put(RDMA_NLDEV_ATTR_DEV_NAME, device.name);
   answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_PORT_INDEX, 1);  // how many
@@ -125,7 +85,7 @@ void put_device(Answer& answer, const SyntheticDevice& device, std::uint32_t ind
   answer.put(RDMA_NLDEV_ATTR_DEV_PROTOCOL, device.ethernet ? "roce" : "ib");
 }
 
-void put_port(Answer& answer, const SyntheticDevice& device, std::uint32_t index) {
+void put_port(NetlinkAnswer& answer, const SyntheticDevice& device, std::uint32_t index) {
   answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_DEV_INDEX, index);
   answer.put(RDMA_NLDEV_ATTR_DEV_NAME, device.name);
   answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_PORT_INDEX, 1);
@@ -145,7 +105,7 @@ void put_port(Answer& answer, const SyntheticDevice& device, std::uint32_t index
 }
 
 // The number in a request's attribute.
-constexpr std::uint32_t absent = ~0u;
+constexpr std::uint32_t absent = ResourceQuestion::absent;
 std::uint32_t wanted(const std::byte* attributes, std::size_t bytes, std::uint16_t which) {
   while (bytes >= NLA_HDRLEN) {
     nlattr head;
@@ -162,51 +122,98 @@ std::uint32_t wanted(const std::byte* attributes, std::size_t bytes, std::uint16
   return absent;
 }
 
-// Sends what the kernel would answer to the socket with that port.
-void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t attribute_bytes, std::uint32_t port) {
-  const vmci::UniqueFd sender(static_cast<int>(::syscall(SYS_socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_USERSOCK)));
-  const auto send = [&](const Answer& what) {
+// One request of the socket's with that port, whose answer is sent when this goes: at once as far as the socket has room, the rest by a thread while
+// the program reads, as the kernel goes on with a dump.
+class Reply {
+ public:
+  Reply(const nlmsghdr& request, std::uint32_t port) : request_(request), port_(port) {}
+  ~Reply() {
+    vmci::UniqueFd socket(static_cast<int>(::syscall(SYS_socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_USERSOCK)));
+    std::size_t sent = 0;
+    while (sent < answers_.size() && put(socket.get(), port_, answers_[sent], MSG_DONTWAIT)) ++sent;
+    if (sent == answers_.size()) return;
+    std::thread([socket = std::move(socket), rest = std::move(answers_), sent, port = port_]() mutable {
+      while (sent < rest.size() && put(socket.get(), port, rest[sent], 0)) ++sent;  // until it is read, or closed
+    }).detach();
+  }
+  Reply(const Reply&) = delete;
+  Reply& operator=(const Reply&) = delete;
+
+  bool dump() const { return (request_.nlmsg_flags & NLM_F_DUMP) == NLM_F_DUMP; }
+  bool asks_for(std::uint16_t command) const { return request_.nlmsg_type == nldev_type(command); }
+  NetlinkAnswer begin() const {
+    NetlinkAnswer answer(request_, port_);
+    answer.begin(request_.nlmsg_type, dump() ? NLM_F_MULTI : 0);
+    return answer;
+  }
+  void send(const NetlinkAnswer& answer) { answers_.emplace_back(answer.data(), answer.data() + answer.bytes()); }
+  // After what there is to say, if anything: 0, or an errno.
+  void end(int error) {
+    NetlinkAnswer last(request_, port_);
+    if (error == 0 && dump()) last.end(NLMSG_DONE, 0);
+    else if (error != 0 || (request_.nlmsg_flags & NLM_F_ACK) != 0) last.end(NLMSG_ERROR, -error);
+    if (last.bytes() != 0) send(last);
+  }
+
+ private:
+  using Datagram = std::vector<std::byte>;
+  static bool put(int socket, std::uint32_t port, const Datagram& datagram, int flags) {
     sockaddr_nl to{};
     to.nl_family = AF_NETLINK;
     to.nl_pid = port;
-    ::syscall(SYS_sendto, sender.get(), what.data(), what.bytes(), MSG_DONTWAIT, &to, sizeof(to));
-  };
-  const auto end = [&](std::uint16_t type, int error) {
-    Answer last(request, port);
-    last.end(type, error);
-    send(last);
-  };
-  const auto acknowledge = [&] {
-    if ((request.nlmsg_flags & NLM_F_ACK) != 0) end(NLMSG_ERROR, 0);
-  };
-  const bool dump = (request.nlmsg_flags & NLM_F_DUMP) == NLM_F_DUMP;
-  if (request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_SYS_GET) && !dump) {
-    Answer about(request, port);
-    about.begin(request.nlmsg_type);
-    about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_NETNS_MODE, 1);  // shared
-    about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK, 1);
-    send(about);
-    return acknowledge();
+    return ::syscall(SYS_sendto, socket, datagram.data(), datagram.size(), flags, &to, sizeof(to)) >= 0;
   }
-  const bool devices = request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_GET), ports = request.nlmsg_type == nldev_type(RDMA_NLDEV_CMD_PORT_GET);
-  if (!devices && !ports) return end(NLMSG_ERROR, -EOPNOTSUPP);
-  // A dump of ports is one of a device's.
-  const bool all = dump && devices;
-  const std::uint32_t one = all ? absent : wanted(attributes, attribute_bytes, RDMA_NLDEV_ATTR_DEV_INDEX);
-  if (ports && !dump && wanted(attributes, attribute_bytes, RDMA_NLDEV_ATTR_PORT_INDEX) != 1) return end(NLMSG_ERROR, -EINVAL);
+
+  const nlmsghdr request_;
+  const std::uint32_t port_;
+  std::vector<Datagram> answers_;
+};
+
+constinit std::atomic<ResourceSource*> resource_source{nullptr};
+
+// A device's index is its place in the tree.
+int answer_devices(Reply& reply, std::uint32_t one, std::uint32_t wanted_port) {
+  const bool ports = reply.asks_for(RDMA_NLDEV_CMD_PORT_GET);
+  const bool all = reply.dump() && !ports;  // a dump of ports is one of a device's
+  if (ports && !reply.dump() && wanted_port != 1) return EINVAL;
   bool found = false;
   std::uint32_t index = 0;
   for (auto device = device_at(index); device; device = device_at(++index)) {
     if (!all && index != one) continue;
     found = true;
-    Answer about(request, port);
-    about.begin(request.nlmsg_type, dump ? NLM_F_MULTI : 0);
-    (devices ? put_device : put_port)(about, *device, index);
-    send(about);
+    NetlinkAnswer about = reply.begin();
+    (ports ? put_port : put_device)(about, *device, index);
+    reply.send(about);
   }
-  if (dump) return end(NLMSG_DONE, 0);
-  if (!found) return end(NLMSG_ERROR, -EINVAL);
-  acknowledge();
+  return found || reply.dump() ? 0 : EINVAL;
+}
+
+// Sends what the kernel would answer to the socket with that port.
+void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t attribute_bytes, std::uint32_t port) {
+  Reply reply(request, port);
+  const auto number = [&](std::uint16_t attribute) { return wanted(attributes, attribute_bytes, attribute); };
+  if (reply.asks_for(RDMA_NLDEV_CMD_SYS_GET) && !reply.dump()) {
+    NetlinkAnswer about = reply.begin();
+    about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_NETNS_MODE, 1);  // shared
+    about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK, 1);
+    reply.send(about);
+    return reply.end(0);
+  }
+  const std::uint32_t index = number(RDMA_NLDEV_ATTR_DEV_INDEX);
+  if (reply.asks_for(RDMA_NLDEV_CMD_GET) || reply.asks_for(RDMA_NLDEV_CMD_PORT_GET))
+    return reply.end(answer_devices(reply, index, number(RDMA_NLDEV_ATTR_PORT_INDEX)));
+  ResourceSource* const source = resource_source.load(std::memory_order_acquire);
+  if (source == nullptr || RDMA_NL_GET_CLIENT(request.nlmsg_type) != RDMA_NL_NLDEV) return reply.end(EOPNOTSUPP);
+  const auto device = index == absent ? std::nullopt : device_at(index);
+  if (!device) return reply.end(EINVAL);
+  const auto begin = [&] {
+    NetlinkAnswer about = reply.begin();
+    about.put<std::uint32_t>(RDMA_NLDEV_ATTR_DEV_INDEX, index);
+    about.put(RDMA_NLDEV_ATTR_DEV_NAME, device->name);
+    return about;
+  };
+  reply.end(source({static_cast<std::uint16_t>(RDMA_NL_GET_OP(request.nlmsg_type)), reply.dump(), number},
+                   {begin, [&](const NetlinkAnswer& about) { reply.send(about); }}));
 }
 
 // Whether it goes from one of our sockets to the kernel; then *port is the socket's.
@@ -273,6 +280,10 @@ auto real(NextFunction<Function>& next, long number, Arguments... arguments) {
 }
 
 }  // namespace
+
+// The service's answers come with the verbs, which link this too.
+void set_resource_source(ResourceSource* source) { resource_source.store(source, std::memory_order_release); }
+
 }  // namespace vrdma
 
 using namespace vrdma;

@@ -161,9 +161,7 @@ json describe(Guest& guest, Shard& shard) {
            {"arena_bytes_used", guest.arena.used_bytes()},
            {"backings", guest.backings.size()},
            {"guest_copies", guest.copier ? guest.copier->jobs_served() : 0},
-           {"contexts", guest.contexts.size()},
            {"channels", guest.channels.size()},
-           {"pds", guest.pds.size()},
            {"device", describe_device(guest, fabric)}};
   const VmciCounters& vmci = guest.vmci.counters;
   out["vmci"] = {{"ports", guest.vmci.ports.size()},
@@ -173,6 +171,10 @@ json describe(Guest& guest, Shard& shard) {
                  {"datagrams_refused", vmci.datagrams_refused},
                  {"datagrams_received", vmci.datagrams_received},
                  {"datagrams_dropped", vmci.datagrams_dropped}};
+  out["contexts"] = json::array();
+  for (const auto& [handle, context] : guest.contexts) out["contexts"].push_back({{"ctx", handle}});
+  out["pds"] = json::array();
+  for (const auto& [handle, pd] : guest.pds) out["pds"].push_back({{"pd", pd->number}, {"ctx", pd->context}, {"users", pd->users}});
   engine::QpCounters totals = guest.totals;
   out["qps"] = json::array();
   for (auto& [handle, qp] : guest.qps) {
@@ -188,10 +190,12 @@ json describe(Guest& guest, Shard& shard) {
                           {"carrier", describe_way(fabric, qp->core)},
                           {"pkey", qp->core.port.pkey == 0 ? json() : json(hosts::pkey_text(qp->core.port.pkey))},
                           {"dest_qpn", attributes.dest_qp_num},
+                          {"sq_psn", attributes.sq_psn},
+                          {"rq_psn", attributes.rq_psn},
                           {"dlid", attributes.path.dlid},
                           {"dgid", attributes.path.is_global != 0 ? json(gid_text(std::to_array(attributes.path.dgid))) : json()},
                           {"path_mtu", attributes.path_mtu == 0 ? 0 : engine::mtu_bytes(attributes.path_mtu)},
-                          {"pd", qp->pd->handle.value},
+                          {"pd", qp->pd->number},
                           {"send_cq", qp->send_cq->handle.value},
                           {"recv_cq", qp->receive_cq->handle.value},
                           {"srq", qp->srq != nullptr ? qp->srq->handle.value : 0},
@@ -203,14 +207,16 @@ json describe(Guest& guest, Shard& shard) {
   out["cqs"] = json::array();
   for (auto& [handle, cq] : guest.cqs)
     out["cqs"].push_back({{"cq", handle},
+                          {"ctx", cq->context},
                           {"cqe", cq->cqe},
                           {"completions", cq->produced},
                           {"unpolled", unpolled(*cq)},
+                          {"users", cq->users.size()},
                           {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
                           {"overrun", cq->overrun}});
   out["srqs"] = json::array();
   for (auto& [handle, srq] : guest.srqs)
-    out["srqs"].push_back({{"srq", handle}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit},
+    out["srqs"].push_back({{"srq", handle}, {"pd", srq->pd->number}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit},
                            {"qps", srq->users - (srq->completions != nullptr ? 1 : 0)},
                            {"type", srq->completions != nullptr ? "XRC" : "BASIC"}, {"srqn", srq->completions != nullptr ? srq->completions->core.qpn.value : handle}});
   out["cm_ids"] = describe_identifiers(guest, *fabric.cm);
@@ -221,6 +227,7 @@ json describe(Guest& guest, Shard& shard) {
     std::uint64_t mapped = 0;
     for (const auto& piece : region.pieces) mapped += piece.host != nullptr ? piece.bytes : 0;
     out["mrs"].push_back({{"mr", handle},
+                          {"key", region.key.value},
                           {"address", hex(region.address, 0)},
                           {"bytes", region.bytes},
                           {"access", region.access},

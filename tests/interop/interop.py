@@ -193,6 +193,7 @@ class Runner:
         self.case("a LID that nobody has", lambda: management.nobody(self.side()))
         self.case("their descriptors", lambda: management.files(self.side()))
         self.case("counters", lambda: management.counters(self.service, (self.side(), self.side())))
+        self.case("rdma-resource(8), rdma-statistic(8)", lambda: management.resources(self.service, (self.side(), self.side())))
         for words in management.MULTICAST:
             self.case(" ".join((*words, "-c UD -g")), lambda words=words: management.multicast((self.side(), self.side()), words))
 

@@ -1,4 +1,5 @@
-"""Programs that ask the subnet by management datagrams (umad): infiniband-diags, and perftest's multicast on InfiniBand."""
+"""Programs that ask the subnet by management datagrams (umad): infiniband-diags, and perftest's multicast on InfiniBand; and rdma(8), which
+asks the kernel by netlink."""
 
 import re
 
@@ -145,6 +146,37 @@ def counters(service, sides):
         for program in (client, server):
             if program:
                 program.stop()
+
+
+def resources(service, sides):
+    """rdma-resource(8) and rdma-statistic(8) know what two programs have, and what their queue pairs count."""
+    need("ibv_srq_pingpong", "rdma")
+    port = sides[0].free_port()
+    command = ["ibv_srq_pingpong", "-n", "1000000000", "-p", str(port)]
+    programs = [sides[0].start(command, "server")]
+    try:
+        wait_until(lambda: sides[0].listening(programs[0], port), PATIENCE_S, "the server listens", programs)
+        programs.append(sides[1].start([*command, sides[1].address_of(sides[0])], "client"))
+
+        def connected():
+            return [qp["qpn"] for guest in service.show()["guests"] for qp in guest["qps"] if qp["state"] == "RTS"]
+        wait_until(lambda: len(connected()) == 32, PATIENCE_S, "32 queue pairs are connected", programs)
+
+        def rdma(*words):
+            return _say(sides[0], "rdma", *words)
+        _expect(rdma("resource"), r"vrdma0: pd 2 cq 2 qp 32 cm_id 0 mr 2 ctx 2 srq 2 *$")
+        qpn = str(connected()[0])
+        _expect(rdma("resource", "show", "qp"), rf"^link vrdma0/1 lqpn {qpn} rqpn \d+ +type RC state RTS .* comm ibv_srq_pingpon")
+        _expect(rdma("resource", "show", "qp", "lqpn", qpn), rf"^link vrdma0/1 lqpn {qpn} .*\n$")
+        _expect(rdma("resource", "show", "srq"), rf"^dev vrdma0 srqn \d+ type BASIC lqpn (.*,)?{qpn}[, ]")
+        _expect(rdma("resource", "show", "mr"), r"^dev vrdma0 mrn \d+ .*mrlen 4096 ")
+        for kind, numbers in (("cq", r"cqn \d+ cqe \d+ users 32 ctxn \d+ "), ("pd", r"pdn \d+ users \d+ ctxn \d+ "), ("ctx", r"ctxn \d+ ")):
+            _expect(rdma("resource", "show", kind), rf"^dev vrdma0 {numbers}pid \d+ comm ibv_srq_pingpon")
+        _expect(rdma("statistic"), r"^link vrdma0/1 .*\bsent_messages [1-9]\d* ")
+        _expect(rdma("statistic", "qp", "show"), rf"^link vrdma0/1 cntn {qpn} .*\bsent_messages \d+ \n\s+LQPN: <{qpn}>")
+    finally:
+        for program in reversed(programs):
+            program.stop()
 
 
 MULTICAST = (("ib_send_lat",), ("ib_send_bw",), ("ib_send_bw", "-s", "1024", "-n", "2000"), ("ib_send_lat", "-e"))
