@@ -21,7 +21,7 @@ install(CODE "
   endif()
   configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdmad.service.in ${PROJECT_BINARY_DIR}/vrdmad.service @ONLY)
   configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdma-guestd.service.in ${PROJECT_BINARY_DIR}/vrdma-guestd.service @ONLY)
-  file(INSTALL ${PROJECT_BINARY_DIR}/vrdmad.service ${PROJECT_BINARY_DIR}/vrdma-guestd.service
+  file(INSTALL ${PROJECT_BINARY_DIR}/vrdmad.service ${PROJECT_BINARY_DIR}/vrdma-guestd.service ${PROJECT_SOURCE_DIR}/packaging/vrdmad.socket
        DESTINATION \${CMAKE_INSTALL_PREFIX}/lib/systemd/system)
   file(INSTALL ${PROJECT_SOURCE_DIR}/packaging/vrdmad.json DESTINATION \${VRDMA_CONFIG_FOLDER})")
 

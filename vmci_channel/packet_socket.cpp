@@ -6,7 +6,9 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+#include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 
 #include "vmci_channel/arch.hpp"
@@ -104,6 +106,29 @@ Result<UniqueFd> listen_packets(const std::string& path, mode_t mode) {
   if (::chmod(path.c_str(), mode) != 0) return vrdma::last_error();
   if (::listen(fd.get(), 128) != 0) return vrdma::last_error();
   return fd;
+}
+
+Result<InheritedListener> inherited_listener() {
+  constexpr int first_fd = 3;  // SD_LISTEN_FDS_START
+  const auto number = [](const char* variable) {
+    const char* const text = std::getenv(variable);
+    return text == nullptr ? 0 : std::strtol(text, nullptr, 10);
+  };
+  const bool ours = number("LISTEN_PID") == ::getpid();
+  const long count = number("LISTEN_FDS");
+  for (const char* variable : {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"}) ::unsetenv(variable);
+  if (!ours || count <= 0) return InheritedListener{};
+  InheritedListener listener{UniqueFd(first_fd), ""};
+  int type = 0, listens = 0;
+  socklen_t bytes = sizeof(int), address_bytes = sizeof(sockaddr_un);
+  sockaddr_un address{};
+  if (count != 1 || ::getsockopt(first_fd, SOL_SOCKET, SO_TYPE, &type, &bytes) != 0 || type != SOCK_SEQPACKET ||
+      ::getsockopt(first_fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || listens == 0 ||
+      ::getsockname(first_fd, reinterpret_cast<sockaddr*>(&address), &address_bytes) != 0 || address.sun_family != AF_UNIX || address.sun_path[0] != '/')
+    return Errno{EINVAL};
+  if (::fcntl(first_fd, F_SETFD, FD_CLOEXEC) != 0 || ::fcntl(first_fd, F_SETFL, O_NONBLOCK) != 0) return vrdma::last_error();
+  listener.path.assign(address.sun_path, ::strnlen(address.sun_path, sizeof(address.sun_path)));
+  return listener;
 }
 
 }  // namespace vmci

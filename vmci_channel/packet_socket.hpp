@@ -55,4 +55,13 @@ class PacketSocket {
 // somebody serves is EADDRINUSE; any other file is left alone: ENOTSOCK.
 vrdma::Result<UniqueFd> listen_packets(const std::string& path, mode_t mode);
 
+// The socket that a service manager listens at, and started this process with (sd_listen_fds(3), Sockets of systemd.socket(5)). It outlives the process,
+// so who connects meanwhile waits for the next one, and its file is not ours to remove. Not for children of ours: asked once.
+struct InheritedListener {
+  UniqueFd fd;  // none: -1
+  std::string path;
+};
+// EINVAL: what was passed is not one SOCK_SEQPACKET socket of AF_UNIX that listens at a path.
+vrdma::Result<InheritedListener> inherited_listener();
+
 }  // namespace vmci

@@ -52,25 +52,7 @@ Server::Server(const Config& config) : config_(config) {
   head.device_generation = 1;
   head.shard_count = config_.shards;
 
-  const auto directory = std::filesystem::path(config_.socket).parent_path();
-  std::error_code error;
-  if (!directory.empty()) std::filesystem::create_directories(directory, error);
-  if (error)
-    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket",
-                                         directory.string(), error.message()));
-  auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
-  if (!listening) {
-    const int why = value(listening.error());
-    throw std::runtime_error(fmt::format(
-        "cannot listen at {} ({}): {}", config_.socket, std::strerror(why),
-        why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
-        : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
-        : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
-        : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
-        : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
-                              : "give another --socket"));
-  }
-  listener_.assign(listening->release());
+  listen();
   if (!config_.remote.hosts.empty()) {
     const RemoteConfig& remote = config_.remote;
     directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
@@ -100,6 +82,38 @@ Server::Server(const Config& config) : config_(config) {
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
 }
 
+void Server::listen() {
+  auto inherited = vmci::inherited_listener();
+  if (!inherited)
+    throw std::runtime_error(fmt::format("the service manager's socket cannot be used ({}): its unit needs exactly one ListenSequentialPacket= with a path",
+                                         std::strerror(value(inherited.error()))));
+  if (inherited->fd) {
+    config_.socket = inherited->path;
+    listener_.assign(inherited->fd.release());
+    return;
+  }
+  const auto directory = std::filesystem::path(config_.socket).parent_path();
+  std::error_code error;
+  if (!directory.empty()) std::filesystem::create_directories(directory, error);
+  if (error)
+    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket",
+                                         directory.string(), error.message()));
+  auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
+  if (!listening) {
+    const int why = value(listening.error());
+    throw std::runtime_error(fmt::format(
+        "cannot listen at {} ({}): {}", config_.socket, std::strerror(why),
+        why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
+        : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
+        : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
+        : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
+        : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
+                              : "give another --socket"));
+  }
+  listener_.assign(listening->release());
+  remove_socket_ = true;
+}
+
 Server::~Server() {
   if (hosts_) hosts_->stop();
   stop_shards();
@@ -109,7 +123,7 @@ Server::~Server() {
     std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive_)).store(FUTEX_OWNER_DIED, std::memory_order_release);
   }
   std::error_code error;
-  if (listener_.is_open()) std::filesystem::remove(config_.socket, error);
+  if (remove_socket_) std::filesystem::remove(config_.socket, error);
 }
 
 void Server::run() {

@@ -46,6 +46,7 @@ class Server {
 
   void start_shards();
   void stop_shards();
+  void listen();
   void accept_next();
   void admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine);
   void read_next(const ConnectionPtr& connection);
@@ -65,6 +66,7 @@ class Server {
   boost::asio::io_context io_;
   boost::asio::signal_set signals_{io_};
   boost::asio::posix::stream_descriptor listener_{io_};
+  bool remove_socket_ = false;  // it is no service manager's
   boost::asio::steady_timer idle_timer_{io_};
   boost::asio::steady_timer alarm_timer_{io_};  // when the connection manager, or the management, gives something up
   std::uint64_t alarm_ns_ = 0;                 // 0: it is not set

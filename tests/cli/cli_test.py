@@ -165,6 +165,36 @@ class Listening(TestCase):
                 manager.setblocking(False)
                 self.assertRaises(BlockingIOError, manager.recv, 512)
 
+    def passed(self, listener, *arguments, **more):
+        """vrdmad as a service manager starts it with a socket: as descriptor 3."""
+        return subprocess.Popen(["sh", "-c", 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"', "sh", str(BIN / "vrdmad"), "--log-level", "error", *arguments],
+                                stdin=listener, env=self.environment, **more)
+
+    def test_a_service_managers_socket_serves_one_service_after_another(self):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.socket)
+            listener.listen()
+            for _ in range(2):
+                early = subprocess.Popen([str(BIN / "vrdma"), "show", "--socket", self.socket], env=self.environment, stdout=subprocess.DEVNULL)
+                service = self.passed(listener, "--socket", "/nowhere/vrdmad.sock")
+                try:
+                    self.assertEqual(early.wait(WATCHDOG_S), 0)
+                    shown = json.loads(self.vrdma("show", "--socket", self.socket, "--json").stdout)
+                    self.assertEqual(shown["service"]["socket"], self.socket)
+                finally:
+                    service.terminate()
+                    self.assertEqual(service.wait(WATCHDOG_S), 0)
+                self.assertTrue(os.path.exists(self.socket))
+
+    def test_another_kind_of_socket_is_refused(self):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(self.socket)
+            listener.listen()
+            service = self.passed(listener, stderr=subprocess.PIPE, text=True)
+            _, said = service.communicate(timeout=WATCHDOG_S)
+            self.assertNotEqual(service.returncode, 0)
+            self.assertIn("ListenSequentialPacket=", said)
+
     def test_the_journal_is_told_priorities_and_nothing_that_it_knows(self):
         said = self.folder / "journal"
         for is_ours in (True, False):

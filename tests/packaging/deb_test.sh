@@ -21,6 +21,9 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     vrdmad --config /etc/vrdma/vrdmad.json --check || fail "the packaged configuration"
     unit=$(find /usr/lib/systemd/system /lib/systemd/system -name vrdmad.service | head -1)
     ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit"
+    socket_unit=${unit%/*}/vrdmad.socket
+    grep -q '^ListenSequentialPacket=/run/vrdma/vrdmad.sock$' "$socket_unit" || fail "the socket's path"
+    ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$socket_unit" || fail "the socket's unit"
     # What time does not heal is not tried again and again.
     code=0
     vrdmad --log-level loud 2>/dev/null || code=$?
