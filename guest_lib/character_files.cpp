@@ -7,6 +7,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <vector>
+
+#include "guest_lib/cancellation.hpp"
+#include "guest_lib/interruption.hpp"
 
 namespace vrdma::guest {
 
@@ -16,11 +20,6 @@ namespace {
 ino_t inode_of(int fd) {
   struct stat status;
   return ::syscall(SYS_newfstatat, fd, "", &status, AT_EMPTY_PATH) == 0 && S_ISFIFO(status.st_mode) ? status.st_ino : 0;
-}
-
-CharacterFiles*& current() {
-  static CharacterFiles* files = new CharacterFiles;  // never destroyed: exit handlers of others close such files
-  return files;
 }
 
 }  // namespace
@@ -44,22 +43,31 @@ bool CharacterFile::blocks() const { return (::fcntl(fd, F_GETFL) & O_NONBLOCK) 
 
 int CharacterFile::wait_until_readable(bool blocks) const {
   pollfd readable{fd, POLLIN, 0};
-  const int ready = ::poll(&readable, 1, blocks ? -1 : 0);
-  if (ready == 0) errno = EAGAIN;
-  return ready > 0 ? 0 : -1;
+  for (;;) {
+    const int ready = ::poll(&readable, 1, blocks ? -1 : 0);
+    if (ready > 0) return 0;
+    if (ready == 0) return errno = EAGAIN, -1;
+    if (errno != EINTR || !goes_on_after_signal()) return -1;
+  }
 }
 
 long CharacterFile::wait_for_ever(bool blocks) {
-  while (blocks) ::poll(nullptr, 0, -1);
+  while (blocks)
+    if (::poll(nullptr, 0, -1) < 0 && errno == EINTR && !goes_on_after_signal()) return -1;
   errno = EBADF;
   return -1;
 }
 
-void CharacterFile::take_record() const {
+bool CharacterFile::has_descriptor() const { return inode_of(fd) == inode_; }
+
+void CharacterFile::take_record() {
   // In a virtual machine its agent brings it, perhaps after the answer that said so.
   pollfd readable{fd, POLLIN, 0};
-  constexpr timespec patience{0, 100'000'000};
-  if (::syscall(SYS_ppoll, &readable, 1, &patience, nullptr, 0) != 1 || (readable.revents & POLLIN) == 0) return;
+  constexpr timespec patience{0, 100'000'000}, now{};
+  ::syscall(SYS_ppoll, &readable, 1, &patience, nullptr, 0);
+  std::lock_guard lock(descriptor_);
+  if (closed.load(std::memory_order_relaxed) || !has_descriptor()) return;
+  if (::syscall(SYS_ppoll, &readable, 1, &now, nullptr, 0) != 1 || (readable.revents & POLLIN) == 0) return;
   control::AsyncRecord record;
   ::syscall(SYS_read, fd, &record, sizeof(record));
 }
@@ -67,15 +75,15 @@ void CharacterFile::take_record() const {
 // --- all of them ----------------------------------------------------------------------------------------------
 
 constinit std::atomic<std::uint64_t> CharacterFiles::marks_[fds_max / 64]{};
-constinit std::atomic<bool> CharacterFiles::ever_opened_{false};
 
-CharacterFiles& CharacterFiles::instance() { return *current(); }
+CharacterFiles& CharacterFiles::instance() {
+  static CharacterFiles* const files = new CharacterFiles;  // never destroyed: exit handlers of others close such files
+  return *files;
+}
 
-bool CharacterFiles::abandon() {
-  if (!ever_opened_.load(std::memory_order_relaxed)) return false;
-  for (auto& marks : marks_) marks.store(0, std::memory_order_relaxed);
-  current() = new CharacterFiles;  // what another thread held locked stays so in the old one
-  return true;
+void CharacterFiles::unlock_in_child() {
+  instance().process_.store(::getpid(), std::memory_order_relaxed);
+  instance().mutex_.unlock();
 }
 
 void CharacterFiles::mark(int fd, bool on) {
@@ -102,7 +110,7 @@ Status CharacterFiles::prepare(int fd, int flags) {
 }
 
 void CharacterFiles::add(std::shared_ptr<CharacterFile> file) {
-  ever_opened_.store(true, std::memory_order_relaxed);
+  process_.store(::getpid(), std::memory_order_relaxed);
   std::lock_guard lock(mutex_);
   mark(file->fd, true);
   files_[file->fd] = std::move(file);
@@ -116,23 +124,44 @@ std::shared_ptr<CharacterFile> CharacterFiles::find(int fd) {
     if (found == files_.end()) return nullptr;
     file = found->second;
   }
-  if (inode_of(fd) == file->inode_) return file;
-  forget(fd);  // somebody has closed it by another way than close(2)
+  if (file->has_descriptor()) return file;
+  forget(fd, *file);
   return nullptr;
 }
 
-void CharacterFiles::forget(int fd) {
+void CharacterFiles::forget(int fd, const CharacterFile& which) {
   std::shared_ptr<CharacterFile> file;
   {
     std::lock_guard lock(mutex_);
     const auto found = files_.find(fd);
-    if (found == files_.end()) return;
+    if (found == files_.end() || found->second.get() != &which || process_.load(std::memory_order_relaxed) != ::getpid()) return;
     file = std::move(found->second);
     files_.erase(found);
     mark(fd, false);
   }
   file->closed.store(true, std::memory_order_relaxed);
   file->forgotten();
+}
+
+void CharacterFiles::forget_closed() {
+  std::vector<std::shared_ptr<CharacterFile>> all;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [fd, file] : files_) all.push_back(file);
+  }
+  for (const auto& file : all)
+    if (!file->has_descriptor()) forget(file->fd, *file);
+}
+
+std::optional<int> CharacterFiles::close(int fd, int (*really)(int)) {
+  const auto file = find(fd);
+  if (!file) return std::nullopt;
+  pthread_testcancel();  // here, or not at all
+  const CancellationOff cancellation_off;
+  std::unique_lock lock(file->descriptor_, std::defer_lock);
+  if (!file->attachment->liveness().inherited()) lock.lock();  // in a fork's child nobody may be left to unlock it
+  forget(fd, *file);
+  return really(fd);
 }
 
 }  // namespace vrdma::guest

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "guest_lib/attachment.hpp"
@@ -26,9 +27,7 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   virtual long write(const void* bytes, std::size_t count) = 0;
   virtual long read(void* bytes, std::size_t count);
   virtual int control(unsigned long request, void* argument);
-  // The descriptor is about to be closed by close(2); may wait a moment.
-  virtual void closing() {}
-  // It is closed.
+  // The descriptor is closed.
   virtual void forgotten() = 0;
 
   const std::shared_ptr<Attachment> attachment;
@@ -39,20 +38,22 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
 
   // Whether who reads now wants to wait. Asked once, before it does: a closed descriptor cannot say any more.
   bool blocks() const;
-  // Something can be read. -1 with errno: EAGAIN, or poll(2)'s.
+  // Something can be read. -1 with errno: EAGAIN, EINTR.
   int wait_until_readable(bool blocks) const;
   // Another thread has closed the file. Who waits in the kernel keeps it, and nothing will ever happen there; rping, whose thread is still
-  // there when its channel goes, counts on that. -1 with EBADF, if it does not block.
+  // there when its channel goes, counts on that. -1 with EINTR; with EBADF, if it does not block.
   static long wait_for_ever(bool blocks);
   // The record is the service's word that something waits; it has said that nothing does.
-  void take_record() const;
+  void take_record();
 
  protected:
   CharacterFile(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in, dev_t device_in);
 
  private:
   friend class CharacterFiles;
+  bool has_descriptor() const;
   const ino_t inode_;  // of the pipe: another one means that the number is another file's by now
+  std::mutex descriptor_;  // locked while the number must not become another file's
 };
 
 class CharacterFiles {
@@ -64,12 +65,15 @@ class CharacterFiles {
     return fd >= 0 && fd < fds_max && (marks_[fd / 64].load(std::memory_order_relaxed) >> (fd % 64) & 1) != 0;
   }
 
-  // In a fork's child: its descriptors are its parent's, and lead nowhere. False: there were none.
-  static bool abandon();
+  // Around fork(2), so that the child finds them whole. Its descriptors are its parent's and lead nowhere (Liveness::inherited).
+  static void lock_for_fork() { instance().mutex_.lock(); }
+  static void unlock_in_parent() { instance().mutex_.unlock(); }
+  static void unlock_in_child();
 
   // As open(2) with these flags: make(attachment, pipe) is the file of a new channel of the service's, whose pipe it names and does not own.
   template <control::Request R, class Make>
   Result<int> open(int flags, std::uint16_t minor_of_service, const Make& make) {
+    forget_closed();
     auto attachment = attach(minor_of_service);
     if (!attachment) return attachment.error();
     auto opened = (*attachment)->template call_on_socket<R>({});
@@ -82,18 +86,23 @@ class CharacterFiles {
   }
   // nullptr: it is none, or not any more.
   std::shared_ptr<CharacterFile> find(int fd);
-  void forget(int fd);
+  // As close(2), which `really` is. nullopt: it is none of them.
+  std::optional<int> close(int fd, int (*really)(int));
 
  private:
   static constexpr int fds_max = 65536;
   static std::atomic<std::uint64_t> marks_[fds_max / 64];
-  static std::atomic<bool> ever_opened_;
   static void mark(int fd, bool on);
   static Result<std::shared_ptr<Attachment>> attach(std::uint16_t minor_of_service);
   static Status prepare(int fd, int flags);
   void add(std::shared_ptr<CharacterFile> file);
+  // That file's number, unless it is another one's by now.
+  void forget(int fd, const CharacterFile& file);
+  // Those whose descriptors somebody has closed by another way than close(2).
+  void forget_closed();
 
   std::mutex mutex_;
+  std::atomic<pid_t> process_{0};  // a vfork's child, which works in this memory, is another one and closes what is its own
   std::unordered_map<int, std::shared_ptr<CharacterFile>> files_;
 };
 

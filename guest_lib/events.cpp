@@ -10,6 +10,7 @@
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
+#include "guest_lib/interruption.hpp"
 #include "guest_lib/objects.hpp"
 #include "vrdma/fault.hpp"
 
@@ -29,7 +30,7 @@ int wait_readable(int event_fd, bool blocks) {
     return -1;
   }
   pollfd readable{event_fd, POLLIN, 0};
-  if (::poll(&readable, 1, -1) < 0) return -1;
+  if (::poll(&readable, 1, -1) < 0) return errno == EINTR && goes_on_after_signal() ? 0 : -1;
   if (readable.revents & POLLNVAL) {
     errno = EBADF;
     return -1;

@@ -19,17 +19,26 @@ void Process::remember(const std::shared_ptr<Attachment>& made) {
 void Process::watch_forks() {
   if (watching_forks_) return;
   watching_forks_ = true;
-  pthread_atfork([] { Process::instance().mutex.lock(); }, [] { Process::instance().mutex.unlock(); },
-                 [] {
-                   Process& process = Process::instance();
-                   for (const auto& weak : process.attachments)
-                     if (auto inherited = weak.lock()) inherited->become_inherited();
-                   for (vmci::UniqueFd* fd : process.private_descriptors) fd->reset();
-                   process.attachments.clear();
-                   process.attachment.reset();
-                   if (CharacterFiles::abandon()) cm::Account::abandon();
-                   process.mutex.unlock();
-                 });
+  pthread_atfork(
+      [] {
+        Process::instance().mutex.lock();
+        CharacterFiles::lock_for_fork();
+      },
+      [] {
+        CharacterFiles::unlock_in_parent();
+        Process::instance().mutex.unlock();
+      },
+      [] {
+        Process& process = Process::instance();
+        for (const auto& weak : process.attachments)
+          if (auto inherited = weak.lock()) inherited->become_inherited();
+        for (vmci::UniqueFd* fd : process.private_descriptors) fd->reset();
+        process.attachments.clear();
+        process.attachment.reset();
+        CharacterFiles::unlock_in_child();
+        cm::Account::abandon();
+        process.mutex.unlock();
+      });
 }
 
 }  // namespace vrdma::guest

@@ -1,5 +1,6 @@
 #include "guest_lib/traffic_files.hpp"
 
+#include <sched.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -31,12 +32,34 @@ void mark(int fd, bool held) {
   else marks[fd / 64].fetch_and(~bit, std::memory_order_relaxed);
 }
 
+// In a fork's child nobody may be left to unlock it. It is held for some stores.
+std::unique_lock<std::mutex> lock_soon() {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  for (int tries = 0; !lock && tries < 1000; ++tries) {
+    ::sched_yield();
+    [[maybe_unused]] const bool locked = lock.try_lock();
+  }
+  return lock;
+}
+
+// What is remembered of that descriptor; with fd -1 if it is another file by now, and then forgotten.
+File find(int fd) {
+  const std::unique_lock lock = lock_soon();
+  struct stat status;
+  if (lock)
+    for (const File& file : files)
+      if (file.fd == fd && ::fstat(fd, &status) == 0 && status.st_ino == file.inode) return file;
+  if (lock) mark(fd, false);
+  return {};
+}
+
 }  // namespace
 
 void remember(int fd, const char* path) {
   struct stat status;
   if (fd < 0 || fd >= fds_max || std::strlen(path) >= sizeof(File::path) || ::fstat(fd, &status) != 0) return;
-  const std::lock_guard lock(mutex);
+  const std::unique_lock lock = lock_soon();
+  if (!lock) return;
   File& file = files[next_file++ % files.size()];
   file.fd = fd;
   file.inode = status.st_ino;
@@ -46,20 +69,11 @@ void remember(int fd, const char* path) {
 
 void refresh(int fd) {
   const int before = errno;
-  const std::unique_lock lock(mutex, std::try_to_lock);  // never waits: in a fork's child nobody may be left to unlock it
-  if (lock) {
-    struct stat status;
-    File* found = nullptr;
-    for (File& file : files)
-      if (file.fd == fd && ::fstat(fd, &status) == 0 && status.st_ino == file.inode) found = &file;
-    if (found == nullptr) {
-      mark(fd, false);
-    } else if (::lseek(fd, 0, SEEK_CUR) == 0) {
-      look_at_port(found->path);
-      const SyntheticEntry entry = find_synthetic(found->path);
-      if (entry.kind == EntryKind::text && ::ftruncate(fd, static_cast<off_t>(entry.text_bytes)) == 0)
-        [[maybe_unused]] const auto written = ::pwrite(fd, entry.text, entry.text_bytes, 0);
-    }
+  if (const File file = find(fd); file.fd == fd && ::lseek(fd, 0, SEEK_CUR) == 0) {
+    look_at_port(file.path);
+    const SyntheticEntry entry = find_synthetic(file.path);
+    if (entry.kind == EntryKind::text && ::ftruncate(fd, static_cast<off_t>(entry.text_bytes)) == 0)
+      [[maybe_unused]] const auto written = ::pwrite(fd, entry.text, entry.text_bytes, 0);
   }
   errno = before;
 }

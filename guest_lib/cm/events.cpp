@@ -55,7 +55,7 @@ std::optional<control::CmEvent> next_removal(const File& file) {
 }
 
 // nullopt: none is there.
-Result<std::optional<control::CmEvent>> take_event(const File& file) {
+Result<std::optional<control::CmEvent>> take_event(File& file) {
   const CancellationOff cancellation_off;
   Attachment& attachment = *file.attachment;
   if (attachment.liveness().inherited()) return Errno{EIO};
@@ -88,7 +88,6 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     return -1;
   }
   const bool blocks = file->blocks();
-  file->asks();
   for (;;) {
     const int readable = file->wait_until_readable(blocks);
     if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
@@ -103,7 +102,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
     if (error != 0) return -1;
     if (event) {
-      file->has_taken();
+      remember_reader(file);
       return static_cast<long>(whole);
     }
   }

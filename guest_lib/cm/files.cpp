@@ -1,10 +1,9 @@
 #include "guest_lib/cm/files.hpp"
 
-#include <signal.h>
+#include <rdma/rdma_user_cm.h>
 #include <sys/sysmacros.h>
-#include <unistd.h>
 
-#include <chrono>
+#include <cstring>
 
 #include "guest_lib/cm/commands.hpp"
 #include "guest_lib/open_device.hpp"
@@ -30,35 +29,33 @@ long File::write(const void* command, std::size_t bytes) {
   return write_command(std::static_pointer_cast<File>(shared_from_this()), command, bytes);
 }
 
-void File::asks() {
-  {
-    std::lock_guard lock(mutex_);
-    taker_ = 0;
-  }
-  asked_.notify_all();
-}
-
-void File::has_taken() {
-  std::lock_guard lock(mutex_);
-  taker_ = ::gettid();
-}
-
-// rping of rdma-core before 59 closes its channel when its thread has acknowledged the last event, and that thread, if it then asks for
-// another one, ends a good test with EBADF. Such a thread is let in first: there it waits for ever, as in the kernel.
-void File::closing() {
-  constexpr std::chrono::milliseconds patience{100};
-  std::unique_lock lock(mutex_);
-  if (taker_ == 0 || taker_ == ::gettid() || ::tgkill(::getpid(), taker_, 0) != 0) return;
-  asked_.wait_for(lock, patience, [this] { return taker_ == 0; });
-}
-
 void File::forgotten() {
+  if (attachment->liveness().inherited()) return;  // its parent's; whose account may be locked for ever
   {
     Account& account = Account::instance();
     std::lock_guard lock(account.mutex);
     std::erase_if(account.told, [&](const auto& one) { return one.second.channel == key(); });
   }
   if (!attachment->liveness().gone()) (void)attachment->call<control::Request::cm_close>({channel, 0});
+}
+
+namespace {
+// A channel that the thread has events of, which blocks; closed when it has expired.
+thread_local std::weak_ptr<File> read_last;
+thread_local bool has_read = false;
+}  // namespace
+
+void remember_reader(const std::shared_ptr<File>& file) {
+  has_read = file->blocks();
+  read_last = file;
+}
+
+bool asks_for_more_of_closed(const void* command, std::size_t bytes) {
+  if (!has_read || bytes < sizeof(rdma_ucm_cmd_hdr)) return false;
+  rdma_ucm_cmd_hdr head;
+  std::memcpy(&head, command, sizeof(head));
+  const auto file = read_last.lock();
+  return head.cmd == RDMA_USER_CM_CMD_GET_EVENT && (!file || file->closed.load(std::memory_order_relaxed));
 }
 
 std::shared_ptr<File> find_file(int fd) { return std::dynamic_pointer_cast<File>(CharacterFiles::instance().find(fd)); }

@@ -2,8 +2,6 @@
 // librdmacm's commands (commands.hpp). Any thread.
 #pragma once
 
-#include <condition_variable>
-
 #include "guest_lib/character_files.hpp"
 
 namespace vrdma::guest::cm {
@@ -13,22 +11,17 @@ class File final : public CharacterFile {
   File(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in);
 
   long write(const void* command, std::size_t bytes) override;
-  void closing() override;
   void forgotten() override;  // its identifiers go with it
-
-  // The calling thread is asking for the next event, or has been given one: tells closing().
-  void asks();
-  void has_taken();
 
   // Of an identifier, or of the channel, among all that this process ever had.
   std::uint64_t key(std::uint32_t handle) const { return attachment->ordinal() << 32 | handle; }
   std::uint64_t key() const { return key(channel); }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable asked_;
-  pid_t taker_ = 0;  // the thread that was given the last event and has not asked for the next
 };
+
+// The calling thread has read an event there.
+void remember_reader(const std::shared_ptr<File>& file);
+// What has been written to a descriptor that is closed is a thread's question for the next event after those of a channel that has been closed meanwhile.
+bool asks_for_more_of_closed(const void* command, std::size_t bytes);
 
 // nullptr: that descriptor is none of these.
 std::shared_ptr<File> find_file(int fd);

@@ -3,6 +3,12 @@
 #include <netinet/in.h>
 #include <pthread.h>
 #include <rdma/rdma_user_cm.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <iterator>
 
 #include "guest_lib/test/service_fixture.hpp"
 
@@ -49,37 +55,112 @@ class Channel {
   const int fd;
 };
 
+// Whether a thread of ours sleeps in the kernel.
+bool sleeps(pid_t thread) {
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name_end = text.rfind(')');
+  return name_end != text.npos && text.substr(name_end, 3) == ") S";
+}
+
+// What a child of fork(2) or vfork(2) ended with.
+int code_of(pid_t child) {
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
 }  // namespace
 
-TEST_CASE("A channel is not closed before the thread that has its last event asks for the next one, which waits for ever") {
+TEST_CASE("Who waits for an event of a channel that is closed, or has one and asks for the next, waits for ever, and can be cancelled") {
+  Service service;
+  service.start();
+  for (const bool asks_later : {false, true}) {
+    CAPTURE(asks_later);
+    const Channel channel;
+    std::atomic<pid_t> thread = 0;
+    std::atomic<bool> closed = false, answered = false;
+    std::thread reader([&] {
+      const bool has_one = channel.next_event() > 0;
+      thread = ::gettid();
+      while (asks_later && !closed) std::this_thread::yield();
+      answered = channel.next_event() != -2 || !has_one;
+    });
+    eventually("the event is there", [&] { return thread != 0; });
+    if (!asks_later) eventually("it waits for the next", [&] { return answered || sleeps(thread); });
+    REQUIRE(::close(channel.fd) == 0);
+    closed = true;
+    eventually("it waits", [&] { return answered || sleeps(thread); });
+    CHECK_FALSE(answered);
+    REQUIRE(pthread_cancel(reader.native_handle()) == 0);
+    reader.join();
+  }
+}
+
+TEST_CASE("A signal whose handler asks for that does not end the wait for an event") {
+  Service service;
+  service.start();
+  static std::atomic<int> signals;
+  const std::array handled{SIGINT, SIGTERM, SIGABRT};  // by doctest, without SA_RESTART
+  std::array<struct sigaction, handled.size()> doctests;
+  struct sigaction none {};
+  for (std::size_t i = 0; i < handled.size(); ++i) REQUIRE(::sigaction(handled[i], &none, &doctests[i]) == 0);
+  for (const bool restarts : {true, false}) {
+    CAPTURE(restarts);
+    signals = 0;
+    struct sigaction action {}, before;
+    action.sa_handler = [](int) { ++signals; };
+    action.sa_flags = restarts ? SA_RESTART : 0;
+    REQUIRE(::sigaction(SIGUSR2, &action, &before) == 0);
+    const Channel channel;
+    REQUIRE(channel.next_event() > 0);
+    std::atomic<pid_t> thread = 0;
+    std::atomic<int> error = 0;
+    std::thread reader([&] {
+      thread = ::gettid();
+      if (channel.next_event() < 0) error = errno;
+    });
+    eventually("it waits", [&] { return thread != 0 && sleeps(thread); });
+    REQUIRE(pthread_kill(reader.native_handle(), SIGUSR2) == 0);
+    eventually("the handler has run, and it waits or not", [&] { return signals == 1 && (error != 0 || sleeps(thread)); });
+    if (restarts) {
+      CHECK(error == 0);
+      REQUIRE(pthread_cancel(reader.native_handle()) == 0);
+    }
+    reader.join();
+    CHECK(error == (restarts ? 0 : EINTR));
+    REQUIRE(::close(channel.fd) == 0);
+    REQUIRE(::sigaction(SIGUSR2, &before, nullptr) == 0);
+  }
+  for (std::size_t i = 0; i < handled.size(); ++i) REQUIRE(::sigaction(handled[i], &doctests[i], nullptr) == 0);
+}
+
+TEST_CASE("A descriptor that is closed by another way than close(2) gives back its channel") {
+  Service service;
+  service.start(R"({"quota": {"objects": 8}})");
+  for (int i = 0; i < 20; ++i) {
+    const int fd = ::open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC);
+    REQUIRE(fd >= 0);
+    REQUIRE(::syscall(SYS_close_range, fd, fd, 0) == 0);
+  }
+}
+
+TEST_CASE("Children close what is theirs, and have nothing of their parent's channel") {
   Service service;
   service.start();
   const Channel channel;
-  std::atomic<int> step = 0;  // 1: it has the event, 2: the channel is being closed, 3: it asks for the next one
-  std::thread reader([&] {
-    REQUIRE(channel.next_event() > 0);
-    step = 1;
-    while (step != 2) std::this_thread::yield();
-    step = 3;
-    (void)channel.next_event();
-    FAIL("a closed channel has answered");
-  });
-  eventually("the event is there", [&] { return step == 1; });
-  step = 2;
-  REQUIRE(::close(channel.fd) == 0);
-  CHECK(step == 3);
-  REQUIRE(pthread_cancel(reader.native_handle()) == 0);  // it is a cancellation point, as write(2) is
-  reader.join();
-}
-
-TEST_CASE("A channel is closed at once when the thread that had its last event is gone, or is the one that closes") {
-  Service service;
-  service.start();
-  const Channel other, own;
-  std::thread([&] { REQUIRE(other.next_event() > 0); }).join();
-  REQUIRE(own.next_event() > 0);
-  for (const int fd : {other.fd, own.fd}) {
-    REQUIRE(::close(fd) == 0);
-    CHECK(::fcntl(fd, F_GETFD) == -1);
+  const pid_t neighbour = ::vfork();
+  if (neighbour == 0) {
+    ::close(channel.fd);
+    ::_exit(0);
   }
+  CHECK(code_of(neighbour) == 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const bool refused = channel.next_event() < 0 && errno == EIO;
+    ::_exit(refused && ::close(channel.fd) == 0 && ::open("/dev/null", O_RDWR) == channel.fd && ::write(channel.fd, "x", 1) == 1 ? 0 : 1);
+  }
+  CHECK(code_of(child) == 0);
+  CHECK(channel.next_event() > 0);
+  CHECK(::close(channel.fd) == 0);
 }

@@ -245,7 +245,9 @@ Result<DeviceReply> ControlDesk::on<Request::query_device>(Guest& guest, const E
 template <>
 Result<Empty> ControlDesk::on<Request::share_address>(Guest& guest, const ShareAddressRequest& request) {
   if (request.secret == std::array<std::uint8_t, 16>{}) return Errno{EINVAL};
-  if (!guest.contexts.empty()) return Errno{EBUSY};
+  const auto has_channel = [&](const auto& one) { return one.second->guest == &guest; };
+  if (!guest.contexts.empty() || std::ranges::any_of(fabric_.cm->channels(), has_channel) || !fabric_.management->channels_of(guest).empty())
+    return Errno{EBUSY};  // its address is in use
   const auto shared = fabric_.lids.share(request.secret, guest.lid, {guest.guid, guest.link_layer, guest.credentials.uid}, fabric_.may_give_lids());
   if (!shared) return Empty{};
   guest.lid = shared->lid;

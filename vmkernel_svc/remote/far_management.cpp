@@ -35,6 +35,7 @@ std::optional<std::uint32_t> FarManagement::host_of(std::uint16_t lid) {
 }
 
 void FarManagement::tell(std::uint32_t host, const MadMessage& head, std::span<const std::uint8_t> mad) {
+  if (!desk_.has_room(host)) return;  // it does not read what it has asked for, and is lost as on any wire
   auto frame = engine::FarFrame::make(static_cast<std::uint32_t>(sizeof(head) + mad.size()));
   frame->record().kind = engine::FarKind::mad;
   frame->record().payload_bytes = static_cast<std::uint32_t>(sizeof(head) + mad.size());
