@@ -39,7 +39,10 @@ int CharacterFile::control(unsigned long, void*) {
   return -1;
 }
 
-bool CharacterFile::blocks() const { return (::fcntl(fd, F_GETFL) & O_NONBLOCK) == 0; }
+bool CharacterFile::blocks() const {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags < 0 || (flags & O_NONBLOCK) == 0;  // one that is closed by now is found out later
+}
 
 int CharacterFile::wait_until_readable(bool blocks) const {
   pollfd readable{fd, POLLIN, 0};
