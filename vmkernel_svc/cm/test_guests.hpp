@@ -223,7 +223,7 @@ class TestWire {
     void tell(std::uint32_t host, const CmMessage& message) override {
       if (wire.is_up && host == 3 - self) wire.waiting.push_back({host, message});
     }
-    std::vector<std::uint32_t> connected() override { return wire.is_up ? std::vector<std::uint32_t>{3 - self} : std::vector<std::uint32_t>{}; }
+    std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return wire.is_up ? std::vector<std::uint32_t>{3 - self} : std::vector<std::uint32_t>{}; }
   };
   End ends_[2];
   TestHost* hosts_[2];
