@@ -187,6 +187,18 @@ Status notify(const Command& command) {
   return command.call<Request::cm_is_established>(command.id(body->id));
 }
 
+// Which path it names makes no difference: there is one.
+Status set_path(const Command& command, const rdma_ucm_set_option& option) {
+  constexpr std::uint32_t meant = IB_PATH_GMP | IB_PATH_PRIMARY | IB_PATH_BIDIRECTIONAL;
+  if (option.optlen % sizeof(ib_path_rec_data) != 0) return Errno{EINVAL};
+  for (std::uint64_t at = option.optval; at < option.optval + option.optlen; at += sizeof(ib_path_rec_data)) {
+    ib_path_rec_data path;
+    std::memcpy(&path, reinterpret_cast<const void*>(at), sizeof(path));
+    if (path.flags == meant) return command.call<Request::cm_resolve_route>(command.id(option.id));
+  }
+  return Errno{EINVAL};
+}
+
 Status set_option(const Command& command) {
   const auto body = command.body<rdma_ucm_set_option>();
   if (!body || body->optval == 0) return Errno{EINVAL};
@@ -196,7 +208,7 @@ Status set_option(const Command& command) {
     return static_cast<std::uint32_t>(out);
   };
   const CmId id = command.id(body->id);
-  if (body->level == RDMA_OPTION_IB && body->optname == RDMA_OPTION_IB_PATH) return command.call<Request::cm_resolve_route>(id);
+  if (body->level == RDMA_OPTION_IB && body->optname == RDMA_OPTION_IB_PATH) return set_path(command, *body);
   if (body->level != RDMA_OPTION_ID) return Errno{ENOSYS};
   const bool is_byte = body->optname == RDMA_OPTION_ID_TOS || body->optname == RDMA_OPTION_ID_ACK_TIMEOUT;
   if (body->optlen != (is_byte ? sizeof(std::uint8_t) : sizeof(std::int32_t))) return Errno{EINVAL};

@@ -8,17 +8,6 @@ using namespace vrdma::control;
 
 namespace {
 
-constexpr std::uint16_t default_pkey = 0xffff;
-
-CmAddress any_gid(std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, std::uint16_t pkey = default_pkey) {
-  return {AF_IB, port, CmAddress::ib_scope(pkey, space), {}};
-}
-CmAddress gid_of(const TestGuest& guest, std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, std::uint16_t pkey = default_pkey) {
-  CmAddress out = any_gid(port, space, pkey);
-  out.ip = guest.guest().gids[0].gid;
-  return out;
-}
-
 // One that listens, and one that calls it by GID, on one host or on two; without IP addresses.
 struct GidPair {
   TestHost one, two;
@@ -52,11 +41,11 @@ TEST_CASE("A guest is called by its GID, on its own host and on another") {
     CAPTURE(on_two_hosts);
     GidPair pair(on_two_hosts);
     const bool names_it = on_two_hosts;  // or listens at any
-    const CmId listener = pair.server.listener(names_it ? gid_of(pair.server, 5000) : any_gid(5000));
+    const CmId listener = pair.server.listener(names_it ? pair.server.gid(5000) : any_gid(5000));
     CmParameters mine{};
     mine.private_bytes = 92;  // there are no IP addresses before it
     mine.private_data[91] = 7;
-    const CmId caller = pair.call(gid_of(pair.server, 5000), RDMA_PS_TCP, mine);
+    const CmId caller = pair.call(pair.server.gid(5000), RDMA_PS_TCP, mine);
     const CmEvent request = pair.server.take();
     REQUIRE(request.event == cm_connect_request);
     CHECK(request.uid == pair.server.at(listener).uid);
@@ -76,21 +65,21 @@ TEST_CASE("A guest is called by its GID, on its own host and on another") {
     CHECK(asked->destination.port == 5000);
     CHECK(asked->dgid == pair.server.guest().gids[0].gid);
     CHECK(asked->dlid == pair.server.guest().lid);
-    CHECK(pair.server.at(called).source.same_host(gid_of(pair.server, 0)));
-    CHECK(pair.server.at(called).destination.same_host(gid_of(pair.client, 0)));
+    CHECK(pair.server.at(called).source.same_host(pair.server.gid(0)));
+    CHECK(pair.server.at(called).destination.same_host(pair.client.gid(0)));
   }
 }
 
 TEST_CASE("The path to a GID is known before anybody is called") {
   GidPair pair(true);
   const CmId caller = pair.client.create();
-  REQUIRE(pair.client.resolve(caller, gid_of(pair.server, 5000)) == 0);
+  REQUIRE(pair.client.resolve(caller, pair.server.gid(5000)) == 0);
   pair.wire.carry_all();
   const auto asked = pair.client.cm().query(pair.client.guest(), caller);
   CHECK(asked->dgid == pair.server.guest().gids[0].gid);
   CHECK(asked->dlid == pair.server.guest().lid);
   CHECK(asked->mtu != 0);
-  CHECK(asked->pkey == default_pkey);
+  CHECK(asked->pkey == hosts::pkey_default);
 }
 
 TEST_CASE("Who calls a GID that nobody has, or where nobody listens, hears it") {
@@ -98,42 +87,42 @@ TEST_CASE("Who calls a GID that nobody has, or where nobody listens, hears it") 
     CAPTURE(on_two_hosts);
     GidPair pair(on_two_hosts);
     pair.server.listener(any_gid(5000));
-    CmAddress nobody = gid_of(pair.server, 5000);
+    CmAddress nobody = pair.server.gid(5000);
     nobody.ip[14] ^= 0x40;
     const CmId caller = pair.client.create();
     REQUIRE(pair.client.resolve(caller, nobody) == 0);
     pair.wire.carry_all();
     pair.client.expect(cm_address_error, caller, -EHOSTUNREACH);
-    pair.refused(gid_of(pair.server, 5001));
-    pair.refused(gid_of(pair.server, 5000, RDMA_PS_IB));
-    pair.refused(gid_of(pair.server, 5000, 0));
-    pair.refused(gid_of(pair.server, 5000, CmAddress::other_space));
+    pair.refused(pair.server.gid(5001));
+    pair.refused(pair.server.gid(5000, RDMA_PS_IB));
+    pair.refused(pair.server.gid(5000, 0));
+    pair.refused(pair.server.gid(5000, CmAddress::other_space));
   }
 }
 
 TEST_CASE("A GID of another subnet, a P_Key that the port has not, and a port on Ethernet lead nowhere") {
   TestHost host;
   TestGuest a(host, 1, {}), b(host, 1, {}), ethernet(host, 1, {}, 1000, link_layer_ethernet);
-  CmAddress elsewhere = gid_of(b, 5000);
+  CmAddress elsewhere = b.gid(5000);
   elsewhere.ip[7] = 1;
   CHECK(a.resolve(a.create(), elsewhere) == ENODEV);
-  CHECK(a.resolve(a.create(), gid_of(b, 5000, RDMA_PS_TCP, 0x8001)) == ENODEV);
-  CHECK(a.resolve(a.create(), gid_of(b, 5000, RDMA_PS_TCP, 0)) == ENODEV);
-  CHECK(a.resolve(a.create(), gid_of(b, 5000), gid_of(a, 0, 0, 0x8001)) == ENODEV);
-  CHECK(a.resolve(a.create(), gid_of(b, 5000), gid_of(b, 0)) == ENODEV);
-  CHECK(a.resolve(a.create(), gid_of(b, 5000), v4(127, 0, 0, 1)) == EINVAL);
-  CHECK(a.bind(a.create(), gid_of(b, 5000)) == ENODEV);
-  CHECK(ethernet.bind(ethernet.create(), gid_of(ethernet, 5000)) == ENODEV);
-  CHECK(ethernet.resolve(ethernet.create(), gid_of(ethernet, 5000)) == ENODEV);
+  CHECK(a.resolve(a.create(), b.gid(5000, RDMA_PS_TCP, 0x8001)) == ENODEV);
+  CHECK(a.resolve(a.create(), b.gid(5000, RDMA_PS_TCP, 0)) == ENODEV);
+  CHECK(a.resolve(a.create(), b.gid(5000), a.gid(0, 0, 0x8001)) == ENODEV);
+  CHECK(a.resolve(a.create(), b.gid(5000), b.gid(0)) == ENODEV);
+  CHECK(a.resolve(a.create(), b.gid(5000), v4(127, 0, 0, 1)) == EINVAL);
+  CHECK(a.bind(a.create(), b.gid(5000)) == ENODEV);
+  CHECK(ethernet.bind(ethernet.create(), ethernet.gid(5000)) == ENODEV);
+  CHECK(ethernet.resolve(ethernet.create(), ethernet.gid(5000)) == ENODEV);
   CHECK(ethernet.resolve(ethernet.create(), any_gid(5000)) == ENODEV);
   CHECK(ethernet.bind(ethernet.create(RDMA_PS_IB), any_gid(0)) == 0);  // by which librdmacm knows that there are such addresses
-  CHECK(a.resolve(a.create(), gid_of(ethernet, 5000)) == 0);
+  CHECK(a.resolve(a.create(), ethernet.gid(5000)) == 0);
   // What a guest says of its interfaces is no GID of its own.
   CmPlaceRequest place{};
   place.network = place.count = 1;
-  place.addresses[0] = gid_of(b, 0);
+  place.addresses[0] = b.gid(0);
   REQUIRE(a.cm().place(a.guest(), place));
-  CHECK(a.bind(a.create(), gid_of(b, 5000)) == ENODEV);
+  CHECK(a.bind(a.create(), b.gid(5000)) == ENODEV);
 }
 
 TEST_CASE("Any GID as a destination is one's own") {
@@ -143,7 +132,7 @@ TEST_CASE("Any GID as a destination is one's own") {
   const CmId caller = a.create();
   REQUIRE(a.resolve(caller, any_gid(5000, RDMA_PS_TCP, 0)) == 0);
   a.expect(cm_address_resolved, caller);
-  CHECK(a.at(caller).destination.same_host(gid_of(a, 0)));
+  CHECK(a.at(caller).destination.same_host(a.gid(0)));
   REQUIRE(a.cm().resolve_route(a.guest(), caller));
   a.expect(cm_route_resolved, caller);
   REQUIRE(a.connect(caller) == 0);
@@ -155,7 +144,7 @@ TEST_CASE("The ports of a GID are those of its service IDs' port space, and of n
   TestGuest a(host, 1, {v4(10, 0, 0, 1)}), b(host, 1, {v4(10, 0, 0, 1)});
   const auto binds = [](TestGuest& who, std::uint16_t space, const CmAddress& address) { return who.bind(who.create(space), address); };
   CHECK(binds(a, RDMA_PS_TCP, any_gid(5000)) == 0);
-  CHECK(binds(a, RDMA_PS_TCP, gid_of(a, 5000)) == EADDRINUSE);
+  CHECK(binds(a, RDMA_PS_TCP, a.gid(5000)) == EADDRINUSE);
   CHECK(binds(a, RDMA_PS_IB, any_gid(5000)) == EADDRINUSE);
   CHECK(binds(a, RDMA_PS_IB, any_gid(5000, RDMA_PS_UDP)) == 0);
   CHECK(binds(a, RDMA_PS_UDP, any_gid(5000, 0)) == EADDRINUSE);
@@ -179,26 +168,26 @@ TEST_CASE("A service ID of TCP's is listened at by an identifier of IB's, too") 
   const CmId listener = pair.server.create(RDMA_PS_IB);
   REQUIRE(pair.server.bind(listener, any_gid(5000, RDMA_PS_TCP)) == 0);
   REQUIRE(pair.server.listen(listener) == 0);
-  pair.call(gid_of(pair.server, 5000));
+  pair.call(pair.server.gid(5000));
   CHECK(pair.server.take().event == cm_connect_request);
 }
 
 TEST_CASE("The P_Key of an address is the connection's") {
   GidPair pair(false);
   Tenant &server = pair.server.tenant(), &client = pair.client.tenant();
-  server.pkeys = {default_pkey, 0x8001, 0x8003};
-  client.pkeys = {default_pkey, 0x0001, 0x8002};
+  server.pkeys = {hosts::pkey_default, 0x8001, 0x8003};
+  client.pkeys = {hosts::pkey_default, 0x0001, 0x8002};
   pair.server.listener(any_gid(5000));
-  const CmId caller = pair.call(gid_of(pair.server, 5000, RDMA_PS_TCP, 0x8001));
+  const CmId caller = pair.call(pair.server.gid(5000, RDMA_PS_TCP, 0x8001));
   const CmEvent request = pair.server.take();
   REQUIRE(request.event == cm_connect_request);
   CHECK(pair.server.cm().attributes(pair.server.guest(), {{request.id, pair.server.channel}, 1, 0})->attributes.pkey_index == 1);
   CHECK(pair.client.cm().attributes(pair.client.guest(), {caller, 1, 0})->attributes.pkey_index == 1);
   CHECK(pair.client.cm().query(pair.client.guest(), caller)->pkey == 0x0001);
-  pair.refused(gid_of(pair.server, 5000, RDMA_PS_TCP, 0x8002));  // in which the server is not
+  pair.refused(pair.server.gid(5000, RDMA_PS_TCP, 0x8002));  // in which the server is not
   client.pkeys[2] = 0x8003;
   const CmId late = pair.client.create();
-  REQUIRE(pair.client.resolve(late, gid_of(pair.server, 5000, RDMA_PS_TCP, 0x8003)) == 0);
+  REQUIRE(pair.client.resolve(late, pair.server.gid(5000, RDMA_PS_TCP, 0x8003)) == 0);
   pair.client.expect(cm_address_resolved, late);
   REQUIRE(pair.client.cm().resolve_route(pair.client.guest(), late));
   pair.client.expect(cm_route_resolved, late);
@@ -212,14 +201,14 @@ TEST_CASE("A multicast group of AF_IB is the GID itself") {
   TestHost host;
   TestGuest a(host, 1, {v4(10, 0, 0, 1)}), ethernet(host, 1, {v4(10, 0, 0, 1)}, 1000, link_layer_ethernet);
   const CmAddress group{AF_IB, 0, 0, {0xff, 0x12, 0xa0, 0x1b, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5}};
-  for (const CmAddress& from : {v4(10, 0, 0, 1), gid_of(a, 0, RDMA_PS_UDP)}) {
+  for (const CmAddress& from : {v4(10, 0, 0, 1), a.gid(0, RDMA_PS_UDP)}) {
     const CmId id = a.create(RDMA_PS_UDP);
     REQUIRE(a.bind(id, from) == 0);
     REQUIRE(a.cm().join(a.guest(), {id, 9, group, 0, 0}));
     const CmEvent joined = a.take();
     CHECK(joined.event == cm_multicast_join);
     CHECK(std::equal(group.ip.begin(), group.ip.end(), joined.address.dgid));
-    CHECK(TestGuest::error_of(a.cm().join(a.guest(), {id, 9, gid_of(a, 0), 0, 0})) == EINVAL);
+    CHECK(TestGuest::error_of(a.cm().join(a.guest(), {id, 9, a.gid(0), 0, 0})) == EINVAL);
   }
   const CmId id = ethernet.create(RDMA_PS_UDP);
   REQUIRE(ethernet.bind(id, v4(10, 0, 0, 1)) == 0);

@@ -40,6 +40,9 @@ inline CmAddress v6(std::uint8_t last, std::uint16_t port = 0) {
 }
 inline CmAddress any_v4(std::uint16_t port) { return v4(0, 0, 0, 0, port); }
 inline CmAddress any_v6(std::uint16_t port) { return {AF_INET6, port, 0, {}}; }
+inline CmAddress any_gid(std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, std::uint16_t pkey = hosts::pkey_default) {
+  return {AF_IB, port, CmAddress::ib_scope(pkey, space), {}};
+}
 
 struct TestHost {
   Config config;
@@ -85,6 +88,10 @@ class TestGuest {
   Guest& guest() const { return *guest_; }
   Tenant& tenant() const { return *guest_->tenant; }
   CmAddress mapped(std::uint16_t port = 0) const { return v4(0xc6, 0x12, static_cast<std::uint8_t>(guest_->lid >> 8), static_cast<std::uint8_t>(guest_->lid), port); }
+
+  CmAddress gid(std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, std::uint16_t pkey = hosts::pkey_default) const {
+    return {AF_IB, port, CmAddress::ib_scope(pkey, space), guest_->gids[0].gid};
+  }
 
   void leave() {
     if (guest_ == nullptr) return;
