@@ -69,7 +69,7 @@ def cases():
 
 def cases_by_gid():
     """By addresses of AF_IB, which InfiniBand has."""
-    any_gid = ["-b", "::"]  # without it, such programs read behind the address that getaddrinfo(3) gives them
+    any_gid = ["-b", "::"]  # without it, they read behind the address that getaddrinfo(3) gives them
     for program, both, more in (("ucmatose", ["-c", "20", "-C", "10", "-S", "5000"], {}), ("ucmatose", ["-P", "ib", "-c", "3"], {}), ("udaddy", ["-c", "5", "-C", "20"], {"fixed": "7174"}),
                                 ("rstream", ["-I", "100", "-C", "100", "-S", "4096"], {}), ("riostream", ["-I", "20", "-C", "10", "-S", "4096"], {})):
         yield _pair(program, ["-f", "gid", *both], any_gid, address=GID, expect="4k" if "stream" in program else "return status 0", **more)
