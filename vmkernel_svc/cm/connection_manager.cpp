@@ -229,7 +229,7 @@ void ConnectionManager::address_resolved(CmIdentifier& one) {
   one.asked.clear();
   one.state = CmState::resolved;
   one.has_device = true;
-  if (one.destination.family == AF_IB) one.peer_port = port_at(one.destination, *one.guest);
+  if (one.destination.family == AF_IB && !one.destination.is_multicast()) one.peer_port = port_at(one.destination, *one.guest);
   // Whose port it is, if somebody has that address and port already: what a route tells. It is asked again at connect. rsockets' datagrams
   // know their destination by nothing else, and nobody listens for them.
   if (const CmIdentifier* const holder = one.host == 0 ? look_for(0, message(CmKind::req, one), &CmPorts::holder) : nullptr) one.peer_port = port_of(*holder->guest);

@@ -210,6 +210,12 @@ TEST_CASE("A multicast group of AF_IB is the GID itself") {
     CHECK(std::equal(group.ip.begin(), group.ip.end(), joined.address.dgid));
     CHECK(TestGuest::error_of(a.cm().join(a.guest(), {id, 9, a.gid(0), 0, 0})) == EINVAL);
   }
+  const CmId unbound = a.create(RDMA_PS_UDP), bound = a.create(RDMA_PS_UDP);
+  CHECK(a.resolve(unbound, group) == ENODEV);  // it says no P_Key, and is of no subnet
+  REQUIRE(a.bind(bound, a.gid(0, RDMA_PS_UDP)) == 0);
+  REQUIRE(a.resolve(bound, group) == 0);
+  CHECK(a.take().event == cm_address_resolved);
+  CHECK(a.cm().query(a.guest(), bound)->dlid == 0);
   const CmId id = ethernet.create(RDMA_PS_UDP);
   REQUIRE(ethernet.bind(id, v4(10, 0, 0, 1)) == 0);
   CHECK(TestGuest::error_of(ethernet.cm().join(ethernet.guest(), {id, 9, group, 0, 0})) == EINVAL);
