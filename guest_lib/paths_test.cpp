@@ -166,6 +166,18 @@ TEST_CASE("other interfaces to files see the tree too") {
   CHECK(c_calls.out == "b'0.1.0\\n'\n5\nb'0\\n'\n-1 14 -1 14\n");
 }
 
+TEST_CASE("A host's ibacm is not there, and other sockets are") {
+  if (!installed("/usr/bin/python3")) return;
+  CHECK(run("python3 - <<'E'\n"
+            "import socket, tempfile\n"
+            "folder = tempfile.TemporaryDirectory()\n"
+            "other = folder.name + '/ibacm.sock'\n"
+            "listener = socket.socket(socket.AF_UNIX); listener.bind(other); listener.listen()\n"
+            "for path in ('/run/ibacm.sock', '/var/run/ibacm.sock', '/run/ibacm', other, '\\0/run/ibacm.sock'):\n"
+            "  print(socket.socket(socket.AF_UNIX).connect_ex(path))\n"
+            "E").out == "111\n111\n2\n0\n111\n");
+}
+
 TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
   if (real_devices_present() || !installed("/usr/bin/rdma")) return;
   CHECK(run("rdma link show").out ==

@@ -53,8 +53,8 @@ std::string gid_text(const Gid& gid) {
 
 std::string address_text(const CmAddress& address) {
   char text[INET6_ADDRSTRLEN] = "";
-  if (address.family == 0 || ::inet_ntop(address.family, address.ip.data(), text, sizeof(text)) == nullptr) return "";
-  return address.family == AF_INET6 ? "[" + std::string(text) + "]:" + std::to_string(address.port) : std::string(text) + ":" + std::to_string(address.port);
+  if (address.family == 0 || ::inet_ntop(address.family == AF_IB ? AF_INET6 : address.family, address.ip.data(), text, sizeof(text)) == nullptr) return "";
+  return address.family != AF_INET ? "[" + std::string(text) + "]:" + std::to_string(address.port) : std::string(text) + ":" + std::to_string(address.port);
 }
 
 // As rdma-resource(8) names them, as far as it knows them.

@@ -81,31 +81,38 @@ Status migrate_id(const Command& command) {
 
 // --- addresses ------------------------------------------------------------------------------------------------
 
-Status bind_to(const Command& command, std::uint32_t id, const void* address) {
-  const CmAddress wanted = address_of(static_cast<const sockaddr*>(address));
-  if (wanted.family == 0) return Errno{EAFNOSUPPORT};
+const sockaddr* socket_address(const void* address) { return static_cast<const sockaddr*>(address); }
+
+bool is_served(const Command& command, const CmAddress& address) {
+  return address.family == AF_IB ? command.attachment.service_minor() >= control::minor_of_cm_by_gid : address.family != 0;
+}
+
+template <class Address>
+Status bind_to(const Command& command, std::uint32_t id, const Address& address) {
+  const CmAddress wanted = own_address_of(socket_address(&address), sizeof(address));
+  if (!is_served(command, wanted)) return Errno{EAFNOSUPPORT};
   if (const auto told = tell_place(command.attachment, Interfaces()); !told) return told.error();
   return command.call<Request::cm_bind>({command.id(id), wanted});
 }
 
 Status bind_ip(const Command& command) {
   const auto body = command.body<rdma_ucm_bind_ip>(offsetof(rdma_ucm_bind_ip, id) + sizeof(std::uint32_t));
-  return body ? bind_to(command, body->id, &body->addr) : Errno{EINVAL};
+  return body ? bind_to(command, body->id, body->addr) : Errno{EINVAL};
 }
 
 Status bind_any(const Command& command) {
   const auto body = command.body<rdma_ucm_bind>();
-  return body ? bind_to(command, body->id, &body->addr) : Errno{EINVAL};
+  return body ? bind_to(command, body->id, body->addr) : Errno{EINVAL};
 }
 
-Status resolve(const Command& command, std::uint32_t id, const void* source, const void* destination, std::uint32_t timeout_ms) {
+template <class Address>
+Status resolve(const Command& command, std::uint32_t id, const Address& source, const Address& destination, std::uint32_t timeout_ms) {
   control::CmResolveAddressRequest request{};
   request.id = command.id(id);
-  request.destination = address_of(static_cast<const sockaddr*>(destination));
-  if (request.destination.family == 0) return Errno{EAFNOSUPPORT};
-  const auto* const from = static_cast<const sockaddr*>(source);
-  request.source = address_of(from);
-  if (from->sa_family != 0 && request.source.family == 0) return Errno{EAFNOSUPPORT};
+  request.destination = address_of(socket_address(&destination), sizeof(destination));
+  if (!is_served(command, request.destination)) return Errno{EAFNOSUPPORT};
+  request.source = own_address_of(socket_address(&source), sizeof(source));
+  if (socket_address(&source)->sa_family != 0 && !is_served(command, request.source)) return Errno{EAFNOSUPPORT};
   if (request.source.family == 0 || request.source.is_any()) {
     const CmAddress chosen = source_for(request.destination);
     if (chosen.family != 0) request.source = {chosen.family, request.source.port, chosen.scope, chosen.ip};
@@ -119,12 +126,12 @@ Status resolve(const Command& command, std::uint32_t id, const void* source, con
 
 Status resolve_ip(const Command& command) {
   const auto body = command.body<rdma_ucm_resolve_ip>();
-  return body ? resolve(command, body->id, &body->src_addr, &body->dst_addr, body->timeout_ms) : Errno{EINVAL};
+  return body ? resolve(command, body->id, body->src_addr, body->dst_addr, body->timeout_ms) : Errno{EINVAL};
 }
 
 Status resolve_addr(const Command& command) {
   const auto body = command.body<rdma_ucm_resolve_addr>();
-  return body ? resolve(command, body->id, &body->src_addr, &body->dst_addr, body->timeout_ms) : Errno{EINVAL};
+  return body ? resolve(command, body->id, body->src_addr, body->dst_addr, body->timeout_ms) : Errno{EINVAL};
 }
 
 Status resolve_route(const Command& command) {
@@ -180,6 +187,18 @@ Status notify(const Command& command) {
   return command.call<Request::cm_is_established>(command.id(body->id));
 }
 
+// Which path it names makes no difference: there is one.
+Status set_path(const Command& command, const rdma_ucm_set_option& option) {
+  constexpr std::uint32_t meant = IB_PATH_GMP | IB_PATH_PRIMARY | IB_PATH_BIDIRECTIONAL;
+  if (option.optlen % sizeof(ib_path_rec_data) != 0) return Errno{EINVAL};
+  for (std::uint64_t at = option.optval; at < option.optval + option.optlen; at += sizeof(ib_path_rec_data)) {
+    ib_path_rec_data path;
+    std::memcpy(&path, reinterpret_cast<const void*>(at), sizeof(path));
+    if (path.flags == meant) return command.call<Request::cm_resolve_route>(command.id(option.id));
+  }
+  return Errno{EINVAL};
+}
+
 Status set_option(const Command& command) {
   const auto body = command.body<rdma_ucm_set_option>();
   if (!body || body->optval == 0) return Errno{EINVAL};
@@ -189,7 +208,7 @@ Status set_option(const Command& command) {
     return static_cast<std::uint32_t>(out);
   };
   const CmId id = command.id(body->id);
-  if (body->level == RDMA_OPTION_IB && body->optname == RDMA_OPTION_IB_PATH) return command.call<Request::cm_resolve_route>(id);
+  if (body->level == RDMA_OPTION_IB && body->optname == RDMA_OPTION_IB_PATH) return set_path(command, *body);
   if (body->level != RDMA_OPTION_ID) return Errno{ENOSYS};
   const bool is_byte = body->optname == RDMA_OPTION_ID_TOS || body->optname == RDMA_OPTION_ID_ACK_TIMEOUT;
   if (body->optlen != (is_byte ? sizeof(std::uint8_t) : sizeof(std::int32_t))) return Errno{EINVAL};
@@ -204,9 +223,11 @@ Status set_option(const Command& command) {
 
 // --- multicast groups -----------------------------------------------------------------------------------------
 
-Status join_to(const Command& command, std::uint64_t response, std::uint32_t id, std::uint64_t uid, const void* address, std::uint32_t flags) {
+template <class Address>
+Status join_to(const Command& command, std::uint64_t response, std::uint32_t id, std::uint64_t uid, const Address& address, std::uint32_t flags) {
   if (command.answer_bytes() < sizeof(rdma_ucm_create_id_resp)) return Errno{ENOSPC};
-  const CmAddress group = address_of(static_cast<const sockaddr*>(address));
+  const CmAddress group = address_of(socket_address(&address), sizeof(address));
+  if (!is_served(command, group)) return Errno{EAFNOSUPPORT};
   const auto joined = command.attachment.call<Request::cm_join>({command.id(id), uid, group, flags, 0});
   if (!joined) return joined.error();
   Account& account = Account::instance();
@@ -217,12 +238,12 @@ Status join_to(const Command& command, std::uint64_t response, std::uint32_t id,
 
 Status join_ip_mcast(const Command& command) {
   const auto body = command.body<rdma_ucm_join_ip_mcast>(offsetof(rdma_ucm_join_ip_mcast, id) + sizeof(std::uint32_t));
-  return body ? join_to(command, body->response, body->id, body->uid, &body->addr, RDMA_MC_JOIN_FLAG_FULLMEMBER) : Errno{EINVAL};
+  return body ? join_to(command, body->response, body->id, body->uid, body->addr, RDMA_MC_JOIN_FLAG_FULLMEMBER) : Errno{EINVAL};
 }
 
 Status join_mcast(const Command& command) {
   const auto body = command.body<rdma_ucm_join_mcast>();
-  return body ? join_to(command, body->response, body->id, body->uid, &body->addr, body->join_flags) : Errno{EINVAL};
+  return body ? join_to(command, body->response, body->id, body->uid, body->addr, body->join_flags) : Errno{EINVAL};
 }
 
 Status leave_mcast(const Command& command) {

@@ -1,5 +1,6 @@
 #include "guest_lib/cm/place.hpp"
 
+#include <endian.h>
 #include <ifaddrs.h>
 #include <netinet/in.h>
 #include <sys/stat.h>
@@ -21,6 +22,30 @@ bool is_loopback(const CmAddress& address) {
   return address.family == AF_INET6 && address.ip == loopback;
 }
 
+// struct sockaddr_ib of the kernel's <rdma/ib.h>.
+struct IbAddress {
+  std::uint16_t family;
+  std::uint16_t pkey;
+  std::uint32_t flow;
+  std::array<std::uint8_t, 16> gid;
+  std::uint64_t service, service_mask, scope;
+};
+static_assert(sizeof(IbAddress) == 48);
+
+CmAddress from_ib(const IbAddress& in) {
+  const std::uint64_t service = be64toh(in.service), space = service >> 16;
+  CmAddress out{AF_IB, static_cast<std::uint16_t>(service), 0, in.gid};
+  out.scope = CmAddress::ib_scope(be16toh(in.pkey), static_cast<std::uint16_t>(std::min<std::uint64_t>(space, CmAddress::other_space)));
+  constexpr std::array<std::uint8_t, 16> loopback{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  if (out.ip == loopback) out.ip = {};
+  return out;
+}
+
+IbAddress to_ib(const CmAddress& from) {
+  const std::uint64_t service = std::uint64_t{from.port_space()} << 16 | from.port;
+  return {AF_IB, htobe16(from.pkey()), 0, from.ip, htobe64(service), service != 0 ? ~std::uint64_t{0} : 0, 0};
+}
+
 }  // namespace
 
 Interfaces::Interfaces() {
@@ -39,7 +64,7 @@ bool Interfaces::lead_to(const CmAddress& address) const {
          std::any_of(addresses_.begin(), addresses_.end(), [&](const CmAddress& own) { return own.same_host(address); });
 }
 
-CmAddress address_of(const sockaddr* address) {
+CmAddress address_of(const sockaddr* address, std::size_t room) {
   CmAddress out{};
   if (address == nullptr) return out;
   if (address->sa_family == AF_INET) {
@@ -62,8 +87,20 @@ CmAddress address_of(const sockaddr* address) {
       std::copy_n(out.ip.begin() + 12, 4, out.ip.begin());
       std::fill(out.ip.begin() + 4, out.ip.end(), 0);
     }
+  } else if (address->sa_family == AF_IB && room >= sizeof(IbAddress)) {
+    IbAddress in;
+    std::memcpy(&in, address, sizeof(in));
+    out = from_ib(in);
   }
   return out;
+}
+
+CmAddress own_address_of(const sockaddr* address, std::size_t room) {
+  if (address->sa_family != AF_IB || room < sizeof(IbAddress)) return address_of(address, room);
+  IbAddress in;
+  std::memcpy(&in, address, sizeof(in));
+  in.service &= in.service_mask;
+  return from_ib(in);
 }
 
 std::size_t put_address(sockaddr_storage& out, const CmAddress& address) {
@@ -82,6 +119,11 @@ std::size_t put_address(sockaddr_storage& out, const CmAddress& address) {
     in.sin6_port = htons(address.port);
     in.sin6_scope_id = address.scope;
     std::memcpy(&in.sin6_addr, address.ip.data(), 16);
+    std::memcpy(&out, &in, sizeof(in));
+    return sizeof(in);
+  }
+  if (address.family == AF_IB) {
+    const IbAddress in = to_ib(address);
     std::memcpy(&out, &in, sizeof(in));
     return sizeof(in);
   }
@@ -110,6 +152,7 @@ Status tell_place(Attachment& attachment, const Interfaces& interfaces) {
 }
 
 CmAddress source_for(const CmAddress& destination) {
+  if (destination.family == AF_IB) return {};
   CmAddress to = destination;
   if (to.port == 0) to.port = 9;  // nothing is sent there
   sockaddr_storage address;

@@ -34,21 +34,10 @@ Result<Known> ask(const Command& command, std::uint32_t id) {
   return known;
 }
 
-// struct sockaddr_ib of the kernel's <rdma/ib.h>.
-struct IbAddress {
-  std::uint16_t family;
-  std::uint16_t pkey;
-  std::uint32_t flow;
-  std::array<std::uint8_t, 16> gid;
-  std::uint64_t service, service_mask, scope;
-};
-constexpr std::uint16_t family_ib = 27;
-
-std::uint16_t put_gid(sockaddr_storage& out, const std::array<std::uint8_t, 16>& gid, std::uint16_t pkey) {
-  std::memset(&out, 0, sizeof(out));
-  const IbAddress address{family_ib, htobe16(pkey), 0, gid, 0, 0, 0};
-  std::memcpy(&out, &address, sizeof(address));
-  return sizeof(address);
+// As the address that it is, if it is one of AF_IB.
+std::uint16_t put_gid(sockaddr_storage& out, const std::array<std::uint8_t, 16>& gid, std::uint16_t pkey, const control::CmAddress& address) {
+  const bool is_ib = address.family == AF_IB;
+  return static_cast<std::uint16_t>(put_address(out, is_ib ? address : control::CmAddress{AF_IB, 0, pkey, gid}));
 }
 
 // IBA 15.2.5.16.
@@ -144,8 +133,8 @@ Status query(const Command& command) {
       addresses.dst_size = static_cast<std::uint16_t>(put_address(destination, known->destination));
       break;
     case RDMA_USER_CM_QUERY_GID:
-      addresses.src_size = put_gid(source, known->sgid, known->pkey);
-      addresses.dst_size = put_gid(destination, known->dgid, known->pkey);
+      addresses.src_size = put_gid(source, known->sgid, known->pkey, known->source);
+      addresses.dst_size = put_gid(destination, known->dgid, known->pkey, known->destination);
       break;
     default: return Errno{ENOSYS};
   }

@@ -36,13 +36,19 @@ enum CmEventType : std::uint32_t {
 constexpr std::uint32_t cm_udp_qkey = 0x01234567;  // RDMA_UDP_QKEY
 
 struct CmAddress {
-  std::uint16_t family;  // AF_INET, AF_INET6; 0: none
+  std::uint16_t family;  // AF_INET, AF_INET6, AF_IB; 0: none
   std::uint16_t port;    // host order; 0: none, or any
-  std::uint32_t scope;   // of a link-local IPv6 address
-  std::array<std::uint8_t, 16> ip;  // network order, the first four of IPv4; zeros: any
+  std::uint32_t scope;   // of a link-local IPv6 address; AF_IB: a P_Key, and above it a port space; 0: neither is said
+  std::array<std::uint8_t, 16> ip;  // network order, the first four of IPv4; AF_IB: a GID; zeros: any
+
+  // AF_IB: a service ID is a port space and a port (IBA A11.2).
+  static constexpr std::uint16_t other_space = 0xffff;  // of service IDs that are not rdma_cm's
+  static constexpr std::uint32_t ib_scope(std::uint16_t pkey, std::uint16_t port_space) { return std::uint32_t{port_space} << 16 | pkey; }
+  std::uint16_t pkey() const { return static_cast<std::uint16_t>(scope); }
+  std::uint16_t port_space() const { return static_cast<std::uint16_t>(scope >> 16); }
 
   bool is_any() const { return ip == std::array<std::uint8_t, 16>{}; }
-  bool is_multicast() const { return family == AF_INET ? ip[0] >> 4 == 0xe : family == AF_INET6 && ip[0] == 0xff; }
+  bool is_multicast() const { return family == AF_INET ? ip[0] >> 4 == 0xe : ip[0] == 0xff; }
   bool same_host(const CmAddress& other) const { return family == other.family && ip == other.ip; }
 };
 static_assert(WireRecord<CmAddress>);

@@ -151,6 +151,16 @@ def ring_seeds():
         out += other.ask(CM_TAKE, words(0, 0)) * 3 + other.ask(CM_ATTRIBUTES, words(0, 0, 2, 0)) + other.ask(CM_ACCEPT, words(0, 0)) + ring.ask(CM_QUERY, words(1, 0))
         out += ring.ask(CM_JOIN, words(0, 0) + uid + struct.pack("<HHI4B12x", 2, 0, 0, 239, 0, 0, 1) + words(1, 0)) + ring.ask(CM_MIGRATE, words(1, 0, 1, 0))
         yield name, out + other.ask(CM_DISCONNECT, words(0, 0)) + ring.ask(CM_WRITE_EVENT, words(0, 0, 18, 0, 7, 0)) + ring.ask(CM_TAKE, words(1, 0)) + ring.ask(CM_LEAVE, words(0, 0)) + ring.ask(CM_DESTROY, words(0, 0))
+    # By service IDs of TCP's at any GID, which is its own as a destination.
+    def at_any_gid(port=5000, space=0x106, gid=bytes(16)):
+        return struct.pack("<HHHH", 27, port, 0xFFFF, space) + gid
+    called = struct.pack("<IHH", 0, 0x13F, 2) + uid
+    out = ring.ask(CM_CREATE, called) + ring.ask(CM_BIND, words(0, 0) + at_any_gid()) + ring.ask(CM_LISTEN, words(0, 0, 0, 0))
+    out += ring.ask(CM_CREATE, called) + ring.ask(CM_RESOLVE, words(1, 0) + bytes(24) + at_any_gid() + words(0, 1000)) + ring.ask(CM_ROUTE, words(1, 0))
+    out += ring.ask(CM_CONNECT, words(1, 0, 5, 0)) + ring.ask(CM_TAKE, words(0, 0)) * 3 + ring.ask(CM_ACCEPT, words(2, 0) + uid + words(1, 0, 6, 0))
+    out += ring.ask(CM_ATTRIBUTES, words(1, 0, 2, 0)) + ring.ask(CM_QUERY, words(1, 0)) + ring.ask(CM_CREATE, struct.pack("<IHH", 0, 0x111, 4) + uid)
+    yield "cm_by_gid", out + ring.ask(CM_BIND, words(3, 0) + at_any_gid(0, 0)) + ring.ask(CM_RESOLVE, words(3, 0) + bytes(24) + at_any_gid(7, 0x111) + words(0, 1)) + \
+        ring.ask(CM_JOIN, words(3, 0) + uid + at_any_gid(0, 0, b"\xff\x12" + bytes(13) + b"\5") + words(0, 0))
     # Agents 0 to 3, and what each asks: by LID and by route, for records and groups, for counters; one guest's own class; nobody.
     def agent(of_class, version=1, methods=0, oui=0, qpn=1):
         return ring.ask(MAD_REGISTER, words(0, qpn) + struct.pack("<BBHIQQ", of_class, version, 0, oui, methods, 0))

@@ -199,7 +199,8 @@ def connections(world):
         server, client = a.start_program([*server_words, *port], layer), None
         try:
             wait_until(lambda: any(one["state"] == "LISTEN" for guest in a.show()["guests"] for one in guest["cm_ids"]), 60, "the server listens", [server])
-            client = b.start_program([*client_words, *port], layer)
+            gids = [guest["device"]["gids"][0]["gid"] for guest in a.show()["guests"] if guest["cm_ids"]]
+            client = b.start_program([*(gids[0] if word == "GID" else word for word in client_words), *port], layer)
             if kill:
                 wait_until(lambda: any(one["state"] == "ESTABLISHED" for guest in b.show()["guests"] for one in guest["cm_ids"]), 60, "they are connected", [server, client])
                 kill(server, client)
@@ -219,6 +220,10 @@ def connections(world):
                                (["rstream", "-I", "20", "-C", "20", "-S", "5000"], ["rstream", "-I", "20", "-C", "20", "-S", "5000", "-s", a.address]),
                                (["ib_write_bw", "-R", "-F", "-n", "50"], ["ib_write_bw", "-R", "-F", "-n", "50", a.address])):
             yield f"{layer} {' '.join(client)}", lambda layer=layer, server=server, client=client: met(layer, server, client)
+
+    for program, *more in (("ucmatose", "-c", "10", "-C", "10", "-S", "5000"), ("udaddy",), ("rstream", "-I", "20", "-C", "20", "-S", "5000")):
+        by_gid = [program, "-f", "gid", *more]
+        yield " ".join(by_gid), lambda by_gid=by_gid: met("ib", [*by_gid, "-b", "::"], [*by_gid, "-s", "GID"])
 
     def killed(victim, survivor):
         victim._signal(harness.signal.SIGKILL)
@@ -245,16 +250,19 @@ def connections(world):
     for words in (["ibping", "-c", "3", "{lid}"], ["smpquery", "nodeinfo", "{lid}"], ["perfquery", "-x", "{lid}", "1"]):
         yield " ".join(words), lambda words=words: asked(words)
 
-    def refused(address, event):
-        program = b.start_program(["rping", "-c", "-a", address, "-p", "1"])
+    def refused(words, event):
+        program = b.start_program([*words, "-p", "1"])
         try:
             code = program.wait(60 * harness.PATIENCE)
             if code in (0, None) or event not in program.output():
                 raise Failure(f"ended with {code}\n{program.says()}")
         finally:
             program.stop()
-    yield "nobody listens there", lambda: refused(a.address, "RDMA_CM_EVENT_REJECTED")
-    yield "nobody is there", lambda: refused("203.0.113.1", "RDMA_CM_EVENT_ADDR_ERROR")  # RFC 5737
+    by_ip, by_gid = ["rping", "-c", "-a"], ["ucmatose", "-f", "gid", "-s"]
+    yield "nobody listens there", lambda: refused([*by_ip, a.address], "RDMA_CM_EVENT_REJECTED")
+    yield "nobody is there", lambda: refused([*by_ip, "203.0.113.1"], "RDMA_CM_EVENT_ADDR_ERROR")  # RFC 5737
+    for gid, whose in (("fe80::2:0:0:3e8", "the other host's"), ("fe80::2:0:0:7fff", "no host's")):
+        yield f"nobody has a GID that is {whose}", lambda gid=gid: refused([*by_gid, gid], "RDMA_CM_EVENT_ADDR_ERROR, error: -113")
 
 
 def four(world):

@@ -18,6 +18,7 @@ class Case:
     expect: str = ""         # what the client says when it has done its work
 
 
+GID = "GID"  # among a client's words: the server's
 # Of librdmacm1, which all of these need.
 RSOCKETS = f"/usr/lib/{platform.machine()}-linux-gnu/rsocket/librspreload.so"
 
@@ -66,12 +67,25 @@ def cases():
             yield _pair(program, ["-z", "-d", "vrdma0", "-F", "-n", "200"], to=None, expect="----")
 
 
+def cases_by_gid():
+    """By addresses of AF_IB, which InfiniBand has."""
+    any_gid = ["-b", "::"]  # without it, they read behind the address that getaddrinfo(3) gives them
+    for program, both, more in (("ucmatose", ["-c", "20", "-C", "10", "-S", "5000"], {}), ("ucmatose", ["-P", "ib", "-c", "3"], {}), ("udaddy", ["-c", "5", "-C", "20"], {"fixed": "7174"}),
+                                ("rstream", ["-I", "100", "-C", "100", "-S", "4096"], {}), ("riostream", ["-I", "20", "-C", "10", "-S", "4096"], {})):
+        yield _pair(program, ["-f", "gid", *both], any_gid, address=GID, expect="4k" if "stream" in program else "return status 0", **more)
+
+
 def _listener(service, port):
     """The guest that listens at that port; None: nobody does."""
     for guest in service.show()["guests"]:
         if any(one["state"] == "LISTEN" and one["src_addr"].endswith(f":{port}") for one in guest["cm_ids"]):
             return guest
     return None
+
+
+def gid_of(service, port):
+    """That of the guest that listens at that port."""
+    return _listener(service, port)["device"]["gids"][0]["gid"]
 
 
 def listens(service, program, port):
@@ -95,7 +109,9 @@ def _pair_started(service, sides, port, server_words, client_words, seconds=30):
 
 
 def run_case(service, sides, case):
-    client_words = [word.replace("server", "client") if word in ("rdma_server", "rdma_xserver") else word for word in case.client]
+    def client_words():
+        words = [word.replace("server", "client") if word in ("rdma_server", "rdma_xserver") else word for word in case.client]
+        return [gid_of(service, case.port) if word == GID else word for word in words]
     with _pair_started(service, sides, case.port, case.server, client_words) as (server, client):
         code = client.wait(60 * PATIENCE)
         left = 0 if case.stays else server.wait(15 * PATIENCE)
@@ -165,14 +181,23 @@ def service_killed(service, side):
         service.start()
 
 
-def refused(side):
+def refused(side, words, *expected):
+    need(words[0])
+    code, said = side.run([*words, "-p", _Ports.take()], 30)
+    if code == 0 or not all(word in said for word in expected):
+        raise Failure(f"left with {code}:\n{said}")
+    return ""
+
+
+def nobody_there(side, ethernet):
     """Nobody listens, or nobody is there: an error that says so, and no waiting."""
-    need("rping")
-    port = _Ports.take()
-    code, said = side.run(["rping", "-c", "-a", "127.0.0.1", "-p", port], 30)
-    if code == 0 or "RDMA_CM_EVENT_REJECTED" not in said or "8" not in said:
-        raise Failure(f"left with {code}:\n{said}")
-    code, said = side.run(["rping", "-c", "-a", "203.0.113.1", "-p", port], 30)  # RFC 5737: nobody's
-    if code == 0 or "RDMA_CM_EVENT_ADDR_ERROR" not in said:
-        raise Failure(f"left with {code}:\n{said}")
+    refused(side, ["rping", "-c", "-a", "127.0.0.1"], "RDMA_CM_EVENT_REJECTED", "8")
+    refused(side, ["rping", "-c", "-a", "203.0.113.1"], "RDMA_CM_EVENT_ADDR_ERROR")  # RFC 5737: nobody's
+    by_gid = ["ucmatose", "-f", "gid"]
+    refused(side, [*by_gid, "-s", "::"], "RDMA_CM_EVENT_REJECTED", "8")
+    refused(side, [*by_gid, "-s", "fe80::2:0:0:1"], "RDMA_CM_EVENT_ADDR_ERROR", "-113")
+    for words in (["-s", "2001:db8::1"], ["-b", "fe80::2:0:0:1"]):  # of another subnet; not its own
+        refused(side, [*by_gid, *words], "No such device")
+    for words in (["-s", "::"], ["-s", "fe80::2:0:0:1"], ["-b", "fe80::2:0:0:1"]):
+        refused(ethernet, [*by_gid, *words], "No such device")
     return ""

@@ -178,11 +178,11 @@ class Runner:
     def connections(self):
         for layer in ("ib", "ethernet"):
             sides = [self.side(link_layer=layer) for _ in range(2)]
-            for case in connections.cases():
+            for case in [*connections.cases(), *(connections.cases_by_gid() if layer == "ib" else ())]:
                 self.case(f"{layer:8} {case.name}", lambda case=case, sides=sides: connections.run_case(self.service, sides, case))
         for whom in ("server", "client"):
             self.case(f"the {whom} is killed", lambda whom=whom: connections.killed(self.service, (self.side(), self.side()), whom))
-        self.case("nobody there", lambda: connections.refused(self.side()))
+        self.case("nobody there", lambda: connections.nobody_there(self.side(), self.side(link_layer="ethernet")))
         self.case("nothing is left", lambda: connections.nothing_left(self.service))
         self.case("the service is killed", lambda: connections.service_killed(self.service, self.side()))
 

@@ -34,6 +34,7 @@ Gid gid_of(const CmPort& port) {
 // RFC 4391 section 4 and RFC 1112 for InfiniBand, with rdma_cm's signature for its own port space; for RoCE the address itself, as the
 // kernel's connection manager makes them (IBA A11, A16).
 Gid group_gid(const CmAddress& group, std::uint32_t link_layer, std::uint32_t port_space, std::uint16_t pkey) {
+  if (group.family == AF_IB) return group.ip;
   Gid gid{};
   gid[0] = 0xff;
   if (link_layer == link_layer_ethernet) {
@@ -167,8 +168,9 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   CmIdentifier& one = **found;
   if (one.type != QpType::ud || request.flags >= RDMA_MC_JOIN_FLAG_RESERVED) return Errno{EINVAL};
   if (!one.has_device) return Errno{EINVAL};
-  if (request.group.family != AF_INET && request.group.family != AF_INET6) return Errno{EAFNOSUPPORT};
-  if (!request.group.is_multicast()) return Errno{EINVAL};
+  const bool by_gid = request.group.family == AF_IB;
+  if (request.group.family != AF_INET && request.group.family != AF_INET6 && !by_gid) return Errno{EAFNOSUPPORT};
+  if (!request.group.is_multicast() || (by_gid && guest.link_layer != link_layer_infiniband)) return Errno{EINVAL};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   const std::uint32_t handle = new_number();
   one.memberships.insert(handle);

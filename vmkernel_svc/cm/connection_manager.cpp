@@ -25,11 +25,12 @@ constexpr std::uint64_t dreq_patience_ns = 5 * second_ns;
 // Of an identifier that is resolved again and again: more that nobody reads are not kept.
 constexpr std::uint32_t unread_max = 16;
 
-bool is_valid(const CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6; }
+bool is_ip(const CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6; }
+bool is_valid(const CmAddress& address) { return is_ip(address) || address.family == AF_IB; }
 
 bool is_loopback(const CmAddress& address) {
   if (address.family == AF_INET) return address.ip[0] == 127;
-  return std::all_of(address.ip.begin(), address.ip.end() - 1, [](auto byte) { return byte == 0; }) && address.ip[15] == 1;
+  return address.family == AF_INET6 && std::all_of(address.ip.begin(), address.ip.end() - 1, [](auto byte) { return byte == 0; }) && address.ip[15] == 1;
 }
 
 std::uint32_t random_psn() {
@@ -65,6 +66,7 @@ Status ConnectionManager::place(Guest& guest, const CmPlaceRequest& request) {
   struct stat known;
   if (!guest.machine && ::stat(fmt::format("/proc/{}/ns/net", guest.credentials.pid).c_str(), &known) == 0) place.network.number = known.st_ino;
   place.addresses.assign(request.addresses, request.addresses + request.count);
+  std::erase_if(place.addresses, [](const CmAddress& one) { return !is_ip(one); });
   return ok();
 }
 
@@ -155,17 +157,22 @@ void ConnectionManager::leave(Guest& guest) {
 // --- addresses ------------------------------------------------------------------------------------------------
 
 bool ConnectionManager::is_own(const Guest& guest, const CmAddress& address) const {
-  if (mapped_address(guest).same_host(address) || is_loopback(address)) return true;
+  if (is_address_of(guest, address) || is_loopback(address)) return true;
   const auto place = places_.find(guest.id.value);
   return place != places_.end() && place->second.has(address);
 }
 
 Status ConnectionManager::take_address(Guest& guest, CmIdentifier& one, CmAddress address) {
   if (!is_valid(address)) return Errno{EAFNOSUPPORT};
-  if (!address.is_any() && !is_own(guest, address)) return Errno{EADDRNOTAVAIL};
+  if (address.family == AF_IB) {
+    if (const auto may = take_gid(guest, one, address); !may) return may.error();
+  } else if (!address.is_any() && !is_own(guest, address)) {
+    return Errno{EADDRNOTAVAIL};
+  }
   one.network = places_[guest.id.value].network;
   one.source = address;
   one.has_device = !address.is_any();
+  one.pkey = address.family == AF_IB && one.has_device ? pkey_of(guest, address.pkey()) : 0;
   if (const auto taken = ports_.take(one); !taken) return one.source = {}, one.has_device = false, taken.error();
   one.state = CmState::bound;
   return ok();
@@ -191,7 +198,9 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
     if (const auto taken = take_address(guest, one, source); !taken) return taken.error();
   }
   if (one.source.family != request.destination.family) return Errno{EINVAL};
-  if (one.source.is_any() && one.source.family == request.source.family && !request.source.is_any()) {
+  if (one.source.family == AF_IB) {
+    if (const auto may = call_from_gid(guest, one, request.destination); !may) return may.error();
+  } else if (one.source.is_any() && one.source.family == request.source.family && !request.source.is_any()) {
     if (!is_own(guest, request.source)) return Errno{EADDRNOTAVAIL};
     one.source.ip = request.source.ip, one.source.scope = request.source.scope;
   }
@@ -206,7 +215,7 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
   // A group's is nobody's: its members are whose ports have it (join()).
   if (own_kind || one.is_local || one.destination.is_multicast() || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
 
-  const auto hosts = post_ != nullptr ? post_->connected() : std::vector<std::uint32_t>{};
+  const auto hosts = post_ != nullptr ? post_->who_may_have(one.destination) : std::vector<std::uint32_t>{};
   if (hosts.empty()) return address_unknown(one, EHOSTUNREACH), ok();
   one.asked = {hosts.begin(), hosts.end()};
   one.state = CmState::resolving;
@@ -220,6 +229,7 @@ void ConnectionManager::address_resolved(CmIdentifier& one) {
   one.asked.clear();
   one.state = CmState::resolved;
   one.has_device = true;
+  if (one.destination.family == AF_IB && !one.destination.is_multicast()) one.peer_port = port_at(one.destination, *one.guest);
   // Whose port it is, if somebody has that address and port already: what a route tells. It is asked again at connect. rsockets' datagrams
   // know their destination by nothing else, and nobody listens for them.
   if (const CmIdentifier* const holder = one.host == 0 ? look_for(0, message(CmKind::req, one), &CmPorts::holder) : nullptr) one.peer_port = port_of(*holder->guest);
@@ -266,7 +276,7 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   CmIdentifier& one = **found;
   if (one.state != CmState::routed) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
-  if (request.parameters.private_bytes > (datagrams ? sidr_req_private_bytes : req_private_bytes)) return Errno{EINVAL};
+  if (request.parameters.private_bytes > request_private_bytes(datagrams, one.destination)) return Errno{EINVAL};
   one.responder_resources = request.parameters.responder_resources;
   one.initiator_depth = request.parameters.initiator_depth;
   one.retry_count = request.parameters.retry_count;
@@ -275,7 +285,8 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   set_deadline(one, answer_patience_ns);
   CmMessage out = message(datagrams ? CmKind::sidr_req : CmKind::req, one);
   out.parameters = request.parameters;
-  std::copy(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), out.pkeys);
+  if (one.destination.family == AF_IB) out.pkeys[0] = pkey_of(guest, one.pkey);  // by its address it has chosen
+  else std::copy(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), out.pkeys);
   send(one.peer, out);
   return ok();
 }

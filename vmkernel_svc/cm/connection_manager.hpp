@@ -3,7 +3,8 @@
 // pair: librdmacm moves those by ibv_modify_qp, with the attributes that it asks for here.
 //
 // Addresses are those of the interfaces in a guest's network namespace, as the guest says; two guests of one namespace share them, and
-// a port leads to one of them. Besides, each guest has the address that is mapped into its GIDs (addresses.hpp), which no interface has.
+// a port leads to one of them. Besides, each guest has the address that is mapped into its GIDs (addresses.hpp), which no interface has, and
+// on InfiniBand its GID, by which it is called where programs use addresses of AF_IB (gids.cpp).
 // Who is looked for, in this order: the guest with that address of ours; a listener in the namespace, where the address is one of it; a
 // listener in another namespace of this host or of its machines; another host, of which each is asked.
 //
@@ -32,7 +33,8 @@ class ConnectionManager {
   class Post {
    public:
     virtual void tell(std::uint32_t host, const CmMessage& message) = 0;
-    virtual std::vector<std::uint32_t> connected() = 0;
+    // Those that are connected, understand that address, and may have it.
+    virtual std::vector<std::uint32_t> who_may_have(const control::CmAddress& address) = 0;
 
    protected:
     ~Post() = default;
@@ -110,13 +112,17 @@ class ConnectionManager {
   void end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
 
   static control::CmAddress mapped_address(const Guest& guest);  // into its GIDs
+  static bool is_address_of(const Guest& guest, const control::CmAddress& address);  // by its GIDs
   bool is_own(const Guest& guest, const control::CmAddress& address) const;
   Status take_address(Guest& guest, CmIdentifier& one, control::CmAddress address);
+  static Status take_gid(const Guest& guest, const CmIdentifier& one, control::CmAddress& address);
+  static Status call_from_gid(const Guest& guest, CmIdentifier& one, const control::CmAddress& destination);
+  CmPort port_at(const control::CmAddress& address, const Guest& caller) const;
   // Whom a request of that host's is for, by CmPorts::listener or CmPorts::holder.
   using Lookup = CmIdentifier* (CmPorts::*)(const CmNetwork&, std::uint32_t, const control::CmAddress&) const;
   CmIdentifier* look_for(std::uint32_t host, const CmMessage& request, Lookup who) const;
   bool is_gone(std::uint32_t host, const CmMessage& request) const { return host == 0 && !identifiers_.contains(request.from); }  // who sent it
-  Guest* guest_at(const control::CmAddress& address) const;  // that has this address mapped into its GIDs
+  Guest* guest_at(const control::CmAddress& address) const;  // whose GIDs that address is of
   bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
   void address_resolved(CmIdentifier& one);
   void address_unknown(CmIdentifier& one, int error);
@@ -135,6 +141,7 @@ class ConnectionManager {
   CmPort port_of(const Guest& guest) const;
   AddressVector address_vector(const CmIdentifier& one) const;
   std::uint16_t pkey_index(const CmIdentifier& one) const;
+  static std::uint16_t pkey_of(const Guest& guest, std::uint16_t wanted);  // its own in that partition; 0: it is in none
 
   Fabric& fabric_;
   Post* post_ = nullptr;

@@ -82,7 +82,7 @@ TEST_CASE("Other hosts are asked who has an address, and each answer counts once
   struct Post final : ConnectionManager::Post {
     std::vector<std::pair<std::uint32_t, CmMessage>> told;
     void tell(std::uint32_t to, const CmMessage& message) override { told.emplace_back(to, message); }
-    std::vector<std::uint32_t> connected() override { return {5, 6}; }
+    std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return {5, 6}; }
   } post;
   host.cm().use(&post);
   const CmId id = a.create();

@@ -65,6 +65,8 @@ struct CmIdentifier {
   CmChannel* channel;
   std::uint64_t uid;
   std::uint32_t port_space;
+  // Among whose ports its own is: an address of AF_IB may name another one.
+  std::uint32_t space_of_port() const { return source.family == AF_IB ? source.port_space() : port_space; }
   engine::QpType type;                  // UD: nothing is connected
   CmState state = CmState::idle;
 

@@ -10,7 +10,7 @@
 //                                                ←  sidr_rep  a queue pair's number and Q_Key, or a status that says why not
 //
 //     between hosts, before that
-//       who_has     whose is this IP address     →
+//       who_has     whose is this address        →
 //                                                ←  has       ours; silence: not ours
 #pragma once
 
@@ -23,10 +23,13 @@ namespace vrdma::svc {
 
 enum class CmKind : std::uint32_t { req = 1, rep, rtu, rej, dreq, drep, sidr_req, sidr_rep, who_has, has };
 
-// Private data of each message, in bytes: what a sender may give, and what its receiver is always given (IBA 12.6; the IP addresses take 36
-// bytes of a request: A11.2).
-constexpr std::uint32_t req_private_bytes = 92 - 36, rep_private_bytes = 196, rej_private_bytes = 148;
-constexpr std::uint32_t sidr_req_private_bytes = 216 - 36, sidr_rep_private_bytes = 136;
+// Private data of each message, in bytes: what a sender may give, and what its receiver is always given (IBA 12.6).
+constexpr std::uint32_t req_private_bytes = 92, rep_private_bytes = 196, rej_private_bytes = 148;
+constexpr std::uint32_t sidr_req_private_bytes = 216, sidr_rep_private_bytes = 136;
+// Of a request, IP addresses take 36 bytes (A11.2).
+inline std::uint32_t request_private_bytes(bool datagrams, const control::CmAddress& to) {
+  return (datagrams ? sidr_req_private_bytes : req_private_bytes) - (to.family == AF_IB ? 0 : 36);
+}
 
 // IBA 12.6.7.2, 12.11.1.2: what applications see as the status of their events.
 constexpr std::int32_t rej_no_resources = 3, rej_timeout = 4, rej_invalid_service_id = 8, rej_consumer = 28;

@@ -57,7 +57,7 @@ CmAddress ConnectionManager::mapped_address(const Guest& guest) {
 
 Guest* ConnectionManager::guest_at(const CmAddress& address) const {
   for (const auto& [context, guest] : fabric_.guests)
-    if (mapped_address(*guest).same_host(address)) return guest.get();
+    if (is_address_of(*guest, address)) return guest.get();
   return nullptr;
 }
 
@@ -68,9 +68,9 @@ bool ConnectionManager::is_known_here(const CmNetwork& except, const CmAddress& 
 }
 
 CmIdentifier* ConnectionManager::look_for(std::uint32_t host, const CmMessage& request, Lookup who) const {
-  bool is_mapped = false;
+  bool is_mapped = request.destination.family == AF_IB;  // which no network has
   for (const auto& [context, guest] : fabric_.guests) {  // several may have it: control::ShareAddressRequest
-    if (!mapped_address(*guest).same_host(request.destination)) continue;
+    if (!is_address_of(*guest, request.destination)) continue;
     is_mapped = true;
     const auto place = places_.find(guest->id.value);
     CmIdentifier* const found = place == places_.end() ? nullptr : (ports_.*who)(place->second.network, request.port_space, request.destination);
@@ -94,7 +94,7 @@ CmMessage ConnectionManager::message(CmKind kind, const CmIdentifier& from) cons
   out.kind = kind;
   out.from = from.id;
   out.to = from.peer.id;
-  out.port_space = from.port_space;
+  out.port_space = from.destination.family == AF_IB ? from.destination.port_space() : from.port_space;
   out.psn = from.psn;
   out.ack_timeout = from.ack_timeout;
   out.is_local = from.is_local;
@@ -215,7 +215,7 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   event.uid = listener->uid;
   event.id = one.id;
   event.event = cm_connect_request;
-  event.parameters = as_received(message.parameters, one.type == QpType::ud ? sidr_req_private_bytes : req_private_bytes);
+  event.parameters = as_received(message.parameters, request_private_bytes(one.type == QpType::ud, message.destination));
   if (one.type == QpType::ud) {
     event.is_datagram = 1;
     event.parameters.qpn = event.parameters.qkey = 0;  // a sidr_req does not say them

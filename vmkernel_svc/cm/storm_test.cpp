@@ -173,6 +173,13 @@ class Storm {
         for (auto& byte : out.ip) byte = static_cast<std::uint8_t>(below(3));
         return out;
       }
+      case 7: {
+        constexpr std::uint16_t spaces[] = {RDMA_PS_TCP, RDMA_PS_TCP, RDMA_PS_UDP, RDMA_PS_IB, 0, 7}, pkeys[] = {0xffff, 0xffff, 0x8001, 0};
+        const auto& guests = guests_[below(2)];
+        CmAddress out = any_gid(port, spaces[below(std::size(spaces))], pkeys[below(std::size(pkeys))]);
+        if (!guests.empty() && one_in(2)) out.ip = guests[below(guests.size())]->guest().gids[0].gid;
+        return out;
+      }
       default: return v4(10, 0, 0, last, port);
     }
   }
@@ -184,7 +191,8 @@ class Storm {
         if (one->state != CmState::listening || one->port_space != port_space) continue;
         const auto last = static_cast<std::uint8_t>(10 * which + one->network.number);
         const std::uint16_t port = one->source.port;
-        at.push_back(!one->source.is_any() ? one->source : one->source.family == AF_INET6 && one_in(2) ? v6(last, port) : v4(10, 0, 0, last, port));
+        if (one->source.family == AF_IB) at.push_back({AF_IB, port, one->source.scope | 0xffff, one->guest->gids[0].gid});
+        else at.push_back(!one->source.is_any() ? one->source : one->source.family == AF_INET6 && one_in(2) ? v6(last, port) : v4(10, 0, 0, last, port));
       }
     return at.empty() || one_in(4) ? any_address() : at[below(at.size())];
   }

@@ -40,6 +40,9 @@ inline CmAddress v6(std::uint8_t last, std::uint16_t port = 0) {
 }
 inline CmAddress any_v4(std::uint16_t port) { return v4(0, 0, 0, 0, port); }
 inline CmAddress any_v6(std::uint16_t port) { return {AF_INET6, port, 0, {}}; }
+inline CmAddress any_gid(std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, std::uint16_t pkey = hosts::pkey_default) {
+  return {AF_IB, port, CmAddress::ib_scope(pkey, space), {}};
+}
 
 struct TestHost {
   Config config;
@@ -85,6 +88,10 @@ class TestGuest {
   Guest& guest() const { return *guest_; }
   Tenant& tenant() const { return *guest_->tenant; }
   CmAddress mapped(std::uint16_t port = 0) const { return v4(0xc6, 0x12, static_cast<std::uint8_t>(guest_->lid >> 8), static_cast<std::uint8_t>(guest_->lid), port); }
+
+  CmAddress gid(std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, std::uint16_t pkey = hosts::pkey_default) const {
+    return {AF_IB, port, CmAddress::ib_scope(pkey, space), guest_->gids[0].gid};
+  }
 
   void leave() {
     if (guest_ == nullptr) return;
@@ -223,7 +230,7 @@ class TestWire {
     void tell(std::uint32_t host, const CmMessage& message) override {
       if (wire.is_up && host == 3 - self) wire.waiting.push_back({host, message});
     }
-    std::vector<std::uint32_t> connected() override { return wire.is_up ? std::vector<std::uint32_t>{3 - self} : std::vector<std::uint32_t>{}; }
+    std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return wire.is_up ? std::vector<std::uint32_t>{3 - self} : std::vector<std::uint32_t>{}; }
   };
   End ends_[2];
   TestHost* hosts_[2];

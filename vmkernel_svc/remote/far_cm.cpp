@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/link_head.hpp"
 #include "vmkernel_svc/shard.hpp"
@@ -15,7 +16,7 @@ namespace {
 // The connection manager's number of a host; 0 is this one.
 constexpr std::uint32_t number_of(remote::HostId host) { return host + 1; }
 
-bool is_sound(const control::CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6 || address.family == 0; }
+bool is_sound(const control::CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6 || address.family == AF_IB || address.family == 0; }
 
 bool is_sound(const CmMessage& message) {
   return message.kind >= CmKind::req && message.kind <= CmKind::has && is_sound(message.source) && is_sound(message.destination) &&
@@ -31,8 +32,8 @@ FarCm::FarCm(FarDesk& desk, Shard& shard) : desk_(desk), shard_(shard) { shard.f
 FarCm::~FarCm() { shard_.fabric().cm->use(nullptr); }
 
 void FarCm::new_session(remote::HostId host, std::uint64_t features) {
-  if ((features & remote::link_knows_cm) != 0) knowing_.insert(host);
-  else knowing_.erase(host);
+  if ((features & remote::link_knows_cm) != 0) features_[host] = features;
+  else features_.erase(host);
   shard_.submit([host](Shard& shard) { shard.fabric().cm->lost(number_of(host)); });
 }
 
@@ -59,10 +60,14 @@ void FarCm::tell(std::uint32_t host, const CmMessage& message) {
   desk_.send_to(host - 1, std::move(frame));
 }
 
-std::vector<std::uint32_t> FarCm::connected() {
+std::vector<std::uint32_t> FarCm::who_may_have(const control::CmAddress& address) {
+  const bool by_gid = address.family == AF_IB;
+  const auto holder = by_gid ? desk_.directory().host_of(lid_of(address.ip.data())) : std::nullopt;
   std::vector<std::uint32_t> hosts;
-  for (const remote::HostId host : knowing_)
+  for (const auto& [host, features] : features_) {
+    if (by_gid && (holder != host || (features & remote::link_knows_cm_by_gid) == 0)) continue;
     if (desk_.is_connected(host)) hosts.push_back(number_of(host));
+  }
   return hosts;
 }
 

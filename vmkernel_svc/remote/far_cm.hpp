@@ -4,7 +4,7 @@
 // Used by the shard's thread only.
 #pragma once
 
-#include <set>
+#include <map>
 
 #include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/engine/far_frame.hpp"
@@ -26,12 +26,12 @@ class FarCm final : public ConnectionManager::Post {
   bool arrived(remote::HostId host, engine::FarFrame& frame);
 
   void tell(std::uint32_t host, const CmMessage& message) override;
-  std::vector<std::uint32_t> connected() override;
+  std::vector<std::uint32_t> who_may_have(const control::CmAddress& address) override;
 
  private:
   FarDesk& desk_;
   Shard& shard_;
-  std::set<remote::HostId> knowing_;  // such records
+  std::map<remote::HostId, std::uint64_t> features_;  // of those that know such records
 };
 
 }  // namespace vrdma::svc

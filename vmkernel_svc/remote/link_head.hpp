@@ -34,7 +34,8 @@ static_assert(WireRecord<LinkHead> && sizeof(LinkHead) == engine::FarFrame::carr
 constexpr std::uint32_t link_knows_groups = 1;  // FarKind::groups
 constexpr std::uint32_t link_knows_cm = 2;      // FarKind::cm
 constexpr std::uint32_t link_knows_mads = 4;    // FarKind::mad
-constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm | link_knows_mads;
+constexpr std::uint32_t link_knows_cm_by_gid = 8;  // FarKind::cm with addresses of AF_IB
+constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm | link_knows_mads | link_knows_cm_by_gid;
 constexpr std::size_t tagged_head_bytes = offsetof(LinkHead, tag);
 
 }  // namespace vrdma::remote
