@@ -81,8 +81,7 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
       examine_hca(state, findings);
     } catch (const std::exception& error) {
-      findings.push_back({Level::problem, "service", fmt::format("{} is served, but not by a vrdmad that we understand: {}", path, error.what()),
-                          "use vrdma and vrdmad of one version"});
+      findings.push_back({Level::problem, "service", error.what(), "unless it stands still, use vrdma and vrdmad of one version"});
     }
     return path;
   }

@@ -65,7 +65,7 @@ CLI::App* add_direct(CLI::App& app, DirectOptions& options) {
                 "that stand change over between two messages. Root and the service's own user say it of everybody, others of theirs.");
   command->add_option("mode", options.mode, "auto: whoever can be direct is; mediated: everything goes through the service")
       ->required()->check(CLI::IsMember({"auto", "mediated"}));
-  command->add_option("-g,--guest", options.guest, "of one guest only: its number in vrdma show guests")->check(CLI::PositiveNumber);
+  command->add_option("-g,--guest", options.guest, "of one guest only: its number in vrdma show guests")->check(CLI::Range(1u, 0xffffffffu));
   command->add_option("-s,--socket", options.socket, "socket of the service; default: as for vrdma show");
   return command;
 }

@@ -12,6 +12,8 @@ namespace vrdma::cli {
 namespace {
 
 std::runtime_error no_answer(const Service& service, int error) {
+  if (error == ETIMEDOUT)
+    return std::runtime_error(fmt::format("the service at {} did not answer in time: it is stopped, this machine is overloaded, or it is of another version", service.path));
   return std::runtime_error(fmt::format("the service at {} did not answer ({}): is it of this version?", service.path, std::strerror(error)));
 }
 

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <sys/auxv.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -71,7 +72,17 @@ std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
   std::string last;
   for (std::string line; std::getline(file, line);)
     if (!line.empty()) last = line;
-  return last.empty() ? "see " + log : fmt::format("{} (from {})", last, log);
+  return last.empty() ? "it ended without a word, as under small limits of memory (ulimit -v, -d); " + log + " is empty" : fmt::format("{} (from {})", last, log);
+}
+
+// It serves more than the program that happens to be first, whose soft limits are its own.
+void raise_limits() {
+  for (const auto which : {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC, RLIMIT_NOFILE}) {
+    rlimit limit;
+    if (::getrlimit(which, &limit) != 0) continue;
+    limit.rlim_cur = limit.rlim_max;
+    ::setrlimit(which, &limit);
+  }
 }
 
 void start_private_service(const std::string& path, const char* direct) {
@@ -98,6 +109,7 @@ void start_private_service(const std::string& path, const char* direct) {
     const int log_fd = ::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
     if (log_fd >= 0) ::dup2(log_fd, 2);  // else vrdmad is about to say so, and leave
     ::close_range(4, ~0u, 0);
+    raise_limits();
     // It is shared by what is started later: the processors, the folder and the preloaded libraries of the program that happens to be
     // first are not its own.
     ::unsetenv("LD_PRELOAD");

@@ -23,6 +23,7 @@
 #include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
+#include "vmkernel_svc/memory_reserve.hpp"
 #include "vmkernel_svc/pkeys.hpp"
 #include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/serve.hpp"
@@ -357,6 +358,7 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   const auto request = PacketDesk::attach_request(socket, head, packet);
   if (!request) return;
   if (std::exchange(connection->asked_to_attach, true)) return PacketDesk::refuse(socket, head, EISCONN);
+  if (!MemoryReserve::is_there()) return PacketDesk::refuse(socket, head, ENOMEM);
   if (connection->machine) return attach_from_machine(connection, head, *request);
   auto credentials = socket.peer();
   auto pidfd = socket.peer_pidfd();
@@ -432,6 +434,9 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   });
 }
 
-void serve(const Config& config) { Server(config).run(); }
+void serve(const Config& config) {
+  MemoryReserve::install();
+  Server(config).run();
+}
 
 }  // namespace vrdma::svc

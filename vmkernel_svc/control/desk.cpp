@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "vmkernel_svc/guest_mail.hpp"
+#include "vmkernel_svc/memory_reserve.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::svc {
@@ -74,6 +75,48 @@ bool ControlDesk::dispatch(Guest& guest, std::span<const std::byte> body, std::b
   }
 }
 
+namespace {
+
+// Whether it may make something that stays.
+bool takes_memory(Request request) {
+  switch (request) {
+    case Request::query_device:
+    case Request::close_context:
+    case Request::destroy_channel:
+    case Request::destroy_pd:
+    case Request::dereg_mr:
+    case Request::destroy_cq:
+    case Request::query_srq:
+    case Request::modify_srq:
+    case Request::destroy_srq:
+    case Request::modify_qp:
+    case Request::query_qp:
+    case Request::destroy_qp:
+    case Request::detach_mcast:
+    case Request::unbind_port:
+    case Request::queue_pair_detach:
+    case Request::cm_close:
+    case Request::cm_destroy_id:
+    case Request::cm_reject:
+    case Request::cm_disconnect:
+    case Request::cm_query:
+    case Request::cm_attributes:
+    case Request::cm_leave:
+    case Request::cm_take_event:
+    case Request::close_xrcd:
+    case Request::read_clock:
+    case Request::dealloc_mw:
+    case Request::invalidate_mw:
+    case Request::read_counters:
+    case Request::mad_close:
+    case Request::mad_unregister:
+    case Request::mad_take: return false;
+    default: return true;
+  }
+}
+
+}  // namespace
+
 // False: the request must wait and be tried again.
 bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::byte> body) {
   if (head.record.tag != address_of(host_context, control_port)) {
@@ -85,7 +128,8 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
   int status = 0;
   const std::uint32_t user = head.record.control & control_user_mask;
   bool done = true;
-  switch (static_cast<Request>(user)) {
+  const bool possible = !takes_memory(static_cast<Request>(user)) || MemoryReserve::is_there();
+  switch (possible ? static_cast<Request>(user) : Request::none) {
 #define VRDMA_CASE(name, request, reply_type, socket)                        \
   case Request::name:                                                        \
     done = dispatch<Request::name>(guest, body, reply, reply_bytes, status); \
@@ -93,7 +137,7 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
     VRDMA_CONTROL_REQUESTS(VRDMA_CASE)
 #undef VRDMA_CASE
     default:
-      status = EOPNOTSUPP;
+      status = possible ? EOPNOTSUPP : ENOMEM;
   }
   if (!done) return false;
   VRDMA_CRASH_POINT("service.control.executed");

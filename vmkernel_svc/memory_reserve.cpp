@@ -1,0 +1,62 @@
+#include "vmkernel_svc/memory_reserve.hpp"
+
+#include <sys/mman.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <new>
+
+#include "vmkernel_svc/log.hpp"
+
+namespace vrdma::svc {
+
+namespace {
+
+constexpr std::size_t piece_bytes = 256 << 10, pieces_wanted = 64, pieces_needed = 8;
+constinit std::array<std::atomic<void*>, pieces_wanted> pieces{};  // never touched: they take no memory, only the right to it
+constinit std::atomic<std::size_t> held{0};
+constinit std::atomic<bool> said{false};
+
+// Called by operator new until it succeeds.
+void give_a_piece() {
+  for (auto& piece : pieces)
+    if (void* const memory = piece.exchange(nullptr, std::memory_order_relaxed); memory != nullptr) {
+      held.fetch_sub(1, std::memory_order_relaxed);
+      ::munmap(memory, piece_bytes);
+      return;
+    }
+  throw std::bad_alloc();
+}
+
+void lay_by() {
+  for (auto& piece : pieces) {
+    if (piece.load(std::memory_order_relaxed) != nullptr) continue;
+    void* const memory = ::mmap(nullptr, piece_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return;
+    void* none = nullptr;
+    if (piece.compare_exchange_strong(none, memory, std::memory_order_relaxed)) held.fetch_add(1, std::memory_order_relaxed);
+    else ::munmap(memory, piece_bytes);
+  }
+}
+
+}  // namespace
+
+void MemoryReserve::install() {
+  lay_by();
+  std::set_new_handler(give_a_piece);
+}
+
+bool MemoryReserve::is_there() {
+  if (held.load(std::memory_order_relaxed) == pieces_wanted) [[likely]] return true;
+  lay_by();
+  if (held.load(std::memory_order_relaxed) >= pieces_needed) {
+    said.store(false, std::memory_order_relaxed);
+    return true;
+  }
+  if (!said.exchange(true, std::memory_order_relaxed))
+    log::warn("memory is short: nothing new is begun until there is more; raise the limits under which vrdmad was started (ulimit -v, -d)");
+  return false;
+}
+
+}  // namespace vrdma::svc
