@@ -14,15 +14,15 @@ namespace vrdma::svc {
 namespace {
 
 constexpr std::size_t piece_bytes = 256 << 10, pieces_wanted = 64, pieces_needed = 8;
-constinit std::array<std::atomic<void*>, pieces_wanted> pieces{};  // never touched: they take no memory, only the right to it
-constinit std::atomic<std::size_t> held{0};
-constinit std::atomic<bool> said{false};
+constinit std::array<std::atomic<void*>, pieces_wanted> reserved{};  // never touched: they take no memory, only the right to it
+constinit std::atomic<std::size_t> reserved_count{0};
+constinit std::atomic<bool> said_to_be_short{false};
 
 // Called by operator new until it succeeds.
 void give_a_piece() {
-  for (auto& piece : pieces)
+  for (auto& piece : reserved)
     if (void* const memory = piece.exchange(nullptr, std::memory_order_relaxed); memory != nullptr) {
-      held.fetch_sub(1, std::memory_order_relaxed);
+      reserved_count.fetch_sub(1, std::memory_order_relaxed);
       ::munmap(memory, piece_bytes);
       return;
     }
@@ -30,12 +30,12 @@ void give_a_piece() {
 }
 
 void lay_by() {
-  for (auto& piece : pieces) {
+  for (auto& piece : reserved) {
     if (piece.load(std::memory_order_relaxed) != nullptr) continue;
     void* const memory = ::mmap(nullptr, piece_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return;
     void* none = nullptr;
-    if (piece.compare_exchange_strong(none, memory, std::memory_order_relaxed)) held.fetch_add(1, std::memory_order_relaxed);
+    if (piece.compare_exchange_strong(none, memory, std::memory_order_relaxed)) reserved_count.fetch_add(1, std::memory_order_relaxed);
     else ::munmap(memory, piece_bytes);
   }
 }
@@ -48,13 +48,13 @@ void MemoryReserve::install() {
 }
 
 bool MemoryReserve::is_there() {
-  if (held.load(std::memory_order_relaxed) == pieces_wanted) [[likely]] return true;
+  if (reserved_count.load(std::memory_order_relaxed) == pieces_wanted) [[likely]] return true;
   lay_by();
-  if (held.load(std::memory_order_relaxed) >= pieces_needed) {
-    said.store(false, std::memory_order_relaxed);
+  if (reserved_count.load(std::memory_order_relaxed) >= pieces_needed) {
+    said_to_be_short.store(false, std::memory_order_relaxed);
     return true;
   }
-  if (!said.exchange(true, std::memory_order_relaxed))
+  if (!said_to_be_short.exchange(true, std::memory_order_relaxed))
     log::warn("memory is short: nothing new is begun until there is more; raise the limits under which vrdmad was started (ulimit -v, -d)");
   return false;
 }

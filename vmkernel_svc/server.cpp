@@ -288,6 +288,10 @@ void Server::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<Machine
   connection->uid = uid;
   connection->machine = std::move(machine);
   if (connections_of_[uid] >= connections_max_ || !watch_copy(connection->readable, connection->socket.fd())) {
+    Head unread{};  // what it asks, most likely
+    unread.record.control = static_cast<std::uint32_t>(Request::attach);
+    PacketDesk::refuse(connection->socket, unread, EDQUOT);
+    log::warn("a connection of uid {} was refused: it has {} already, or the limit of open files is reached", uid, connections_of_[uid]);
     // Not from here: who admits is not ready for the news.
     if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
     return;
