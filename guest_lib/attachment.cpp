@@ -51,7 +51,7 @@ const char* remedy(int error) {
     case ENFILE:
       return "raise the limit of open files";
     case ENOMEM:
-      return "raise the limit of address space (ulimit -v) of this program, or of vrdmad where its log says that memory is short";
+      return "raise the limit of address space (ulimit -v) of this program, or the limits under which vrdmad was started";
     case EFBIG:
       return "raise the limit of file sizes under which vrdmad was started (ulimit -f)";
     case EDQUOT:
