@@ -10,6 +10,8 @@
 #include <cstdio>
 #include <iterator>
 #include <memory>
+#include <new>
+#include <system_error>
 
 #include "vmci_channel/journal.hpp"
 #include "vmkernel_svc/config.hpp"
@@ -42,7 +44,11 @@ void open_log(const std::string& file) try {
 
 // The exit code.
 int fail(int code, const std::exception& error) {
-  std::fprintf(stderr, "%svrdmad: %s\n", vmci::journal_prefix(vmci::journal_error).c_str(), error.what());
+  const auto* const system = dynamic_cast<const std::system_error*>(&error);
+  const bool is_limit = dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+                        (system != nullptr && system->code() == std::errc::resource_unavailable_try_again);  // of a thread
+  std::fprintf(stderr, "%svrdmad: %s%s\n", vmci::journal_prefix(vmci::journal_error).c_str(), error.what(),
+               is_limit ? ": too little memory or too few threads are allowed; raise the limits (ulimit -v, -d, -u)" : "");
   return code;
 }
 
