@@ -77,7 +77,7 @@ std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
 
 // It serves more than the program that happens to be first, whose soft limits are its own.
 void raise_limits() {
-  for (const auto which : {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC, RLIMIT_NOFILE}) {
+  for (const auto which : {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC}) {  // that of open files vrdmad raises itself
     rlimit limit;
     if (::getrlimit(which, &limit) != 0) continue;
     limit.rlim_cur = limit.rlim_max;

@@ -6,7 +6,6 @@
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/log.hpp"
-#include "vmkernel_svc/memory_reserve.hpp"
 #include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {
@@ -118,7 +117,7 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
     return send_result(socket, head, shard_.direct().set(body, Viewer::at(socket)));
   }
-  if (request != Request::remove_backing && !MemoryReserve::is_there()) return refuse(socket, head, ENOMEM);
+  if (!ControlDesk::may_begin(request)) return refuse(socket, head, ENOMEM);
   const auto found = shard_.fabric().guests.find(guest_id);
   if (found == shard_.fabric().guests.end()) return refuse(socket, head, ENOTCONN);
   Guest& guest = *found->second;

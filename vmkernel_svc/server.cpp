@@ -362,7 +362,7 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   const auto request = PacketDesk::attach_request(socket, head, packet);
   if (!request) return;
   if (std::exchange(connection->asked_to_attach, true)) return PacketDesk::refuse(socket, head, EISCONN);
-  if (!MemoryReserve::is_there()) return PacketDesk::refuse(socket, head, ENOMEM);
+  if (!ControlDesk::may_begin(Request::attach)) return PacketDesk::refuse(socket, head, ENOMEM);
   if (connection->machine) return attach_from_machine(connection, head, *request);
   auto credentials = socket.peer();
   auto pidfd = socket.peer_pidfd();

@@ -75,11 +75,9 @@ bool ControlDesk::dispatch(Guest& guest, std::span<const std::byte> body, std::b
   }
 }
 
-namespace {
-
-// Whether it may make something that stays.
-bool takes_memory(Request request) {
+bool ControlDesk::may_begin(Request request) {
   switch (request) {
+    case Request::remove_backing:
     case Request::query_device:
     case Request::close_context:
     case Request::destroy_channel:
@@ -110,12 +108,10 @@ bool takes_memory(Request request) {
     case Request::read_counters:
     case Request::mad_close:
     case Request::mad_unregister:
-    case Request::mad_take: return false;
-    default: return true;
+    case Request::mad_take: return true;
+    default: return MemoryReserve::is_there();
   }
 }
-
-}  // namespace
 
 // False: the request must wait and be tried again.
 bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::byte> body) {
@@ -128,7 +124,7 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
   int status = 0;
   const std::uint32_t user = head.record.control & control_user_mask;
   bool done = true;
-  const bool possible = !takes_memory(static_cast<Request>(user)) || MemoryReserve::is_there();
+  const bool possible = may_begin(static_cast<Request>(user));
   switch (possible ? static_cast<Request>(user) : Request::none) {
 #define VRDMA_CASE(name, request, reply_type, socket)                        \
   case Request::name:                                                        \

@@ -28,6 +28,9 @@ class ControlDesk {
   void detach(Guest& guest);
   control::CountersReply traffic_of(const Guest& guest) const;  // of its queue pairs, also those that are gone
 
+  // There is memory for what such a request makes, if it makes something that stays.
+  static bool may_begin(control::Request request);
+
   // Serves what the guest's control ring holds. False: nothing was there. A guest whose bytes make no sense is marked broken.
   bool serve(Guest& guest);
 
