@@ -114,7 +114,7 @@ bool valid(const vmci::QueuePairGeometry& geometry) {
 void complain(const std::string& path, Errno error) {
   if (!first_complaint()) return;
   const char* name = strerrorname_np(value(error));
-  std::fprintf(stderr, "vrdma: cannot reach the host service at %s (%s): %s\n", path.c_str(), name != nullptr ? name : "?",
+  std::fprintf(stderr, "vrdma: cannot reach the host service at %s (%s): %s\n", path.c_str(), name != nullptr ? name : std::strerror(value(error)),
                remedy(value(error)));
 }
 

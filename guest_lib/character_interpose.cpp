@@ -67,6 +67,12 @@ auto with_file(int fd, const Use& use) -> std::optional<decltype(use(std::declva
   return use(*file);
 }
 
+// Before glibc 2.33 there is no such function, but to programs of an older one __fxstat.
+int call_fstat(NextFunction<Fstat>& next, int fd, struct stat* out) {
+  Fstat* const function = next.get();
+  return function != nullptr ? function(fd, out) : static_cast<int>(::syscall(SYS_fstat, fd, out));
+}
+
 // librdmacm asks whether what it has opened is a character device.
 template <class Real>
 int fstat_path(int fd, struct stat* out, Real real) {
@@ -178,10 +184,10 @@ VRDMA_INTERPOSE(int, close, int fd) {
 }
 
 VRDMA_INTERPOSE(int, fstat, int fd, struct stat* out) {
-  return fstat_path(fd, out, [&] { return call(next_fstat, fd, out); });
+  return fstat_path(fd, out, [&] { return call_fstat(next_fstat, fd, out); });
 }
 VRDMA_INTERPOSE(int, fstat64, int fd, struct stat* out) {
-  return fstat_path(fd, out, [&] { return call(next_fstat64, fd, out); });
+  return fstat_path(fd, out, [&] { return call_fstat(next_fstat64, fd, out); });
 }
 VRDMA_INTERPOSE(int, __fxstat, int version, int fd, struct stat* out) {
   return fstat_path(fd, out, [&] { return call(next___fxstat, version, fd, out); });

@@ -2,6 +2,7 @@
 
 #include <limits.h>
 #include <signal.h>
+#include <sys/prctl.h>
 
 #include <array>
 #include <cstring>
@@ -74,7 +75,7 @@ void Copier::abandon() {
 }
 
 void* Copier::main(void* self) {
-  pthread_setname_np(pthread_self(), "vrdma-copy");
+  ::prctl(PR_SET_NAME, "vrdma-copy");
   memory::CopyGate::change_threads(1);  // itself: it also ends by itself, and who does not count here counts as any other thread
   static_cast<Copier*>(self)->run();
   memory::CopyGate::change_threads(-1);

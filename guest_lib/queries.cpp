@@ -234,7 +234,7 @@ VRDMA_EXPORT int ibv_query_gid_type(ibv_context* context, std::uint8_t port, uns
     return ok();
   });
 }
-VRDMA_LATER_TOO(ibv_query_gid_type);
+VRDMA_OTHER_RELEASES_TOO(ibv_query_gid_type);
 
 VRDMA_EXPORT int ibv_query_pkey(ibv_context* context, std::uint8_t port, int index, __be16* pkey) {
   return as_minus_one([&]() -> Status {

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <sched.h>
-#include <sys/single_threaded.h>
 
 #include <atomic>
 #include <cstdint>
 
+#include "guest_lib/single_thread.hpp"
 #include "vmci_channel/arch.hpp"
 
 namespace vrdma::guest {
@@ -15,7 +15,7 @@ namespace vrdma::guest {
 class SpinLock {
  public:
   void lock() {
-    if (__libc_single_threaded) {  // nobody to keep out; a thread to come sees the store by way of its creation
+    if (single_threaded()) {  // nobody to keep out; a thread to come sees the store by way of its creation
       locked_.store(true, std::memory_order_relaxed);
       return;
     }

@@ -5,13 +5,12 @@
 // queue's lock), which says what is free again. Counts run free.
 #pragma once
 
-#include <sys/single_threaded.h>
-
 #include <atomic>
 #include <bit>
 #include <cstdint>
 #include <memory>
 
+#include "guest_lib/single_thread.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/record_ring.hpp"
 
@@ -133,7 +132,7 @@ class ReceiveQueue {
   // --- poller
   void completed(std::uint32_t count) {
     // S4: pairs with S3. A read-modify-write, since several completion queues may report for one SRQ.
-    if (__libc_single_threaded)
+    if (single_threaded())
       completed_.store(completed_.load(std::memory_order_relaxed) + count, std::memory_order_relaxed);
     else
       completed_.fetch_add(count, std::memory_order_acq_rel);

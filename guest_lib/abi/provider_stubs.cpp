@@ -1,4 +1,5 @@
-// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34; 57, 59, 64 and 65 in rdma-core since those versions).
+// The interface between libibverbs and its hardware providers (IBVERBS_PRIVATE_34; in other releases of rdma-core
+// 22, 25, 33, 57, 59, 64, 65: that in which it was new).
 // libmlx5 and libefa are linked into programs for their direct verbs and bind every name at start, but none of our devices is
 // theirs: a provider here registers, is never matched with a device, and finds that no command reaches a kernel.
 #include <infiniband/verbs.h>
@@ -40,6 +41,9 @@ VRDMA_EXPORT void verbs_register_driver_34(const void*) {}
 #define VRDMA_REGISTERS(version)                                          \
   VRDMA_EXPORT void verbs_register_driver_##version(const void*) {} \
   __asm__(".symver verbs_register_driver_" #version ", verbs_register_driver_" #version "@@@IBVERBS_PRIVATE_" #version)
+VRDMA_REGISTERS(22);
+VRDMA_REGISTERS(25);
+VRDMA_REGISTERS(33);
 VRDMA_REGISTERS(57);
 VRDMA_REGISTERS(59);
 VRDMA_REGISTERS(64);
@@ -100,7 +104,7 @@ VRDMA_EXPORT int ibv_cmd_poll_cq(ibv_cq*, int, ibv_wc*) {
 // The arguments differ and none is looked at.
 #define VRDMA_NO_KERNEL(name)                     \
   VRDMA_EXPORT int name() { return no_kernel(); } \
-  VRDMA_LATER_TOO(name);
+  VRDMA_OTHER_RELEASES_TOO(name);
 VRDMA_NO_KERNEL(ibv_cmd_advise_mr)
 VRDMA_NO_KERNEL(ibv_cmd_alloc_dm)
 VRDMA_NO_KERNEL(ibv_cmd_alloc_dmah)  // since 59, as free_dmah and reg_mr_ex
@@ -151,7 +155,9 @@ VRDMA_NO_KERNEL(ibv_cmd_post_recv)
 VRDMA_NO_KERNEL(ibv_cmd_post_send)
 VRDMA_NO_KERNEL(ibv_cmd_post_srq_recv)
 VRDMA_NO_KERNEL(ibv_cmd_query_context)
+VRDMA_NO_KERNEL(ibv_cmd_query_device)  // until 33, as query_device_ex
 VRDMA_NO_KERNEL(ibv_cmd_query_device_any)
+VRDMA_NO_KERNEL(ibv_cmd_query_device_ex)
 VRDMA_NO_KERNEL(ibv_cmd_query_mr)
 VRDMA_NO_KERNEL(ibv_cmd_query_port)
 VRDMA_NO_KERNEL(ibv_cmd_query_port_speed)
@@ -178,6 +184,7 @@ VRDMA_NO_KERNEL(ibv_cmd_set_comp_cntr)
 VRDMA_NO_KERNEL(ibv_cmd_set_err_comp_cntr)
 VRDMA_NO_KERNEL(ibv_dmabuf_heap_destroy)  // since 64, as the others of that name
 VRDMA_NO_KERNEL(ibv_dmabuf_heap_free)
+VRDMA_NO_KERNEL(ibv_get_fw_ver)  // 25 to 32
 #undef VRDMA_NO_KERNEL
 VRDMA_EXPORT void* ibv_dmabuf_heap_alloc() { return no_kernel(), nullptr; }
 VRDMA_EXPORT void* ibv_dmabuf_heap_cc_shared_init() { return no_kernel(), nullptr; }
@@ -191,17 +198,17 @@ VRDMA_EXPORT const char* ibv_wr_opcode_str(ibv_wr_opcode opcode) {
   return which < std::size(texts) && texts[which] != nullptr ? texts[which] : "unknown";
 }
 
-VRDMA_LATER_TOO(__ioctl_final_num_attrs);
-VRDMA_LATER_TOO(__verbs_log);
-VRDMA_LATER_TOO(_verbs_init_and_alloc_context);
-VRDMA_LATER_TOO(execute_ioctl);
-VRDMA_LATER_TOO(ibv_cmd_poll_cq);
-VRDMA_LATER_TOO(ibv_read_ibdev_sysfs_file);
-VRDMA_LATER_TOO(verbs_allow_disassociate_destroy);
-VRDMA_LATER_TOO(verbs_init_cq);
-VRDMA_LATER_TOO(verbs_open_device);
-VRDMA_LATER_TOO(verbs_set_ops);
-VRDMA_LATER_TOO(verbs_uninit_context);
-VRDMA_LATER_TOO(ibv_dmabuf_heap_alloc);
-VRDMA_LATER_TOO(ibv_dmabuf_heap_cc_shared_init);
-VRDMA_LATER_TOO(ibv_wr_opcode_str);
+VRDMA_OTHER_RELEASES_TOO(__ioctl_final_num_attrs);
+VRDMA_OTHER_RELEASES_TOO(__verbs_log);
+VRDMA_OTHER_RELEASES_TOO(_verbs_init_and_alloc_context);
+VRDMA_OTHER_RELEASES_TOO(execute_ioctl);
+VRDMA_OTHER_RELEASES_TOO(ibv_cmd_poll_cq);
+VRDMA_OTHER_RELEASES_TOO(ibv_read_ibdev_sysfs_file);
+VRDMA_OTHER_RELEASES_TOO(verbs_allow_disassociate_destroy);
+VRDMA_OTHER_RELEASES_TOO(verbs_init_cq);
+VRDMA_OTHER_RELEASES_TOO(verbs_open_device);
+VRDMA_OTHER_RELEASES_TOO(verbs_set_ops);
+VRDMA_OTHER_RELEASES_TOO(verbs_uninit_context);
+VRDMA_OTHER_RELEASES_TOO(ibv_dmabuf_heap_alloc);
+VRDMA_OTHER_RELEASES_TOO(ibv_dmabuf_heap_cc_shared_init);
+VRDMA_OTHER_RELEASES_TOO(ibv_wr_opcode_str);

@@ -1,6 +1,6 @@
 #include "guest_lib/direct/connection.hpp"
 
-#include <sys/single_threaded.h>
+#include "guest_lib/single_thread.hpp"
 
 namespace vrdma::guest {
 
@@ -75,7 +75,7 @@ bool DirectConnection::tell() {
   if (!sent && !received) return true;
   // Pairs with H1 and A1 of guest_lib/poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
   // more. Of the poster's own queue the poller is a thread of this process: where there is one only, this one.
-  if (received || !__libc_single_threaded) vmci::store_load_fence();
+  if (received || !single_threaded()) vmci::store_load_fence();
   if (sent && !sent_.is_hot()) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
   own_event_due_ |= sent && own_channel_;
   return !received || tell_peer(claim_, received_, peer_channel_, solicited);
