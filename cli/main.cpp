@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cli/bench.hpp"
+#include "cli/container.hpp"
 #include "cli/direct.hpp"
 #include "cli/doctor.hpp"
 #include "cli/host.hpp"
@@ -28,7 +29,12 @@ constexpr const char* about =
     "  vrdma show                            who is attached\n"
     "  vrdma doctor                          what is missing on this machine, and what it costs\n"
     "  vrdma bench                           how fast it is here, beside what else there is\n"
+    "  vrdma container                       the options of podman or docker for a container with vrdma0\n"
     "  vrdma vm add NAME                     a virtual machine, and how to start it";
+
+void takes_guest_name(CLI::Option* option) {
+  option->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });
+}
 
 CLI::App* add_run(CLI::App& app, RunOptions& options) {
   CLI::App* const command = app.add_subcommand(
@@ -36,8 +42,7 @@ CLI::App* add_run(CLI::App& app, RunOptions& options) {
              "it is shared by your other `vrdma run`s, offers them direct mode and leaves by itself.");
   command->add_option("--link-layer", options.link_layer, "ib or ethernet: what this guest's port of vrdma0 says it is (default: what the service is configured for, else ib)")
       ->check(CLI::IsMember({"ib", "ethernet"}));
-  command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same")
-      ->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });
+  takes_guest_name(command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same"));
   command->add_flag("--mediated", options.mediated, "use a private vrdmad that moves all data itself; by default programs that could reach each other's memory anyway do");
   command->add_flag("--stats", options.stats, "print what the program did when it ends");
   command->add_option("command", options.command, "the program and its arguments, after --")->required();
@@ -45,6 +50,18 @@ CLI::App* add_run(CLI::App& app, RunOptions& options) {
   command->prefix_command(false);
   command->footer("Exit code: that of the program; 128 + n when signal n ended it; 127 if it was not found, 126 if it cannot be\n"
                   "executed; 125 if vrdma itself failed. Environment: VRDMA_SOCKET names the service to use.");
+  return command;
+}
+
+CLI::App* add_container(CLI::App& app, ContainerOptions& options) {
+  CLI::App* const command = app.add_subcommand(
+      "container", "Print what starts a container in which programs find vrdma0: podman run $(vrdma container) IMAGE PROGRAM. The image's glibc\n"
+                   "must be 2.28 or later; nothing has to be installed in it.");
+  command->add_option("--format", options.format, "options: for podman, docker and nerdctl (default); nspawn: for systemd-nspawn; cdi: a device for /etc/cdi/vrdma.json")
+      ->check(CLI::IsMember({"options", "nspawn", "cdi"}));
+  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what the port of vrdma0 says it is there")->check(CLI::IsMember({"ib", "ethernet"}));
+  takes_guest_name(command->add_option("--name", options.name, "name of the guests there"));
+  command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
   return command;
 }
 
@@ -192,6 +209,8 @@ int main(int argc, char** argv) {
   std::string metrics_socket;
   CLI::App* const run_command = add_run(app, run_options);
   CLI::App* const show_command = add_show(app, show_options);
+  ContainerOptions container_options;
+  CLI::App* const container_command = add_container(app, container_options);
   DirectOptions direct_options;
   CLI::App* const direct_command = add_direct(app, direct_options);
   CLI::App* const doctor_command = app.add_subcommand(
@@ -226,6 +245,7 @@ int main(int argc, char** argv) {
   }
   try {
     if (run_command->parsed()) return run(run_options);
+    if (container_command->parsed()) return container(container_options);
     if (show_command->parsed()) return show(show_options);
     if (direct_command->parsed()) return direct(direct_options);
     if (doctor_command->parsed()) return doctor(doctor_options);
@@ -241,7 +261,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show or remove (vrdma host --help says more)\n");
       return usage_error;
     }
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, container, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

@@ -4,7 +4,8 @@
 install(FILES ${PROJECT_SOURCE_DIR}/packaging/vrdma.bash DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME vrdma)
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma RENAME copyright)
 install(FILES ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/docs/troubleshooting.md ${PROJECT_SOURCE_DIR}/docs/vm.md
-              ${PROJECT_SOURCE_DIR}/docs/direct.md ${PROJECT_SOURCE_DIR}/docs/hosts.md ${PROJECT_SOURCE_DIR}/docs/subnet.md ${PROJECT_SOURCE_DIR}/docs/performance.md
+              ${PROJECT_SOURCE_DIR}/docs/containers.md ${PROJECT_SOURCE_DIR}/docs/direct.md ${PROJECT_SOURCE_DIR}/docs/hosts.md ${PROJECT_SOURCE_DIR}/docs/management.md
+              ${PROJECT_SOURCE_DIR}/docs/rdma_cm.md ${PROJECT_SOURCE_DIR}/docs/subnet.md ${PROJECT_SOURCE_DIR}/docs/performance.md
         DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
 install(FILES ${PROJECT_SOURCE_DIR}/packaging/vrdmad-hosts.conf DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
 foreach(section 1 5 8)
@@ -15,14 +16,19 @@ endforeach()
 # /usr's configuration is in /etc, any other prefix has its own; the unit names both as they are where it is installed.
 install(CODE "
   set(VRDMA_BIN_FOLDER \${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR})
+  set(VRDMA_LIBRARY_FOLDER \${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_LIBDIR}/vrdma)
   set(VRDMA_CONFIG_FOLDER \${CMAKE_INSTALL_PREFIX}/etc/vrdma)
+  set(VRDMA_CDI_FOLDER \${CMAKE_INSTALL_PREFIX}/etc/cdi)
   if(CMAKE_INSTALL_PREFIX STREQUAL \"/usr\")
     set(VRDMA_CONFIG_FOLDER /etc/vrdma)
+    set(VRDMA_CDI_FOLDER /etc/cdi)
   endif()
   configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdmad.service.in ${PROJECT_BINARY_DIR}/vrdmad.service @ONLY)
   configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdma-guestd.service.in ${PROJECT_BINARY_DIR}/vrdma-guestd.service @ONLY)
   file(INSTALL ${PROJECT_BINARY_DIR}/vrdmad.service ${PROJECT_BINARY_DIR}/vrdma-guestd.service ${PROJECT_SOURCE_DIR}/packaging/vrdmad.socket
        DESTINATION \${CMAKE_INSTALL_PREFIX}/lib/systemd/system)
+  configure_file(${PROJECT_SOURCE_DIR}/packaging/cdi.json.in ${PROJECT_BINARY_DIR}/vrdma.json @ONLY)
+  file(INSTALL ${PROJECT_BINARY_DIR}/vrdma.json DESTINATION \${VRDMA_CDI_FOLDER})
   file(INSTALL ${PROJECT_SOURCE_DIR}/packaging/vrdmad.json DESTINATION \${VRDMA_CONFIG_FOLDER})")
 
 set(CPACK_GENERATOR DEB)

@@ -4,7 +4,7 @@ _vrdma() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} subcommand= word i
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
-        if [[ $word == run || $word == show || $word == direct || $word == doctor || $word == metrics || $word == bench || $word == vm || $word == host ]]; then
+        if [[ $word == run || $word == container || $word == show || $word == direct || $word == doctor || $word == metrics || $word == bench || $word == vm || $word == host ]]; then
             subcommand=$word
             break
         fi
@@ -29,11 +29,12 @@ _vrdma() {
         --mode) COMPREPLY=($(compgen -W "direct mediated direct,mediated hosts vm" -- "$current")); return ;;
         --vm-folder | --folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
         --ram) COMPREPLY=($(compgen -f -- "$current")); return ;;
+        --format) COMPREPLY=($(compgen -W "options nspawn cdi" -- "$current")); return ;;
         --link-layer) COMPREPLY=($(compgen -W "ib ethernet" -- "$current")); return ;;
         --name | --memory | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
     esac
     case $subcommand in
-        "") COMPREPLY=($(compgen -W "run show direct doctor metrics bench vm host --help --version" -- "$current")) ;;
+        "") COMPREPLY=($(compgen -W "run container show direct doctor metrics bench vm host --help --version" -- "$current")) ;;
         run)
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --mediated --stats --help --" -- "$current"))
@@ -41,6 +42,7 @@ _vrdma() {
                 COMPREPLY=($(compgen -c -- "$current"))
             fi
             ;;
+        container) COMPREPLY=($(compgen -W "--format --link-layer --name --socket --help" -- "$current")) ;;
         show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs cm_ids routes hosts cache counters --json --socket --help" -- "$current")) ;;
         direct) COMPREPLY=($(compgen -W "auto mediated --guest --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;

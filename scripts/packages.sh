@@ -5,7 +5,7 @@ build_packages=(g++ cmake ninja-build boost nlohmann-json3-dev libfmt-dev libspd
 # The programs whose traffic is shown, and the interpreter of the harness.
 run_packages=("${build_packages[@]}" python3 ibverbs-utils perftest)
 test_packages=("${run_packages[@]}" doctest-dev clang libclang-rt-dev lld rdma-core rdmacm-utils infiniband-diags python3-pyverbs ibverbs-providers qperf ucx-utils libucx-dev openmpi-bin python3-mpi4py iperf3 gnuplot-nox bubblewrap iproute2 dpkg-dev
-               qemu-system-x86 cpio libxml2-utils debootstrap debian-archive-keyring etcd-server etcd-client openssl)
+               qemu-system-x86 cpio libxml2-utils debootstrap debian-archive-keyring etcd-server etcd-client openssl podman runc)
 [ "$(uname -m)" = x86_64 ] && test_packages+=(user-mode-linux)  # for other processors there is none
 command -v busybox >/dev/null 2>&1 || test_packages+=(busybox-static)  # either of Debian's two, which exclude each other
 

@@ -67,6 +67,10 @@ def cases():
             yield _pair(program, ["-z", "-d", "vrdma0", "-F", "-n", "200"], to=None, expect="----")
 
 
+def rping_to(address):
+    return _pair("rping", ["-C", "20", "-v", "-V"], ["-s", "-a", "0.0.0.0"], ["-c"], address=address, to="-a", expect="rdma-ping-19")
+
+
 def cases_by_gid():
     """By addresses of AF_IB, which InfiniBand has."""
     any_gid = ["-b", "::"]  # without it, they read behind the address that getaddrinfo(3) gives them

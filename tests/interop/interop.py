@@ -22,6 +22,7 @@ from pathlib import Path
 
 import clients
 import connections
+import containers
 import copies
 import management
 import perftest
@@ -31,7 +32,7 @@ import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, drawn, need)
 
 DIRECT = {"direct": "auto"}
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "ucx", "qperf", "connections", "management", "mpi", "pyverbs", "direct")
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "containers", "ucx", "qperf", "connections", "management", "mpi", "pyverbs", "direct")
 
 
 class Runner:
@@ -152,6 +153,32 @@ class Runner:
         finally:
             if net:
                 net.close()
+
+    def containers(self):
+        try:
+            world = None if self.options.list else containers.World(self.build, self.service)
+        except Skip as reason:
+            self.case("two containers", lambda why=str(reason): _raise(Skip(why)))
+            return
+        try:
+            for how in ("by a device", "by options"):
+                options = [] if world is None else world.by_device("vrdma0") if how == "by a device" else world.by_options(self.service)
+                sides = [] if world is None else [world.side(number, options) for number in (0, 1)]
+                self.case(f"a container {how} is one", lambda sides=sides: containers.is_one(sides[0]))
+                for kind, case in few_cases():
+                    self.case(f"two containers {how}: {case.name}", lambda kind=kind, case=case, sides=sides: kind.run_case(case, tuple(sides)))
+                self.case(f"two containers {how}: rping to an address of the other's", lambda sides=sides: connections.run_case(
+                    self.service, sides, connections.rping_to(sides[0].address)))
+            for name, layer in (("ib", "InfiniBand"), ("ethernet", "Ethernet")):
+                self.case(f"a container with the device {name}", lambda name=name, layer=layer: containers.link_layer(world.side(0, world.by_device(name)), layer))
+            self.case("a container with a name", lambda: containers.named(world.side(0, world.by_options(self.service, "--name", "inside")), self.service, "inside"))
+            self.case("rping of the host's to a container's", lambda: connections.run_case(
+                self.service, (world.side(0, world.by_options(self.service)), self.side()), connections.rping_to(containers.ADDRESSES[0])))
+            with self._direct_service():
+                self.case("two programs of one container", lambda: containers.direct_inside(self.service, world.side(0, world.by_options(self.service))))
+        finally:
+            if world:
+                world.close()
 
     def _launcher(self):
         if self.options.list:

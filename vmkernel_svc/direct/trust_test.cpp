@@ -13,7 +13,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "doctest/doctest.h"
 
@@ -112,7 +116,7 @@ TEST_CASE("A process that is not dumpable is nobody's peer") {
     CHECK(why == (traces_all() ? "a process is not dumpable" : not_to_be_read));
 }
 
-TEST_CASE("Root that may not trace all processes, as in most containers, is a peer where this service may not either") {
+TEST_CASE("Root that may not trace all processes, as in most containers, is a peer where it is dumpable, whether this service may or not") {
   if (::geteuid() != 0) {
     MESSAGE("SKIP: only root is such a root");
     return;
@@ -132,9 +136,10 @@ TEST_CASE("Root that may not trace all processes, as in most containers, is a pe
   REQUIRE(::waitpid(service, &status, 0) == service);
   REQUIRE(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == peers);
-  // Whoever may trace all reads every process's namespaces, and learns nothing from it.
-  if (traces_all())
-    CHECK(why_apart(root.facts(), root.facts()) == "a process is not dumpable");
+  if (!traces_all()) return;
+  CHECK(why_apart(root.facts(), root.facts()) == "");
+  CHECK(why_apart(closed.facts(), closed.facts()) == "a process is not dumpable");
+  CHECK(traces_all());  // still
 }
 
 TEST_CASE("Another user, other capabilities and other namespaces keep processes apart") {
@@ -165,6 +170,69 @@ TEST_CASE("A seccomp filter of one's own keeps apart, and so do no_new_privs of 
   CHECK(why_apart(filtered.facts(), filtered_too.facts()) == "a process has seccomp filters of its own");
   const Child modest([] { return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0; });
   CHECK(why_apart(plain.facts(), modest.facts()) == "the processes differ in NoNewPrivs");
+}
+
+TEST_CASE("Filters that the first process of a container has as well are the container's") {
+  if (::geteuid() != 0) {
+    MESSAGE("SKIP: only root makes a pid namespace");
+    return;
+  }
+  int told[2];
+  REQUIRE(::pipe(told) == 0);
+  const auto stay = [] {
+    for (;;) ::pause();
+  };
+  // Two that the first process has started, of which one has one filter more; and two that were put beside it from outside.
+  const Child outside([&] {
+    if (!take_filter() || ::unshare(CLONE_NEWPID) != 0) return false;
+    pid_t pids[3];
+    for (auto& pid : pids) {
+      int ready[2];
+      if (::pipe(ready) != 0 || (pid = ::fork()) < 0) return false;
+      if (pid != 0) {
+        char done;
+        if (::read(ready[0], &done, 1) != 1) return false;
+        continue;
+      }
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (&pid == &pids[0])
+        for (int i = 0; i < 2; ++i)
+          if (::fork() == 0) {
+            if (i == 1) take_filter();
+            [[maybe_unused]] const auto said = ::write(ready[1], "", 1);
+            stay();
+          }
+      [[maybe_unused]] const auto said = ::write(ready[1], "", 1);
+      stay();
+    }
+    return ::write(told[1], pids, sizeof(pids)) == sizeof(pids);
+  });
+  if (!outside.prepared()) {
+    MESSAGE("SKIP: this root may not make a pid namespace");
+    return;
+  }
+  pid_t pids[3];
+  REQUIRE(::read(told[0], pids, sizeof(pids)) == sizeof(pids));
+  const auto facts_of = [](pid_t pid) { return TrustFacts::of(pid, vmci::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)))); };
+  const TrustFacts first = facts_of(pids[0]), beside = facts_of(pids[1]), beside_too = facts_of(pids[2]);
+  CHECK(why_apart(first, beside) == "");
+  CHECK(why_apart(beside, beside_too) == "");
+  CHECK(beside_too.own_pid > 1);
+  std::vector<pid_t> children;
+  const std::string number = std::to_string(pids[0]);
+  for (int tries = 0; children.size() < 2 && tries < 1000; ++tries, ::usleep(1000)) {
+    std::ifstream list("/proc/" + number + "/task/" + number + "/children");
+    children.assign(std::istream_iterator<pid_t>(list), {});
+  }
+  if (children.empty()) {
+    MESSAGE("SKIP: this kernel does not list children");
+    return;
+  }
+  REQUIRE(children.size() == 2);
+  CHECK(why_apart(facts_of(children[0]), beside) == "");
+  std::string of_two;
+  for (int tries = 0; of_two.empty() && tries < 1000; ++tries, ::usleep(1000)) of_two = why_apart(first, facts_of(children[1]));  // it is about to take its filter
+  CHECK(of_two == "a process has seccomp filters of its own");
 }
 
 TEST_CASE("A process that has ended, or that the service does not see, is nobody's peer") {
