@@ -80,7 +80,7 @@ endfunction()
 set(vrdma_unity_files 20)
 function(vrdma_unity target)
   cmake_parse_arguments(ARG "" "" "ALONE" ${ARGN})
-  if(NOT VRDMA_UNITY)
+  if(NOT VRDMA_UNITY OR NOT TARGET ${target})  # without BUILD_TESTING there are no tests
     return()
   endif()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
