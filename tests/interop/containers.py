@@ -1,6 +1,6 @@
 """Programs in containers of podman's, started as docs/containers.md says: by a device of CDI, or by what `vrdma container` prints.
 
-The image is this machine's own root, below an overlay that goes with the container; so its programs are Debian's. Each side has a net namespace
+The image is this machine's own root, or an older Debian, below an overlay that goes with the container. Each side has a net namespace
 of its own (sandbox.NetNamespaces). What podman keeps is in a folder of the test's, but for the device's specification, which it reads
 in one place only: there the test has a file and a kind of device of its own.
 """
@@ -15,20 +15,22 @@ from pathlib import Path
 from harness import Failure, Side, Skip, TempFolder, listening, run, wait_until
 from sandbox import ADDRESSES, NetNamespaces
 
+# Of 2021: glibc 2.31, rdma-core 33.
+OLDER_SUITE, OLDER_PACKAGES = "bullseye", ("ibverbs-utils", "perftest", "rdmacm-utils")
 SPECIFICATIONS = Path("/var/run/cdi")
 RUNTIMES = ("runc", "crun")
 SECONDS = 300  # after which podman ends a container, whatever has become of the test
 
 
 class World:
-    """podman as it works on this machine, and two net namespaces."""
+    """podman as it works on this machine, and two net namespaces. `root`: of the image."""
 
-    def __init__(self, build, service):
+    def __init__(self, build, service, root="/"):
         if os.geteuid() != 0:
             raise Skip("net namespaces for the containers need root")
         if not shutil.which("podman"):
             raise Skip("podman is not installed")
-        self.build = build
+        self.build, self.root = build, root
         self.state = TempFolder(mode=0o700)
         self.specification = SPECIFICATIONS / f"vrdma-test-{os.getpid()}.json"
         self.kind = f"vrdma/test{os.getpid()}"
@@ -66,7 +68,7 @@ class World:
     def run_words(self, number, *more):
         # Limits of one's own: podman raises them otherwise, which takes a capability.
         limits = [word for name in ("nofile", "nproc") for word in ("--ulimit", f"{name}=1024:1024")]
-        return ["run", "--rm", "--timeout", SECONDS, *limits, "--network", f"ns:/proc/{self.net.holders[number].pid}/ns/net", *more, "--rootfs", "/:O"]
+        return ["run", "--rm", "--timeout", SECONDS, *limits, "--network", f"ns:/proc/{self.net.holders[number].pid}/ns/net", *more, "--rootfs", f"{self.root}:O"]
 
     def close(self):
         # A container outlives the podman that has started it.

@@ -24,6 +24,7 @@ import clients
 import connections
 import containers
 import copies
+import distribution
 import management
 import perftest
 import pingpong
@@ -32,7 +33,7 @@ import sandbox
 from harness import (OTHER_UID, Build, Failure, Service, Side, Skip, Tally, TempFolder, clean_up, clean_up_on_signals, drawn, need)
 
 DIRECT = {"direct": "auto"}
-GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "containers", "ucx", "qperf", "connections", "management", "mpi", "pyverbs", "direct")
+GROUPS = ("devices", "pingpong", "perftest", "random", "users", "copies", "sandbox", "containers", "older", "ucx", "qperf", "connections", "management", "mpi", "pyverbs", "direct")
 
 
 class Runner:
@@ -176,6 +177,31 @@ class Runner:
                 self.service, (world.side(0, world.by_options(self.service)), self.side()), connections.rping_to(containers.ADDRESSES[0])))
             with self._direct_service():
                 self.case("two programs of one container", lambda: containers.direct_inside(self.service, world.side(0, world.by_options(self.service))))
+        finally:
+            if world:
+                world.close()
+
+    def older(self):
+        """Programs that have an older C library and an older libibverbs than this machine."""
+        world = None
+        try:
+            if not self.options.list:
+                cache = Path(self.options.build).resolve() / "interop" / containers.OLDER_SUITE
+                root = distribution.installed(cache, containers.OLDER_SUITE, containers.OLDER_PACKAGES)
+                world = containers.World(self.build, self.service, root)
+        except Skip as reason:
+            self.case(f"Debian {containers.OLDER_SUITE}", lambda why=str(reason): _raise(Skip(why)))
+            return
+        try:
+            sides = [] if world is None else [world.side(number, world.by_device("vrdma0")) for number in (0, 1)]
+            for layer in ("InfiniBand", "Ethernet"):
+                self.case(f"Debian {containers.OLDER_SUITE}: ibv_devinfo, {layer}", lambda layer=layer: containers.link_layer(
+                    world.side(0, world.by_device("ethernet" if layer == "Ethernet" else "ib")), layer))
+            for kind, case in few_cases():
+                self.case(f"Debian {containers.OLDER_SUITE}: {case.name}", lambda kind=kind, case=case: kind.run_case(case, tuple(sides)))
+            self.case(f"Debian {containers.OLDER_SUITE}: rping", lambda: connections.run_case(self.service, sides, connections.rping_to(sides[0].address)))
+            self.case(f"Debian {containers.OLDER_SUITE}: rping to this Debian's", lambda: connections.run_case(
+                self.service, (sides[0], self.side()), connections.rping_to(sides[0].address)))
         finally:
             if world:
                 world.close()

@@ -4,8 +4,6 @@ this machine's own programs.
 All are cached in a folder of the build, the initramfs under a key of everything that went into it. Every file lies in the
 initramfs where it lies here, so that programs find what they find here: the build folder, this source tree, Python's modules.
 """
-import contextlib
-import fcntl
 import hashlib
 import json
 import lzma
@@ -22,6 +20,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from distribution import locked
 from harness import Failure, Skip
 
 STRIP = shutil.which("strip")
@@ -42,20 +41,11 @@ def _run(*command, seconds=120, input=b"", cwd=None):
     return done.stdout
 
 
-@contextlib.contextmanager
-def _locked(folder):
-    """One builder at a time: tests run beside each other."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 # ---------------------------------------------------------------------------------------------------- the kernel
 
 def kernel(cache):
     """(file for QEMU, its name) of the newest kernel package in `cache`; fetches one if there is none."""
-    with _locked(cache):
+    with locked(cache):
         package = _package(cache)
         name = re.match(r"linux-image-(.+?)_", package.name).group(1)
         found = cache / f"vmlinux-{name}"
@@ -104,7 +94,7 @@ def _vmlinux(image):
 def modules(cache, names):
     """Files of the kernel's modules `names` and of those they need, in the order to load them; built-in ones are left out."""
     _, release = kernel(cache)
-    with _locked(cache):
+    with locked(cache):
         folder = cache / f"modules-{release}"
         known = folder / "known.json"
         if not known.exists():
@@ -186,7 +176,7 @@ class Contents:
 
 
 def initramfs(cache, contents):
-    with _locked(cache):
+    with locked(cache):
         found = cache / f"initramfs-{contents.kind}-{contents.key()}.cpio"
         if not found.exists():
             for old in cache.glob(f"initramfs-{contents.kind}-*.cpio"):

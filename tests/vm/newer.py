@@ -1,8 +1,7 @@
 """A Debian that is newer than this machine, for virtual machines: its kernel, its C library, its Python and its verbs programs, with
 what is built here on top.
 
-A debootstrap, cached in the build's folder; needs root, the keys of Debian's archive and the mirror that apt uses here, and is
-skipped aloud without. The initramfs is two archives, one behind the other: the distribution, and what changes with the build.
+The initramfs is two archives, one behind the other: the distribution, and what changes with the build.
 """
 import hashlib
 import os
@@ -10,63 +9,30 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
 import image
+from distribution import installed, locked, mirror
 from harness import Failure, Skip
 
 SUITE = "trixie"
 PACKAGES = ("python3", "ibverbs-utils", "perftest", "busybox-static")
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-DEBOOTSTRAP_SECONDS, DOWNLOAD_SECONDS = 600, 240
+DOWNLOAD_SECONDS = 240
 # Not needed at run time, and half of all bytes.
 LEFT_OUT = ("./var/cache", "./var/lib", "./usr/share/doc", "./usr/share/man", "./usr/share/locale", "./usr/share/info", "./usr/share/zoneinfo",
             "./usr/share/i18n", "./usr/lib/x86_64-linux-gnu/gconv", "./boot", "./dev", "./proc", "./sys")
 
 
-def mirror():
-    """Where apt gets this machine's own Debian from."""
-    listed = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"], capture_output=True,
-                            text=True, timeout=60)
-    for line in listed.stdout.splitlines():
-        if (words := line.split())[1:] and words[-1] == "main" and re.fullmatch("[a-z]+", words[1]) and words[0].startswith("http"):
-            return words[0].rstrip("/")
-    raise Skip("apt knows no mirror of Debian here")
-
-
 def distribution(cache):
     """The folder of the installed system."""
-    cache.mkdir(parents=True, exist_ok=True)
-    root = cache / "root"
-    with image._locked(cache):
-        if root.exists():
-            return root
-        if os.geteuid() != 0:
-            raise Skip("a newer Debian is installed into a folder by root only")
-        for needed, package in ((shutil.which("debootstrap"), "debootstrap"), (KEYRING.exists(), "debian-archive-keyring")):
-            if not needed:
-                raise Skip(f"{package} is not installed")
-        source, begun = mirror(), time.monotonic()
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            try:
-                done = subprocess.run(["debootstrap", "--variant=minbase", f"--keyring={KEYRING}", f"--include={','.join(PACKAGES)}", SUITE, f"{folder}/root", source],
-                                      stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEBOOTSTRAP_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise Skip(f"debootstrap of {SUITE} has no end after {DEBOOTSTRAP_SECONDS} s") from None
-            if done.returncode != 0:
-                said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-                raise Skip(f"debootstrap of {SUITE} cannot be had: {said}")
-            os.replace(f"{folder}/root", root)
-        print(f"Debian {SUITE} is installed after {time.monotonic() - begun:.0f} s", flush=True)
-    return root
+    return installed(cache, SUITE, PACKAGES)
 
 
 def kernel(cache):
     """(file for QEMU, its name), of the newest kernel of that distribution."""
     root = distribution(cache)
-    with image._locked(cache):
+    with locked(cache):
         if not next(cache.glob("linux-image-*.deb"), None):
             _fetch_kernel(cache, root)
     return image.kernel(cache)
@@ -95,7 +61,7 @@ def _fetch_kernel(cache, root):
 def initramfs(cache, init, built, scripts):
     """`built` and `scripts` at their own paths, on top of the distribution."""
     root = distribution(cache)
-    with image._locked(cache):
+    with locked(cache):
         below = cache / "distribution.cpio"
         if not below.exists():
             _archive(root, below, LEFT_OUT)
