@@ -79,36 +79,60 @@ void account(Lane& lane, int got, std::uint32_t queue_position) {
 
 bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == WcStatus::wr_flush_err; }
 
-// Whether the other direction of the queue pair, on the same CQ, holds what came before a flush: the error that caused it.
-bool comes_later(const Lane& lane, const Cqe& entry) {
-  if (!flushed(entry)) [[likely]]
-    return false;
-  const Qp& qp = *lane.qp;
-  if (qp.verbs.qp_base.send_cq != qp.verbs.qp_base.recv_cq) return false;
-  const Cqe* earlier = (&lane == &qp.send_lane ? qp.receive_lane : qp.send_lane).reader.next();
-  return earlier != nullptr && !flushed(*earlier);
+// The other direction of the queue pair, on the same CQ, where it holds what was there first, as in the one queue of an adapter. A flush comes
+// after the error that caused it. A message that was received may be the peer's answer to one that was sent: the completion of
+// that one lies there since before the answer was written, and whoever has seen the answer sees it.
+Lane* comes_first(const Lane& lane, const Cqe& entry) {
+  if (lane.send != nullptr && !flushed(entry)) [[likely]] return nullptr;
+  Qp& qp = *lane.qp;
+  if (qp.verbs.qp_base.send_cq != qp.verbs.qp_base.recv_cq) return nullptr;
+  Lane& other = lane.send != nullptr ? qp.receive_lane : qp.send_lane;
+  if (&other == &lane || other.closed || other.header == nullptr) return nullptr;
+  const Cqe* const earlier = other.reader.next();
+  return earlier != nullptr && !flushed(*earlier) ? &other : nullptr;
+}
+
+struct Taken {
+  int entries = 0;
+  std::uint32_t queue_position = 0;  // of the last one
+};
+
+void take(Lane& lane, const Cqe& entry, ibv_wc& wc, Taken& taken) {
+  convert(entry, lane.qpn, wc);
+  if (lane.timed != nullptr && &wc == &lane.timed->current) [[unlikely]] lane.timed->current_time_ns = time_of(entry, lane.send != nullptr, lane.timed->clock_ns());
+  taken.queue_position = entry.queue_position;
+  ++taken.entries;
+  lane.reader.pop();
+}
+
+int drain_before_flushes(Lane& lane, int room, ibv_wc* wc) {
+  Taken taken;
+  while (taken.entries < room) {
+    const Cqe* const entry = lane.reader.next();
+    if (entry == nullptr || flushed(*entry)) break;
+    take(lane, *entry, wc[taken.entries], taken);
+  }
+  account(lane, taken.entries, taken.queue_position);
+  return taken.entries;
 }
 
 int drain(Lane& lane, int room, ibv_wc* wc) {
   int got = 0;
-  std::uint32_t queue_position = 0;
+  Taken taken;
   if (lane.closed) [[unlikely]] return 0;
   while (got < room) {
-    const Cqe* entry = lane.reader.next();
+    const Cqe* const entry = lane.reader.next();
     if (entry == nullptr) break;
-    if (comes_later(lane, *entry)) {
-      Lane& other = &lane == &lane.qp->send_lane ? lane.qp->receive_lane : lane.qp->send_lane;
-      account(lane, got, queue_position);
-      got += drain(other, room - got, wc + got);
-      return got + drain(lane, room - got, wc + got);
+    if (Lane* const first = comes_first(lane, *entry)) {
+      account(lane, taken.entries, taken.queue_position);
+      taken = {};
+      got += drain_before_flushes(*first, room - got, wc + got);
+      continue;
     }
-    convert(*entry, lane.qpn, wc[got]);
-    if (lane.timed != nullptr && &wc[got] == &lane.timed->current) [[unlikely]] lane.timed->current_time_ns = time_of(*entry, lane.send != nullptr, lane.timed->clock_ns());
-    queue_position = entry->queue_position;
-    lane.reader.pop();
+    take(lane, *entry, wc[got], taken);
     ++got;
   }
-  account(lane, got, queue_position);
+  account(lane, taken.entries, taken.queue_position);
   return got;
 }
 

@@ -237,3 +237,44 @@ TEST_CASE("a poll that finds nothing takes up the send queue that the service na
   world.cq.remove_lane(qp.send_lane);
   CHECK(left(2).empty());
 }
+
+TEST_CASE("what was sent completes before the answer to it, whichever lane is looked at first") {
+  World world(1);
+  Queue& queue = *world.queues[0];
+  Queue receives(1);  // lends its lane
+  Qp& qp = queue.qp;
+  qp.verbs.qp_base.send_cq = qp.verbs.qp_base.recv_cq = world.verbs();
+  Lane& lane = qp.receive_lane;
+  lane.reader = vmci::LaneReader(receives.view.consume_completions(), lane_entries);
+  lane.header = &receives.view.header();
+  lane.qp = &qp;
+  lane.qpn = lane.number = 1;
+  lane.receive = &qp.receive;
+  world.cq.add_lane(lane);
+  const auto push = [](Queue& to, WcStatus status, WcOpcode opcode) {
+    Cqe cqe{};
+    cqe.queue_position = 1;
+    to.writer.push(cqe, pack(CqeState{status, opcode, 0}));
+  };
+  const auto polled = [&](int room) {
+    ibv_wc wc[8];
+    std::vector<ibv_wc_opcode> opcodes;
+    for (int got; (got = poll_cq(world.verbs(), room, wc)) > 0;)
+      for (int i = 0; i < got; ++i) opcodes.push_back(wc[i].opcode);
+    return opcodes;
+  };
+  for (const int room : {1, 2, 3, 8})
+    for (int polls = 0; polls < 20; ++polls) {
+      CAPTURE(room);
+      CAPTURE(polls);
+      world.cq.polls = static_cast<std::uint32_t>(polls);
+      for (int i = 0; i < 2; ++i) push(queue, WcStatus::success, WcOpcode::send);
+      for (int i = 0; i < 2; ++i) push(receives, WcStatus::success, WcOpcode::recv);
+      CHECK(polled(room) == std::vector{IBV_WC_SEND, IBV_WC_SEND, IBV_WC_RECV, IBV_WC_RECV});
+      // What is flushed was there last.
+      push(queue, WcStatus::wr_flush_err, WcOpcode::send);
+      push(receives, WcStatus::success, WcOpcode::recv);
+      push(receives, WcStatus::wr_flush_err, WcOpcode::recv);
+      CHECK(polled(room).front() == IBV_WC_RECV);
+    }
+}

@@ -5,8 +5,12 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <utility>
 
 namespace vrdma::log {
 
@@ -29,6 +33,28 @@ template <class... Args>
 void warn(fmt::format_string<Args...> text, Args&&... args) {
   line(spdlog::level::warn, text, fmt::make_format_args(args...));
 }
+// What whoever may connect can cause as often as it likes: a few lines in a second, lest it fills the disk. One for each place, static.
+class Sparing {
+ public:
+  template <class... Args>
+  void warn(fmt::format_string<Args...> text, Args&&... args) {
+    const std::int64_t second = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    if (second_.exchange(second, std::memory_order_relaxed) != second) {
+      lines_.store(0, std::memory_order_relaxed);
+      if (const std::uint64_t left_out = left_out_.exchange(0, std::memory_order_relaxed); left_out != 0) log::warn("{} such lines were left out", left_out);
+    }
+    if (lines_.fetch_add(1, std::memory_order_relaxed) < lines_max)
+      log::warn(text, std::forward<Args>(args)...);
+    else
+      left_out_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr std::uint32_t lines_max = 5;
+  std::atomic<std::int64_t> second_{-1};
+  std::atomic<std::uint32_t> lines_{0};
+  std::atomic<std::uint64_t> left_out_{0};
+};
 template <class... Args>
 void error(fmt::format_string<Args...> text, Args&&... args) {
   line(spdlog::level::err, text, fmt::make_format_args(args...));

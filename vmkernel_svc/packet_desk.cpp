@@ -3,6 +3,7 @@
 #include <fcntl.h>
 
 #include <cstring>
+#include <new>
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/log.hpp"
@@ -68,8 +69,8 @@ std::optional<AttachRequest> PacketDesk::attach_request(const vmci::PacketSocket
   AttachRequest request{};
   if (!body_of(packet, request) || request.magic != magic) return refuse(socket, head, EPROTO), std::nullopt;
   if (request.major == version_major) return request;
-  log::warn("a guest speaks version {}.{} of the channel, this service {}.{}: refused", request.major, request.minor,
-               version_major, version_minor);
+  static constinit log::Sparing sparing;
+  sparing.warn("a guest speaks version {}.{} of the channel, this service {}.{}: refused", request.major, request.minor, version_major, version_minor);
   AttachReply mine{};
   mine.major = version_major;
   mine.minor = version_minor;
@@ -82,12 +83,13 @@ std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& h
   std::vector<vmci::UniqueFd> keep;
   const uid_t uid = info.credentials.uid;
   const pid_t pid = info.credentials.pid;
+  static constinit log::Sparing refused;
   const auto reply = desk_.attach(request, std::move(info), service_page_fd_, descriptors, keep);
   if (reply)
     log::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
                  shard_.fabric().guests[reply->guest]->lid);
   else
-    log::warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
+    refused.warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
   send_result(socket, head, reply, descriptors);
   return reply ? reply->guest : 0;
 }
@@ -109,9 +111,9 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
 
 void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
                         const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory,
-                        std::optional<Viewer> viewer) {
+                        std::optional<Viewer> viewer) try {
   const Request request = request_of(head);
-  if (request == Request::show) return answer_show(shard_, socket, head, viewer ? *viewer : Viewer::at(socket));
+  if (request == Request::show) return show_.ask(socket, head, viewer ? *viewer : Viewer::at(socket));
   if (request == Request::set_direct) {
     SetDirectRequest body{};
     if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
@@ -214,6 +216,8 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     default:
       return refuse(socket, head, EOPNOTSUPP);
   }
+} catch (const std::bad_alloc&) {
+  refuse(socket, head, ENOMEM);
 }
 
 }  // namespace vrdma::svc

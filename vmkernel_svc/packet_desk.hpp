@@ -15,7 +15,7 @@ namespace vrdma::svc {
 
 class PacketDesk {
  public:
-  PacketDesk(Shard& shard, ControlDesk& desk, int service_page_fd) : shard_(shard), desk_(desk), service_page_fd_(service_page_fd) {}
+  PacketDesk(Shard& shard, ControlDesk& desk, int service_page_fd) : shard_(shard), desk_(desk), show_(shard), service_page_fd_(service_page_fd) {}
 
   static control::Request request_of(const control::Head& head) {
     return static_cast<control::Request>(head.record.control & control_user_mask);
@@ -40,6 +40,7 @@ class PacketDesk {
 
   Shard& shard_;
   ControlDesk& desk_;
+  ShowDesk show_;
   int service_page_fd_;
 };
 

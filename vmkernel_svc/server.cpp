@@ -265,7 +265,8 @@ void Server::accept_next() {
       if (!fd) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         if (errno != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
-          log::warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
+          static constinit log::Sparing sparing;
+          sparing.warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
           accept_timer_.expires_after(std::chrono::milliseconds(100));
           accept_timer_.async_wait([this](const boost::system::error_code& late) {
             if (!late) accept_next();
@@ -291,7 +292,8 @@ void Server::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<Machine
     Head unread{};  // what it asks, most likely
     unread.record.control = static_cast<std::uint32_t>(Request::attach);
     PacketDesk::refuse(connection->socket, unread, EDQUOT);
-    log::warn("a connection of uid {} was refused: it has {} already, or the limit of open files is reached", uid, connections_of_[uid]);
+    static constinit log::Sparing sparing;
+    sparing.warn("a connection of uid {} was refused: it has {} already, or the limit of open files is reached", uid, connections_of_[uid]);
     // Not from here: who admits is not ready for the news.
     if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
     return;

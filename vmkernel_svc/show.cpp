@@ -1,22 +1,24 @@
-#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/show.hpp"
 
-#include <arpa/inet.h>
-#include <endian.h>
-#include <rdma/rdma_user_cm.h>
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <new>
 #include <numeric>
+#include <string_view>
+#include <utility>
 
-#include "vmkernel_svc/addresses.hpp"
-#include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
+#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/show_text.hpp"
 
 namespace vrdma::svc {
 
@@ -24,221 +26,7 @@ namespace {
 
 using nlohmann::json;
 using namespace control;
-
-const char* state_name(engine::QpState state) {
-  constexpr const char* names[] = {"RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR"};
-  return names[static_cast<std::size_t>(state)];
-}
-const char* type_name(engine::QpType type) {
-  switch (type) {
-    case engine::QpType::rc: return "RC";
-    case engine::QpType::uc: return "UC";
-    case engine::QpType::xrc_send: return "XRC_INI";
-    case engine::QpType::xrc_recv: return "XRC_TGT";
-    default: return "UD";
-  }
-}
-
-std::string hex(std::uint64_t value, int digits) {
-  char text[24];
-  std::snprintf(text, sizeof(text), "0x%0*llx", digits, static_cast<unsigned long long>(value));
-  return text;
-}
-std::string gid_text(const Gid& gid) {
-  char text[48];
-  std::snprintf(text, sizeof(text), "%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x:%02x%02x", gid[0], gid[1],
-                gid[2], gid[3], gid[4], gid[5], gid[6], gid[7], gid[8], gid[9], gid[10], gid[11], gid[12], gid[13], gid[14], gid[15]);
-  return text;
-}
-
-std::string address_text(const CmAddress& address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  if (address.family == 0 || ::inet_ntop(address.family == AF_IB ? AF_INET6 : address.family, address.ip.data(), text, sizeof(text)) == nullptr) return "";
-  return address.family != AF_INET ? "[" + std::string(text) + "]:" + std::to_string(address.port) : std::string(text) + ":" + std::to_string(address.port);
-}
-
-// As rdma-resource(8) names them, as far as it knows them.
-const char* cm_state_name(CmState state) {
-  constexpr const char* names[] = {"IDLE", "ADDR_BOUND", "ADDR_QUERY", "ADDR_RESOLVED", "ROUTE_RESOLVED", "LISTEN", "CONNECT",
-                                   "CONNECT", "REQUESTED", "ACCEPTED", "ESTABLISHED", "DISCONNECT", "ENDED"};
-  return names[static_cast<std::size_t>(state)];
-}
-const char* port_space_name(std::uint32_t port_space) {
-  switch (port_space) {
-    case RDMA_PS_TCP: return "TCP";
-    case RDMA_PS_UDP: return "UDP";
-    case RDMA_PS_IPOIB: return "IPoIB";
-    default: return "IB";
-  }
-}
-
-json describe_identifiers(const Guest& guest, const ConnectionManager& cm) {
-  json out = json::array();
-  for (const auto& [id, one] : cm.identifiers())
-    if (one->guest == &guest)
-      out.push_back({{"cm_id", id}, {"type", type_name(one->type)}, {"state", cm_state_name(one->state)}, {"port_space", port_space_name(one->port_space)},
-                     {"src_addr", address_text(one->source)}, {"dst_addr", address_text(one->destination)}});
-  return out;
-}
-
-json describe(const engine::QpCounters& counters) {
-  json out;
-  engine::QpCounters::for_each(counters, [&](const char* name, std::uint64_t count) { out[name] = count; });
-  return out;
-}
-
-const char* gid_type_name(std::uint32_t type) { return type == 0 ? "IB" : type == 1 ? "RoCE v1" : "RoCE v2"; }
-const char* port_state_name(std::uint8_t state) {
-  constexpr const char* names[] = {"NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"};
-  return state < std::size(names) ? names[state] : "?";
-}
-
-// What a query of the guest's device, port and GIDs answers: the same record, so that the two cannot differ.
-json describe_device(const Guest& guest, const Fabric& fabric) {
-  const DeviceReply device = device_reply(guest, fabric.config, fabric.device_generation);
-  const bool ethernet = device.link_layer == link_layer_ethernet;
-  json gids = json::array(), pkeys = json::array();
-  for (std::size_t i = 0; i < std::size(device.gids); ++i)
-    if (device.gids[i].gid != Gid{})
-      gids.push_back({{"index", i}, {"gid", gid_text(device.gids[i].gid)}, {"type", gid_type_name(device.gids[i].type)}});
-  for (const std::uint16_t pkey : device.pkeys)
-    if (pkey != 0) pkeys.push_back(hex(be16toh(pkey), 4));
-  json out{{"adapter", "vrdma virtual HCA"},
-           {"physical_hca_available", false},
-           {"fw_version", std::string(device.fw_version, ::strnlen(device.fw_version, sizeof(device.fw_version)))},
-           {"node_guid", hex(be64toh(device.node_guid), 16)},
-           {"sys_image_guid", hex(be64toh(device.sys_image_guid), 16)},
-           {"port", 1},
-           {"state", port_state_name(device.port_state)},
-           {"link_layer", ethernet ? "Ethernet" : "InfiniBand"},
-           {"lid", device.lid},
-           {"sm_lid", device.sm_lid},
-           {"active_mtu", 128u << device.active_mtu},
-           {"max_mtu", 128u << device.max_mtu},
-           {"srq_supported", device.srq_max != 0}};
-  out["roce_versions"] = ethernet ? json{"v1", "v2"} : json::array();
-  out["qp_types"] = {"RC", "UC", "UD"};
-  out["limits"] = {{"qps", device.qp_max},          {"cqs", device.cq_max},      {"srqs", device.srq_max},
-                   {"mrs", device.mr_max},          {"pds", device.pd_max},      {"qp_wr", device.qp_wr_max},
-                   {"srq_wr", device.srq_wr_max},   {"cqe", device.cqe_max},     {"sge", device.sge_max},
-                   {"inline_bytes", device.inline_max}, {"rd_atomic", device.rd_atomic_max}, {"mr_bytes", device.mr_bytes_max}};
-  out["gids"] = std::move(gids);
-  out["pkeys"] = std::move(pkeys);
-  return out;
-}
-
-// How a connected queue pair's messages reach another host; null: they do not leave this one, or it does not know yet.
-json describe_way(Fabric& fabric, const MediatedPorts::Qp& qp) {
-  if (qp.far == nullptr) return json();
-  if (fabric.far->hca() == nullptr) return {{"via", fabric.far->carrier().name()}, {"why", "only-carrier"}};
-  const HcaDesk& hca = *fabric.far->hca();
-  const std::string why = hca.why_not(qp);
-  if (why.empty()) return {{"via", "hca"}, {"why", "both hosts have an HCA"}};
-  if (hca.has_trunk(qp.far->host)) return {{"via", "hca"}, {"why", "as records: " + why}};
-  return {{"via", fabric.far->carrier().name()}, {"why", why}};
-}
-
-// Without those that were written directly and are not counted yet.
-std::uint32_t unpolled(const CompletionQueue& cq) {
-  const std::uint32_t count = cq.produced - std::atomic_ref(cq.shared->consumed).load(std::memory_order_relaxed);
-  return cq.direct_lanes != 0 && static_cast<std::int32_t>(count) < 0 ? 0 : count;
-}
-
-json describe(Guest& guest, Shard& shard) {
-  Fabric& fabric = shard.fabric();
-  json out{{"guest", guest.id.value},
-           {"machine", guest.machine ? json(guest.machine->name) : json()},
-           {"name", guest.name},
-           {"uid", guest.credentials.uid},
-           {"pid", guest.credentials.pid},
-           {"lid", guest.lid},
-           {"shard", guest.group->shard->number()},
-           {"node_guid", hex(guest.guid, 16)},
-           {"link_layer", guest.link_layer == link_layer_ethernet ? "Ethernet" : "InfiniBand"},
-           {"requests", guest.requests_served},
-           {"protocol_errors", guest.protocol_errors},
-           {"bad_pkeys", guest.bad_pkeys},
-           {"arena_bytes_used", guest.arena.used_bytes()},
-           {"backings", guest.backings.size()},
-           {"guest_copies", guest.copier ? guest.copier->jobs_served() : 0},
-           {"channels", guest.channels.size()},
-           {"device", describe_device(guest, fabric)}};
-  const VmciCounters& vmci = guest.vmci.counters;
-  out["vmci"] = {{"ports", guest.vmci.ports.size()},
-                 {"queue_pairs", guest.vmci.queue_pairs.size()},
-                 {"notices_held", guest.vmci.held.size()},
-                 {"datagrams_sent", vmci.datagrams_sent},
-                 {"datagrams_refused", vmci.datagrams_refused},
-                 {"datagrams_received", vmci.datagrams_received},
-                 {"datagrams_dropped", vmci.datagrams_dropped}};
-  out["contexts"] = json::array();
-  for (const auto& [handle, context] : guest.contexts) out["contexts"].push_back({{"ctx", handle}});
-  out["pds"] = json::array();
-  for (const auto& [handle, pd] : guest.pds) out["pds"].push_back({{"pd", pd->number}, {"ctx", pd->context}, {"users", pd->users}});
-  engine::QpCounters totals = guest.totals;
-  out["qps"] = json::array();
-  for (auto& [handle, qp] : guest.qps) {
-    const engine::QpCounters counters = shard.direct().counters(*qp);
-    totals += counters;
-    if (qp->completes_for_srq() || qp->stands_for != nullptr) continue;
-    const auto& attributes = qp->core.attributes;
-    out["qps"].push_back({{"qpn", qp->core.qpn.value},
-                          {"type", type_name(qp->core.type)},
-                          {"state", state_name(qp->core.state)},
-                          {"mode", shard.direct().mode(*qp)},
-                          {"mediated_because", fabric.config.direct == "auto" && !qp->mediated_because.empty() ? json(qp->mediated_because) : json()},
-                          {"carrier", describe_way(fabric, qp->core)},
-                          {"pkey", qp->core.port.pkey == 0 ? json() : json(hosts::pkey_text(qp->core.port.pkey))},
-                          {"dest_qpn", attributes.dest_qp_num},
-                          {"sq_psn", attributes.sq_psn},
-                          {"rq_psn", attributes.rq_psn},
-                          {"dlid", attributes.path.dlid},
-                          {"dgid", attributes.path.is_global != 0 ? json(gid_text(std::to_array(attributes.path.dgid))) : json()},
-                          {"path_mtu", attributes.path_mtu == 0 ? 0 : engine::mtu_bytes(attributes.path_mtu)},
-                          {"pd", qp->pd->number},
-                          {"send_cq", qp->send_cq->handle.value},
-                          {"recv_cq", qp->receive_cq->handle.value},
-                          {"srq", qp->srq != nullptr ? qp->srq->handle.value : 0},
-                          {"max_send_wr", attributes.max_send_wr},
-                          {"max_recv_wr", attributes.max_recv_wr},
-                          {"counters", describe(counters)}});
-  }
-  out["counters"] = describe(totals);  // of all its queue pairs, those that are gone too
-  out["cqs"] = json::array();
-  for (auto& [handle, cq] : guest.cqs)
-    out["cqs"].push_back({{"cq", handle},
-                          {"ctx", cq->context},
-                          {"cqe", cq->cqe},
-                          {"completions", cq->produced},
-                          {"unpolled", unpolled(*cq)},
-                          {"users", cq->users.size()},
-                          {"channel", cq->channel != nullptr ? cq->channel->handle.value : 0},
-                          {"overrun", cq->overrun}});
-  out["srqs"] = json::array();
-  for (auto& [handle, srq] : guest.srqs)
-    out["srqs"].push_back({{"srq", handle}, {"pd", srq->pd->number}, {"max_wr", srq->core.max_wr}, {"taken", srq->core.taken_now()}, {"limit", srq->core.limit},
-                           {"qps", srq->users - (srq->completions != nullptr ? 1 : 0)},
-                           {"type", srq->completions != nullptr ? "XRC" : "BASIC"}, {"srqn", srq->completions != nullptr ? srq->completions->core.qpn.value : handle}});
-  out["cm_ids"] = describe_identifiers(guest, *fabric.cm);
-  out["mrs"] = json::array();
-  const char* const unmapped_by = guest.copier ? "guest-copy" : "process";
-  for (auto& [handle, slot] : guest.mrs) {
-    const Region& region = fabric.regions.slot(slot);
-    std::uint64_t mapped = 0;
-    for (const auto& piece : region.pieces) mapped += piece.host != nullptr ? piece.bytes : 0;
-    out["mrs"].push_back({{"mr", handle},
-                          {"key", region.key.value},
-                          {"address", hex(region.address, 0)},
-                          {"bytes", region.bytes},
-                          {"access", region.access},
-                          {"pd", region.pd},
-                          {"pieces", region.pieces.size()},
-                          {"mapped_bytes", mapped},
-                          {"path", mapped == region.bytes ? (!guest.machine ? "mapped" : guest.machine->in_bar ? "bar" : "pinned") : mapped != 0 ? "mixed" : unmapped_by},
-                          {"unmapped_by", mapped == region.bytes ? "none" : unmapped_by}});
-  }
-  return out;
-}
+using namespace shown;
 
 // Of the subnet, as everybody may see it: nothing of a tenant is in it.
 json describe(const hosts::Service& service, const std::string& folder) {
@@ -355,13 +143,24 @@ json describe_hca(Fabric& fabric) {
   return out;
 }
 
-}  // namespace
+// A destination leads to a guest of this host, by LID or by GID, and is then a copy, or to another host.
+json describe_route(const Guest& guest) {
+  json gids = json::array();
+  for (const auto& entry : guest.gids)
+    if (const auto text = gid_text(entry.gid); entry.gid != Gid{} && (gids.empty() || gids.back() != text)) gids.push_back(text);
+  const bool ethernet = guest.link_layer == link_layer_ethernet;
+  return json{{"guest", guest.id.value}, {"name", guest.name}, {"lid", ethernet ? 0 : guest.lid}, {"gids", gids}, {"via", "local"}};
+}
 
-void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer) {
+// What was sent last, or some of it.
+bool waits_to_be_read(const vmci::PacketSocket& socket) {
+  int bytes = 0;
+  return ::ioctl(socket.fd(), SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+// All but the guests and the routes to them.
+json describe_service(Shard& shard, const Viewer& viewer) {
   Fabric& fabric = shard.fabric();
-  Head reply{};
-  reply.record.control = (head.record.control & control_user_mask) | reply_bit;
-  reply.sequence = head.sequence;
   const bool all = viewer.all && viewer.machine.empty();
   // What is a tenant's.
   const auto owns = [&](uid_t tenant) { return all || (viewer.machine.empty() && tenant == viewer.uid); };
@@ -378,19 +177,6 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr},
                     {"all", viewer.all}};
-  out["guests"] = json::array();
-  for (auto& [id, guest] : fabric.guests)
-    if (viewer.sees(*guest)) out["guests"].push_back(describe(*guest, shard));
-  // A destination leads to a guest of this host, by LID or by GID, and is then a copy, or to another host.
-  out["routes"] = json::array();
-  for (auto& [id, guest] : fabric.guests) {
-    if (!viewer.sees(*guest)) continue;
-    json gids = json::array();
-    for (const auto& entry : guest->gids)
-      if (const auto text = gid_text(entry.gid); entry.gid != Gid{} && (gids.empty() || gids.back() != text)) gids.push_back(text);
-    const bool ethernet = guest->link_layer == link_layer_ethernet;
-    out["routes"].push_back({{"guest", id}, {"name", guest->name}, {"lid", ethernet ? 0 : guest->lid}, {"gids", gids}, {"via", "local"}});
-  }
   out["carriers"] = describe_carriers(fabric);
   out["groups"] = describe_groups(fabric, viewer);
   out["hca"] = describe_hca(fabric);
@@ -404,7 +190,7 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
   for (const auto& guest : fabric.departed)
     if (owns(guest.credentials.uid))
       out["departed"].push_back({{"guest", guest.id.value}, {"name", guest.name}, {"uid", guest.credentials.uid}, {"pid", guest.credentials.pid},
-                                 {"lid", guest.lid}, {"requests", guest.requests}, {"counters", describe(guest.totals)}});
+                                 {"lid", guest.lid}, {"requests", guest.requests}, {"counters", shown::describe(guest.totals)}});
   const auto& shards = fabric.shards.all();
   const auto moved_by_all = [&](const Tenant& tenant) {
     return std::accumulate(shards.begin(), shards.end(), std::uint64_t{0}, [&](std::uint64_t sum, const Shard* of) { return sum + of->moved_bytes(tenant); });
@@ -443,20 +229,100 @@ void answer_show(Shard& shard, const vmci::PacketSocket& socket, const Head& hea
     out["counters"]["dropped_far_datagrams"] = fabric.far->dropped_datagrams();
     out["counters"]["refused_pkeys"] = fabric.far->refused_pkeys();
   }
+  return out;
+}
 
-  // A guest chose its name: bytes that are not UTF-8 must not throw here.
-  const std::string text = out.dump(-1, ' ', false, json::error_handler_t::replace);
-  vmci::UniqueFd file(::memfd_create("vrdma-show", MFD_CLOEXEC));
-  std::size_t written = 0;
-  while (file && written < text.size()) {
-    const ssize_t n = ::write(file.get(), text.data() + written, text.size() - written);
-    if (n <= 0) break;
-    written += static_cast<std::size_t>(n);
+}  // namespace
+
+void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer) {
+  const auto refuse = [&](int status) { reply(socket, head, status); };
+  // What nobody takes is memory of this service's.
+  std::erase_if(unread_, [](const Unread& one) { return !waits_to_be_read(one.socket); });
+  const auto of_this_user = [&](const auto& one) { return one.uid == viewer.uid; };
+  const auto has = std::count_if(unread_.begin(), unread_.end(), of_this_user) +
+                   std::count_if(jobs_.begin(), jobs_.end(), [&](const auto& job) { return job->viewer.uid == viewer.uid; });
+  constexpr std::ptrdiff_t of_a_user_max = 16;
+  if (has >= of_a_user_max) return refuse(EBUSY);
+  try {
+    auto job = std::make_unique<Job>();
+    job->viewer = viewer;
+    job->head = head;
+    job->socket = vmci::PacketSocket(vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0)));
+    job->file.reset(::memfd_create("vrdma-show", MFD_CLOEXEC));
+    if (!job->socket || !job->file) return refuse(value(last_error()));
+    for (const auto& [id, guest] : shard_.fabric().guests)
+      if (viewer.sees(*guest)) job->guests.push_back(id);
+    std::sort(job->guests.begin(), job->guests.end());
+    job->text = "{\"guests\":[";
+    jobs_.push_back(std::move(job));
+    if (jobs_.size() == 1) step_soon();
+  } catch (const std::bad_alloc&) {
+    refuse(ENOMEM);
   }
-  const int fd = file.get();
-  if (!file || written != text.size()) reply.status = ENOMEM;
-  const auto packet = std::as_bytes(std::span(&reply, 1));
-  (void)(reply.status == 0 ? socket.send(packet, std::span(&fd, 1)) : socket.send(packet));
+}
+
+void ShowDesk::step_soon() {
+  shard_.submit([this](Shard&) { step(); });
+}
+
+// One slice of the oldest answer, once in a turn of the shard, whatever else there is to do.
+void ShowDesk::step() {
+  if (shard_.counters().turns == stepped_in_turn_) return step_soon();
+  stepped_in_turn_ = shard_.counters().turns;
+  Job& job = *jobs_.front();
+  int status = 0;
+  bool done = false;
+  try {
+    done = write_some(job);
+    if (done) {
+      const std::string rest = text_of(describe_service(shard_, job.viewer));
+      job.text += "],\"routes\":[" + job.routes + "]," + rest.substr(1);
+    }
+  } catch (const std::bad_alloc&) {
+    status = ENOMEM;
+  }
+  for (std::string_view left = job.text; status == 0 && !left.empty();) {
+    const ssize_t n = ::write(job.file.get(), left.data(), left.size());
+    if (n <= 0) status = ENOMEM;
+    else left.remove_prefix(static_cast<std::size_t>(n));
+  }
+  job.text.clear();
+  if (!done && status == 0) return step_soon();
+  reply(job.socket, job.head, status, job.file.get());
+  if (status == 0 && waits_to_be_read(job.socket)) unread_.push_back({job.viewer.uid, std::move(job.socket)});
+  jobs_.pop_front();
+  if (!jobs_.empty()) step_soon();
+}
+
+// True: all guests are written down.
+bool ShowDesk::write_some(Job& job) {
+  constexpr std::uint64_t slice_ns = 50'000;
+  const std::uint64_t until = vmci::monotonic_ns() + slice_ns;
+  while (job.next < job.guests.size()) {
+    const auto found = shard_.fabric().guests.find(job.guests[job.next]);
+    Guest* const guest = found != shard_.fabric().guests.end() ? found->second.get() : nullptr;
+    if (!job.inside && guest != nullptr) {
+      if (!job.routes.empty()) job.routes += ',', job.text += ',';
+      job.routes += text_of(describe_route(*guest));
+      job.guest = ShownGuest();
+      job.guest.begin(*guest, shard_, job.text);
+      job.inside = true;
+    } else if (guest == nullptr || !job.guest.go_on(*guest, shard_, job.text)) {
+      if (std::exchange(job.inside, false)) job.guest.end(job.text);
+      ++job.next;
+    }
+    if (vmci::monotonic_ns() >= until) return false;
+  }
+  return true;
+}
+
+void ShowDesk::reply(const vmci::PacketSocket& socket, const Head& head, int status, int file) {
+  Head out{};
+  out.record.control = (head.record.control & control_user_mask) | reply_bit;
+  out.sequence = head.sequence;
+  out.status = status;
+  const auto packet = std::as_bytes(std::span(&out, 1));
+  (void)(status == 0 ? socket.send(packet, std::span(&file, 1)) : socket.send(packet));
 }
 
 }  // namespace vrdma::svc

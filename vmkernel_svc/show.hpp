@@ -1,10 +1,15 @@
 // What `vrdma show` and the metrics see: the service's objects as JSON, written to a memfd that travels with the reply. A tool sees
-// the objects of its own uid; root and the service's user see all. Runs on the shard's thread.
+// the objects of its own uid; root and the service's user see all. Runs on the first shard's thread, alone, but not for long at a time: an
+// answer is a picture of each object, not of one moment.
 #pragma once
 
+#include <deque>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "vmkernel_svc/shard.hpp"
+#include "vmkernel_svc/show_guest.hpp"
 
 namespace vrdma::svc {
 
@@ -19,6 +24,37 @@ struct Viewer {
   bool sees(const Guest& guest) const;
 };
 
-void answer_show(Shard& shard, const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer);
+class ShowDesk {
+ public:
+  explicit ShowDesk(Shard& shard) : shard_(shard) {}
+  // Answered later. EBUSY: this user has many that were not answered yet, or that were and nobody has read.
+  void ask(const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer);
+
+ private:
+  struct Job {
+    Viewer viewer;
+    control::Head head;
+    vmci::PacketSocket socket;
+    vmci::UniqueFd file;
+    std::vector<std::uint32_t> guests;
+    std::string text, routes;
+    ShownGuest guest;
+    std::size_t next = 0;  // of the guests
+    bool inside = false;   // of that one
+  };
+  struct Unread {
+    uid_t uid;
+    vmci::PacketSocket socket;
+  };
+  void step_soon();
+  void step();
+  bool write_some(Job& job);
+  static void reply(const vmci::PacketSocket& socket, const control::Head& head, int status, int file = -1);
+
+  Shard& shard_;
+  std::deque<std::unique_ptr<Job>> jobs_;
+  std::vector<Unread> unread_;
+  std::uint64_t stepped_in_turn_ = 0;
+};
 
 }  // namespace vrdma::svc

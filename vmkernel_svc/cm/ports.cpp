@@ -10,8 +10,6 @@ namespace vrdma::svc {
 
 namespace {
 
-constexpr std::uint16_t dynamic_first = 32768, dynamic_last = 60999;  // net.ipv4.ip_local_port_range
-
 // The ports of an HCA's GID, which any of AF_IB is, too, are neither another HCA's nor those of IP addresses.
 bool has_gid(const CmIdentifier& one, const Gid& gid) { return one.source.family == AF_IB && one.guest->gids[0].gid == gid; }
 
@@ -42,16 +40,20 @@ Status CmPorts::take(CmIdentifier& one) {
   if (key.port != 0) {
     if (!is_free(key, one)) return Errno{EADDRINUSE};
   } else {
-    constexpr std::uint32_t count = dynamic_last - dynamic_first + 1;
-    std::uint32_t tried = 0;
+    const auto found = dynamic_.find({key.network, key.port_space});
+    if (found != dynamic_.end() && found->second.count == dynamic_count) return Errno{EADDRNOTAVAIL};
+    const auto* const picture = found != dynamic_.end() ? found->second.taken.get() : nullptr;
+    bool is_taken;
     do {
-      if (tried++ == count) return Errno{EADDRNOTAVAIL};
       key.port = static_cast<std::uint16_t>(dynamic_first + next_);
-      next_ = static_cast<std::uint16_t>((next_ + 1) % count);
-    } while (taken_.contains(key));
+      is_taken = picture != nullptr ? (*picture)[next_] : taken_.contains(key);
+      next_ = static_cast<std::uint16_t>((next_ + 1) % dynamic_count);
+    } while (is_taken);
   }
   one.source.port = key.port;
-  taken_[key].push_back(&one);
+  auto& holders = taken_[key];
+  holders.push_back(&one);
+  if (holders.size() == 1) mark(key, true);
   one.holds_port = true;
   return ok();
 }
@@ -62,7 +64,30 @@ void CmPorts::give_back(CmIdentifier& one) {
   const auto found = taken_.find({one.network, one.space_of_port(), one.source.port});
   if (found == taken_.end()) return;
   std::erase(found->second, &one);
-  if (found->second.empty()) taken_.erase(found);
+  if (!found->second.empty()) return;
+  const Key key = found->first;
+  taken_.erase(found);
+  mark(key, false);
+}
+
+void CmPorts::mark(const Key& key, bool taken) {
+  if (key.port < dynamic_first || key.port > dynamic_last) return;
+  const auto space = dynamic_.try_emplace({key.network, key.port_space}).first;
+  Dynamic& ports = space->second;
+  ports.count += taken ? 1 : ~0u;
+  if (ports.taken) ports.taken->set(key.port - dynamic_first, taken);
+  if (ports.count == 0) {
+    dynamic_.erase(space);
+  } else if (ports.count < many / 2) {
+    ports.taken.reset();
+  } else if (ports.count > many && !ports.taken) {
+    ports.taken = std::make_unique<std::bitset<dynamic_count>>();
+    Key last = key;
+    last.port = dynamic_last;
+    Key first = key;
+    first.port = dynamic_first;
+    for (auto at = taken_.lower_bound(first); at != taken_.end() && !(last < at->first); ++at) ports.taken->set(at->first.port - dynamic_first);
+  }
 }
 
 Status CmPorts::may_listen(const CmIdentifier& one) const {

@@ -2,8 +2,11 @@
 // others. Used by the shard's thread only.
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "vmkernel_svc/cm/identifier.hpp"
@@ -33,7 +36,19 @@ class CmPorts {
   CmIdentifier* at(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at, bool listening) const;
   bool is_free(const Key& key, const CmIdentifier& one) const;
 
+  // Ports that are given to whoever names none: net.ipv4.ip_local_port_range.
+  static constexpr std::uint16_t dynamic_first = 32768, dynamic_last = 60999, dynamic_count = dynamic_last - dynamic_first + 1;
+  // Those of a namespace's port space, where any are taken. Of many there is a picture, so that looking for a free one among few takes no
+  // longer than among many.
+  struct Dynamic {
+    std::uint32_t count = 0;
+    std::unique_ptr<std::bitset<dynamic_count>> taken;
+  };
+  static constexpr std::uint32_t many = 1024;
+  void mark(const Key& key, bool taken);
+
   std::map<Key, std::vector<CmIdentifier*>> taken_;
+  std::map<std::pair<CmNetwork, std::uint32_t>, Dynamic> dynamic_;
   std::uint16_t next_ = 0;  // of the dynamic ones
 };
 

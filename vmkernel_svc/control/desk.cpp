@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "vmkernel_svc/guest_mail.hpp"
 #include "vmkernel_svc/memory_reserve.hpp"
@@ -125,15 +126,19 @@ bool ControlDesk::answer(Guest& guest, const Head& head, std::span<const std::by
   const std::uint32_t user = head.record.control & control_user_mask;
   bool done = true;
   const bool possible = may_begin(static_cast<Request>(user));
-  switch (possible ? static_cast<Request>(user) : Request::none) {
-#define VRDMA_CASE(name, request, reply_type, socket)                        \
-  case Request::name:                                                        \
-    done = dispatch<Request::name>(guest, body, reply, reply_bytes, status); \
-    break;
-    VRDMA_CONTROL_REQUESTS(VRDMA_CASE)
+  try {
+    switch (possible ? static_cast<Request>(user) : Request::none) {
+#define VRDMA_CASE(name, request, reply_type, socket)                          \
+    case Request::name:                                                        \
+      done = dispatch<Request::name>(guest, body, reply, reply_bytes, status); \
+      break;
+      VRDMA_CONTROL_REQUESTS(VRDMA_CASE)
 #undef VRDMA_CASE
-    default:
-      status = possible ? EOPNOTSUPP : ENOMEM;
+      default:
+        status = possible ? EOPNOTSUPP : ENOMEM;
+    }
+  } catch (const std::bad_alloc&) {  // for more than is kept in reserve: what was begun is the guest's until it goes
+    status = ENOMEM;
   }
   if (!done) return false;
   VRDMA_CRASH_POINT("service.control.executed");

@@ -199,7 +199,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
       request.address + request.bytes < request.address || request.iova + request.bytes < request.iova)
     return guest.staged.clear(), Errno{EINVAL};
   Tenant& tenant = *guest.tenant;
-  if (guest.mrs.size() >= limits::mr_max) return guest.staged.clear(), Errno{ENOMEM};
+  if (guest.mrs.size() >= limits::mr_max || !fabric_.regions.make_room()) return guest.staged.clear(), Errno{ENOMEM};
   const std::uint64_t held = Region::on_demand(request.access) ? 0 : request.bytes;
   if (held > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes) ||
       !tenant.take_object())

@@ -25,7 +25,7 @@ template <>
 Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocMwRequest& request) {
   ProtectionDomain* const pd = find(guest.pds, request.pd);
   if (pd == nullptr || (request.type != type_1 && request.type != type_2)) return Errno{EINVAL};
-  if (guest.mws.size() >= limits::mw_max) return Errno{ENOMEM};
+  if (guest.mws.size() >= limits::mw_max || !fabric_.regions.make_room()) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   std::uint32_t slot;
   Region* const region = fabric_.regions.add_window(slot);

@@ -2,6 +2,8 @@
 
 #include <sys/random.h>
 
+#include <new>
+
 namespace vrdma::svc {
 
 namespace {
@@ -25,11 +27,22 @@ std::uint32_t RegionTable::new_key() {
   }
 }
 
-Region& RegionTable::take_slot(std::uint32_t& slot) {
-  if (free_.empty()) {
-    free_.push_back(static_cast<std::uint32_t>(regions_.size()));
+// What grows at once by more than is kept in reserve (memory_reserve.hpp): a block of regions, a table of keys.
+bool RegionTable::make_room() {
+  try {
+    if (by_key_.size() >= by_key_.max_load()) by_key_.reserve(by_key_.size() + 1);
+    if (windows_.size() >= windows_.max_load()) windows_.reserve(windows_.size() + 1);
+    if (free_.capacity() <= regions_.size()) free_.reserve(2 * regions_.size() + 64);
+    if (!free_.empty()) return true;
     regions_.emplace_back();
+    free_.push_back(static_cast<std::uint32_t>(regions_.size() - 1));
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
+}
+
+Region& RegionTable::take_slot(std::uint32_t& slot) {
   slot = free_.back();
   free_.pop_back();
   Region& region = regions_[slot];

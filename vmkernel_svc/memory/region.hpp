@@ -71,6 +71,8 @@ class RegionTable {
  public:
   RegionTable();
 
+  // Before add() or add_window(). False: there is no memory for one more; nothing has changed.
+  bool make_room();
   // A free slot with a new generation and an unguessable key that no other region has or had recently.
   Region& add(std::uint32_t& slot);
   // A memory window, bound to nothing: its keys are its first one and those that differ from it in the last 8 bits. nullptr: there are too many
