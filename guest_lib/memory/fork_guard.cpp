@@ -23,9 +23,10 @@ void* map_private(std::size_t bytes) {
 bool ForkGuard::reserve(std::size_t count) {
   if (count <= piece_capacity_) return true;
   const std::size_t capacity = std::max<std::size_t>(count, std::max<std::size_t>(64, piece_capacity_ * 2));
-  void* pieces = piece_capacity_ == 0
-                     ? map_private(capacity * sizeof(Piece))
-                     : ::mremap(pieces_, piece_capacity_ * sizeof(Piece), capacity * sizeof(Piece), MREMAP_MAYMOVE);
+  // The system call: mremap() is ours (interpose.cpp), and waits for the lock that the thread that forks holds.
+  void* pieces = piece_capacity_ == 0 ? map_private(capacity * sizeof(Piece))
+                                      : reinterpret_cast<void*>(::syscall(SYS_mremap, pieces_, piece_capacity_ * sizeof(Piece),
+                                                                          capacity * sizeof(Piece), MREMAP_MAYMOVE));
   if (pieces == nullptr || pieces == MAP_FAILED) return false;
   pieces_ = static_cast<Piece*>(pieces);
   piece_capacity_ = capacity;

@@ -137,6 +137,36 @@ TEST_CASE("An allocator whose fork handler waits for a thread that is in madvise
   CHECK(m.p[3 * page] == 1);
 }
 
+// The list of them grows while the thread that forks holds the lock, and lies where mremap() looks for registered pages: below one of
+// them, which is above all that the kernel maps, and above another.
+TEST_CASE("A fork with many separate pieces registered ends, wherever the list of them lies") {
+  CHECK(in_child_under_watchdog([] {
+          constexpr std::uint64_t pieces = 70;
+          alignas(page) static unsigned char lowest[page];
+          auto* const highest = reinterpret_cast<unsigned char*>(page_floor(at(__builtin_frame_address(0))) - (64 << 20));
+          if (::mmap(highest, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != highest) return 1;
+          unsigned char* const p = map_anonymous(2 * pieces * page);
+          std::memset(p, 1, 2 * pieces * page);
+          lowest[0] = *highest = 1;
+          Service service;
+          MemoryManager manager(service.backings());
+          std::vector<Registration> live;
+          const auto add = [&](unsigned char* what) {
+            auto r = manager.add(at(what), page, writable_access);
+            if (r) live.push_back(std::move(*r));
+            return r.has_value();
+          };
+          if (!add(lowest) || !add(highest)) return 2;
+          for (std::uint64_t i = 0; i < pieces; ++i)
+            if (!add(p + 2 * i * page)) return 3;
+          return in_child([&] {
+            for (std::uint64_t i = 0; i < pieces; ++i)
+              if (p[2 * i * page] != 1) return 4;
+            return lowest[0] == 1 && *highest == 1 ? 0 : 5;
+          });
+        }) == 0);
+}
+
 TEST_CASE("A child made by the bare system call cannot write to the parent's memory") {
   Moved m;
   REQUIRE_MOVED(m);
