@@ -370,6 +370,74 @@ TEST_CASE("An application that closes every descriptor keeps its memory and its 
   ::close(file);
 }
 
+namespace {
+
+// So many descriptors as there are, and no more: false.
+bool allow_no_more_descriptors() {
+  const struct rlimit none { 0, 0 };
+  return ::setrlimit(RLIMIT_NOFILE, &none) == 0 && ::open("/dev/null", O_RDONLY) == -1 && errno == EMFILE;
+}
+
+// What a program may do with memory that it has registered, without a file that could be opened: 0, or what went wrong. In a child of its own.
+int use_registered_memory(Moved& m) {
+  if (in_child([&] { return m.p[0] == 1 && m.p[m.bytes - 1] == 1 ? 0 : 1; }) != 0) return 11;
+  if (::madvise(m.p + page, 2 * page, MADV_DONTNEED) != 0 || m.p[page] != 0 || m.p[3 * page] != 1) return 12;
+  m.manager.remove(std::move(m.registration));
+  if (::madvise(m.p + 4 * page, page, MADV_DONTNEED) != 0 || m.p[4 * page] != 0 || m.p[5 * page] != 1) return 13;
+  auto again = m.manager.add(at(m.p), m.bytes, writable_access);
+  if (!again || !in_window(*again)) return 14;
+  auto* const longer = static_cast<unsigned char*>(::mremap(m.p, m.bytes, 100 * m.bytes, MREMAP_MAYMOVE));
+  if (longer == MAP_FAILED || longer[0] != 1 || longer[page] != 0 || longer[m.bytes - 1] != 1 || longer[m.bytes] != 0) return 15;
+  return 0;
+}
+
+}  // namespace
+
+TEST_CASE("Memory that was registered is what it is also at the limit of descriptors, and behind a chroot without /proc") {
+  // Alone: to hold other threads back takes a descriptor, and to count them /proc.
+  bool in_empty_root = false;
+  SUBCASE("no descriptor left") {}
+  SUBCASE("an empty root") { in_empty_root = true; }
+  char root[] = "/tmp/vrdma-memory-XXXXXX";
+  REQUIRE(::mkdtemp(root) != nullptr);
+  const int ended = in_child([&] {
+    if (thread_count() != 1) return 77;
+    Moved m;
+    if (in_empty_root) {
+      if (::chroot(root) != 0) return 78;
+      return in_child([&] { return m.p[0] == 1 && m.p[m.bytes - 1] == 1 ? 0 : 1; });
+    }
+    return allow_no_more_descriptors() ? use_registered_memory(m) : 1;
+  });
+  ::rmdir(root);
+  REQUIRE_OR_SKIP(ended != 77, "a second thread");
+  REQUIRE_OR_SKIP(ended != 78, "may not chroot");
+  CHECK(ended == 0);
+}
+
+TEST_CASE("Where nobody can tell what is mapped, a fork's child has what it finds nothing at, and nothing is changed without saying so") {
+  CHECK(in_child([] {
+          Moved m;
+          if (!m.works()) return 0;
+          const int window = *m.manager.window_fd(), other = ::open("/dev/zero", O_RDONLY);
+          for (int fd = 3; fd < 1024; ++fd)
+            if (fd != window && fd != other && ::fcntl(fd, F_GETFD) != -1) ::dup2(other, fd);  // as closefrom() and open() would
+          // Of the application's own since.
+          map_anonymous(2 * page, m.p + 4 * page)[0] = 9;
+          ::munmap(m.p + 8 * page, page);
+          if (!allow_no_more_descriptors()) return 1;
+          const int child = in_child([&] {
+            if (m.p[0] != 1 || m.p[m.bytes - 1] != 1 || m.p[4 * page] != 9 || m.p[5 * page] != 0) return 1;
+            std::memset(m.p, 7, 4 * page);
+            return 0;
+          });
+          if (child != 0 || m.p[0] != 1) return 2;
+          if (::madvise(m.p, page, MADV_DONTNEED) != -1 || errno != EAGAIN || m.p[0] != 1) return 3;
+          if (::mremap(m.p, 4 * page, 8 * page, MREMAP_MAYMOVE) != MAP_FAILED || m.p[0] != 1) return 4;
+          return 0;
+        }) == 0);
+}
+
 TEST_CASE("A file size limit keeps memory with the process and raises no signal") {
   CHECK(in_child([] {
           const struct rlimit limit { 1 << 20, 1 << 20 };
