@@ -1,4 +1,5 @@
-// What this library itself asks of the kernel by names that other preloaded libraries stand in for: sockets, polls, files. By --wrap of the
+// What this library itself asks of the kernel by names that other preloaded libraries stand in for: sockets, polls, files; and by names that it
+// stands in for itself, with a lock to take (madvise, mremap: memory/interpose.cpp), which it may hold already. By --wrap of the
 // linker every such call of the library's comes here, and goes to the kernel, as libibverbs makes none that others would see. librspreload,
 // whose sockets are made of our verbs, would else give us one of its own, or wait for itself; libvma, tsocks and others do likewise.
 // Not in sanitized builds, whose runtime follows descriptors by these names.
@@ -7,6 +8,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -41,6 +43,14 @@ ssize_t __wrap_read(int fd, void* to, std::size_t bytes) { return wait_for(SYS_r
 ssize_t __wrap_write(int fd, const void* from, std::size_t bytes) { return wait_for(SYS_write, fd, from, bytes); }
 int __wrap_close(int fd) { return static_cast<int>(::syscall(SYS_close, fd)); }
 int __wrap_dup3(int from, int to, int flags) { return static_cast<int>(::syscall(SYS_dup3, from, to, flags)); }
+int __wrap_madvise(void* address, std::size_t bytes, int advice) { return static_cast<int>(::syscall(SYS_madvise, address, bytes, advice)); }
+void* __wrap_mremap(void* address, std::size_t old_bytes, std::size_t new_bytes, int flags, ...) {
+  std::va_list more;
+  va_start(more, flags);
+  void* const target = va_arg(more, void*);  // or none
+  va_end(more);
+  return reinterpret_cast<void*>(::syscall(SYS_mremap, address, old_bytes, new_bytes, flags, target));
+}
 int __wrap_fcntl(int fd, int command, ...) {
   std::va_list more;
   va_start(more, command);

@@ -24,6 +24,7 @@ class ForkGuard {
   // Before the fork: copies what is mapped of `resident`. Without memory for it the child finds its pages inaccessible:
   // it crashes on touching them rather than reading anything else or writing to the parent.
   // inherited: the child shares these pages with its parent until install().
+  // Where nobody can tell what is mapped, all of `resident` is copied, and the child has it where it finds nothing.
   void copy(const Window& window, const PageCounts& resident, bool inherited);
   // Between copy() and the fork, by any thread: the child is to find zeroes in `range`, whole pages.
   void clear(Range range) const;
@@ -37,9 +38,11 @@ class ForkGuard {
     Range range;
     std::uint64_t copy_offset;
     std::uint64_t protection;
+    bool seen;  // mapped in place
   };
   bool reserve(std::size_t count);
   void discard();
+  void install(Range range, std::uint64_t copy_offset, int protection);
   void list_pieces(const Window& window, const PageCounts& resident);
   void advise(const Window& window, int advice) const;
 

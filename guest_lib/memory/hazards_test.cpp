@@ -137,6 +137,36 @@ TEST_CASE("An allocator whose fork handler waits for a thread that is in madvise
   CHECK(m.p[3 * page] == 1);
 }
 
+// The list of them grows while the thread that forks holds the lock, and lies where mremap() looks for registered pages: below one of
+// them, which is above all that the kernel maps, and above another.
+TEST_CASE("A fork with many separate pieces registered ends, wherever the list of them lies") {
+  CHECK(in_child_under_watchdog([] {
+          constexpr std::uint64_t pieces = 70;
+          alignas(page) static unsigned char lowest[page];
+          auto* const highest = reinterpret_cast<unsigned char*>(page_floor(at(__builtin_frame_address(0))) - (64 << 20));
+          if (::mmap(highest, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != highest) return 1;
+          unsigned char* const p = map_anonymous(2 * pieces * page);
+          std::memset(p, 1, 2 * pieces * page);
+          lowest[0] = *highest = 1;
+          Service service;
+          MemoryManager manager(service.backings());
+          std::vector<Registration> live;
+          const auto add = [&](unsigned char* what) {
+            auto r = manager.add(at(what), page, writable_access);
+            if (r) live.push_back(std::move(*r));
+            return r.has_value();
+          };
+          if (!add(lowest) || !add(highest)) return 2;
+          for (std::uint64_t i = 0; i < pieces; ++i)
+            if (!add(p + 2 * i * page)) return 3;
+          return in_child([&] {
+            for (std::uint64_t i = 0; i < pieces; ++i)
+              if (p[2 * i * page] != 1) return 4;
+            return lowest[0] == 1 && *highest == 1 ? 0 : 5;
+          });
+        }) == 0);
+}
+
 TEST_CASE("A child made by the bare system call cannot write to the parent's memory") {
   Moved m;
   REQUIRE_MOVED(m);
@@ -338,6 +368,74 @@ TEST_CASE("An application that closes every descriptor keeps its memory and its 
   ::close(window);
   ::close(kept);
   ::close(file);
+}
+
+namespace {
+
+// So many descriptors as there are, and no more: false.
+bool allow_no_more_descriptors() {
+  const struct rlimit none { 0, 0 };
+  return ::setrlimit(RLIMIT_NOFILE, &none) == 0 && ::open("/dev/null", O_RDONLY) == -1 && errno == EMFILE;
+}
+
+// What a program may do with memory that it has registered, without a file that could be opened: 0, or what went wrong. In a child of its own.
+int use_registered_memory(Moved& m) {
+  if (in_child([&] { return m.p[0] == 1 && m.p[m.bytes - 1] == 1 ? 0 : 1; }) != 0) return 11;
+  if (::madvise(m.p + page, 2 * page, MADV_DONTNEED) != 0 || m.p[page] != 0 || m.p[3 * page] != 1) return 12;
+  m.manager.remove(std::move(m.registration));
+  if (::madvise(m.p + 4 * page, page, MADV_DONTNEED) != 0 || m.p[4 * page] != 0 || m.p[5 * page] != 1) return 13;
+  auto again = m.manager.add(at(m.p), m.bytes, writable_access);
+  if (!again || !in_window(*again)) return 14;
+  auto* const longer = static_cast<unsigned char*>(::mremap(m.p, m.bytes, 100 * m.bytes, MREMAP_MAYMOVE));
+  if (longer == MAP_FAILED || longer[0] != 1 || longer[page] != 0 || longer[m.bytes - 1] != 1 || longer[m.bytes] != 0) return 15;
+  return 0;
+}
+
+}  // namespace
+
+TEST_CASE("Memory that was registered is what it is also at the limit of descriptors, and behind a chroot without /proc") {
+  // Alone: to hold other threads back takes a descriptor, and to count them /proc.
+  bool in_empty_root = false;
+  SUBCASE("no descriptor left") {}
+  SUBCASE("an empty root") { in_empty_root = true; }
+  char root[] = "/tmp/vrdma-memory-XXXXXX";
+  REQUIRE(::mkdtemp(root) != nullptr);
+  const int ended = in_child([&] {
+    if (thread_count() != 1) return 77;
+    Moved m;
+    if (in_empty_root) {
+      if (::chroot(root) != 0) return 78;
+      return in_child([&] { return m.p[0] == 1 && m.p[m.bytes - 1] == 1 ? 0 : 1; });
+    }
+    return allow_no_more_descriptors() ? use_registered_memory(m) : 1;
+  });
+  ::rmdir(root);
+  REQUIRE_OR_SKIP(ended != 77, "a second thread");
+  REQUIRE_OR_SKIP(ended != 78, "may not chroot");
+  CHECK(ended == 0);
+}
+
+TEST_CASE("Where nobody can tell what is mapped, a fork's child has what it finds nothing at, and nothing is changed without saying so") {
+  CHECK(in_child([] {
+          Moved m;
+          if (!m.works()) return 0;
+          const int window = *m.manager.window_fd(), other = ::open("/dev/zero", O_RDONLY);
+          for (int fd = 3; fd < 1024; ++fd)
+            if (fd != window && fd != other && ::fcntl(fd, F_GETFD) != -1) ::dup2(other, fd);  // as closefrom() and open() would
+          // Of the application's own since.
+          map_anonymous(2 * page, m.p + 4 * page)[0] = 9;
+          ::munmap(m.p + 8 * page, page);
+          if (!allow_no_more_descriptors()) return 1;
+          const int child = in_child([&] {
+            if (m.p[0] != 1 || m.p[m.bytes - 1] != 1 || m.p[4 * page] != 9 || m.p[5 * page] != 0) return 1;
+            std::memset(m.p, 7, 4 * page);
+            return 0;
+          });
+          if (child != 0 || m.p[0] != 1) return 2;
+          if (::madvise(m.p, page, MADV_DONTNEED) != -1 || errno != EAGAIN || m.p[0] != 1) return 3;
+          if (::mremap(m.p, 4 * page, 8 * page, MREMAP_MAYMOVE) != MAP_FAILED || m.p[0] != 1) return 4;
+          return 0;
+        }) == 0);
 }
 
 TEST_CASE("A file size limit keeps memory with the process and raises no signal") {

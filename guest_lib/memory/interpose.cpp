@@ -52,7 +52,10 @@ extern "C" __attribute__((visibility("default"))) void* mremap(void* address, si
     target = va_arg(rest, void*);
     va_end(rest);
   }
-  MemoryManager::before_mremap(reinterpret_cast<std::uint64_t>(address), old_bytes);
+  if (!MemoryManager::before_mremap(reinterpret_cast<std::uint64_t>(address), old_bytes)) {
+    errno = ENOMEM;  // made longer it would have at its end whatever the window has there
+    return MAP_FAILED;
+  }
   return vrdma::memory::remap(next_mremap.get(), address, old_bytes, new_bytes, flags, target);
 }
 

@@ -70,6 +70,7 @@ Result<int> MemoryManager::window_fd_locked() {
     return window.error();
   }
   window_ = std::move(*window);
+  keep_maps();  // from when on there is memory that nothing may be done to before it has been looked at
   return window_.fd();
 }
 

@@ -99,9 +99,9 @@ class MemoryManager {
   Statistics statistics();
 
   // For the interposed functions, which run in any thread at any time. madvise: what to return, or nothing where the
-  // caller shall do it. before_mremap: takes the range out of the window, so that it can move.
+  // caller shall do it. before_mremap: takes the range out of the window, so that it can move; false: nobody can tell what is there.
   static std::optional<int> on_madvise(std::uint64_t address, std::uint64_t bytes, int advice);
-  static void before_mremap(std::uint64_t address, std::uint64_t bytes);
+  static bool before_mremap(std::uint64_t address, std::uint64_t bytes);
 
  private:
   struct File {
@@ -148,7 +148,7 @@ class MemoryManager {
 
   std::optional<int> advise(Range range, int advice);
   std::optional<int> advise_beside_fork(Range range, int advice, bool& visited);
-  void evict(Range range);
+  bool evict(Range range);
 
   [[gnu::constructor(101)]] static void watch_forks();
   static void before_fork();

@@ -89,6 +89,7 @@ void MemoryManager::after_fork_in_child() {
 
 void MemoryManager::become_child() {
   ++generation_;
+  forget_maps();
   held_.reset();
   by_process_.reset();
   resident_.reset();
@@ -150,7 +151,7 @@ std::optional<int> MemoryManager::advise_beside_fork(Range range, int advice, bo
 std::optional<int> MemoryManager::advise(Range range, int advice) {
   if (!resident_->any(range)) return std::nullopt;
   auto reader = VmaReader::open();
-  if (!reader) return std::nullopt;
+  if (!reader) return EAGAIN;  // the kernel would leave old contents, of which allocators believe that they are zero
   int result = 0;
   for (std::uint64_t at = range.begin; at < range.end;) {
     const auto vma = reader->at_or_after(at);
@@ -171,24 +172,25 @@ std::optional<int> MemoryManager::advise(Range range, int advice) {
   return result;
 }
 
-void MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
+bool MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
   MemoryManager* self = instance.load(std::memory_order_acquire);
-  if (self == nullptr || address % page_bytes() != 0 || address + bytes < address) return;
+  if (self == nullptr || address % page_bytes() != 0 || address + bytes < address) return true;
   const Range hint{self->resident_begin_.load(std::memory_order_relaxed),
                    self->resident_end_.load(std::memory_order_relaxed)};
   const Range range{address, page_ceiling(address + bytes)};
-  if (range.empty() || !range.overlaps(hint)) return;
+  if (range.empty() || !range.overlaps(hint)) return true;
   Locked lock(*self);
-  self->evict(range);
+  return self->evict(range);
 }
 
-void MemoryManager::evict(Range range) {
+bool MemoryManager::evict(Range range) {
   const OtherThreads others = other_threads();
   for (std::uint64_t at = range.begin; at < range.end;) {
     const Range run = resident_->first_overlap({at, range.end});
-    if (run.empty()) return;
+    if (run.empty()) return true;
     auto reader = VmaReader::open();
     const auto vma = reader ? reader->at_or_after(run.begin) : Result<Vma>(reader.error());
+    if (!vma && vma.error() != Errno{ENOENT}) return false;
     if (!vma || vma->range.begin >= run.end) {
       at = run.end;
       continue;
@@ -205,6 +207,7 @@ void MemoryManager::evict(Range range) {
       // Marked resident without being mapped in place: found out, and harmless, at the next look.
     }
   }
+  return true;
 }
 
 }  // namespace vrdma::memory

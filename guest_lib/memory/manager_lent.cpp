@@ -39,6 +39,7 @@ void MemoryManager::move_to_lent_pages() {
   if (lends_ || window_) return;
   lent_.emplace(&*pool_);
   window_ = Window::over(*lent_);
+  keep_maps();
   lends_.store(true, std::memory_order_relaxed);
 }
 

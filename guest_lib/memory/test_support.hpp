@@ -2,6 +2,7 @@
 #pragma once
 
 #include <doctest/doctest.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -83,6 +84,20 @@ int in_child(F&& body) {
   if (child == 0) ::_exit(body());
   int status = 0;
   ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+// The same of a body that may hang with signals blocked; 1000 + SIGKILL then.
+template <class F>
+int in_child_under_watchdog(F&& body) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(body());
+  int status = 0;
+  constexpr int tries = 6000;  // a minute
+  for (int i = 0; ::waitpid(child, &status, WNOHANG) == 0; ++i) {
+    if (i == tries) ::kill(child, SIGKILL);
+    ::usleep(10'000);
+  }
   return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 

@@ -1,16 +1,14 @@
 #include "guest_lib/memory/threads.hpp"
 
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/auxv.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <charconv>
 #include <cstring>
 
-#include "vmci_channel/unique_fd.hpp"
+#include "guest_lib/memory/raw_file.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -27,7 +25,7 @@ constexpr std::size_t name_offset = 19;
 // f(tid) for each thread; returns how many, 0 on failure.
 template <class F>
 std::uint64_t for_each_thread(F&& f) {
-  const vmci::UniqueFd directory(::open("/proc/self/task", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const vmci::UniqueFd directory = raw_open("/proc/self/task", O_RDONLY | O_DIRECTORY);
   if (!directory) return 0;
   alignas(std::uint64_t) char buffer[4096];
   std::uint64_t count = 0;
@@ -53,7 +51,7 @@ std::uint64_t for_each_thread(F&& f) {
 std::uint64_t thread_count() {
   // The directory has a link per thread besides its own two; one system call instead of four.
   struct stat status;
-  if (::stat("/proc/self/task", &status) == 0 && status.st_nlink > 2) return status.st_nlink - 2;
+  if (raw_stat("/proc/self/task", status) && status.st_nlink > 2) return status.st_nlink - 2;
   return for_each_thread([](int) {});
 }
 

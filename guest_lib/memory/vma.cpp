@@ -1,14 +1,22 @@
 #include "guest_lib/memory/vma.hpp"
 
-#include <fcntl.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <charconv>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "guest_lib/memory/high_descriptor.hpp"
+#include "guest_lib/memory/raw_file.hpp"
+#include "guest_lib/memory/threads.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -25,13 +33,35 @@ constexpr unsigned long procmap_query = _IOWR('f', 17, ProcmapQuery);
 constexpr std::uint64_t covering_or_next = 0x10;
 constexpr std::uint64_t flag_readable = 1, flag_writable = 2, flag_executable = 4, flag_shared = 8;
 
-ssize_t read_retrying(int fd, char* to, std::size_t bytes) {
+ssize_t read_retrying(int fd, char* to, std::size_t bytes, off_t position) {
   ssize_t got;
   do {
-    got = ::read(fd, to, bytes);
+    got = ::pread(fd, to, bytes, position);
   } while (got < 0 && errno == EINTR);
   return got;
 }
+
+// Its number may be another file's by now, as programs close what they do not know, and in a fork's child it shows the parent. Any thread looks at
+// these, one at a time changes them: what does not belong together is no file of ours.
+struct KeptMaps {
+  std::atomic<int> fd{-1};
+  std::atomic<pid_t> process{0};
+  std::atomic<dev_t> device{0};
+  std::atomic<ino_t> inode{0};
+  // Who reads the text: the file has one place where reading goes on, and goes there by counting bytes of what is mapped by then.
+  std::mutex text;
+
+  bool is_at(int number) const {
+    struct stat status;
+    return number >= 0 && raw_fstat(number, status) && status.st_ino == inode.load(std::memory_order_relaxed) && status.st_dev == device.load(std::memory_order_relaxed);
+  }
+  // -1: there is none.
+  int number() const {
+    const int now = fd.load(std::memory_order_relaxed);
+    return process.load(std::memory_order_relaxed) == ::getpid() && is_at(now) ? now : -1;
+  }
+};
+constinit KeptMaps kept_maps;
 
 class Fields {
  public:
@@ -73,7 +103,7 @@ bool parse(const char* begin, const char* end, Vma& vma) {
 
 Result<FileId> file_id(int fd) {
   struct stat status;
-  if (::fstat(fd, &status) != 0) return last_error();
+  if (!raw_fstat(fd, status)) return last_error();
   return FileId{major(status.st_dev), minor(status.st_dev), status.st_ino};
 }
 
@@ -82,17 +112,43 @@ int Vma::protection() const {
 }
 
 // Not that of /proc/self, which is the first thread's, and empty once that has ended (pthread_exit in main).
-static int open_maps() {
-  const int fd = ::open("/proc/thread-self/maps", O_RDONLY | O_CLOEXEC);
-  return fd >= 0 ? fd : ::open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+static vmci::UniqueFd open_maps() {
+  vmci::UniqueFd fd = raw_open("/proc/thread-self/maps", O_RDONLY);
+  return fd ? std::move(fd) : raw_open("/proc/self/maps", O_RDONLY);
+}
+
+void keep_maps() {
+  if (kept_maps.number() >= 0) return;
+  // That of a thread cannot be read any more when that has ended.
+  for (const char* const path : {"/proc/self/maps", "/proc/thread-self/maps"}) {
+    vmci::UniqueFd fd = raw_open(path, O_RDONLY);
+    char first;
+    struct stat status;
+    if (!fd || read_retrying(fd.get(), &first, 1, 0) != 1) continue;
+    move_high(fd);
+    if (!raw_fstat(fd.get(), status)) continue;
+    if (kept_maps.process.exchange(::getpid(), std::memory_order_relaxed) != ::getpid()) std::construct_at(&kept_maps.text);  // a fork may have left it locked
+    kept_maps.device.store(status.st_dev, std::memory_order_relaxed);
+    kept_maps.inode.store(status.st_ino, std::memory_order_relaxed);
+    kept_maps.fd.store(fd.release(), std::memory_order_relaxed);
+    return;
+  }
+}
+
+void forget_maps() {
+  const int inherited = kept_maps.fd.exchange(-1, std::memory_order_relaxed);
+  if (kept_maps.is_at(inherited)) ::close(inherited);
 }
 
 Result<VmaReader> VmaReader::open(Method method) {
-  // Opened for each walk: a kept descriptor would show the parent's mappings after a fork, and the application may
-  // close or reuse any descriptor number (closefrom).
+  // Opened for each walk where that is possible: readers of one descriptor are in each other's way.
   Result<VmaReader> reader(boost::system::in_place_value);  // in place: no temporaries, callers may have small stacks
-  reader->maps_.reset(open_maps());
-  if (!reader->maps_) return last_error();
+  reader->maps_ = open_maps();
+  if (!reader->maps_) {
+    const Errno refused = last_error();
+    reader->shared_ = kept_maps.number();
+    if (reader->shared_ < 0) return refused;
+  }
   reader->text_ = method == Method::text;
   return reader;
 }
@@ -112,7 +168,7 @@ Result<Vma> VmaReader::query(std::uint64_t address) {
   q.flags = covering_or_next;
   q.address = address;
   // EINVAL can only mean a kernel that takes the number for something else: the arguments are right.
-  if (::ioctl(maps_.get(), procmap_query, &q) != 0) return errno == ENOENT ? Errno{ENOENT} : Errno{ENOTTY};
+  if (::ioctl(file(), procmap_query, &q) != 0) return errno == ENOENT ? Errno{ENOENT} : Errno{ENOTTY};
   if (q.vma_end <= address || q.vma_begin >= q.vma_end) return Errno{EIO};
   Vma vma;
   vma.range = {q.vma_begin, q.vma_end};
@@ -126,8 +182,16 @@ Result<Vma> VmaReader::query(std::uint64_t address) {
 }
 
 Result<Vma> VmaReader::scan(std::uint64_t address) {
+  if (maps_) return scan_from_here(address);
+  const SignalsBlocked signals;
+  const std::lock_guard lock(kept_maps.text);
+  starts_over_ = true;
+  return scan_from_here(address);
+}
+
+Result<Vma> VmaReader::scan_from_here(std::uint64_t address) {
   if (address < last_address_) {
-    if (::lseek(maps_.get(), 0, SEEK_SET) != 0) return last_error();
+    position_ = 0;
     head_ = tail_ = 0;
     have_current_ = false;
   }
@@ -151,13 +215,18 @@ Result<Vma> VmaReader::next_line() {
       if (!parse(begin, end, vma)) return Errno{EIO};
       return vma;
     }
-    std::memmove(buffer_, begin, tail_ - head_);
+    if (std::exchange(starts_over_, false)) {  // others may have read since
+      position_ = 0;
+      head_ = tail_;
+    }
+    std::memmove(buffer_, buffer_ + head_, tail_ - head_);
     tail_ -= head_;
     head_ = 0;
     if (tail_ == buffer_bytes) return Errno{EIO};
-    const ssize_t got = read_retrying(maps_.get(), buffer_ + tail_, buffer_bytes - tail_);
+    const ssize_t got = read_retrying(file(), buffer_ + tail_, buffer_bytes - tail_, position_);
     if (got < 0) return last_error();
     if (got == 0) return Errno{ENOENT};
+    position_ += got;
     tail_ += static_cast<std::size_t>(got);
   }
 }
@@ -168,14 +237,15 @@ std::uint64_t page_bytes() {
 }
 
 Result<std::uint64_t> count_mappings() {
-  const vmci::UniqueFd maps(open_maps());
+  const vmci::UniqueFd maps = open_maps();
   if (!maps) return last_error();
   std::uint64_t lines = 0;
   char buffer[4096];  // the kernel gives a page at most in one go
-  for (;;) {
-    const ssize_t got = read_retrying(maps.get(), buffer, sizeof buffer);
+  for (off_t position = 0;;) {
+    const ssize_t got = read_retrying(maps.get(), buffer, sizeof buffer, position);
     if (got < 0) return last_error();
     if (got == 0) return lines;
+    position += got;
     for (const char* at = buffer;
          (at = static_cast<const char*>(std::memchr(at, '\n', static_cast<std::size_t>(buffer + got - at)))) != nullptr;
          ++at)

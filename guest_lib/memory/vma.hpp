@@ -1,7 +1,8 @@
 // The mappings of this process as the kernel tells them, one at a time, in ascending order.
 //
 // Any thread, one reader each; never allocates. Uses the PROCMAP_QUERY ioctl (Linux 6.11), else reads /proc/self/maps.
-// Nothing is cached across readers: open one, walk forward, change mappings only after the walk.
+// Nothing is cached across readers: open one, walk forward, change mappings only after the walk. Where no file can be opened (the limit of
+// descriptors, a chroot(2) without /proc), readers share one that was kept for that.
 #pragma once
 
 #include <cstddef>
@@ -56,19 +57,29 @@ class VmaReader {
   bool reads_text() const { return text_; }
 
  private:
+  int file() const { return maps_ ? maps_.get() : shared_; }
   Result<Vma> query(std::uint64_t address);
   Result<Vma> scan(std::uint64_t address);
+  Result<Vma> scan_from_here(std::uint64_t address);
   Result<Vma> next_line();
 
   static constexpr std::size_t buffer_bytes = 8192;  // a line is at most a path (4096) and about 80 characters
   vmci::UniqueFd maps_;
+  int shared_ = -1;  // the kept one, where maps_ could not be opened
   bool text_ = false;
+  bool starts_over_ = false;  // with what it reads next
   bool have_current_ = false;
   Vma current_;
   std::uint64_t last_address_ = 0;
+  off_t position_ = 0;
   std::size_t head_ = 0, tail_ = 0;
   char buffer_[buffer_bytes];
 };
+
+// Keeps a descriptor for readers that cannot open one, unless this process has one already. Under a lock of the caller's.
+void keep_maps();
+// In a fork's child, before it has other threads: the kept one shows its parent.
+void forget_maps();
 
 std::uint64_t page_bytes();
 inline std::uint64_t page_floor(std::uint64_t address) {

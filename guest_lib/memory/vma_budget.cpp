@@ -1,17 +1,18 @@
 #include "guest_lib/memory/vma_budget.hpp"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
+
+#include "guest_lib/memory/raw_file.hpp"
 
 namespace vrdma::memory {
 namespace {
 
 std::uint64_t max_mappings() {
   std::uint64_t value = 65530;  // the kernel's default
-  const vmci::UniqueFd file(::open("/proc/sys/vm/max_map_count", O_RDONLY | O_CLOEXEC));
+  const vmci::UniqueFd file = raw_open("/proc/sys/vm/max_map_count", O_RDONLY);
   char text[32];
   const ssize_t got = file ? ::read(file.get(), text, sizeof text) : 0;
   if (got > 0) std::from_chars(text, text + got, value);

@@ -1,15 +1,14 @@
 #include "guest_lib/memory/write_freeze.hpp"
 
-#include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 
 #include "guest_lib/memory/high_descriptor.hpp"
+#include "guest_lib/memory/raw_file.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
@@ -25,7 +24,7 @@ Result<vmci::UniqueFd> open_userfaultfd() {
   vmci::UniqueFd fd(static_cast<int>(::syscall(SYS_userfaultfd, flags)));
   if (fd) return fd;
   const Errno refused = last_error();
-  const vmci::UniqueFd device(::open("/dev/userfaultfd", O_RDWR | O_CLOEXEC));
+  const vmci::UniqueFd device = raw_open("/dev/userfaultfd", O_RDWR);
   if (!device) return refused;
   fd.reset(::ioctl(device.get(), device_new, flags));
   if (!fd) return last_error();
@@ -85,7 +84,7 @@ struct WriteFreeze::Kept {
     int now = fd.load(std::memory_order_relaxed);
     if (now < 0 || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return {};  // K1: pairs with K2
     struct stat status;
-    const bool ours = ::fstat(now, &status) == 0 && status.st_ino == inode;
+    const bool ours = raw_fstat(now, status) && status.st_ino == inode;
     vmci::UniqueFd taken(ours ? now : -1);
     if (process != ::getpid()) taken.reset();
     fd.store(none, std::memory_order_release);
@@ -94,7 +93,7 @@ struct WriteFreeze::Kept {
   void keep(vmci::UniqueFd one) {
     struct stat status;
     int now = none;
-    if (::fstat(one.get(), &status) != 0 || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return;
+    if (!raw_fstat(one.get(), status) || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return;
     process = ::getpid();
     inode = status.st_ino;
     fd.store(one.release(), std::memory_order_release);  // K2

@@ -1,0 +1,21 @@
+// Files as this folder opens and looks at them, under the manager's lock, too: by bare system calls. open(2), stat(2) and fstat(2) are this
+// library's own; they may wait for locks whose holders wait for the manager's at a fork (character_files.hpp), and what other libraries have
+// put behind them may use the heap. Any thread; errors as of the system calls.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "vmci_channel/unique_fd.hpp"
+
+namespace vrdma::memory {
+
+inline vmci::UniqueFd raw_open(const char* path, int flags) {
+  return vmci::UniqueFd(static_cast<int>(::syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC)));
+}
+inline bool raw_stat(const char* path, struct stat& status) { return ::syscall(SYS_newfstatat, AT_FDCWD, path, &status, 0) == 0; }
+inline bool raw_fstat(int fd, struct stat& status) { return ::syscall(SYS_fstat, fd, &status) == 0; }
+
+}  // namespace vrdma::memory
