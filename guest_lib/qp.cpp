@@ -218,8 +218,11 @@ Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
   if (to_reset) {
     if (qp.liveness->gone()) return Errno{EIO};
     set_state(qp, IBV_QPS_RESET);  // from here on nothing is posted
-    request.send_position = qp.send.writer().position();
     request.receive_position = qp.base().srq != nullptr ? 0 : qp.receive.writer().position();
+  }
+  if ((mask & IBV_QP_STATE) != 0) {
+    std::lock_guard sends(qp.send_lock);
+    request.send_position = qp.send.writer().position();
   }
   VRDMA_CRASH_POINT("guest.modify_qp.before_request");
   auto reply = qp.attachment->call<control::Request::modify_qp>(request);

@@ -1,5 +1,6 @@
 // What leaves waits for what is being copied: when ibv_destroy_qp or a change to RESET has returned, nobody writes to the
-// buffers of that queue pair's work any more. The copy is held up by a page that comes when the test says so.
+// buffers of that queue pair's work any more. The copy is held up by a page that comes when the test says so. And who moves a queue
+// pair out of RTS does not lose what it posted before.
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
@@ -99,4 +100,53 @@ TEST_CASE("a queue pair is in RESET when the copy into its memory has ended") {
     attributes.qp_state = IBV_QPS_RESET;
     CHECK(ibv_modify_qp(responder.get(), &attributes, IBV_QP_STATE) == 0);
   });
+}
+
+// Three SENDs, then at once the change, as a program does that says good-bye. Their memory is copied by a thread of this process.
+TEST_CASE("what was posted before a change to ERR or RESET arrives") {
+  Service service;
+  service.start(R"({"direct": "mediated", "process_memory": "guest"})");
+  constexpr std::size_t bytes = 100'000;  // more than one copy
+  Device device;
+  void* const memory = ::mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // stays where it is, as above
+  REQUIRE(memory != MAP_FAILED);
+  const int access = IBV_ACCESS_LOCAL_WRITE;
+  ibv_mr* const mr = ibv_reg_mr(device.pd, memory, 2 * bytes, access);
+  REQUIRE(mr != nullptr);
+  const auto change = [](QpPtr& qp, ibv_qp_state to) {
+    ibv_qp_attr attributes{};
+    attributes.qp_state = to;
+    REQUIRE(ibv_modify_qp(qp.get(), &attributes, IBV_QP_STATE) == 0);
+  };
+  for (const ibv_qp_state to : {IBV_QPS_ERR, IBV_QPS_RESET})
+    for (const std::uint32_t size : {100u, static_cast<std::uint32_t>(bytes)}) {
+      CAPTURE(to);
+      CAPTURE(size);
+      CqPtr send_cq = make_cq(device), receive_cq = make_cq(device);
+      QpPtr sender = make_qp(device, send_cq.get()), receiver = make_qp(device, receive_cq.get());
+      connect(sender.get(), receiver->qp_num);
+      connect(receiver.get(), sender->qp_num);
+      ibv_sge from{reinterpret_cast<std::uintptr_t>(memory), size, mr->lkey}, into{from.addr + bytes, size, mr->lkey};
+      for (std::uint64_t i = 0; i < 3; ++i) {
+        ibv_recv_wr wr{i, nullptr, &into, 1}, *bad = nullptr;
+        REQUIRE(ibv_post_recv(receiver.get(), &wr, &bad) == 0);
+      }
+      for (std::uint64_t i = 0; i < 3; ++i) {
+        ibv_send_wr wr{}, *bad = nullptr;
+        wr.sg_list = &from;
+        wr.num_sge = 1;
+        wr.opcode = IBV_WR_SEND;
+        wr.send_flags = IBV_SEND_SIGNALED;
+        REQUIRE(ibv_post_send(sender.get(), &wr, &bad) == 0);
+      }
+      const auto begun = Clock::now();
+      change(sender, to);
+      const bool waited_enough = Clock::now() - begun >= std::chrono::milliseconds(100);  // as above
+      change(receiver, IBV_QPS_ERR);  // flushes what has not arrived
+      for (const ibv_wc& wc : collect(receive_cq.get(), 3)) CHECK((wc.status == IBV_WC_SUCCESS || waited_enough));
+      if (to == IBV_QPS_ERR)
+        for (const ibv_wc& wc : collect(send_cq.get(), 3)) CHECK((wc.status == IBV_WC_SUCCESS || waited_enough));
+    }
+  CHECK(ibv_dereg_mr(mr) == 0);
+  ::munmap(memory, 2 * bytes);
 }

@@ -365,7 +365,8 @@ struct CreateXrcQpRequest {
 constexpr std::uint32_t xrc_srq = 0x100;
 struct ModifyQpRequest {
   std::uint32_t qp, mask;  // enum ibv_qp_attr_mask
-  std::uint32_t send_position, receive_position;  // where the guest's writers stand: RESET skips to it
+  // Where the guest's writers stand: RESET skips to it, and RESET and ERR let the sends before it go first that get on by themselves.
+  std::uint32_t send_position, receive_position;
   QpAttributes attributes;
 };
 struct ModifyQpReply {

@@ -158,8 +158,14 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   core.attributes.state = static_cast<std::uint32_t>(core.state);
   if (qp->completes_for_srq()) return Errno{EINVAL};
   const QpState before = core.state;
-  const bool to_reset = request.attributes.state == static_cast<std::uint32_t>(QpState::reset) && (request.mask & qp_attr_state) != 0;
+  const auto moves_to = [&request](QpState state) {
+    return (request.mask & qp_attr_state) != 0 && request.attributes.state == static_cast<std::uint32_t>(state);
+  };
+  const bool to_reset = moves_to(QpState::reset);
   if (to_reset && shard_.engine().copies_under_way(core) && may_wait(guest)) return Errno{EINPROGRESS};
+  // What an HCA sends needs nobody's turn.
+  if ((to_reset || moves_to(QpState::err)) && core.port.hca == nullptr && shard_.engine().sends_get_on(core, request.send_position) && may_wait(guest))
+    return Errno{EINPROGRESS};
   const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
   if (!modified) return modified.error();
   core.state = static_cast<QpState>(core.attributes.state);

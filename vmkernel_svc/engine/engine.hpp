@@ -145,6 +145,19 @@ class Engine {
     return qp.operation.copy_pending || (qp.serves != nullptr && qp.serves->operation.copy_pending);
   }
 
+  // Whether what was posted before `position` of the send queue gets on by itself: it waits for nobody's answer, receive WQE or host, at
+  // most for a copy. On an adapter such messages are as good as sent; who is moved out of RTS here lets them go first.
+  static bool sends_get_on(const Qp<P>& qp, std::uint32_t position) {
+    if (qp.state != QpState::rts && qp.state != QpState::sqd) return false;
+    const auto slots_left = static_cast<std::int32_t>(position - qp.send_ring.position());
+    const Operation& op = qp.operation;
+    if (op.stage == Operation::Stage::none) return slots_left > 0 && qp.state == QpState::rts && may_take_sends(qp);
+    if (slots_left < 0) return false;
+    if (op.copy_pending) return true;
+    if (qp.far != nullptr) return op.stage == Operation::Stage::moving && !qp.far->blocked;
+    return op.wait == Operation::Wait::none || op.wait == Operation::Wait::copy || op.wait == Operation::Wait::busy;
+  }
+
   // XRC: the SRQ is going. What a target queue pair has of it goes with it; the message that was coming asks again.
   void leave_srq(Qp<P>& qp, const Srq<P>& srq) {
     if (qp.srq != &srq) return;

@@ -488,6 +488,41 @@ TEST_CASE("A flushed READ's buffer is its owner's too") {
   CHECK(p.a.poll(Direction::send)->status == WcStatus::wr_flush_err);
 }
 
+TEST_CASE("What was posted before a position gets on while it waits for copies only") {
+  Pair p;
+  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  const auto send = [&p](std::uint64_t wr_id) { p.a.post(SendSpec{.wr_id = wr_id, .sges = {p.mine.sge(0, 100)}}); };
+  for (std::uint64_t i = 0; i < 4; ++i) p.b.post(ReceiveSpec{i, {p.theirs.sge(i * 100, 100)}});
+  for (std::uint64_t i = 0; i < 3; ++i) send(i);
+  const std::uint32_t position = p.a.send_writer.position();
+  send(3);
+  CHECK(p.world.engine.sends_get_on(p.a.core, position));
+  int copies = 0;
+  for (p.world.settle(); p.world.engine.sends_get_on(p.a.core, position); p.world.settle(), ++copies) p.world.ports.finish_copy(0);
+  CHECK(copies == 3);
+  REQUIRE(p.world.modify(p.a, QpState::err, {}));
+  CHECK_FALSE(p.world.engine.sends_get_on(p.a.core, p.a.send_writer.position()));
+  p.world.ports.finish_copy(0);
+  p.world.settle();
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    const auto completion = p.a.poll(Direction::send);
+    REQUIRE(completion);
+    CHECK(completion->wr_id == i);
+    CHECK(completion->status == (i < 3 ? WcStatus::success : WcStatus::wr_flush_err));
+  }
+}
+
+TEST_CASE("What waits for a receive WQE or an answer does not get on") {
+  for (const bool answers : {true, false}) {
+    Pair p;
+    if (!answers) REQUIRE(p.world.modify(p.b, QpState::reset, {}));
+    p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
+    CHECK(p.world.engine.sends_get_on(p.a.core, p.a.send_writer.position()));
+    p.world.settle();
+    CHECK_FALSE(p.world.engine.sends_get_on(p.a.core, p.a.send_writer.position()));
+  }
+}
+
 TEST_CASE("A requester that is destroyed in the middle of a SEND leaves the receive for the next message or the flush") {
   Pair p;
   p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 1 << 20)}});

@@ -379,6 +379,7 @@ void FarDesk::to_stand_in(FarFramePtr frame) {
   if (found == stand_ins_.end() || found->second->epoch != record.epoch) return;  // of a connection that is over
   StandIn& stand_in = *found->second;
   if (record.kind == FarKind::close) {
+    run(stand_in);  // what came along with it was sent before
     drop(stand_in);
     stand_ins_.erase(found);
     --at(frame->host).stand_ins;
