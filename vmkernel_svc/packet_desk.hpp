@@ -34,6 +34,7 @@ class PacketDesk {
   void answer(const vmci::PacketSocket& socket, std::uint32_t guest, const control::Head& head,
               const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory = {},
               std::optional<Viewer> viewer = {});
+  void connection_ended() { show_.forget_what_was_read(); }
 
  private:
   void answer_how_reached(std::uint32_t guest, const control::Head& head, bool by_service);

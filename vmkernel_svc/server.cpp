@@ -342,6 +342,7 @@ void Server::lost(const ConnectionPtr& connection) {
       log::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
       desk_->detach(*guest->second);
     }
+    packets_->connection_ended();
     if (!connection->machine) return;
     boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
   });

@@ -236,8 +236,7 @@ json describe_service(Shard& shard, const Viewer& viewer) {
 
 void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer) {
   const auto refuse = [&](int status) { reply(socket, head, status); };
-  // What nobody takes is memory of this service's.
-  std::erase_if(unread_, [](const Unread& one) { return !waits_to_be_read(one.socket); });
+  forget_what_was_read();  // what nobody takes is memory of this service's
   const auto of_this_user = [&](const auto& one) { return one.uid == viewer.uid; };
   const auto has = std::count_if(unread_.begin(), unread_.end(), of_this_user) +
                    std::count_if(jobs_.begin(), jobs_.end(), [&](const auto& job) { return job->viewer.uid == viewer.uid; });
@@ -259,6 +258,10 @@ void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Vie
   } catch (const std::bad_alloc&) {
     refuse(ENOMEM);
   }
+}
+
+void ShowDesk::forget_what_was_read() {
+  std::erase_if(unread_, [](const Unread& one) { return !waits_to_be_read(one.socket); });
 }
 
 void ShowDesk::step_soon() {

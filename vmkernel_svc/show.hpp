@@ -29,6 +29,8 @@ class ShowDesk {
   explicit ShowDesk(Shard& shard) : shard_(shard) {}
   // Answered later. EBUSY: this user has many that were not answered yet, or that were and nobody has read.
   void ask(const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer);
+  // Answers are kept in mind, and their sockets, until somebody has read them, or closed the other end.
+  void forget_what_was_read();
 
  private:
   struct Job {
