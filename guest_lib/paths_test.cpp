@@ -221,6 +221,30 @@ TEST_CASE("rdma(8) finds the device, and what else there is by netlink stays") {
             "Connection refused") != std::string::npos);
 }
 
+TEST_CASE("A socket of NETLINK_RDMA is answered also where no descriptor is left, and where its queue is full sending says so") {
+  if (real_devices_present() || !installed("/usr/bin/python3")) return;
+  for (const char* limit : {"(resource.RLIMIT_NOFILE, (s.fileno() + 1,) * 2)", "(resource.RLIMIT_AS, (65536,) * 2)"}) {
+    const Outcome outcome = run(
+        "python3 - <<'E'\n"
+        "import resource, socket, struct\n"
+        "s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 20)\n"
+        "s.settimeout(10)\n"
+        "ask = struct.pack('=IHHII', 16, (5 << 10) + 1, 0x301, 1, 0)\n"
+        "sent, told = -1, bytearray(4096)\n"
+        "resource.setrlimit" + std::string(limit) + "\n"
+        "s.sendto(ask, (0, 0)); s.recv_into(told); print(told[4:6].hex())\n"
+        "s.recv_into(told); print(told[4:6].hex())\n"
+        "try:\n"
+        "  for sent in range(100000): s.sendto(ask, (0, 0))\n"
+        "except OSError as e: print(e.errno)\n"
+        "for i in range(2 * sent): s.recv_into(told)\n"
+        "E");
+    INFO(std::string(limit));
+    CHECK(outcome.exit_code == 0);
+    CHECK(outcome.out == (std::string(limit).find("NOFILE") != std::string::npos ? "0114\n0300\n24\n" : "0114\n0300\n105\n"));
+  }
+}
+
 TEST_CASE("everything outside the prefixes is as without the library") {
   for (const char* command :
        {"ls /", "ls /sys/class", "cat /etc/hostname", "test -c /dev/null && echo yes", "ls -d /dev/infinibandx",

@@ -6,7 +6,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/netlink.h>
+#include <pthread.h>
 #include <rdma/rdma_netlink.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -16,8 +18,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -122,22 +125,60 @@ std::uint32_t wanted(const std::byte* attributes, std::size_t bytes, std::uint16
   return absent;
 }
 
-// One request of the socket's with that port, whose answer is sent when this goes: at once as far as the socket has room, the rest by a thread while
-// the program reads, as the kernel goes on with a dump.
+// What is sent at a time.
+using Datagram = std::vector<std::byte>;
+bool put(int socket, std::uint32_t port, const Datagram& datagram, int flags) {
+  sockaddr_nl to{};
+  to.nl_family = AF_NETLINK;
+  to.nl_pid = port;
+  return ::syscall(SYS_sendto, socket, datagram.data(), datagram.size(), flags, &to, sizeof(to)) >= 0;
+}
+
+// What a socket has no room for yet, sent by a thread while the program reads, as the kernel goes on with a dump. By another socket: one that
+// waits to send to itself would be there for ever, and this one ends when that one is closed.
+class Rest {
+ public:
+  // 0, or an errno.
+  static int send(std::uint32_t port, std::vector<Datagram> answers, std::size_t sent) {
+    vmci::UniqueFd socket(static_cast<int>(::syscall(SYS_socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_USERSOCK)));
+    if (!socket) return errno;
+    std::unique_ptr<Rest> rest(new Rest{std::move(socket), port, std::move(answers), sent});
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, stack_bytes);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    const bool made = pthread_create(&thread, &attributes, &main, rest.get()) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_attr_destroy(&attributes);
+    if (!made) return ENOBUFS;
+    return rest.release(), 0;
+  }
+
+ private:
+  static constexpr std::size_t stack_bytes = 256 << 10;
+
+  Rest(vmci::UniqueFd socket, std::uint32_t port, std::vector<Datagram> answers, std::size_t sent)
+      : socket_(std::move(socket)), port_(port), answers_(std::move(answers)), sent_(sent) {}
+  static void* main(void* self) {
+    const std::unique_ptr<Rest> rest(static_cast<Rest*>(self));
+    while (rest->sent_ < rest->answers_.size() && put(rest->socket_.get(), rest->port_, rest->answers_[rest->sent_], 0)) ++rest->sent_;
+    return nullptr;
+  }
+
+  const vmci::UniqueFd socket_;
+  const std::uint32_t port_;
+  const std::vector<Datagram> answers_;
+  std::size_t sent_;
+};
+
+// One request of a socket's, and its port. The socket answers itself: the program may have no second descriptor left.
 class Reply {
  public:
-  Reply(const nlmsghdr& request, std::uint32_t port) : request_(request), port_(port) {}
-  ~Reply() {
-    vmci::UniqueFd socket(static_cast<int>(::syscall(SYS_socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_USERSOCK)));
-    std::size_t sent = 0;
-    while (sent < answers_.size() && put(socket.get(), port_, answers_[sent], MSG_DONTWAIT)) ++sent;
-    if (sent == answers_.size()) return;
-    std::thread([socket = std::move(socket), rest = std::move(answers_), sent, port = port_]() mutable {
-      while (sent < rest.size() && put(socket.get(), port, rest[sent], 0)) ++sent;  // until it is read, or closed
-    }).detach();
-  }
-  Reply(const Reply&) = delete;
-  Reply& operator=(const Reply&) = delete;
+  Reply(const nlmsghdr& request, int socket, std::uint32_t port) : request_(request), socket_(socket), port_(port) {}
 
   bool dump() const { return (request_.nlmsg_flags & NLM_F_DUMP) == NLM_F_DUMP; }
   bool asks_for(std::uint16_t command) const { return request_.nlmsg_type == nldev_type(command); }
@@ -146,25 +187,22 @@ class Reply {
     answer.begin(request_.nlmsg_type, dump() ? NLM_F_MULTI : 0);
     return answer;
   }
-  void send(const NetlinkAnswer& answer) { answers_.emplace_back(answer.data(), answer.data() + answer.bytes()); }
-  // After what there is to say, if anything: 0, or an errno.
-  void end(int error) {
+  void add(const NetlinkAnswer& answer) { answers_.emplace_back(answer.data(), answer.data() + answer.bytes()); }
+  // After what there is to say, if anything: 0, or an errno. Everything is sent now, or will be; else an errno.
+  int end(int error) {
     NetlinkAnswer last(request_, port_);
     if (error == 0 && dump()) last.end(NLMSG_DONE, 0);
     else if (error != 0 || (request_.nlmsg_flags & NLM_F_ACK) != 0) last.end(NLMSG_ERROR, -error);
-    if (last.bytes() != 0) send(last);
+    if (last.bytes() != 0) add(last);
+    std::size_t sent = 0;
+    while (sent < answers_.size() && put(socket_, port_, answers_[sent], MSG_DONTWAIT)) ++sent;
+    if (sent == answers_.size()) return 0;
+    return errno == EAGAIN ? Rest::send(port_, std::move(answers_), sent) : errno;
   }
 
  private:
-  using Datagram = std::vector<std::byte>;
-  static bool put(int socket, std::uint32_t port, const Datagram& datagram, int flags) {
-    sockaddr_nl to{};
-    to.nl_family = AF_NETLINK;
-    to.nl_pid = port;
-    return ::syscall(SYS_sendto, socket, datagram.data(), datagram.size(), flags, &to, sizeof(to)) >= 0;
-  }
-
   const nlmsghdr request_;
+  const int socket_;
   const std::uint32_t port_;
   std::vector<Datagram> answers_;
 };
@@ -183,20 +221,20 @@ int answer_devices(Reply& reply, std::uint32_t one, std::uint32_t wanted_port) {
     found = true;
     NetlinkAnswer about = reply.begin();
     (ports ? put_port : put_device)(about, *device, index);
-    reply.send(about);
+    reply.add(about);
   }
   return found || reply.dump() ? 0 : EINVAL;
 }
 
-// Sends what the kernel would answer to the socket with that port.
-void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t attribute_bytes, std::uint32_t port) {
-  Reply reply(request, port);
+// Sends what the kernel would answer to the socket, which has that port: 0, or an errno.
+int answer(const nlmsghdr& request, const std::byte* attributes, std::size_t attribute_bytes, int socket, std::uint32_t port) {
+  Reply reply(request, socket, port);
   const auto number = [&](std::uint16_t attribute) { return wanted(attributes, attribute_bytes, attribute); };
   if (reply.asks_for(RDMA_NLDEV_CMD_SYS_GET) && !reply.dump()) {
     NetlinkAnswer about = reply.begin();
     about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_NETNS_MODE, 1);  // shared
     about.put<std::uint8_t>(RDMA_NLDEV_SYS_ATTR_COPY_ON_FORK, 1);
-    reply.send(about);
+    reply.add(about);
     return reply.end(0);
   }
   const std::uint32_t index = number(RDMA_NLDEV_ATTR_DEV_INDEX);
@@ -212,8 +250,8 @@ void answer(const nlmsghdr& request, const std::byte* attributes, std::size_t at
     about.put(RDMA_NLDEV_ATTR_DEV_NAME, device->name);
     return about;
   };
-  reply.end(source({static_cast<std::uint16_t>(RDMA_NL_GET_OP(request.nlmsg_type)), reply.dump(), number},
-                   {begin, [&](const NetlinkAnswer& about) { reply.send(about); }}));
+  return reply.end(source({static_cast<std::uint16_t>(RDMA_NL_GET_OP(request.nlmsg_type)), reply.dump(), number},
+                          {begin, [&](const NetlinkAnswer& about) { reply.add(about); }}));
 }
 
 // Whether it goes from one of our sockets to the kernel; then *port is the socket's.
@@ -242,23 +280,29 @@ bool to_kernel(int fd, const void* to, std::size_t bytes, std::uint32_t& port) {
   return true;
 }
 
-void take(const std::byte* messages, std::size_t bytes, std::uint32_t port) {
+// 0, or the errno that sending ends with.
+int take(int fd, const std::byte* messages, std::size_t bytes, std::uint32_t port) try {
   while (bytes >= NLMSG_HDRLEN) {
     nlmsghdr request;
     ::memcpy(&request, messages, sizeof(request));
-    if (request.nlmsg_len < NLMSG_HDRLEN || request.nlmsg_len > bytes) return;
-    if ((request.nlmsg_flags & NLM_F_REQUEST) != 0) answer(request, messages + NLMSG_HDRLEN, request.nlmsg_len - NLMSG_HDRLEN, port);
+    if (request.nlmsg_len < NLMSG_HDRLEN || request.nlmsg_len > bytes) return 0;
+    if ((request.nlmsg_flags & NLM_F_REQUEST) != 0)
+      if (const int error = answer(request, messages + NLMSG_HDRLEN, request.nlmsg_len - NLMSG_HDRLEN, fd, port); error != 0) return error;
     const std::size_t whole = std::min<std::size_t>(NLMSG_ALIGN(request.nlmsg_len), bytes);
     messages += whole, bytes -= whole;
   }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return ENOMEM;
 }
 
-// What send(2) and sendto(2) have in common. False: it is not ours to answer.
-bool answered(int fd, const void* data, std::size_t bytes, const void* to, std::size_t to_bytes) {
+// What send(2) and sendto(2) have in common: the count, or -1 with errno. nullopt: it is not ours to answer.
+std::optional<ssize_t> answered(int fd, const void* data, std::size_t bytes, const void* to, std::size_t to_bytes) {
   std::uint32_t port;
-  if (!opened.load(std::memory_order_relaxed) || data == nullptr || !to_kernel(fd, to, to_bytes, port)) [[likely]] return false;
-  take(static_cast<const std::byte*>(data), bytes, port);
-  return true;
+  if (!opened.load(std::memory_order_relaxed) || data == nullptr || !to_kernel(fd, to, to_bytes, port)) [[likely]] return std::nullopt;
+  const int error = take(fd, static_cast<const std::byte*>(data), bytes, port);
+  if (error != 0) return errno = error, -1;
+  return static_cast<ssize_t>(bytes);
 }
 
 ssize_t gather(const msghdr& message, std::byte (&into)[request_bytes_max]) {
@@ -297,12 +341,12 @@ VRDMA_INTERPOSE(int, socket, int domain, int type, int protocol) {
 }
 
 VRDMA_INTERPOSE(ssize_t, sendto, int fd, const void* data, std::size_t bytes, int flags, const sockaddr* to, socklen_t to_bytes) {
-  if (answered(fd, data, bytes, to, to_bytes)) [[unlikely]] return static_cast<ssize_t>(bytes);
+  if (const auto done = answered(fd, data, bytes, to, to_bytes)) [[unlikely]] return *done;
   return real(next_sendto, SYS_sendto, fd, data, bytes, flags, to, to_bytes);
 }
 
 VRDMA_INTERPOSE(ssize_t, send, int fd, const void* data, std::size_t bytes, int flags) {
-  if (answered(fd, data, bytes, nullptr, 0)) [[unlikely]] return static_cast<ssize_t>(bytes);
+  if (const auto done = answered(fd, data, bytes, nullptr, 0)) [[unlikely]] return *done;
   auto* const next = next_send.get();
   return next != nullptr ? next(fd, data, bytes, flags) : static_cast<ssize_t>(::syscall(SYS_sendto, fd, data, bytes, flags, nullptr, 0));
 }
@@ -312,8 +356,9 @@ VRDMA_INTERPOSE(ssize_t, sendmsg, int fd, const msghdr* message, int flags) {
   if (opened.load(std::memory_order_relaxed) && message != nullptr && to_kernel(fd, message->msg_name, message->msg_namelen, port)) [[unlikely]] {
     std::byte request[request_bytes_max];
     const ssize_t bytes = gather(*message, request);
-    if (bytes > 0) take(request, static_cast<std::size_t>(bytes), port);
-    return bytes;
+    if (bytes <= 0) return bytes;
+    const int error = take(fd, request, static_cast<std::size_t>(bytes), port);
+    return error == 0 ? bytes : (errno = error, -1);
   }
   return real(next_sendmsg, SYS_sendmsg, fd, message, flags);
 }

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <map>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -265,8 +266,10 @@ int answer(const ResourceQuestion& question, const ResourceReply& reply) try {
   for (const Kind& kind : kinds)
     if (question.command == kind.command) return answer_of_kind(kind, shown, question, reply);
   return EOPNOTSUPP;
+} catch (const std::bad_alloc&) {
+  return ENOMEM;
 } catch (const std::exception&) {
-  return EIO;  // a service of another version, or no memory
+  return EIO;  // a service of another version
 }
 
 __attribute__((constructor)) void offer_resources() { set_resource_source(answer); }
