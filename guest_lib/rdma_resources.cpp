@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "guest_lib/attachment.hpp"
@@ -253,9 +254,35 @@ int answer_statistics(const json& shown, const ResourceQuestion& question, const
   return reply.send(about), 0;
 }
 
+// A json value that goes wants memory for a list of what is in it, and ends the program where there is none: some is kept for that, and freed when
+// there is no more for the first time. One at a time for a thread.
+class KeptForUnwinding {
+ public:
+  explicit KeptForUnwinding(std::size_t bytes) : before_(std::set_new_handler([] {
+    std::free(std::exchange(kept_, nullptr));
+    throw std::bad_alloc();
+  })) {
+    kept_ = std::malloc(bytes);
+  }
+  ~KeptForUnwinding() {
+    std::set_new_handler(before_);
+    std::free(std::exchange(kept_, nullptr));
+  }
+  KeptForUnwinding(const KeptForUnwinding&) = delete;
+  KeptForUnwinding& operator=(const KeptForUnwinding&) = delete;
+  explicit operator bool() const { return kept_ != nullptr; }
+
+ private:
+  static thread_local void* kept_;
+  const std::new_handler before_;
+};
+constinit thread_local void* KeptForUnwinding::kept_ = nullptr;
+
 int answer(const ResourceQuestion& question, const ResourceReply& reply) try {
   const auto text = ask_service();
   if (!text) return value(text.error());
+  const KeptForUnwinding kept(text->size() / 2);
+  if (!kept) return ENOMEM;
   const json shown = json::parse(*text);
   switch (question.command) {
     case RDMA_NLDEV_CMD_RES_GET: return answer_summary(shown, reply);
