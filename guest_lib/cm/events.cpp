@@ -82,8 +82,7 @@ Result<std::optional<control::CmEvent>> take_event(File& file) {
 long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::size_t bytes, std::size_t answer_bytes, std::size_t whole) {
   const Command command(file, body, bytes, answer_bytes);
   const auto request = command.body<rdma_ucm_get_event>();
-  constexpr std::size_t least = offsetof(rdma_ucm_event_resp, reserved);
-  if (!request || answer_bytes < least) {
+  if (!request || answer_bytes < event_bytes_least) {
     errno = request ? ENOSPC : EINVAL;
     return -1;
   }
@@ -97,7 +96,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
       auto taken = take_event(*file);
       if (!taken) return taken.error();
       event = *taken;
-      return event ? command.answer(request->response, event_of(*event), least) : ok();
+      return event ? command.answer(request->response, event_of(*event), event_bytes_least) : ok();
     });
     if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
     if (error != 0) return -1;

@@ -40,22 +40,25 @@ void File::forgotten() {
 }
 
 namespace {
-// A channel that the thread has events of, which blocks; closed when it has expired.
+// A channel that the thread has events of, which blocks, and its number (-1: none); closed when it has expired.
 thread_local std::weak_ptr<File> read_last;
-thread_local bool has_read = false;
+thread_local int read_fd = -1;
 }  // namespace
 
 void remember_reader(const std::shared_ptr<File>& file) {
-  has_read = file->blocks();
+  read_fd = file->blocks() ? file->fd : -1;
   read_last = file;
 }
 
-bool asks_for_more_of_closed(const void* command, std::size_t bytes) {
-  if (!has_read || bytes < sizeof(rdma_ucm_cmd_hdr)) return false;
+// Anything else that a program writes to a descriptor that it has closed is its own affair.
+bool asks_for_more_of_closed(int fd, const void* command, std::size_t bytes) {
+  if (fd != read_fd || fd < 0 || bytes != sizeof(rdma_ucm_cmd_hdr) + sizeof(rdma_ucm_get_event)) return false;
   rdma_ucm_cmd_hdr head;
   std::memcpy(&head, command, sizeof(head));
+  if (head.cmd != RDMA_USER_CM_CMD_GET_EVENT || head.in != sizeof(rdma_ucm_get_event) || head.out < event_bytes_least || head.out > sizeof(rdma_ucm_event_resp))
+    return false;
   const auto file = read_last.lock();
-  return head.cmd == RDMA_USER_CM_CMD_GET_EVENT && (!file || file->closed.load(std::memory_order_relaxed));
+  return !file || file->closed.load(std::memory_order_relaxed);
 }
 
 std::shared_ptr<File> find_file(int fd) { return std::dynamic_pointer_cast<File>(CharacterFiles::instance().find(fd)); }

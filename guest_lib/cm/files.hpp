@@ -2,6 +2,10 @@
 // librdmacm's commands (commands.hpp). Any thread.
 #pragma once
 
+#include <rdma/rdma_user_cm.h>
+
+#include <cstddef>
+
 #include "guest_lib/character_files.hpp"
 
 namespace vrdma::guest::cm {
@@ -18,10 +22,13 @@ class File final : public CharacterFile {
   std::uint64_t key() const { return key(channel); }
 };
 
+// What librdmacm has room for at least when it asks for an event.
+constexpr std::size_t event_bytes_least = offsetof(rdma_ucm_event_resp, reserved);
+
 // The calling thread has read an event there.
 void remember_reader(const std::shared_ptr<File>& file);
 // What has been written to a descriptor that is closed is a thread's question for the next event after those of a channel that has been closed meanwhile.
-bool asks_for_more_of_closed(const void* command, std::size_t bytes);
+bool asks_for_more_of_closed(int fd, const void* command, std::size_t bytes);
 
 // nullptr: that descriptor is none of these.
 std::shared_ptr<File> find_file(int fd);

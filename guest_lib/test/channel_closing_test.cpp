@@ -97,6 +97,30 @@ TEST_CASE("Who waits for an event of a channel that is closed, or has one and as
   }
 }
 
+TEST_CASE("What else a thread writes to a closed descriptor, when it has read events, fails") {
+  Service service;
+  service.start();
+  const Channel channel;
+  std::atomic<int> failed = 0;
+  std::thread reader([&] {
+    if (channel.next_event() <= 0 || ::close(channel.fd) != 0) return;
+    // The length that comes first has the number of the command that asks for an event.
+    const struct {
+      std::uint32_t length;
+      char text[12];
+    } message{12, "hello world"};
+    if (::write(channel.fd, &message, sizeof(message)) < 0 && errno == EBADF) ++failed;
+    rdma_ucm_event_resp event{};
+    if (say(channel.fd + 1000, RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{}, event) < 0 && errno == EBADF) ++failed;
+    failed += 10;
+  });
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (failed < 10 && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK(failed == 12);
+  if (failed < 10) pthread_cancel(reader.native_handle());
+  reader.join();
+}
+
 TEST_CASE("A signal whose handler asks for that does not end the wait for an event") {
   Service service;
   service.start();
