@@ -111,9 +111,9 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
 
 void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
                         const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory,
-                        std::optional<Viewer> viewer) try {
+                        std::optional<Viewer> viewer, std::weak_ptr<const void> connection) try {
   const Request request = request_of(head);
-  if (request == Request::show) return show_.ask(socket, head, viewer ? *viewer : Viewer::at(socket));
+  if (request == Request::show) return show_.ask(socket, head, viewer ? *viewer : Viewer::at(socket), std::move(connection));
   if (request == Request::set_direct) {
     SetDirectRequest body{};
     if (!body_of(packet, body)) return refuse(socket, head, EINVAL);

@@ -342,7 +342,6 @@ void Server::lost(const ConnectionPtr& connection) {
       log::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
       desk_->detach(*guest->second);
     }
-    packets_->connection_ended();
     if (!connection->machine) return;
     boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
   });
@@ -437,7 +436,7 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   if (PacketDesk::request_of(head) == Request::show) tell_of_machines();
   const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
   shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
-    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer);
+    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer, connection);
   });
 }
 

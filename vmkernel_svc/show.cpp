@@ -152,12 +152,6 @@ json describe_route(const Guest& guest) {
   return json{{"guest", guest.id.value}, {"name", guest.name}, {"lid", ethernet ? 0 : guest.lid}, {"gids", gids}, {"via", "local"}};
 }
 
-// What was sent last, or some of it.
-bool waits_to_be_read(const vmci::PacketSocket& socket) {
-  int bytes = 0;
-  return ::ioctl(socket.fd(), SIOCOUTQ, &bytes) == 0 && bytes > 0;
-}
-
 // All but the guests and the routes to them.
 json describe_service(Shard& shard, const Viewer& viewer) {
   Fabric& fabric = shard.fabric();
@@ -234,9 +228,15 @@ json describe_service(Shard& shard, const Viewer& viewer) {
 
 }  // namespace
 
-void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer) {
+bool ShowDesk::Unread::waits() const {
+  int bytes = 0;
+  const auto still_there = connection.lock();
+  return still_there && ::ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer, std::weak_ptr<const void> connection) {
   const auto refuse = [&](int status) { reply(socket, head, status); };
-  forget_what_was_read();  // what nobody takes is memory of this service's
+  std::erase_if(unread_, [](const Unread& one) { return !one.waits(); });
   const auto of_this_user = [&](const auto& one) { return one.uid == viewer.uid; };
   const auto has = std::count_if(unread_.begin(), unread_.end(), of_this_user) +
                    std::count_if(jobs_.begin(), jobs_.end(), [&](const auto& job) { return job->viewer.uid == viewer.uid; });
@@ -246,6 +246,7 @@ void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Vie
     auto job = std::make_unique<Job>();
     job->viewer = viewer;
     job->head = head;
+    job->unread = {viewer.uid, socket.fd(), std::move(connection)};
     job->socket = vmci::PacketSocket(vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0)));
     job->file.reset(::memfd_create("vrdma-show", MFD_CLOEXEC));
     if (!job->socket || !job->file) return refuse(value(last_error()));
@@ -258,10 +259,6 @@ void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Vie
   } catch (const std::bad_alloc&) {
     refuse(ENOMEM);
   }
-}
-
-void ShowDesk::forget_what_was_read() {
-  std::erase_if(unread_, [](const Unread& one) { return !waits_to_be_read(one.socket); });
 }
 
 void ShowDesk::step_soon() {
@@ -292,7 +289,7 @@ void ShowDesk::step() {
   job.text.clear();
   if (!done && status == 0) return step_soon();
   reply(job.socket, job.head, status, job.file.get());
-  if (status == 0 && waits_to_be_read(job.socket)) unread_.push_back({job.viewer.uid, std::move(job.socket)});
+  if (status == 0 && job.unread.waits()) unread_.push_back(std::move(job.unread));
   jobs_.pop_front();
   if (!jobs_.empty()) step_soon();
 }

@@ -28,25 +28,28 @@ class ShowDesk {
  public:
   explicit ShowDesk(Shard& shard) : shard_(shard) {}
   // Answered later. EBUSY: this user has many that were not answered yet, or that were and nobody has read.
-  void ask(const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer);
-  // Answers are kept in mind, and their sockets, until somebody has read them, or closed the other end.
-  void forget_what_was_read();
+  // connection: whose socket it is, gone when that is closed.
+  void ask(const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer, std::weak_ptr<const void> connection);
 
  private:
+  // What was answered and nobody has read: memory of this service's.
+  struct Unread {
+    uid_t uid = 0;
+    int socket = -1;  // while the connection is there
+    std::weak_ptr<const void> connection;
+    bool waits() const;
+  };
   struct Job {
     Viewer viewer;
     control::Head head;
-    vmci::PacketSocket socket;
+    vmci::PacketSocket socket;  // of its own: the connection may be closed meanwhile
+    Unread unread;              // once it is answered
     vmci::UniqueFd file;
     std::vector<std::uint32_t> guests;
     std::string text, routes;
     ShownGuest guest;
     std::size_t next = 0;  // of the guests
     bool inside = false;   // of that one
-  };
-  struct Unread {
-    uid_t uid;
-    vmci::PacketSocket socket;
   };
   void step_soon();
   void step();

@@ -182,7 +182,9 @@ TEST_CASE("Children close what is theirs, and have nothing of their parent's cha
   const pid_t child = ::fork();
   if (child == 0) {
     const bool refused = channel.next_event() < 0 && errno == EIO;
-    ::_exit(refused && ::close(channel.fd) == 0 && ::open("/dev/null", O_RDWR) == channel.fd && ::write(channel.fd, "x", 1) == 1 ? 0 : 1);
+    const bool closed = ::close(channel.fd) == 0 && ::fcntl(channel.fd, F_GETFD) < 0;
+    const bool reused = ::dup2(::open("/dev/null", O_RDWR), channel.fd) == channel.fd;
+    ::_exit(refused && closed && reused && ::write(channel.fd, "x", 1) == 1 ? 0 : 1);
   }
   CHECK(code_of(child) == 0);
   CHECK(channel.next_event() > 0);
