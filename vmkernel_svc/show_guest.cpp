@@ -202,8 +202,8 @@ constexpr const char* part_names[] = {"contexts", "pds", "qps", "cqs", "srqs", "
 
 }  // namespace
 
-void ShownGuest::begin(const Guest& guest, const Shard& shard, std::string& text) {
-  text += text_of(describe(guest, const_cast<Shard&>(shard).fabric()));
+void ShownGuest::begin(const Guest& guest, Shard& shard, std::string& text) {
+  text += text_of(describe(guest, shard.fabric()));
   text.back() = ',';  // its closing brace, which end() writes
   totals_ = guest.totals;
   open(Part::contexts, guest, text);
@@ -231,15 +231,12 @@ void ShownGuest::open(Part part, const Guest& guest, std::string& text) {
 }
 
 bool ShownGuest::go_on(Guest& guest, Shard& shard, std::string& text) {
-  if (part_ == Part::cm_ids ? write_identifiers(guest, shard, text) : next_ < handles_.size()) {
-    if (part_ != Part::cm_ids) write_object(guest, shard, handles_[next_++], text);
-    return true;
-  }
+  if (part_ == Part::cm_ids && write_identifiers(guest, shard, text)) return true;
+  if (part_ != Part::cm_ids && next_ < handles_.size()) return write_object(guest, shard, handles_[next_++], text), true;
   text += ']';
-  open_ = false;
-  if (part_ == Part::mrs) return false;
+  open_ = part_ != Part::mrs;
+  if (!open_) return false;
   text += ',';
-  open_ = true;
   open(static_cast<Part>(static_cast<int>(part_) + 1), guest, text);
   return true;
 }

@@ -12,7 +12,7 @@ namespace vrdma::svc {
 
 class ShownGuest {
  public:
-  void begin(const Guest& guest, const Shard& shard, std::string& text);
+  void begin(const Guest& guest, Shard& shard, std::string& text);
   // One object, or as many steps as one takes. False: there is nothing more.
   bool go_on(Guest& guest, Shard& shard, std::string& text);
   // After that, or where the guest has gone meanwhile.
