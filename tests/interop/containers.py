@@ -44,10 +44,12 @@ class World:
 
     def _podman(self):
         why = []
+        settings = self.state.path / "containers.conf"  # its locks would else stay in /dev/shm
+        settings.write_text('[engine]\nlock_type = "file"\n')
         for runtime in RUNTIMES:
             if not shutil.which(runtime):
                 continue
-            words = ["podman", "--root", self.state.path / "root", "--runroot", self.state.path / "run", "--tmpdir", self.state.path / "tmp", "--cgroup-manager", "cgroupfs",
+            words = ["env", f"CONTAINERS_CONF={settings}", "podman", "--root", self.state.path / "root", "--runroot", self.state.path / "run", "--tmpdir", self.state.path / "tmp", "--cgroup-manager", "cgroupfs",
                      "--events-backend", "none", "--runtime", runtime]
             code, said = run([*words, *self.run_words(0), "true"], 60)
             if code == 0:
