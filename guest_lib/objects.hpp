@@ -149,8 +149,8 @@ struct Lane {
   Cq* timed = nullptr;        // its completion queue, of one with times
   bool closed = false;        // the service is gone, and what was outstanding has been flushed
   std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
-  bool pending = false;       // in the completion queue's list of lanes that may hold entries
-  Lane* next_pending = nullptr;
+  bool lined_up = false;      // in its completion queue's `heads`, …
+  std::uint64_t place = 0;    // … by when its next entry was written
 };
 
 struct Cq {
@@ -166,9 +166,12 @@ struct Cq {
   std::atomic<bool> left_off{false};  // the last poll filled its array, and there was more
   Lane* hot[control::hot_lanes] = {};
   std::uint32_t hot_hits[control::hot_lanes] = {};
-  Lane* pending_first = nullptr;
-  Lane* pending_last = nullptr;
   std::vector<Lane*> lanes;  // by number
+  // Once several queue pairs complete here (poll_in_order.cpp): the lanes that hold something, a heap; the latest place that was seen there;
+  // and up to which place everything has been seen.
+  bool in_order = false;
+  std::vector<Lane*> heads;
+  std::uint64_t newest = 0, settled = 0;
   std::uint32_t lane_count = 0;
 
   // Of an extended one: the completion that its functions read, and who polls it in steps.

@@ -8,6 +8,8 @@
 
 #include "guest_lib/objects.hpp"
 #include "vmci_channel/arch.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vmci_channel/stamp.hpp"
 
 namespace vrdma::guest {
 void watch_after_death(Cq&) { FAIL("nobody died here"); }
@@ -40,7 +42,7 @@ struct Queue {
     qp.send_lane.reader = vmci::LaneReader(view.consume_completions(), lane_entries);
     qp.send_lane.header = &view.header();
     qp.send_lane.qp = &qp;
-    qp.send_lane.qpn = number;
+    qp.send_lane.qpn = number + 1;  // 0 is nobody's
     qp.send_lane.number = number;
     qp.send_lane.send = &qp.send;
   }
@@ -72,7 +74,9 @@ struct World {
     Cqe cqe{};
     cqe.wr_id = queue.next++;
     cqe.queue_position = 1;
-    queue.writer.push(cqe, pack(CqeState{WcStatus::success, WcOpcode::send, 0}));
+    CqeState state{WcStatus::success, WcOpcode::send, 0};
+    if (vmci::wants_stamps(shared)) vmci::put_stamp(cqe, state, true, vmci::stamp_now());
+    queue.writer.push(cqe, pack(state));
     vmci::store_load_fence();
     bool hot = false;
     for (auto& lane : shared.hot) hot |= std::atomic_ref(lane).load(std::memory_order_relaxed) == queue.qp.send_lane.number;
@@ -85,6 +89,8 @@ struct World {
 
   ibv_cq* verbs() { return cq.base(); }
 };
+
+std::uint32_t number_of(const ibv_wc& wc) { return wc.qp_num - 1; }
 
 // A stream of favourites: most completions are of one lane, which changes, so that lanes become hot and stop being it.
 std::size_t pick(std::uint32_t& random, std::uint64_t done, std::size_t count) {
@@ -121,7 +127,7 @@ TEST_CASE("every completion is polled once and in order while lanes become hot a
     while (got_all < total && std::chrono::steady_clock::now() < deadline) {
       ibv_wc wc[5];
       const int got = poll_cq(world.verbs(), 1 + static_cast<int>(got_all % 5), wc);
-      for (int i = 0; i < got; ++i) in_order &= wc[i].wr_id == expected[wc[i].qp_num]++;
+      for (int i = 0; i < got; ++i) in_order &= wc[i].wr_id == expected[number_of(wc[i])]++;
       got_all += static_cast<std::uint64_t>(got);
     }
     CHECK(got_all == total);
@@ -143,12 +149,69 @@ TEST_CASE("lanes that are filled again at once complete evenly where the program
       ibv_wc wc[5];
       const int got = poll_cq(world.verbs(), 5, wc);
       REQUIRE(got == 5);
-      for (int i = 0; i < got; ++i) ++got_of[wc[i].qp_num];
-      for (int i = 0; i < got; ++i) world.complete(*world.queues[wc[i].qp_num]);
+      for (int i = 0; i < got; ++i) ++got_of[number_of(wc[i])];
+      for (int i = 0; i < got; ++i) world.complete(*world.queues[number_of(wc[i])]);
       const auto [least, most] = std::ranges::minmax(got_of);
       spread = std::max(spread, most - least);
     }
     CHECK(spread <= 2);
+  }
+}
+
+TEST_CASE("completions of several queue pairs are polled in the order in which one caused the other") {
+  for (const std::uint32_t lanes : {2u, 3u, 4u, 5u, 23u, 300u}) {
+    CAPTURE(lanes);
+    World world(lanes);
+    CHECK(world.shared.wants_stamps == 1);
+    constexpr std::uint64_t total = 30000;
+    // Each completes what it completes only after it has seen that the one before is there.
+    std::atomic<std::uint64_t> done{0};
+    const auto write = [&](std::uint64_t mine, std::uint32_t random) {
+      for (std::uint64_t now; (now = done.load(std::memory_order_acquire)) < total;) {
+        if (now % 2 != mine) {
+          std::this_thread::yield();
+          continue;
+        }
+        Queue& queue = *world.queues[pick(random, now, lanes)];
+        if (!queue.lane_has_room()) {
+          std::this_thread::yield();
+          continue;
+        }
+        queue.next = now;
+        world.complete(queue);
+        done.store(now + 1, std::memory_order_release);
+      }
+    };
+    std::thread first(write, 0, lanes), second(write, 1, lanes + 7);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+    std::uint64_t got_all = 0, early = 0;
+    while (got_all < total && std::chrono::steady_clock::now() < deadline) {
+      ibv_wc wc[40];
+      const int got = poll_cq(world.verbs(), got_all % 3 == 0 ? 1 : got_all % 3 == 1 ? 5 : 40, wc);
+      for (int i = 0; i < got; ++i) early += wc[i].wr_id != got_all + static_cast<std::uint64_t>(i);
+      got_all += static_cast<std::uint64_t>(got);
+      if (got_all % 5 == 0) std::this_thread::yield();
+    }
+    CHECK(got_all == total);
+    if (got_all != total) std::abort();  // the writers would wait for ever
+    first.join(), second.join();
+    CHECK(early == 0);
+  }
+}
+
+TEST_CASE("completions of who knows no stamps are polled, too, each lane in order") {
+  World world(9);
+  std::vector<std::uint64_t> expected(9);
+  std::uint32_t random = 5;
+  for (int round = 0, got_all = 0; round < 3000; ++round) {
+    Queue& queue = *world.queues[pick(random, static_cast<std::uint64_t>(round), 9)];
+    world.shared.wants_stamps = random % 3 != 0;
+    world.complete(queue);
+    ibv_wc wc[8];
+    const int got = poll_cq(world.verbs(), 8, wc);
+    got_all += got;
+    CHECK(got_all == round + 1);
+    for (int i = 0; i < got; ++i) CHECK(wc[i].wr_id == expected[number_of(wc[i])]++);
   }
 }
 
@@ -197,7 +260,7 @@ TEST_CASE("a lane that is removed takes its completions along and leaves the oth
   int got = 0;
   for (int now; (now = poll_cq(world.verbs(), 64 - got, wc + got)) > 0;) got += now;
   CHECK(got == 15);
-  for (int i = 0; i < got; ++i) CHECK((wc[i].qp_num != 0 && wc[i].qp_num != 5));
+  for (int i = 0; i < got; ++i) CHECK((number_of(wc[i]) != 0 && number_of(wc[i]) != 5));
   CHECK(world.shared.consumed == 21);
 }
 
@@ -209,7 +272,7 @@ TEST_CASE("an array smaller than what is ready starves no lane") {
       if (queue->lane_has_room()) world.complete(*queue);
     ibv_wc wc;
     for (int i = 0; i < 2; ++i)
-      if (poll_cq(world.verbs(), 1, &wc) == 1) ++seen[wc.qp_num];
+      if (poll_cq(world.verbs(), 1, &wc) == 1) ++seen[number_of(wc)];
   }
   for (const int count : seen) CHECK(count > 0);
 }

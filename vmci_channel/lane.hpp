@@ -31,7 +31,7 @@ class LaneWriter {
     put(entry.src_qp, cqe.src_qp);
     put(entry.slid, cqe.slid);
     put(entry.sl, cqe.sl);
-    put(entry.time_high, cqe.time_high);
+    put(entry.stamp_high, cqe.stamp_high);
     put(entry.queue_position, cqe.queue_position);
     const std::uint32_t phase = (tail_ & entry_count_) ? 0u : vrdma::control_phase_bit;
     // L1: pairs with L2 in LaneReader::next.

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "vmci_channel/arch.hpp"
+#include "vmci_channel/stamp.hpp"
 #include "vmkernel_svc/engine/grh.hpp"
 #include "vmkernel_svc/events.hpp"
 #include "vmkernel_svc/fabric.hpp"
@@ -286,7 +287,7 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::ui
 
 // --- completions and events -----------------------------------------------------------------------------------
 
-bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const CqeState& state) {
+bool MediatedPorts::complete(Qp& qp, Direction direction, Cqe& cqe, CqeState state) {
   if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
   const bool by_xrc_srq = qp.type == engine::QpType::xrc_recv && direction == Direction::receive && qp.srq != nullptr;
   QueuePair& owner = by_xrc_srq ? *qp.srq->port.owner->completions : *qp.port.owner;
@@ -303,27 +304,37 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, const Cqe& cqe, const 
   VRDMA_CRASH_POINT("service.complete.before_cqe");
   auto& core = owner.core;
   auto& to = direction == Direction::send ? core.send_lane : core.receive_lane;
-  if (by_xrc_srq || cq.timed) [[unlikely]] {
-    Cqe told = cqe;
-    if (by_xrc_srq) told.src_qp = qp.qpn.value;  // its receiver learns by which of the targets it came
-    if (cq.timed) set_time(told, direction == Direction::send, vmci::monotonic_ns());
-    to.push(told, pack(state));
-  } else {
-    to.push(cqe, pack(state));
-  }
+  if (by_xrc_srq) [[unlikely]] cqe.src_qp = qp.qpn.value;  // its receiver learns by which of the targets it came
+  const bool stamped = vmci::wants_stamps(*cq.shared);
+  if (stamped) vmci::put_stamp(cqe, state, direction == Direction::send, cq.timed ? vmci::monotonic_ns() : vmci::stamp_now());
+  else if (cq.timed) [[unlikely]] set_stamp(cqe, direction == Direction::send, vmci::monotonic_ns());
+  to.push(cqe, pack(state));
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");
+  // Found by whoever finds what it causes. The events can wait.
+  if (stamped) {
+    vmci::store_load_fence();  // as in announce()
+    set_ready(cq, lane);
+  }
   const bool urgent = state.status != WcStatus::success || (state.flags & wc_solicited) != 0;
   for (std::size_t i = announcement_count_; i > 0; --i) {
     Announcement& known = announcements_[i - 1];
     if (known.cq != &cq || known.lane != lane) continue;
     known.solicited_or_error |= urgent;
     known.received |= direction == Direction::receive;
+    known.ready_is_set &= stamped;
     return true;
   }
   if (announcement_count_ == announcements_.size()) announce();
-  announcements_[announcement_count_++] = {&cq, lane, urgent, direction == Direction::receive};
+  announcements_[announcement_count_++] = {&cq, lane, urgent, direction == Direction::receive, stamped};
   return true;
+}
+
+// Unless the guest looks at the lane anyway. After a full fence.
+void MediatedPorts::set_ready(CompletionQueue& cq, std::uint32_t lane) {
+  bool hot = false;
+  for (auto& announced : cq.shared->hot) hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == lane;
+  if (!hot) cq.ready.set(lane);
 }
 
 void MediatedPorts::announce() {
@@ -333,10 +344,7 @@ void MediatedPorts::announce() {
   vmci::store_load_fence();
   for (std::size_t i = 0; i < announcement_count_; ++i) {
     const Announcement& due = announcements_[i];
-    bool hot = false;
-    for (auto& announced : due.cq->shared->hot)
-      hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == due.lane;
-    if (!hot) due.cq->ready.set(due.lane);
+    if (!due.ready_is_set) set_ready(*due.cq, due.lane);
     VRDMA_CRASH_POINT("service.complete.ready_set");
     if (due.cq->channel != nullptr) raise_if_armed(*due.cq, due.solicited_or_error);
     if (!due.received) continue;

@@ -107,7 +107,7 @@ class MediatedPorts {
   void abandon(Qp& qp);
 
   // The completion can be seen at once by who looks at its lane; who has to be told is told by announce().
-  bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state);
+  bool complete(Qp& qp, engine::Direction direction, Cqe& cqe, CqeState state);
   // Sets the ready bits and raises the events that the completions since the last call ask for: one fence for all of them. Called
   // after every Engine::run(), which is all that completes anything.
   void announce();
@@ -182,11 +182,14 @@ class MediatedPorts {
                                         std::uint64_t compare, std::uint64_t& old_value);
   bool submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 
+  static void set_ready(CompletionQueue& cq, std::uint32_t lane);
+
   struct Announcement {
     CompletionQueue* cq;
     std::uint32_t lane;
     bool solicited_or_error;
     bool received;  // a message, that is: something that an application may answer
+    bool ready_is_set;
   };
 
   Fabric& fabric_;

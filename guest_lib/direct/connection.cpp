@@ -5,8 +5,8 @@
 namespace vrdma::guest {
 
 DirectConnection::DirectConnection(const Ends& ends)
-    : claim_(ends.claim), sent_(ends.sent), received_(ends.received), peer_channel_(ends.peer_channel), own_channel_(ends.own_channel),
-      ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions(), ends.shared), engine_(ports_) {
+    : claim_(ends.claim), peer_channel_(ends.peer_channel), own_channel_(ends.own_channel),
+      ports_(claim_.stores(), ends.own, ends.peer, ends.sent, ends.received, far_, ends.receive.consume_completions(), ends.shared), engine_(ports_) {
   const auto& send = ends.send.geometry();
   const auto& receive = ends.receive.geometry();
   near_.type = far_.type = ends.type;
@@ -76,9 +76,9 @@ bool DirectConnection::tell() {
   // Pairs with H1 and A1 of guest_lib/poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
   // more. Of the poster's own queue the poller is a thread of this process: where there is one only, this one.
   if (received || !single_threaded()) vmci::store_load_fence();
-  if (sent && !sent_.is_hot()) vmci::ReadyBitmap(&sent_.cq->ready).set(sent_.lane);
+  if (const Told& own = ports_.sent_to(); sent && !own.is_hot()) vmci::ReadyBitmap(&own.cq->ready).set(own.lane);
   own_event_due_ |= sent && own_channel_;
-  return !received || tell_peer(claim_, received_, peer_channel_, solicited);
+  return !received || tell_peer(claim_, ports_.received_at(), peer_channel_, solicited);
 }
 
 }  // namespace vrdma::guest

@@ -85,7 +85,6 @@ class DirectConnection {
   bool tell();       // those who have to be told of completions
 
   vmci::PosterClaim claim_;
-  Told sent_, received_;
   PeerChannel peer_channel_;
   bool own_channel_, own_event_due_ = false;
   DirectPorts::Qp near_, far_;

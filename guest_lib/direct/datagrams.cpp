@@ -24,8 +24,8 @@ constexpr std::size_t adds_between_looks = 64;        // at paths that are over
 
 DatagramPath::DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends,
                            const DatagramSource& source)
-    : reach{std::move(room_in)}, channel_(std::move(channel_in)), claim_(ends.claim), received_(ends.received), peer_channel_(ends.peer_channel),
-      ports_(claim_.stores(), ends.own, ends.peer, far_, ends.receive.consume_completions(), ends.shared, source), engine_(ports_) {
+    : reach{std::move(room_in)}, channel_(std::move(channel_in)), claim_(ends.claim), peer_channel_(ends.peer_channel),
+      ports_(claim_.stores(), ends.own, ends.peer, ends.sent, ends.received, far_, ends.receive.consume_completions(), ends.shared, source), engine_(ports_) {
   far_.type = engine::QpType::ud;
   far_.qpn = Qpn{ends.peer_qpn};
   far_.receive_ring = vmci::RecordReader(ends.receive_records.produce(), ends.receive_records.geometry().produce_slots);
@@ -144,7 +144,7 @@ void DatagramPath::leave() {
   if (const bool received = ports_.take_received(), solicited = ports_.take_solicited(); received) {
     vmci::store_load_fence();  // as DirectConnection::tell
     // The service looks for an event that could not be raised now and then (DirectDesk::look).
-    tell_peer(claim_, received_, peer_channel_, solicited);
+    tell_peer(claim_, ports_.received_at(), peer_channel_, solicited);
   }
   VRDMA_CRASH_POINT("direct.guest.told");
   claim_.leave();
@@ -212,9 +212,8 @@ bool DatagramSender::carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uin
     cqe.wr_id = wr.wr_id;
     cqe.byte_len = wr.sg_list->length;
     cqe.queue_position = near_.send_ring.position();
-    VRDMA_CRASH_POINT("direct.guest.before_cqe");
-    near_.send_lane.push(cqe, pack(CqeState{WcStatus::success, engine::opcode_rules[wr.opcode].send_opcode, 0}));
-    any_sent_ = true;
+    path->complete(near_, cqe, {WcStatus::success, engine::opcode_rules[wr.opcode].send_opcode, 0});
+    any_sent_ |= path->take_sent();
   }
   record();
   return true;

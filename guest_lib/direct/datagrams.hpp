@@ -36,6 +36,8 @@ class DatagramPath {
   bool deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, const UdOperand& address, std::uint32_t qkey);
   // The one at the head of the send queue, whatever it is like. False: likewise, and `near` is to step back; turn_lost(): it may be tried again.
   bool run(DirectPorts::Qp& near);
+  // Of a delivered one, at its sender.
+  void complete(DirectPorts::Qp& near, Cqe& cqe, const CqeState& state) { ports_.complete(near, engine::Direction::send, cqe, state); }
   bool turn_lost() const { return ports_.turn_lost(); }
   bool take_sent() { return ports_.take_sent(); }
   bool has_unmapped() const { return ports_.has_unmapped(); }
@@ -50,7 +52,6 @@ class DatagramPath {
 
   std::shared_ptr<vmci::UniqueFd> channel_;
   vmci::PosterClaim claim_;
-  Told received_;
   PeerChannel peer_channel_;
   DirectPorts::Qp far_;
   DirectPorts ports_;

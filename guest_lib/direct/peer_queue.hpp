@@ -13,6 +13,7 @@
 #include "vmci_channel/lane.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
 #include "vmci_channel/record_ring.hpp"
+#include "vmci_channel/stamp.hpp"
 #include "vrdma/control.hpp"
 #include "vrdma/queue_layout.hpp"
 #include "vrdma/wire.hpp"
@@ -24,6 +25,7 @@ struct Told {
   control::CqShared* cq = nullptr;
   std::uint32_t lane = control::no_lane;
 
+  bool wants_stamps() const { return vmci::wants_stamps(*cq); }
   // Whether who polls looks at the lane anyway. After a full fence, which pairs with H1 of guest_lib/poll.cpp.
   bool is_hot() const {
     for (auto& hot : cq->hot)
@@ -60,7 +62,7 @@ bool raise_at_peer(const vmci::PosterClaim& claim, control::CqShared& cq, const 
   // them, has reached its line (docs/performance.md, "Copies that wait for stores"). Compilers join plain loads.
   const auto field = [](const std::uint32_t& of) { return std::uint64_t{std::atomic_ref(const_cast<std::uint32_t&>(of)).load(std::memory_order_relaxed)}; };
   const auto pair = [](std::uint64_t low, std::uint64_t high) { return low | high << 32; };
-  const std::uint64_t route = std::uint64_t{cqe.slid} | std::uint64_t{cqe.sl} << 16;
+  const std::uint64_t route = std::uint64_t{cqe.slid} | std::uint64_t{cqe.sl} << 16 | std::uint64_t{cqe.stamp_high} << 24;
   const std::uint32_t at = lane.position(), phase = (at & lane.entry_count()) ? 0u : control_phase_bit;
   // The last word holds the state: L1 of the lane.
   if (!stores.store4(reinterpret_cast<std::uint64_t*>(&entries[at & (lane.entry_count() - 1)]), cqe.wr_id, pair(field(cqe.byte_len), field(cqe.imm_data)),

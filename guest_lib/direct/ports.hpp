@@ -62,12 +62,15 @@ class DirectPorts {
     bool needed = true;  // else it would only be faster
   };
 
-  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, Qp& far_end, Cqe* far_entries, SharedReceives shared,
-              const DatagramSource& source = {})
-      : stores_(stores), own_(own), peer_(peer), far_end_(far_end), far_entries_(far_entries), shared_(shared), source_(source) {}
+  // sent, received: where completions go, of this end and of the far one.
+  DirectPorts(const vmci::ClaimedStores& stores, ReachedGuest own, ReachedGuest peer, const Told& sent, const Told& received, Qp& far_end,
+              Cqe* far_entries, SharedReceives shared, const DatagramSource& source = {})
+      : stores_(stores), own_(own), peer_(peer), sent_to_(sent), received_at_(received), far_end_(far_end), far_entries_(far_entries),
+        shared_(shared), source_(source) {}
 
   void begin() {
     given_up_ = certain_ = turn_lost_ = through_process_ = into_receive_ = false;
+    stamp_ = 0;
     if (shared_.turns) seek_receive();
   }
   // From a shared receive queue: the record that is next now, …
@@ -110,6 +113,8 @@ class DirectPorts {
   bool dropped() const { return far_end_.counters.dropped != 0; }
   bool has_unmapped() const { return unmapped_.has_value(); }
   std::optional<Unmapped> take_unmapped() { return std::exchange(unmapped_, std::nullopt); }
+  const Told& sent_to() const { return sent_to_; }
+  const Told& received_at() const { return received_at_; }
   // Whether completions were written since the last call.
   bool take_sent() { return std::exchange(sent_, false); }
   bool take_received() { return std::exchange(received_, false); }
@@ -159,15 +164,23 @@ class DirectPorts {
   }
   void abandon(Qp&) {}
 
-  [[gnu::always_inline]] bool complete(Qp& qp, engine::Direction direction, const Cqe& cqe, const CqeState& state) {
+  [[gnu::always_inline]] bool complete(Qp& qp, engine::Direction direction, Cqe& cqe, CqeState state) {
+    const bool send = direction == engine::Direction::send;
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
-    if (direction == engine::Direction::receive && !take_turn(cqe.wr_id)) return give_up(), true;
+    if (!send && !take_turn(cqe.wr_id)) return give_up(), true;
+    const bool stamped = (send ? sent_to_ : received_at_).wants_stamps();
+    if (stamped) [[unlikely]] {
+      // One for the message: its receiver's answer is later than both.
+      if (stamp_ == 0) stamp_ = vmci::stamp_now();
+      vmci::put_stamp(cqe, state, send, stamp_);
+    }
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
-    if (direction == engine::Direction::send) qp.send_lane.push(cqe, pack(state));
+    if (send) qp.send_lane.push(cqe, pack(state));
     else if (!push_to_peer(qp.receive_lane, far_entries_, cqe, pack(state), stores_)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.cqe_written");
-    (direction == engine::Direction::send ? sent_ : received_) = certain_ = true;
-    solicited_ |= direction == engine::Direction::receive && (state.flags & wc_solicited) != 0;
+    if (stamped) [[unlikely]] set_ready(send);
+    (send ? sent_ : received_) = certain_ = true;
+    solicited_ |= !send && (state.flags & wc_solicited) != 0;
     return true;
   }
   void event(Qp&, engine::AsyncEvent) { give_up(); }
@@ -195,6 +208,14 @@ class DirectPorts {
 
  private:
   void give_up() { given_up_ = true; }
+  // At once, so that it is found by whoever finds what it causes. The event can wait for the end of the turn.
+  void set_ready(bool send) {
+    vmci::store_load_fence();  // as DirectConnection::tell
+    const Told& to = send ? sent_to_ : received_at_;
+    if (to.is_hot()) return;
+    if (send) vmci::ReadyBitmap(&to.cq->ready).set(to.lane);
+    else set_peers_bit(to.cq->ready, to.lane, stores_);  // where the claim is lost, the service sets it
+  }
   std::uint32_t posted() const { return std::atomic_ref(const_cast<std::uint32_t&>(*shared_.posted)).load(std::memory_order_acquire); }
   engine::MemoryStatus carried_out(bool stored) {
     if (!stored) return give_up(), engine::MemoryStatus::destination_fault;
@@ -368,6 +389,7 @@ class DirectPorts {
 
   const vmci::ClaimedStores& stores_;
   ReachedGuest own_, peer_;
+  Told sent_to_, received_at_;
   Qp& far_end_;
   Cqe* far_entries_;  // of its receive lane
   SharedReceives shared_;
@@ -376,6 +398,7 @@ class DirectPorts {
   Sge named_{};  // the buffer of the record that is looked at
   std::uint32_t receive_buffers_ = 0;
   bool turn_taken_ = false, turn_lost_ = false;
+  std::uint64_t stamp_ = 0;  // of the message; 0: none yet
   bool given_up_ = false, sent_ = false, received_ = false, solicited_ = false;
   bool certain_ = false;  // others can know that the message was carried out
   bool into_receive_ = false;     // the message goes to a receive buffer

@@ -82,6 +82,7 @@ PIN(control::AttachReply, service_version, 88);
 PIN(control::CqShared, arm, 0);
 PIN(control::CqShared, hot, 4);
 PIN(control::CqShared, poller, 20);
+PIN(control::CqShared, wants_stamps, 24);
 PIN(control::CqShared, consumed, 64);
 PIN(control::CqShared, ready, 128);
 PIN(control::ServicePage, device_generation, 8);

@@ -82,6 +82,7 @@ enum WcFlag : std::uint8_t {
   wc_grh = 1,       // IBV_WC_GRH
   wc_with_imm = 2,  // IBV_WC_WITH_IMM
   wc_with_inv = 8,  // IBV_WC_WITH_INV
+  wc_stamped = 32,    // ours, cleared by the guest: the entry says when it was written (CqShared::wants_stamps)
   wc_solicited = 64,  // ours, cleared by the guest: the sender asked for a solicited event
 };
 
@@ -191,24 +192,30 @@ struct alignas(32) Cqe {
   std::uint32_t src_qp;           // UD: the sender's QPN
   std::uint16_t slid;
   std::uint8_t sl;
-  std::uint8_t time_high;         // as below
+  std::uint8_t stamp_high;        // as below
   std::uint32_t queue_position;   // send lanes: the position after the WQE in its ring: all slots before it are free again
   std::uint32_t state;            // CqeState
 };
 static_assert(WireRecord<Cqe> && sizeof(Cqe) == 32);
 
-// On completion queues that ask for it (control::Request::time_cq): when it completed, in nanoseconds of the service's monotonic clock. 40 bits
-// (9 minutes before and after) in what the fields of its direction leave free.
-constexpr unsigned cqe_time_bits = 40;
-inline void set_time(Cqe& cqe, bool sent, std::uint64_t ns) {
-  (sent ? cqe.src_qp : cqe.queue_position) = static_cast<std::uint32_t>(ns);
-  cqe.time_high = static_cast<std::uint8_t>(ns >> 32);
+// Where it is asked for, when it completed: 40 bits in what the fields of its direction leave free. In nanoseconds of the service's monotonic
+// clock (9 minutes before and after) on completion queues with times (control::Request::time_cq), else in units of vmci::stamp_now().
+constexpr unsigned cqe_stamp_bits = 40;
+inline void set_stamp(Cqe& cqe, bool sent, std::uint64_t stamp) {
+  (sent ? cqe.src_qp : cqe.queue_position) = static_cast<std::uint32_t>(stamp);
+  cqe.stamp_high = static_cast<std::uint8_t>(stamp >> 32);
 }
-// The whole of it: that which is nearest to `now_ns` of the same clock, of which the reader need not know more than about.
+inline std::uint64_t stamp_of(const Cqe& cqe, bool sent) {
+  return (std::uint64_t{cqe.stamp_high} << 32) | (sent ? cqe.src_qp : cqe.queue_position);
+}
+// From the second of two stamps to the first; negative: that one is the earlier.
+inline std::int64_t stamps_apart(std::uint64_t a, std::uint64_t b) {
+  constexpr unsigned unknown_bits = 64 - cqe_stamp_bits;
+  return static_cast<std::int64_t>((a - b) << unknown_bits) >> unknown_bits;
+}
+// The whole of a time: that which is nearest to `now_ns` of the same clock, of which the reader need not know more than about.
 inline std::uint64_t time_of(const Cqe& cqe, bool sent, std::uint64_t now_ns) {
-  const std::uint64_t low = (std::uint64_t{cqe.time_high} << 32) | (sent ? cqe.src_qp : cqe.queue_position);
-  constexpr unsigned unknown_bits = 64 - cqe_time_bits;
-  return now_ns + static_cast<std::uint64_t>(static_cast<std::int64_t>((low - now_ns) << unknown_bits) >> unknown_bits);
+  return now_ns + static_cast<std::uint64_t>(stamps_apart(stamp_of(cqe, sent), now_ns));
 }
 
 struct CqeState {  // apart, or two that were just stored are loaded as one word, which waits for all stores before them

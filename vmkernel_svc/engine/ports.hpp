@@ -54,7 +54,7 @@ struct Srq;
 
 template <class P>
 concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t u64, std::uint32_t u32, Place place,
-                            std::uint64_t& value, const Cqe& cqe, const CqeState& state, const UdOperand& ud, std::byte* bytes) {
+                            std::uint64_t& value, Cqe& cqe, const CqeState& state, const UdOperand& ud, std::byte* bytes) {
   typename P::QpPort;   // default constructible; the ports' own data of a queue pair
   typename P::SrqPort;  // likewise of an SRQ
 
@@ -75,7 +75,8 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   { p.abandon(qp) } -> std::same_as<void>;
 
   // Publishes a completion on the queue pair's lane for that direction and raises a completion event where the CQ is armed
-  // for it. False: the CQ is overrun; nothing was written and the ports have told its owner.
+  // for it. False: the CQ is overrun; nothing was written and the ports have told its owner. What the engine left free in the entry
+  // is theirs to fill.
   { p.complete(qp, Direction::send, cqe, state) } -> std::same_as<bool>;
   { p.event(qp, AsyncEvent::comm_est) } -> std::same_as<void>;
   { p.srq_limit(srq) } -> std::same_as<void>;

@@ -135,7 +135,7 @@ class Responder {
   }
 
   // A receive completion, which ends qp.inbound.
-  bool complete(Qp<P>& qp, const Cqe& cqe, const CqeState& state) {
+  bool complete(Qp<P>& qp, Cqe& cqe, const CqeState& state) {
     qp.inbound.active = false;
     if (ports_.complete(qp, Direction::receive, cqe, state)) return true;
     fail(qp, std::nullopt);

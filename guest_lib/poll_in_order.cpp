@@ -1,0 +1,123 @@
+// Completions of several queue pairs on one completion queue, in the order in which they came about, as in the one queue of an adapter: what somebody
+// did because of a completion, or because of the message that it tells of, is not polled before it.
+//
+// Entries carry the time of their writing (vmci_channel/stamp.hpp), and each lane is in order by itself. What is left is to take the oldest head,
+// and to know that no older one is coming: a lane that was found empty may have got its entry since, and another lane, looked at later, a younger
+// one because of that. So the lanes are looked at twice. What the second look finds may have older ones again, but whatever is not younger
+// than the youngest of the first look has none: they were written, and announced, before that one was, hence before the second look.
+#include <algorithm>
+
+#include "guest_lib/lanes.hpp"
+#include "vmci_channel/ready_bitmap.hpp"
+#include "vmci_channel/stamp.hpp"
+
+namespace vrdma::guest {
+
+namespace {
+
+constexpr std::uint32_t look_ahead = 16;  // entries of a lane that can be taken without looking at the others again
+
+bool comes_later(const Lane* a, const Lane* b) { return a->place > b->place; }
+
+// Stamps have 40 bits; places count on from the first in the row. An entry of who does not know stamps, an older library or service, comes when it
+// is found.
+std::uint64_t place_of(Cq& cq, const Lane& lane, const Cqe& entry) {
+  const bool stamped = cq.timed || (unpack_cqe_state(entry.state).flags & wc_stamped) != 0;
+  const std::uint64_t stamp = stamped ? stamp_of(entry, lane.send != nullptr) : vmci::stamp_now();
+  if (cq.heads.empty()) {
+    constexpr std::uint64_t first = std::uint64_t{1} << 62;
+    cq.newest = first + (stamp & ((std::uint64_t{1} << cqe_stamp_bits) - 1));
+    cq.settled = 0;
+    return cq.newest;
+  }
+  const std::uint64_t place = cq.newest + static_cast<std::uint64_t>(stamps_apart(stamp, cq.newest));
+  cq.newest = std::max(cq.newest, place);
+  return place;
+}
+
+void look_ahead_in(Cq& cq, const Lane& lane) {
+  vmci::LaneReader ahead = lane.reader;
+  const Cqe* last = nullptr;
+  for (std::uint32_t i = 0; i < look_ahead; ++i) {
+    const Cqe* const entry = ahead.next();
+    if (entry == nullptr) break;
+    last = entry;
+    ahead.pop();
+  }
+  if (last != nullptr) (void)place_of(cq, lane, *last);
+}
+
+void look_at_all(Cq& cq) {
+  for (Lane* const lane : cq.hot)
+    if (lane != nullptr && !lane->lined_up) line_up(cq, *lane);
+  vmci::ReadyBitmap ready(&cq.shared->ready);
+  if (!ready.any()) return;
+  ready.take([&](std::uint32_t number) {
+    if (number < cq.lanes.size() && cq.lanes[number] != nullptr) line_up(cq, *cq.lanes[number]);
+  });
+}
+
+// False: there is nothing.
+bool settle(Cq& cq) {
+  look_at_all(cq);
+  if (cq.heads.empty()) return false;
+  look_ahead_in(cq, *cq.heads.front());
+  const std::uint64_t newest = cq.newest;
+  look_at_all(cq);
+  cq.settled = newest;
+  return true;
+}
+
+// The first of the row, whose head was taken, goes to where its next entry belongs.
+void line_up_again(Cq& cq, Lane& lane) {
+  const Cqe* const next = lane.reader.next();
+  if (next != nullptr) lane.place = place_of(cq, lane, *next);
+  std::ranges::pop_heap(cq.heads, comes_later);
+  if (next != nullptr) {
+    std::ranges::push_heap(cq.heads, comes_later);
+  } else {
+    cq.heads.pop_back();
+    lane.lined_up = false;
+  }
+}
+
+}  // namespace
+
+void line_up(Cq& cq, Lane& lane) {
+  if (lane.lined_up || lane.closed) return;
+  const Cqe* const entry = lane.reader.next();
+  if (entry == nullptr) return;
+  lane.place = place_of(cq, lane, *entry);
+  lane.lined_up = true;
+  cq.heads.push_back(&lane);  // room for all lanes is there
+  std::ranges::push_heap(cq.heads, comes_later);
+}
+
+void step_out(Cq& cq, Lane& lane) {
+  std::erase(cq.heads, &lane);
+  std::ranges::make_heap(cq.heads, comes_later);
+  lane.lined_up = false;
+}
+
+int poll_in_order(Cq& cq, int room, ibv_wc* wc) {
+  int got = 0;
+  while (got < room) {
+    if ((cq.heads.empty() || cq.heads.front()->place > cq.settled) && !settle(cq)) break;
+    Lane& lane = *cq.heads.front();
+    Taken taken;
+    do {
+      take(lane, *lane.reader.next(), wc[got++], taken);
+      line_up_again(cq, lane);
+    } while (got < room && lane.lined_up && cq.heads.front() == &lane && lane.place <= cq.settled);
+    give_back(lane, taken);
+    note_visit(cq, lane);
+  }
+  return got;
+}
+
+bool holds_more_in_order(Cq& cq) {
+  if (cq.heads.empty()) look_at_all(cq);
+  return !cq.heads.empty();
+}
+
+}  // namespace vrdma::guest

@@ -1,0 +1,30 @@
+// When a completion is written, for completion queues where several queue pairs complete: each has lanes of its own, and who polls takes what lies
+// in them in the order of these stamps (guest_lib/poll_in_order.cpp).
+//
+// Whoever caused a completion by what it saw of another (polled it, or got the message that it tells of) stamps later: the processor's counter is
+// one for all that share a kernel, and is not read before what was seen. Writers are of one kernel always: the service, and posters in
+// direct mode, which virtual machines do not have.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "vmci_channel/arch.hpp"
+#include "vrdma/control.hpp"
+
+namespace vmci {
+
+// In eighths of a counter that counts about nanoseconds: 40 bits of it are more than half an hour.
+inline std::uint64_t stamp_now() { return cycles_in_order() >> 3; }
+
+// Said by whoever made the completion queue, once there are several queue pairs, and before the second is connected.
+inline bool wants_stamps(const vrdma::control::CqShared& cq) {
+  return std::atomic_ref(const_cast<std::uint32_t&>(cq.wants_stamps)).load(std::memory_order_relaxed) != 0;
+}
+
+inline void put_stamp(vrdma::Cqe& cqe, vrdma::CqeState& state, bool sent, std::uint64_t stamp) {
+  vrdma::set_stamp(cqe, sent, stamp);
+  state.flags |= vrdma::wc_stamped;
+}
+
+}  // namespace vmci
