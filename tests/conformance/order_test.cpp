@@ -1,6 +1,9 @@
 // Order: fence, visibility, last byte last, completions as posted.
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <memory>
+#include <thread>
 
 #include "tests/conformance/verbs.hpp"
 
@@ -196,6 +199,50 @@ CONFORMANCE(CompletionsComeInTheOrderOfPosting, "WR-13 WR-16") {
     }, 40);
   }
   run.peer.barrier();
+}
+
+// A control queue pair tells of what came by the others, and all complete on one queue.
+CONFORMANCE(OneCqKeepsTheOrderOfSeveralQps, "CQ-12 CQ-09", .timeout_s = 120) {
+  constexpr std::uint64_t count = 3000;
+  constexpr std::uint32_t receives_each = 64;
+  Device dev(run.settings);
+  Pd pd(dev);
+  Region region(pd, 4096);
+  for (const std::size_t qp_count : {std::size_t{2}, std::size_t{3}, std::size_t{9}}) {
+    const Note note("of ", qp_count, " QPs");
+    Cq cq(dev, static_cast<int>(qp_count) * 256);
+    std::vector<std::unique_ptr<Qp>> qps;
+    for (std::size_t i = 0; i < qp_count; ++i) {
+      qps.push_back(std::make_unique<Qp>(pd, cq, cq));
+      to_init(dev, *qps.back());
+      bring_up(dev, *qps.back(), run.peer.exchange(address_of(dev, *qps.back())));
+      if (run.b())
+        for (std::uint32_t n = 0; n < receives_each; ++n) EXPECT_OK(post(*qps.back(), Recv{i, {region.sge(0, 8)}}));
+    }
+    run.peer.barrier();
+    if (run.a()) {
+      for (std::uint64_t message = 0; message < count; ++message) {
+        Send one{.opcode = IBV_WR_SEND_WITH_IMM, .id = message, .sges = {region.sge(0, 8)}, .imm = static_cast<std::uint32_t>(message)};
+        EXPECT_OK(post(*qps[run.rng.below(qp_count)], one));
+        cq.expect(message);  // it has arrived, and what is sent from now on comes after it
+      }
+    } else {
+      for (std::uint64_t done = 0; done < count;) {
+        ibv_wc wc[8];
+        const int got = ibv_poll_cq(cq, 1 + static_cast<int>(done % 8), wc);
+        EXPECT_GE(got, 0);
+        for (int i = 0; i < got; ++i, ++done) {
+          EXPECT_EQ(wc[i].status, IBV_WC_SUCCESS);
+          EXPECT_EQ(wc[i].imm_data, static_cast<std::uint32_t>(done));
+          EXPECT_EQ(wc[i].wc_flags, unsigned{IBV_WC_WITH_IMM});
+          EXPECT_OK(post(*qps[wc[i].wr_id], Recv{wc[i].wr_id, {region.sge(0, 8)}}));
+        }
+        // So that several wait at a time.
+        if (run.rng.one_in(4)) std::this_thread::sleep_for(std::chrono::microseconds(run.rng.below(100)));
+      }
+    }
+    run.peer.barrier();
+  }
 }
 
 }  // namespace vrdma::conformance
