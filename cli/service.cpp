@@ -138,7 +138,7 @@ void start_private_service(const std::string& path, const char* direct) {
 Service start_or_find(const std::string& folder, const char* direct) {
   const std::string path = folder + "/vrdmad.sock";
   make_private_folder(folder);
-  const std::string lock_path = folder + "/lock";
+  const std::string lock_path = folder + "/lock";  // which a service that leaves as idle holds, too
   vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (!lock || ::flock(lock.get(), LOCK_EX) != 0)
     fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));

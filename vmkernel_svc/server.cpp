@@ -1,10 +1,12 @@
 #include "vmkernel_svc/server.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <linux/futex.h>
 #include <malloc.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -248,13 +250,34 @@ void Server::watch_idle() {
   idle_timer_.async_wait([this](const boost::system::error_code& error) {
     if (error) return;
     idle_seconds_ = connections_.empty() && !machines_->any_running() ? idle_seconds_ + 1 : 0;
-    if (idle_seconds_ >= config_.idle_exit_s) {
+    if (idle_seconds_ >= config_.idle_exit_s && go_unmissed()) {
       log::info("no guest for {} s: leaving", config_.idle_exit_s);
       io_.stop();
       return;
     }
     watch_idle();
   });
+}
+
+// Takes the socket away, unless somebody is connecting to it who would be told that a service is there, and find none. Who starts another service
+// in this folder holds its lock (cli/service.cpp), and so waits until this one has gone.
+bool Server::go_unmissed() {
+  if (!remove_socket_) return true;  // a service manager keeps it, and whoever waits there
+  const std::string lock = std::filesystem::path(config_.socket).replace_filename("lock");
+  folder_lock_ = vmci::UniqueFd(::open(lock.c_str(), O_RDWR | O_CLOEXEC));  // none: nobody starts services here
+  const std::string aside = config_.socket + ".leaving";
+  const bool locked = !folder_lock_ || ::flock(folder_lock_.get(), LOCK_EX | LOCK_NB) == 0;
+  if (locked && ::rename(config_.socket.c_str(), aside.c_str()) == 0) {
+    pollfd connecting{listener_.native_handle(), POLLIN, 0};
+    if (::poll(&connecting, 1, 0) == 0) {
+      ::unlink(aside.c_str());
+      remove_socket_ = false;
+      return true;
+    }
+    ::rename(aside.c_str(), config_.socket.c_str());
+  }
+  folder_lock_.reset();
+  return false;
 }
 
 void Server::accept_next() {

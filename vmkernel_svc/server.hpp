@@ -57,6 +57,7 @@ class Server {
   void lost(const ConnectionPtr& connection);
   void await_exit(const ConnectionPtr& connection);
   void watch_idle();
+  bool go_unmissed();
   void machines_changed();
   void tell_of_machines();
   void join_hosts();
@@ -67,6 +68,7 @@ class Server {
   boost::asio::signal_set signals_{io_};
   boost::asio::posix::stream_descriptor listener_{io_};
   bool remove_socket_ = false;  // it is no service manager's
+  vmci::UniqueFd folder_lock_;  // while it leaves
   boost::asio::steady_timer idle_timer_{io_};
   boost::asio::steady_timer alarm_timer_{io_};  // when the connection manager, or the management, gives something up
   std::uint64_t alarm_ns_ = 0;                 // 0: it is not set

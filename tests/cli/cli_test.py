@@ -1,5 +1,6 @@
 """vrdma and vrdmad when something is wrong: what they say, what they return. Needs python3 only; parts need root and skip aloud."""
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import unittest
 
 from support import BIN, MAJOR, MINOR, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
@@ -500,6 +502,32 @@ class Running(TestCase):
         log = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.log"
         self.stop_private_service()
         self.assertIn("SIGTERM: leaving", log.read_text())
+
+    def test_who_starts_as_the_private_service_leaves_has_one_all_the_same(self):
+        self.assertEqual(self.vrdma("run", "--", "true").returncode, 0)
+        log = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.log"
+        deadline = time.monotonic() + WATCHDOG_S
+        while "leaving" not in log.read_text():
+            self.assertLess(time.monotonic(), deadline, "the private service does not leave as idle")
+        result = self.vrdma("run", "--", "ibv_devinfo")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertIn("vrdma0", result.stdout)
+        self.stop_private_service()
+
+    def test_a_private_service_stays_while_somebody_connects_or_starts_one(self):
+        self.assertEqual(self.vrdma("run", "--", "true").returncode, 0)
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        with open(folder / "lock", "r+") as lock:  # as `vrdma run` while it looks for a service
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            time.sleep(12)  # longer than the ten seconds after which it would leave
+            self.assertTrue((folder / "vrdmad.sock").is_socket())
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+                waiting.connect(str(folder / "vrdmad.sock"))
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                self.assertEqual(self.vrdma("show", "--json").returncode, 0)
+                time.sleep(3)
+                self.assertTrue((folder / "vrdmad.sock").is_socket(), "it left while somebody was connected")
+        self.stop_private_service()
 
     def test_a_private_service_offers_direct_mode_or_is_another_one(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "mediated"
