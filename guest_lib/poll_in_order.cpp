@@ -3,8 +3,9 @@
 //
 // Entries carry the time of their writing (vmci_channel/stamp.hpp), and each lane is in order by itself. What is left is to take the oldest head,
 // and to know that no older one is coming: a lane that was found empty may have got its entry since, and another lane, looked at later, a younger
-// one because of that. So the lanes are looked at twice. What the second look finds may have older ones again, but whatever is not younger
-// than the youngest of the first look has none: they were written, and announced, before that one was, hence before the second look.
+// one because of that. So the lanes that were looked at before that one are looked at again. What is found then may have older ones once more, but
+// whatever is not younger than the youngest of the first look has none: they were written, and announced, before that one was, hence
+// before the second look.
 #include <algorithm>
 
 #include "guest_lib/lanes.hpp"
@@ -37,8 +38,9 @@ std::uint64_t place_of(Cq& cq, const Lane& lane, const Cqe& entry) {
 
 void look_ahead_in(Cq& cq, const Lane& lane) {
   vmci::LaneReader ahead = lane.reader;
+  ahead.pop();
   const Cqe* last = nullptr;
-  for (std::uint32_t i = 0; i < look_ahead; ++i) {
+  for (std::uint32_t i = 1; i < look_ahead; ++i) {
     const Cqe* const entry = ahead.next();
     if (entry == nullptr) break;
     last = entry;
@@ -47,23 +49,37 @@ void look_ahead_in(Cq& cq, const Lane& lane) {
   if (last != nullptr) (void)place_of(cq, lane, *last);
 }
 
-void look_at_all(Cq& cq) {
-  for (Lane* const lane : cq.hot)
-    if (lane != nullptr && !lane->lined_up) line_up(cq, *lane);
+// Whether it holds something that was not in the row.
+bool joins(Cq& cq, Lane& lane) {
+  if (lane.lined_up) return false;
+  line_up(cq, lane);
+  if (!lane.lined_up) return false;
+  look_ahead_in(cq, lane);
+  return true;
+}
+
+bool look_at_hot(Cq& cq, std::uint32_t index) { return cq.hot[index] != nullptr && joins(cq, *cq.hot[index]); }
+
+bool look_at_announced(Cq& cq) {
   vmci::ReadyBitmap ready(&cq.shared->ready);
-  if (!ready.any()) return;
-  ready.take([&](std::uint32_t number) {
-    if (number < cq.lanes.size() && cq.lanes[number] != nullptr) line_up(cq, *cq.lanes[number]);
-  });
+  if (!ready.any()) return false;
+  bool found = false;
+  ready.take([&](std::uint32_t number) { found |= number < cq.lanes.size() && cq.lanes[number] != nullptr && joins(cq, *cq.lanes[number]); });
+  return found;
 }
 
 // False: there is nothing.
 bool settle(Cq& cq) {
-  look_at_all(cq);
+  if (!cq.heads.empty()) look_ahead_in(cq, *cq.heads.front());
+  std::uint32_t before_last = 0;  // hot lanes that were looked at before the last that held something
+  for (std::uint32_t i = 0; i < control::hot_lanes; ++i)
+    if (look_at_hot(cq, i)) before_last = i;
+  const bool announced = look_at_announced(cq);
+  if (announced) before_last = control::hot_lanes;
   if (cq.heads.empty()) return false;
-  look_ahead_in(cq, *cq.heads.front());
   const std::uint64_t newest = cq.newest;
-  look_at_all(cq);
+  for (std::uint32_t i = 0; i < before_last; ++i) look_at_hot(cq, i);
+  if (announced) look_at_announced(cq);
   cq.settled = newest;
   return true;
 }
@@ -71,7 +87,10 @@ bool settle(Cq& cq) {
 // The first of the row, whose head was taken, goes to where its next entry belongs.
 void line_up_again(Cq& cq, Lane& lane) {
   const Cqe* const next = lane.reader.next();
-  if (next != nullptr) lane.place = place_of(cq, lane, *next);
+  if (next != nullptr) {
+    lane.place = place_of(cq, lane, *next);
+    if (cq.heads.size() == 1) return;
+  }
   std::ranges::pop_heap(cq.heads, comes_later);
   if (next != nullptr) {
     std::ranges::push_heap(cq.heads, comes_later);
@@ -116,8 +135,7 @@ int poll_in_order(Cq& cq, int room, ibv_wc* wc) {
 }
 
 bool holds_more_in_order(Cq& cq) {
-  if (cq.heads.empty()) look_at_all(cq);
-  return !cq.heads.empty();
+  return !cq.heads.empty() || settle(cq);
 }
 
 }  // namespace vrdma::guest

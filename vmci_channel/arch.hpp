@@ -12,11 +12,6 @@ namespace vmci {
 #if defined(__x86_64__)
 // The compilers' own names: everybody includes this header, and <immintrin.h> takes 0.6 s of each compilation.
 inline std::uint64_t cycles() { return __builtin_ia32_rdtsc(); }
-// Not before everything that is loaded before it.
-inline std::uint64_t cycles_in_order() {
-  unsigned processor;
-  return __builtin_ia32_rdtscp(&processor);
-}
 inline void cpu_relax() { __builtin_ia32_pause(); }
 // The compiler's prefetch fetches for reading unless it is told of a processor newer than x86-64's first.
 inline void prefetch_for_write(const void* at) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at))); }
@@ -24,11 +19,6 @@ inline void prefetch_for_write(const void* at) { asm volatile("prefetchw %0" : :
 inline std::uint64_t cycles() {
   std::uint64_t value;
   asm volatile("mrs %0, cntvct_el0" : "=r"(value));
-  return value;
-}
-inline std::uint64_t cycles_in_order() {
-  std::uint64_t value;
-  asm volatile("isb\n\tmrs %0, cntvct_el0" : "=r"(value) : : "memory");
   return value;
 }
 inline void cpu_relax() { asm volatile("yield"); }

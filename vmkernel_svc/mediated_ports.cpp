@@ -287,6 +287,15 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::ui
 
 // --- completions and events -----------------------------------------------------------------------------------
 
+namespace {
+// Whether the guest looks at the lane anyway.
+bool is_hot(const CompletionQueue& cq, std::uint32_t lane) {
+  for (auto& hot : cq.shared->hot)
+    if (std::atomic_ref(hot).load(std::memory_order_relaxed) == lane) return true;
+  return false;
+}
+}  // namespace
+
 bool MediatedPorts::complete(Qp& qp, Direction direction, Cqe& cqe, CqeState state) {
   if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
   const bool by_xrc_srq = qp.type == engine::QpType::xrc_recv && direction == Direction::receive && qp.srq != nullptr;
@@ -308,43 +317,34 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, Cqe& cqe, CqeState sta
   const bool stamped = vmci::wants_stamps(*cq.shared);
   if (stamped) vmci::put_stamp(cqe, state, direction == Direction::send, cq.timed ? vmci::monotonic_ns() : vmci::stamp_now());
   else if (cq.timed) [[unlikely]] set_stamp(cqe, direction == Direction::send, vmci::monotonic_ns());
+  // So that it is found before what is done because of it. The event can wait.
+  const bool told_at_once = stamped && direction == Direction::receive && !is_hot(cq, lane);
   to.push(cqe, pack(state));
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");
-  // Found by whoever finds what it causes. The events can wait.
-  if (stamped) {
-    vmci::store_load_fence();  // as in announce()
-    set_ready(cq, lane);
-  }
+  if (told_at_once) cq.ready.set(lane);
   const bool urgent = state.status != WcStatus::success || (state.flags & wc_solicited) != 0;
   for (std::size_t i = announcement_count_; i > 0; --i) {
     Announcement& known = announcements_[i - 1];
     if (known.cq != &cq || known.lane != lane) continue;
     known.solicited_or_error |= urgent;
     known.received |= direction == Direction::receive;
-    known.ready_is_set &= stamped;
+    known.ready_is_set &= told_at_once;
     return true;
   }
   if (announcement_count_ == announcements_.size()) announce();
-  announcements_[announcement_count_++] = {&cq, lane, urgent, direction == Direction::receive, stamped};
+  announcements_[announcement_count_++] = {&cq, lane, urgent, direction == Direction::receive, told_at_once};
   return true;
-}
-
-// Unless the guest looks at the lane anyway. After a full fence.
-void MediatedPorts::set_ready(CompletionQueue& cq, std::uint32_t lane) {
-  bool hot = false;
-  for (auto& announced : cq.shared->hot) hot |= std::atomic_ref(announced).load(std::memory_order_relaxed) == lane;
-  if (!hot) cq.ready.set(lane);
 }
 
 void MediatedPorts::announce() {
   if (announcement_count_ == 0) return;
-  // Pairs with H1 and A1 of guest_lib/poll.cpp: the guest's fences between announcing a hot lane, or arming, and looking at the
+  // Pairs with H1 of guest_lib/lanes.cpp and A1 of poll.cpp: the guest's fences between announcing a hot lane, or arming, and looking at the
   // lanes once more.
   vmci::store_load_fence();
   for (std::size_t i = 0; i < announcement_count_; ++i) {
     const Announcement& due = announcements_[i];
-    if (!due.ready_is_set) set_ready(*due.cq, due.lane);
+    if (!due.ready_is_set && !is_hot(*due.cq, due.lane)) due.cq->ready.set(due.lane);
     VRDMA_CRASH_POINT("service.complete.ready_set");
     if (due.cq->channel != nullptr) raise_if_armed(*due.cq, due.solicited_or_error);
     if (!due.received) continue;

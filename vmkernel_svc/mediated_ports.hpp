@@ -182,8 +182,6 @@ class MediatedPorts {
                                         std::uint64_t compare, std::uint64_t& old_value);
   bool submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 
-  static void set_ready(CompletionQueue& cq, std::uint32_t lane);
-
   struct Announcement {
     CompletionQueue* cq;
     std::uint32_t lane;

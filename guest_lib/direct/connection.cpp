@@ -73,7 +73,7 @@ bool DirectConnection::run_queue() {
 bool DirectConnection::tell() {
   const bool sent = ports_.take_sent(), received = ports_.take_received(), solicited = ports_.take_solicited();
   if (!sent && !received) return true;
-  // Pairs with H1 and A1 of guest_lib/poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
+  // Pairs with H1 of guest_lib/lanes.cpp and A1 of poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
   // more. Of the poster's own queue the poller is a thread of this process: where there is one only, this one.
   if (received || !single_threaded()) vmci::store_load_fence();
   if (const Told& own = ports_.sent_to(); sent && !own.is_hot()) vmci::ReadyBitmap(&own.cq->ready).set(own.lane);

@@ -168,17 +168,19 @@ class DirectPorts {
     const bool send = direction == engine::Direction::send;
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     if (!send && !take_turn(cqe.wr_id)) return give_up(), true;
-    const bool stamped = (send ? sent_to_ : received_at_).wants_stamps();
-    if (stamped) [[unlikely]] {
+    const Told& to = send ? sent_to_ : received_at_;
+    bool cold = false;  // a receiver is told at once, so that it finds this before what is done because of it; the event can wait for the end of the turn
+    if (to.wants_stamps()) [[unlikely]] {
       // One for the message: its receiver's answer is later than both.
       if (stamp_ == 0) stamp_ = vmci::stamp_now();
       vmci::put_stamp(cqe, state, send, stamp_);
+      cold = !send && !to.is_hot();
     }
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
     if (send) qp.send_lane.push(cqe, pack(state));
     else if (!push_to_peer(qp.receive_lane, far_entries_, cqe, pack(state), stores_)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.cqe_written");
-    if (stamped) [[unlikely]] set_ready(send);
+    if (cold) [[unlikely]] set_peers_bit(to.cq->ready, to.lane, stores_);  // where the claim is lost, the service sets it
     (send ? sent_ : received_) = certain_ = true;
     solicited_ |= !send && (state.flags & wc_solicited) != 0;
     return true;
@@ -208,14 +210,6 @@ class DirectPorts {
 
  private:
   void give_up() { given_up_ = true; }
-  // At once, so that it is found by whoever finds what it causes. The event can wait for the end of the turn.
-  void set_ready(bool send) {
-    vmci::store_load_fence();  // as DirectConnection::tell
-    const Told& to = send ? sent_to_ : received_at_;
-    if (to.is_hot()) return;
-    if (send) vmci::ReadyBitmap(&to.cq->ready).set(to.lane);
-    else set_peers_bit(to.cq->ready, to.lane, stores_);  // where the claim is lost, the service sets it
-  }
   std::uint32_t posted() const { return std::atomic_ref(const_cast<std::uint32_t&>(*shared_.posted)).load(std::memory_order_acquire); }
   engine::MemoryStatus carried_out(bool stored) {
     if (!stored) return give_up(), engine::MemoryStatus::destination_fault;
