@@ -97,6 +97,7 @@ void withdraw(Cq& cq) {
   purge_async_events(cq.verbs.context, cq.verbs.handle);
   if (cq.verbs.channel != nullptr) {
     Channel& channel = Channel::of(cq.verbs.channel);
+    end_if_lost(*channel.pipe, channel.events);
     channel.events.purge(channel.verbs.fd, channel.pipe->get(), cq.verbs.handle);
     std::lock_guard lock(cq.attachment->objects_mutex());
     --channel.verbs.refcnt;
