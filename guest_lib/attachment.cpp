@@ -184,7 +184,7 @@ Attachment::Attachment(Parts parts)
       bar_(std::move(parts.bar)),
       liveness_(page_),
       doorbell_(reinterpret_cast<vmci::ReadyWords*>(arena_.data() + parts.reply.doorbell_offset),
-                &page_->shards[parts.reply.shard].sleeping, doorbell_fd_.get()),
+                &page_->shards[parts.reply.shard].sleeping, doorbell_fd_.get(), liveness_),
       channel_(std::move(parts.socket), std::move(parts.wake),
                vmci::QueuePairView(arena_.data() + parts.reply.control_offset, parts.reply.control_geometry), guest_, doorbell_,
                liveness_) {}

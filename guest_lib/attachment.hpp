@@ -16,6 +16,7 @@
 #include "guest_lib/control.hpp"
 #include "guest_lib/copier.hpp"
 #include "guest_lib/direct/rooms.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vmci_channel/segment.hpp"
 
 namespace vrdma::guest {
@@ -107,10 +108,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   vmci::Mapping arena_;
   vmci::Mapping page_mapping_;
   const control::ServicePage* page_;
-  vmci::UniqueFd doorbell_fd_;
+  OwnFd doorbell_fd_;
   std::uint32_t guest_;
   bool in_machine_;
-  vmci::UniqueFd bar_;
+  OwnFd bar_;
   const std::uint64_t ordinal_ = next_ordinal();
   Liveness liveness_;
   Doorbell doorbell_;

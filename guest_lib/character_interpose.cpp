@@ -1,5 +1,5 @@
 // write(2), read(2), writev(2), readv(2), ioctl(2), fstat(2) and close(2) in front of libc's, for the descriptors of character devices (character_files.hpp), and
-// read(2) also for those of a port's counters. Another file's cost one look at a bit, or two.
+// read(2) also for those of a port's counters; close(2) also for what this library keeps (own_fd.hpp). Another file's cost one look at a bit, or two.
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -16,6 +16,7 @@
 
 #include "guest_lib/character_files.hpp"
 #include "guest_lib/cm/files.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "guest_lib/paths.hpp"
 #include "guest_lib/traffic_files.hpp"
 
@@ -180,6 +181,7 @@ VRDMA_INTERPOSE(int, ioctl, int fd, unsigned long request, ...) {
 VRDMA_INTERPOSE(int, close, int fd) {
   if (CharacterFiles::may_hold(fd)) [[unlikely]]
     if (const auto closed = CharacterFiles::instance().close(fd, really_close)) return *closed;
+  if (OwnNumbers::may_hold(fd) && OwnNumbers::holds(fd)) [[unlikely]] return errno = EBADF, -1;
   return really_close(fd);
 }
 

@@ -79,6 +79,23 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
   }
 }
 
+namespace {
+
+// A socket that stays its owner's.
+class Lent {
+ public:
+  explicit Lent(const OwnFd& fd) : socket_(vmci::UniqueFd(fd.get())) {}
+  ~Lent() { (void)socket_.release().release(); }
+  Lent(const Lent&) = delete;
+  Lent& operator=(const Lent&) = delete;
+  operator const vmci::PacketSocket&() const { return socket_; }
+
+ private:
+  vmci::PacketSocket socket_;
+};
+
+}  // namespace
+
 Result<std::vector<vmci::UniqueFd>> ControlChannel::exchange_on_socket(control::Request request,
                                                                        std::span<const std::byte> body,
                                                                        std::span<const int> descriptors,
@@ -86,8 +103,9 @@ Result<std::vector<vmci::UniqueFd>> ControlChannel::exchange_on_socket(control::
   if (liveness_.gone()) return Errno{EIO};
   CancellationOff cancellation_off;
   std::lock_guard lock(mutex_);
+  if (!has_descriptors()) return liveness_.mark_dead(), Errno{EIO};
   requests_sent_.fetch_add(1, std::memory_order_relaxed);
-  auto received = exchange_packet(socket_, guest_, sequence_++, request, body, descriptors, reply);
+  auto received = exchange_packet(Lent(socket_fd_), guest_, sequence_++, request, body, descriptors, reply);
   if (!received && value(received.error()) == EIO) liveness_.mark_dead();
   return received;
 }
@@ -96,6 +114,8 @@ Status ControlChannel::exchange(std::span<const Outgoing> requests, std::span<st
   if (liveness_.gone()) return Errno{EIO};
   CancellationOff cancellation_off;
   std::lock_guard lock(mutex_);
+  // Before the doorbell, which will have been closed along with it.
+  if (!socket_fd_.intact()) return liveness_.mark_dead(), Errno{EIO};
   for (const Outgoing& outgoing : requests) {
     if (Status sent = send(outgoing, sequence_++); !sent) return sent;
     if (&outgoing != &requests.back()) VRDMA_CRASH_POINT("guest.reg_mr.staged");
@@ -173,8 +193,12 @@ Status ControlChannel::sleep_until_news(int timeout_ms) {
   // C4: pairs with the service's fence between a reply and its look at `waiting`.
   store_load_fence();
   if (replies_.empty()) {
+    if (!has_descriptors()) {
+      liveness_.mark_dead();
+      return Errno{EIO};
+    }
     // The socket's hang-up is the service's death; packets on it belong to nobody now and are left alone.
-    pollfd sources[] = {{wake_.get(), POLLIN, 0}, {socket_.fd(), 0, 0}};
+    pollfd sources[] = {{wake_.get(), POLLIN, 0}, {socket_fd_.get(), 0, 0}};
     if (::poll(sources, std::size(sources), timeout_ms) == 0) {
       waiting.store(0, std::memory_order_relaxed);
       return Errno{ETIMEDOUT};

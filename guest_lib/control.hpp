@@ -13,6 +13,7 @@
 
 #include "guest_lib/doorbell.hpp"
 #include "guest_lib/liveness.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/record_ring.hpp"
@@ -45,7 +46,7 @@ class ControlChannel {
  public:
   ControlChannel(vmci::PacketSocket socket, vmci::UniqueFd wake, vmci::QueuePairView rings, std::uint32_t guest,
                  Doorbell doorbell, Liveness& liveness)
-      : socket_(std::move(socket)),
+      : socket_fd_(socket.release()),
         wake_(std::move(wake)),
         rings_(rings),
         requests_(rings.produce(), rings.geometry().produce_slots),
@@ -93,7 +94,7 @@ class ControlChannel {
 
   // In a fork's child: closes what was inherited. The mutex may be locked for ever; nobody takes it again.
   void abandon() {
-    socket_ = {};
+    socket_fd_.reset();
     wake_.reset();
   }
 
@@ -116,9 +117,10 @@ class ControlChannel {
   Status wait_for_reply(control::Request request, std::uint32_t sequence, std::span<std::byte> reply, int timeout_ms);
   Status sleep_until_news(int timeout_ms);
   void publish_consumed();
+  bool has_descriptors() const { return socket_fd_.intact() && wake_.intact(); }
 
-  vmci::PacketSocket socket_;
-  vmci::UniqueFd wake_;
+  OwnFd socket_fd_;
+  OwnFd wake_;
   vmci::QueuePairView rings_;
   vmci::RecordWriter requests_;
   vmci::RecordReader replies_;

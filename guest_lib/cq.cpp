@@ -24,22 +24,22 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
     (void)(*attachment)->call<control::Request::destroy_channel>({reply->body.handle, 0});
     return error;
   };
-  auto event_fd = make_event_fd(reply->descriptors[0].get());
+  channel->pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
+  auto event_fd = make_event_fd(channel->pipe->get());
   if (!event_fd) return give_up(event_fd.error());
   if (interrupted) {
     auto ring = (*attachment)->at<control::EventRing>(std::uint64_t{reply->body.ring} * control::ring_unit_bytes);
     if (!ring) return give_up(ring.error());
-    if (Status watched = watch_pipe(event_fd->get(), reply->descriptors[1].get()); !watched) return give_up(watched.error());
     channel->interrupt = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
+    if (Status watched = watch_pipe(event_fd->get(), channel->interrupt->get()); !watched) return give_up(watched.error());
     channel->events.use_ring(*ring, channel->interrupt->get());
   } else if (second) {
-    if (Status watched = watch_pipe(event_fd->get(), reply->descriptors[1].get()); !watched) return give_up(watched.error());
     channel->peers = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
+    if (Status watched = watch_pipe(event_fd->get(), channel->peers->get()); !watched) return give_up(watched.error());
     if (Status used = channel->events.use_peers(event_fd->get(), channel->peers->get()); !used) return give_up(used.error());
   }
   channel->attachment = *attachment;
   channel->handle = reply->body.handle;
-  channel->pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
   channel->verbs = {context, event_fd->release(), 0};
   return &channel.release()->verbs;
 }
@@ -97,6 +97,7 @@ void withdraw(Cq& cq) {
   purge_async_events(cq.verbs.context, cq.verbs.handle);
   if (cq.verbs.channel != nullptr) {
     Channel& channel = Channel::of(cq.verbs.channel);
+    end_if_lost(*channel.pipe, channel.events);
     channel.events.purge(channel.verbs.fd, channel.pipe->get(), cq.verbs.handle);
     std::lock_guard lock(cq.attachment->objects_mutex());
     --channel.verbs.refcnt;
@@ -142,7 +143,7 @@ VRDMA_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* verbs) {
       auto gone = channel.attachment->call<control::Request::destroy_channel>({channel.handle, 0});
       if (!gone && value(gone.error()) != EIO) return gone.error();
     }
-    ::close(verbs->fd);
+    OwnNumbers::close_marked(verbs->fd);
     delete &channel;
     return ok();
   });

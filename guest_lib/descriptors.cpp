@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <sys/epoll.h>
 
+#include "guest_lib/own_fd.hpp"
+
 namespace vrdma::guest {
 
 Status watch_pipe(int event_fd, int pipe) {
@@ -19,6 +21,7 @@ Result<vmci::UniqueFd> make_event_fd(int pipe) {
   if (flags < 0 || ::fcntl(pipe, F_SETFL, flags | O_NONBLOCK) != 0) return last_error();
   vmci::UniqueFd event_fd(::epoll_create1(EPOLL_CLOEXEC));
   if (!event_fd) return last_error();
+  OwnNumbers::mark(event_fd.get());
   if (Status watched = watch_pipe(event_fd.get(), pipe); !watched) return watched.error();
   return event_fd;
 }

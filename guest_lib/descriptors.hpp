@@ -8,7 +8,8 @@
 
 namespace vrdma::guest {
 
-// A new epoll descriptor that watches the pipe, whose reads never block from now on.
+// A new epoll descriptor that watches the pipe, whose reads never block from now on. Closed by OwnNumbers::close_marked: the program may
+// have done so, and have a file of its own there.
 Result<vmci::UniqueFd> make_event_fd(int pipe);
 Status watch_pipe(int event_fd, int pipe);
 void unwatch_pipe(int event_fd, int pipe);

@@ -69,10 +69,10 @@ Result<OpenedContext> open_context(Attachment& attachment) {
   auto reply = attachment.call_on_socket<control::Request::open_context>({});
   if (!reply) return reply.error();
   if (reply->descriptors.size() != 1) return Errno{EPROTO};
-  auto event_fd = make_event_fd(reply->descriptors[0].get());
+  auto pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
+  auto event_fd = make_event_fd(pipe->get());
   if (!event_fd) return event_fd.error();
-  return OpenedContext{reply->body.context, std::make_unique<PrivateFd>(std::move(reply->descriptors[0])),
-                       std::move(*event_fd)};
+  return OpenedContext{reply->body.context, std::move(pipe), std::move(*event_fd)};
 }
 
 Result<ibv_context*> open_device(ibv_device* which) {
@@ -84,6 +84,7 @@ Result<ibv_context*> open_device(ibv_device* which) {
   if (!opened) return opened.error();
   vmci::UniqueFd command_fd(::eventfd(0, EFD_CLOEXEC));  // applications duplicate it; nothing is ever written to it
   if (!command_fd) return last_error();
+  OwnNumbers::mark(command_fd.get());
 
   auto context = std::make_unique<Context>();
   context->attachment = *attachment;
@@ -143,8 +144,9 @@ Result<std::shared_ptr<Attachment>> Context::usable() {
   if (!attachment->liveness().inherited()) return attachment;  // another thread was first; ours ends with the process
   attachment = *fresh;
   handle = opened->handle;
-  // The inherited epoll descriptor is the parent's as well: it is replaced, not altered.
-  if (::dup3(opened->event_fd.get(), verbs.context.async_fd, O_CLOEXEC) < 0) return last_error();
+  // The inherited epoll descriptor is the parent's as well: it is replaced, not altered. A child that has closed it may have its own file there.
+  if (!OwnNumbers::is_marked(verbs.context.async_fd)) verbs.context.async_fd = opened->event_fd.release();
+  else if (::dup3(opened->event_fd.get(), verbs.context.async_fd, O_CLOEXEC) < 0) return last_error();
   old_pipe = std::exchange(async_pipe, std::move(opened->pipe));
   return attachment;
 }
@@ -196,8 +198,8 @@ VRDMA_EXPORT int ibv_close_device(ibv_context* verbs) {
     // A dead service has forgotten it; an inherited one is the parent's.
     if (!context->attachment->liveness().gone())
       (void)context->attachment->call<control::Request::close_context>({context->handle, 0});
-    ::close(verbs->async_fd);
-    ::close(verbs->cmd_fd);
+    OwnNumbers::close_marked(verbs->async_fd);
+    OwnNumbers::close_marked(verbs->cmd_fd);
     pthread_mutex_destroy(&verbs->mutex);
     return ok();
   });

@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 
+#include "guest_lib/liveness.hpp"
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
 
@@ -16,8 +18,8 @@ namespace vrdma::guest {
 class Doorbell {
  public:
   Doorbell() = default;
-  Doorbell(vmci::ReadyWords* words, const std::uint32_t* sleeping, int fd)
-      : words_(words), sleeping_(const_cast<std::uint32_t*>(sleeping)), fd_(fd) {}
+  Doorbell(vmci::ReadyWords* words, const std::uint32_t* sleeping, int fd, Liveness& liveness)
+      : words_(words), sleeping_(const_cast<std::uint32_t*>(sleeping)), liveness_(&liveness), fd_(fd) {}
 
   // There will be news soon: whoever sleeps wakes up meanwhile.
   void announce() const {
@@ -35,11 +37,13 @@ class Doorbell {
   void wake() const {
     const std::uint64_t one = 1;
     // Not write(2): posting is no cancellation point, and a poster that ends here would leave the shard asleep.
-    while (::syscall(SYS_write, fd_, &one, sizeof(one)) < 0 && errno == EINTR) {}
+    while (::syscall(SYS_write, fd_, &one, sizeof(one)) < 0)
+      if (errno != EINTR) return liveness_->mark_dead();  // the program has closed it, and nobody would ever hear of what it posts
   }
 
   vmci::ReadyWords* words_ = nullptr;
   std::uint32_t* sleeping_ = nullptr;
+  Liveness* liveness_ = nullptr;
   int fd_ = -1;
 };
 

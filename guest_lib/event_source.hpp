@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "guest_lib/descriptors.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vmci_channel/event_ring.hpp"
 #include "vrdma/control.hpp"
 
@@ -46,8 +47,9 @@ class EventSource {
   // Likewise: a pipe that does not block, never ends, and is watched by what the application polls.
   // Events of this process's own posts come with it: their descriptor is made here, where that may fail.
   Status use_peers(int event_fd, int pipe) {
-    ready_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!ready_) return last_error();
+    vmci::UniqueFd ready(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!ready) return last_error();
+    ready_.reset(std::move(ready));
     if (Status watched = watch_pipe(event_fd, ready_.get()); !watched) return watched;
     peers_ = pipe;
     return ok();
@@ -77,6 +79,13 @@ class EventSource {
     take_kept(record);
     if (!kept_.empty()) make_readable(event_fd);
     return Next::record;
+  }
+
+  // The program has closed the descriptors, by bare system calls: what was taken from them before is all that there is.
+  void lose_descriptors() {
+    std::lock_guard lock(mutex_);
+    peers_ = interrupt_ = -1;
+    if (!ready_.intact()) ready_.reset();
   }
 
   // An event of our own.
@@ -147,7 +156,7 @@ class EventSource {
 
   void make_readable(int event_fd) {
     if (!ready_) {
-      ready_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+      ready_.reset(vmci::UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
       (void)watch_pipe(event_fd, ready_.get());
     }
     const std::uint64_t count = 1;
@@ -169,7 +178,7 @@ class EventSource {
   int peers_ = -1;
   static constexpr std::size_t kept_at_a_time = 8;
   std::size_t served_ = 0;  // of what was kept
-  vmci::UniqueFd ready_;  // an eventfd in the application's descriptor: readable while something is kept
+  OwnFd ready_;  // an eventfd in the application's descriptor: readable while something is kept
 };
 
 }  // namespace vrdma::guest

@@ -24,12 +24,15 @@ bool may_block(int event_fd) {
 }
 
 // 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
-int wait_readable(int event_fd, bool blocks) {
+template <class Events>
+int wait_readable(int event_fd, bool blocks, PrivateFd& pipe, Events& events) {
   if (!blocks) {
     errno = EAGAIN;
     return -1;
   }
   pollfd readable{event_fd, POLLIN, 0};
+  // Where the program has closed the pipe, nothing would ever come.
+  if (pipe.due_for_a_look() && end_if_lost(pipe, events)) return 0;
   if (::poll(&readable, 1, -1) < 0) return errno == EINTR && goes_on_after_signal() ? 0 : -1;
   if (readable.revents & POLLNVAL) {
     errno = EBADF;
@@ -219,6 +222,7 @@ void acknowledge(Verbs& object, std::uint32_t& completed, std::uint32_t count) {
 
 void purge_async_events(ibv_context* verbs, std::uint32_t handle) {
   Context& context = Context::of(verbs);
+  end_if_lost(*context.async_pipe, context.events);
   context.events.purge(verbs->async_fd, context.async_pipe->get(), handle);
 }
 
@@ -275,7 +279,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       *cq_context = found->verbs.cq_context;
       return 0;
     }
-    if (wait_readable(verbs->fd, blocks) != 0) return -1;
+    if (wait_readable(verbs->fd, blocks, *channel.pipe, channel.events) != 0) return -1;
   }
 }
 
@@ -291,6 +295,7 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
     return -1;
   }
   const bool blocks = may_block(verbs->async_fd);
+  end_if_lost(*context.async_pipe, context.events);
   for (;;) {
     control::AsyncRecord record;
     const auto next = context.events.next(verbs->async_fd, context.async_pipe->get(), record);
@@ -307,7 +312,7 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
         return 0;
       }
     }
-    if (wait_readable(verbs->async_fd, blocks) != 0) return -1;
+    if (wait_readable(verbs->async_fd, blocks, *context.async_pipe, context.events) != 0) return -1;
   }
 }
 

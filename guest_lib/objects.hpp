@@ -27,6 +27,14 @@ namespace vrdma::guest {
 struct Qp;
 struct Cq;
 
+// Whether the pipe of these events is lost (PrivateFd::found_lost): then they end. Asked in a long wait, and before what is left is read.
+template <class Events>
+bool end_if_lost(PrivateFd& pipe, Events& events) {
+  if (!pipe.found_lost()) return false;
+  events.lose_descriptors();
+  return true;
+}
+
 struct Context {
   verbs_context verbs;  // the application holds &verbs.context
   std::shared_ptr<Attachment> attachment;

@@ -4,8 +4,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "guest_lib/memory/high_descriptor.hpp"
-
 namespace vrdma::guest {
 
 namespace {
@@ -28,7 +26,6 @@ Status outcome(long moved, std::uint64_t wanted) {
 
 OwnMemory::OwnMemory(vmci::Mapping segment, vmci::UniqueFd fd) : segment_(std::move(segment)), fd_(std::move(fd)) {
   if (!fd_) return;
-  memory::move_high(fd_);
   if (const auto id = memory::file_id(fd_.get())) id_ = *id;
 }
 
@@ -45,7 +42,7 @@ Status OwnMemory::transfer(std::span<const iovec> ranges, std::uint64_t offset) 
     const Status moved = outcome(::syscall(OnFile, fd_.get(), ranges.data(), ranges.size(), static_cast<off_t>(offset), 0), wanted);
     if (moved || value(moved.error()) == EFAULT) return moved;
   } else {
-    (void)fd_.release();  // the number is the application's now
+    fd_.reset();  // the number is the application's now
   }
   const iovec here{segment_.data() + offset, wanted};
   return outcome(::syscall(OnProcess, ::syscall(SYS_gettid), &here, 1, ranges.data(), ranges.size(), 0), wanted);

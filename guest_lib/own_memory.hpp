@@ -17,6 +17,7 @@
 #include <span>
 
 #include "guest_lib/memory/vma.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vmci_channel/segment.hpp"
 #include "vrdma/result.hpp"
 
@@ -41,7 +42,7 @@ class OwnMemory {
   Status transfer(std::span<const iovec> ranges, std::uint64_t offset);
 
   vmci::Mapping segment_;
-  vmci::UniqueFd fd_;
+  OwnFd fd_;
   memory::FileId id_;
 };
 

@@ -29,10 +29,11 @@ void Process::watch_forks() {
         Process::instance().mutex.unlock();
       },
       [] {
+        OwnNumbers::become_child();
         Process& process = Process::instance();
         for (const auto& weak : process.attachments)
           if (auto inherited = weak.lock()) inherited->become_inherited();
-        for (vmci::UniqueFd* fd : process.private_descriptors) fd->reset();
+        for (OwnFd* fd : process.private_descriptors) fd->reset();
         process.attachments.clear();
         process.attachment.reset();
         CharacterFiles::unlock_in_child();

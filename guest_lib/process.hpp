@@ -2,7 +2,10 @@
 // Never destroyed, because verbs are called from other libraries' exit handlers.
 #pragma once
 
+#include <time.h>
+
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -10,6 +13,7 @@
 #include <vector>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/own_fd.hpp"
 
 namespace vrdma::guest {
 
@@ -23,7 +27,7 @@ struct Process {
   std::vector<std::weak_ptr<Attachment>> attachments;  // that may still be in use
   // By which this process and its fork's children have one address (control::ShareAddressRequest); zeros: none could be had.
   std::array<std::uint8_t, 16> address_secret{};
-  std::set<vmci::UniqueFd*> private_descriptors;       // of contexts and channels: closed in a child
+  std::set<OwnFd*> private_descriptors;                // of contexts and channels: closed in a child
 
   void remember(const std::shared_ptr<Attachment>& made);
   // Registers the fork handlers, once. The mutex is held.
@@ -47,9 +51,27 @@ class PrivateFd {
   PrivateFd(const PrivateFd&) = delete;
   PrivateFd& operator=(const PrivateFd&) = delete;
   int get() const { return fd_.get(); }
+  // Not at each wait, where events may be microseconds apart: a system call more, or a limit to the wait, is 3 % of one. Once per tick
+  // of the kernel's clock, so that only who waited a moment before it closed everything, and has its own files already, waits in vain.
+  bool due_for_a_look() {
+    timespec now;
+    ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    const std::int64_t tick = now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
+    if (looked_.load(std::memory_order_relaxed) == tick) return false;
+    looked_.store(tick, std::memory_order_relaxed);
+    return true;
+  }
+  // True, once: the program has closed it, by a bare system call, and the number may be its own file's. From then on there is none.
+  bool found_lost() {
+    if (!fd_ || fd_.intact()) return false;
+    std::lock_guard lock(Process::instance().mutex);
+    fd_.reset();
+    return true;
+  }
 
  private:
-  vmci::UniqueFd fd_;
+  OwnFd fd_;
+  std::atomic<std::int64_t> looked_{0};
 };
 
 }  // namespace vrdma::guest

@@ -26,6 +26,7 @@
 
 #include "guest_lib/netlink_answer.hpp"
 #include "guest_lib/next_function.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "guest_lib/paths.hpp"
 #include "guest_lib/rdma_resources.hpp"
 #include "guest_lib/synthetic_tree.hpp"
@@ -169,7 +170,7 @@ class Rest {
     return nullptr;
   }
 
-  const vmci::UniqueFd socket_;
+  const OwnFd socket_;
   const std::uint32_t port_;
   const std::vector<Datagram> answers_;
   std::size_t sent_;

@@ -22,7 +22,7 @@ constexpr std::size_t adds_between_looks = 64;        // at paths that are over
 
 // --- one path ---------------------------------------------------------------------------------------------------
 
-DatagramPath::DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends,
+DatagramPath::DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<OwnFd> channel_in, const DirectConnection::Ends& ends,
                            const DatagramSource& source)
     : reach{std::move(room_in)}, channel_(std::move(channel_in)), claim_(ends.claim), peer_channel_(ends.peer_channel),
       ports_(claim_.stores(), ends.own, ends.peer, ends.sent, ends.received, far_, ends.receive.consume_completions(), ends.shared, source), engine_(ports_) {

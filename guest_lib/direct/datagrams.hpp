@@ -20,7 +20,7 @@ namespace vrdma::guest {
 // The way to one address.
 class DatagramPath {
  public:
-  DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends, const DatagramSource& source);
+  DatagramPath(std::shared_ptr<DirectRoom> room_in, std::shared_ptr<OwnFd> channel_in, const DirectConnection::Ends& ends, const DatagramSource& source);
   DatagramPath(const DatagramPath&) = delete;
   DatagramPath& operator=(const DatagramPath&) = delete;
 
@@ -50,7 +50,7 @@ class DatagramPath {
   void step_back();
   void record();
 
-  std::shared_ptr<vmci::UniqueFd> channel_;
+  std::shared_ptr<OwnFd> channel_;
   vmci::PosterClaim claim_;
   PeerChannel peer_channel_;
   DirectPorts::Qp far_;

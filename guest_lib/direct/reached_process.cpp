@@ -7,7 +7,6 @@
 
 #include <cstdio>
 
-#include "guest_lib/memory/high_descriptor.hpp"
 #include "vmci_channel/placement_copy.hpp"
 
 namespace vrdma::guest {
@@ -38,8 +37,7 @@ ReachedProcess::State ReachedProcess::open(pid_t pid, std::uint64_t probe_addres
   if (state() != State::unknown) return state();
   char path[32];
   std::snprintf(path, sizeof(path), "/proc/%d/mem", pid);
-  memory_.reset(::open(path, O_RDWR | O_CLOEXEC));
-  if (memory_) memory::move_high(memory_);
+  memory_.reset(vmci::UniqueFd(::open(path, O_RDWR | O_CLOEXEC)));
   const auto id = memory::file_id(memory_.get());
   std::uint64_t found = 0;
   const bool opened = id && ::pread(memory_.get(), &found, sizeof(found), static_cast<off_t>(probe_address)) == sizeof(found) && found == probe_value;
@@ -51,10 +49,8 @@ ReachedProcess::State ReachedProcess::open(pid_t pid, std::uint64_t probe_addres
 }
 
 void ReachedProcess::close() {
-  const bool ours = state() == State::opened && is_ours();
   state_.store(State::refused, std::memory_order_relaxed);
-  if (ours) memory_.reset();
-  else memory_.release();
+  memory_.reset();
 }
 
 bool ReachedProcess::read(std::uint64_t address, std::byte* to, std::uint64_t bytes, Order order, const vmci::ClaimedStores& stores) const {

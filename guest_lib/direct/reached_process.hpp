@@ -13,8 +13,8 @@
 #include <cstdint>
 
 #include "guest_lib/memory/vma.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vmci_channel/claimed_stores.hpp"
-#include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::guest {
 
@@ -44,7 +44,7 @@ class ReachedProcess {
   bool is_ours() const;
 
   std::atomic<State> state_{State::unknown};
-  vmci::UniqueFd memory_;
+  OwnFd memory_;
   memory::FileId id_{};
 };
 

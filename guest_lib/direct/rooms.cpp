@@ -58,10 +58,10 @@ Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDire
   return room;
 }
 
-std::shared_ptr<vmci::UniqueFd> DirectRooms::channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe) {
+std::shared_ptr<OwnFd> DirectRooms::channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe) {
   std::lock_guard lock(mutex_);
   if (auto known = room.channels[channel].lock()) return known;
-  auto kept = std::make_shared<vmci::UniqueFd>(std::move(pipe));
+  auto kept = std::make_shared<OwnFd>(std::move(pipe));
   std::erase_if(room.channels, [](const auto& entry) { return entry.second.expired(); });
   room.channels[channel] = kept;
   return kept;

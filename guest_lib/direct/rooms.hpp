@@ -22,16 +22,16 @@ struct DirectRoom {
   PeerMemory memory;   // the peer's, …
   ReachedProcess process;  // … and where it is mapped nowhere else. DirectRooms locks its opening.
   // Pipes for the events of the peer's channels, by channel; a pipe is closed when nobody completes there any more. DirectRooms locks.
-  std::unordered_map<std::uint32_t, std::weak_ptr<vmci::UniqueFd>> channels;
+  std::unordered_map<std::uint32_t, std::weak_ptr<OwnFd>> channels;
   void abandon();
 };
 
 // What a queue pair has while its offer stands.
 struct DirectEnd {
-  DirectEnd(std::shared_ptr<DirectRoom> room, std::shared_ptr<vmci::UniqueFd> channel_in, const DirectConnection::Ends& ends)
+  DirectEnd(std::shared_ptr<DirectRoom> room, std::shared_ptr<OwnFd> channel_in, const DirectConnection::Ends& ends)
       : reach{std::move(room)}, channel(std::move(channel_in)), connection(ends) {}
   PeerReach reach;
-  std::shared_ptr<vmci::UniqueFd> channel;  // the peer's, if it has one
+  std::shared_ptr<OwnFd> channel;  // the peer's, if it has one
   DirectConnection connection;
 };
 
@@ -49,12 +49,12 @@ class DirectRooms {
  private:
   struct Opened {
     std::shared_ptr<DirectRoom> room;
-    std::shared_ptr<vmci::UniqueFd> channel;
+    std::shared_ptr<OwnFd> channel;
     DirectConnection::Ends ends;
   };
   Result<Opened> opened(Qp& qp, const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors, std::uint32_t poster);
   Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
-  std::shared_ptr<vmci::UniqueFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
+  std::shared_ptr<OwnFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
   bool reach(Attachment& attachment, DirectRoom& room);
 
   std::mutex mutex_;

@@ -3,20 +3,17 @@
 
 #include <fcntl.h>
 
+#include "guest_lib/own_fd.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::memory {
 
-constexpr int first_high_descriptor = 600;
-
 // Where the limit of descriptors allows it, else with a low number. Empty: as fcntl(2).
 inline vmci::UniqueFd high_duplicate(int fd) {
-  vmci::UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, first_high_descriptor));
-  if (!copy) copy.reset(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  vmci::UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, OwnFd::first_high));
+  if (!copy) copy.reset(::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   return copy;
 }
-inline void move_high(vmci::UniqueFd& fd) {
-  if (const int high = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, first_high_descriptor); high >= 0) fd.reset(high);
-}
+inline void move_high(vmci::UniqueFd& fd) { OwnFd::move_high(fd); }
 
 }  // namespace vrdma::memory

@@ -39,11 +39,11 @@ bool LentMemory::intact() const {
 
 Status LentMemory::use(int file) {
   if (intact()) return ok();
-  if (file_) (void)file_.release();  // the number is the application's now
+  file_.reset();  // the number is the application's now
   const auto id = file_id(file);
   if (!id) return id.error();
   if (first_known_ && *id != id_) return Errno{EXDEV};
-  file_ = high_duplicate(file);
+  file_.reset(high_duplicate(file));
   if (!file_) return last_error();
   id_ = *id;
   return ok();

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "guest_lib/memory/vma.hpp"
-#include "vmci_channel/unique_fd.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::memory {
@@ -59,7 +59,7 @@ class LentMemory {
   template <class Each>
   Status for_each_part(Range range, Each&& each) const;
 
-  vmci::UniqueFd file_;
+  OwnFd file_;
   FileId id_;
   std::uint64_t first_in_maps_ = 0;  // what the kernel says for offset 0: of a device's memory, its physical address
   bool first_known_ = false;

@@ -48,6 +48,7 @@ struct KeptMaps {
   std::atomic<pid_t> process{0};
   std::atomic<dev_t> device{0};
   std::atomic<ino_t> inode{0};
+  std::atomic<OwnNumbers::Serial> serial{0};
   // Who reads the text: the file has one place where reading goes on, and goes there by counting bytes of what is mapped by then.
   std::mutex text;
 
@@ -130,6 +131,7 @@ void keep_maps() {
     if (kept_maps.process.exchange(::getpid(), std::memory_order_relaxed) != ::getpid()) std::construct_at(&kept_maps.text);  // a fork may have left it locked
     kept_maps.device.store(status.st_dev, std::memory_order_relaxed);
     kept_maps.inode.store(status.st_ino, std::memory_order_relaxed);
+    kept_maps.serial.store(OwnNumbers::hold(fd.get()), std::memory_order_relaxed);
     kept_maps.fd.store(fd.release(), std::memory_order_relaxed);
     return;
   }
@@ -137,7 +139,7 @@ void keep_maps() {
 
 void forget_maps() {
   const int inherited = kept_maps.fd.exchange(-1, std::memory_order_relaxed);
-  if (kept_maps.is_at(inherited)) ::close(inherited);
+  if (OwnNumbers::let_go(inherited, kept_maps.serial.load(std::memory_order_relaxed)) && kept_maps.is_at(inherited)) ::close(inherited);
 }
 
 Result<VmaReader> VmaReader::open(Method method) {

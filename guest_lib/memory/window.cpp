@@ -6,9 +6,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <utility>
-
-#include "guest_lib/memory/high_descriptor.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
@@ -35,22 +32,6 @@ Status transfer(int fd, std::uint64_t memory, std::uint64_t offset, std::uint64_
 
 }  // namespace
 
-Window& Window::operator=(Window&& other) noexcept {
-  if (this != &other) {
-    close();
-    fd_ = std::move(other.fd_);
-    id_ = other.id_;
-    lent_ = other.lent_;
-  }
-  return *this;
-}
-
-void Window::close() {
-  // A number that the application has taken over is the application's to close.
-  if (fd_ && !intact()) (void)fd_.release();
-  fd_.reset();
-}
-
 Result<Window> Window::create() {
   if (!size_limit_allows()) return Errno{EFBIG};
   Window window;
@@ -58,12 +39,11 @@ Result<Window> Window::create() {
   if (!fd && errno == EINVAL)
     fd.reset(static_cast<int>(::syscall(SYS_memfd_create, "vrdma-window", memfd_cloexec | memfd_allow_sealing)));
   if (!fd) return last_error();
-  move_high(fd);
   if (::ftruncate(fd.get(), static_cast<off_t>(window_bytes)) != 0) return last_error();
   if (::fcntl(fd.get(), F_ADD_SEALS, seals) != 0) return last_error();
   auto id = file_id(fd.get());
   if (!id) return id.error();
-  window.fd_ = std::move(fd);
+  window.fd_.reset(std::move(fd));
   window.id_ = *id;
   return window;
 }

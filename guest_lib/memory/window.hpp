@@ -11,7 +11,7 @@
 
 #include "guest_lib/memory/lent_memory.hpp"
 #include "guest_lib/memory/vma.hpp"
-#include "vmci_channel/unique_fd.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::memory {
@@ -34,8 +34,8 @@ class Window {
     return window;
   }
   Window(Window&&) noexcept = default;
-  Window& operator=(Window&& other) noexcept;
-  ~Window() { close(); }
+  Window& operator=(Window&& other) noexcept = default;
+  ~Window() = default;
 
   explicit operator bool() const { return fd_ || lent_ != nullptr; }
   bool lent() const { return lent_ != nullptr; }
@@ -60,10 +60,9 @@ class Window {
   // made longer by what the window holds of the memory behind. So it copies.
   void set_apart(std::uint64_t page) const;
   void join(Range range) const;  // what is in place of it
-  void close();
 
  private:
-  vmci::UniqueFd fd_;
+  OwnFd fd_;
   FileId id_;
   const LentMemory* lent_ = nullptr;
 };

@@ -7,7 +7,6 @@
 
 #include <atomic>
 
-#include "guest_lib/memory/high_descriptor.hpp"
 #include "guest_lib/memory/raw_file.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
@@ -74,35 +73,37 @@ Result<Choice> choose(WriteFreeze::Memory memory) {
 // One of each kind is kept for the next time: to close it is what is dear. Its number may be another file's by now, as programs close
 // what they do not know, and in a fork's child it leads to the parent's memory.
 struct WriteFreeze::Kept {
-  static constexpr int none = -1, changing = -2;
-  std::atomic<int> fd{none};
-  // Of whoever has taken fd out, or is putting it in.
+  enum State { none, changing, kept };
+  std::atomic<State> state{none};
+  // Of whoever has made it `changing`.
   pid_t process = 0;
-  ino_t inode = 0;
+  OwnFd fd;
 
-  vmci::UniqueFd take() {
-    int now = fd.load(std::memory_order_relaxed);
-    if (now < 0 || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return {};  // K1: pairs with K2
-    struct stat status;
-    const bool ours = raw_fstat(now, status) && status.st_ino == inode;
-    vmci::UniqueFd taken(ours ? now : -1);
-    if (process != ::getpid()) taken.reset();
-    fd.store(none, std::memory_order_release);
+  OwnFd take() {
+    State now = kept;
+    if (!state.compare_exchange_strong(now, changing, std::memory_order_acquire)) return {};  // K1: pairs with K2
+    OwnFd taken = std::move(fd);
+    if (process != ::getpid() || !taken.intact()) taken.reset();
+    state.store(none, std::memory_order_release);
     return taken;
   }
-  void keep(vmci::UniqueFd one) {
-    struct stat status;
-    int now = none;
-    if (!raw_fstat(one.get(), status) || !fd.compare_exchange_strong(now, changing, std::memory_order_acquire)) return;
+  void keep(OwnFd one) {
+    State now = none;
+    if (!state.compare_exchange_strong(now, changing, std::memory_order_acquire)) return;
     process = ::getpid();
-    inode = status.st_ino;
-    fd.store(one.release(), std::memory_order_release);  // K2
+    fd = std::move(one);
+    state.store(kept, std::memory_order_release);  // K2
   }
 };
 
 WriteFreeze::Kept& WriteFreeze::kept_of(Memory memory) {
-  static constinit Kept kept[2];
-  return kept[memory == Memory::window ? 1 : 0];
+  union NeverDestroyed {
+    Kept kept[2];
+    constexpr NeverDestroyed() : kept{} {}
+    ~NeverDestroyed() {}
+  };
+  static constinit NeverDestroyed all;
+  return all.kept[memory == Memory::window ? 1 : 0];
 }
 
 bool WriteFreeze::permitted(Memory memory) {
@@ -112,21 +113,21 @@ bool WriteFreeze::permitted(Memory memory) {
 Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
   const auto choice = choose(memory);
   if (!choice) return choice.error();
-  Result<vmci::UniqueFd> fd(kept_of(memory).take());
-  if (!*fd) {
-    fd = open_with(choice->features);
-    if (!fd) return fd.error();
-    if (choice->may_keep) move_high(*fd);
+  OwnFd fd = kept_of(memory).take();
+  if (!fd) {
+    auto opened = open_with(choice->features);
+    if (!opened) return opened.error();
+    fd.reset(std::move(*opened));
   }
   uffdio_register registration{};
   registration.range = {range.begin, range.bytes()};
   registration.mode = UFFDIO_REGISTER_MODE_WP;
-  if (::ioctl(fd->get(), UFFDIO_REGISTER, &registration) != 0) return last_error();  // and closed, which ends whatever it has registered
+  if (::ioctl(fd.get(), UFFDIO_REGISTER, &registration) != 0) return last_error();  // and closed, which ends whatever it has registered
   // Protection sticks to pages only: without WP_UNPOPULATED a page that is not there could appear, written, at any
   // moment.
   if (choice->populate_first && ::syscall(SYS_madvise, range.begin, range.bytes(), populate_read) != 0)
     return last_error();
-  WriteFreeze frozen(std::move(*fd), range, choice->may_keep ? &kept_of(memory) : nullptr);
+  WriteFreeze frozen(std::move(fd), range, choice->may_keep ? &kept_of(memory) : nullptr);
   uffdio_writeprotect protect{{range.begin, range.bytes()}, UFFDIO_WRITEPROTECT_MODE_WP};
   while (::ioctl(frozen.fd_.get(), UFFDIO_WRITEPROTECT, &protect) != 0)
     if (errno != EAGAIN) return last_error();  // EAGAIN: the mappings are changing just now

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "guest_lib/memory/vma.hpp"
-#include "vmci_channel/unique_fd.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::memory {
@@ -32,8 +32,8 @@ class WriteFreeze {
  private:
   struct Kept;
   static Kept& kept_of(Memory memory);
-  WriteFreeze(vmci::UniqueFd fd, Range range, Kept* keeper) : fd_(std::move(fd)), range_(range), keeper_(keeper) {}
-  vmci::UniqueFd fd_;
+  WriteFreeze(OwnFd fd, Range range, Kept* keeper) : fd_(std::move(fd)), range_(range), keeper_(keeper) {}
+  OwnFd fd_;
   Range range_;
   Kept* keeper_;  // of the descriptor, when this ends; nullptr: it is closed
   bool replaced_ = false;
