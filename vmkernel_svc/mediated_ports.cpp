@@ -228,13 +228,35 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
   job->generation = region.generation;
   job->shard = runner_.number();
   const std::uint64_t sequence = job->sequence = fabric_.jobs.add(qp);
+  QpPort& port = qp.port;
+  port.leash = job->leash = job->changes_memory() ? std::make_shared<WriteLeash>() : nullptr;
+  port.writes_to = region.guest->id, port.writes_slot = slot, port.writes_generation = region.generation;
   if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
   region.job_begins();
-  qp.port.job_sequence = sequence;
+  port.job_sequence = sequence;
   return true;
 }
 
+void MediatedPorts::cut_off(Qp& qp) {
+  const auto leash = std::exchange(qp.port.leash, nullptr);
+  if (leash == nullptr || leash->call_off()) return;
+  if (const auto guest = fabric_.guests.find(qp.port.writes_to.value); guest != fabric_.guests.end()) guest->second->last_steps.push_back(leash);
+}
+
+void MediatedPorts::cut_off(std::uint32_t slot, std::uint64_t generation) {
+  fabric_.jobs.for_each([&](Qp& waiting) {
+    if (waiting.port.writes_slot == slot && waiting.port.writes_generation == generation) cut_off(waiting);
+  });
+}
+
+bool MediatedPorts::is_written_to(Guest& guest) {
+  std::erase_if(guest.last_steps, [](const auto& leash) { return leash->over(); });
+  return !guest.last_steps.empty();
+}
+bool MediatedPorts::is_written_to(Qp& qp) { return qp.port.owner != nullptr && is_written_to(*qp.port.owner->guest); }
+
 void MediatedPorts::abandon(Qp& qp) {
+  cut_off(qp);
   qp.port.copied = 0;
   if (qp.port.job_sequence == 0) return;
   fabric_.jobs.remove(qp.port.job_sequence);  // the sink drops it when it comes back, if it does

@@ -76,6 +76,11 @@ class MediatedPorts {
     // A copy that a guest's worker has: which, and the finished job once it is back.
     std::uint64_t job_sequence = 0;  // 0: none
     std::unique_ptr<ProcessJob> finished_job;
+    // Where it changes memory (its end leaves this as it is): what holds it, and whose memory, by which region.
+    std::shared_ptr<WriteLeash> leash;
+    GuestId writes_to{};
+    std::uint32_t writes_slot = 0;
+    std::uint64_t writes_generation = 0;
     std::uint64_t copied = 0;  // bytes of that copy that are done
     // To another host (remote/hca_desk.hpp):
     HcaConnection* hca = nullptr;   // by the HCA, …
@@ -105,6 +110,13 @@ class MediatedPorts {
   engine::MemoryStatus compare_and_swap(Qp& qp, const engine::Place& place, std::uint64_t compare, std::uint64_t swap,
                                         std::uint64_t& old_value);
   void abandon(Qp& qp);
+  // What `qp` has under way into somebody's memory ends here, but for the step that it may be at.
+  void cut_off(Qp& qp);
+  // Likewise all that reaches memory by this region.
+  void cut_off(std::uint32_t slot, std::uint64_t generation);
+  // Whether something that was cut off is still at its last step, in the memory of that guest.
+  static bool is_written_to(Guest& guest);
+  static bool is_written_to(Qp& qp);
 
   // The completion can be seen at once by who looks at its lane; who has to be told is told by announce().
   bool complete(Qp& qp, engine::Direction direction, Cqe& cqe, CqeState state);

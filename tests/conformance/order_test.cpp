@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include "tests/conformance/verbs.hpp"
@@ -242,6 +243,66 @@ CONFORMANCE(OneCqKeepsTheOrderOfSeveralQps, "CQ-12 CQ-09", .timeout_s = 120) {
       }
     }
     run.peer.barrier();
+  }
+}
+
+// Memory is its owner's again, also where it is not whole pages and whoever moves the bytes is slow.
+CONFORMANCE(NothingComesAfterResetDestroyOrFlush, "QP-20", .timeout_s = 120) {
+  constexpr int rounds = 150;
+  constexpr std::size_t bytes = 512;
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 256);
+  Buffer buffer(2 * 4096);
+  const bool atomics = dev.attr.atomic_cap != IBV_ATOMIC_NONE;
+  const Path path{.timeout = 8, .retry_count = 1};
+  for (int round = 0; round < rounds; ++round) {
+    const Note note("round ", round);
+    std::byte* const data = buffer.data() + (round % 3 == 0 ? 0 : 64);  // of its page, or within one
+    const Mr mr(pd, data, round % 3 == 0 ? 4096 : bytes);
+    std::optional<Qp> qp(std::in_place, pd, cq, cq, QpSpec{.send_wr = 32, .recv_wr = 128});
+    to_init(dev, *qp, path);
+    const Address theirs = run.peer.exchange(address_of(dev, *qp));
+    const Remote remote = run.peer.exchange(Remote{reinterpret_cast<std::uint64_t>(data), bytes, mr.p->rkey, 0});
+    bring_up(dev, *qp, theirs, path);
+    const ibv_sge all{reinterpret_cast<std::uint64_t>(data), bytes, mr.p->lkey};
+    if (run.b())
+      for (std::uint64_t id = 0; id < 100; ++id) EXPECT_OK(post(*qp, Recv{id, {all}}));
+    run.peer.barrier();
+    const auto kind = static_cast<std::uint64_t>(round) / 3 % 3;
+    if (run.a()) {
+      Send request{.opcode = kind == 0 ? IBV_WR_RDMA_WRITE : kind == 1 && atomics ? IBV_WR_ATOMIC_FETCH_AND_ADD : IBV_WR_SEND, .sges = {all},
+                   .remote_address = remote.address, .rkey = remote.rkey, .compare_add = 1};
+      if (request.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) request.sges[0].length = 8;
+      int outstanding = 0;
+      for (bool failed = false; !failed;) {
+        for (; outstanding < 16; ++outstanding) EXPECT_OK(post(*qp, request));
+        ibv_wc wc;
+        const int got = ibv_poll_cq(cq, 1, &wc);
+        outstanding -= got;
+        failed = got == 1 && wc.status != IBV_WC_SUCCESS;
+      }
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(run.rng.below(1500)));
+      const auto way = run.rng.below(3);
+      if (way == 0) qp->set_state(IBV_QPS_RESET);
+      if (way == 1) qp.reset();
+      if (way == 2) {
+        qp->set_state(IBV_QPS_ERR);
+        EXPECT_OK(post(*qp, Recv{1000, {}}));
+        while (cq.next().wr_id != 1000) continue;
+      }
+      // Ours alone from here on.
+      std::vector<std::byte> ours(bytes);
+      fill_pattern(ours, run.seed + static_cast<std::uint64_t>(round));
+      std::memcpy(data, ours.data(), bytes);
+      const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(3);
+      do expect_bytes({data, bytes}, ours, "after the verb had returned");
+      while (std::chrono::steady_clock::now() < end);
+    }
+    run.peer.barrier();
+    qp.reset();
+    for (ibv_wc wc; ibv_poll_cq(cq, 1, &wc) > 0;) continue;
   }
 }
 

@@ -186,6 +186,8 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   if (hca != nullptr) hca->consider(core);
   if (core.state != QpState::reset) shard_.make_runnable(core);
   shard_.direct().consider(*qp);
+  // Reset as it is: asked again, nothing changes.
+  if (to_reset && MediatedPorts::is_written_to(guest) && may_wait(guest, last_step_patience_ns)) return Errno{EINPROGRESS};
   return ModifyQpReply{static_cast<std::uint32_t>(core.state), 0};
 }
 
@@ -247,6 +249,8 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
   if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   // Its buffers, and those that it serves, are their owner's again afterwards.
   if ((shard_.engine().copies_under_way(qp->core) || written_by_targets(*qp)) && may_wait(guest)) return Errno{EINPROGRESS};
+  shard_.engine().abandon(qp->core);
+  if (MediatedPorts::is_written_to(guest) && may_wait(guest, last_step_patience_ns)) return Errno{EINPROGRESS};
   destroy(guest, *qp);
   return Empty{};
 }

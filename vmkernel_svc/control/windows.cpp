@@ -44,6 +44,15 @@ bool ControlDesk::used_by_worker(const Region& window) {
   return region != nullptr && region->jobs != 0;
 }
 
+// Somebody else's memory may be slow: then what comes by the window is called off.
+bool ControlDesk::must_wait_for_worker(Guest& guest, const Region& window) {
+  if (used_by_worker(window)) {
+    if (may_wait(guest)) return true;
+    shard_.ports().cut_off(window.window_slot, window.window_generation);
+  }
+  return MediatedPorts::is_written_to(guest) && may_wait(guest, last_step_patience_ns);
+}
+
 void ControlDesk::destroy(Guest& guest, MemoryWindow& window) {
   fabric_.regions.remove(window.slot);
   --window.pd->users;
@@ -55,7 +64,7 @@ template <>
 Result<Empty> ControlDesk::on<Request::dealloc_mw>(Guest& guest, const HandleRequest& request) {
   MemoryWindow* const window = find(guest.mws, request.handle);
   if (window == nullptr) return Errno{EINVAL};
-  if (used_by_worker(fabric_.regions.slot(window->slot)) && may_wait(guest)) return Errno{EINPROGRESS};
+  if (must_wait_for_worker(guest, fabric_.regions.slot(window->slot))) return Errno{EINPROGRESS};
   destroy(guest, *window);
   return Empty{};
 }
@@ -66,7 +75,7 @@ Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwReques
   const QueuePair* const qp = find(guest.qps, request.qp);
   if (window == nullptr || qp == nullptr || qp->pd != window->pd || !may_bind(*qp)) return Errno{EINVAL};
   Region& bound = fabric_.regions.slot(window->slot);
-  if (used_by_worker(bound) && may_wait(guest)) return Errno{EINPROGRESS};
+  if (must_wait_for_worker(guest, bound)) return Errno{EINPROGRESS};
   if (request.mr == 0 || request.bytes == 0) {
     if (window->of_queue_pair) return Errno{EINVAL};  // IBA o10-37.2.40
     fabric_.regions.unbind_window(bound);
@@ -92,7 +101,7 @@ Result<Empty> ControlDesk::on<Request::invalidate_mw>(Guest& guest, const Invali
   const QueuePair* const qp = find(guest.qps, request.qp);
   if (qp == nullptr || !may_bind(*qp)) return Errno{EINVAL};
   if (const auto slot = fabric_.regions.find(Key{request.key}); slot && fabric_.regions.slot(*slot).guest == &guest &&
-                                                                used_by_worker(fabric_.regions.slot(*slot)) && may_wait(guest))
+                                                                must_wait_for_worker(guest, fabric_.regions.slot(*slot)))
     return Errno{EINPROGRESS};
   if (!fabric_.regions.invalidate_window(Key{request.key}, qp->pd->number, qp->core.qpn.value)) return Errno{EINVAL};
   return Empty{};

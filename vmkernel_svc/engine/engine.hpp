@@ -161,7 +161,7 @@ class Engine {
   // XRC: the SRQ is going. What a target queue pair has of it goes with it; the message that was coming asks again.
   void leave_srq(Qp<P>& qp, const Srq<P>& srq) {
     if (qp.srq != &srq) return;
-    dismiss_requester(qp);
+    turn_away_requester(qp);
     qp.inbound.active = false;
     qp.returned.clear();
     qp.srq = nullptr;
@@ -172,16 +172,29 @@ class Engine {
     close_far(qp, [](std::uint64_t, std::uint32_t) {});
     qp.far.reset();
     requester_.abandon(qp);
-    dismiss_requester(qp);
+    turn_away_requester(qp);
     responder_.give_back(qp);
   }
 
+  // Of a queue pair that flushes: whether the copy that its operation has under way must end first. Somebody else's memory cannot hold that for
+  // ever: then the copy is called off.
+  bool copy_holds_flush(Qp<P>& qp) {
+    if (!qp.operation.copy_pending) return false;
+    if (hold_flush(qp)) return !requester_.settled(qp);
+    return requester_.last_step_under_way(qp);
+  }
+
  private:
+  // Whoever is in the middle of a message to `qp` writes no more of it.
+  void turn_away_requester(Qp<P>& qp) {
+    if constexpr (Requester<P>::calls_off)
+      if (qp.serves != nullptr) ports_.cut_off(*qp.serves);
+    dismiss_requester(qp);
+  }
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
   Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
     if (qp.far != nullptr && (qp.far->opened || qp.operation.copy_pending)) {
-      if (qp.operation.copy_pending && hold_flush(qp) && !requester_.settled(qp))
-        return worked ? Progress::worked : Progress::waiting;
+      if (copy_holds_flush(qp)) return worked ? Progress::worked : Progress::waiting;
       close_far(qp, [&](std::uint64_t wr_id, std::uint32_t position) {
         complete_flushed(qp, Direction::send, wr_id, position);
         worked = true;
@@ -190,8 +203,7 @@ class Engine {
     if (qp.operation.stage != Operation::Stage::none) {
       // A flushed WQE's buffers are its owner's again, and the receive WQE at the far end free for the next message: not before
       // a copy that is under way has ended.
-      if (qp.operation.copy_pending && hold_flush(qp) && !requester_.settled(qp))
-        return worked ? Progress::worked : Progress::waiting;
+      if (copy_holds_flush(qp)) return worked ? Progress::worked : Progress::waiting;
       const std::uint64_t wr_id = qp.operation.wr_id;
       const std::uint32_t position = qp.operation.next_position;
       requester_.abandon(qp);
@@ -213,7 +225,8 @@ class Engine {
     }
     if (qp.state == QpState::err) {
       if (requester_.is_written_to(qp) && hold_flush(qp)) return worked ? Progress::worked : Progress::waiting;
-      dismiss_requester(qp);
+      turn_away_requester(qp);
+      if (requester_.last_step_under_way(qp)) return worked ? Progress::worked : Progress::waiting;
       qp.flush_held_until_ns = 0;
       if (qp.inbound.active) {
         qp.inbound.active = false;

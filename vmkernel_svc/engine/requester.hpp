@@ -102,7 +102,11 @@ class Requester {
     if (op.stage == Operation::Stage::moving && (qp.accepted_by == nullptr || qp.accepted_by != peer || !receives(*peer))) {
       // The far end is not any more what it was when it accepted the message: ask again, once a copy that is under way has
       // left the buffers.
-      if (!settled(qp)) return wait_for_copy(qp);
+      if constexpr (calls_off) {
+        if (last_step_under_way(qp)) return Step::waiting;
+      } else if (!settled(qp)) {
+        return wait_for_copy(qp);
+      }
       drop_engagement(qp);
       op.stage = Operation::Stage::routing;
     }
@@ -132,6 +136,21 @@ class Requester {
   void abandon(Qp<P>& qp) {
     drop_engagement(qp);
     qp.operation.stage = Operation::Stage::none;
+  }
+
+  // Ports whose copies take time can call them off (WriteLeash).
+  static constexpr bool calls_off = requires(P& ports, Qp<P>& qp) { ports.cut_off(qp); };
+  // Calls off what `qp` has under way. True: something that was called off is still at its last step in the memory of the owner of `qp`, and
+  // `qp` runs again to look.
+  bool last_step_under_way(Qp<P>& qp) {
+    constexpr std::uint64_t look_again_ns = 50'000;
+    if constexpr (calls_off) {
+      ports_.cut_off(qp);
+      if (!ports_.is_written_to(qp)) return false;
+      ports_.wake_at(qp, ports_.now_ns() + look_again_ns);
+      return true;
+    }
+    return false;
   }
 
   // Whether no copy of `qp` is under way any more; what became of one that was is forgotten.

@@ -76,6 +76,7 @@ void GuestCopier::wake() {
 
 void GuestCopier::give(Waiting waiting) {
   ProcessJob& job = *waiting.job;
+  if (!job.begin_step()) return finish(std::move(waiting.job), false);
   Range ranges[ranges_max];
   Underway part{{}, next_number_++, free_slots_.back(), 0, 0, waiting.buffer_offset};
   free_slots_.pop_back();
@@ -118,7 +119,7 @@ bool GuestCopier::collect() {
     free_slots_.push_back(part.slot);
     ProcessJob& job = *part.rest.job;
     job.value = answer.value;
-    if (answer.head.word != 0) {
+    if (!job.end_step() || answer.head.word != 0) {
       finish(std::move(part.rest.job), false);
       continue;
     }
@@ -140,7 +141,7 @@ void GuestCopier::finish(std::unique_ptr<ProcessJob> job, bool ok) {
 }
 
 void GuestCopier::close() {
-  for (auto& part : std::exchange(underway_, {})) finish(std::move(part.rest.job), false);
+  for (auto& part : std::exchange(underway_, {})) part.rest.job->end_step(), finish(std::move(part.rest.job), false);
   for (auto& next : std::exchange(waiting_, {})) finish(std::move(next.job), false);
 }
 

@@ -25,6 +25,11 @@ class PendingJobs {
     const std::lock_guard lock(mutex_);
     waiters_.erase(job);
   }
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [job, waiter] : waiters_) visit(*waiter);
+  }
   std::size_t size() const {
     const std::lock_guard lock(mutex_);
     return waiters_.size();

@@ -31,15 +31,19 @@ bool frozen(int memory, std::uint64_t address) {
 
 // /proc/PID/mem names the memory that the process had when it was opened, not whatever runs under that pid later: after an
 // exec (of a setuid program, say) and after its end there is nothing to read or write any more.
-bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes, bool& gone) {
+bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, std::uint64_t bytes, ProcessJob& job) {
   constexpr std::uint64_t patience_ns = 500'000'000;
   constexpr int patience_naps = 5000;  // as long, but longer where this thread, and so probably the guest's, gets little of a processor
   constexpr timespec nap{0, 20'000};
   std::uint64_t give_up_ns = 0;
   int naps = 0;
   while (bytes != 0) {
+    if (write && !job.begin_step()) return false;
     const ssize_t moved = write ? ::pwrite(memory, buffer, bytes, static_cast<off_t>(address))
                                 : ::pread(memory, buffer, bytes, static_cast<off_t>(address));
+    const int error = errno;
+    if (write && !job.end_step()) return false;
+    errno = error;
     if (moved < 0 && errno == EINTR) continue;
     if (moved < 0 && write && frozen(memory, address)) {
       const std::uint64_t now = vmci::monotonic_ns();
@@ -49,7 +53,7 @@ bool transfer(int memory, bool write, std::byte* buffer, std::uint64_t address, 
       ::nanosleep(&nap, nullptr);
       continue;
     }
-    gone = moved == 0;
+    job.gone = moved == 0;
     if (moved <= 0) return false;
     buffer += moved, address += static_cast<std::uint64_t>(moved), bytes -= static_cast<std::uint64_t>(moved);
   }
@@ -94,11 +98,11 @@ struct ProcessMemory::Worker {
     if (job.kind == ProcessJob::Kind::fetch_and_add || job.kind == ProcessJob::Kind::compare_and_swap) {
       std::uint64_t old;
       const std::uint64_t at = job.ranges[0].address;
-      if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8, job.gone)) return false;
+      if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8, job)) return false;
       job.value = old;
       std::uint64_t next = job.kind == ProcessJob::Kind::fetch_and_add ? old + job.operand : job.operand;
       if (job.kind == ProcessJob::Kind::compare_and_swap && old != job.compare) return true;
-      return transfer(memory.get(), true, reinterpret_cast<std::byte*>(&next), at, 8, job.gone);
+      return transfer(memory.get(), true, reinterpret_cast<std::byte*>(&next), at, 8, job);
     }
     const bool write = job.kind == ProcessJob::Kind::write;
     std::byte* at = job.buffer.data();
@@ -106,8 +110,8 @@ struct ProcessMemory::Worker {
       ProcessRange range = job.ranges[i];
       const bool tail = write && i + 1 == job.ranges.size() && range.bytes > ordered_tail_bytes;
       const std::uint64_t first = tail ? range.bytes - ordered_tail_bytes : range.bytes;
-      if (!transfer(memory.get(), write, at, range.address, first, job.gone)) return false;
-      if (tail && !transfer(memory.get(), write, at + first, range.address + first, ordered_tail_bytes, job.gone)) return false;
+      if (!transfer(memory.get(), write, at, range.address, first, job)) return false;
+      if (tail && !transfer(memory.get(), write, at + first, range.address + first, ordered_tail_bytes, job)) return false;
       at += range.bytes;
     }
     return true;

@@ -27,6 +27,25 @@ struct ProcessRange {
   std::uint64_t bytes;
 };
 
+// Lets whoever has given a write to a worker call it off: after that, nothing is begun that changes memory, and over() tells when what had been
+// begun has ended. A step is one system call, or what a guest's own thread was given to do.
+class WriteLeash {
+ public:
+  // The worker's. False: it was called off, and writes nothing (more).
+  bool begin_step() {
+    std::uint32_t none = 0;
+    return state_.compare_exchange_strong(none, in_step, std::memory_order_acq_rel);
+  }
+  bool end_step() { return (state_.fetch_and(~in_step, std::memory_order_acq_rel) & called_off) == 0; }  // WL1: pairs with WL2: the memory is as it stays
+  // False: it is within a step.
+  bool call_off() { return (state_.fetch_or(called_off, std::memory_order_acq_rel) & in_step) == 0; }
+  bool over() const { return (state_.load(std::memory_order_acquire) & in_step) == 0; }  // WL2
+
+ private:
+  static constexpr std::uint32_t in_step = 1, called_off = 2;
+  std::atomic<std::uint32_t> state_{0};
+};
+
 struct ProcessJob {
   enum class Kind : std::uint8_t { read, write, fetch_and_add, compare_and_swap } kind;
   bool ok = false;
@@ -36,6 +55,10 @@ struct ProcessJob {
   std::vector<std::byte> buffer;
   // atomics on ranges[0].address; old value in `value`
   std::uint64_t value = 0, operand = 0, compare = 0;
+  std::shared_ptr<WriteLeash> leash;  // where it can be called off
+  bool changes_memory() const { return kind != Kind::read; }
+  bool begin_step() const { return !changes_memory() || leash == nullptr || leash->begin_step(); }
+  bool end_step() const { return !changes_memory() || leash == nullptr || leash->end_step(); }
   // What the sink does with it in place of telling a queue pair. Destroyed by a worker where the guest goes first.
   std::function<void(const ProcessJob&)> then;
   // For the submitter.

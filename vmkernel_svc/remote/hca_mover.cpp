@@ -258,7 +258,7 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
   HcaConnection& c = *qp.port.hca;
   Operation& op = qp.operation;
   if (qp.state == QpState::err || qp.state == QpState::sqe) {
-    if (op.copy_pending && engine_.hold_flush(qp) && !engine_.settled(qp)) return Progress::waiting;
+    if (engine_.copy_holds_flush(qp)) return Progress::waiting;
     flush(c);
     return engine_.run(qp, budget);
   }
