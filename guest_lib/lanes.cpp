@@ -51,14 +51,11 @@ void note_visit(Cq& cq, Lane& lane) {
 void Cq::add_lane(Lane& lane) {
   std::lock_guard guard(lock);
   if (lanes.size() <= lane.number) lanes.resize(lane.number + 1);
+  heads.reserve(lanes.size());
+  if (!in_order && std::ranges::any_of(lanes, [&](const Lane* other) { return other != nullptr && other->qp != lane.qp; })) begin_order(*this);
   lanes[lane.number] = &lane;
   lane.timed = timed ? this : nullptr;
   ++lane_count;
-  heads.reserve(lanes.size());
-  if (!in_order && std::ranges::any_of(lanes, [&](const Lane* other) { return other != nullptr && other->qp != lane.qp; })) {
-    in_order = true;
-    std::atomic_ref(shared->wants_stamps).store(1, std::memory_order_relaxed);
-  }
   for (std::uint32_t i = 0; i < control::hot_lanes; ++i) {
     if (hot[i] != nullptr) continue;
     promote(*this, lane, i);
@@ -70,6 +67,7 @@ void Cq::add_lane(Lane& lane) {
 void Cq::drop_entries(Lane& lane) {
   std::lock_guard guard(lock);
   if (lane.lined_up) step_out(*this, lane);
+  lane.unstamped = 0;
   std::uint32_t dropped = 0;
   for (; lane.reader.next() != nullptr && dropped < lane.reader.entry_count(); ++dropped) lane.reader.pop();
   if (dropped != 0) {

@@ -67,6 +67,7 @@ void note_visit(Cq& cq, Lane& lane);
 // The completions of several queue pairs, the oldest first.
 int poll_in_order(Cq& cq, int room, ibv_wc* wc);
 bool holds_more_in_order(Cq& cq);
+void begin_order(Cq& cq);
 // The lane is looked at anew by the next poll; or is not in the order any more.
 void line_up(Cq& cq, Lane& lane);
 void step_out(Cq& cq, Lane& lane);

@@ -159,6 +159,7 @@ struct Lane {
   std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
   bool lined_up = false;      // in its completion queue's `heads`, …
   std::uint64_t place = 0;    // … by when its next entry was written
+  std::uint32_t unstamped = 0;  // entries that were there before its completion queue had an order
 };
 
 struct Cq {

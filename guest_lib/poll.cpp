@@ -39,7 +39,7 @@ bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == 
 
 // The other direction of the queue pair, on the same CQ, where it holds what was there first, as in the one queue of an adapter. A flush comes
 // after the error that caused it. A message that was received may be the peer's answer to one that was sent: the completion of
-// that one lies there since before the answer was written, and whoever has seen the answer sees it.
+// that one lies there since before the answer was written, unless another thread is posting it and has lost its processor just before.
 Lane* comes_first(const Lane& lane, const Cqe& entry) {
   if (lane.send != nullptr && !flushed(entry)) [[likely]] return nullptr;
   Qp& qp = *lane.qp;

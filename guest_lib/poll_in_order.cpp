@@ -20,23 +20,24 @@ constexpr std::uint32_t look_ahead = 16;  // entries of a lane that can be taken
 
 bool comes_later(const Lane* a, const Lane* b) { return a->place > b->place; }
 
-// Stamps have 40 bits; places count on from the first in the row. An entry of who does not know stamps, an older library or service, comes when it
-// is found.
+// Stamps have 40 bits; places count on from the first in the row, later than all that has no stamp because it was written before there were
+// several queue pairs. An entry of who does not know stamps, an older library or service, comes when it is found.
 std::uint64_t place_of(Cq& cq, const Lane& lane, const Cqe& entry) {
+  constexpr std::uint64_t before_all = std::uint64_t{1} << 61, first = std::uint64_t{1} << 62;
   const bool stamped = cq.timed || (unpack_cqe_state(entry.state).flags & wc_stamped) != 0;
   const std::uint64_t stamp = stamped ? stamp_of(entry, lane.send != nullptr) : vmci::stamp_now();
   if (cq.heads.empty()) {
-    constexpr std::uint64_t first = std::uint64_t{1} << 62;
     cq.newest = first + (stamp & ((std::uint64_t{1} << cqe_stamp_bits) - 1));
     cq.settled = 0;
-    return cq.newest;
   }
+  if (lane.unstamped != 0) return before_all;
   const std::uint64_t place = cq.newest + static_cast<std::uint64_t>(stamps_apart(stamp, cq.newest));
   cq.newest = std::max(cq.newest, place);
   return place;
 }
 
 void look_ahead_in(Cq& cq, const Lane& lane) {
+  if (lane.unstamped != 0) return;
   vmci::LaneReader ahead = lane.reader;
   ahead.pop();
   const Cqe* last = nullptr;
@@ -86,6 +87,7 @@ bool settle(Cq& cq) {
 
 // The first of the row, whose head was taken, goes to where its next entry belongs.
 void line_up_again(Cq& cq, Lane& lane) {
+  if (lane.unstamped != 0) --lane.unstamped;
   const Cqe* const next = lane.reader.next();
   if (next != nullptr) {
     lane.place = place_of(cq, lane, *next);
@@ -112,6 +114,16 @@ void line_up(Cq& cq, Lane& lane) {
   std::ranges::push_heap(cq.heads, comes_later);
 }
 
+void begin_order(Cq& cq) {
+  cq.in_order = true;
+  std::atomic_ref(cq.shared->wants_stamps).store(1, std::memory_order_relaxed);
+  for (Lane* const lane : cq.lanes) {
+    if (lane == nullptr) continue;
+    for (vmci::LaneReader written = lane->reader; written.next() != nullptr && lane->unstamped < written.entry_count(); written.pop()) ++lane->unstamped;
+    line_up(cq, *lane);
+  }
+}
+
 void step_out(Cq& cq, Lane& lane) {
   std::erase(cq.heads, &lane);
   std::ranges::make_heap(cq.heads, comes_later);
@@ -125,10 +137,16 @@ int poll_in_order(Cq& cq, int room, ibv_wc* wc) {
     Lane& lane = *cq.heads.front();
     Taken taken;
     do {
-      take(lane, *lane.reader.next(), wc[got++], taken);
+      const Cqe* const entry = lane.reader.next();
+      if (entry == nullptr) {  // somebody has taken its commit bit back, who may not
+        step_out(cq, lane);
+        break;
+      }
+      take(lane, *entry, wc[got++], taken);
       line_up_again(cq, lane);
     } while (got < room && lane.lined_up && cq.heads.front() == &lane && lane.place <= cq.settled);
     give_back(lane, taken);
+    if (taken.entries == 0) break;
     note_visit(cq, lane);
   }
   return got;

@@ -16,8 +16,8 @@
 
 namespace vmci {
 
-// In eighths of a counter that counts about nanoseconds: 40 bits of it are more than half an hour.
-inline std::uint64_t stamp_now() { return cycles() >> 3; }
+// As fine as matters, so that 40 bits are some minutes at least.
+inline std::uint64_t stamp_now() { return cycles() >> fine_cycle_bits; }
 
 // Said by whoever made the completion queue, once there are several queue pairs, and before the second is connected.
 inline bool wants_stamps(const vrdma::control::CqShared& cq) {

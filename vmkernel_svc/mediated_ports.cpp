@@ -180,7 +180,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for (const auto& range : ranges) total += range.bytes;
     read->buffer.resize(total);
     read->ranges = std::move(ranges);
-    return submit(qp, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
+    return submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
   }
   if (job && !job->ok) return MemoryStatus::source_fault;
 
@@ -219,10 +219,10 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
                 });
   if (lost) return MemoryStatus::destination_fault;
   if (write->ranges.empty()) return MemoryStatus::done;
-  return submit(qp, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+  return submit(qp, to, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
 
-bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job) {
+bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job) {
   job->qpn = qp.qpn.value;
   job->slot = slot;
   job->generation = region.generation;
@@ -230,7 +230,8 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
   const std::uint64_t sequence = job->sequence = fabric_.jobs.add(qp);
   QpPort& port = qp.port;
   port.leash = job->leash = job->changes_memory() ? std::make_shared<WriteLeash>() : nullptr;
-  port.writes_to = region.guest->id, port.writes_slot = slot, port.writes_generation = region.generation;
+  port.reaches = region.guest->id;
+  port.reached_by = {place.region, place.generation};
   if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
   region.job_begins();
   port.job_sequence = sequence;
@@ -240,20 +241,45 @@ bool MediatedPorts::submit(Qp& qp, Region& region, std::uint32_t slot, std::uniq
 void MediatedPorts::cut_off(Qp& qp) {
   const auto leash = std::exchange(qp.port.leash, nullptr);
   if (leash == nullptr || leash->call_off()) return;
-  if (const auto guest = fabric_.guests.find(qp.port.writes_to.value); guest != fabric_.guests.end()) guest->second->last_steps.push_back(leash);
+  const auto guest = fabric_.guests.find(qp.port.reaches.value);
+  if (guest == fabric_.guests.end()) return;
+  const std::uint32_t to = qp.accepted_by != nullptr ? qp.accepted_by->qpn.value : 0;
+  guest->second->last_steps.push_back({leash, vmci::monotonic_ns(), qp.qpn.value, to, qp.port.reached_by});
 }
 
-void MediatedPorts::cut_off(std::uint32_t slot, std::uint64_t generation) {
+void MediatedPorts::cut_off(const RegionRef& window) {
   fabric_.jobs.for_each([&](Qp& waiting) {
-    if (waiting.port.writes_slot == slot && waiting.port.writes_generation == generation) cut_off(waiting);
+    if (waiting.port.reached_by == window) cut_off(waiting);
   });
 }
 
-bool MediatedPorts::is_written_to(Guest& guest) {
-  std::erase_if(guest.last_steps, [](const auto& leash) { return leash->over(); });
-  return !guest.last_steps.empty();
+bool MediatedPorts::is_reached_by(const RegionRef& window) const {
+  bool found = false;
+  fabric_.jobs.for_each([&](const Qp& waiting) { found |= waiting.port.reached_by == window; });
+  return found;
 }
-bool MediatedPorts::is_written_to(Qp& qp) { return qp.port.owner != nullptr && is_written_to(*qp.port.owner->guest); }
+
+namespace {
+template <class Concerns>
+std::uint64_t look_again_ns(Guest& guest, const Concerns& concerns) {
+  constexpr std::uint64_t soonest_ns = 50'000, latest_ns = 50'000'000;
+  if (guest.last_steps.empty()) return 0;
+  const std::uint64_t now = vmci::monotonic_ns();
+  std::erase_if(guest.last_steps, [&](const LastStep& step) { return step.leash->over() || now - step.since_ns >= MediatedPorts::last_step_max_ns; });
+  std::uint64_t wait_ns = 0;
+  for (const LastStep& step : guest.last_steps)
+    if (concerns(step)) wait_ns = std::max(wait_ns, std::clamp((now - step.since_ns) / 8, soonest_ns, latest_ns));
+  return wait_ns;
+}
+}  // namespace
+
+std::uint64_t MediatedPorts::last_step_ns(Qp& qp) {
+  if (qp.port.owner == nullptr) return 0;
+  return look_again_ns(*qp.port.owner->guest, [number = qp.qpn.value](const LastStep& step) { return step.of == number || step.to == number; });
+}
+std::uint64_t MediatedPorts::last_step_ns(Guest& guest, const RegionRef& window) {
+  return look_again_ns(guest, [&](const LastStep& step) { return step.by == window; });
+}
 
 void MediatedPorts::abandon(Qp& qp) {
   cut_off(qp);
@@ -283,7 +309,7 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
   job->operand = operand;
   job->compare = compare;
   job->ranges.push_back({piece.address + (at - piece.offset), 8});
-  return submit(qp, *region, slot, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+  return submit(qp, place, *region, slot, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
 
 MemoryStatus MediatedPorts::fetch_and_add(Qp& qp, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
@@ -340,7 +366,7 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, Cqe& cqe, CqeState sta
   if (stamped) vmci::put_stamp(cqe, state, direction == Direction::send, cq.timed ? vmci::monotonic_ns() : vmci::stamp_now());
   else if (cq.timed) [[unlikely]] set_stamp(cqe, direction == Direction::send, vmci::monotonic_ns());
   // So that it is found before what is done because of it. The event can wait.
-  const bool told_at_once = stamped && direction == Direction::receive && !is_hot(cq, lane);
+  const bool told_at_once = stamped && !is_hot(cq, lane);
   to.push(cqe, pack(state));
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");

@@ -76,11 +76,10 @@ class MediatedPorts {
     // A copy that a guest's worker has: which, and the finished job once it is back.
     std::uint64_t job_sequence = 0;  // 0: none
     std::unique_ptr<ProcessJob> finished_job;
-    // Where it changes memory (its end leaves this as it is): what holds it, and whose memory, by which region.
+    // Of that copy, and as it was of the last one: whose memory it reaches, by which region or window, and, where it changes that, what holds it.
+    GuestId reaches{};
+    RegionRef reached_by;
     std::shared_ptr<WriteLeash> leash;
-    GuestId writes_to{};
-    std::uint32_t writes_slot = 0;
-    std::uint64_t writes_generation = 0;
     std::uint64_t copied = 0;  // bytes of that copy that are done
     // To another host (remote/hca_desk.hpp):
     HcaConnection* hca = nullptr;   // by the HCA, …
@@ -112,11 +111,15 @@ class MediatedPorts {
   void abandon(Qp& qp);
   // What `qp` has under way into somebody's memory ends here, but for the step that it may be at.
   void cut_off(Qp& qp);
-  // Likewise all that reaches memory by this region.
-  void cut_off(std::uint32_t slot, std::uint64_t generation);
-  // Whether something that was cut off is still at its last step, in the memory of that guest.
-  static bool is_written_to(Guest& guest);
-  static bool is_written_to(Qp& qp);
+  // Likewise all that reaches memory by this window.
+  void cut_off(const RegionRef& window);
+  // Whether a worker has something under way that reaches memory by this window.
+  bool is_reached_by(const RegionRef& window) const;
+  // What was cut off of messages of or to `qp`, or by this window, may still be at its last step in memory of the owner: in how many ns to look
+  // again; 0: it is over, or has taken last_step_max_ns, as only memory does that its owner lets others wait for.
+  std::uint64_t last_step_ns(Qp& qp);
+  std::uint64_t last_step_ns(Guest& guest, const RegionRef& window);
+  static constexpr std::uint64_t last_step_max_ns = 2'000'000'000;
 
   // The completion can be seen at once by who looks at its lane; who has to be told is told by announce().
   bool complete(Qp& qp, engine::Direction direction, Cqe& cqe, CqeState state);
@@ -192,7 +195,7 @@ class MediatedPorts {
   engine::MemoryStatus copy_by_worker(Qp& qp, const engine::Place& to, const engine::Place& from, std::uint64_t bytes);
   engine::MemoryStatus atomic_by_worker(Qp& qp, const engine::Place& place, ProcessJob::Kind kind, std::uint64_t operand,
                                         std::uint64_t compare, std::uint64_t& old_value);
-  bool submit(Qp& qp, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
+  bool submit(Qp& qp, const engine::Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 
   struct Announcement {
     CompletionQueue* cq;

@@ -217,7 +217,7 @@ struct Guest {
   std::unique_ptr<KeyBook> key_book;  // once it has a peer that may be direct
   ProcessMemory process;          // how memory without a backing is reached, …
   std::unique_ptr<GuestCopier> copier;  // … or where that is not possible and the guest knows
-  std::vector<std::shared_ptr<WriteLeash>> last_steps;  // of writes to it that were called off while they were at one
+  std::vector<LastStep> last_steps;
   bool asked_how_reached = false;
   bool reached_by_service = false;      // it has asked, and the service reaches it: so may its direct peers, who look for …
   control::ReachProcessRequest probe{};  // … this there

@@ -264,7 +264,8 @@ void Server::watch_idle() {
 bool Server::go_unmissed() {
   if (!remove_socket_) return true;  // a service manager keeps it, and whoever waits there
   const std::string lock = std::filesystem::path(config_.socket).replace_filename("lock");
-  folder_lock_ = vmci::UniqueFd(::open(lock.c_str(), O_RDWR | O_CLOEXEC));  // none: nobody starts services here
+  folder_lock_ = vmci::UniqueFd(::open(lock.c_str(), O_RDWR | O_CLOEXEC));
+  if (!folder_lock_ && errno != ENOENT) return false;  // there is none where nobody starts services
   const std::string aside = config_.socket + ".leaving";
   const bool locked = !folder_lock_ || ::flock(folder_lock_.get(), LOCK_EX | LOCK_NB) == 0;
   if (locked && ::rename(config_.socket.c_str(), aside.c_str()) == 0) {

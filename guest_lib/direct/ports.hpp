@@ -14,6 +14,7 @@
 #include "guest_lib/direct/peer_memory.hpp"
 #include "guest_lib/direct/peer_queue.hpp"
 #include "guest_lib/direct/reached_process.hpp"
+#include "guest_lib/single_thread.hpp"
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/claimed_stores.hpp"
 #include "vmci_channel/placement_copy.hpp"
@@ -169,18 +170,19 @@ class DirectPorts {
     if (state.status != WcStatus::success || given_up_ || dropped()) return give_up(), true;
     if (!send && !take_turn(cqe.wr_id)) return give_up(), true;
     const Told& to = send ? sent_to_ : received_at_;
-    bool cold = false;  // a receiver is told at once, so that it finds this before what is done because of it; the event can wait for the end of the turn
+    bool cold = false;  // who polls is told at once, so as to find this before what is done because of it; the event can wait for the end of the turn
     if (to.wants_stamps()) [[unlikely]] {
       // One for the message: its receiver's answer is later than both.
       if (stamp_ == 0) stamp_ = vmci::stamp_now();
       vmci::put_stamp(cqe, state, send, stamp_);
-      cold = !send && !to.is_hot();
+      cold = !to.is_hot() && (!send || !single_threaded());
     }
     VRDMA_CRASH_POINT("direct.guest.before_cqe");
     if (send) qp.send_lane.push(cqe, pack(state));
     else if (!push_to_peer(qp.receive_lane, far_entries_, cqe, pack(state), stores_)) return give_up(), true;
     VRDMA_CRASH_POINT("direct.guest.cqe_written");
-    if (cold) [[unlikely]] set_peers_bit(to.cq->ready, to.lane, stores_);  // where the claim is lost, the service sets it
+    if (cold && send) [[unlikely]] vmci::ReadyBitmap(&to.cq->ready).set(to.lane);
+    else if (cold) [[unlikely]] set_peers_bit(to.cq->ready, to.lane, stores_);  // where the claim is lost, the service sets it
     (send ? sent_ : received_) = certain_ = true;
     solicited_ |= !send && (state.flags & wc_solicited) != 0;
     return true;

@@ -1,6 +1,10 @@
 // Memory windows: bound by a request, used by the peer, invalidated by a request of either side.
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
 
 #include "tests/conformance/verbs.hpp"
 
@@ -351,6 +355,48 @@ CONFORMANCE(AnInvalidatedWindowIsWrittenToNoMore, "MW-03 MW-02", .timeout_s = 12
 }
 
 // A request that is flushed has done nothing that outlives the queue pair's reset.
+// Memory that the service reaches through its process, where it always has something under way.
+CONFORMANCE(AWindowThatGoesLeavesOtherTrafficAlone, "MW-02 MR-24", .timeout_s = 120) {
+  constexpr std::size_t count = 8, bytes = 256;
+  Device dev(run.settings);
+  need_windows(run, dev);
+  Pd pd(dev);
+  Cq cq(dev, 1024);
+  Buffer buffer(4096);
+  const Mr mr(pd, buffer.data() + 64, 3 * 1024, static_cast<unsigned>(bindable));  // within a page
+  const Remote remote = run.peer.exchange(Remote{buffer.address(64), 3 * 1024, mr.p->rkey, 0});
+  std::vector<std::unique_ptr<Qp>> qps;
+  for (std::size_t i = 0; i < count; ++i) {
+    qps.push_back(std::make_unique<Qp>(pd, cq, cq));
+    to_init(dev, *qps.back());
+    bring_up(dev, *qps.back(), run.peer.exchange(address_of(dev, *qps.back())));
+  }
+  run.peer.barrier();
+  const ibv_sge own{buffer.address(64), bytes, mr.p->lkey};
+  const auto write_all = [&] {
+    for (std::size_t i = 0; i < count; ++i)
+      EXPECT_OK(post(*qps[i], Send{.opcode = IBV_WR_RDMA_WRITE, .id = i, .sges = {own}, .remote_address = remote.address + i * bytes, .rkey = remote.rkey}));
+  };
+  if (run.a()) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(800);
+    write_all();
+    while (std::chrono::steady_clock::now() < end) {
+      const ibv_wc wc = cq.next();
+      EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+      EXPECT_OK(post(*qps[wc.wr_id], Send{.opcode = IBV_WR_RDMA_WRITE, .id = wc.wr_id, .sges = {own}, .remote_address = remote.address + wc.wr_id * bytes, .rkey = remote.rkey}));
+    }
+    for (std::size_t i = 0; i < count; ++i) EXPECT_EQ(cq.next().status, IBV_WC_SUCCESS);
+  } else {
+    for (int round = 0; round < 6; ++round) {
+      Window window(pd, IBV_MW_TYPE_1);
+      EXPECT_OK(bind_1(*qps[0], window, 1000, part(mr, buffer.address(64 + 2560), 256)));
+      cq.expect(1000);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+  run.peer.barrier();
+}
+
 CONFORMANCE(AFlushedBindLeavesTheWindowFree, "MW-02 ERR-12") {
   Link link(run, with_bindable_memory());
   need_windows(run, link.dev);

@@ -67,8 +67,7 @@ class ControlDesk {
   void destroy(Guest& guest, CompletionQueue& cq);
   void destroy(Guest& guest, SharedReceiveQueue& srq);
   void destroy(Guest& guest, MemoryWindow& window);
-  bool used_by_worker(const Region& window);
-  bool must_wait_for_worker(Guest& guest, const Region& window);
+  bool must_wait_for_worker(Guest& guest, std::uint32_t slot);
   // Memory windows of a queue pair that goes, or is reset.
   void unbind_windows(QueuePair& qp);
   bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
@@ -79,8 +78,6 @@ class ControlDesk {
   void forget_channel(Guest& guest, std::uint32_t handle);
   // Whether a request that waits for somebody else may go on waiting (EINPROGRESS): not for ever.
   static bool may_wait(const Guest& guest, std::uint64_t patience_ns = 100'000'000);
-  // … for a system call, or its own thread, that is writing to its own memory: only that memory, where it does not come, takes so long.
-  static constexpr std::uint64_t last_step_patience_ns = 10'000'000'000;
   void connected_elsewhere() { ++fabric_.topology_generation; }
   void bring_together(const QueuePair& qp);
 

@@ -187,7 +187,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   if (core.state != QpState::reset) shard_.make_runnable(core);
   shard_.direct().consider(*qp);
   // Reset as it is: asked again, nothing changes.
-  if (to_reset && MediatedPorts::is_written_to(guest) && may_wait(guest, last_step_patience_ns)) return Errno{EINPROGRESS};
+  if (to_reset && shard_.ports().last_step_ns(core) != 0 && may_wait(guest, MediatedPorts::last_step_max_ns)) return Errno{EINPROGRESS};
   return ModifyQpReply{static_cast<std::uint32_t>(core.state), 0};
 }
 
@@ -249,8 +249,17 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
   if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   // Its buffers, and those that it serves, are their owner's again afterwards.
   if ((shard_.engine().copies_under_way(qp->core) || written_by_targets(*qp)) && may_wait(guest)) return Errno{EINPROGRESS};
-  shard_.engine().abandon(qp->core);
-  if (MediatedPorts::is_written_to(guest) && may_wait(guest, last_step_patience_ns)) return Errno{EINPROGRESS};
+  // Whoever sends to it meanwhile asks again, and finds nobody.
+  bool last_step = false;
+  const auto turn_away = [&](MediatedPorts::Qp& core) {
+    shard_.engine().turn_away_requester(core);
+    last_step |= shard_.ports().last_step_ns(core) != 0;
+  };
+  turn_away(qp->core);
+  if (qp->completes_for_srq())
+    for (QueuePair* const target : qp->xrcd->domain->targets)
+      if (target->core.srq == &qp->srq->core) turn_away(target->core);
+  if (last_step && may_wait(guest, MediatedPorts::last_step_max_ns)) return Errno{EINPROGRESS};
   destroy(guest, *qp);
   return Empty{};
 }

@@ -38,19 +38,15 @@ Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocM
   return RegMrReply{handle, region->key.value};
 }
 
-// A copy that somebody's worker has under way, perhaps by this window, ends before nobody may reach anything by it any more.
-bool ControlDesk::used_by_worker(const Region& window) {
-  const Region* const region = window.window_generation == 0 ? nullptr : fabric_.regions.at(window.window_slot, window.window_generation);
-  return region != nullptr && region->jobs != 0;
-}
-
-// Somebody else's memory may be slow: then what comes by the window is called off.
-bool ControlDesk::must_wait_for_worker(Guest& guest, const Region& window) {
-  if (used_by_worker(window)) {
+// A copy that somebody's worker has under way by this window ends before nobody may reach anything by it any more. Somebody else's memory may be
+// slow: then it is called off.
+bool ControlDesk::must_wait_for_worker(Guest& guest, std::uint32_t slot) {
+  const RegionRef window{slot, fabric_.regions.slot(slot).generation};
+  if (shard_.ports().is_reached_by(window)) {
     if (may_wait(guest)) return true;
-    shard_.ports().cut_off(window.window_slot, window.window_generation);
+    shard_.ports().cut_off(window);
   }
-  return MediatedPorts::is_written_to(guest) && may_wait(guest, last_step_patience_ns);
+  return shard_.ports().last_step_ns(guest, window) != 0 && may_wait(guest, MediatedPorts::last_step_max_ns);
 }
 
 void ControlDesk::destroy(Guest& guest, MemoryWindow& window) {
@@ -64,7 +60,7 @@ template <>
 Result<Empty> ControlDesk::on<Request::dealloc_mw>(Guest& guest, const HandleRequest& request) {
   MemoryWindow* const window = find(guest.mws, request.handle);
   if (window == nullptr) return Errno{EINVAL};
-  if (must_wait_for_worker(guest, fabric_.regions.slot(window->slot))) return Errno{EINPROGRESS};
+  if (must_wait_for_worker(guest, window->slot)) return Errno{EINPROGRESS};
   destroy(guest, *window);
   return Empty{};
 }
@@ -75,7 +71,7 @@ Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwReques
   const QueuePair* const qp = find(guest.qps, request.qp);
   if (window == nullptr || qp == nullptr || qp->pd != window->pd || !may_bind(*qp)) return Errno{EINVAL};
   Region& bound = fabric_.regions.slot(window->slot);
-  if (must_wait_for_worker(guest, bound)) return Errno{EINPROGRESS};
+  if (must_wait_for_worker(guest, window->slot)) return Errno{EINPROGRESS};
   if (request.mr == 0 || request.bytes == 0) {
     if (window->of_queue_pair) return Errno{EINVAL};  // IBA o10-37.2.40
     fabric_.regions.unbind_window(bound);
@@ -101,7 +97,7 @@ Result<Empty> ControlDesk::on<Request::invalidate_mw>(Guest& guest, const Invali
   const QueuePair* const qp = find(guest.qps, request.qp);
   if (qp == nullptr || !may_bind(*qp)) return Errno{EINVAL};
   if (const auto slot = fabric_.regions.find(Key{request.key}); slot && fabric_.regions.slot(*slot).guest == &guest &&
-                                                                must_wait_for_worker(guest, fabric_.regions.slot(*slot)))
+                                                                must_wait_for_worker(guest, *slot))
     return Errno{EINPROGRESS};
   if (!fabric_.regions.invalidate_window(Key{request.key}, qp->pd->number, qp->core.qpn.value)) return Errno{EINVAL};
   return Empty{};

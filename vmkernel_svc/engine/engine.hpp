@@ -142,7 +142,12 @@ class Engine {
   // Whether a copy is under way that reads or writes buffers of this queue pair's work requests, or its own state. Before it is
   // reset or destroyed its ports let such a copy come to an end (and those that the queue pair gave up).
   static bool copies_under_way(const Qp<P>& qp) {
-    return qp.operation.copy_pending || (qp.serves != nullptr && qp.serves->operation.copy_pending);
+    const auto copies = [](const Qp<P>& one) {
+      const Operation& op = one.operation;
+      const bool atomic = op.stage == Operation::Stage::moving && op.rule->atomic && op.wait == Operation::Wait::copy;
+      return op.copy_pending || atomic;
+    };
+    return copies(qp) || (qp.serves != nullptr && copies(*qp.serves));
   }
 
   // Whether what was posted before `position` of the send queue gets on by itself: it waits for nobody's answer, receive WQE or host, at
@@ -184,13 +189,14 @@ class Engine {
     return requester_.last_step_under_way(qp);
   }
 
- private:
   // Whoever is in the middle of a message to `qp` writes no more of it.
   void turn_away_requester(Qp<P>& qp) {
     if constexpr (Requester<P>::calls_off)
       if (qp.serves != nullptr) ports_.cut_off(*qp.serves);
     dismiss_requester(qp);
   }
+
+ private:
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
   Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
     if (qp.far != nullptr && (qp.far->opened || qp.operation.copy_pending)) {

@@ -143,12 +143,11 @@ class Requester {
   // Calls off what `qp` has under way. True: something that was called off is still at its last step in the memory of the owner of `qp`, and
   // `qp` runs again to look.
   bool last_step_under_way(Qp<P>& qp) {
-    constexpr std::uint64_t look_again_ns = 50'000;
     if constexpr (calls_off) {
       ports_.cut_off(qp);
-      if (!ports_.is_written_to(qp)) return false;
-      ports_.wake_at(qp, ports_.now_ns() + look_again_ns);
-      return true;
+      const std::uint64_t wait_ns = ports_.last_step_ns(qp);
+      if (wait_ns != 0) ports_.wake_at(qp, ports_.now_ns() + wait_ns);
+      return wait_ns != 0;
     }
     return false;
   }

@@ -22,6 +22,13 @@
 
 namespace vrdma::svc {
 
+// A region or window, as it was when somebody found it.
+struct RegionRef {
+  std::uint32_t slot = 0;
+  std::uint64_t generation = 0;
+  bool operator==(const RegionRef&) const = default;
+};
+
 struct ProcessRange {
   std::uint64_t address;
   std::uint64_t bytes;
@@ -76,6 +83,14 @@ class JobSink {
 
  protected:
   ~JobSink() = default;
+};
+
+// A write to a guest that was called off while it was at a step.
+struct LastStep {
+  std::shared_ptr<WriteLeash> leash;
+  std::uint64_t since_ns;
+  std::uint32_t of, to;  // the QPN of the requester, and of the responder if there is one
+  RegionRef by;
 };
 
 class ProcessMemory {
