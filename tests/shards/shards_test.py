@@ -71,14 +71,15 @@ class Shards(TestCase):
 
     def test_who_has_nothing_to_do_with_each_other_is_not_run_by_one_shard(self):
         with self.shards(3):
-            pairs = [self.crowd(2, 5_000, SEED + number) for number in range(3)]
+            pairs = [self.crowd(2, 1_000_000, SEED + number) for number in range(3)]  # until all have been seen
             busy = set()
-            while any(pair.poll() is None for pair in pairs):
-                shown = self.show()
-                busy |= {shard["shard"] for shard in shown["shards"] if shard["guests"] >= 2}
+            deadline = time.monotonic() + CROWD_S
+            while busy != {0, 1, 2}:
+                self.assertLess(time.monotonic(), deadline, busy)
+                self.assertTrue(all(pair.poll() is None for pair in pairs), "a million messages have gone already")
+                busy |= {shard["shard"] for shard in self.show()["shards"] if shard["guests"] >= 2}
             for pair in pairs:
-                self.finish(pair)
-            self.assertEqual(busy, {0, 1, 2})
+                self.end(pair)
             self.expect_empty()
 
     def test_the_killed_leave_nothing_behind_and_disturb_nobody(self):
