@@ -55,7 +55,6 @@ void Cq::add_lane(Lane& lane) {
   if (!in_order && std::ranges::any_of(lanes, [&](const Lane* other) { return other != nullptr && other->qp != lane.qp; })) begin_order(*this);
   lanes[lane.number] = &lane;
   lane.timed = timed ? this : nullptr;
-  ++lane_count;
   for (std::uint32_t i = 0; i < control::hot_lanes; ++i) {
     if (hot[i] != nullptr) continue;
     promote(*this, lane, i);
@@ -83,7 +82,6 @@ void Cq::remove_lane(Lane& lane) {
   std::lock_guard guard(lock);
   if (lane.lined_up) step_out(*this, lane);
   lanes[lane.number] = nullptr;
-  --lane_count;
   if (lane.hot_index != Lane::not_hot) {
     hot[lane.hot_index] = nullptr;
     std::atomic_ref(shared->hot[lane.hot_index]).store(control::no_lane, std::memory_order_relaxed);

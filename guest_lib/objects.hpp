@@ -181,7 +181,6 @@ struct Cq {
   bool in_order = false;
   std::vector<Lane*> heads;
   std::uint64_t newest = 0, settled = 0;
-  std::uint32_t lane_count = 0;
 
   // Of an extended one: the completion that its functions read, and who polls it in steps.
   ibv_wc current{};

@@ -78,9 +78,7 @@ struct World {
     if (vmci::wants_stamps(shared)) vmci::put_stamp(cqe, state, true, vmci::stamp_now());
     queue.writer.push(cqe, pack(state));
     vmci::store_load_fence();
-    bool hot = false;
-    for (auto& lane : shared.hot) hot |= std::atomic_ref(lane).load(std::memory_order_relaxed) == queue.qp.send_lane.number;
-    if (!hot) vmci::ReadyBitmap(&shared.ready).set(queue.qp.send_lane.number);
+    if (!vmci::is_named(shared.hot, queue.qp.send_lane.number)) vmci::ReadyBitmap(&shared.ready).set(queue.qp.send_lane.number);
     vmci::store_load_fence();
     const auto arm = std::atomic_ref(shared.arm);
     std::uint32_t seen = arm.load(std::memory_order_acquire);

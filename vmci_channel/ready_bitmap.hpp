@@ -50,4 +50,13 @@ class ReadyBitmap {
   ReadyWords* words_ = nullptr;
 };
 
+// Members that the reader names because it looks at them anyway: they need no bit. Certain after a full fence, which pairs with that of
+// the reader between naming one and looking at what it named before (H1 of guest_lib/lanes.cpp).
+template <std::size_t count>
+bool is_named(const std::uint32_t (&named)[count], std::uint32_t member) {
+  for (const std::uint32_t& one : named)
+    if (std::atomic_ref(const_cast<std::uint32_t&>(one)).load(std::memory_order_relaxed) == member) return true;
+  return false;
+}
+
 }  // namespace vmci

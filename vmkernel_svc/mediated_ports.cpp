@@ -335,15 +335,6 @@ MemoryStatus MediatedPorts::compare_and_swap(Qp& qp, const Place& place, std::ui
 
 // --- completions and events -----------------------------------------------------------------------------------
 
-namespace {
-// Whether the guest looks at the lane anyway.
-bool is_hot(const CompletionQueue& cq, std::uint32_t lane) {
-  for (auto& hot : cq.shared->hot)
-    if (std::atomic_ref(hot).load(std::memory_order_relaxed) == lane) return true;
-  return false;
-}
-}  // namespace
-
 bool MediatedPorts::complete(Qp& qp, Direction direction, Cqe& cqe, CqeState state) {
   if (qp.port.owner == nullptr) [[unlikely]] return fabric_.far->answer(*qp.port.stand_in, state.status), true;
   const bool by_xrc_srq = qp.type == engine::QpType::xrc_recv && direction == Direction::receive && qp.srq != nullptr;
@@ -366,7 +357,7 @@ bool MediatedPorts::complete(Qp& qp, Direction direction, Cqe& cqe, CqeState sta
   if (stamped) vmci::put_stamp(cqe, state, direction == Direction::send, cq.timed ? vmci::monotonic_ns() : vmci::stamp_now());
   else if (cq.timed) [[unlikely]] set_stamp(cqe, direction == Direction::send, vmci::monotonic_ns());
   // So that it is found before what is done because of it. The event can wait.
-  const bool told_at_once = stamped && !is_hot(cq, lane);
+  const bool told_at_once = stamped && !vmci::is_named(cq.shared->hot, lane);
   to.push(cqe, pack(state));
   ++cq.produced;
   VRDMA_CRASH_POINT("service.complete.cqe_written");
@@ -392,7 +383,7 @@ void MediatedPorts::announce() {
   vmci::store_load_fence();
   for (std::size_t i = 0; i < announcement_count_; ++i) {
     const Announcement& due = announcements_[i];
-    if (!due.ready_is_set && !is_hot(*due.cq, due.lane)) due.cq->ready.set(due.lane);
+    if (!due.ready_is_set && !vmci::is_named(due.cq->shared->hot, due.lane)) due.cq->ready.set(due.lane);
     VRDMA_CRASH_POINT("service.complete.ready_set");
     if (due.cq->channel != nullptr) raise_if_armed(*due.cq, due.solicited_or_error);
     if (!due.received) continue;

@@ -26,12 +26,7 @@ struct Told {
   std::uint32_t lane = control::no_lane;
 
   bool wants_stamps() const { return vmci::wants_stamps(*cq); }
-  // Whether who polls looks at the lane anyway. Certain after a full fence, which pairs with H1 of guest_lib/lanes.cpp.
-  bool is_hot() const {
-    for (auto& hot : cq->hot)
-      if (std::atomic_ref(hot).load(std::memory_order_relaxed) == lane) return true;
-    return false;
-  }
+  bool is_hot() const { return vmci::is_named(cq->hot, lane); }
 };
 // The receiver's completion channel.
 struct PeerChannel {

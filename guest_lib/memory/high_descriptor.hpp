@@ -14,6 +14,5 @@ inline vmci::UniqueFd high_duplicate(int fd) {
   if (!copy) copy.reset(::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   return copy;
 }
-inline void move_high(vmci::UniqueFd& fd) { OwnFd::move_high(fd); }
 
 }  // namespace vrdma::memory

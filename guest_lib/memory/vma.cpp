@@ -14,9 +14,9 @@
 #include <optional>
 #include <utility>
 
-#include "guest_lib/memory/high_descriptor.hpp"
 #include "guest_lib/memory/raw_file.hpp"
 #include "guest_lib/memory/threads.hpp"
+#include "guest_lib/own_fd.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -126,7 +126,7 @@ void keep_maps() {
     char first;
     struct stat status;
     if (!fd || read_retrying(fd.get(), &first, 1, 0) != 1) continue;
-    move_high(fd);
+    OwnFd::move_high(fd);
     if (!raw_fstat(fd.get(), status)) continue;
     if (kept_maps.process.exchange(::getpid(), std::memory_order_relaxed) != ::getpid()) std::construct_at(&kept_maps.text);  // a fork may have left it locked
     kept_maps.device.store(status.st_dev, std::memory_order_relaxed);

@@ -33,9 +33,6 @@ class Window {
     window.lent_ = &lent;
     return window;
   }
-  Window(Window&&) noexcept = default;
-  Window& operator=(Window&& other) noexcept = default;
-  ~Window() = default;
 
   explicit operator bool() const { return fd_ || lent_ != nullptr; }
   bool lent() const { return lent_ != nullptr; }

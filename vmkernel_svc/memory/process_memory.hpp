@@ -62,10 +62,10 @@ struct ProcessJob {
   std::vector<std::byte> buffer;
   // atomics on ranges[0].address; old value in `value`
   std::uint64_t value = 0, operand = 0, compare = 0;
-  std::shared_ptr<WriteLeash> leash;  // where it can be called off
+  std::shared_ptr<WriteLeash> leash;  // of one that changes memory, where it can be called off
   bool changes_memory() const { return kind != Kind::read; }
-  bool begin_step() const { return !changes_memory() || leash == nullptr || leash->begin_step(); }
-  bool end_step() const { return !changes_memory() || leash == nullptr || leash->end_step(); }
+  bool begin_step() const { return leash == nullptr || leash->begin_step(); }
+  bool end_step() const { return leash == nullptr || leash->end_step(); }
   // What the sink does with it in place of telling a queue pair. Destroyed by a worker where the guest goes first.
   std::function<void(const ProcessJob&)> then;
   // For the submitter.

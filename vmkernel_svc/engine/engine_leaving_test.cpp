@@ -1,0 +1,142 @@
+// What becomes of copies, buffers and requests when a queue pair flushes, is reset or destroyed, or its patience ends.
+#include <doctest/doctest.h>
+
+#include "vmkernel_svc/engine/test_pair.hpp"
+
+namespace vrdma::engine::test {
+namespace {
+
+TEST_CASE("A copy that does not end is given up after its patience; a machine that stood still for a minute has used up a part of that") {
+  for (const bool ends : {true, false}) {
+    Pair p;
+    p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+    p.a.post(p.write(8));
+    p.world.settle();
+    REQUIRE(p.world.ports.jobs.size() == 1);
+    p.world.ports.time_ns += 60'000'000'000;  // nobody had any of it
+    p.world.pass(100'000'000);
+    CHECK_FALSE(p.a.poll(Direction::send));
+    if (ends) p.world.ports.finish_copy(0);
+    p.world.pass(2'000'000'000);
+    CHECK(p.a.poll(Direction::send)->status == (ends ? WcStatus::success : WcStatus::retry_exc_err));
+  }
+}
+
+TEST_CASE("A flushed receive's buffer is its owner's: no copy that was pending writes to it afterwards") {
+  Pair p;
+  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
+  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
+  p.world.settle();
+  REQUIRE(p.world.ports.jobs.size() == 1);
+  REQUIRE(p.world.modify(p.b, QpState::err, {}));
+  p.world.settle();
+  CHECK_FALSE(p.b.poll(Direction::receive));
+  p.world.ports.finish_copy(0);
+  p.world.settle();
+  CHECK(p.b.poll(Direction::receive)->status == WcStatus::wr_flush_err);
+}
+
+TEST_CASE("A requester's memory that never answers holds the receiver's flush only for a while") {
+  Pair p;
+  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
+  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
+  p.world.settle();
+  REQUIRE(p.world.modify(p.b, QpState::err, {}));
+  p.world.pass(110'000'000);
+  CHECK(p.b.poll(Direction::receive)->status == WcStatus::wr_flush_err);
+  p.world.pass(2'000'000'000);
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::retry_exc_err);
+}
+
+TEST_CASE("A flushed READ's buffer is its owner's too") {
+  Pair p;
+  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  p.a.post(SendSpec{.wr_id = 1, .opcode = WrOpcode::rdma_read, .sges = {p.mine.sge(0, 100)}, .remote = p.theirs.remote(0)});
+  p.world.settle();
+  REQUIRE(p.world.modify(p.a, QpState::err, {}));
+  p.world.settle();
+  CHECK_FALSE(p.a.poll(Direction::send));
+  p.world.ports.finish_copy(0);
+  p.world.settle();
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::wr_flush_err);
+}
+
+TEST_CASE("What was posted before a position gets on while it waits for copies only") {
+  Pair p;
+  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  const auto send = [&p](std::uint64_t wr_id) { p.a.post(SendSpec{.wr_id = wr_id, .sges = {p.mine.sge(0, 100)}}); };
+  for (std::uint64_t i = 0; i < 4; ++i) p.b.post(ReceiveSpec{i, {p.theirs.sge(i * 100, 100)}});
+  for (std::uint64_t i = 0; i < 3; ++i) send(i);
+  const std::uint32_t position = p.a.send_writer.position();
+  send(3);
+  CHECK(p.world.engine.sends_get_on(p.a.core, position));
+  int copies = 0;
+  for (p.world.settle(); p.world.engine.sends_get_on(p.a.core, position); p.world.settle(), ++copies) p.world.ports.finish_copy(0);
+  CHECK(copies == 3);
+  REQUIRE(p.world.modify(p.a, QpState::err, {}));
+  CHECK_FALSE(p.world.engine.sends_get_on(p.a.core, p.a.send_writer.position()));
+  p.world.ports.finish_copy(0);
+  p.world.settle();
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    const auto completion = p.a.poll(Direction::send);
+    REQUIRE(completion);
+    CHECK(completion->wr_id == i);
+    CHECK(completion->status == (i < 3 ? WcStatus::success : WcStatus::wr_flush_err));
+  }
+}
+
+TEST_CASE("What waits for a receive WQE or an answer does not get on") {
+  for (const bool answers : {true, false}) {
+    Pair p;
+    if (!answers) REQUIRE(p.world.modify(p.b, QpState::reset, {}));
+    p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
+    CHECK(p.world.engine.sends_get_on(p.a.core, p.a.send_writer.position()));
+    p.world.settle();
+    CHECK_FALSE(p.world.engine.sends_get_on(p.a.core, p.a.send_writer.position()));
+  }
+}
+
+TEST_CASE("A requester that is destroyed in the middle of a SEND leaves the receive for the next message or the flush") {
+  Pair p;
+  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 1 << 20)}});
+  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 1 << 20)}});
+  Budget budget{1000, 8};
+  p.world.engine.run(p.a.core, budget);
+  p.world.engine.abandon(p.a.core);
+  CHECK(p.b.core.serves == nullptr);
+  REQUIRE(p.world.modify(p.b, QpState::err, {}));
+  p.world.settle();
+  const auto flushed = p.b.poll(Direction::receive);
+  REQUIRE(flushed);
+  CHECK(flushed->wr_id == 5);
+  CHECK(flushed->status == WcStatus::wr_flush_err);
+}
+
+TEST_CASE("RESET forgets what was posted and completes nothing") {
+  Pair p;
+  for (std::uint64_t i = 0; i < 4; ++i) p.a.post(p.write(8));
+  for (std::uint64_t i = 0; i < 4; ++i) p.a.post(ReceiveSpec{i, {}});
+  REQUIRE(p.world.modify(p.a, QpState::reset, {}));
+  p.world.settle();
+  CHECK_FALSE(p.a.poll(Direction::send));
+  CHECK_FALSE(p.a.poll(Direction::receive));
+  REQUIRE(p.world.modify(p.b, QpState::reset, {}));
+  p.world.connect(p.a, p.b);
+  CHECK(p.run(p.write(8))->status == WcStatus::success);
+}
+
+TEST_CASE("RESET to ERR flushes what is posted afterwards") {
+  TestWorld world;
+  TestQp& qp = world.add(QpType::rc);
+  REQUIRE(world.modify(qp, QpState::err, {}));
+  qp.post(ReceiveSpec{3, {}});
+  qp.post(SendSpec{.wr_id = 4});
+  world.settle();
+  CHECK(qp.poll(Direction::receive)->status == WcStatus::wr_flush_err);
+  CHECK(qp.poll(Direction::send)->status == WcStatus::wr_flush_err);
+}
+
+}  // namespace
+}  // namespace vrdma::engine::test
