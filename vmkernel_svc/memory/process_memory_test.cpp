@@ -54,6 +54,48 @@ TEST_CASE("a worker that is held up when its guest goes counts for as long as it
   CHECK(eventually([&] { return *lingering == 0; }));
 }
 
+TEST_CASE("a write that is called off before its step changes nothing, and its job comes back failed") {
+  struct Refused : JobSink {
+    std::atomic<int> came{0};
+    std::atomic<bool> ok{true};
+    void finished(ProcessJob* job) override {
+      ok = job->ok;
+      delete job;
+      ++came;
+    }
+  } sink;
+  const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  std::uint64_t word = 7;
+  int jobs = 0;
+  ProcessMemory memory;
+  memory.open(::getpid(), ::getuid(), self, sink, std::make_shared<std::atomic<std::uint32_t>>(0));
+  for (const auto kind : {ProcessJob::Kind::write, ProcessJob::Kind::fetch_and_add})
+    for (const bool called_off : {true, false}) {
+      auto job = std::make_unique<ProcessJob>();
+      job->kind = kind;
+      job->ranges = {{reinterpret_cast<std::uintptr_t>(&word), sizeof(word)}};
+      job->buffer.resize(sizeof(word));
+      job->operand = 1;
+      job->leash = std::make_shared<WriteLeash>();
+      if (called_off) CHECK(job->leash->call_off());
+      const std::uint64_t before = word;
+      REQUIRE(memory.submit(std::move(job)));
+      REQUIRE(eventually([&, expected = ++jobs] { return sink.came == expected; }));
+      CHECK(sink.ok == !called_off);
+      CHECK((std::atomic_ref(word).load() == before) == called_off);
+    }
+}
+
+TEST_CASE("who calls a write off within a step is told so, and when the step is over, after which there is none") {
+  WriteLeash leash;
+  REQUIRE(leash.begin_step());
+  CHECK_FALSE(leash.call_off());
+  CHECK_FALSE(leash.over());
+  CHECK_FALSE(leash.end_step());
+  CHECK(leash.over());
+  CHECK_FALSE(leash.begin_step());
+}
+
 TEST_CASE("a memory that was never used leaves nobody behind") {
   const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
   const auto lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
