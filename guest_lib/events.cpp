@@ -23,9 +23,9 @@ bool may_block(int event_fd) {
   return flags < 0 || (flags & O_NONBLOCK) == 0;  // one that is closed is found out below
 }
 
-// 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR.
+// 0: look again. -1 with errno EAGAIN where the application asked for that on the descriptor, or EINTR. busy: null to sleep at once.
 template <class Events>
-int wait_readable(int event_fd, bool blocks, PrivateFd& pipe, Events& events) {
+int wait_readable(int event_fd, bool blocks, PrivateFd& pipe, Events& events, BusyWait* busy = nullptr) {
   if (!blocks) {
     errno = EAGAIN;
     return -1;
@@ -33,7 +33,8 @@ int wait_readable(int event_fd, bool blocks, PrivateFd& pipe, Events& events) {
   pollfd readable{event_fd, POLLIN, 0};
   // Where the program has closed the pipe, nothing would ever come.
   if (pipe.due_for_a_look() && end_if_lost(pipe, events)) return 0;
-  if (::poll(&readable, 1, -1) < 0) return errno == EINTR && goes_on_after_signal() ? 0 : -1;
+  const int ready = busy != nullptr ? busy->wait(readable) : ::poll(&readable, 1, -1);
+  if (ready < 0) return errno == EINTR && goes_on_after_signal() ? 0 : -1;
   if (readable.revents & POLLNVAL) {
     errno = EBADF;
     return -1;
@@ -279,7 +280,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       *cq_context = found->verbs.cq_context;
       return 0;
     }
-    if (wait_readable(verbs->fd, blocks, *channel.pipe, channel.events) != 0) return -1;
+    if (wait_readable(verbs->fd, blocks, *channel.pipe, channel.events, &channel.busy) != 0) return -1;
   }
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/busy_wait.hpp"
 #include "guest_lib/event_source.hpp"
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/post_ex.hpp"
@@ -136,6 +137,7 @@ struct Channel {
   std::unique_ptr<PrivateFd> interrupt;  // in a virtual machine that has one for this channel: its records come by a ring
   std::unique_ptr<PrivateFd> peers;      // where direct mode is offered: the pipe to which peers write
   EventSource<control::CompletionRecord> events;
+  BusyWait busy;
   std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
   bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise
 

@@ -75,6 +75,11 @@ int __wrap_poll(pollfd* descriptors, nfds_t count, int timeout_ms) {
   return static_cast<int>(wait_for(SYS_ppoll, descriptors, count, timeout_ms < 0 ? nullptr : &timeout, nullptr, std::size_t{_NSIG / 8}));
 #endif
 }
+int __wrap_ppoll(pollfd* descriptors, nfds_t count, const timespec* timeout, const sigset_t* mask) {
+  timespec rest{};  // the kernel writes to it
+  if (timeout != nullptr) rest = *timeout;
+  return static_cast<int>(wait_for(SYS_ppoll, descriptors, count, timeout != nullptr ? &rest : nullptr, mask, std::size_t{_NSIG / 8}));
+}
 int __wrap_epoll_create1(int flags) { return static_cast<int>(::syscall(SYS_epoll_create1, flags)); }
 int __wrap_epoll_ctl(int epoll, int what, int fd, epoll_event* event) { return static_cast<int>(::syscall(SYS_epoll_ctl, epoll, what, fd, event)); }
 

@@ -252,7 +252,7 @@ class ClaimedStores {
       std::memcpy(&second, from + bytes - sizeof(Word), sizeof(Word));
       return store(reinterpret_cast<Word*>(to), first) && store(reinterpret_cast<Word*>(to + bytes - sizeof(Word)), second);
     };
-    if (bytes >= detail::wide_bytes_min && detail::has_wide_vectors) return copy_wide(to, from, bytes);
+    if (detail::goes_by_wide_vectors(to, from, bytes)) return copy_wide(to, from, bytes);
     if (bytes > 8192) return copy_string(to, from, bytes);
     if (bytes >= 16) return copy_vectors(to, from, bytes);
     if (bytes >= 8) return halves(std::uint64_t{});

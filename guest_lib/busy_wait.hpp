@@ -1,0 +1,96 @@
+// A thread that waits for an event looks for a while before it sleeps, where events have been coming fast: to be woken up takes 5 to 40 µs,
+// of which the waker pays a part. As KVM's halt polling and the kernel's net.core.busy_read do.
+//
+//   waits have been short        look for twice as long as they took, 10 to 100 µs, then sleep
+//   the last one was long        sleep at once, until one is short again
+//   looking was in vain          sleep at once, this time and the next; more times each time
+//   others want the processor    likewise
+//
+// So a program without events uses no processor, and one with events at most what being woken up for each would have cost again.
+// Any thread. Several may wait at once, and share what is learnt.
+#pragma once
+
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+
+#include "vmci_channel/arch.hpp"
+
+namespace vrdma::guest {
+
+class BusyWait {
+ public:
+  // As poll(2) of one descriptor without a timeout, a cancellation point like it. A signal that comes while it looks ends the sleep after it,
+  // as one does that comes while it sleeps: its handler runs then.
+  int wait(pollfd& one) {
+    const std::uint64_t begun = vmci::cycles();
+    int ready;
+    if (worth_a_look()) {
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      ready = look(one, begun);
+      const bool found = ready > 0;
+      if (!found) ready = ::ppoll(&one, 1, nullptr, &before);
+      const int error = errno;
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      errno = error;
+      if (found) return ready;
+    } else {
+      ready = ::poll(&one, 1, -1);
+    }
+    const std::uint64_t waited = vmci::cycles() - begun;
+    if (waited <= short_us * us_) learn(waited);
+    else budget_.store(0, std::memory_order_relaxed);
+    return ready;
+  }
+
+ private:
+  static constexpr std::uint64_t short_us = 200;  // two that sleep wake each other within 60 to 100
+  static constexpr std::uint64_t budget_us_min = 10, budget_us_max = 100;
+  static constexpr std::uint64_t hog_us = 200;    // a yield that took so long let somebody run who does not wait
+  static constexpr std::uint32_t setback_max = 1024;
+
+  bool worth_a_look() {
+    if (budget_.load(std::memory_order_relaxed) == 0) return false;
+    const std::uint32_t skip = skip_.load(std::memory_order_relaxed);
+    if (skip != 0) skip_.store(skip - 1, std::memory_order_relaxed);
+    return skip == 0;
+  }
+  int look(pollfd& one, std::uint64_t begun) {
+    const std::uint64_t budget = budget_.load(std::memory_order_relaxed);
+    for (;;) {
+      const int ready = ::poll(&one, 1, 0);
+      const std::uint64_t now = vmci::cycles();
+      if (ready > 0) {
+        learn(now - begun);
+        setback_.store(1, std::memory_order_relaxed);
+        return ready;
+      }
+      if (now - begun >= budget) break;
+      ::sched_yield();
+      if (vmci::cycles() - now >= hog_us * us_) break;
+    }
+    const std::uint32_t setback = setback_.load(std::memory_order_relaxed);
+    skip_.store(setback, std::memory_order_relaxed);
+    setback_.store(std::min(setback * 2, setback_max), std::memory_order_relaxed);
+    return 0;
+  }
+  void learn(std::uint64_t waited) {
+    const std::uint64_t before = budget_.load(std::memory_order_relaxed);
+    budget_.store(std::clamp(std::max(2 * waited, before - before / 8), budget_us_min * us_, budget_us_max * us_), std::memory_order_relaxed);
+  }
+
+  // Cycles. All are hints, which pair with nothing.
+  std::uint64_t us_ = vmci::cycles_per_us();
+  std::atomic<std::uint64_t> budget_{0};  // 0: sleep at once
+  std::atomic<std::uint32_t> skip_{0};    // so many waits
+  std::atomic<std::uint32_t> setback_{1};
+};
+
+}  // namespace vrdma::guest
