@@ -88,7 +88,7 @@ def families(c, modes=OURS):
     datagrams = family("ud-lat", "SEND over UD, half a round trip, both sides poll", "bytes")
     for bytes_ in (8, 256, 4 * KIB):
         point(datagrams, bytes_, {**perftest("ib_send_lat", bytes_, {"direct": 600, "mediated": 5000}, "-c", "UD"), "ucx": ucx("tag_lat", bytes_)})
-    point(family("events", "SEND, half a round trip, both sides sleep", "bytes"), 8,
+    point(family("events", "SEND, half a round trip, both sides wait for events", "bytes"), 8,
           {**both("ib_send_lat -e", lambda mode: c.perftest_latency("ib_send_lat", 8, 50_000, "-e")),
            "unix": sockets("unix", "sleep", 8), "tcp": sockets("tcp", "sleep", 8), "floor": floor("bounce-sleep")}, quick=True)
     hogged = family("hogs", "SEND, half a round trip, beside programs that burn a core each, by turns on the client's and the server's", "hogs")
