@@ -1,0 +1,202 @@
+// What MediatedPorts does with memory that is not mapped in the service: its owner's worker (memory/guest_copier.hpp) reads or writes it, the
+// queue pair waits meanwhile, and what would change memory can be called off.
+#include <algorithm>
+#include <cstring>
+
+#include "vmkernel_svc/fabric.hpp"
+#include "vmkernel_svc/mediated_ports.hpp"
+#include "vmkernel_svc/memory/bus_guard.hpp"
+
+namespace vrdma::svc {
+
+using engine::MemoryStatus;
+using engine::Place;
+
+namespace {
+
+// The parts of [offset, offset + bytes) of a region: mapped(host, bytes) or process(address, bytes), in order.
+template <class Mapped, class Process>
+void for_each_part(const Region& region, std::uint64_t offset, std::uint64_t bytes, Mapped&& mapped, Process&& process) {
+  while (bytes != 0) {
+    const Piece& piece = region.piece_at(offset);
+    const std::uint64_t within = offset - piece.offset;
+    const std::uint64_t part = std::min(bytes, piece.bytes - within);
+    if (piece.host != nullptr)
+      mapped(piece.host + within, part);
+    else
+      process(piece.address + within, part);
+    offset += part, bytes -= part;
+  }
+}
+
+}  // namespace
+
+bool MediatedPorts::frozen(const Place& place) {
+  if (place.kind != Place::Kind::registered) return false;
+  const Region* const region = fabric_.regions.reach(place.region, place.generation, 0).region;
+  return region != nullptr && region->frozen;
+}
+
+// Gather into a buffer, scatter from it; whichever side has bytes in the guest's process goes by that guest's worker, and the
+// other parts are copied here. Repeated with the same arguments until done: the state is in qp.port.
+MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
+  QpPort& port = qp.port;
+  if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
+  if (frozen(to) || frozen(from)) return MemoryStatus::pending;  // what a job has brought waits, too
+  std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
+  port.job_sequence = 0;
+
+  const auto reached = [&](const Place& place) {
+    return place.kind == Place::Kind::registered ? fabric_.regions.reach(place.region, place.generation, place.address) : RegionTable::Reached{};
+  };
+  const auto [source, source_slot, source_at] = reached(from);
+  const auto [destination, destination_slot, destination_at] = reached(to);
+  if (from.kind == Place::Kind::registered && source == nullptr) return MemoryStatus::source_fault;
+  if (to.kind == Place::Kind::registered && destination == nullptr) return MemoryStatus::destination_fault;
+
+  std::vector<std::byte> buffer;
+  if (job && job->kind == ProcessJob::Kind::write) return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
+  std::vector<ProcessRange> ranges;
+  if (!job && source != nullptr)
+    for_each_part(*source, source_at, bytes, [](std::byte*, std::uint64_t) {},
+                  [&](std::uint64_t address, std::uint64_t part) { ranges.push_back({address, part}); });
+  if (!ranges.empty()) {
+    auto read = std::make_unique<ProcessJob>();
+    read->kind = ProcessJob::Kind::read;
+    std::uint64_t total = 0;
+    for (const auto& range : ranges) total += range.bytes;
+    read->buffer.resize(total);
+    read->ranges = std::move(ranges);
+    return submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
+  }
+  if (job && !job->ok) return MemoryStatus::source_fault;
+
+  // All of the source is at hand now: assemble it.
+  buffer.resize(bytes);
+  if (source == nullptr) {
+    std::memcpy(buffer.data(), reinterpret_cast<const std::byte*>(from.address), bytes);
+  } else {
+    const BusGuard::Access access;
+    std::byte* at = buffer.data();
+    const std::byte* read = job ? job->buffer.data() : nullptr;
+    for_each_part(*source, source_at, bytes,
+                  [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
+                  [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
+    if (access.failed()) return MemoryStatus::source_fault;
+  }
+
+  if (destination == nullptr) {
+    std::memcpy(reinterpret_cast<std::byte*>(to.address), buffer.data(), bytes);
+    return MemoryStatus::done;
+  }
+  auto write = std::make_unique<ProcessJob>();
+  write->kind = ProcessJob::Kind::write;
+  const std::byte* at = buffer.data();
+  bool lost = false;
+  for_each_part(*destination, destination_at, bytes,
+                [&](std::byte* host, std::uint64_t part) {
+                  const BusGuard::Access access;
+                  vmci::placement_copy(host, at, part), at += part;
+                  lost |= access.failed();
+                },
+                [&](std::uint64_t address, std::uint64_t part) {
+                  write->ranges.push_back({address, part});
+                  write->buffer.insert(write->buffer.end(), at, at + part);
+                  at += part;
+                });
+  if (lost) return MemoryStatus::destination_fault;
+  if (write->ranges.empty()) return MemoryStatus::done;
+  return submit(qp, to, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+}
+
+bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job) {
+  job->qpn = qp.qpn.value;
+  job->slot = slot;
+  job->generation = region.generation;
+  job->shard = runner_.number();
+  const std::uint64_t sequence = job->sequence = fabric_.jobs.add(qp);
+  QpPort& port = qp.port;
+  port.leash = job->leash = job->changes_memory() ? std::make_shared<WriteLeash>() : nullptr;
+  port.reaches = region.guest->id;
+  port.reached_by = {place.region, place.generation};
+  if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
+  region.job_begins();
+  port.job_sequence = sequence;
+  return true;
+}
+
+void MediatedPorts::cut_off(Qp& qp) {
+  const auto leash = std::exchange(qp.port.leash, nullptr);
+  if (leash == nullptr || leash->call_off()) return;
+  const auto guest = fabric_.guests.find(qp.port.reaches.value);
+  if (guest == fabric_.guests.end()) return;
+  const std::uint32_t to = qp.accepted_by != nullptr ? qp.accepted_by->qpn.value : 0;
+  guest->second->last_steps.push_back({leash, vmci::monotonic_ns(), qp.qpn.value, to, qp.port.reached_by});
+}
+
+void MediatedPorts::cut_off(const RegionRef& window) {
+  fabric_.jobs.for_each([&](Qp& waiting) {
+    if (waiting.port.reached_by == window) cut_off(waiting);
+  });
+}
+
+bool MediatedPorts::is_reached_by(const RegionRef& window) const {
+  bool found = false;
+  fabric_.jobs.for_each([&](const Qp& waiting) { found |= waiting.port.reached_by == window; });
+  return found;
+}
+
+namespace {
+template <class Concerns>
+std::uint64_t look_again_ns(Guest& guest, const Concerns& concerns) {
+  constexpr std::uint64_t soonest_ns = 50'000, latest_ns = 50'000'000;
+  if (guest.last_steps.empty()) return 0;
+  const std::uint64_t now = vmci::monotonic_ns();
+  std::erase_if(guest.last_steps, [&](const LastStep& step) { return step.leash->over() || now - step.since_ns >= MediatedPorts::last_step_max_ns; });
+  std::uint64_t wait_ns = 0;
+  for (const LastStep& step : guest.last_steps)
+    if (concerns(step)) wait_ns = std::max(wait_ns, std::clamp((now - step.since_ns) / 8, soonest_ns, latest_ns));
+  return wait_ns;
+}
+}  // namespace
+
+std::uint64_t MediatedPorts::last_step_ns(Qp& qp) {
+  if (qp.port.owner == nullptr) return 0;
+  return look_again_ns(*qp.port.owner->guest, [number = qp.qpn.value](const LastStep& step) { return step.of == number || step.to == number; });
+}
+std::uint64_t MediatedPorts::last_step_ns(Guest& guest, const RegionRef& window) {
+  return look_again_ns(guest, [&](const LastStep& step) { return step.by == window; });
+}
+
+void MediatedPorts::abandon(Qp& qp) {
+  cut_off(qp);
+  qp.port.copied = 0;
+  if (qp.port.job_sequence == 0) return;
+  fabric_.jobs.remove(qp.port.job_sequence);  // the sink drops it when it comes back, if it does
+  qp.port.job_sequence = 0;
+  qp.port.finished_job.reset();
+}
+
+MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, ProcessJob::Kind kind, std::uint64_t operand,
+                                             std::uint64_t compare, std::uint64_t& old_value) {
+  QpPort& port = qp.port;
+  if (port.job_sequence != 0) {
+    if (!port.finished_job) return MemoryStatus::pending;
+    const auto job = std::move(port.finished_job);
+    port.job_sequence = 0;
+    old_value = job->value;
+    return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
+  }
+  const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
+  if (region == nullptr) return MemoryStatus::destination_fault;
+  if (region->frozen) return MemoryStatus::pending;
+  const Piece& piece = region->piece_at(at);
+  auto job = std::make_unique<ProcessJob>();
+  job->kind = kind;
+  job->operand = operand;
+  job->compare = compare;
+  job->ranges.push_back({piece.address + (at - piece.offset), 8});
+  return submit(qp, place, *region, slot, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+}
+
+}  // namespace vrdma::svc
