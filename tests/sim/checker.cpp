@@ -157,10 +157,10 @@ void Checker::forget(std::uint32_t qp) {
   Queue& queue = queues[qp];
   for (const PostedSend& send : queue.sends) {
     if (send.far != nullptr) send.far->forget(send.far_slot);
-    if (send.near != nullptr) send.near->forget(send.near_slot);
+    if (send.near != nullptr) send.near->give_back(send.near_slot);  // its owner's again, as if it had completed
   }
   for (const PostedReceive& place : queue.poisoned) place.slots->forget(place.slot);
-  for (const PostedReceive& receive : queue.receives) receive.slots->forget(receive.slot);
+  for (const PostedReceive& receive : queue.receives) receive.slots->give_back(receive.slot);
   queue.sends.clear();
   queue.receives.clear();
   queue.poisoned.clear();

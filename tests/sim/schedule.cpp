@@ -267,7 +267,11 @@ void Schedule::run_one() {
 }
 
 void Schedule::finish_some_copy() {
-  if (!world_.ports.jobs.empty()) world_.ports.finish_copy(random_.below(static_cast<std::uint32_t>(world_.ports.jobs.size())));
+  auto& ports = world_.ports;
+  if (ports.jobs.empty()) return;
+  const std::size_t which = random_.below(static_cast<std::uint32_t>(ports.jobs.size()));
+  if (!ports.jobs[which]->begun && random_.chance(50)) ports.begin_copy(which);
+  else ports.finish_copy(which);
 }
 
 void Schedule::let_time_pass() {
@@ -316,19 +320,21 @@ void Schedule::poll(std::uint32_t index) {
 
 // --- what goes wrong ------------------------------------------------------------------------------------------
 
+// As the service does before it resets or destroys a queue pair: copies have a while to end, then what others have under way is called off.
 bool Schedule::may_reset(std::uint32_t index) {
   if (!strict_) return true;
-  if (Engine<TestPorts>::copies_under_way(nodes_[index].qp->core)) return false;
-  finish_given_up_copies();
-  return true;
+  auto& core = nodes_[index].qp->core;
+  if (Engine<TestPorts>::copies_under_way(core) && random_.chance(50)) return false;
+  world_.engine.turn_away_requester(core);
+  return world_.ports.last_step_ns(core) == 0;
 }
 
-void Schedule::finish_given_up_copies() {
-  for (std::size_t i = 0; i < world_.ports.jobs.size();) {
-    if (world_.ports.jobs[i]->owner == nullptr)
-      world_.ports.finish_copy(i);
-    else
-      ++i;
+// … and after it: what the queue pair itself had under way was called off by that.
+void Schedule::await_last_steps(const test::TestPorts::Qp& core) {
+  auto& jobs = world_.ports.jobs;
+  for (std::size_t i = 0; strict_ && i < jobs.size();) {
+    if (jobs[i]->begun && (jobs[i]->of == &core || jobs[i]->receiver == &core)) world_.ports.finish_copy(i);
+    else ++i;
   }
 }
 
@@ -343,6 +349,7 @@ void Schedule::reset_pair(std::uint32_t index) {
       checker_.receive_polled(each, nodes_[each].uses_srq ? static_cast<int>(nodes_[each].guest) : -1, *completion);
     }
     if (!world_.modify(*nodes_[each].qp, QpState::reset, {})) Checker::fail("RESET was refused");
+    await_last_steps(nodes_[each].qp->core);
     nodes_[each].qp->send_writer.set_freed(nodes_[each].qp->send_writer.position());
     nodes_[each].qp->receive_writer.set_freed(nodes_[each].qp->receive_writer.position());
     checker_.forget(each);
@@ -366,6 +373,7 @@ void Schedule::replace(std::uint32_t index) {
     checker_.receive_polled(index, node.uses_srq ? static_cast<int>(node.guest) : -1, *completion);
   }
   world_.engine.abandon(node.qp->core);
+  await_last_steps(node.qp->core);
   std::erase_if(world_.qps, [&](const auto& qp) { return qp.get() == node.qp; });
   node.qp = nullptr;
   checker_.forget(index);

@@ -73,7 +73,7 @@ class Schedule {
   void let_time_pass();
   void go_wrong();
   bool may_reset(std::uint32_t node);
-  void finish_given_up_copies();
+  void await_last_steps(const test::TestPorts::Qp& core);
   void reset_pair(std::uint32_t node);
   void replace(std::uint32_t node);
   void lose_memory(std::uint32_t node);

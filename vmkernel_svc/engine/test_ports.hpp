@@ -1,10 +1,11 @@
 // Ports without a world: memory in vectors, a clock that stands still until told, and real rings and lanes. The engine's unit
 // tests and the simulation run on them. One thread.
 //
-// A copy may be made to pend (copy_pends): it is then carried out by finish_copy(), as a worker would, even when the queue pair
-// has given it up in the meantime: late writes are the point.
+// A copy may be made to pend (copy_pends): it is then carried out by finish_copy(), as a worker would. One that the queue pair has given up or
+// called off meanwhile ends without a trace, unless the worker was at it already (begin_copy): late writes are the point.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -46,6 +47,9 @@ class TestPorts {
     Qp* owner = nullptr;  // nullptr: given up
     MemoryStatus status = MemoryStatus::pending;
     std::vector<std::byte> source;  // of a copy out of the engine's memory, which may be gone when a given-up job ends
+    bool begun = false;             // the worker is at it
+    std::uint64_t called_off_ns = 0;  // 0: not
+    const Qp *of = nullptr, *receiver = nullptr;  // of one that was called off: whose buffers it may still be at
   };
   struct QpPort {
     std::uint32_t pd = 0;
@@ -74,6 +78,7 @@ class TestPorts {
   std::function<void(Qp&, Direction, const Cqe&, CqeState)> on_completion = [](Qp&, Direction, const Cqe&, CqeState) {};
   std::function<void(Qp&)> on_state_changed = [](Qp&) {};
   std::uint64_t copies = 0;
+  static constexpr std::uint64_t last_step_max_ns = 2'000'000'000;
 
   std::uint32_t add_region(TestRegion region) {
     region.generation = next_generation_++;
@@ -87,15 +92,20 @@ class TestPorts {
     return true;
   }
 
+  void begin_copy(std::size_t index) {
+    if (jobs[index]->called_off_ns == 0) jobs[index]->begun = true;
+  }
   // A worker has done `jobs[index]`.
   void finish_copy(std::size_t index) {
     const std::shared_ptr<Job> job = jobs[index];
     jobs.erase(jobs.begin() + static_cast<std::ptrdiff_t>(index));
     if (TestRegion* region = region_of(job->to)) --region->jobs;
     if (TestRegion* region = region_of(job->from)) --region->jobs;
-    // A job given up is dropped before it starts, or was at it already: here always the latter.
-    const bool given_up = job->owner == nullptr;
-    if (given_up && job->to.kind == Place::Kind::engine) return;
+    if (job->called_off_ns != 0 && (!job->begun || job->to.kind == Place::Kind::engine)) {
+      job->status = MemoryStatus::destination_fault;
+      if (job->owner != nullptr) job->owner->port.runnable = true;
+      return;
+    }
     const Place from = job->source.empty() ? job->from : Place::in_engine(job->source.data());
     job->status = move(job->to, from, job->bytes);
     if (job->owner != nullptr) job->owner->port.runnable = true;
@@ -149,7 +159,21 @@ class TestPorts {
     if (old_value == compare) std::memcpy(memory, &swap, 8);
     return MemoryStatus::done;
   }
+  void cut_off(Qp& qp) {
+    if (!qp.port.job || qp.port.job->called_off_ns != 0) return;
+    Job& job = *qp.port.job;
+    job.called_off_ns = time_ns;
+    job.of = &qp;
+    job.receiver = qp.accepted_by;
+  }
+  std::uint64_t last_step_ns(Qp& qp) {
+    const bool any = std::ranges::any_of(jobs, [&](const auto& job) {
+      return job->begun && job->called_off_ns != 0 && time_ns - job->called_off_ns < last_step_max_ns && (job->of == &qp || job->receiver == &qp);
+    });
+    return any ? 1'000'000 : 0;
+  }
   void abandon(Qp& qp) {
+    cut_off(qp);
     if (!qp.port.job) return;
     qp.port.job->owner = nullptr;
     qp.port.job.reset();
