@@ -50,6 +50,46 @@ TEST_CASE("A requester's memory that never answers holds the receiver's flush on
   CHECK(p.a.poll(Direction::send)->status == WcStatus::retry_exc_err);
 }
 
+TEST_CASE("A flush waits for the last step of what it has called off, and for 2 s at most") {
+  for (const bool receiver_leaves : {true, false}) {
+    for (const bool ends : {true, false}) {
+      CAPTURE(receiver_leaves);
+      CAPTURE(ends);
+      Pair p;
+      p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+      p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
+      if (receiver_leaves) p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
+      else p.a.post(SendSpec{.wr_id = 1, .opcode = WrOpcode::rdma_read, .sges = {p.mine.sge(0, 100)}, .remote = p.theirs.remote(0)});
+      p.world.settle();
+      REQUIRE(p.world.ports.jobs.size() == 1);
+      p.world.ports.begin_copy(0);
+      TestQp& leaving = receiver_leaves ? p.b : p.a;
+      const Direction direction = receiver_leaves ? Direction::receive : Direction::send;
+      REQUIRE(p.world.modify(leaving, QpState::err, {}));
+      p.world.pass(110'000'000);  // its patience
+      CHECK_FALSE(leaving.poll(direction));
+      if (ends) p.world.ports.finish_copy(0);
+      else p.world.pass(TestPorts::last_step_max_ns);
+      p.world.pass(2'000'000);
+      CHECK(leaving.poll(direction)->status == WcStatus::wr_flush_err);
+    }
+  }
+}
+
+TEST_CASE("What was called off before it began changes nothing any more") {
+  Pair p;
+  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
+  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
+  p.world.settle();
+  REQUIRE(p.world.modify(p.b, QpState::err, {}));
+  p.world.pass(110'000'000);
+  CHECK(p.b.poll(Direction::receive)->status == WcStatus::wr_flush_err);
+  const auto before = p.theirs.bytes;
+  p.world.ports.finish_copy(0);
+  CHECK(p.theirs.bytes == before);
+}
+
 TEST_CASE("A flushed READ's buffer is its owner's too") {
   Pair p;
   p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
