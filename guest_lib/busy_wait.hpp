@@ -53,7 +53,7 @@ class BusyWait {
  private:
   static constexpr std::uint64_t short_us = 200;  // two that sleep wake each other within 60 to 100
   static constexpr std::uint64_t budget_us_min = 10, budget_us_max = 100;
-  static constexpr std::uint64_t hog_us = 200;    // a yield that took so long let somebody run who does not wait
+  static constexpr std::uint64_t others_us = 10;  // a yield that took so long let others run than who answers
   static constexpr std::uint32_t setback_max = 1024;
 
   bool worth_a_look() {
@@ -64,22 +64,22 @@ class BusyWait {
   }
   int look(pollfd& one, std::uint64_t begun) {
     const std::uint64_t budget = budget_.load(std::memory_order_relaxed);
-    for (;;) {
+    for (std::uint64_t before = begun;;) {
       const int ready = ::poll(&one, 1, 0);
       const std::uint64_t now = vmci::cycles();
-      if (ready > 0) {
-        learn(now - begun);
-        setback_.store(1, std::memory_order_relaxed);
-        return ready;
-      }
-      if (now - begun >= budget) break;
+      const bool wanted = now - before >= others_us * us_;
+      if (ready > 0) learn(now - begun);
+      if (ready > 0 && !wanted) setback_.store(1, std::memory_order_relaxed);
+      else if (wanted || now - begun >= budget) sleep_at_once();
+      if (ready > 0 || wanted || now - begun >= budget) return ready;
+      before = now;
       ::sched_yield();
-      if (vmci::cycles() - now >= hog_us * us_) break;
     }
+  }
+  void sleep_at_once() {
     const std::uint32_t setback = setback_.load(std::memory_order_relaxed);
     skip_.store(setback, std::memory_order_relaxed);
     setback_.store(std::min(setback * 2, setback_max), std::memory_order_relaxed);
-    return 0;
   }
   void learn(std::uint64_t waited) {
     const std::uint64_t before = budget_.load(std::memory_order_relaxed);
