@@ -3,7 +3,6 @@
 #include <endian.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <fstream>
 
@@ -103,7 +102,7 @@ DeviceReply device_reply(const Guest& guest, const Config& config, std::uint32_t
   reply.sm_lid = guest.link_layer == link_layer_infiniband ? subnet_manager_lid : 0;
   reply.port_state = 4;  // IBV_PORT_ACTIVE
   reply.max_mtu = 5;
-  reply.active_mtu = static_cast<std::uint8_t>(std::bit_width(config.active_mtu) - 8);
+  reply.active_mtu = config.mtu();
   reply.qp_max = limits::qp_max;
   reply.cq_max = limits::cq_max;
   reply.srq_max = limits::srq_max;

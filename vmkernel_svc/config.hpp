@@ -2,6 +2,7 @@
 // Read once at start.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -66,6 +67,7 @@ struct Config {
   std::uint32_t lid_first = 1;                   // this host's block of LIDs
   std::uint32_t lid_count = 8192;
   std::uint32_t active_mtu = 4096;               // bytes: 256, 512, 1024, 2048, 4096
+  std::uint8_t mtu() const { return static_cast<std::uint8_t>(std::bit_width(active_mtu) - 8); }  // enum ibv_mtu
   std::string process_memory = "auto";           // who copies what no file backs: "direct" the service, "guest" a thread of the guest
   std::string direct = "mediated";               // who moves the data of connections that allow it: "auto" the posting thread
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never

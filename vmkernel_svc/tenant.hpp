@@ -3,12 +3,12 @@
 
 #include <sys/types.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/hosts/partitions.hpp"
+#include "vmkernel_svc/memory/process_memory.hpp"
 
 namespace vrdma::svc {
 
@@ -17,7 +17,7 @@ struct Tenant {
   Quota quota;
   std::uint32_t guests = 0;
   // Workers of guests that have gone, held up in memory of theirs that does not come: each counts as a guest.
-  std::shared_ptr<std::atomic<std::uint32_t>> lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
+  std::shared_ptr<Workers> workers = std::make_shared<Workers>();
   std::uint32_t objects = 0;
   std::uint64_t registered_bytes = 0;
   std::uint64_t queue_bytes = 0;
@@ -28,7 +28,7 @@ struct Tenant {
   std::uint32_t memberships = 0;
   hosts::PkeyTable pkeys{};  // what its guests' ports show (pkeys.hpp)
 
-  bool has_room_for_guest() const { return guests + lingering->load(std::memory_order_relaxed) < quota.guests; }
+  bool has_room_for_guest() const { return guests + workers->lingering.load(std::memory_order_relaxed) < quota.guests; }
   bool take_object() {
     if (objects >= quota.objects) return false;
     ++objects;

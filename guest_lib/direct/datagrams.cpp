@@ -85,7 +85,7 @@ void DatagramPath::record() {
 bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::uint8_t flags, const UdOperand& address, std::uint32_t qkey) {
   const engine::OpcodeRule& rule = engine::opcode_rules[wr.opcode];
   const std::uint64_t bytes = wr.sg_list->length;
-  if (bytes == 0 || bytes > limits::mtu_max_bytes || qkey != far_.attributes.qkey || far_.receive_record_slots != 1) return false;
+  if (bytes == 0 || bytes > engine::datagram_bytes_max(near.attributes) || qkey != far_.attributes.qkey || far_.receive_record_slots != 1) return false;
   ports_.begin();
   engine::Place from = engine::Place::in_engine(reinterpret_cast<const void*>(wr.sg_list->addr));
   if ((flags & wr_inline) == 0) {

@@ -84,6 +84,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   const std::uint64_t end = address + bytes;
   if (bytes == 0 || end < address || end > ~std::uint64_t{0} - page_bytes()) return Errno{EINVAL};
   const bool writes = (access & (access_local_write | access_remote_write | access_remote_atomic)) != 0;
+  const bool atomics = (access & access_remote_atomic) != 0;
   const Range range{address, end};
   if (lends_) return add_lent(range, writes);
 
@@ -91,7 +92,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   MappedMemory outside(range);  // our own page in a hole of the range would pass for the application's
   std::pmr::monotonic_buffer_resource scratch(buffer, sizeof buffer, &outside);
   UsedFiles files(&scratch);
-  Registration registration{address, bytes, 0, backings_.service(), {}, {}};
+  Registration registration{address, bytes, 0, backings_.service(), {}, {}, atomics};
   bool held = false;
   Errno failed{ENOMEM};
   try {
@@ -99,12 +100,15 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
     const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
     const bool in_place = in_place_.load(std::memory_order_relaxed);
     const PartialPages partial_pages = partial_pages_.load(std::memory_order_relaxed);
-    const auto leave_alone = [in_place](Plan& found) {
+    const auto leave_alone = [&](Plan& found) {
       for (Piece& piece : found)
         if (in_place && piece.kind != Piece::Kind::window) piece.kind = Piece::Kind::process;
+      // Those by the process and those by a mapping would not be atomic with each other.
+      if (!atomics || atomics_by_process_->empty()) return;
+      for (const Piece::Kind kind : {Piece::Kind::movable, Piece::Kind::window}) leave_where_counted(found, kind, *atomics_by_process_);
     };
     const auto take_plan = [&] {  // under the lock
-      move_and_hold(plan, range, files, &scratch);
+      move_and_hold(plan, range, files, atomics, &scratch);
       registration.generation = generation_;
       held = true;
     };
@@ -136,7 +140,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
       } catch (const std::bad_alloc&) {
         Locked lock(*this);
         for (const Piece& piece : plan) {
-          if (piece.kind == Piece::Kind::process) by_process_->lower(whole_pages_around(piece.range), [](Range) {});
+          if (piece.kind == Piece::Kind::process) count_out(whole_pages_around(piece.range), atomics);
           if (piece.kind == Piece::Kind::window)
             held_->lower(whole_pages_around(piece.range), [this](Range zero) { give_back(zero); });
         }
@@ -169,7 +173,7 @@ Result<Registration> MemoryManager::add_on_demand(std::uint64_t address, std::ui
   }
 }
 
-void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& files, std::pmr::memory_resource* scratch) {
+void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& files, bool atomics, std::pmr::memory_resource* scratch) {
   for (Piece& piece : plan) {
     if (piece.kind != Piece::Kind::file) continue;
     const auto used =
@@ -187,7 +191,7 @@ void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& file
     piece.range = piece.range.clipped_to(range);
   }
   publish_bounds();
-  hold(plan);
+  hold(plan, atomics);
 }
 
 void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) {
@@ -243,22 +247,35 @@ bool MemoryManager::mapped_elsewhere(Range offsets) {
   }
 }
 
-PageCounts* MemoryManager::counts_of(Piece::Kind kind) {
-  return kind == Piece::Kind::window ? &*held_ : kind == Piece::Kind::process ? &*by_process_ : nullptr;
+void MemoryManager::count_in(const Piece& piece, bool atomics) {
+  const Range pages = whole_pages_around(piece.range);
+  if (piece.kind == Piece::Kind::window) held_->raise(pages);
+  if (piece.kind != Piece::Kind::process) return;
+  by_process_->raise(pages);
+  if (!atomics) return;
+  try {
+    atomics_by_process_->raise(pages);
+  } catch (...) {
+    by_process_->lower(pages, [](Range) {});
+    throw;
+  }
+}
+void MemoryManager::count_out(Range pages, bool atomics) {
+  by_process_->lower(pages, [](Range) {});
+  if (atomics) atomics_by_process_->lower(pages, [](Range) {});
 }
 
-void MemoryManager::hold(const Plan& plan) {
+void MemoryManager::hold(const Plan& plan, bool atomics) {
   std::size_t done = 0;
   try {
-    for (; done < plan.size(); ++done)
-      if (PageCounts* const counts = counts_of(plan[done].kind)) counts->raise(whole_pages_around(plan[done].range));
+    for (; done < plan.size(); ++done) count_in(plan[done], atomics);
   } catch (...) {
     for (std::size_t i = 0; i < plan.size(); ++i) {
-      PageCounts* const counts = counts_of(plan[i].kind);
-      if (counts == nullptr) continue;
       const Range pages = whole_pages_around(plan[i].range);
-      if (i < done) counts->lower(pages, [](Range) {});
-      if (plan[i].kind == Piece::Kind::window) give_back_unheld(pages);
+      if (plan[i].kind == Piece::Kind::process && i < done) count_out(pages, atomics);
+      if (plan[i].kind != Piece::Kind::window) continue;
+      if (i < done) held_->lower(pages, [](Range) {});
+      give_back_unheld(pages);
     }
     publish_bounds();
     throw;
@@ -283,7 +300,7 @@ void MemoryManager::remove(Registration&& registration) {
     try {
       for (const Extent& extent : taken.extents) {
         const Range pages = whole_pages_around({extent.address, extent.address + extent.bytes});
-        if (extent.backing == backing_process) by_process_->lower(pages, [](Range) {});
+        if (extent.backing == backing_process) count_out(pages, taken.atomics);
         if (extent.backing == window_backing) held_->lower(pages, [this](Range zero) { give_back(zero); });
       }
     } catch (const std::bad_alloc&) {

@@ -60,6 +60,7 @@ struct Registration {
   std::uint64_t service = 0;  // that the extents' files were announced to
   std::vector<Extent> extents;  // ascending, without gaps, exactly the registered bytes
   std::vector<std::uint32_t> pinned;  // backings that somebody else holds pages of it by, to be withdrawn with it
+  bool atomics = false;  // peers may ask for them
 };
 
 struct Statistics {
@@ -135,12 +136,13 @@ class MemoryManager {
   void publish_bounds();
 
   // Registering. Under the lock, except for the files.
-  void move_and_hold(Plan& plan, Range range, const UsedFiles& files, std::pmr::memory_resource* scratch);
+  void move_and_hold(Plan& plan, Range range, const UsedFiles& files, bool atomics, std::pmr::memory_resource* scratch);
   void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
-  void hold(const Plan& plan);
-  PageCounts* counts_of(Piece::Kind kind);
+  void hold(const Plan& plan, bool atomics = false);
+  void count_in(const Piece& piece, bool atomics);
+  void count_out(Range pages, bool atomics);  // … of a process piece
   void give_back_unheld(Range range);
   void give_back(Range range);
   void use_file(const Piece& piece, std::uint64_t service, UsedFiles& used);
@@ -170,6 +172,7 @@ class MemoryManager {
   std::optional<std::pmr::unsynchronized_pool_resource> pool_;
   std::optional<PageCounts> held_;  // registrations per page of a window extent
   std::optional<PageCounts> by_process_;  // the same of extents that are reached through the process, by whoever copies for the service
+  std::optional<PageCounts> atomics_by_process_;  // of these, of regions that allow atomics
   std::optional<PageCounts>
       resident_;  // pages whose contents live in the window (unless the application replaced the mapping)
   std::optional<LentMemory> lent_;

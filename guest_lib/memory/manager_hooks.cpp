@@ -31,6 +31,7 @@ MemoryManager::MemoryManager(FileBackings backings) : backings_(std::move(backin
   pool_.emplace(&mapped_memory_);
   held_.emplace(&*pool_);
   by_process_.emplace(&*pool_);
+  atomics_by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
   [[maybe_unused]] MemoryManager* other = instance.exchange(this, std::memory_order_acq_rel);
   assert(other == nullptr);
@@ -92,11 +93,13 @@ void MemoryManager::become_child() {
   forget_maps();
   held_.reset();
   by_process_.reset();
+  atomics_by_process_.reset();
   resident_.reset();
   lent_.reset();  // the pieces' aliases are not mapped here
   pool_.emplace(&mapped_memory_);
   held_.emplace(&*pool_);
   by_process_.emplace(&*pool_);
+  atomics_by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
   publish_bounds();
   window_ = Window{};

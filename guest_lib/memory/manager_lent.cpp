@@ -135,21 +135,7 @@ void MemoryManager::leave_to_process(Plan& plan, std::pmr::memory_resource* scra
   for (Piece& piece : plan)
     if (piece.kind == Piece::Kind::file || (movable(piece) && others == OtherThreads::some)) piece.kind = Piece::Kind::process;
   spare_stacks(plan, std::pmr::vector<std::uint64_t>(scratch));
-  for (std::size_t i = 0; i < plan.size(); ++i) {
-    if (!movable(plan[i])) continue;
-    const Range used = by_process_->first_overlap(plan[i].range);
-    if (used.empty()) continue;
-    Piece middle = plan[i], rest = plan[i];
-    middle.kind = Piece::Kind::process;
-    middle.range = used;
-    rest.range.begin = used.end;
-    plan[i].range.end = used.begin;
-    if (plan[i].range.empty())
-      plan[i] = middle;
-    else
-      plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(++i), middle);
-    if (!rest.range.empty()) plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(i) + 1, rest);
-  }
+  leave_where_counted(plan, Piece::Kind::movable, *by_process_);
 }
 
 // Not under the lock.

@@ -130,6 +130,24 @@ Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Win
   return Result<Plan>(std::move(plan));
 }
 
+void leave_where_counted(Plan& plan, Piece::Kind kind, const PageCounts& counts) {
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    if (plan[i].kind != kind) continue;
+    const Range used = counts.first_overlap(plan[i].range);
+    if (used.empty()) continue;
+    Piece middle = plan[i], rest = plan[i];
+    middle.kind = Piece::Kind::process;
+    middle.range = used;
+    rest.range.begin = used.end;
+    plan[i].range.end = used.begin;
+    if (plan[i].range.empty())
+      plan[i] = middle;
+    else
+      plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(++i), middle);
+    if (!rest.range.empty()) plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(i) + 1, rest);
+  }
+}
+
 void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks) {
   // This thread may run on memory that is nobody's stack officially (a coroutine's): around its stack pointer, and where our callers'
   // frames are above it, nothing moves.

@@ -7,6 +7,7 @@
 #include <memory_resource>
 #include <vector>
 
+#include "guest_lib/memory/page_counts.hpp"
 #include "guest_lib/memory/vma.hpp"
 #include "guest_lib/memory/window.hpp"
 #include "vrdma/result.hpp"
@@ -33,6 +34,9 @@ enum class PartialPages { stay, of_mapped_buffers, move };
 // The pieces of `range`, ascending, without gaps. EFAULT where part of it is not mapped, not readable, or not writable
 // though `writes`.
 Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Window& window, std::pmr::memory_resource* resource);
+
+// Turns what of the pieces of a kind lies in pages that are counted into process pieces.
+void leave_where_counted(Plan& plan, Piece::Kind kind, const PageCounts& counts);
 
 // Turns the movable pieces, or parts of them, that lie in a thread's stack into process pieces.
 void spare_stacks(Plan& plan, const std::pmr::vector<std::uint64_t>& control_blocks);

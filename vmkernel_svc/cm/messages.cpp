@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -44,7 +43,7 @@ bool is_address_of_host(const CmAddress& address) {
 }  // namespace
 
 CmPort ConnectionManager::port_of(const Guest& guest) const {
-  return {guest.guid, guest.link_layer, guest.lid, static_cast<std::uint8_t>(std::bit_width(fabric_.config.active_mtu) - 8), 0};
+  return {guest.guid, guest.link_layer, guest.lid, fabric_.config.mtu(), 0};
 }
 
 CmAddress ConnectionManager::mapped_address(const Guest& guest) {

@@ -169,6 +169,7 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
   const auto modified = engine::modify(core.type, core.attributes, request.attributes, request.mask, limits_of(guest));
   if (!modified) return modified.error();
   core.state = static_cast<QpState>(core.attributes.state);
+  if (core.type == QpType::ud && core.state == QpState::rtr) core.attributes.path_mtu = fabric_.config.mtu();
   HcaDesk* const hca = fabric_.far != nullptr ? fabric_.far->hca() : nullptr;
   const std::uint16_t pkey = guest.tenant->pkeys[core.attributes.pkey_index];
   if (std::exchange(core.port.pkey, pkey) != pkey && hca != nullptr) hca->pkey_changed(core);

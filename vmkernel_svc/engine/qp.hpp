@@ -14,7 +14,9 @@
 #include "vmkernel_svc/engine/far_half.hpp"
 #include "vmkernel_svc/engine/records.hpp"
 #include "vmkernel_svc/engine/scatter_gather.hpp"
+#include "vmkernel_svc/engine/types.hpp"
 #include "vrdma/attributes.hpp"
+#include "vrdma/limits.hpp"
 
 namespace vrdma::engine {
 
@@ -134,6 +136,11 @@ struct Srq {
     return turns ? vmci::RecordTurns::next(turns.last()) - static_cast<std::uint32_t>(returned.size()) : taken;
   }
 };
+
+// Of a UD queue pair: its port's MTU, by ready to receive.
+inline std::uint64_t datagram_bytes_max(const QpAttributes& attributes) {
+  return attributes.path_mtu != 0 ? mtu_bytes(attributes.path_mtu) : limits::mtu_max_bytes;
+}
 
 template <class P>
 struct Qp {

@@ -177,7 +177,7 @@ class Requester {
   }
 
   static std::uint64_t length_limit(const Qp<P>& qp, const OpcodeRule&) {
-    return qp.type == QpType::ud ? limits::mtu_max_bytes : limits::message_bytes_max;
+    return qp.type == QpType::ud ? datagram_bytes_max(qp.attributes) : limits::message_bytes_max;
   }
 
   // Undoes what ties the operation to its responder and to a copy under way.

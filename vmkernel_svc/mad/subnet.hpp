@@ -6,7 +6,6 @@
 #pragma once
 
 #include <array>
-#include <bit>
 #include <bitset>
 #include <cstdint>
 #include <optional>
@@ -61,7 +60,7 @@ class Subnet {
 
   std::uint16_t lid_of(const Node& node) const { return node.is_switch() ? subnet_manager_lid : node.guest->lid; }
   std::uint64_t guid_of(const Node& node) const { return node.is_switch() ? subnet_manager_guid() : node.guest->guid; }
-  std::uint8_t mtu() const { return static_cast<std::uint8_t>(std::bit_width(fabric_.config.active_mtu) - 8); }  // enum ibv_mtu
+  std::uint8_t mtu() const { return fabric_.config.mtu(); }  // enum ibv_mtu
   std::string description(const Viewer& viewer, const Node& node) const;  // at most 64 bytes
 
  private:

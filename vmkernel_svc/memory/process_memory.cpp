@@ -80,7 +80,7 @@ vmci::UniqueFd open_memory(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd) {
 struct ProcessMemory::Worker {
   vmci::UniqueFd memory;
   JobSink* sink = nullptr;
-  std::shared_ptr<std::atomic<std::uint32_t>> lingering;
+  std::shared_ptr<Workers> workers;
   // The shard pushes, the worker pops.
   boost::lockfree::spsc_queue<ProcessJob*, boost::lockfree::capacity<jobs_max>> jobs;
   std::atomic<bool> sleeping{false};
@@ -93,9 +93,19 @@ struct ProcessMemory::Worker {
     while (jobs.pop(job)) delete job;
   }
 
+  // Who holds it may stand at memory that does not come, which is hardly the word that is wanted here: it is not waited for without end.
+  std::unique_lock<std::mutex> lock_atomics() const {
+    constexpr std::uint64_t patience_ns = 500'000'000;
+    std::unique_lock lock(workers->atomics, std::defer_lock);
+    vmci::Backoff backoff;
+    for (const std::uint64_t until = vmci::monotonic_ns() + patience_ns; !lock.try_lock() && vmci::monotonic_ns() < until;) backoff.idle();
+    return lock;
+  }
+
   bool execute(ProcessJob& job) const {
     if (!memory) return false;
     if (job.kind == ProcessJob::Kind::fetch_and_add || job.kind == ProcessJob::Kind::compare_and_swap) {
+      const std::unique_lock alone = lock_atomics();
       std::uint64_t old;
       const std::uint64_t at = job.ranges[0].address;
       if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8, job)) return false;
@@ -144,12 +154,11 @@ struct ProcessMemory::Worker {
   }
 };
 
-void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink,
-                         std::shared_ptr<std::atomic<std::uint32_t>> lingering) {
+void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers) {
   worker_ = std::make_shared<Worker>();
   worker_->memory = open_memory(pid, uid, pidfd);
   worker_->sink = &sink;
-  worker_->lingering = std::move(lingering);
+  worker_->workers = std::move(workers);
 }
 
 bool ProcessMemory::opened() const { return worker_ && worker_->memory; }
@@ -161,7 +170,7 @@ bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
     try {
       std::thread([worker = worker_] {
         worker->run();  // until close(), which has counted it
-        worker->lingering->fetch_sub(1, std::memory_order_release);  // whoever sees it may do away with what the worker used
+        worker->workers->lingering.fetch_sub(1, std::memory_order_release);  // whoever sees it may do away with what the worker used
       }).detach();
     } catch (const std::system_error&) {
       worker_->started = false;
@@ -177,7 +186,7 @@ bool ProcessMemory::submit(std::unique_ptr<ProcessJob> job) {
 
 void ProcessMemory::close() {
   if (!worker_) return;
-  if (worker_->started) worker_->lingering->fetch_add(1, std::memory_order_relaxed);
+  if (worker_->started) worker_->workers->lingering.fetch_add(1, std::memory_order_relaxed);
   worker_->closing.store(true, std::memory_order_release);
   vmci::store_load_fence();
   if (worker_->sleeping.exchange(false, std::memory_order_acq_rel)) worker_->wake.release();

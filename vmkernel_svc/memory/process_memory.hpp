@@ -93,13 +93,18 @@ struct LastStep {
   RegionRef by;
 };
 
+// What the workers of one tenant have in common.
+struct Workers {
+  std::atomic<std::uint32_t> lingering{0};  // those of closed memories that have not left yet: such a thread and its descriptor are still somebody's to pay for
+  std::mutex atomics;  // held from reading a word to writing it: two processes may have mapped the same file
+};
+
 class ProcessMemory {
  public:
   ProcessMemory() = default;
   // Without open() every job fails. pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, uid: guard against another process
   // or program under that pid.
-  // lingering: how many workers of closed memories have not left yet; such a thread and its descriptor are still somebody's to pay for.
-  void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<std::atomic<std::uint32_t>> lingering);
+  void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers);
   // Whether the memory could be opened. Whose it is, a read of it must show: pids of another namespace name others.
   bool opened() const;
   // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable.

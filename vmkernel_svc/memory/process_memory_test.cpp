@@ -35,11 +35,11 @@ bool eventually(const Condition& condition) {
 
 TEST_CASE("a worker that is held up when its guest goes counts for as long as it stays") {
   const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
-  const auto lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
+  const auto workers = std::make_shared<Workers>();
   Sink sink;
   {
     ProcessMemory memory;
-    memory.open(::getpid(), ::getuid(), self, sink, lingering);
+    memory.open(::getpid(), ::getuid(), self, sink, workers);
     const std::uint64_t word = 7;
     auto job = std::make_unique<ProcessJob>();
     job->kind = ProcessJob::Kind::read;
@@ -47,11 +47,11 @@ TEST_CASE("a worker that is held up when its guest goes counts for as long as it
     job->buffer.resize(sizeof(word));
     REQUIRE(memory.submit(std::move(job)));
     REQUIRE(eventually([&] { return sink.came == 1; }));
-    CHECK(*lingering == 0);
+    CHECK(workers->lingering == 0);
   }
-  CHECK(*lingering == 1);
+  CHECK(workers->lingering == 1);
   sink.let_go.release();
-  CHECK(eventually([&] { return *lingering == 0; }));
+  CHECK(eventually([&] { return workers->lingering == 0; }));
 }
 
 TEST_CASE("a write that is called off before its step changes nothing, and its job comes back failed") {
@@ -68,7 +68,7 @@ TEST_CASE("a write that is called off before its step changes nothing, and its j
   std::uint64_t word = 7;
   int jobs = 0;
   ProcessMemory memory;
-  memory.open(::getpid(), ::getuid(), self, sink, std::make_shared<std::atomic<std::uint32_t>>(0));
+  memory.open(::getpid(), ::getuid(), self, sink, std::make_shared<Workers>());
   for (const auto kind : {ProcessJob::Kind::write, ProcessJob::Kind::fetch_and_add})
     for (const bool called_off : {true, false}) {
       auto job = std::make_unique<ProcessJob>();
@@ -98,14 +98,42 @@ TEST_CASE("who calls a write off within a step is told so, and when the step is 
 
 TEST_CASE("a memory that was never used leaves nobody behind") {
   const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
-  const auto lingering = std::make_shared<std::atomic<std::uint32_t>>(0);
+  const auto workers = std::make_shared<Workers>();
   Sink sink;
   {
     ProcessMemory memory;
-    memory.open(::getpid(), ::getuid(), self, sink, lingering);
+    memory.open(::getpid(), ::getuid(), self, sink, workers);
     CHECK(memory.opened());
   }
-  CHECK(*lingering == 0);
+  CHECK(workers->lingering == 0);
+}
+
+TEST_CASE("two workers of one tenant are atomic with each other on a word that both reach") {
+  struct Counted : JobSink {
+    std::atomic<int> came{0};
+    void finished(ProcessJob* job) override {
+      CHECK(job->ok);
+      delete job;
+      ++came;
+    }
+  } sink;
+  const vmci::UniqueFd self(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  const auto workers = std::make_shared<Workers>();
+  constexpr int memories = 2, adds = 3000;
+  ProcessMemory both[memories];
+  for (ProcessMemory& memory : both) memory.open(::getpid(), ::getuid(), self, sink, workers);
+  std::atomic<std::uint64_t> word{0};
+  for (int i = 0; i < adds; ++i) {
+    for (ProcessMemory& memory : both) {
+      auto job = std::make_unique<ProcessJob>();
+      job->kind = ProcessJob::Kind::fetch_and_add;
+      job->operand = 1;
+      job->ranges = {{reinterpret_cast<std::uintptr_t>(&word), sizeof(word)}};
+      REQUIRE(memory.submit(std::move(job)));
+    }
+  }
+  CHECK(eventually([&] { return sink.came == memories * adds; }));
+  CHECK(word == memories * adds);
 }
 
 }  // namespace
