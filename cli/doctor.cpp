@@ -157,10 +157,27 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
                         "run vrdmad as root or by its systemd unit"});
 }
 
+// Messages have a connection of their own, which the service has made, or tries to.
+Finding look_at_carrier(const nlohmann::json& carrier) {
+  const auto host = carrier.at("host").get<std::string>(), address = carrier.at("address").get<std::string>(), state = carrier.at("state").get<std::string>();
+  if (state == "connected") return {Level::ok, "messages", fmt::format("of programs go to {} at {}, and come from there", host, address), ""};
+  const std::string what = state == "silent" ? fmt::format("nothing comes from {} at {} ({} s)", host, address, carrier.at("silent_ms").get<std::uint64_t>() / 1000)
+                                             : fmt::format("no connection for them has come about with {} at {}", host, address);
+  const auto at = hosts::address_and_port(address);
+  return {Level::problem, "messages", what + ": programs do not reach those of that host",
+          fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0)};
+}
+
+bool is_at(const nlohmann::json& carrier, const std::string& target) {
+  const auto one = hosts::address_and_port(carrier.at("address").get<std::string>()), other = hosts::address_and_port(target);
+  return one && other && one->first == other->first;
+}
+
 // The service knows where this host is, and where those are that have names; what it does not know is taken as it is given.
 std::vector<Finding> examine_way_to(const DoctorOptions& options) {
   std::string target = options.host, folder = options.folder, here;
   std::uint16_t port = 0;
+  std::optional<Finding> messages;
   if (auto service = find_service(options.socket)) {
     const auto state = query(*service);
     if (const auto& us = state.at("subnet"); us.is_object()) {
@@ -169,9 +186,13 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
       if (folder.empty()) folder = us.at("folder").get<std::string>();
       for (const auto& other : us.at("others"))
         if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
+      for (const auto& carrier : state.at("carriers"))
+        if (carrier.at("host") == options.host || is_at(carrier, target)) messages = look_at_carrier(carrier);
     }
   }
-  return examine_host(folder.empty() ? "/var/lib/vrdma/subnet" : folder, target, here, port);
+  auto findings = examine_host(folder.empty() ? "/var/lib/vrdma/subnet" : folder, target, here, port);
+  if (messages) findings.push_back(std::move(*messages));
+  return findings;
 }
 
 }  // namespace

@@ -294,6 +294,7 @@ void require(bool good, const std::string& what) {
 void check_hosts(const hosts::Settings& section) {
   const auto endpoint = [](const std::string& what, const std::string& address, std::uint16_t port) {
     require(hosts::is_numeric(address), fmt::format("\"address\" of {} is \"{}\": it must be a numeric IP address", what, address));
+    require(address != "0.0.0.0" && address != "::", fmt::format("\"address\" of {} is \"{}\", which names no host: give the one at which others reach it", what, address));
     require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
   endpoint("\"hosts\"", section.address, section.port);

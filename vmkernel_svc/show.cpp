@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
+#include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/show_text.hpp"
@@ -77,7 +78,7 @@ json describe_carriers(Fabric& fabric) {
     const HcaDesk* const hca = fabric.far->hca();
     const std::string why_not = hca != nullptr ? hca->why_not(id) : "only-carrier";
     out.push_back({{"host", host->name},
-                   {"address", host->address + ":" + std::to_string(host->carrier_port)},
+                   {"address", hosts::with_port(host->address, host->carrier_port)},
                    {"lids", text},
                    {"via", why_not.empty() ? "hca" : fabric.far->carrier().name()},
                    {"why", why_not.empty() ? "both hosts have an HCA" : why_not},

@@ -46,6 +46,55 @@ CONFORMANCE(FenceWaitsForReadsAndAtomics, "WR-11") {
   }
 }
 
+// What a READ brings takes its time where its memory begins and ends within a page; what is sent meanwhile is the sender's own all the same.
+CONFORMANCE(SendsBehindReadsKeepTheirBytes, "WR-12", .timeout_s = 120) {
+  LinkSpec spec;
+  spec.qp.send_sge = 1;
+  Link link(run, spec);
+  constexpr std::size_t bytes = 3000, reads = 2, sends = 8;
+  Buffer aside(4 * 4096);
+  const Mr within(link.pd, aside.data() + 100, 3 * 4096);
+  const auto sent = [&](std::uint64_t round, std::size_t which) {
+    std::vector<std::byte> pattern(bytes - which);
+    fill_pattern(pattern, run.seed + round * sends + which);
+    return pattern;
+  };
+  for (std::uint64_t round = 0; round < 200; ++round) {
+    const Note note("round ", round);
+    if (run.b()) {
+      fill_pattern({link.mem.data(), 3 * 4096}, run.seed ^ round);
+      for (std::size_t i = 0; i < sends; ++i) EXPECT_OK(post(link.qp, link.recv(i, 16384 + i * bytes, bytes)));
+      run.peer.barrier();
+      for (std::size_t i = 0; i < sends; ++i) {
+        link.rcq.expect(i);
+        expect_bytes({link.mem.data(16384 + i * bytes), bytes - i}, sent(round, i), "sent behind a read");
+      }
+    } else {
+      for (std::size_t i = 0; i < sends; ++i) {
+        const std::vector<std::byte> pattern = sent(round, i);
+        std::memcpy(link.mem.data(i * bytes), pattern.data(), pattern.size());
+      }
+      run.peer.barrier();
+      for (std::size_t i = 0; i < sends; ++i) {
+        if (i % (sends / reads) == 0) {
+          Send read = link.read(100 + i, 0, 0, 3 * 4096);
+          read.sges = {{reinterpret_cast<std::uint64_t>(aside.data()) + 100, 3 * 4096, within.p->lkey}};
+          EXPECT_OK(post(link.qp, read));
+        }
+        EXPECT_OK(post(link.qp, link.send(i, i * bytes, bytes - i)));
+      }
+      for (std::size_t i = 0; i < sends; ++i) {
+        if (i % (sends / reads) == 0) link.scq.expect(100 + i);
+        link.scq.expect(i);
+      }
+      std::vector<std::byte> wanted(3 * 4096);
+      fill_pattern(wanted, run.seed ^ round);
+      expect_bytes({aside.data() + 100, wanted.size()}, wanted, "read");
+    }
+    run.peer.barrier();
+  }
+}
+
 CONFORMANCE(AWriteIsVisibleBeforeTheSendBehindIt, "WR-12") {
   LinkSpec spec;
   spec.bytes = 256 * 1024;

@@ -350,7 +350,7 @@ class Refused(Subnet):
         self.assert_refuses(self.vrdmad(*configuration), 1, '"z" by the configuration', '"a" by its certificate')
         self.configure("a", address="192.0.2.1")
         self.assert_refuses(self.vrdmad(*configuration), 1, "cannot listen for other hosts at 192.0.2.1")
-        for wrong, *words in (({"address": "localhost"}, "numeric IP"), ({"seed": "10.0.0.1:x"}, '"seed" is "10.0.0.1:x"'), ({"peers": [{"nam": "b"}]}, 'unknown key "nam"'),
+        for wrong, *words in (({"address": "localhost"}, "numeric IP"), ({"address": "0.0.0.0"}, "names no host"), ({"seed": "10.0.0.1:x"}, '"seed" is "10.0.0.1:x"'), ({"peers": [{"nam": "b"}]}, 'unknown key "nam"'),
                               ({"seed": "10.0.0.1", "peers": [self.peer("a")]}, '"peers" and "seed"'), ({"lids": 0}, '"lids" is 0'), ({"lease_s": 0}, '"lease_s" is 0'),
                               ({"peers": [self.peer("a"), self.peer("a")]}, "twice"), ({"election_ms": 100}, '"election_ms" is 100'), ({"port": 0}, '"port"')):
             with self.subTest(wrong):
@@ -364,7 +364,10 @@ class Tools(Subnet):
         self.start("a", "b")
         self.settled("a", "b")
         path = self.hosts["a"]["folder"] / "s.sock"
-        result = self.vrdma("doctor", "b", "--socket", path)
+        def messages_go():  # they have a connection of their own
+            result = self.vrdma("doctor", "b", "--socket", path)
+            return result if "of programs go to b" in result.stdout else None
+        result = wait_until(messages_go, "a connection for messages")
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         self.assertIn(f"{self.at('b')} answers, with a certificate of this subnet", result.stdout)
         self.assertIn(f"{self.at('b')} reaches this host at {self.at('a')}", result.stdout)
@@ -372,6 +375,7 @@ class Tools(Subnet):
         result = self.vrdma("doctor", self.at("b"), "--socket", path)
         self.assertEqual(result.returncode, 1)
         self.assertIn(f"{self.at('b')} cannot be reached", result.stdout)
+        wait_until(lambda: "nothing comes from b" in self.vrdma("doctor", "b", "--socket", path).stdout, "the silence of b")
         self.assert_says(self.vrdma("doctor", "nonsense", "--socket", path), "neither a host that the service knows")
 
     def assert_says(self, result, *words):

@@ -47,6 +47,13 @@ class Engine {
     return worked ? Progress::worked : Progress::idle;
   }
 
+  // Completes what another host has answered, and sends nothing.
+  void take_answers(Qp<P>& qp) {
+    if (qp.far == nullptr || (qp.state != QpState::rts && qp.state != QpState::sqd)) return;
+    Budget budget{slice_bytes, 1};
+    (void)far_.take_arrived(qp, budget);
+  }
+
   // Carries on what a stand-in has in its `operation` (FarRecord): it stands for a requester on another host.
   bool carry_on(Qp<P>& stand_in, Budget& budget) {
     return requester_.advance(stand_in, budget) != Requester<P>::Step::waiting && stand_in.operation.stage != Operation::Stage::none;

@@ -214,6 +214,35 @@ TEST_CASE("A receiver whose memory never answers costs its senders one datagram 
   CHECK(d.send(d.to(d.b, 10)).status == WcStatus::success);
 }
 
+TEST_CASE("Behind a receiver whose memory does not answer others wait once, and it receives again when it answers") {
+  constexpr std::uint64_t count = 16;
+  Datagrams d;
+  TestQp& c = d.world.add(QpType::ud, 2, 2);
+  d.world.bring_up(c, connection(0, 0));
+  for (std::uint64_t i = 0; i < count; ++i) c.post(ReceiveSpec{i, {d.theirs.sge(1000 + i * 100, 100)}});
+  d.b.post(ReceiveSpec{1, {d.theirs.sge(0, 500)}});
+  bool stuck = true;
+  d.world.ports.copy_pends = [&](const TestPorts::Qp& qp, std::uint64_t) {
+    return stuck && qp.accepted_by == &d.b.core && qp.operation.stage == Operation::Stage::delivering;
+  };
+  for (std::uint64_t i = 0; i < count; ++i) {
+    d.a.post(d.to(d.b, 100));
+    d.a.post(d.to(c, 50));
+  }
+  d.world.pass(250'000'000);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const auto received = c.poll(Direction::receive);
+    REQUIRE(received);
+    CHECK(received->byte_len == 90);
+  }
+  CHECK(d.b.core.counters.dropped == count);
+  for (std::uint64_t i = 0; i < 2 * count; ++i) CHECK(d.a.poll(Direction::send)->status == WcStatus::success);
+  stuck = false;
+  d.world.pass(100'000'000);
+  CHECK(d.send(d.to(d.b, 10)).status == WcStatus::success);
+  CHECK(d.b.poll(Direction::receive)->byte_len == 50);
+}
+
 TEST_CASE("A multicast goes on with the next member when the one that is being served leaves") {
   for (const QpState leaves_to : {QpState::err, QpState::reset}) {
     Datagrams d;

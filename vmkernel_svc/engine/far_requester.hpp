@@ -58,6 +58,19 @@ class FarRequester {
     return worked ? Progress::worked : busy(qp) || !far.outstanding.empty() ? Progress::waiting : Progress::idle;
   }
 
+  // Answers and parts of answers, in order.
+  bool take_arrived(Qp<P>& qp, Budget& budget) {
+    bool worked = false;
+    while (!qp.far->arrived.empty() && budget.bytes > 0 && qp.state != QpState::err) {
+      if (qp.operation.copy_pending && qp.far->arrived_copy == false) break;  // the operation under way has the ports' copy
+      if (!take(qp, budget)) break;
+      worked = true;
+    }
+    Half& far = *qp.far;
+    if (far.taken - far.told >= far_window_bytes / 4 && far.opened) send_bare(qp, FarKind::credit);
+    return worked;
+  }
+
   // Everything that was sent is given up; `flushed` is told of each message in order. The stand-in goes, too.
   template <class Flushed>
   void close(Qp<P>& qp, Flushed&& flushed) {
@@ -102,18 +115,6 @@ class FarRequester {
   }
 
   // --- what comes back ----------------------------------------------------------------------------------------
-  bool take_arrived(Qp<P>& qp, Budget& budget) {
-    bool worked = false;
-    while (!qp.far->arrived.empty() && budget.bytes > 0 && qp.state != QpState::err) {
-      if (qp.operation.copy_pending && qp.far->arrived_copy == false) break;  // the operation under way has the ports' copy
-      if (!take(qp, budget)) break;
-      worked = true;
-    }
-    Half& far = *qp.far;
-    if (far.taken - far.told >= far_window_bytes / 4 && far.opened) send_bare(qp, FarKind::credit);
-    return worked;
-  }
-
   // Carries on with the first that arrived. False: a copy is pending.
   bool take(Qp<P>& qp, Budget& budget) {
     Half& far = *qp.far;
@@ -212,6 +213,7 @@ class FarRequester {
   bool step(Qp<P>& qp, Budget& budget) {
     Operation& op = qp.operation;
     Half& far = *qp.far;
+    if (far.arrived_copy) return false;  // the ports' copy is of what arrived: the next operation has one of its own
     if (!busy(qp)) {
       if (far.given_one_by_one) return false;
       if (far.outstanding.size() >= far_window_messages || far.sent - far.credited >= far_window_bytes) {
@@ -223,7 +225,6 @@ class FarRequester {
       --budget.wqes;
       if (fetched == Requester<P>::Fetch::failed) return true;
     }
-    if (op.copy_pending && far.arrived_copy) return false;
     if (op.rule->local) [[unlikely]] {
       if (!far.outstanding.empty() || far.under_way != 0) return false;
       return requester_.conclude(qp), true;

@@ -173,6 +173,7 @@ struct Qp {
   Qp* serves = nullptr;       // whose message our responder half is in the middle of
   std::uint64_t flush_held_until_ns = 0;
   std::unique_ptr<FarHalf> far;           // the peer is on another host: the requester's half of the connection
+  std::uint64_t blocked_until_ns = 0;     // UD: its memory did not come; until when no datagram is tried. 0: it comes
   std::unique_ptr<std::byte[]> datagram;  // UD: the message between sender and receiver, grh_bytes + MTU
 };
 

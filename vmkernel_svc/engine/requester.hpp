@@ -169,6 +169,8 @@ class Requester {
   static constexpr std::uint64_t copy_patience_ns = 1'000'000'000;
   static constexpr std::uint32_t copy_patience_slices = 10;
   static constexpr std::uint64_t datagram_patience_ns = 200'000'000;
+  // With a receiver whose memory has used that up, until a datagram reaches it: how long, and how long none is tried in between.
+  static constexpr std::uint64_t blocked_patience_ns = 1'000'000, blocked_pause_ns = 50'000'000;
 
   static Sge sge_at(const Operation& op, std::uint32_t index) {
     Sge sge;
@@ -424,6 +426,10 @@ class Requester {
           continue;
         }
         op.wait = Operation::Wait::none;
+        if (receiver->blocked_until_ns != 0 && ports_.now_ns() < receiver->blocked_until_ns) {
+          ++receiver->counters.dropped;
+          continue;
+        }
         const Response response = responder_.begin_datagram(*receiver, qp, qkey, bytes);
         if (response.kind == Response::Kind::rnr && !is_multicast(op.ud) && keep_for_receive(qp, *receiver)) return Step::waiting;
         if (response.kind != Response::Kind::proceed) {
@@ -454,8 +460,10 @@ class Requester {
       const std::uint64_t part = std::min(to.contiguous_bytes(), bytes - op.moved_bytes);
       const auto status = copy(qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
       if (status == MemoryStatus::pending) {
-        if (keep_waiting(qp, datagram_patience_ns)) return false;
-        ++receiver->counters.dropped;  // its memory blocks: the datagram is lost, the receive WQE stays for the next one
+        if (keep_waiting(qp, receiver->blocked_until_ns == 0 ? datagram_patience_ns : blocked_patience_ns)) return false;
+        // Its memory blocks: the datagram is lost, the receive WQE stays for the next one. The sender has other receivers, who do not wait as long again.
+        ++receiver->counters.dropped;
+        receiver->blocked_until_ns = ports_.now_ns() + blocked_pause_ns;
         drop_engagement(qp);
         return true;
       }
@@ -468,6 +476,7 @@ class Requester {
       op.moved_bytes += part;
     }
     budget.bytes -= static_cast<std::int64_t>(bytes);
+    receiver->blocked_until_ns = 0;
     responder_.finish_datagram(*receiver, qp, op.request, *op.rule, op.ud, op.grh);
     return true;
   }

@@ -79,6 +79,7 @@ bool Partitions::fill(PkeyTable& table, std::string_view host, std::int64_t uid)
     if (room == table.end()) return false;
     *room = key;
   }
+  if (table[0] == 0) table[0] = keys.front();  // most programs ask for no other; it keeps the place that it has, too
   return true;
 }
 

@@ -79,6 +79,22 @@ TEST_CASE("AKeyThatStaysKeepsItsPlaceInTheTable") {
   CHECK(partitions.remove_partition(3) == 0);
 }
 
+TEST_CASE("TheFirstPlaceOfTheTableIsNeverEmpty") {
+  PkeyTable table{};
+  Partitions partitions = made({{0x8001, "1"}});
+  CHECK(partitions.fill(table, "a", 1));
+  REQUIRE(partitions.add(*membership_of(0x8002, "1")));
+  CHECK(partitions.fill(table, "a", 1));
+  REQUIRE(partitions.remove(*membership_of(0x8001, "1")));
+  CHECK(partitions.fill(table, "a", 1));
+  CHECK((table[0] == 0x8002 && table[1] == 0x8002 && table[2] == 0));
+  REQUIRE(partitions.add(*membership_of(0x8003, "1")));
+  CHECK(partitions.fill(table, "a", 1));
+  REQUIRE(partitions.remove(*membership_of(0x8002, "1")));
+  CHECK(partitions.fill(table, "a", 1));
+  CHECK((table[0] == 0x8003 && table[1] == 0 && table[2] == 0x8003));
+}
+
 TEST_CASE("PartitionsAreOfTheStateAndAChangeBringsAllOfThem") {
   State here, there;
   here.begin(1);

@@ -203,6 +203,9 @@ bool FarDesk::turn() {
     due.wake_ns = 0;
     make_runnable(due);
   }
+  // As between adapters: who answered a message and then sent one of its own is heard in this order.
+  for (Qp* const qp : std::exchange(answered_, {})) engine_.take_answers(*qp);
+  ports_.announce();
   if (runnable_.empty()) return worked;
   for (StandIn* const stand_in : std::exchange(runnable_, {})) {
     if (stand_in == nullptr) continue;  // dropped meanwhile
@@ -333,6 +336,7 @@ void FarDesk::to_requester(FarFramePtr frame) {
     // Who keeps to the window never has so much here.
     if (far.arrived.size() >= arrived_max || (far.arrived.size() > engine::far_window_messages && bytes_of(far.arrived) > arrived_bytes_max))
       return void(++malformed_);
+    if (record.kind == FarKind::answer) answered_.push_back(&qp);
     far.arrived.push_back(std::move(frame));
   }
   shard_.make_runnable(qp);

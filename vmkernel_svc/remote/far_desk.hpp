@@ -163,6 +163,7 @@ class FarDesk final : private FarGroups::Post {
   FarCm cm_{*this, shard_};
   FarManagement management_{*this, shard_};
   std::vector<StandIn*> runnable_;
+  std::vector<Qp*> answered_;  // since the turn began
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;
   std::uint64_t dropped_datagrams_ = 0, malformed_ = 0, refused_pkeys_ = 0;

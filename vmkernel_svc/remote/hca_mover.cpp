@@ -295,7 +295,7 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
       break;
     }
     if (!engine_.busy(qp) && !c.preparing) {
-      if (qp.state != QpState::rts) break;
+      if (qp.state != QpState::rts || c.copy_of_receive) break;
       if (c.outstanding.size() >= c.wish.send_wr) {
         qp.far->blocked = true;
         break;
