@@ -75,8 +75,9 @@ std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
   return last.empty() ? "it ended without a word, as under small limits of memory (ulimit -v, -d); " + log + " is empty" : fmt::format("{} (from {})", last, log);
 }
 
-// It serves more than the program that happens to be first, whose soft limits are its own.
+// It serves more than the program that happens to be first, whose soft limits and niceness are its own.
 void raise_limits() {
+  (void)::setpriority(PRIO_PROCESS, 0, 0);  // where that is allowed
   for (const auto which : {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC}) {  // that of open files vrdmad raises itself
     rlimit limit;
     if (::getrlimit(which, &limit) != 0) continue;

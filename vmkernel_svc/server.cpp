@@ -99,7 +99,7 @@ void Server::listen() {
   std::error_code error;
   if (!directory.empty()) std::filesystem::create_directories(directory, error);
   if (error)
-    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket",
+    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket (programs look at $XDG_RUNTIME_DIR/vrdma/vrdmad.sock by themselves)",
                                          directory.string(), error.message()));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
   if (!listening) {
