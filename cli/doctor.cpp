@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "cli/host.hpp"
 #include "cli/host_talk.hpp"
 #include "cli/machine_guest.hpp"
 #include "cli/output.hpp"
@@ -186,11 +187,12 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
       if (folder.empty()) folder = us.at("folder").get<std::string>();
       for (const auto& other : us.at("others"))
         if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
-      for (const auto& carrier : state.at("carriers"))
-        if (carrier.at("host") == options.host || is_at(carrier, target)) messages = look_at_carrier(carrier);
     }
+    for (const auto& carrier : state.value("carriers", nlohmann::json::array()))
+      if (carrier.at("host") == options.host || is_at(carrier, target)) messages = look_at_carrier(carrier);
+    if (messages && !state.at("subnet").is_object()) return {std::move(*messages)};  // by a list of hosts and a secret: there is nothing else
   }
-  auto findings = examine_host(folder.empty() ? "/var/lib/vrdma/subnet" : folder, target, here, port);
+  auto findings = examine_host(folder.empty() ? subnet_folder : folder, target, here, port);
   if (messages) findings.push_back(std::move(*messages));
   return findings;
 }

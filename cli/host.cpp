@@ -92,7 +92,7 @@ std::string as_line(const CertificateInfo& info) {
 }  // namespace
 
 int host_init(const HostOptions& options) {
-  const fs::path folder = options.folder;
+  const fs::path folder = fs::absolute(options.folder);
   check_address(options.address);
   make_folder(folder);
   const Identity authority = make_authority(authority_days);
@@ -107,9 +107,9 @@ int host_init(const HostOptions& options) {
   files.keep();
   print_all(fmt::format("A new subnet, \"{}\", and its first host, \"{}\", in {}.\n"
                         "Put this into the configuration of vrdmad, and start it:\n\n    {}\n\n"
-                        "Another host: vrdma host add NAME. Who has {} can add hosts: keep a copy where it is safe.\n",
-                        describe(authority.certificate.get()).name, options.name, folder.string(), section(options.address, options.folder, ""),
-                        (folder / "authority.key").string()));
+                        "Another host: vrdma host add NAME{}. Who has {} can add hosts: keep a copy where it is safe.\n",
+                        describe(authority.certificate.get()).name, options.name, folder.string(), section(options.address, folder.string(), ""),
+                        folder == subnet_folder ? "" : " --folder " + folder.string(), (folder / "authority.key").string()));
   return 0;
 }
 
@@ -120,7 +120,7 @@ int host_add(const HostOptions& options) {
   const Identity authority = load_authority(folder);
   const fs::path issued = folder / "issued" / (options.name + ".pem");
   if (fs::exists(issued))
-    throw std::runtime_error(fmt::format("\"{}\" was added already ({}): two hosts with one name are refused. Take another name, or take that one out first by \"vrdma host remove {}\"",
+    throw std::runtime_error(fmt::format("\"{}\" was added already ({}): two hosts with one name are refused. Take another name, or take that one out first by \"vrdma host remove {} --address ADDRESS OF A MANAGER\"",
                                          options.name, issued.string(), options.name));
   invitation.host = issue(authority, options.name, Role::host, first_day(), last_day(options.days, authority));
   invitation.authority = load_certificate(folder / "ca.pem");
@@ -138,7 +138,7 @@ int host_add(const HostOptions& options) {
 }
 
 int host_join(const HostOptions& options) {
-  const fs::path folder = options.folder;
+  const fs::path folder = fs::absolute(options.folder);
   check_address(options.address);
   const Invitation invitation = read_invitation(read_file(options.file), options.file);
   if (const auto why = refusal(invitation.host.certificate.get(), invitation.authority.get(), std::time(nullptr)); !why.empty())
@@ -150,7 +150,7 @@ int host_join(const HostOptions& options) {
   files.save(folder / "ca.pem", to_pem(invitation.authority.get()), false);
   files.keep();
   print_all(fmt::format("This host is \"{}\" now. Put this into the configuration of vrdmad, start it, and remove {}:\n\n    {}\n",
-                        describe(invitation.host.certificate.get()).name, options.file, section(options.address, options.folder, invitation.seed)));
+                        describe(invitation.host.certificate.get()).name, options.file, section(options.address, folder.string(), invitation.seed)));
   return 0;
 }
 

@@ -8,8 +8,10 @@
 
 namespace vrdma::cli {
 
+inline constexpr const char* subnet_folder = "/var/lib/vrdma/subnet";  // of certificates, where no other is named
+
 struct HostOptions {
-  std::string folder = "/var/lib/vrdma/subnet";
+  std::string folder = subnet_folder;
   std::string name;
   std::string address;  // of init and join: this host's; of add: whom the new host asks first
   std::string file;     // the invitation

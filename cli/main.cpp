@@ -258,7 +258,7 @@ int main(int argc, char** argv) {
     }
     if (host_command != nullptr) return host_command(host_options);
     if (host->parsed()) {
-      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show or remove (vrdma host --help says more)\n");
+      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show, partition or remove (vrdma host --help says more)\n");
       return usage_error;
     }
     std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, container, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");

@@ -56,6 +56,8 @@ const char* remedy(int error) {
       return "raise the limit of file sizes under which vrdmad was started (ulimit -f)";
     case EDQUOT:
       return "the service has as many programs of this user as its quota, or its limit of open files, allows; its log says which";
+    case EADDRNOTAVAIL:
+      return "no LID is left, or the subnet has leased none to this host yet: vrdma show hosts";
     default:
       return "the log of vrdmad says more";
   }

@@ -56,6 +56,7 @@ std::string why_refused(int error, const Fabric& fabric, uid_t uid) {
   const char* const remedy = error == EFBIG    ? ": raise this service's limit of file sizes (ulimit -f)"
                              : error == ENOMEM ? ": raise this service's limit of address space (ulimit -v) or memory, or lower \"arena_bytes\""
                              : error == EMFILE ? ": raise this service's limit of open files (ulimit -n)"
+                             : error == EADDRNOTAVAIL ? ": no LID is left, or the subnet has leased none yet (vrdma show hosts)"
                                                : "";
   return fmt::format("{}{}", std::strerror(error), remedy);
 }

@@ -46,7 +46,7 @@ bool write_all(int fd, const std::string& text) {
 SubnetFile load_subnet(const std::filesystem::path& file) {
   SubnetFile content;
   if (!std::filesystem::exists(file)) return content;
-  constexpr const char* remedy = "restore it from a copy, or remove it: the other hosts know what it held";
+  constexpr const char* remedy = "restore it from a copy; where this host is no manager of the subnet, remove it: the others know what it held (a manager could vote twice)";
   std::string why;
   std::optional<Delta> delta;
   try {
