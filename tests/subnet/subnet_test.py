@@ -258,6 +258,28 @@ class Refused(Subnet):
         self.assertEqual(us["others"], [])
         self.assertFalse(self.show("x")["may_give"])
 
+    def test_a_certificate_that_expires_ends_what_it_let_in(self):
+        self.make("a", "b", managers=("a",))
+        folder, made = self.hosts["b"]["folder"], self.folder / "made"
+        made.mkdir()
+        (made / "index.txt").touch()
+        (made / "serial").write_text("4444")
+        (made / "ca.cnf").write_text(f"[ca]\ndefault_ca=d\n[d]\ndatabase={made}/index.txt\nnew_certs_dir={made}\nserial={made}/serial\ndefault_md=sha256\n"
+                                     "policy=p\nunique_subject=no\n[p]\ncommonName=supplied\n")
+        (made / "ext").write_text("basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\nsubjectAltName=DNS:b\n")
+
+        def moment(seconds):
+            return time.strftime("%Y%m%d%H%M%SZ", time.gmtime(time.time() + seconds))
+        subprocess.run(["openssl", "req", "-new", "-key", folder / "host.key", "-subj", "/CN=b", "-out", made / "b.csr"], check=True, capture_output=True)
+        (folder / "host.pem").unlink()
+        subprocess.run(["openssl", "ca", "-batch", "-notext", "-config", made / "ca.cnf", "-extfile", made / "ext", "-keyfile", self.root / "authority.key", "-cert", self.root / "ca.pem",
+                        "-in", made / "b.csr", "-out", folder / "host.pem", "-startdate", moment(-3600), "-enddate", moment(15)], check=True, capture_output=True)
+        self.start("a", "b")
+        self.settled("a", "b")
+        wait_until(lambda: "our certificate has expired" in self.log("b"), "b says so")
+        wait_until(lambda: not any(other["reachable"] for other in self.show("a")["others"]), "a has let go of b")
+        wait_until(lambda: "has expired" in str(self.show("a")["others"]) or "has expired" in self.log("a"), "a says why")
+
     def test_a_copy_of_a_host_gets_no_lids(self):
         self.make("a", "b", managers=("a",))
         self.start("a", "b")

@@ -131,6 +131,7 @@ void Service::tick() {
     if (!error) tick();
   });
   perform(node_->tick(now_ms()));
+  drop_those_out();
   dial_those_missing();
   if (node_->member().may_give(now_ms()) != may_give_) publish();
 }
@@ -290,7 +291,7 @@ void Service::on_message(const SessionPtr& session, const Message& message) {
   }
   if (session->peer().address.empty()) return session->close("a tool asks to be probed, to remove a host, or for partitions");
   perform(node_->receive(now_ms(), {session->peer().name, session->certificate().serial, session->route}, message));
-  drop_removed();
+  drop_those_out();
 }
 
 void Service::on_down(const SessionPtr& session, const std::string& why) {
@@ -316,11 +317,17 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
   publish();
 }
 
-void Service::drop_removed() {
+// Who was let in, and would not be any more.
+void Service::drop_those_out() {
   const auto& removed = node_->member().known().removed();
-  if (removed.empty()) return;
-  for (const auto& [route, session] : std::map(sessions_))
-    if (removed.contains(session->certificate().serial)) session->close("your host was removed from the subnet");
+  const std::int64_t now_s = std::time(nullptr);
+  for (const auto& [route, session] : std::map(sessions_)) {
+    const CertificateInfo& shown = session->certificate();
+    if (removed.contains(shown.serial)) session->close("your host was removed from the subnet");
+    else if (shown.not_after_s < now_s) session->close("your certificate has expired: make another by \"vrdma host add\"");
+  }
+  if (tls_->us().not_after_s < now_s && said_.insert("expired").second)
+    log::error("hosts: our certificate has expired: make another by \"vrdma host add\", and join with that");
 }
 
 // --- dialing

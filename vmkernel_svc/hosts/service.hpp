@@ -98,7 +98,7 @@ class Service final : public remote::Directory {
   template <class Reply>
   void wish(const SessionPtr& asker, const Message& message, const std::string& what);
   SessionPtr session_with(const std::string& name) const;
-  void drop_removed();
+  void drop_those_out();
   void publish();
 
   Settings settings_;
