@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -188,8 +189,10 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
       for (const auto& other : us.at("others"))
         if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
     }
-    for (const auto& carrier : state.value("carriers", nlohmann::json::array()))
-      if (carrier.at("host") == options.host || is_at(carrier, target)) messages = look_at_carrier(carrier);
+    const auto carriers = state.value("carriers", nlohmann::json::array());
+    auto its = std::ranges::find_if(carriers, [&](const auto& carrier) { return carrier.at("host") == options.host; });
+    if (its == carriers.end()) its = std::ranges::find_if(carriers, [&](const auto& carrier) { return is_at(carrier, target); });
+    if (its != carriers.end()) messages = look_at_carrier(*its);
     if (messages && !state.at("subnet").is_object()) return {std::move(*messages)};  // by a list of hosts and a secret: there is nothing else
   }
   auto findings = examine_host(folder.empty() ? subnet_folder : folder, target, here, port);

@@ -33,6 +33,7 @@ class BusyWait {
     if (worth_a_look()) {
       sigset_t all, before;
       sigfillset(&all);
+      for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&all, number);  // of an instruction, or a filter of system calls
       pthread_sigmask(SIG_SETMASK, &all, &before);
       ready = look(one, begun);
       const bool found = ready > 0;

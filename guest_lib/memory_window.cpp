@@ -33,6 +33,7 @@ Result<std::uint32_t> as_completion(const Result<control::Empty>& answer) {
 
 }  // namespace
 
+bool changes_windows_in_turn(const Attachment& attachment) { return attachment.service_minor() >= control::minor_of_windows_in_turn; }
 bool offers_windows(const Attachment& attachment) { return attachment.offers(control::minor_of_windows, control::minor_of_both_in_machines); }
 
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {

@@ -17,6 +17,8 @@ class Attachment;
 struct Qp;
 
 bool offers_windows(const Attachment& attachment);
+// By the work request, when its turn comes; older services by a request when it is posted.
+bool changes_windows_in_turn(const Attachment& attachment);
 
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type);
 int dealloc_mw(ibv_mw* mw);
@@ -24,7 +26,7 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* wanted);
 
 // 0, or the errno value for a request of either of the two opcodes that cannot be posted.
 int check_window(const Qp& qp, const ibv_send_wr& wr);
-// Of such a request: how it will complete (enum ibv_wc_status), or EIO. send_lock is held; no claim of direct mode is, for which the service
+// Of such a request, for an older service: how it will complete (enum ibv_wc_status), or EIO. send_lock is held; no claim of direct mode is, for which the service
 // may be waiting.
 Result<std::uint32_t> carry_out_window(Qp& qp, const ibv_send_wr& wr);
 // How many windows there are: without any, nobody has such requests. Asked with every post, hence not behind a call.

@@ -118,11 +118,20 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
     errno = error;
     return IBV_REREG_MR_ERR_CMD;
   };
-  const auto address = reinterpret_cast<std::uintptr_t>(start);
-  const auto wanted = static_cast<std::uint32_t>(flags);
+  auto wanted = static_cast<std::uint32_t>(flags);
   access &= ~optional_access;
   if (wanted == 0 || (wanted & ~std::uint32_t{IBV_REREG_MR_FLAGS_SUPPORTED}) != 0) return refuse(EINVAL);
-  control::ReregMrRequest request{mr.verbs.handle, wanted, 0, access, address, bytes, address};
+  // How memory may be reached depends on whether peers may be allowed atomics: then it is looked at anew.
+  constexpr std::uint32_t allows_atomics = IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND;
+  const bool looks_anew = (wanted & IBV_REREG_MR_CHANGE_ACCESS) != 0 && (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) == 0 && mr.device_memory == nullptr &&
+                          ((access | mr.access) & IBV_ACCESS_ON_DEMAND) == 0 && (access & ~mr.access & allows_atomics) != 0;
+  if (looks_anew) {
+    wanted |= IBV_REREG_MR_CHANGE_TRANSLATION;
+    start = mr.verbs.addr;
+    bytes = mr.verbs.length;
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(start);
+  control::ReregMrRequest request{mr.verbs.handle, wanted, 0, access, address, bytes, looks_anew ? mr.iova : address};
   if (wanted & IBV_REREG_MR_CHANGE_TRANSLATION)
     if (Status range = check_range(address, bytes); !range || start == nullptr) return refuse(EINVAL);
   if (wanted & IBV_REREG_MR_CHANGE_ACCESS) {

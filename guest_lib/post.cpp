@@ -111,6 +111,13 @@ void put_operand(vmci::RecordWriter& ring, const RemoteOperand& operand) {
   ring.put(at + offsetof(RemoteOperand, srqn), operand.srqn);
 }
 
+// A BIND_MW's or LOCAL_INV's.
+WindowOperand window_operand(const ibv_send_wr& wr) {
+  if (wr.opcode == IBV_WR_LOCAL_INV) return {0, 0, 0, wr.invalidate_rkey, 0, 0};
+  const ibv_mw_bind_info& info = wr.bind_mw.bind_info;
+  return {wr.bind_mw.mw->handle, info.mr != nullptr ? info.mr->handle : 0, info.mw_access_flags, wr.bind_mw.rkey, info.addr, info.length};
+}
+
 void put_operand(vmci::RecordWriter& ring, const UdOperand& operand) {
   constexpr std::size_t at = offsetof(SendWqe, ud);
   static_assert(offsetof(UdOperand, dlid) == 8 && sizeof(UdOperand) == 32);
@@ -127,6 +134,9 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape, std::uint32_t word
   if (qp.base().qp_type == IBV_QPT_UD) {
     const UdOperand operand = ud_operand(wr);
     put_operand(ring, operand);
+  } else if (opcode_bit & local_opcodes) {
+    const WindowOperand operand = window_operand(wr);
+    ring.write(offsetof(SendWqe, window), std::as_bytes(std::span(&operand, 1)));
   } else {
     // A SEND's operand is not looked at, but its bytes shall not be those of an older request.
     RemoteOperand operand = opcode_bit & without_operand ? RemoteOperand{} : remote_operand(wr);
@@ -161,7 +171,7 @@ int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
     if (direct == nullptr && !qp.liveness->gone()) qp.datagrams->look_at(wr);
   }
   if (bit(wr.opcode) & local_opcodes) [[unlikely]] {
-    const auto outcome = carry_out_window(qp, wr);
+    const auto outcome = changes_windows_in_turn(*qp.attachment) ? Result<std::uint32_t>(window_in_turn) : carry_out_window(qp, wr);
     if (!outcome) return value(outcome.error());
     return write(qp, wr, shape, *outcome), 0;
   }
@@ -265,7 +275,7 @@ bool asks_the_service(const ibv_send_wr* chain) {
 // Under send_lock.
 int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   look_for_offer(qp);
-  if (windows_in_use() && asks_the_service(chain)) [[unlikely]] {  // not while a claim is held that it may be waiting for
+  if (windows_in_use() && asks_the_service(chain) && !changes_windows_in_turn(*qp.attachment)) [[unlikely]] {  // not while a claim is held that it may be waiting for
     const int error = post_sends(qp, chain, bad_wr, static_cast<DirectConnection*>(nullptr));
     run_send_queue(qp);
     return error;

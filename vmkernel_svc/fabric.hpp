@@ -36,6 +36,8 @@ class Runner {
   virtual bool owns_inbox(QueuePair& qp) = 0;
   // The receiver's guest is another shard's: they are to be one's after this turn, and the sender to be run again.
   virtual void bring_together(MediatedPorts::Qp& sender, QueuePair& receiver) = 0;
+  // Memory windows are everybody's to look up: the BIND_MW or LOCAL_INV that `qp` is at is carried out after this turn, and `qp` run again.
+  virtual void change_window(MediatedPorts::Qp& qp) = 0;
 
  protected:
   ~Runner() = default;

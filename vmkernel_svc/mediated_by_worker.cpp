@@ -170,6 +170,8 @@ std::uint64_t MediatedPorts::last_step_ns(Guest& guest, const RegionRef& window)
 
 void MediatedPorts::abandon(Qp& qp) {
   cut_off(qp);
+  qp.port.window_changed.reset();
+  qp.port.window_since_ns = 0;
   qp.port.copied = 0;
   if (qp.port.job_sequence == 0) return;
   fabric_.jobs.remove(qp.port.job_sequence);  // the sink drops it when it comes back, if it does

@@ -221,6 +221,12 @@ void MediatedPorts::srq_limit(Srq& srq) {
   raise_async(*owner.guest, owner.context, static_cast<std::uint32_t>(engine::AsyncEvent::srq_limit_reached), owner.handle);
 }
 
+std::optional<WcStatus> MediatedPorts::change_window(Qp& qp) {
+  if (qp.port.window_changed) return std::exchange(qp.port.window_changed, std::nullopt);
+  runner_.change_window(qp);
+  return std::nullopt;
+}
+
 bool MediatedPorts::invalidate(Qp& qp, Key key) { return fabric_.regions.invalidate_window(key, qp.port.pd, qp.qpn.value); }
 
 std::optional<MediatedPorts::Srq*> MediatedPorts::xrc_srq(Qp& qp, std::uint32_t srqn) {

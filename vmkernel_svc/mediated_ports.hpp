@@ -81,6 +81,8 @@ class MediatedPorts {
     RegionRef reached_by;
     std::shared_ptr<WriteLeash> leash;
     std::uint64_t copied = 0;  // bytes of that copy that are done
+    std::optional<WcStatus> window_changed;  // how the BIND_MW or LOCAL_INV under way ended
+    std::uint64_t window_since_ns = 0;       // for what it waits since then; 0: it does not
     // To another host (remote/hca_desk.hpp):
     HcaConnection* hca = nullptr;   // by the HCA, …
     std::string no_hca;             // … or why not; empty: nobody has asked
@@ -135,6 +137,8 @@ class MediatedPorts {
   // Of an XRC target queue pair: the SRQ of its domain with that number, from whose protection domain R_Keys are then, too. nullptr: there is
   // none; std::nullopt: nobody answers, as its machine stands still.
   std::optional<Srq*> xrc_srq(Qp& qp, std::uint32_t srqn);
+  // Carries out the BIND_MW or LOCAL_INV that `qp` is at. std::nullopt: not yet; `qp` is run again.
+  std::optional<WcStatus> change_window(Qp& qp);
   // SEND with invalidate: ends a memory window that is bound to `qp`. False: there is none of that key.
   bool invalidate(Qp& qp, Key key);
   void srq_wanted(Srq& srq) {

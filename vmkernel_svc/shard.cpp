@@ -154,7 +154,7 @@ bool Shard::own_turn() {
 }
 
 bool Shard::must_be_alone() {
-  if (!tasks_.empty() || !apart_.empty()) return true;
+  if (!tasks_.empty() || !apart_.empty() || !changing_windows_.empty()) return true;
   const bool in_doubt = direct_ && direct_->in_doubt();
   if (!control_due_ && !in_doubt) return false;
   if (shards_.count() == 1) return true;
@@ -172,6 +172,7 @@ bool Shard::must_be_alone() {
 bool Shard::common_turn() {
   bool worked = run_tasks();
   unite();
+  worked |= change_windows();
   // After the queue pairs, so that what a guest posted before it asked has had its turn.
   worked |= serve_control();
   if (direct_ && direct_->in_doubt()) worked |= direct_->settle();
@@ -346,6 +347,28 @@ void Shard::handle_overruns() {
     raise_async(*cq->guest, cq->context, static_cast<std::uint32_t>(engine::AsyncEvent::cq_err), cq->handle);
     for (QueuePair* user : cq->users) engine_.fail(user->core, engine::AsyncEvent::qp_fatal);
   }
+}
+
+void Shard::change_window(Qp& qp) { changing_windows_.push_back(qp.qpn.value); }
+
+// Alone.
+bool Shard::change_windows() {
+  constexpr std::uint64_t look_again_ns = 50'000;
+  const std::vector<std::uint32_t> changing = std::exchange(changing_windows_, {});
+  for (const std::uint32_t qpn : changing) {
+    const auto found = fabric_.by_qpn.find(qpn);
+    if (found == fabric_.by_qpn.end()) continue;
+    Qp& qp = found->second->core;
+    if (&of(*found->second->guest) != this) {  // moved meanwhile: it asks there
+      make_runnable(qp);
+      continue;
+    }
+    if (!engine_.busy(qp) || !qp.operation.rule->local || qp.port.window_changed) continue;  // it flushes, or asked twice
+    qp.port.window_changed = desk_->change_window(*found->second);
+    if (qp.port.window_changed) make_runnable(qp);
+    else set_timer(qp, vmci::monotonic_ns() + look_again_ns);
+  }
+  return !changing.empty();
 }
 
 // --- run lists ------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class Shard final : public Runner {
   // Before run(): there are other hosts.
   void join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier);
   void finished(ProcessJob* job);  // any thread
+  void change_window(Qp& qp) override;
   std::uint32_t number() const override { return number_; }
   std::size_t guest_count() const { return guests_.size(); }
   // A group of this shard's guests is another's from now on, which takes it over.
@@ -128,6 +129,7 @@ class Shard final : public Runner {
   bool run_list(RunList& list);
   bool run_timers();
   void handle_overruns();
+  bool change_windows();
   // The queue pair is not looked at any more, until somebody rings. False: it has something to do after all.
   bool park(RunList& list, Qp& qp);
   void take_out(Qp& qp);  // of its tenant's list
@@ -166,6 +168,7 @@ class Shard final : public Runner {
   std::size_t runnable_count_ = 0;
   std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
   std::vector<CompletionQueue*> overrun_;
+  std::vector<std::uint32_t> changing_windows_;  // QPNs (change_window)
   vmci::Backoff backoff_;
   std::uint32_t patience_us_ = 0;  // of the waiting that comes
   std::uint64_t held_events_check_ns_ = 0;

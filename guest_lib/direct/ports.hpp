@@ -188,6 +188,7 @@ class DirectPorts {
     return true;
   }
   void event(Qp&, engine::AsyncEvent) { give_up(); }
+  std::optional<WcStatus> change_window(Qp&) { return give_up(), std::nullopt; }
   void srq_limit(Srq&) { give_up(); }
   std::uint32_t srq_posted(Srq&) { return 0; }
   void srq_wanted(Srq&) {}

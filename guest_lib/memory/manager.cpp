@@ -16,7 +16,7 @@
 namespace vrdma::memory {
 namespace {
 
-constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8;  // enum ibv_access_flags
+constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8, access_mw_bind = 16;  // enum ibv_access_flags
 constexpr std::uint64_t give_back_bytes = 4 << 20;  // as much as is moved at once
 
 std::vector<Extent> to_extents(const Plan& plan) {
@@ -84,7 +84,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   const std::uint64_t end = address + bytes;
   if (bytes == 0 || end < address || end > ~std::uint64_t{0} - page_bytes()) return Errno{EINVAL};
   const bool writes = (access & (access_local_write | access_remote_write | access_remote_atomic)) != 0;
-  const bool atomics = (access & access_remote_atomic) != 0;
+  const bool atomics = (access & (access_remote_atomic | access_mw_bind)) != 0;  // a window may allow them, too
   const Range range{address, end};
   if (lends_) return add_lent(range, writes);
 

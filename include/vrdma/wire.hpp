@@ -26,7 +26,7 @@ enum class WrOpcode : std::uint8_t {
   rdma_read = 4,
   atomic_cmp_and_swp = 5,
   atomic_fetch_and_add = 6,
-  // Carried out by the service when they were posted (control::Request::bind_mw): what is left is to complete in their turn.
+  // Of memory windows (WindowOperand).
   local_inv = 7,
   bind_mw = 8,
   send_with_inv = 9,  // imm_data: the key
@@ -157,6 +157,17 @@ inline std::uint64_t word_of(const UdOperand& operand, std::size_t index) {
   return word;
 }
 
+// Of BIND_MW and LOCAL_INV, which has no more than the key.
+struct WindowOperand {
+  std::uint32_t window, region;  // handles; region 0: bound to nothing
+  std::uint32_t access;          // ibv_access_flags
+  std::uint32_t rkey;
+  std::uint64_t address, bytes;
+};
+static_assert(sizeof(WindowOperand) == 32);
+// The word of such a WQE: it is carried out in its turn. Else a WcStatus: it was when it was posted, as older guests have it.
+constexpr std::uint32_t window_in_turn = ~std::uint32_t{0};
+
 // A send WQE: one slot with one SGE (or 16 inline bytes), further slots for the rest. In memory:
 //   0 wr_id (tag) | 8 control | 12 imm_data, network order (word) | 16 operand | 48 Sge[] or inline payload, contiguous
 struct SendWqe {
@@ -164,6 +175,7 @@ struct SendWqe {
   union {
     RemoteOperand remote;
     UdOperand ud;
+    WindowOperand window;
   };
 };
 static_assert(sizeof(SendWqe) == 48);

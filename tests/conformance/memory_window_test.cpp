@@ -425,6 +425,57 @@ CONFORMANCE(AFlushedBindLeavesTheWindowFree, "MW-02 ERR-12") {
   run.peer.barrier();
 }
 
+// B's windows, A's requests.
+CONFORMANCE(WindowsChangeInTheirTurn, "MW-05") {
+  Link link(run, with_bindable_memory());
+  need_windows(run, link.dev);
+  const std::uint64_t start = link.mem.buffer.address() + window_at;
+  const auto told = [&](std::uint32_t rkey) { return run.peer.exchange(Remote{start, window_bytes, rkey, 0}); };
+
+  // Behind a SEND that waits for its receive the window is what it was.
+  Window second(link.pd, IBV_MW_TYPE_2);
+  const std::uint32_t key = ibv_inc_rkey(second.p->rkey);
+  if (run.b()) {
+    EXPECT_OK(bind_2(link.qp, second, 1, key, part(link.mem.mr.p, start, window_bytes)));
+    link.scq.expect(1);
+    EXPECT_OK(post(link.qp, link.send(2, 0, 8)));
+    EXPECT_OK(invalidate(link.qp, 3, key));
+  }
+  const Remote theirs = told(key);
+  for (int i = 0; i < 10; ++i) expect_access(link, IBV_WR_RDMA_WRITE, theirs.address, 64, theirs.rkey, IBV_WC_SUCCESS);
+  if (run.b()) link.scq.expect_empty();
+  run.peer.barrier();
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.recv(4, 0, 8)));
+    link.rcq.expect(4);
+  } else {
+    link.scq.expect(2);
+    EXPECT_EQ(link.scq.expect(3).opcode, IBV_WC_LOCAL_INV);
+  }
+  run.peer.barrier();
+  expect_access(link, IBV_WR_RDMA_WRITE, theirs.address, 64, theirs.rkey, IBV_WC_REM_ACCESS_ERR);
+
+  // What is flushed has not happened.
+  Window first(link.pd, IBV_MW_TYPE_1);
+  if (run.b()) {
+    EXPECT_OK(bind_1(link.qp, first, 5, part(link.mem.mr.p, start, window_bytes)));
+    link.scq.expect(5);
+  }
+  const Remote bound = told(first.p->rkey);
+  if (run.b()) {
+    Send wrong = link.write(6, 0, 0, 64);
+    wrong.rkey += 1;
+    EXPECT_OK(post(link.qp, wrong));
+    EXPECT_OK(bind_1(link.qp, first, 7, part(link.mem.mr.p, start, 64)));
+    link.scq.expect(6, IBV_WC_REM_ACCESS_ERR);
+    link.scq.expect(7, IBV_WC_WR_FLUSH_ERR);
+  }
+  const Remote flushed = told(first.p->rkey);
+  link.reconnect();
+  expect_access(link, IBV_WR_RDMA_WRITE, bound.address + 128, 8, bound.rkey, IBV_WC_SUCCESS);
+  expect_access(link, IBV_WR_RDMA_WRITE, flushed.address, 8, flushed.rkey, IBV_WC_REM_ACCESS_ERR);
+}
+
 CONFORMANCE(SharedReceivesTakeInvalidatingSends, "MW-04 SRQ-01") {
   constexpr std::uint64_t messages = 24;
   Device dev(run.settings);

@@ -43,8 +43,9 @@ bool ControlDesk::serve(Guest& guest) {
   return served;
 }
 
-bool ControlDesk::may_wait(const Guest& guest, std::uint64_t patience_ns) {
-  return guest.held_since_ns == 0 || vmci::monotonic_ns() - guest.held_since_ns < patience_ns;
+bool ControlDesk::may_wait(const Guest& guest, std::uint64_t patience_ns) { return may_wait_on(guest.held_since_ns, patience_ns); }
+bool ControlDesk::may_wait_on(std::uint64_t waiting_since_ns, std::uint64_t patience_ns) {
+  return waiting_since_ns == 0 || vmci::monotonic_ns() - waiting_since_ns < patience_ns;
 }
 
 template <Request R>

@@ -47,6 +47,8 @@ class ControlDesk {
   // where the guest goes first. Then reach() carries the decision out and makes the reply. EALREADY: asked before.
   Status ask_how_reached(Guest& guest, const control::ReachProcessRequest& request, std::function<void(bool)> answer);
   Result<control::ReachProcessReply> reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give);
+  // The BIND_MW or LOCAL_INV that a queue pair is at. std::nullopt: it must wait yet. Alone.
+  std::optional<WcStatus> change_window(QueuePair& qp);
 
  private:
   template <control::Request R>
@@ -67,7 +69,10 @@ class ControlDesk {
   void destroy(Guest& guest, CompletionQueue& cq);
   void destroy(Guest& guest, SharedReceiveQueue& srq);
   void destroy(Guest& guest, MemoryWindow& window);
-  bool must_wait_for_worker(Guest& guest, std::uint32_t slot);
+  // waiting_since_ns: since when the caller has been told EINPROGRESS; 0: it has not.
+  bool must_wait_for_worker(Guest& guest, std::uint32_t slot, std::uint64_t waiting_since_ns);
+  Result<control::Empty> bind(Guest& guest, const QueuePair& qp, const control::BindMwRequest& request, std::uint64_t waiting_since_ns);
+  Result<control::Empty> invalidate(Guest& guest, const QueuePair& qp, Key key, std::uint64_t waiting_since_ns);
   // Memory windows of a queue pair that goes, or is reset.
   void unbind_windows(QueuePair& qp);
   bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
@@ -77,7 +82,9 @@ class ControlDesk {
   void uncarve(Guest& guest, std::uint64_t offset);
   void forget_channel(Guest& guest, std::uint32_t handle);
   // Whether a request that waits for somebody else may go on waiting (EINPROGRESS): not for ever.
-  static bool may_wait(const Guest& guest, std::uint64_t patience_ns = 100'000'000);
+  static bool may_wait(const Guest& guest, std::uint64_t patience_ns = usual_patience_ns);
+  static bool may_wait_on(std::uint64_t waiting_since_ns, std::uint64_t patience_ns = usual_patience_ns);
+  static constexpr std::uint64_t usual_patience_ns = 100'000'000;
   void connected_elsewhere() { ++fabric_.topology_generation; }
   void bring_together(const QueuePair& qp);
 

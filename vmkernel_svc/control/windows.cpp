@@ -1,6 +1,5 @@
-// Memory windows (IBA 10.6.7): keys to a part of a region, with rights of their own, that are given and taken back by work requests. The guest
-// has them carried out here before it posts the request, which then completes in its turn (engine: OpcodeRule::local): a peer cannot use a key
-// before it was told of it, and an invalidation is of use only once it has completed.
+// Memory windows (IBA 10.6.7): keys to a part of a region, with rights of their own, that are given and taken back by work requests, in their
+// turn (engine: OpcodeRule::local). Older guests have them carried out by a request of this channel before they post them.
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vrdma/limits.hpp"
@@ -40,13 +39,13 @@ Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocM
 
 // A copy that somebody's worker has under way by this window ends before nobody may reach anything by it any more. Somebody else's memory may be
 // slow: then it is called off.
-bool ControlDesk::must_wait_for_worker(Guest& guest, std::uint32_t slot) {
+bool ControlDesk::must_wait_for_worker(Guest& guest, std::uint32_t slot, std::uint64_t waiting_since_ns) {
   const RegionRef window{slot, fabric_.regions.slot(slot).generation};
   if (shard_.ports().is_reached_by(window)) {
-    if (may_wait(guest)) return true;
+    if (may_wait_on(waiting_since_ns)) return true;
     shard_.ports().cut_off(window);
   }
-  return shard_.ports().last_step_ns(guest, window) != 0 && may_wait(guest, MediatedPorts::last_step_max_ns);
+  return shard_.ports().last_step_ns(guest, window) != 0 && may_wait_on(waiting_since_ns, MediatedPorts::last_step_max_ns);
 }
 
 void ControlDesk::destroy(Guest& guest, MemoryWindow& window) {
@@ -60,18 +59,16 @@ template <>
 Result<Empty> ControlDesk::on<Request::dealloc_mw>(Guest& guest, const HandleRequest& request) {
   MemoryWindow* const window = find(guest.mws, request.handle);
   if (window == nullptr) return Errno{EINVAL};
-  if (must_wait_for_worker(guest, window->slot)) return Errno{EINPROGRESS};
+  if (must_wait_for_worker(guest, window->slot, guest.held_since_ns)) return Errno{EINPROGRESS};
   destroy(guest, *window);
   return Empty{};
 }
 
-template <>
-Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwRequest& request) {
+Result<Empty> ControlDesk::bind(Guest& guest, const QueuePair& qp, const BindMwRequest& request, std::uint64_t waiting_since_ns) {
   MemoryWindow* const window = find(guest.mws, request.mw);
-  const QueuePair* const qp = find(guest.qps, request.qp);
-  if (window == nullptr || qp == nullptr || qp->pd != window->pd || !may_bind(*qp)) return Errno{EINVAL};
+  if (window == nullptr || qp.pd != window->pd || !may_bind(qp)) return Errno{EINVAL};
   Region& bound = fabric_.regions.slot(window->slot);
-  if (must_wait_for_worker(guest, window->slot)) return Errno{EINPROGRESS};
+  if (must_wait_for_worker(guest, window->slot, waiting_since_ns)) return Errno{EINPROGRESS};
   if (request.mr == 0 || request.bytes == 0) {
     if (window->of_queue_pair) return Errno{EINVAL};  // IBA o10-37.2.40
     fabric_.regions.unbind_window(bound);
@@ -88,19 +85,43 @@ Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwReques
   const std::uint64_t offset = request.address - region.iova;
   if (request.address < region.iova || offset > region.bytes || request.bytes > region.bytes - offset) return Errno{EFAULT};
   fabric_.regions.bind_window(window->slot, Key{request.key}, rights, (request.access & zero_based) != 0 ? 0 : request.address, request.bytes, mr->second,
-                              offset, window->of_queue_pair ? qp->core.qpn.value : 0);
+                              offset, window->of_queue_pair ? qp.core.qpn.value : 0);
+  return Empty{};
+}
+
+template <>
+Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwRequest& request) {
+  const QueuePair* const qp = find(guest.qps, request.qp);
+  return qp != nullptr ? bind(guest, *qp, request, guest.held_since_ns) : Errno{EINVAL};
+}
+
+Result<Empty> ControlDesk::invalidate(Guest& guest, const QueuePair& qp, Key key, std::uint64_t waiting_since_ns) {
+  if (!may_bind(qp)) return Errno{EINVAL};
+  if (const auto slot = fabric_.regions.find(key); slot && fabric_.regions.slot(*slot).guest == &guest && must_wait_for_worker(guest, *slot, waiting_since_ns))
+    return Errno{EINPROGRESS};
+  if (!fabric_.regions.invalidate_window(key, qp.pd->number, qp.core.qpn.value)) return Errno{EINVAL};
   return Empty{};
 }
 
 template <>
 Result<Empty> ControlDesk::on<Request::invalidate_mw>(Guest& guest, const InvalidateMwRequest& request) {
   const QueuePair* const qp = find(guest.qps, request.qp);
-  if (qp == nullptr || !may_bind(*qp)) return Errno{EINVAL};
-  if (const auto slot = fabric_.regions.find(Key{request.key}); slot && fabric_.regions.slot(*slot).guest == &guest &&
-                                                                must_wait_for_worker(guest, *slot))
-    return Errno{EINPROGRESS};
-  if (!fabric_.regions.invalidate_window(Key{request.key}, qp->pd->number, qp->core.qpn.value)) return Errno{EINVAL};
-  return Empty{};
+  return qp != nullptr ? invalidate(guest, *qp, Key{request.key}, guest.held_since_ns) : Errno{EINVAL};
+}
+
+std::optional<WcStatus> ControlDesk::change_window(QueuePair& qp) {
+  const engine::Operation& op = qp.core.operation;
+  const WindowOperand wanted = reinterpret_cast<const SendWqe*>(op.wqe)->window;
+  std::uint64_t& since_ns = qp.core.port.window_since_ns;
+  const auto changed = op.request.opcode == WrOpcode::local_inv
+                           ? invalidate(*qp.guest, qp, Key{wanted.rkey}, since_ns)
+                           : bind(*qp.guest, qp, {wanted.window, qp.handle.value, wanted.region, wanted.access, wanted.rkey, 0, wanted.address, wanted.bytes}, since_ns);
+  if (!changed && value(changed.error()) == EINPROGRESS) {
+    if (since_ns == 0) since_ns = vmci::monotonic_ns();
+    return std::nullopt;
+  }
+  since_ns = 0;
+  return changed ? WcStatus::success : WcStatus::mw_bind_err;
 }
 
 void ControlDesk::unbind_windows(QueuePair& qp) {

@@ -96,7 +96,7 @@ class Engine {
     qp.communication_established = qp.drain_reported = qp.last_wqe_reported = qp.send_queue_lost = false;
     qp.returned.clear();
     qp.patience = {};
-    qp.flush_held_until_ns = 0;
+    qp.flush_held_until_ns = qp.blocked_until_ns = 0;
   }
 
   // For a runner that has hardware carry a queue pair's messages (remote/hca_desk.hpp): WQEs are taken, checked and completed by
@@ -108,7 +108,8 @@ class Engine {
   void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) { responder_.give_back(qp, wr_id, buffer); }
   void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }
   void give_up(Qp<P>& qp) { requester_.give_up(qp); }
-  void conclude(Qp<P>& qp) { requester_.conclude(qp); }
+  // False: it waits.
+  bool conclude(Qp<P>& qp) { return requester_.conclude(qp) != Requester<P>::Step::waiting; }
   // In ERR: flushes what was sent as records, and the operation under way.
   void flush_begun(Qp<P>& qp) {
     close_far(qp, [&](std::uint64_t wr_id, std::uint32_t position) { complete_flushed(qp, Direction::send, wr_id, position); });

@@ -238,7 +238,7 @@ TEST_CASE("Behind a receiver whose memory does not answer others wait once, and 
   CHECK(d.b.core.counters.dropped == count);
   for (std::uint64_t i = 0; i < 2 * count; ++i) CHECK(d.a.poll(Direction::send)->status == WcStatus::success);
   stuck = false;
-  d.world.pass(100'000'000);
+  d.world.pass(300'000'000);
   CHECK(d.send(d.to(d.b, 10)).status == WcStatus::success);
   CHECK(d.b.poll(Direction::receive)->byte_len == 50);
 }

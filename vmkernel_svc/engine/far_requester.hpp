@@ -188,6 +188,10 @@ class FarRequester {
   // The far host does not know this connection any more, or is not there any more.
   void lose(Qp<P>& qp) {
     Half& far = *qp.far;
+    if (std::exchange(far.arrived_copy, false)) {
+      ports_.abandon(qp);
+      qp.operation.copy_pending = false;
+    }
     far.arrived.clear();
     if (qp.type == QpType::uc) {
       while (!far.outstanding.empty()) end(qp, WcStatus::success);
@@ -227,7 +231,7 @@ class FarRequester {
     }
     if (op.rule->local) [[unlikely]] {
       if (!far.outstanding.empty() || far.under_way != 0) return false;
-      return requester_.conclude(qp), true;
+      return requester_.conclude(qp) != Requester<P>::Step::waiting;
     }
     if (op.stage == Operation::Stage::routing && !begin(qp)) return false;
     return carry_on(qp, budget);

@@ -15,7 +15,7 @@ struct OpcodeRule {
   bool reads;                // payload travels back (RDMA READ, atomics)
   bool atomic;
   WcOpcode send_opcode, receive_opcode;
-  bool local = false;        // reaches nobody: its WQE says how it ended
+  bool local = false;        // reaches nobody: of memory windows (WindowOperand)
   bool invalidates = false;  // ends a memory window of the responder's
   bool word = false;         // atomic or not, it is about 8 aligned bytes
 };

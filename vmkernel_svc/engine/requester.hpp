@@ -52,6 +52,7 @@ class Requester {
     const OpcodeRule& rule = *op.rule;
     if (rule.local) [[unlikely]] {
       op.request = Request{};
+      op.request.opcode = control.opcode;
       op.request.packets = 0;
       op.request.imm_data = wqe.head.word;
       return Fetch::started;
@@ -61,6 +62,7 @@ class Requester {
 
     op.local.clear();
     if (is_inline) {
+      if (control.count > length_limit(qp, rule)) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
       op.local.add(Place::in_engine(op.wqe + send_wqe_payload_offset), control.count);
     } else {
       std::uint64_t total = 0;
@@ -129,6 +131,13 @@ class Requester {
   void drop(Qp<P>& qp) { succeed(qp); }  // UC: it is lost, and nobody tells the sender
   // Of a local operation, when all before it have completed.
   Step conclude(Qp<P>& qp) {
+    if constexpr (requires(P& ports) { ports.change_window(qp); }) {
+      if (qp.operation.request.imm_data == window_in_turn) {
+        const std::optional<WcStatus> changed = ports_.change_window(qp);
+        if (!changed) return Step::waiting;
+        return *changed == WcStatus::success ? succeed(qp) : local_error(qp, *changed);
+      }
+    }
     return qp.operation.request.imm_data == static_cast<std::uint32_t>(WcStatus::success) ? succeed(qp) : local_error(qp, WcStatus::mw_bind_err);
   }
 
@@ -170,7 +179,7 @@ class Requester {
   static constexpr std::uint32_t copy_patience_slices = 10;
   static constexpr std::uint64_t datagram_patience_ns = 200'000'000;
   // With a receiver whose memory has used that up, until a datagram reaches it: how long, and how long none is tried in between.
-  static constexpr std::uint64_t blocked_patience_ns = 1'000'000, blocked_pause_ns = 50'000'000;
+  static constexpr std::uint64_t blocked_patience_ns = 10'000'000, blocked_pause_ns = 200'000'000;
 
   static Sge sge_at(const Operation& op, std::uint32_t index) {
     Sge sge;

@@ -75,7 +75,9 @@ bool Partitions::fill(PkeyTable& table, std::string_view host, std::int64_t uid)
     }
   for (const std::uint16_t key : keys) {
     if (std::find(table.begin(), table.end(), key) != table.end()) continue;
-    const auto room = std::find(table.begin(), table.end(), std::uint16_t{0});
+    auto room = std::find(table.begin(), table.end(), std::uint16_t{0});
+    const bool first_stands_twice = std::find(table.begin() + 1, table.end(), table[0]) != table.end();
+    if (first_stands_twice && (room == table.end() || partition_of(key) == partition_of(pkey_default))) room = table.begin();
     if (room == table.end()) return false;
     *room = key;
   }

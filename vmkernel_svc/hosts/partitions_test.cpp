@@ -2,6 +2,8 @@
 
 #include <doctest/doctest.h>
 
+#include <set>
+
 #include "vmkernel_svc/hosts/messages.hpp"
 
 using namespace vrdma;
@@ -93,6 +95,16 @@ TEST_CASE("TheFirstPlaceOfTheTableIsNeverEmpty") {
   REQUIRE(partitions.remove(*membership_of(0x8002, "1")));
   CHECK(partitions.fill(table, "a", 1));
   CHECK((table[0] == 0x8003 && table[1] == 0 && table[2] == 0x8003));
+  // The default partition has it back; and whoever has as many keys as there are places has them all.
+  REQUIRE(partitions.add(*membership_of(0xffff, "1")));
+  CHECK(partitions.fill(table, "a", 1));
+  CHECK((table[0] == 0xffff && table[1] == 0 && table[2] == 0x8003));
+  REQUIRE(partitions.remove(*membership_of(0xffff, "1")));
+  CHECK(partitions.fill(table, "a", 1));
+  CHECK(table[0] == 0x8003);
+  for (std::uint16_t key = 0x9000; key < 0x900f; ++key) REQUIRE(partitions.add(Membership{key, "", 1}));
+  CHECK(partitions.fill(table, "a", 1));
+  CHECK(std::set<std::uint16_t>(table.begin(), table.end()).size() == table.size());
 }
 
 TEST_CASE("PartitionsAreOfTheStateAndAChangeBringsAllOfThem") {

@@ -204,7 +204,8 @@ bool FarDesk::turn() {
     make_runnable(due);
   }
   // As between adapters: who answered a message and then sent one of its own is heard in this order.
-  for (Qp* const qp : std::exchange(answered_, {})) engine_.take_answers(*qp);
+  for (Qp* const qp : std::exchange(answered_, {}))
+    if (!qp->port.owner->guest->frozen) engine_.take_answers(*qp);  // else once its machine goes on
   ports_.announce();
   if (runnable_.empty()) return worked;
   for (StandIn* const stand_in : std::exchange(runnable_, {})) {

@@ -172,6 +172,7 @@ void HcaDesk::load(Qp& qp, HcaSend& send) {
 Progress HcaDesk::resume(HcaConnection& c, engine::Budget& budget) {
   Qp& qp = *c.qp;
   bool worked = false;
+  if (c.copy_of_receive) return Progress::waiting;  // the ports' copy is of that: what is sent has one of its own
   while (!c.outstanding.empty() && !budget.spent()) {
     if (engine_.busy(qp) || !qp.far->arrived.empty()) {
       worked |= engine_.run(qp, budget) == Progress::worked;

@@ -168,7 +168,7 @@ HcaDesk::Step HcaDesk::post(HcaConnection& c) {
   Qp& qp = *c.qp;
   Operation& op = qp.operation;
   if (!c.preparing) {
-    if (op.rule->local) return c.outstanding.empty() ? (engine_.conclude(qp), Step::ended) : Step::waiting;
+    if (op.rule->local) return c.outstanding.empty() && engine_.conclude(qp) ? Step::ended : Step::waiting;
     if (op.rule->invalidates) return c.outstanding.empty() ? (lose(c, "a SEND that invalidates a memory window, which no HCA knows"), Step::ended) : Step::waiting;
     // Programs of the target's host have atomic operations on that memory, too, which are its processors'.
     if (op.rule->word && (!op.rule->atomic || c.theirs.atomics_with_cpu == 0)) return by_records(c);
