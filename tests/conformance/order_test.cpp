@@ -92,7 +92,8 @@ CONFORMANCE(SendsBesideReadsKeepTheirBytes, "WR-12", .timeout_s = 120) {
       const std::vector<std::byte> wanted = pattern(i);
       std::memcpy(link.mem.data(i % slots * 2048), wanted.data(), wanted.size());
       EXPECT_OK(post(link.qp, link.send(i, i % slots * 2048, wanted.size())));
-      for (++posted; posted - done > under_way;) finish();
+      ++posted;
+      while (posted - done > under_way) finish();
     }
     while (done < posted) finish();
     expect_bytes({aside.data() + 100, read_bytes}, to_read, "read");
