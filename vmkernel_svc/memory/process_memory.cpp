@@ -94,9 +94,9 @@ struct ProcessMemory::Worker {
   }
 
   // Who holds it may stand at memory that does not come, which is hardly the word that is wanted here: it is not waited for without end.
-  std::unique_lock<std::mutex> lock_atomics() const {
-    constexpr std::uint64_t patience_ns = 500'000'000;
-    std::unique_lock lock(workers->atomics, std::defer_lock);
+  std::unique_lock<std::mutex> lock_atomics(std::uint64_t address) const {
+    constexpr std::uint64_t patience_ns = 20'000'000;
+    std::unique_lock lock(workers->atomics[address / sizeof(std::uint64_t) % workers->atomics.size()], std::defer_lock);
     vmci::Backoff backoff;
     for (const std::uint64_t until = vmci::monotonic_ns() + patience_ns; !lock.try_lock() && vmci::monotonic_ns() < until;) backoff.idle();
     return lock;
@@ -105,9 +105,9 @@ struct ProcessMemory::Worker {
   bool execute(ProcessJob& job) const {
     if (!memory) return false;
     if (job.kind == ProcessJob::Kind::fetch_and_add || job.kind == ProcessJob::Kind::compare_and_swap) {
-      const std::unique_lock alone = lock_atomics();
-      std::uint64_t old;
       const std::uint64_t at = job.ranges[0].address;
+      const std::unique_lock alone = lock_atomics(at);
+      std::uint64_t old;
       if (!transfer(memory.get(), false, reinterpret_cast<std::byte*>(&old), at, 8, job)) return false;
       job.value = old;
       std::uint64_t next = job.kind == ProcessJob::Kind::fetch_and_add ? old + job.operand : job.operand;

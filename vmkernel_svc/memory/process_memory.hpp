@@ -7,6 +7,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <boost/lockfree/spsc_queue.hpp>
 #include <condition_variable>
@@ -96,7 +97,8 @@ struct LastStep {
 // What the workers of one tenant have in common.
 struct Workers {
   std::atomic<std::uint32_t> lingering{0};  // those of closed memories that have not left yet: such a thread and its descriptor are still somebody's to pay for
-  std::mutex atomics;  // held from reading a word to writing it: two processes may have mapped the same file
+  // Held from reading a word to writing it: two processes may have mapped the same file. By where in its page the word lies, which is one for all.
+  std::array<std::mutex, 64> atomics;
 };
 
 class ProcessMemory {
