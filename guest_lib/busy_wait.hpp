@@ -69,10 +69,11 @@ class BusyWait {
       const int ready = ::poll(&one, 1, 0);
       const std::uint64_t now = vmci::cycles();
       const bool wanted = now - before >= others_us * us_;
+      const bool over = wanted || now - begun >= budget;
       if (ready > 0) learn(now - begun);
       if (ready > 0 && !wanted) setback_.store(1, std::memory_order_relaxed);
-      else if (wanted || now - begun >= budget) sleep_at_once();
-      if (ready > 0 || wanted || now - begun >= budget) return ready;
+      else if (over) sleep_at_once();
+      if (ready > 0 || over) return ready;
       before = now;
       ::sched_yield();
     }

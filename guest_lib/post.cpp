@@ -26,7 +26,7 @@ constexpr std::uint32_t write_opcodes = bit(IBV_WR_RDMA_WRITE) | bit(IBV_WR_RDMA
 constexpr std::uint32_t fetch_opcodes = bit(IBV_WR_RDMA_READ) | bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD);
 constexpr std::uint32_t with_immediate = bit(IBV_WR_SEND_WITH_IMM) | bit(IBV_WR_RDMA_WRITE_WITH_IMM) | bit(IBV_WR_SEND_WITH_INV);  // whose key lies there
 constexpr std::uint32_t local_opcodes = bit(IBV_WR_LOCAL_INV) | bit(IBV_WR_BIND_MW);
-constexpr std::uint32_t without_operand = send_opcodes | bit(IBV_WR_SEND_WITH_INV) | local_opcodes;
+constexpr std::uint32_t without_operand = send_opcodes | bit(IBV_WR_SEND_WITH_INV);
 // Opcodes of the specification that this device does not have (yet), or not in machines.
 constexpr std::uint32_t not_offered = local_opcodes | bit(IBV_WR_SEND_WITH_INV) | bit(IBV_WR_TSO);
 

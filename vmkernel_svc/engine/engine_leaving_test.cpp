@@ -6,10 +6,28 @@
 namespace vrdma::engine::test {
 namespace {
 
+// Whose copies pend until the test ends them.
+struct SlowPair : Pair {
+  SlowPair() {
+    world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  }
+  void begin_send() {
+    b.post(ReceiveSpec{5, {theirs.sge(0, 100)}});
+    begin({.wr_id = 1, .sges = {mine.sge(0, 100)}});
+  }
+  void begin_read() { begin({.wr_id = 1, .opcode = WrOpcode::rdma_read, .sges = {mine.sge(0, 100)}, .remote = theirs.remote(0)}); }
+
+ private:
+  void begin(const SendSpec& spec) {
+    a.post(spec);
+    world.settle();
+    REQUIRE(world.ports.jobs.size() == 1);
+  }
+};
+
 TEST_CASE("A copy that does not end is given up after its patience; a machine that stood still for a minute has used up a part of that") {
   for (const bool ends : {true, false}) {
-    Pair p;
-    p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+    SlowPair p;
     p.a.post(p.write(8));
     p.world.settle();
     REQUIRE(p.world.ports.jobs.size() == 1);
@@ -23,12 +41,8 @@ TEST_CASE("A copy that does not end is given up after its patience; a machine th
 }
 
 TEST_CASE("A flushed receive's buffer is its owner's: no copy that was pending writes to it afterwards") {
-  Pair p;
-  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
-  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
-  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
-  p.world.settle();
-  REQUIRE(p.world.ports.jobs.size() == 1);
+  SlowPair p;
+  p.begin_send();
   REQUIRE(p.world.modify(p.b, QpState::err, {}));
   p.world.settle();
   CHECK_FALSE(p.b.poll(Direction::receive));
@@ -38,11 +52,8 @@ TEST_CASE("A flushed receive's buffer is its owner's: no copy that was pending w
 }
 
 TEST_CASE("A requester's memory that never answers holds the receiver's flush only for a while") {
-  Pair p;
-  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
-  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
-  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
-  p.world.settle();
+  SlowPair p;
+  p.begin_send();
   REQUIRE(p.world.modify(p.b, QpState::err, {}));
   p.world.pass(110'000'000);
   CHECK(p.b.poll(Direction::receive)->status == WcStatus::wr_flush_err);
@@ -55,13 +66,8 @@ TEST_CASE("A flush waits for the last step of what it has called off, and for 2 
     for (const bool ends : {true, false}) {
       CAPTURE(receiver_leaves);
       CAPTURE(ends);
-      Pair p;
-      p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
-      p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
-      if (receiver_leaves) p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
-      else p.a.post(SendSpec{.wr_id = 1, .opcode = WrOpcode::rdma_read, .sges = {p.mine.sge(0, 100)}, .remote = p.theirs.remote(0)});
-      p.world.settle();
-      REQUIRE(p.world.ports.jobs.size() == 1);
+      SlowPair p;
+      receiver_leaves ? p.begin_send() : p.begin_read();
       p.world.ports.begin_copy(0);
       TestQp& leaving = receiver_leaves ? p.b : p.a;
       const Direction direction = receiver_leaves ? Direction::receive : Direction::send;
@@ -77,11 +83,8 @@ TEST_CASE("A flush waits for the last step of what it has called off, and for 2 
 }
 
 TEST_CASE("What was called off before it began changes nothing any more") {
-  Pair p;
-  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
-  p.b.post(ReceiveSpec{5, {p.theirs.sge(0, 100)}});
-  p.a.post(SendSpec{.wr_id = 1, .sges = {p.mine.sge(0, 100)}});
-  p.world.settle();
+  SlowPair p;
+  p.begin_send();
   REQUIRE(p.world.modify(p.b, QpState::err, {}));
   p.world.pass(110'000'000);
   CHECK(p.b.poll(Direction::receive)->status == WcStatus::wr_flush_err);
@@ -91,10 +94,8 @@ TEST_CASE("What was called off before it began changes nothing any more") {
 }
 
 TEST_CASE("A flushed READ's buffer is its owner's too") {
-  Pair p;
-  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
-  p.a.post(SendSpec{.wr_id = 1, .opcode = WrOpcode::rdma_read, .sges = {p.mine.sge(0, 100)}, .remote = p.theirs.remote(0)});
-  p.world.settle();
+  SlowPair p;
+  p.begin_read();
   REQUIRE(p.world.modify(p.a, QpState::err, {}));
   p.world.settle();
   CHECK_FALSE(p.a.poll(Direction::send));
@@ -104,8 +105,7 @@ TEST_CASE("A flushed READ's buffer is its owner's too") {
 }
 
 TEST_CASE("What was posted before a position gets on while it waits for copies only") {
-  Pair p;
-  p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return true; };
+  SlowPair p;
   const auto send = [&p](std::uint64_t wr_id) { p.a.post(SendSpec{.wr_id = wr_id, .sges = {p.mine.sge(0, 100)}}); };
   for (std::uint64_t i = 0; i < 4; ++i) p.b.post(ReceiveSpec{i, {p.theirs.sge(i * 100, 100)}});
   for (std::uint64_t i = 0; i < 3; ++i) send(i);

@@ -321,11 +321,13 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
 void Service::drop_those_out() {
   const auto& removed = node_->member().known().removed();
   const std::int64_t now_s = std::time(nullptr);
-  for (const auto& [route, session] : std::map(sessions_)) {
+  std::vector<std::pair<SessionPtr, const char*>> out;  // closing one takes it out of sessions_
+  for (const auto& [route, session] : sessions_) {
     const CertificateInfo& shown = session->certificate();
-    if (removed.contains(shown.serial)) session->close("your host was removed from the subnet");
-    else if (shown.not_after_s < now_s) session->close("your certificate has expired: make another by \"vrdma host add\"");
+    if (removed.contains(shown.serial)) out.emplace_back(session, "your host was removed from the subnet");
+    else if (shown.not_after_s < now_s) out.emplace_back(session, "your certificate has expired: make another by \"vrdma host add\"");
   }
+  for (const auto& [session, why] : out) session->close(why);
   if (tls_->us().not_after_s < now_s && said_.insert("expired").second)
     log::error("hosts: our certificate has expired: make another by \"vrdma host add\", and join with that");
 }
