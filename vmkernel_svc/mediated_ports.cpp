@@ -402,4 +402,18 @@ void MediatedPorts::far_datagram(Qp& qp, const engine::Request& request, const U
   if (fabric_.far != nullptr) fabric_.far->send_datagram(qp, request, ud, qkey);
 }
 
+void MediatedPorts::far_say(engine::StandIn<MediatedPorts>& stand_in, engine::FarFramePtr frame, bool may_wait) {
+  fabric_.far->say(*stand_in.core.port.stand_in, std::move(frame), may_wait);
+}
+bool MediatedPorts::far_room(engine::StandIn<MediatedPorts>& stand_in) { return fabric_.far->has_room_for_answers(stand_in.host); }
+void MediatedPorts::far_asked(engine::StandIn<MediatedPorts>& stand_in) {
+  Qp& core = stand_in.core;
+  if (Qp* const target = peer(core); target != nullptr && target->port.psn_from_records) target->expected_psn = core.operation.request.psn;
+}
+void MediatedPorts::far_speaks_for(engine::StandIn<MediatedPorts>& stand_in, const engine::FarDatagram& head) {
+  fabric_.far->speaks_for(*stand_in.core.port.stand_in, head);
+}
+bool MediatedPorts::stands_still(Qp& qp) { return qp.port.owner->guest->frozen; }
+void MediatedPorts::count_malformed() { fabric_.far->count_malformed(); }
+
 }  // namespace vrdma::svc

@@ -19,6 +19,11 @@
 #include "vmkernel_svc/memory/region.hpp"
 #include "vrdma/control.hpp"
 
+namespace vrdma::engine {
+template <class P>
+struct StandIn;
+}
+
 namespace vrdma::svc {
 
 struct Guest;
@@ -183,6 +188,14 @@ class MediatedPorts {
   void far_describe(Qp& qp, engine::FarOpen& open);
   std::uint32_t far_epoch();
   void far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
+  // … and those who stand for their requesters (engine/far_responder.hpp).
+  void far_say(engine::StandIn<MediatedPorts>& stand_in, engine::FarFramePtr frame, bool may_wait);
+  bool far_room(engine::StandIn<MediatedPorts>& stand_in);
+  void far_asked(engine::StandIn<MediatedPorts>& stand_in);
+  void far_speaks_for(engine::StandIn<MediatedPorts>& stand_in, const engine::FarDatagram& head);
+  bool stands_still(Qp& qp);
+  bool is_awaited(Qp& qp) { return qp.port.waiting_at != nullptr; }
+  void count_malformed();
 
  private:
   Qp* addressed(std::uint32_t link_layer, const UdOperand& ud);  // of this host, in whatever partition

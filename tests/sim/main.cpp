@@ -62,8 +62,9 @@ int main(int argc, char** argv) {
   for (std::uint64_t seed = first; seed < first + schedules; ++seed)
     if (!holds(seed, Planted::none, totals)) return 1;
   std::printf("%" PRIu64 " schedules hold: %" PRIu64 " steps, %" PRIu64 " sends and %" PRIu64 " receives completed (%" PRIu64
-              " errors, %" PRIu64 " of them flushes), %" PRIu64 " copies, %" PRIu64 " resets, %.1f s of CPU\n",
-              schedules, totals.steps, totals.sends, totals.receives, totals.errors, totals.flushes, totals.copies, totals.resets,
+              " errors, %" PRIu64 " of them flushes), %" PRIu64 " copies, %" PRIu64 " resets, %" PRIu64 " links cut, %" PRIu64
+              " hosts begun anew, %.1f s of CPU\n",
+              schedules, totals.steps, totals.sends, totals.receives, totals.errors, totals.flushes, totals.copies, totals.resets, totals.cuts, totals.restarts,
               static_cast<double>(std::clock()) / CLOCKS_PER_SEC);
   return 0;
 }

@@ -35,11 +35,15 @@ Schedule::Schedule(std::uint64_t seed, Planted planted) : random_(seed), planted
       if (nodes_[i].qp != nullptr && &nodes_[i].qp->core == &qp) checker_.published(i, direction, cqe, state);
   };
 
-  const std::uint32_t guest_count = random_.between(1, 4);
+  host_count_ = random_.chance(50) ? 1 : random_.between(2, 3);
+  if (random_.chance(30)) hosts_.room_bytes = random_.between(1, 4) * 1000;
+  const std::uint32_t guest_count = random_.between(host_count_, 4);
   for (std::uint32_t i = 0; i < guest_count; ++i) {
     Guest guest{};
     guest.pd = i + 1;
     guest.lid = static_cast<std::uint16_t>(i + 1);
+    guest.host = i < host_count_ ? i : random_.below(host_count_);
+    hosts_.host_of_lid[guest.lid] = guest.host;
     guest.source = &world_.memory(payload_max_ * 2 + 4096, guest.pd);
     std::uint64_t word = random_.next();
     for (std::size_t at = 0; at < guest.source->bytes.size(); ++at) {
@@ -83,6 +87,7 @@ std::uint32_t Schedule::add_node(QpType type, std::uint32_t guest_index, bool us
   node.guest = guest_index;
   node.uses_srq = uses_srq && guest.srq != nullptr;
   node.qp = &world_.add(type, guest.pd, guest.lid, node.uses_srq ? &guest.srq->core : nullptr, depth);
+  node.qp->core.port.host = guest.host;
   const auto slots = [&](std::uint32_t bytes) {
     return std::make_unique<Slots>(world_.memory(Slots::bytes_for(slot_count, bytes), guest.pd), slot_count, bytes);
   };
@@ -115,7 +120,8 @@ bool Schedule::bring_up(std::uint32_t index, std::uint32_t psn_in, std::uint32_t
 }
 
 void Schedule::connect(std::uint32_t a, std::uint32_t b) {
-  const auto psn = [&] { return random_.chance(30) ? 0xfffff0 + random_.below(16) : random_.below(0x1000000); };
+  // No two connections have any in common: between hosts something of an earlier one may still be on its way.
+  const auto psn = [&] { return (0xfffff0 + connections_++ * 0x10000 + random_.below(16)) & psn_mask; };
   const std::uint32_t ab = psn(), ba = a == b ? ab : psn(), mtu = random_.between(1, 5);
   if (!bring_up(a, ba, ab, mtu) || (a != b && !bring_up(b, ab, ba, mtu))) Checker::fail("a connection was refused");
 }
@@ -244,7 +250,20 @@ void Schedule::post_shared_receive(Guest& guest) {
 
 // --- running --------------------------------------------------------------------------------------------------
 
+// Records arrive, or what arrived earlier is run.
+void Schedule::run_network() {
+  if (random_.chance(50)) {
+    const std::uint32_t from = random_.below(host_count_), to = random_.below(host_count_);
+    if (from != to) hosts_.deliver(from, to, random_.between(1, 6));
+    return;
+  }
+  hosts_.for_each_stand_in([&](auto& stand_in) {
+    if (random_.chance(50)) hosts_.run(stand_in);
+  });
+}
+
 void Schedule::run_one() {
+  if (host_count_ > 1 && random_.chance(60)) return run_network();
   const std::uint32_t first = random_.below(static_cast<std::uint32_t>(nodes_.size()));
   for (std::uint32_t i = 0; i < nodes_.size(); ++i) {
     Node& node = nodes_[(first + i) % nodes_.size()];
@@ -274,23 +293,38 @@ void Schedule::finish_some_copy() {
   else ports.finish_copy(which);
 }
 
-void Schedule::let_time_pass() {
+template <class See>
+void Schedule::for_each_core(See&& see) {
+  for (Node& node : nodes_)
+    if (node.qp != nullptr && !node.dead) see(node.qp->core);
+  hosts_.for_each_stand_in([&](auto& stand_in) { see(stand_in.core); });
+}
+
+std::uint64_t Schedule::next_timer() {
   std::uint64_t next = ~std::uint64_t{0};
-  for (const Node& node : nodes_)
-    if (node.qp != nullptr && node.qp->core.port.wake_ns != 0) next = std::min(next, node.qp->core.port.wake_ns);
+  for_each_core([&](auto& core) {
+    if (core.port.wake_ns != 0) next = std::min(next, core.port.wake_ns);
+  });
+  return next;
+}
+
+void Schedule::fire_timers() {
+  for_each_core([&](auto& core) {
+    if (core.port.wake_ns == 0 || core.port.wake_ns > world_.ports.time_ns) return;
+    core.port.wake_ns = 0;
+    core.port.runnable = true;
+  });
+}
+
+void Schedule::let_time_pass() {
+  const std::uint64_t next = next_timer();
   std::uint64_t ns = random_.between(1, 20'000);
   if (!calm_ && next != ~std::uint64_t{0} && next > world_.ports.time_ns && random_.chance(50)) ns = next - world_.ports.time_ns;
   // Where contents are checked no copy lasts so long that anybody gives up waiting for it.
   if (strict_ && ns > 20'000)
     while (!world_.ports.jobs.empty()) finish_some_copy();
   world_.ports.time_ns += ns;
-  for (Node& node : nodes_) {
-    if (node.qp == nullptr) continue;
-    auto& port = node.qp->core.port;
-    if (port.wake_ns == 0 || port.wake_ns > world_.ports.time_ns || node.dead) continue;
-    port.wake_ns = 0;
-    port.runnable = true;
-  }
+  fire_timers();
 }
 
 void Schedule::poll(std::uint32_t index) {
@@ -315,124 +349,6 @@ void Schedule::poll(std::uint32_t index) {
         checker_.receive_polled(index, node.uses_srq ? static_cast<int>(node.guest) : -1, *completion);
       }
     }
-  }
-}
-
-// --- what goes wrong ------------------------------------------------------------------------------------------
-
-// As the service does before it resets or destroys a queue pair: copies have a while to end, then what others have under way is called off.
-bool Schedule::may_reset(std::uint32_t index) {
-  if (!strict_) return true;
-  auto& core = nodes_[index].qp->core;
-  if (Engine<TestPorts>::copies_under_way(core) && random_.chance(50)) return false;
-  world_.engine.turn_away_requester(core);
-  return world_.ports.last_step_ns(core) == 0;
-}
-
-// … and after it: what the queue pair itself had under way was called off by that.
-void Schedule::await_last_steps(const test::TestPorts::Qp& core) {
-  auto& jobs = world_.ports.jobs;
-  for (std::size_t i = 0; strict_ && i < jobs.size();) {
-    if (jobs[i]->begun && (jobs[i]->of == &core || jobs[i]->receiver == &core)) world_.ports.finish_copy(i);
-    else ++i;
-  }
-}
-
-void Schedule::reset_pair(std::uint32_t index) {
-  const std::uint32_t other = nodes_[index].type == QpType::ud ? index : nodes_[index].peer;
-  for (const std::uint32_t each : {index, other}) {
-    if (nodes_[each].qp == nullptr || !may_reset(each)) return;
-    while (nodes_[each].qp->poll(Direction::send)) {}  // completions of a queue pair that is reset are dropped
-    while (true) {
-      const auto completion = nodes_[each].qp->poll(Direction::receive);
-      if (!completion) break;
-      checker_.receive_polled(each, nodes_[each].uses_srq ? static_cast<int>(nodes_[each].guest) : -1, *completion);
-    }
-    if (!world_.modify(*nodes_[each].qp, QpState::reset, {})) Checker::fail("RESET was refused");
-    await_last_steps(nodes_[each].qp->core);
-    nodes_[each].qp->send_writer.set_freed(nodes_[each].qp->send_writer.position());
-    nodes_[each].qp->receive_writer.set_freed(nodes_[each].qp->receive_writer.position());
-    checker_.forget(each);
-    ++count_.resets;
-  }
-  if (nodes_[index].type == QpType::ud)
-    bring_up(index, 0, 0, 5);
-  else
-    connect(index, other);
-}
-
-// Destroys a queue pair, as when its process dies, and puts a new one in its place.
-void Schedule::replace(std::uint32_t index) {
-  Node& node = nodes_[index];
-  if (node.type == QpType::ud || node.peer == index || !may_reset(index)) return;
-  const std::uint32_t other = node.peer;
-  while (node.qp->poll(Direction::send)) {}
-  while (true) {
-    const auto completion = node.qp->poll(Direction::receive);
-    if (!completion) break;
-    checker_.receive_polled(index, node.uses_srq ? static_cast<int>(node.guest) : -1, *completion);
-  }
-  world_.engine.abandon(node.qp->core);
-  await_last_steps(node.qp->core);
-  std::erase_if(world_.qps, [&](const auto& qp) { return qp.get() == node.qp; });
-  node.qp = nullptr;
-  checker_.forget(index);
-  const QpType type = node.type;
-  const std::uint32_t guest = node.guest;
-  if (nodes_[other].qp != nullptr && random_.chance(50)) {  // the survivor goes on alone for a while: it must find out
-    for (std::uint32_t i = 0; i < 30; ++i) {
-      if (random_.chance(30)) post_send(other);
-      run_one(), finish_some_copy(), let_time_pass(), poll(other);
-    }
-  }
-  if (nodes_[other].qp == nullptr || !may_reset(other)) return;
-  const std::uint32_t fresh = add_node(type, guest, random_.chance(50));
-  join(fresh, other);
-  reset_pair(other);
-}
-
-void Schedule::lose_memory(std::uint32_t index) {
-  Node& node = nodes_[index];
-  Guest& guest = guests_[node.guest];
-  test::TestWorld::Memory* const all[] = {&node.inbox->memory(), &node.answers->memory(), &node.outside->memory(), guest.source};
-  test::TestWorld::Memory& memory = *all[random_.below(4)];
-  auto& regions = world_.ports.regions;
-  const auto found = regions.find(memory.key);
-  if (found == regions.end()) return;
-  const test::TestRegion region = found->second;
-  if (!world_.ports.remove_region(memory.key)) return;  // copies are under way on it
-  memory.key = world_.ports.add_region({region.pd, region.access, region.iova, region.bytes, region.memory, 0, 0});
-}
-
-void Schedule::go_wrong() {
-  const std::uint32_t index = random_.below(static_cast<std::uint32_t>(nodes_.size()));
-  if (nodes_[index].qp == nullptr) return;
-  auto& qp = *nodes_[index].qp;
-  switch (random_.below(7)) {
-    case 0:
-      world_.modify(qp, QpState::err, {});
-      break;
-    case 1:
-    case 2:
-      reset_pair(index);
-      break;
-    case 3:
-      if (random_.chance(50)) replace(index);
-      break;
-    case 4:
-      lose_memory(index);
-      break;
-    case 5:
-      if (qp.core.state == QpState::rts)
-        world_.modify(qp, QpState::sqd, {});
-      else if (qp.core.state == QpState::sqd)
-        world_.modify(qp, QpState::rts, {});
-      break;
-    default:
-      if (qp.core.state == QpState::sqe && qp.core.send_ring.empty() && checker_.queues[index].sends.empty()) {
-        if (!world_.modify(qp, QpState::rts, {})) Checker::fail("SQE to RTS was refused");
-        checker_.queues[index].failed = false;
-      }
   }
 }
 
@@ -470,7 +386,7 @@ void Schedule::poll_all() {
     for (int again = 0; again < 16; ++again) poll(i);
 }
 
-// Everybody's copies come to an end, timers go off; nobody who is not runnable is run.
+// Everybody's copies come to an end, records arrive, timers go off; nobody who is not runnable is run.
 void Schedule::run_until_quiet(std::uint64_t ns) {
   slow_percent_ = 0;
   const std::uint64_t until = world_.ports.time_ns + ns;
@@ -485,20 +401,17 @@ void Schedule::run_until_quiet(std::uint64_t ns) {
         if (world_.engine.run(node.qp->core, budget) == Progress::worked) node.qp->core.port.runnable = true;
         more = true;
       }
+      for (std::uint32_t from = 0; from < host_count_; ++from)
+        for (std::uint32_t to = 0; to < host_count_; ++to)
+          if (hosts_.anything_on_the_way(from, to)) hosts_.deliver(from, to, 64), more = true;
+      more |= hosts_.run_stand_ins();
     }
     poll_all();
     if (!world_.ports.jobs.empty()) continue;
-    std::uint64_t next = until;
-    for (const Node& node : nodes_)
-      if (node.qp != nullptr && !node.dead && node.qp->core.port.wake_ns != 0)
-        next = std::min(next, std::max(node.qp->core.port.wake_ns, world_.ports.time_ns));
+    const std::uint64_t next = std::max(next_timer(), world_.ports.time_ns);
     if (next >= until) break;
     world_.ports.time_ns = next;
-    for (Node& node : nodes_) {
-      if (node.qp == nullptr || node.dead) continue;
-      auto& port = node.qp->core.port;
-      if (port.wake_ns != 0 && port.wake_ns <= next) port.wake_ns = 0, port.runnable = true;
-    }
+    fire_timers();
   }
   world_.ports.time_ns = until;
 }
@@ -506,6 +419,10 @@ void Schedule::run_until_quiet(std::uint64_t ns) {
 void Schedule::drain() {
   for (std::uint32_t i = 0; i < nodes_.size(); ++i)
     if (nodes_[i].qp != nullptr && nodes_[i].qp->core.state == QpState::sqd) world_.modify(*nodes_[i].qp, QpState::rts, {});
+  // What stays broken is found out: a host that is silent for longer than all retries take is given up.
+  for (std::uint32_t from = 0; from < host_count_; ++from)
+    for (std::uint32_t to = 0; to < host_count_; ++to)
+      if (random_.chance(70)) hosts_.heal(from, to);
   // As long as somebody waits for a receive, one is posted; a calm schedule ends with everything delivered.
   for (int round = 0; round < 40; ++round) {
     for (std::uint32_t i = 0; i < nodes_.size(); ++i)
@@ -576,6 +493,7 @@ void Schedule::run(Totals& totals) {
   tear_down();
   totals.sends += count_.sends, totals.receives += count_.receives, totals.errors += count_.errors;
   totals.flushes += count_.flushes, totals.steps += steps_, totals.copies += world_.ports.copies, totals.resets += count_.resets;
+  totals.cuts += count_.cuts, totals.restarts += count_.restarts;
 }
 
 }  // namespace vrdma::sim

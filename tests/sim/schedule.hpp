@@ -1,4 +1,5 @@
-// One simulated run: guests, queue pairs, posters, pollers, slow memory, time, and what goes wrong, all drawn from one seed.
+// One simulated run: hosts, guests, queue pairs, posters, pollers, slow memory, slow and broken links, time, and what goes wrong, all drawn
+// from one seed.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "tests/sim/checker.hpp"
+#include "vmkernel_svc/engine/test_hosts.hpp"
 
 namespace vrdma::sim {
 
@@ -30,7 +32,7 @@ class Random {
 };
 
 struct Totals {
-  std::uint64_t sends = 0, receives = 0, errors = 0, flushes = 0, steps = 0, copies = 0, resets = 0;
+  std::uint64_t sends = 0, receives = 0, errors = 0, flushes = 0, steps = 0, copies = 0, resets = 0, cuts = 0, restarts = 0;
 };
 
 class Schedule {
@@ -42,6 +44,7 @@ class Schedule {
   struct Guest {
     std::uint32_t pd;
     std::uint16_t lid;
+    std::uint32_t host;
     test::TestWorld::Memory* source;   // never changes: what SENDs and WRITEs send and READs read
     test::TestWorld::Memory* counter;  // fetch-and-add
     std::uint64_t counter_start;
@@ -68,6 +71,7 @@ class Schedule {
   void post_receive(std::uint32_t node);
   void post_shared_receive(Guest& guest);
   void run_one();
+  void run_network();
   void poll(std::uint32_t node);
   void finish_some_copy();
   void let_time_pass();
@@ -76,8 +80,16 @@ class Schedule {
   void await_last_steps(const test::TestPorts::Qp& core);
   void reset_pair(std::uint32_t node);
   void replace(std::uint32_t node);
+  bool bury(std::uint32_t node);
+  void survive(std::uint32_t node);
+  void restart(std::uint32_t host);
+  void break_link();
   void lose_memory(std::uint32_t node);
 
+  template <class See>
+  void for_each_core(See&& see);
+  std::uint64_t next_timer();
+  void fire_timers();
   void drain();
   void tear_down();
   void run_until_quiet(std::uint64_t ns);
@@ -89,8 +101,10 @@ class Schedule {
   Random random_;
   Planted planted_;
   bool calm_, strict_;
-  std::uint32_t payload_max_, slow_percent_, steps_;
+  std::uint32_t payload_max_, slow_percent_, steps_, host_count_;
+  std::uint32_t connections_ = 0;  // made so far
   test::TestWorld world_;
+  test::TestHosts hosts_{world_.ports, world_.engine};
   Checker checker_;
   std::vector<Guest> guests_;
   std::vector<Node> nodes_;

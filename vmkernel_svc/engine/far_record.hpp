@@ -1,5 +1,5 @@
 // What the two halves of a connection say to each other when a carrier lies between them: the requester's half runs where the
-// guest posted, the responder's on the target's host, by a stand-in of the requester (stand_in.hpp).
+// guest posted, the responder's on the target's host, by a stand-in of the requester (far_responder.hpp).
 //
 //     requester (far_requester.hpp)                          stand-in on the target's host
 //       open      who asks, and with which attributes    →     a stand-in, or a fresh one in place of an older epoch's
@@ -34,6 +34,13 @@ enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, p
 constexpr std::uint32_t far_part_bytes = 64 * 1024 - 512;  // payload of one record
 constexpr std::uint64_t far_window_bytes = 1024 * 1024;    // under way in one direction of a connection
 constexpr std::uint32_t far_window_messages = 128;
+// The same for an engine of certain ports: tests have smaller ones, to come to their ends often.
+template <class P>
+struct FarLimits {
+  static constexpr std::uint32_t part_bytes = far_part_bytes;
+  static constexpr std::uint64_t window_bytes = far_window_bytes;
+  static constexpr std::uint32_t window_messages = far_window_messages;
+};
 
 struct FarRecord {
   FarKind kind;

@@ -31,6 +31,7 @@ template <class P>
 class FarRequester {
  public:
   using Half = FarHalf;
+  using Limits = FarLimits<P>;
 
   FarRequester(P& ports, Responder<P>& responder, Requester<P>& requester)
       : ports_(ports), responder_(responder), requester_(requester) {}
@@ -54,7 +55,7 @@ class FarRequester {
       worked = true;
     }
     worked |= far.sent != sent || far.messages != messages;
-    watch_silence(qp);
+    worked |= watch_silence(qp);
     return worked ? Progress::worked : busy(qp) || !far.outstanding.empty() ? Progress::waiting : Progress::idle;
   }
 
@@ -67,7 +68,7 @@ class FarRequester {
       worked = true;
     }
     Half& far = *qp.far;
-    if (far.taken - far.told >= far_window_bytes / 4 && far.opened) send_bare(qp, FarKind::credit);
+    if (far.taken - far.told >= Limits::window_bytes / 4 && far.opened) send_bare(qp, FarKind::credit);
     return worked;
   }
 
@@ -220,7 +221,7 @@ class FarRequester {
     if (far.arrived_copy) return false;  // the ports' copy is of what arrived: the next operation has one of its own
     if (!busy(qp)) {
       if (far.given_one_by_one) return false;
-      if (far.outstanding.size() >= far_window_messages || far.sent - far.credited >= far_window_bytes) {
+      if (far.outstanding.size() >= Limits::window_messages || far.sent - far.credited >= Limits::window_bytes) {
         far.blocked = true;
         return false;
       }
@@ -278,11 +279,11 @@ class FarRequester {
     const std::uint64_t payload = op.rule->reads ? 0 : op.request.bytes;
     for (;;) {
       if (!far.filling) {
-        if (far.sent - far.credited >= far_window_bytes || !ports_.far_room(qp)) {
+        if (far.sent - far.credited >= Limits::window_bytes || !ports_.far_room(qp)) {
           far.blocked = true;
           return false;
         }
-        far.filling = FarFrame::make(static_cast<std::uint32_t>(std::min<std::uint64_t>(payload - op.moved_bytes, far_part_bytes)));
+        far.filling = FarFrame::make(static_cast<std::uint32_t>(std::min<std::uint64_t>(payload - op.moved_bytes, Limits::part_bytes)));
         describe(qp, far.filling->record());
       }
       FarRecord& record = far.filling->record();
@@ -326,11 +327,13 @@ class FarRequester {
   }
 
   // --- time ---------------------------------------------------------------------------------------------------
-  void watch_silence(Qp<P>& qp) {
+  // True: the far host was silent for too long.
+  bool watch_silence(Qp<P>& qp) {
     Half& far = *qp.far;
     if (qp.state == QpState::err || (far.outstanding.empty() && !busy(qp))) {
-      far.waiting_since_ns = 0;
-      return;
+      // Who has lost messages to a host that is not there loses the next ones without waiting for each, until it is heard.
+      if (qp.type != QpType::uc || far.waiting_since_ns == 0 || ports_.far_silent_ns(qp) < uc_patience_ns) far.waiting_since_ns = 0;
+      return false;
     }
     const std::uint64_t now = ports_.now_ns();
     if (far.waiting_since_ns == 0) far.waiting_since_ns = now;
@@ -342,12 +345,15 @@ class FarRequester {
       const std::uint64_t silent = std::min(ports_.far_silent_ns(qp), now - far.waiting_since_ns);
       if (silent >= patience) {
         ++qp.counters.ack_timeouts;
-        far.waiting_since_ns = 0;
-        return lose(qp);
+        const std::uint64_t since = std::exchange(far.waiting_since_ns, 0);
+        lose(qp);
+        if (qp.type == QpType::uc) far.waiting_since_ns = since;
+        return true;
       }
       look_ns = std::min(look_ns, now + std::max(patience - silent, look_again_ns));
     }
     ports_.wake_at(qp, look_ns);
+    return false;
   }
 
   P& ports_;

@@ -15,9 +15,36 @@
 #include <optional>
 #include <vector>
 
-#include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/engine/far_responder.hpp"
 
 namespace vrdma::engine::test {
+class TestPorts;
+}
+namespace vrdma::engine {
+template <>
+struct FarLimits<test::TestPorts> {
+  static constexpr std::uint32_t part_bytes = 256;
+  static constexpr std::uint64_t window_bytes = 1024;
+  static constexpr std::uint32_t window_messages = 6;
+};
+}  // namespace vrdma::engine
+
+namespace vrdma::engine::test {
+
+// Other hosts, in tests that have any (test_hosts.hpp). Hosts are named by number.
+class TestNetwork {
+ public:
+  virtual ~TestNetwork() = default;
+  virtual std::optional<std::uint32_t> host_of(std::uint16_t lid) = 0;
+  virtual void send(Qp<TestPorts>& qp, FarFramePtr frame) = 0;
+  virtual void say(StandIn<TestPorts>& stand_in, FarFramePtr frame) = 0;
+  virtual bool has_room(std::uint32_t from, std::uint32_t to) = 0;
+  virtual std::uint64_t session(std::uint32_t from, std::uint32_t of) = 0;
+  virtual std::uint64_t silent_ns(std::uint32_t here, std::uint32_t host) = 0;
+  virtual std::uint32_t epoch() = 0;
+  virtual void answer(StandIn<TestPorts>& stand_in, WcStatus status) = 0;
+  virtual void send_datagram(Qp<TestPorts>& qp, const Request& request, const UdOperand& ud, std::uint32_t qkey) = 0;
+};
 
 // Also in builds without assertions: what the engine owes its ports.
 inline void require(bool holds, const char* what) {
@@ -54,6 +81,8 @@ class TestPorts {
   struct QpPort {
     std::uint32_t pd = 0;
     std::uint16_t lid = 1;
+    std::uint32_t host = 0;
+    engine::StandIn<TestPorts>* stand_in = nullptr;  // of a stand-in's core
     std::uint64_t wake_ns = 0;  // 0: no timer
     bool runnable = false;
     std::shared_ptr<Job> job;
@@ -78,6 +107,7 @@ class TestPorts {
   std::function<void(Qp&, Direction, const Cqe&, CqeState)> on_completion = [](Qp&, Direction, const Cqe&, CqeState) {};
   std::function<void(Qp&)> on_state_changed = [](Qp&) {};
   std::uint64_t copies = 0;
+  TestNetwork* network = nullptr;
   static constexpr std::uint64_t last_step_max_ns = 2'000'000'000;
 
   std::uint32_t add_region(TestRegion region) {
@@ -180,6 +210,7 @@ class TestPorts {
   }
 
   bool complete(Qp& qp, Direction direction, const Cqe& cqe, const CqeState& state) {
+    if (qp.port.stand_in != nullptr) return network->answer(*qp.port.stand_in, state.status), true;
     if (qp.port.completions_max != 0 && qp.port.completions_unpolled >= qp.port.completions_max) {
       qp.port.overran = true;
       return false;
@@ -202,13 +233,25 @@ class TestPorts {
   std::uint64_t now_ns() { return time_ns; }
   void wake_at(Qp& qp, std::uint64_t ns) { qp.port.wake_ns = ns; }
 
-  Qp* peer(Qp& qp) { return by_address(qp.attributes.dest_qp_num, qp.attributes.path.dlid); }
-  Qp* datagram_peer(Qp&, const UdOperand& ud) { return by_address(ud.remote_qpn, ud.dlid); }
-  Qp* multicast_peer(Qp&, const UdOperand& ud, std::uint32_t index) {
+  Qp* peer(Qp& qp) {
+    const auto host = network != nullptr ? network->host_of(qp.attributes.path.dlid) : std::nullopt;
+    if (!host || *host == qp.port.host) return by_address(qp, qp.attributes.dest_qp_num, qp.attributes.path.dlid);
+    if (qp.far == nullptr && qp.port.stand_in == nullptr) {
+      qp.far = std::make_unique<FarHalf>();
+      qp.far->host = *host;
+      qp.far->epoch = network->epoch();
+    }
+    return nullptr;
+  }
+  Qp* datagram_peer(Qp& qp, const UdOperand& ud) { return by_address(qp, ud.remote_qpn, ud.dlid); }
+  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index) {
     Gid gid;
     std::memcpy(gid.data(), ud.dgid, 16);
     const auto group = groups.find(gid);
-    return group == groups.end() || index >= group->second.size() ? nullptr : group->second[index];
+    if (group == groups.end()) return nullptr;
+    for (Qp* const member : group->second)
+      if (member->port.host == qp.port.host && index-- == 0) return member;
+    return nullptr;
   }
   bool leads_back(Qp& receiver, Qp& sender) { return receiver.attributes.path.dlid == sender.port.lid; }
   bool write_grh(Qp&, Qp&, const UdOperand& ud, std::uint32_t, std::byte* bytes) {
@@ -218,6 +261,29 @@ class TestPorts {
   }
   std::uint16_t lid(Qp& qp) { return qp.port.lid; }
   std::uint8_t sl(Qp&, const UdOperand& ud) { return ud.sl; }
+
+  // --- other hosts --------------------------------------------------------------------------------------------
+  void far_send(Qp& qp, FarFramePtr frame) { network->send(qp, std::move(frame)); }
+  bool far_room(Qp& qp) { return network->has_room(qp.port.host, qp.far->host); }
+  std::uint64_t far_session(Qp& qp) { return network->session(qp.port.host, qp.far->host); }
+  std::uint64_t far_silent_ns(Qp& qp) { return network->silent_ns(qp.port.host, qp.far->host); }
+  void far_describe(Qp& qp, FarOpen& open) {
+    const QpAttributes& a = qp.attributes;
+    open = {a.path, 0, 0, qp.port.lid, static_cast<std::uint8_t>(qp.type), a.timeout, a.retry_cnt, a.rnr_retry,
+            static_cast<std::uint8_t>(a.path_mtu), 0, a.dest_qp_num, 0, {}};
+  }
+  std::uint32_t far_epoch() { return network->epoch(); }
+  void far_datagram(Qp& qp, const Request& request, const UdOperand& ud, std::uint32_t qkey) {
+    if (network != nullptr && qp.port.stand_in == nullptr) network->send_datagram(qp, request, ud, qkey);
+  }
+  void far_say(engine::StandIn<TestPorts>& stand_in, FarFramePtr frame, bool) { network->say(stand_in, std::move(frame)); }
+  bool far_room(engine::StandIn<TestPorts>& stand_in) { return network->has_room(stand_in.core.port.host, stand_in.host); }
+  void far_asked(engine::StandIn<TestPorts>&) {}
+  void far_speaks_for(engine::StandIn<TestPorts>& lane, const FarDatagram& head) { lane.core.port.lid = head.lid; }
+  bool stands_still(Qp&) { return false; }
+  bool is_awaited(Qp&) { return false; }
+  void announce() {}
+  void count_malformed() { require(false, "what a requester sends makes sense"); }
 
  private:
   static bool same(const Place& a, const Place& b) {
@@ -258,14 +324,15 @@ class TestPorts {
     return MemoryStatus::done;
   }
 
-  Qp* by_address(std::uint32_t qpn, std::uint16_t lid_wanted) {
+  Qp* by_address(const Qp& from, std::uint32_t qpn, std::uint16_t lid_wanted) {
     const auto found = queue_pairs.find(qpn);
-    return found == queue_pairs.end() || found->second->port.lid != lid_wanted ? nullptr : found->second;
+    const bool there = found != queue_pairs.end() && found->second->port.lid == lid_wanted && found->second->port.host == from.port.host;
+    return there ? found->second : nullptr;
   }
 
   std::uint32_t next_key_ = 0x100;
   std::uint64_t next_generation_ = 1;
 };
-static_assert(PortsFor<TestPorts>);
+static_assert(PortsFor<TestPorts> && StandInPortsFor<TestPorts>);
 
 }  // namespace vrdma::engine::test

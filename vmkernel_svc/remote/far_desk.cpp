@@ -19,8 +19,9 @@ using engine::QpType;
 namespace {
 constexpr std::int64_t queued_bytes_max = 8 << 20;         // with the carrier, for one host
 constexpr std::int64_t datagram_bytes_max = 4 << 20;       // of them, before datagrams are lost
+constexpr std::int64_t answers_bytes_max = 16 << 20;       // … and before requests of that host wait
+constexpr std::int64_t told_bytes_max = 32 << 20;          // … and before it is told nothing any more: it does not listen
 constexpr std::size_t datagrams_waiting_max = 256;         // at a receiver's host, for a sixteenth of its receivers
-constexpr std::uint64_t stand_in_bytes_max = 4 * engine::far_window_bytes;  // queued, by a peer that keeps to the window
 constexpr std::uint32_t stand_ins_max = 65536;             // of one host
 constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
 constexpr std::uint64_t arrived_bytes_max = 4 * engine::far_window_bytes;
@@ -36,7 +37,7 @@ std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
 
 FarDesk::FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Engine<MediatedPorts>& engine,
                  std::shared_ptr<remote::Directory> directory, std::unique_ptr<remote::Carrier> carrier)
-    : fabric_(fabric), shard_(shard), ports_(ports), engine_(engine), directory_(std::move(directory)), carrier_(std::move(carrier)) {
+    : fabric_(fabric), shard_(shard), ports_(ports), engine_(engine), responder_(ports, engine), directory_(std::move(directory)), carrier_(std::move(carrier)) {
   look_at_directory();
   if (fabric_.config.hca) hca_ = std::make_unique<HcaDesk>(fabric_, shard_, ports_, engine_, *this);
 }
@@ -102,25 +103,26 @@ bool FarDesk::route(Qp& qp) {
   return true;
 }
 
-void FarDesk::send(Qp& qp, FarFramePtr frame) {
-  Host& host = at(qp.far->host);
-  if (hca_) hca_->want_trunk(qp.far->host);
-  frame->host = qp.far->host;
+FarFramePtr FarDesk::address(remote::HostId id, FarFramePtr frame) {
+  Host& host = at(id);
+  frame->host = id;
   frame->session = host.session;
+  host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
+  return frame;
+}
+
+void FarDesk::send(Qp& qp, FarFramePtr frame) {
+  if (hca_) hca_->want_trunk(qp.far->host);
   frame->record().connection = qp.qpn.value;
   frame->record().epoch = qp.far->epoch;
-  host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
-  give(std::move(frame));
+  give(address(qp.far->host, std::move(frame)));
 }
 
 // Of nobody's queue pair.
 void FarDesk::send_to(remote::HostId id, FarFramePtr frame) {
-  Host& host = at(id);
-  if (host.session == 0) return;
-  frame->host = id;
-  frame->session = host.session;
-  host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
-  give(std::move(frame));
+  const Host& host = at(id);
+  if (host.session == 0 || host.gauge->queued_bytes.load(std::memory_order_relaxed) > told_bytes_max) return;
+  give(address(id, std::move(frame)));
 }
 
 bool FarDesk::has_stand_in(remote::HostId host, std::uint32_t requester, std::uint32_t target) const {
@@ -133,6 +135,8 @@ bool FarDesk::has_room(std::uint32_t id) {
   if (hca_ && hca_->holds(id)) return false;
   return host.session != 0 && host.gauge->queued_bytes.load(std::memory_order_relaxed) < queued_bytes_max;
 }
+
+bool FarDesk::has_room_for_answers(std::uint32_t id) { return at(id).gauge->queued_bytes.load(std::memory_order_relaxed) < answers_bytes_max; }
 
 std::uint64_t FarDesk::silent_ns(std::uint32_t host) { return at(host).gauge->silent_ns.load(std::memory_order_relaxed); }
 
@@ -159,11 +163,8 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     engine::FarDatagram head{ud, guest.guid, guest.link_layer, qkey, guest.lid, qp.port.pkey, {}};
     std::memcpy(frame->payload(), &head, sizeof(head));
     std::memcpy(frame->payload() + sizeof(head), qp.datagram.get() + engine::grh_bytes, payload);
-    frame->host = id;
-    frame->session = host.session;
-    host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
     if (hca_) hca_->want_trunk(id);
-    give(std::move(frame));
+    give(address(id, std::move(frame)));
   };
   if (ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff) {
     Gid group;
@@ -183,6 +184,47 @@ bool FarDesk::may_tell(remote::HostId host) {
 }
 
 bool FarDesk::is_connected(remote::HostId host) { return at(host).gauge->connected.load(std::memory_order_relaxed); }
+
+// --- stand-ins ------------------------------------------------------------------------------------------------
+
+void FarDesk::make_runnable(StandIn& stand_in) {
+  if (std::exchange(stand_in.runnable, true)) return;
+  runnable_.push_back(&stand_in);
+}
+
+void FarDesk::set_timer(StandIn& stand_in, std::uint64_t at_ns) {
+  if (stand_in.wake_ns == at_ns) return;
+  if (stand_in.wake_ns != 0) timers_.erase({stand_in.wake_ns, &stand_in});
+  stand_in.wake_ns = at_ns;
+  timers_.insert({at_ns, &stand_in});
+}
+
+// Its owner erases it afterwards.
+void FarDesk::drop(StandIn& stand_in) {
+  engine_.abandon(stand_in.core);
+  shard_.forget(stand_in.core);
+  if (stand_in.wake_ns != 0) timers_.erase({stand_in.wake_ns, &stand_in});
+  std::replace(runnable_.begin(), runnable_.end(), &stand_in, static_cast<StandIn*>(nullptr));
+}
+
+bool FarDesk::run(StandIn& stand_in) {
+  const auto turn = responder_.run(stand_in);
+  if (turn.again) make_runnable(stand_in);
+  return turn.worked;
+}
+
+void FarDesk::say(StandIn& stand_in, FarFramePtr frame, bool may_wait) {
+  frame = address(stand_in.host, std::move(frame));
+  may_wait ? hold(std::move(frame)) : give(std::move(frame));
+}
+
+void FarDesk::speaks_for(StandIn& lane, const engine::FarDatagram& head) {
+  lane.guid = head.guid;
+  lane.lid = head.lid;
+  lane.link_layer = head.link_layer;
+  lane.gids = gids_of(head.guid, head.lid, head.link_layer);
+  lane.core.port.pkey = judged(lane.host, head.pkey);
+}
 
 // --- what comes -----------------------------------------------------------------------------------------------
 
@@ -356,26 +398,15 @@ void FarDesk::open(FarFramePtr frame) {
   auto& slot = stand_ins_[key];
   slot = std::make_unique<StandIn>();
   StandIn& stand_in = *slot;
-  stand_in.host = frame->host;
-  stand_in.epoch = record.epoch;
+  responder_.open(stand_in, frame->host, record, said);
   stand_in.guid = said.guid;
   stand_in.link_layer = said.link_layer;
   stand_in.lid = said.lid;
   stand_in.gids = gids_of(said.guid, said.lid, said.link_layer);
-  Qp& core = stand_in.core;
-  core.port.stand_in = &stand_in;
   stand_in.claimed_pkey = said.pkey;
-  core.port.pkey = judged(frame->host, said.pkey);
-  core.qpn = Qpn{record.connection};
-  core.type = static_cast<QpType>(said.type);
-  core.state = QpState::rts;
-  core.attributes.path = said.path;
-  core.attributes.dest_qp_num = said.dest_qp_num & psn_mask;
-  core.attributes.timeout = said.timeout & 31;
-  core.attributes.retry_cnt = said.retry_cnt & 7;
-  core.attributes.rnr_retry = said.rnr_retry & 7;
-  core.attributes.path_mtu = std::clamp<std::uint32_t>(said.path_mtu, 1, 5);
-  if (hca_) hca_->peer_goes_by_records(stand_in.host, core.attributes.dest_qp_num);
+  stand_in.core.port.stand_in = &stand_in;
+  stand_in.core.port.pkey = judged(frame->host, said.pkey);
+  if (hca_) hca_->peer_goes_by_records(stand_in.host, stand_in.core.attributes.dest_qp_num);
 }
 
 void FarDesk::to_stand_in(FarFramePtr frame) {
@@ -390,18 +421,13 @@ void FarDesk::to_stand_in(FarFramePtr frame) {
     --at(frame->host).stand_ins;
     return;
   }
-  if (record.taken > stand_in.credited && record.taken <= stand_in.sent) stand_in.credited = record.taken;
   if (record.kind == FarKind::pkey) {
+    responder_.note_credit(stand_in, record);
     stand_in.claimed_pkey = static_cast<std::uint16_t>(record.bytes);
     stand_in.core.port.pkey = judged(stand_in.host, stand_in.claimed_pkey);
     stand_in.core.port.peer_generation = 0;
-  } else if (record.kind != FarKind::credit && !stand_in.broken) {
-    stand_in.queued_bytes += record.payload_bytes;
-    if (stand_in.queued_bytes > stand_in_bytes_max || stand_in.queue.size() > 64 * engine::far_window_messages) {
-      ++malformed_;
-      return break_off(stand_in, WcStatus::fatal_err);
-    }
-    stand_in.queue.push_back(std::move(frame));
+  } else {
+    responder_.take(stand_in, std::move(frame));
   }
   make_runnable(stand_in);
 }
@@ -418,12 +444,8 @@ void FarDesk::to_datagrams(FarFramePtr frame) {
   auto& lane = host.datagrams[head.ud.remote_qpn == multicast_qpn.value ? lanes : head.ud.remote_qpn % lanes];
   if (!lane) {
     lane = std::make_unique<StandIn>();
-    lane->host = frame->host;
-    Qp& core = lane->core;
-    core.port.stand_in = lane.get();
-    core.type = QpType::ud;
-    core.state = QpState::rts;
-    core.datagram = std::make_unique<std::byte[]>(engine::grh_bytes + limits::mtu_max_bytes);
+    responder_.open_lane(*lane, frame->host);
+    lane->core.port.stand_in = lane.get();
   }
   if (lane->queue.size() >= datagrams_waiting_max) return void(++dropped_datagrams_);
   lane->queue.push_back(std::move(frame));

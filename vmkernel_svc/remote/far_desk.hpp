@@ -1,19 +1,17 @@
-// The shard's side of other hosts: which destinations lie there, the records that go and come, and the stand-ins: one for each
-// requester of another host that is connected to a queue pair here. A stand-in is a queue pair without an owner, whose operation
-// comes out of records, and which runs by the same rules as a requester of this host.
+// The shard's side of other hosts: which destinations lie there, the records that go and come, and whom they are for: requesters of this
+// host, or the stand-ins of other hosts' (engine/far_responder.hpp).
 //
 // Used by the shard's thread only.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <deque>
 #include <map>
 #include <memory>
 #include <set>
 #include <vector>
 
-#include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/engine/far_responder.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/remote/carrier.hpp"
 #include "vmkernel_svc/remote/far_cm.hpp"
@@ -26,28 +24,17 @@ namespace vrdma::svc {
 class Fabric;
 class Shard;
 
-struct StandIn {
-  MediatedPorts::Qp core;
-  remote::HostId host = 0;
-  std::uint32_t epoch = 0;
-  std::uint64_t guid = 0;
+struct StandIn : engine::StandIn<MediatedPorts> {
+  std::uint64_t guid = 0;  // of the requester's port
   std::uint32_t link_layer = 0;
   std::uint16_t lid = 0;
-  std::uint16_t claimed_pkey = 0;         // what its host says; core.port.pkey is that, or 0 where the host cannot have it
+  std::uint16_t claimed_pkey = 0;  // what its host says; core.port.pkey is that, or 0 where the host cannot have it
   std::array<control::GidEntry, 16> gids{};
-
-  std::deque<engine::FarFramePtr> queue;  // the first one's payload may be in use by the operation
-  engine::FarFramePtr part;               // READ, atomics: being filled
-  std::uint64_t fed_bytes = 0;            // of the operation: its payload that was given to it, or room for it
-  std::uint32_t message = 0;              // of the operation, or of the last one
-  std::uint64_t queued_bytes = 0;         // in queue
-  std::uint64_t sent = 0, credited = 0, taken = 0, told = 0;
-  std::uint64_t frozen_since_ns = 0;      // the target's machine; 0: it runs
-  std::uint64_t srq_empty_since_ns = 0;   // the target's; 0: it is not known to be
-  bool broken = false;                    // answered with an error: what follows is dropped
   bool runnable = false;
   std::uint64_t wake_ns = 0;
 };
+
+static_assert(engine::StandInPortsFor<MediatedPorts>);
 
 class FarDesk final : private FarGroups::Post {
  public:
@@ -75,11 +62,14 @@ class FarDesk final : private FarGroups::Post {
   // For the ports.
   void send(Qp& qp, engine::FarFramePtr frame);
   bool has_room(std::uint32_t host);
+  bool has_room_for_answers(std::uint32_t host);
   std::uint64_t session(std::uint32_t host) { return at(host).session; }
   std::uint64_t silent_ns(std::uint32_t host);
   std::uint32_t new_epoch() { return ++last_epoch_; }
   void send_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
-  void answer(StandIn& stand_in, WcStatus status);
+  void answer(StandIn& stand_in, WcStatus status) { responder_.answer(stand_in, status); }
+  void say(StandIn& stand_in, engine::FarFramePtr frame, bool may_wait);
+  void speaks_for(StandIn& stand_in, const engine::FarDatagram& head);
   void make_runnable(StandIn& stand_in);
   void set_timer(StandIn& stand_in, std::uint64_t at_ns);
 
@@ -134,17 +124,9 @@ class FarDesk final : private FarGroups::Post {
   bool may_tell(remote::HostId host) override;
   void tell(remote::HostId host, engine::FarFramePtr frame) override { send_to(host, std::move(frame)); }
   void new_session(remote::HostId host, std::uint64_t session);
-  bool waits_for_frozen(StandIn& stand_in);
   void drop(StandIn& stand_in);
   bool run(StandIn& stand_in);
-  bool begin(StandIn& stand_in);
-  bool begin_datagram(StandIn& stand_in);
-  bool feed(StandIn& stand_in);
-  bool feed_read(StandIn& stand_in);
-  void take_first(StandIn& stand_in);
-  void break_off(StandIn& stand_in, WcStatus status);
-  engine::FarFramePtr addressed(StandIn& stand_in, engine::FarFramePtr frame);
-  void send(StandIn& stand_in, engine::FarFramePtr frame) { give(addressed(stand_in, std::move(frame))); }
+  engine::FarFramePtr address(remote::HostId host, engine::FarFramePtr frame);
   void give(engine::FarFramePtr frame);
   void hold(engine::FarFramePtr answer);
   void release();
@@ -154,6 +136,7 @@ class FarDesk final : private FarGroups::Post {
   Shard& shard_;
   MediatedPorts& ports_;
   engine::Engine<MediatedPorts>& engine_;
+  engine::FarResponder<MediatedPorts> responder_;
   std::shared_ptr<remote::Directory> directory_;
   std::unique_ptr<remote::Carrier> carrier_;
   std::map<remote::HostId, Host> hosts_;

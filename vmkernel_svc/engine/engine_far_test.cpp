@@ -1,0 +1,112 @@
+// Connections to another host: what of their two halves the simulation cannot judge, because it only looks at what programs see.
+#include <doctest/doctest.h>
+
+#include "vmkernel_svc/engine/test_hosts.hpp"
+#include "vmkernel_svc/engine/test_world.hpp"
+
+namespace vrdma::engine::test {
+namespace {
+
+constexpr std::uint64_t second_ns = 1'000'000'000;
+
+struct FarPair {
+  explicit FarPair(QpType type) : a(world.add(type, 1, 1)), b(world.add(type, 2, 2)), mine(world.memory(1 << 16, 1)), theirs(world.memory(1 << 16, 2)) {
+    b.core.port.host = 1;
+    hosts.host_of_lid = {{1, 0}, {2, 1}};
+    world.connect(a, b);
+    TestWorld::fill(theirs, 3);
+  }
+  // Until nobody has anything to do; records from b's host stay where they are where that does not listen.
+  void settle(bool listens = true) {
+    for (bool more = true; more;) {
+      world.settle();
+      more = hosts.anything_on_the_way(0, 1) || (listens && hosts.anything_on_the_way(1, 0));
+      hosts.deliver(0, 1, 64);
+      if (listens) hosts.deliver(1, 0, 64);
+      more |= hosts.run_stand_ins();
+    }
+  }
+  std::size_t polled(TestQp& qp) {
+    std::size_t count = 0;
+    while (const auto completion = qp.poll(Direction::send)) {
+      CHECK(completion->status == WcStatus::success);
+      ++count;
+    }
+    return count;
+  }
+  TestWorld world;
+  TestHosts hosts{world.ports, world.engine};
+  TestQp &a, &b;
+  TestWorld::Memory &mine, &theirs;
+};
+
+TEST_CASE("READs of a host that does not take their answers wait") {
+  FarPair pair(QpType::rc);
+  pair.hosts.room_bytes = 2000;
+  for (std::uint64_t i = 0; i < 16; ++i) {
+    pair.a.post({.wr_id = i, .opcode = WrOpcode::rdma_read, .sges = {pair.mine.sge(i * 256, 256)}, .remote = pair.theirs.remote(i * 256)});
+    pair.settle(false);
+  }
+  const std::size_t answer_bytes = FarFrame::make(FarLimits<TestPorts>::part_bytes)->whole_bytes() + FarLimits<TestPorts>::part_bytes;
+  CHECK(pair.hosts.link(1, 0).bytes <= pair.hosts.room_bytes + answer_bytes);
+  CHECK(pair.hosts.link(1, 0).bytes >= FarLimits<TestPorts>::window_bytes);
+  std::size_t polled = 0;
+  for (int i = 0; i < 64 && polled < 16; ++i) {
+    pair.world.ports.time_ns += 1'000'000;
+    pair.hosts.for_each_stand_in([](auto& stand_in) { stand_in.core.port.runnable = true; });
+    pair.a.core.port.runnable = true;
+    pair.settle();
+    polled += pair.polled(pair.a);
+  }
+  CHECK(polled == 16);
+  CHECK(std::equal(pair.mine.bytes.begin(), pair.mine.bytes.begin() + 16 * 256, pair.theirs.bytes.begin()));
+}
+
+TEST_CASE("UC: who has lost a message to a silent host loses the next ones without waiting for each") {
+  FarPair pair(QpType::uc);
+  pair.hosts.cut(1, 0);
+  const auto send = [&](std::uint64_t wr_id) {
+    pair.a.post({.wr_id = wr_id, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+    pair.world.settle();
+  };
+  send(1);
+  pair.world.pass(4 * second_ns);
+  CHECK(pair.polled(pair.a) == 0);
+  pair.world.pass(2 * second_ns);
+  CHECK(pair.polled(pair.a) == 1);
+  for (std::uint64_t i = 2; i < 20; ++i) send(i);
+  pair.world.pass(second_ns / 100);
+  CHECK(pair.polled(pair.a) == 18);
+
+  pair.hosts.heal(1, 0);
+  pair.settle();
+  send(20);
+  pair.settle();
+  CHECK(pair.polled(pair.a) == 1);
+  CHECK(pair.a.core.counters.ack_timeouts > 0);
+}
+
+TEST_CASE("UC: a message whose sender's memory goes away in the middle leaves the receiver to the next one") {
+  FarPair pair(QpType::uc);
+  auto& gone = pair.world.memory(1 << 16, 1);
+  constexpr std::uint32_t bytes = 2 * FarLimits<TestPorts>::window_bytes;
+  pair.a.post({.wr_id = 1, .opcode = WrOpcode::rdma_write, .sges = {gone.sge(0, bytes)}, .remote = pair.theirs.remote(0)});
+  pair.world.settle();  // half of it is on its way
+  REQUIRE(pair.world.ports.remove_region(gone.key));
+  pair.hosts.deliver(0, 1, 64);
+  REQUIRE(pair.hosts.run_stand_ins());
+  pair.hosts.deliver(1, 0, 64);
+  Budget budget{1 << 20, 64};
+  pair.world.engine.run(pair.a.core, budget);
+  const auto refused = pair.a.poll(Direction::send);
+  REQUIRE(refused);
+  CHECK(refused->status == WcStatus::loc_prot_err);
+  REQUIRE(pair.world.modify(pair.a, QpState::rts, {}));
+  pair.a.post({.wr_id = 2, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, bytes)}, .remote = pair.theirs.remote(0)});
+  pair.settle();
+  CHECK(pair.polled(pair.a) == 1);
+  CHECK(std::equal(pair.mine.bytes.begin(), pair.mine.bytes.begin() + bytes, pair.theirs.bytes.begin()));
+}
+
+}  // namespace
+}  // namespace vrdma::engine::test
