@@ -13,6 +13,8 @@
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -31,17 +33,10 @@ class BusyWait {
     const std::uint64_t begun = vmci::cycles();
     int ready;
     if (worth_a_look()) {
-      sigset_t all, before;
-      sigfillset(&all);
-      for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&all, number);  // of an instruction, or a filter of system calls
-      pthread_sigmask(SIG_SETMASK, &all, &before);
+      const Deafness deaf;
       ready = look(one, begun);
-      const bool found = ready > 0;
-      if (!found) ready = ::ppoll(&one, 1, nullptr, &before);
-      const int error = errno;
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      errno = error;
-      if (found) return ready;
+      if (ready > 0) return ready;
+      ready = ::ppoll(&one, 1, nullptr, &deaf.before);
     } else {
       ready = ::poll(&one, 1, -1);
     }
@@ -57,6 +52,24 @@ class BusyWait {
   static constexpr std::uint64_t others_us = 10;  // a yield that took so long let others run than who answers
   static constexpr std::uint32_t setback_max = 1024;
 
+  // No signal is handled, but those of an instruction or a filter of system calls. Ends also where the thread is cancelled, so that its
+  // clean-up handlers run as they would.
+  struct Deafness {
+    sigset_t before;
+    Deafness() {
+      sigset_t all;
+      sigfillset(&all);
+      for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&all, number);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+    }
+    Deafness(const Deafness&) = delete;
+    ~Deafness() {
+      const int error = errno;
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      errno = error;
+    }
+  };
+
   bool worth_a_look() {
     if (budget_.load(std::memory_order_relaxed) == 0) return false;
     const std::uint32_t skip = skip_.load(std::memory_order_relaxed);
@@ -66,7 +79,8 @@ class BusyWait {
   int look(pollfd& one, std::uint64_t begun) {
     const std::uint64_t budget = budget_.load(std::memory_order_relaxed);
     for (std::uint64_t before = begun;;) {
-      const int ready = ::poll(&one, 1, 0);
+      timespec at_once{};
+      const auto ready = static_cast<int>(::syscall(SYS_ppoll, &one, 1, &at_once, nullptr, 0));  // no cancellation point
       const std::uint64_t now = vmci::cycles();
       const bool wanted = now - before >= others_us * us_;
       const bool over = wanted || now - begun >= budget;

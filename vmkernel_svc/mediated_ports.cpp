@@ -223,7 +223,8 @@ void MediatedPorts::srq_limit(Srq& srq) {
 
 std::optional<WcStatus> MediatedPorts::change_window(Qp& qp) {
   if (qp.port.window_changed) return std::exchange(qp.port.window_changed, std::nullopt);
-  runner_.change_window(qp);
+  const bool looked_at_soon = qp.port.window_since_ns != 0 && qp.port.wake_ns != 0;
+  if (!looked_at_soon) runner_.change_window(qp);
   return std::nullopt;
 }
 

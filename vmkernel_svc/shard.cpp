@@ -371,6 +371,12 @@ bool Shard::change_windows() {
   return !changing.empty();
 }
 
+void Shard::forget(CompletionQueue& cq) {
+  Shard& shard = of(*cq.guest);
+  shard.ports_.announce();
+  std::erase(shard.overrun_, &cq);
+}
+
 // --- run lists ------------------------------------------------------------------------------------------------
 
 void Shard::make_runnable(Qp& qp) {

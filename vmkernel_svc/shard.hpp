@@ -87,8 +87,8 @@ class Shard final : public Runner {
   void bring_together(Qp& sender, QueuePair& receiver) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
   void forget(Qp& qp);
-  // Before a CQ goes: an overrun that was not handled yet is nobody's.
-  void forget(CompletionQueue& cq) { std::erase(of(*cq.guest).overrun_, &cq); }
+  // Before a CQ goes: nobody announces what is in it any more, and an overrun that was not handled yet is nobody's.
+  void forget(CompletionQueue& cq);
 
   struct Counters {
     std::uint64_t turns = 0, sleeps = 0, doorbells = 0, requests = 0, wakes = 0;

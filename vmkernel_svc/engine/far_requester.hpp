@@ -77,8 +77,7 @@ class FarRequester {
   void close(Qp<P>& qp, Flushed&& flushed) {
     Half& far = *qp.far;
     if (qp.operation.stage == Operation::Stage::moving) requester_.abandon(qp);  // stands among the outstanding
-    ports_.abandon(qp);
-    qp.operation.copy_pending = false;
+    if (std::exchange(qp.operation.copy_pending, false)) ports_.abandon(qp);
     const auto outstanding = std::move(far.outstanding);
     for (const auto& message : outstanding) flushed(message.wr_id, message.next_position);
     if (far.opened && far.session == ports_.far_session(qp)) send_bare(qp, FarKind::close);

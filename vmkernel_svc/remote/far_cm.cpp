@@ -34,7 +34,7 @@ FarCm::~FarCm() { shard_.fabric().cm->use(nullptr); }
 void FarCm::new_session(remote::HostId host, std::uint64_t features) {
   if ((features & remote::link_knows_cm) != 0) features_[host] = features;
   else features_.erase(host);
-  shard_.submit([host](Shard& shard) { shard.fabric().cm->lost(number_of(host)); });
+  desk_.later([host](Shard& shard) { shard.fabric().cm->lost(number_of(host)); });
 }
 
 bool FarCm::arrived(remote::HostId host, engine::FarFrame& frame) {
@@ -48,7 +48,7 @@ bool FarCm::arrived(remote::HostId host, engine::FarFrame& frame) {
     for (std::uint16_t& pkey : message.pkeys)
       if (pkey != 0) pkey = desk_.judged(host, pkey);
   message.is_local = message.was_kept = 0;
-  shard_.submit([host, message](Shard& shard) { shard.fabric().cm->arrived(number_of(host), message); });
+  desk_.later([host, message](Shard& shard) { shard.fabric().cm->arrived(number_of(host), message); });
   return true;
 }
 

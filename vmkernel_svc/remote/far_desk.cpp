@@ -26,6 +26,7 @@ constexpr std::uint32_t stand_ins_max = 65536;             // of one host
 constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
 constexpr std::uint64_t arrived_bytes_max = 4 * engine::far_window_bytes;
 constexpr int frames_per_turn = 64;
+constexpr int tasks_max = 256;
 constexpr std::uint64_t lost_ns = 5'000'000'000;  // a host that has not been heard for so long gets no multicast; FarRequester gives up then, at the soonest
 
 std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
@@ -183,6 +184,14 @@ bool FarDesk::may_tell(remote::HostId host) {
   return at(host).session != 0 && silent_ns(host) < lost_ns && at(host).gauge->queued_bytes.load(std::memory_order_relaxed) < queued_bytes_max;
 }
 
+void FarDesk::later(std::function<void(Shard&)> task) {
+  ++tasks_;
+  shard_.submit([task = std::move(task)](Shard& shard) {
+    if (FarDesk* const desk = shard.fabric().far) --desk->tasks_;
+    task(shard);
+  });
+}
+
 bool FarDesk::is_connected(remote::HostId host) { return at(host).gauge->connected.load(std::memory_order_relaxed); }
 
 // --- stand-ins ------------------------------------------------------------------------------------------------
@@ -231,7 +240,7 @@ void FarDesk::speaks_for(StandIn& lane, const engine::FarDatagram& head) {
 bool FarDesk::turn() {
   bool worked = carrier_->turn();
   worked |= hca_ && hca_->turn();
-  for (int left = frames_per_turn; left > 0; --left) {
+  for (int left = frames_per_turn; left > 0 && tasks_ < tasks_max; --left) {
     FarFramePtr frame = carrier_->receive();
     if (!frame) break;
     arrived(std::move(frame));

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -81,6 +82,9 @@ class FarDesk final : private FarGroups::Post {
   std::uint16_t judged(remote::HostId host, std::uint16_t pkey);
   void count_malformed() { ++malformed_; }
 
+  // What a host wants of those who act alone; while much of that waits, nothing more is taken from any host.
+  void later(std::function<void(Shard&)> task);
+
   bool is_connected(remote::HostId host) override;
 
   // Multicast groups, and which hosts have members of them.
@@ -149,6 +153,7 @@ class FarDesk final : private FarGroups::Post {
   std::vector<Qp*> answered_;  // since the turn began
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;
+  int tasks_ = 0;  // given to later() and not run yet
   std::uint64_t dropped_datagrams_ = 0, malformed_ = 0, refused_pkeys_ = 0;
   engine::FarFramePtr held_;      // the only thing said in its turn; leaves with what the next one says, or at that one's end
   bool held_for_a_turn_ = false;

@@ -25,7 +25,7 @@ bool FarManagement::arrived(remote::HostId host, engine::FarFrame& frame) {
   for (std::uint16_t& pkey : head.pkeys)
     if (pkey != 0) pkey = desk_.judged(host, pkey);
   const mad::Mad mad({reinterpret_cast<const std::uint8_t*>(frame.payload()) + sizeof(head), bytes - sizeof(head)});
-  shard_.submit([host, head, mad](Shard& shard) { shard.fabric().management->arrived(host, head, mad); });
+  desk_.later([host, head, mad](Shard& shard) { shard.fabric().management->arrived(host, head, mad); });
   return true;
 }
 

@@ -93,7 +93,7 @@ void HcaDesk::fail(HcaConnection& c, const HcaSend& send, WcStatus status) {
   cqe.wr_id = send.wr_id;
   cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
   cqe.queue_position = send.next_position;
-  ports_.complete(qp, Direction::send, cqe, {status, send.rule->send_opcode, 0});
+  ports_.complete(qp, Direction::send, cqe, {status, send.rule != nullptr ? send.rule->send_opcode : WcOpcode::send, 0});
   engine_.fail(qp, std::nullopt);
 }
 
@@ -156,7 +156,7 @@ void HcaDesk::received(HcaConnection& c, HcaReceive receive, const ibv_wc& wc) {
   ++counters_.received;
   receive.bytes = wc.byte_len;
   if (const auto told = c.told_bytes.find(c.received); told != c.told_bytes.end()) {
-    receive.bytes = static_cast<std::uint32_t>(told->second);
+    if (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) receive.bytes = static_cast<std::uint32_t>(told->second);
     c.told_bytes.erase(told);
   }
   ++c.received;

@@ -24,7 +24,7 @@ using remote::HostId;
 namespace {
 constexpr std::uint32_t looks_before_lost = 4;  // at receive WQEs that nothing comes for
 constexpr std::uint32_t send_wr_max = 128, receive_wr_max = 512, sge_max = 32, inline_max = 256;
-constexpr std::size_t hellos_max = 65536;
+constexpr std::size_t hellos_max = 65536;  // of one host
 constexpr const char* another_partition = "the other end is in another partition";
 
 void describe_guest(const MediatedPorts::Qp& qp, HcaMessage& message) {
@@ -71,9 +71,10 @@ void HcaDesk::consider(Qp& qp) {
   const auto there = hosts_.find(host);
   if (there == hosts_.end() || !there->second.present) return;
   std::uint32_t their_epoch = 0;
-  if (const auto hello = hellos_.find({host, qp.attributes.dest_qp_num}); hello != hellos_.end() && hello->second.message.to_qpn == qp.qpn.value) {
+  auto& hellos = there->second.hellos;
+  if (const auto hello = hellos.find(qp.attributes.dest_qp_num); hello != hellos.end() && hello->second.message.to_qpn == qp.qpn.value) {
     their_epoch = hello->second.epoch;
-    hellos_.erase(hello);
+    hellos.erase(hello);
   }
   const auto give_up = [&](const std::string& why) {
     qp.port.no_hca = why;
@@ -86,6 +87,7 @@ void HcaDesk::consider(Qp& qp) {
   HcaConnection& c = *made;
   c.qp = &qp;
   c.host = host;
+  c.peer_qpn = qp.attributes.dest_qp_num;
   c.number = next_number_++;
   c.epoch = far_.new_epoch();
   c.their_epoch = their_epoch;
@@ -115,7 +117,7 @@ bool HcaDesk::create(HcaConnection& c) {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = device_->port();
-  attributes.qp_access_flags = qp.attributes.access_flags;
+  attributes.qp_access_flags = c.access_flags = qp.attributes.access_flags;
   if (c.physical != nullptr && device_->modify(c.physical, attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return true;
   log::warn("HCA {} gives no queue pair of {} sends and {} receives of {} SGEs ({})", device_->name(), c.wish.send_wr, c.wish.receive_wr, c.wish.sge,
                std::strerror(device_->error()));
@@ -150,15 +152,16 @@ void HcaDesk::on_hello(HostId host, std::uint32_t connection, Hello hello) {
   if (c != nullptr && c->stage == Stage::bound && c->their_epoch == hello.epoch) return;
   const bool used = c != nullptr && (c->sent != 0 || c->received != 0 || c->completed != 0 || !c->outstanding.empty() || engine_.busy(*qp));
   // It is not connected yet, or its connection is over: who is connected anew finds it.
-  if (hellos_.size() >= hellos_max) return far_.count_malformed();
-  hellos_[{host, connection}] = hello;
+  auto& hellos = hosts_[host].hellos;
+  if (hellos.size() >= hellos_max) return far_.count_malformed();
+  hellos[connection] = hello;
   if (c != nullptr && c->stage == Stage::bound && !used) {  // the other end was reset, and is connected again to one that has not been used
     unbind(*c);
     return consider(*qp);
   }
   if (qp == nullptr || c != nullptr || (qp->state != QpState::rtr && qp->state != QpState::rts) || qp->far == nullptr || qp->far->host != host) return;
   if (qp->port.no_hca.empty() && !qp->far->opened) return;
-  hellos_.erase({host, connection});
+  hosts_[host].hellos.erase(connection);
   say_none(*qp, host, hello.epoch, qp->port.no_hca.empty() ? "it uses tcp" : qp->port.no_hca);
 }
 
@@ -222,7 +225,7 @@ void HcaDesk::bind(HcaConnection& c) {
     device_->lead_to(c.theirs, a);  // its path MTU, too, is the hosts' own affair, whatever the guests' is
     a.rq_psn = qp.attributes.rq_psn & psn_mask;
     a.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min<int>(qp.attributes.max_dest_rd_atomic, device_->attributes().max_qp_rd_atom));
-    a.min_rnr_timer = qp.attributes.min_rnr_timer;
+    a.min_rnr_timer = c.min_rnr_timer = qp.attributes.min_rnr_timer;
     a.ah_attr.sl = qp.attributes.path.sl & 15;
     if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
       log::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
@@ -230,6 +233,11 @@ void HcaDesk::bind(HcaConnection& c) {
     }
     pump_receives(c);
     if (c.stage == Stage::bound) say(c, HcaKind::ready);
+  } else if (c.sending && (c.access_flags != qp.attributes.access_flags || c.min_rnr_timer != qp.attributes.min_rnr_timer)) {
+    ibv_qp_attr a{};
+    a.qp_access_flags = c.access_flags = qp.attributes.access_flags;
+    a.min_rnr_timer = c.min_rnr_timer = qp.attributes.min_rnr_timer;
+    if (!device_->modify(c.physical, a, IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER)) return lose(c, "the HCA does not change what others may do");
   }
   wake(c);
 }
@@ -247,15 +255,18 @@ bool HcaDesk::to_rts(HcaConnection& c) {
   a.retry_cnt = from.retry_cnt;
   a.rnr_retry = from.rnr_retry;
   a.sq_psn = from.sq_psn & psn_mask;
+  a.qp_access_flags = c.access_flags = from.access_flags;
+  a.min_rnr_timer = c.min_rnr_timer = from.min_rnr_timer;
   a.max_rd_atomic = static_cast<std::uint8_t>(std::min<int>({from.max_rd_atomic, c.theirs.max_dest_rd_atomic, device_->attributes().max_qp_init_rd_atom}));
-  return c.sending = device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
+  return c.sending = device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC |
+                                                     IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER);
 }
 
 HcaConnection* HcaDesk::bound_to(HostId host, std::uint32_t connection, std::uint32_t epoch, const HcaMessage& message) {
   const auto found = fabric_.by_qpn.find(message.to_qpn);
   if (found == fabric_.by_qpn.end()) return nullptr;
   HcaConnection* const c = found->second->core.port.hca;
-  if (c == nullptr || !c->heard || c->host != host || c->qp->attributes.dest_qp_num != connection || c->their_epoch != epoch || c->epoch != message.to_epoch) return nullptr;
+  if (c == nullptr || !c->heard || c->host != host || c->peer_qpn != connection || c->their_epoch != epoch || c->epoch != message.to_epoch) return nullptr;
   return c;
 }
 

@@ -115,10 +115,12 @@ void HcaDesk::device_lost(const std::string& why) {
   why_ = why;
   std::vector<HcaConnection*> all;
   for (auto& [number, c] : connections_) all.push_back(c.get());
+  drain_until_ns_ = vmci::monotonic_ns() + drain_ns;
   for (HcaConnection* const c : all) {
     if (c->stage == Stage::bound) lose(*c);
     else if (c->stage == Stage::calling) go_by_records(*c, why);
   }
+  drain_until_ns_ = 0;
   for (auto& [id, host] : hosts_) end_trunk(id);
   for (auto& [slot, known] : registered_)
     for (auto& piece : known.pieces)
@@ -167,7 +169,7 @@ void HcaDesk::say(HostId host, std::uint32_t connection, std::uint32_t epoch, Hc
 }
 
 void HcaDesk::say(HcaConnection& c, HcaKind kind, HcaMessage message) {
-  message.to_qpn = c.qp->attributes.dest_qp_num;
+  message.to_qpn = c.peer_qpn;  // its queue pair may have been reset
   message.to_epoch = c.their_epoch;
   say(c.host, c.qp->qpn.value, c.epoch, kind, message);
 }
@@ -184,8 +186,10 @@ void HcaDesk::new_session(HostId id) {
   end_trunk(id);
   hosts_[id] = Host{};
   hosts_[id].since_ns = vmci::monotonic_ns();
-  revoking_.clear();  // who could say that it has forgotten has
-  hellos_.erase(hellos_.lower_bound({id, 0}), hellos_.lower_bound({id + 1, 0}));
+  for (auto waiting = revoking_.begin(); waiting != revoking_.end();) {  // who could say that it has forgotten has
+    waiting->second.erase(id);
+    waiting = waiting->second.empty() ? revoking_.erase(waiting) : std::next(waiting);
+  }
   for (auto& [number, c] : connections_) {
     if (c->host != id) continue;
     c->closed_there = true;  // whoever was there is not any more

@@ -21,6 +21,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -49,8 +50,9 @@ struct HcaSend {  // a send WQE that the HCA has, or had
   std::vector<remote::Bounce> bounces;
   std::uint64_t ordinal = 0;  // of those that take a receive WQE
   bool posted = false;
-  // After a loss: do it again, or it is known to be done, or nobody knows.
-  enum class Fate : std::uint8_t { again, done, unknown } fate = Fate::again;
+  // After a loss: do it again, or it is known to be done, or nobody knows; or it had failed here.
+  enum class Fate : std::uint8_t { again, done, unknown, refused } fate = Fate::again;
+  WcStatus status = WcStatus::success;  // refused: how it ends
 };
 
 struct HcaReceive {  // a receive WQE that the HCA has
@@ -93,6 +95,7 @@ struct HcaConnection {
   MediatedPorts::Qp* qp = nullptr;
   std::uint64_t number = 0;  // in physical work request ids: number × 2, and 1 for a receive
   remote::HostId host = 0;
+  std::uint32_t peer_qpn = 0;
   std::uint32_t epoch = 0, their_epoch = 0;
   std::uint32_t told_epoch = 0;  // of theirs, that our last hello has named
   remote::HcaMessage theirs{};
@@ -107,6 +110,7 @@ struct HcaConnection {
   ibv_qp* physical = nullptr;
   remote::HcaDevice::Cq* cq = nullptr;
   remote::HcaDevice::QpWish wish{};
+  std::uint32_t access_flags = 0, min_rnr_timer = 0;  // the physical queue pair's
 
   std::deque<HcaSend> outstanding;
   std::deque<HcaReceive> posted, arrived;  // posted: where the receive queue is its own
@@ -209,6 +213,11 @@ class HcaDesk {
     std::uint32_t looks_unmoved = 0;
     std::string why = "the hosts' HCAs have not agreed on a queue pair for records yet";  // there is none
   };
+  struct Hello {
+    remote::HcaMessage message;
+    std::uint32_t epoch;
+    bool none;
+  };
   struct Host {
     Trunk trunk;
     bool heard = false, present = false;
@@ -217,11 +226,7 @@ class HcaDesk {
     std::string text;
     std::string fallen_back;
     boost::unordered_flat_map<std::uint32_t, std::uint32_t> keys;  // the guests' there → the HCA's there; 0: by records
-  };
-  struct Hello {
-    remote::HcaMessage message;
-    std::uint32_t epoch;
-    bool none;
+    boost::unordered_flat_map<std::uint32_t, Hello> hellos;        // by the QPN of who said it, to one that is not connected yet
   };
   struct Registered {
     struct Piece {
@@ -297,6 +302,7 @@ class HcaDesk {
 
   // hca_completion.cpp: completions
   static constexpr int completions_per_look = 32;
+  static constexpr std::uint64_t drain_ns = 1'000'000'000;  // of a physical QP in error; it takes microseconds
   bool poll();
   bool poll(remote::HcaDevice::Cq& cq);
   void look_at_events();
@@ -339,14 +345,14 @@ class HcaDesk {
   std::string why_;
   std::map<remote::HostId, Host> hosts_;
   std::map<std::uint64_t, std::unique_ptr<HcaConnection>> connections_;  // by number
-  std::map<std::pair<remote::HostId, std::uint32_t>, Hello> hellos_;     // by who said it; for queue pairs that are not connected yet
   boost::unordered_flat_map<std::uint32_t, Registered> registered_;      // by region slot
-  std::map<std::uint32_t, std::uint32_t> revoking_;                      // by key: hosts that have not answered
+  std::map<std::uint32_t, std::set<remote::HostId>> revoking_;           // by key: who has not answered
   std::vector<std::unique_ptr<HcaShared>> shared_;
   std::map<std::uint64_t, remote::HcaTrunk*> trunks_;  // by number, as connections_
   std::vector<std::uint64_t> losing_;  // connections that are to be lost once all completions were looked at
   std::uint64_t next_number_ = 1;
   std::uint64_t check_ns_ = 0;
+  std::uint64_t drain_until_ns_ = 0;  // all connections are stopped by then; 0: each by itself
   bool found_ = false, fatal_ = false;
   bool completion_event_ = false, device_event_ = false;  // the shard woke up for
   std::uint32_t said_by_records_ = 0;  // how often the log has

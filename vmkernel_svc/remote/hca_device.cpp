@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 #include <fstream>
 
 namespace vrdma::remote {
@@ -14,7 +15,9 @@ namespace vrdma::remote {
 namespace {
 
 constexpr std::uint32_t cq_entries_max = 16384;
-constexpr std::size_t bounce_kept_bytes = 65536;  // smaller ones have this size and are used again
+// Sizes of which there are free ones: that of a page that the HCA does not reach, and that of a message that it does not.
+constexpr std::size_t small_bounce_bytes = 4096, bounce_kept_bytes = 65536;
+constexpr std::size_t domain_bounced_max = std::size_t{64} << 20, bounced_max = std::size_t{512} << 20;
 constexpr std::size_t bounces_kept = 64;
 constexpr std::uint32_t sleeps_for_an_event = 64;
 
@@ -107,6 +110,7 @@ bool HcaDevice::choose_gid(const svc::HcaSettings& wanted, std::string& why) {
     gid_type_ = ethernet ? type : "IB";
     if (!ethernet) break;
   }
+  interface_ = line_of(folder + fmt::format("ndevs/{}", gid_index_));
   if (best < 0) why = wanted.gid_index >= 0 ? fmt::format("{} has no GID {} at port {}", name_, wanted.gid_index, port_) : fmt::format("{} has no GID at port {}: give its interface an address", name_, port_);
   return best >= 0;
 }
@@ -140,10 +144,6 @@ HcaDomain* HcaDevice::domain(std::uint64_t number) {
   return domains_.back().domain.get();
 }
 
-bool HcaDevice::has_domain(std::uint64_t number) const {
-  return std::any_of(domains_.begin(), domains_.end(), [&](const Numbered& one) { return one.number == number; });
-}
-
 void HcaDevice::release(std::uint64_t number) {
   const auto known = std::find_if(domains_.begin(), domains_.end(), [&](const Numbered& one) { return one.number == number; });
   if (known == domains_.end() || --known->domain->users != 0) return;
@@ -152,7 +152,9 @@ void HcaDevice::release(std::uint64_t number) {
 }
 
 void HcaDevice::free(HcaDomain& domain) {
-  for (Bounce& bounce : domain.bounces) library_.ibv_dereg_mr(bounce.mr);
+  for (auto* const kept : {&domain.small_bounces, &domain.bounces})
+    for (Bounce& bounce : *kept) library_.ibv_dereg_mr(bounce.mr);
+  bounced_bytes_ -= domain.bounced_bytes;
   library_.ibv_dealloc_pd(domain.pd);
 }
 
@@ -166,23 +168,40 @@ ibv_mr* HcaDevice::register_memory(HcaDomain& domain, std::byte* memory, std::ui
 }
 
 bool HcaDevice::take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce) {
-  if (bytes <= bounce_kept_bytes && !domain.bounces.empty()) {
-    bounce = std::move(domain.bounces.back());
-    domain.bounces.pop_back();
-    return true;
+  const std::size_t size = bytes <= small_bounce_bytes ? small_bounce_bytes : std::max(bytes, bounce_kept_bytes);
+  if (domain.bounced_bytes + size > domain_bounced_max || bounced_bytes_ + size > bounced_max) {
+    refusal = fmt::format("buffers that {} does not reach would take {} MiB of vrdmad's memory and more", name_,
+                          (domain.bounced_bytes + size > domain_bounced_max ? domain_bounced_max : bounced_max) >> 20);
+    return false;
   }
-  bounce.bytes = std::max(bytes, bounce_kept_bytes);
-  bounce.memory.reset(new (std::nothrow) std::byte[bounce.bytes]);
-  if (!bounce.memory) return false;
-  bounce.mr = register_memory(domain, bounce.memory.get(), bounce.bytes, static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), IBV_ACCESS_LOCAL_WRITE);
-  return bounce.mr != nullptr;
+  auto& kept = size == small_bounce_bytes ? domain.small_bounces : domain.bounces;
+  if (size <= bounce_kept_bytes && !kept.empty()) {
+    bounce = std::move(kept.back());
+    kept.pop_back();
+  } else {
+    bounce.bytes = size;
+    bounce.memory.reset(new (std::nothrow) std::byte[size]);
+    if (!bounce.memory) return refusal = "no memory", false;
+    bounce.mr = register_memory(domain, bounce.memory.get(), size, static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), IBV_ACCESS_LOCAL_WRITE);
+    if (bounce.mr == nullptr) return false;
+  }
+  domain.bounced_bytes += size;
+  bounced_bytes_ += size;
+  return true;
 }
 
 void HcaDevice::give_bounce(HcaDomain& domain, Bounce bounce) {
-  if (bounce.bytes == bounce_kept_bytes && domain.bounces.size() < bounces_kept)
-    domain.bounces.push_back(std::move(bounce));
-  else
-    library_.ibv_dereg_mr(bounce.mr);
+  auto& kept = bounce.bytes == small_bounce_bytes ? domain.small_bounces : domain.bounces;
+  if (bounce.bytes > bounce_kept_bytes || kept.size() >= bounces_kept) return detach(domain, bounce);
+  domain.bounced_bytes -= bounce.bytes;
+  bounced_bytes_ -= bounce.bytes;
+  kept.push_back(std::move(bounce));
+}
+
+void HcaDevice::detach(HcaDomain& domain, Bounce& bounce) {
+  domain.bounced_bytes -= bounce.bytes;
+  bounced_bytes_ -= bounce.bytes;
+  library_.ibv_dereg_mr(std::exchange(bounce.mr, nullptr));
 }
 
 // --- queue pairs ----------------------------------------------------------------------------------------------

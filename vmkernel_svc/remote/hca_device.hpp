@@ -26,7 +26,8 @@ struct Bounce {
 struct HcaDomain {
   ibv_pd* pd = nullptr;
   std::uint32_t users = 0;      // connections and registrations
-  std::vector<Bounce> bounces;  // free ones of bounce_kept_bytes
+  std::vector<Bounce> small_bounces, bounces;  // free ones
+  std::size_t bounced_bytes = 0;  // of those that are in use
 };
 
 // A completion queue, and whether the next completion in it raises an event.
@@ -72,15 +73,15 @@ class HcaDevice {
   const ibv_port_attr& port_attributes() const { return port_attributes_; }
   const ibv_device_attr& attributes() const { return attributes_; }
   const char* port_state();
-  const std::string& flow_control() const { return flow_control_; }
+  const std::string& interface() const { return interface_; }  // of its GID; empty: none
 
   HcaDomain* domain(std::uint64_t number);  // nullptr: none can be had
-  bool has_domain(std::uint64_t number) const;
   void release(std::uint64_t number);       // one user less
   ibv_mr* register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access);
   bool deregister(ibv_mr* mr) { return library_.ibv_dereg_mr(mr) == 0; }  // false: the HCA may have it still
-  bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);
+  bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // false: `refusal` says why
   void give_bounce(HcaDomain& domain, Bounce bounce);
+  void detach(HcaDomain& domain, Bounce& bounce);  // the HCA has it no more; its memory stays
 
   // `shared`: it receives there; wish.receive_wr is 0 then.
   ibv_qp* create(HcaDomain& domain, const QpWish& wish, const SharedReceive* shared, Cq*& cq);
@@ -126,12 +127,13 @@ class HcaDevice {
   std::uint8_t mtu_ = 0;
   int gid_index_ = 0;
   ibv_gid gid_{};
-  std::string gid_type_, flow_control_ = "unknown";
+  std::string gid_type_, interface_;
   ibv_port_attr port_attributes_{};
   ibv_device_attr attributes_{};
   std::vector<Numbered> domains_;
   std::vector<std::unique_ptr<Cq>> cqs_;
   std::vector<HcaCq*> shared_cqs_;
+  std::size_t bounced_bytes_ = 0;
 };
 
 }  // namespace vrdma::remote

@@ -15,10 +15,6 @@ using engine::QpState;
 using remote::HcaKind;
 using remote::HcaMessage;
 
-namespace {
-constexpr std::uint64_t drain_ns = 1'000'000'000;        // of a physical QP in error; it takes microseconds
-}  // namespace
-
 void HcaDesk::free_physical(HcaConnection& c) {
   if (c.shared != nullptr && c.physical != nullptr) c.shared->users.erase(c.physical->qp_num);
   if (c.physical != nullptr) device_->destroy(std::exchange(c.physical, nullptr), *c.cq, c.wish);
@@ -37,11 +33,11 @@ void HcaDesk::stop(HcaConnection& c) {
   c.stage = Stage::stopped;
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_ERR;
-  if (device_->modify(c.physical, attributes, IBV_QP_STATE)) {
-    const std::uint64_t until = vmci::monotonic_ns() + drain_ns;
+  const std::uint64_t until = drain_until_ns_ != 0 ? drain_until_ns_ : vmci::monotonic_ns() + drain_ns;
+  if (device_->modify(c.physical, attributes, IBV_QP_STATE))
     while (c.flushed < c.outstanding.size() + c.posted.size() && vmci::monotonic_ns() < until) poll(*c.cq);
+  while (poll(*c.cq) && vmci::monotonic_ns() < until) {  // others have completions there, too
   }
-  poll(*c.cq);
   while (c.shared != nullptr && poll_shared(*c.shared)) {
   }
   for (auto& send : c.outstanding) free_bounces(c, send.bounces);
@@ -52,7 +48,7 @@ void HcaDesk::stop(HcaConnection& c) {
   }
   for (auto& receive : c.arrived)  // what came stays to be copied, by memory that the HCA does not have any more
     for (auto& part : receive.parts)
-      if (part.bounce.mr != nullptr) device_->deregister(std::exchange(part.bounce.mr, nullptr));
+      if (part.bounce.mr != nullptr) device_->detach(*receive.domain, part.bounce);
   free_physical(c);
 }
 
@@ -68,12 +64,23 @@ void HcaDesk::lose(HcaConnection& c) {
   c.stage = Stage::stopped;
   c.waiting_since_ns = 0;
   for (; !c.posted.empty(); c.posted.pop_back()) qp.returned.push_back(c.posted.back().inbound);
-  // What was not posted yet comes after what was.
-  if (c.preparing || (engine_.busy(qp) && !c.by_records && qp.operation.stage == engine::Operation::Stage::routing)) {
+  // What was not posted yet comes after what was. What is done here, when all before it are done, goes on where it is.
+  const auto stage = qp.operation.stage;
+  const bool local = engine_.busy(qp) && stage == Operation::Stage::routing && qp.operation.rule->local && c.outstanding.empty();
+  if (stage == Operation::Stage::refused && !c.by_records) {
+    HcaSend send{};
+    send.wr_id = qp.operation.wr_id;
+    send.next_position = qp.operation.next_position;
+    send.rule = qp.operation.rule;
+    send.fate = HcaSend::Fate::refused;
+    send.status = std::exchange(qp.far->refused, WcStatus::success);
+    c.outstanding.push_back(std::move(send));
+    qp.operation.stage = Operation::Stage::none;
+  } else if (c.preparing || (engine_.busy(qp) && !c.by_records && !local && stage == Operation::Stage::routing)) {
     if (!c.copy_of_receive) ports_.abandon(qp), qp.operation.copy_pending = false;
     c.outstanding.push_back(c.preparing ? std::move(c.preparing->send) : describe(qp));
     c.preparing.reset();
-    qp.operation.stage = engine::Operation::Stage::none;
+    qp.operation.stage = Operation::Stage::none;
   }
   if (c.after_records) c.outstanding.push_back(std::move(*std::exchange(c.after_records, nullptr)));
   qp.far->under_way = 0;
@@ -92,14 +99,15 @@ void HcaDesk::resolve(HcaConnection& c, std::uint64_t count) {
   c.told_bytes.clear();
   std::size_t done = 0;
   for (std::size_t i = 0; i < c.outstanding.size(); ++i)
-    if (c.outstanding[i].rule->takes_receive && c.outstanding[i].ordinal < count) done = i + 1;
+    if (c.outstanding[i].posted && c.outstanding[i].rule->takes_receive && c.outstanding[i].ordinal < count) done = i + 1;
   for (std::size_t i = 0; i < c.outstanding.size(); ++i) {
     HcaSend& send = c.outstanding[i];
+    if (send.fate == HcaSend::Fate::refused) continue;
     const bool repeatable = (send.rule->takes_receive && send.rule->moves_to_receive) || (send.rule->reads && !send.rule->atomic);
     if (i < done && !send.rule->reads) send.fate = HcaSend::Fate::done;
     else if (!send.posted || repeatable || (c.refused_there && i >= done)) send.fate = HcaSend::Fate::again;
     else send.fate = HcaSend::Fate::unknown;
-    if (c.closed_there && send.fate == HcaSend::Fate::again) send.fate = HcaSend::Fate::unknown;
+    if (c.closed_there && send.fate == HcaSend::Fate::again && !send.rule->local) send.fate = HcaSend::Fate::unknown;
   }
   c.stage = Stage::resuming;
   c.waiting_since_ns = 0;
@@ -190,6 +198,7 @@ Progress HcaDesk::resume(HcaConnection& c, engine::Budget& budget) {
     c.outstanding.pop_front();
     switch (c.again->fate) {
       case HcaSend::Fate::done: succeed(c, *c.again); break;
+      case HcaSend::Fate::refused: fail(c, *c.again, c.again->status); return Progress::worked;
       case HcaSend::Fate::unknown: fail(c, *c.again, WcStatus::retry_exc_err); return Progress::worked;
       case HcaSend::Fate::again: load(qp, *c.again); break;
     }

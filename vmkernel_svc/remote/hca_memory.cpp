@@ -102,7 +102,7 @@ bool HcaDesk::forget_region(std::uint32_t slot) {
       HcaMessage news{};
       news.rkey = key.value;
       say(host, 0, 0, HcaKind::revoke, news);
-      ++revoking_[key.value];
+      revoking_[key.value].insert(host);
       ++counters_.revoked;
     }
   }
@@ -147,7 +147,8 @@ void HcaDesk::on_key(remote::HostId host, std::uint32_t connection, std::uint32_
       return say(host, 0, 0, HcaKind::revoked, reply);
     }
     default:
-      if (const auto waiting = revoking_.find(message.rkey); waiting != revoking_.end() && --waiting->second == 0) revoking_.erase(waiting);
+      if (const auto waiting = revoking_.find(message.rkey); waiting != revoking_.end() && waiting->second.erase(host) != 0 && waiting->second.empty())
+        revoking_.erase(waiting);
   }
 }
 

@@ -61,6 +61,11 @@ struct HcaMessage {
 static_assert(WireRecord<HcaMessage> && sizeof(HcaMessage) == 176);
 
 inline void put_text(HcaMessage& to, const std::string& text) { std::memcpy(to.text, text.data(), std::min(text.size(), sizeof(to.text) - 1)); }
-inline std::string text_of(const HcaMessage& from) { return std::string(from.text, ::strnlen(from.text, sizeof(from.text))); }
+// For logs and terminals: whatever the other service put there.
+inline std::string text_of(const HcaMessage& from) {
+  std::string text(from.text, ::strnlen(from.text, sizeof(from.text)));
+  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, '?');
+  return text;
+}
 
 }  // namespace vrdma::remote
