@@ -225,7 +225,7 @@ void HcaDesk::bind(HcaConnection& c) {
     device_->lead_to(c.theirs, a);  // its path MTU, too, is the hosts' own affair, whatever the guests' is
     a.rq_psn = qp.attributes.rq_psn & psn_mask;
     a.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min<int>(qp.attributes.max_dest_rd_atomic, device_->attributes().max_qp_rd_atom));
-    a.min_rnr_timer = c.min_rnr_timer = qp.attributes.min_rnr_timer;
+    c.min_rnr_timer = a.min_rnr_timer = static_cast<std::uint8_t>(qp.attributes.min_rnr_timer);
     a.ah_attr.sl = qp.attributes.path.sl & 15;
     if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
       log::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
@@ -236,7 +236,7 @@ void HcaDesk::bind(HcaConnection& c) {
   } else if (c.sending && (c.access_flags != qp.attributes.access_flags || c.min_rnr_timer != qp.attributes.min_rnr_timer)) {
     ibv_qp_attr a{};
     a.qp_access_flags = c.access_flags = qp.attributes.access_flags;
-    a.min_rnr_timer = c.min_rnr_timer = qp.attributes.min_rnr_timer;
+    c.min_rnr_timer = a.min_rnr_timer = static_cast<std::uint8_t>(qp.attributes.min_rnr_timer);
     if (!device_->modify(c.physical, a, IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER)) return lose(c, "the HCA does not change what others may do");
   }
   wake(c);
@@ -256,7 +256,7 @@ bool HcaDesk::to_rts(HcaConnection& c) {
   a.rnr_retry = from.rnr_retry;
   a.sq_psn = from.sq_psn & psn_mask;
   a.qp_access_flags = c.access_flags = from.access_flags;
-  a.min_rnr_timer = c.min_rnr_timer = from.min_rnr_timer;
+  c.min_rnr_timer = a.min_rnr_timer = static_cast<std::uint8_t>(from.min_rnr_timer);
   a.max_rd_atomic = static_cast<std::uint8_t>(std::min<int>({from.max_rd_atomic, c.theirs.max_dest_rd_atomic, device_->attributes().max_qp_init_rd_atom}));
   return c.sending = device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC |
                                                      IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER);
