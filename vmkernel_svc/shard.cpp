@@ -301,8 +301,7 @@ bool Shard::run_list(RunList& list) {
       if (flood == DirectDesk::Flood::waits) list.queue_pairs.pass();
       continue;
     }
-    // The common case first: ready to send, nothing under way, nothing posted.
-    if (qp.state != engine::QpState::rts || engine_.busy(qp) || !qp.send_ring.empty() || qp.port.hca != nullptr) {
+    if (engine_.may_have_work(qp) || qp.port.hca != nullptr) {
       engine::Budget budget{turn_bytes, flood == DirectDesk::Flood::to_boundary ? 1 : turn_wqes};
       progress = qp.port.hca == nullptr ? engine_.run(qp, budget) : far_->hca()->run(qp, budget);
       ports_.announce();

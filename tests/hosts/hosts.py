@@ -316,6 +316,8 @@ def faults(world):
     a, b = world.hosts[:2]
     # Who only waits for a message has nothing in flight that could fail: the survivor of a fault must be the sender.
     long = ["ib_write_bw", "-d", "vrdma0", "-F", "-n", "1000000", "-s", "20000"]
+    # Likewise, but nothing is left to be sent: whoever posted all it has, and sleeps, hears of it, too.
+    waiting = ["ib_read_lat", "-d", "vrdma0", "-F", "-n", "1000000", "-s", "64"]
 
     def flowing(pair, records=20):
         before = received(a, b)
@@ -352,14 +354,18 @@ def faults(world):
             world.network.lose(0)
 
     def long_partition():
-        pair = Pair(b, a, long)
+        pairs = []
         try:
-            flowing(pair)
+            for words in (long, waiting):
+                pairs.append(Pair(b, a, words))
+                flowing(pairs[-1])
             world.network.cut(1)
-            must_fail(pair.client, pair)
+            for pair in pairs:
+                must_fail(pair.client, pair)
         finally:
             world.network.cut(1, False)
-            pair.stop()
+            for pair in pairs:
+                pair.stop()
         works()
 
     def killed():
@@ -372,6 +378,18 @@ def faults(world):
             pair.stop()
             b.program.stop()
         b.start()
+        works()
+
+    def begun_anew():
+        pair = Pair(b, a, waiting)
+        try:
+            flowing(pair)
+            b.kill()
+            b.program.stop()
+            b.start()
+            must_fail(pair.client, pair)
+        finally:
+            pair.stop()
         works()
 
     def knock(host):
@@ -422,6 +440,7 @@ def faults(world):
     yield "2 % of all packets lost", loss
     yield "a partition of one second heals", short_partition
     yield "a partition that lasts: RETRY_EXC_ERR, and all is well afterwards", long_partition
+    yield "a service killed, and at once another one in its place: RETRY_EXC_ERR for who waits for an answer", begun_anew
     yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
 
 

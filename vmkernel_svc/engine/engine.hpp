@@ -64,6 +64,10 @@ class Engine {
     return qp.operation.stage != Operation::Stage::none || (qp.far != nullptr && !qp.far->arrived.empty());
   }
 
+  // Likewise, with what was posted; false is the common case: ready to send, nothing under way, nothing posted. A connection to another host
+  // may have to be given up, although all that was posted has been sent.
+  static bool may_have_work(const Qp<P>& qp) { return qp.state != QpState::rts || busy(qp) || !qp.send_ring.empty() || qp.far != nullptr; }
+
   // Whether a turn would take what lies at the head of the send queue.
   static bool may_take_sends(const Qp<P>& qp) {
     if (qp.far != nullptr && qp.far->blocked) return false;

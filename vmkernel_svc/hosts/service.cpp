@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <csignal>
 #include <stdexcept>
+#include <utility>
 
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/etcd_agreement.hpp"
@@ -182,15 +183,17 @@ void Service::deliver(const Outbox::Letter& letter) {
 
 Service::SessionPtr Service::session_with(const std::string& name) const {
   SessionPtr best;
-  const Host* const known = node_->member().known().find(name);
   for (const auto& [route, session] : sessions_) {
     if (!session->is_up() || session->retired() || session->peer().name != name || session->peer().address.empty()) continue;
-    // Of two that claim a name, the one that the subnet knows.
-    const bool right = known != nullptr && session->peer().address == known->address && session->peer().port == known->port;
-    if (right) return session;
+    if (is_right(*session)) return session;  // of two that claim a name
     best = session;
   }
   return best;
+}
+
+bool Service::is_right(const Session& session) const {
+  const Host* const known = node_->member().known().find(session.peer().name);
+  return known == nullptr || (session.peer().address == known->address && session.peer().port == known->port);
 }
 
 // --- connections
@@ -346,9 +349,12 @@ void Service::dial_those_missing() {
     wanted["seed"] = {"", settings_.seed->first, settings_.seed->second};
   std::erase_if(dials_, [&](const auto& entry) { return !wanted.contains(entry.first) && !entry.second.under_way && entry.second.address.size() != 0; });
   for (const auto& [key, endpoint] : wanted) {
-    if (!endpoint.name.empty() && session_with(endpoint.name)) continue;
+    // One that has moved is dialed where it is now: it may be long until nothing is heard from where it was.
+    if (const auto session = endpoint.name.empty() ? nullptr : session_with(endpoint.name); session && is_right(*session)) continue;
     Dial& target = dials_[key];
-    if (target.under_way || now_ms() < target.next_ms) continue;
+    const bool moved = target.address != endpoint.address || target.port != endpoint.port;
+    if (target.under_way && moved && target.call_off) std::exchange(target.call_off, nullptr)();
+    if (target.under_way || (now_ms() < target.next_ms && !moved)) continue;
     target.address = endpoint.address;
     target.port = endpoint.port;
     dial(key, endpoint.name, target);
@@ -369,8 +375,13 @@ void Service::dial(const std::string& key, const std::string& expected, Dial& ta
     error_code ignored;
     if (!early) socket->close(ignored);
   });
+  target.call_off = [waiting = std::weak_ptr(socket)] {
+    error_code ignored;
+    if (const auto one = waiting.lock()) one->close(ignored);
+  };
   socket->async_connect(endpoint, [this, key, expected, socket, timer](const error_code& failed) {
     timer->cancel();
+    dials_[key].call_off = nullptr;
     if (failed || !socket->is_open()) return dialed(key, failed && failed != asio::error::operation_aborted ? failed.message() : "no answer");
     Session::Events on = network_->events();
     on.up = [this, key](const SessionPtr& session) {

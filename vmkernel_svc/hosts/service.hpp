@@ -74,6 +74,7 @@ class Service final : public remote::Directory {
     std::string address;
     std::uint16_t port = 0;
     bool under_way = false;
+    std::function<void()> call_off;  // of a connect that is under way
     std::uint64_t next_ms = 0, pause_ms = 0;
     std::string problem;
   };
@@ -98,6 +99,7 @@ class Service final : public remote::Directory {
   template <class Reply>
   void wish(const SessionPtr& asker, const Message& message, const std::string& what);
   SessionPtr session_with(const std::string& name) const;
+  bool is_right(const Session& session) const;  // the subnet knows its host by that address, or not at all
   void drop_those_out();
   void publish();
 

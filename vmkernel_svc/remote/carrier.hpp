@@ -20,11 +20,21 @@ struct Gauge {
   std::atomic<std::uint64_t> silent_ns{0};
   std::atomic<std::int64_t> queued_bytes{0};   // given to the carrier and not acknowledged
   std::atomic<std::int64_t> arrived_bytes{0};  // that came and the shard has not taken
+  std::atomic<std::int64_t> queued_datagrams{0}, arrived_datagrams{0};  // bytes of these that are of datagrams, which keep to no window
   std::atomic<bool> connected{false};
   // For `vrdma show`.
   std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};
   std::atomic<std::uint64_t> bypassed_bytes{0}, bypassed_records{0};  // of what was sent
 };
+
+// `sign` 1: `frame` is one of those given to the carrier, or arrived; -1: no more.
+inline void count(std::atomic<std::int64_t>& bytes, std::atomic<std::int64_t>& datagrams, engine::FarFrame& frame, int sign) {
+  const auto all = sign * static_cast<std::int64_t>(frame.whole_bytes());
+  bytes.fetch_add(all, std::memory_order_relaxed);
+  if (frame.record().kind == engine::FarKind::datagram) datagrams.fetch_add(all, std::memory_order_relaxed);
+}
+inline void count_queued(Gauge& gauge, engine::FarFrame& frame, int sign) { count(gauge.queued_bytes, gauge.queued_datagrams, frame, sign); }
+inline void count_arrived(Gauge& gauge, engine::FarFrame& frame, int sign) { count(gauge.arrived_bytes, gauge.arrived_datagrams, frame, sign); }
 
 struct CarrierCounters {
   std::atomic<std::uint64_t> unauthenticated{0};  // connections and frames that are not of a host of this subnet: dropped

@@ -18,7 +18,7 @@ using engine::QpType;
 
 namespace {
 constexpr std::int64_t queued_bytes_max = 8 << 20;         // with the carrier, for one host
-constexpr std::int64_t datagram_bytes_max = 4 << 20;       // of them, before datagrams are lost
+constexpr std::int64_t datagram_bytes_max = 4 << 20;       // of datagrams, before more are lost
 constexpr std::int64_t answers_bytes_max = 16 << 20;       // … and before requests of that host wait
 constexpr std::int64_t told_bytes_max = 32 << 20;          // … and before it is told nothing any more: it does not listen
 constexpr std::size_t datagrams_waiting_max = 256;         // at a receiver's host, for a sixteenth of its receivers
@@ -108,7 +108,7 @@ FarFramePtr FarDesk::address(remote::HostId id, FarFramePtr frame) {
   Host& host = at(id);
   frame->host = id;
   frame->session = host.session;
-  host.gauge->queued_bytes.fetch_add(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
+  remote::count_queued(*host.gauge, *frame, 1);
   return frame;
 }
 
@@ -145,7 +145,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
   if (qp.port.owner == nullptr) return;  // it came from another host: it goes no further
   const auto send_to = [&](std::uint32_t id) {
     Host& host = at(id);
-    const auto queued = host.gauge->queued_bytes.load(std::memory_order_relaxed);
+    const auto queued = host.gauge->queued_datagrams.load(std::memory_order_relaxed);
     if (host.session == 0 || queued > datagram_bytes_max) {
       ++dropped_datagrams_;
       return;

@@ -31,11 +31,11 @@ bool FarManagement::arrived(remote::HostId host, engine::FarFrame& frame) {
 
 std::optional<std::uint32_t> FarManagement::host_of(std::uint16_t lid) {
   const auto host = desk_.directory().host_of(lid);
-  return host && knowing_.contains(*host) && desk_.is_connected(*host) && desk_.has_room(*host) ? host : std::nullopt;
+  return host && knowing_.contains(*host) && desk_.is_connected(*host) && desk_.has_room_for_answers(*host) ? host : std::nullopt;
 }
 
 void FarManagement::tell(std::uint32_t host, const MadMessage& head, std::span<const std::uint8_t> mad) {
-  if (!desk_.has_room(host)) return;  // it does not read what it has asked for, and is lost as on any wire
+  if (!desk_.has_room_for_answers(host)) return;  // it does not read what it has asked for, and is lost as on any wire
   auto frame = engine::FarFrame::make(static_cast<std::uint32_t>(sizeof(head) + mad.size()));
   frame->record().kind = engine::FarKind::mad;
   frame->record().payload_bytes = static_cast<std::uint32_t>(sizeof(head) + mad.size());

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -20,7 +21,7 @@ using engine::FarFramePtr;
 namespace {
 constexpr std::uint64_t acknowledge_ns = 5'000'000, acknowledge_bytes = 512 * 1024;
 constexpr std::size_t connection_bytes_max = 512 * 1024;     // sealed and not written: what waits longer waits unsealed
-constexpr std::int64_t arrived_bytes_max = 8 << 20;          // datagrams beyond it are lost: they keep to no window
+constexpr std::int64_t arrived_datagrams_max = 8 << 20;      // bytes; what is beyond it is lost
 constexpr std::int64_t turn_bytes = 256 * 1024;              // read in a turn
 // Others than the connections' peers are served by the same thread: while nothing comes the sockets are looked at now and then.
 constexpr std::uint64_t idle_poll_us = 20, busy_ns = 200'000;
@@ -40,8 +41,7 @@ TcpCarrier::~TcpCarrier() = default;
 void TcpCarrier::send(FarFramePtr frame) {
   const auto found = links_.find(frame->host);
   if (found == links_.end() || frame->session != found->second->session) {
-    gauge(frame->host)->queued_bytes.fetch_sub(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
-    return;
+    return count_queued(*gauge(frame->host), *frame, -1);
   }
   Link& link = *found->second;
   link.records.push_back({std::move(frame), ++link.last_number});
@@ -53,7 +53,7 @@ FarFramePtr TcpCarrier::receive() {
   FarFramePtr frame = std::move(arrivals_.front());
   arrivals_.pop_front();
   if (frame->record().kind != engine::FarKind::news)
-    links_.at(frame->host)->gauge->arrived_bytes.fetch_sub(static_cast<std::int64_t>(frame->whole_bytes()), std::memory_order_relaxed);
+    count_arrived(*links_.at(frame->host)->gauge, *frame, -1);
   return frame;
 }
 
@@ -210,7 +210,7 @@ void TcpCarrier::came(Link& link, std::uint64_t number, FarFramePtr frame, std::
 void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   if (head.run == 0 || link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
   link.greeted = true;
-  link.pause_ns = 0;
+  link.pause_ns = link.connects = 0;
   link.sent = 0;
   if (head.run != link.run) {
     link.run = head.run;
@@ -230,14 +230,32 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     link.sent = link.records.size();
     acknowledged(link, head.acknowledged);
     link.sent = 0;
+    void_what_nobody_repeats(link);
   }
   link.gauge->connected.store(true, std::memory_order_relaxed);
   say(link, LinkKind::alive, now);
 }
 
+// What is to be sent again is so for those who would repeat it: not for datagrams, nor for connections that were closed since. A host may
+// have been away for long, and others have done meanwhile what these wanted to, or the opposite.
+void TcpCarrier::void_what_nobody_repeats(Link& link) {
+  using engine::FarKind;
+  std::set<std::pair<std::uint32_t, std::uint32_t>> closed;  // connection and epoch
+  for (const auto& entry : link.records)
+    if (const auto& record = entry.frame->record(); record.kind == FarKind::close) closed.emplace(record.connection, record.epoch);
+  for (const auto& entry : link.records) {
+    auto& record = entry.frame->record();
+    const bool asks = record.kind == FarKind::request || record.kind == FarKind::more;
+    if (record.kind != FarKind::datagram && !(asks && closed.contains({record.connection, record.epoch}))) continue;
+    count_queued(*link.gauge, *entry.frame, -1);
+    record.kind = FarKind::credit;  // of nothing new
+    record.payload_bytes = 0;
+    count_queued(*link.gauge, *entry.frame, 1);
+  }
+}
+
 void TcpCarrier::forget_records(Link& link) {
-  for (const auto& record : link.records)
-    link.gauge->queued_bytes.fetch_sub(static_cast<std::int64_t>(record.frame->whole_bytes()), std::memory_order_relaxed);
+  for (const auto& record : link.records) count_queued(*link.gauge, *record.frame, -1);
   link.records.clear();
   link.sent = 0;
 }
@@ -245,7 +263,7 @@ void TcpCarrier::forget_records(Link& link) {
 void TcpCarrier::acknowledged(Link& link, std::uint64_t number) {
   while (link.sent > 0 && link.records.front().number <= number) {
     const auto bytes = link.records.front().frame->whole_bytes();
-    link.gauge->queued_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+    count_queued(*link.gauge, *link.records.front().frame, -1);
     link.gauge->sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
     link.gauge->sent_records.fetch_add(1, std::memory_order_relaxed);
     link.records.pop_front();
@@ -256,15 +274,14 @@ void TcpCarrier::acknowledged(Link& link, std::uint64_t number) {
 
 void TcpCarrier::take(Link& link, FarFramePtr frame, std::uint64_t now) {
   ++link.expected;
-  const auto bytes = static_cast<std::int64_t>(frame->whole_bytes());
-  link.gauge->received_bytes.fetch_add(static_cast<std::uint64_t>(bytes), std::memory_order_relaxed);
+  link.gauge->received_bytes.fetch_add(frame->whole_bytes(), std::memory_order_relaxed);
   link.gauge->received_records.fetch_add(1, std::memory_order_relaxed);
   if (link.unacknowledged_bytes >= acknowledge_bytes) say(link, LinkKind::alive, now);
-  if (frame->record().kind == engine::FarKind::datagram && link.gauge->arrived_bytes.load(std::memory_order_relaxed) > arrived_bytes_max) return;
+  if (frame->record().kind == engine::FarKind::datagram && link.gauge->arrived_datagrams.load(std::memory_order_relaxed) > arrived_datagrams_max) return;
   if (frame->record().kind == engine::FarKind::news) return link.connection->break_off(TcpConnection::Why::malformed);  // never between hosts
   frame->host = link.id;
   frame->session = link.session;
-  link.gauge->arrived_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  count_arrived(*link.gauge, *frame, 1);
   arrivals_.push_back(std::move(frame));
 }
 

@@ -62,6 +62,7 @@ class TcpCarrier final : public Carrier {
     bool knows_us = false;                      // and something else since, so that ours has come: what a bypass brings there is taken
     std::uint32_t watched = 0;                  // events of the connection that epoll tells of
     std::uint64_t dial_at_ns = 0, pause_ns = 0;
+    std::uint64_t connects = 0;                 // that were tried since the last one that stood
     std::uint64_t said_ns = 0;
     std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
     std::uint64_t run = 0, session = 0;         // of the far service; how many of its runs there have been
@@ -106,6 +107,7 @@ class TcpCarrier final : public Carrier {
   void came(Link& link, std::uint64_t number, engine::FarFramePtr frame, std::uint64_t now);
   void acknowledged(Link& link, std::uint64_t number);
   void forget_records(Link& link);
+  void void_what_nobody_repeats(Link& link);
   void take(Link& link, engine::FarFramePtr frame, std::uint64_t now);
 
   Place here_;

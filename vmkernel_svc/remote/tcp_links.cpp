@@ -19,7 +19,10 @@ namespace vrdma::remote {
 
 namespace {
 constexpr std::uint64_t look_ns = 50'000'000, quiet_look_ns = 200'000'000, alive_ns = 200'000'000;
-constexpr std::uint64_t mute_max_ns = 4'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
+// A host that could not be reached is tried again and again at first: a SYN that was lost is sent again after 1 s by the kernel, and later and
+// later, but whoever waits for an answer gives up after 5 s of silence.
+constexpr std::uint64_t connect_ns = 300'000'000, connects_in_haste = 10;
+constexpr std::uint64_t mute_max_ns = 3'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
 constexpr std::size_t strangers_max = 64;  // besides as many as there are hosts
 
 socklen_t address_of(const std::string& text, std::uint16_t port, sockaddr_storage& address) {  // 0: not an address
@@ -102,6 +105,7 @@ void TcpCarrier::dial(Link& link, std::uint64_t now) {
   // From the address that the other host knows us by.
   if (!socket || ::bind(socket.get(), generic(ours), our_bytes) != 0) return;
   if (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS) return;
+  ++link.connects;
   link.connection = std::make_unique<TcpConnection>(context_, std::move(socket), host, now);
   link.watched = 0;
   link.mute_ns = 0;
@@ -220,9 +224,13 @@ void TcpCarrier::look(std::uint64_t now) {
     }
     if (link->connection) {
       const TcpConnection& connection = *link->connection;
-      const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : shake_ns);
-      if (connection.state() == State::broken || mute) disconnect(*link, now);
-      else if (link->greeted && now - link->said_ns >= alive_ns && !connection.wants_to_write()) say(*link, LinkKind::alive, now);
+      const bool connecting = connection.state() == State::connecting;
+      const std::uint64_t connect_max_ns = link->connects <= connects_in_haste ? connect_ns : shake_ns;
+      const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : connecting ? connect_max_ns : shake_ns);
+      if (connection.state() == State::broken || mute) {
+        disconnect(*link, now);
+        if (connecting && mute) link->dial_at_ns = now;
+      } else if (link->greeted && now - link->said_ns >= alive_ns && !connection.wants_to_write()) say(*link, LinkKind::alive, now);
     }
     if (!link->connection && link->dials && now >= link->dial_at_ns) dial(*link, now);
     soon |= !link->connection ? link->dials : !link->greeted || !link->records.empty();
