@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -410,6 +411,37 @@ TEST_CASE("Two pieces of memory have two segments, and one that the service refu
   a.ring.reset();
   b.ring.reset();
   CHECK(rings_open() == rings_before + 1);
+}
+
+TEST_CASE("A process that registers very much leaves descriptors for others") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.begin_service(epoch);
+  machine.open_session();
+  Process hog(machine);
+  hog.attach();
+  rlimit before{};
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  constexpr std::uint32_t limit = 256;
+  const rlimit few{limit, before.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &few) == 0);
+  const auto ask = [](Process& process) {
+    Buffer one(1);
+    process.ask(Request::add_pinned, one.request(0, 1));
+  };
+  for (std::uint32_t i = 0; i < limit / 2; ++i) {
+    ask(hog);
+    machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{100 + i, 0});
+    REQUIRE(hog.reply().head.status == 0);
+  }
+  ask(hog);
+  CHECK(hog.reply().head.status == ENOMEM);
+  Process other(machine);
+  other.attach();
+  ask(other);
+  machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{1, 0});
+  CHECK(other.reply().head.status == 0);
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
 
 TEST_CASE("Memory that is not pinned, not there or not described rightly never reaches the service") {

@@ -32,6 +32,13 @@ void lift_memlock(pid_t process) {
       std::strerror(errno));
 }
 
+// Each registration of a process takes a descriptor here. A process gets half of them at most, and all together three quarters: others can
+// always be accepted and served. A descriptor's number says how many there are, or more.
+bool takes_too_many(int descriptor, std::size_t of_its_process) {
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return false;
+  return of_its_process >= files.rlim_cur / 2 || static_cast<rlim_t>(descriptor) >= files.rlim_cur / 4 * 3;
+}
 
 struct Packet {
   std::size_t bytes;  // 0: the other end is closed
@@ -324,6 +331,12 @@ int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, Un
   // More than all RAM cannot be pinned; many mappings of the same memory are not worth the time that they take.
   if (body.bytes == 0 || body.bytes > ram_bytes() || body.address > ~std::uint64_t{0} - vm::page_bytes - body.bytes) return EINVAL;
   auto taken = take_ring(exited_.get(), body.ring);
+  if (taken ? takes_too_many(taken->get(), rings_.size()) : value(taken.error()) == EMFILE || value(taken.error()) == ENFILE) {
+    if (!std::exchange(said_crowded_, true))
+      say("process %d has %zu regions of memory registered and gets no more: each takes a descriptor here; raise the limit of open files that vrdma-guestd is started with",
+          credentials_.pid, rings_.size());
+    return ENOMEM;
+  }
   if (!taken) return value(taken.error());
   if (const Status pinned = covers(taken->get(), body.address, body.bytes); !pinned) return value(pinned.error());
   const std::uint64_t first = page_floor(body.address);

@@ -108,6 +108,7 @@ class Connection {
   std::map<std::uint32_t, BarPages::Slice> lent_;  // by backing
   bool said_full_ = false;
   std::map<std::uint32_t, vmci::UniqueFd> rings_;  // by backing
+  bool said_crowded_ = false;
   std::uint32_t next_segment_ = vm::segment_first;
 };
 

@@ -98,7 +98,7 @@ Session::News Session::say_that_it_waits(std::uint64_t now_ns) {
   if (!waiting_since_ns_) waiting_since_ns_ = now_ns;
   if (now_ns < *waiting_since_ns_ + patience_ns_ || std::exchange(said_that_it_waits_, true)) return News::none;
   say("the host service does not answer, waiting for it: start vrdmad on the host; if it runs, see \"vrdma vm list\" there: a machine that was removed or "
-      "added anew while it ran has to be switched off and started with what \"vrdma vm show\" prints");
+      "added anew while it ran has to be switched off and started with what \"vrdma vm show\" prints; if this machine's kernel has removed and found the device again, start vrdma-guestd anew");
   return News::waits;
 }
 
