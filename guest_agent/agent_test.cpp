@@ -425,22 +425,20 @@ TEST_CASE("A process that registers very much leaves descriptors for others") {
   constexpr std::uint32_t limit = 256;
   const rlimit few{limit, before.rlim_max};
   REQUIRE(::setrlimit(RLIMIT_NOFILE, &few) == 0);
-  const auto ask = [](Process& process) {
+  std::uint32_t backing = 100;
+  const auto serve = [&](Process& process) {
     Buffer one(1);
     process.ask(Request::add_pinned, one.request(0, 1));
+    machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{backing++, 0});
+    return process.reply().head.status;
   };
-  for (std::uint32_t i = 0; i < limit / 2; ++i) {
-    ask(hog);
-    machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{100 + i, 0});
-    REQUIRE(hog.reply().head.status == 0);
-  }
-  ask(hog);
+  for (std::uint32_t i = 0; i < limit / 2; ++i) REQUIRE(serve(hog) == 0);
+  Buffer one(1);
+  hog.ask(Request::add_pinned, one.request(0, 1));
   CHECK(hog.reply().head.status == ENOMEM);
   Process other(machine);
   other.attach();
-  ask(other);
-  machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{1, 0});
-  CHECK(other.reply().head.status == 0);
+  CHECK(serve(other) == 0);
   CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
 
