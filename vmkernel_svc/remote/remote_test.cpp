@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <functional>
 #include <random>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -282,4 +283,58 @@ TEST_CASE("ConnectionsThatBreakOrAreTamperedWithLoseAndRepeatNothing") {
   CHECK(spoiled >= 5);
   CHECK(one.carrier->gauge(0)->reconnects.load() >= 5);
   CHECK(one.carrier->counters().unauthenticated.load() + other.carrier->counters().unauthenticated.load() >= 2);
+}
+
+// Requests of a connection that was closed meanwhile, and datagrams; all else is, and what is left of them keeps their numbers.
+TEST_CASE("WhatNobodyWouldRepeatIsNotSentAgain") {
+  CuttablePair pair;
+  End &one = pair.one, &other = pair.other;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  const auto drive = [&] {
+    REQUIRE(std::chrono::steady_clock::now() < until);
+    pair.middle.turn();
+    one.carrier->turn(), other.carrier->turn();
+  };
+  for (End* const end : {&one, &other})
+    while (end->session == 0) {
+      drive();
+      if (const auto frame = end->carrier->receive()) end->session = frame->session;
+    }
+  const auto send = [&](FarKind kind, std::uint32_t connection, std::uint32_t epoch) {
+    auto frame = FarFrame::make(1000);
+    frame->record().kind = kind;
+    frame->record().connection = connection;
+    frame->record().epoch = epoch;
+    frame->record().payload_bytes = 1000;
+    frame->session = one.session;
+    count_queued(*one.carrier->gauge(0), *frame, 1);
+    one.carrier->send(std::move(frame));
+  };
+  send(FarKind::request, 7, 1);
+  send(FarKind::more, 7, 1);
+  send(FarKind::datagram, 9, 0);
+  send(FarKind::request, 8, 1);
+  send(FarKind::close, 7, 1);
+  send(FarKind::request, 7, 2);
+  one.carrier->turn();  // it is with the middle, which takes it no further
+  CHECK(one.carrier->gauge(0)->queued_datagrams.load() > 1000);
+  pair.middle.cut();
+  std::vector<std::tuple<FarKind, std::uint32_t, std::uint32_t>> came;
+  while (came.size() < 6) {
+    drive();
+    while (const auto frame = other.carrier->receive()) {
+      const auto& record = frame->record();
+      came.emplace_back(record.kind, record.connection, record.epoch);
+      CHECK(record.payload_bytes == (record.kind == FarKind::credit ? 0u : 1000u));
+    }
+  }
+  CHECK(came[0] == std::tuple{FarKind::credit, 7u, 1u});
+  CHECK(came[1] == std::tuple{FarKind::credit, 7u, 1u});
+  CHECK(came[2] == std::tuple{FarKind::credit, 9u, 0u});
+  CHECK(came[3] == std::tuple{FarKind::request, 8u, 1u});
+  CHECK(came[4] == std::tuple{FarKind::close, 7u, 1u});
+  CHECK(came[5] == std::tuple{FarKind::request, 7u, 2u});
+  while (one.carrier->gauge(0)->queued_bytes.load() != 0) drive();
+  CHECK(one.carrier->gauge(0)->queued_datagrams.load() == 0);
+  CHECK(other.carrier->gauge(0)->arrived_bytes.load() == 0);
 }
