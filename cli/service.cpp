@@ -225,9 +225,11 @@ Service find_or_start_service() {
                      named, std::strerror(value(socket.error()))));
   }
   // The host has a service, or had one: programs by it and by a private one do not see each other.
-  if (const auto host = vmci::PacketSocket::connect(host_socket); private_socket() != host_socket && !host && value(host.error()) != ENOENT)
-    fmt::print(stderr, "vrdma: note: the host's service at {} cannot be reached ({}), a private one serves this program instead: {}\n", host_socket,
-               std::strerror(value(host.error())), service_remedy(value(host.error())));
+  if (const auto host = vmci::PacketSocket::connect(host_socket); private_socket() != host_socket && !host && value(host.error()) != ENOENT) {
+    const int error = value(host.error());
+    fmt::print(stderr, "vrdma: note: the host's service at {} cannot be reached ({}), a private one serves this program instead: {}\n", host_socket, std::strerror(error),
+               error == ECONNREFUSED ? "it has ended; start vrdmad again" : service_remedy(error));
+  }
   return start_or_find(private_folder(), "auto");
 }
 
