@@ -125,7 +125,8 @@ void read_hca(const json& section, std::optional<HcaSettings>& to, const std::st
   if (section.is_boolean()) return;
   std::uint16_t port = 0, gid_index = 0, ack_timeout = 0;
   apply(section, {{"device", text(hca.device, origin, "device")}, {"port", number(port, origin, "port")}, {"gid_index", number(gid_index, origin, "gid_index")},
-                  {"mtu", number(hca.mtu, origin, "mtu")}, {"ack_timeout", number(ack_timeout, origin, "ack_timeout")}},
+                  {"mtu", number(hca.mtu, origin, "mtu")}, {"ack_timeout", number(ack_timeout, origin, "ack_timeout")},
+                  {"library", text(hca.library, origin, "library")}},
         origin, "\"hca\"");
   if (section.contains("mtu") && (hca.mtu < 256 || hca.mtu > 4096 || (hca.mtu & (hca.mtu - 1)) != 0))
     refuse(origin, fmt::format("\"mtu\" of \"hca\" is {}: it must be 256, 512, 1024, 2048 or 4096", hca.mtu));

@@ -48,6 +48,7 @@ struct HcaSettings {  // the physical HCA that takes connections to other hosts
   int gid_index = -1;   // -1: the one that suits best
   std::uint32_t mtu = 0;  // bytes, at most; 0: what the port has active
   std::uint8_t ack_timeout = 0;  // 4.096 µs × 2^n, at least, where a queue pair has less; 0: as it says
+  std::string library;  // a libibverbs.so.1; empty: the system's
 };
 
 constexpr std::uint32_t shards_max = 32;

@@ -39,7 +39,7 @@ void set_nonblocking(int fd) { ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NON
 }  // namespace
 
 std::unique_ptr<HcaDevice> HcaDevice::open(const svc::HcaSettings& wanted, std::string& why) {
-  const HcaLibrary* const library = HcaLibrary::load(why);
+  const HcaLibrary* const library = HcaLibrary::load(wanted.library, why);
   if (library == nullptr) return nullptr;
   std::unique_ptr<HcaDevice> device(new HcaDevice(*library));
   if (!device->choose(wanted, why)) return nullptr;
@@ -83,6 +83,7 @@ bool HcaDevice::choose(const svc::HcaSettings& wanted, std::string& why) {
         while (wanted.mtu != 0 && mtu_ > IBV_MTU_256 && 128u << mtu_ > wanted.mtu) --mtu_;
         name_ = list[i]->name;
         node_ = list[i]->dev_path;
+        if (!present()) node_.clear();  // not the kernel's: its events tell
       }
     }
     if (context_ == nullptr) library_.ibv_close_device(context);
@@ -122,7 +123,7 @@ HcaDevice::~HcaDevice() {
   if (context_ != nullptr) library_.ibv_close_device(context_);
 }
 
-bool HcaDevice::present() const { return ::access(node_.c_str(), F_OK) == 0; }
+bool HcaDevice::present() const { return node_.empty() || ::access(node_.c_str(), F_OK) == 0; }
 
 const char* HcaDevice::port_state() {
   static constexpr const char* names[] = {"nop", "down", "init", "armed", "active", "active-defer"};

@@ -51,15 +51,21 @@ void* open_real(std::string& path, std::string& why) {
   return nullptr;
 }
 
+void* open_named(const std::string& path, std::string& why) {
+  void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) why = fmt::format("{} cannot be loaded ({})", path, ::dlerror());
+  return library;
+}
+
 }  // namespace
 
-const HcaLibrary* HcaLibrary::load(std::string& why) {
+const HcaLibrary* HcaLibrary::load(const std::string& named, std::string& why) {
   static std::mutex mutex;
   static HcaLibrary loaded;
   const std::lock_guard lock(mutex);
   if (loaded.errno_location != nullptr) return &loaded;
-  std::string path;
-  void* const library = open_real(path, why);
+  std::string path = named;
+  void* const library = named.empty() ? open_real(path, why) : open_named(path, why);
   if (library == nullptr) return nullptr;
   HcaLibrary found;
 #define VRDMA_HCA(name)                                                             \

@@ -1,5 +1,5 @@
 // The host's own libibverbs, loaded only where an HCA is configured: never ours, which has the same name, also when vrdmad itself was
-// started under it. Thread-safe.
+// started under it, unless the configuration names it: then the HCA is one of another vrdmad's. Thread-safe.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -16,8 +16,8 @@ namespace vrdma::remote {
   F(ibv_wc_status_str)
 
 struct HcaLibrary {
-  // nullptr: it is not there; `why` says so to a person.
-  static const HcaLibrary* load(std::string& why);
+  // nullptr: it is not there; `why` says so to a person. path: of its file; empty: in the system's folders.
+  static const HcaLibrary* load(const std::string& path, std::string& why);
 
   // errno of the library's last call: it may have a C library of its own.
   int error() const { return *(*errno_location)(); }

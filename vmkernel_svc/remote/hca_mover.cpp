@@ -244,14 +244,15 @@ HcaDesk::Step HcaDesk::post_prepared(HcaConnection& c) {
 
 // --- turns ----------------------------------------------------------------------------------------------------
 
-// False: nobody there has answered for as long as all retries take.
+// False: nobody there has answered for as long as all retries take; where it is not known that nobody will, not before patience_min_ns.
 bool HcaDesk::patient(HcaConnection& c) {
   Qp& qp = *c.qp;
   if (qp.state != QpState::rts || (!engine_.busy(qp) && qp.send_ring.empty() && c.outstanding.empty())) return c.waiting_since_ns = 0, true;
   const std::uint64_t now = vmci::monotonic_ns(), timeout = engine::ack_timeout_ns(qp.attributes.timeout);
   if (c.waiting_since_ns == 0) c.waiting_since_ns = now;
-  shard_.set_timer(qp, now + look_again_ns);
-  return timeout == 0 || now - c.waiting_since_ns < std::max(timeout * (qp.attributes.retry_cnt + 1u), patience_min_ns);
+  const std::uint64_t retries_ns = timeout * (qp.attributes.retry_cnt + 1u), patience_ns = c.closed_there ? retries_ns : std::max(retries_ns, patience_min_ns);
+  shard_.set_timer(qp, now + (timeout == 0 ? look_again_ns : std::min(look_again_ns, patience_ns)));
+  return timeout == 0 || now - c.waiting_since_ns < patience_ns;
 }
 
 Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
@@ -307,7 +308,7 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
       if (fetched == engine::Requester<MediatedPorts>::Fetch::failed) continue;
     }
     if (post(c) == Step::waiting) {
-      if (c.asked.value == 0 || (!c.closed_there && patient(c))) break;
+      if (c.asked.value == 0 || patient(c)) break;
       c.asked = Key{};
       if (c.preparing) free_bounces(c, c.preparing->send.bounces);
       c.preparing.reset();
