@@ -265,6 +265,48 @@ CONFORMANCE(QpAccessFlagsBoundRemoteOperations, "MR-16 ERR-02") {
   }
 }
 
+// A transition that is allowed in RTS (IBA 11.2.5.2): what was granted counts from then on, and what was taken away no longer.
+CONFORMANCE(QpAccessFlagsChangeInRts, "MR-16") {
+  LinkSpec spec;
+  spec.path.access = 0;
+  Link link(run, spec);
+  const auto allow = [&](unsigned access) {
+    if (run.b()) {
+      Modify change{};
+      change.attr.qp_access_flags = access;
+      change.mask = IBV_QP_ACCESS_FLAGS;
+      EXPECT_OK(apply(link.qp, change));
+    }
+    run.peer.barrier();
+  };
+  allow(IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.write(1, 0, 0, 64)));
+    link.scq.expect(1);
+    EXPECT_OK(post(link.qp, link.read(2, 0, 0, 64)));
+    link.scq.expect(2);
+  }
+  run.peer.barrier();
+  allow(IBV_ACCESS_REMOTE_READ);
+  if (run.a()) {
+    EXPECT_OK(post(link.qp, link.read(3, 0, 0, 64)));
+    link.scq.expect(3);
+    EXPECT_OK(post(link.qp, link.write(4, 0, 0, 64)));
+    const ibv_wc wc = link.scq.next();
+    EXPECT_EQ(wc.wr_id, 4u);
+    EXPECT(wc.status == IBV_WC_REM_ACCESS_ERR || wc.status == IBV_WC_REM_INV_REQ_ERR);
+  } else {
+    link.qp.wait_state(IBV_QPS_ERR);
+    ibv_async_event event{};
+    wait_until("an async event for the refused request", [&] {
+      if (!link.dev.take_event(event)) return false;
+      ibv_ack_async_event(&event);
+      return event.event_type == IBV_EVENT_QP_ACCESS_ERR || event.event_type == IBV_EVENT_QP_REQ_ERR;
+    });
+  }
+  run.peer.barrier();
+}
+
 CONFORMANCE(AfterDeregNotAByteIsWritten, "MR-17 MR-18", .timeout_s = 120) {
   LinkSpec spec;
   spec.qp.send_wr = 256;

@@ -10,6 +10,7 @@ import harness  # noqa: E402
 from harness import Build, Failure, Program, Service, Skip, TempFolder, wait_until  # noqa: E402
 from multicast import multicast  # noqa: E402
 from network import Network, why_not  # noqa: E402
+from over_hca import config as config_of_hca, over_hca  # noqa: E402
 
 PORT = 28251
 
@@ -17,13 +18,13 @@ PORT = 28251
 class Host(Service):
     """A vrdmad in a namespace."""
 
-    def __init__(self, build, network, index, config):
-        self.network, self.index = network, index
+    def __init__(self, build, network, index, config, fabric=None):
+        self.network, self.index, self.fabric = network, index, fabric
         super().__init__(build, config=config)
 
     @property
     def user(self):
-        return self.network.run_in(self.index, [])
+        return self.network.run_in(self.index, ["env", f"VRDMA_SOCKET={self.fabric.socket}"] if self.fabric else [])
 
     @user.setter
     def user(self, _):
@@ -90,16 +91,16 @@ def check_alive(hosts):
 
 
 class World:
-    """Hosts that know each other."""
+    """Hosts that know each other; with a fabric, each has an HCA, which is a device of that vrdmad."""
 
-    def __init__(self, build, count, subnet=Written, **config):
+    def __init__(self, build, count, subnet=Written, fabric=None, **config):
         self.network = Network(count + 1)  # and a stranger
-        self.hosts = []
+        self.hosts, self.fabric = [], fabric
         try:
             self.folder = TempFolder()
             known = subnet(build, self.network, self.folder.path)
             for i in range(count):
-                self.hosts.append(Host(build, self.network, i, {**known.config(i), **config}))
+                self.hosts.append(Host(build, self.network, i, {**known.config(i), **config}, fabric))
             self.wait_joined()
         except BaseException:
             self.close()
@@ -113,7 +114,7 @@ class World:
 
     def close(self):
         said = []
-        for host in self.hosts:
+        for host in [*self.hosts, *([self.fabric] if self.fabric else [])]:
             if host.program.running() and host.stop()[0] != 0:
                 said.append(host.program.says())
         self.network.close()
@@ -282,26 +283,32 @@ def four(world):
     yield f"ibv_rc_pingpong, {len(world.hosts)} hosts, each with each", all_pairs
 
 
-def conformance(world):
+def run_suite(world, layer, more=()):
     a, b = world.hosts[:2]
     suite = a.build.vrdma.parent / "vrdma-conformance"
+    address = ["--gid-index", "3"] if layer == "ethernet" else []
+    Pair.next_port += 1
+    port = Pair.next_port
+    words = [suite, "--dev", "vrdma0", "--timeout-scale", "4", *address, *more]
+    server = a.start_program([*words, "--serve", port], layer)
+    client = None
+    try:
+        wait_until(lambda: harness.listening(server.pid, port), 60, "the suite's second process listens", [server])
+        client = b.start_program([*words, "--with", f"{a.address}:{port}"], layer)
+        harness.check_suite(client.wait(900 * harness.PATIENCE), client, server)
+    finally:
+        server.stop()
+        if client:
+            client.stop()
+
+
+def conformance(world):
     for layer in ("ib", "ethernet"):
-        def run(layer=layer):
-            address = ["--gid-index", "3"] if layer == "ethernet" else []
-            Pair.next_port += 1
-            port = Pair.next_port
-            words = [suite, "--dev", "vrdma0", "--timeout-scale", "4", *address]
-            server = a.start_program([*words, "--serve", port], layer)
-            client = None
-            try:
-                wait_until(lambda: harness.listening(server.pid, port), 60, "the suite's second process listens", [server])
-                client = b.start_program([*words, "--with", f"{a.address}:{port}"], layer)
-                harness.check_suite(client.wait(900 * harness.PATIENCE), client, server)
-            finally:
-                server.stop()
-                if client:
-                    client.stop()
-        yield f"{layer} vrdma-conformance, two processes on two hosts", run
+        yield f"{layer} vrdma-conformance, two processes on two hosts", lambda layer=layer: run_suite(world, layer)
+
+
+def hca(world):
+    yield from over_hca(world, Pair, run_suite)
 
 
 def counter(host, other, name):
@@ -508,7 +515,7 @@ def managed(world):
 
 
 GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults), "managed": (3, managed),
-          "multicast": (3, multicast), "connections": (2, connections)}
+          "multicast": (3, multicast), "connections": (2, connections), "hca": (2, hca)}
 
 
 def main():
@@ -525,7 +532,8 @@ def main():
     for group in arguments.groups:
         count, cases = GROUPS[group]
         partitions = {"partitions": {key: ["*"] for key in ("0xffff", "0x8001", "0x8002")}} if group == "multicast" else {}
-        world = World(build, count, Managed if group == "managed" else Written, direct=arguments.direct, **partitions)
+        with_hca = {"fabric": Service(build, config={"direct": "mediated"}), **config_of_hca(build)} if group == "hca" else {}
+        world = World(build, count, Managed if group == "managed" else Written, direct=arguments.direct, **partitions, **with_hca)
         try:
             for name, case in cases(world):
                 begun = harness.time.monotonic()
