@@ -106,14 +106,6 @@ class FarRequester {
     ports_.far_send(qp, std::move(frame));
   }
 
-  MemoryStatus copy(Qp<P>& qp, const Place& to, const Place& from, std::uint64_t bytes) {
-    Operation& op = qp.operation;
-    const MemoryStatus status = ports_.copy(qp, to, from, bytes);
-    op.copy_pending = status == MemoryStatus::pending;
-    if (op.copy_pending) op.pending = {to, from, bytes};
-    return status;
-  }
-
   // --- what comes back ----------------------------------------------------------------------------------------
   // Carries on with the first that arrived. False: a copy is pending.
   bool take(Qp<P>& qp, Budget& budget) {
@@ -132,7 +124,7 @@ class FarRequester {
                                                           : std::min({message.into->contiguous_bytes(), slice_bytes,
                                                                       std::uint64_t{record.payload_bytes} - far.arrived_offset});
       if (bytes == 0) return end(qp, WcStatus::bad_resp_err), true;
-      const auto copied = copy(qp, message.into->here(), Place::in_engine(frame.payload() + far.arrived_offset), bytes);
+      const auto copied = engine::copy(ports_, qp, message.into->here(), Place::in_engine(frame.payload() + far.arrived_offset), bytes);
       far.arrived_copy = copied == MemoryStatus::pending;
       if (copied == MemoryStatus::pending) return false;
       if (copied != MemoryStatus::done) return end(qp, WcStatus::loc_prot_err), true;
@@ -289,7 +281,7 @@ class FarRequester {
       while (record.payload_bytes < far.filling->capacity()) {
         if (budget.bytes <= 0) return false;
         const std::uint64_t bytes = std::min(op.local.contiguous_bytes(), std::uint64_t{far.filling->capacity() - record.payload_bytes});
-        switch (copy(qp, Place::in_engine(far.filling->payload() + record.payload_bytes), op.local.here(), bytes)) {
+        switch (engine::copy(ports_, qp, Place::in_engine(far.filling->payload() + record.payload_bytes), op.local.here(), bytes)) {
           case MemoryStatus::done: break;
           case MemoryStatus::pending: return false;
           default:

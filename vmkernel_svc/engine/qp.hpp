@@ -177,6 +177,16 @@ struct Qp {
   std::unique_ptr<std::byte[]> datagram;  // UD: the message between sender and receiver, grh_bytes + MTU
 };
 
+// All copies of a queue pair pass here, so that one that is pending is repeated exactly.
+template <class P>
+MemoryStatus copy(P& ports, Qp<P>& qp, const Place& to, const Place& from, std::uint64_t bytes) {
+  Operation& op = qp.operation;
+  const MemoryStatus status = ports.copy(qp, to, from, bytes);
+  op.copy_pending = status == MemoryStatus::pending;
+  if (op.copy_pending) op.pending = {to, from, bytes};
+  return status;
+}
+
 template <class P>
 void engage(Qp<P>& requester, Qp<P>& responder) {
   requester.accepted_by = &responder;

@@ -200,15 +200,6 @@ class Requester {
     if (responder != nullptr && responder->state == QpState::err) ports_.state_changed(*responder);  // may have held its flush
   }
 
-  // All copies pass here, so that one that is pending is repeated exactly.
-  MemoryStatus copy(Qp<P>& qp, const Place& to, const Place& from, std::uint64_t bytes) {
-    Operation& op = qp.operation;
-    const MemoryStatus status = ports_.copy(qp, to, from, bytes);
-    op.copy_pending = status == MemoryStatus::pending;
-    if (op.copy_pending) op.pending = {to, from, bytes};
-    return status;
-  }
-
   Step not_accepted(Qp<P>& qp, Qp<P>* peer, const Response& response) {
     if (qp.type == QpType::uc) {  // IBA 9.8.2: nobody tells the sender
       if (response.kind == Response::Kind::rnr && keep_for_receive(qp, *peer)) return Step::waiting;
@@ -327,7 +318,7 @@ class Requester {
       if (budget.bytes <= 0) return Step::budget_spent;
       const std::uint64_t bytes = std::min({from.contiguous_bytes(), to.contiguous_bytes(), slice_bytes});
       if (bytes == 0) [[unlikely]] return Step::waiting;  // a stand-in's next part has yet to come, or to go
-      switch (copy(qp, to.here(), from.here(), bytes)) {
+      switch (engine::copy(ports_, qp, to.here(), from.here(), bytes)) {
         case MemoryStatus::done:
           break;
         case MemoryStatus::pending:
@@ -366,7 +357,7 @@ class Requester {
     Operation& op = qp.operation;
     while (op.moved_bytes < sizeof(op.value)) {
       const std::uint64_t bytes = op.local.contiguous_bytes();
-      const auto status = copy(qp, op.local.here(), Place::in_engine(&op.value) + op.moved_bytes, bytes);
+      const auto status = engine::copy(ports_, qp, op.local.here(), Place::in_engine(&op.value) + op.moved_bytes, bytes);
       if (status == MemoryStatus::pending) return Step::waiting;
       if (status != MemoryStatus::done) return local_error(qp, WcStatus::loc_prot_err);
       op.local.advance(bytes);
@@ -400,7 +391,7 @@ class Requester {
     if (op.stage == Operation::Stage::gathering) {
       while (op.moved_bytes < bytes) {
         const std::uint64_t part = op.local.contiguous_bytes();
-        const auto status = copy(qp, Place::in_engine(qp.datagram.get() + grh_bytes + op.moved_bytes), op.local.here(), part);
+        const auto status = engine::copy(ports_, qp, Place::in_engine(qp.datagram.get() + grh_bytes + op.moved_bytes), op.local.here(), part);
         if (status == MemoryStatus::pending) return Step::waiting;
         if (status != MemoryStatus::done) return local_error(qp, WcStatus::loc_prot_err);
         op.local.advance(part);
@@ -467,7 +458,7 @@ class Requester {
     ScatterGather& to = receiver->inbound.buffers;
     while (op.moved_bytes < bytes) {
       const std::uint64_t part = std::min(to.contiguous_bytes(), bytes - op.moved_bytes);
-      const auto status = copy(qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
+      const auto status = engine::copy(ports_, qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
       if (status == MemoryStatus::pending) {
         if (keep_waiting(qp, receiver->blocked_until_ns == 0 ? datagram_patience_ns : blocked_patience_ns)) return false;
         // Its memory blocks: the datagram is lost, the receive WQE stays for the next one. The sender has other receivers, who do not wait as long again.

@@ -170,12 +170,9 @@ void HcaDesk::received(HcaConnection& c, HcaReceive receive, const ibv_wc& wc) {
 }
 
 MemoryStatus HcaDesk::copy(HcaConnection& c, const Place& to, const Place& from, std::uint64_t bytes, bool of_receive) {
-  Operation& op = c.qp->operation;
-  const MemoryStatus status = ports_.copy(*c.qp, to, from, bytes);
-  op.copy_pending = status == MemoryStatus::pending;
-  c.copy_of_receive = of_receive && op.copy_pending;
-  if (op.copy_pending) op.pending = {to, from, bytes};
-  else ++counters_.copies, counters_.copied_bytes += bytes;
+  const MemoryStatus status = engine::copy(ports_, *c.qp, to, from, bytes);
+  c.copy_of_receive = of_receive && status == MemoryStatus::pending;
+  if (status != MemoryStatus::pending) ++counters_.copies, counters_.copied_bytes += bytes;
   return status;
 }
 

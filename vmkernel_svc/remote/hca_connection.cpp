@@ -185,10 +185,8 @@ void HcaDesk::heard(HcaConnection& c, const Hello& hello) {
 
 // Nothing has gone either way.
 void HcaDesk::unbind(HcaConnection& c) {
-  Qp& qp = *c.qp;
   c.closed_there = true;  // it need not be told
   stop(c);
-  for (; !c.posted.empty(); c.posted.pop_back()) qp.returned.push_back(c.posted.back().inbound);
   drop(c);
 }
 

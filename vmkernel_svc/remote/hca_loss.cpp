@@ -42,9 +42,9 @@ void HcaDesk::stop(HcaConnection& c) {
   }
   for (auto& send : c.outstanding) free_bounces(c, send.bounces);
   if (c.preparing) free_bounces(c, c.preparing->send.bounces);
-  for (auto& receive : c.posted) {
-    for (auto& part : receive.parts) device_->give_bounce(*c.domain, std::move(part.bounce));
-    receive.parts.clear();
+  for (; !c.posted.empty(); c.posted.pop_back()) {  // next in line again
+    for (auto& part : c.posted.back().parts) device_->give_bounce(*c.domain, std::move(part.bounce));
+    c.qp->returned.push_back(c.posted.back().inbound);
   }
   for (auto& receive : c.arrived)  // what came stays to be copied, by memory that the HCA does not have any more
     for (auto& part : receive.parts)
@@ -63,7 +63,6 @@ void HcaDesk::lose(HcaConnection& c) {
   stop(c);
   c.stage = Stage::stopped;
   c.waiting_since_ns = 0;
-  for (; !c.posted.empty(); c.posted.pop_back()) qp.returned.push_back(c.posted.back().inbound);
   // What was not posted yet comes after what was. What is done here, when all before it are done, goes on where it is.
   const auto stage = qp.operation.stage;
   const bool local = engine_.busy(qp) && stage == Operation::Stage::routing && qp.operation.rule->local && c.outstanding.empty();
@@ -128,7 +127,6 @@ bool HcaDesk::immediate_follows(Qp& qp) {
   // A copy that is pending writes to memory of the service that stopping gives away; it is settled first, and the receive WQE is flushed.
   if (!c->told_bytes.contains(c->received) || !c->arrived.empty() || qp.operation.copy_pending) return false;
   stop_quietly(*c);
-  for (; !c->posted.empty(); c->posted.pop_back()) qp.returned.push_back(c->posted.back().inbound);
   return true;
 }
 
@@ -153,7 +151,6 @@ void HcaDesk::flush(HcaConnection& c) {
   for (const auto& send : c.outstanding) engine_.complete_flushed(qp, Direction::send, send.wr_id, send.next_position);
   if (c.after_records && !c.by_records) engine_.complete_flushed(qp, Direction::send, c.after_records->wr_id, c.after_records->next_position);
   for (const auto& receive : c.arrived) engine_.complete_flushed(qp, Direction::receive, receive.inbound.wr_id, 0);
-  for (; !c.posted.empty(); c.posted.pop_back()) qp.returned.push_back(c.posted.back().inbound);
   c.outstanding.clear();
   drop(c);
 }
