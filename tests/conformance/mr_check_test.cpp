@@ -367,4 +367,56 @@ CONFORMANCE(AfterDeregNotAByteIsWritten, "MR-17 MR-18", .timeout_s = 120) {
   }
 }
 
+// Who takes its queue pair out of service has its memory to itself from then on; no completion would tell of a WRITE that still comes. Parts of
+// pages, which the host may reach otherwise than whole ones.
+CONFORMANCE(AfterErrNotAByteIsWritten, "QP-04", .timeout_s = 120) {
+  LinkSpec spec;
+  spec.qp.send_wr = 64;
+  spec.bytes = 128 * 1024;
+  spec.path.retry_count = 1;
+  Link link(run, spec);
+  for (const std::size_t bytes : {std::size_t{64}, std::size_t{3000}, std::size_t{100'007}})
+    for (int round = 0; round < 12; ++round) {
+      const Note note("round ", round, " bytes ", bytes);
+      Buffer target(bytes + 64);
+      std::byte* const memory = target.data() + 7;
+      if (run.b()) {
+        Mr mr(link.pd, memory, bytes);
+        run.peer.send(Remote{reinterpret_cast<std::uint64_t>(memory), bytes, mr.p->rkey, 0});
+        const volatile std::byte* const last = memory + bytes - 1;
+        wait_until("the first write", [&] { return *last != std::byte{0}; });
+        link.qp.set_state(IBV_QPS_ERR);
+        std::memset(memory, 0x3c, bytes);
+        const std::vector<std::byte> seen(memory, memory + bytes);
+        run.peer.barrier();  // the other side has its error: nothing is in flight any more
+        expect_bytes({memory, bytes}, seen, "memory after ERR");
+      } else {
+        const Remote remote = run.peer.receive<Remote>();
+        std::memset(link.mem.data(), 0xff, bytes);
+        std::uint64_t posted = 0, done = 0;
+        bool failed = false;
+        const Deadline deadline;
+        while (!failed || done < posted) {
+          EXPECT(!deadline.passed());
+          if (!failed && posted - done < 32) {
+            Send write = link.write(posted, 0, 0, bytes);
+            write.remote_address = remote.address;
+            write.rkey = remote.rkey;
+            EXPECT_OK(post(link.qp, write));
+            ++posted;
+          }
+          ibv_wc wc{};
+          if (ibv_poll_cq(link.scq, 1, &wc) != 1) continue;
+          EXPECT_EQ(wc.wr_id, done);
+          ++done;
+          if (failed) EXPECT_EQ(wc.status, IBV_WC_WR_FLUSH_ERR);
+          failed |= wc.status != IBV_WC_SUCCESS;
+          if (failed && wc.status != IBV_WC_WR_FLUSH_ERR) EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+        }
+        run.peer.barrier();
+      }
+      link.reconnect();
+    }
+}
+
 }  // namespace vrdma::conformance

@@ -181,14 +181,15 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
     qp->watch_receives(false);
   } else {
     shard_.engine().entered(core, before);
+    if (core.state == QpState::err) shard_.engine().end_remote_operation(core);
   }
   connected_elsewhere();
   bring_together(*qp);
   if (hca != nullptr) hca->consider(core);
   if (core.state != QpState::reset) shard_.make_runnable(core);
   shard_.direct().consider(*qp);
-  // Reset as it is: asked again, nothing changes.
-  if (to_reset && shard_.ports().last_step_ns(core) != 0 && may_wait(guest, MediatedPorts::last_step_max_ns)) return Errno{EINPROGRESS};
+  // As it is now, nothing changes when it is asked again.
+  if ((to_reset || moves_to(QpState::err)) && shard_.ports().last_step_ns(core) != 0 && may_wait(guest, MediatedPorts::last_step_max_ns)) return Errno{EINPROGRESS};
   return ModifyQpReply{static_cast<std::uint32_t>(core.state), 0};
 }
 

@@ -201,6 +201,12 @@ class Engine {
     return requester_.last_step_under_way(qp);
   }
 
+  // `qp` is in ERR: an RDMA operation that is at its memory ends where it is, for no completion will tell its owner when that is over. What is
+  // on its way into a receive WQE may come to its end, which its completion tells (flush).
+  void end_remote_operation(Qp<P>& qp) {
+    if (qp.serves != nullptr && !requester_.is_written_to(qp)) turn_away_requester(qp);
+  }
+
   // Whoever is in the middle of a message to `qp` writes no more of it.
   void turn_away_requester(Qp<P>& qp) {
     if constexpr (Requester<P>::calls_off)
