@@ -264,6 +264,8 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
     return engine_.run(qp, budget);
   }
   bool worked = take_arrived(c);
+  // Also while the two ends have not agreed yet.
+  if (qp.state == QpState::sqd && !engine_.busy(qp) && c.outstanding.empty() && !c.by_records) engine_.report_drained(qp);
   if (c.stage == Stage::bound) {
     worked |= pump_receives(c);
     if (c.stage == Stage::bound && !c.sending && qp.state == QpState::rts && c.physical->state == IBV_QPS_RTR && !to_rts(c)) lose(c);
@@ -316,7 +318,6 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
     }
     worked = true;
   }
-  if (qp.state == QpState::sqd && !engine_.busy(qp) && c.outstanding.empty() && !c.by_records) engine_.report_drained(qp);
   return worked ? Progress::worked : engine_.busy(qp) || !c.outstanding.empty() ? Progress::waiting : Progress::idle;
 }
 
