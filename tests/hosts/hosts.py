@@ -360,19 +360,15 @@ def faults(world):
         finally:
             world.network.lose(0)
 
-    def long_partition():
-        pairs = []
+    def long_partition(words):
+        pair = Pair(b, a, words)
         try:
-            for words in (long, waiting):
-                pairs.append(Pair(b, a, words))
-                flowing(pairs[-1])
+            flowing(pair)
             world.network.cut(1)
-            for pair in pairs:
-                must_fail(pair.client, pair)
+            must_fail(pair.client, pair)
         finally:
             world.network.cut(1, False)
-            for pair in pairs:
-                pair.stop()
+            pair.stop()
         works()
 
     def killed():
@@ -446,7 +442,8 @@ def faults(world):
     yield "a stranger knocks at every port of a host, while messages flow", garbage
     yield "2 % of all packets lost", loss
     yield "a partition of one second heals", short_partition
-    yield "a partition that lasts: RETRY_EXC_ERR, and all is well afterwards", long_partition
+    yield "a partition that lasts: RETRY_EXC_ERR, and all is well afterwards", lambda: long_partition(long)
+    yield "likewise, for who has posted all it had and waits for an answer", lambda: long_partition(waiting)
     yield "a service killed, and at once another one in its place: RETRY_EXC_ERR for who waits for an answer", begun_anew
     yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
 
