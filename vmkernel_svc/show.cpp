@@ -19,7 +19,6 @@
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/log.hpp"
-#include "vmkernel_svc/remote/flow_control.hpp"
 #include "vmkernel_svc/show_text.hpp"
 
 namespace vrdma::svc {
@@ -140,7 +139,7 @@ json describe_hca(Fabric& fabric) {
     out["gid"] = gid_text(gid);
     out["active_mtu"] = 128u << device->port_attributes().active_mtu;
     out["mtu"] = 128u << device->mtu();
-    out["pfc"] = remote::priority_flow_control(device->interface());
+    out["pfc"] = device->flow_control();
   }
   return out;
 }

@@ -181,7 +181,10 @@ Result<ModifyQpReply> ControlDesk::on<Request::modify_qp>(Guest& guest, const Mo
     qp->watch_receives(false);
   } else {
     shard_.engine().entered(core, before);
-    if (core.state == QpState::err) shard_.engine().end_remote_operation(core);
+    if (core.state == QpState::err) {
+      shard_.engine().end_remote_operation(core);
+      if (hca != nullptr) hca->end_remote_operations(core);
+    }
   }
   connected_elsewhere();
   bring_together(*qp);

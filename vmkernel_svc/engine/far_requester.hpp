@@ -321,7 +321,8 @@ class FarRequester {
   // True: the far host was silent for too long.
   bool watch_silence(Qp<P>& qp) {
     Half& far = *qp.far;
-    if (qp.state == QpState::err || (far.outstanding.empty() && !busy(qp))) {
+    const bool local = qp.operation.stage == Operation::Stage::routing && qp.operation.rule->local;  // it waits for nobody there, by timers of its own
+    if (qp.state == QpState::err || (far.outstanding.empty() && (!busy(qp) || local))) {
       // Who has lost messages to a host that is not there loses the next ones without waiting for each, until it is heard.
       if (qp.type != QpType::uc || far.waiting_since_ns == 0 || ports_.far_silent_ns(qp) < uc_patience_ns) far.waiting_since_ns = 0;
       return false;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <optional>
 
@@ -57,7 +58,8 @@ std::string priority_flow_control(const std::string& interface) {
     char name[IFNAMSIZ];
   } question{};
   if (interface.empty() || interface.size() >= sizeof(question.name)) return unknown;
-  question.head = {sizeof(question), RTM_GETDCB, NLM_F_REQUEST, 1, 0};
+  const std::size_t bytes = offsetof(decltype(question), name) + aligned(interface.size() + 1);
+  question.head = {static_cast<std::uint32_t>(bytes), RTM_GETDCB, NLM_F_REQUEST, 1, 0};
   question.dcb = {AF_UNSPEC, DCB_CMD_IEEE_GET, 0};
   question.name_head = {static_cast<std::uint16_t>(sizeof(question.name_head) + interface.size() + 1), DCB_ATTR_IFNAME};
   std::memcpy(question.name, interface.data(), interface.size());
@@ -67,7 +69,7 @@ std::string priority_flow_control(const std::string& interface) {
   ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   std::byte answer[8192];
   ssize_t got = -1;
-  if (::send(fd, &question, sizeof(question), 0) == static_cast<ssize_t>(sizeof(question))) got = ::recv(fd, answer, sizeof(answer), 0);
+  if (::send(fd, &question, bytes, 0) == static_cast<ssize_t>(bytes)) got = ::recv(fd, answer, sizeof(answer), 0);
   ::close(fd);
   return got < 0 ? unknown : priority_flow_control_in({answer, static_cast<std::size_t>(got)});
 }

@@ -186,16 +186,25 @@ void HcaDesk::new_session(HostId id) {
   end_trunk(id);
   hosts_[id] = Host{};
   hosts_[id].since_ns = vmci::monotonic_ns();
-  for (auto waiting = revoking_.begin(); waiting != revoking_.end();) {  // who could say that it has forgotten has
-    waiting->second.erase(id);
-    waiting = waiting->second.empty() ? revoking_.erase(waiting) : std::next(waiting);
-  }
+  await_no_revocation(id);  // who could say that it has forgotten has
   for (auto& [number, c] : connections_) {
     if (c->host != id) continue;
     c->closed_there = true;  // whoever was there is not any more
     wake(*c);
   }
   announce_device(id);
+}
+
+void HcaDesk::forget_host(HostId id) {
+  end_trunk(id);
+  await_no_revocation(id);
+}
+
+void HcaDesk::await_no_revocation(HostId id) {
+  for (auto waiting = revoking_.begin(); waiting != revoking_.end();) {
+    waiting->second.erase(id);
+    waiting = waiting->second.empty() ? revoking_.erase(waiting) : std::next(waiting);
+  }
 }
 
 bool HcaDesk::holds(HostId id) const {

@@ -162,6 +162,8 @@ class HcaDesk {
   void consider(Qp& qp);
   // It has a connection here: one turn.
   engine::Progress run(Qp& qp, engine::Budget& budget);
+  // It is in ERR: its memory hears no more of the other end's. What it had is flushed in its next turn.
+  void end_remote_operations(Qp& qp);
   // It is reset or goes away; nothing is completed.
   void leave(Qp& qp);
   // Its P_Key is another; who is in which partition has changed: who may not speak to each other is found out by records.
@@ -190,7 +192,7 @@ class HcaDesk {
   const std::string& why_no_device() const { return why_; }
   std::size_t connection_count() const;      // that are bound
   bool has_trunk(remote::HostId host) const;  // records to that host go by the HCA
-  void forget_host(remote::HostId host) { end_trunk(host); }  // it was removed
+  void forget_host(remote::HostId host);  // it was removed
   void want_trunk(remote::HostId host);      // records go there, or come from there
   std::string why_no_trunk(remote::HostId host) const;
   std::size_t registration_count() const;
@@ -251,6 +253,7 @@ class HcaDesk {
   void say(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, remote::HcaMessage message);
   void say(HcaConnection& c, remote::HcaKind kind, remote::HcaMessage message = {});
   void on_host(remote::HostId host, const remote::HcaMessage& message);
+  void await_no_revocation(remote::HostId host);
 
   // hca_trunks.cpp: the way of records
   void call_trunk(remote::HostId host);

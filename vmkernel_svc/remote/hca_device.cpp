@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <utility>
 #include <fstream>
+#include <utility>
+
+#include "vmkernel_svc/remote/flow_control.hpp"
 
 namespace vrdma::remote {
 
@@ -111,7 +113,7 @@ bool HcaDevice::choose_gid(const svc::HcaSettings& wanted, std::string& why) {
     gid_type_ = ethernet ? type : "IB";
     if (!ethernet) break;
   }
-  interface_ = line_of(folder + fmt::format("ndevs/{}", gid_index_));
+  flow_control_ = priority_flow_control(line_of(folder + fmt::format("ndevs/{}", gid_index_)));
   if (best < 0) why = wanted.gid_index >= 0 ? fmt::format("{} has no GID {} at port {}", name_, wanted.gid_index, port_) : fmt::format("{} has no GID at port {}: give its interface an address", name_, port_);
   return best >= 0;
 }
@@ -179,16 +181,20 @@ bool HcaDevice::take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce
   if (size <= bounce_kept_bytes && !kept.empty()) {
     bounce = std::move(kept.back());
     kept.pop_back();
-  } else {
-    bounce.bytes = size;
-    bounce.memory.reset(new (std::nothrow) std::byte[size]);
-    if (!bounce.memory) return refusal = "no memory", false;
-    bounce.mr = register_memory(domain, bounce.memory.get(), size, static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), IBV_ACCESS_LOCAL_WRITE);
-    if (bounce.mr == nullptr) return false;
+  } else if (!make_bounce(domain, size, bounce)) {
+    return false;
   }
   domain.bounced_bytes += size;
   bounced_bytes_ += size;
   return true;
+}
+
+bool HcaDevice::make_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce) {
+  bounce.bytes = bytes;
+  bounce.memory.reset(new (std::nothrow) std::byte[bytes]);
+  if (!bounce.memory) return refusal = "no memory", false;
+  bounce.mr = register_memory(domain, bounce.memory.get(), bytes, static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), IBV_ACCESS_LOCAL_WRITE);
+  return bounce.mr != nullptr;
 }
 
 void HcaDevice::give_bounce(HcaDomain& domain, Bounce bounce) {

@@ -73,13 +73,15 @@ class HcaDevice {
   const ibv_port_attr& port_attributes() const { return port_attributes_; }
   const ibv_device_attr& attributes() const { return attributes_; }
   const char* port_state();
-  const std::string& interface() const { return interface_; }  // of its GID; empty: none
+  const std::string& flow_control() const { return flow_control_; }  // of its GID's interface, when it was opened: the kernel may take long to say
 
   HcaDomain* domain(std::uint64_t number);  // nullptr: none can be had
   void release(std::uint64_t number);       // one user less
   ibv_mr* register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access);
   bool deregister(ibv_mr* mr) { return library_.ibv_dereg_mr(mr) == 0; }  // false: the HCA may have it still
   bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // false: `refusal` says why
+  bool make_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // likewise; the service's own: bounded and counted by nobody
+  void end_bounce(Bounce& bounce) { library_.ibv_dereg_mr(std::exchange(bounce.mr, nullptr)); }  // of make_bounce
   void give_bounce(HcaDomain& domain, Bounce bounce);
   void detach(HcaDomain& domain, Bounce& bounce);  // the HCA has it no more; its memory stays
 
@@ -127,7 +129,7 @@ class HcaDevice {
   std::uint8_t mtu_ = 0;
   int gid_index_ = 0;
   ibv_gid gid_{};
-  std::string gid_type_, interface_;
+  std::string gid_type_, flow_control_;
   ibv_port_attr port_attributes_{};
   ibv_device_attr attributes_{};
   std::vector<Numbered> domains_;

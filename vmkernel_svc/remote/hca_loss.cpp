@@ -52,6 +52,13 @@ void HcaDesk::stop(HcaConnection& c) {
   free_physical(c);
 }
 
+void HcaDesk::end_remote_operations(Qp& qp) {
+  if (qp.port.hca == nullptr || qp.port.hca->physical == nullptr) return;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_ERR;
+  device_->modify(qp.port.hca->physical, attributes, IBV_QP_STATE);
+}
+
 void HcaDesk::lose(HcaConnection& c, const std::string& why) {
   c.why = why;
   lose(c);

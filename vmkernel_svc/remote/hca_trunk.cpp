@@ -25,7 +25,7 @@ std::unique_ptr<HcaTrunk> HcaTrunk::make(HcaDevice& device, std::uint64_t number
   std::unique_ptr<HcaTrunk> made(new HcaTrunk(device, number, host));
   HcaTrunk& trunk = *made;
   trunk.domain_ = device.domain(domain_number);
-  if (trunk.domain_ == nullptr || !device.take_bounce(*trunk.domain_, std::size_t{2} * depth * message_bytes, trunk.memory_)) return nullptr;
+  if (trunk.domain_ == nullptr || !device.make_bounce(*trunk.domain_, std::size_t{2} * depth * message_bytes, trunk.memory_)) return nullptr;
   trunk.physical_ = device.create(*trunk.domain_, wish, nullptr, trunk.cq_);
   if (trunk.physical_ == nullptr) return nullptr;
   if (::getrandom(&trunk.psn_, sizeof(trunk.psn_), 0) != sizeof(trunk.psn_)) return nullptr;
@@ -38,7 +38,7 @@ std::unique_ptr<HcaTrunk> HcaTrunk::make(HcaDevice& device, std::uint64_t number
 
 HcaTrunk::~HcaTrunk() {
   if (physical_ != nullptr) device_.destroy(physical_, *cq_, wish);
-  if (memory_.mr != nullptr) device_.give_bounce(*domain_, std::move(memory_));
+  if (memory_.mr != nullptr) device_.end_bounce(memory_);
   if (domain_ != nullptr) device_.release(domain_number);
 }
 

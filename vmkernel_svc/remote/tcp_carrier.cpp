@@ -230,8 +230,8 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     link.sent = link.records.size();
     acknowledged(link, head.acknowledged);
     link.sent = 0;
-    void_what_nobody_repeats(link);
   }
+  void_what_nobody_repeats(link);
   link.gauge->connected.store(true, std::memory_order_relaxed);
   say(link, LinkKind::alive, now);
 }
@@ -249,6 +249,7 @@ void TcpCarrier::void_what_nobody_repeats(Link& link) {
     if (record.kind != FarKind::datagram && !(asks && closed.contains({record.connection, record.epoch}))) continue;
     count_queued(*link.gauge, *entry.frame, -1);
     record.kind = FarKind::credit;  // of nothing new
+    record.flags = 0;
     record.payload_bytes = 0;
     count_queued(*link.gauge, *entry.frame, 1);
   }
