@@ -218,6 +218,19 @@ CONFORMANCE(RequestsOfZeroBytesNeverCheckKeys, "MR-15 WR-15") {
   run.peer.barrier();
 }
 
+namespace {
+// At the responder. Hardware names this an invalid request or an access error, with the event to match.
+void expect_request_refused(Link& link) {
+  link.qp.wait_state(IBV_QPS_ERR);
+  ibv_async_event event{};
+  wait_until("an async event for the refused request", [&] {
+    if (!link.dev.take_event(event)) return false;
+    ibv_ack_async_event(&event);
+    return event.event_type == IBV_EVENT_QP_ACCESS_ERR || event.event_type == IBV_EVENT_QP_REQ_ERR;
+  });
+}
+}  // namespace
+
 CONFORMANCE(QpAccessFlagsBoundRemoteOperations, "MR-16 ERR-02") {
   Link link(run);
   for (const unsigned access : {0u, static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE), static_cast<unsigned>(IBV_ACCESS_REMOTE_READ),
@@ -246,19 +259,12 @@ CONFORMANCE(QpAccessFlagsBoundRemoteOperations, "MR-16 ERR-02") {
         run.peer.barrier();
         continue;
       }
-      // Hardware names this an invalid request or an access error, with the event to match.
       if (run.a()) {
         EXPECT_OK(post(link.qp, request));
         const ibv_wc wc = link.scq.next();
         EXPECT(wc.status == IBV_WC_REM_ACCESS_ERR || wc.status == IBV_WC_REM_INV_REQ_ERR);
       } else {
-        link.qp.wait_state(IBV_QPS_ERR);
-        ibv_async_event event{};
-        wait_until("an async event for the refused request", [&] {
-          if (!link.dev.take_event(event)) return false;
-          ibv_ack_async_event(&event);
-          return event.event_type == IBV_EVENT_QP_ACCESS_ERR || event.event_type == IBV_EVENT_QP_REQ_ERR;
-        });
+        expect_request_refused(link);
       }
       link.reconnect();
     }
@@ -296,13 +302,7 @@ CONFORMANCE(QpAccessFlagsChangeInRts, "MR-16") {
     EXPECT_EQ(wc.wr_id, 4u);
     EXPECT(wc.status == IBV_WC_REM_ACCESS_ERR || wc.status == IBV_WC_REM_INV_REQ_ERR);
   } else {
-    link.qp.wait_state(IBV_QPS_ERR);
-    ibv_async_event event{};
-    wait_until("an async event for the refused request", [&] {
-      if (!link.dev.take_event(event)) return false;
-      ibv_ack_async_event(&event);
-      return event.event_type == IBV_EVENT_QP_ACCESS_ERR || event.event_type == IBV_EVENT_QP_REQ_ERR;
-    });
+    expect_request_refused(link);
   }
   run.peer.barrier();
 }

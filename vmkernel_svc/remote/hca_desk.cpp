@@ -186,7 +186,7 @@ void HcaDesk::new_session(HostId id) {
   end_trunk(id);
   hosts_[id] = Host{};
   hosts_[id].since_ns = vmci::monotonic_ns();
-  await_no_revocation(id);  // who could say that it has forgotten has
+  settle_revocations(id);  // who could say that it has forgotten has
   for (auto& [number, c] : connections_) {
     if (c->host != id) continue;
     c->closed_there = true;  // whoever was there is not any more
@@ -197,10 +197,10 @@ void HcaDesk::new_session(HostId id) {
 
 void HcaDesk::forget_host(HostId id) {
   end_trunk(id);
-  await_no_revocation(id);
+  settle_revocations(id);
 }
 
-void HcaDesk::await_no_revocation(HostId id) {
+void HcaDesk::settle_revocations(HostId id) {
   for (auto waiting = revoking_.begin(); waiting != revoking_.end();) {
     waiting->second.erase(id);
     waiting = waiting->second.empty() ? revoking_.erase(waiting) : std::next(waiting);

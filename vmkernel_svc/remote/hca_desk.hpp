@@ -253,7 +253,7 @@ class HcaDesk {
   void say(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, remote::HcaMessage message);
   void say(HcaConnection& c, remote::HcaKind kind, remote::HcaMessage message = {});
   void on_host(remote::HostId host, const remote::HcaMessage& message);
-  void await_no_revocation(remote::HostId host);
+  void settle_revocations(remote::HostId host);  // none of them waits for its answer any more
 
   // hca_trunks.cpp: the way of records
   void call_trunk(remote::HostId host);
