@@ -92,10 +92,17 @@ pid_t spawn(const std::vector<std::string>& command, const std::vector<std::stri
   ::_exit(127);
 }
 
-// Where a process stands that does not end: the system call and, for root, the kernel's stack.
+// Where the threads of a process stand: time run and waited for processors (schedstat), the system call and, for root, the kernel's stack.
 std::string whereabouts(pid_t pid) {
-  const std::string process = "/proc/" + std::to_string(pid) + "/";
-  return "syscall " + read_all(process + "syscall") + read_all(process + "stack");
+  std::string all;
+  std::error_code error;
+  for (auto task = std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/task", error);
+       !error && task != std::filesystem::directory_iterator(); task.increment(error)) {
+    const std::string thread = task->path().string() + "/";
+    all += "thread " + task->path().filename().string() + " " + read_all(thread + "comm");
+    for (const char* what : {"schedstat", "syscall", "stack"}) all += std::string("  ") + what + " " + read_all(thread + what);
+  }
+  return all;
 }
 
 // Ends it if need be; its wait status, -1: it had to be.
@@ -236,6 +243,7 @@ int main(int argc, char** argv) {
   // All three poll, so together they may wait for longer than time passes: hence a last limit.
   const auto kept_waiting_ms = [&] { return waited_ms(service) + waited_ms(victims) + waited_ms(report->second.load(std::memory_order_relaxed)); };
   std::uint64_t rounds = report->rounds.load(), since = now_ms(), waited = kept_waiting_ms(), longest_gap_ms = 0;
+  std::string stood;  // where all of them were in the middle of this gap, if it is a long one
   const std::uint64_t first_round = rounds;
   for (const std::uint64_t until = now_ms() + seconds * 1000; now_ms() < until && failures == 0;) {
     ::usleep(10'000);
@@ -246,12 +254,16 @@ int main(int argc, char** argv) {
     if (report->failed.load(std::memory_order_acquire) != 0) fail(std::string("an honest guest saw: ") + report->message);
     const std::uint64_t now_rounds = report->rounds.load();
     const std::uint64_t now = now_ms(), gap = now - since;
+    if (stood.empty() && gap > gap_max_ms / 2)
+      for (const auto& [who, pid] : {std::pair{"service", service}, {"first", victims}, {"second", report->second.load(std::memory_order_relaxed)}})
+        stood += std::string("--- ") + who + " after " + std::to_string(gap) + " ms\n" + whereabouts(pid);
     if (now_rounds != rounds || gap > gap_max_ms) {
       const std::uint64_t kept = kept_waiting_ms() - waited, own = gap > kept ? gap - kept : 0;
       longest_gap_ms = std::max(longest_gap_ms, own);
       if (own > gap_max_ms || gap > last_limit_ms)
-        fail("the honest pair stood still for " + std::to_string(gap) + " ms, of which they waited " + std::to_string(kept) + " for processors");
-      if (now_rounds != rounds) rounds = now_rounds, since = now, waited += kept;
+        fail("the honest pair stood still for " + std::to_string(gap) + " ms, of which they waited " + std::to_string(kept) + " for processors\n" + stood +
+             "--- service at the end\n" + whereabouts(service));
+      if (now_rounds != rounds) rounds = now_rounds, since = now, waited += kept, stood.clear();
     }
   }
   for (const pid_t enemy : enemies) {
