@@ -206,7 +206,7 @@ void hca(const json& state, std::string& out) {
     line.add("link_layer", hca.at("link_layer")).add("gid", hca.at("gid")).add("gid_index", hca.at("gid_index")).add("mtu", hca.at("mtu")).add("pfc", hca.at("pfc"));
   else
     line.add("why", quoted(hca.at("why")));
-  line.add("connections", hca.at("connections")).add("mrs", hca.at("registrations")).add_counters(hca.at("counters")).end(out);
+  line.add("connections", hca.at("connections")).add("mrs", hca.at("registrations")).add("mrs_under_way", hca.value("being_registered", 0)).add_counters(hca.at("counters")).end(out);
 }
 
 void counters(const json& state, std::string& out) {

@@ -124,6 +124,7 @@ json describe_hca(Fabric& fabric) {
   if (desk == nullptr) return json();
   const auto& c = desk->counters();
   json out{{"state", "none"}, {"why", desk->why_no_device()}, {"connections", desk->connection_count()}, {"registrations", desk->registration_count()},
+           {"being_registered", desk->being_registered()},
            {"counters", {{"sent_messages", c.sent}, {"received_messages", c.received}, {"copies", c.copies}, {"copied_bytes", c.copied_bytes},
                          {"by_records", c.by_records}, {"losses", c.losses}, {"stalled", c.stalled}, {"keys_asked", c.keys_asked}, {"keys_revoked", c.revoked},
                          {"refused_registrations", c.refused}}}};

@@ -37,27 +37,25 @@ Status create_id(const Command& command) {
   return command.answer(body->response, rdma_ucm_create_id_resp{made->id});
 }
 
-// Of an identifier or a membership: how many of its events were read.
-Status forget(const Command& command, std::uint64_t response, std::uint32_t handle, const Result<control::CmGone>& gone) {
-  // What a service that is gone does not know any more has ended all the same.
-  if (!gone && !command.attachment.liveness().gone()) return gone.error();
-  if (gone && gone->last != 0) command.file->take_record();
+// An identifier or a membership that goes: how many of its events were read.
+template <Request R>
+Status forget(const Command& command) {
+  const auto body = command.body<rdma_ucm_destroy_id>();  // of a membership, too
+  if (!body) return Errno{EINVAL};
+  if (command.answer_bytes() < sizeof(rdma_ucm_destroy_id_resp)) return Errno{ENOSPC};
   std::uint32_t events = 0;
   {
     Account& account = Account::instance();
     std::lock_guard lock(account.mutex);
-    const auto found = account.told.find(command.file->key(handle));
+    const auto gone = command.attachment.call<R>(command.id(body->id));
+    // What a service that is gone does not know any more has ended all the same.
+    if (!gone && !command.attachment.liveness().gone()) return gone.error();
+    if (gone && gone->last != 0) command.file->take_record();
+    const auto found = account.told.find(command.file->key(body->id));
     if (found == account.told.end() && !gone) return Errno{ENOENT};
     if (found != account.told.end()) events = found->second.events, account.told.erase(found);
   }
-  return command.answer(response, rdma_ucm_destroy_id_resp{events});
-}
-
-Status destroy_id(const Command& command) {
-  const auto body = command.body<rdma_ucm_destroy_id>();
-  if (!body) return Errno{EINVAL};
-  if (command.answer_bytes() < sizeof(rdma_ucm_destroy_id_resp)) return Errno{ENOSPC};
-  return forget(command, body->response, body->id, command.attachment.call<Request::cm_destroy_id>(command.id(body->id)));
+  return command.answer(body->response, rdma_ucm_destroy_id_resp{events});
 }
 
 Status migrate_id(const Command& command) {
@@ -65,13 +63,13 @@ Status migrate_id(const Command& command) {
   if (!body) return Errno{EINVAL};
   const auto from = find_file(static_cast<int>(body->fd));
   if (!from || from->attachment != command.file->attachment) return Errno{EINVAL};
-  const auto moved = command.attachment.call<Request::cm_migrate>({{body->id, from->channel}, command.file->channel, 0});
-  if (!moved) return moved.error();
-  if (moved->last != 0) from->take_record();
   std::uint32_t events = 0;
   {
     Account& account = Account::instance();
     std::lock_guard lock(account.mutex);
+    const auto moved = command.attachment.call<Request::cm_migrate>({{body->id, from->channel}, command.file->channel, 0});
+    if (!moved) return moved.error();
+    if (moved->last != 0) from->take_record();
     Told& told = account.told[command.file->key(body->id)];
     told.channel = command.file->key();
     events = told.events;
@@ -228,10 +226,10 @@ Status join_to(const Command& command, std::uint64_t response, std::uint32_t id,
   if (command.answer_bytes() < sizeof(rdma_ucm_create_id_resp)) return Errno{ENOSPC};
   const CmAddress group = address_of(socket_address(&address), sizeof(address));
   if (!is_served(command, group)) return Errno{EAFNOSUPPORT};
-  const auto joined = command.attachment.call<Request::cm_join>({command.id(id), uid, group, flags, 0});
-  if (!joined) return joined.error();
   Account& account = Account::instance();
   std::lock_guard lock(account.mutex);
+  const auto joined = command.attachment.call<Request::cm_join>({command.id(id), uid, group, flags, 0});
+  if (!joined) return joined.error();
   account.told[command.file->key(joined->id)] = {command.file->key(), uid, 0, command.file->key(id)};
   return command.answer(response, rdma_ucm_create_id_resp{joined->id});
 }
@@ -244,13 +242,6 @@ Status join_ip_mcast(const Command& command) {
 Status join_mcast(const Command& command) {
   const auto body = command.body<rdma_ucm_join_mcast>();
   return body ? join_to(command, body->response, body->id, body->uid, body->addr, body->join_flags) : Errno{EINVAL};
-}
-
-Status leave_mcast(const Command& command) {
-  const auto body = command.body<rdma_ucm_destroy_id>();
-  if (!body) return Errno{EINVAL};
-  if (command.answer_bytes() < sizeof(rdma_ucm_destroy_id_resp)) return Errno{ENOSPC};
-  return forget(command, body->response, body->id, command.attachment.call<Request::cm_leave>(command.id(body->id)));
 }
 
 // --- events of its own ----------------------------------------------------------------------------------------
@@ -272,7 +263,7 @@ Status write_event(const Command& command) {
 Status carry_out(std::uint32_t which, const Command& command) {
   switch (which) {
     case RDMA_USER_CM_CMD_CREATE_ID: return create_id(command);
-    case RDMA_USER_CM_CMD_DESTROY_ID: return destroy_id(command);
+    case RDMA_USER_CM_CMD_DESTROY_ID: return forget<Request::cm_destroy_id>(command);
     case RDMA_USER_CM_CMD_BIND_IP: return bind_ip(command);
     case RDMA_USER_CM_CMD_RESOLVE_IP: return resolve_ip(command);
     case RDMA_USER_CM_CMD_RESOLVE_ROUTE: return resolve_route(command);
@@ -286,7 +277,7 @@ Status carry_out(std::uint32_t which, const Command& command) {
     case RDMA_USER_CM_CMD_SET_OPTION: return set_option(command);
     case RDMA_USER_CM_CMD_NOTIFY: return notify(command);
     case RDMA_USER_CM_CMD_JOIN_IP_MCAST: return join_ip_mcast(command);
-    case RDMA_USER_CM_CMD_LEAVE_MCAST: return leave_mcast(command);
+    case RDMA_USER_CM_CMD_LEAVE_MCAST: return forget<Request::cm_leave>(command);
     case RDMA_USER_CM_CMD_MIGRATE_ID: return migrate_id(command);
     case RDMA_USER_CM_CMD_QUERY: return query(command);
     case RDMA_USER_CM_CMD_BIND: return bind_any(command);

@@ -38,9 +38,7 @@ rdma_ucm_event_resp event_of(const control::CmEvent& from) {
 }
 
 // The service is gone, and the devices with it. nullopt: every identifier of the channel has been told.
-std::optional<control::CmEvent> next_removal(const File& file) {
-  Account& account = Account::instance();
-  std::lock_guard lock(account.mutex);
+std::optional<control::CmEvent> next_removal(Account& account, const File& file) {
   for (auto& [key, told] : account.told) {
     if (told.channel != file.key() || told.member != 0 || told.removal || told.uid == 0) continue;
     told.removal = true;
@@ -59,17 +57,17 @@ Result<std::optional<control::CmEvent>> take_event(File& file) {
   const CancellationOff cancellation_off;
   Attachment& attachment = *file.attachment;
   if (attachment.liveness().inherited()) return Errno{EIO};
+  Account& account = Account::instance();
+  std::lock_guard lock(account.mutex);
   const auto taken = attachment.call<control::Request::cm_take_event>({file.channel, 0});
   if (!taken) {
     if (!attachment.liveness().gone()) return taken.error();
-    const auto removal = next_removal(file);
+    const auto removal = next_removal(account, file);
     if (!removal) return Errno{EIO};
     return removal;
   }
   if (taken->last != 0) file.take_record();
   if (taken->found == 0) return std::optional<control::CmEvent>{};
-  Account& account = Account::instance();
-  std::lock_guard lock(account.mutex);
   Told& told = account.told[file.key(taken->counted_at)];
   ++told.events;
   if (told.member != 0) ++account.told[told.member].events;

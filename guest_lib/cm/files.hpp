@@ -42,7 +42,8 @@ struct Told {
   bool removal = false;        // that its device is gone is among them
 };
 
-// By File::key(). Locked while used.
+// By File::key(). Locked while used; and while the service is asked, by whoever takes an event, or what it may be of, from it: nobody is to see
+// the one gone and the other not counted (the kernel does both under one lock).
 struct Account {
   std::mutex mutex;
   std::unordered_map<std::uint64_t, Told> told;

@@ -10,7 +10,7 @@ import harness  # noqa: E402
 from harness import Build, Failure, Program, Service, Skip, TempFolder, wait_until  # noqa: E402
 from multicast import multicast  # noqa: E402
 from network import Network, why_not  # noqa: E402
-from over_hca import config as config_of_hca, over_hca  # noqa: E402
+from over_hca import config as config_of_hca, gate_of, over_hca  # noqa: E402
 
 PORT = 28251
 
@@ -24,7 +24,7 @@ class Host(Service):
 
     @property
     def user(self):
-        return self.network.run_in(self.index, ["env", f"VRDMA_SOCKET={self.fabric.socket}"] if self.fabric else [])
+        return self.network.run_in(self.index, ["env", f"VRDMA_SOCKET={self.fabric.socket}", f"VRDMA_TEST_SLOW_HCA={gate_of(self.fabric)}"] if self.fabric else [])
 
     @user.setter
     def user(self, _):
@@ -519,6 +519,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", required=True)
     parser.add_argument("--direct", default="mediated", choices=("mediated", "auto"), help="of programs of one host")
+    parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("groups", nargs="+", choices=GROUPS)
     arguments = parser.parse_args()
     missing = why_not()
@@ -533,6 +534,8 @@ def main():
         world = World(build, count, Managed if group == "managed" else Written, direct=arguments.direct, **partitions, **with_hca)
         try:
             for name, case in cases(world):
+                if arguments.only not in name:
+                    continue
                 begun = harness.time.monotonic()
                 try:
                     case()

@@ -2,6 +2,8 @@
 
 RC goes in place, everything else as records by the HCA; a program, or all HCAs, may go meanwhile."""
 
+from pathlib import Path
+
 import harness
 from harness import Failure, wait_until
 
@@ -10,7 +12,12 @@ NOT_BY_HCA = ("SolicitedArming*",)
 
 
 def config(build):
-    return {"hca": {"library": str(build.vrdma.parent.parent / "lib/libibverbs.so.1")}}
+    return {"hca": {"library": str(build.vrdma.parent.parent / "tests/hosts/slow_hca.so")}}
+
+
+def gate_of(fabric):
+    """While this file is there, the HCAs take their time with large memory (slow_hca.cpp)."""
+    return Path(f"{fabric.socket}.slow")
 
 
 def over_hca(world, pair_of, conformance_of):
@@ -72,6 +79,51 @@ def over_hca(world, pair_of, conformance_of):
     for words in (["ib_write_bw"], ["ib_send_bw"], ["ib_send_bw", "--use-srq", "-q", "2"], ["ib_read_bw"], ["ib_send_lat", "-e"]):
         for victim in ("client", "server") if words[0] != "ib_send_lat" else ("client",):  # whose client may be waiting for a message
             yield f"the {victim} of {' '.join(words)} is killed", lambda words=words, victim=victim: program_killed(words, victim)
+
+    gate, large = gate_of(world.fabric), ["-d", "vrdma0", "-F", "-s", str(300 << 20), "-t", "1", "-Q", "1"]
+
+    def being_registered():
+        return sum(hca(host)["being_registered"] for host in (a, b))
+
+    def flows_on_while_it_is(what, programs):
+        """Messages of others flow while an HCA takes its time."""
+        wait_until(being_registered, 60, what, programs)
+        before = sent(a) + sent(b)
+        wait_until(lambda: sent(a) + sent(b) > before + 500, 60, f"messages flow, {what}", programs)
+        if not being_registered():
+            raise Failure(f"{what}: it was over before others were looked at")
+
+    def large_memory(victim):
+        other, pair = flowing(["ib_write_bw", *long], a, b), None
+        programs = [other.server, other.client]
+        try:
+            gate.touch()
+            pair = pair_of(a, b, ["ib_write_bw", *large, "-n", "1000000"] if victim else ["ib_write_bw", *large, "-n", "100"])
+            flows_on_while_it_is("large memory is being registered", programs)
+            gate.unlink()
+            wait_until(lambda: not being_registered(), 60, "large memory is registered", [pair.server, pair.client])
+            gate.touch()
+            if victim:
+                (pair.client if victim == "client" else pair.server).kill()
+            flows_on_while_it_is("large memory is being taken back", programs)
+            if victim:
+                wait_until(lambda: len(world.hosts[1 if victim == "client" else 0].show("guests")) == 1, 60, "the killed one is gone", programs)
+            gate.unlink()
+            if not victim:
+                pair.end()
+            wait_until(lambda: not being_registered(), 60, "nothing is left to take back", programs)
+        finally:
+            gate.unlink(missing_ok=True)
+            other.stop()
+            if pair:
+                pair.stop()
+        world.check()
+
+    for words in (["ib_write_bw"], ["ib_read_bw"], ["ib_send_bw"]):
+        yield f"{words[0]} of 300 MiB", by_hca(lambda words=words: pair_of(a, b, [*words, *large, "-n", "20"]).end())
+    yield "an HCA takes its time with large memory, and others go on", lambda: large_memory(None)
+    for victim in ("client", "server"):
+        yield f"likewise, and the {victim} is killed", lambda victim=victim: large_memory(victim)
 
     def hcas_gone():
         checked = flowing(["ibv_rc_pingpong", "-n", "4000", "-s", "5000", "-c"], a, b)

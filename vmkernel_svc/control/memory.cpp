@@ -230,6 +230,11 @@ ProtectionDomain* pd_by_number(Guest& guest, std::uint64_t number) {
     if (pd->number == number) return pd.get();
   return nullptr;
 }
+
+HcaDesk::Forgotten forget_at_hca(Fabric& fabric, std::uint32_t slot) {
+  HcaDesk* const hca = fabric.far != nullptr ? fabric.far->hca() : nullptr;
+  return hca != nullptr ? hca->forget_region(slot) : HcaDesk::Forgotten::yes;
+}
 }  // namespace
 
 template <>
@@ -243,7 +248,8 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.staged.clear(), Errno{EINVAL};
   if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
-  if (fabric_.far != nullptr && fabric_.far->hca() != nullptr && !fabric_.far->hca()->forget_region(found->second) && may_wait(guest)) return Errno{EINPROGRESS};
+  if (const auto forgotten = forget_at_hca(fabric_, found->second); forgotten == HcaDesk::Forgotten::held || (forgotten == HcaDesk::Forgotten::known && may_wait(guest)))
+    return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
   ProtectionDomain* const before = pd_by_number(guest, region.pd);
   if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
@@ -278,12 +284,12 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   return RegMrReply{request.mr, region.key.value};
 }
 
-// False: a worker has bytes of it under way. force: the guest itself goes; its worker's last writes hurt nobody else.
+// False: a worker has bytes of it under way, or an HCA has it. force: the guest itself goes; its worker's last writes hurt nobody else.
 bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force) {
   const auto found = guest.mrs.find(handle);
   Region& region = fabric_.regions.slot(found->second);
   if (region.jobs != 0 && !force) return false;
-  if (fabric_.far != nullptr && fabric_.far->hca() != nullptr) fabric_.far->hca()->forget_region(found->second);
+  if (forget_at_hca(fabric_, found->second) == HcaDesk::Forgotten::held && !force) return false;
   shard_.direct().deregistering(guest, region);
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);

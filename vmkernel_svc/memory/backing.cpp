@@ -27,6 +27,7 @@ Result<Backing> Backing::adopt(vmci::UniqueFd fd) {
 Backing Backing::adopt(PinnedPages pages) {
   Backing backing;
   backing.bytes_ = pages.bytes();
+  backing.page_bytes_ = pages.page_bytes();
   backing.pinned_ = std::move(pages);
   return backing;
 }
@@ -35,6 +36,11 @@ std::uint64_t Backing::contiguous_bytes(std::uint64_t offset, std::uint64_t byte
   if (offset >= bytes_) return 0;
   if (pinned_) return std::min(bytes, pinned_->at(offset).size());
   return std::min(bytes, chunk_bytes_ - offset % chunk_bytes_);
+}
+
+vmci::Mapping::Part Backing::in_file(std::uint64_t offset, std::uint64_t bytes) const {
+  if (pinned_) return {pinned_->fd(), pinned_->file_offset(offset), bytes};
+  return {fd_.get(), offset, bytes};
 }
 
 Result<std::byte*> Backing::get(std::uint64_t offset, std::uint64_t bytes) {

@@ -29,6 +29,9 @@ class Backing {
   void put(std::uint64_t offset);
 
   std::uint64_t bytes() const { return bytes_; }
+  // The same bytes as those of a file, to be mapped once more elsewhere. `bytes`: at most contiguous_bytes().
+  vmci::Mapping::Part in_file(std::uint64_t offset, std::uint64_t bytes) const;
+  std::uint64_t page_bytes() const { return page_bytes_; }  // in which the file is mapped
   // To be mapped by another process, which must not be hurt by it; -1: not for others. A file that can be cut, or on huge pages, which
   // may not come when they are touched, is not.
   int lendable_fd() const { return lendable_ ? fd_.get() : -1; }

@@ -59,6 +59,9 @@ class PinnedPages {
 
   // From `offset` < bytes() on, as far as it lies in one piece.
   std::span<std::byte> at(std::uint64_t offset) const;
+  int fd() const { return ram_->fd(); }  // of the file, or the BAR, in which they lie, …
+  std::uint64_t file_offset(std::uint64_t offset) const { return static_cast<std::uint64_t>(at(offset).data() - ram_->data()); }  // … and where
+  std::uint64_t page_bytes() const { return ram_->page_bytes(); }
   // All of it in one piece, at other addresses of the service. ENOMEM; EINVAL: parts of huge pages.
   Result<vmci::Segment> segment() const;
 

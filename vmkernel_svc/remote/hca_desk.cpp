@@ -35,10 +35,8 @@ HcaDesk::HcaDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Eng
 HcaDesk::~HcaDesk() {
   for (auto& [id, host] : hosts_) end_trunk(id);
   while (!connections_.empty()) drop(*connections_.begin()->second);
-  for (auto& [slot, known] : registered_)
-    for (auto& piece : known.pieces)
-      if (piece.mr != nullptr) device_->deregister(piece.mr);
   if (!device_) return;
+  forget_all_registrations();
   shard_.unwatch(device_->completion_fd());
   shard_.unwatch(device_->event_fd());
 }
@@ -47,7 +45,12 @@ HcaDesk::~HcaDesk() {
 
 void HcaDesk::open_device() {
   const std::string before = why_;
-  device_ = remote::HcaDevice::open(*fabric_.config.hca, why_);
+  const auto news = [this] {
+    shard_.submit([this](Shard&) {
+      if (device_) look_at_registrations();
+    });
+  };
+  device_ = remote::HcaDevice::open(*fabric_.config.hca, news, why_);
   const std::uint64_t now = vmci::monotonic_ns();
   check_ns_ = now + (device_ ? look_ns : retry_ns);
   if (!device_) {
@@ -122,10 +125,7 @@ void HcaDesk::device_lost(const std::string& why) {
   }
   drain_until_ns_ = 0;
   for (auto& [id, host] : hosts_) end_trunk(id);
-  for (auto& [slot, known] : registered_)
-    for (auto& piece : known.pieces)
-      if (piece.mr != nullptr) device_->deregister(piece.mr);
-  registered_.clear();
+  forget_all_registrations();
   shard_.unwatch(device_->completion_fd());
   shard_.unwatch(device_->event_fd());
   device_.reset();

@@ -103,6 +103,7 @@ struct HcaConnection {
   bool closed_there = false;
   bool refused_there = false;  // what was not executed is known
   bool losing = false;         // its hardware has failed; lose() comes
+  bool awaits_memory = false;  // there is no room to copy through for what is being registered
   std::string why = "its HCA was lost";  // it is
 
   std::uint64_t pd = 0;
@@ -169,9 +170,10 @@ class HcaDesk {
   // Its P_Key is another; who is in which partition has changed: who may not speak to each other is found out by records.
   void pkey_changed(Qp& qp);
   void look_at_partitions();
-  // Before a region goes or changes: the HCA has none of it any more when this returns. False: a host that was told its key has not
-  // said yet that it has forgotten it.
-  bool forget_region(std::uint32_t slot);
+  // Before a region goes or changes. held: the HCA has it yet, and lets go of it soon; else not a byte of it is read or written any
+  // more. known: a host that was told its key has not said yet that it has forgotten it.
+  enum class Forgotten : std::uint8_t { yes, held, known };
+  Forgotten forget_region(std::uint32_t slot);
 
   void new_session(remote::HostId host);
   void arrived(engine::FarFramePtr frame);
@@ -196,6 +198,7 @@ class HcaDesk {
   void want_trunk(remote::HostId host);      // records go there, or come from there
   std::string why_no_trunk(remote::HostId host) const;
   std::size_t registration_count() const;
+  std::size_t being_registered() const;  // or taken back
   // How connections to that host go, in words; empty: by HCAs.
   std::string why_not(remote::HostId host) const;
   // Why the last one of those that began by the HCA goes on over tcp; empty: none does.
@@ -230,16 +233,34 @@ class HcaDesk {
     boost::unordered_flat_map<std::uint32_t, std::uint32_t> keys;  // the guests' there → the HCA's there; 0: by records
     boost::unordered_flat_map<std::uint32_t, Hello> hellos;        // by the QPN of who said it, to one that is not connected yet
   };
+  struct Mapped {  // what a registration has been mapped in once more
+    Tenant* tenant = nullptr;  // who is charged for it
+    std::size_t parts = 0;
+  };
+  // A region at the HCA: as a whole, with its rights, so that it serves other hosts, too; or, where that cannot be, piece by piece.
   struct Registered {
     struct Piece {
       ibv_mr* mr = nullptr;
       bool tried = false;
     };
-    std::uint64_t generation = 0, pd = 0;
+    std::uint64_t pd = 0;
     remote::HcaDomain* domain = nullptr;
+    bool tried = false;  // as a whole
+    std::shared_ptr<remote::HcaRegistration> whole;
+    Mapped mapped;
     std::vector<Piece> pieces;
     std::vector<remote::HostId> askers;
     std::string refusal;  // of the HCA, to register it
+  };
+  struct Leaving {  // which the registrar takes back
+    std::shared_ptr<remote::HcaRegistration> registration;
+    std::uint64_t pd;
+    Key key;
+    Mapped mapped;
+  };
+  struct Reach {
+    ibv_mr* mr;           // nullptr: not by the HCA, …
+    std::uint64_t bytes;  // … for so many bytes
   };
   enum class Step : std::uint8_t { posted, waiting, ended };
 
@@ -330,8 +351,14 @@ class HcaDesk {
   bool patient(HcaConnection& c);
 
   // hca_memory.cpp: registrations and keys
-  ibv_mr* local(std::uint32_t slot, const Region& region, std::size_t piece);
+  Reach reach(std::uint32_t slot, const Region& region, std::uint64_t offset);
   Registered& registered(std::uint32_t slot, const Region& region);
+  remote::HcaRegistration* whole(Registered& known, const Region& region);
+  bool gather(Registered& known, const Region& region, remote::HcaRegistration& registration);
+  bool leaves(Key key) const;
+  void unmap(Mapped& mapped);
+  void forget_all_registrations();
+  void look_at_registrations();
   std::uint32_t remote_key(const Qp& qp, Key rkey, bool& known, remote::HostId asker);
   std::optional<std::uint32_t> key_of(HcaConnection& c, Key rkey);  // nullopt: asked for
   void on_key(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, const remote::HcaMessage& message);
@@ -349,6 +376,7 @@ class HcaDesk {
   std::map<remote::HostId, Host> hosts_;
   std::map<std::uint64_t, std::unique_ptr<HcaConnection>> connections_;  // by number
   boost::unordered_flat_map<std::uint32_t, Registered> registered_;      // by region slot
+  std::vector<Leaving> leaving_;
   std::map<std::uint32_t, std::set<remote::HostId>> revoking_;           // by key: who has not answered
   std::vector<std::unique_ptr<HcaShared>> shared_;
   std::map<std::uint64_t, remote::HcaTrunk*> trunks_;  // by number, as connections_
@@ -360,6 +388,7 @@ class HcaDesk {
   bool completion_event_ = false, device_event_ = false;  // the shard woke up for
   std::uint32_t said_by_records_ = 0;  // how often the log has
   std::string refused_;  // what the HCA would not register while a request was laid out
+  bool awaited_ = false;  // some of what it asks for is being registered
   Counters counters_;
 };
 

@@ -40,10 +40,10 @@ void set_nonblocking(int fd) { ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NON
 
 }  // namespace
 
-std::unique_ptr<HcaDevice> HcaDevice::open(const svc::HcaSettings& wanted, std::string& why) {
+std::unique_ptr<HcaDevice> HcaDevice::open(const svc::HcaSettings& wanted, std::function<void()> news, std::string& why) {
   const HcaLibrary* const library = HcaLibrary::load(wanted.library, why);
   if (library == nullptr) return nullptr;
-  std::unique_ptr<HcaDevice> device(new HcaDevice(*library));
+  std::unique_ptr<HcaDevice> device(new HcaDevice(*library, std::move(news)));
   if (!device->choose(wanted, why)) return nullptr;
   device->channel_ = library->ibv_create_comp_channel(device->context_);
   if (device->channel_ == nullptr) {
@@ -119,6 +119,7 @@ bool HcaDevice::choose_gid(const svc::HcaSettings& wanted, std::string& why) {
 }
 
 HcaDevice::~HcaDevice() {
+  registrar_.finish();
   for (auto& [number, domain] : domains_) free(*domain);
   for (auto& cq : cqs_) library_.ibv_destroy_cq(cq->cq);
   if (channel_ != nullptr) library_.ibv_destroy_comp_channel(channel_);
@@ -163,11 +164,14 @@ void HcaDevice::free(HcaDomain& domain) {
 
 ibv_mr* HcaDevice::register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access) {
   ibv_mr* const mr = (library_.ibv_reg_mr_iova)(domain.pd, memory, bytes, iova, access);
-  if (mr != nullptr) return ++registrations, mr;
-  const int error = library_.error();
+  if (mr != nullptr) return mr;
+  explain_refusal(bytes, library_.error());
+  return nullptr;
+}
+
+void HcaDevice::explain_refusal(std::uint64_t bytes, int error) {
   refusal = fmt::format("{} does not register {} bytes ({})", name_, bytes, std::strerror(error));
   if (error == ENOMEM) refusal += ": LimitMEMLOCK of vrdmad?";
-  return nullptr;
 }
 
 bool HcaDevice::take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce) {

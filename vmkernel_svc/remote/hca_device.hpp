@@ -1,9 +1,10 @@
 // A physical HCA of this host: one port of one device of the host's libibverbs, with what the carrier needs of it. It knows nothing of
-// guests. Used by the shard's thread only; nothing here waits but for the kernel.
+// guests. Used by the shard's thread only; nothing here waits but for the kernel, and for what takes that long there is another thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/remote/hca_library.hpp"
 #include "vmkernel_svc/remote/hca_message.hpp"
+#include "vmkernel_svc/remote/hca_registrar.hpp"
 
 namespace vrdma::remote {
 
@@ -57,8 +59,9 @@ class HcaDevice {
     std::unique_ptr<HcaCq> cq;
   };
 
-  // nullptr: there is none, and `why` says so to a person.
-  static std::unique_ptr<HcaDevice> open(const svc::HcaSettings& wanted, std::string& why);
+  // nullptr: there is none, and `why` says so to a person. news: called by another thread, when a registration that takes its time is, or
+  // is not.
+  static std::unique_ptr<HcaDevice> open(const svc::HcaSettings& wanted, std::function<void()> news, std::string& why);
   ~HcaDevice();
   HcaDevice(const HcaDevice&) = delete;
   HcaDevice& operator=(const HcaDevice&) = delete;
@@ -78,7 +81,9 @@ class HcaDevice {
   HcaDomain* domain(std::uint64_t number);  // nullptr: none can be had
   void release(std::uint64_t number);       // one user less
   ibv_mr* register_memory(HcaDomain& domain, std::byte* memory, std::uint64_t bytes, std::uint64_t iova, int access);
+  HcaRegistrar& registrar() { return registrar_; }
   bool deregister(ibv_mr* mr) { return library_.ibv_dereg_mr(mr) == 0; }  // false: the HCA may have it still
+  void explain_refusal(std::uint64_t bytes, int error);  // in `refusal`
   bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // false: `refusal` says why
   bool make_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // likewise; the service's own: bounded and counted by nobody
   void end_bounce(Bounce& bounce) { library_.ibv_dereg_mr(std::exchange(bounce.mr, nullptr)); }  // of make_bounce
@@ -104,15 +109,14 @@ class HcaDevice {
   const char* explain(ibv_wc_status status) const { return library_.ibv_wc_status_str(status); }
   int error() const { return library_.error(); }
 
-  std::uint64_t registrations = 0;  // made so far
-  std::string refusal;              // what was said of the last registration that was refused
+  std::string refusal;  // what was said of the last registration that was refused
 
  private:
   struct Numbered {
     std::uint64_t number;
     std::unique_ptr<HcaDomain> domain;
   };
-  explicit HcaDevice(const HcaLibrary& library) : library_(library) {}
+  HcaDevice(const HcaLibrary& library, std::function<void()> news) : library_(library), registrar_(library, std::move(news)) {}
   bool choose(const svc::HcaSettings& wanted, std::string& why);
   bool choose_gid(const svc::HcaSettings& wanted, std::string& why);
   void free(HcaDomain& domain);
@@ -136,6 +140,7 @@ class HcaDevice {
   std::vector<std::unique_ptr<Cq>> cqs_;
   std::vector<HcaCq*> shared_cqs_;
   std::size_t bounced_bytes_ = 0;
+  HcaRegistrar registrar_;
 };
 
 }  // namespace vrdma::remote

@@ -20,6 +20,7 @@ using remote::HcaMessage;
 namespace {
 constexpr std::uint64_t patience_min_ns = 5'000'000'000;  // a loaded host is no lost one
 constexpr std::uint64_t look_again_ns = 500'000'000;
+constexpr std::uint64_t sge_bytes_max = std::uint64_t{1} << 30;
 constexpr const char* too_many_pieces = "a buffer has more pieces than the HCA takes in one request";
 constexpr std::uint64_t id_of(const HcaConnection& c, bool receive) { return c.number << 1 | (receive ? 1 : 0); }
 
@@ -42,20 +43,20 @@ void HcaDesk::for_each_part(Place place, std::uint64_t bytes, Reached&& reached,
   while (bytes != 0) {
     const Region* const region = fabric_.regions.at(place.region, place.generation);
     if (region == nullptr || region->pieces.empty()) return other(place, bytes);  // gone, or a window, which is no place of one's own
-    const Piece& piece = region->piece_at(place.address);
-    const std::uint64_t part = std::min(bytes, piece.bytes - (place.address - piece.offset));
-    ibv_mr* const mr = piece.host != nullptr ? local(place.region, *region, static_cast<std::size_t>(&piece - region->pieces.data())) : nullptr;
-    if (mr != nullptr && part <= 0x7fffffff) reached(ibv_sge{region->iova + place.address, static_cast<std::uint32_t>(part), mr->lkey});
+    const Reach here = reach(place.region, *region, place.address);
+    const std::uint64_t part = std::min({bytes, here.bytes, sge_bytes_max});
+    if (here.mr != nullptr) reached(ibv_sge{region->iova + place.address, static_cast<std::uint32_t>(part), here.mr->lkey});
     else other(place, part);
     place = place + part;
     bytes -= part;
   }
 }
 
-// False: the HCA would not register some of it.
+// False: the HCA would not register some of it, or has not yet, and there is no room to copy through.
 bool HcaDesk::lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vector<ibv_sge>& sges) {
   std::uint64_t offset = 0;
   refused_.clear();
+  awaited_ = false;
   receive.domain = &domain;
   engine::ScatterGather buffers = receive.inbound.buffers;
   const auto bounce = [&](Place place, std::uint64_t bytes) {
@@ -95,6 +96,7 @@ bool HcaDesk::pump_receives(HcaConnection& c) {
     if (!good || sges.size() > c.wish.sge || ibv_post_recv(c.physical, &request, &bad) != 0) {
       for (auto& part : receive.parts) device_->give_bounce(*c.domain, std::move(part.bounce));
       qp.returned.push_back(receive.inbound);
+      if (!good && awaited_) return c.awaits_memory = true, worked;
       lose(c, refused_.empty() ? too_many_pieces : std::string(refused_));
       return true;
     }
@@ -124,6 +126,7 @@ bool HcaDesk::prepare(HcaConnection& c) {
   const bool in_request = send.inline_bytes && send.request.bytes <= c.wish.inline_bytes;
   bool good = true;
   refused_.clear();
+  awaited_ = false;
   const auto other = [&](Place place, std::uint64_t bytes) {
     if (send.rule->reads || !refused_.empty()) return void(good = false);
     if (in_request) return made->sges.push_back({place.address, static_cast<std::uint32_t>(bytes), 0});
@@ -177,7 +180,11 @@ HcaDesk::Step HcaDesk::post(HcaConnection& c) {
       if (!key) return Step::waiting;
       if (*key == 0) return by_records(c);
     }
-    if (!prepare(c)) return refused_.empty() ? by_records(c) : (lose(c, std::string(refused_)), Step::ended);
+    if (!prepare(c)) {
+      if (refused_.empty()) return by_records(c);
+      if (awaited_) return c.awaits_memory = true, Step::waiting;
+      return lose(c, std::string(refused_)), Step::ended;
+    }
   }
   HcaConnection::Preparing& now = *c.preparing;
   if (c.copy_of_receive) return Step::waiting;

@@ -86,6 +86,7 @@ bool HcaDesk::pump_shared(HcaShared& shared) {
     if (!good || sges.size() > shared.sge || ibv_post_srq_recv(shared.physical.srq, &request, &bad) != 0) {
       for (auto& part : receive.parts) device_->give_bounce(*shared.domain, std::move(part.bounce));
       shared.srq->returned.push_back(receive.inbound);
+      if (!good && awaited_) break;  // all are pumped again when it is registered
       dissolve(shared, refused_.empty() ? "a receive buffer has more pieces than the HCA takes in one request" : std::string(refused_));
       return true;
     }
