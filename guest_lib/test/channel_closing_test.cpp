@@ -1,8 +1,5 @@
 // Programs whose main thread closes the channel of rdma_cm below the thread that reads its events, as rping's does.
-#include <fcntl.h>
-#include <netinet/in.h>
 #include <pthread.h>
-#include <rdma/rdma_user_cm.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -10,49 +7,16 @@
 #include <array>
 #include <iterator>
 
+#include "guest_lib/test/cm_channel.hpp"
 #include "guest_lib/test/service_fixture.hpp"
 
 using namespace vrdma::test;
 
 namespace {
 
-template <class Command, class Answer>
-long say(int channel, std::uint32_t command, Command body, Answer& answer) {
-  struct {
-    rdma_ucm_cmd_hdr head;
-    Command body;
-  } whole{{command, sizeof(Command), sizeof(Answer)}, body};
-  whole.body.response = reinterpret_cast<std::uintptr_t>(&answer);
-  return ::write(channel, &whole, sizeof(whole));
-}
-
-class Channel {
- public:
-  Channel() : fd(::open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC)) {
-    REQUIRE(fd >= 0);
-    rdma_ucm_create_id create{};
-    create.uid = 1;  // without one it has no events
-    create.ps = RDMA_PS_TCP;
-    rdma_ucm_create_id_resp created{};
-    REQUIRE(say(fd, RDMA_USER_CM_CMD_CREATE_ID, create, created) > 0);
-    rdma_ucm_resolve_ip resolve{};
-    resolve.id = created.id;
-    resolve.timeout_ms = 1000;
-    resolve.dst_addr.sin6_family = AF_INET;
-    reinterpret_cast<sockaddr_in&>(resolve.dst_addr).sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    struct {
-      rdma_ucm_cmd_hdr head;
-      rdma_ucm_resolve_ip body;
-    } asked{{RDMA_USER_CM_CMD_RESOLVE_IP, sizeof(resolve), 0}, resolve};
-    REQUIRE(::write(fd, &asked, sizeof(asked)) > 0);
-  }
-
-  long next_event() const {
-    rdma_ucm_event_resp event{};
-    return say(fd, RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{}, event);
-  }
-
-  const int fd;
+// With an event to come.
+struct Channel : CmChannel {
+  Channel() { resolve(create(1)); }
 };
 
 // Whether a thread of ours sleeps in the kernel.
@@ -111,7 +75,7 @@ TEST_CASE("What else a thread writes to a closed descriptor, when it has read ev
     } message{12, "hello world"};
     if (::write(channel.fd, &message, sizeof(message)) < 0 && errno == EBADF) ++failed;
     rdma_ucm_event_resp event{};
-    if (say(channel.fd + 1000, RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{}, event) < 0 && errno == EBADF) ++failed;
+    if (ask(channel.fd + 1000, RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{}, event) < 0 && errno == EBADF) ++failed;
     failed += 10;
   });
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);

@@ -107,7 +107,7 @@ bool DirectDesk::trusts(const Guest& a, const Guest& b, std::string& why_not) {
   const auto key = key_of(a, b);
   if (together_.contains(key)) return true;
   if (const auto known = apart_.find(key); known != apart_.end()) return why_not = known->second, false;
-  const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials.pid, *guest.pidfd); };
+  const auto facts = [](const Guest& guest) { return TrustFacts::of(guest.credentials, *guest.pidfd); };
   const TrustFacts of_a = facts(a), of_b = facts(b);
   why_not = why_apart(of_a, of_b);
   if (!why_not.empty()) {

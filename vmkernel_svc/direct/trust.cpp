@@ -133,9 +133,28 @@ bool known_filters(const Status& status, const std::string& pid_namespace) {
   return !is_in(self.get(), pid_namespace) && same_filters(status, first_of(pid_namespace, status));
 }
 
+// Landlock's rules are not shown anywhere; no_new_privs, which they take of a process without rights, are. Those of the whole container
+// are no sign.
+bool known_privileges(const Status& status, const std::string& pid_namespace) {
+  if (status.at("NoNewPrivs") == "0") return true;
+  const auto first = first_of(pid_namespace, status);
+  const auto line = first.find("NoNewPrivs");
+  return line != first.end() && line->second == "1";
+}
+
+// Real, effective, saved, and that of files.
+bool are_all(const std::string& ids, std::uint32_t id) {
+  std::istringstream numbers(ids);
+  std::uint32_t number = 0, count = 0;
+  while (numbers >> number)
+    if (++count; number != id) return false;
+  return count == 4;
+}
+
 }  // namespace
 
-TrustFacts TrustFacts::of(pid_t pid, const vmci::UniqueFd& pidfd) {
+TrustFacts TrustFacts::of(const vmci::Credentials& connected, const vmci::UniqueFd& pidfd) {
+  const pid_t pid = connected.pid;
   TrustFacts facts;
   const auto refuse = [&facts](std::string why) { return facts.problem = std::move(why), facts; };
   if (pid <= 0 || !pidfd) return refuse("a process that the service does not see");
@@ -148,6 +167,8 @@ TrustFacts TrustFacts::of(pid_t pid, const vmci::UniqueFd& pidfd) {
     if (line == status.end()) return refuse(fmt::format("{} of a process cannot be read", name));
     facts.values[name] = line->second;
   }
+  if (!are_all(facts.values["Uid"], connected.uid) || !are_all(facts.values["Gid"], connected.gid))
+    return refuse("a process has other ids than when it connected, or several");
   if (const auto line = status.find("NSpid"); line != status.end()) {  // from this process's namespace to its own
     std::istringstream pids(line->second);
     while (pids >> facts.own_pid) {
@@ -161,6 +182,7 @@ TrustFacts TrustFacts::of(pid_t pid, const vmci::UniqueFd& pidfd) {
   }
   facts.values["security label"] = read_file(folder.get(), "attr/current");
   if (!known_filters(status, facts.values["pid namespace"])) return refuse("a process has seccomp filters of its own");
+  if (!known_privileges(status, facts.values["pid namespace"])) return refuse("a process has given up new privileges by itself, as those do that Landlock restricts");
   if (!dumpable(folder.get(), status, facts.values["user namespace"])) return refuse("a process is not dumpable");
   return facts;
 }

@@ -1,5 +1,8 @@
 // Whether two processes could reach each other's memory anyway (DESIGN.md D3): same user, groups, capabilities, namespaces and seccomp
 // state, and both dumpable. Known from /proc, never by trying ptrace. Any thread; reads some twenty small files.
+//
+// /proc tells of the process that connected, which may run another program by now, of other rights (set-user-ID, sudo), while somebody else
+// holds its socket: so it must have the ids that the kernel noted when it connected.
 #pragma once
 
 #include <sys/types.h>
@@ -7,6 +10,7 @@
 #include <map>
 #include <string>
 
+#include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::svc {
@@ -18,7 +22,7 @@ struct TrustFacts {
   pid_t own_pid = 0;  // in its own pid namespace
 
   // pidfd: of the process that connected; it is looked at after /proc/PID was opened, so that the folder is that process's own.
-  static TrustFacts of(pid_t pid, const vmci::UniqueFd& pidfd);
+  static TrustFacts of(const vmci::Credentials& connected, const vmci::UniqueFd& pidfd);
 };
 
 // Empty: they could. Else why not, as part of a sentence.

@@ -35,15 +35,14 @@ class Child {
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      const char done = prepare() ? 1 : 0;
-      [[maybe_unused]] const auto written = ::write(ready[1], &done, 1);
+      const bool done = prepare();
+      const Prepared told{done, ::geteuid(), ::getegid()};
+      [[maybe_unused]] const auto written = ::write(ready[1], &told, sizeof(told));
       for (;;) ::pause();
     }
     ::close(ready[1]);
-    char done = 0;
-    REQUIRE(::read(ready[0], &done, 1) == 1);
+    REQUIRE(::read(ready[0], &told_, sizeof(told_)) == sizeof(told_));
     ::close(ready[0]);
-    prepared_ = done == 1;
     pidfd_ = vmci::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
     REQUIRE(pidfd_);
   }
@@ -56,14 +55,20 @@ class Child {
     ::waitpid(pid_, nullptr, 0);
     pid_ = 0;
   }
-  bool prepared() const { return prepared_; }
-  TrustFacts facts() const { return TrustFacts::of(pid_, pidfd_); }
+  bool prepared() const { return told_.done; }
+  vmci::Credentials credentials() const { return {pid_, told_.uid, told_.gid}; }
+  TrustFacts facts() const { return TrustFacts::of(credentials(), pidfd_); }
   pid_t pid() const { return pid_; }
   const vmci::UniqueFd& pidfd() const { return pidfd_; }
 
  private:
+  struct Prepared {
+    bool done;
+    uid_t uid;
+    gid_t gid;
+  };
   pid_t pid_ = 0;
-  bool prepared_ = false;
+  Prepared told_{};
   vmci::UniqueFd pidfd_;
 };
 
@@ -162,6 +167,8 @@ TEST_CASE("Another user, other capabilities and other namespaces keep processes 
   else MESSAGE("SKIP: this root may not make namespaces");
 }
 
+constexpr const char* given_up = "a process has given up new privileges by itself, as those do that Landlock restricts";
+
 TEST_CASE("A seccomp filter of one's own keeps apart, and so do no_new_privs of one") {
   const Child plain, filtered(take_filter), filtered_too(take_filter);
   REQUIRE(filtered.prepared());
@@ -169,7 +176,7 @@ TEST_CASE("A seccomp filter of one's own keeps apart, and so do no_new_privs of 
   // Two filters may forbid different things, though they are as many.
   CHECK(why_apart(filtered.facts(), filtered_too.facts()) == "a process has seccomp filters of its own");
   const Child modest([] { return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0; });
-  CHECK(why_apart(plain.facts(), modest.facts()) == "the processes differ in NoNewPrivs");
+  CHECK(why_apart(modest.facts(), modest.facts()) == given_up);
 }
 
 TEST_CASE("Filters that the first process of a container has as well are the container's") {
@@ -213,7 +220,7 @@ TEST_CASE("Filters that the first process of a container has as well are the con
   }
   pid_t pids[3];
   REQUIRE(::read(told[0], pids, sizeof(pids)) == sizeof(pids));
-  const auto facts_of = [](pid_t pid) { return TrustFacts::of(pid, vmci::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)))); };
+  const auto facts_of = [](pid_t pid) { return TrustFacts::of({pid, ::geteuid(), ::getegid()}, vmci::UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)))); };
   const TrustFacts first = facts_of(pids[0]), beside = facts_of(pids[1]), beside_too = facts_of(pids[2]);
   CHECK(why_apart(first, beside) == "");
   CHECK(why_apart(beside, beside_too) == "");
@@ -238,13 +245,28 @@ TEST_CASE("Filters that the first process of a container has as well are the con
 TEST_CASE("A process that has ended, or that the service does not see, is nobody's peer") {
   Child ended;
   const Child other;
-  const pid_t pid = ended.pid();
+  const vmci::Credentials credentials = ended.credentials();
   ended.end();
-  CHECK(TrustFacts::of(pid, ended.pidfd()).problem == "a process that has ended");
+  CHECK(TrustFacts::of(credentials, ended.pidfd()).problem == "a process that has ended");
   // Its number may be another's by now: what is at the number is not asked.
-  CHECK(TrustFacts::of(other.pid(), ended.pidfd()).problem == "a process that has ended");
-  CHECK(!TrustFacts::of(0, other.pidfd()).problem.empty());
-  CHECK(!TrustFacts::of(other.pid(), vmci::UniqueFd()).problem.empty());
+  CHECK(TrustFacts::of(other.credentials(), ended.pidfd()).problem == "a process that has ended");
+  CHECK(!TrustFacts::of({0, ::geteuid(), ::getegid()}, other.pidfd()).problem.empty());
+  CHECK(!TrustFacts::of(other.credentials(), vmci::UniqueFd()).problem.empty());
+}
+
+TEST_CASE("A process that has become somebody else since it connected is nobody's peer") {
+  if (::geteuid() != 0) {
+    MESSAGE("SKIP: only root can become somebody else");
+    return;
+  }
+  constexpr const char* others = "a process has other ids than when it connected, or several";
+  const Child root;
+  // Somebody's process that connected, and executed a program of root's.
+  CHECK(TrustFacts::of({root.pid(), somebody, somebody}, root.pidfd()).problem == others);
+  CHECK(TrustFacts::of({root.pid(), 0, somebody}, root.pidfd()).problem == others);
+  const Child half([] { return ::seteuid(somebody) == 0; });
+  REQUIRE(half.prepared());
+  CHECK(half.facts().problem == others);
 }
 
 }  // namespace

@@ -1,0 +1,92 @@
+// How many of its events were read, as whoever ends an identifier or a membership is told: librdmacm frees it when so many were acknowledged.
+#include <poll.h>
+
+#include <array>
+#include <vector>
+
+#include "guest_lib/test/cm_channel.hpp"
+#include "guest_lib/test/service_fixture.hpp"
+#include "vmci_channel/arch.hpp"
+
+using namespace vrdma::test;
+
+namespace {
+
+constexpr std::uint64_t rounds = 4000;
+
+// Threads that read a channel's events, as fast as they come.
+class Readers {
+ public:
+  explicit Readers(const CmChannel& channel) {
+    for (auto& one : threads_)
+      one = std::thread([this, &channel] {
+        while (!leave_) {
+          pollfd ready{channel.fd, POLLIN, 0};
+          rdma_ucm_event_resp event{};
+          if (::poll(&ready, 1, 100) == 1 && channel.next_event(event) > 0 && event.uid < rounds) ++read_[event.uid];
+        }
+      });
+  }
+  ~Readers() { join(); }
+  void join() {
+    leave_ = true;
+    for (auto& one : threads_)
+      if (one.joinable()) one.join();
+  }
+  // Until that event was read, or for a while.
+  void give_time(std::uint64_t round, std::uint64_t looks) const {
+    for (std::uint64_t i = 0; i < looks && read_[round] == 0; ++i) vmci::cpu_relax();
+  }
+  // Of how many more were read than whoever ended them was told.
+  std::uint64_t wrong(const std::vector<std::uint32_t>& told) const {
+    std::uint64_t count = 0;
+    for (std::uint64_t i = 0; i < rounds; ++i) count += read_[i] > told[i];
+    return count;
+  }
+
+ private:
+  std::vector<std::atomic<std::uint32_t>> read_ = std::vector<std::atomic<std::uint32_t>>(rounds);
+  std::atomic<bool> leave_ = false;
+  std::array<std::thread, 3> threads_;
+};
+
+}  // namespace
+
+TEST_CASE("Who destroys an identifier while others read its events is told of each that was read") {
+  Service service;
+  service.start();
+  const CmChannel channel(O_NONBLOCK);
+  Readers readers(channel);
+  std::vector<std::uint32_t> told(rounds);
+  for (std::uint64_t i = 1; i < rounds; ++i) {
+    const std::uint32_t id = channel.create(i);
+    channel.resolve(id);
+    readers.give_time(i, i % 8 * 100);
+    told[i] = channel.end(RDMA_USER_CM_CMD_DESTROY_ID, id);
+  }
+  readers.join();
+  CHECK(readers.wrong(told) == 0);
+  ::close(channel.fd);
+}
+
+TEST_CASE("Who leaves a multicast group while others read the event of joining is told of it, and so is who destroys the identifier") {
+  Service service;
+  service.start();
+  const CmChannel channel(O_NONBLOCK);
+  const std::uint32_t id = channel.create(rounds, RDMA_PS_UDP);
+  channel.bind(id);
+  std::vector<std::uint32_t> told(rounds);
+  std::uint64_t all = 0;
+  {
+    Readers readers(channel);
+    for (std::uint64_t i = 1; i < rounds; ++i) {
+      const std::uint32_t membership = channel.join(id, i, 0xe0000105);
+      readers.give_time(i, 20'000);
+      all += told[i] = channel.end(RDMA_USER_CM_CMD_LEAVE_MCAST, membership);
+    }
+    readers.join();
+    CHECK(readers.wrong(told) == 0);
+  }
+  CHECK(channel.end(RDMA_USER_CM_CMD_DESTROY_ID, id) >= all);
+  ::close(channel.fd);
+}
