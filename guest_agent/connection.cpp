@@ -266,7 +266,7 @@ int Connection::prepare_attach(std::span<const std::byte> body) {
     send_segment(vm::segment_arena, lent_arena_.runs());
     return 0;
   }
-  auto arena = PinnedSegment::of_pages("vrdma-arena", session_.arena_bytes(), session_.ram_page_bytes());
+  auto arena = session_.make_segment("vrdma-arena", session_.arena_bytes());
   if (!arena && session_.ram_page_bytes() != vm::page_bytes) {
     say("no huge pages of %llu KiB for process %d (%s), which it needs as the host keeps this machine's RAM on such: give this machine more memory, or "
         "reserve some (vm.nr_hugepages)",
@@ -295,7 +295,7 @@ int Connection::prepare_reach() {
     send_segment(vm::segment_copier, lent_copier_.runs());
     return 0;
   }
-  auto copier = PinnedSegment::of_pages("vrdma-copier", copying::segment_bytes, session_.ram_page_bytes());
+  auto copier = session_.make_segment("vrdma-copier", copying::segment_bytes);
   if (!copier) return value(copier.error());
   copier_ = std::move(*copier);
   send_segment(vm::segment_copier, copier_.runs);
@@ -342,6 +342,7 @@ int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, Un
   const std::uint64_t first = page_floor(body.address);
   const auto runs = pagemap_.runs(first, page_ceiling(body.address + body.bytes) - first);
   if (!runs) return value(runs.error());
+  if (!session_.may_lend(*runs)) return EFAULT;  // the program's own thread copies there
   body.segment = next_segment_++;
   send_segment(body.segment, *runs);
   ring = std::move(*taken);

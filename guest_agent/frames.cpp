@@ -59,16 +59,17 @@ Status append_frames(std::span<const std::uint64_t> entries, Runs& runs) {
   return ok();
 }
 
-std::uint64_t high_ram_bytes(std::istream& iomem) {
+RamExtent RamExtent::of(std::istream& iomem) {
   constexpr std::uint64_t high = std::uint64_t{1} << 32;
-  std::uint64_t end_of_ram = high;
+  RamExtent extent;
   for (std::string line; std::getline(iomem, line);) {
     unsigned long long first = 0, last = 0;
     if (line.empty() || line.front() == ' ') continue;  // part of the one above
-    if (line.find(" : System RAM") == std::string::npos || std::sscanf(line.c_str(), "%llx-%llx", &first, &last) != 2) continue;
-    if (first >= high && last > first) end_of_ram = std::max<std::uint64_t>(end_of_ram, last + 1);
+    if (line.find(" : System RAM") == std::string::npos || std::sscanf(line.c_str(), "%llx-%llx", &first, &last) != 2 || last <= first) continue;
+    if (first >= high) extent.high_bytes = std::max<std::uint64_t>(extent.high_bytes, last + 1 - high);
+    else extent.low_end = std::max<std::uint64_t>(extent.low_end, last + 1);
   }
-  return end_of_ram - high;
+  return extent;
 }
 
 }  // namespace vrdma::agent

@@ -38,7 +38,11 @@ class Pagemap {
 // Appends what entries of a pagemap say; as Pagemap::runs().
 Status append_frames(std::span<const std::uint64_t> entries, Runs& runs);
 
-// How much RAM there is from 4 GiB on, holes before its end included, by the text of /proc/iomem.
-std::uint64_t high_ram_bytes(std::istream& iomem);
+// Where RAM ends below 4 GiB, and how much there is from there on, holes before its end included, by the text of /proc/iomem. Memory that was
+// plugged in (DIMMs) counts, whether it is in use or not.
+struct RamExtent {
+  std::uint64_t low_end = 0, high_bytes = 0;
+  static RamExtent of(std::istream& iomem);
+};
 
 }  // namespace vrdma::agent

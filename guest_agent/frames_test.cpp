@@ -46,11 +46,17 @@ TEST_CASE("RAM from 4 GiB on counts to the end of its last region, and nothing e
       "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-7fffffff : System RAM\n"
       "  01000000-01ffffff : Kernel code\nfeb00000-febfffff : PCI Bus 0000:00\n"
       "100000000-13fffffff : System RAM\n  13f000000-13fffffff : Crash kernel\n800000000-8000fffff : PCI Bus 0000:00\n");
-  CHECK(high_ram_bytes(q35) == 0x40000000u);
+  const RamExtent of_q35 = RamExtent::of(q35);
+  CHECK(of_q35.high_bytes == 0x40000000u);
+  CHECK(of_q35.low_end == 0x80000000u);
   std::istringstream small("00001000-0009fbff : System RAM\n00100000-1fffffff : System RAM\n");
-  CHECK(high_ram_bytes(small) == 0);
+  const RamExtent of_small = RamExtent::of(small);
+  CHECK(of_small.high_bytes == 0);
   std::istringstream holes("100000000-17fffffff : System RAM\n180000000-18fffffff : Reserved\n190000000-1ffffffff : System RAM\n");
-  CHECK(high_ram_bytes(holes) == 0x100000000u);
+  const RamExtent of_holes = RamExtent::of(holes);
+  CHECK(of_holes.high_bytes == 0x100000000u);
   std::istringstream hidden("00000000-00000000 : System RAM\n00000000-00000000 : System RAM\n");
-  CHECK(high_ram_bytes(hidden) == 0);
+  const RamExtent of_hidden = RamExtent::of(hidden);
+  CHECK(of_hidden.high_bytes == 0);
+  CHECK(of_hidden.low_end == 0);
 }

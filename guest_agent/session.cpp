@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sys/random.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstdio>
@@ -181,7 +182,9 @@ void Session::greet() {
   hello.flags = (device_.interrupt >= 0 ? vm::hello_interrupts : 0) | (in_bar_ ? vm::hello_bar : 0);
   if (!in_bar_) {
     std::ifstream iomem("/proc/iomem");
-    hello.high_bytes = high_ram_bytes(iomem);
+    const RamExtent extent = RamExtent::of(iomem);
+    hello.low_end = extent.low_end;
+    hello.high_bytes = extent.high_bytes;
   }
   hello.page = page;
   hello.proof = random_number();
@@ -191,13 +194,13 @@ void Session::greet() {
   heartbeat_ns_ = last_look_ns_ = vmci::monotonic_ns();  // pinning can take its time
   state_ = State::greeted;
   // S3: pairs with the link's publication of the bytes of hello: the proof is there before.
-  link_->send(Frame::hello, 0, hello);
+  link_->send(Frame::hello, 0, std::as_bytes(std::span(&hello, 1)).first(vm::hello_bytes(service().minor)));
 }
 
 bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns) {
   vm::Welcome welcome{};
-  if (state_ != State::greeted || body.size() < sizeof(welcome)) return false;
-  std::memcpy(&welcome, body.data(), sizeof(welcome));
+  if (state_ != State::greeted || body.size() < vm::welcome_bytes(0)) return false;
+  std::memcpy(static_cast<void*>(&welcome), body.data(), std::min(body.size(), sizeof(welcome)));
   switch (welcome.status) {
     case 0:
       break;
@@ -212,6 +215,12 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
       throw Unsuitable("the host service (vrdma " + text_of(welcome.version) + ") refuses this agent (vrdma " VRDMA_VERSION
                        "): install the vrdma-guestd that belongs to the host's vrdmad");
     case EFAULT:
+      // It may have been one of memory that was plugged in: another one then, while these are taken.
+      if (!in_bar_ && pages_elsewhere_.size() < tries) {
+        pages_elsewhere_.push_back(std::move(pinned_page_));
+        lose();
+        return true;
+      }
       throw Unsuitable("the host service does not find this machine's pages in the memory that it was given: start the machine with exactly "
                        "the QEMU arguments that \"vrdma vm add\" prints");
     default:
@@ -221,11 +230,34 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
   if (welcome.ram_page_bytes < vm::page_bytes || !std::has_single_bit(welcome.ram_page_bytes)) return false;
   arena_bytes_ = welcome.arena_bytes;
   ram_page_bytes_ = welcome.ram_page_bytes;
+  pages_elsewhere_.clear();
+  low_bytes_ = high_bytes_ = ~std::uint64_t{0};
+  if (body.size() >= sizeof(welcome)) low_bytes_ = welcome.low_bytes, high_bytes_ = welcome.high_bytes;
   machine_ = text_of(welcome.name);
   not_before_ns_ = 0;
   mark_alive();
   state_ = State::open;
   return true;
+}
+
+bool Session::may_lend(const Runs& runs) const {
+  constexpr std::uint64_t high = std::uint64_t{1} << 32;
+  return std::ranges::all_of(runs, [this](const vm::Run& run) {
+    const std::uint64_t begin = run.page * vm::page_bytes, end = begin + run.pages * vm::page_bytes;
+    return end <= low_bytes_ || (begin >= high && end - high <= high_bytes_);
+  });
+}
+
+Result<PinnedSegment> Session::make_segment(const char* name, std::uint64_t bytes) {
+  std::vector<PinnedSegment> elsewhere;  // taken meanwhile, so that the next one lies somewhere else
+  while (elsewhere.size() < tries) {
+    auto segment = PinnedSegment::of_pages(name, bytes, ram_page_bytes_);
+    if (!segment || may_lend(segment->runs)) return segment;
+    elsewhere.push_back(std::move(*segment));
+  }
+  say("%llu KiB are only to be had of memory that was plugged into this machine (DIMMs, virtio-mem), which the host's service does not have: start it with all its memory "
+      "with \"vrdma vm add --memory\"", static_cast<unsigned long long>(bytes >> 10));
+  return Errno{ENOMEM};
 }
 
 void Session::lose() {

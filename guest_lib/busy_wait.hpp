@@ -12,23 +12,21 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstdint>
 
+#include "guest_lib/interruption.hpp"
 #include "vmci_channel/arch.hpp"
 
 namespace vrdma::guest {
 
 class BusyWait {
  public:
-  // As poll(2) of one descriptor without a timeout, a cancellation point like it. A signal that comes while it looks ends the sleep after it,
-  // as one does that comes while it sleeps: its handler runs then.
+  // As sleep_as_read(): a signal that comes while it looks is handled in the sleep after it.
   int wait(pollfd& one) {
     const std::uint64_t begun = vmci::cycles();
     int ready;
@@ -36,9 +34,9 @@ class BusyWait {
       const Deafness deaf;
       ready = look(one, begun);
       if (ready > 0) return ready;
-      ready = ::ppoll(&one, 1, nullptr, &deaf.before);
+      ready = sleep_as_read(one, deaf);
     } else {
-      ready = ::poll(&one, 1, -1);
+      ready = sleep_as_read(one);
     }
     const std::uint64_t waited = vmci::cycles() - begun;
     if (waited <= short_us * us_) learn(waited);
@@ -51,24 +49,6 @@ class BusyWait {
   static constexpr std::uint64_t budget_us_min = 10, budget_us_max = 100;
   static constexpr std::uint64_t others_us = 10;  // a yield that took so long let others run than who answers
   static constexpr std::uint32_t setback_max = 1024;
-
-  // No signal is handled, but those of an instruction or a filter of system calls. Ends also where the thread is cancelled, so that its
-  // clean-up handlers run as they would.
-  struct Deafness {
-    sigset_t before;
-    Deafness() {
-      sigset_t all;
-      sigfillset(&all);
-      for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&all, number);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-    }
-    Deafness(const Deafness&) = delete;
-    ~Deafness() {
-      const int error = errno;
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      errno = error;
-    }
-  };
 
   bool worth_a_look() {
     if (budget_.load(std::memory_order_relaxed) == 0) return false;

@@ -46,17 +46,14 @@ bool CharacterFile::blocks() const {
 
 int CharacterFile::wait_until_readable(bool blocks) const {
   pollfd readable{fd, POLLIN, 0};
-  for (;;) {
-    const int ready = ::poll(&readable, 1, blocks ? -1 : 0);
-    if (ready > 0) return 0;
-    if (ready == 0) return errno = EAGAIN, -1;
-    if (errno != EINTR || !goes_on_after_signal()) return -1;
-  }
+  const int ready = blocks ? sleep_as_read(readable) : ::poll(&readable, 1, 0);
+  if (ready == 0) errno = EAGAIN;
+  return ready > 0 ? 0 : -1;
 }
 
 long CharacterFile::wait_for_ever(bool blocks) {
-  while (blocks)
-    if (::poll(nullptr, 0, -1) < 0 && errno == EINTR && !goes_on_after_signal()) return -1;
+  pollfd nothing{-1, 0, 0};
+  if (blocks) return sleep_as_read(nothing);
   errno = EBADF;
   return -1;
 }

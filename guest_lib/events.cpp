@@ -33,8 +33,7 @@ int wait_readable(int event_fd, bool blocks, PrivateFd& pipe, Events& events, Bu
   pollfd readable{event_fd, POLLIN, 0};
   // Where the program has closed the pipe, nothing would ever come.
   if (pipe.due_for_a_look() && end_if_lost(pipe, events)) return 0;
-  const int ready = busy != nullptr ? busy->wait(readable) : ::poll(&readable, 1, -1);
-  if (ready < 0) return errno == EINTR && goes_on_after_signal() ? 0 : -1;
+  if ((busy != nullptr ? busy->wait(readable) : sleep_as_read(readable)) < 0) return -1;
   if (readable.revents & POLLNVAL) {
     errno = EBADF;
     return -1;

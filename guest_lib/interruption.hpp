@@ -1,24 +1,40 @@
-// What poll(2) is not: restarted after a signal's handler with SA_RESTART, as reading from a device is (signal(7)). Any thread.
+// Sleeping until a descriptor is readable, and being interrupted as reading from a device is (signal(7)): ppoll(2) ends with every handler that
+// runs; read(2) goes on after one with SA_RESTART, and ends with EINTR after any other. Any thread; a cancellation point.
 #pragma once
 
+#include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 
 #include <cerrno>
+#include <initializer_list>
 
 namespace vrdma::guest {
 
-// After EINTR. Which handler has run is not known; true if all that the program has ask for it. Keeps errno.
-inline bool goes_on_after_signal() {
-  const int before = errno;
-  bool all = true;
-  for (int number = 1; number <= SIGRTMAX && all; ++number) {
-    struct sigaction now;
-    if (number == SIGSEGV || number == SIGBUS || number == SIGFPE || number == SIGILL || number == SIGTRAP) continue;  // of an instruction
-    if (::sigaction(number, nullptr, &now) != 0) continue;  // the C library's own
-    all = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN || (now.sa_flags & SA_RESTART) != 0;
+// No signal is handled, but those of an instruction or a filter of system calls. Ends also where the thread is cancelled, so that its
+// clean-up handlers run as they would. Keeps errno.
+struct Deafness {
+  sigset_t before;
+  Deafness() {
+    sigset_t all;
+    sigfillset(&all);
+    for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&all, number);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
   }
-  errno = before;
-  return all;
-}
+  Deafness(const Deafness&) = delete;
+  ~Deafness() {
+    const int error = errno;
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    errno = error;
+  }
+};
+
+// 1: readable. -1 with errno. A negative descriptor never is.
+int sleep_as_read(pollfd& one);
+// The same within `deaf`: signals are handled while it sleeps.
+int sleep_as_read(pollfd& one, const Deafness& deaf);
+
+// In a fork's child, whose parent's threads may have been asleep.
+void forget_sleepers();
 
 }  // namespace vrdma::guest

@@ -139,7 +139,7 @@ int rereg_mr(Mr& mr, int flags, ibv_pd* pd, void* start, std::size_t bytes, std:
     if (((access ^ mr.access) & IBV_ACCESS_ON_DEMAND) != 0) return fail(EOPNOTSUPP);  // it would be another memory
     if (access & IBV_ACCESS_ZERO_BASED) request.iova = 0;
   }
-  if (mr.device_memory != nullptr && (wanted & IBV_REREG_MR_CHANGE_TRANSLATION) != 0) return fail(EINVAL);
+  if (mr.device_memory != nullptr) return fail(EINVAL);  // as the kernel
   if (wanted & IBV_REREG_MR_CHANGE_PD) {
     if (pd == nullptr) return refuse(EINVAL);
     auto handle = Pd::of(pd).handle_on(mr.attachment);

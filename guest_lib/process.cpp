@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "guest_lib/cm/files.hpp"
+#include "guest_lib/interruption.hpp"
 
 namespace vrdma::guest {
 
@@ -38,6 +39,7 @@ void Process::watch_forks() {
         process.attachment.reset();
         CharacterFiles::unlock_in_child();
         cm::Account::abandon();
+        forget_sleepers();
         process.mutex.unlock();
       });
 }

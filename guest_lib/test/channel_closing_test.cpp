@@ -19,14 +19,6 @@ struct Channel : CmChannel {
   Channel() { resolve(create(1)); }
 };
 
-// Whether a thread of ours sleeps in the kernel.
-bool sleeps(pid_t thread) {
-  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const std::size_t name_end = text.rfind(')');
-  return name_end != text.npos && text.substr(name_end, 3) == ") S";
-}
-
 // What a child of fork(2) or vfork(2) ended with.
 int code_of(pid_t child) {
   int status = 0;
@@ -83,44 +75,6 @@ TEST_CASE("What else a thread writes to a closed descriptor, when it has read ev
   CHECK(failed == 12);
   if (failed < 10) pthread_cancel(reader.native_handle());
   reader.join();
-}
-
-TEST_CASE("A signal whose handler asks for that does not end the wait for an event") {
-  Service service;
-  service.start();
-  static std::atomic<int> signals;
-  const std::array handled{SIGINT, SIGTERM, SIGABRT};  // by doctest, without SA_RESTART
-  std::array<struct sigaction, handled.size()> doctests;
-  struct sigaction none {};
-  for (std::size_t i = 0; i < handled.size(); ++i) REQUIRE(::sigaction(handled[i], &none, &doctests[i]) == 0);
-  for (const bool restarts : {true, false}) {
-    CAPTURE(restarts);
-    signals = 0;
-    struct sigaction action {}, before;
-    action.sa_handler = [](int) { ++signals; };
-    action.sa_flags = restarts ? SA_RESTART : 0;
-    REQUIRE(::sigaction(SIGUSR2, &action, &before) == 0);
-    const Channel channel;
-    REQUIRE(channel.next_event() > 0);
-    std::atomic<pid_t> thread = 0;
-    std::atomic<int> error = 0;
-    std::thread reader([&] {
-      thread = ::gettid();
-      if (channel.next_event() < 0) error = errno;
-    });
-    eventually("it waits", [&] { return thread != 0 && sleeps(thread); });
-    REQUIRE(pthread_kill(reader.native_handle(), SIGUSR2) == 0);
-    eventually("the handler has run, and it waits or not", [&] { return signals == 1 && (error != 0 || sleeps(thread)); });
-    if (restarts) {
-      CHECK(error == 0);
-      REQUIRE(pthread_cancel(reader.native_handle()) == 0);
-    }
-    reader.join();
-    CHECK(error == (restarts ? 0 : EINTR));
-    REQUIRE(::close(channel.fd) == 0);
-    REQUIRE(::sigaction(SIGUSR2, &before, nullptr) == 0);
-  }
-  for (std::size_t i = 0; i < handled.size(); ++i) REQUIRE(::sigaction(handled[i], &doctests[i], nullptr) == 0);
 }
 
 TEST_CASE("A descriptor that is closed by another way than close(2) gives back its channel") {

@@ -35,6 +35,14 @@ inline void eventually(const char* what, const std::function<bool()>& condition)
   }
 }
 
+// Whether a thread of ours sleeps in the kernel.
+inline bool sleeps(pid_t thread) {
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name_end = text.rfind(')');
+  return name_end != text.npos && text.substr(name_end, 3) == ") S";
+}
+
 class Service {
  public:
   Service() {

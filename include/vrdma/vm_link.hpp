@@ -23,6 +23,7 @@
 // Either side may be hostile: what one reads of the other's is read once and bounded. Plain data.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "vrdma/queue_layout.hpp"
@@ -32,7 +33,7 @@ namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
 constexpr std::uint16_t version_major = 2;   // another one is refused
-constexpr std::uint16_t version_minor = 1;   // 1: service_lends_bar
+constexpr std::uint16_t version_minor = 2;   // 1: service_lends_bar; 2: Hello::low_end, Welcome::low_bytes and high_bytes
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;
@@ -120,6 +121,8 @@ struct Hello {
   std::uint64_t page;        // guest-physical address / 4096 of a page for the machine's copy of the ServicePage …
   std::uint64_t proof;       // … whose first 8 bytes hold this until welcome: the service sees the memory that the agent means
   char version[32];
+  // From minor 2 of both on:
+  std::uint64_t low_end;     // where its RAM below 4 GiB ends, but for what its firmware keeps; 0: unknown
 };
 constexpr std::uint32_t hello_interrupts = 1;  // the agent sleeps until it is interrupted; else it polls
 constexpr std::uint32_t hello_bar = 2;         // what it lends is of the BAR, `page` too
@@ -131,12 +134,18 @@ struct Welcome {
   char version[32];
   // Of the file that is the RAM: a segment's runs must be whole such pages, as no part of one can be mapped alone.
   std::uint64_t ram_page_bytes;
+  // From minor 2 of both on: what is the machine's RAM in that file, from 0 and from 4 GiB on. Beyond is memory that was plugged in beside it
+  // (DIMMs, virtio-mem), which cannot be lent. Pages of the BAR: 0, 0.
+  std::uint64_t low_bytes, high_bytes;
 };
 struct Open {
   std::uint32_t uid, gid, pid;  // in the machine
   std::uint32_t reserved;
 };
 static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open>);
+constexpr std::uint16_t minor_of_plugged_memory = 2;
+constexpr std::size_t hello_bytes(std::uint16_t minor) { return minor >= minor_of_plugged_memory ? sizeof(Hello) : offsetof(Hello, low_end); }
+constexpr std::size_t welcome_bytes(std::uint16_t minor) { return minor >= minor_of_plugged_memory ? sizeof(Welcome) : offsetof(Welcome, low_bytes); }
 
 // Segments that the agent makes for a process, sealed memfds whose pages are pinned, rounded up to pages of the RAM's file. Others
 // (from segment_first on) are memory that the process registers, wherever it lies: the service reaches that through its mapping of

@@ -91,6 +91,7 @@ class FakeMachine {
     return count;
   }
 
+  std::uint64_t plugged_bytes = 0;  // of memory beside the file, from 4 GiB on
   static constexpr int patience_ms = 60'000;  // with what comes; what does not come is waited for by call_patience_ms
 
   // The service takes nothing over from the session before. False: it does not answer.
@@ -109,7 +110,7 @@ class FakeMachine {
   // Greets; what the service says to it. EIO: nothing.
   int greet(std::uint64_t proof_offset = 0, int timeout_ms = patience_ms) {
     page_ = take_pages(1).front();
-    vm::Hello hello{vm::version_major, vm::version_minor, in_bar ? vm::hello_bar : 0, high_bytes_, physical(page_), random_() | 1, "fake"};
+    vm::Hello hello{vm::version_major, vm::version_minor, in_bar ? vm::hello_bar : 0, high_bytes_ + plugged_bytes, physical(page_), random_() | 1, "fake", ram_bytes_ - high_bytes_};
     write_ram(page_ * vm::page_bytes + proof_offset, &hello.proof, sizeof(hello.proof));
     link_->send(vm::Frame::hello, 0, hello);
     const auto frame = await(vm::Frame::welcome, 0, timeout_ms);

@@ -35,6 +35,18 @@ TEST_CASE("a machine says hello, its processes attach with queues in its RAM, an
   }
 }
 
+TEST_CASE("memory that was plugged into a machine is not taken for its RAM file's") {
+  World world;
+  FakeMachine machine(world.socket(), world.ram, 17);
+  machine.plugged_bytes = std::uint64_t{128} << 20;
+  REQUIRE(machine.begin_session());
+  REQUIRE(machine.greet() == 0);
+  CHECK(machine.welcome.low_bytes == ram_bytes);
+  CHECK(machine.welcome.high_bytes == 0);
+  Process process(machine);
+  CHECK(process.attached);
+}
+
 TEST_CASE("a channel of a machine's process has a ring for its events where the machine can be interrupted for it") {
   constexpr std::uint32_t vectors = 4;
   World world(World::Kind::interrupted, "{}", {}, vectors);

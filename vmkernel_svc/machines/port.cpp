@@ -219,7 +219,8 @@ void MachinePort::take(const vm::FrameHead& head, std::span<const std::byte> bod
 }
 
 void MachinePort::greet(std::span<const std::byte> body) {
-  const auto hello = body_of<vm::Hello>(body);
+  std::optional<vm::Hello> hello;
+  if (body.size() == sizeof(vm::Hello) || body.size() == vm::hello_bytes(0)) std::memcpy(static_cast<void*>(&hello.emplace()), body.data(), body.size());
   if (!hello || session_->page != nullptr) return refuse("its greeting makes no sense");
   vm::Welcome welcome{};
   welcome.major = vm::version_major;
@@ -230,7 +231,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
   session_->version.assign(hello->version, ::strnlen(hello->version, sizeof(hello->version)));
   const auto answer = [&](int status) {
     welcome.status = status;
-    session_->link.send(vm::Frame::welcome, 0, welcome);
+    session_->link.send(vm::Frame::welcome, 0, std::as_bytes(std::span(&welcome, 1)).first(vm::welcome_bytes(hello->minor)));
     if (status != 0) log::warn("machine {}: refused ({})", spec_.name, std::strerror(status));
   };
   if (hello->major != vm::version_major) return answer(EPROTONOSUPPORT);
@@ -240,13 +241,14 @@ void MachinePort::greet(std::span<const std::byte> body) {
                  session_->version);
     return answer(EPROTONOSUPPORT);
   }
+  const MachineRam::Seen seen{hello->high_bytes, hello->low_end};
   const auto open_ram = [&]() -> Result<std::shared_ptr<MachineRam>> {
     auto file = open_ram_file(spec_.ram, spec_.tenant);
     if (!file) return file.error();
-    return MachineRam::map(std::move(*file), hello->high_bytes);
+    return MachineRam::map(std::move(*file), seen);
   };
   auto ram = in_bar               ? MachineRam::map_bar(device_->bar_fd())
-             : device_->ram() >= 0 ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), hello->high_bytes)
+             : device_->ram() >= 0 ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), seen)
              : spec_.ram.empty()   ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
                                    : open_ram();
   if (!ram) {
@@ -255,6 +257,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();
+  if (!in_bar) welcome.low_bytes = (*ram)->low_bytes(), welcome.high_bytes = (*ram)->bytes() - (*ram)->low_bytes();
   if (service_.arena_bytes % welcome.ram_page_bytes != 0) {
     log::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
                  "smaller pages", spec_.name, spec_.ram, welcome.ram_page_bytes >> 10, service_.arena_bytes);

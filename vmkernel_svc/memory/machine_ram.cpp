@@ -24,14 +24,30 @@ struct Guarded {
 };
 }
 
-Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::uint64_t high_bytes) {
+// QEMU's pc and q35 have all RAM below the hole, or up to 2, 2.75, 3 or 3.5 GiB of it, or what max-ram-below-4g says.
+Result<std::uint64_t> MachineRam::high_bytes_of(std::uint64_t bytes, Seen seen) {
+  constexpr std::uint64_t firmware_max = std::uint64_t{128} << 20;  // at the end of what lies below; as large as the smallest DIMM
+  constexpr std::uint64_t always_low = std::uint64_t{2} << 30;
+  if (seen.high_bytes % vm::page_bytes != 0) return Errno{EINVAL};
+  if (seen.low_end == 0) {
+    if (seen.high_bytes > bytes || (seen.high_bytes != 0 && bytes <= always_low)) return Errno{EINVAL};
+    return seen.high_bytes;
+  }
+  if (seen.high_bytes <= bytes)
+    if (const std::uint64_t low = bytes - seen.high_bytes; low >= seen.low_end && low - seen.low_end < firmware_max) return seen.high_bytes;
+  const std::uint64_t low = (seen.low_end + firmware_max - 1) / firmware_max * firmware_max;
+  return bytes - std::min(bytes, low);
+}
+
+Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, Seen seen) {
   std::shared_ptr<MachineRam> ram(new MachineRam);
   ram->fd_ = std::move(file);
   struct stat status;
   if (::fstat(ram->fd_.get(), &status) != 0) return last_error();
   const auto bytes = static_cast<std::uint64_t>(status.st_size) / vm::page_bytes * vm::page_bytes;
   if (!S_ISREG(status.st_mode) || bytes == 0) return Errno{ENODEV};
-  if (high_bytes > bytes || high_bytes % vm::page_bytes != 0) return Errno{EINVAL};
+  const auto high_bytes = high_bytes_of(bytes, seen);
+  if (!high_bytes) return high_bytes.error();
   auto mapping = vmci::Mapping::map(ram->fd_.get(), 0, bytes, vmci::Writable::yes);
   if (!mapping) return mapping.error();
   // The file may be made smaller under us, by whoever runs the machine.
@@ -40,14 +56,14 @@ Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, std::ui
   if (huge) ram->page_bytes_ = static_cast<std::uint64_t>(filesystem.f_bsize);
   if (!BusGuard::add(mapping->data(), bytes, ram->page_bytes_, ram->fd_.get(), 0)) return Errno{ENOMEM};
   ram->mapping_ = std::move(*mapping);
-  ram->low_bytes_ = bytes - high_bytes;
+  ram->low_bytes_ = bytes - *high_bytes;
   return ram;
 }
 
 Result<std::shared_ptr<MachineRam>> MachineRam::map_bar(int bar) {
   vmci::UniqueFd file(::fcntl(bar, F_DUPFD_CLOEXEC, 0));
   if (!file) return last_error();
-  auto ram = map(std::move(file), 0);
+  auto ram = map(std::move(file), {});
   if (!ram) return ram.error();
   if ((*ram)->bytes() <= vm::bar_bytes) return Errno{ENODEV};
   (*ram)->lent_from_ = vm::bar_bytes;

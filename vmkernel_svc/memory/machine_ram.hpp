@@ -21,8 +21,15 @@ namespace vrdma::svc {
 
 class MachineRam {
  public:
-  // ENODEV: an empty file; EINVAL: high_bytes is more than there is, or not whole pages.
-  static Result<std::shared_ptr<MachineRam>> map(vmci::UniqueFd file, std::uint64_t high_bytes);
+  // What a machine's kernel sees: how far RAM goes beyond 4 GiB, and where it ends below (0: unknown). Memory that was plugged in beside the
+  // file counts there, too.
+  struct Seen {
+    std::uint64_t high_bytes = 0, low_end = 0;
+  };
+  // How much of a file of so many bytes lies from 4 GiB on. EINVAL: it cannot be as was seen.
+  static Result<std::uint64_t> high_bytes_of(std::uint64_t bytes, Seen seen);
+  // ENODEV: an empty file; EINVAL as high_bytes_of().
+  static Result<std::shared_ptr<MachineRam>> map(vmci::UniqueFd file, Seen seen);
   // ENODEV: the BAR has room for the link only.
   static Result<std::shared_ptr<MachineRam>> map_bar(int bar);
   ~MachineRam();
@@ -32,6 +39,7 @@ class MachineRam {
 
   std::byte* data() const { return mapping_.data(); }
   std::uint64_t bytes() const { return mapping_.bytes(); }
+  std::uint64_t low_bytes() const { return low_bytes_; }  // below the hole
   bool is_bar() const { return lent_from_ != 0; }
   int fd() const { return fd_.get(); }
   std::uint64_t page_bytes() const { return page_bytes_; }  // of huge ones, where the file lies on a hugetlbfs
