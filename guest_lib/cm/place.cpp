@@ -131,23 +131,31 @@ std::size_t put_address(sockaddr_storage& out, const CmAddress& address) {
 }
 
 Status tell_place(Attachment& attachment, const Interfaces& interfaces) {
-  control::CmPlaceRequest place{};
+  struct Place {
+    std::uint64_t service = 0, network = 0;
+    std::vector<CmAddress> addresses;
+    bool operator==(const Place&) const = default;
+  };
+  Place place{attachment.ordinal(), 0, interfaces.addresses()};
   struct stat network;
   if (::stat("/proc/self/ns/net", &network) == 0) place.network = network.st_ino;
-  std::vector<CmAddress> addresses = interfaces.addresses();
-  // Where there are more than the service is told of, those that lead to one link only are the least missed.
-  std::stable_partition(addresses.begin(), addresses.end(), [](const CmAddress& one) { return one.scope == 0; });
-  place.count = static_cast<std::uint32_t>(std::min<std::size_t>(addresses.size(), control::cm_addresses_max));
-  std::copy_n(addresses.begin(), place.count, place.addresses);
+  // Where there are more than the service can be told of, those that lead to one link only are the least missed.
+  std::stable_partition(place.addresses.begin(), place.addresses.end(), [](const CmAddress& one) { return one.scope == 0; });
+  const std::size_t most = attachment.service_minor() >= control::minor_of_many_addresses ? control::cm_addresses_max : control::cm_addresses_at_once;
+  place.addresses.resize(std::min(place.addresses.size(), most));
   static std::mutex mutex;
-  static std::uint64_t told_to = 0;
-  static auto& told = *new control::CmPlaceRequest;
+  static auto& told = *new Place;
   std::lock_guard lock(mutex);
-  if (told_to == attachment.ordinal() && std::memcmp(&told, &place, sizeof(place)) == 0) return ok();
-  const auto answer = attachment.call<control::Request::cm_place>(place);
-  if (!answer) return answer.error();
-  told_to = attachment.ordinal();
-  told = place;
+  if (told == place) return ok();
+  std::size_t done = 0;
+  do {
+    control::CmPlaceRequest request{place.network, 0, done != 0, {}};
+    request.count = static_cast<std::uint32_t>(std::min<std::size_t>(place.addresses.size() - done, control::cm_addresses_at_once));
+    std::copy_n(place.addresses.begin() + static_cast<std::ptrdiff_t>(done), request.count, request.addresses);
+    if (const auto answer = attachment.call<control::Request::cm_place>(request); !answer) return told = {}, answer.error();
+    done += request.count;
+  } while (done < place.addresses.size());
+  told = std::move(place);
   return ok();
 }
 

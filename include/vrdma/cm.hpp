@@ -47,6 +47,7 @@ struct CmAddress {
   std::uint16_t pkey() const { return static_cast<std::uint16_t>(scope); }
   std::uint16_t port_space() const { return static_cast<std::uint16_t>(scope >> 16); }
 
+  bool operator==(const CmAddress&) const = default;
   bool is_any() const { return ip == std::array<std::uint8_t, 16>{}; }
   bool is_multicast() const { return family == AF_INET ? ip[0] >> 4 == 0xe : ip[0] == 0xff; }
   bool same_host(const CmAddress& other) const { return family == other.family && ip == other.ip; }
@@ -76,12 +77,12 @@ struct CmChannelRequest {
 };
 // Where the guest is: its network namespace, and the addresses of the interfaces there. Said before the first address is bound or
 // resolved, and when they have changed.
-constexpr std::uint32_t cm_addresses_max = 64;
+constexpr std::uint32_t cm_addresses_at_once = 64, cm_addresses_max = 4096;
 struct CmPlaceRequest {
   std::uint64_t network;  // inode of its network namespace
   std::uint32_t count;
-  std::uint32_t reserved;
-  CmAddress addresses[cm_addresses_max];
+  std::uint32_t more;     // 1: besides those that were said before (minor_of_many_addresses)
+  CmAddress addresses[cm_addresses_at_once];
 };
 struct CmCreateRequest {
   std::uint32_t channel;

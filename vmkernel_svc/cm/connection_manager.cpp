@@ -58,14 +58,15 @@ Result<CmIdentifier*> ConnectionManager::find(Guest& guest, const CmId& id) {
 }
 
 Status ConnectionManager::place(Guest& guest, const CmPlaceRequest& request) {
-  if (request.count > cm_addresses_max) return Errno{EINVAL};
   Place& place = places_[guest.id.value];
+  if (request.count > cm_addresses_at_once || (request.more != 0 && request.count > cm_addresses_max - place.addresses.size())) return Errno{EINVAL};
+  if (request.more == 0) place.addresses.clear();
   place.network.machine = guest.machine ? guest.machine->name : "";
   place.network.number = request.network;
   // What the kernel says of a process of this host counts more than what that says itself, where this service may ask.
   struct stat known;
   if (!guest.machine && ::stat(fmt::format("/proc/{}/ns/net", guest.credentials.pid).c_str(), &known) == 0) place.network.number = known.st_ino;
-  place.addresses.assign(request.addresses, request.addresses + request.count);
+  place.addresses.insert(place.addresses.end(), request.addresses, request.addresses + request.count);
   std::erase_if(place.addresses, [](const CmAddress& one) { return !is_ip(one); });
   return ok();
 }

@@ -267,7 +267,7 @@ TEST_CASE("Data that do not fit into a message are refused") {
     CHECK(TestGuest::error_of(pair.server.cm().reject(pair.server.guest(), no)) == EINVAL);
   }
   CmPlaceRequest place{};
-  for (const std::uint32_t count : {cm_addresses_max + 1, ~0u}) {
+  for (const std::uint32_t count : {cm_addresses_at_once + 1, ~0u}) {
     place.count = count;
     CHECK(TestGuest::error_of(pair.server.cm().place(pair.server.guest(), place)) == EINVAL);
   }

@@ -30,6 +30,23 @@ TEST_CASE("A port is one's alone at each address, and at all of them for who has
   CHECK(binds(elsewhere, v4(10, 0, 0, 1, 5000)) == 0);
 }
 
+TEST_CASE("A program may have more addresses than are said at once, and says them anew when they change") {
+  TestHost host;
+  TestGuest a(host, 1, {});
+  const auto say = [&](std::uint32_t first, std::uint32_t count, bool more) {
+    CmPlaceRequest place{1, count, more, {}};
+    for (std::uint32_t i = 0; i < count; ++i) place.addresses[i] = v4(10, 1, static_cast<std::uint8_t>((first + i) >> 8), static_cast<std::uint8_t>(first + i));
+    return a.cm().place(a.guest(), place);
+  };
+  const auto binds = [&](std::uint8_t third, std::uint8_t last) { return a.bind(a.create(), v4(10, 1, third, last, 0)) == 0; };
+  for (std::uint32_t first = 0; first < cm_addresses_max; first += cm_addresses_at_once) REQUIRE(say(first, cm_addresses_at_once, first != 0));
+  CHECK(say(0, 1, true).error() == Errno{EINVAL});
+  for (const std::uint32_t one : {1u, 64u, 1000u, cm_addresses_max - 1}) CHECK(binds(static_cast<std::uint8_t>(one >> 8), static_cast<std::uint8_t>(one)));
+  REQUIRE(say(64, 1, false));
+  CHECK(binds(0, 64));
+  CHECK(!binds(0, 65));
+}
+
 TEST_CASE("Any of IPv6 leaves IPv4's to others when its program says so") {
   TestHost host;
   TestGuest a(host, 1, {v4(10, 0, 0, 1), v6(1)});
