@@ -29,6 +29,7 @@ import lost  # noqa: E402
 import management  # noqa: E402
 import perftest  # noqa: E402
 import pingpong  # noqa: E402
+import plugged  # noqa: E402
 import private_ram  # noqa: E402
 import snapshots  # noqa: E402
 from guests import CASE_SECONDS, MEMORY, Guests, run_cases  # noqa: E402
@@ -398,10 +399,10 @@ def reboots(tally, guests):
 SCENARIOS = {"pair": pair, "host": host, "crowd": crowd, "lives": lives, "interrupts": interrupts, "plain": plain, "conformance": conformance,
              "reboots": reboots, "conformance_apart": apart.conformance_apart, "memory": apart.memory, "gibibyte": apart.gibibyte,
              "hugetlbfs": huge_pages.hugetlbfs, "snapshots": snapshots.snapshots, "snapshots_interrupts": snapshots.snapshots,
-             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits, "private_ram": private_ram.private_ram,
+             "savevm": snapshots.savevm, "balloon": balloon.balloon, "given_up": snapshots.given_up, "lost": lost.lost, "limits": limits.limits, "plugged": plugged.plugged, "private_ram": private_ram.private_ram,
              "private_plain": private_ram.by_every_case, "private_interrupts": private_ram.by_every_case, "private_snapshots": snapshots.snapshots}
 OTHER_MACHINES = {"given_up": snapshots.machines_kept_briefly, "snapshots": snapshots.machines, "snapshots_interrupts": snapshots.machines_with_interrupts,
-                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines,
+                  "savevm": snapshots.machines, "balloon": balloon.machines, "limits": limits.machines, "plugged": plugged.machines,
                   "private_ram": private_ram.machines, "private_plain": private_ram.machines_without_interrupts,
                   "private_interrupts": private_ram.machines_with_interrupts, "private_snapshots": private_ram.machines_to_save}  # than two that are as they come
 LARGE_GIB = {"gibibyte": 3}

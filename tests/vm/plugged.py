@@ -1,0 +1,87 @@
+"""A machine into which memory was plugged beside the file that is its RAM: nothing of another program's is written to, and what lies there is copied."""
+import json
+from dataclasses import replace
+
+from guests import MEMORY, Guests
+from harness import Failure, wait_until
+from snapshots import PATIENT, serves_again, stop_all, talk
+
+SECONDS = 120
+PLUGGED_MIB, FILLED_MIB = 128, 160
+# Fills memory, says so, and looks for as long as it runs whether that is as it was.
+CANARY = f"""
+import time
+all = bytearray(b"\\xa5") * ({FILLED_MIB} << 20)
+print("filled", flush=True)
+whole = bytes(all[:1 << 20])
+while True:
+    for at in range(0, len(all), 1 << 20):
+        if all[at:at + (1 << 20)] != whole: print("CHANGED at", at, flush=True)
+    print("looked", flush=True)
+    time.sleep(0.1)
+"""
+
+
+def machines(folder, seed):
+    # The kernel lists it as RAM from the beginning, and uses it when it is told to.
+    device = ("-m", f"{MEMORY},slots=2,maxmem=2G", "-object", f"memory-backend-ram,id=plugged,size={PLUGGED_MIB}M", "-device", "pc-dimm,id=dimm,memdev=plugged")
+    return Guests(folder, seed, lasting=True, devices=(device,))
+
+
+def plugged(tally, guests):
+    side = guests.roots[0]
+    plain = replace(side, plain=True)
+    program = guests.build.vrdma.parent.parent / "tests/vm_limits"
+
+    def total_mib():
+        code, said = plain.run(["busybox", "sed", "-n", "s/^MemTotal: *\\([0-9]*\\) kB$/\\1/p", "/proc/meminfo"], 60)
+        if code != 0:
+            raise Failure(f"{code}, {said}")
+        return int(said) // 1024
+
+    def programs_talk():
+        canary = side.start_lasting(["python3", "-S", "-c", CANARY], "canary")
+        pairs = []
+        try:
+            wait_until(lambda: "filled\n" in canary.output(), SECONDS, "memory is filled", [canary])
+            pairs.extend([talk(guests, side, PATIENT, "polls"), talk(guests, side, PATIENT, "sleeps", from_machine=True)])
+            for _ in range(3):
+                for pair in pairs:
+                    pair.goes_on()
+            looked = canary.output().count("looked")
+            wait_until(lambda: canary.output().count("looked") > looked + 1 or "CHANGED" in canary.output(), SECONDS, "all of it was looked at", [canary])
+            if "CHANGED" in canary.output() or not canary.running():
+                raise Failure(f"another program's memory has changed\n{canary.says()}")
+            stop_all(pairs)
+        finally:
+            for pair in pairs:
+                pair.stop()
+            canary.stop(grace_s=0)
+        return serves_again(guests, side)
+    tally.case("plugged in, and not in use: the machine's programs talk, and another one's memory stays as it was", programs_talk)
+
+    def use():
+        before = total_mib()
+        code, said = plain.run(["busybox", "sh", "-c", "for block in /sys/devices/system/memory/memory*; do echo online >$block/state; done 2>/dev/null; :"], 60)
+        if code != 0:
+            raise Failure(f"{code}, {said}")
+        if total_mib() < before + PLUGGED_MIB // 2:
+            raise Failure(f"the machine had {before} MiB, and has {total_mib()}")
+        return programs_talk()
+    tally.case("in use: likewise", use)
+
+    def registered():
+        """More than is free of the file, so that some of it lies in what was plugged in."""
+        sizes = [FILLED_MIB // 2 << 20, PLUGGED_MIB << 20]
+        holder = side.start([program, *map(str, sizes)], "limits")
+        try:
+            wait_until(lambda: "holds\n" in holder.output(), SECONDS, "it has tried all", [holder, guests.service.program])
+            shown = [mr["path"] for mr in json.loads(guests.vrdma("show", "mrs", "--json"))]
+        finally:
+            holder.stop(grace_s=60)
+        if "guest-copy" not in shown or len(shown) != len(sizes):
+            raise Failure(f"registered are {shown}\n{holder.says()}")
+        guests.check()
+        return ", ".join(shown)
+    tally.case("what is registered there is reached by copies", registered)
+    tally.case("and the machine is served as before", lambda: serves_again(guests, side))
