@@ -101,7 +101,7 @@ class ConnectionManager {
   void remove(CmIdentifier& one);   // and what its peer is told of it
   // It, its memberships, and who waits to be accepted by nobody else, for the request has not been read: what goes where it goes.
   std::set<std::uint32_t> with_its_own(const CmIdentifier& one) const;
-  std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
+  static std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
   void announce(CmChannel& channel);
   // What an application is given of what the other one has said, in a message of so much private data.
   static control::CmParameters as_received(control::CmParameters parameters, std::uint32_t private_bytes);
@@ -147,6 +147,7 @@ class ConnectionManager {
   Post* post_ = nullptr;
   std::function<void(std::uint64_t)> alarm_;
   std::uint32_t last_number_;  // of channels, identifiers, memberships
+  std::uint64_t last_event_ = 0;
   std::map<std::uint32_t, std::unique_ptr<CmChannel>> channels_;
   std::map<std::uint32_t, std::unique_ptr<CmIdentifier>> identifiers_;
   std::map<CmPeer, std::uint32_t> by_peer_;              // identifiers that were made for requests

@@ -2,13 +2,13 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/cm/event_queue.hpp"
 #include "vmkernel_svc/cm/message.hpp"
 #include "vmkernel_svc/engine/types.hpp"
 #include "vrdma/control.hpp"
@@ -22,11 +22,7 @@ struct CmChannel {
   Guest* guest;
   vmci::UniqueFd pipe;    // write end; one record is in it while `announced`
   bool announced = false;
-  struct Waiting {
-    std::uint32_t counted_at;  // identifier, or membership, whose event it is
-    control::CmEvent event;
-  };
-  std::deque<Waiting> events;
+  CmEventQueue events;
 };
 
 // A network namespace: of this host, or of one of its virtual machines.
