@@ -84,6 +84,7 @@ Result<CmIdentifier*> ConnectionManager::add(Guest& guest, CmChannel& channel, s
   made->network = places_[guest.id.value].network;
   CmIdentifier* const one = made.get();
   identifiers_.emplace(one->id, std::move(made));
+  channel.identifiers.insert(one->id);
   return one;
 }
 
@@ -142,6 +143,7 @@ void ConnectionManager::remove(CmIdentifier& one) {
   for (const std::uint32_t handle : one.memberships) memberships_.erase(handle), --one.guest->tenant->objects;
   if (const auto made = by_peer_.find(one.peer); made != by_peer_.end() && made->second == one.id) by_peer_.erase(made);
   --one.guest->tenant->objects;
+  one.channel->identifiers.erase(one.id);
   identifiers_.erase(one.id);
 }
 
@@ -212,6 +214,7 @@ Status ConnectionManager::resolve_address(Guest& guest, const CmResolveAddressRe
   if (own_kind && !guest_at(one.source)) {
     one.source.family = AF_INET, one.source.ip = mapped_address(guest).ip;
   }
+  ports_.update(one);
   // A group's is nobody's: its members are whose ports have it (join()).
   if (own_kind || one.is_local || one.destination.is_multicast() || is_known_here(one.network, one.destination)) return address_resolved(one), ok();
 
@@ -261,9 +264,11 @@ Status ConnectionManager::listen(Guest& guest, const CmListenRequest& request) {
     any.family = AF_INET;
     if (const auto taken = take_address(guest, one, any); !taken) return taken.error();
   }
-  if (one.state != CmState::bound && one.state != CmState::listening) return Errno{EINVAL};
+  if (one.state == CmState::listening) return ok();
+  if (one.state != CmState::bound) return Errno{EINVAL};
   if (const auto may = ports_.may_listen(one); !may) return may.error();
   one.state = CmState::listening;
+  ports_.update(one);
   deliver_kept();
   return ok();
 }
@@ -370,12 +375,14 @@ Status ConnectionManager::set_option(Guest& guest, const CmOptionRequest& reques
   CmIdentifier& one = **found;
   switch (request.option) {
     case cm_option_reuse_address:
-      if (one.state != CmState::idle && request.value == 0 && one.holds_port) return Errno{EINVAL};
+      if (one.state != CmState::idle && request.value == 0 && one.holding) return Errno{EINVAL};
       one.reuse_address = request.value != 0;
+      ports_.update(one);
       return ok();
     case cm_option_only_ipv6:
       if (one.state != CmState::idle && one.state != CmState::bound) return Errno{EINVAL};
       one.only_ipv6 = request.value != 0;
+      ports_.update(one);
       return ok();
     case cm_option_ack_timeout:
       if (one.type == QpType::ud || request.value > 31) return Errno{EINVAL};

@@ -38,11 +38,7 @@ Status ConnectionManager::close(Guest& guest, std::uint32_t handle) {
   CmChannel* const channel = channel_of(guest, handle);
   if (channel == nullptr) return Errno{EINVAL};
   channel->events.clear();
-  std::vector<std::uint32_t> of_it;
-  for (const auto& [id, one] : identifiers_)
-    if (one->channel == channel) of_it.push_back(id);
-  for (const std::uint32_t id : of_it)
-    if (const auto found = identifiers_.find(id); found != identifiers_.end()) remove(*found->second);
+  while (!channel->identifiers.empty()) remove(*identifiers_.at(*channel->identifiers.begin()));
   channels_.erase(handle);
   guest.give_pipe();
   --guest.tenant->objects;
@@ -150,7 +146,9 @@ Result<CmGone> ConnectionManager::migrate(Guest& guest, const CmMigrateRequest& 
   const auto moving = with_its_own(one);
   for (const std::uint32_t number : moving) {
     from.events.move(number, to->events);
-    if (const auto each = identifiers_.find(number); each != identifiers_.end()) each->second->channel = to;
+    if (from.identifiers.erase(number) == 0) continue;  // a membership
+    to->identifiers.insert(number);
+    identifiers_.at(number)->channel = to;
   }
   reply.last = emptied(from);
   announce(*to);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -23,6 +24,7 @@ struct CmChannel {
   vmci::UniqueFd pipe;    // write end; one record is in it while `announced`
   bool announced = false;
   CmEventQueue events;
+  std::set<std::uint32_t> identifiers{};
 };
 
 // A network namespace: of this host, or of one of its virtual machines.
@@ -55,6 +57,18 @@ struct CmPeer {
   auto operator<=>(const CmPeer&) const = default;
 };
 
+// What an identifier has of its port, in the table of ports (ports.hpp).
+enum class CmClaim : std::uint8_t {
+  shared,   // with others that share it, too
+  alone,
+  listens,  // alone, too
+};
+struct CmHolding {
+  CmClaim claim;
+  bool also_ipv4;          // any of IPv6 that is any of IPv4, too
+  control::CmAddress at;   // of AF_IB never any: ports of an HCA's GID are neither another HCA's nor those of IP addresses
+};
+
 struct CmIdentifier {
   std::uint32_t id;
   Guest* guest;
@@ -68,7 +82,7 @@ struct CmIdentifier {
 
   CmNetwork network;            // where its port is
   control::CmAddress source{}, destination{};
-  bool holds_port = false;      // source.port is in the table of ports
+  std::optional<CmHolding> holding;  // source.port is in the table of ports, as that
   bool has_device = false;      // its address is one of a device, not any
   bool reuse_address = false, only_ipv6 = false;
   std::uint8_t ack_timeout = 0; // 0: the default

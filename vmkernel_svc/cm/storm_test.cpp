@@ -36,6 +36,7 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
   std::map<const Tenant*, std::pair<std::uint32_t, std::uint32_t>> due;  // objects, descriptors
   std::map<std::uint32_t, std::uint32_t> unread;
   std::map<const Guest*, std::uint32_t> written;
+  std::size_t of_channels = 0;
   const auto is_there = [&](const Guest* guest) {
     for (const auto& [context, each] : host.fabric.guests)
       if (each.get() == guest) return true;
@@ -45,6 +46,9 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
     if (channel->handle != handle || !is_there(channel->guest)) return "a channel is that of a guest that is there";
     ++due[channel->guest->tenant].first, ++due[channel->guest->tenant].second;
     if (channel->announced != !channel->events.empty()) return "events that wait are announced";
+    for (const std::uint32_t id : channel->identifiers)
+      if (!cm.identifiers().contains(id) || cm.identifiers().at(id)->channel != channel.get()) return "a channel has its own identifiers";
+    of_channels += channel->identifiers.size();
     for (const auto& [number, waiting] : channel->events.waiting()) {
       const auto member = cm.memberships().find(waiting.counted_at);
       const auto of = cm.identifiers().find(member != cm.memberships().end() ? member->second : waiting.counted_at);
@@ -54,6 +58,7 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
       written[channel->guest] += waiting.event.event == cm_user;
     }
   }
+  if (of_channels != cm.identifiers().size()) return "each identifier is its channel's";
   std::size_t memberships = 0, deadlines = 0;
   for (const auto& [id, one] : cm.identifiers()) {
     if (one->id != id || !is_there(one->guest)) return "an identifier is that of a guest that is there";
