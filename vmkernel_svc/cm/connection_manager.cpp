@@ -269,7 +269,7 @@ Status ConnectionManager::listen(Guest& guest, const CmListenRequest& request) {
   if (const auto may = ports_.may_listen(one); !may) return may.error();
   one.state = CmState::listening;
   ports_.update(one);
-  deliver_kept();
+  deliver_kept(one);
   return ok();
 }
 

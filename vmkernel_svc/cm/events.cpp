@@ -203,13 +203,12 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
         if (one.state == CmState::ended) raise(one, cm_timewait_exit);
     }
   }
-  while (!kept_.empty() && kept_.front().until_ns <= now_ns) {
-    const Kept late = kept_.front();
-    kept_.pop_front();
+  while (!kept_.empty() && kept_.oldest().until_ns <= now_ns) {
+    const CmKept::Kept late = kept_.take_oldest();
     deliver_request(late.host, late.request);
   }
   if (alarm_ && !deadlines_.empty()) alarm_(deadlines_.begin()->first);
-  if (alarm_ && !kept_.empty()) alarm_(kept_.front().until_ns);
+  if (alarm_ && !kept_.empty()) alarm_(kept_.oldest().until_ns);
 }
 
 }  // namespace vrdma::svc

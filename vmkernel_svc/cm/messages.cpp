@@ -118,7 +118,7 @@ void ConnectionManager::refuse(std::uint32_t host, const CmMessage& request, std
 }
 
 void ConnectionManager::lost(std::uint32_t host) {
-  std::erase_if(kept_, [&](const Kept& each) { return each.host == host; });
+  kept_.forget_host(host);
   std::vector<CmIdentifier*> theirs;
   for (const auto& [id, one] : identifiers_)
     if (one->peer.host == host || one->asked.contains(host)) theirs.push_back(one.get());
@@ -160,25 +160,23 @@ void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const 
 // connects a second time at once, would be rejected now and then.
 bool ConnectionManager::keep_for_listener(std::uint32_t host, const CmMessage& request) {
   constexpr std::uint64_t patience_ns = 500'000'000;
-  constexpr std::size_t kept_max = 4096;
-  if (request.was_kept != 0 || kept_.size() >= kept_max) return false;
-  kept_.push_back({vmci::monotonic_ns() + patience_ns, host, request});
-  kept_.back().request.was_kept = 1;
-  if (alarm_ && kept_.size() == 1) alarm_(kept_.front().until_ns);
+  if (request.was_kept != 0) return false;
+  const bool is_first = kept_.empty();
+  const CmKept::Caller caller{host, host == 0 ? identifiers_.at(request.from)->guest->tenant->uid : request.port.guid};
+  CmKept::Kept one{vmci::monotonic_ns() + patience_ns, host, caller, request};
+  one.request.was_kept = 1;
+  if (!kept_.keep(one)) return false;
+  if (alarm_ && is_first) alarm_(one.until_ns);
   return true;
 }
 
-// Somebody listens who did not: those who are still not for anybody wait on.
-void ConnectionManager::deliver_kept() {
-  for (Kept& each : std::exchange(kept_, {})) {
-    if (is_gone(each.host, each.request)) continue;
-    if (look_for(each.host, each.request, &CmPorts::listener) == nullptr) kept_.push_back(each);
-    else deliver_request(each.host, each.request);
-  }
+// Somebody listens who did not: what is not for it waits on.
+void ConnectionManager::deliver_kept(const CmIdentifier& listener) {
+  const auto is_for_it = [&](const CmKept::Kept& each) { return look_for(each.host, each.request, &CmPorts::listener) == &listener; };
+  for (const CmKept::Kept& each : kept_.take(listener.space_of_port(), *listener.holding, is_for_it)) deliver_request(each.host, each.request);
 }
 
 void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& message) {
-  if (is_gone(host, message)) return;
   CmIdentifier* const listener = look_for(host, message, &CmPorts::listener);
   if (listener == nullptr && keep_for_listener(host, message)) return;
   if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
@@ -247,7 +245,7 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
     return stop_asking(one, host);
   }
   if (message.kind == CmKind::rej && message.to == 0)
-    std::erase_if(kept_, [&](const Kept& each) { return each.host == host && each.request.from == message.from; });
+    kept_.forget({host, message.from});
   CmIdentifier* const found = addressee(host, message);
   if (found == nullptr) {
     // Who asked for the connection is gone, and could not say so to whom it did not know.
