@@ -346,11 +346,13 @@ Status ConnectionManager::disconnect(Guest& guest, const CmId& id) {
   const auto found = find(guest, id);
   if (!found) return found.error();
   CmIdentifier& one = **found;
-  if (one.type == QpType::ud) return Errno{EINVAL};
+  // The kernel's asks only whether it has begun to talk to others, also as a listener at an address of a device; whether there is a connection
+  // to be ended is nobody's error.
+  if (one.state < CmState::listening || (one.state == CmState::listening && !one.has_device)) return Errno{EINVAL};
   // Its peer's word was answered already. Timewait is for who has spoken himself, as in the kernel's.
   if (one.state == CmState::ended && std::exchange(one.was_left, false)) set_deadline(one, timewait_ns);
-  if (one.state == CmState::ended || one.state == CmState::disconnecting) return ok();
-  if (one.state != CmState::established && one.state != CmState::accepted && one.state != CmState::replied) return Errno{EINVAL};
+  const bool is_connected = one.state == CmState::established || one.state == CmState::accepted || one.state == CmState::replied;
+  if (!is_connected || one.type == QpType::ud) return ok();
   one.state = CmState::disconnecting;
   set_deadline(one, dreq_patience_ns);
   send(one.peer, message(CmKind::dreq, one));

@@ -105,6 +105,41 @@ TEST_CASE("Who is called may end the connection as well, and both at once") {
   }
 }
 
+TEST_CASE("Who has begun to talk to others may disconnect, and where there is no connection, nothing comes of it") {
+  for (const bool on_two_hosts : {false, true})
+    for (const bool datagrams : {false, true}) {
+      CAPTURE(on_two_hosts);
+      CAPTURE(datagrams);
+      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      const auto both_hear_nothing = [&] {
+        pair.wire.carry_all();
+        return pair.client.hears_nothing() && pair.server.hears_nothing();
+      };
+      CHECK(pair.client.disconnect(pair.caller) == EINVAL);
+      CHECK(pair.server.disconnect(pair.listener) == EINVAL);
+      const CmId at_device = pair.server.listener(v4(10, 0, 0, 1, 5001));
+      CHECK(pair.server.disconnect(at_device) == 0);
+      CHECK(pair.server.state(at_device) == CmState::listening);
+      pair.find();
+      CHECK(pair.client.disconnect(pair.caller) == EINVAL);
+      REQUIRE(pair.client.connect(pair.caller) == 0);
+      CHECK(pair.client.disconnect(pair.caller) == 0);
+      pair.wire.carry_all();
+      pair.answer_phone();
+      CHECK(pair.server.disconnect(pair.called) == 0);
+      CHECK(both_hear_nothing());
+      REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);
+      pair.wire.carry_all();
+      pair.client.expect(datagrams ? cm_established : cm_connect_response, pair.caller);
+      if (datagrams) {
+        CHECK(pair.client.disconnect(pair.caller) == 0);
+        CHECK(pair.server.disconnect(pair.called) == 0);
+        CHECK(pair.client.state(pair.caller) == CmState::established);
+      }
+      CHECK(both_hear_nothing());
+    }
+}
+
 TEST_CASE("Data that comes before the rtu establish the connection once") {
   Pair pair(true);
   pair.come_to(Stage::accepted);
@@ -308,7 +343,7 @@ TEST_CASE("A datagram's sender is told the queue pair that it asks for") {
     CmParameters theirs = with_data({8});
     theirs.qpn = 0x66;
     REQUIRE(pair.server.accept(pair.called, pair.uid, theirs) == 0);
-    CHECK(pair.server.disconnect(pair.called) == EINVAL);
+    CHECK(pair.server.disconnect(pair.called) == 0);  // which is nothing to anybody
     pair.wire.carry_all();
     const CmEvent established = pair.client.expect(cm_established, pair.caller);
     CHECK(established.is_datagram == 1);
