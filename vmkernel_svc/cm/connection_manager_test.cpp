@@ -449,6 +449,25 @@ TEST_CASE("Whoever goes, and however, the other one hears what it has to") {
         }
 }
 
+TEST_CASE("Who asks for a queue pair of datagrams and goes is answered all the same") {
+  for (const bool on_two_hosts : {false, true})
+    for (int way = 0; way < 4; ++way) {
+      if (way == 3 && !on_two_hosts) continue;
+      CAPTURE(on_two_hosts);
+      CAPTURE(way);
+      Pair pair(on_two_hosts, RDMA_PS_UDP);
+      pair.come_to(Stage::requested);
+      if (way == 3) pair.wire.lose();
+      else go(pair.client, pair.caller, way);
+      pair.wire.carry_all();
+      CHECK(pair.server.accept(pair.called, pair.uid) == 0);
+      pair.wire.carry_all();
+      CHECK(pair.server.hears_nothing());
+      pair.server.destroy(pair.called);
+      pair.wire.carry_all();
+    }
+}
+
 TEST_CASE("Whoever goes before it has called anybody leaves nothing behind") {
   for (int way = 0; way < 3; ++way)
     for (int steps = 0; steps < 5; ++steps) {

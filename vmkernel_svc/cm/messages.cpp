@@ -126,8 +126,10 @@ void ConnectionManager::lost(std::uint32_t host) {
       case CmState::resolving: stop_asking(*one, host); break;
       case CmState::connecting:
       case CmState::replied:
-      case CmState::requested:
       case CmState::accepted: end(*one, cm_unreachable, -ETIMEDOUT); break;
+      case CmState::requested:
+        if (one->type != QpType::ud) end(*one, cm_unreachable, -ETIMEDOUT);
+        break;
       case CmState::established:
         if (one->type == QpType::ud) break;
         [[fallthrough]];
@@ -287,7 +289,7 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
         case CmState::accepted:
           return end(one, cm_rejected, message.status, &message, rej_private_bytes);
         case CmState::requested:
-          one.state = CmState::ended;  // accepting it fails
+          if (one.type != QpType::ud) one.state = CmState::ended;  // accepting it fails; a sidr_req cannot be withdrawn
           return;
         default:
           return;
