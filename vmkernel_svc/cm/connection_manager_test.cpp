@@ -5,6 +5,7 @@ using namespace vrdma;
 using namespace vrdma::svc;
 using namespace vrdma::svc::test;
 using namespace vrdma::control;
+using engine::QpType;
 
 TEST_CASE("A connection is asked for, accepted, established and ended, and each side hears of it in order") {
   for (const bool on_two_hosts : {false, true}) {
@@ -189,6 +190,44 @@ TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a da
       if (datagrams) pair.client.expect(cm_unreachable, pair.caller, 1);
       else pair.client.expect(cm_rejected, pair.caller, 8);
     }
+}
+
+TEST_CASE("Who listens is called by the type of queue pair that fits its own, and others are rejected") {
+  constexpr QpType types[] = {QpType::rc, QpType::uc, QpType::ud, QpType::xrc_send, QpType::xrc_recv};
+  for (const bool on_two_hosts : {false, true})
+    for (const QpType listens : types)
+      for (const QpType calls : types) {
+        CAPTURE(on_two_hosts);
+        CAPTURE(static_cast<int>(listens));
+        CAPTURE(static_cast<int>(calls));
+        Pair pair(on_two_hosts, RDMA_PS_IB);
+        pair.server.destroy(pair.listener);
+        const auto create = [](TestGuest& who, QpType type) {
+          const auto made = who.cm().create(who.guest(), {who.channel, RDMA_PS_IB, static_cast<std::uint16_t>(type), 5});
+          REQUIRE(made);
+          return CmId{made->id, who.channel};
+        };
+        pair.listener = create(pair.server, listens);
+        REQUIRE(pair.server.bind(pair.listener, any_v4(5000)) == 0);
+        REQUIRE(pair.server.listen(pair.listener) == 0);
+        pair.caller = create(pair.client, calls);
+        pair.call();
+        if (calls == engine::peer_type(listens)) {
+          CHECK(pair.answer_phone().parameters.private_bytes == (calls == QpType::ud ? 180 : 56));
+          CHECK(pair.client.hears_nothing());
+        } else {
+          CHECK(pair.server.hears_nothing());
+          if (calls == QpType::ud) pair.client.expect(cm_unreachable, pair.caller, 2);
+          else pair.client.expect(cm_rejected, pair.caller, 28);
+        }
+      }
+  // Of a host that does not say.
+  Pair pair(true);
+  pair.find();
+  REQUIRE(pair.client.connect(pair.caller) == 0);
+  pair.wire.waiting.front().message.qp_type = 0;
+  pair.wire.carry_all();
+  pair.answer_phone();
 }
 
 TEST_CASE("Who calls a moment before somebody listens is heard") {

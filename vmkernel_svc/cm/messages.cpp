@@ -24,6 +24,12 @@ namespace {
 // turned away tries again by itself.
 constexpr std::uint32_t requests_max = 1024;
 
+// Has who listens the queue pair that who calls is to be connected with?
+bool fits(const CmIdentifier& listener, const CmMessage& request) {
+  if ((listener.type == QpType::ud) != (request.kind == CmKind::sidr_req)) return false;
+  return request.qp_type == 0 || static_cast<QpType>(request.qp_type) == engine::peer_type(listener.type);
+}
+
 // Of this service's own network namespace.
 bool is_address_of_host(const CmAddress& address) {
   ifaddrs* list = nullptr;
@@ -97,6 +103,7 @@ CmMessage ConnectionManager::message(CmKind kind, const CmIdentifier& from) cons
   out.psn = from.psn;
   out.ack_timeout = from.ack_timeout;
   out.is_local = from.is_local;
+  out.qp_type = static_cast<std::uint8_t>(from.type);
   out.port = port_of(*from.guest);
   out.source = from.source;
   out.destination = from.destination;
@@ -113,7 +120,7 @@ void ConnectionManager::refuse(std::uint32_t host, const CmMessage& request, std
   CmMessage no{};
   no.kind = request.kind == CmKind::sidr_req ? CmKind::sidr_rep : CmKind::rej;
   no.to = request.from;
-  no.status = request.kind == CmKind::sidr_req ? sidr_unsupported : reason;
+  no.status = request.kind != CmKind::sidr_req ? reason : reason == rej_consumer ? sidr_reject : sidr_unsupported;
   send({host, request.from}, no);
 }
 
@@ -181,7 +188,7 @@ void ConnectionManager::deliver_kept(const CmIdentifier& listener) {
 void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& message) {
   CmIdentifier* const listener = look_for(host, message, &CmPorts::listener);
   if (listener == nullptr && keep_for_listener(host, message)) return;
-  if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
+  if (listener == nullptr) return refuse(host, message, rej_invalid_service_id);
   Guest& guest = *listener->guest;
   std::uint16_t mine = 0;
   for (const std::uint16_t a : guest.tenant->pkeys)
@@ -190,6 +197,8 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   // In no partition of its own: it hears what it would hear if there was nobody, and as late.
   if (mine == 0 && keep_for_listener(host, message)) return;
   if (mine == 0) return guest.count_bad_pkey(), refuse(host, message, rej_invalid_service_id);
+  // Somebody listens there, who is nothing for it: in the kernel, as if its program had rejected it.
+  if (!fits(*listener, message)) return refuse(host, message, rej_consumer);
   if (listener->unread >= requests_max) return refuse(host, message, rej_no_resources);
   const auto made = add(guest, *listener->channel, listener->port_space, listener->type);
   if (!made) return refuse(host, message, rej_no_resources);
