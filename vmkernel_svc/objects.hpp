@@ -255,6 +255,7 @@ struct Guest {
     --tenant->descriptors;
   }
   std::uint32_t pipes = 0;
+  std::uint32_t cm_written = 0;  // events of rdma_cm that it has written for itself and not read
 
   bool submit(std::unique_ptr<ProcessJob> job) {
     return copier ? copier->submit(std::move(job)) : process.submit(std::move(job));

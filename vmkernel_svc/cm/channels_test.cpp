@@ -78,12 +78,56 @@ TEST_CASE("A guest writes events for itself, which come in their turn") {
   CHECK(write(pair.listener, cm_established) == EINVAL);
   CHECK(write(pair.caller, cm_user) == ENOENT);  // another one's
 
+}
+
+TEST_CASE("A guest writes so many events for itself, wherever it puts them") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  const auto write = [&](const CmId& id) { return TestGuest::error_of(a.cm().write_event(a.guest(), {id, cm_user, 0, {}})); };
+  const std::uint32_t sink = a.open();
+  std::vector<CmId> full;
   std::size_t written = 0;
-  while (write(pair.listener, cm_user) == 0) REQUIRE(++written <= 1024);
-  CHECK(written == 1024);
-  CHECK(write(pair.listener, cm_user) == ENOBUFS);
-  server.take();
-  CHECK(write(pair.listener, cm_user) == 0);
+  for (int error = 0; error == 0;) {
+    const CmId id = a.create();
+    for (int i = 0; i < 1000 && (error = write(id)) == 0; ++i) REQUIRE(++written <= 4096);
+    CHECK((error == 0 || error == ENOBUFS));
+    if (error == 0 && a.cm().migrate(a.guest(), {id, sink, 0})->last == 1) a.take_record(a.channel);
+    full.push_back({id.id, error == 0 ? sink : a.channel});
+  }
+  CHECK(written == 4096);
+  const CmId other = a.create();
+  CHECK(write(other) == ENOBUFS);
+  SUBCASE("What is read makes room") { a.expect(cm_user, full[0].channel == sink ? full[0] : full.back()); }
+  SUBCASE("And what goes with its identifier") {
+    a.destroy(full[0]);
+    CHECK(a.expect(cm_user, full[1]).status == 0);
+  }
+  SUBCASE("Or its channel") {
+    a.close(sink);
+    CHECK(a.guest().cm_written == 96);
+  }
+  CHECK(write(other) == 0);
+}
+
+TEST_CASE("Events that have moved are in the order in which they happened") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  const CmId moves = a.create(RDMA_PS_UDP), stays = a.create();
+  REQUIRE(a.bind(moves, v4(10, 0, 0, 1, 5000)) == 0);
+  const auto write = [&](const CmId& id, int status) { REQUIRE(a.cm().write_event(a.guest(), {id, cm_user, status, {}})); };
+  write(moves, 1);
+  const auto joined = a.cm().join(a.guest(), {moves, 9, v4(239, 1, 2, 3), 1, 0});
+  REQUIRE(joined);
+  write(stays, 2);
+  write(moves, 3);
+  const std::uint32_t second = a.open();
+  REQUIRE(a.cm().migrate(a.guest(), {moves, second, 0})->last == 0);
+  a.expect(cm_user, {moves.id, second}, 1);
+  a.expect(cm_multicast_join, {joined->id, second});
+  a.expect(cm_user, {moves.id, second}, 3);
+  CHECK(a.hears_nothing(second));
+  a.expect(cm_user, stays, 2);
+  CHECK(a.hears_nothing());
 }
 
 TEST_CASE("Who guesses the number of a request before reading it harms nobody") {

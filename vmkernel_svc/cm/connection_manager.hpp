@@ -12,7 +12,6 @@
 #pragma once
 
 #include <algorithm>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,6 +19,7 @@
 #include <unordered_map>
 
 #include "vmkernel_svc/cm/identifier.hpp"
+#include "vmkernel_svc/cm/kept.hpp"
 #include "vmkernel_svc/cm/ports.hpp"
 #include "vrdma/result.hpp"
 
@@ -101,7 +101,7 @@ class ConnectionManager {
   void remove(CmIdentifier& one);   // and what its peer is told of it
   // It, its memberships, and who waits to be accepted by nobody else, for the request has not been read: what goes where it goes.
   std::set<std::uint32_t> with_its_own(const CmIdentifier& one) const;
-  std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
+  static std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
   void announce(CmChannel& channel);
   // What an application is given of what the other one has said, in a message of so much private data.
   static control::CmParameters as_received(control::CmParameters parameters, std::uint32_t private_bytes);
@@ -121,7 +121,6 @@ class ConnectionManager {
   // Whom a request of that host's is for, by CmPorts::listener or CmPorts::holder.
   using Lookup = CmIdentifier* (CmPorts::*)(const CmNetwork&, std::uint32_t, const control::CmAddress&) const;
   CmIdentifier* look_for(std::uint32_t host, const CmMessage& request, Lookup who) const;
-  bool is_gone(std::uint32_t host, const CmMessage& request) const { return host == 0 && !identifiers_.contains(request.from); }  // who sent it
   Guest* guest_at(const control::CmAddress& address) const;  // whose GIDs that address is of
   bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
   void address_resolved(CmIdentifier& one);
@@ -134,7 +133,7 @@ class ConnectionManager {
   void deliver(std::uint32_t host, const CmMessage& message);
   void deliver_request(std::uint32_t host, const CmMessage& message);
   bool keep_for_listener(std::uint32_t host, const CmMessage& request);
-  void deliver_kept();
+  void deliver_kept(const CmIdentifier& listener);
   void deliver_who_has(std::uint32_t host, const CmMessage& message);
   CmIdentifier* addressee(std::uint32_t host, const CmMessage& message);
   void learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
@@ -147,19 +146,14 @@ class ConnectionManager {
   Post* post_ = nullptr;
   std::function<void(std::uint64_t)> alarm_;
   std::uint32_t last_number_;  // of channels, identifiers, memberships
+  std::uint64_t last_event_ = 0;
   std::map<std::uint32_t, std::unique_ptr<CmChannel>> channels_;
   std::map<std::uint32_t, std::unique_ptr<CmIdentifier>> identifiers_;
   std::map<CmPeer, std::uint32_t> by_peer_;              // identifiers that were made for requests
   std::map<std::uint32_t, std::uint32_t> memberships_;   // whose identifier's
   std::unordered_map<std::uint32_t, Place> places_;      // of guests
   std::set<std::pair<std::uint64_t, std::uint32_t>> deadlines_;
-  // Requests for which nobody listens yet, oldest first.
-  struct Kept {
-    std::uint64_t until_ns;
-    std::uint32_t host;
-    CmMessage request;
-  };
-  std::deque<Kept> kept_;
+  CmKept kept_;
   CmPorts ports_;
 };
 

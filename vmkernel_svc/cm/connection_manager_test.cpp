@@ -5,6 +5,7 @@ using namespace vrdma;
 using namespace vrdma::svc;
 using namespace vrdma::svc::test;
 using namespace vrdma::control;
+using engine::QpType;
 
 TEST_CASE("A connection is asked for, accepted, established and ended, and each side hears of it in order") {
   for (const bool on_two_hosts : {false, true}) {
@@ -105,6 +106,41 @@ TEST_CASE("Who is called may end the connection as well, and both at once") {
   }
 }
 
+TEST_CASE("Who has begun to talk to others may disconnect, and where there is no connection, nothing comes of it") {
+  for (const bool on_two_hosts : {false, true})
+    for (const bool datagrams : {false, true}) {
+      CAPTURE(on_two_hosts);
+      CAPTURE(datagrams);
+      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      const auto both_hear_nothing = [&] {
+        pair.wire.carry_all();
+        return pair.client.hears_nothing() && pair.server.hears_nothing();
+      };
+      CHECK(pair.client.disconnect(pair.caller) == EINVAL);
+      CHECK(pair.server.disconnect(pair.listener) == EINVAL);
+      const CmId at_device = pair.server.listener(v4(10, 0, 0, 1, 5001));
+      CHECK(pair.server.disconnect(at_device) == 0);
+      CHECK(pair.server.state(at_device) == CmState::listening);
+      pair.find();
+      CHECK(pair.client.disconnect(pair.caller) == EINVAL);
+      REQUIRE(pair.client.connect(pair.caller) == 0);
+      CHECK(pair.client.disconnect(pair.caller) == 0);
+      pair.wire.carry_all();
+      pair.answer_phone();
+      CHECK(pair.server.disconnect(pair.called) == 0);
+      CHECK(both_hear_nothing());
+      REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);
+      pair.wire.carry_all();
+      pair.client.expect(datagrams ? cm_established : cm_connect_response, pair.caller);
+      if (datagrams) {
+        CHECK(pair.client.disconnect(pair.caller) == 0);
+        CHECK(pair.server.disconnect(pair.called) == 0);
+        CHECK(pair.client.state(pair.caller) == CmState::established);
+      }
+      CHECK(both_hear_nothing());
+    }
+}
+
 TEST_CASE("Data that comes before the rtu establish the connection once") {
   Pair pair(true);
   pair.come_to(Stage::accepted);
@@ -138,54 +174,42 @@ TEST_CASE("Who is rejected hears the reason and the data") {
   }
 }
 
-TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a datagram's sender with 1") {
+TEST_CASE("Who listens is called by the type of queue pair that fits its own, and others are rejected") {
+  constexpr QpType types[] = {QpType::rc, QpType::uc, QpType::ud, QpType::xrc_send, QpType::xrc_recv};
   for (const bool on_two_hosts : {false, true})
-    for (const bool datagrams : {false, true}) {
-      CAPTURE(on_two_hosts);
-      CAPTURE(datagrams);
-      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
-      pair.find();
-      pair.server.destroy(pair.listener);
-      REQUIRE(pair.client.connect(pair.caller) == 0);
-      pair.wire.carry_all();
-      CHECK(pair.client.hears_nothing());  // somebody may be about to listen
-      pair.one.cm().expire(in_seconds(1));
-      pair.wire.carry_all();
-      if (datagrams) pair.client.expect(cm_unreachable, pair.caller, 1);
-      else pair.client.expect(cm_rejected, pair.caller, 8);
-    }
-}
-
-TEST_CASE("Who calls a moment before somebody listens is heard") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
-    pair.find();
-    pair.server.destroy(pair.listener);
-    REQUIRE(pair.client.connect(pair.caller) == 0);
-    pair.wire.carry_all();
-    CHECK(pair.server.hears_nothing());
-    pair.listener = pair.server.listener(any_v4(5000));
-    pair.answer_phone();
-    REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);
-    pair.wire.carry_all();
-    pair.client.expect(cm_connect_response, pair.caller);
-  }
-}
-
-TEST_CASE("Who calls a moment too early and is gone by then has not called") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
-    pair.find();
-    pair.server.destroy(pair.listener);
-    REQUIRE(pair.client.connect(pair.caller) == 0);
-    pair.wire.carry_all();
-    pair.client.destroy(pair.caller);
-    pair.wire.carry_all();
-    pair.listener = pair.server.listener(any_v4(5000));
-    CHECK(pair.server.hears_nothing());
-  }
+    for (const QpType listens : types)
+      for (const QpType calls : types) {
+        CAPTURE(on_two_hosts);
+        CAPTURE(static_cast<int>(listens));
+        CAPTURE(static_cast<int>(calls));
+        Pair pair(on_two_hosts, RDMA_PS_IB);
+        pair.server.destroy(pair.listener);
+        const auto create = [](TestGuest& who, QpType type) {
+          const auto made = who.cm().create(who.guest(), {who.channel, RDMA_PS_IB, static_cast<std::uint16_t>(type), 5});
+          REQUIRE(made);
+          return CmId{made->id, who.channel};
+        };
+        pair.listener = create(pair.server, listens);
+        REQUIRE(pair.server.bind(pair.listener, any_v4(5000)) == 0);
+        REQUIRE(pair.server.listen(pair.listener) == 0);
+        pair.caller = create(pair.client, calls);
+        pair.call();
+        if (calls == engine::peer_type(listens)) {
+          CHECK(pair.answer_phone().parameters.private_bytes == (calls == QpType::ud ? 180 : 56));
+          CHECK(pair.client.hears_nothing());
+        } else {
+          CHECK(pair.server.hears_nothing());
+          if (calls == QpType::ud) pair.client.expect(cm_unreachable, pair.caller, 2);
+          else pair.client.expect(cm_rejected, pair.caller, 28);
+        }
+      }
+  // Of a host that does not say.
+  Pair pair(true);
+  pair.find();
+  REQUIRE(pair.client.connect(pair.caller) == 0);
+  pair.wire.waiting.front().message.qp_type = 0;
+  pair.wire.carry_all();
+  pair.answer_phone();
 }
 
 TEST_CASE("An address that nobody has is unknown, and may be asked for again") {
@@ -206,7 +230,7 @@ TEST_CASE("Who asks again and again without reading what came of it is refused, 
   int refused = 0;
   for (int i = 0; i < 1000; ++i) refused += a.resolve(id, v4(203, 0, 113, 1, 5000)) == ENOBUFS;
   CHECK(refused > 900);
-  CHECK(a.cm().channels().at(a.channel)->events.size() < 100);
+  CHECK(a.cm().channels().at(a.channel)->events.waiting().size() < 100);
   while (!a.hears_nothing()) continue;
   CHECK(a.resolve(id, v4(203, 0, 113, 1, 5000)) == 0);
 }
@@ -226,7 +250,7 @@ TEST_CASE("A datagram's sender is told the queue pair that it asks for") {
     CmParameters theirs = with_data({8});
     theirs.qpn = 0x66;
     REQUIRE(pair.server.accept(pair.called, pair.uid, theirs) == 0);
-    CHECK(pair.server.disconnect(pair.called) == EINVAL);
+    CHECK(pair.server.disconnect(pair.called) == 0);  // which is nothing to anybody
     pair.wire.carry_all();
     const CmEvent established = pair.client.expect(cm_established, pair.caller);
     CHECK(established.is_datagram == 1);
@@ -330,6 +354,25 @@ TEST_CASE("Whoever goes, and however, the other one hears what it has to") {
           const std::size_t left = server_goes && way == 0 ? 1 : 0;  // the listener
           CHECK(pair.one.cm().identifiers().size() + pair.two.cm().identifiers().size() == left);
         }
+}
+
+TEST_CASE("Who asks for a queue pair of datagrams and goes is answered all the same") {
+  for (const bool on_two_hosts : {false, true})
+    for (int way = 0; way < 4; ++way) {
+      if (way == 3 && !on_two_hosts) continue;
+      CAPTURE(on_two_hosts);
+      CAPTURE(way);
+      Pair pair(on_two_hosts, RDMA_PS_UDP);
+      pair.come_to(Stage::requested);
+      if (way == 3) pair.wire.lose();
+      else go(pair.client, pair.caller, way);
+      pair.wire.carry_all();
+      CHECK(pair.server.accept(pair.called, pair.uid) == 0);
+      pair.wire.carry_all();
+      CHECK(pair.server.hears_nothing());
+      pair.server.destroy(pair.called);
+      pair.wire.carry_all();
+    }
 }
 
 TEST_CASE("Whoever goes before it has called anybody leaves nothing behind") {

@@ -13,7 +13,12 @@ using namespace control;
 using engine::QpType;
 
 namespace {
-constexpr std::size_t events_max = 1024;  // in a channel, with those that its guest writes itself
+// Events that a guest has written for itself, in all its channels: of the others, each identifier has a few, a listener as many as it may be called.
+constexpr std::uint32_t written_max = 4096;
+
+// 1: there were events, and there are none now.
+std::uint32_t emptied(CmChannel& channel) { return channel.events.empty() && std::exchange(channel.announced, false) ? 1 : 0; }
+
 }  // namespace
 
 CmChannel* ConnectionManager::channel_of(Guest& guest, std::uint32_t handle) {
@@ -25,7 +30,7 @@ Result<CmOpenReply> ConnectionManager::open(Guest& guest, vmci::UniqueFd pipe) {
   if (!guest.take_pipe()) return Errno{EDQUOT};
   if (!guest.tenant->take_object()) return guest.give_pipe(), Errno{EDQUOT};
   const std::uint32_t handle = new_number();
-  channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, std::move(pipe), false, {}}));
+  channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, std::move(pipe), false, CmEventQueue(guest.cm_written)}));
   return CmOpenReply{handle, 0};
 }
 
@@ -33,11 +38,7 @@ Status ConnectionManager::close(Guest& guest, std::uint32_t handle) {
   CmChannel* const channel = channel_of(guest, handle);
   if (channel == nullptr) return Errno{EINVAL};
   channel->events.clear();
-  std::vector<std::uint32_t> of_it;
-  for (const auto& [id, one] : identifiers_)
-    if (one->channel == channel) of_it.push_back(id);
-  for (const std::uint32_t id : of_it)
-    if (const auto found = identifiers_.find(id); found != identifiers_.end()) remove(*found->second);
+  while (!channel->identifiers.empty()) remove(*identifiers_.at(*channel->identifiers.begin()));
   channels_.erase(handle);
   guest.give_pipe();
   --guest.tenant->objects;
@@ -55,25 +56,24 @@ void ConnectionManager::announce(CmChannel& channel) {
 std::set<std::uint32_t> ConnectionManager::with_its_own(const CmIdentifier& one) const {
   std::set<std::uint32_t> numbers = one.memberships;
   numbers.insert(one.id);
-  for (const auto& waiting : one.channel->events) {
-    if (waiting.counted_at != one.id || waiting.event.event != cm_connect_request) continue;
+  one.channel->events.each_of(one.id, [&](const CmEventQueue::Waiting& waiting) {
+    if (waiting.event.event != cm_connect_request) return;
     // Unless its guest has guessed the number, and has done with it what it liked.
     const auto made = identifiers_.find(waiting.event.id);
-    if (made == identifiers_.end() || made->second->channel != one.channel) continue;
+    if (made == identifiers_.end() || made->second->channel != one.channel) return;
     numbers.insert(made->first);
     numbers.insert(made->second->memberships.begin(), made->second->memberships.end());
-  }
+  });
   return numbers;
 }
 
 std::uint32_t ConnectionManager::drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at) {
-  std::erase_if(channel.events, [&](const CmChannel::Waiting& waiting) { return counted_at.contains(waiting.counted_at); });
-  if (!channel.events.empty()) return 0;
-  return std::exchange(channel.announced, false) ? 1 : 0;
+  for (const std::uint32_t number : counted_at) channel.events.drop(number);
+  return emptied(channel);
 }
 
 void ConnectionManager::raise_on(CmChannel& channel, std::uint32_t counted_at, const CmEvent& event) {
-  channel.events.push_back({counted_at, event});
+  channel.events.push(++last_event_, {counted_at, event});
   if (const auto of = identifiers_.find(counted_at); of != identifiers_.end()) ++of->second->unread;
   announce(channel);
 }
@@ -108,7 +108,7 @@ Status ConnectionManager::write_event(Guest& guest, const CmWriteEventRequest& r
   if (!found) return found.error();
   CmIdentifier& one = **found;
   if ((request.event != cm_user && request.event != cm_internal) || one.uid == 0) return Errno{EINVAL};
-  if (one.channel->events.size() >= events_max) return Errno{ENOBUFS};
+  if (guest.cm_written >= written_max) return Errno{ENOBUFS};
   CmEvent event{};
   event.uid = one.uid;
   event.id = one.id;
@@ -125,13 +125,12 @@ Result<CmTakeReply> ConnectionManager::take_event(Guest& guest, std::uint32_t ha
   if (channel == nullptr) return Errno{EINVAL};
   CmTakeReply reply{};
   if (channel->events.empty()) return reply;
-  const auto waiting = channel->events.front();
-  channel->events.pop_front();
+  const auto waiting = channel->events.pop();
   if (const auto of = identifiers_.find(waiting.counted_at); of != identifiers_.end()) --of->second->unread;
   reply.found = 1;
   reply.event = waiting.event;
   reply.counted_at = waiting.counted_at;
-  if (channel->events.empty()) reply.last = std::exchange(channel->announced, false) ? 1 : 0;
+  reply.last = emptied(*channel);
   return reply;
 }
 
@@ -145,11 +144,13 @@ Result<CmGone> ConnectionManager::migrate(Guest& guest, const CmMigrateRequest& 
   CmGone reply{};
   if (&from == to) return reply;
   const auto moving = with_its_own(one);
-  for (const auto& waiting : from.events)
-    if (moving.contains(waiting.counted_at)) to->events.push_back(waiting);
-  reply.last = drop_events(from, moving);
-  for (const std::uint32_t number : moving)
-    if (const auto each = identifiers_.find(number); each != identifiers_.end()) each->second->channel = to;
+  for (const std::uint32_t number : moving) {
+    from.events.move(number, to->events);
+    if (from.identifiers.erase(number) == 0) continue;  // a membership
+    to->identifiers.insert(number);
+    identifiers_.at(number)->channel = to;
+  }
+  reply.last = emptied(from);
   announce(*to);
   return reply;
 }
@@ -202,13 +203,12 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
         if (one.state == CmState::ended) raise(one, cm_timewait_exit);
     }
   }
-  while (!kept_.empty() && kept_.front().until_ns <= now_ns) {
-    const Kept late = kept_.front();
-    kept_.pop_front();
+  while (!kept_.empty() && kept_.oldest().until_ns <= now_ns) {
+    const CmKept::Kept late = kept_.take_oldest();
     deliver_request(late.host, late.request);
   }
   if (alarm_ && !deadlines_.empty()) alarm_(deadlines_.begin()->first);
-  if (alarm_ && !kept_.empty()) alarm_(kept_.front().until_ns);
+  if (alarm_ && !kept_.empty()) alarm_(kept_.oldest().until_ns);
 }
 
 }  // namespace vrdma::svc

@@ -21,18 +21,35 @@ TEST_CASE("Nobody waits for ever for an answer") {
   SUBCASE("To a request") {
     Pair pair(true);
     pair.come_to(Stage::requested);
+    pair.two.cm().expire(in_seconds(15 * 60));
+    CHECK(pair.client.hears_nothing());
+    SUBCASE("Which comes late") {
+      CHECK(pair.server.accept(pair.called, 1) == 0);
+      pair.wire.carry_all();
+      pair.client.expect(cm_connect_response, pair.caller);
+    }
+    SUBCASE("Which does not come") {
+      pair.two.cm().expire(in_seconds(17 * 60));
+      pair.client.expect(cm_unreachable, pair.caller, -ETIMEDOUT);
+      pair.wire.carry_all();
+      CHECK(pair.server.accept(pair.called, 1) == EINVAL);
+      CHECK(pair.server.hears_nothing());
+    }
+  }
+  SUBCASE("To a request of datagrams") {
+    Pair pair(true, RDMA_PS_UDP);
+    pair.come_to(Stage::requested);
     pair.two.cm().expire(in_seconds(59));
     CHECK(pair.client.hears_nothing());
     pair.two.cm().expire(in_seconds(61));
     pair.client.expect(cm_unreachable, pair.caller, -ETIMEDOUT);
-    pair.wire.carry_all();
-    CHECK(pair.server.accept(pair.called, 1) == EINVAL);
-    CHECK(pair.server.hears_nothing());
   }
   SUBCASE("To a reply") {
     Pair pair(true);
     pair.come_to(Stage::accepted);
-    pair.one.cm().expire(in_seconds(61));
+    pair.one.cm().expire(in_seconds(15 * 60));
+    CHECK(pair.server.hears_nothing());
+    pair.one.cm().expire(in_seconds(17 * 60));
     pair.server.expect(cm_unreachable, pair.called, -ETIMEDOUT);
     pair.wire.carry_all();
     pair.client.expect(cm_rejected, pair.caller, 4);

@@ -28,7 +28,8 @@ std::uint16_t port_space_for(const CmIdentifier& one, std::uint16_t wanted) {
 
 bool ConnectionManager::is_address_of(const Guest& guest, const CmAddress& address) {
   if (address.family == AF_IB) return guest.link_layer == link_layer_infiniband && guest.gids[0].gid == address.ip;
-  return mapped_address(guest).same_host(address);
+  // It ends in the LID: it is made up only for who may have it.
+  return (address.ip[2] << 8 | address.ip[3]) == guest.lid && mapped_address(guest).same_host(address);
 }
 
 std::uint16_t ConnectionManager::pkey_of(const Guest& guest, std::uint16_t wanted) {

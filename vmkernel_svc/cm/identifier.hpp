@@ -2,13 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/cm/event_queue.hpp"
 #include "vmkernel_svc/cm/message.hpp"
 #include "vmkernel_svc/engine/types.hpp"
 #include "vrdma/control.hpp"
@@ -22,11 +23,8 @@ struct CmChannel {
   Guest* guest;
   vmci::UniqueFd pipe;    // write end; one record is in it while `announced`
   bool announced = false;
-  struct Waiting {
-    std::uint32_t counted_at;  // identifier, or membership, whose event it is
-    control::CmEvent event;
-  };
-  std::deque<Waiting> events;
+  CmEventQueue events;
+  std::set<std::uint32_t> identifiers{};
 };
 
 // A network namespace: of this host, or of one of its virtual machines.
@@ -59,6 +57,18 @@ struct CmPeer {
   auto operator<=>(const CmPeer&) const = default;
 };
 
+// What an identifier has of its port, in the table of ports (ports.hpp).
+enum class CmClaim : std::uint8_t {
+  shared,   // with others that share it, too
+  alone,
+  listens,  // alone, too
+};
+struct CmHolding {
+  CmClaim claim;
+  bool also_ipv4;          // any of IPv6 that is any of IPv4, too
+  control::CmAddress at;   // of AF_IB never any: ports of an HCA's GID are neither another HCA's nor those of IP addresses
+};
+
 struct CmIdentifier {
   std::uint32_t id;
   Guest* guest;
@@ -72,7 +82,7 @@ struct CmIdentifier {
 
   CmNetwork network;            // where its port is
   control::CmAddress source{}, destination{};
-  bool holds_port = false;      // source.port is in the table of ports
+  std::optional<CmHolding> holding;  // source.port is in the table of ports, as that
   bool has_device = false;      // its address is one of a device, not any
   bool reuse_address = false, only_ipv6 = false;
   std::uint8_t ack_timeout = 0; // 0: the default

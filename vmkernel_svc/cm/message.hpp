@@ -52,7 +52,8 @@ struct CmMessage {
   std::int32_t status;       // rej: reason; sidr_rep
   std::uint32_t ack_timeout; // 4.096 us << n
   std::uint16_t is_local;    // the destination is an address of the sender's network namespace
-  std::uint16_t was_kept;    // by the receiver, for somebody who listens; 0 between hosts
+  std::uint8_t was_kept;     // by the receiver, for somebody who listens; 0 between hosts
+  std::uint8_t qp_type;      // of the sender, engine::QpType; 0: its host is older, and does not say
   CmPort port;
   control::CmAddress source, destination;
   std::uint16_t pkeys[limits::pkey_table];  // req: those of the sender; rep: the first is that of the connection

@@ -24,6 +24,12 @@ namespace {
 // turned away tries again by itself.
 constexpr std::uint32_t requests_max = 1024;
 
+// Has who listens the queue pair that who calls is to be connected with?
+bool fits(const CmIdentifier& listener, const CmMessage& request) {
+  if ((listener.type == QpType::ud) != (request.kind == CmKind::sidr_req)) return false;
+  return request.qp_type == 0 || static_cast<QpType>(request.qp_type) == engine::peer_type(listener.type);
+}
+
 // Of this service's own network namespace.
 bool is_address_of_host(const CmAddress& address) {
   ifaddrs* list = nullptr;
@@ -97,6 +103,7 @@ CmMessage ConnectionManager::message(CmKind kind, const CmIdentifier& from) cons
   out.psn = from.psn;
   out.ack_timeout = from.ack_timeout;
   out.is_local = from.is_local;
+  out.qp_type = static_cast<std::uint8_t>(from.type);
   out.port = port_of(*from.guest);
   out.source = from.source;
   out.destination = from.destination;
@@ -113,12 +120,12 @@ void ConnectionManager::refuse(std::uint32_t host, const CmMessage& request, std
   CmMessage no{};
   no.kind = request.kind == CmKind::sidr_req ? CmKind::sidr_rep : CmKind::rej;
   no.to = request.from;
-  no.status = request.kind == CmKind::sidr_req ? sidr_unsupported : reason;
+  no.status = request.kind != CmKind::sidr_req ? reason : reason == rej_consumer ? sidr_reject : sidr_unsupported;
   send({host, request.from}, no);
 }
 
 void ConnectionManager::lost(std::uint32_t host) {
-  std::erase_if(kept_, [&](const Kept& each) { return each.host == host; });
+  kept_.forget_host(host);
   std::vector<CmIdentifier*> theirs;
   for (const auto& [id, one] : identifiers_)
     if (one->peer.host == host || one->asked.contains(host)) theirs.push_back(one.get());
@@ -126,8 +133,10 @@ void ConnectionManager::lost(std::uint32_t host) {
       case CmState::resolving: stop_asking(*one, host); break;
       case CmState::connecting:
       case CmState::replied:
-      case CmState::requested:
       case CmState::accepted: end(*one, cm_unreachable, -ETIMEDOUT); break;
+      case CmState::requested:
+        if (one->type != QpType::ud) end(*one, cm_unreachable, -ETIMEDOUT);
+        break;
       case CmState::established:
         if (one->type == QpType::ud) break;
         [[fallthrough]];
@@ -160,28 +169,26 @@ void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const 
 // connects a second time at once, would be rejected now and then.
 bool ConnectionManager::keep_for_listener(std::uint32_t host, const CmMessage& request) {
   constexpr std::uint64_t patience_ns = 500'000'000;
-  constexpr std::size_t kept_max = 4096;
-  if (request.was_kept != 0 || kept_.size() >= kept_max) return false;
-  kept_.push_back({vmci::monotonic_ns() + patience_ns, host, request});
-  kept_.back().request.was_kept = 1;
-  if (alarm_ && kept_.size() == 1) alarm_(kept_.front().until_ns);
+  if (request.was_kept != 0) return false;
+  const bool is_first = kept_.empty();
+  const CmKept::Caller caller{host, host == 0 ? identifiers_.at(request.from)->guest->tenant->uid : request.port.guid};
+  CmKept::Kept one{vmci::monotonic_ns() + patience_ns, host, caller, request};
+  one.request.was_kept = 1;
+  if (!kept_.keep(one)) return false;
+  if (alarm_ && is_first) alarm_(one.until_ns);
   return true;
 }
 
-// Somebody listens who did not: those who are still not for anybody wait on.
-void ConnectionManager::deliver_kept() {
-  for (Kept& each : std::exchange(kept_, {})) {
-    if (is_gone(each.host, each.request)) continue;
-    if (look_for(each.host, each.request, &CmPorts::listener) == nullptr) kept_.push_back(each);
-    else deliver_request(each.host, each.request);
-  }
+// Somebody listens who did not: what is not for it waits on.
+void ConnectionManager::deliver_kept(const CmIdentifier& listener) {
+  const auto is_for_it = [&](const CmKept::Kept& each) { return look_for(each.host, each.request, &CmPorts::listener) == &listener; };
+  for (const CmKept::Kept& each : kept_.take(listener.space_of_port(), *listener.holding, is_for_it)) deliver_request(each.host, each.request);
 }
 
 void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& message) {
-  if (is_gone(host, message)) return;
   CmIdentifier* const listener = look_for(host, message, &CmPorts::listener);
   if (listener == nullptr && keep_for_listener(host, message)) return;
-  if (listener == nullptr || (listener->type == QpType::ud) != (message.kind == CmKind::sidr_req)) return refuse(host, message, rej_invalid_service_id);
+  if (listener == nullptr) return refuse(host, message, rej_invalid_service_id);
   Guest& guest = *listener->guest;
   std::uint16_t mine = 0;
   for (const std::uint16_t a : guest.tenant->pkeys)
@@ -190,6 +197,8 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   // In no partition of its own: it hears what it would hear if there was nobody, and as late.
   if (mine == 0 && keep_for_listener(host, message)) return;
   if (mine == 0) return guest.count_bad_pkey(), refuse(host, message, rej_invalid_service_id);
+  // Somebody listens there, who is nothing for it: in the kernel, as if its program had rejected it.
+  if (!fits(*listener, message)) return refuse(host, message, rej_consumer);
   if (listener->unread >= requests_max) return refuse(host, message, rej_no_resources);
   const auto made = add(guest, *listener->channel, listener->port_space, listener->type);
   if (!made) return refuse(host, message, rej_no_resources);
@@ -247,7 +256,7 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
     return stop_asking(one, host);
   }
   if (message.kind == CmKind::rej && message.to == 0)
-    std::erase_if(kept_, [&](const Kept& each) { return each.host == host && each.request.from == message.from; });
+    kept_.forget({host, message.from});
   CmIdentifier* const found = addressee(host, message);
   if (found == nullptr) {
     // Who asked for the connection is gone, and could not say so to whom it did not know.
@@ -289,7 +298,7 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
         case CmState::accepted:
           return end(one, cm_rejected, message.status, &message, rej_private_bytes);
         case CmState::requested:
-          one.state = CmState::ended;  // accepting it fails
+          if (one.type != QpType::ud) one.state = CmState::ended;  // accepting it fails; a sidr_req cannot be withdrawn
           return;
         default:
           return;

@@ -10,33 +10,60 @@ namespace vrdma::svc {
 
 namespace {
 
-// The ports of an HCA's GID, which any of AF_IB is, too, are neither another HCA's nor those of IP addresses.
-bool has_gid(const CmIdentifier& one, const Gid& gid) { return one.source.family == AF_IB && one.guest->gids[0].gid == gid; }
-
-bool overlap(const CmIdentifier& a, const CmIdentifier& b) {
-  if (a.source.family == AF_IB || b.source.family == AF_IB) return a.source.family == b.source.family && has_gid(a, b.guest->gids[0].gid);
-  if (a.source.is_any() || b.source.is_any()) {
-    // Any of IPv6 is any of IPv4, too, unless it says otherwise.
-    if (a.source.family == b.source.family) return true;
-    const CmIdentifier& six = a.source.family == AF_INET6 ? a : b;
-    return six.source.is_any() && !six.only_ipv6;
-  }
-  return a.source.same_host(b.source);
+CmHolding holding_of(const CmIdentifier& one) {
+  CmHolding out{one.state == CmState::listening ? CmClaim::listens : one.reuse_address ? CmClaim::shared : CmClaim::alone, false, one.source};
+  if (one.source.family == AF_IB) out.at.ip = one.guest->gids[0].gid;
+  out.also_ipv4 = one.source.family == AF_INET6 && one.source.is_any() && !one.only_ipv6;
+  return out;
 }
+
+constexpr std::array<std::uint8_t, 16> any{};
 
 }  // namespace
 
-bool CmPorts::is_free(const Key& key, const CmIdentifier& one) const {
+const CmPorts::Holders* CmPorts::holders_of(const Key& key) const {
   const auto found = taken_.find(key);
-  if (found == taken_.end()) return true;
-  return std::none_of(found->second.begin(), found->second.end(), [&](const CmIdentifier* other) {
-    if (other == &one || !overlap(*other, one)) return false;
-    return !(other->reuse_address && one.reuse_address) || other->state == CmState::listening;
-  });
+  return found == taken_.end() ? nullptr : &found->second;
+}
+
+void CmPorts::enter(Holders& holders, CmIdentifier& one) {
+  const CmHolding holding = holding_of(one);
+  one.holding = holding;
+  holders.emplace(std::tuple{holding.at.family, holding.claim, holding.at.ip, one.id}, &one);
+  if (holding.also_ipv4) holders.emplace(std::tuple{std::uint16_t{AF_INET}, holding.claim, any, one.id}, &one);
+}
+
+void CmPorts::strike(Holders& holders, const CmIdentifier& one) {
+  holders.erase({one.holding->at.family, one.holding->claim, one.holding->at.ip, one.id});
+  if (one.holding->also_ipv4) holders.erase({AF_INET, one.holding->claim, any, one.id});
+}
+
+CmIdentifier* CmPorts::first(const Holders& holders, CmClaim claim, std::uint16_t family, const std::array<std::uint8_t, 16>& ip) {
+  const auto at = holders.lower_bound({family, claim, ip, 0});
+  return at != holders.end() && std::tie(std::get<0>(at->first), std::get<1>(at->first), std::get<2>(at->first)) == std::tie(family, claim, ip) ? at->second : nullptr;
+}
+
+// Has somebody with that claim an address that `holding` has, too?
+bool CmPorts::meets(const Holders& holders, CmClaim claim, const CmHolding& holding) {
+  const auto anywhere = [&](std::uint16_t family) {
+    const auto at = holders.lower_bound({family, claim, any, 0});
+    return at != holders.end() && std::get<0>(at->first) == family && std::get<1>(at->first) == claim;
+  };
+  const std::uint16_t family = holding.at.family;
+  if (holding.at.is_any()) return anywhere(family) || (holding.also_ipv4 && anywhere(AF_INET));
+  return first(holders, claim, family, holding.at.ip) != nullptr || first(holders, claim, family, any) != nullptr;
+}
+
+bool CmPorts::is_free(const Key& key, const CmIdentifier& one) const {
+  const Holders* const holders = holders_of(key);
+  if (holders == nullptr) return true;
+  const CmHolding wanted = holding_of(one);
+  return !meets(*holders, CmClaim::listens, wanted) && !meets(*holders, CmClaim::alone, wanted) &&
+         (wanted.claim == CmClaim::shared || !meets(*holders, CmClaim::shared, wanted));
 }
 
 Status CmPorts::take(CmIdentifier& one) {
-  Key key{one.network, one.space_of_port(), one.source.port};
+  Key key = key_of(one);
   if (key.port != 0) {
     if (!is_free(key, one)) return Errno{EADDRINUSE};
   } else {
@@ -51,23 +78,28 @@ Status CmPorts::take(CmIdentifier& one) {
     } while (is_taken);
   }
   one.source.port = key.port;
-  auto& holders = taken_[key];
-  holders.push_back(&one);
-  if (holders.size() == 1) mark(key, true);
-  one.holds_port = true;
+  Holders& holders = taken_[key];
+  if (holders.empty()) mark(key, true);
+  enter(holders, one);
   return ok();
 }
 
 void CmPorts::give_back(CmIdentifier& one) {
-  if (!one.holds_port) return;
-  one.holds_port = false;
-  const auto found = taken_.find({one.network, one.space_of_port(), one.source.port});
-  if (found == taken_.end()) return;
-  std::erase(found->second, &one);
+  if (!one.holding) return;
+  const auto found = taken_.find(key_of(one));
+  strike(found->second, one);
+  one.holding.reset();
   if (!found->second.empty()) return;
   const Key key = found->first;
   taken_.erase(found);
   mark(key, false);
+}
+
+void CmPorts::update(CmIdentifier& one) {
+  if (!one.holding) return;
+  Holders& holders = taken_.at(key_of(one));
+  strike(holders, one);
+  enter(holders, one);
 }
 
 void CmPorts::mark(const Key& key, bool taken) {
@@ -91,36 +123,26 @@ void CmPorts::mark(const Key& key, bool taken) {
 }
 
 Status CmPorts::may_listen(const CmIdentifier& one) const {
-  const auto found = taken_.find({one.network, one.space_of_port(), one.source.port});
-  if (found == taken_.end()) return ok();
-  for (const CmIdentifier* other : found->second)
-    if (other != &one && other->state == CmState::listening && overlap(*other, one)) return Errno{EADDRINUSE};
+  const Holders* const holders = holders_of(key_of(one));
+  if (holders != nullptr && meets(*holders, CmClaim::listens, holding_of(one))) return Errno{EADDRINUSE};
   return ok();
 }
 
 CmIdentifier* CmPorts::listener(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const {
-  return this->at(network, port_space, at, true);
+  const Holders* const holders = holders_of({network, port_space, at.port});
+  if (holders == nullptr) return nullptr;
+  CmIdentifier* const named = first(*holders, CmClaim::listens, at.family, at.ip);
+  return named != nullptr ? named : first(*holders, CmClaim::listens, at.family, any);
 }
 
 CmIdentifier* CmPorts::holder(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const {
-  CmIdentifier* const listener = this->listener(network, port_space, at);
-  return listener != nullptr ? listener : this->at(network, port_space, at, false);
-}
-
-CmIdentifier* CmPorts::at(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at, bool listening) const {
-  const auto found = taken_.find({network, port_space, at.port});
-  if (found == taken_.end()) return nullptr;
-  CmIdentifier* any = nullptr;
-  for (CmIdentifier* one : found->second) {
-    if (listening && one->state != CmState::listening) continue;
-    if (at.family == AF_IB) {
-      if (has_gid(*one, at.ip)) return one;
-      continue;
-    }
-    if (one->source.same_host(at)) return one;
-    if (one->source.is_any() && (one->source.family == at.family || (one->source.family == AF_INET6 && !one->only_ipv6))) any = one;
-  }
-  return any;
+  if (CmIdentifier* const listener = this->listener(network, port_space, at)) return listener;
+  const Holders* const holders = holders_of({network, port_space, at.port});
+  if (holders == nullptr) return nullptr;
+  for (const auto& ip : {at.ip, any})
+    for (const CmClaim claim : {CmClaim::alone, CmClaim::shared})
+      if (CmIdentifier* const found = first(*holders, claim, at.family, ip)) return found;
+  return nullptr;
 }
 
 }  // namespace vrdma::svc

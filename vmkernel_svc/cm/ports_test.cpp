@@ -1,4 +1,6 @@
 // Who has which port and address.
+#include <random>
+
 #include "vmkernel_svc/cm/test_pair.hpp"
 
 using namespace vrdma;
@@ -103,6 +105,84 @@ TEST_CASE("Ports that were given by chance are all given back") {
   a.close(a.channel);
   a.channel = a.open();
   CHECK(a.bind(a.create(), any_v4(0)) == 0);
+}
+
+TEST_CASE("However many have a port, each has it at its own address, and all give it back") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
+  const auto own = [](std::uint32_t i) { return v4(127, static_cast<std::uint8_t>(i >> 14), static_cast<std::uint8_t>(i >> 7 & 127), static_cast<std::uint8_t>(i & 127), 5000); };
+  for (int again = 0; again < 2; ++again) {
+    for (std::uint32_t i = 1; i <= 20'000; ++i) {
+      const CmId id = a.create();
+      REQUIRE(a.cm().bind(a.guest(), {id, own(i)}));
+      REQUIRE(a.cm().listen(a.guest(), {id, 0, 0}));
+    }
+    CHECK(a.bind(a.create(), own(7000)) == EADDRINUSE);
+    CHECK(a.bind(a.create(), any_v4(5000)) == EADDRINUSE);
+    a.close(a.channel);
+    a.channel = a.open();
+  }
+  CHECK(a.bind(a.create(), any_v4(5000)) == 0);
+}
+
+namespace {
+
+bool overlap(const CmIdentifier& a, const CmIdentifier& b) {
+  if (a.source.family == AF_IB || b.source.family == AF_IB) return a.source.family == b.source.family && a.guest == b.guest;
+  if (!a.source.is_any() && !b.source.is_any()) return a.source.same_host(b.source);
+  if (a.source.family == b.source.family) return true;
+  const CmIdentifier& six = a.source.family == AF_INET6 ? a : b;
+  return six.source.is_any() && !six.only_ipv6;
+}
+
+}  // namespace
+
+TEST_CASE("Who gets a port, and may listen, is what a look at everybody says") {
+  const std::uint64_t seed = std::random_device{}();
+  CAPTURE(seed);
+  std::mt19937_64 random(seed);
+  const auto below = [&](std::uint64_t bound) { return random() % bound; };
+  TestHost host;
+  const auto addresses = {v4(10, 0, 0, 1), v4(10, 0, 0, 2), v6(1), v6(2)};
+  TestGuest a(host, 1, addresses), b(host, 1, addresses);
+  ConnectionManager& cm = host.cm();
+  const auto is_taken = [&](const CmIdentifier& wanted, bool to_listen) {
+    return std::any_of(cm.identifiers().begin(), cm.identifiers().end(), [&](const auto& each) {
+      const CmIdentifier& other = *each.second;
+      if (other.id == wanted.id || !other.holding || other.source.port != wanted.source.port || !overlap(other, wanted)) return false;
+      return other.state == CmState::listening || (!to_listen && (!other.reuse_address || !wanted.reuse_address));
+    });
+  };
+  for (int step = 0; step < 20'000; ++step) {
+    CAPTURE(step);
+    TestGuest& who = below(2) != 0 ? a : b;
+    const auto port = static_cast<std::uint16_t>(5000 + below(2));
+    const CmAddress at[] = {any_v4(port), any_v6(port), any_v6(port), v4(10, 0, 0, static_cast<std::uint8_t>(1 + below(2)), port), v6(static_cast<std::uint8_t>(1 + below(2)), port), any_gid(port), who.gid(port)};
+    std::vector<CmId> ids;
+    for (const auto& [id, one] : cm.identifiers())
+      if (one->guest == &who.guest()) ids.push_back({id, who.channel});
+    if (ids.size() < 12) ids.push_back(who.create());
+    const CmId id = ids[below(ids.size())];
+    const CmIdentifier& one = who.at(id);
+    switch (below(6)) {
+      case 0: (void)cm.set_option(who.guest(), {id, cm_option_reuse_address, below(4) != 0}); break;
+      case 1: (void)cm.set_option(who.guest(), {id, cm_option_only_ipv6, static_cast<std::uint32_t>(below(2))}); break;
+      case 2: who.destroy(id); break;
+      case 3: {
+        if (one.state != CmState::bound) break;
+        const int expected = is_taken(one, true) ? EADDRINUSE : 0;
+        REQUIRE(who.listen(id) == expected);
+        break;
+      }
+      default: {
+        if (one.state != CmState::idle) break;
+        CmIdentifier wanted = one;
+        wanted.source = at[below(std::size(at))];
+        const int expected = is_taken(wanted, false) ? EADDRINUSE : 0;
+        REQUIRE(who.bind(id, wanted.source) == expected);
+      }
+    }
+  }
 }
 
 TEST_CASE("What could not be bound has neither address nor device") {

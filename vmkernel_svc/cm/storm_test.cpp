@@ -35,6 +35,8 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
   ConnectionManager& cm = host.cm();
   std::map<const Tenant*, std::pair<std::uint32_t, std::uint32_t>> due;  // objects, descriptors
   std::map<std::uint32_t, std::uint32_t> unread;
+  std::map<const Guest*, std::uint32_t> written;
+  std::size_t of_channels = 0;
   const auto is_there = [&](const Guest* guest) {
     for (const auto& [context, each] : host.fabric.guests)
       if (each.get() == guest) return true;
@@ -44,14 +46,19 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
     if (channel->handle != handle || !is_there(channel->guest)) return "a channel is that of a guest that is there";
     ++due[channel->guest->tenant].first, ++due[channel->guest->tenant].second;
     if (channel->announced != !channel->events.empty()) return "events that wait are announced";
-    for (const auto& waiting : channel->events) {
+    for (const std::uint32_t id : channel->identifiers)
+      if (!cm.identifiers().contains(id) || cm.identifiers().at(id)->channel != channel.get()) return "a channel has its own identifiers";
+    of_channels += channel->identifiers.size();
+    for (const auto& [number, waiting] : channel->events.waiting()) {
       const auto member = cm.memberships().find(waiting.counted_at);
       const auto of = cm.identifiers().find(member != cm.memberships().end() ? member->second : waiting.counted_at);
       if (of == cm.identifiers().end()) return "an event is of somebody who is there";
       if (of->second->channel != channel.get()) return "an event waits where its identifier is";
       ++unread[waiting.counted_at];
+      written[channel->guest] += waiting.event.event == cm_user;
     }
   }
+  if (of_channels != cm.identifiers().size()) return "each identifier is its channel's";
   std::size_t memberships = 0, deadlines = 0;
   for (const auto& [id, one] : cm.identifiers()) {
     if (one->id != id || !is_there(one->guest)) return "an identifier is that of a guest that is there";
@@ -74,9 +81,11 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
   if (cm.deadlines().size() != deadlines) return "a deadline names who is there";
   for (const auto& [uid, tenant] : host.fabric.tenants)
     if (tenant.objects != due[&tenant].first || tenant.descriptors != due[&tenant].second) return "what a tenant has is counted";
-  for (const auto& guest : guests)
+  for (const auto& guest : guests) {
+    if (guest->guest().cm_written != written[&guest->guest()]) return "what a guest has written for itself is counted";
     for (const auto& [handle, pipe] : guest->pipes())
       if (guest->records(handle) != (cm.channels().at(handle)->events.empty() ? 0 : 1)) return "a record is in the pipe exactly while events wait";
+  }
   return nullptr;
 }
 
@@ -253,7 +262,7 @@ class Storm {
     const std::uint64_t uid = one_in(20) ? 0 : random_();
     std::size_t own = 0;
     for (const auto& [id, one] : cm.identifiers()) own += one->guest == &who;
-    switch (below(28)) {
+    switch (below(29)) {
       case 0:
         if (guest.pipes().size() < channels_max) guest.open();
         break;
@@ -320,7 +329,8 @@ class Storm {
         if (cm.memberships().size() < 20) (void)cm.join(who, {any_id(host, guest, CmState::bound), uid, one_in(4) ? any_address() : v4(239, 0, 0, 1), static_cast<std::uint32_t>(below(8)), 0});
         break;
       }
-      case 26: {
+      case 26: (void)cm.write_event(who, {any_id(host, guest, CmState::bound), one_in(9) ? cm_established : cm_user, 0, {}}); break;
+      case 27: {
         if (cm.memberships().empty()) break;
         const auto one = std::next(cm.memberships().begin(), static_cast<std::ptrdiff_t>(below(cm.memberships().size())));
         const CmId id{one->first, one_in(9) ? any_channel(guest) : cm.identifiers().at(one->second)->channel->handle};

@@ -59,6 +59,7 @@ struct TestHost {
     const auto [tenant, is_new] = fabric.tenants.try_emplace(uid);
     if (is_new) tenant->second.uid = uid, tenant->second.quota = config.quota, tenant->second.pkeys[0] = hosts::pkey_default;
     guest->tenant = &tenant->second;
+    guest->credentials = {0, uid, 0};  // of no process, whose network namespace would be looked at
     guest->lid = static_cast<std::uint16_t>(last_id);
     guest->link_layer = link_layer;
     assign_addresses(*guest);
