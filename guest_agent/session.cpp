@@ -255,8 +255,9 @@ Result<PinnedSegment> Session::make_segment(const char* name, std::uint64_t byte
     if (!segment || may_lend(segment->runs)) return segment;
     elsewhere.push_back(std::move(*segment));
   }
-  say("%llu KiB are only to be had of memory that was plugged into this machine (DIMMs, virtio-mem), which the host's service does not have: start it with all its memory "
-      "with \"vrdma vm add --memory\"", static_cast<unsigned long long>(bytes >> 10));
+  say("%llu KiB are only to be had of memory that was plugged into this machine (DIMMs, virtio-mem), which the host's service does not have: let the kernel have that as "
+      "movable memory (memhp_default_state=online_movable), or start the machine with all its memory (\"vrdma vm add --memory\")",
+      static_cast<unsigned long long>(bytes >> 10));
   return Errno{ENOMEM};
 }
 
