@@ -159,6 +159,18 @@ TEST_CASE("A refused attach says why, with its body and without descriptors") {
   CHECK(reply.descriptors.empty());
 }
 
+TEST_CASE("Where all memory was plugged into the machine, whoever attaches is told that there is none, and the machine is served on") {
+  if (!can_pin()) return;
+  Machine machine;
+  machine.in_file_bytes = vm::page_bytes;
+  machine.begin_service(epoch);
+  machine.open_session();
+  Process process(machine);
+  process.ask(Request::attach, control::AttachRequest{});
+  CHECK(process.reply().head.status == ENOMEM);
+  CHECK(machine.running());
+}
+
 TEST_CASE("Events come whole by the pipe of their context, and its end when the service ends it") {
   if (!can_pin()) return;
   Machine machine;

@@ -71,6 +71,7 @@ class Session {
   bool admits(uid_t user);
   std::uint64_t arena_bytes() const { return arena_bytes_; }
   std::uint64_t ram_page_bytes() const { return ram_page_bytes_; }
+  static constexpr std::size_t tries = 16;  // at pages that may be lent
   // Whether these pages lie in the file that the service has. Not those of memory that was plugged in.
   bool may_lend(const Runs& runs) const;
   // A segment that may be lent, as PinnedSegment::of_pages(); ENOMEM also where there is none.
@@ -110,7 +111,6 @@ class Session {
   std::vector<BarPages::Slice> bar_pages_;
   bool marked_alive_ = false;
   vmci::UniqueFd page_to_read_;
-  static constexpr std::size_t tries = 16;  // at pages that may be lent
   std::vector<PinnedSegment> pages_elsewhere_;  // in which the service did not find the proof
   std::uint64_t arena_bytes_ = 0, ram_page_bytes_ = vm::page_bytes;
   std::uint64_t low_bytes_ = 0, high_bytes_ = 0;  // of the file: Welcome

@@ -91,9 +91,7 @@ int sleep_and_tell(pollfd& one, const sigset_t& before) {
   if (pending_fd < 0) return sleep_and_guess(one, &before);
   sigset_t asleep, run;
   sigorset(&asleep, &before, &handled.restarting);
-  sigfillset(&run);
-  for (int number = 1; number <= SIGRTMAX; ++number)
-    if (sigismember(&handled.restarting, number) == 1 && sigismember(&before, number) == 0) sigdelset(&run, number);
+  sigorset(&run, &before, &handled.interrupting);
   for (;;) {
     pollfd both[2] = {one, {pending_fd, POLLIN, 0}};
     if (::ppoll(both, 2, nullptr, &asleep) < 0) return -1;
@@ -102,10 +100,10 @@ int sleep_and_tell(pollfd& one, const sigset_t& before) {
     sigset_t pending, kept;
     sigpending(&pending);
     sigandset(&kept, &pending, &before);
-    sigandset(&kept, &kept, &handled.restarting);
-    if (sigisemptyset(&kept) == 0) return sleep_and_guess(one, &before);  // the program blocks it, so that it would never cease to be pending
+    // One that the program blocks would never cease to be pending, nor would a descriptor that it has closed all the same cease to be ready.
+    if (sigisemptyset(&kept) == 0 || (both[1].revents & ~POLLIN) != 0) return sleep_and_guess(one, &before);
     constexpr timespec at_once{};
-    ::ppoll(nullptr, 0, &at_once, &run);  // the handlers of these alone
+    ::ppoll(nullptr, 0, &at_once, &run);  // what is pending is handled, but for those that interrupt: these end the next sleep
   }
 }
 

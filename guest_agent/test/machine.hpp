@@ -97,6 +97,7 @@ class Machine {
   std::string error() const { return error_; }  // once it has ended
 
   std::string socket;
+  std::uint64_t in_file_bytes = ~std::uint64_t{0};  // of the machine's RAM; what lies beyond was plugged in
   std::byte* bar = nullptr;
   vmci::UniqueFd bar_file;  // where programs can map it
   std::uint32_t registers[4] = {};

@@ -44,17 +44,19 @@ Status forget(const Command& command) {
   if (!body) return Errno{EINVAL};
   if (command.answer_bytes() < sizeof(rdma_ucm_destroy_id_resp)) return Errno{ENOSPC};
   std::uint32_t events = 0;
+  bool last = false;
   {
     Account& account = Account::instance();
     std::lock_guard lock(account.mutex);
     const auto gone = command.attachment.call<R>(command.id(body->id));
     // What a service that is gone does not know any more has ended all the same.
     if (!gone && !command.attachment.liveness().gone()) return gone.error();
-    if (gone && gone->last != 0) command.file->take_record();
+    last = gone && gone->last != 0;
     const auto found = account.told.find(command.file->key(body->id));
     if (found == account.told.end() && !gone) return Errno{ENOENT};
     if (found != account.told.end()) events = found->second.events, account.told.erase(found);
   }
+  if (last) command.file->take_record();
   return command.answer(body->response, rdma_ucm_destroy_id_resp{events});
 }
 
@@ -64,16 +66,18 @@ Status migrate_id(const Command& command) {
   const auto from = find_file(static_cast<int>(body->fd));
   if (!from || from->attachment != command.file->attachment) return Errno{EINVAL};
   std::uint32_t events = 0;
+  bool last = false;
   {
     Account& account = Account::instance();
     std::lock_guard lock(account.mutex);
     const auto moved = command.attachment.call<Request::cm_migrate>({{body->id, from->channel}, command.file->channel, 0});
     if (!moved) return moved.error();
-    if (moved->last != 0) from->take_record();
+    last = moved->last != 0;
     Told& told = account.told[command.file->key(body->id)];
     told.channel = command.file->key();
     events = told.events;
   }
+  if (last) from->take_record();
   return command.answer(body->response, rdma_ucm_migrate_resp{events});
 }
 

@@ -52,11 +52,9 @@ std::optional<control::CmEvent> next_removal(Account& account, const File& file)
   return std::nullopt;
 }
 
-// nullopt: none is there.
-Result<std::optional<control::CmEvent>> take_event(File& file) {
-  const CancellationOff cancellation_off;
+// Takes and counts it. nullopt: none is there. last: it was the channel's last one.
+Result<std::optional<control::CmEvent>> take_counted(File& file, bool& last) {
   Attachment& attachment = *file.attachment;
-  if (attachment.liveness().inherited()) return Errno{EIO};
   Account& account = Account::instance();
   std::lock_guard lock(account.mutex);
   const auto taken = attachment.call<control::Request::cm_take_event>({file.channel, 0});
@@ -66,13 +64,22 @@ Result<std::optional<control::CmEvent>> take_event(File& file) {
     if (!removal) return Errno{EIO};
     return removal;
   }
-  if (taken->last != 0) file.take_record();
+  last = taken->last != 0;
   if (taken->found == 0) return std::optional<control::CmEvent>{};
   Told& told = account.told[file.key(taken->counted_at)];
   ++told.events;
   if (told.member != 0) ++account.told[told.member].events;
   if (taken->event.event == control::cm_connect_request) account.told[file.key(taken->event.id)] = {file.key(), 0};
   return std::optional(taken->event);
+}
+
+Result<std::optional<control::CmEvent>> take_event(File& file) {
+  const CancellationOff cancellation_off;
+  if (file.attachment->liveness().inherited()) return Errno{EIO};
+  bool last = false;
+  auto taken = take_counted(file, last);
+  if (last) file.take_record();  // which waits, and keeps the descriptor from being closed: not while the account is locked
+  return taken;
 }
 
 }  // namespace

@@ -69,6 +69,26 @@ TEST_CASE("Who destroys an identifier while others read its events is told of ea
   ::close(channel.fd);
 }
 
+TEST_CASE("Who closes a channel whose last event another thread is taking waits for nobody") {
+  Service service;
+  service.start();
+  for (int round = 0; round < 500; ++round) {
+    const CmChannel channel(O_NONBLOCK);
+    channel.resolve(channel.create(1));
+    std::atomic<bool> begun = false;
+    std::thread reader([&] {
+      begun = true;
+      while (channel.next_event() >= 0) {
+      }
+    });
+    while (!begun) {
+    }
+    for (int i = 0; i < round % 60 * 20; ++i) vmci::cpu_relax();
+    ::close(channel.fd);
+    reader.join();
+  }
+}
+
 TEST_CASE("Who leaves a multicast group while others read the event of joining is told of it, and so is who destroys the identifier") {
   Service service;
   service.start();

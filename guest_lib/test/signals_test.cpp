@@ -2,6 +2,7 @@
 // handlers the program has.
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -128,6 +129,37 @@ TEST_CASE("Likewise that for a completion, and for an asynchronous event") {
     ibv_async_event event;
     return ibv_get_async_event(device.context, &event);
   });
+}
+
+TEST_CASE("A handler that runs while its thread waits may use memory that is looked after by a handler") {
+  Service service;
+  service.start();
+  Device device;
+  const ChannelPtr channel(ibv_create_comp_channel(device.context));
+  static char* page;
+  page = static_cast<char*>(::mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  REQUIRE(page != MAP_FAILED);
+  struct sigaction guard {}, before;
+  guard.sa_handler = [](int) { ::mprotect(page, 4096, PROT_READ | PROT_WRITE); };
+  REQUIRE(::sigaction(SIGSEGV, &guard, &before) == 0);
+  const Handlers handlers{restarting, interrupting};
+  struct sigaction touching {};
+  touching.sa_handler = [](int) { page[0] = 1, ++handled; };
+  touching.sa_flags = SA_RESTART;
+  REQUIRE(::sigaction(restarting, &touching, nullptr) == 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(150));
+  {
+    Sleeper sleeper([&] {
+      ibv_cq* cq;
+      void* context;
+      return ibv_get_cq_event(channel.get(), &cq, &context);
+    });
+    sleeper.strike(restarting);
+    sleeper.asleep(1);
+    CHECK(sleeper.error() == 0);
+  }
+  REQUIRE(::sigaction(SIGSEGV, &before, nullptr) == 0);
+  ::munmap(page, 4096);
 }
 
 TEST_CASE("A signal that the program blocks, and that is pending, keeps nobody awake") {

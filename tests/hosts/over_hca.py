@@ -98,7 +98,7 @@ def over_hca(world, pair_of, conformance_of):
         programs = [other.server, other.client]
         try:
             gate.touch()
-            pair = pair_of(a, b, ["ib_write_bw", *large, "-n", "1000000"] if victim else ["ib_write_bw", *large, "-n", "400"])
+            pair = pair_of(a, b, ["ib_write_bw", *large, *(["-n", "1000000"] if victim else ["-D", "10"])])
             flows_on_while_it_is("large memory is being registered", programs)
             gate.unlink()
             wait_until(lambda: not being_registered(), 60, "large memory is registered", [pair.server, pair.client])

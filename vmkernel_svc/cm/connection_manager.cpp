@@ -70,6 +70,7 @@ Status ConnectionManager::place(Guest& guest, const CmPlaceRequest& request) {
   if (!guest.machine && ::stat(fmt::format("/proc/{}/ns/net", guest.credentials.pid).c_str(), &known) == 0) place.network.number = known.st_ino;
   place.addresses.insert(place.addresses.end(), request.addresses, request.addresses + request.count);
   std::erase_if(place.addresses, [](const CmAddress& one) { return !is_ip(one); });
+  std::sort(place.addresses.begin(), place.addresses.end(), Place::before);
   return ok();
 }
 

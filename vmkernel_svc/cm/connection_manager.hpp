@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <tuple>
 #include <unordered_map>
 
 #include "vmkernel_svc/cm/identifier.hpp"
@@ -88,10 +89,9 @@ class ConnectionManager {
 
   struct Place {
     CmNetwork network;
-    std::vector<control::CmAddress> addresses;
-    bool has(const control::CmAddress& address) const {
-      return std::any_of(addresses.begin(), addresses.end(), [&](const control::CmAddress& own) { return own.same_host(address); });
-    }
+    std::vector<control::CmAddress> addresses;  // in their order
+    static bool before(const control::CmAddress& one, const control::CmAddress& other) { return std::tie(one.family, one.ip) < std::tie(other.family, other.ip); }
+    bool has(const control::CmAddress& address) const { return std::binary_search(addresses.begin(), addresses.end(), address, before); }
   };
 
   Result<CmIdentifier*> find(Guest& guest, const control::CmId& id);  // ENOENT, or EINVAL where it is another channel's

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <linux/capability.h>
 #include <poll.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -93,7 +94,7 @@ bool dumpable(int folder, const Status& status, const std::string& user_namespac
 
 bool is_first(const Status& status) {
   const auto line = status.find("NSpid");
-  return line != status.end() && line->second.ends_with("\t1");
+  return line != status.end() && (line->second == "1" || line->second.ends_with("\t1"));
 }
 
 // Of the first process of that pid namespace, which is the container's where the namespace is not this service's own: an ancestor of those that
@@ -133,10 +134,11 @@ bool known_filters(const Status& status, const std::string& pid_namespace) {
   return !is_in(self.get(), pid_namespace) && same_filters(status, first_of(pid_namespace, status));
 }
 
-// Landlock's rules are not shown anywhere; no_new_privs, which they take of a process without rights, are. Those of the whole container
-// are no sign.
-bool known_privileges(const Status& status, const std::string& pid_namespace) {
+// Landlock's rules are not shown anywhere; no_new_privs, which they take of a process without rights, are. Those of the whole container, or of
+// the session in which the same user has started this service, are no sign.
+bool known_privileges(const Status& status, const std::string& pid_namespace, uid_t uid) {
   if (status.at("NoNewPrivs") == "0") return true;
+  if (uid == ::geteuid() && ::prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1) return true;
   const auto first = first_of(pid_namespace, status);
   const auto line = first.find("NoNewPrivs");
   return line != first.end() && line->second == "1";
@@ -182,7 +184,7 @@ TrustFacts TrustFacts::of(const vmci::Credentials& connected, const vmci::Unique
   }
   facts.values["security label"] = read_file(folder.get(), "attr/current");
   if (!known_filters(status, facts.values["pid namespace"])) return refuse("a process has seccomp filters of its own");
-  if (!known_privileges(status, facts.values["pid namespace"])) return refuse("a process has given up new privileges by itself, as those do that Landlock restricts");
+  if (!known_privileges(status, facts.values["pid namespace"], connected.uid)) return refuse("a process has given up new privileges by itself, as those do that Landlock restricts");
   if (!dumpable(folder.get(), status, facts.values["user namespace"])) return refuse("a process is not dumpable");
   return facts;
 }

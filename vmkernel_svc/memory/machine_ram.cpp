@@ -6,6 +6,7 @@
 #include <sys/statfs.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "vmkernel_svc/memory/bus_guard.hpp"
 
@@ -33,8 +34,10 @@ Result<std::uint64_t> MachineRam::high_bytes_of(std::uint64_t bytes, Seen seen) 
     if (seen.high_bytes > bytes || (seen.high_bytes != 0 && bytes <= always_low)) return Errno{EINVAL};
     return seen.high_bytes;
   }
+  constexpr std::uint64_t usual[] = {std::uint64_t{2} << 30, std::uint64_t{0xb0000000}, std::uint64_t{3} << 30, std::uint64_t{0xe0000000}};
   if (seen.high_bytes <= bytes)
-    if (const std::uint64_t low = bytes - seen.high_bytes; low >= seen.low_end && low - seen.low_end < firmware_max) return seen.high_bytes;
+    if (const std::uint64_t low = bytes - seen.high_bytes; low >= seen.low_end && (low - seen.low_end < firmware_max || std::ranges::find(usual, low) != std::end(usual)))
+      return seen.high_bytes;
   const std::uint64_t low = (seen.low_end + firmware_max - 1) / firmware_max * firmware_max;
   return bytes - std::min(bytes, low);
 }

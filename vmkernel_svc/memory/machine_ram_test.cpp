@@ -22,6 +22,7 @@ TEST_CASE("What a machine's kernel sees tells how much of the RAM file lies from
   CHECK(high_of(5 * gib, 2 * gib, 3 * gib - tables) == 2 * gib);                      // pc
   CHECK(high_of(5 * gib, 2 * gib, 3 * gib - 60 * mib) == 2 * gib);                    // firmware that keeps much
   CHECK(high_of(3000 * mib, 2000 * mib, 1000 * mib - tables) == 2000 * mib);          // max-ram-below-4g=1000M
+  CHECK(high_of(4 * gib, 2 * gib, 1 * gib) == 2 * gib);                               // a kernel that was told to leave some out
   CHECK(high_of(8 * gib, 0, 8 * gib) == 0);                                           // no hole (User Mode Linux)
 }
 

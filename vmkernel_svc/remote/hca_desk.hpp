@@ -84,6 +84,7 @@ struct HcaShared {
   std::map<std::uint64_t, HcaReceive> posted;  // by the number that is their physical work request id: in the order of the queue
   std::uint64_t next_number = 1;
   boost::unordered_flat_map<std::uint32_t, HcaConnection*> users;  // by number of the physical QP
+  bool awaits_memory = false;  // as HcaConnection's
   // Nobody rings for what is posted to an SRQ: while the HCA has none of it, it is looked at, less often the longer that lasts.
   std::uint64_t empty_since_ns = 0, look_ns = 0;
 };
@@ -342,6 +343,7 @@ class HcaDesk {
 
   // hca_mover.cpp: work requests, and turns
   bool pump_receives(HcaConnection& c);
+  bool waits_for(std::uint64_t bytes);
   bool lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vector<ibv_sge>& sges);
   Step post(HcaConnection& c);
   Step post_prepared(HcaConnection& c);

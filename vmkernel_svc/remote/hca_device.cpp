@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::uint32_t cq_entries_max = 16384;
 // Sizes of which there are free ones: that of a page that the HCA does not reach, and that of a message that it does not.
-constexpr std::size_t small_bounce_bytes = 4096, bounce_kept_bytes = 65536;
+constexpr std::size_t small_bounce_bytes = 4096;
 constexpr std::size_t domain_bounced_max = std::size_t{64} << 20, bounced_max = std::size_t{512} << 20;
 constexpr std::size_t bounces_kept = 64;
 constexpr std::uint32_t sleeps_for_an_event = 64;
@@ -175,7 +175,7 @@ void HcaDevice::explain_refusal(std::uint64_t bytes, int error) {
 }
 
 bool HcaDevice::take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce) {
-  const std::size_t size = bytes <= small_bounce_bytes ? small_bounce_bytes : std::max(bytes, bounce_kept_bytes);
+  const std::size_t size = bytes <= small_bounce_bytes ? small_bounce_bytes : std::max(bytes, std::size_t{bounce_kept_bytes});
   if (domain.bounced_bytes + size > domain_bounced_max || bounced_bytes_ + size > bounced_max) {
     refusal = fmt::format("buffers that {} does not reach would take {} MiB of vrdmad's memory and more", name_,
                           (domain.bounced_bytes + size > domain_bounced_max ? domain_bounced_max : bounced_max) >> 20);

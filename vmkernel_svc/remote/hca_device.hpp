@@ -84,6 +84,7 @@ class HcaDevice {
   HcaRegistrar& registrar() { return registrar_; }
   bool deregister(ibv_mr* mr) { return library_.ibv_dereg_mr(mr) == 0; }  // false: the HCA may have it still
   void explain_refusal(std::uint64_t bytes, int error);  // in `refusal`
+  static constexpr std::size_t bounce_kept_bytes = 65536;  // those up to here are kept for the next one, and need not be registered again
   bool take_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // false: `refusal` says why
   bool make_bounce(HcaDomain& domain, std::size_t bytes, Bounce& bounce);  // likewise; the service's own: bounded and counted by nobody
   void end_bounce(Bounce& bounce) { library_.ibv_dereg_mr(std::exchange(bounce.mr, nullptr)); }  // of make_bounce

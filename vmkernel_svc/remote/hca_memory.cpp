@@ -115,6 +115,7 @@ void HcaDesk::look_at_registrations() {
   });
   for (auto& [number, c] : connections_)
     if (std::exchange(c->awaits_memory, false)) wake(*c);
+  for (auto& shared : shared_) shared->awaits_memory = false;
   if (kept && device_->present()) device_lost(fmt::format("{} does not let go of memory", device_->name()));
 }
 

@@ -1,4 +1,6 @@
 // Work requests to the HCA, and what a queue pair does in its turn.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -52,6 +54,13 @@ void HcaDesk::for_each_part(Place place, std::uint64_t bytes, Reached&& reached,
   }
 }
 
+// Of what is being registered: rather than that so much else is registered, to copy it through.
+bool HcaDesk::waits_for(std::uint64_t bytes) {
+  if (!awaited_ || bytes <= remote::HcaDevice::bounce_kept_bytes) return false;
+  device_->refusal = fmt::format("{} has not registered it yet", device_->name());
+  return true;
+}
+
 // False: the HCA would not register some of it, or has not yet, and there is no room to copy through.
 bool HcaDesk::lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vector<ibv_sge>& sges) {
   std::uint64_t offset = 0;
@@ -61,7 +70,7 @@ bool HcaDesk::lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vecto
   engine::ScatterGather buffers = receive.inbound.buffers;
   const auto bounce = [&](Place place, std::uint64_t bytes) {
     HcaReceive::Part part{{}, place, offset, bytes};
-    if (refused_.empty() && !device_->take_bounce(domain, bytes, part.bounce)) refused_ = device_->refusal;
+    if (refused_.empty() && (waits_for(bytes) || !device_->take_bounce(domain, bytes, part.bounce))) refused_ = device_->refusal;
     if (!refused_.empty()) return;
     sges.push_back({static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(part.bounce.memory.get())), static_cast<std::uint32_t>(bytes), part.bounce.mr->lkey});
     receive.parts.push_back(std::move(part));
@@ -77,6 +86,7 @@ bool HcaDesk::lay_out(HcaReceive& receive, remote::HcaDomain& domain, std::vecto
 
 bool HcaDesk::pump_receives(HcaConnection& c) {
   if (c.shared != nullptr) return pump_shared(*c.shared);
+  if (c.awaits_memory) return false;
   Qp& qp = *c.qp;
   bool worked = false;
   if (c.physical == nullptr || c.physical->state == IBV_QPS_INIT || !engine::receives(qp)) return false;
@@ -131,7 +141,7 @@ bool HcaDesk::prepare(HcaConnection& c) {
     if (send.rule->reads || !refused_.empty()) return void(good = false);
     if (in_request) return made->sges.push_back({place.address, static_cast<std::uint32_t>(bytes), 0});
     remote::Bounce bounce;
-    if (good && !device_->take_bounce(*c.domain, bytes, bounce)) good = false, refused_ = device_->refusal;
+    if (good && (waits_for(bytes) || !device_->take_bounce(*c.domain, bytes, bounce))) good = false, refused_ = device_->refusal;
     if (!good) return;
     made->sges.push_back({static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(bounce.memory.get())), static_cast<std::uint32_t>(bytes), bounce.mr->lkey});
     made->parts.push_back({place, bounce.memory.get(), bytes});
@@ -171,6 +181,7 @@ HcaDesk::Step HcaDesk::post(HcaConnection& c) {
   Qp& qp = *c.qp;
   Operation& op = qp.operation;
   if (!c.preparing) {
+    if (c.awaits_memory) return Step::waiting;
     if (op.rule->local) return c.outstanding.empty() && engine_.conclude(qp) ? Step::ended : Step::waiting;
     if (op.rule->invalidates) return c.outstanding.empty() ? (lose(c, "a SEND that invalidates a memory window, which no HCA knows"), Step::ended) : Step::waiting;
     // Programs of the target's host have atomic operations on that memory, too, which are its processors'.

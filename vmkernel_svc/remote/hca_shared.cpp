@@ -72,7 +72,7 @@ bool HcaDesk::pump_shared(HcaShared& shared) {
     return user.second->stage == Stage::bound && engine::receives(qp) && !qp.inbound.active && qp.returned.empty();
   };
   const auto found = std::find_if(shared.users.begin(), shared.users.end(), takes);
-  if (found == shared.users.end()) return shared.look_ns = 0, false;
+  if (found == shared.users.end() || shared.awaits_memory) return shared.look_ns = 0, false;
   Qp& taker = *found->second->qp;  // any of them does: what it takes is the SRQ's
   bool worked = false;
   while (shared.posted.size() < shared.wr && engine_.take_receive(taker)) {
@@ -86,7 +86,7 @@ bool HcaDesk::pump_shared(HcaShared& shared) {
     if (!good || sges.size() > shared.sge || ibv_post_srq_recv(shared.physical.srq, &request, &bad) != 0) {
       for (auto& part : receive.parts) device_->give_bounce(*shared.domain, std::move(part.bounce));
       shared.srq->returned.push_back(receive.inbound);
-      if (!good && awaited_) break;  // all are pumped again when it is registered
+      if (!good && awaited_) return shared.awaits_memory = true, worked;
       dissolve(shared, refused_.empty() ? "a receive buffer has more pieces than the HCA takes in one request" : std::string(refused_));
       return true;
     }
