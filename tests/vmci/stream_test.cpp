@@ -248,7 +248,7 @@ TEST_CASE("A peer killed in mid-stream is ECONNRESET to who receives and who sen
   CHECK(all["counters"]["vmci_queue_pairs"] == 0);
   CHECK(all["tenants"][0]["objects"] == 0);
   CHECK(all["tenants"][0]["queue_bytes"] == 0);
-  CHECK(eventually(*context, [&](const auto&) { return service.descriptors() == descriptors; }));
+  CHECK(eventually(*context, [&](const auto&) { return service.descriptors() <= descriptors; }));  // when they were counted it may have had some on their way to somebody
 }
 
 TEST_CASE("A peer whose child holds copies of everything still hangs up when it dies") {
