@@ -41,7 +41,8 @@ int CharacterFile::control(unsigned long, void*) {
 
 bool CharacterFile::blocks() const {
   const int flags = ::fcntl(fd, F_GETFL);
-  return flags < 0 || (flags & O_NONBLOCK) == 0;  // one that is closed by now is found out later
+  if (flags >= 0) blocks_.store((flags & O_NONBLOCK) == 0, std::memory_order_relaxed);
+  return blocks_.load(std::memory_order_relaxed);  // one that is closed by now is found out later, and is what it was
 }
 
 int CharacterFile::wait_until_readable(bool blocks) const {
@@ -111,6 +112,7 @@ Status CharacterFiles::prepare(int fd, int flags) {
 
 void CharacterFiles::add(std::shared_ptr<CharacterFile> file) {
   process_.store(::getpid(), std::memory_order_relaxed);
+  (void)file->blocks();  // as it was opened
   std::lock_guard lock(mutex_);
   mark(file->fd, true);
   files_[file->fd] = std::move(file);

@@ -53,6 +53,7 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   friend class CharacterFiles;
   bool has_descriptor() const;
   const ino_t inode_;  // of the pipe: another one means that the number is another file's by now
+  mutable std::atomic<bool> blocks_{true};  // when it was last asked, a hint that pairs with nothing
   std::mutex descriptor_;  // locked while the number must not become another file's
 };
 
