@@ -6,16 +6,23 @@ using namespace vrdma::svc;
 using namespace vrdma::svc::test;
 using namespace vrdma::control;
 
+namespace {
+// The client calls where nobody listens.
+void call_nobody(Pair& pair) {
+  pair.find();
+  pair.server.destroy(pair.listener);
+  REQUIRE(pair.client.connect(pair.caller) == 0);
+  pair.wire.carry_all();
+}
+}  // namespace
+
 TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a datagram's sender with 1") {
   for (const bool on_two_hosts : {false, true})
     for (const bool datagrams : {false, true}) {
       CAPTURE(on_two_hosts);
       CAPTURE(datagrams);
       Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
-      pair.find();
-      pair.server.destroy(pair.listener);
-      REQUIRE(pair.client.connect(pair.caller) == 0);
-      pair.wire.carry_all();
+      call_nobody(pair);
       CHECK(pair.client.hears_nothing());  // somebody may be about to listen
       pair.one.cm().expire(in_seconds(1));
       pair.wire.carry_all();
@@ -28,10 +35,7 @@ TEST_CASE("Who calls a moment before somebody listens is heard") {
   for (const bool on_two_hosts : {false, true}) {
     CAPTURE(on_two_hosts);
     Pair pair(on_two_hosts);
-    pair.find();
-    pair.server.destroy(pair.listener);
-    REQUIRE(pair.client.connect(pair.caller) == 0);
-    pair.wire.carry_all();
+    call_nobody(pair);
     CHECK(pair.server.hears_nothing());
     pair.listener = pair.server.listener(any_v4(5000));
     pair.answer_phone();
@@ -45,10 +49,7 @@ TEST_CASE("Who calls a moment too early and is gone by then has not called") {
   for (const bool on_two_hosts : {false, true}) {
     CAPTURE(on_two_hosts);
     Pair pair(on_two_hosts);
-    pair.find();
-    pair.server.destroy(pair.listener);
-    REQUIRE(pair.client.connect(pair.caller) == 0);
-    pair.wire.carry_all();
+    call_nobody(pair);
     pair.client.destroy(pair.caller);
     pair.wire.carry_all();
     pair.listener = pair.server.listener(any_v4(5000));

@@ -83,12 +83,14 @@ HcaRegistration* HcaDesk::whole(Registered& known, const Region& region) {
     registration->bytes = region.bytes;
     registration->iova = region.iova;
     registration->access = static_cast<int>(region.access & (engine::access_local_write | remote_rights));
-    const bool in_place = region.pieces.size() == 1 && (region.bytes <= at_once_max || !gather(known, region, *registration));
-    if (in_place) registration->memory = region.pieces.front().host;
-    else if (region.pieces.size() != 1 && !gather(known, region, *registration)) return nullptr;
+    const bool takes_time = region.bytes > at_once_max, in_one = region.pieces.size() == 1;
+    const bool apart = (takes_time || !in_one) && gather(known, region, *registration);
+    if (!apart && !in_one) return nullptr;
+    if (!apart) registration->memory = region.pieces.front().host;
     known.whole = std::move(registration);
-    if (in_place || region.bytes <= at_once_max) device_->registrar().register_now(*known.whole);
-    else device_->registrar().register_soon(known.whole);
+    // What only lies in the mappings of its guest may go with these: it is not left to another thread.
+    if (apart && takes_time) device_->registrar().register_soon(known.whole);
+    else device_->registrar().register_now(*known.whole);
   }
   if (known.whole == nullptr || known.whole->state() != HcaRegistration::State::refused || !known.refusal.empty()) return known.whole.get();
   if (region.pieces.size() != 1) return known.whole.reset(), unmap(known.mapped), nullptr;  // piece by piece, perhaps
