@@ -31,6 +31,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr std::uint64_t memory_least = 64 * mib;  // less boots no kernel
+constexpr std::uint64_t memory_most = std::uint64_t{1} << 52;  // as far as an x86-64 processor's physical addresses reach
 constexpr int seen_tries = 200;
 constexpr auto seen_pause = std::chrono::milliseconds(10);
 constexpr std::size_t path_characters = 107;      // of a unix socket
@@ -104,7 +105,10 @@ std::string line_of(const json& vm) {
   if (!vm.at("tenant").is_null()) out += fmt::format(" tenant {}", vm.at("tenant").dump());
   if (vm.contains("processes")) out += fmt::format(" processes {}", vm.at("processes").dump());
   if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + vm.at("version").get<std::string>();
-  if (vm.contains("ram")) out += fmt::format(" memory {} ram {}", vm.at("memory_bytes").get<std::uint64_t>(), vm.at("ram").get<std::string>());
+  if (vm.contains("ram")) {
+    const auto bytes = vm.at("memory_bytes").get<std::uint64_t>();
+    out += fmt::format(" memory {} ram {}{}", bytes, vm.at("ram").get<std::string>(), bytes == 0 ? " (gone: remove the machine and add it again)" : "");
+  }
   if (vm.contains("bar_bytes")) out += fmt::format(" ram private bar {}", vm.at("bar_bytes").get<std::uint64_t>());
   return out + fmt::format(" link {}\n", vm.at("link").get<std::string>());
 }
@@ -164,8 +168,8 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
 }
 
 void check_memory(std::uint64_t bytes) {
-  if (bytes < memory_least || bytes % mib != 0)
-    fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M, like --memory 2G", bytes, memory_least / mib));
+  if (bytes < memory_least || bytes > memory_most || bytes % mib != 0)
+    fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M and at most {}G, like --memory 2G", bytes, memory_least / mib, memory_most >> 30));
 }
 
 void check_bar(std::uint64_t bytes) {
@@ -189,6 +193,7 @@ void note_little_room(const VmRecord& record) {
 void write_down(VmFolder& folder, const VmRecord& record, bool ram_must_be_new) {
   const VmFolder::Lock held = folder.lock();
   folder.require_free(record.name);  // said before its RAM file is in the way
+  if (!record.ram.empty()) folder.require_unused(record.ram);
   const bool made = !record.ram.empty() && make_ram_file(record, ram_must_be_new);
   try {
     folder.add(record);

@@ -13,6 +13,8 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <system_error>
 
 #include "cli/fail.hpp"
 
@@ -74,6 +76,20 @@ void VmFolder::require_free(const std::string& name) const {
   struct stat status;
   if (::lstat(file(name).c_str(), &status) != 0) return;
   fail(fmt::format("there is a machine \"{0}\" already in {1}: choose another name, or remove that one by \"vrdma vm remove {0}\"", name, path_));
+}
+
+void VmFolder::require_unused(const std::string& ram) const {
+  for (const auto& name : names()) {
+    std::string other;
+    try {
+      other = read(name).ram;
+    } catch (const std::runtime_error&) {
+      continue;  // a registration that is broken; "vrdma vm list" says so
+    }
+    std::error_code missing;
+    if (other == ram || (!other.empty() && fs::equivalent(other, ram, missing)))
+      fail(fmt::format("{} is the RAM of machine \"{}\": name another file by --ram", ram, name));
+  }
 }
 
 void VmFolder::add(const VmRecord& record) {

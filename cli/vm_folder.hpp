@@ -35,6 +35,7 @@ class VmFolder {
   // All throw std::runtime_error with a message for a person.
   [[nodiscard]] Lock lock() const;             // until it is given up; makes the folder where there is none
   void require_free(const std::string& name) const;
+  void require_unused(const std::string& ram) const;  // by any machine: two would overwrite each other
   void add(const VmRecord& record);            // refuses a name that is taken
   void remove(const std::string& name);        // with what the service left beside vm.json
   VmRecord read(const std::string& name) const;

@@ -231,8 +231,8 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
   arena_bytes_ = welcome.arena_bytes;
   ram_page_bytes_ = welcome.ram_page_bytes;
   pages_elsewhere_.clear();
-  low_bytes_ = high_bytes_ = ~std::uint64_t{0};
-  if (body.size() >= sizeof(welcome)) low_bytes_ = welcome.low_bytes, high_bytes_ = welcome.high_bytes;
+  // An older service does not say.
+  ram_ = body.size() >= sizeof(welcome) ? std::optional(welcome.ram) : std::nullopt;
   machine_ = text_of(welcome.name);
   not_before_ns_ = 0;
   mark_alive();
@@ -241,11 +241,7 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
 }
 
 bool Session::may_lend(const Runs& runs) const {
-  constexpr std::uint64_t high = std::uint64_t{1} << 32;
-  return std::ranges::all_of(runs, [this](const vm::Run& run) {
-    const std::uint64_t begin = run.page * vm::page_bytes, end = begin + run.pages * vm::page_bytes;
-    return end <= low_bytes_ || (begin >= high && end - high <= high_bytes_);
-  });
+  return !ram_ || std::ranges::all_of(runs, [this](const vm::Run& run) { return ram_->offset_of(run).has_value(); });
 }
 
 Result<PinnedSegment> Session::make_segment(const char* name, std::uint64_t bytes) {

@@ -113,7 +113,7 @@ class Session {
   vmci::UniqueFd page_to_read_;
   std::vector<PinnedSegment> pages_elsewhere_;  // in which the service did not find the proof
   std::uint64_t arena_bytes_ = 0, ram_page_bytes_ = vm::page_bytes;
-  std::uint64_t low_bytes_ = 0, high_bytes_ = 0;  // of the file: Welcome
+  std::optional<vm::RamLayout> ram_;  // Welcome
   std::string machine_;
 };
 

@@ -142,7 +142,7 @@ vm::Hello Machine::open_session(std::int32_t status) {
   welcome.major = vm::version_major;
   welcome.arena_bytes = arena_bytes;
   welcome.ram_page_bytes = vm::page_bytes;
-  welcome.low_bytes = welcome.high_bytes = in_file_bytes;
+  welcome.ram = {in_file_bytes, in_file_bytes};
   std::strcpy(welcome.name, "test");
   auto& service_page = *reinterpret_cast<control::ServicePage*>(page);
   service_page.magic = control::magic;

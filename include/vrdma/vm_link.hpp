@@ -25,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "vrdma/queue_layout.hpp"
 #include "vrdma/wire.hpp"
@@ -33,7 +34,7 @@ namespace vrdma::vm {
 
 constexpr std::uint32_t magic = 0x4d565256;  // "VRVM"
 constexpr std::uint16_t version_major = 2;   // another one is refused
-constexpr std::uint16_t version_minor = 2;   // 1: service_lends_bar; 2: Hello::low_end, Welcome::low_bytes and high_bytes
+constexpr std::uint16_t version_minor = 2;   // 1: service_lends_bar; 2: Hello::low_end, Welcome::ram
 
 struct alignas(128) ServiceLine {  // written by the service only
   std::uint32_t magic;
@@ -114,6 +115,21 @@ static_assert(WireRecord<Run> && sizeof(Run) == 16);
 constexpr std::uint32_t page_bytes = 4096;
 constexpr std::uint32_t runs_per_frame = frame_bytes_max / sizeof(Run);
 
+// Where the file that is a machine's RAM lies in its physical memory: from 0 on, and the rest from 4 GiB on, past the hole for devices.
+struct RamLayout {
+  std::uint64_t low_bytes = 0, high_bytes = 0;
+  // Where pages lie in the file; nothing if not all of them do.
+  constexpr std::optional<std::uint64_t> offset_of(Run run) const {
+    constexpr std::uint64_t four_gib = std::uint64_t{1} << 32, pages_max = std::uint64_t{1} << 40;
+    if (run.pages == 0 || run.page > pages_max || run.pages > pages_max) return std::nullopt;
+    const std::uint64_t begin = run.page * page_bytes, end = begin + run.pages * page_bytes;
+    if (end <= low_bytes) return begin;
+    if (begin >= four_gib && end - four_gib <= high_bytes) return begin - four_gib + low_bytes;
+    return std::nullopt;
+  }
+};
+static_assert(WireRecord<RamLayout> && sizeof(RamLayout) == 16);
+
 struct Hello {
   std::uint16_t major, minor;
   std::uint32_t flags;       // hello_interrupts, hello_bar
@@ -134,9 +150,9 @@ struct Welcome {
   char version[32];
   // Of the file that is the RAM: a segment's runs must be whole such pages, as no part of one can be mapped alone.
   std::uint64_t ram_page_bytes;
-  // From minor 2 of both on: what is the machine's RAM in that file, from 0 and from 4 GiB on. Beyond is memory that was plugged in beside it
-  // (DIMMs, virtio-mem), which cannot be lent. Pages of the BAR: 0, 0.
-  std::uint64_t low_bytes, high_bytes;
+  // From minor 2 of both on. Beyond is memory that was plugged in beside that file (DIMMs, virtio-mem), which cannot be lent. Pages of the
+  // BAR: 0, 0.
+  RamLayout ram;
 };
 struct Open {
   std::uint32_t uid, gid, pid;  // in the machine
@@ -145,7 +161,7 @@ struct Open {
 static_assert(WireRecord<Hello> && WireRecord<Welcome> && WireRecord<Open>);
 constexpr std::uint16_t minor_of_plugged_memory = 2;
 constexpr std::size_t hello_bytes(std::uint16_t minor) { return minor >= minor_of_plugged_memory ? sizeof(Hello) : offsetof(Hello, low_end); }
-constexpr std::size_t welcome_bytes(std::uint16_t minor) { return minor >= minor_of_plugged_memory ? sizeof(Welcome) : offsetof(Welcome, low_bytes); }
+constexpr std::size_t welcome_bytes(std::uint16_t minor) { return minor >= minor_of_plugged_memory ? sizeof(Welcome) : offsetof(Welcome, ram); }
 
 // Segments that the agent makes for a process, sealed memfds whose pages are pinned, rounded up to pages of the RAM's file. Others
 // (from segment_first on) are memory that the process registers, wherever it lies: the service reaches that through its mapping of

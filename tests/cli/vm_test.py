@@ -167,6 +167,7 @@ os._exit(3)
         self.ram(self.name).unlink()
         self.assert_refuses(self.vm("show", self.name), 1, str(self.ram(self.name)), "add it again")
         self.assertEqual(json.loads(self.vm("list", "--json").stdout)[0]["memory_bytes"], 0)
+        self.assertIn(f"{self.ram(self.name)} (gone: ", self.vm("list").stdout)
 
     @needs_root
     def test_the_ram_is_the_tenants(self):
@@ -211,7 +212,7 @@ os._exit(3)
         self.add("--ram", self.folder / "ram", name="x" * 31)
 
     def test_memory_that_is_none_is_refused(self):
-        for size in ("0", "63M", "1000000001"):
+        for size in ("0", "63M", "1000000001", "3000000T"):
             with self.subTest(size):
                 self.assert_refuses(self.vm("add", self.name, "--memory", size), 1, "whole MiB", "64M")
         for size in ("much", "-1", "-1G", "-18446744073642442752", "3.5G", "0x100M", "99999999999999999999"):
@@ -233,6 +234,17 @@ os._exit(3)
         self.addCleanup(self.ram(self.name).unlink)
         self.assert_refuses(self.vm("add", self.name), 1, str(self.ram(self.name)), "--ram")
         self.assertEqual(self.ram(self.name).read_text(), "precious")
+
+    def test_two_machines_have_no_ram_in_common(self):
+        ram = self.folder / "ram"
+        self.add("--ram", ram, "--memory", "64M")
+        link = self.folder / "link"
+        link.hardlink_to(ram)
+        for same in (ram, self.folder / "x" / ".." / "ram", link):
+            with self.subTest(same):
+                self.assert_refuses(self.vm("add", "other", "--ram", same, "--memory", "64M"), 1, str(same.resolve()), f'"{self.name}"', "--ram")
+        self.assertFalse((self.vms / "other").exists())
+        self.assertEqual(ram.stat().st_size, 64 << 20)
         self.assertFalse((self.vms / self.name / "vm.json").exists())
 
     def test_a_link_in_place_of_the_ram_is_not_followed(self):

@@ -41,8 +41,8 @@ TEST_CASE("memory that was plugged into a machine is not taken for its RAM file'
   machine.plugged_bytes = std::uint64_t{128} << 20;
   REQUIRE(machine.begin_session());
   REQUIRE(machine.greet() == 0);
-  CHECK(machine.welcome.low_bytes == ram_bytes);
-  CHECK(machine.welcome.high_bytes == 0);
+  CHECK(machine.welcome.ram.low_bytes == ram_bytes);
+  CHECK(machine.welcome.ram.high_bytes == 0);
   Process process(machine);
   CHECK(process.attached);
 }

@@ -257,7 +257,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
     return answer(ENODEV);
   }
   welcome.ram_page_bytes = (*ram)->page_bytes();
-  if (!in_bar) welcome.low_bytes = (*ram)->low_bytes(), welcome.high_bytes = (*ram)->bytes() - (*ram)->low_bytes();
+  if (!in_bar) welcome.ram = (*ram)->layout();
   if (service_.arena_bytes % welcome.ram_page_bytes != 0) {
     log::warn("machine {}: its RAM {} has pages of {} KiB, and machine_arena_bytes in vrdmad.json ({}) is not a multiple of that: change it, or keep the RAM on "
                  "smaller pages", spec_.name, spec_.ram, welcome.ram_page_bytes >> 10, service_.arena_bytes);

@@ -13,8 +13,6 @@
 namespace vrdma::svc {
 
 namespace {
-constexpr std::uint64_t four_gib = std::uint64_t{1} << 32;
-
 // Parts of a machine's RAM at other addresses: their file, too, may be made smaller. The queues that were there are zeroes then.
 struct Guarded {
   std::byte* begin;
@@ -26,20 +24,20 @@ struct Guarded {
 }
 
 // QEMU's pc and q35 have all RAM below the hole, or up to 2, 2.75, 3 or 3.5 GiB of it, or what max-ram-below-4g says.
-Result<std::uint64_t> MachineRam::high_bytes_of(std::uint64_t bytes, Seen seen) {
+Result<vm::RamLayout> MachineRam::layout_of(std::uint64_t bytes, Seen seen) {
   constexpr std::uint64_t firmware_max = std::uint64_t{128} << 20;  // at the end of what lies below; as large as the smallest DIMM
   constexpr std::uint64_t always_low = std::uint64_t{2} << 30;
   if (seen.high_bytes % vm::page_bytes != 0) return Errno{EINVAL};
   if (seen.low_end == 0) {
     if (seen.high_bytes > bytes || (seen.high_bytes != 0 && bytes <= always_low)) return Errno{EINVAL};
-    return seen.high_bytes;
+    return vm::RamLayout{bytes - seen.high_bytes, seen.high_bytes};
   }
   constexpr std::uint64_t usual[] = {std::uint64_t{2} << 30, std::uint64_t{0xb0000000}, std::uint64_t{3} << 30, std::uint64_t{0xe0000000}};
   if (seen.high_bytes <= bytes)
     if (const std::uint64_t low = bytes - seen.high_bytes; low >= seen.low_end && (low - seen.low_end < firmware_max || std::ranges::find(usual, low) != std::end(usual)))
-      return seen.high_bytes;
-  const std::uint64_t low = (seen.low_end + firmware_max - 1) / firmware_max * firmware_max;
-  return bytes - std::min(bytes, low);
+      return vm::RamLayout{low, seen.high_bytes};
+  const std::uint64_t low = std::min(bytes, (seen.low_end + firmware_max - 1) / firmware_max * firmware_max);
+  return vm::RamLayout{low, bytes - low};
 }
 
 Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, Seen seen) {
@@ -49,8 +47,8 @@ Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, Seen se
   if (::fstat(ram->fd_.get(), &status) != 0) return last_error();
   const auto bytes = static_cast<std::uint64_t>(status.st_size) / vm::page_bytes * vm::page_bytes;
   if (!S_ISREG(status.st_mode) || bytes == 0) return Errno{ENODEV};
-  const auto high_bytes = high_bytes_of(bytes, seen);
-  if (!high_bytes) return high_bytes.error();
+  const auto layout = layout_of(bytes, seen);
+  if (!layout) return layout.error();
   auto mapping = vmci::Mapping::map(ram->fd_.get(), 0, bytes, vmci::Writable::yes);
   if (!mapping) return mapping.error();
   // The file may be made smaller under us, by whoever runs the machine.
@@ -59,7 +57,7 @@ Result<std::shared_ptr<MachineRam>> MachineRam::map(vmci::UniqueFd file, Seen se
   if (huge) ram->page_bytes_ = static_cast<std::uint64_t>(filesystem.f_bsize);
   if (!BusGuard::add(mapping->data(), bytes, ram->page_bytes_, ram->fd_.get(), 0)) return Errno{ENOMEM};
   ram->mapping_ = std::move(*mapping);
-  ram->low_bytes_ = bytes - *high_bytes;
+  ram->layout_ = *layout;
   return ram;
 }
 
@@ -78,13 +76,8 @@ MachineRam::~MachineRam() {
 }
 
 std::optional<std::uint64_t> MachineRam::offset_of(vm::Run run) const {
-  constexpr std::uint64_t pages_max = std::uint64_t{1} << 40;
-  if (run.pages == 0 || run.page > pages_max || run.pages > pages_max) return std::nullopt;
-  const std::uint64_t begin = run.page * vm::page_bytes, end = begin + run.pages * vm::page_bytes;
-  if (begin < lent_from_) return std::nullopt;
-  if (end <= low_bytes_) return begin;
-  if (begin >= four_gib && end - four_gib <= bytes() - low_bytes_) return begin - four_gib + low_bytes_;
-  return std::nullopt;
+  if (run.page < lent_from_ / vm::page_bytes) return std::nullopt;
+  return layout_.offset_of(run);
 }
 
 bool PinnedPages::append(vm::Run run) {

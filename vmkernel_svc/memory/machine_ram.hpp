@@ -26,9 +26,9 @@ class MachineRam {
   struct Seen {
     std::uint64_t high_bytes = 0, low_end = 0;
   };
-  // How much of a file of so many bytes lies from 4 GiB on. EINVAL: it cannot be as was seen.
-  static Result<std::uint64_t> high_bytes_of(std::uint64_t bytes, Seen seen);
-  // ENODEV: an empty file; EINVAL as high_bytes_of().
+  // Of a file of so many bytes. EINVAL: it cannot be as was seen.
+  static Result<vm::RamLayout> layout_of(std::uint64_t bytes, Seen seen);
+  // ENODEV: an empty file; EINVAL as layout_of().
   static Result<std::shared_ptr<MachineRam>> map(vmci::UniqueFd file, Seen seen);
   // ENODEV: the BAR has room for the link only.
   static Result<std::shared_ptr<MachineRam>> map_bar(int bar);
@@ -39,7 +39,7 @@ class MachineRam {
 
   std::byte* data() const { return mapping_.data(); }
   std::uint64_t bytes() const { return mapping_.bytes(); }
-  std::uint64_t low_bytes() const { return low_bytes_; }  // below the hole
+  const vm::RamLayout& layout() const { return layout_; }
   bool is_bar() const { return lent_from_ != 0; }
   int fd() const { return fd_.get(); }
   std::uint64_t page_bytes() const { return page_bytes_; }  // of huge ones, where the file lies on a hugetlbfs
@@ -51,7 +51,7 @@ class MachineRam {
   MachineRam() = default;
   vmci::UniqueFd fd_;
   vmci::Mapping mapping_;
-  std::uint64_t low_bytes_ = 0;
+  vm::RamLayout layout_;
   std::uint64_t lent_from_ = 0;  // what lies before is the link's; 0: all of it is RAM
   std::uint64_t page_bytes_ = vm::page_bytes;
 };
