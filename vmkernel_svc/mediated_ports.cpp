@@ -22,8 +22,7 @@ using engine::Place;
 // --- memory ---------------------------------------------------------------------------------------------------
 
 std::optional<Place> MediatedPorts::find(Qp& qp, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
-  constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
-  const bool from_afar = (access & remote) != 0;
+  const bool from_afar = (access & engine::access_remote_any) != 0;
   return find_in(from_afar ? qp.port.remote_hint : qp.port.local_hint, qp.port.pd, from_afar ? qp.qpn.value : 0, key, address, bytes, access);
 }
 

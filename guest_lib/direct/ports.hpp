@@ -122,8 +122,7 @@ class DirectPorts {
   bool take_solicited() { return std::exchange(solicited_, false); }  // … with that event, at the receiver
 
   std::optional<engine::Place> find(Qp&, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
-    constexpr std::uint32_t remote = engine::access_remote_read | engine::access_remote_write | engine::access_remote_atomic;
-    return look(access & remote ? peer_ : own_, key, address, bytes, access);
+    return look(access & engine::access_remote_any ? peer_ : own_, key, address, bytes, access);
   }
   // The buffer of a record that is about to be taken without being written to: with it, the record goes back should this process end.
   void name_receive(const Sge& buffer) { named_ = buffer; }

@@ -135,7 +135,7 @@ class TestSrq {
 
 constexpr PortLimits test_limits{16, 16, 5, 16, false, 0xffff};
 constexpr std::uint32_t all_access =
-    access_local_write | access_remote_write | access_remote_read | access_remote_atomic;
+    access_local_write | access_remote_any;
 
 inline QpAttributes connection(std::uint32_t dest_qpn, std::uint16_t dlid) {
   QpAttributes a{};

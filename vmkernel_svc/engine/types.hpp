@@ -23,6 +23,7 @@ enum Access : std::uint32_t {
   access_remote_write = 2,
   access_remote_read = 4,
   access_remote_atomic = 8,
+  access_remote_any = access_remote_write | access_remote_read | access_remote_atomic,
 };
 
 // enum ibv_event_type, those that the engine raises.

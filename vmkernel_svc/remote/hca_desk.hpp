@@ -352,7 +352,7 @@ class HcaDesk {
   Step by_records(HcaConnection& c);
   bool patient(HcaConnection& c);
 
-  // hca_memory.cpp: registrations and keys
+  // hca_memory.cpp
   Reach reach(std::uint32_t slot, const Region& region, std::uint64_t offset);
   Registered& registered(std::uint32_t slot, const Region& region);
   remote::HcaRegistration* whole(Registered& known, const Region& region);
@@ -361,9 +361,12 @@ class HcaDesk {
   void unmap(Mapped& mapped);
   void forget_all_registrations();
   void look_at_registrations();
+
+  // hca_keys.cpp
   std::uint32_t remote_key(const Qp& qp, Key rkey, bool& known, remote::HostId asker);
   std::optional<std::uint32_t> key_of(HcaConnection& c, Key rkey);  // nullopt: asked for
   void on_key(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, remote::HcaKind kind, const remote::HcaMessage& message);
+
   // Walks what lies at `place`: reached(sge) for what the HCA reaches, other(place, bytes) for the rest.
   template <class Reached, class Other>
   void for_each_part(engine::Place place, std::uint64_t bytes, Reached&& reached, Other&& other);

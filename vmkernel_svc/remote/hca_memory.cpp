@@ -1,4 +1,4 @@
-// Which of the guests' memory the HCA has, and under which keys.
+// Which of the guests' memory the HCA has.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -15,11 +15,8 @@ using remote::HcaMessage;
 using remote::HcaRegistration;
 
 namespace {
-constexpr std::size_t keys_max = 65536;  // of one host
 constexpr std::uint64_t at_once_max = std::uint64_t{16} << 20;  // more takes its time, in another thread
 constexpr std::size_t gathered_pieces_max = 4096;
-constexpr std::uint32_t said_by_records_max = 100;  // a guest can register as often as it likes
-constexpr std::uint32_t remote_rights = engine::access_remote_write | engine::access_remote_read | engine::access_remote_atomic;
 }  // namespace
 
 HcaDesk::Registered& HcaDesk::registered(std::uint32_t slot, const Region& region) {
@@ -82,7 +79,7 @@ HcaRegistration* HcaDesk::whole(Registered& known, const Region& region) {
     registration->pd = known.domain->pd;
     registration->bytes = region.bytes;
     registration->iova = region.iova;
-    registration->access = static_cast<int>(region.access & (engine::access_local_write | remote_rights));
+    registration->access = static_cast<int>(region.access & (engine::access_local_write | engine::access_remote_any));
     const bool takes_time = region.bytes > at_once_max, in_one = region.pieces.size() == 1;
     const bool apart = (takes_time || !in_one) && gather(known, region, *registration);
     if (!apart && !in_one) return nullptr;
@@ -135,7 +132,7 @@ void HcaDesk::forget_all_registrations() {
   registered_.clear();
 }
 
-// --- keys -----------------------------------------------------------------------------------------------------
+// --- for one operation, and no more -----------------------------------------------------------------------------
 
 HcaDesk::Reach HcaDesk::reach(std::uint32_t slot, const Region& region, std::uint64_t offset) {
   const Piece& from = region.piece_at(offset);
@@ -156,46 +153,6 @@ HcaDesk::Reach HcaDesk::reach(std::uint32_t slot, const Region& region, std::uin
   log::warn("HCA: {}; connections that use it go over tcp", device_->refusal);
   refused_ = known.refusal = device_->refusal;
   return {nullptr, here};
-}
-
-// 0: there is no such memory for that queue pair, or the HCA does not have it, or not yet: the operation comes by records, where its
-// rights are checked. known: that is so until it hears otherwise.
-std::uint32_t HcaDesk::remote_key(const Qp& qp, Key rkey, bool& known, remote::HostId asker) {
-  known = false;
-  const auto slot = fabric_.regions.find(rkey);
-  if (!slot || revoking_.contains(rkey.value) || leaves(rkey)) return 0;
-  const Region& region = fabric_.regions.slot(*slot);
-  if (region.pd != qp.port.pd || (region.access & remote_rights) == 0 || (region.access & Region::is_window) != 0) return 0;
-  Registered& registration = registered(*slot, region);
-  const HcaRegistration* const all = whole(registration, region);
-  if (!registration.refusal.empty()) refused_ = registration.refusal;
-  if (all != nullptr && all->state() == HcaRegistration::State::asked) return 0;
-  known = true;
-  ibv_mr* const mr = all != nullptr ? all->mr() : nullptr;
-  if (std::ranges::find(registration.askers, asker) == registration.askers.end()) {
-    registration.askers.push_back(asker);
-    if (mr == nullptr && refused_.empty() && said_by_records_++ < said_by_records_max)
-      log::info("{}: the HCA cannot have {} bytes at {:#x} of {}, {}: what other hosts write or read there goes by records", device_->name(), region.bytes, region.address,
-                region.guest->name, region.pieces.size() != 1 ? fmt::format("which lie in {} pieces", region.pieces.size()) : "which are reached through the process");
-  }
-  return mr != nullptr ? mr->rkey : 0;
-}
-
-std::optional<std::uint32_t> HcaDesk::key_of(HcaConnection& c, Key rkey) {
-  Host& host = hosts_[c.host];
-  if (rkey.value == 0 || c.answered == rkey) return 0;  // 0 is nobody's
-  if (const auto known = host.keys.find(rkey.value); known != host.keys.end()) {
-    ++ports_.key_counters().hits;
-    return known->second;
-  }
-  if (c.asked == rkey) return std::nullopt;
-  ++ports_.key_counters().misses;
-  ++counters_.keys_asked;
-  c.asked = rkey;
-  HcaMessage question{};
-  question.rkey = rkey.value;
-  say(c, HcaKind::want_key, question);
-  return std::nullopt;
 }
 
 HcaDesk::Forgotten HcaDesk::forget_region(std::uint32_t slot) {
@@ -243,42 +200,6 @@ std::size_t HcaDesk::being_registered() const {
   return leaving_.size() + static_cast<std::size_t>(std::ranges::count_if(registered_, [](const auto& one) {
            return one.second.whole != nullptr && one.second.whole->state() == HcaRegistration::State::asked;
          }));
-}
-
-void HcaDesk::on_key(remote::HostId host, std::uint32_t connection, std::uint32_t epoch, HcaKind kind, const HcaMessage& message) {
-  switch (kind) {
-    case HcaKind::want_key: {
-      HcaConnection* const c = bound_to(host, connection, epoch, message);
-      if (c == nullptr) return;
-      HcaMessage reply{};
-      bool known = false;
-      refused_.clear();
-      reply.rkey = message.rkey;
-      reply.physical_rkey = c->physical != nullptr ? remote_key(*c->qp, Key{message.rkey}, known, host) : 0;
-      if (!refused_.empty() && c->stage == Stage::bound) return lose(*c, std::string(refused_));
-      reply.known = known ? 1 : 0;
-      return say(*c, HcaKind::key, reply);
-    }
-    case HcaKind::key: {
-      HcaConnection* const c = bound_to(host, connection, epoch, message);
-      if (c == nullptr || c->asked.value != message.rkey) return;
-      auto& keys = hosts_[host].keys;
-      if (keys.size() >= keys_max) keys.clear();
-      if (message.known != 0) keys[message.rkey] = message.physical_rkey;
-      c->answered = message.known != 0 ? Key{} : c->asked;
-      c->asked = Key{};
-      return wake(*c);
-    }
-    case HcaKind::revoke: {
-      hosts_[host].keys.erase(message.rkey);
-      HcaMessage reply{};
-      reply.rkey = message.rkey;
-      return say(host, 0, 0, HcaKind::revoked, reply);
-    }
-    default:
-      if (const auto waiting = revoking_.find(message.rkey); waiting != revoking_.end() && waiting->second.erase(host) != 0 && waiting->second.empty())
-        revoking_.erase(waiting);
-  }
 }
 
 }  // namespace vrdma::svc
