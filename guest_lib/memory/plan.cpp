@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <optional>
 #include <utility>
 
@@ -101,6 +102,12 @@ void append_movable(Plan& plan, Range part, Range movable, const Vma& vma) {
   append(plan, Piece::Kind::process, {pages.end, part.end}, vma);
 }
 
+// A mapping may reach further than its file: an adapter's driver, which would have these pages pinned, says EFAULT. Kernels before 5.14
+// cannot tell.
+bool beyond_its_file(const Vma& vma, Range part) {
+  return vma.file.inode != 0 && ::syscall(SYS_madvise, page_floor(part.end - 1), page_bytes(), populate_read) != 0 && errno == EFAULT;
+}
+
 }  // namespace
 
 Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Window& window, std::pmr::memory_resource* resource) {
@@ -119,6 +126,8 @@ Result<Plan> make_plan(Range range, bool writes, PartialPages partial, const Win
     const Range part = Range{at, range.end}.clipped_to(vma->range);
     if (window.holds_in_place(*vma))
       append(plan, Piece::Kind::window, part, *vma);
+    else if (beyond_its_file(*vma, part))
+      return Errno{EFAULT};
     else if (may_move(*vma))
       append_movable(plan, part, movable, *vma);
     else if (vma->shared && vma->file.inode != 0 && !window.holds(*vma))

@@ -53,6 +53,29 @@ CONFORMANCE(EmptyAndUnmappedMemoryIsRefused, "MR-04 MR-05", .solo = true) {
   ::munmap(hole, 1 << 20);
 }
 
+// An adapter's driver pins every page, and there is none.
+CONFORMANCE(PagesBeyondTheEndOfTheirFileAreRefused, "MR-05", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  for (const int sharing : {MAP_SHARED, MAP_PRIVATE}) {
+    const int file = ::memfd_create("short", MFD_CLOEXEC);
+    EXPECT_EQ(::ftruncate(file, 4096 + 100), 0);  // what is left of a file's last page is memory
+    auto* const at = static_cast<char*>(::mmap(nullptr, 16384, PROT_READ | PROT_WRITE, sharing, file, 0));
+    EXPECT(at != MAP_FAILED);
+    ibv_mr* const whole = ibv_reg_mr(pd, at, 8192, local_write);
+    EXPECT(whole != nullptr);
+    EXPECT_OK(ibv_dereg_mr(whole));
+    EXPECT_NULL(ibv_reg_mr(pd, at, 8193, local_write), EFAULT);
+    EXPECT_NULL(ibv_reg_mr(pd, at + 8192, 4096, 0), EFAULT);
+    EXPECT_EQ(::ftruncate(file, 12288), 0);
+    ibv_mr* const longer = ibv_reg_mr(pd, at, 12288, local_write);
+    EXPECT(longer != nullptr);
+    EXPECT_OK(ibv_dereg_mr(longer));
+    ::munmap(at, 16384);
+    ::close(file);
+  }
+}
+
 CONFORMANCE(AnyLengthAndAlignmentRegistersAndIsWritten, "MR-03 MR-13") {
   Link link(run);
   constexpr std::size_t arena_bytes = 5 << 20;
