@@ -388,6 +388,7 @@ std::uint8_t MediatedPorts::sl(Qp& sender, const UdOperand& ud) { return engine:
 void MediatedPorts::far_send(Qp& qp, engine::FarFramePtr frame) { fabric_.far->send(qp, std::move(frame)); }
 bool MediatedPorts::far_room(Qp& qp) { return fabric_.far->has_room(qp.far->host); }
 std::uint64_t MediatedPorts::far_session(Qp& qp) { return fabric_.far->session(qp.far->host); }
+bool MediatedPorts::far_connected(Qp& qp) { return fabric_.far->is_connected(qp.far->host); }
 std::uint64_t MediatedPorts::far_silent_ns(Qp& qp) { return fabric_.far->silent_ns(qp.far->host); }
 std::uint32_t MediatedPorts::far_epoch() { return fabric_.far->new_epoch(); }
 

@@ -86,6 +86,9 @@ class MediatedPorts {
     RegionRef reached_by;
     std::shared_ptr<WriteLeash> leash;
     std::uint64_t copied = 0;  // bytes of that copy that are done
+    std::uint64_t waiting = 0;     // its number among those who wait for room, 0: it does not; …
+    GuestId waits_for{};           // … at whose worker, …
+    bool called = false;           // … and whether there was some, and it was woken
     std::optional<WcStatus> window_changed;  // how the BIND_MW or LOCAL_INV under way ended
     std::uint64_t window_since_ns = 0;       // for what it waits since then; 0: it does not
     // To another host (remote/hca_desk.hpp):
@@ -120,6 +123,8 @@ class MediatedPorts {
   void cut_off(Qp& qp);
   // Likewise all that reaches memory by this window.
   void cut_off(const RegionRef& window);
+  // Its worker has room again for what others wait to give it.
+  void call_next(Guest& guest);
   // Whether a worker has something under way that reaches memory by this window.
   bool is_reached_by(const RegionRef& window) const;
   // What was cut off of messages of or to `qp`, or by this window, may still be at its last step in memory of the owner: in how many ns to look
@@ -184,6 +189,7 @@ class MediatedPorts {
   void far_send(Qp& qp, engine::FarFramePtr frame);
   bool far_room(Qp& qp);
   std::uint64_t far_session(Qp& qp);
+  bool far_connected(Qp& qp);
   std::uint64_t far_silent_ns(Qp& qp);
   void far_describe(Qp& qp, engine::FarOpen& open);
   std::uint32_t far_epoch();
@@ -212,6 +218,9 @@ class MediatedPorts {
   engine::MemoryStatus copy_by_worker(Qp& qp, const engine::Place& to, const engine::Place& from, std::uint64_t bytes);
   engine::MemoryStatus atomic_by_worker(Qp& qp, const engine::Place& place, ProcessJob::Kind kind, std::uint64_t operand,
                                         std::uint64_t compare, std::uint64_t& old_value);
+  bool must_wait_for_room(Qp& qp, Guest* writer, Guest* reader);  // nullptr: none
+  Guest* waited_for(const Qp& qp) const;
+  void leave_line(Qp& qp);
   bool submit(Qp& qp, const engine::Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 
   struct Announcement {

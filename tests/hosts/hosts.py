@@ -395,6 +395,15 @@ def faults(world):
             pair.stop()
         works()
 
+    def at_once():
+        """The first host has often not found the new service when its program connects: that waits until it has."""
+        for _ in range(4):
+            b.kill()
+            b.program.stop()
+            harness.time.sleep(3)  # who is away for so long is looked for once a second
+            b.start()
+            Pair(b, a, ["ibv_rc_pingpong", "-n", "50", "-c"]).end()
+
     def knock(host):
         """Nonsense from a namespace to every port at which the first host listens, while messages flow; what let it in, in a list."""
         script = ("import os, socket, struct, sys\n"
@@ -445,6 +454,7 @@ def faults(world):
     yield "a partition that lasts: RETRY_EXC_ERR, and all is well afterwards", lambda: long_partition(long)
     yield "likewise, for who has posted all it had and waits for an answer", lambda: long_partition(waiting)
     yield "a service killed, and at once another one in its place: RETRY_EXC_ERR for who waits for an answer", begun_anew
+    yield "whoever connects to a service that has just begun anew is served", at_once
     yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
 
 

@@ -112,6 +112,7 @@ class Engine {
   void give_back(Qp<P>& qp, std::uint64_t wr_id, const Sge& buffer) { responder_.give_back(qp, wr_id, buffer); }
   void refuse(Qp<P>& qp, WcStatus status) { requester_.refuse(qp, status); }
   void give_up(Qp<P>& qp) { requester_.give_up(qp); }
+  bool give_up_next(Qp<P>& qp) { return requester_.give_up_next(qp); }
   // False: it waits.
   bool conclude(Qp<P>& qp) { return requester_.conclude(qp) != Requester<P>::Step::waiting; }
   // In ERR: flushes what was sent as records, and the operation under way.
@@ -247,6 +248,7 @@ class Engine {
       --budget.wqes;
       worked = true;
     }
+    if (qp.state != QpState::err) qp.flush_held_until_ns = 0;
     if (qp.state == QpState::err) {
       if (requester_.is_written_to(qp) && hold_flush(qp)) return worked ? Progress::worked : Progress::waiting;
       turn_away_requester(qp);

@@ -111,5 +111,72 @@ TEST_CASE("UC: a message whose sender's memory goes away in the middle leaves th
   CHECK(std::equal(pair.mine.bytes.begin(), pair.mine.bytes.begin() + bytes, pair.theirs.bytes.begin()));
 }
 
+TEST_CASE("A request that is refused keeps its own end when the far host is lost before those before it are told of") {
+  for (const bool known_opcode : {true, false}) {
+    FarPair pair(QpType::rc);
+    pair.a.post({.wr_id = 1, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+    if (known_opcode) pair.a.post({.wr_id = 2, .opcode = WrOpcode::rdma_write, .sges = {Sge{0, 8, 0xbad}}, .remote = pair.theirs.remote(0)});
+    else pair.a.post({.wr_id = 2, .opcode = static_cast<WrOpcode>(12), .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+    pair.world.settle();
+    pair.hosts.deliver(0, 1, 64);
+    pair.hosts.run_stand_ins();
+    pair.hosts.deliver(1, 0, 64);  // the answer to the first, …
+    CHECK(pair.a.core.operation.stage == Operation::Stage::refused);
+    pair.hosts.restart(1);
+    pair.hosts.deliver(1, 0, 64);  // … and that nobody remembers it, before the queue pair has its turn
+    pair.world.settle();
+    const auto first = pair.a.poll(Direction::send), second = pair.a.poll(Direction::send);
+    REQUIRE(first);
+    REQUIRE(second);
+    CHECK(first->status == WcStatus::success);
+    CHECK(second->status == (known_opcode ? WcStatus::loc_prot_err : WcStatus::loc_qp_op_err));
+  }
+}
+
+TEST_CASE("What reaches nobody is executed also where the far host is lost; the next message finds that nobody answers") {
+  FarPair pair(QpType::rc);
+  const auto write = [&](std::uint64_t wr_id) {
+    pair.a.post({.wr_id = wr_id, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+  };
+  write(1);
+  pair.settle();
+  CHECK(pair.polled(pair.a) == 1);
+  pair.hosts.restart(1);
+  pair.settle();
+  pair.a.post({.wr_id = 2, .opcode = WrOpcode::local_inv});
+  pair.settle();
+  CHECK(pair.polled(pair.a) == 1);
+  write(3);
+  pair.settle();
+  const auto lost = pair.a.poll(Direction::send);
+  REQUIRE(lost);
+  CHECK(lost->status == WcStatus::retry_exc_err);
+}
+
+TEST_CASE("Who connects while the far host is away reaches the service that is there when it is back") {
+  FarPair pair(QpType::rc);
+  auto& later = pair.world.add(QpType::rc, 1, 1);
+  auto& there = pair.world.add(QpType::rc, 2, 2);
+  there.core.port.host = 1;
+  pair.world.connect(later, there);
+  const auto write = [&](TestQp& qp) {
+    qp.post({.wr_id = 1, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+  };
+  write(pair.a);
+  pair.settle();
+  CHECK(pair.polled(pair.a) == 1);
+  pair.hosts.cut(1, 0);
+  pair.world.pass(TestHosts::noticed_ns);
+  write(later);
+  pair.world.pass(second_ns);
+  CHECK(pair.hosts.link(0, 1).frames.empty());
+  pair.hosts.restart(1);
+  pair.hosts.heal(1, 0);
+  pair.settle();
+  pair.world.pass(second_ns / 100);
+  pair.settle();
+  CHECK(pair.polled(later) == 1);
+}
+
 }  // namespace
 }  // namespace vrdma::engine::test

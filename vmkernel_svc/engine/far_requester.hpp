@@ -19,8 +19,9 @@ concept FarPortsFor = requires(P p, Qp<P>& qp, FarFramePtr frame, FarOpen& open)
   // Hands a record to the carrier; connection and epoch are filled in here. Only while there is room.
   { p.far_send(qp, std::move(frame)) } -> std::same_as<void>;
   { p.far_room(qp) } -> std::same_as<bool>;
-  // Which run of the far host's service this is; 0: none has been reached yet.
+  // Which run of the far host's service this is; 0: none has been reached yet. While it is not connected, the next may be another one.
   { p.far_session(qp) } -> std::same_as<std::uint64_t>;
+  { p.far_connected(qp) } -> std::same_as<bool>;
   // For how long the far host has not been heard.
   { p.far_silent_ns(qp) } -> std::same_as<std::uint64_t>;
   { p.far_describe(qp, open) } -> std::same_as<void>;
@@ -41,7 +42,7 @@ class FarRequester {
     far.blocked = false;
     if (far.session != 0 && ports_.far_session(qp) != far.session) {
       if (far.outstanding.empty() && !busy(qp) && (qp.state != QpState::rts || qp.send_ring.empty())) return Progress::idle;
-      return lose(qp), Progress::worked;
+      return lose(qp) ? Progress::worked : Progress::waiting;
     }
     const std::uint64_t sent = far.sent;
     const std::uint32_t messages = far.messages;
@@ -177,8 +178,8 @@ class FarRequester {
     responder_.fail(qp, std::nullopt);
   }
 
-  // The far host does not know this connection any more, or is not there any more.
-  void lose(Qp<P>& qp) {
+  // The far host does not know this connection any more, or is not there any more. False: something is waited for.
+  bool lose(Qp<P>& qp) {
     Half& far = *qp.far;
     if (std::exchange(far.arrived_copy, false)) {
       ports_.abandon(qp);
@@ -191,17 +192,13 @@ class FarRequester {
       else if (busy(qp) && qp.operation.rule->local) requester_.conclude(qp);
       else if (busy(qp)) requester_.drop(qp);
       close(qp, [](std::uint64_t, std::uint32_t) {});
-      return;
+      return true;
     }
-    if (!far.outstanding.empty()) return end(qp, WcStatus::retry_exc_err);
-    if (busy(qp)) {
-      if (qp.operation.rule->local) requester_.conclude(qp);
-      else requester_.give_up(qp);
-      return;
-    }
-    if (far.given_one_by_one) return;
+    if (!far.outstanding.empty()) return end(qp, WcStatus::retry_exc_err), true;
+    if (far.refused != WcStatus::success) return requester_.refuse(qp, std::exchange(far.refused, WcStatus::success)), true;
+    if (busy(qp)) return requester_.give_up_next(qp);
     // Nothing was under way: the next message finds that nobody answers.
-    if (qp.state == QpState::rts && requester_.fetch(qp) == Requester<P>::Fetch::started) requester_.give_up(qp);
+    return !far.given_one_by_one && qp.state == QpState::rts && requester_.give_up_next(qp);
   }
 
   // --- what goes out ------------------------------------------------------------------------------------------
@@ -234,7 +231,8 @@ class FarRequester {
     Half& far = *qp.far;
     const OpcodeRule& rule = *op.rule;
     if (far.reads != 0 && ((op.flags & wr_fence) != 0 || (rule.reads && far.reads >= qp.attributes.max_rd_atomic))) return false;
-    if (!ports_.far_room(qp)) {
+    // Whoever connects while the far host is away means the service that will be there.
+    if (!ports_.far_room(qp) || (!far.opened && !ports_.far_connected(qp))) {
       far.blocked = true;
       return false;
     }

@@ -129,6 +129,14 @@ class Requester {
   void refuse(Qp<P>& qp, WcStatus status) { local_error(qp, status); }
   void give_up(Qp<P>& qp) { fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded); }
   void drop(Qp<P>& qp) { succeed(qp); }  // UC: it is lost, and nobody tells the sender
+  // Nobody answers: the operation under way ends so, or else the next one; what reaches nobody is executed. False: there is none, or it waits.
+  bool give_up_next(Qp<P>& qp) {
+    if (qp.operation.stage == Operation::Stage::none)
+      if (const Fetch fetched = fetch(qp); fetched != Fetch::started) return fetched == Fetch::failed;
+    if (qp.operation.stage == Operation::Stage::refused) return false;  // has its end already, once those before it have theirs
+    if (qp.operation.rule->local) return conclude(qp) != Step::waiting;
+    return give_up(qp), true;
+  }
   // Of a local operation, when all before it have completed.
   Step conclude(Qp<P>& qp) {
     if constexpr (requires(P& ports) { ports.change_window(qp); }) {

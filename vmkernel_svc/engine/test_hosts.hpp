@@ -35,6 +35,7 @@ class TestHosts final : public TestNetwork {
   // --- the world, set up by the test --------------------------------------------------------------------------
   std::map<std::uint16_t, std::uint32_t> host_of_lid;
   std::uint64_t room_bytes = 8 << 20;  // on a link
+  static constexpr std::uint64_t noticed_ns = 3'000'000'000;
 
   Link& link(std::uint32_t from, std::uint32_t to) { return links_[from][to]; }
   void cut(std::uint32_t from, std::uint32_t to) {
@@ -106,6 +107,8 @@ class TestHosts final : public TestNetwork {
   }
   bool has_room(std::uint32_t from, std::uint32_t to) override { return link(from, to).bytes < room_bytes; }
   std::uint64_t session(std::uint32_t from, std::uint32_t of) override { return seen_[from][of]; }
+  // A cut is noticed when nothing has been heard for a while.
+  bool connected(std::uint32_t here, std::uint32_t host) override { return silent_ns(here, host) < noticed_ns; }
   std::uint64_t silent_ns(std::uint32_t here, std::uint32_t host) override {
     // What arrives one way only is not acknowledged, and soon nothing new is sent.
     const std::uint64_t here_since = link(host, here).cut_since_ns, there_since = link(here, host).cut_since_ns;

@@ -40,6 +40,7 @@ class TestNetwork {
   virtual void say(StandIn<TestPorts>& stand_in, FarFramePtr frame) = 0;
   virtual bool has_room(std::uint32_t from, std::uint32_t to) = 0;
   virtual std::uint64_t session(std::uint32_t from, std::uint32_t of) = 0;
+  virtual bool connected(std::uint32_t here, std::uint32_t host) = 0;
   virtual std::uint64_t silent_ns(std::uint32_t here, std::uint32_t host) = 0;
   virtual std::uint32_t epoch() = 0;
   virtual void answer(StandIn<TestPorts>& stand_in, WcStatus status) = 0;
@@ -266,6 +267,7 @@ class TestPorts {
   void far_send(Qp& qp, FarFramePtr frame) { network->send(qp, std::move(frame)); }
   bool far_room(Qp& qp) { return network->has_room(qp.port.host, qp.far->host); }
   std::uint64_t far_session(Qp& qp) { return network->session(qp.port.host, qp.far->host); }
+  bool far_connected(Qp& qp) { return network->connected(qp.port.host, qp.far->host); }
   std::uint64_t far_silent_ns(Qp& qp) { return network->silent_ns(qp.port.host, qp.far->host); }
   void far_describe(Qp& qp, FarOpen& open) {
     const QpAttributes& a = qp.attributes;

@@ -23,7 +23,9 @@ using asio::ip::tcp;
 namespace {
 
 constexpr std::size_t opening_max = 64;  // connections that have shown no certificate yet
-constexpr std::uint64_t tick_ms = 50, pause_least_ms = 200, pause_most_ms = 10'000;
+constexpr std::uint64_t tick_ms = 50, pause_least_ms = 200;
+// With as much again by chance: a host that is back is found before who sends to it gives up, after 5 s.
+constexpr std::uint64_t pause_most_ms = 1'500;
 
 std::uint64_t random_number() {
   std::uint64_t number = 0;

@@ -265,7 +265,10 @@ HcaDesk::Step HcaDesk::post_prepared(HcaConnection& c) {
 // False: nobody there has answered for as long as all retries take; where it is not known that nobody will, not before patience_min_ns.
 bool HcaDesk::patient(HcaConnection& c) {
   Qp& qp = *c.qp;
-  if (qp.state != QpState::rts || (!engine_.busy(qp) && qp.send_ring.empty() && c.outstanding.empty())) return c.waiting_since_ns = 0, true;
+  // In SQD, too, what was begun ends; what was posted since waits for nobody's answer.
+  const bool begun = engine_.busy(qp) || !c.outstanding.empty();
+  const bool waits = qp.state == QpState::rts ? begun || !qp.send_ring.empty() : qp.state == QpState::sqd && begun;
+  if (!waits) return c.waiting_since_ns = 0, true;
   const std::uint64_t now = vmci::monotonic_ns(), timeout = engine::ack_timeout_ns(qp.attributes.timeout);
   if (c.waiting_since_ns == 0) c.waiting_since_ns = now;
   const std::uint64_t retries_ns = timeout * (qp.attributes.retry_cnt + 1u), patience_ns = c.closed_there ? retries_ns : std::max(retries_ns, patience_min_ns);
@@ -292,9 +295,8 @@ Progress HcaDesk::run(Qp& qp, engine::Budget& budget) {
   if (c.stage != Stage::bound || !c.sending || !c.allowed) {
     qp.far->blocked = true;
     if (!patient(c)) {
-      if (c.stage == Stage::stopped) c.closed_there = true, resolve(c, 0);
-      else if (engine_.take_send(qp) == engine::Requester<MediatedPorts>::Fetch::started) engine_.give_up(qp);
-      return Progress::worked;
+      if (c.stage == Stage::stopped) c.closed_there = true, resolve(c, 0), worked = true;
+      else if (engine_.busy(qp) || qp.state == QpState::rts) worked |= engine_.give_up_next(qp);
     }
     return worked ? Progress::worked : Progress::waiting;
   }
