@@ -97,6 +97,7 @@ class Fabric {
   std::uint64_t topology_generation = 1;
   std::uint64_t next_pd = 1;
   PendingJobs<MediatedPorts::Qp> jobs;
+  PendingJobs<MediatedPorts::Qp> waiting;  // who wants one of a worker that has no room
   std::vector<MachineStatus> machines;  // as the server said last
   hosts::Partitions partitions = config.partitions;  // as the subnet has them, or this host alone (pkeys.hpp)
   std::string host_name = config.remote.name;        // by which they know this host

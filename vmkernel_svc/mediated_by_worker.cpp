@@ -29,7 +29,70 @@ void for_each_part(const Region& region, std::uint64_t offset, std::uint64_t byt
   }
 }
 
+bool by_process(const Region& region, std::uint64_t offset, std::uint64_t bytes) {
+  bool found = false;
+  for_each_part(region, offset, bytes, [](std::byte*, std::uint64_t) {}, [&](std::uint64_t, std::uint64_t) { found = true; });
+  return found;
+}
+
 }  // namespace
+
+// A worker takes so many jobs at a time; who finds no room stands in line, and is called when there is some. Who comes is given none that
+// somebody waits for, unless it has waited itself, or holds what it has read.
+bool MediatedPorts::must_wait_for_room(Qp& qp, Guest* writer, Guest* reader) {
+  QpPort& port = qp.port;
+  const bool stands = port.waiting != 0, goes_first = stands || port.finished_job != nullptr;
+  Guest* const calls = port.called ? waited_for(qp) : nullptr;  // what it stood in is not its line any more
+  if (std::exchange(port.called, false) && calls != nullptr) --calls->called_for_room;
+  for (Guest* const guest : {writer, reader}) {
+    if (guest == nullptr || (guest->room_for_jobs() != 0 && (goes_first || guest->waiting_for_room.empty()))) continue;
+    if (stands && calls == nullptr && port.waits_for == guest->id) return true;
+    leave_line(qp);
+    port.waiting = fabric_.waiting.add(qp);
+    port.waits_for = guest->id;
+    auto& line = guest->waiting_for_room;
+    line.insert(goes_first ? line.begin() : line.end(), port.waiting);
+    constexpr std::size_t left_kept = 1024;  // numbers of those who have left
+    if (line.size() > 2 * fabric_.waiting.size() + left_kept) std::erase_if(line, [this](std::uint64_t number) { return fabric_.waiting.find(number) == nullptr; });
+    if (calls != nullptr && calls != guest) call_next(*calls);
+    return true;
+  }
+  leave_line(qp);
+  return false;
+}
+
+Guest* MediatedPorts::waited_for(const Qp& qp) const {
+  const auto guest = fabric_.guests.find(qp.port.waits_for.value);
+  return guest != fabric_.guests.end() ? guest->second.get() : nullptr;
+}
+
+void MediatedPorts::leave_line(Qp& qp) {
+  QpPort& port = qp.port;
+  if (port.waiting == 0) return;
+  fabric_.waiting.remove(std::exchange(port.waiting, 0));
+  Guest* const guest = std::exchange(port.called, false) ? waited_for(qp) : nullptr;
+  if (guest == nullptr) return;
+  --guest->called_for_room;
+  call_next(*guest);  // it does not come
+}
+
+void MediatedPorts::call_next(Guest& guest) {
+  auto& line = guest.waiting_for_room;
+  const std::size_t room = guest.room_for_jobs();
+  for (std::size_t left = line.size(); left != 0 && guest.called_for_room < room; --left) {
+    const std::uint64_t number = line.front();
+    line.pop_front();
+    Qp* const next = fabric_.waiting.find(number);
+    if (next == nullptr) continue;
+    if (next->port.owner != nullptr && next->port.owner->guest->frozen) {  // it does not come before its machine goes on
+      line.push_back(number);
+      continue;
+    }
+    next->port.called = true;
+    ++guest.called_for_room;
+    runner_.make_runnable(*next);
+  }
+}
 
 bool MediatedPorts::frozen(const Place& place) {
   if (place.kind != Place::Kind::registered) return false;
@@ -43,9 +106,6 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   QpPort& port = qp.port;
   if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
   if (frozen(to) || frozen(from)) return MemoryStatus::pending;  // what a job has brought waits, too
-  std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
-  port.job_sequence = 0;
-
   const auto reached = [&](const Place& place) {
     return place.kind == Place::Kind::registered ? fabric_.regions.reach(place.region, place.generation, place.address) : RegionTable::Reached{};
   };
@@ -53,6 +113,17 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   const auto [destination, destination_slot, destination_at] = reached(to);
   if (from.kind == Place::Kind::registered && source == nullptr) return MemoryStatus::source_fault;
   if (to.kind == Place::Kind::registered && destination == nullptr) return MemoryStatus::destination_fault;
+  // Nothing is read before there is room for what writes it.
+  const bool read_yet = port.finished_job != nullptr, written = read_yet && port.finished_job->kind == ProcessJob::Kind::write;
+  Guest* const writer = !written && destination != nullptr && by_process(*destination, destination_at, bytes) ? destination->guest : nullptr;
+  Guest* const reader = !read_yet && source != nullptr && by_process(*source, source_at, bytes) ? source->guest : nullptr;
+  const auto begins_nothing = [&](MemoryStatus status) {
+    if (writer != nullptr) call_next(*writer);
+    return status;
+  };
+  if (must_wait_for_room(qp, writer, reader)) return MemoryStatus::pending;
+  std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
+  port.job_sequence = 0;
 
   std::vector<std::byte> buffer;
   if (job && job->kind == ProcessJob::Kind::write) return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
@@ -69,7 +140,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     read->ranges = std::move(ranges);
     return submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
   }
-  if (job && !job->ok) return MemoryStatus::source_fault;
+  if (job && !job->ok) return begins_nothing(MemoryStatus::source_fault);
 
   // All of the source is at hand now: assemble it.
   buffer.resize(bytes);
@@ -82,7 +153,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for_each_part(*source, source_at, bytes,
                   [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
                   [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
-    if (access.failed()) return MemoryStatus::source_fault;
+    if (access.failed()) return begins_nothing(MemoryStatus::source_fault);
   }
 
   if (destination == nullptr) {
@@ -104,7 +175,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
                   write->buffer.insert(write->buffer.end(), at, at + part);
                   at += part;
                 });
-  if (lost) return MemoryStatus::destination_fault;
+  if (lost) return begins_nothing(MemoryStatus::destination_fault);
   if (write->ranges.empty()) return MemoryStatus::done;
   return submit(qp, to, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
@@ -113,6 +184,7 @@ bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint
   job->qpn = qp.qpn.value;
   job->slot = slot;
   job->generation = region.generation;
+  job->of = region.guest->id;
   job->shard = runner_.number();
   const std::uint64_t sequence = job->sequence = fabric_.jobs.add(qp);
   QpPort& port = qp.port;
@@ -121,6 +193,7 @@ bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint
   port.reached_by = {place.region, place.generation};
   if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
   region.job_begins();
+  ++region.guest->jobs;
   port.job_sequence = sequence;
   return true;
 }
@@ -170,6 +243,7 @@ std::uint64_t MediatedPorts::last_step_ns(Guest& guest, const RegionRef& window)
 
 void MediatedPorts::abandon(Qp& qp) {
   cut_off(qp);
+  leave_line(qp);
   qp.port.window_changed.reset();
   qp.port.window_since_ns = 0;
   qp.port.copied = 0;
@@ -191,7 +265,7 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
   }
   const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
   if (region == nullptr) return MemoryStatus::destination_fault;
-  if (region->frozen) return MemoryStatus::pending;
+  if (region->frozen || must_wait_for_room(qp, region->guest, nullptr)) return MemoryStatus::pending;
   const Piece& piece = region->piece_at(at);
   auto job = std::make_unique<ProcessJob>();
   job->kind = kind;

@@ -4,14 +4,17 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "vmci_channel/arch.hpp"
@@ -79,6 +82,7 @@ struct MemoryWindow {
   ProtectionDomain* pd;
   std::uint32_t slot;  // of its region, which says what it is bound to
   bool of_queue_pair;  // type 2
+  std::uint32_t bound_to = 0;  // the queue pair in whose bound_windows it stands, or stood
 };
 
 struct CompletionQueue {
@@ -141,6 +145,7 @@ struct QueuePair {
   std::uint32_t send_depth, receive_depth;  // what its CQs must have room for
   vmci::QueuePairView send_view, receive_view;
   std::uint32_t mcast_groups = 0;
+  std::unordered_set<std::uint32_t> bound_windows;  // slots of windows of type 2 that were bound to it, and to no other since
   Xrcd* xrcd = nullptr;  // of an XRC target, and of what completes for an XRC SRQ
   // Another handle of an XRC target: a queue pair that stands ready to be it.
   QueuePair* stands_for = nullptr;
@@ -260,6 +265,10 @@ struct Guest {
   bool submit(std::unique_ptr<ProcessJob> job) {
     return copier ? copier->submit(std::move(job)) : process.submit(std::move(job));
   }
+  std::size_t jobs = 0;  // that its worker has, or the sink
+  std::size_t room_for_jobs() const { return jobs_max - std::min(jobs_max, jobs); }
+  std::deque<std::uint64_t> waiting_for_room;  // Fabric::waiting
+  std::size_t called_for_room = 0;             // of whom so many have been called and have not come yet
   std::uint32_t take_doorbell() {
     if (free_doorbells.empty()) {
       by_doorbell.push_back(nullptr);
@@ -277,7 +286,7 @@ struct Guest {
   std::uint64_t protocol_errors = 0;
   bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
   std::uint64_t held_since_ns = 0;  // since when the request at the head waits; 0: it has not been tried
-  bool broken = false;  // its bytes made no sense: to be detached
+  bool broken = false;  // its bytes made no sense, or it has ended: it is asked for nothing any more, and is to be detached
   // Its machine stands still or is being saved: nothing of its memory, queues included, is read or written, and to its peers its
   // queue pairs are silent. Shard::freeze() and thaw() say so.
   bool frozen = false;

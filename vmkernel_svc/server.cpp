@@ -360,14 +360,17 @@ void Server::lost(const ConnectionPtr& connection) {
   stop_watching(connection->exited);
   connections_.erase(connection.get());
   if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
-  shard_->submit([this, connection](Shard& shard) {
+  const auto gone = [this, connection] {
+    if (!connection->machine) return;
+    boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
+  };
+  shard_->submit([connection, gone](Shard& shard) {
     const auto guest = shard.fabric().guests.find(connection->guest.load());
     if (guest != shard.fabric().guests.end()) {
       log::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
-      desk_->detach(*guest->second);
+      return shard.let_go(*guest->second, gone);
     }
-    if (!connection->machine) return;
-    boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
+    gone();
   });
 }
 

@@ -154,7 +154,7 @@ bool Shard::own_turn() {
 }
 
 bool Shard::must_be_alone() {
-  if (!tasks_.empty() || !apart_.empty() || !changing_windows_.empty()) return true;
+  if (!tasks_.empty() || !apart_.empty() || !changing_windows_.empty() || !leaving_.empty()) return true;
   const bool in_doubt = direct_ && direct_->in_doubt();
   if (!control_due_ && !in_doubt) return false;
   if (shards_.count() == 1) return true;
@@ -173,6 +173,7 @@ bool Shard::common_turn() {
   bool worked = run_tasks();
   unite();
   worked |= change_windows();
+  worked |= let_go_on();
   // After the queue pairs, so that what a guest posted before it asked has had its turn.
   worked |= serve_control();
   if (direct_ && direct_->in_doubt()) worked |= direct_->settle();
@@ -200,12 +201,15 @@ bool Shard::run_finished_jobs() {
       continue;
     }
     Qp* const qp = fabric_.jobs.find(job->sequence);
-    if (Shard* const now = qp != nullptr ? shards_.of(*qp) : this; now != this) {  // they have moved meanwhile
+    const auto guest = fabric_.guests.find(job->of.value);
+    Shard* const now = qp != nullptr ? shards_.of(*qp) : guest != fabric_.guests.end() ? &of(*guest->second) : this;
+    if (now != this) {  // they have moved meanwhile
       job->shard = now->number_;
       now->finished(job.release());
       continue;
     }
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) region->job_ends();
+    if (guest != fabric_.guests.end()) --guest->second->jobs, ports_.call_next(*guest->second);
     if (qp == nullptr) continue;  // given up
     // Its guest goes in a moment, and with it whoever waits for this: the peer of one that has ended is told so, and not of bad memory.
     if (job->gone) continue;
@@ -268,6 +272,22 @@ bool Shard::serve_control() {
   for (std::size_t i = 0; i < guests_.size(); ++i)
     if (guests_[i]->control_held && !guests_[i]->broken && !guests_[i]->frozen) worked |= desk_->serve(*guests_[i]);
   return worked;
+}
+
+void Shard::let_go(Guest& guest, std::function<void()> gone) {
+  guest.socket.reset();
+  guest.broken = true;
+  leaving_.emplace_back(guest.id, std::move(gone));
+}
+
+bool Shard::let_go_on() {
+  if (leaving_.empty()) return false;
+  auto [id, gone] = std::move(leaving_.front());
+  leaving_.pop_front();
+  const auto guest = fabric_.guests.find(id.value);
+  if (guest != fabric_.guests.end() && !desk_->detach(*guest->second, vmci::monotonic_ns() + ControlDesk::slice_ns)) leaving_.emplace_back(id, std::move(gone));
+  else gone();
+  return true;
 }
 
 // The guest is not looked at any more; the server finds its socket closed and takes it out of the world.
@@ -497,7 +517,7 @@ void Shard::thaw(Guest& guest) {
 // --- sleep ----------------------------------------------------------------------------------------------------
 
 bool Shard::anything_waiting() {
-  if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || !apart_.empty() || runnable_count_ != 0) return true;
+  if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || !apart_.empty() || !leaving_.empty() || runnable_count_ != 0) return true;
   if (far_ != nullptr && far_->anything_waiting()) return true;
   for (Guest* guest : guests_)
     if (!guest->broken && !guest->frozen && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;

@@ -11,9 +11,11 @@
 #include <atomic>
 #include <bitset>
 #include <boost/lockfree/queue.hpp>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "vmci_channel/backoff.hpp"
@@ -75,6 +77,9 @@ class Shard final : public Runner {
   Status add(Guest& guest);
   void remove(Guest& guest);
 
+  // The guest has ended. What it had goes piece by piece, others have their turns in between; then `gone` is told. The first shard's alone.
+  void let_go(Guest& guest, std::function<void()> gone);
+
   // The guest's machine stands still or is being saved (Guest::frozen), or goes on.
   void freeze(Guest& guest);
   void thaw(Guest& guest);
@@ -130,6 +135,7 @@ class Shard final : public Runner {
   bool run_timers();
   void handle_overruns();
   bool change_windows();
+  bool let_go_on();
   // The queue pair is not looked at any more, until somebody rings. False: it has something to do after all.
   bool park(RunList& list, Qp& qp);
   void take_out(Qp& qp);  // of its tenant's list
@@ -169,6 +175,7 @@ class Shard final : public Runner {
   std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
   std::vector<CompletionQueue*> overrun_;
   std::vector<std::uint32_t> changing_windows_;  // QPNs (change_window)
+  std::deque<std::pair<GuestId, std::function<void()>>> leaving_;
   vmci::Backoff backoff_;
   std::uint32_t patience_us_ = 0;  // of the waiting that comes
   std::uint64_t held_events_check_ns_ = 0;

@@ -4,6 +4,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "tests/conformance/verbs.hpp"
 
@@ -190,6 +192,41 @@ CONFORMANCE(AdviceIsCheckedAndBringsPages, "MR-22", .solo = true) {
   EXPECT_EQ(ibv_advise_mr(pd, IBV_ADVISE_MR_ADVICE_PREFETCH, IBV_ADVISE_MR_FLAG_FLUSH, all, 1), EFAULT);
   EXPECT_OK(ibv_dereg_mr(readable));
   EXPECT_OK(ibv_dereg_mr(mr));
+}
+
+// Where a worker reaches the memory, it is given so much at a time, and who finds no room waits; both ends' memory is reached so.
+CONFORMANCE(ManyQueuePairsReachOneProgramsMemoryAtOnce, "MR-26", .timeout_s = 120) {
+  constexpr std::size_t count = 700, bytes = 4096;
+  Device dev(run.settings);
+  need_on_demand(dev);
+  Pd pd(dev);
+  Cq cq(dev, 1024);
+  Buffer buffer(count * bytes);
+  const Mr mr(pd, buffer.data(), count * bytes, all_access | IBV_ACCESS_ON_DEMAND);
+  const Remote remote = run.peer.exchange(Remote{buffer.address(0), count * bytes, mr.p->rkey, 0});
+  std::vector<std::unique_ptr<Qp>> qps;
+  for (std::size_t i = 0; i < count; ++i) {
+    qps.push_back(std::make_unique<Qp>(pd, cq, cq, QpSpec{.send_wr = 1, .recv_wr = 1}));
+    to_init(dev, *qps.back());
+    bring_up(dev, *qps.back(), run.peer.exchange(address_of(dev, *qps.back())));
+  }
+  for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ}) {
+    const Note note("opcode ", static_cast<int>(opcode));
+    const bool from_a = opcode == IBV_WR_RDMA_WRITE;
+    std::vector<std::byte> wanted(count * bytes);
+    fill_pattern(wanted, run.seed + static_cast<unsigned>(opcode));
+    std::memset(buffer.data(), 0, count * bytes);
+    if (run.a() == from_a) std::memcpy(buffer.data(), wanted.data(), wanted.size());
+    run.peer.barrier();
+    if (run.a()) {
+      for (std::size_t i = 0; i < count; ++i)
+        EXPECT_OK(post(*qps[i], Send{.opcode = opcode, .id = i, .sges = {{buffer.address(i * bytes), bytes, mr.p->lkey}}, .remote_address = remote.address + i * bytes, .rkey = remote.rkey}));
+      for (std::size_t i = 0; i < count; ++i) EXPECT_EQ(cq.next().status, IBV_WC_SUCCESS);
+    }
+    run.peer.barrier();
+    if (run.a() != from_a) expect_bytes({buffer.data(), count * bytes}, wanted, "copied");
+    run.peer.barrier();
+  }
 }
 
 }  // namespace vrdma::conformance

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <span>
 
 #include "vmkernel_svc/engine/qp_state.hpp"
@@ -25,7 +26,10 @@ class ControlDesk {
   // A new guest; the descriptors to send along with the reply are appended to `descriptors` (owned by the guest or by `keep`).
   Result<control::AttachReply> attach(const control::AttachRequest& request, AttachInfo info, int service_page_fd,
                                       std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep);
-  void detach(Guest& guest);
+  // Takes the guest and what it has out of the world, until that time at most. False: some of it is left.
+  bool detach(Guest& guest, std::uint64_t until_ns);
+  void detach(Guest& guest) { detach(guest, ~std::uint64_t{0}); }
+  static constexpr std::uint64_t slice_ns = 1'000'000;  // of what takes everybody's time
   control::CountersReply traffic_of(const Guest& guest) const;  // of its queue pairs, also those that are gone
 
   // There is memory for what such a request makes, if it makes something that stays.
@@ -71,12 +75,15 @@ class ControlDesk {
   void destroy(Guest& guest, MemoryWindow& window);
   // waiting_since_ns: since when the caller has been told EINPROGRESS; 0: it has not.
   bool must_wait_for_worker(Guest& guest, std::uint32_t slot, std::uint64_t waiting_since_ns);
-  Result<control::Empty> bind(Guest& guest, const QueuePair& qp, const control::BindMwRequest& request, std::uint64_t waiting_since_ns);
+  Result<control::Empty> bind(Guest& guest, QueuePair& qp, const control::BindMwRequest& request, std::uint64_t waiting_since_ns);
   Result<control::Empty> invalidate(Guest& guest, const QueuePair& qp, Key key, std::uint64_t waiting_since_ns);
   // Memory windows of a queue pair that goes, or is reset.
   void unbind_windows(QueuePair& qp);
+  void leave_queue_pair(const MemoryWindow& window);
   bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
-  Status close_context(Guest& guest, std::uint32_t context);
+  // Destroys what a guest has, or has in one context, until that time at most. False: some of it is left.
+  bool empty(Guest& guest, std::optional<std::uint32_t> context, std::uint64_t until_ns);
+  void forget_context(Guest& guest, std::uint32_t context);
   engine::PortLimits limits_of(const Guest& guest) const;
   Result<std::uint64_t> carve(Guest& guest, std::uint64_t bytes);
   void uncarve(Guest& guest, std::uint64_t offset);

@@ -143,9 +143,10 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   return reply;
 }
 
-void ControlDesk::detach(Guest& guest) {
+bool ControlDesk::detach(Guest& guest, std::uint64_t until_ns) {
   VRDMA_CRASH_POINT("service.detach.begun");
-  while (!guest.contexts.empty()) close_context(guest, guest.contexts.begin()->first);
+  if (!empty(guest, std::nullopt, until_ns)) return false;
+  while (!guest.contexts.empty()) forget_context(guest, guest.contexts.begin()->first);
   VRDMA_CRASH_POINT("service.detach.contexts_closed");
   shard_.direct().forget(guest);
   fabric_.vmci.leave(guest);
@@ -168,6 +169,7 @@ void ControlDesk::detach(Guest& guest) {
   fabric_.lids.give_back(guest.lid);
   ++fabric_.topology_generation;
   fabric_.guests.erase(guest.id.value);
+  return true;
 }
 
 // --- contexts, channels, protection domains -------------------------------------------------------------------
@@ -261,37 +263,40 @@ template <>
 Result<Empty> ControlDesk::on<Request::close_context>(Guest& guest, const HandleRequest& request) {
   for (auto& [handle, qp] : guest.qps)
     if (qp->context == request.handle && !shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
-  const auto closed = close_context(guest, request.handle);
-  if (!closed) return closed.error();
+  if (find(guest.contexts, request.handle) == nullptr) return Errno{EINVAL};
+  if (!empty(guest, request.handle, vmci::monotonic_ns() + slice_ns)) return Errno{EINPROGRESS};
+  forget_context(guest, request.handle);
   return Empty{};
 }
 
-Status ControlDesk::close_context(Guest& guest, std::uint32_t context) {
-  if (find(guest.contexts, context) == nullptr) return Errno{EINVAL};
-  const auto of_context = [context](auto& table) {
-    std::vector<std::uint32_t> handles;
-    for (auto& [handle, object] : table)
-      if (object->context == context) handles.push_back(handle);
-    return handles;
+bool ControlDesk::empty(Guest& guest, std::optional<std::uint32_t> context, std::uint64_t until_ns) {
+  // Some at a time: what is destroyed may take others with it.
+  const auto drop = [&](auto& table, const auto& context_of, const auto& destroy) {
+    constexpr std::size_t at_once = 32;
+    for (;;) {
+      std::vector<std::uint32_t> handles;
+      for (auto at = table.begin(); at != table.end() && handles.size() < at_once; ++at)
+        if (!context || context_of(at->second) == *context) handles.push_back(at->first);
+      if (handles.empty()) return true;
+      for (const std::uint32_t handle : handles)
+        if (const auto found = table.find(handle); found != table.end()) destroy(found);
+      if (vmci::monotonic_ns() >= until_ns) return false;
+    }
   };
-  for (const auto handle : of_context(guest.qps)) destroy(guest, *guest.qps[handle]);
-  for (const auto handle : of_context(guest.srqs)) destroy(guest, *guest.srqs[handle]);
-  for (const auto handle : of_context(guest.xrcds)) destroy(guest, *guest.xrcds[handle]);
-  for (const auto handle : of_context(guest.cqs)) destroy(guest, *guest.cqs[handle]);
-  for (const auto handle : of_context(guest.mws)) destroy(guest, *guest.mws[handle]);
-  std::vector<std::uint32_t> regions;
-  for (const auto& [handle, slot] : guest.mrs) {
-    const std::uint64_t number = fabric_.regions.slot(slot).pd;
-    for (auto& [pd_handle, pd] : guest.pds)
-      if (pd->number == number && pd->context == context) regions.push_back(handle);
-  }
-  for (const auto handle : regions) destroy_region(guest, handle, true);
-  for (const auto handle : of_context(guest.pds)) guest.pds.erase(handle), --guest.tenant->objects;
-  for (const auto handle : of_context(guest.channels)) forget_channel(guest, handle);
+  const auto its_own = [](const auto& object) { return object->context; };
+  const auto object = [&](const auto& found) { destroy(guest, *found->second); };
+  const auto region = [&](const auto& found) { destroy_region(guest, found->first, true); };
+  const auto domain = [&](const auto& found) { guest.pds.erase(found), --guest.tenant->objects; };
+  const auto channel = [&](const auto& found) { forget_channel(guest, found->first); };
+  const auto of_domain = [&](std::uint32_t slot) { return fabric_.regions.slot(slot).domain->context; };
+  return drop(guest.qps, its_own, object) && drop(guest.srqs, its_own, object) && drop(guest.xrcds, its_own, object) && drop(guest.cqs, its_own, object) &&
+         drop(guest.mws, its_own, object) && drop(guest.mrs, of_domain, region) && drop(guest.pds, its_own, domain) && drop(guest.channels, its_own, channel);
+}
+
+void ControlDesk::forget_context(Guest& guest, std::uint32_t context) {
   guest.contexts.erase(context);
   --guest.tenant->objects;
   guest.give_pipe();
-  return ok();
 }
 
 template <>

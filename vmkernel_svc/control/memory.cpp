@@ -209,6 +209,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   std::uint32_t slot;
   Region& region = fabric_.regions.add(slot);
   region.pd = pd->number;
+  region.domain = pd;
   region.guest = &guest;
   region.access = request.access;
   region.iova = request.iova;
@@ -225,12 +226,6 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
 }
 
 namespace {
-ProtectionDomain* pd_by_number(Guest& guest, std::uint64_t number) {
-  for (auto& [handle, pd] : guest.pds)
-    if (pd->number == number) return pd.get();
-  return nullptr;
-}
-
 HcaDesk::Forgotten forget_at_hca(Fabric& fabric, std::uint32_t slot) {
   HcaDesk* const hca = fabric.far != nullptr ? fabric.far->hca() : nullptr;
   return hca != nullptr ? hca->forget_region(slot) : HcaDesk::Forgotten::yes;
@@ -251,8 +246,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if (const auto forgotten = forget_at_hca(fabric_, found->second); forgotten == HcaDesk::Forgotten::held || (forgotten == HcaDesk::Forgotten::known && may_wait(guest)))
     return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
-  ProtectionDomain* const before = pd_by_number(guest, region.pd);
-  if (((request.flags & change_pd) && (pd == nullptr || before == nullptr || pd->context != before->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
+  if (((request.flags & change_pd) && (pd == nullptr || pd->context != region.domain->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
     return guest.staged.clear(), Errno{EINVAL};
   if (request.flags & change_translation) {
     if (request.bytes == 0 || request.bytes > bytes_max(region.access) || !staged_ok(guest, region.access) || request.address + request.bytes < request.address ||
@@ -272,8 +266,9 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
     region.bytes = request.bytes;
   }
   if (request.flags & change_pd) {
-    --before->users;
+    --region.domain->users;
     ++pd->users;
+    region.domain = pd;
     region.pd = pd->number;
   }
   if (request.flags & change_access) region.access = request.access;
@@ -293,7 +288,7 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   shard_.direct().deregistering(guest, region);
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
-  if (ProtectionDomain* const pd = pd_by_number(guest, region.pd)) --pd->users;
+  --region.domain->users;
   guest.tenant->registered_bytes -= region.bytes_held();
   --guest.tenant->objects;
   fabric_.regions.remove(found->second);

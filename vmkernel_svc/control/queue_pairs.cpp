@@ -222,7 +222,9 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   fabric_.by_qpn.erase(qp.core.qpn.value);
   for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
     auto& members = group->second;
-    guest.tenant->memberships -= static_cast<std::uint32_t>(std::erase(members, &qp));
+    const auto left = static_cast<std::uint32_t>(std::erase(members, &qp));
+    qp.mcast_groups -= left;
+    guest.tenant->memberships -= left;
     if (members.empty() && fabric_.far != nullptr) fabric_.far->groups().left(group->first);
     group = members.empty() ? fabric_.multicast.erase(group) : std::next(group);
   }

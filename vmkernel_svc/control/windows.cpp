@@ -48,7 +48,13 @@ bool ControlDesk::must_wait_for_worker(Guest& guest, std::uint32_t slot, std::ui
   return shard_.ports().last_step_ns(guest, window) != 0 && may_wait_on(waiting_since_ns, MediatedPorts::last_step_max_ns);
 }
 
+// Of whatever queue pair it was.
+void ControlDesk::leave_queue_pair(const MemoryWindow& window) {
+  if (const auto qp = fabric_.by_qpn.find(window.bound_to); qp != fabric_.by_qpn.end()) qp->second->bound_windows.erase(window.slot);
+}
+
 void ControlDesk::destroy(Guest& guest, MemoryWindow& window) {
+  leave_queue_pair(window);
   fabric_.regions.remove(window.slot);
   --window.pd->users;
   --guest.tenant->objects;
@@ -64,7 +70,7 @@ Result<Empty> ControlDesk::on<Request::dealloc_mw>(Guest& guest, const HandleReq
   return Empty{};
 }
 
-Result<Empty> ControlDesk::bind(Guest& guest, const QueuePair& qp, const BindMwRequest& request, std::uint64_t waiting_since_ns) {
+Result<Empty> ControlDesk::bind(Guest& guest, QueuePair& qp, const BindMwRequest& request, std::uint64_t waiting_since_ns) {
   MemoryWindow* const window = find(guest.mws, request.mw);
   if (window == nullptr || qp.pd != window->pd || !may_bind(qp)) return Errno{EINVAL};
   Region& bound = fabric_.regions.slot(window->slot);
@@ -86,12 +92,16 @@ Result<Empty> ControlDesk::bind(Guest& guest, const QueuePair& qp, const BindMwR
   if (request.address < region.iova || offset > region.bytes || request.bytes > region.bytes - offset) return Errno{EFAULT};
   fabric_.regions.bind_window(window->slot, Key{request.key}, rights, (request.access & zero_based) != 0 ? 0 : request.address, request.bytes, mr->second,
                               offset, window->of_queue_pair ? qp.core.qpn.value : 0);
+  if (!window->of_queue_pair) return Empty{};
+  if (window->bound_to != qp.core.qpn.value) leave_queue_pair(*window);
+  window->bound_to = qp.core.qpn.value;
+  qp.bound_windows.insert(window->slot);
   return Empty{};
 }
 
 template <>
 Result<Empty> ControlDesk::on<Request::bind_mw>(Guest& guest, const BindMwRequest& request) {
-  const QueuePair* const qp = find(guest.qps, request.qp);
+  QueuePair* const qp = find(guest.qps, request.qp);
   return qp != nullptr ? bind(guest, *qp, request, guest.held_since_ns) : Errno{EINVAL};
 }
 
@@ -125,8 +135,8 @@ std::optional<WcStatus> ControlDesk::change_window(QueuePair& qp) {
 }
 
 void ControlDesk::unbind_windows(QueuePair& qp) {
-  for (auto& [handle, window] : qp.guest->mws)
-    if (Region& region = fabric_.regions.slot(window->slot); window->of_queue_pair && region.window_qpn == qp.core.qpn.value) fabric_.regions.unbind_window(region);
+  for (const std::uint32_t slot : std::exchange(qp.bound_windows, {}))
+    if (Region& region = fabric_.regions.slot(slot); region.window_qpn == qp.core.qpn.value) fabric_.regions.unbind_window(region);
 }
 
 }  // namespace vrdma::svc

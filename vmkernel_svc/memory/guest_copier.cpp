@@ -14,8 +14,6 @@ namespace vrdma::svc {
 using namespace copying;
 
 namespace {
-constexpr std::size_t copier_jobs_max = 4096;
-
 Kind kind_of(const ProcessJob& job) {
   switch (job.kind) {
     case ProcessJob::Kind::read: return Kind::read;
@@ -48,7 +46,7 @@ GuestCopier::GuestCopier(vmci::Segment segment, vmci::UniqueFd wake, std::uint32
 }
 
 bool GuestCopier::submit(std::unique_ptr<ProcessJob> job) {
-  if (waiting_.size() + underway_.size() >= copier_jobs_max) return false;
+  if (waiting_.size() + underway_.size() >= jobs_max) return false;
   waiting_.push_back({std::move(job)});
   give();
   return true;

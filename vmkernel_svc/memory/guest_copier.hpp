@@ -26,7 +26,7 @@ class GuestCopier {
   // In a segment that a virtual machine lends. wake: the write end of a pipe; what comes out of it wakes the machine's thread.
   static std::unique_ptr<GuestCopier> over(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink);
 
-  // Takes ownership of the job until the sink has it back. False: too many wait already.
+  // Takes ownership of the job until the sink has it back. False: no room.
   bool submit(std::unique_ptr<ProcessJob> job);
   // Looks at the answers. False: the guest does not keep to the protocol.
   bool collect();

@@ -19,7 +19,6 @@ namespace vrdma::svc {
 
 namespace {
 
-constexpr std::size_t jobs_max = 4096;
 using vmci::ordered_tail_bytes;
 
 // A write that is refused where a read is not: the guest's library has just frozen the page, to move it, and the kernel does not
@@ -82,7 +81,7 @@ struct ProcessMemory::Worker {
   JobSink* sink = nullptr;
   std::shared_ptr<Workers> workers;
   // The shard pushes, the worker pops.
-  boost::lockfree::spsc_queue<ProcessJob*, boost::lockfree::capacity<jobs_max>> jobs;
+  boost::lockfree::spsc_queue<ProcessJob*, boost::lockfree::capacity<jobs_max + 1>> jobs;  // and the probe
   std::atomic<bool> sleeping{false};
   std::atomic<bool> closing{false};
   std::counting_semaphore<> wake{0};

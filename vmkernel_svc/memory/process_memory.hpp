@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "vmci_channel/unique_fd.hpp"
+#include "vrdma/ids.hpp"
 #include "vrdma/result.hpp"
 
 namespace vrdma::svc {
@@ -70,12 +71,16 @@ struct ProcessJob {
   // What the sink does with it in place of telling a queue pair. Destroyed by a worker where the guest goes first.
   std::function<void(const ProcessJob&)> then;
   // For the submitter.
+  GuestId of{};                      // whose memory it is
   std::uint32_t shard = 0;           // whose job it is
   std::uint32_t qpn = 0;
   std::uint64_t sequence = 0;
   std::uint32_t slot = 0;            // region whose bytes are touched, and …
   std::uint64_t generation = 0;      // … its generation
 };
+
+// That one guest's worker is given, and that have not been taken back from the sink: each holds up to a slice of bytes.
+inline constexpr std::size_t jobs_max = 256;
 
 // Where finished jobs go: called by workers, from any thread.
 class JobSink {
@@ -109,7 +114,7 @@ class ProcessMemory {
   void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers);
   // Whether the memory could be opened. Whose it is, a read of it must show: pids of another namespace name others.
   bool opened() const;
-  // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable.
+  // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable, or no room.
   bool submit(std::unique_ptr<ProcessJob> job);
   // No more jobs; the worker leaves after the one in hand (which may block until the guest dies: never waited for).
   void close();

@@ -129,6 +129,7 @@ TEST_CASE("two workers of one tenant are atomic with each other on a word that b
       job->kind = ProcessJob::Kind::fetch_and_add;
       job->operand = 1;
       job->ranges = {{reinterpret_cast<std::uintptr_t>(&word), sizeof(word)}};
+      REQUIRE(eventually([&, given = memories * i] { return given - sink.came < static_cast<int>(jobs_max); }));
       REQUIRE(memory.submit(std::move(job)));
     }
   }

@@ -18,6 +18,7 @@
 namespace vrdma::svc {
 
 struct Guest;
+struct ProtectionDomain;
 
 struct Piece {
   std::uint64_t offset;       // from the region's start
@@ -46,6 +47,7 @@ struct alignas(64) Region {
   std::uint64_t bytes_held() const { return on_demand(access) ? 0 : bytes; }
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
   std::vector<Piece> pieces;
+  ProtectionDomain* domain = nullptr;  // that of the number above; not a window's
 
   // A memory window has no pieces: it is bound to a part of another region of its guest's, or to nothing.
   static constexpr std::uint32_t is_window = 1u << 31;  // in `access`, where no guest puts it
