@@ -252,6 +252,8 @@ struct Qp {
   SpinLock send_lock;
   std::atomic<bool> taken_up{false};  // somebody who polls carries out what is in the send queue
   SpinLock receive_lock;
+  // Modifies of ibv_qp.state, by which a query knows whether its answer may be older. All three are read under either lock and written under both.
+  std::uint32_t modifies_begun = 0, modifies_ended = 0;
   SendQueue send;
   ReceiveQueue receive;
   Lane send_lane;

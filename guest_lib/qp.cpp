@@ -184,12 +184,11 @@ ibv_qp_attr from_wire(const QpAttributes& from, const ibv_qp_cap& caps) {
   return to;
 }
 
-// A data verb of another thread sees either the old state or the new one, and never posts behind a RESET.
-void set_state(Qp& qp, ibv_qp_state state) {
-  std::lock_guard sends(qp.send_lock);
-  std::lock_guard receives(qp.receive_lock);
-  qp.base().state = state;
-}
+// The state is written under it: a data verb of another thread sees either the old one or the new one, and never posts behind a RESET.
+struct StateLock {
+  explicit StateLock(Qp& qp) : sends(qp.send_lock), receives(qp.receive_lock) {}
+  std::lock_guard<SpinLock> sends, receives;
+};
 
 // What the queue pair is made of: of an XRC target its domain's, whatever the application sees in its fields.
 struct Parts {
@@ -213,41 +212,49 @@ Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
   request.qp = qp.base().handle;
   request.mask = static_cast<std::uint32_t>(mask);
   request.attributes = to_wire(attributes);
-  const bool to_reset = (mask & IBV_QP_STATE) != 0 && attributes.qp_state == IBV_QPS_RESET;
-  const ibv_qp_state before = qp.base().state;
-  if (to_reset) {
-    if (qp.liveness->gone()) return Errno{EIO};
-    set_state(qp, IBV_QPS_RESET);  // from here on nothing is posted
-    request.receive_position = qp.base().srq != nullptr ? 0 : qp.receive.writer().position();
-  }
-  if ((mask & IBV_QP_STATE) != 0) {
-    std::lock_guard sends(qp.send_lock);
+  const bool of_state = (mask & IBV_QP_STATE) != 0;
+  const bool to_reset = of_state && attributes.qp_state == IBV_QPS_RESET;
+  ibv_qp_state& state = qp.base().state;
+  ibv_qp_state before{};
+  if (to_reset && qp.liveness->gone()) return Errno{EIO};
+  if (of_state) {
+    const StateLock lock(qp);
+    ++qp.modifies_begun;
+    before = state;
     request.send_position = qp.send.writer().position();
+    if (to_reset) {
+      state = IBV_QPS_RESET;  // from here on nothing is posted
+      request.receive_position = qp.base().srq != nullptr ? 0 : qp.receive.writer().position();
+    }
   }
   VRDMA_CRASH_POINT("guest.modify_qp.before_request");
   auto reply = qp.attachment->call<control::Request::modify_qp>(request);
   VRDMA_CRASH_POINT("guest.modify_qp.answered");
-  if (!reply) {
-    if (to_reset) set_state(qp, before);
-    return reply.error();
+  if (reply && to_reset) drop_completions(qp);
+  if (of_state) {
+    const StateLock lock(qp);
+    ++qp.modifies_ended;
+    if (reply) state = static_cast<ibv_qp_state>(reply->state);
+    else if (to_reset) state = before;
+    if (reply && to_reset) {
+      qp.send.forget_all();
+      qp.receive.forget_all();
+    }
   }
-  if (to_reset) {
-    drop_completions(qp);
-    std::lock_guard sends(qp.send_lock);
-    std::lock_guard receives(qp.receive_lock);
-    qp.send.forget_all();
-    qp.receive.forget_all();
-  } else if (mask & IBV_QP_STATE) {
-    set_state(qp, static_cast<ibv_qp_state>(reply->state));
-  }
+  if (!reply) return reply.error();
   return ok();
 }
 
 Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
+  const std::uint32_t modifies = (StateLock(qp), qp.modifies_ended);
   auto reply = qp.attachment->call<control::Request::query_qp>({qp.base().handle, 0});
   if (!reply) return reply.error();
   attributes = from_wire(reply->attributes, qp.caps);
-  set_state(qp, attributes.qp_state);
+  {
+    const StateLock lock(qp);
+    // Beside a modify of another thread nobody knows which of the two answers is the later one, and the modify's counts.
+    if (qp.modifies_begun == modifies) qp.base().state = attributes.qp_state;
+  }
   if (init != nullptr) {
     const ibv_qp& verbs = qp.base();
     *init = {verbs.qp_context, verbs.send_cq, verbs.recv_cq, verbs.srq, qp.caps, verbs.qp_type, qp.sq_sig_all};

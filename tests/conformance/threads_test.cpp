@@ -146,6 +146,51 @@ CONFORMANCE(PollCqFromManyThreadsGivesEachCompletionOnce, "THR-02 THR-04", .time
   run.peer.barrier();
 }
 
+CONFORMANCE(QueriesBesideAModifyDoNotBringAnOldStateBack, "THR-05", .solo = true, .timeout_s = 120) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 64);
+  Region region(pd, 4096);
+  Qp qp(pd, cq, cq);
+  const auto write = [&](std::uint64_t id) {
+    return Send{.opcode = IBV_WR_RDMA_WRITE, .id = id, .sges = {region.sge(0, 8)}, .remote_address = region.buffer.address(64), .rkey = region.mr.p->rkey};
+  };
+  std::atomic<bool> stop{false};
+  Threads threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.start([&] {
+      while (!stop.load()) {
+        ibv_qp_attr attr{};
+        ibv_qp_init_attr init{};
+        EXPECT_OK(ibv_query_qp(qp, &attr, IBV_QP_STATE, &init));
+      }
+    });
+  }
+  for (std::uint64_t i = 0; i < 5000; ++i) {
+    const Note note("cycle ", i);
+    to_init(dev, qp);
+    to_rtr(dev, qp, address_of(dev, qp));  // itself
+    to_rts(dev, qp);
+    EXPECT_OK(post(qp, write(i)));
+    cq.expect(i);  // and nothing that was posted in RESET
+    qp.set_state(IBV_QPS_RESET);
+    EXPECT_ERRNO(post(qp, write(1'000'000 + i)), EINVAL);
+    EXPECT_ERRNO(post(qp, Recv{i, {region.sge(0, 8)}}), EINVAL);
+  }
+  stop = true;
+  threads.join();
+  // What the service alone knows of still comes by a query: its peer's number is nobody's, and the write fails.
+  Address nobody = address_of(dev, qp);
+  Qp gone(pd, cq, cq);
+  nobody.qpn = gone.p->qp_num;
+  gone.destroy();
+  bring_up(dev, qp, nobody, {.timeout = 8, .retry_count = 1});
+  EXPECT_OK(post(qp, write(1)));
+  cq.expect(1, IBV_WC_RETRY_EXC_ERR);
+  qp.wait_state(IBV_QPS_ERR);
+  EXPECT_EQ(qp.p->state, IBV_QPS_ERR);
+}
+
 CONFORMANCE(PostingGoesOnWhileOtherQpsComeAndGo, "THR-03", .timeout_s = 120) {
   Link link(run);
   std::atomic<bool> stop{false};
