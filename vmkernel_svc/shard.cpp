@@ -149,7 +149,6 @@ bool Shard::own_turn() {
     if (direct_->watching() && counters_.turns % turns_between_looks == 0) direct_->look(vmci::monotonic_ns());
     direct_->give_inboxes();
   }
-  if (!overrun_.empty()) handle_overruns();
   return worked;
 }
 
@@ -360,14 +359,6 @@ bool Shard::run_timers() {
   return worked;
 }
 
-void Shard::handle_overruns() {
-  std::vector<CompletionQueue*> overrun = std::exchange(overrun_, {});
-  for (CompletionQueue* cq : overrun) {
-    raise_async(*cq->guest, cq->context, static_cast<std::uint32_t>(engine::AsyncEvent::cq_err), cq->handle);
-    for (QueuePair* user : cq->users) engine_.fail(user->core, engine::AsyncEvent::qp_fatal);
-  }
-}
-
 void Shard::change_window(Qp& qp) { changing_windows_.push_back(qp.qpn.value); }
 
 // Alone.
@@ -390,11 +381,7 @@ bool Shard::change_windows() {
   return !changing.empty();
 }
 
-void Shard::forget(CompletionQueue& cq) {
-  Shard& shard = of(*cq.guest);
-  shard.ports_.announce();
-  std::erase(shard.overrun_, &cq);
-}
+void Shard::forget(CompletionQueue& cq) { of(*cq.guest).ports_.announce(); }
 
 // --- run lists ------------------------------------------------------------------------------------------------
 
@@ -467,7 +454,10 @@ void Shard::take_timer(Qp& qp, std::uint64_t at_ns) {
 void Shard::overran(CompletionQueue& cq) {
   if (cq.overrun) return;
   cq.overrun = true;
-  overrun_.push_back(&cq);
+  ports_.announce();  // who is told of it finds what had room
+  raise_async(*cq.guest, cq.context, static_cast<std::uint32_t>(engine::AsyncEvent::cq_err), cq.handle);
+  // At once: in a moment the sender of what could not be received, say, is in ERR for that, and would not be told of this.
+  for (QueuePair* const user : cq.users) engine_.fail(user->core, engine::AsyncEvent::qp_fatal);
 }
 
 bool Shard::owns_inbox(QueuePair& qp) { return direct_->take_inbox(qp); }

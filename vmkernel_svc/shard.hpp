@@ -92,7 +92,7 @@ class Shard final : public Runner {
   void bring_together(Qp& sender, QueuePair& receiver) override;
   // Before a queue pair goes: no list, timer or job knows it any more.
   void forget(Qp& qp);
-  // Before a CQ goes: nobody announces what is in it any more, and an overrun that was not handled yet is nobody's.
+  // Before a CQ goes: nobody announces what is in it any more.
   void forget(CompletionQueue& cq);
 
   struct Counters {
@@ -133,7 +133,6 @@ class Shard final : public Runner {
   bool run_queue_pairs();
   bool run_list(RunList& list);
   bool run_timers();
-  void handle_overruns();
   bool change_windows();
   bool let_go_on();
   // The queue pair is not looked at any more, until somebody rings. False: it has something to do after all.
@@ -173,7 +172,6 @@ class Shard final : public Runner {
   std::vector<RunList> lists_;
   std::size_t runnable_count_ = 0;
   std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
-  std::vector<CompletionQueue*> overrun_;
   std::vector<std::uint32_t> changing_windows_;  // QPNs (change_window)
   std::deque<std::pair<GuestId, std::function<void()>>> leaving_;
   vmci::Backoff backoff_;

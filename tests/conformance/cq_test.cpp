@@ -1,8 +1,11 @@
 // Completion queues and channels: size, overflow, arming.
 #include <fcntl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "tests/conformance/verbs.hpp"
 
@@ -80,6 +83,73 @@ CONFORMANCE(AFullCqRaisesCqErrAndStopsItsQps, "CQ-05 ASY-01 ERR-12") {
     while (dev.take_event(event)) ibv_ack_async_event(&event);  // QP_FATAL of the QP is allowed
   }
   run.peer.barrier();
+}
+
+CONFORMANCE(AFullCqEndsEachOfItsQpsWithQpFatalOnce, "CQ-13", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Region region(pd, 4096);
+  enum class By { success, error, flush, receive };
+  for (const By by : {By::success, By::error, By::flush, By::receive}) {
+    const Note note("what finds it full: ", by);
+    Cq small(dev, 4);
+    const std::uint32_t room = static_cast<std::uint32_t>(small.p->cqe);
+    if (room > 4096) skip("the smallest CQ is too large to fill");
+    Cq large(dev, static_cast<int>(4 * room + 64));
+    const QpSpec deep{.send_wr = room + 8, .recv_wr = room + 8};
+    // Of each kind that there is: both of its queues complete there, or one of them; one has nothing to do with it; one is in ERR before.
+    Qp both(pd, small, small, deep);
+    Qp sender(pd, small, large, deep);
+    Qp receiver(pd, large, small, deep);
+    Qp idle(pd, small, small);
+    Qp in_init(pd, large, small);
+    Qp stranger(pd, large, large);
+    Qp failed(pd, small, small, deep);
+    bring_up(dev, both, address_of(dev, receiver));  // who cannot receive, and who is told so: both have queues in that CQ
+    bring_up(dev, receiver, address_of(dev, both));
+    for (Qp* qp : {&sender, &idle, &stranger}) bring_up(dev, *qp, address_of(dev, *qp));  // to itself
+    to_init(dev, in_init);
+    to_init(dev, failed);
+    failed.set_state(IBV_QPS_ERR);
+    const std::vector<ibv_qp*> affected{both, sender, receiver, idle, in_init};
+
+    const auto write = [&](std::uint64_t id) {
+      return Send{.opcode = IBV_WR_RDMA_WRITE, .id = id, .sges = {region.sge(0, 8)}, .remote_address = region.buffer.address(64), .rkey = region.mr.p->rkey};
+    };
+    if (by == By::receive) {
+      for (std::uint64_t i = 0; i < room + 4; ++i) EXPECT_OK(post(receiver, Recv{i, {region.sge(0, 8)}}));
+      for (std::uint64_t i = 0; i < room + 4; ++i) EXPECT_OK(post(both, Send{.id = i, .sges = {region.sge(64, 8)}, .flags = 0}));
+    } else if (by == By::flush) {  // of one that is in ERR already, and so is not told
+      for (std::uint64_t i = 0; i < room + 1; ++i) EXPECT_OK(post(failed, Recv{i, {region.sge(0, 8)}}));
+    } else {
+      for (std::uint64_t i = 0; i < room; ++i) EXPECT_OK(post(sender, write(i)));
+      Send last = write(room);
+      if (by == By::error) last.sges[0].lkey ^= 0x40;
+      EXPECT_OK(post(sender, last));
+      if (by == By::success) EXPECT_OK(post(both, write(0)));  // two meet the full CQ
+    }
+
+    bool cq_err = false;
+    std::vector<ibv_qp*> told;
+    wait_until("CQ_ERR, and QP_FATAL of each QP", [&] {
+      ibv_async_event event{};
+      while (dev.take_event(event)) {
+        ibv_ack_async_event(&event);
+        if (event.event_type == IBV_EVENT_CQ_ERR) {
+          EXPECT(event.element.cq == small.p);
+          EXPECT(!std::exchange(cq_err, true));
+        } else if (event.event_type == IBV_EVENT_QP_FATAL) {
+          EXPECT_EQ(std::count(affected.begin(), affected.end(), event.element.qp), 1);
+          EXPECT_EQ(std::count(told.begin(), told.end(), event.element.qp), 0);
+          told.push_back(event.element.qp);
+        }
+      }
+      return cq_err && told.size() == affected.size();
+    });
+    for (const Qp* qp : {&both, &sender, &receiver, &idle, &in_init, &failed}) EXPECT_EQ(qp->state(), IBV_QPS_ERR);
+    EXPECT_EQ(stranger.state(), IBV_QPS_RTS);
+    dev.expect_no_event();
+  }
 }
 
 CONFORMANCE(ResizingACqKeepsItsCompletions, "CQ-06") {

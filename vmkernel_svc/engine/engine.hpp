@@ -136,9 +136,10 @@ class Engine {
     cqe.wr_id = wr_id;
     cqe.imm_data = static_cast<std::uint32_t>(WcStatus::wr_flush_err);
     cqe.queue_position = position;
-    ports_.complete(qp, direction, cqe,
-                    {WcStatus::wr_flush_err, direction == Direction::send ? WcOpcode::send : WcOpcode::recv, 0});
+    publish(qp, direction, cqe, {WcStatus::wr_flush_err, direction == Direction::send ? WcOpcode::send : WcOpcode::recv, 0});
   }
+  // Where its CQ is overrun the queue pair is in ERR then.
+  void publish(Qp<P>& qp, Direction direction, Cqe& cqe, const CqeState& state) { responder_.publish(qp, direction, cqe, state); }
   // Somebody else's memory cannot hold a flush for ever.
   bool hold_flush(Qp<P>& qp) {
     constexpr std::uint64_t patience_ns = 100'000'000;

@@ -459,10 +459,30 @@ TEST_CASE("A full completion queue takes its queue pair to ERR and the sender le
   p.world.settle();
   CHECK(p.b.core.port.overran);
   CHECK(p.b.core.state == QpState::err);
+  CHECK(p.b.core.port.events == std::vector{AsyncEvent::qp_fatal});  // once, whatever flushes there in vain
   CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
   CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
   CHECK(p.a.poll(Direction::send)->status == WcStatus::rem_op_err);
   CHECK(p.a.poll(Direction::send)->status == WcStatus::wr_flush_err);
+}
+
+TEST_CASE("Whatever finds no room in a completion queue ends its queue pair with QP_FATAL: a success, an error, an unreliable queue pair's too") {
+  for (const QpType type : {QpType::rc, QpType::uc}) {
+    for (const bool good : {true, false}) {
+      Pair p(type);
+      p.a.core.port.completions_max = 1;
+      p.a.post(p.write(8));
+      SendSpec last = p.write(8);
+      if (!good) last.sges[0].lkey = 0xdead;
+      p.a.post(last);
+      p.world.settle();
+      CHECK(p.a.core.port.overran);
+      CHECK(p.a.core.state == QpState::err);
+      CHECK(p.a.core.port.events == std::vector{AsyncEvent::qp_fatal});
+      CHECK(p.b.core.state == QpState::rts);
+      CHECK(p.b.core.port.events.empty());
+    }
+  }
 }
 
 }  // namespace

@@ -166,7 +166,7 @@ class FarRequester {
         ++qp.counters.sent_messages, qp.counters.sent_bytes += message.bytes;
       if (!message.signaled) return;
       cqe.byte_len = static_cast<std::uint32_t>(message.bytes);
-      if (!ports_.complete(qp, Direction::send, cqe, {status, message.rule->send_opcode, 0})) responder_.fail(qp, std::nullopt);
+      responder_.publish(qp, Direction::send, cqe, {status, message.rule->send_opcode, 0});
       return;
     }
     ++(status == WcStatus::loc_prot_err        ? qp.counters.local_errors
@@ -174,7 +174,7 @@ class FarRequester {
        : status == WcStatus::rnr_retry_exc_err ? qp.counters.rnr_retry_exceeded
                                                : qp.counters.remote_errors);
     cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
-    ports_.complete(qp, Direction::send, cqe, {status, message.rule->send_opcode, 0});
+    responder_.publish(qp, Direction::send, cqe, {status, message.rule->send_opcode, 0});
     responder_.fail(qp, std::nullopt);
   }
 

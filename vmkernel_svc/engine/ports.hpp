@@ -75,8 +75,8 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   { p.abandon(qp) } -> std::same_as<void>;
 
   // Publishes a completion on the queue pair's lane for that direction and raises a completion event where the CQ is armed
-  // for it. False: the CQ is overrun; nothing was written and the ports have told its owner. What the engine left free in the entry
-  // is theirs to fill.
+  // for it. False: the CQ is overrun; nothing was written, the ports have told its owner, and every other queue pair that
+  // completes there is in ERR with qp_fatal: with `qp` the engine does that itself. What it left free in the entry is theirs to fill.
   { p.complete(qp, Direction::send, cqe, state) } -> std::same_as<bool>;
   { p.event(qp, AsyncEvent::comm_est) } -> std::same_as<void>;
   { p.srq_limit(srq) } -> std::same_as<void>;

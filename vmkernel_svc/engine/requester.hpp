@@ -539,7 +539,7 @@ class Requester {
     cqe.wr_id = op.wr_id;
     cqe.byte_len = static_cast<std::uint32_t>(op.request.bytes);
     cqe.queue_position = op.next_position;
-    if (!ports_.complete(qp, Direction::send, cqe, {WcStatus::success, rule.send_opcode, 0})) responder_.fail(qp, std::nullopt);
+    responder_.publish(qp, Direction::send, cqe, {WcStatus::success, rule.send_opcode, 0});
     return Step::done;
   }
 
@@ -557,7 +557,7 @@ class Requester {
     cqe.wr_id = op.wr_id;
     cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
     cqe.queue_position = op.next_position;
-    ports_.complete(qp, Direction::send, cqe, {status, op.rule != nullptr ? op.rule->send_opcode : WcOpcode::send, 0});
+    responder_.publish(qp, Direction::send, cqe, {status, op.rule != nullptr ? op.rule->send_opcode : WcOpcode::send, 0});
     if (is_reliable(qp.type)) {
       responder_.fail(qp, std::nullopt);
     } else {  // IBA 10.3.1.6: an unreliable send queue in error leaves the receive queue alone

@@ -137,8 +137,13 @@ class Responder {
   // A receive completion, which ends qp.inbound.
   bool complete(Qp<P>& qp, Cqe& cqe, const CqeState& state) {
     qp.inbound.active = false;
-    if (ports_.complete(qp, Direction::receive, cqe, state)) return true;
-    fail(qp, std::nullopt);
+    return publish(qp, Direction::receive, cqe, state);
+  }
+
+  // Any completion. False: its CQ is overrun, which ends the queue pair; the ports see to the others that complete there.
+  [[gnu::always_inline]] bool publish(Qp<P>& qp, Direction direction, Cqe& cqe, const CqeState& state) {
+    if (ports_.complete(qp, direction, cqe, state)) [[likely]] return true;
+    fail(qp, AsyncEvent::qp_fatal);
     return false;
   }
 

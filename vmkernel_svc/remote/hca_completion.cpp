@@ -83,7 +83,7 @@ void HcaDesk::succeed(HcaConnection& c, const HcaSend& send) {
   cqe.wr_id = send.wr_id;
   cqe.byte_len = static_cast<std::uint32_t>(send.request.bytes);
   cqe.queue_position = send.next_position;
-  if (!ports_.complete(qp, Direction::send, cqe, {WcStatus::success, send.rule->send_opcode, 0})) engine_.fail(qp, std::nullopt);
+  engine_.publish(qp, Direction::send, cqe, {WcStatus::success, send.rule->send_opcode, 0});
 }
 
 void HcaDesk::fail(HcaConnection& c, const HcaSend& send, WcStatus status) {
@@ -93,7 +93,7 @@ void HcaDesk::fail(HcaConnection& c, const HcaSend& send, WcStatus status) {
   cqe.wr_id = send.wr_id;
   cqe.imm_data = static_cast<std::uint32_t>(status);  // vendor error
   cqe.queue_position = send.next_position;
-  ports_.complete(qp, Direction::send, cqe, {status, send.rule != nullptr ? send.rule->send_opcode : WcOpcode::send, 0});
+  engine_.publish(qp, Direction::send, cqe, {status, send.rule != nullptr ? send.rule->send_opcode : WcOpcode::send, 0});
   engine_.fail(qp, std::nullopt);
 }
 
@@ -216,7 +216,8 @@ bool HcaDesk::take_arrived(HcaConnection& c) {
     const CqeState state{status, status == WcStatus::success ? receive.opcode : WcOpcode::recv, receive.flags};
     c.arrived.pop_front();
     worked = true;
-    if (!ports_.complete(qp, Direction::receive, cqe, state) || status != WcStatus::success) engine_.fail(qp, std::nullopt);
+    engine_.publish(qp, Direction::receive, cqe, state);
+    if (status != WcStatus::success) engine_.fail(qp, std::nullopt);
   }
   return worked;
 }
