@@ -4,9 +4,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <limits>
 #include <string>
+#include <string_view>
 
 #include "cli/bench.hpp"
 #include "cli/container.hpp"
@@ -90,14 +92,24 @@ CLI::App* add_direct(CLI::App& app, DirectOptions& options) {
 // The command that was given, as a function of its options; none where `vm` was not.
 using VmCommand = int (*)(const VmOptions&);
 
-// CLI::AsSizeValue takes "-1", and "0x100M"; of "3.5G" it says that it is no UINT.
+// Whether a uint64_t holds it: digits, then perhaps K to E, with B, i or iB, however written.
+bool is_size(const std::string& size) {
+  const std::size_t digits = std::min(size.find_first_not_of("0123456789"), size.size());
+  if (digits == 0 || digits >= 16) return false;
+  const std::string unit = CLI::detail::to_lower(size.substr(digits));
+  constexpr std::string_view letters = "kmgtpe";
+  const std::size_t power = unit.empty() ? letters.npos : letters.find(unit.front());
+  const std::string rest = power == letters.npos ? unit : unit.substr(1);
+  if (!rest.empty() && rest != "b" && (power == letters.npos || (rest != "i" && rest != "ib"))) return false;
+  return power == letters.npos || std::stoull(size.substr(0, digits)) <= std::numeric_limits<std::uint64_t>::max() >> (10 * (power + 1));
+}
+
+// CLI::AsSizeValue takes "-1", and "0x100M"; of what else it does not take it speaks in its own words.
 CLI::Option* takes_size(CLI::Option* option) {
   option->transform(CLI::AsSizeValue(false));
   return option->transform(CLI::Validator(  // before that one
       [](std::string& size) -> std::string {
-        const std::size_t digits = std::min(size.find_first_not_of("0123456789"), size.size());
-        if (digits > 0 && digits < 16 && size.find_first_of(".,xX", digits) == std::string::npos) return {};
-        return fmt::format("\"{}\" is no size: give a whole number and a unit, like 512M or 2G", size);
+        return is_size(size) ? "" : fmt::format("\"{}\" is no size: give a whole number and a unit, like 512M or 2G", size);
       },
       ""));
 }

@@ -1,7 +1,9 @@
 #include "cli/vm.hpp"
 
 #include <fmt/format.h>
+#include <linux/magic.h>
 #include <pwd.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <bit>
@@ -164,6 +166,8 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
   std::string text = line_of(described) + (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") + lines_of(qemu_arguments(vm));
   if (!vm.plain)
     text += "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments());
+  else if (!vm.ram.empty())
+    text += "\nA machine that reboots ends (-action reboot=shutdown): nobody would tell vrdmad of the reset, whose writes for peers would go on into the next kernel's memory.\n";
   print_all(text + for_libvirt(vm) + libvirt_xml(vm) + libvirt_user_hint(described, vm.name) + inside);
 }
 
@@ -176,6 +180,14 @@ void check_bar(std::uint64_t bytes) {
   if (!std::has_single_bit(bytes) || bytes < vm::lent_bar_bytes_min || bytes > vm::lent_bar_bytes_max)
     fail(fmt::format("a device's BAR cannot have {} bytes: give a power of two from {}M to {}G, like --bar 256M", bytes, vm::lent_bar_bytes_min / mib,
                      vm::lent_bar_bytes_max >> 30));
+}
+
+// Pages of a disk are written to it, again and again.
+void note_disk(const VmRecord& record) {
+  struct statfs filesystem;
+  if (record.ram.empty() || ::statfs(record.ram.c_str(), &filesystem) != 0 || filesystem.f_type == TMPFS_MAGIC || filesystem.f_type == HUGETLBFS_MAGIC) return;
+  fmt::print(stderr, "vrdma: note: {} lies on no tmpfs: the kernel writes the machine's memory to that file system, and reads it back, as it does with any file. Keep it on a tmpfs, "
+                     "as /dev/shm is, or on a hugetlbfs\n", record.ram);
 }
 
 // The file takes its memory as the machine touches it. Where there is no more, QEMU is killed by SIGBUS, which says nothing to anybody.
@@ -229,7 +241,7 @@ int vm_add(const VmOptions& options) {
   write_down(folder, record, options.ram.empty());
   await_service(place, folder, record.name);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
-  if (!options.json) note_little_room(record);
+  if (!options.json) note_little_room(record), note_disk(record);
   return 0;
 }
 
@@ -284,7 +296,9 @@ int vm_remove(const VmOptions& options) {
     // One that cannot be read can be removed all the same, and one that is not there is refused there.
   }
   folder.remove(options.name);
-  if (const json state = state_of(place, options.name); state.is_object() && state.value("state", "") != "waiting")
+  const json known = state_of(place, options.name);
+  const std::string state = known.is_object() ? known.value("state", "") : "";
+  if (state == "connected" || state == "attached" || state == "paused")
     fmt::print(stderr, "vrdma: note: {} runs: its programs have lost their device, and it is not found again, not even if it is added anew, until it is switched off and started anew\n",
                options.name);
   // Ours, as `add` made it. A VM that still runs keeps its pages; they are freed at its end.

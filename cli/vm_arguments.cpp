@@ -45,6 +45,9 @@ std::vector<std::string> monitor_arguments(const Vm& vm) {
   return {"-chardev", "socket,id=vrdma-monitor,path=" + qemu_value(path), "-mon", "chardev=vrdma-monitor,mode=control"};
 }
 
+// Nobody tells the service of such a machine's reset: another kernel would boot in memory that the service still serves to peers.
+bool ends_at_reset(const Vm& vm) { return vm.plain && !vm.ram.empty(); }
+
 std::vector<std::string> plain_link_arguments(const Vm& vm) {
   return {"-object", fmt::format("memory-backend-file,id=vrdma,mem-path={},size={}M,share=on", qemu_value(vm.link), vm.bar_bytes / mib),
           "-device", "ivshmem-plain,memdev=vrdma"};
@@ -58,6 +61,7 @@ std::vector<std::string> qemu_arguments(const Vm& vm) {
   for (auto& word : ram_arguments(vm)) out.push_back(std::move(word));
   if (vm.plain) {
     for (auto& word : plain_link_arguments(vm)) out.push_back(std::move(word));
+    if (ends_at_reset(vm)) out.insert(out.end(), {"-action", "reboot=shutdown"});  // QEMU 6.0
     return out;
   }
   for (const auto& word : {std::string("-chardev"), "socket,id=vrdma,path=" + qemu_value(vm.link), std::string("-device"),
@@ -86,6 +90,7 @@ std::string libvirt_xml(const Vm& vm) {
         "  <memory unit='MiB'>{0}</memory>\n"
         "  <currentMemory unit='MiB'>{0}</currentMemory>\n",
         vm.memory_bytes / mib);
+  if (ends_at_reset(vm)) out += "  <on_reboot>destroy</on_reboot>\n";
   if (!vm.plain)
     out += fmt::format(
         "  <!-- for interrupts: <features><ioapic driver='qemu'/></features> -->\n"

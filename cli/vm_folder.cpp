@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include <system_error>
 
 #include "cli/fail.hpp"
+#include "vmci_channel/file_system.hpp"
 
 namespace vrdma::cli {
 
@@ -165,6 +167,9 @@ std::vector<std::string> VmFolder::names() const {
 
 bool make_ram_file(const VmRecord& record, bool must_be_new) {
   const std::string& path = record.ram;
+  struct statfs filesystem;
+  if (::statfs(fs::path(path).parent_path().c_str(), &filesystem) == 0 && vmci::served_by_others(filesystem.f_type))
+    fail(fmt::format("{} lies on a file system that another process or host serves, and cannot be a machine's RAM: name a file on a tmpfs, as /dev/shm is, by --ram", path));
   const vmci::UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!fd) {
     struct stat status;

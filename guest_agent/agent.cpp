@@ -126,7 +126,7 @@ void Agent::wait(std::uint64_t now_ns) {
   std::uint64_t timeout_ns = nap_ns;
   if (session_.device().interrupt >= 0 && session_.linked()) {
     // The rest of a flood comes without a word; so does room for ours.
-    timeout_ns = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ns : options_.patience_ns / 10;
+    timeout_ns = session_.link().anything() ? 0 : session_.link().unsent_bytes() != 0 ? nap_ns : options_.patience_ns / 20;  // as vm::heartbeat_ms says
   } else if (now_ns < busy_until_ns_) {
     timeout_ns = busy_nap_ns;
   } else if (connections_.empty()) {

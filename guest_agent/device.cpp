@@ -5,11 +5,15 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,17 +27,6 @@ namespace {
 namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
-
-std::string the_only_one() {
-  const auto names = vm::ivshmem_devices();
-  if (names.empty())
-    throw NoDevice("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
-                   "\"vrdma vm add\" prints on the host");
-  if (names.size() == 1) return names.front();
-  std::string list;
-  for (const auto& name : names) list += " " + name;
-  throw NoDevice("this machine has several ivshmem devices: give --device one of" + list);
-}
 
 // All of a BAR, which is no shorter than asked.
 std::pair<void*, std::size_t> map_bar(const fs::path& file, std::size_t bytes_min) {
@@ -63,6 +56,49 @@ VfioDevice::Bar map_whole(int file) {
   return memory == MAP_FAILED ? VfioDevice::Bar{nullptr, 0} : VfioDevice::Bar{memory, bytes};
 }
 
+void enable(const std::string& bdf) {
+  const fs::path file = vm::pci_devices / bdf / "enable";
+  if (vm::word_in(file) != "0") return;  // the kernel counts who enables it
+  std::ofstream enabled(file);
+  if (!(enabled << "1" << std::flush)) fail("cannot enable PCI device " + bdf + " by " + file.string() + ": run vrdma-guestd as root");
+}
+
+// Whether vrdmad has written to its BAR, which it does before a machine can have it. False also where it cannot be looked at: somebody has it.
+bool is_of_vrdma(const std::string& bdf) {
+  const fs::path folder = vm::pci_devices / bdf;
+  try {
+    std::error_code none;
+    std::optional<VfioDevice> vfio;
+    if (fs::exists(folder / "driver", none) && VfioDevice::available(folder)) vfio.emplace(folder);  // one that has no driver is given none
+    else enable(bdf);
+    const vmci::UniqueFd file(::open((folder / "resource2").c_str(), O_RDWR | O_CLOEXEC));
+    VfioDevice::Bar bar = map_whole(file.get());
+    if (bar.memory == nullptr && vfio) bar = vfio->map_bar(2);
+    if (bar.memory == nullptr) return false;
+    const bool found = bar.bytes >= vm::bar_bytes && std::atomic_ref(static_cast<vm::LinkHeader*>(bar.memory)->service.magic).load() == vm::magic;
+    ::munmap(bar.memory, bar.bytes);
+    return found;
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+}
+
+// Others have such devices too (Looking Glass): of several, the one that vrdmad has written to.
+std::string the_only_one() {
+  const auto names = vm::ivshmem_devices();
+  if (names.empty())
+    throw NoDevice("this machine has no ivshmem device (PCI 1af4:1110) with a BAR of 1 MiB: start it with the QEMU arguments that "
+                   "\"vrdma vm add\" prints on the host");
+  if (names.size() == 1) return names.front();
+  std::vector<std::string> ours;
+  std::ranges::copy_if(names, std::back_inserter(ours), is_of_vrdma);
+  if (ours.size() == 1) return ours.front();
+  std::string list;
+  for (const auto& name : ours.empty() ? names : ours) list += " " + name;
+  throw NoDevice((ours.empty() ? "this machine has several ivshmem devices, and vrdmad has written to none that can be looked at: give --device one of"
+                               : "this machine has several ivshmem devices of vrdma's: give --device one of") + list);
+}
+
 }  // namespace
 
 IvshmemDevice::IvshmemDevice(std::string bdf) : bdf_(bdf.empty() ? the_only_one() : std::move(bdf)) {
@@ -80,10 +116,7 @@ IvshmemDevice::~IvshmemDevice() {
 
 void IvshmemDevice::open_by_sysfs() {
   const fs::path folder = vm::pci_devices / bdf_;
-  if (vm::word_in(folder / "enable") == "0") {  // the kernel counts who enables it
-    std::ofstream enable(folder / "enable");
-    if (!(enable << "1" << std::flush)) fail("cannot enable PCI device " + bdf_ + " by " + (folder / "enable").string() + ": run vrdma-guestd as root");
-  }
+  enable(bdf_);
   // Two agents would end each other's sessions for ever.
   lock_.reset(::open((folder / "resource2").c_str(), O_RDWR | O_CLOEXEC));
   if (lock_ && !taken_in_time([this] { return ::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK; }))

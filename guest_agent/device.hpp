@@ -59,7 +59,7 @@ struct Device {
   }
 };
 
-// The machine has none, or several: which time does not heal.
+// The machine has none, or several that may be vrdma's: which time does not heal.
 struct NoDevice : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -67,7 +67,7 @@ struct NoDevice : std::runtime_error {
 // The real one, as long as this lives: by vfio with interrupts where the machine has an IOMMU, else by the BARs in /sys.
 class IvshmemDevice {
  public:
-  // bdf: as "0000:00:03.0"; empty: the only one that there is. Throws std::runtime_error that says what to do.
+  // bdf: as "0000:00:03.0"; empty: the only one that there is, or that is vrdma's. Throws std::runtime_error that says what to do.
   explicit IvshmemDevice(std::string bdf);
   IvshmemDevice(const IvshmemDevice&) = delete;
   IvshmemDevice& operator=(const IvshmemDevice&) = delete;

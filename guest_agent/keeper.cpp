@@ -47,6 +47,7 @@ void Keeper::keep(const Device& device, int agent) {
   const auto& service = reinterpret_cast<vm::LinkHeader*>(device.bar)->service;
   auto& mine = reinterpret_cast<vm::LinkHeader*>(device.bar)->agent;
   const auto load = [](const std::uint64_t& word) { return std::atomic_ref(const_cast<std::uint64_t&>(word)).load(std::memory_order_acquire); };
+  if (std::atomic_ref(const_cast<std::uint32_t&>(service.magic)).load(std::memory_order_relaxed) != vm::magic) ::_exit(1);  // another program's device
   device.mark_page_dead();
   const std::uint64_t epoch = load(service.service_epoch);
   std::uint64_t boot = 0;

@@ -195,6 +195,18 @@ TEST_CASE("A service whose heart stands still is lost, and asked anew when it go
   Served again(machine);
 }
 
+TEST_CASE("Nothing is written to a device that has nothing of vrdma's") {
+  if (!can_pin()) return;
+  Machine machine;
+  for (std::uint64_t at = sizeof(vm::ServiceLine); at < vm::bar_bytes; ++at) machine.bar[at] = static_cast<std::byte>(at * 7);  // another program's, and in use
+  machine.stop();  // having looked once, at least
+  CHECK(machine.error().empty());
+  bool same = true;
+  for (std::uint64_t at = sizeof(vm::ServiceLine); at < vm::bar_bytes; ++at) same = same && machine.bar[at] == static_cast<std::byte>(at * 7);
+  CHECK(same);
+  CHECK(machine.last_rung() == 0);
+}
+
 TEST_CASE("A service manager is told that the agent serves, and, where there is no service, that it waits") {
   if (!can_pin()) return;
   constexpr char name[] = "\0vrdma-life-test";

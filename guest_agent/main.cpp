@@ -23,7 +23,7 @@ constexpr char usage[] =
     "vrdma-guestd serves RDMA verbs to the processes of a virtual machine whose host runs vrdmad.\n"
     "Usage: vrdma-guestd [OPTIONS]     (as root, inside the virtual machine)\n"
     "\n"
-    "  --device DEVICE  the ivshmem device, as 0000:00:03.0, or User Mode Linux's /dev/mmapper; needed only where there are several\n"
+    "  --device DEVICE  the ivshmem device, as 0000:00:03.0, or User Mode Linux's /dev/mmapper; needed only where several are vrdma's\n"
     "  --socket PATH    where the processes attach (/run/vrdma/vrdmad.sock)\n"
     "  --ready-fd N     write a byte to this descriptor once processes can attach\n"
     "  --foreground     stay in the foreground (it always does; for scripts)\n"

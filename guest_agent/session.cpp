@@ -59,15 +59,17 @@ Session::ServiceNow Session::service() const {
 }
 
 Session::News Session::look(std::uint64_t now_ns) {
-  // Nobody else writes there; the moment is as good as a count.
-  std::atomic_ref(header_of(device_).agent.heartbeat).store(now_ns, std::memory_order_relaxed);
-  if (state_ == State::absent && now_ns < not_before_ns_) return News::none;
   const ServiceNow now = service();
-  const bool ready = now.magic == vm::magic && now.epoch != 0;
-  switch (state_) {
+  const bool ours = now.magic == vm::magic;  // else it may be another program's device, and nothing is written there
+  const bool ready = ours && now.epoch != 0;
+  const State before = state_;
+  const bool too_early = before == State::absent && now_ns < not_before_ns_;
+  if (before == State::absent && ready && !too_early) begin();
+  // Nobody else writes there; the moment is as good as a count. S4: pairs with the service's acquire: whose heart it sees beat has written `boot`.
+  if (ours) std::atomic_ref(header_of(device_).agent.heartbeat).store(now_ns, std::memory_order_release);
+  switch (before) {
     case State::absent:
-      if (ready) begin();
-      return say_that_it_waits(now_ns);
+      return too_early ? News::none : say_that_it_waits(now_ns);
     case State::asked: {
       const News news = say_that_it_waits(now_ns);
       // A service that is stopped here is waited for: it sees `boot` when it goes on. A new one is asked anew.
@@ -98,8 +100,12 @@ Session::News Session::look(std::uint64_t now_ns) {
 Session::News Session::say_that_it_waits(std::uint64_t now_ns) {
   if (!waiting_since_ns_) waiting_since_ns_ = now_ns;
   if (now_ns < *waiting_since_ns_ + patience_ns_ || std::exchange(said_that_it_waits_, true)) return News::none;
-  say("the host service does not answer, waiting for it: start vrdmad on the host; if it runs, see \"vrdma vm list\" there: a machine that was removed or "
-      "added anew while it ran has to be switched off and started with what \"vrdma vm show\" prints; if this machine's kernel has removed and found the device again, start vrdma-guestd anew");
+  if (service().magic != vm::magic)
+    say("the device has nothing of vrdma's in its memory, and nothing is written there: it is another program's, or of a machine that the host's vrdmad does not know; "
+        "give the other one by --device, or start this machine with what \"vrdma vm show\" prints on the host; waiting");
+  else
+    say("the host service does not answer, waiting for it: start vrdmad on the host; if it runs, see \"vrdma vm list\" there: a machine that was removed or "
+        "added anew while it ran has to be switched off and started with what \"vrdma vm show\" prints; if this machine's kernel has removed and found the device again, start vrdma-guestd anew");
   return News::waits;
 }
 

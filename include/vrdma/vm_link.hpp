@@ -18,7 +18,8 @@
 //
 // Where nobody can be interrupted (ivshmem-plain, User Mode Linux) the service says service_polls: then it looks by itself, also at
 // `doorbells` in place of doorbell_vector, and an agent whose `heartbeat` stands still for agent_patience_ms has ended, unless
-// something better tells of the machine's end.
+// something better tells of the machine's end. From agent_silence_ms on it is left alone, until it beats again: it may be another kernel
+// that boots there.
 //
 // Either side may be hostile: what one reads of the other's is read once and bounded. Plain data.
 #pragma once
@@ -62,7 +63,7 @@ struct LinkHeader {
 static_assert(WireRecord<ServiceLine> && WireRecord<AgentLine> && sizeof(LinkHeader) == 256);
 constexpr std::uint32_t heartbeat_ms = 250;
 constexpr std::uint32_t session_patience_ms = 5000;
-constexpr std::uint32_t agent_patience_ms = 10000;
+constexpr std::uint32_t agent_silence_ms = 1000, agent_patience_ms = 10000;
 
 constexpr std::uint64_t queues_offset = 4096;
 constexpr vmci::QueuePairGeometry queues{4096, 4096, vmci::QueueKind::bytes, 0};  // 256 KiB each way

@@ -8,6 +8,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 import unittest
@@ -72,7 +73,13 @@ class Adding(VmCase):
         for line in added["libvirt"].splitlines():
             self.assertIn(line, text)
         said = [argument.get("value") for argument in xml.fromstring(added["libvirt"]).iter("{http://libvirt.org/schemas/domain/qemu/1.0}arg")]
-        self.assertEqual(said, [*added["qemu"][2:-1], added["qemu"][-1] + ",addr=0x18"])  # libvirt says -m itself
+        *arguments, device, action, what = added["qemu"]
+        self.assertEqual(said, [*arguments[2:], device + ",addr=0x18"])  # libvirt says -m itself
+        # Nobody would tell of a reset.
+        self.assertEqual((action, what), ("-action", "reboot=shutdown"))
+        self.assertIn("    -action reboot=shutdown\n", text)
+        self.assertIn("<on_reboot>destroy</on_reboot>", added["libvirt"])
+        self.assertNotIn("reboot", self.vm("show", self.add("--memory", "64M", name=self.name + "-i")["name"]).stdout)
 
     def test_a_machine_may_have_ram_of_its_own(self):
         added = self.add("--private-ram", "--bar", "64M")
@@ -86,6 +93,7 @@ class Adding(VmCase):
         self.assertEqual(plain["bar_bytes"], 256 << 20)
         self.assertIn(f"memory-backend-file,id=vrdma,mem-path={plain['link']},size=256M,share=on", plain["qemu"])
         self.assertNotIn("-machine", plain["qemu"])
+        self.assertNotIn("-action", plain["qemu"])  # no other kernel has that memory
         self.assertIn("link.bar", self.vm("show", "plain").stdout)
         for wrong in ("63M", "16M", "128G", "0"):
             self.assert_refuses(self.vm("add", "x", "--private-ram", "--bar", wrong), 1, "power of two")
@@ -215,10 +223,35 @@ os._exit(3)
         for size in ("0", "63M", "1000000001", "3000000T"):
             with self.subTest(size):
                 self.assert_refuses(self.vm("add", self.name, "--memory", size), 1, "whole MiB", "64M")
-        for size in ("much", "-1", "-1G", "-18446744073642442752", "3.5G", "0x100M", "99999999999999999999"):
+        for size in ("much", "-1", "-1G", "-18446744073642442752", "3.5G", "0x100M", "99999999999999999999", "16E", "16777216T", "1e3", "1Mx", "2GG", "5ib", "1 G"):
             with self.subTest(size):
                 self.assert_refuses(self.vm("add", self.name, f"--memory={size}"), 2, f'"{size}" is no size')
         self.assertFalse(self.ram(self.name).exists())
+        for number, size in enumerate(("64M", "64Mi", "64mb", "64MiB", "65536k", str(64 << 20), f"{64 << 20}B")):
+            self.assertEqual(self.add("--memory", size, name=f"{self.name}-{number}")["memory_bytes"], 64 << 20, size)
+
+    def test_a_ram_that_lies_on_a_disk_is_noted(self):
+        folder = tempfile.TemporaryDirectory(dir=BIN)
+        self.addCleanup(folder.cleanup)
+        ram = pathlib.Path(folder.name) / "ram"
+        kind = subprocess.run(["stat", "-f", "-c", "%T", ram.parent], capture_output=True, text=True, timeout=WATCHDOG_S).stdout.strip()
+        if kind not in ("ext2/ext3", "xfs", "btrfs", "overlayfs"):
+            self.skipTest(f"{ram.parent} is of {kind}")
+        result = self.vm("add", self.name, "--ram", ram, "--memory", "64M")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn(f"note: {ram} lies on no tmpfs", result.stderr)
+        self.addCleanup(self.ram(self.name + "-2").unlink, missing_ok=True)
+        self.assertEqual(self.vm("add", self.name + "-2", "--memory", "64M").stderr, "")
+
+    def test_a_ram_that_somebody_else_serves_is_refused(self):
+        mounts = [line.split() for line in pathlib.Path("/proc/self/mounts").read_text().splitlines()]
+        served = next((mount[1] for mount in mounts if mount[2].startswith(("fuse.", "nfs", "9p", "cifs")) and os.path.isdir(mount[1]) and os.access(mount[1], os.W_OK)), None)
+        if served is None:
+            self.skipTest("no FUSE, NFS, 9p or CIFS is mounted here that can be written to")
+        ram = pathlib.Path(served, f"vrdma-{self.name}.ram")
+        self.addCleanup(ram.unlink, missing_ok=True)
+        self.assert_refuses(self.vm("add", self.name, "--ram", ram, "--memory", "64M"), 1, str(ram), "another process or host", "--ram")
+        self.assertFalse(ram.exists())
 
     def test_more_memory_than_there_is_room_for_is_noted(self):
         self.addCleanup(self.ram(self.name).unlink, missing_ok=True)
@@ -421,6 +454,24 @@ class Others(VmCase):
         self.assertIn((0x1af4, 0x1110), devices)
         status = self.ram(self.name).stat()
         self.assertEqual((stat.S_IMODE(status.st_mode), status.st_size), (0o600, 64 << 20))
+
+    def test_a_plain_machine_that_is_reset_ends(self):
+        if not shutil.which(QEMU):
+            self.skipTest(f"{QEMU} is not installed")
+        with self.service():
+            added = self.add("--plain", "--memory", "64M")
+            command = [QEMU, "-M", "q35", "-accel", "tcg", "-nodefaults", "-no-user-config", "-display", "none", "-S", "-qmp", "stdio", *added["qemu"]]
+            commands = ['{"execute": "qmp_capabilities"}', '{"execute": "query-pci"}', '{"execute": "system_reset"}']
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as qemu:
+                try:
+                    qemu.stdin.write("\n".join(commands) + "\n")
+                    qemu.stdin.flush()  # it stays open: QEMU ends by itself
+                    self.assertEqual(qemu.wait(WATCHDOG_S), 0)
+                    said, complained = qemu.stdout.read(), qemu.stderr.read()
+                finally:
+                    qemu.kill()
+        self.assertEqual(complained, "")
+        self.assertIn("SHUTDOWN", said)
 
     def test_libvirt_takes_the_domain(self):
         for program in ("xmllint", "dpkg"):

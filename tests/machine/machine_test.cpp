@@ -254,6 +254,43 @@ TEST_CASE("a machine that can interrupt nobody is served; when its heart stands 
   ask_by_queues(process);
 }
 
+TEST_CASE("a machine of which nobody tells is left alone while its agent is silent, and goes on when that is heard, or ends for another agent") {
+  for (const auto kind : {World::Kind::plain, World::Kind::interrupted}) {
+    CAPTURE(static_cast<int>(kind));
+    World world(kind);
+    FakeMachine machine(world.link(), world.ram, 23);
+    REQUIRE(machine.begin_session());
+    REQUIRE(machine.greet() == 0);
+    const std::uint64_t epoch = machine.service_epoch();
+    const auto state = [] { return World::shown()["vms"][0]["state"].get<std::string>(); };
+    {
+      Process process(machine);
+      REQUIRE(process.attached);
+      ControlQueue queue(process);
+      const auto answered = [&] { return queue.ask<Request::query_device>({}) == 0; };
+      for (int times = 0; times < 2; ++times) {
+        CHECK(answered());
+        eventually("it is left alone", [&] { return state() == "paused"; });
+        eventually("it goes on", [&] {
+          machine.beat();
+          return state() == "attached";
+        });
+        CHECK(answered());
+        CHECK(machine.service_epoch() == epoch);
+      }
+      // It boots anew, and its next agent comes before its heart is missed for good.
+      eventually("it is left alone once more", [&] { return state() == "paused"; });
+      REQUIRE(machine.begin_session());
+      machine.give_back(process.pages);
+    }
+    CHECK(machine.service_epoch() == epoch);
+    REQUIRE(machine.greet() == 0);
+    Process process(machine);
+    REQUIRE(process.attached);
+    ask_by_queues(process);
+  }
+}
+
 TEST_CASE("a plain machine that is cut off from its link harms nobody else") {
   World world(World::Kind::plain);
   Device host;

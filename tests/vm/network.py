@@ -70,6 +70,15 @@ def network(tally, folder):
         sleeper.stop(grace_s=0)
         wait_until(lambda: "4321" not in one.run(["ps", "-o", "args"], 60)[1], 60, "both have ended")
 
+    def lasting():
+        for ended, code in ((["sh", "-c", "echo over; exit 7"], 7), (["sleep", "1000"], 128 + 15)):
+            program = sides[0].start_lasting(ended, "program")
+            if code > 128:
+                program.send_signal(15)
+            wait_until(lambda program=program: not program.running(), 60, "it has ended", [program])
+            if program.returncode != code:
+                raise Failure(f"{program.returncode}, not {code}\n{program.says()}")
+
     def network_settings():
         _, said = sides[0].run(["ip", "addr", "show", "eth0"], 60)
         if "10.0.2.15/24" not in said:
@@ -90,6 +99,7 @@ def network(tally, folder):
         raise Failure("a machine that was killed takes a request")
     tally.case("eth0", network_settings)
     tally.case("commands, users, signals and ends", commands)
+    tally.case("the end of a program that no connection holds, by itself and by a signal", lasting)
     for name, server, client in (("machine to machine", *sides), ("the other way", *reversed(sides)), ("host to machine", sides[0], host),
                                  ("machine to host", host, sides[1]), ("within a machine", sides[0], sides[0])):
         tally.case(f"TCP, {name}", lambda server=server, client=client: talk(server, client))

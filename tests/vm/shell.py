@@ -200,9 +200,10 @@ class LastingProgram:
         self.side, self.command, self.name = side, [str(word) for word in command], f"{name} in {side.shell.name}"
         self.files = f"/tmp/lasting-{secrets.token_hex(4)}"
         self.returncode, self._said, self._looked = None, "", 0.0
-        # Who starts it leaves when it has a session of its own.
+        # Who starts it leaves when it has a session of its own. What a shell says of a program that a signal has ended goes nowhere: nobody reads
+        # any more what it was started with, and SIGPIPE would end it before it writes the end down.
         inner = f'"$@" >{self.files}.said 2>&1 </dev/null & echo $! >{self.files}.new; mv {self.files}.new {self.files}.pid; wait $!; echo $? >{self.files}.new; mv {self.files}.new {self.files}.end'
-        code, said = replace(side, plain=True).run(["sh", "-c", f'busybox setsid sh -c \'{inner}\' sh "$@" & while [ ! -e {self.files}.pid ]; do :; done; cat {self.files}.pid',
+        code, said = replace(side, plain=True).run(["sh", "-c", f'busybox setsid sh -c \'{inner}\' sh "$@" >/dev/null 2>&1 & while [ ! -e {self.files}.pid ]; do :; done; cat {self.files}.pid',
                                                     "sh", *side.command(self.command)], ANSWER_SECONDS)
         if code != 0:
             raise Failure(f"{self.name} cannot be started: {code}, {said}")

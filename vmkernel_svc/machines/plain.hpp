@@ -39,6 +39,7 @@ class Plain final : public MachineDevice {
   int service_event(std::uint32_t vector) const override { return events_fds_[vector].get(); }
   bool ring_machine() const override { return true; }  // it polls
   void ring_service() const override;
+  bool monitored() const override { return static_cast<bool>(ram_); }
   vmci::UniqueFd take_doorbell() override { return std::move(events_fds_[vm::doorbell_vector]); }
   int ram() const override { return ram_.get(); }
 

@@ -39,7 +39,7 @@ MachinePort::MachinePort(MachineSpec spec, Service service)
 std::unique_ptr<MachineDevice> MachinePort::make_device() {
   if (spec_.plain)  // no came(): it is its agent that is noticed first, which must not find another epoch then
     return std::make_unique<Plain>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.device_bar_bytes(),
-                                   MachineDevice::Events{[this] { service_.changed(); }, [this] { forget(); }}, [this] { return look(); });
+                                   MachineDevice::Events{[this] { service_.changed(); }, [this] { went(); }}, [this] { return look(); });
   return std::make_unique<Qemu>(service_.io, spec_.name, spec_.folder, spec_.tenant, spec_.vectors, spec_.device_bar_bytes(),
                                 MachineDevice::Events{[this] { came(); }, [this] { went(); }},
                                 [this](const MonitorNews& news) { take_news(news); });
@@ -124,6 +124,7 @@ void MachinePort::beat() {
 
 LinkActivity MachinePort::look() {
   if (!device_->connected() || run_state_.loading()) return LinkActivity::none;
+  look_at_heart();
   const std::uint64_t boot = boot_of_agent();
   if (kept_ && boot != 0 && boot != session_->boot) drop_kept();  // a QEMU whose monitor says nothing, and another agent in it
   if (frozen_) return LinkActivity::none;

@@ -8,8 +8,10 @@
 // A machine that stands still or is being saved is frozen: nothing of the service touches its memory or the link, and to the peers of
 // its queue pairs it is silent. One that was saved is kept for a while when its QEMU has ended; if it comes back as it was, which a
 // number in its RAM tells that only the service writes, its session goes on. That number is taken out of the RAM file when QEMU has
-// ended: a machine that boots has none, one that was loaded brings it along, even if nobody heard it being loaded. (One that can
-// interrupt nobody has other devices, machines/plain.hpp, and no monitor: it is never frozen.)
+// ended: a machine that boots has none, one that was loaded brings it along, even if nobody heard it being loaded.
+//
+// Where nobody tells what becomes of a machine (QEMU without the monitor; ivshmem-plain, which is another device, machines/plain.hpp), one
+// whose agent is silent is frozen, too: it may be reset, and another kernel has its memory.
 //
 // What a monitor says is taken in at once, and acted upon one change at a time (`changing_`): a machine that is stopped and goes on a
 // thousand times a second has the shard do no more than one that does it a hundred times.
@@ -109,6 +111,7 @@ class MachinePort {
   void keep_for_a_while();
   bool restored() const;
   void end_unheard();
+  void look_at_heart();
   bool renew_generation();
   void write_line();
   void forget() { forget(boot_of_agent()); }
@@ -147,6 +150,9 @@ class MachinePort {
   bool changing_ = false;    // the shard freezes or thaws it
   std::chrono::steady_clock::time_point thaw_again_{};  // not before
   std::uint64_t asked_ = 0;  // of the monitor
+  std::uint64_t heart_ = 0;  // the agent's, …
+  std::chrono::steady_clock::time_point heard_at_{};  // … which has beaten last then
+  bool silent_ = false;  // for too long, and nobody tells why
   std::uint64_t heart_seen_ = 0;  // the agent's, …
   std::uint32_t beats_unheard_ = 0;  // … that has been seen to beat so often, though the machine is said to stand still
   bool kept_ = false;  // the session's machine was saved, and did not come back yet

@@ -12,6 +12,7 @@ namespace vrdma::svc {
 namespace {
 
 constexpr std::chrono::milliseconds thaw_every{10};   // a thaw looks at every queue pair
+constexpr std::chrono::milliseconds silence_max{vm::agent_silence_ms};
 constexpr std::uint32_t beats_unheard_max = 20;       // of an agent that nobody tells about, heartbeat_ms each
 
 }  // namespace
@@ -35,7 +36,7 @@ void MachinePort::went() {
     return service_.changed();
   }
   if (unsound) log::warn("machine {}: was saved while the service still wrote to it, and is not kept: stop it before it is saved", spec_.name);
-  frozen_ = false;
+  frozen_ = silent_ = false;
   forget();
 }
 
@@ -111,7 +112,7 @@ bool MachinePort::restored() const {
 
 // What the monitor has said last counts, not how often it has changed its mind.
 void MachinePort::settle() {
-  const bool still = run_state_.still();
+  const bool still = run_state_.still() || silent_;
   if (changing_ || kept_ || still == frozen_) return;
   if (still) return freeze();
   if (std::chrono::steady_clock::now() >= thaw_again_) return thaw();
@@ -184,6 +185,21 @@ void MachinePort::thaw() {
   push();
   look();
   service_.changed();
+}
+
+// A machine of which nobody tells may be reset, or stand still, or its agent got no processor.
+void MachinePort::look_at_heart() {
+  // Pairs with the agent's release (S4): `boot` is that of whose heart beats.
+  const std::uint64_t heart = std::atomic_ref(device_->header().agent.heartbeat).load(std::memory_order_acquire);
+  const bool lent = session_ && session_->page != nullptr, another = session_ && boot_of_agent() != session_->boot;
+  const auto now = std::chrono::steady_clock::now();
+  if (std::exchange(heart_, heart) != heart || another || !lent) heard_at_ = now;
+  const bool silent = now > heard_at_ + silence_max && !device_->monitored() && !kept_;
+  if (std::exchange(silent_, silent) == silent) return;
+  if (silent) log::info("machine {}: its agent's heart stands still: it is left alone until that beats", spec_.name);
+  // What another agent finds is ended, not gone on with: look() sees to that.
+  if (another && !run_state_.still()) frozen_ = false;
+  else settle();
 }
 
 // A machine that is said to stand still, or to be saved, and whose monitor has gone: that it runs again is told by its agent's heart alone,

@@ -1,7 +1,6 @@
 #include "vmkernel_svc/memory/ram_file.hpp"
 
 #include <fcntl.h>
-#include <linux/magic.h>
 #include <linux/openat2.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -10,26 +9,11 @@
 
 #include <cerrno>
 
+#include "vmci_channel/file_system.hpp"
+
 namespace vrdma::svc {
 
 namespace {
-
-// File systems where a page comes when somebody else answers, and the service would wait for it. (Those of networks are not all in linux/magic.h.)
-bool served_by_others(long type) {
-  constexpr long fuse = 0x65735546, cifs = 0xff534d42, smb2 = 0xfe534d42, ceph = 0x00c36400;
-  switch (static_cast<unsigned>(type)) {
-    case fuse:
-    case static_cast<unsigned>(cifs):
-    case static_cast<unsigned>(smb2):
-    case ceph:
-    case NFS_SUPER_MAGIC:
-    case V9FS_MAGIC:
-    case AFS_SUPER_MAGIC:
-    case AFS_FS_MAGIC:
-    case CODA_SUPER_MAGIC: return true;
-    default: return false;
-  }
-}
 
 // Whether no part of the path is a link, so that it cannot lead elsewhere than it says.
 bool is_straight(const std::string& path, const struct stat& file) {
@@ -50,7 +34,7 @@ Result<vmci::UniqueFd> open_ram_file(const std::string& path, uid_t tenant) {
   struct statfs filesystem;
   if (!file || ::fstat(file.get(), &status) != 0 || ::fstatfs(file.get(), &filesystem) != 0) return last_error();
   if (!S_ISREG(status.st_mode)) return Errno{ENODEV};
-  if (served_by_others(filesystem.f_type)) return Errno{EMEDIUMTYPE};
+  if (vmci::served_by_others(filesystem.f_type)) return Errno{EMEDIUMTYPE};
   if (status.st_uid == tenant) return file;
   // Another tenant's memory, or, if folders on the way are the tenant's, any that the service could open.
   if ((status.st_uid != ::geteuid() && status.st_uid != 0) || !is_straight(path, status)) return Errno{EPERM};
