@@ -53,6 +53,17 @@ void examine_hca(const nlohmann::json& state, std::vector<Finding>& findings) {
                         "put \"hca\": {} into its configuration, on both hosts (docs/hosts.md)"});
 }
 
+// Whether the subnet lets this host give LIDs to new guests. A service that is no host of a managed subnet gives its own.
+void examine_lease(const nlohmann::json& state, std::vector<Finding>& findings) {
+  const nlohmann::json us = state.value("subnet", nlohmann::json());
+  if (!us.is_object() || us.at("may_give") == true) return;
+  const auto problem = us.at("problem").get<std::string>(), leader = us.at("leader").get<std::string>();
+  findings.push_back({Level::problem, "lids", fmt::format("new programs get no LID on this host: {}",
+                                                          !problem.empty() ? problem : leader.empty() ? "no manager of the subnet is reached, or no majority of them runs"
+                                                                                                      : fmt::format("the lease by {} has lapsed, or has not come yet", leader)),
+                      "see \"vrdma show hosts\", and \"When it does not work\" in docs/subnet.md"});
+}
+
 // The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
 std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
   const char* const named = std::getenv("VRDMA_SOCKET");
@@ -81,6 +92,7 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
       if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
+      examine_lease(state, findings);
       examine_hca(state, findings);
     } catch (const std::exception& error) {
       findings.push_back({Level::problem, "service", error.what(), "unless it stands still, use vrdma and vrdmad of one version"});
@@ -136,7 +148,8 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   const SelfTestResult result = self_test(library, socket);
   if (!result.failed_at.empty()) {
     findings.push_back({Level::problem, "self-test", fmt::format("{} with {}: {} failed ({})", socket, library, result.failed_at, result.error),
-                        "see the log of vrdmad; if it is a version mismatch, use one version of both"});
+                        result.error == std::strerror(EADDRNOTAVAIL) ? "no LID is left, or the subnet has leased none to this host: see \"vrdma show hosts\""
+                                                                     : "see the log of vrdmad; if it is a version mismatch, use one version of both"});
     return;
   }
   findings.push_back({Level::ok, "library", library + " loads", ""});
@@ -159,13 +172,18 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
                         "run vrdmad as root or by its systemd unit"});
 }
 
-// Messages have a connection of their own, which the service has made, or tries to.
-Finding look_at_carrier(const nlohmann::json& carrier) {
+// Messages have a connection of their own, which the service has made, or tries to. by_secret: it begins with a secret that the hosts share.
+Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
   const auto host = carrier.at("host").get<std::string>(), address = carrier.at("address").get<std::string>(), state = carrier.at("state").get<std::string>();
+  if (const auto differs = carrier.value("disagreement", ""); state == "connected" && !differs.empty())
+    return {Level::problem, "messages", differs + ": those to LIDs that are not their host's end nowhere", "give \"hosts\" in \"remote\" the same LIDs on all hosts"};
   if (state == "connected") return {Level::ok, "messages", fmt::format("of programs go to {} at {}, and come from there", host, address), ""};
   const std::string what = state == "silent" ? fmt::format("nothing comes from {} at {} ({} s)", host, address, carrier.at("silent_ms").get<std::uint64_t>() / 1000)
                                              : fmt::format("no connection for them has come about with {} at {}", host, address);
   const auto at = hosts::address_and_port(address);
+  if (const auto refused = carrier.value("unauthenticated", std::uint64_t{0}); by_secret && refused != 0)
+    return {Level::problem, "messages", fmt::format("{}: the two reach each other, and {} connections failed because the other end does not have this host's secret", what, refused),
+            fmt::format("copy \"secret_file\" from one host to the other; if it is the same on both, use one version of vrdmad, and see what else is at port {}", at ? at->second : 0)};
   return {Level::problem, "messages", what + ": programs do not reach those of that host",
           fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0)};
 }
@@ -180,6 +198,7 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
   std::string target = options.host, folder = options.folder, here;
   std::uint16_t port = 0;
   std::optional<Finding> messages;
+  std::vector<Finding> findings;
   if (auto service = find_service(options.socket)) {
     const auto state = query(*service);
     if (const auto& us = state.at("subnet"); us.is_object()) {
@@ -192,10 +211,12 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
     const auto carriers = state.value("carriers", nlohmann::json::array());
     auto its = std::ranges::find_if(carriers, [&](const auto& carrier) { return carrier.at("host") == options.host; });
     if (its == carriers.end()) its = std::ranges::find_if(carriers, [&](const auto& carrier) { return is_at(carrier, target); });
-    if (its != carriers.end()) messages = look_at_carrier(*its);
-    if (messages && !state.at("subnet").is_object()) return {std::move(*messages)};  // by a list of hosts and a secret: there is nothing else
+    const bool by_secret = !state.at("subnet").is_object();
+    if (its != carriers.end()) messages = look_at_carrier(*its, by_secret);
+    if (messages && by_secret) return {std::move(*messages)};  // by a list of hosts and a secret: there is nothing else
+    examine_lease(state, findings);
   }
-  auto findings = examine_host(folder.empty() ? subnet_folder : folder, target, here, port);
+  for (auto& finding : examine_host(folder.empty() ? subnet_folder : folder, target, here, port)) findings.push_back(std::move(finding));
   if (messages) findings.push_back(std::move(*messages));
   return findings;
 }

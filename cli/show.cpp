@@ -160,6 +160,9 @@ void routes(const json& state, std::string& out) {
         .add("state", host.at("state")).add("why", host.at("why") == "only-carrier" ? host.at("why") : json(quoted(host.at("why"))))
         .add_unless_zero("records_via_tcp", host.at("via") == "hca" && host.at("records_why") != "" ? json(quoted(host.at("records_why"))) : json(0))
         .add_unless_zero("fallen_back", host.at("fallen_back") != "" ? json(quoted(host.at("fallen_back"))) : json(0)).add_unless_zero("silent_ms", host.at("silent_ms") > 1000 ? host.at("silent_ms") : json(0))
+        .add_unless_zero("encrypted", host.value("encrypted", false) ? json("yes") : json(0))
+        .add_unless_zero("disagreement", host.value("disagreement", "") != "" ? json(quoted(host.at("disagreement"))) : json(0))
+        .add_unless_zero("unauthenticated", host.value("unauthenticated", json(0)))
         .add("connections_here", host.at("connections_here")).add_unless_zero("groups", host.value("groups", json(0)))
         .add_unless_zero("multicast_datagrams", host.value("multicast_datagrams", json(0))).add_counters(host.at("counters")).end(out);
   for (const auto& group : state.value("groups", json::array()))

@@ -1,6 +1,5 @@
 #include "vmkernel_svc/config.hpp"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -193,6 +192,12 @@ void read_partitions(const json& section, hosts::Partitions& to, const std::stri
   }
 }
 
+// A host sends from its own address, so it reaches none of the other family.
+std::string one_family(const std::string& address, const std::string& what, const std::string& its) {
+  const auto family = [](const std::string& one) { return hosts::is_v6(one) ? "IPv6" : "IPv4"; };
+  return fmt::format("\"address\" is {} ({}), that of {} {} ({}): hosts reach each other by addresses of one family", address, family(address), what, its, family(its));
+}
+
 }  // namespace
 
 void Config::read_file(const std::string& path) {
@@ -247,27 +252,30 @@ void Config::read_text(const std::string& content, const std::string& origin) {
 }
 
 void RemoteConfig::check() const {
+  namespace addresses = vrdma::hosts;
   if (hosts.empty()) return;
   const auto require = [](bool good, const std::string& what) {
     if (!good) throw std::runtime_error("configuration: \"remote\": " + what);
   };
-  const auto numeric = [](const std::string& where) {
-    in6_addr any;
-    return ::inet_pton(AF_INET, where.c_str(), &any) == 1 || ::inet_pton(AF_INET6, where.c_str(), &any) == 1;
-  };
-  require(numeric(address), fmt::format("\"address\" is \"{}\": it must be the numeric address of this host's interface", address));
+  require(addresses::is_numeric(address), fmt::format("\"address\" is \"{}\": it must be the numeric address of this host's interface", address));
   require(port != 0, "\"port\" is 0: give the port to listen at (28251 by default)");
   require(!secret_file.empty(), "\"secret_file\" is missing: the file with the subnet's secret, the same on all hosts");
   bool self = false;
   for (const RemoteHost& host : hosts) {
     require(!host.name.empty() && host.name.size() < 40, fmt::format("\"name\" is \"{}\": it must have 1 to 39 characters", host.name));
-    require(numeric(host.address), fmt::format("the \"address\" of host {} is \"{}\": it must be numeric", host.name, host.address));
+    require(addresses::is_numeric(host.address), fmt::format("the \"address\" of host {} is \"{}\": it must be numeric", host.name, host.address));
     require(host.port != 0, fmt::format("the \"port\" of host {} is 0", host.name));
     require(host.lid_first != 0, fmt::format("host {} has no \"lids\"", host.name));
+    require(host.name != name || (addresses::same_address(host.address, address) && host.port == port),
+            fmt::format("this host, {}, is at {} by its \"address\" and \"port\", at {} in \"hosts\": the others look for it there", name, addresses::with_port(address, port),
+                        addresses::with_port(host.address, host.port)));
+    require(addresses::is_v6(host.address) == addresses::is_v6(address), one_family(address, fmt::format("host {}", host.name), host.address));
     self |= host.name == name;
     for (const RemoteHost& other : hosts) {
       if (&other == &host) break;
       require(other.name != host.name, fmt::format("host {} is named twice", host.name));
+      require(host.port != other.port || !addresses::same_address(host.address, other.address),
+              fmt::format("hosts {} and {} are both at {}: give each an address or a port of its own", other.name, host.name, addresses::with_port(host.address, host.port)));
       require(other.lid_last < host.lid_first || host.lid_last < other.lid_first,
               fmt::format("hosts {} and {} have LIDs in common: {}-{} and {}-{}", other.name, host.name, other.lid_first, other.lid_last,
                           host.lid_first, host.lid_last));
@@ -299,6 +307,10 @@ void check_hosts(const hosts::Settings& section) {
     require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
   endpoint("\"hosts\"", section.address, section.port);
+  const auto reachable = [&](const std::string& what, const std::string& address) {
+    require(hosts::is_v6(address) == hosts::is_v6(section.address), one_family(section.address, what, address));
+  };
+  if (section.seed) reachable("the \"seed\"", section.seed->first);
   require(section.port != 65535 || section.carrier_port != 0, "\"port\" of \"hosts\" is 65535: give a \"carrier_port\", as there is none after it");
   require(section.lids >= 1 && section.lids <= hosts::lid_max, fmt::format("\"lids\" is {}: it must be from 1 to {}", section.lids, hosts::lid_max));
   require(!section.folder.empty(), "\"folder\" of \"hosts\" is empty: give that of \"vrdma host\"");
@@ -316,6 +328,7 @@ void check_hosts(const hosts::Settings& section) {
                                                                    section.peers.size(), hosts::managers_max));
   for (const auto& peer : section.peers) {
     endpoint("\"" + peer.name + "\" in \"peers\"", peer.address, peer.port);
+    reachable("\"" + peer.name + "\" in \"peers\"", peer.address);
     const auto same = [&](const hosts::Endpoint& other) { return other.name == peer.name || (other.address == peer.address && other.port == peer.port); };
     require(std::count_if(section.peers.begin(), section.peers.end(), same) == 1, fmt::format("\"{}\" or its address is in \"peers\" twice", peer.name));
     require(peer.name != section.name || (peer.address == section.address && peer.port == section.port),

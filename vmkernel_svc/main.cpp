@@ -103,6 +103,7 @@ int main(int argc, char** argv) {
     config.ready_fd = ready_fd;
     config.check();
     if (check_only) {
+      vrdma::svc::check_files(config);
       fmt::print("the configuration is good\n");
       return 0;
     }

@@ -8,4 +8,8 @@ struct Config;
 // Until SIGTERM, SIGINT, SIGHUP, or idle for config.idle_exit_s. Throws std::runtime_error with a message for a person.
 void serve(const Config& config);
 
+// Whether the files that a good configuration names are there for this user, and good: the secret, or the certificates, of the hosts' subnet.
+// Throws as serve() would.
+void check_files(const Config& config);
+
 }  // namespace vrdma::svc

@@ -22,6 +22,7 @@
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/readiness.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/hosts/certificates.hpp"
 #include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
@@ -34,6 +35,13 @@
 namespace vrdma::svc {
 
 using namespace control;
+
+namespace {
+// How long who attaches is kept for this host's first lease. Less than who cannot see whether this service runs waits for its answer
+// (vmci::receive_answer), so that it is told of a lease that does not come.
+constexpr std::chrono::seconds lease_patience(4);
+static_assert(lease_patience < std::chrono::milliseconds(vmci::attach_within_ms));
+}  // namespace
 
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
@@ -236,7 +244,10 @@ void Server::join_hosts() {
       use_partitions(shard, *now->partitions);
       shard.fabric().lease_lids(now->lids, now->may_give());
     });
+    // Posted after that was submitted: who attaches then finds the LIDs.
+    if (now->may_give() || now->refused()) boost::asio::post(io_, [this] { lease_is_known(); });
   };
+  lease_is_known_ = false;
   shard_->submit([hosts = hosts_](Shard& shard) {
     shard.fabric().hosts = hosts;
     shard.fabric().host_name = hosts->snapshot()->us.name;
@@ -338,6 +349,7 @@ void Server::read_next(const ConnectionPtr& connection) {
             return;
           }
         }
+        if (has_to_wait(*connection)) return await_lease(connection);
         std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
         auto received = connection->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return read_next(connection);
@@ -351,6 +363,27 @@ void Server::read_next(const ConnectionPtr& connection) {
           });
         });
       });
+}
+
+// The packet stays where it is: whatever becomes of the connection meanwhile is found as ever when it is read.
+bool Server::has_to_wait(const Connection& connection) const {
+  if (lease_is_known_ || connection.has_waited) return false;
+  Head head{};
+  return ::recv(connection.socket.fd(), &head, sizeof(head), MSG_PEEK | MSG_DONTWAIT) == static_cast<ssize_t>(sizeof(head)) &&
+         PacketDesk::request_of(head) == Request::attach;
+}
+
+// A host that begins has its LIDs when it has met who leads its subnet, a moment after it is there for its programs. Later on a lease that
+// has lapsed is not waited for.
+void Server::await_lease(const ConnectionPtr& connection) {
+  connection->has_waited = true;
+  connection->patience.expires_after(lease_patience);
+  connection->patience.async_wait([this, connection](const boost::system::error_code&) { read_next(connection); });
+}
+
+void Server::lease_is_known() {
+  if (std::exchange(lease_is_known_, true)) return;
+  for (const auto& [raw, connection] : connections_) connection->patience.cancel();
 }
 
 void Server::lost(const ConnectionPtr& connection) {
@@ -465,6 +498,11 @@ void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byt
   shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
     packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer, connection);
   });
+}
+
+void check_files(const Config& config) {
+  if (!config.remote.hosts.empty()) remote::ConfiguredSubnet{config.remote};
+  if (config.hosts) hosts::load_host(config.hosts->folder);
 }
 
 void serve(const Config& config) {

@@ -32,14 +32,16 @@ class Server {
   // One guest's socket (or one that has not attached, or a tool's).
   struct Connection : std::enable_shared_from_this<Connection> {
     Connection(boost::asio::io_context& io, vmci::PacketSocket socket_in)
-        : socket(std::move(socket_in)), readable(io), exited(io) {}
+        : socket(std::move(socket_in)), readable(io), exited(io), patience(io) {}
     vmci::PacketSocket socket;
     boost::asio::posix::stream_descriptor readable;  // a duplicate of the socket
     boost::asio::posix::stream_descriptor exited;    // the guest's pidfd
+    boost::asio::steady_timer patience;              // with which it waits for this host's first lease of LIDs
     std::atomic<std::uint32_t> guest{0};             // VMCI context id once attached; set by the shard
     uid_t uid = 0;
     std::shared_ptr<MachineProcess> machine;         // whose process it is; nullptr: a process of this host
     bool asked_to_attach = false;                    // once is all: its pidfd is being waited for
+    bool has_waited = false;                         // for that lease
     bool closed = false;
   };
   using ConnectionPtr = std::shared_ptr<Connection>;
@@ -51,6 +53,9 @@ class Server {
   void admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine);
   void read_next(const ConnectionPtr& connection);
   void handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors);
+  bool has_to_wait(const Connection& connection) const;
+  void await_lease(const ConnectionPtr& connection);
+  void lease_is_known();
   void attach(const ConnectionPtr& connection, const control::Head& head, const std::vector<std::byte>& packet);
   void attach_from_machine(const ConnectionPtr& connection, const control::Head& head, const control::AttachRequest& request);
   static std::optional<PinnedPages> memory_of(const Connection& connection, control::Request request, const std::vector<std::byte>& packet);
@@ -85,6 +90,7 @@ class Server {
   std::unique_ptr<Machines> machines_;
   bool machines_changed_ = false, telling_of_machines_ = false;
   std::shared_ptr<hosts::Service> hosts_;  // nullptr: no other hosts
+  bool lease_is_known_ = true;             // false: LIDs are leased to this host, and have not been yet, nor refused
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t connections_max_ = 2048;  // of one user

@@ -86,6 +86,8 @@ json describe_carriers(Fabric& fabric) {
                    {"records_why", hca != nullptr ? hca->why_no_trunk(id) : ""},
                    {"fallen_back", hca != nullptr ? hca->fallen_back(id) : ""},
                    {"encrypted", fabric.far->carrier().encrypts(id)},
+                   {"disagreement", fabric.far->carrier().disagreement(id)},
+                   {"unauthenticated", count(gauge->unauthenticated)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},

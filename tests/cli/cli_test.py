@@ -80,6 +80,31 @@ class Configuration(TestCase):
         result, _ = self.check('{"partitions": {"0x8001": ["0", "*/1"], "0xffff": ["*"]}}')
         self.assertEqual(result.returncode, 0, result.stderr)
 
+    def test_hosts_that_cannot_meet(self):
+        secret = self.folder / "secret"
+        secret.write_bytes(b"s" * 32)
+        secret.chmod(0o600)
+
+        def remote(second=None, **own):
+            hosts = [{"name": "a", "address": "10.0.0.1", "lids": "1-99"}, {"name": "b", "address": "10.0.0.2", "lids": "100-200", **(second or {})}]
+            return self.check(json.dumps({"remote": {"name": "a", "address": "10.0.0.1", "secret_file": str(secret), "hosts": hosts, **own}}))[0]
+        result = remote()
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assert_refuses(remote({"address": "10.0.0.1"}), 2, "hosts a and b are both at 10.0.0.1:28251")
+        self.assert_refuses(remote({"address": "fd00::2"}), 2, "10.0.0.1 (IPv4)", "host b fd00::2 (IPv6)")
+        self.assert_refuses(remote(address="10.0.0.3"), 2, "10.0.0.3:28251", "10.0.0.1:28251")
+        for more in ({"seed": "fd00::2"}, {"peers": [{"name": "b", "address": "fd00::2"}]}):
+            self.assert_refuses(self.check(json.dumps({"hosts": {"address": "10.0.0.1", **more}}))[0], 2, "10.0.0.1 (IPv4)", "fd00::2 (IPv6)")
+        # What the start says of files, this says, too.
+        secret.chmod(0o644)
+        self.assert_refuses(remote(), 2, str(secret), "others may read it", "chmod 0600")
+        secret.chmod(0o600)
+        secret.write_text("short")
+        self.assert_refuses(remote(), 2, str(secret), "fewer than 32 bytes")
+        secret.unlink()
+        self.assert_refuses(remote(), 2, str(secret), "No such file")
+        self.assert_refuses(self.check(json.dumps({"hosts": {"address": "10.0.0.1", "folder": str(self.folder / "none")}}))[0], 2, str(self.folder / "none"), "vrdma host init")
+
     def test_a_key_given_twice_and_what_lies_behind_a_nul_are_refused(self):
         result, file = self.check('{"lid_first": 1, "quota": {"guests": 1, "objects": 2, "guests": 3}}')
         self.assert_refuses(result, 2, file, '"guests" is given twice')
@@ -774,7 +799,7 @@ class Doctor(TestCase):
             port = probe.getsockname()[1]
         (self.folder / "secret").write_text("0123456789abcdef" * 4)
         (self.folder / "secret").chmod(0o600)
-        hosts = [{"name": f"h{i}", "address": f"127.0.0.{i + 1}", "lids": f"{i * 1000 + 1}-{i * 1000 + 1000}"} for i in (0, 1)]
+        hosts = [{"name": f"h{i}", "address": f"127.0.0.{i + 1}", "port": port, "lids": f"{i * 1000 + 1}-{i * 1000 + 1000}"} for i in (0, 1)]
         config = {"remote": {"name": "h0", "address": "127.0.0.1", "port": port, "secret_file": str(self.folder / "secret"), "hosts": hosts}}
         file = self.folder / "vrdmad.json"
         for hca in (None, {"device": "not-there"}):
@@ -799,6 +824,62 @@ class Doctor(TestCase):
             found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
             self.assertEqual(found["open-files"]["level"], "note")
             self.assertIn("200", found["open-files"]["what"])
+
+
+class ListedHosts(TestCase):
+    """Two hosts of a "remote" section, at addresses of the loopback device."""
+
+    def setUp(self):
+        super().setUp()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    def flags(self, number, secret=b"s" * 32, **lids):
+        """Of the vrdmad of host h0 or h1, which has its own idea of who has which LIDs."""
+        lids = {"h0": "1-1000", "h1": "1001-2000", **lids}
+        hosts = [{"name": name, "address": f"127.0.0.{i + 1}", "port": self.port, "lids": lids[name]} for i, name in enumerate(("h0", "h1"))]
+        file, secret_file = self.folder / f"h{number}.json", self.folder / f"h{number}.secret"
+        secret_file.write_bytes(secret)
+        secret_file.chmod(0o600)
+        file.write_text(json.dumps({"remote": {**{key: hosts[number][key] for key in ("name", "address", "port")}, "secret_file": str(secret_file), "hosts": hosts}}))
+        return "--config", file, "--vm-folder", self.folder / f"h{number}.vm"
+
+    def both_say(self, others_flags, *words):
+        """What `vrdma doctor` says of the other host on each of the two, once it has these words; and `vrdma show routes` then."""
+        sockets, said = [self.socket, str(self.folder / "other.sock")], []
+        with self.service(*self.flags(0)):
+            self.socket = sockets[1]
+            with self.service(*others_flags):
+                for number, path in enumerate(sockets):
+                    end = time.monotonic() + WATCHDOG_S
+                    result = None
+                    while result is None or not all(word in result.stdout for word in words):
+                        self.assertLess(time.monotonic(), end, result and result.stdout + result.stderr)
+                        time.sleep(0.05)
+                        result = self.vrdma("doctor", f"h{1 - number}", "--socket", path)
+                    said.append((result, self.vrdma("show", "routes", "--socket", path).stdout))
+        return said
+
+    def test_whose_lists_differ_are_told(self):
+        differs = "h0 has LIDs 3001-4000 by the configuration of h1, 1-1000 by that of h0", "h0 has LIDs 1-1000 by the configuration of h0, 3001-4000 by that of h1"
+        for said, (result, routes) in zip(differs, self.both_say(self.flags(1, h0="3001-4000"), "by the configuration of")):
+            self.assertEqual(result.returncode, 1, result.stdout)
+            self.assertIn(said, result.stdout)
+            self.assertIn("the same LIDs on all hosts", result.stdout)
+            self.assertIn(f'disagreement "{said}"', routes)
+        self.assertEqual(self.service_said.count(differs[0]), 1, self.service_said)  # by h0, which ended last
+
+    def test_whose_lists_agree_have_no_problem(self):
+        for result, routes in self.both_say(self.flags(1), "of programs go to"):
+            self.assertEqual(result.returncode, 0, result.stdout)
+            self.assertNotIn("disagreement", routes)
+
+    def test_whose_secrets_differ_are_told(self):
+        for result, _ in self.both_say(self.flags(1, secret=b"x" * 32), "does not have this host's secret"):
+            self.assertEqual(result.returncode, 1, result.stdout)
+            self.assertIn('copy "secret_file"', result.stdout)
+            self.assertNotIn("nft", result.stdout)
 
 
 if __name__ == "__main__":

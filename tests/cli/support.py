@@ -115,19 +115,26 @@ def reply_to(packet, status=0, body=b""):
     return HEAD.pack(0, control | REPLY_BIT, len(body), 2, 28249, sequence, status) + body
 
 
+def attach_packet(name=b"", major=MAJOR, minor=0, magic=MAGIC):
+    return HEAD.pack(0, REQUEST_ATTACH, ATTACH.size, 0, 0, 7, 0) + ATTACH.pack(magic, major, minor, 0, os.getpid(), name)
+
+
+def status_of(packet):
+    return HEAD.unpack_from(packet)[6]
+
+
 def attach(path, name=b"", major=MAJOR, minor=0, magic=MAGIC):
     """A raw guest: its socket (keep it open to stay attached), the reply's status and body."""
     guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     guest.settimeout(WATCHDOG_S)
     guest.connect(path)
-    guest.send(HEAD.pack(0, REQUEST_ATTACH, ATTACH.size, 0, 0, 7, 0) + ATTACH.pack(magic, major, minor, 0, os.getpid(), name))
+    guest.send(attach_packet(name, major, minor, magic))
     packet, ancillary, _, _ = guest.recvmsg(65536, socket.CMSG_SPACE(8 * 4))
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             for fd in array.array("i", data):
                 os.close(fd)
-    head = HEAD.unpack_from(packet)
-    return guest, head[6], packet[HEAD.size:]
+    return guest, status_of(packet), packet[HEAD.size:]
 
 
 def as_nobody(*command):

@@ -3,6 +3,7 @@
 Every wait is for a condition, under one generous watchdog; nothing is asserted about how long something took.
 """
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "cli"))
-from support import BIN, TestCase, attach  # noqa: E402
+from support import BIN, TestCase, attach, attach_packet, status_of  # noqa: E402
 
 WATCHDOG_S = 180
 MANAGERS = ("a", "b", "c")
@@ -136,6 +137,11 @@ class Subnet(TestCase):
             logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in names)
             raise AssertionError(f"{error}\n{logs}") from None
 
+    def assert_says(self, result, *words):
+        self.assertEqual(result.returncode, 1, result.stdout + result.stderr)
+        for word in words:
+            self.assertIn(word, result.stdout)
+
     def guest_gets_lid(self, path):
         guest, status, _ = attach(path)
         guest.close()
@@ -195,6 +201,47 @@ class Joining(Subnet):
             self.assertEqual(status, 0)
             state = json.loads(self.good("show", "guests", "--json", "--socket", self.hosts["d"]["folder"] / "s.sock"))
             self.assertEqual([one["lid"] for one in state], [lids["d"][0]])
+
+    def test_who_attaches_at_once_waits_for_the_first_lease(self):
+        self.make("a", managers=())
+        self.configure("a", election_ms=300)
+        path = str(self.hosts["a"]["folder"] / "s.sock")
+        for _ in range(3):  # the first has no LIDs, the others have them, and no lease
+            self.start("a")
+
+            def statuses():  # of guests that come as soon as there is a socket
+                guests = []
+                try:
+                    for _ in range(3):
+                        guests.append(attach(path))
+                    return [status for _, status, _ in guests]
+                finally:
+                    for guest, _, _ in guests:
+                        guest.close()
+            self.assertEqual(wait_until(statuses, "the service has a socket"), [0, 0, 0], self.log("a"))
+            self.kill("a")
+
+    def test_a_lease_that_does_not_come_keeps_nobody_else_waiting(self):
+        self.make("a", managers=())
+        self.make("b", seed="a")
+        self.start("b")  # a, who leads, does not run
+        path = str(self.hosts["b"]["folder"] / "s.sock")
+
+        def asks():
+            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.addCleanup(guest.close)
+            guest.settimeout(WATCHDOG_S)
+            guest.connect(path)
+            guest.send(attach_packet())
+            return guest
+        gone, waiting = wait_until(asks, "the service has a socket"), asks()
+        gone.close()
+        self.assertFalse(self.show("b")["may_give"])
+        result = self.vrdma("doctor", "--socket", path)
+        self.assert_says(result, "new programs get no LID on this host: no manager of the subnet is reached")
+        self.assertEqual(status_of(waiting.recv(65536)), errno.EADDRNOTAVAIL)
+        self.assertFalse(self.guest_gets_lid(path))
+        self.assertEqual(self.kill("b", signal.SIGTERM), 0)
 
     def test_one_host_alone_leads_itself(self):
         self.make("a", managers=())
@@ -290,6 +337,10 @@ class Refused(Subnet):
         self.start("twin")
         wait_until(lambda: 'another host is "b"' in self.log("twin"), "the copy is told")
         self.assertFalse(self.show("twin")["may_give"])
+        path = str(self.hosts["twin"]["folder"] / "s.sock")
+        self.assertFalse(self.guest_gets_lid(path))
+        for words in ([], ["a"]):
+            self.assert_says(self.vrdma("doctor", *words, "--socket", path), 'new programs get no LID on this host: another host is "b"')
         self.assertEqual(self.lids(self.settled("a", "b")), before)
 
     def test_a_file_with_the_lids_of_another(self):
@@ -399,11 +450,6 @@ class Tools(Subnet):
         self.assertIn(f"{self.at('b')} cannot be reached", result.stdout)
         wait_until(lambda: "nothing comes from b" in self.vrdma("doctor", "b", "--socket", path).stdout, "the silence of b")
         self.assert_says(self.vrdma("doctor", "nonsense", "--socket", path), "neither a host that the service knows")
-
-    def assert_says(self, result, *words):
-        self.assertEqual(result.returncode, 1, result.stdout + result.stderr)
-        for word in words:
-            self.assertIn(word, result.stdout)
 
     def test_a_host_is_removed_for_good(self):
         self.make("a", "b", "c", managers=("a",))

@@ -5,6 +5,7 @@
 
 #include <charconv>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,6 +17,15 @@ constexpr std::uint16_t default_port = 28250;  // the first of PVRDMA's range fo
 inline bool is_numeric(const std::string& address) {
   in6_addr ignored;
   return ::inet_pton(AF_INET, address.c_str(), &ignored) == 1 || ::inet_pton(AF_INET6, address.c_str(), &ignored) == 1;
+}
+
+inline bool is_v6(const std::string& numeric) { return numeric.find(':') != std::string::npos; }
+
+// Of two numeric ones: an IPv6 address has several spellings.
+inline bool same_address(const std::string& one, const std::string& other) {
+  in6_addr first{}, second{};
+  const int family = is_v6(one) ? AF_INET6 : AF_INET;
+  return ::inet_pton(family, one.c_str(), &first) == 1 && ::inet_pton(family, other.c_str(), &second) == 1 && std::memcmp(&first, &second, sizeof(first)) == 0;
 }
 
 // "10.0.0.1", "10.0.0.1:28250", "fd00::1", "[fd00::1]:28250".
@@ -42,8 +52,7 @@ inline std::optional<std::pair<std::string, std::uint16_t>> address_and_port(con
 }
 
 inline std::string with_port(const std::string& address, std::uint16_t port) {
-  const bool v6 = address.find(':') != std::string::npos;
-  return (v6 ? "[" + address + "]" : address) + ":" + std::to_string(port);
+  return (is_v6(address) ? "[" + address + "]" : address) + ":" + std::to_string(port);
 }
 
 }  // namespace vrdma::hosts

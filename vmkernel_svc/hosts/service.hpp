@@ -49,6 +49,7 @@ class Service final : public remote::Directory {
     std::string last_stranger;
 
     bool may_give() const { return lids != no_lids && BootClock::now() < lease_until; }
+    bool refused() const { return !leader.empty() && !problem.empty(); }  // who leads leases this host nothing, and `problem` is why
   };
 
   // Reads the folder and listens. Throws std::runtime_error with a message for a person.
@@ -64,7 +65,7 @@ class Service final : public remote::Directory {
   std::vector<remote::LidHolder> holders() const override;
   std::shared_ptr<const remote::PeerHost> host(remote::HostId id) const override;
   std::shared_ptr<const remote::PeerHost> host_named(std::string_view name) const override;
-  // Of what this class tells, and when a lease begins or lapses.
+  // Of what this class tells, and when a lease begins, lapses or is refused.
   void when_changed(std::function<void()> call) override;
 
  private:

@@ -55,7 +55,7 @@ void Service::publish() {
   {
     const std::lock_guard lock(mutex_);
     // Who holds a snapshot's PeerHost compares pointers: what is as before stays the same object.
-    news |= next->lids != snapshot_->lids || next->blocks != snapshot_->blocks || next->peers.size() != snapshot_->peers.size() || next->partitions != snapshot_->partitions;
+    news |= next->problem != snapshot_->problem || next->lids != snapshot_->lids || next->blocks != snapshot_->blocks || next->peers.size() != snapshot_->peers.size() || next->partitions != snapshot_->partitions;
     for (auto& [id, peer] : next->peers) {
       const auto old = snapshot_->peers.find(id);
       if (old != snapshot_->peers.end() && old->second->name == peer->name && old->second->address == peer->address &&

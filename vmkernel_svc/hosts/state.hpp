@@ -16,10 +16,6 @@
 #include "vmkernel_svc/hosts/partitions.hpp"
 #include "vmkernel_svc/remote/directory.hpp"
 
-namespace vrdma::remote {
-inline bool operator==(LidRange a, LidRange b) { return a.first == b.first && a.last == b.last; }
-}
-
 namespace vrdma::hosts {
 
 using remote::LidRange;

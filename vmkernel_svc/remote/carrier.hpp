@@ -25,6 +25,7 @@ struct Gauge {
   // For `vrdma show`.
   std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};
   std::atomic<std::uint64_t> bypassed_bytes{0}, bypassed_records{0};  // of what was sent
+  std::atomic<std::uint64_t> unauthenticated{0};  // connections with it that failed, or that somebody began in its name, since the last that stood
 };
 
 // `sign` 1: `frame` is one of those given to the carrier, or arrived; -1: no more.
@@ -79,6 +80,8 @@ class Carrier {
   virtual void bypassed(HostId host, const Bypass& by, std::uint64_t number, std::uint64_t acknowledged, engine::FarFramePtr frame) = 0;
   // Whether payload for this host is encrypted on its way.
   virtual bool encrypts(HostId host) const = 0;
+  // Where the files of the two hosts differ in their LIDs, for a person; empty: they agree, or nothing is known.
+  virtual std::string disagreement(HostId host) const = 0;
 };
 
 }  // namespace vrdma::remote

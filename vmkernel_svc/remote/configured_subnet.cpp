@@ -76,6 +76,8 @@ std::vector<LidHolder> ConfiguredSubnet::holders() const {
 
 std::shared_ptr<const PeerHost> ConfiguredSubnet::host(HostId id) const { return id < others_.size() ? others_[id].host : nullptr; }
 
+std::optional<LidRange> ConfiguredSubnet::written(HostId id) const { return id < others_.size() ? std::optional(others_[id].lids) : std::nullopt; }
+
 std::shared_ptr<const PeerHost> ConfiguredSubnet::host_named(std::string_view name) const {
   for (const Entry& entry : others_)
     if (entry.host->name == name) return entry.host;

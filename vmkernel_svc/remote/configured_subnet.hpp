@@ -20,6 +20,7 @@ class ConfiguredSubnet final : public Directory {
   std::shared_ptr<const PeerHost> host(HostId id) const override;
   std::shared_ptr<const PeerHost> host_named(std::string_view name) const override;
   void when_changed(std::function<void()>) override {}  // never
+  std::optional<LidRange> written(HostId id) const override;
 
  private:
   struct Entry {

@@ -18,6 +18,7 @@ using HostId = std::uint32_t;  // small, stable while this vrdmad runs; never re
 
 struct LidRange {
   std::uint16_t first, last;  // inclusive
+  bool operator==(const LidRange&) const = default;
 };
 
 struct PeerHost {  // immutable; replaced when something changes
@@ -43,6 +44,8 @@ class Directory {
   virtual std::shared_ptr<const PeerHost> host(HostId) const = 0;                // nullptr: unknown
   virtual std::shared_ptr<const PeerHost> host_named(std::string_view) const = 0;
   virtual void when_changed(std::function<void()>) = 0;                          // called from any thread
+  // The LIDs of that host, where this host's own file says who has which: that one's must say the same.
+  virtual std::optional<LidRange> written(HostId) const { return std::nullopt; }
 };
 
 }  // namespace vrdma::remote

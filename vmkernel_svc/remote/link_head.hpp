@@ -27,7 +27,10 @@ struct LinkHead {
   std::uint64_t number;        // record only
   std::uint64_t acknowledged;  // of the session: all up to this one have come
   std::uint32_t features;      // hello only: what the sender understands, besides what the first ones did; they said 0
-  std::uint8_t reserved_2[68];
+  // Hello only: the sender's own LIDs and the receiver's, first and last, where a file on every host names them, which must agree. 0: they are
+  // leased, or the sender is older than this.
+  std::uint16_t lids[2], peer_lids[2];
+  std::uint8_t reserved_2[60];
   std::array<std::byte, 16> tag;  // of all of the frame before and after it (frame_seal.hpp)
 };
 static_assert(WireRecord<LinkHead> && sizeof(LinkHead) == engine::FarFrame::carrier_bytes);

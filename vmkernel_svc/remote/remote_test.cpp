@@ -131,6 +131,17 @@ TEST_CASE("ContradictingSubnetsAreRefused") {
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100-50000"})").find("range") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100", "colour": 1})").find("colour") != std::string::npos);
   CHECK(why(a, R"("name": "a", "address": "10.0.0.1")").find("secret_file") != std::string::npos);
+  CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.1", "lids": "100"})").find("hosts a and b are both at 10.0.0.1:28251") != std::string::npos);
+  CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.1", "port": 28252, "lids": "100"})") == "");
+  const std::string mixed = why(a + R"(,{"name": "b", "address": "fd00::2", "lids": "100"})");
+  CHECK(mixed.find("\"address\" is 10.0.0.1 (IPv4)") != std::string::npos);
+  CHECK(mixed.find("host b fd00::2 (IPv6)") != std::string::npos);
+  const std::string elsewhere = why(a, R"("name": "a", "address": "10.0.0.3", "secret_file": "/s")");
+  CHECK(elsewhere.find("is at 10.0.0.3:28251") != std::string::npos);
+  CHECK(elsewhere.find("at 10.0.0.1:28251 in \"hosts\"") != std::string::npos);
+  CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "port": 1, "secret_file": "/s")").find("10.0.0.1:1 ") != std::string::npos);
+  // One address, in two spellings.
+  CHECK(why(R"({"name": "a", "address": "fd00:0::1", "lids": "1"})", R"("name": "a", "address": "fd00::1", "secret_file": "/s")") == "");
   CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "secret_file": "/s", "encrypt": true)") == "");
   CHECK(why(a, R"("name": "a", "address": "10.0.0.1", "secret_file": "/s", "encrypt": 1)").find("true or false") != std::string::npos);
 }
@@ -236,11 +247,36 @@ TEST_CASE("WhoHasAnotherSecretIsNotHeard") {
     End stranger(subnet, stranger_is);
     const auto& counted = (stranger_is == 0 ? one : stranger).carrier->counters();  // by the one that is dialed
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (counted.unauthenticated.load() == 0 && std::chrono::steady_clock::now() < until) one.carrier->turn(), stranger.carrier->turn();
+    const auto of_the_other = [](End& end) { return end.carrier->gauge(0)->unauthenticated.load(); };  // both count it, of each other
+    while ((counted.unauthenticated.load() == 0 || of_the_other(one) == 0 || of_the_other(stranger) == 0) && std::chrono::steady_clock::now() < until)
+      one.carrier->turn(), stranger.carrier->turn();
     CHECK(counted.unauthenticated.load() != 0);
+    CHECK(of_the_other(one) != 0);
+    CHECK(of_the_other(stranger) != 0);
     CHECK(one.next(stranger, std::chrono::seconds(0)) == nullptr);
     CHECK(stranger.next(one, std::chrono::seconds(0)) == nullptr);
   }
+}
+
+TEST_CASE("HostsWhoseFilesGiveOtherLidsToOneOfThemSaySo") {
+  const Subnet subnet;
+  Subnet otherwise = subnet;
+  otherwise.config.hosts[0].lid_first = 301, otherwise.config.hosts[0].lid_last = 400;
+  End one(subnet, 0);
+  {
+    End other(otherwise, 1);
+    one.await_session(other);
+    other.await_session(one);
+    CHECK(one.carrier->disagreement(0) == "h0 has LIDs 301-400 by the configuration of h1, 1-100 by that of h0");
+    CHECK(other.carrier->disagreement(0) == "h0 has LIDs 1-100 by the configuration of h0, 301-400 by that of h1");
+    one.send(1, 100, one.session);
+    other.expect(1, one);
+  }
+  End corrected(subnet, 1);
+  corrected.await_session(one);
+  one.await_session(corrected);
+  CHECK(one.carrier->disagreement(0) == "");
+  CHECK(corrected.carrier->disagreement(0) == "");
 }
 
 TEST_CASE("ConnectionsThatBreakOrAreTamperedWithLoseAndRepeatNothing") {

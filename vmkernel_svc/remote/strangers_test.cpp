@@ -108,6 +108,7 @@ void works(const Subnet& subnet, End& other) {
   End one(subnet, 0);
   one.await_session(other);
   other.await_session(one);
+  CHECK(other.carrier->gauge(0)->unauthenticated.load() == 0);  // since this connection
   one.send(1, 5000, one.session), other.send(1, 5000, other.session);
   other.expect(1, one), one.expect(1, other);
 }
@@ -192,6 +193,19 @@ TEST_CASE("WhatAHostMayNotSayEndsItsConnectionAndNothingElse") {
     CHECK(counters.unauthenticated.load() == strange + (one.is == Is::strange));
   }
   works(subnet, other);
+}
+
+// Of older services nothing is known of LIDs.
+TEST_CASE("AHelloThatNamesNoLidsDisagreesWithNobody") {
+  const Subnet subnet;
+  End other(subnet, 1);
+  Forger forger(subnet, other);
+  forger.hello();
+  FarFramePtr news;
+  for (const auto until = Clock::now() + patience; !news && Clock::now() < until; news = other.carrier->receive()) other.carrier->turn();
+  REQUIRE(news != nullptr);
+  CHECK(news->record().kind == FarKind::news);
+  CHECK(other.carrier->disagreement(0) == "");
 }
 
 TEST_CASE("StrangersAreHungUpOnWhileRecordsGoOn") {

@@ -68,6 +68,11 @@ bool TcpCarrier::encrypts(HostId host) const {
   return found != links_.end() && found->second->encrypts;
 }
 
+std::string TcpCarrier::disagreement(HostId host) const {
+  const auto found = links_.find(host);
+  return found != links_.end() ? found->second->disagreement : "";
+}
+
 bool TcpCarrier::turn() {
   flush();
   const bool changed = changed_->load(std::memory_order_relaxed);
@@ -103,7 +108,14 @@ void TcpCarrier::want_pump(Link& link) {
 void TcpCarrier::transmit(Link& link, LinkKind kind, std::uint64_t number, std::shared_ptr<FarFrame> frame, std::uint64_t now) {
   LinkHead head{};
   head.kind = kind;
-  if (kind == LinkKind::hello) head.run = run_, head.peer_run = link.run, head.features = link_features;
+  if (kind == LinkKind::hello) {
+    head.run = run_, head.peer_run = link.run, head.features = link_features;
+    if (const auto theirs = directory_->written(link.id)) {
+      const LidRange ours = directory_->ours();
+      head.lids[0] = ours.first, head.lids[1] = ours.last;
+      head.peer_lids[0] = theirs->first, head.peer_lids[1] = theirs->last;
+    }
+  }
   head.number = number;
   head.acknowledged = link.expected - 1;
   link.acknowledge_at_ns = never;
@@ -176,7 +188,10 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
   if (arrivals_.size() < arrivals_max)
     while (FarFramePtr came = connection.receive(head, budget)) frame(link, head, std::move(came), now);
   if (connection.state() == State::broken) {
-    if (connection.why() == TcpConnection::Why::strange) counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
+    if (connection.why() == TcpConnection::Why::strange) {
+      counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
+      link.gauge->unauthenticated.fetch_add(1, std::memory_order_relaxed);
+    }
     if (connection.why() == TcpConnection::Why::malformed) counters_.malformed.fetch_add(1, std::memory_order_relaxed);
     return disconnect(link, now);
   }
@@ -210,6 +225,8 @@ void TcpCarrier::came(Link& link, std::uint64_t number, FarFramePtr frame, std::
 void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   if (head.run == 0 || link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
   link.greeted = true;
+  link.gauge->unauthenticated.store(0, std::memory_order_relaxed);
+  compare_lids(link, head);
   link.pause_ns = link.connects = 0;
   link.sent = 0;
   if (head.run != link.run) {
@@ -234,6 +251,21 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   void_what_nobody_repeats(link);
   link.gauge->connected.store(true, std::memory_order_relaxed);
   say(link, LinkKind::alive, now);
+}
+
+// Messages to LIDs that one host gives to another one than the others do end nowhere, as if that host were silent.
+void TcpCarrier::compare_lids(Link& link, const LinkHead& hello) {
+  const auto written = directory_->written(link.id);
+  std::string differs;
+  const auto compare = [&](const LidRange& here, const std::uint16_t (&there)[2], const std::string& whose) {
+    if (there[0] == 0 || here == LidRange{there[0], there[1]}) return;
+    differs += fmt::format("{}{} has LIDs {}-{} by the configuration of {}, {}-{} by that of {}", differs.empty() ? "" : "; ", whose, there[0], there[1], link.name,
+                           here.first, here.last, here_.name);
+  };
+  if (written) compare(directory_->ours(), hello.peer_lids, here_.name), compare(*written, hello.lids, link.name);
+  if (!differs.empty() && differs != link.disagreement)
+    log::warn("{}: programs of the two hosts may not meet until \"hosts\" in \"remote\" is the same on all hosts", differs);
+  link.disagreement = std::move(differs);
 }
 
 // What is to be sent again is so for those who would repeat it: not for datagrams, nor for connections that were closed since. A host may

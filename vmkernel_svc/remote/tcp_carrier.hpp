@@ -45,6 +45,7 @@ class TcpCarrier final : public Carrier {
   bool takes_more() const override { return arrivals_.size() < arrivals_max; }
   void bypassed(HostId host, const Bypass& by, std::uint64_t number, std::uint64_t acknowledged, engine::FarFramePtr frame) override;
   bool encrypts(HostId host) const override;
+  std::string disagreement(HostId host) const override;
 
  private:
   struct Record {
@@ -58,6 +59,7 @@ class TcpCarrier final : public Carrier {
     std::shared_ptr<Gauge> gauge;
     std::unique_ptr<TcpConnection> connection;
     bool encrypts = false;                      // the connection, or the last one: it is the same for a pair of runs
+    std::string disagreement;                   // by its last hello
     bool greeted = false;                       // it has said hello on this connection
     bool knows_us = false;                      // and something else since, so that ours has come: what a bypass brings there is taken
     std::uint32_t watched = 0;                  // events of the connection that epoll tells of
@@ -104,6 +106,7 @@ class TcpCarrier final : public Carrier {
   void say(Link& link, LinkKind kind, std::uint64_t now);
   void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
   void hello(Link& link, const LinkHead& head, std::uint64_t now);
+  void compare_lids(Link& link, const LinkHead& hello);
   void came(Link& link, std::uint64_t number, engine::FarFramePtr frame, std::uint64_t now);
   void acknowledged(Link& link, std::uint64_t number);
   void forget_records(Link& link);

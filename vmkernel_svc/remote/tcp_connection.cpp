@@ -51,7 +51,10 @@ void TcpConnection::go_on() {
 void TcpConnection::shake() {
   const auto state = handshake_->go_on();
   wants_write_ = state == Handshake::State::wants_write;
-  if (state == Handshake::State::failed) return break_off(Why::strange);
+  if (state == Handshake::State::failed) {
+    peer_ = handshake_->peer();
+    return break_off(Why::strange);
+  }
   if (state != Handshake::State::done) return;
   const auto secrets = handshake_->secrets();
   if (!secrets) return break_off(Why::strange);

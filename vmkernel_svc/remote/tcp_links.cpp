@@ -195,6 +195,7 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   Link* const link = connection.state() == TcpConnection::State::open ? find(connection.peer()->id) : nullptr;
   if (link == nullptr || link->dials) {
     counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
+    if (const auto& claimed = connection.peer(); claimed) gauge(claimed->id)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
     return dispose(std::move(stranger.connection));
   }
   if (link->connection) disconnect(*link, now);  // it has given up that one, or does not know of it
