@@ -63,7 +63,7 @@ struct LinkHeader {
 static_assert(WireRecord<ServiceLine> && WireRecord<AgentLine> && sizeof(LinkHeader) == 256);
 constexpr std::uint32_t heartbeat_ms = 250;
 constexpr std::uint32_t session_patience_ms = 5000;
-constexpr std::uint32_t agent_silence_ms = 1000, agent_patience_ms = 10000;
+constexpr std::uint32_t agent_silence_ms = 3000, agent_patience_ms = 10000;
 
 constexpr std::uint64_t queues_offset = 4096;
 constexpr vmci::QueuePairGeometry queues{4096, 4096, vmci::QueueKind::bytes, 0};  // 256 KiB each way
