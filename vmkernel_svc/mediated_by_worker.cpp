@@ -117,7 +117,8 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   const bool read_yet = port.finished_job != nullptr, written = read_yet && port.finished_job->kind == ProcessJob::Kind::write;
   Guest* const writer = !written && destination != nullptr && by_process(*destination, destination_at, bytes) ? destination->guest : nullptr;
   Guest* const reader = !read_yet && source != nullptr && by_process(*source, source_at, bytes) ? source->guest : nullptr;
-  const auto begins_nothing = [&](MemoryStatus status) {
+  // The room that it may have been called to is not taken yet, or not at all.
+  const auto leave_room = [&](MemoryStatus status) {
     if (writer != nullptr) call_next(*writer);
     return status;
   };
@@ -138,9 +139,9 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for (const auto& range : ranges) total += range.bytes;
     read->buffer.resize(total);
     read->ranges = std::move(ranges);
-    return submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault;
+    return leave_room(submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault);
   }
-  if (job && !job->ok) return begins_nothing(MemoryStatus::source_fault);
+  if (job && !job->ok) return leave_room(MemoryStatus::source_fault);
 
   // All of the source is at hand now: assemble it.
   buffer.resize(bytes);
@@ -153,7 +154,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for_each_part(*source, source_at, bytes,
                   [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
                   [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
-    if (access.failed()) return begins_nothing(MemoryStatus::source_fault);
+    if (access.failed()) return leave_room(MemoryStatus::source_fault);
   }
 
   if (destination == nullptr) {
@@ -175,7 +176,7 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
                   write->buffer.insert(write->buffer.end(), at, at + part);
                   at += part;
                 });
-  if (lost) return begins_nothing(MemoryStatus::destination_fault);
+  if (lost) return leave_room(MemoryStatus::destination_fault);
   if (write->ranges.empty()) return MemoryStatus::done;
   return submit(qp, to, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
 }
