@@ -246,7 +246,11 @@ Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
 }
 
 Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
-  const std::uint32_t modifies = (StateLock(qp), qp.modifies_ended);
+  std::uint32_t modifies;
+  {
+    const StateLock lock(qp);
+    modifies = qp.modifies_ended;
+  }
   auto reply = qp.attachment->call<control::Request::query_qp>({qp.base().handle, 0});
   if (!reply) return reply.error();
   attributes = from_wire(reply->attributes, qp.caps);

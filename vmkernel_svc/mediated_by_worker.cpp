@@ -38,27 +38,41 @@ bool by_process(const Region& region, std::uint64_t offset, std::uint64_t bytes)
 }  // namespace
 
 // A worker takes so many jobs at a time; who finds no room stands in line, and is called when there is some. Who comes is given none that
-// somebody waits for, unless it has waited itself, or holds what it has read.
+// somebody waits for. Whoever will write has its place from the beginning, so that what has been read never waits for room.
 bool MediatedPorts::must_wait_for_room(Qp& qp, Guest* writer, Guest* reader) {
   QpPort& port = qp.port;
-  const bool stands = port.waiting != 0, goes_first = stands || port.finished_job != nullptr;
-  Guest* const calls = port.called ? waited_for(qp) : nullptr;  // what it stood in is not its line any more
-  if (std::exchange(port.called, false) && calls != nullptr) --calls->called_for_room;
+  const bool has_waited = port.waiting != 0;
+  Guest* const called_by = std::exchange(port.called, false) ? waited_for(qp) : nullptr;  // which has taken it out of its line for that
+  if (called_by != nullptr) --called_by->called_for_room;
   for (Guest* const guest : {writer, reader}) {
-    if (guest == nullptr || (guest->room_for_jobs() != 0 && (goes_first || guest->waiting_for_room.empty()))) continue;
-    if (stands && calls == nullptr && port.waits_for == guest->id) return true;
-    leave_line(qp);
-    port.waiting = fabric_.waiting.add(qp);
-    port.waits_for = guest->id;
-    auto& line = guest->waiting_for_room;
-    line.insert(goes_first ? line.begin() : line.end(), port.waiting);
-    constexpr std::size_t left_kept = 1024;  // numbers of those who have left
-    if (line.size() > 2 * fabric_.waiting.size() + left_kept) std::erase_if(line, [this](std::uint64_t number) { return fabric_.waiting.find(number) == nullptr; });
-    if (calls != nullptr && calls != guest) call_next(*calls);
+    if (guest == nullptr || (guest->room_for_jobs() != 0 && (has_waited || guest->waiting_for_room.empty()))) continue;
+    const bool stands_there = has_waited && called_by == nullptr && port.waits_for == guest->id;
+    if (!stands_there) stand_in_line(qp, *guest, has_waited);
+    if (called_by != nullptr && called_by != guest) call_next(*called_by);
     return true;
   }
   leave_line(qp);
+  if (writer != nullptr) ++writer->jobs, port.has_room_at = writer->id;
   return false;
+}
+
+void MediatedPorts::stand_in_line(Qp& qp, Guest& guest, bool at_its_head) {
+  leave_line(qp);
+  qp.port.waiting = fabric_.waiting.add(qp);
+  qp.port.waits_for = guest.id;
+  auto& line = guest.waiting_for_room;
+  line.insert(at_its_head ? line.begin() : line.end(), qp.port.waiting);
+  constexpr std::size_t left_kept = 1024;  // numbers of those who have left
+  if (line.size() > 2 * fabric_.waiting.size() + left_kept) std::erase_if(line, [this](std::uint64_t number) { return fabric_.waiting.find(number) == nullptr; });
+}
+
+// Neither waits for room any more, nor has any.
+void MediatedPorts::give_up_room(Qp& qp) {
+  leave_line(qp);
+  const auto guest = fabric_.guests.find(std::exchange(qp.port.has_room_at, GuestId{}).value);
+  if (guest == fabric_.guests.end()) return;
+  --guest->second->jobs;
+  call_next(*guest->second);
 }
 
 Guest* MediatedPorts::waited_for(const Qp& qp) const {
@@ -101,33 +115,31 @@ bool MediatedPorts::frozen(const Place& place) {
 }
 
 // Gather into a buffer, scatter from it; whichever side has bytes in the guest's process goes by that guest's worker, and the
-// other parts are copied here. Repeated with the same arguments until done: the state is in qp.port.
+// other parts are copied here. Repeated with the same arguments until done: the state is in qp.port, and nothing of it remains then.
 MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
   QpPort& port = qp.port;
   if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
   if (frozen(to) || frozen(from)) return MemoryStatus::pending;  // what a job has brought waits, too
+  const std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
+  port.job_sequence = 0;
+  const auto ends = [&](MemoryStatus status) { return give_up_room(qp), status; };
+
   const auto reached = [&](const Place& place) {
     return place.kind == Place::Kind::registered ? fabric_.regions.reach(place.region, place.generation, place.address) : RegionTable::Reached{};
   };
   const auto [source, source_slot, source_at] = reached(from);
   const auto [destination, destination_slot, destination_at] = reached(to);
-  if (from.kind == Place::Kind::registered && source == nullptr) return MemoryStatus::source_fault;
-  if (to.kind == Place::Kind::registered && destination == nullptr) return MemoryStatus::destination_fault;
-  // Nothing is read before there is room for what writes it.
-  const bool read_yet = port.finished_job != nullptr, written = read_yet && port.finished_job->kind == ProcessJob::Kind::write;
-  Guest* const writer = !written && destination != nullptr && by_process(*destination, destination_at, bytes) ? destination->guest : nullptr;
-  Guest* const reader = !read_yet && source != nullptr && by_process(*source, source_at, bytes) ? source->guest : nullptr;
-  // The room that it may have been called to is not taken yet, or not at all.
-  const auto leave_room = [&](MemoryStatus status) {
-    if (writer != nullptr) call_next(*writer);
-    return status;
-  };
-  if (must_wait_for_room(qp, writer, reader)) return MemoryStatus::pending;
-  std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
-  port.job_sequence = 0;
+  if (from.kind == Place::Kind::registered && source == nullptr) return ends(MemoryStatus::source_fault);
+  if (to.kind == Place::Kind::registered && destination == nullptr) return ends(MemoryStatus::destination_fault);
+  if (job && job->kind == ProcessJob::Kind::write) return ends(job->ok ? MemoryStatus::done : MemoryStatus::destination_fault);
+  if (job && !job->ok) return ends(MemoryStatus::source_fault);
+  if (!job) {
+    Guest* const writer = destination != nullptr && by_process(*destination, destination_at, bytes) ? destination->guest : nullptr;
+    Guest* const reader = source != nullptr && by_process(*source, source_at, bytes) ? source->guest : nullptr;
+    if (must_wait_for_room(qp, writer, reader)) return MemoryStatus::pending;
+  }
 
   std::vector<std::byte> buffer;
-  if (job && job->kind == ProcessJob::Kind::write) return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
   std::vector<ProcessRange> ranges;
   if (!job && source != nullptr)
     for_each_part(*source, source_at, bytes, [](std::byte*, std::uint64_t) {},
@@ -139,9 +151,8 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for (const auto& range : ranges) total += range.bytes;
     read->buffer.resize(total);
     read->ranges = std::move(ranges);
-    return leave_room(submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : MemoryStatus::source_fault);
+    return submit(qp, from, *source, source_slot, std::move(read)) ? MemoryStatus::pending : ends(MemoryStatus::source_fault);
   }
-  if (job && !job->ok) return leave_room(MemoryStatus::source_fault);
 
   // All of the source is at hand now: assemble it.
   buffer.resize(bytes);
@@ -154,12 +165,12 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
     for_each_part(*source, source_at, bytes,
                   [&](std::byte* host, std::uint64_t part) { std::memcpy(at, host, part), at += part; },
                   [&](std::uint64_t, std::uint64_t part) { std::memcpy(at, read, part), at += part, read += part; });
-    if (access.failed()) return leave_room(MemoryStatus::source_fault);
+    if (access.failed()) return ends(MemoryStatus::source_fault);
   }
 
   if (destination == nullptr) {
     std::memcpy(reinterpret_cast<std::byte*>(to.address), buffer.data(), bytes);
-    return MemoryStatus::done;
+    return ends(MemoryStatus::done);
   }
   auto write = std::make_unique<ProcessJob>();
   write->kind = ProcessJob::Kind::write;
@@ -176,9 +187,9 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
                   write->buffer.insert(write->buffer.end(), at, at + part);
                   at += part;
                 });
-  if (lost) return leave_room(MemoryStatus::destination_fault);
-  if (write->ranges.empty()) return MemoryStatus::done;
-  return submit(qp, to, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+  if (lost) return ends(MemoryStatus::destination_fault);
+  if (write->ranges.empty()) return ends(MemoryStatus::done);
+  return submit(qp, to, *destination, destination_slot, std::move(write)) ? MemoryStatus::pending : ends(MemoryStatus::destination_fault);
 }
 
 bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job) {
@@ -190,11 +201,13 @@ bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint
   const std::uint64_t sequence = job->sequence = fabric_.jobs.add(qp);
   QpPort& port = qp.port;
   port.leash = job->leash = job->changes_memory() ? std::make_shared<WriteLeash>() : nullptr;
+  const bool takes_its_room = job->changes_memory();
   port.reaches = region.guest->id;
   port.reached_by = {place.region, place.generation};
   if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
   region.job_begins();
-  ++region.guest->jobs;
+  if (takes_its_room) port.has_room_at = {};
+  else ++region.guest->jobs;
   port.job_sequence = sequence;
   return true;
 }
@@ -244,7 +257,7 @@ std::uint64_t MediatedPorts::last_step_ns(Guest& guest, const RegionRef& window)
 
 void MediatedPorts::abandon(Qp& qp) {
   cut_off(qp);
-  leave_line(qp);
+  give_up_room(qp);
   qp.port.window_changed.reset();
   qp.port.window_since_ns = 0;
   qp.port.copied = 0;
@@ -265,7 +278,7 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
     return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
   }
   const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
-  if (region == nullptr) return MemoryStatus::destination_fault;
+  if (region == nullptr) return give_up_room(qp), MemoryStatus::destination_fault;
   if (region->frozen || must_wait_for_room(qp, region->guest, nullptr)) return MemoryStatus::pending;
   const Piece& piece = region->piece_at(at);
   auto job = std::make_unique<ProcessJob>();
@@ -273,7 +286,8 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
   job->operand = operand;
   job->compare = compare;
   job->ranges.push_back({piece.address + (at - piece.offset), 8});
-  return submit(qp, place, *region, slot, std::move(job)) ? MemoryStatus::pending : MemoryStatus::destination_fault;
+  if (submit(qp, place, *region, slot, std::move(job))) return MemoryStatus::pending;
+  return give_up_room(qp), MemoryStatus::destination_fault;
 }
 
 }  // namespace vrdma::svc

@@ -89,6 +89,7 @@ class MediatedPorts {
     std::uint64_t waiting = 0;     // its number among those who wait for room, 0: it does not; …
     GuestId waits_for{};           // … at whose worker, …
     bool called = false;           // … and whether there was some, and it was woken
+    GuestId has_room_at{};         // whose worker it will give what is being read
     std::optional<WcStatus> window_changed;  // how the BIND_MW or LOCAL_INV under way ended
     std::uint64_t window_since_ns = 0;       // for what it waits since then; 0: it does not
     // To another host (remote/hca_desk.hpp):
@@ -219,6 +220,8 @@ class MediatedPorts {
   engine::MemoryStatus atomic_by_worker(Qp& qp, const engine::Place& place, ProcessJob::Kind kind, std::uint64_t operand,
                                         std::uint64_t compare, std::uint64_t& old_value);
   bool must_wait_for_room(Qp& qp, Guest* writer, Guest* reader);  // nullptr: none
+  void stand_in_line(Qp& qp, Guest& guest, bool at_its_head);
+  void give_up_room(Qp& qp);
   Guest* waited_for(const Qp& qp) const;
   void leave_line(Qp& qp);
   bool submit(Qp& qp, const engine::Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);

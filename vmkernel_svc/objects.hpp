@@ -286,10 +286,12 @@ struct Guest {
   std::uint64_t protocol_errors = 0;
   bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
   std::uint64_t held_since_ns = 0;  // since when the request at the head waits; 0: it has not been tried
-  bool broken = false;  // its bytes made no sense, or it has ended: it is asked for nothing any more, and is to be detached
+  bool broken = false;  // its bytes made no sense: to be detached
+  bool ended = false;   // it is being detached (ControlDesk::detach)
   // Its machine stands still or is being saved: nothing of its memory, queues included, is read or written, and to its peers its
   // queue pairs are silent. Shard::freeze() and thaw() say so.
   bool frozen = false;
+  bool is_heard() const { return !broken && !ended && !frozen; }
 };
 
 inline void QueuePair::set(const vmci::QueuePairView& view, bool on) {

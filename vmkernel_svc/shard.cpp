@@ -161,7 +161,7 @@ bool Shard::must_be_alone() {
   const std::uint64_t now = vmci::monotonic_ns();
   const bool tried_long_ago = now - tried_ns_ >= try_again_ns;
   const auto is_due = [&](const Guest* guest) {
-    return guest->control_held && !guest->broken && !guest->frozen && (guest->held_since_ns == 0 || tried_long_ago);
+    return guest->control_held && guest->is_heard() && (guest->held_since_ns == 0 || tried_long_ago);
   };
   if (!(in_doubt && tried_long_ago) && !std::any_of(guests_.begin(), guests_.end(), is_due)) return false;
   tried_ns_ = now;
@@ -229,7 +229,7 @@ bool Shard::look_at_doorbells() {
       expel(guest);
       continue;
     }
-    if (guest.frozen) continue;
+    if (!guest.is_heard()) continue;
     if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
     control_due_ |= guest.control_held;
     if (!guest.doorbell.any()) continue;
@@ -269,13 +269,12 @@ void Shard::flush_held_events() {
 bool Shard::serve_control() {
   bool worked = false;
   for (std::size_t i = 0; i < guests_.size(); ++i)
-    if (guests_[i]->control_held && !guests_[i]->broken && !guests_[i]->frozen) worked |= desk_->serve(*guests_[i]);
+    if (guests_[i]->control_held && guests_[i]->is_heard()) worked |= desk_->serve(*guests_[i]);
   return worked;
 }
 
 void Shard::let_go(Guest& guest, std::function<void()> gone) {
-  guest.socket.reset();
-  guest.broken = true;
+  desk_->end(guest);
   leaving_.emplace_back(guest.id, std::move(gone));
 }
 
@@ -284,7 +283,7 @@ bool Shard::let_go_on() {
   auto [id, gone] = std::move(leaving_.front());
   leaving_.pop_front();
   const auto guest = fabric_.guests.find(id.value);
-  if (guest != fabric_.guests.end() && !desk_->detach(*guest->second, vmci::monotonic_ns() + ControlDesk::slice_ns)) leaving_.emplace_back(id, std::move(gone));
+  if (guest != fabric_.guests.end() && !desk_->detach(*guest->second, ControlDesk::slice_ns)) leaving_.emplace_back(id, std::move(gone));
   else gone();
   return true;
 }
@@ -510,7 +509,7 @@ bool Shard::anything_waiting() {
   if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || !apart_.empty() || !leaving_.empty() || runnable_count_ != 0) return true;
   if (far_ != nullptr && far_->anything_waiting()) return true;
   for (Guest* guest : guests_)
-    if (!guest->broken && !guest->frozen && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
+    if (guest->is_heard() && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
   return false;
 }
 
@@ -569,7 +568,7 @@ bool Shard::wait_for_events() {
     held |= flush_events(*guest);
     if (guest->frozen) continue;
     held |= fabric_.vmci.flush(*guest);
-    held |= guest->held_since_ns != 0 && !guest->broken;
+    held |= guest->held_since_ns != 0 && !guest->broken && !guest->ended;
   }
   if (held) no_later_than(now + held_events_patience_ns);  // a request that waits, too
   const std::uint64_t look = direct_ && direct_->watching() ? now + DirectDesk::look_interval_ns : 0;

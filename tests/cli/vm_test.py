@@ -267,6 +267,7 @@ os._exit(3)
         self.addCleanup(self.ram(self.name).unlink)
         self.assert_refuses(self.vm("add", self.name), 1, str(self.ram(self.name)), "--ram")
         self.assertEqual(self.ram(self.name).read_text(), "precious")
+        self.assertFalse((self.vms / self.name / "vm.json").exists())
 
     def test_two_machines_have_no_ram_in_common(self):
         ram = self.folder / "ram"
@@ -278,7 +279,6 @@ os._exit(3)
                 self.assert_refuses(self.vm("add", "other", "--ram", same, "--memory", "64M"), 1, str(same.resolve()), f'"{self.name}"', "--ram")
         self.assertFalse((self.vms / "other").exists())
         self.assertEqual(ram.stat().st_size, 64 << 20)
-        self.assertFalse((self.vms / self.name / "vm.json").exists())
 
     def test_a_link_in_place_of_the_ram_is_not_followed(self):
         target = self.folder / "precious"

@@ -229,4 +229,42 @@ CONFORMANCE(ManyQueuePairsReachOneProgramsMemoryAtOnce, "MR-26", .timeout_s = 12
   }
 }
 
+// UC: a message whose target goes while its bytes are on their way is lost, and leaves nothing behind that the next one could take for its own.
+CONFORMANCE(AMessageThatIsLostLeavesTheNextOneItsBytes, "MR-26 MR-19", .timeout_s = 120) {
+  constexpr int rounds = 60, lost_each = 20;
+  constexpr std::size_t bytes = 64 * 1024;
+  Device dev(run.settings);
+  need_on_demand(dev);
+  Pd pd(dev);
+  Cq cq(dev, 64);
+  Buffer buffer(bytes + 4096);
+  const Mr mr(pd, buffer.data(), buffer.size(), all_access | IBV_ACCESS_ON_DEMAND);
+  Buffer changing(4096);
+  const Mr of_changing(pd, changing.data(), changing.size(), all_access);
+  const Remote remote = run.peer.exchange(Remote{buffer.address(0), bytes, mr.p->rkey, 0});
+  const Remote unsteady = run.peer.exchange(Remote{changing.address(0), 4096, of_changing.p->rkey, 0});
+  Qp qp(pd, cq, cq, QpSpec{.type = IBV_QPT_UC});
+  to_init(dev, qp);
+  bring_up(dev, qp, run.peer.exchange(address_of(dev, qp)));
+  std::vector<std::byte> wanted(bytes);
+  for (int round = 0; round < rounds; ++round) {
+    const Note note("round ", round);
+    fill_pattern(wanted, run.seed + static_cast<unsigned>(round));
+    run.peer.barrier();
+    if (run.a()) {
+      std::memcpy(buffer.data(), wanted.data(), bytes);
+      for (int i = 0; i < lost_each; ++i) {
+        EXPECT_OK(post(qp, Send{.opcode = IBV_WR_RDMA_WRITE, .id = 1, .sges = {{buffer.address(bytes), 8, mr.p->lkey}}, .remote_address = unsteady.address, .rkey = unsteady.rkey}));
+        cq.expect(1);
+      }
+      EXPECT_OK(post(qp, Send{.opcode = IBV_WR_RDMA_WRITE, .id = 2, .sges = {{buffer.address(0), bytes, mr.p->lkey}}, .remote_address = remote.address, .rkey = remote.rkey}));
+      cq.expect(2);
+    } else {
+      for (int i = 0; i < 2 * lost_each; ++i) EXPECT_EQ(ibv_rereg_mr(of_changing.p, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, static_cast<int>(all_access)), 0);
+    }
+    run.peer.barrier();
+    if (run.b()) expect_bytes({buffer.data(), bytes}, wanted, "the message after those");
+  }
+}
+
 }  // namespace vrdma::conformance

@@ -26,8 +26,10 @@ class ControlDesk {
   // A new guest; the descriptors to send along with the reply are appended to `descriptors` (owned by the guest or by `keep`).
   Result<control::AttachReply> attach(const control::AttachRequest& request, AttachInfo info, int service_page_fd,
                                       std::vector<int>& descriptors, std::vector<vmci::UniqueFd>& keep);
-  // Takes the guest and what it has out of the world, until that time at most. False: some of it is left.
-  bool detach(Guest& guest, std::uint64_t until_ns);
+  // The guest has ended: it is not heard any more, and others may have its ports.
+  void end(Guest& guest);
+  // Takes it and what it has out of the world, for so long. False: some of it is left.
+  bool detach(Guest& guest, std::uint64_t for_ns);
   void detach(Guest& guest) { detach(guest, ~std::uint64_t{0}); }
   static constexpr std::uint64_t slice_ns = 1'000'000;  // of what takes everybody's time
   control::CountersReply traffic_of(const Guest& guest) const;  // of its queue pairs, also those that are gone
@@ -81,8 +83,8 @@ class ControlDesk {
   void unbind_windows(QueuePair& qp);
   void leave_queue_pair(const MemoryWindow& window);
   bool destroy_region(Guest& guest, std::uint32_t handle, bool force);
-  // Destroys what a guest has, or has in one context, until that time at most. False: some of it is left.
-  bool empty(Guest& guest, std::optional<std::uint32_t> context, std::uint64_t until_ns);
+  // Destroys what a guest has, or has in one context, for about so long. False: some of it is left.
+  bool clear_out(Guest& guest, std::optional<std::uint32_t> context, std::uint64_t for_ns);
   void forget_context(Guest& guest, std::uint32_t context);
   engine::PortLimits limits_of(const Guest& guest) const;
   Result<std::uint64_t> carve(Guest& guest, std::uint64_t bytes);

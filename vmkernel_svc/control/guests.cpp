@@ -143,15 +143,22 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   return reply;
 }
 
-bool ControlDesk::detach(Guest& guest, std::uint64_t until_ns) {
+void ControlDesk::end(Guest& guest) {
+  if (std::exchange(guest.ended, true)) return;
   VRDMA_CRASH_POINT("service.detach.begun");
-  if (!empty(guest, std::nullopt, until_ns)) return false;
-  while (!guest.contexts.empty()) forget_context(guest, guest.contexts.begin()->first);
-  VRDMA_CRASH_POINT("service.detach.contexts_closed");
-  shard_.direct().forget(guest);
+  guest.socket.reset();
+  // At once, whatever else it leaves: its ports, listeners and connections.
   fabric_.vmci.leave(guest);
   fabric_.cm->leave(guest);
   fabric_.management->leave(guest);
+}
+
+bool ControlDesk::detach(Guest& guest, std::uint64_t for_ns) {
+  end(guest);
+  if (!clear_out(guest, std::nullopt, for_ns)) return false;
+  while (!guest.contexts.empty()) forget_context(guest, guest.contexts.begin()->first);
+  VRDMA_CRASH_POINT("service.detach.contexts_closed");
+  shard_.direct().forget(guest);
   guest.group->shard->remove(guest);
   fabric_.shards.remove(guest);
   guest.process.close();
@@ -264,23 +271,24 @@ Result<Empty> ControlDesk::on<Request::close_context>(Guest& guest, const Handle
   for (auto& [handle, qp] : guest.qps)
     if (qp->context == request.handle && !shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   if (find(guest.contexts, request.handle) == nullptr) return Errno{EINVAL};
-  if (!empty(guest, request.handle, vmci::monotonic_ns() + slice_ns)) return Errno{EINPROGRESS};
+  if (!clear_out(guest, request.handle, slice_ns)) return Errno{EINPROGRESS};
   forget_context(guest, request.handle);
   return Empty{};
 }
 
-bool ControlDesk::empty(Guest& guest, std::optional<std::uint32_t> context, std::uint64_t until_ns) {
-  // Some at a time: what is destroyed may take others with it.
+bool ControlDesk::clear_out(Guest& guest, std::optional<std::uint32_t> context, std::uint64_t for_ns) {
   const auto drop = [&](auto& table, const auto& context_of, const auto& destroy) {
-    constexpr std::size_t at_once = 32;
+    constexpr std::size_t looked_for_at_once = 4096;  // those of other contexts are passed each time
     for (;;) {
       std::vector<std::uint32_t> handles;
-      for (auto at = table.begin(); at != table.end() && handles.size() < at_once; ++at)
+      for (auto at = table.begin(); at != table.end() && handles.size() < looked_for_at_once; ++at)
         if (!context || context_of(at->second) == *context) handles.push_back(at->first);
       if (handles.empty()) return true;
-      for (const std::uint32_t handle : handles)
-        if (const auto found = table.find(handle); found != table.end()) destroy(found);
-      if (vmci::monotonic_ns() >= until_ns) return false;
+      const std::uint64_t since_ns = vmci::monotonic_ns();
+      for (const std::uint32_t handle : handles) {
+        if (const auto found = table.find(handle); found != table.end()) destroy(found);  // else what was destroyed has taken it along
+        if (vmci::monotonic_ns() - since_ns >= for_ns) return false;
+      }
     }
   };
   const auto its_own = [](const auto& object) { return object->context; };

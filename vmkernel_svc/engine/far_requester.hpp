@@ -195,7 +195,7 @@ class FarRequester {
       return true;
     }
     if (!far.outstanding.empty()) return end(qp, WcStatus::retry_exc_err), true;
-    if (far.refused != WcStatus::success) return requester_.refuse(qp, std::exchange(far.refused, WcStatus::success)), true;
+    if (far.refused != WcStatus::success && far.under_way == 0) return requester_.refuse(qp, std::exchange(far.refused, WcStatus::success)), true;
     if (busy(qp)) return requester_.give_up_next(qp);
     // Nothing was under way: the next message finds that nobody answers.
     return !far.given_one_by_one && qp.state == QpState::rts && requester_.give_up_next(qp);
