@@ -243,6 +243,8 @@ bool ShownGuest::go_on(Guest& guest, Shard& shard, std::string& text) {
 
 void ShownGuest::end(std::string& text) {
   if (open_) text += ']';
+  // Where the guest has gone meanwhile the rest is there, too, and empty.
+  for (std::size_t left = static_cast<std::size_t>(part_) + 1; left < std::size(part_names); ++left) fmt::format_to(std::back_inserter(text), ",\"{}\":[]", part_names[left]);
   text += ",\"counters\":" + text_of(shown::describe(totals_)) + '}';  // of all its queue pairs, those that are gone, too
 }
 
