@@ -76,6 +76,10 @@ class Fabric {
   Shards& shards;
 
   std::unordered_map<std::uint32_t, std::unique_ptr<Guest>> guests;  // by VMCI context id
+  Guest* guest(GuestId id) const {  // nullptr: it has gone
+    const auto found = guests.find(id.value);
+    return found == guests.end() ? nullptr : found->second.get();
+  }
   std::deque<DepartedGuest> departed;  // the last 256, newest first
   std::map<uid_t, Tenant> tenants;
   // All tenants' mappings and parts of arenas. The kernel allows a process so many (vm.max_map_count), and the service needs some itself:

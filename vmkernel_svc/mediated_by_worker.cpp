@@ -42,7 +42,7 @@ bool by_process(const Region& region, std::uint64_t offset, std::uint64_t bytes)
 bool MediatedPorts::must_wait_for_room(Qp& qp, Guest* writer, Guest* reader) {
   QpPort& port = qp.port;
   const bool has_waited = port.waiting != 0;
-  Guest* const called_by = std::exchange(port.called, false) ? waited_for(qp) : nullptr;  // which has taken it out of its line for that
+  Guest* const called_by = std::exchange(port.called, false) ? fabric_.guest(port.waits_for) : nullptr;  // which has taken it out of its line for that
   if (called_by != nullptr) --called_by->called_for_room;
   for (Guest* const guest : {writer, reader}) {
     if (guest == nullptr || (guest->room_for_jobs() != 0 && (has_waited || guest->waiting_for_room.empty()))) continue;
@@ -69,22 +69,17 @@ void MediatedPorts::stand_in_line(Qp& qp, Guest& guest, bool at_its_head) {
 // Neither waits for room any more, nor has any.
 void MediatedPorts::give_up_room(Qp& qp) {
   leave_line(qp);
-  const auto guest = fabric_.guests.find(std::exchange(qp.port.has_room_at, GuestId{}).value);
-  if (guest == fabric_.guests.end()) return;
-  --guest->second->jobs;
-  call_next(*guest->second);
-}
-
-Guest* MediatedPorts::waited_for(const Qp& qp) const {
-  const auto guest = fabric_.guests.find(qp.port.waits_for.value);
-  return guest != fabric_.guests.end() ? guest->second.get() : nullptr;
+  Guest* const guest = fabric_.guest(std::exchange(qp.port.has_room_at, GuestId{}));
+  if (guest == nullptr) return;
+  --guest->jobs;
+  call_next(*guest);
 }
 
 void MediatedPorts::leave_line(Qp& qp) {
   QpPort& port = qp.port;
   if (port.waiting == 0) return;
   fabric_.waiting.remove(std::exchange(port.waiting, 0));
-  Guest* const guest = std::exchange(port.called, false) ? waited_for(qp) : nullptr;
+  Guest* const guest = std::exchange(port.called, false) ? fabric_.guest(port.waits_for) : nullptr;
   if (guest == nullptr) return;
   --guest->called_for_room;
   call_next(*guest);  // it does not come
@@ -215,10 +210,10 @@ bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint
 void MediatedPorts::cut_off(Qp& qp) {
   const auto leash = std::exchange(qp.port.leash, nullptr);
   if (leash == nullptr || leash->call_off()) return;
-  const auto guest = fabric_.guests.find(qp.port.reaches.value);
-  if (guest == fabric_.guests.end()) return;
+  Guest* const guest = fabric_.guest(qp.port.reaches);
+  if (guest == nullptr) return;
   const std::uint32_t to = qp.accepted_by != nullptr ? qp.accepted_by->qpn.value : 0;
-  guest->second->last_steps.push_back({leash, vmci::monotonic_ns(), qp.qpn.value, to, qp.port.reached_by});
+  guest->last_steps.push_back({leash, vmci::monotonic_ns(), qp.qpn.value, to, qp.port.reached_by});
 }
 
 void MediatedPorts::cut_off(const RegionRef& window) {

@@ -222,7 +222,6 @@ class MediatedPorts {
   bool must_wait_for_room(Qp& qp, Guest* writer, Guest* reader);  // nullptr: none
   void stand_in_line(Qp& qp, Guest& guest, bool at_its_head);
   void give_up_room(Qp& qp);
-  Guest* waited_for(const Qp& qp) const;
   void leave_line(Qp& qp);
   bool submit(Qp& qp, const engine::Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 

@@ -200,15 +200,15 @@ bool Shard::run_finished_jobs() {
       continue;
     }
     Qp* const qp = fabric_.jobs.find(job->sequence);
-    const auto guest = fabric_.guests.find(job->of.value);
-    Shard* const now = qp != nullptr ? shards_.of(*qp) : guest != fabric_.guests.end() ? &of(*guest->second) : this;
+    Guest* const guest = fabric_.guest(job->of);
+    Shard* const now = qp != nullptr ? shards_.of(*qp) : guest != nullptr ? &of(*guest) : this;
     if (now != this) {  // they have moved meanwhile
       job->shard = now->number_;
       now->finished(job.release());
       continue;
     }
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) region->job_ends();
-    if (guest != fabric_.guests.end()) --guest->second->jobs, ports_.call_next(*guest->second);
+    if (guest != nullptr) --guest->jobs, ports_.call_next(*guest);
     if (qp == nullptr) continue;  // given up
     // Its guest goes in a moment, and with it whoever waits for this: the peer of one that has ended is told so, and not of bad memory.
     if (job->gone) continue;
@@ -282,8 +282,8 @@ bool Shard::let_go_on() {
   if (leaving_.empty()) return false;
   auto [id, gone] = std::move(leaving_.front());
   leaving_.pop_front();
-  const auto guest = fabric_.guests.find(id.value);
-  if (guest != fabric_.guests.end() && !desk_->detach(*guest->second, ControlDesk::slice_ns)) leaving_.emplace_back(id, std::move(gone));
+  Guest* const guest = fabric_.guest(id);
+  if (guest != nullptr && !desk_->detach(*guest, ControlDesk::slice_ns)) leaving_.emplace_back(id, std::move(gone));
   else gone();
   return true;
 }

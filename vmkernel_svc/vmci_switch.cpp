@@ -22,8 +22,7 @@ constexpr std::uint32_t offered_descriptors = 3, attached_descriptors = 1;
 }  // namespace
 
 Guest* VmciSwitch::find_guest(std::uint32_t context) const {
-  const auto found = fabric_.guests.find(context);
-  return found == fabric_.guests.end() ? nullptr : found->second.get();
+  return fabric_.guest(GuestId{context});
 }
 
 // --- datagrams ------------------------------------------------------------------------------------------------
