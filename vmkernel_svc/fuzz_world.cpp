@@ -179,10 +179,7 @@ std::uint32_t FuzzWorld::bring_up(std::uint32_t pd, std::uint32_t cq, engine::Qp
   return made.qp;
 }
 
-Guest* FuzzWorld::find(std::uint32_t id) {
-  const auto found = shard_.fabric().guests.find(id);
-  return found == shard_.fabric().guests.end() ? nullptr : found->second.get();
-}
+Guest* FuzzWorld::find(std::uint32_t id) { return shard_.fabric().guest(GuestId{id}); }
 
 Guest* FuzzWorld::attach(const AttachRequest& request) {
   std::vector<int> descriptors;

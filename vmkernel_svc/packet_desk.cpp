@@ -96,9 +96,9 @@ std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& h
 }
 
 void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bool by_service) {
-  const auto found = shard_.fabric().guests.find(guest_id);
-  if (found == shard_.fabric().guests.end()) return;
-  Guest& guest = *found->second;
+  Guest* const found = shard_.fabric().guest(GuestId{guest_id});
+  if (found == nullptr) return;
+  Guest& guest = *found;
   const vmci::PacketSocket socket(vmci::UniqueFd(::fcntl(guest.socket.get(), F_DUPFD_CLOEXEC, 0)));
   std::vector<vmci::UniqueFd> segment;
   const auto reply = desk_.reach(guest, by_service, segment);
@@ -121,9 +121,9 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     return send_result(socket, head, shard_.direct().set(body, Viewer::at(socket)));
   }
   if (!ControlDesk::may_begin(request)) return refuse(socket, head, ENOMEM);
-  const auto found = shard_.fabric().guests.find(guest_id);
-  if (found == shard_.fabric().guests.end()) return refuse(socket, head, ENOTCONN);
-  Guest& guest = *found->second;
+  Guest* const found = shard_.fabric().guest(GuestId{guest_id});
+  if (found == nullptr) return refuse(socket, head, ENOTCONN);
+  Guest& guest = *found;
   std::vector<vmci::UniqueFd> give;
   const auto reply_with = [&](const auto& result) {
     std::vector<int> fds;

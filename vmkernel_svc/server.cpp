@@ -398,12 +398,10 @@ void Server::lost(const ConnectionPtr& connection) {
     boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
   };
   shard_->submit([connection, gone](Shard& shard) {
-    const auto guest = shard.fabric().guests.find(connection->guest.load());
-    if (guest != shard.fabric().guests.end()) {
-      log::info("{} (uid {}, pid {}) left", guest->second->name, guest->second->credentials.uid, guest->second->credentials.pid);
-      return shard.let_go(*guest->second, gone);
-    }
-    gone();
+    Guest* const guest = shard.fabric().guest(GuestId{connection->guest.load()});
+    if (guest == nullptr) return gone();
+    log::info("{} (uid {}, pid {}) left", guest->name, guest->credentials.uid, guest->credentials.pid);
+    shard.let_go(*guest, gone);
   });
 }
 

@@ -57,10 +57,10 @@ void Shard::bring_together(Qp& sender, QueuePair& receiver) {
 
 void Shard::unite() {
   for (const auto& [id, other_id] : std::exchange(apart_, {})) {
-    const auto guest = fabric_.guests.find(id.value), other = fabric_.guests.find(other_id.value);
-    if (guest == fabric_.guests.end()) continue;
-    if (other_id.value == 0) shards_.pin(*guest->second);  // who sends is of another host
-    else if (other != fabric_.guests.end()) shards_.bring_together(*guest->second, *other->second);
+    Guest* const guest = fabric_.guest(id);
+    if (guest == nullptr) continue;
+    if (other_id.value == 0) shards_.pin(*guest);  // who sends is of another host
+    else if (Guest* const other = fabric_.guest(other_id)) shards_.bring_together(*guest, *other);
   }
 }
 

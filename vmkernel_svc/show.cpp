@@ -303,8 +303,7 @@ bool ShowDesk::write_some(Job& job) {
   constexpr std::uint64_t slice_ns = 50'000;
   const std::uint64_t until = vmci::monotonic_ns() + slice_ns;
   while (job.next < job.guests.size()) {
-    const auto found = shard_.fabric().guests.find(job.guests[job.next]);
-    Guest* const guest = found != shard_.fabric().guests.end() ? found->second.get() : nullptr;
+    Guest* const guest = shard_.fabric().guest(GuestId{job.guests[job.next]});
     if (!job.inside && guest != nullptr) {
       if (!job.routes.empty()) job.routes += ',', job.text += ',';
       job.routes += text_of(describe_route(*guest));

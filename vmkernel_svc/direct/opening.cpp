@@ -103,28 +103,27 @@ Result<control::OpenPathReply> DirectDesk::open(Guest& guest, const control::Ope
 }
 
 Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::OpenBackingRequest& request, std::vector<vmci::UniqueFd>& give) {
-  const auto owner = fabric_.guests.find(request.guest);
-  if (owner == fabric_.guests.end() || !together_.contains(key_of(guest, *owner->second))) {
+  const Guest* const owner = fabric_.guest(GuestId{request.guest});
+  if (owner == nullptr || !together_.contains(key_of(guest, *owner))) {
     const bool own = request.guest == guest.id.value && guest.key_book;
     if (!own) return Errno{EPERM};
   }
-  const auto backing = owner->second->backings.find(request.backing);
-  if (backing == owner->second->backings.end() || backing->second.lendable_fd() < 0) return Errno{EINVAL};
+  const auto backing = owner->backings.find(request.backing);
+  if (backing == owner->backings.end() || backing->second.lendable_fd() < 0) return Errno{EINVAL};
   give.push_back(copy_of(backing->second.lendable_fd()));
   if (!give.back()) return give.clear(), Errno{EMFILE};
   return control::OpenBackingReply{backing->second.bytes()};
 }
 
 Result<control::OpenProcessReply> DirectDesk::open(Guest& guest, const control::OpenProcessRequest& request) {
-  const auto owner = fabric_.guests.find(request.guest);
-  if (owner == fabric_.guests.end()) return Errno{EPERM};
-  const Guest& peer = *owner->second;
-  const auto key = key_of(guest, peer);
+  const Guest* const peer = fabric_.guest(GuestId{request.guest});
+  if (peer == nullptr) return Errno{EPERM};
+  const auto key = key_of(guest, *peer);
   const auto pids = together_.find(key);
   if (pids == together_.end()) return Errno{EPERM};
-  const pid_t pid = pids->second[key.first == peer.id.value ? 0 : 1];
-  if (!peer.reached_by_service || pid <= 0) return Errno{ENOENT};
-  return control::OpenProcessReply{static_cast<std::uint32_t>(pid), 0, peer.probe.probe_address, peer.probe.probe_value};
+  const pid_t pid = pids->second[key.first == peer->id.value ? 0 : 1];
+  if (!peer->reached_by_service || pid <= 0) return Errno{ENOENT};
+  return control::OpenProcessReply{static_cast<std::uint32_t>(pid), 0, peer->probe.probe_address, peer->probe.probe_value};
 }
 
 }  // namespace vrdma::svc
