@@ -22,6 +22,14 @@ std::uint64_t mappings_allowed() {
 Guest::Guest() = default;
 Guest::~Guest() = default;
 
+std::uint32_t Guest::new_handle() {
+  const auto is_taken = [this](std::uint32_t handle) {
+    return contexts.contains(handle) || channels.contains(handle) || pds.contains(handle) || mrs.contains(handle) || mws.contains(handle) ||
+           cqs.contains(handle) || srqs.contains(handle) || qps.contains(handle) || xrcds.contains(handle);
+  };
+  return handle_numbers.take(~std::uint32_t{0}, is_taken).value();  // a guest's objects are far fewer (limits.hpp)
+}
+
 Fabric::Fabric(const Config& config_in, Shards& shards_in)
     : config(config_in), shards(shards_in), mappings_max(mappings_allowed()), cm(std::make_unique<ConnectionManager>(*this)), management(std::make_unique<Management>(*this)) {}
 Fabric::~Fabric() = default;

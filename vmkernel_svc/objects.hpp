@@ -27,6 +27,7 @@
 #include "vmkernel_svc/memory/backing.hpp"
 #include "vmkernel_svc/memory/guest_copier.hpp"
 #include "vmkernel_svc/memory/process_memory.hpp"
+#include "vmkernel_svc/numbers.hpp"
 #include "vmkernel_svc/tenant.hpp"
 #include "vmkernel_svc/vmci_end.hpp"
 #include "vrdma/control.hpp"
@@ -229,7 +230,9 @@ struct Guest {
   std::unordered_map<std::uint32_t, Backing> backings;
   std::vector<control::Extent> staged;
 
-  std::uint32_t next_handle = 1;
+  Numbers handle_numbers{1, ~std::uint32_t{0}};
+  // For an object of whatever kind: never 0, which names none, nor one that is taken.
+  std::uint32_t new_handle();
   Table<Context> contexts;
   Table<Channel> channels;
   Table<ProtectionDomain> pds;

@@ -184,7 +184,7 @@ bool ControlDesk::detach(Guest& guest, std::uint64_t for_ns) {
 Result<OpenContextReply> ControlDesk::on(Guest& guest, const OpenContextRequest&, std::vector<vmci::UniqueFd>& give) {
   auto pipe = take_pipe(guest);
   if (!pipe) return pipe.error();
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.contexts.emplace(handle, std::make_unique<Context>(Context{handle, std::move(pipe->second), {}}));
   give.push_back(std::move(pipe->first));
   return OpenContextReply{handle, 0};
@@ -197,7 +197,7 @@ Result<ChannelReply> ControlDesk::on(Guest& guest, const CreateChannelRequest& r
   if (vector != 0 && (vector < vm::fixed_vectors || vector >= interrupts->size())) return Errno{EINVAL};
   auto pipe = take_pipe(guest);
   if (!pipe) return pipe.error();
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   auto channel = std::make_unique<Channel>(Channel{{handle}, request.context, std::move(pipe->second), 0, {}});
   // Where it finds no room, the pipe does.
   if (const auto offset = vector != 0 && can_signal_eventfds() ? carve(guest, sizeof(EventRing)) : Result<std::uint64_t>(Errno{ENOTSUP})) {
@@ -321,7 +321,7 @@ Result<HandleReply> ControlDesk::on<Request::create_pd>(Guest& guest, const Crea
   if (find(guest.contexts, request.context) == nullptr) return Errno{EINVAL};
   if (guest.pds.size() >= limits::pd_max) return Errno{ENOMEM};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.pds.emplace(handle, std::make_unique<ProtectionDomain>(ProtectionDomain{{handle}, request.context, fabric_.next_pd++, 0}));
   return HandleReply{handle, 0};
 }

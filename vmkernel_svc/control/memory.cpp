@@ -21,7 +21,7 @@ Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, 
   auto backing = Backing::adopt(std::move(fd));
   if (!backing) return backing.error();
   if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.backings.emplace(handle, std::move(*backing));
   return AddBackingReply{handle, 0};
 }
@@ -31,7 +31,7 @@ Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddPinnedRequest& re
   if (request.bytes == 0 || request.bytes > pages.bytes() || before > pages.bytes() - request.bytes) return Errno{EINVAL};
   if (guest.backings.size() >= 65536) return Errno{EMFILE};
   if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.backings.emplace(handle, Backing::adopt(std::move(pages)));
   return AddBackingReply{handle, 0};
 }
@@ -219,7 +219,7 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   tenant.pieces += region.pieces.size();
   tenant.registered_bytes += held;
   ++pd->users;
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.mrs.emplace(handle, slot);
   shard_.direct().registered(guest, region);
   return RegMrReply{handle, region.key.value};

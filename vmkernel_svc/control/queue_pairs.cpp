@@ -73,7 +73,7 @@ Result<CreateQpReply> ControlDesk::create(Guest& guest, const CreateQpRequest& r
   std::byte* const base = guest.arena.segment().data();
   qp->send_view = vmci::QueuePairView(base + *send_offset, send_geometry);
   qp->receive_view = vmci::QueuePairView(base + *receive_offset, receive_geometry);
-  qp->handle = Handle{guest.next_handle++};
+  qp->handle = Handle{guest.new_handle()};
   qp->context = request.context;
   qp->guest = &guest;
   qp->pd = pd;

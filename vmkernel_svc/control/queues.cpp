@@ -54,7 +54,7 @@ Result<CreateCqReply> ControlDesk::on<Request::create_cq>(Guest& guest, const Cr
   const auto offset = carve(guest, sizeof(CqShared));
   if (!offset) return --guest.tenant->objects, offset.error();
   auto cq = std::make_unique<CompletionQueue>();
-  cq->handle = Handle{guest.next_handle++};
+  cq->handle = Handle{guest.new_handle()};
   cq->context = request.context;
   cq->guest = &guest;
   cq->channel = channel;
@@ -137,7 +137,7 @@ Result<CreateSrqReply> ControlDesk::on<Request::create_srq>(Guest& guest, const 
   const auto turns_offset = turns ? carve(guest, sizeof(direct::Turns)) : Result<std::uint64_t>(0);
   if (!turns_offset) return uncarve(guest, *offset), --guest.tenant->objects, turns_offset.error();
   auto srq = std::make_unique<SharedReceiveQueue>();
-  srq->handle = Handle{guest.next_handle++};
+  srq->handle = Handle{guest.new_handle()};
   srq->context = request.context;
   srq->guest = &guest;
   srq->pd = pd;

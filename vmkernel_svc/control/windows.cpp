@@ -32,7 +32,7 @@ Result<RegMrReply> ControlDesk::on<Request::alloc_mw>(Guest& guest, const AllocM
   region->pd = pd->number;
   region->guest = &guest;
   ++pd->users;
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.mws.emplace(handle, std::make_unique<MemoryWindow>(MemoryWindow{{handle}, pd->context, pd, slot, request.type == type_2}));
   return RegMrReply{handle, region->key.value};
 }

@@ -47,7 +47,7 @@ Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request
   }
   for (const auto& member : domain->guests) fabric_.shards.bring_together(guest, *member);
   domain->guests.push_back(&guest);
-  const std::uint32_t handle = guest.next_handle++;
+  const std::uint32_t handle = guest.new_handle();
   guest.xrcds.emplace(handle, std::make_unique<Xrcd>(Xrcd{{handle}, request.context, std::move(domain)}));
   return HandleReply{handle, 0};
 }

@@ -1,0 +1,80 @@
+// Numbers of a guest's objects and memory that have gone round once.
+#include "vmkernel_svc/numbers.hpp"
+
+#include <doctest/doctest.h>
+#include <sys/mman.h>
+
+#include <set>
+
+#include "vmkernel_svc/control/desk.hpp"
+
+using namespace vrdma;
+using namespace vrdma::svc;
+
+namespace {
+
+// A service without threads and sockets, and a guest of it.
+struct World {
+  World() : page(*vmci::Segment::create("numbers-test", sizeof(control::ServicePage), true)) {
+    std::vector<int> descriptors;
+    std::vector<vmci::UniqueFd> keep;
+    const auto attached = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1000, 1000}, {}, vmci::UniqueFd(::dup(page.fd()))}, page.fd(), descriptors, keep);
+    REQUIRE(attached.has_value());
+    guest = shard.fabric().guest(GuestId{attached->guest});
+    REQUIRE(guest != nullptr);
+  }
+  ~World() { desk.detach(*guest); }
+
+  std::uint32_t open_context() {
+    const auto opened = desk.on(*guest, control::OpenContextRequest{}, given);
+    REQUIRE(opened.has_value());
+    return opened->context;
+  }
+  std::uint32_t add_backing() {
+    const auto added = desk.on(*guest, control::AddBackingRequest{}, vmci::UniqueFd(::memfd_create("numbers-test", MFD_CLOEXEC)));
+    REQUIRE(added.has_value());
+    return added->backing;
+  }
+
+  static Config config_of_test() {
+    Config config;
+    config.arena_bytes = 16 << 20;
+    return config;
+  }
+  Config config = config_of_test();
+  control::ServicePage service_page{};
+  Shard shard{config, service_page};
+  ControlDesk desk{shard};
+  vmci::Segment page;
+  Guest* guest = nullptr;
+  std::vector<vmci::UniqueFd> given;
+};
+
+}  // namespace
+
+TEST_CASE("On the first round nobody is asked; then what is taken is passed over") {
+  Numbers numbers(1, 5);
+  int asked = 0;
+  const auto is_taken = [&](std::uint32_t number) { return ++asked, number != 2 && number != 5; };
+  for (std::uint32_t number = 1; number <= 5; ++number) CHECK(numbers.take(1, is_taken) == number);
+  CHECK(asked == 0);
+  for (const std::uint32_t number : {2u, 5u, 2u}) CHECK(numbers.take(5, is_taken) == number);
+  CHECK(asked == 2 + 3 + 2);
+}
+
+TEST_CASE("Where so many in a row are taken there is none, and the next look goes on from there") {
+  Numbers numbers(1, 8, 8);
+  const auto is_taken = [](std::uint32_t number) { return number <= 5; };
+  CHECK(numbers.take(1, is_taken) == 8u);
+  CHECK(!numbers.take(3, is_taken).has_value());
+  CHECK(numbers.take(3, is_taken) == 6u);
+}
+
+TEST_CASE("A handle that comes round again is neither 0 nor that of an object that is there") {
+  World world;
+  std::set<std::uint32_t> handles{world.open_context(), world.open_context()};
+  world.guest->handle_numbers = Numbers(1, ~std::uint32_t{0}, ~std::uint32_t{0});
+  for (int i = 0; i < 3; ++i) handles.insert(world.open_context());
+  CHECK(handles == std::set<std::uint32_t>{1, 2, 3, 4, ~std::uint32_t{0}});
+  CHECK(world.guest->contexts.size() == 5);
+}
