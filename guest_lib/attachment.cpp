@@ -12,8 +12,8 @@
 #include <string_view>
 
 #include "guest_lib/process.hpp"
+#include "guest_lib/segment_mapping.hpp"
 #include "guest_lib/show_device.hpp"
-#include "guest_lib/sparse_mapping.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -71,24 +71,13 @@ std::uint32_t wished_link_layer() {
   return control::link_layer_default;
 }
 
-// A segment of the service: sealed, mapped whole, and not for a fork's child.
-Result<Mapping> map_segment(const UniqueFd& fd, std::uint64_t bytes, Writable writable) {
-  auto sealed = vmci::sealed_bytes(fd.get());
-  if (!sealed) return sealed.error();
-  if (bytes > *sealed) return Errno{EPROTO};
-  const SparseMapping sparse;
-  // More than `bytes` where it has huge pages, of which no part can be mapped.
-  auto mapping = Mapping::map(fd.get(), 0, *sealed, writable);
-  if (mapping && ::madvise(mapping->data(), *sealed, MADV_DONTFORK) != 0) return last_error();
-  return mapping;
-}
-
-// A part of the BAR of a virtual machine's device, which begins at the descriptor's position: likewise.
+// A part of the BAR of a virtual machine's device, which begins at the descriptor's position.
 Result<Mapping> map_lent(const UniqueFd& bar, std::uint64_t bytes, Writable writable) {
   const off_t at = ::lseek(bar.get(), 0, SEEK_CUR);
   if (at < 0) return last_error();
   auto mapping = Mapping::map(bar.get(), static_cast<std::uint64_t>(at), bytes, writable);
-  if (mapping && ::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
+  if (!mapping) return mapping;
+  if (Status kept = keep_private(*mapping); !kept) return kept.error();
   return mapping;
 }
 
@@ -272,6 +261,7 @@ Status Attachment::prepare_process_memory() {
 
 void Attachment::become_inherited() {
   liveness_.mark_inherited();
+  std::construct_at(&objects_mutex_);  // a thread of the parent's may have held it
   if (copier_) copier_->abandon();
   direct_rooms_.abandon();
   channel_.abandon();

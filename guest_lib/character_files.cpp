@@ -52,13 +52,6 @@ int CharacterFile::wait_until_readable(bool blocks) const {
   return ready > 0 ? 0 : -1;
 }
 
-long CharacterFile::wait_for_ever(bool blocks) {
-  pollfd nothing{-1, 0, 0};
-  if (blocks) return sleep_as_read(nothing);
-  errno = EBADF;
-  return -1;
-}
-
 bool CharacterFile::has_descriptor() const { return inode_of(fd) == inode_; }
 
 void CharacterFile::take_record() {

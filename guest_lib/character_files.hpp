@@ -40,9 +40,6 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   bool blocks() const;
   // Something can be read. -1 with errno: EAGAIN, EINTR.
   int wait_until_readable(bool blocks) const;
-  // Another thread has closed the file. Who waits in the kernel keeps it, and nothing will ever happen there; rping, whose thread is still
-  // there when its channel goes, counts on that. -1 with EINTR; with EBADF, if it does not block.
-  static long wait_for_ever(bool blocks);
   // The record is the service's word that something waits; it has said that nothing does.
   void take_record();
 

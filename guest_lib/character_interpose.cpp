@@ -16,6 +16,7 @@
 
 #include "guest_lib/character_files.hpp"
 #include "guest_lib/cm/files.hpp"
+#include "guest_lib/interruption.hpp"
 #include "guest_lib/own_fd.hpp"
 #include "guest_lib/paths.hpp"
 #include "guest_lib/traffic_files.hpp"
@@ -163,7 +164,7 @@ VRDMA_INTERPOSE(ssize_t, write, int fd, const void* bytes, std::size_t count) {
   const ssize_t written = next != nullptr ? next(fd, bytes, count) : syscall(SYS_write, fd, bytes, count);
   // rping of rdma-core before 59 closes its channel when its thread has acknowledged the last event; that thread then ends a good test, unless it
   // happens to wait in the kernel by then, where nothing reaches it.
-  if (written < 0 && errno == EBADF && guest::cm::asks_for_more_of_closed(fd, bytes, count)) [[unlikely]] return guest::CharacterFile::wait_for_ever(true);
+  if (written < 0 && errno == EBADF && guest::cm::asks_for_more_of_closed(fd, bytes, count)) [[unlikely]] return guest::wait_for_ever(true);
   return written;
 }
 

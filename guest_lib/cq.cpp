@@ -139,12 +139,15 @@ VRDMA_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* verbs) {
   return as_int([&]() -> Status {
     Channel& channel = Channel::of(verbs);
     if (verbs->refcnt != 0) return Errno{EBUSY};
-    if (!channel.attachment->liveness().gone()) {
+    const Inside inside(channel);
+    Liveness& liveness = channel.attachment->liveness();
+    if (liveness.inherited()) channel.readers.forget_others();
+    channel.readers.close();
+    if (!liveness.gone()) {
       auto gone = channel.attachment->call<control::Request::destroy_channel>({channel.handle, 0});
-      if (!gone && value(gone.error()) != EIO) return gone.error();
+      if (!gone && value(gone.error()) != EIO) return channel.readers.reopen(), gone.error();
     }
     OwnNumbers::close_marked(verbs->fd);
-    delete &channel;
     return ok();
   });
 }

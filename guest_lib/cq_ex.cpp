@@ -61,6 +61,7 @@ Status know_clock(Attachment& attachment, Context& context) {
 int start_poll(ibv_cq_ex* verbs, ibv_poll_cq_attr* attributes) {
   if (attributes->comp_mask != 0) return EINVAL;
   Cq& cq = of(verbs);
+  if (cq.liveness->inherited()) return EIO;  // a thread of the parent's may have held the lock
   if (!cq.one_thread) cq.steps_lock.lock();
   cq.current_time_ns = 0;
   if (cq.timed) (void)know_clock(*cq.attachment, Context::of(cq.verbs.context));  // or what was known last

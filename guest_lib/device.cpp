@@ -148,6 +148,7 @@ Result<std::shared_ptr<Attachment>> Context::usable() {
   if (!OwnNumbers::is_marked(verbs.context.async_fd)) verbs.context.async_fd = opened->event_fd.release();
   else if (::dup3(opened->event_fd.get(), verbs.context.async_fd, O_CLOEXEC) < 0) return last_error();
   old_pipe = std::exchange(async_pipe, std::move(opened->pipe));
+  events.begin_anew();
   return attachment;
 }
 
@@ -194,10 +195,13 @@ VRDMA_EXPORT ibv_context* ibv_open_device(ibv_device* which) {
 
 VRDMA_EXPORT int ibv_close_device(ibv_context* verbs) {
   return as_int([&]() -> Status {
-    std::unique_ptr<Context> context(&Context::of(verbs));
+    Context& context = Context::of(verbs);
+    const Inside inside(context);
+    Liveness& liveness = context.attachment->liveness();
+    if (liveness.inherited()) context.readers.forget_others();
+    context.readers.close();
     // A dead service has forgotten it; an inherited one is the parent's.
-    if (!context->attachment->liveness().gone())
-      (void)context->attachment->call<control::Request::close_context>({context->handle, 0});
+    if (!liveness.gone()) (void)context.attachment->call<control::Request::close_context>({context.handle, 0});
     OwnNumbers::close_marked(verbs->async_fd);
     OwnNumbers::close_marked(verbs->cmd_fd);
     pthread_mutex_destroy(&verbs->mutex);

@@ -17,6 +17,7 @@
 
 #include <cerrno>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <type_traits>
@@ -86,6 +87,12 @@ class EventSource {
     std::lock_guard lock(mutex_);
     peers_ = interrupt_ = -1;
     if (!ready_.intact()) ready_.reset();
+  }
+
+  // In a fork's child: what the parent's had kept, and its lock, which a thread of the parent's may have held, are left as they were.
+  void begin_anew() {
+    ready_.reset();
+    std::construct_at(this);
   }
 
   // An event of our own.

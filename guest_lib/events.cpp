@@ -1,7 +1,7 @@
 // ibv_get_cq_event, ibv_get_async_event and their acknowledgements. An event is one 16-byte record in a pipe; it is counted
 // on its object while the table is locked, so that destroying the object waits for exactly those that were read.
 //
-// The blocking verbs are cancellation points: nothing with a destructor may live across their waits.
+// The blocking verbs are cancellation points: across their waits live only what a cancelled thread has to give back (readers.hpp, Deafness).
 #include <fcntl.h>
 #include <poll.h>
 
@@ -256,18 +256,21 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
     errno = EIO;
     return -1;
   }
+  const Inside inside(channel);
   const bool blocks = may_block(verbs->fd);
   // Who will sleep on the descriptor if there is nothing needs no system call to find out.
   using Look = EventSource<control::CompletionRecord>::Look;
   for (Look look = blocks ? Look::quick : Look::thorough;; look = Look::thorough) {
     control::CompletionRecord record;
     Cq* found = nullptr;
+    if (channel.readers.closed()) return wait_for_ever(blocks);
     const auto next = channel.events.next(verbs->fd, channel.pipe->get(), record, look);
     if (next == EventSource<control::CompletionRecord>::Next::record) {
       VRDMA_CRASH_POINT("guest.event.read");
       found = count_event(channel, record);
       if (found == nullptr) continue;
     } else if (next == EventSource<control::CompletionRecord>::Next::end) {
+      if (channel.readers.closed()) continue;
       channel.attachment->liveness().mark_dead();
       found = count_fatal_event(channel);
     } else {
@@ -279,7 +282,8 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       *cq_context = found->verbs.cq_context;
       return 0;
     }
-    if (wait_readable(verbs->fd, blocks, *channel.pipe, channel.events, &channel.busy) != 0) return -1;
+    const int ready = wait_readable(verbs->fd, blocks, *channel.pipe, channel.events, &channel.busy);
+    if (ready != 0 && !channel.readers.closed()) return -1;
   }
 }
 
@@ -294,16 +298,19 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
     errno = EIO;
     return -1;
   }
+  const Inside inside(context);
   const bool blocks = may_block(verbs->async_fd);
   end_if_lost(*context.async_pipe, context.events);
   for (;;) {
     control::AsyncRecord record;
+    if (context.readers.closed()) return wait_for_ever(blocks);
     const auto next = context.events.next(verbs->async_fd, context.async_pipe->get(), record);
     if (next == EventSource<control::AsyncRecord>::Next::record) {
       if (count_event(*context.attachment, record, *event)) return 0;
       continue;
     }
     if (next == EventSource<control::AsyncRecord>::Next::end) {
+      if (context.readers.closed()) continue;
       context.attachment->liveness().mark_dead();
       if (!context.fatal_reported.exchange(true)) {
         unwatch_pipe(verbs->async_fd, context.async_pipe->get());
@@ -312,7 +319,8 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
         return 0;
       }
     }
-    if (wait_readable(verbs->async_fd, blocks, *context.async_pipe, context.events) != 0) return -1;
+    const int ready = wait_readable(verbs->async_fd, blocks, *context.async_pipe, context.events);
+    if (ready != 0 && !context.readers.closed()) return -1;
   }
 }
 

@@ -109,6 +109,13 @@ int sleep_and_tell(pollfd& one, const sigset_t& before) {
 
 }  // namespace
 
+int wait_for_ever(bool blocks) {
+  pollfd nothing{-1, 0, 0};
+  if (blocks) return sleep_as_read(nothing);
+  errno = EBADF;
+  return -1;
+}
+
 void forget_sleepers() { current() = new Handlers; }
 
 int sleep_as_read(pollfd& one) {

@@ -34,6 +34,10 @@ int sleep_as_read(pollfd& one);
 // The same within `deaf`: signals are handled while it sleeps.
 int sleep_as_read(pollfd& one, const Deafness& deaf);
 
+// Another thread has closed the file that is read. Who waits in the kernel keeps it, and nothing will ever happen there; rping, whose thread is
+// still there when its channel goes, counts on that. -1 with EINTR; with EBADF, if the reader does not want to wait.
+int wait_for_ever(bool blocks);
+
 // In a fork's child, whose parent's threads may have been asleep.
 void forget_sleepers();
 

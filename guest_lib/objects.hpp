@@ -17,6 +17,7 @@
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/post_ex.hpp"
 #include "guest_lib/process.hpp"
+#include "guest_lib/readers.hpp"
 #include "guest_lib/spin_lock.hpp"
 #include "guest_lib/work_queue.hpp"
 #include "vmci_channel/arch.hpp"
@@ -42,6 +43,7 @@ struct Context {
   std::uint32_t handle = 0;
   std::unique_ptr<PrivateFd> async_pipe;
   EventSource<control::AsyncRecord> events;
+  Readers readers;
   std::atomic<bool> fatal_reported{false};
   // How far the service's clock is ahead of ours, modulo 2^64 (time namespaces set them apart, a virtual machine has its own), and in which
   // generation of the machine that was found out.
@@ -137,6 +139,7 @@ struct Channel {
   std::unique_ptr<PrivateFd> interrupt;  // in a virtual machine that has one for this channel: its records come by a ring
   std::unique_ptr<PrivateFd> peers;      // where direct mode is offered: the pipe to which peers write
   EventSource<control::CompletionRecord> events;
+  Readers readers;
   BusyWait busy;
   std::vector<Cq*> cqs;       // guarded by the attachment's objects_mutex
   bool pipe_watched = true;   // by verbs.fd, an epoll descriptor; guarded likewise

@@ -125,7 +125,9 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   int got = 0;
   for (Lane* lane : cq.lanes) {
     if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
-    std::lock_guard guard(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
+    // Whoever holds it posts, perhaps this thread between its ibv_wr_start and ibv_wr_complete: the next poll is early enough.
+    const std::unique_lock guard(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock, std::try_to_lock);
+    if (!guard) continue;
     // Its lanes were empty; what a peer in direct mode was writing there as the service went is too late.
     lane->closed = true;
     for (std::uint64_t wr_id = 0; got < room; ++got) {

@@ -144,7 +144,7 @@ Result<ibv_qp*> create(ibv_qp_init_attr_ex& wanted) {
 
 void set_wr_operations(ibv_qp_ex& qp) {
   qp.wr_start = [](ibv_qp_ex* of_them) {
-    of(of_them).send_lock.lock();
+    if (!of(of_them).liveness->inherited()) of(of_them).send_lock.lock();  // which a thread of the parent's may have held
     batch_of(of_them).clear();
   };
   qp.wr_complete = complete;

@@ -72,13 +72,12 @@ Status open_queues(Qp& qp, Attachment& attachment, const control::CreateQpReply&
 
 Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::uint32_t target) {
   const ibv_qp_cap& cap = init.cap;
-  if (cap.max_send_wr > limits::qp_wr_max || cap.max_recv_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max ||
-      cap.max_recv_sge > limits::sge_max || cap.max_inline_data > limits::inline_max)
-    return Errno{EINVAL};
   const auto type = wire_type(init.qp_type, xrcd != nullptr);
   if (!type) return type.error();
   if (init.qp_type == IBV_QPT_XRC_RECV && xrcd == nullptr) return Errno{EINVAL};
   const bool receives = init.srq == nullptr && init.qp_type != IBV_QPT_XRC_SEND && init.qp_type != IBV_QPT_XRC_RECV;
+  if (cap.max_send_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max || cap.max_inline_data > limits::inline_max) return Errno{EINVAL};
+  if (receives && (cap.max_recv_wr > limits::qp_wr_max || cap.max_recv_sge > limits::sge_max)) return Errno{EINVAL};  // else ignored: ibv_create_qp(3)
   if (init.qp_type == IBV_QPT_XRC_SEND) init.recv_cq = init.send_cq, init.srq = nullptr;  // as it receives nothing
   if (init.send_cq == nullptr || init.recv_cq == nullptr) return Errno{EINVAL};
   auto attachment = Context::of(pd->context).usable();
@@ -208,6 +207,7 @@ void drop_completions(Qp& qp) {
 }
 
 Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
+  if (qp.liveness->inherited()) return Errno{EIO};  // a thread of the parent's may have held its locks
   control::ModifyQpRequest request{};
   request.qp = qp.base().handle;
   request.mask = static_cast<std::uint32_t>(mask);
@@ -246,6 +246,7 @@ Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
 }
 
 Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
+  if (qp.liveness->inherited()) return Errno{EIO};
   std::uint32_t modifies;
   {
     const StateLock lock(qp);

@@ -3,6 +3,7 @@
 
 #include "guest_lib/cancellation.hpp"
 #include "guest_lib/cm/command.hpp"
+#include "guest_lib/interruption.hpp"
 #include "guest_lib/namesakes.hpp"
 
 namespace vrdma::guest::cm {
@@ -94,7 +95,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
   const bool blocks = file->blocks();
   for (;;) {
     const int readable = file->wait_until_readable(blocks);
-    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
+    if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
     if (readable < 0) return -1;
     std::optional<control::CmEvent> event;
     const int error = as_int([&]() -> Status {
@@ -103,7 +104,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
       event = *taken;
       return event ? command.answer(request->response, event_of(*event), event_bytes_least) : ok();
     });
-    if (file->closed.load(std::memory_order_relaxed)) return file->wait_for_ever(blocks);
+    if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
     if (error != 0) return -1;
     if (event) {
       remember_reader(file);

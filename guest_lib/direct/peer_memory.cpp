@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "guest_lib/sparse_mapping.hpp"
+#include "guest_lib/segment_mapping.hpp"
 
 namespace vrdma::guest {
 
@@ -22,7 +22,7 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset) {
   const std::uint64_t bytes = std::min(direct::chunk_bytes + direct::message_bytes_max, size - begin);
   auto mapping = vmci::Mapping::map(fd, begin, bytes, vmci::Writable::yes);
   if (!mapping) return mapping.error();
-  if (::madvise(mapping->data(), bytes, MADV_DONTFORK) != 0) return last_error();
+  if (Status kept = keep_private(*mapping); !kept) return kept;
   std::atomic<Chunk*>& first = place(backing, index);
   // M2: pairs with M1.
   first.store(new Chunk{backing, index, std::move(*mapping), first.load(std::memory_order_relaxed)}, std::memory_order_release);

@@ -6,21 +6,11 @@
 #include <bit>
 
 #include "guest_lib/objects.hpp"
-#include "guest_lib/sparse_mapping.hpp"
+#include "guest_lib/segment_mapping.hpp"
 
 namespace vrdma::guest {
 
 namespace {
-
-Result<vmci::Mapping> map_whole(const vmci::UniqueFd& fd, std::uint64_t bytes, vmci::Writable writable) {
-  auto sealed = vmci::sealed_bytes(fd.get());
-  if (!sealed) return sealed.error();
-  if (bytes > *sealed) return Errno{EPROTO};
-  const SparseMapping sparse;
-  auto mapping = vmci::Mapping::map(fd.get(), 0, *sealed, writable);
-  if (mapping && ::madvise(mapping->data(), *sealed, MADV_DONTFORK) != 0) return last_error();
-  return mapping;
-}
 
 bool inside(const vmci::Mapping& arena, std::uint64_t offset, std::uint64_t bytes) {
   return offset <= arena.bytes() && bytes <= arena.bytes() - offset && offset % 128 == 0;
@@ -39,13 +29,13 @@ void DirectRoom::abandon() {
 Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors) {
   std::lock_guard lock(mutex_);
   if (auto known = rooms_[reply.room].lock()) return known;
-  auto words = map_whole(descriptors[0], sizeof(direct::Room), vmci::Writable::yes);
+  auto words = map_segment(descriptors[0], sizeof(direct::Room), vmci::Writable::yes);
   if (!words) return words.error();
-  auto arena = map_whole(descriptors[1], reply.peer_arena_bytes, vmci::Writable::yes);
+  auto arena = map_segment(descriptors[1], reply.peer_arena_bytes, vmci::Writable::yes);
   if (!arena) return arena.error();
-  auto own_keys = map_whole(descriptors[2], sizeof(direct::KeyTable), vmci::Writable::no);
+  auto own_keys = map_segment(descriptors[2], sizeof(direct::KeyTable), vmci::Writable::no);
   if (!own_keys) return own_keys.error();
-  auto peer_keys = map_whole(descriptors[3], sizeof(direct::KeyTable), vmci::Writable::no);
+  auto peer_keys = map_segment(descriptors[3], sizeof(direct::KeyTable), vmci::Writable::no);
   if (!peer_keys) return peer_keys.error();
   auto room = std::make_shared<DirectRoom>();
   room->peer = reply.peer;

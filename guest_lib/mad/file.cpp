@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "guest_lib/interruption.hpp"
 #include "guest_lib/open_device.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 #include "guest_lib/verbs_result.hpp"

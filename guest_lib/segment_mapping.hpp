@@ -1,0 +1,33 @@
+// Mappings of memory that is shared with the service and with peers: queues, keys, windows. They are sparse, and this process's alone.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+#include "guest_lib/sparse_mapping.hpp"
+#include "vmci_channel/segment.hpp"
+#include "vrdma/result.hpp"
+
+namespace vrdma::guest {
+
+// Not for a fork's child; nor for a core dump, which would fill the holes: a gigabyte for each arena.
+inline Status keep_private(const vmci::Mapping& mapping) {
+  for (const int advice : {MADV_DONTFORK, MADV_DONTDUMP})
+    if (::madvise(mapping.data(), mapping.bytes(), advice) != 0) return last_error();
+  return ok();
+}
+
+// A sealed segment, mapped whole: more than `bytes` where it has huge pages, of which no part can be mapped. EPROTO: it is smaller.
+inline Result<vmci::Mapping> map_segment(const vmci::UniqueFd& fd, std::uint64_t bytes, vmci::Writable writable) {
+  auto sealed = vmci::sealed_bytes(fd.get());
+  if (!sealed) return sealed.error();
+  if (bytes > *sealed) return Errno{EPROTO};
+  const SparseMapping sparse;
+  auto mapping = vmci::Mapping::map(fd.get(), 0, *sealed, writable);
+  if (!mapping) return mapping;
+  if (Status kept = keep_private(*mapping); !kept) return kept.error();
+  return mapping;
+}
+
+}  // namespace vrdma::guest
