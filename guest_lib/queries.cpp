@@ -26,6 +26,7 @@ constexpr std::uint8_t subnet_timeout = 18;   // 4.096 µs · 2^18, what subnet 
 // A number that no manufacturer of adapters reports; what identifies the device is its name and firmware version.
 constexpr std::uint32_t vendor_id = 0x56524d;  // "VRM"
 constexpr std::uint32_t vendor_part_id = 1;
+constexpr std::uint64_t device_atomic_write = 1ull << 40;  // IB_UVERBS_DEVICE_ATOMIC_WRITE of headers from Linux 6.2 on
 
 bool empty(const control::GidEntry& entry) { return entry.gid == Gid{}; }
 
@@ -139,7 +140,7 @@ int query_device_ex(ibv_context* context, const ibv_query_device_ex_input* input
     fill(*reply, all.orig_attr);
     auto attachment = Context::of(context).usable();
     if (attachment && offers_windows(**attachment)) add_windows(all.orig_attr);
-    all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
+    all.device_cap_flags_ex = all.orig_attr.device_cap_flags | device_atomic_write;
     all.phys_port_cnt_ex = all.orig_attr.phys_port_cnt;
     all.max_dm_size = device_memory_bytes_max;
     if (attachment && offers_on_demand(**attachment)) report_on_demand(all);
