@@ -78,3 +78,13 @@ TEST_CASE("A handle that comes round again is neither 0 nor that of an object th
   CHECK(handles == std::set<std::uint32_t>{1, 2, 3, 4, ~std::uint32_t{0}});
   CHECK(world.guest->contexts.size() == 5);
 }
+
+TEST_CASE("Memory made after 2^24 others has a number by which peers can map it, and not that of memory that is there") {
+  World world;
+  const std::uint32_t first = world.add_backing();
+  CHECK(first == 1);
+  world.guest->backing_numbers = Numbers(1, direct::key_backings - 1, direct::key_backings - 1);
+  CHECK(world.add_backing() == direct::key_backings - 1);
+  CHECK(world.add_backing() == 2);
+  CHECK(world.guest->backings.size() == 3);
+}

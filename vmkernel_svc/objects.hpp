@@ -31,6 +31,7 @@
 #include "vmkernel_svc/tenant.hpp"
 #include "vmkernel_svc/vmci_end.hpp"
 #include "vrdma/control.hpp"
+#include "vrdma/direct.hpp"
 
 namespace vrdma::svc {
 
@@ -228,6 +229,9 @@ struct Guest {
   bool reached_by_service = false;      // it has asked, and the service reaches it: so may its direct peers, who look for …
   control::ReachProcessRequest probe{};  // … this there
   std::unordered_map<std::uint32_t, Backing> backings;
+  // Of backings: those that keys have room for (direct::KeyEntry), and where none of them is to be had, others, which peers cannot map.
+  Numbers backing_numbers{1, direct::key_backings - 1};
+  Numbers further_backing_numbers{direct::key_backings, control::backing_process - 1};
   std::vector<control::Extent> staged;
 
   Numbers handle_numbers{1, ~std::uint32_t{0}};

@@ -63,6 +63,7 @@ class ControlDesk {
   bool dispatch(Guest& guest, std::span<const std::byte> body, std::byte* reply, std::uint32_t& reply_bytes, int& status);
 
   bool answer(Guest& guest, const control::Head& head, std::span<const std::byte> body);
+  std::uint32_t new_backing(Guest& guest);
   Result<std::vector<Piece>> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
   void release_pieces(Guest& guest, std::vector<Piece>& pieces);
   Result<control::CreateQpReply> create(Guest& guest, const control::CreateQpRequest& request, engine::QpType type, Xrcd* xrcd);

@@ -16,24 +16,35 @@ namespace vrdma::svc {
 
 using namespace control;
 
+namespace {
+constexpr std::uint32_t backings_max = 65536;  // of a guest, at a time
+}
+
+// Peers keep what they have mapped for as long as they are there, by its number.
+std::uint32_t ControlDesk::new_backing(Guest& guest) {
+  const auto is_taken = [&](std::uint32_t number) { return guest.backings.contains(number) || shard_.direct().is_lent(guest, number); };
+  if (const auto number = guest.backing_numbers.take(backings_max + 1, is_taken)) return *number;
+  return guest.further_backing_numbers.take(backings_max + 1, [&](std::uint32_t number) { return guest.backings.contains(number); }).value();
+}
+
 Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, vmci::UniqueFd fd) {
-  if (guest.backings.size() >= 65536) return Errno{EMFILE};
+  if (guest.backings.size() >= backings_max) return Errno{EMFILE};
   auto backing = Backing::adopt(std::move(fd));
   if (!backing) return backing.error();
   if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
-  const std::uint32_t handle = guest.new_handle();
-  guest.backings.emplace(handle, std::move(*backing));
-  return AddBackingReply{handle, 0};
+  const std::uint32_t number = new_backing(guest);
+  guest.backings.emplace(number, std::move(*backing));
+  return AddBackingReply{number, 0};
 }
 
 Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddPinnedRequest& request, PinnedPages pages) {
   const std::uint64_t before = request.address % vm::page_bytes;
   if (request.bytes == 0 || request.bytes > pages.bytes() || before > pages.bytes() - request.bytes) return Errno{EINVAL};
-  if (guest.backings.size() >= 65536) return Errno{EMFILE};
+  if (guest.backings.size() >= backings_max) return Errno{EMFILE};
   if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
-  const std::uint32_t handle = guest.new_handle();
-  guest.backings.emplace(handle, Backing::adopt(std::move(pages)));
-  return AddBackingReply{handle, 0};
+  const std::uint32_t number = new_backing(guest);
+  guest.backings.emplace(number, Backing::adopt(std::move(pages)));
+  return AddBackingReply{number, 0};
 }
 
 Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "vmci_channel/claim.hpp"
@@ -75,6 +76,8 @@ class DirectDesk {
   // Of the guests that the viewer sees; moves their connections at a message boundary.
   Result<control::SetDirectReply> set(const control::SetDirectRequest& request, const Viewer& viewer);
 
+  // Whether a peer, or the guest itself, may have mapped a backing of that number, be it there or not.
+  bool is_lent(const Guest& guest, std::uint32_t backing) const;
   void registered(Guest& guest, const Region& region);
   void deregistering(Guest& guest, const Region& region);
 
@@ -145,6 +148,7 @@ class DirectDesk {
   Fabric& fabric_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::shared_ptr<DirectRoom>> rooms_;  // by guests, the lower first
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::array<pid_t, 2>> together_;       // guests that may be direct: their pids, as they see them
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::unordered_set<std::uint32_t>> lent_;  // numbers of backings, by whose they are and who has got them
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> apart_;                  // guests that may not, and why
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside
