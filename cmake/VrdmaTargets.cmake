@@ -179,3 +179,11 @@ function(vrdma_fuzz name)
     set_tests_properties(${test} PROPERTIES LABELS fuzz TIMEOUT 120)
   endif()
 endfunction()
+
+# Tests that wait more than they compute, for time-outs above all: ./test runs twice as many of them at once as there are processors.
+function(vrdma_waiting_tests)
+  foreach(test ${ARGN})
+    set_property(TEST ${test} APPEND PROPERTY LABELS waits)
+    set_property(TEST ${test} PROPERTY PROCESSORS 1)
+  endforeach()
+endfunction()
