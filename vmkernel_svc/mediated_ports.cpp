@@ -280,6 +280,7 @@ MediatedPorts::Qp* MediatedPorts::peer(Qp& qp) {
   if (port.peer_generation == fabric_.topology_generation) return port.peer;
   port.peer_generation = fabric_.topology_generation;
   port.peer = nullptr;
+  if (port.stand_in != nullptr && !port.stand_in->is_of_its_host) return nullptr;
   if (QueuePair* const to = addressee(qp)) {
     // One that is another shard's is connected elsewhere: who is connected to it was brought together with it.
     if (!to->guest->frozen && fabric_.shards.of(qp) == to->guest->group->shard && admits(qp, to->core)) port.peer = &to->core;

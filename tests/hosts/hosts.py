@@ -57,6 +57,16 @@ class Written:
         return {"remote": {"name": f"h{index}", "address": self.addresses[index], "port": self.ports[index], "secret_file": str(self.secret), "hosts": self.everybody}}
 
 
+class Disagreeing(Written):
+    """h0's first LIDs, which its programs have, are nobody's by the file of h1."""
+
+    def config(self, index):
+        known = super().config(index)
+        if index == 1:
+            known["remote"]["hosts"] = [{**one, "lids": "501-1000"} if one["name"] == "h0" else one for one in self.everybody]
+        return known
+
+
 class Managed:
     """A subnet with managers: certificates on every host, and LIDs that are leased."""
 
@@ -458,6 +468,40 @@ def faults(world):
     yield "a service killed: RETRY_EXC_ERR; a new one in its place serves new connections", killed
 
 
+def lists(world):
+    """Hosts whose lists of LIDs differ: nobody waits for ever."""
+    a, b = world.hosts[:2]
+
+    def unanswered():
+        pair = Pair(b, a, ["ib_write_bw", "-d", "vrdma0", "-F", "-n", "100", "-s", "20000"])
+        try:
+            if pair.client.wait(90 * harness.PATIENCE) is None:
+                raise Failure(f"{pair.client.name} waits\n{pair.says()}")
+            if "Failed status 12" not in pair.client.output():
+                raise Failure(f"{pair.client.name} ended otherwise\n{pair.says()}")
+        finally:
+            pair.stop()
+
+    def rejected(server, client):
+        Pair.next_port += 1
+        port = ["-p", Pair.next_port]
+        listener, caller = server.start_program(["rping", "-s", "-a", "0.0.0.0", *port]), None
+        try:
+            wait_until(lambda: any(one["state"] == "LISTEN" for guest in server.show()["guests"] for one in guest["cm_ids"]), 60, "rping -s listens", [listener])
+            caller = client.start_program(["rping", "-c", "-C", "1", "-a", server.address, *port])
+            code = caller.wait(90 * harness.PATIENCE)
+            if code in (0, None) or "RDMA_CM_EVENT_REJECTED, error 13" not in caller.output():
+                raise Failure(f"{caller.name} ended with {code}\n{caller.says()}\n{listener.says()}")
+        finally:
+            for program in (listener, caller):
+                if program:
+                    program.stop(grace_s=0.5)
+
+    yield "a message of a LID that is not its host's by the other one's list: RETRY_EXC_ERR", unanswered
+    yield "a call of rdma_cm from there is rejected", lambda: rejected(b, a)
+    yield "a call of rdma_cm that is answered from there is rejected", lambda: rejected(a, b)
+
+
 def managed(world):
     """Certificates, sessions and leases in place of a file: what programs see is the same."""
     a, b, c = world.hosts
@@ -521,7 +565,7 @@ def managed(world):
     yield "the host that leads is killed while others' messages flow, and comes back", leader_killed
 
 
-GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults), "managed": (3, managed),
+GROUPS = {"pingpong": (2, pingpong), "perftest": (2, perftest), "four": (4, four), "conformance": (2, conformance), "faults": (2, faults), "lists": (2, lists), "managed": (3, managed),
           "multicast": (3, multicast), "connections": (2, connections), "hca": (2, hca)}
 
 
@@ -541,7 +585,7 @@ def main():
         count, cases = GROUPS[group]
         partitions = {"partitions": {key: ["*"] for key in ("0xffff", "0x8001", "0x8002")}} if group == "multicast" else {}
         with_hca = {"fabric": Service(build, config={"direct": "mediated"}), **config_of_hca(build)} if group == "hca" else {}
-        world = World(build, count, Managed if group == "managed" else Written, direct=arguments.direct, **partitions, **with_hca)
+        world = World(build, count, {"managed": Managed, "lists": Disagreeing}.get(group, Written), direct=arguments.direct, **partitions, **with_hca)
         try:
             for name, case in cases(world):
                 if arguments.only not in name:

@@ -32,7 +32,7 @@ inline std::uint32_t request_private_bytes(bool datagrams, const control::CmAddr
 }
 
 // IBA 12.6.7.2, 12.11.1.2: what applications see as the status of their events.
-constexpr std::int32_t rej_no_resources = 3, rej_timeout = 4, rej_invalid_service_id = 8, rej_consumer = 28;
+constexpr std::int32_t rej_no_resources = 3, rej_timeout = 4, rej_invalid_service_id = 8, rej_invalid_lid = 13, rej_consumer = 28;
 constexpr std::int32_t sidr_unsupported = 1, sidr_reject = 2;
 
 // The port of the sender, from which its addresses follow (addresses.hpp).

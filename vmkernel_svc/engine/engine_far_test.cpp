@@ -153,6 +153,33 @@ TEST_CASE("What reaches nobody is executed also where the far host is lost; the 
   CHECK(lost->status == WcStatus::retry_exc_err);
 }
 
+TEST_CASE("Who is refused a stand-in hears that nobody answers, and UC that its messages are lost; whoever gets one later is served") {
+  for (const QpType type : {QpType::rc, QpType::uc}) {
+    FarPair pair(type);
+    pair.hosts.refuses_opens = true;
+    constexpr std::uint32_t bytes = 2 * FarLimits<TestPorts>::part_bytes;  // and so `more`, which is not answered
+    const auto write = [&](std::uint64_t wr_id) {
+      pair.a.post({.wr_id = wr_id, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, bytes)}, .remote = pair.theirs.remote(0)});
+    };
+    write(1), write(2);
+    pair.settle();
+    const auto first = pair.a.poll(Direction::send), second = pair.a.poll(Direction::send);
+    REQUIRE(first);
+    REQUIRE(second);
+    CHECK(first->status == (type == QpType::rc ? WcStatus::retry_exc_err : WcStatus::success));
+    CHECK(second->status == (type == QpType::rc ? WcStatus::wr_flush_err : WcStatus::success));
+    pair.hosts.refuses_opens = false;
+    if (type == QpType::rc) {
+      for (TestQp* const qp : {&pair.a, &pair.b}) REQUIRE(pair.world.modify(*qp, QpState::reset, {}));
+      pair.world.connect(pair.a, pair.b);
+    }
+    write(3);
+    pair.settle();
+    CHECK(pair.polled(pair.a) == 1);
+    CHECK(std::equal(pair.mine.bytes.begin(), pair.mine.bytes.begin() + bytes, pair.theirs.bytes.begin()));
+  }
+}
+
 TEST_CASE("Who connects while the far host is away reaches the service that is there when it is back") {
   FarPair pair(QpType::rc);
   auto& later = pair.world.add(QpType::rc, 1, 1);

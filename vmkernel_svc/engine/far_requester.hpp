@@ -120,6 +120,8 @@ class FarRequester {
     }
     auto& message = far.outstanding.front();
     const auto status = static_cast<WcStatus>(record.status);
+    // It has no stand-in, who would have said what it took of the window: the next message asks for one again.
+    if (qp.type == QpType::uc && record.kind == FarKind::answer && status == WcStatus::retry_exc_err) return lose(qp), true;
     while (status == WcStatus::success && far.arrived_offset < record.payload_bytes) {
       const std::uint64_t bytes = message.into == nullptr ? 0
                                                           : std::min({message.into->contiguous_bytes(), slice_bytes,

@@ -76,6 +76,19 @@ class FarResponder {
     lane.core.datagram = std::make_unique<std::byte[]>(grh_bytes + limits::mtu_max_bytes);
   }
 
+  // The answer to a request for which there is no stand-in, as its `open` was refused: nobody answers it. Who has closed the connection since
+  // does not listen to that.
+  static FarFramePtr no_stand_in(const FarRecord& request) {
+    auto frame = FarFrame::make(0);
+    FarRecord& answer = frame->record();
+    answer.kind = FarKind::answer;
+    answer.status = static_cast<std::uint8_t>(WcStatus::retry_exc_err);
+    answer.connection = request.connection;
+    answer.epoch = request.epoch;
+    answer.message = request.message;
+    return frame;
+  }
+
   // A record of its requester's: request, more or credit. The stand-in is to be run.
   void take(StandIn<P>& stand_in, FarFramePtr frame) {
     const FarRecord& record = frame->record();

@@ -35,6 +35,7 @@ class TestHosts final : public TestNetwork {
   // --- the world, set up by the test --------------------------------------------------------------------------
   std::map<std::uint16_t, std::uint32_t> host_of_lid;
   std::uint64_t room_bytes = 8 << 20;  // on a link
+  bool refuses_opens = false;          // as a host does that has too many stand-ins
   static constexpr std::uint64_t noticed_ns = 3'000'000'000;
 
   Link& link(std::uint32_t from, std::uint32_t to) { return links_[from][to]; }
@@ -161,6 +162,7 @@ class TestHosts final : public TestNetwork {
     if (frame->session != session_[to]) return;
     switch (record.kind) {
       case FarKind::open: {
+        if (refuses_opens) return;
         FarOpen said;
         std::memcpy(&said, frame->payload(), sizeof(said));
         StandIn<TestPorts>& stand_in = make({to, from, record.connection});
@@ -209,7 +211,12 @@ class TestHosts final : public TestNetwork {
   }
   void to_stand_in(const Key& key, FarFramePtr frame) {
     const auto found = stand_ins_.find(key);
-    if (found == stand_ins_.end() || found->second->epoch != frame->record().epoch) return;
+    if (found == stand_ins_.end() || found->second->epoch != frame->record().epoch) {
+      if (frame->record().kind != FarKind::request) return;
+      FarFramePtr answer = responder_.no_stand_in(frame->record());
+      answer->session = seen_[key.here][key.host];
+      return put(key.here, key.host, std::move(answer));
+    }
     StandIn<TestPorts>& stand_in = *found->second;
     if (frame->record().kind == FarKind::close) {
       stand_in.core.port.runnable = true;

@@ -43,13 +43,27 @@ bool FarCm::arrived(remote::HostId host, engine::FarFrame& frame) {
   std::memcpy(&message, frame.payload(), sizeof(message));
   if (!is_sound(message)) return false;
   const bool refuses = message.kind == CmKind::sidr_rep && message.status != 0;
-  if (has_port(message.kind) && !refuses && !desk_.is_of(host, message.port.guid, message.port.lid, message.port.link_layer)) return false;
+  if (has_port(message.kind) && !refuses && !desk_.is_of(host, message.port.guid, message.port.lid, message.port.link_layer)) return refuse(host, message), false;
   if (message.kind == CmKind::req || message.kind == CmKind::sidr_req)
     for (std::uint16_t& pkey : message.pkeys)
       if (pkey != 0) pkey = desk_.judged(host, pkey);
   message.is_local = message.was_kept = 0;
   desk_.later([host, message](Shard& shard) { shard.fabric().cm->arrived(number_of(host), message); });
   return true;
+}
+
+// Of a port that is not that host's by what is known here, with which nobody can be connected. Whoever waits for what comes next hears of it.
+void FarCm::refuse(remote::HostId host, const CmMessage& message) {
+  const bool datagrams = message.kind == CmKind::sidr_req || message.kind == CmKind::sidr_rep;
+  CmMessage no{};
+  no.kind = datagrams ? CmKind::sidr_rep : CmKind::rej;
+  no.status = datagrams ? sidr_unsupported : rej_invalid_lid;
+  no.to = message.from;
+  if (message.kind != CmKind::sidr_rep) tell(number_of(host), no);  // who has said that is done with it
+  if (message.kind == CmKind::req || message.kind == CmKind::sidr_req) return;
+  no.from = message.from;
+  no.to = message.to;
+  desk_.later([host, no](Shard& shard) { shard.fabric().cm->arrived(number_of(host), no); });
 }
 
 void FarCm::tell(std::uint32_t host, const CmMessage& message) {

@@ -29,6 +29,8 @@ class FarCm final : public ConnectionManager::Post {
   std::vector<std::uint32_t> who_may_have(const control::CmAddress& address) override;
 
  private:
+  void refuse(remote::HostId host, const CmMessage& message);
+
   FarDesk& desk_;
   Shard& shard_;
   std::map<remote::HostId, std::uint64_t> features_;  // of those that know such records

@@ -34,6 +34,10 @@ std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
   for (const auto& frame : frames) bytes += frame->record().payload_bytes;
   return bytes;
 }
+
+bool can_be_a_port(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) {
+  return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) && static_cast<std::uint16_t>(guid) == lid;
+}
 }  // namespace
 
 FarDesk::FarDesk(Fabric& fabric, Shard& shard, MediatedPorts& ports, engine::Engine<MediatedPorts>& engine,
@@ -63,6 +67,8 @@ void FarDesk::look_at_directory() {
     --at(one->first.first).stand_ins;
     one = stand_ins_.erase(one);
   }
+  for (auto& [key, stand_in] : stand_ins_)
+    if (!stand_in->is_of_its_host) stand_in->is_of_its_host = is_of(stand_in->host, stand_in->guid, stand_in->lid, stand_in->link_layer);
   for (const auto& [id, host] : hosts_)
     if (!directory_->host(id)) {
       groups_.forget(id);
@@ -342,8 +348,7 @@ void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
 
 // What a host says of a guest of its own; it cannot speak for another's.
 bool FarDesk::is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const {
-  return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) &&
-         static_cast<std::uint16_t>(guid) == lid && directory_->host_of(lid) == host;
+  return can_be_a_port(guid, lid, link_layer) && directory_->host_of(lid) == host;
 }
 
 // A P_Key that a host claims for a guest of its own, if some guest of that host may have it; else 0, which matches none.
@@ -400,7 +405,7 @@ void FarDesk::open(FarFramePtr frame) {
   engine::FarOpen said;
   std::memcpy(&said, frame->payload(), sizeof(said));
   if (const auto type = static_cast<QpType>(said.type); type != QpType::rc && type != QpType::uc && type != QpType::xrc_send) return void(++malformed_);
-  if (!is_of(frame->host, said.guid, said.lid, said.link_layer) || record.connection > psn_mask) return void(++malformed_);
+  if (!can_be_a_port(said.guid, said.lid, said.link_layer) || record.connection > psn_mask) return void(++malformed_);
   const StandInKey key{frame->host, record.connection};
   if (const auto known = stand_ins_.find(key); known != stand_ins_.end()) drop(*known->second);
   else if (++at(frame->host).stand_ins > stand_ins_max) return --at(frame->host).stand_ins, void(++malformed_);
@@ -411,17 +416,23 @@ void FarDesk::open(FarFramePtr frame) {
   stand_in.guid = said.guid;
   stand_in.link_layer = said.link_layer;
   stand_in.lid = said.lid;
+  // Another list of hosts may give it that LID, or this one will soon: till then nobody answers, and its requests end as they would then.
+  stand_in.is_of_its_host = is_of(frame->host, said.guid, said.lid, said.link_layer);
+  if (!stand_in.is_of_its_host) ++malformed_;
   stand_in.gids = gids_of(said.guid, said.lid, said.link_layer);
   stand_in.claimed_pkey = said.pkey;
   stand_in.core.port.stand_in = &stand_in;
   stand_in.core.port.pkey = judged(frame->host, said.pkey);
-  if (hca_) hca_->peer_goes_by_records(stand_in.host, stand_in.core.attributes.dest_qp_num);
+  if (hca_ && stand_in.is_of_its_host) hca_->peer_goes_by_records(stand_in.host, stand_in.core.attributes.dest_qp_num);
 }
 
 void FarDesk::to_stand_in(FarFramePtr frame) {
   const FarRecord& record = frame->record();
   const auto found = stand_ins_.find({frame->host, record.connection});
-  if (found == stand_ins_.end() || found->second->epoch != record.epoch) return;  // of a connection that is over
+  if (found == stand_ins_.end() || found->second->epoch != record.epoch) {
+    if (record.kind == FarKind::request) send_to(frame->host, responder_.no_stand_in(record));
+    return;
+  }
   StandIn& stand_in = *found->second;
   if (record.kind == FarKind::close) {
     run(stand_in);  // what came along with it was sent before

@@ -30,6 +30,7 @@ struct StandIn : engine::StandIn<MediatedPorts> {
   std::uint32_t link_layer = 0;
   std::uint16_t lid = 0;
   std::uint16_t claimed_pkey = 0;  // what its host says; core.port.pkey is that, or 0 where the host cannot have it
+  bool is_of_its_host = true;      // the port, by what is known here of LIDs; else it finds nobody, as a packet from elsewhere would not get there
   std::array<control::GidEntry, 16> gids{};
   bool runnable = false;
   std::uint64_t wake_ns = 0;
