@@ -104,6 +104,105 @@ TEST_CASE("A flushed READ's buffer is its owner's too") {
   CHECK(p.a.poll(Direction::send)->status == WcStatus::wr_flush_err);
 }
 
+// The far end is out of reach: another path, no common partition, a machine that stands still. And within reach again.
+struct HiddenPair : SlowPair {
+  explicit HiddenPair(bool begins) : begins_(begins) { world.ports.atomics_pend = true; }
+  void begin(const SendSpec& spec) {
+    a.post(spec);
+    world.settle();
+    REQUIRE(world.ports.jobs.size() == 1);
+    if (begins_) world.ports.begin_copy(0);
+    b.core.port.lid = 99;
+    look();
+  }
+  void finish_all() {
+    while (!world.ports.jobs.empty()) {
+      world.ports.finish_copy(0);
+      look();
+    }
+  }
+  void come_back() {
+    b.core.port.lid = 2;
+    world.pass(60'000'000);
+    finish_all();
+  }
+  void look() {
+    a.core.port.runnable = true;
+    world.settle();
+  }
+
+ private:
+  bool begins_;
+};
+
+TEST_CASE("An atomic whose far end is out of reach for a moment is carried out once") {
+  for (const bool begun : {true, false}) {
+    for (const bool ends_meanwhile : {true, false}) {
+      CAPTURE(begun);
+      CAPTURE(ends_meanwhile);
+      HiddenPair p(begun);
+      p.world.ports.copy_pends = [](const TestPorts::Qp&, std::uint64_t) { return false; };
+      p.begin({.wr_id = 1, .opcode = WrOpcode::atomic_fetch_and_add, .sges = {p.mine.sge(0, 8)}, .remote = p.theirs.remote(0, 5)});
+      CHECK(p.world.engine.copies_under_way(p.b.core));
+      if (ends_meanwhile) p.finish_all();
+      p.come_back();
+      CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
+      std::uint64_t there = 0, seen = 1;
+      std::memcpy(&there, p.theirs.bytes.data(), sizeof(there));
+      std::memcpy(&seen, p.mine.bytes.data(), sizeof(seen));
+      CHECK(there == 5);
+      CHECK(seen == 0);
+      CHECK_FALSE(p.b.core.serves);
+      CHECK(p.run(p.write(0))->status == WcStatus::success);  // each knows the other's PSN
+    }
+  }
+}
+
+TEST_CASE("A WRITE that has come to its end while the far end is out of reach does not come again over what is there then") {
+  HiddenPair p(true);
+  p.begin(p.write(100));
+  p.finish_all();
+  CHECK(p.theirs.bytes[99] == p.mine.bytes[99]);
+  p.theirs.bytes[99] = std::byte{0xee};
+  p.come_back();
+  CHECK(p.theirs.bytes[99] == std::byte{0xee});
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
+  CHECK_FALSE(p.a.poll(Direction::send));
+}
+
+TEST_CASE("What is out of reach in the middle of a message gets no more of it until it is back, and then all of it") {
+  constexpr std::uint32_t bytes = 3 * slice_bytes;
+  HiddenPair p(true);
+  p.begin(p.write(bytes));
+  p.finish_all();
+  CHECK(p.theirs.bytes[slice_bytes - 1] == p.mine.bytes[slice_bytes - 1]);
+  CHECK(p.theirs.bytes[slice_bytes] == std::byte{0});
+  CHECK_FALSE(p.a.poll(Direction::send));
+  p.come_back();
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
+  CHECK(std::equal(p.mine.bytes.begin(), p.mine.bytes.begin() + bytes, p.theirs.bytes.begin()));
+}
+
+TEST_CASE("What stays out of reach, at memory that does not come, is given up in time") {
+  HiddenPair p(true);
+  p.begin(p.write(100));
+  p.world.pass(2'000'000'000);
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::retry_exc_err);
+}
+
+TEST_CASE("An atomic that has for ever is under way as any other is") {
+  HiddenPair p(true);
+  p.a.core.attributes.timeout = 0;
+  p.begin({.wr_id = 1, .opcode = WrOpcode::atomic_fetch_and_add, .sges = {p.mine.sge(0, 8)}, .remote = p.theirs.remote(0, 5)});
+  CHECK(p.world.engine.copies_under_way(p.a.core));
+  CHECK(p.world.engine.copies_under_way(p.b.core));
+  p.b.core.port.lid = 2;
+  p.world.pass(60'000'000'000);
+  CHECK_FALSE(p.a.poll(Direction::send));
+  p.finish_all();
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
+}
+
 TEST_CASE("What was posted before a position gets on while it waits for copies only") {
   SlowPair p;
   const auto send = [&p](std::uint64_t wr_id) { p.a.post(SendSpec{.wr_id = wr_id, .sges = {p.mine.sge(0, 100)}}); };

@@ -101,6 +101,13 @@ class Requester {
     if (op.rule->local) [[unlikely]] return conclude(qp);
     if (op.stage == Operation::Stage::returning_value) return return_value(qp);
     Qp<P>* peer = ports_.peer(qp);
+    if (op.stage == Operation::Stage::moving && is_out_of_reach(qp, peer) && is_at_memory(op)) {
+      // For now: its path is another one, it is in no partition of ours any more, its machine stands still. What is under way there comes to its
+      // end, and may be the end of the message: asked again, it would be carried out twice, over what others have written since.
+      Budget one_slice{1, 1};
+      const Step step = op.rule->atomic ? execute_atomic(qp, *qp.accepted_by) : move(qp, *qp.accepted_by, one_slice);
+      if (step != Step::budget_spent) return step;
+    }
     if (op.stage == Operation::Stage::moving && (qp.accepted_by == nullptr || qp.accepted_by != peer || !receives(*peer))) {
       // The far end is not any more what it was when it accepted the message: ask again, once a copy that is under way has
       // left the buffers.
@@ -199,6 +206,13 @@ class Requester {
     return qp.type == QpType::ud ? datagram_bytes_max(qp.attributes) : limits::message_bytes_max;
   }
 
+  // Whether the responder that accepted the message is as it was, only that `peer` is not it. Who has gone to another host does not come back to it.
+  static bool is_out_of_reach(const Qp<P>& qp, const Qp<P>* peer) {
+    return qp.accepted_by != nullptr && qp.accepted_by != peer && receives(*qp.accepted_by) && qp.far == nullptr;
+  }
+  // Whether a worker has something of the message that is moving: an atomic has no other reason to be at that.
+  static bool is_at_memory(const Operation& op) { return op.copy_pending || op.rule->atomic; }
+
   // Undoes what ties the operation to its responder and to a copy under way.
   void drop_engagement(Qp<P>& qp) {
     ports_.abandon(qp);
@@ -245,7 +259,7 @@ class Requester {
   Step wait_for_copy(Qp<P>& qp) {
     Operation& op = qp.operation;
     const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
-    if (is_reliable(qp.type) && timeout == 0) return Step::waiting;
+    const bool for_ever = is_reliable(qp.type) && timeout == 0;
     const std::uint64_t now = ports_.now_ns();
     if (op.wait != Operation::Wait::copy) {
       op.wait = Operation::Wait::copy;
@@ -253,6 +267,8 @@ class Requester {
       op.slice_ns = std::max(retries_ns, copy_patience_ns) / copy_patience_slices;
       op.slices_left = copy_patience_slices;
       op.deadline_ns = now + op.slice_ns;
+    } else if (for_ever) {
+      return Step::waiting;
     } else if (now >= op.deadline_ns && --op.slices_left > 0) {
       op.deadline_ns = now + op.slice_ns;
     } else if (now >= op.deadline_ns) {
@@ -261,7 +277,7 @@ class Requester {
       drop_engagement(qp);
       return succeed(qp);
     }
-    ports_.wake_at(qp, op.deadline_ns);
+    if (!for_ever) ports_.wake_at(qp, op.deadline_ns);
     return Step::waiting;
   }
 

@@ -74,7 +74,9 @@ class TestPorts {
     std::uint64_t bytes = 0;
     Qp* owner = nullptr;  // nullptr: given up
     MemoryStatus status = MemoryStatus::pending;
-    std::vector<std::byte> source;  // of a copy out of the engine's memory, which may be gone when a given-up job ends
+    std::optional<std::uint64_t> add = {};  // it is a FETCH_AND_ADD, …
+    std::uint64_t old_value = 0;            // … and this is what it found
+    std::vector<std::byte> source = {};  // of a copy out of the engine's memory, which may be gone when a given-up job ends
     bool begun = false;             // the worker is at it
     std::uint64_t called_off_ns = 0;  // 0: not
     const Qp *of = nullptr, *receiver = nullptr;  // of one that was called off: whose buffers it may still be at
@@ -105,6 +107,7 @@ class TestPorts {
   std::map<Gid, std::vector<Qp*>> groups;
   std::vector<std::shared_ptr<Job>> jobs;       // pending copies, also given-up ones
   std::function<bool(const Qp&, std::uint64_t bytes)> copy_pends = [](const Qp&, std::uint64_t) { return false; };
+  bool atomics_pend = false;  // FETCH_AND_ADD likewise
   std::function<void(Qp&, Direction, const Cqe&, CqeState)> on_completion = [](Qp&, Direction, const Cqe&, CqeState) {};
   std::function<void(Qp&)> on_state_changed = [](Qp&) {};
   std::uint64_t copies = 0;
@@ -138,7 +141,7 @@ class TestPorts {
       return;
     }
     const Place from = job->source.empty() ? job->from : Place::in_engine(job->source.data());
-    job->status = move(job->to, from, job->bytes);
+    job->status = job->add ? add_to(job->to, *job->add, job->old_value) : move(job->to, from, job->bytes);
     if (job->owner != nullptr) job->owner->port.runnable = true;
   }
 
@@ -163,7 +166,7 @@ class TestPorts {
     if (copy_pends(qp, bytes)) {
       if (!resolves(to, bytes)) return MemoryStatus::destination_fault;
       if (!resolves(from, bytes)) return MemoryStatus::source_fault;
-      qp.port.job = std::make_shared<Job>(Job{to, from, bytes, &qp, MemoryStatus::pending, {}});
+      qp.port.job = std::make_shared<Job>(Job{to, from, bytes, &qp});
       if (TestRegion* region = region_of(to)) ++region->jobs;
       if (TestRegion* region = region_of(from)) ++region->jobs;
       if (from.kind == Place::Kind::engine) {
@@ -175,13 +178,22 @@ class TestPorts {
     }
     return move(to, from, bytes);
   }
-  MemoryStatus fetch_and_add(Qp&, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
-    std::byte* memory = resolve(place, 8);
-    if (memory == nullptr) return MemoryStatus::destination_fault;
-    std::memcpy(&old_value, memory, 8);
-    const std::uint64_t sum = old_value + add;
-    std::memcpy(memory, &sum, 8);
-    return MemoryStatus::done;
+  MemoryStatus fetch_and_add(Qp& qp, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
+    if (qp.port.job) {
+      const MemoryStatus status = qp.port.job->status;
+      old_value = qp.port.job->old_value;
+      if (status != MemoryStatus::pending) qp.port.job.reset();
+      return status;
+    }
+    if (!atomics_pend) return add_to(place, add, old_value);
+    if (!resolves(place, 8)) return MemoryStatus::destination_fault;
+    qp.port.job = std::make_shared<Job>();
+    qp.port.job->to = place;
+    qp.port.job->owner = &qp;
+    qp.port.job->add = add;
+    if (TestRegion* region = region_of(place)) ++region->jobs;
+    jobs.push_back(qp.port.job);
+    return MemoryStatus::pending;
   }
   MemoryStatus compare_and_swap(Qp&, const Place& place, std::uint64_t compare, std::uint64_t swap, std::uint64_t& old_value) {
     std::byte* memory = resolve(place, 8);
@@ -316,6 +328,14 @@ class TestPorts {
     if (region == nullptr) return nullptr;
     require(place.address <= region->bytes && bytes <= region->bytes - place.address, "what find() granted is not left");
     return region->memory + place.address;
+  }
+  MemoryStatus add_to(const Place& place, std::uint64_t add, std::uint64_t& old_value) {
+    std::byte* memory = resolve(place, 8);
+    if (memory == nullptr) return MemoryStatus::destination_fault;
+    std::memcpy(&old_value, memory, 8);
+    const std::uint64_t sum = old_value + add;
+    std::memcpy(memory, &sum, 8);
+    return MemoryStatus::done;
   }
   MemoryStatus move(const Place& to, const Place& from, std::uint64_t bytes) {
     std::byte* const destination = resolve(to, bytes);
