@@ -1,7 +1,5 @@
 #include "vmkernel_svc/packet_desk.hpp"
 
-#include <fcntl.h>
-
 #include <cstring>
 #include <new>
 
@@ -22,7 +20,8 @@ bool body_of(const std::vector<std::byte>& packet, Body& body) {
   return true;
 }
 
-void send_reply(const vmci::PacketSocket& socket, const Head& request, int status, std::span<const std::byte> body = {},
+// To a socket that stays whose it is: to answer takes no descriptor, as there may be none.
+void send_reply(int socket, const Head& request, int status, std::span<const std::byte> body = {},
                 std::span<const int> descriptors = {}) {
   std::vector<std::byte> packet(sizeof(Head) + body.size());
   Head head{};
@@ -34,12 +33,12 @@ void send_reply(const vmci::PacketSocket& socket, const Head& request, int statu
   head.status = status;
   std::memcpy(packet.data(), &head, sizeof(head));
   if (!body.empty()) std::memcpy(packet.data() + sizeof(head), body.data(), body.size());
-  if (const auto sent = socket.send(packet, descriptors); !sent)
+  if (const auto sent = vmci::send_with_descriptors(socket, packet, descriptors); !sent)
     log::debug("a reply could not be sent: {}", std::strerror(value(sent.error())));
 }
 
 template <class Body>
-void send_result(const vmci::PacketSocket& socket, const Head& request, const Result<Body>& result,
+void send_result(int socket, const Head& request, const Result<Body>& result,
                  std::span<const int> descriptors = {}) {
   if (!result) return send_reply(socket, request, value(result.error()));
   send_reply(socket, request, 0, std::as_bytes(std::span(&*result, 1)), descriptors);
@@ -63,7 +62,7 @@ std::string why_refused(int error, const Fabric& fabric, uid_t uid) {
 
 }  // namespace
 
-void PacketDesk::refuse(const vmci::PacketSocket& socket, const Head& head, int status) { send_reply(socket, head, status); }
+void PacketDesk::refuse(const vmci::PacketSocket& socket, const Head& head, int status) { send_reply(socket.fd(), head, status); }
 
 std::optional<AttachRequest> PacketDesk::attach_request(const vmci::PacketSocket& socket, const Head& head,
                                                         const std::vector<std::byte>& packet) {
@@ -75,7 +74,7 @@ std::optional<AttachRequest> PacketDesk::attach_request(const vmci::PacketSocket
   AttachReply mine{};
   mine.major = version_major;
   mine.minor = version_minor;
-  send_reply(socket, head, EPROTONOSUPPORT, std::as_bytes(std::span(&mine, 1)));
+  send_reply(socket.fd(), head, EPROTONOSUPPORT, std::as_bytes(std::span(&mine, 1)));
   return std::nullopt;
 }
 
@@ -91,7 +90,7 @@ std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& h
                  shard_.fabric().guests[reply->guest]->lid);
   else
     refused.warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
-  send_result(socket, head, reply, descriptors);
+  send_result(socket.fd(), head, reply, descriptors);
   return reply ? reply->guest : 0;
 }
 
@@ -99,7 +98,6 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
   Guest* const found = shard_.fabric().guest(GuestId{guest_id});
   if (found == nullptr) return;
   Guest& guest = *found;
-  const vmci::PacketSocket socket(vmci::UniqueFd(::fcntl(guest.socket.get(), F_DUPFD_CLOEXEC, 0)));
   std::vector<vmci::UniqueFd> segment;
   const auto reply = desk_.reach(guest, by_service, segment);
   if (reply && !by_service)
@@ -107,7 +105,7 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
                  guest.credentials.uid, guest.credentials.pid);
   std::vector<int> descriptors;
   for (const auto& fd : segment) descriptors.push_back(fd.get());
-  send_result(socket, head, reply, descriptors);
+  send_result(guest.socket.get(), head, reply, descriptors);
 }
 
 void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
@@ -118,7 +116,7 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
   if (request == Request::set_direct) {
     SetDirectRequest body{};
     if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-    return send_result(socket, head, shard_.direct().set(body, Viewer::at(socket)));
+    return send_result(socket.fd(), head, shard_.direct().set(body, Viewer::at(socket)));
   }
   if (!ControlDesk::may_begin(request)) return refuse(socket, head, ENOMEM);
   Guest* const found = shard_.fabric().guest(GuestId{guest_id});
@@ -128,7 +126,7 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
   const auto reply_with = [&](const auto& result) {
     std::vector<int> fds;
     for (const auto& fd : give) fds.push_back(fd.get());
-    send_result(socket, head, result, fds);
+    send_result(socket.fd(), head, result, fds);
   };
   switch (request) {
     case Request::add_backing: {
@@ -145,7 +143,7 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       RemoveBackingRequest body{};
       if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
       const auto removed = desk_.on(guest, body);
-      return send_reply(socket, head, removed ? 0 : value(removed.error()));
+      return send_reply(socket.fd(), head, removed ? 0 : value(removed.error()));
     }
     case Request::open_context: {
       OpenContextRequest body{};

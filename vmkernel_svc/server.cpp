@@ -429,8 +429,9 @@ void Server::attach(const ConnectionPtr& connection, const Head& head, const std
   if (!credentials) return PacketDesk::refuse(socket, head, value(credentials.error()));
   // The process's end counts even where a child still holds the socket.
   if (pidfd && watch_copy(connection->exited, pidfd->get())) await_exit(connection);
-  auto info = std::make_shared<AttachInfo>(AttachInfo{
-      *credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0))});
+  vmci::UniqueFd own_socket(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0));
+  if (!own_socket) return PacketDesk::refuse(socket, head, EMFILE);
+  auto info = std::make_shared<AttachInfo>(AttachInfo{*credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), std::move(own_socket)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, *request, std::move(*info)));
   });
@@ -447,8 +448,10 @@ void Server::attach_from_machine(const ConnectionPtr& connection, const Head& he
                  process.machine, std::strerror(value(arena.error())));
     return PacketDesk::refuse(connection->socket, head, value(arena.error()));
   }
+  vmci::UniqueFd own_socket(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0));
+  if (!own_socket) return PacketDesk::refuse(connection->socket, head, EMFILE);
   auto info = std::make_shared<AttachInfo>(AttachInfo{
-      {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::UniqueFd(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)),
+      {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, std::move(own_socket),
       std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}, static_cast<std::uint32_t>(pages->part_count())}), std::move(*arena)});
   shard_->submit([this, connection, head, request, info](Shard&) {
     connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
