@@ -10,6 +10,8 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "vmkernel_svc/remote/carrier.hpp"
@@ -86,6 +88,7 @@ class TcpCarrier final : public Carrier {
 
   void listen();
   void find_hosts();
+  void close_to_strangers(const std::vector<std::string>& hosts);
   Link* find(HostId host);
   void dial(Link& link, std::uint64_t now);
   void accept(std::uint64_t now);
@@ -119,6 +122,7 @@ class TcpCarrier final : public Carrier {
   CarrierCounters counters_;
   Handshake::Context context_;
   vmci::UniqueFd epoll_, listener_;
+  std::optional<unsigned> compared_bits_;  // of an address, before its packets reach the listener
   std::map<HostId, std::shared_ptr<Gauge>> gauges_;
   std::map<HostId, std::unique_ptr<Link>> links_;
   std::vector<Stranger> strangers_;                          // oldest first

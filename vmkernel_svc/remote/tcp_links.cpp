@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "vmci_channel/arch.hpp"
 #include "vmkernel_svc/log.hpp"
@@ -76,9 +77,17 @@ void TcpCarrier::find_hosts() {
     if (const auto host = directory_->host(id)) addresses.push_back(host->address);
     else if (link->connection) disconnect(*link, now);  // it was removed
   }
-  if (!accept_only(listener_.get(), addresses))
-    log::warn("the carrier's port cannot be closed to strangers ({}): let a firewall do it (docs/hosts.md)", std::strerror(errno));
+  close_to_strangers(addresses);
   next_look_ns_ = 0;
+}
+
+void TcpCarrier::close_to_strangers(const std::vector<std::string>& hosts) {
+  const unsigned bits = accept_only(listener_.get(), hosts);
+  if (std::exchange(compared_bits_, bits) == bits) return;  // said already
+  if (bits == 0) log::warn("the carrier's port cannot be closed to strangers ({}): let a firewall do it (docs/hosts.md)", std::strerror(errno));
+  else if (bits != address_bits(here_.address.find(':') != std::string::npos))
+    log::warn("the carrier's port is closed only to who differs from all {} hosts in the first {} bits of an address: the kernel has no room for more (net.core.optmem_max, "
+              "docs/hosts.md)", hosts.size(), bits);
 }
 
 TcpCarrier::Link* TcpCarrier::find(HostId id) {
