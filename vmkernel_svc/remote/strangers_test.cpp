@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -257,6 +258,48 @@ TEST_CASE("TlsWithoutTheHostsKeyIsHungUpOn") {
     CHECK(hung_up(socket.get(), other));
     CHECK(other.carrier->counters().unauthenticated.load() == before + 1);
   }
+  works(subnet, other);
+}
+
+// All that this process may have are taken, while this is there.
+class NoDescriptors {
+ public:
+  NoDescriptors() {
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &before_) == 0);
+    taken_.emplace_back(::dup(STDERR_FILENO));
+    REQUIRE(taken_.back());
+    rlimit few = before_;
+    few.rlim_cur = static_cast<rlim_t>(taken_.back().get()) + 16;
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &few) == 0);
+    for (;;) {
+      vmci::UniqueFd one(::dup(STDERR_FILENO));
+      if (!one) break;
+      taken_.push_back(std::move(one));
+    }
+  }
+  ~NoDescriptors() { ::setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+  std::vector<vmci::UniqueFd> taken_;
+};
+
+// Who cannot be accepted is looked at now and then, not all the time.
+TEST_CASE("AServiceWithoutDescriptorsLeavesItsPortAloneAndAcceptsWhenItHasSome") {
+  const Subnet subnet;
+  End other(subnet, 1);
+  const vmci::UniqueFd waiting = connected_to(subnet);
+  say(waiting.get(), "x", 1);
+  {
+    const NoDescriptors none;
+    pollfd carrier{other.carrier->descriptor(), POLLIN, 0};
+    REQUIRE(::poll(&carrier, 1, 60'000) == 1);
+    for (const auto until = Clock::now() + patience; ::poll(&carrier, 1, 0) == 1 && Clock::now() < until;) other.carrier->turn();
+    CHECK(::poll(&carrier, 1, 0) == 0);
+    CHECK(other.carrier->next_wake_ns() != ~std::uint64_t{0});
+  }
+  ::shutdown(waiting.get(), SHUT_WR);
+  CHECK(hung_up(waiting.get(), other));
   works(subnet, other);
 }
 

@@ -66,6 +66,7 @@ class TcpCarrier final : public Carrier {
     bool knows_us = false;                      // and something else since, so that ours has come: what a bypass brings there is taken
     std::uint32_t watched = 0;                  // events of the connection that epoll tells of
     std::uint64_t dial_at_ns = 0, pause_ns = 0;
+    int no_socket = 0;                          // why there was none to connect with; 0: there was
     std::uint64_t connects = 0;                 // that were tried since the last one that stood
     std::uint64_t said_ns = 0;
     std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
@@ -92,6 +93,8 @@ class TcpCarrier final : public Carrier {
   Link* find(HostId host);
   void dial(Link& link, std::uint64_t now);
   void accept(std::uint64_t now);
+  void pause_accepting(int why, std::uint64_t now);
+  void watch_listener(bool on);
   void disconnect(Link& link, std::uint64_t now);
   void opened(Link& link, std::uint64_t now);
   void watch(TcpConnection& connection, std::uint32_t& watched);
@@ -122,6 +125,7 @@ class TcpCarrier final : public Carrier {
   CarrierCounters counters_;
   Handshake::Context context_;
   vmci::UniqueFd epoll_, listener_;
+  int not_accepted_ = 0;                   // why nobody could be when that was tried last; 0: somebody was
   std::optional<unsigned> compared_bits_;  // of an address, before its packets reach the listener
   std::map<HostId, std::shared_ptr<Gauge>> gauges_;
   std::map<HostId, std::unique_ptr<Link>> links_;
@@ -130,7 +134,7 @@ class TcpCarrier final : public Carrier {
   std::deque<engine::FarFramePtr> arrivals_;
   std::vector<Link*> to_pump_;
   std::shared_ptr<std::atomic<bool>> changed_ = std::make_shared<std::atomic<bool>>(true);
-  std::uint64_t looked_ns_ = 0, next_look_ns_ = 0, acknowledge_at_ns_ = never;
+  std::uint64_t looked_ns_ = 0, next_look_ns_ = 0, acknowledge_at_ns_ = never, accept_at_ns_ = never;
   std::uint64_t next_poll_cycles_ = 0, busy_until_ns_ = 0;
 };
 

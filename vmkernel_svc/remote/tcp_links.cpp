@@ -24,6 +24,7 @@ constexpr std::uint64_t look_ns = 50'000'000, quiet_look_ns = 200'000'000, alive
 // later, but whoever waits for an answer gives up after 5 s of silence.
 constexpr std::uint64_t connect_ns = 300'000'000, connects_in_haste = 10;
 constexpr std::uint64_t mute_max_ns = 3'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
+constexpr std::uint64_t accept_pause_ns = 100'000'000;
 constexpr std::size_t strangers_max = 64;  // besides as many as there are hosts
 
 socklen_t address_of(const std::string& text, std::uint16_t port, sockaddr_storage& address) {  // 0: not an address
@@ -111,6 +112,8 @@ void TcpCarrier::dial(Link& link, std::uint64_t now) {
   const socklen_t bytes = address_of(host->address, host->carrier_port, theirs), our_bytes = address_of(here_.address, 0, ours);
   if (bytes == 0 || theirs.ss_family != ours.ss_family) return;
   vmci::UniqueFd socket(::socket(theirs.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (const int why = socket ? 0 : errno; std::exchange(link.no_socket, why) != why && why != 0)
+    log::warn("cannot make a socket to connect to host {} ({}): raise the limit of open files", link.name, std::strerror(why));
   // From the address that the other host knows us by.
   if (!socket || ::bind(socket.get(), generic(ours), our_bytes) != 0) return;
   if (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS) return;
@@ -125,7 +128,12 @@ void TcpCarrier::accept(std::uint64_t now) {
   constexpr int at_once = 4;  // whoever knocks all the time is let in at a bounded rate
   for (int left = at_once; left > 0; --left) {
     vmci::UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!socket) return;
+    if (!socket) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno != EAGAIN) pause_accepting(errno, now);
+      return;
+    }
+    not_accepted_ = 0;
     if (strangers_.size() >= strangers_max + links_.size()) {
       counters_.refused_connections.fetch_add(1, std::memory_order_relaxed);
       dispose(std::move(strangers_.front().connection));
@@ -134,6 +142,23 @@ void TcpCarrier::accept(std::uint64_t now) {
     strangers_.push_back({std::make_unique<TcpConnection>(context_, std::move(socket), nullptr, now), 0});
     watch(*strangers_.back().connection, strangers_.back().watched);
   }
+}
+
+// Out of descriptors, most likely: those who wait get their turn when there are some, and are not looked at all the time until then.
+void TcpCarrier::pause_accepting(int why, std::uint64_t now) {
+  if (std::exchange(not_accepted_, why) != why) {
+    static constinit log::Sparing sparing;
+    sparing.warn("cannot accept a connection of another host ({}): raise the limit of open files", std::strerror(why));
+  }
+  watch_listener(false);
+  accept_at_ns_ = now + accept_pause_ns;
+  next_look_ns_ = std::min(next_look_ns_, accept_at_ns_);
+}
+
+void TcpCarrier::watch_listener(bool on) {
+  epoll_event event{};
+  event.events = on ? EPOLLIN : 0u;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event);
 }
 
 void TcpCarrier::watch(TcpConnection& connection, std::uint32_t& watched) {
@@ -250,7 +275,8 @@ void TcpCarrier::look(std::uint64_t now) {
     strangers_.erase(strangers_.begin());
   }
   disposed_.clear();
-  next_look_ns_ = now + (soon ? look_ns : quiet_look_ns);
+  if (now >= accept_at_ns_) accept_at_ns_ = never, watch_listener(true);
+  next_look_ns_ = std::min(accept_at_ns_, now + (soon ? look_ns : quiet_look_ns));
   flush();
 }
 
