@@ -1,6 +1,6 @@
 // The descriptors that this process has of character devices below /dev/infiniband: each is the read end of a pipe in which the service
 // keeps one record for as long as something waits to be read, so that waiting for it is what it is with the kernel's. What is written to
-// it, read from it and asked by ioctl(2) comes here (character_interpose.cpp), as do fstat(2) and close(2).
+// it, read from it and asked by ioctl(2) comes here (character_interpose.cpp), as does close(2), and fstat(2) (fstat_interpose.cpp).
 //
 // Any thread.
 #pragma once

@@ -1,4 +1,4 @@
-// write(2), read(2), writev(2), readv(2), ioctl(2), fstat(2) and close(2) in front of libc's, for the descriptors of character devices (character_files.hpp), and
+// write(2), read(2), writev(2), readv(2), ioctl(2) and close(2) in front of libc's, for the descriptors of character devices (character_files.hpp), and
 // read(2) also for those of a port's counters; close(2) also for what this library keeps (own_fd.hpp). Another file's cost one look at a bit, or two.
 #include <sys/ioctl.h>
 #include <sys/stat.h>
@@ -17,6 +17,7 @@
 #include "guest_lib/character_files.hpp"
 #include "guest_lib/cm/files.hpp"
 #include "guest_lib/interruption.hpp"
+#include "guest_lib/open_device.hpp"
 #include "guest_lib/own_fd.hpp"
 #include "guest_lib/paths.hpp"
 #include "guest_lib/traffic_files.hpp"
@@ -32,8 +33,6 @@ using ReadChk = ssize_t(int, void*, std::size_t, std::size_t);
 using Vector = ssize_t(int, const iovec*, int);
 using Write = ssize_t(int, const void*, std::size_t);
 using Ioctl = int(int, unsigned long, ...);
-using Fstat = int(int, struct stat*);
-using Fxstat = int(int, int, struct stat*);
 using Close = int(int);
 
 constinit NextFunction<Read> next_read{"read"};
@@ -41,8 +40,6 @@ constinit NextFunction<ReadChk> next___read_chk{"__read_chk"};
 constinit NextFunction<Vector> next_readv{"readv"}, next_writev{"writev"};
 constinit NextFunction<Write> next_write{"write"};
 constinit NextFunction<Ioctl> next_ioctl{"ioctl"};
-constinit NextFunction<Fstat> next_fstat{"fstat"}, next_fstat64{"fstat64"};
-constinit NextFunction<Fxstat> next___fxstat{"__fxstat", "GLIBC_2.2.5"}, next___fxstat64{"__fxstat64", "GLIBC_2.2.5"};
 constinit NextFunction<Close> next_close{"close"};
 
 __attribute__((constructor)) void look_up_all() {
@@ -51,8 +48,6 @@ __attribute__((constructor)) void look_up_all() {
   for (auto* f : {&next_readv, &next_writev}) f->get();
   next_write.get();
   next_ioctl.get();
-  for (auto* f : {&next_fstat, &next_fstat64}) f->get();
-  for (auto* f : {&next___fxstat, &next___fxstat64}) f->get();
   next_close.get();
 }
 
@@ -67,24 +62,6 @@ auto with_file(int fd, const Use& use) -> std::optional<decltype(use(std::declva
   if (!file) return std::nullopt;
   if (file->attachment->liveness().inherited()) return errno = EIO, -1;
   return use(*file);
-}
-
-// Before glibc 2.33 there is no such function, but to programs of an older one __fxstat.
-int call_fstat(NextFunction<Fstat>& next, int fd, struct stat* out) {
-  Fstat* const function = next.get();
-  return function != nullptr ? function(fd, out) : static_cast<int>(::syscall(SYS_fstat, fd, out));
-}
-
-// librdmacm asks whether what it has opened is a character device.
-template <class Real>
-int fstat_path(int fd, struct stat* out, Real real) {
-  const int result = real();
-  if (result != 0) return result;
-  if (const auto file = file_of(fd)) {
-    out->st_mode = S_IFCHR | 0666;
-    out->st_rdev = file->device;
-  }
-  return result;
 }
 
 // What the kernel itself does, whichever file it is.
@@ -125,6 +102,14 @@ int really_close(int fd) {
 }
 
 }  // namespace
+
+// librdmacm asks whether what it has opened is a character device.
+void vrdma::stat_character_device(int fd, struct stat* status) {
+  if (const auto file = file_of(fd)) {
+    status->st_mode = S_IFCHR | 0666;
+    status->st_rdev = file->device;
+  }
+}
 
 VRDMA_INTERPOSE(ssize_t, read, int fd, void* bytes, std::size_t count) {
   if (traffic_files::may_hold(fd)) [[unlikely]]
@@ -184,17 +169,4 @@ VRDMA_INTERPOSE(int, close, int fd) {
     if (const auto closed = CharacterFiles::instance().close(fd, really_close)) return *closed;
   if (OwnNumbers::may_hold(fd) && OwnNumbers::holds(fd)) [[unlikely]] return errno = EBADF, -1;
   return really_close(fd);
-}
-
-VRDMA_INTERPOSE(int, fstat, int fd, struct stat* out) {
-  return fstat_path(fd, out, [&] { return call_fstat(next_fstat, fd, out); });
-}
-VRDMA_INTERPOSE(int, fstat64, int fd, struct stat* out) {
-  return fstat_path(fd, out, [&] { return call_fstat(next_fstat64, fd, out); });
-}
-VRDMA_INTERPOSE(int, __fxstat, int version, int fd, struct stat* out) {
-  return fstat_path(fd, out, [&] { return call(next___fxstat, version, fd, out); });
-}
-VRDMA_INTERPOSE(int, __fxstat64, int version, int fd, struct stat* out) {
-  return fstat_path(fd, out, [&] { return call(next___fxstat64, version, fd, out); });
 }

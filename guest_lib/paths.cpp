@@ -106,10 +106,10 @@ bool takes_mode(int flags) { return (flags & O_CREAT) != 0 || (flags & O_TMPFILE
 template <class Real>
 int open_path(const char* path, int flags, Real real) {
   if (!ours(path)) return real();
-  if (is_always_ours(path)) return open_entry(find_synthetic(path), flags);
+  if (is_always_ours(path)) return open_entry(path, find_synthetic(path), flags);
   look_at_port(path);
   return real_or_synthetic(path, -1, real, [path, flags](const SyntheticEntry& e) {
-    const int fd = open_entry(e, flags);
+    const int fd = open_entry(path, e, flags);
     if (e.changes && fd >= 0) traffic_files::remember(fd, path);
     return fd;
   });
@@ -164,17 +164,6 @@ dev_t device_of(const SyntheticEntry& entry) {
   return entry.kind == EntryKind::rdma_cm_device ? makedev(10, entry.device_minor) : 0;
 }
 
-int stat_entry(const SyntheticEntry& entry, struct stat* out) {
-  *out = {};
-  out->st_mode = mode_of(entry);
-  out->st_nlink = entry.kind == EntryKind::directory ? 2 : 1;
-  out->st_ino = entry.inode;
-  out->st_rdev = device_of(entry);
-  out->st_size = entry.kind == EntryKind::text ? 4096 : 0;  // as sysfs: a page, whatever the text
-  out->st_blksize = 4096;
-  return 0;
-}
-
 int statx_entry(const SyntheticEntry& entry, struct statx* out) {
   struct stat s;
   stat_entry(entry, &s);
@@ -188,6 +177,14 @@ int statx_entry(const SyntheticEntry& entry, struct statx* out) {
   out->stx_rdev_major = major(s.st_rdev);
   out->stx_rdev_minor = minor(s.st_rdev);
   return 0;
+}
+
+int open_folder(const char* path, int flags) {
+  if ((flags & O_PATH) == 0) {
+    if ((flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL)) return fail(EEXIST, -1);
+    if ((flags & O_ACCMODE) != O_RDONLY || (flags & (O_CREAT | O_TRUNC)) != 0) return fail(EISDIR, -1);
+  }
+  return folder_descriptors::open(path, flags);
 }
 
 int access_entry(const SyntheticEntry& entry, int wanted) {
@@ -231,8 +228,8 @@ FILE* fopen_path(const char* path, const char* mode, Real real) {
   if (!ours(path)) return real();
   int flags = strchr(mode, '+') != nullptr ? O_RDWR : mode[0] == 'r' ? O_RDONLY : O_WRONLY;
   if (strchr(mode, 'e') != nullptr) flags |= O_CLOEXEC;
-  const auto open_stream = [mode, flags](const SyntheticEntry& entry) -> FILE* {
-    const int fd = open_entry(entry, flags);
+  const auto open_stream = [path, mode, flags](const SyntheticEntry& entry) -> FILE* {
+    const int fd = open_entry(path, entry, flags);
     if (fd < 0) return nullptr;
     FILE* stream = fdopen(fd, mode);
     if (stream == nullptr) close(fd);
@@ -245,12 +242,23 @@ FILE* fopen_path(const char* path, const char* mode, Real real) {
 
 }  // namespace
 
-int open_entry(const SyntheticEntry& entry, int flags) {
+int stat_entry(const SyntheticEntry& entry, struct stat* out) {
+  *out = {};
+  out->st_mode = mode_of(entry);
+  out->st_nlink = entry.kind == EntryKind::directory ? 2 : 1;
+  out->st_ino = entry.inode;
+  out->st_rdev = device_of(entry);
+  out->st_size = entry.kind == EntryKind::text ? 4096 : 0;  // as sysfs: a page, whatever the text
+  out->st_blksize = 4096;
+  return 0;
+}
+
+int open_entry(const char* path, const SyntheticEntry& entry, int flags) {
   switch (entry.kind) {
     case EntryKind::rdma_cm_device: return open_connection_manager(flags);
     case EntryKind::mad_device: return open_management_datagrams(flags);
     case EntryKind::verbs_device: return fail(ENXIO, -1);  // a node without a kernel driver
-    case EntryKind::directory: return fail((flags & O_ACCMODE) == O_RDONLY ? EOPNOTSUPP : EISDIR, -1);
+    case EntryKind::directory: return open_folder(path, flags);
     case EntryKind::none: return fail(ENOENT, -1);
     case EntryKind::text: break;
   }
@@ -348,7 +356,7 @@ VRDMA_STAT(lstat64, AT_SYMLINK_NOFOLLOW)
 
 #define VRDMA_FSTATAT(symbol)                                                             \
   VRDMA_INTERPOSE(int, symbol, int dir, const char* path, struct stat* out, int flags) {  \
-    const Whole whole(path, dir);                                                         \
+    const Whole whole(path, dir, flags);                                                  \
     return stat_path(path, out, [=] {                                                     \
       auto* next = next_##symbol.get();                                                   \
       return next != nullptr ? next(dir, path, out, flags) : sys_stat(dir, path, out, flags); \
@@ -370,14 +378,14 @@ VRDMA_XSTAT(__lxstat64)
 
 #define VRDMA_FXSTATAT(symbol)                                                                         \
   VRDMA_INTERPOSE(int, symbol, int version, int dir, const char* path, struct stat* out, int flags) {  \
-    const Whole whole(path, dir);                                                                      \
+    const Whole whole(path, dir, flags);                                                               \
     return stat_path(path, out, [=] { return call(next_##symbol, version, dir, path, out, flags); });  \
   }
 VRDMA_FXSTATAT(__fxstatat)
 VRDMA_FXSTATAT(__fxstatat64)
 
 VRDMA_INTERPOSE(int, statx, int dir, const char* path, int flags, unsigned mask, struct statx* out) {
-  const Whole whole(path, dir);
+  const Whole whole(path, dir, flags);
   const auto real = [=] { return call(next_statx, dir, path, flags, mask, out); };
   if (!ours(path)) return real();
   return real_or_synthetic(path, -1, real,
@@ -394,7 +402,7 @@ VRDMA_ACCESS(eaccess)
 VRDMA_ACCESS(euidaccess)
 
 VRDMA_INTERPOSE(int, faccessat, int dir, const char* path, int mode, int flags) {
-  const Whole whole(path, dir);
+  const Whole whole(path, dir, flags);
   return access_path(path, mode, [=] { return call(next_faccessat, dir, path, mode, flags); });
 }
 

@@ -1,19 +1,22 @@
-// The interposers of paths.cpp, paths_dir.cpp and paths_cwd.cpp: libc functions that take a path, exported without a version so that
+// The interposers of paths.cpp and its paths_*.cpp: libc functions that take a path, exported without a version so that
 // they stand in front of libc's when libvrdma is preloaded (or comes before libc in the loader's order).
 //
 // A path outside /sys/class/infiniband* and /dev/infiniband costs one comparison. Inside, the real entry wins; where
 // there is none, the synthetic tree answers. One exception: /dev/infiniband/rdma_cm is always ours, because the
-// kernel's knows nothing of our devices. Not covered: paths relative to a directory descriptor inside the tree (there
-// are no such descriptors), and libc's calls to itself (glob, ftw).
+// kernel's knows nothing of our devices. The tree's directories have descriptors (folder_descriptors.hpp), and paths relative to
+// these are the tree's. Where libc calls itself, glob(3) is told to call us (paths_glob.cpp), and ftw(3) is done here (paths_ftw.cpp). Not covered:
+// libc's own fts(3), paths that lead into the tree from a real directory ("infiniband" in /sys/class), and getdents64(2).
 #pragma once
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <type_traits>
 
+#include "guest_lib/folder_descriptors.hpp"
 #include "guest_lib/next_function.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 
@@ -29,26 +32,33 @@ namespace vrdma::paths {
 using Folder = char[256];
 extern std::atomic<const Folder*> working_folder;
 
-// Makes `path`, as the program gives it, absolute where it is relative to such a folder, as long as this lives; and where it goes into the tree
-// and by ".." out of it again, which the kernel could not follow, it is the path that remains.
+// Makes `path`, as the program gives it, absolute where it is relative to such a folder, or to the descriptor `dir` of one, as long as this lives; and
+// where it goes into the tree and by ".." out of it again, which the kernel could not follow, it is the path that remains. AT_EMPTY_PATH among
+// `flags`: where it is empty it is the descriptor's own.
 class Whole {
  public:
-  explicit Whole(const char*& path, int dir = AT_FDCWD) {
-    if (path == nullptr || path[0] == '\0') return;
+  explicit Whole(const char*& path, int dir = AT_FDCWD, int flags = 0) {
+    if (path == nullptr || path[0] == '\0') {
+      if (const char* const folder = (flags & AT_EMPTY_PATH) != 0 ? folder_descriptors::path_of(dir) : nullptr) path = folder;
+      return;
+    }
     if (path[0] == '/') {
       if (__builtin_expect(may_be_synthetic(path), 0) && leaves(path)) path = joined_;
       return;
     }
-    if (dir != AT_FDCWD) return;
-    const Folder* const folder = working_folder.load(std::memory_order_acquire);
-    if (folder != nullptr && join(*folder, path)) [[unlikely]]
+    const char* folder = nullptr;
+    if (dir != AT_FDCWD)
+      folder = folder_descriptors::path_of(dir);
+    else if (const Folder* const working = working_folder.load(std::memory_order_acquire))
+      folder = *working;
+    if (folder != nullptr && join(folder, path)) [[unlikely]]
       path = joined_;
   }
   Whole(const Whole&) = delete;
   Whole& operator=(const Whole&) = delete;
 
  private:
-  bool join(const Folder& folder, const char* path);
+  bool join(const char* folder, const char* path);
   bool leaves(const char* path);
   Folder joined_;
 };
@@ -92,8 +102,11 @@ auto call(NextFunction<Function>& next, Arguments... arguments) {
     return fail(ENOSYS, Result{-1});
 }
 
-// A descriptor for an entry as open(2) gives it: text in a sealed memfd, a channel of the connection manager
-// (guest_lib/cm/), or -1 with errno.
-int open_entry(const SyntheticEntry& entry, int flags);
+// A descriptor for the entry at `path` as open(2) gives it: text in a sealed memfd, a directory's, a channel of the connection
+// manager (guest_lib/cm/), or -1 with errno.
+int open_entry(const char* path, const SyntheticEntry& entry, int flags);
+
+// As stat(2).
+int stat_entry(const SyntheticEntry& entry, struct stat* out);
 
 }  // namespace vrdma::paths

@@ -110,10 +110,13 @@ bool Whole::leaves(const char* path) {
   return !real && find_synthetic(before).kind == EntryKind::directory;
 }
 
-bool Whole::join(const Folder& folder, const char* path) {
+bool Whole::join(const char* folder, const char* path) {
   char whole[2 * sizeof(Folder)];
   const int length = snprintf(whole, sizeof whole, "%s/%s", folder, path);
-  return length > 0 && static_cast<std::size_t>(length) < sizeof whole && normalise_synthetic(whole, joined_);
+  if (length <= 0 || static_cast<std::size_t>(length) >= sizeof whole || !normalise_synthetic(whole, joined_)) return false;
+  const std::size_t joined = strlen(joined_);
+  if (whole[length - 1] == '/' && joined + 1 < sizeof joined_) strcpy(joined_ + joined, "/");  // it is to be a directory
+  return true;
 }
 
 }  // namespace vrdma::paths
@@ -132,7 +135,10 @@ VRDMA_INTERPOSE(int, chdir, const char* path) {
   });
 }
 
-VRDMA_INTERPOSE(int, fchdir, int fd) { return leave(call(next_fchdir, fd)); }
+VRDMA_INTERPOSE(int, fchdir, int fd) {
+  const char* const folder = vrdma::folder_descriptors::path_of(fd);
+  return folder != nullptr ? enter(folder) : leave(call(next_fchdir, fd));
+}
 
 VRDMA_INTERPOSE(char*, getcwd, char* out, std::size_t bytes) {
   const Folder* const folder = working_folder.load(std::memory_order_acquire);

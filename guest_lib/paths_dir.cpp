@@ -1,14 +1,13 @@
 // Directory streams over the synthetic tree. A synthetic DIR is an object of ours that the caller cannot tell from
-// libc's; every libc function that takes a DIR is therefore interposed. While no synthetic stream is open, each costs
-// one load more than libc's.
+// libc's; every libc function that takes a DIR is therefore interposed. Ours lie in one array: to another DIR each costs a comparison.
 #include <dirent.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
-#include <new>
 
 #include "guest_lib/paths.hpp"
 
@@ -16,6 +15,7 @@ namespace vrdma::paths {
 namespace {
 
 using Opendir = DIR*(const char*);
+using Fdopendir = DIR*(int);
 using Closedir = int(DIR*);
 using Readdir = dirent*(DIR*);
 using ReaddirR = int(DIR*, dirent*, dirent**);
@@ -26,10 +26,12 @@ using Dirfd = int(DIR*);
 using Filter = int(const dirent*);
 using Compare = int(const dirent**, const dirent**);
 using Scandir = int(const char*, dirent***, Filter*, Compare*);
+using Scandirat = int(int, const char*, dirent***, Filter*, Compare*);
 
 static_assert(sizeof(dirent) == sizeof(dirent64), "readdir and readdir64 share one implementation");
 
 constinit NextFunction<Opendir> next_opendir{"opendir"};
+constinit NextFunction<Fdopendir> next_fdopendir{"fdopendir"};
 constinit NextFunction<Closedir> next_closedir{"closedir"};
 constinit NextFunction<Readdir> next_readdir{"readdir"}, next_readdir64{"readdir64"};
 constinit NextFunction<ReaddirR> next_readdir_r{"readdir_r"}, next_readdir64_r{"readdir64_r"};
@@ -38,9 +40,11 @@ constinit NextFunction<Seekdir> next_seekdir{"seekdir"};
 constinit NextFunction<Telldir> next_telldir{"telldir"};
 constinit NextFunction<Dirfd> next_dirfd{"dirfd"};
 constinit NextFunction<Scandir> next_scandir{"scandir"}, next_scandir64{"scandir64"};
+constinit NextFunction<Scandirat> next_scandirat{"scandirat"}, next_scandirat64{"scandirat64"};
 
 __attribute__((constructor)) void look_up_all_of_folders() {
   next_opendir.get();
+  next_fdopendir.get();
   next_closedir.get();
   for (auto* f : {&next_readdir, &next_readdir64}) f->get();
   for (auto* f : {&next_readdir_r, &next_readdir64_r}) f->get();
@@ -49,52 +53,46 @@ __attribute__((constructor)) void look_up_all_of_folders() {
   next_telldir.get();
   next_dirfd.get();
   for (auto* f : {&next_scandir, &next_scandir64}) f->get();
+  for (auto* f : {&next_scandirat, &next_scandirat64}) f->get();
 }
 
 struct Stream {
+  int fd = 0;         // the stream's own (folder_descriptors.hpp); -1: none could be had
   long position = 0;  // 0 and 1 are "." and "..", the tree's entries follow
   dirent entry{};
-  char path[256];
+  char path[256] = {};
 };
 
-constexpr std::size_t streams_max = 64;
-constinit std::atomic<Stream*> streams[streams_max] = {};
-constinit std::atomic<std::uint32_t> stream_count{0};
+constexpr std::size_t streams_max = 1024;  // as descriptors of a process, where nobody has set another limit
+constinit Stream streams[streams_max] = {};
+constinit std::atomic<bool> taken[streams_max] = {};
 
-// The stream behind `dir` if it is synthetic. Only the thread that owns a DIR asks about it, so relaxed loads suffice:
-// it sees its own opendir, and no other DIR has the same address meanwhile.
+// The stream behind `dir` if it is synthetic.
 Stream* synthetic(DIR* dir) {
-  if (__builtin_expect(stream_count.load(std::memory_order_relaxed) == 0, 1)) return nullptr;
-  for (auto& slot : streams) {
-    Stream* stream = slot.load(std::memory_order_relaxed);
-    if (stream != nullptr && reinterpret_cast<DIR*>(stream) == dir) return stream;
-  }
-  return nullptr;
+  const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(dir) - reinterpret_cast<std::uintptr_t>(&streams);
+  return __builtin_expect(offset < sizeof streams, 0) ? &streams[offset / sizeof(Stream)] : nullptr;
 }
 
-DIR* open_stream(const char* path) {
-  auto* stream = new (std::nothrow) Stream;
-  if (stream == nullptr) return fail(ENOMEM, static_cast<DIR*>(nullptr));
-  if (normalise_synthetic(path, stream->path)) {
-    for (auto& slot : streams) {
-      Stream* free_slot = nullptr;
-      if (!slot.compare_exchange_strong(free_slot, stream, std::memory_order_relaxed)) continue;
-      stream_count.fetch_add(1, std::memory_order_relaxed);
-      return reinterpret_cast<DIR*>(stream);
+// The stream owns `fd`, but where there is none: EMFILE.
+DIR* open_stream(const char* path, int fd) {
+  for (std::size_t i = 0; i < streams_max; ++i) {
+    // A1: pairs with R1; who had it is done with it.
+    if (taken[i].load(std::memory_order_relaxed) || taken[i].exchange(true, std::memory_order_acquire)) continue;
+    if (!normalise_synthetic(path, streams[i].path)) {
+      taken[i].store(false, std::memory_order_release);
+      return fail(ENAMETOOLONG, static_cast<DIR*>(nullptr));
     }
+    streams[i].fd = fd;
+    streams[i].position = 0;
+    return reinterpret_cast<DIR*>(&streams[i]);
   }
-  delete stream;
   return fail(EMFILE, static_cast<DIR*>(nullptr));
 }
 
 int close_stream(Stream* stream) {
-  for (auto& slot : streams) {
-    Stream* expected = stream;
-    if (slot.compare_exchange_strong(expected, nullptr, std::memory_order_relaxed)) break;
-  }
-  stream_count.fetch_sub(1, std::memory_order_relaxed);
-  delete stream;
-  return 0;
+  const int fd = stream->fd;
+  taken[stream - streams].store(false, std::memory_order_release);  // R1
+  return fd >= 0 ? close(fd) : 0;
 }
 
 unsigned char type_of(EntryKind kind) {
@@ -125,7 +123,13 @@ dirent* next_entry(Stream* stream) {
 }
 
 DIR* open_entry_stream(const char* path, const SyntheticEntry& entry) {
-  return entry.kind == EntryKind::directory ? open_stream(path) : fail(ENOTDIR, static_cast<DIR*>(nullptr));
+  if (entry.kind != EntryKind::directory) return fail(ENOTDIR, static_cast<DIR*>(nullptr));
+  const int errno_before = errno;
+  const int fd = folder_descriptors::open(path, O_CLOEXEC);
+  errno = errno_before;
+  DIR* const stream = open_stream(path, fd);
+  if (stream == nullptr && fd >= 0) close(fd);
+  return stream;
 }
 
 void free_entries(dirent** entries, std::size_t count) {
@@ -134,12 +138,12 @@ void free_entries(dirent** entries, std::size_t count) {
 }
 
 int scan(const char* path, dirent*** out, Filter* filter, Compare* compare) {
-  Stream* stream = reinterpret_cast<Stream*>(open_stream(path));
-  if (stream == nullptr) return -1;
+  Stream stream;
+  if (!normalise_synthetic(path, stream.path)) return fail(ENAMETOOLONG, -1);
   dirent** entries = nullptr;
   std::size_t count = 0;
   bool out_of_memory = false;
-  while (const dirent* entry = next_entry(stream)) {
+  while (const dirent* entry = next_entry(&stream)) {
     if (filter != nullptr && filter(entry) == 0) continue;
     auto** grown = static_cast<dirent**>(realloc(entries, (count + 1) * sizeof *entries));
     auto* copy = static_cast<dirent*>(malloc(sizeof *entry));
@@ -152,7 +156,6 @@ int scan(const char* path, dirent*** out, Filter* filter, Compare* compare) {
     memcpy(copy, entry, sizeof *entry);
     entries[count++] = copy;
   }
-  close_stream(stream);
   if (out_of_memory) {
     free_entries(entries, count);
     return fail(ENOMEM, -1);
@@ -188,6 +191,11 @@ VRDMA_INTERPOSE(DIR*, opendir, const char* path) {
   if (!ours(path)) return real();
   return real_or_synthetic(path, static_cast<DIR*>(nullptr), real,
                            [path](const vrdma::SyntheticEntry& entry) { return open_entry_stream(path, entry); });
+}
+
+VRDMA_INTERPOSE(DIR*, fdopendir, int fd) {
+  const char* const folder = vrdma::folder_descriptors::path_of(fd);
+  return folder != nullptr ? open_stream(folder, fd) : call(next_fdopendir, fd);
 }
 
 VRDMA_INTERPOSE(int, closedir, DIR* dir) {
@@ -232,7 +240,9 @@ VRDMA_INTERPOSE(long, telldir, DIR* dir) {
 
 // POSIX: a stream without a descriptor says ENOTSUP.
 VRDMA_INTERPOSE(int, dirfd, DIR* dir) {
-  return synthetic(dir) != nullptr ? fail(ENOTSUP, -1) : call(next_dirfd, dir);
+  const auto* stream = synthetic(dir);
+  if (stream == nullptr) return call(next_dirfd, dir);
+  return stream->fd >= 0 ? stream->fd : fail(ENOTSUP, -1);
 }
 
 VRDMA_INTERPOSE(int, scandir, const char* path, dirent*** out, Filter* filter, Compare* compare) {
@@ -242,4 +252,13 @@ VRDMA_INTERPOSE(int, scandir, const char* path, dirent*** out, Filter* filter, C
 VRDMA_INTERPOSE(int, scandir64, const char* path, dirent*** out, Filter* filter, Compare* compare) {
   const Whole whole(path);
   return scan_path(path, out, filter, compare, [=] { return call(next_scandir64, path, out, filter, compare); });
+}
+
+VRDMA_INTERPOSE(int, scandirat, int at, const char* path, dirent*** out, Filter* filter, Compare* compare) {
+  const Whole whole(path, at);
+  return scan_path(path, out, filter, compare, [=] { return call(next_scandirat, at, path, out, filter, compare); });
+}
+VRDMA_INTERPOSE(int, scandirat64, int at, const char* path, dirent*** out, Filter* filter, Compare* compare) {
+  const Whole whole(path, at);
+  return scan_path(path, out, filter, compare, [=] { return call(next_scandirat64, at, path, out, filter, compare); });
 }

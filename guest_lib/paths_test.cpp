@@ -101,6 +101,28 @@ TEST_CASE("listings show the tree") {
   CHECK(listing.out.find("gid_attrs") != std::string::npos);
 }
 
+TEST_CASE("programs that open directories walk through the tree") {
+  if (real_devices_present()) return;
+  CHECK(run("find /sys/class/infiniband -name lid | xargs cat").out == "0x0\n");
+  CHECK(run("find /dev/infiniband -type c | sort").out == "/dev/infiniband/rdma_cm\n/dev/infiniband/umad0\n/dev/infiniband/uverbs0\n");
+  CHECK(run("find /sys/class/infiniband -name device -exec cat {}/../node_type ';'").out == "1: CA\n");
+  CHECK(run("grep -r . /sys/class/infiniband/vrdma0/ports/1/gid_attrs").out == "/sys/class/infiniband/vrdma0/ports/1/gid_attrs/types/0:IB/RoCE v1\n");
+  CHECK(run("cat /sys/class/infiniband").out == "cat: /sys/class/infiniband: Is a directory\n");
+  if (installed("/usr/bin/python3"))
+    CHECK(run("python3 -c 'import os; print(sum(len(d[2]) for d in os.fwalk(\"/sys/class/infiniband\")) == sum(len(d[2]) for d in os.walk(\"/sys/class/infiniband\")) > 50)'").out ==
+          "True\n");
+}
+
+TEST_CASE("folder_descriptors_test.cpp, preloaded") {
+  if (real_devices_present()) return;
+  char self[512] = {};
+  REQUIRE(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
+  const Outcome outcome = run(std::string(self) + " --no-skip --test-suite=preloaded");
+  INFO(outcome.out);
+  CHECK(outcome.exit_code == 0);
+  CHECK(outcome.out.find("10 passed | 0 failed") != std::string::npos);
+}
+
 TEST_CASE("the tree can be walked through from within") {
   if (real_devices_present()) return;
   const std::string enter = "cd /sys/class/infiniband && ";

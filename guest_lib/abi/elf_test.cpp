@@ -39,7 +39,7 @@ const std::set<std::string> interposed = {
     "realpath", "__realpath_chk", "canonicalize_file_name", "readlink", "readlinkat", "__readlink_chk",
     "__readlinkat_chk", "opendir", "closedir", "readdir", "readdir64", "readdir_r", "readdir64_r", "rewinddir",
     "socket", "connect", "send", "sendto", "sendmsg", "read", "__read_chk", "readv", "write", "writev", "ioctl", "close", "closefrom", "close_range", "dup2", "dup3", "fstat", "fstat64", "__fxstat", "__fxstat64",
-    "seekdir", "telldir", "dirfd", "scandir", "scandir64", "chdir", "fchdir", "getcwd", "__getcwd_chk", "get_current_dir_name"};
+    "seekdir", "telldir", "dirfd", "fdopendir", "scandir", "scandir64", "scandirat", "scandirat64", "glob", "glob64", "ftw", "ftw64", "nftw", "nftw64", "chdir", "fchdir", "getcwd", "__getcwd_chk", "get_current_dir_name"};
 
 ElfFile read_required(const char* path) {
   const auto elf = read_elf(path);

@@ -72,6 +72,7 @@ class Runner:
         self.case("ibv_devices", lambda: pingpong.devices(self.side()))
         for layer in ("ib", "ethernet"):
             self.case(f"{layer:8} ibv_devinfo -v", lambda layer=layer: pingpong.devinfo(self.side(link_layer=layer)))
+        self.case("find(1) walks through sysfs", lambda: pingpong.find_in_sysfs(self.side()))
         self.case("a program that locks its memory", lambda: pingpong.locked_memory(self.side()))
         self.case("ibv_asyncwatch sees the service die", lambda: pingpong.asyncwatch(self.build, self.side()))
 

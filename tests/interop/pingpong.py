@@ -130,6 +130,14 @@ def devices(side):
     expect(said, r"vrdma0\s+[0-9a-f]{16}")
 
 
+def find_in_sysfs(side):
+    """By descriptors of directories, each relative to the last."""
+    code, said = side.run(["find", "/sys/class/infiniband", "-name", "lid", "-exec", "cat", "{}", "+", "-print"], 30)
+    if code != 0:
+        raise Failure(f"left with {code}:\n{said}")
+    expect(said, r"(?m)^/sys/class/infiniband/vrdma0/ports/1/lid$", r"(?m)^0x[0-9a-f]+$")
+
+
 def devinfo(side):
     layer = "Ethernet" if side.link_layer == "ethernet" else "InfiniBand"
     code, said = side.run(["ibv_devinfo", "-v"], 30)
