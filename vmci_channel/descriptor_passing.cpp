@@ -57,7 +57,7 @@ Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffe
     }
   }
   // Fewer than there was room for: this process may open no more.
-  if ((message.msg_flags & MSG_CTRUNC) != 0 && received.descriptors.size() < packet_descriptors_max) return Errno{EMFILE};
+  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == MSG_CTRUNC && received.descriptors.size() < packet_descriptors_max) return Errno{EMFILE};
   if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) return Errno{EMSGSIZE};
   return received;
 }

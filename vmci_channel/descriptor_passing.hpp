@@ -19,7 +19,8 @@ struct Received {
 
 // EMSGSIZE: more descriptors than packet_descriptors_max; else as sendmsg(2), but for EINTR and without SIGPIPE.
 vrdma::Status send_with_descriptors(int socket, std::span<const std::byte> bytes, std::span<const int> descriptors);
-// EMSGSIZE: there was more than fits, of either; nothing stays open then. Else as recvmsg(2), but for EINTR.
+// EMSGSIZE: there was more than fits, of either. EMFILE: this process may not open all the descriptors; the bytes are in the buffer.
+// Nothing stays open then. Else as recvmsg(2), but for EINTR.
 vrdma::Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffer);
 
 }  // namespace vmci

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/time.h>
@@ -52,6 +53,12 @@ std::size_t open_descriptors() {
   while (::readdir(directory) != nullptr) ++count;
   ::closedir(directory);
   return count;
+}
+
+// The limit of descriptors with which so many are free.
+int limit_with(int free) {
+  for (int fd = 0;; ++fd)
+    if (::fcntl(fd, F_GETFD) < 0 && free-- == 0) return fd;
 }
 
 std::array<std::byte, 256> buffer;
@@ -146,6 +153,39 @@ TEST_CASE("More descriptors than a packet may carry are refused by the receiver 
   REQUIRE(!received);
   CHECK(value(received.error()) == EMSGSIZE);
   CHECK(open_descriptors() == before);
+}
+
+TEST_CASE("A packet whose descriptors this process may not open is told from others, has its bytes, and the next one is not hurt") {
+  Pair pair;
+  const int given[] = {pair.a.fd(), pair.a.fd()};
+  rlimit before{};
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  const std::size_t open_before = open_descriptors();
+  for (const int free : {0, 1}) {
+    CAPTURE(free);
+    REQUIRE(pair.a.send(bytes("wanted"), given).has_value());
+    REQUIRE(pair.a.send(bytes("next")).has_value());
+    buffer.fill(std::byte{});
+    const rlimit none_left{static_cast<rlim_t>(limit_with(free)), before.rlim_max};
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &none_left) == 0);
+    auto received = pair.b.receive(buffer);
+    auto next = pair.b.receive(std::span(buffer).subspan(100));
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+    REQUIRE(!received);
+    CHECK(value(received.error()) == EMFILE);
+    CHECK(std::memcmp(buffer.data(), "wanted", 6) == 0);
+    REQUIRE(next.has_value());
+    CHECK(next->bytes == 4);
+    CHECK(open_descriptors() == open_before);
+  }
+  // Longer than the buffer all the same: nobody answers to what he has read a part of.
+  REQUIRE(pair.a.send(bytes("longer than eight"), given).has_value());
+  const rlimit none_left{static_cast<rlim_t>(limit_with(0)), before.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &none_left) == 0);
+  auto received = pair.b.receive(std::span(buffer).first(8));
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  REQUIRE(!received);
+  CHECK(value(received.error()) == EMSGSIZE);
 }
 
 TEST_CASE("A closed peer is zero bytes to a reader and EPIPE to a writer, without a signal") {

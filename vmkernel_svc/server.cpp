@@ -338,6 +338,16 @@ void Server::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<Machine
   read_next(connection);
 }
 
+namespace {
+void refuse_for_descriptors(const vmci::PacketSocket& socket, std::span<const std::byte> packet) {
+  static constinit log::Sparing sparing;
+  sparing.warn("what a guest gives to this service cannot be taken: raise the limit of open files (ulimit -n)");
+  Head head{};
+  std::memcpy(&head, packet.data(), sizeof(head));
+  PacketDesk::refuse(socket, head, EMFILE);
+}
+}  // namespace
+
 void Server::read_next(const ConnectionPtr& connection) {
   connection->readable.async_wait(
       boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
@@ -353,9 +363,13 @@ void Server::read_next(const ConnectionPtr& connection) {
         std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
         auto received = connection->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return read_next(connection);
-        if (!received || received->bytes == 0) return lost(connection);
-        packet.resize(received->bytes);
-        handle_packet(connection, std::move(packet), std::move(received->descriptors));
+        if (!received && value(received.error()) == EMFILE) {  // its descriptors did not come along: this request fails, not the guest
+          refuse_for_descriptors(connection->socket, packet);
+        } else {
+          if (!received || received->bytes == 0) return lost(connection);
+          packet.resize(received->bytes);
+          handle_packet(connection, std::move(packet), std::move(received->descriptors));
+        }
         // One packet at a time: the next is looked at when the shard is through with this one, so that nobody can pile up work.
         shard_->submit([this, connection](Shard&) {
           boost::asio::post(io_, [this, connection] {

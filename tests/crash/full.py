@@ -56,6 +56,31 @@ def check_case(options, world, config, preexec, kind, count, allowed):
         return f"{made}, then {refused}"
 
 
+def check_late(options, world, kind, allowed):
+    """The service has its last descriptor when a program comes, and none left when it asks."""
+    with Service(options.vrdmad) as service:
+        environment = dict(os.environ, LD_PRELOAD=options.library, VRDMA_SOCKET=service.path)
+        asking = subprocess.Popen([options.limits, kind, "8", "wait"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            if asking.stdout.readline() != "ready\n":
+                raise Failure("it does not begin")
+            before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+            taken = {int(name) for name in os.listdir(f"/proc/{service.pid}/fd")}
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), before[1]))
+            said, _ = asking.communicate("go\n", timeout=90)
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
+            found = re.fullmatch(r"made (\d+) refused (\w+) again \d+", said.strip())
+            if asking.returncode != 0 or not found or (int(found[1]), found[2]) not in allowed:
+                raise Failure(f"ended with {asking.returncode}: {said}")
+            service.check_alive()
+            service.expect_empty()
+            world.check_new_pair(service, "send")
+            return f"{found[1]}, then {found[2]}"
+        finally:
+            asking.kill()
+            asking.wait()
+
+
 def check_others(options, world):
     """One program has all the channels that it can get: others of its user still come in."""
     with Service(options.vrdmad, config={"quota": {"descriptors": 400}}) as service:
@@ -125,6 +150,9 @@ def main():
     guests = [("quota of guests", {"quota": QUOTA}, None, ["EDQUOT"]),
               ("80 descriptors, guests", None, limit(resource.RLIMIT_NOFILE, 80), ["EMFILE", "ENFILE", "EDQUOT"])]
     runs = [(name, lambda c=case: check_case(options, world, *c)) for name, *case in CASES]
+    # Memory of a file that cannot be handed over is reached as other memory is, if it is known how.
+    runs += [(f"no descriptor left, {kind}", lambda k=kind, a=allowed: check_late(options, world, k, a))
+             for kind, allowed in (("mr-file", {(8, "none"), (0, "EMFILE")}), ("mr-stack", {(8, "none"), (0, "EMFILE")}), ("channel", {(0, "EMFILE")}))]
     runs += [("one has all channels", lambda: check_others(options, world))]
     runs += [(name, lambda c=case: check_guests(options, world, *c)) for name, *case in guests]
     for name, run in runs:

@@ -1,9 +1,10 @@
 // Asks for one kind of thing until it is refused, says with which errno, checks that what it has still works, gives half
 // back, and asks again.
 //
-//   limits_client pd|cq|qp|srq|channel|mr|context|group COUNT_MAX [hold]
+//   limits_client pd|cq|qp|srq|channel|mr|mr-file|mr-stack|context|group COUNT_MAX [hold|wait]
 //
 // hold: says "full" when it has all that it gets, and goes on when its input ends.
+// wait: says "ready" before it asks for the first, and goes on when it is given a line.
 // Prints "made N refused ERRNO again M": M things were made after freeing half; 0 and "none" where nothing was refused.
 #include <fcntl.h>
 #include <infiniband/verbs.h>
@@ -104,7 +105,8 @@ void connect_to_itself(Base& base) {
 
 int main(int argc, char** argv) {
   const bool hold = argc == 4 && std::strcmp(argv[3], "hold") == 0;
-  if (argc != 3 && !hold) return 2;
+  const bool wait = argc == 4 && std::strcmp(argv[3], "wait") == 0;
+  if (argc != 3 && !hold && !wait) return 2;
   ::alarm(60);
   const std::string kind = argv[1];
   const std::size_t count_max = std::strtoul(argv[2], nullptr, 10);
@@ -127,6 +129,7 @@ int main(int argc, char** argv) {
   std::function<void*()> make;
   std::function<int(void*)> free_one;
   std::vector<char> block(block_bytes);
+  char on_stack[8192] = {};
   if (kind == "pd") {
     make = [&] { return ibv_alloc_pd(base.context); };
     free_one = [](void* p) { return ibv_dealloc_pd(static_cast<ibv_pd*>(p)); };
@@ -148,6 +151,27 @@ int main(int argc, char** argv) {
     free_one = [](void* p) { return ibv_destroy_comp_channel(static_cast<ibv_comp_channel*>(p)); };
   } else if (kind == "mr") {
     make = [&] { return ibv_reg_mr(base.pd, block.data(), block.size(), local_write); };
+    free_one = [](void* p) { return ibv_dereg_mr(static_cast<ibv_mr*>(p)); };
+  } else if (kind == "mr-file") {  // memory of a file of its own each time
+    make = [&]() -> void* {
+      const int file = ::memfd_create("mr", MFD_CLOEXEC);
+      void* const memory = file >= 0 && ::ftruncate(file, 65536) == 0 ? ::mmap(nullptr, 65536, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+      if (memory == MAP_FAILED) fail("memory of a file");
+      ::close(file);
+      ibv_mr* const made = ibv_reg_mr(base.pd, memory, 65536, local_write);
+      const int error = errno;
+      if (made == nullptr) ::munmap(memory, 65536);
+      errno = error;
+      return made;
+    };
+    free_one = [](void* p) {
+      void* const memory = static_cast<ibv_mr*>(p)->addr;
+      const int refused = ibv_dereg_mr(static_cast<ibv_mr*>(p));
+      ::munmap(memory, 65536);
+      return refused;
+    };
+  } else if (kind == "mr-stack") {  // which no file can take the place of
+    make = [&] { return ibv_reg_mr(base.pd, on_stack, sizeof(on_stack), local_write); };
     free_one = [](void* p) { return ibv_dereg_mr(static_cast<ibv_mr*>(p)); };
   } else if (kind == "xrcd" || kind == "xrcd-file") {  // the second names a file of its own each time
     make = [&, named = kind == "xrcd-file"] {
@@ -193,6 +217,11 @@ int main(int argc, char** argv) {
     return 2;
   }
 
+  if (wait) {
+    std::puts("ready");
+    std::fflush(stdout);
+    (void)std::getchar();
+  }
   std::vector<void*> made;
   const auto fill = [&]() -> int {
     while (made.size() < count_max) {

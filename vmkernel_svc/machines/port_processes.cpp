@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstring>
 
 #include "vmkernel_svc/machines/port_session.hpp"
@@ -79,22 +80,38 @@ void MachinePort::await_replies(const std::shared_ptr<Process>& process) {
         std::array<std::byte, sizeof(control::Head) + control::body_bytes_max> packet;
         auto received = process->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return await_replies(process);
-        if (!received || received->bytes == 0) return process->hang_up();
+        const bool out_of_descriptors = !received && value(received.error()) == EMFILE;
+        if (!out_of_descriptors && (!received || received->bytes == 0)) return process->hang_up();
         const std::uint32_t first = process->next_stream;
-        std::vector<vmci::UniqueFd> documents;
-        for (auto& pipe : received->descriptors) {
+        std::vector<vmci::UniqueFd> documents, pipes;
+        std::vector<std::shared_ptr<Stream>> streams;
+        bool complete = !out_of_descriptors;
+        if (received) pipes = std::move(received->descriptors);
+        for (auto& pipe : pipes) {
           if (struct stat status; ::fstat(pipe.get(), &status) == 0 && S_ISREG(status.st_mode)) {
             documents.push_back(std::move(pipe));  // all of it is there
             continue;
           }
-          auto stream = std::make_shared<Stream>(service_.io, process->next_stream++);
-          if (::fcntl(pipe.get(), F_SETFL, O_NONBLOCK) != 0 || !watch_copy(stream->pipe, pipe.get())) return process->hang_up();
-          process->streams.emplace(stream->number, stream);
+          streams.push_back(std::make_shared<Stream>(service_.io, first + static_cast<std::uint32_t>(streams.size())));
+          complete = complete && ::fcntl(pipe.get(), F_SETFL, O_NONBLOCK) == 0 && watch_copy(streams.back()->pipe, pipe.get());
         }
-        session_->link.send(vm::Frame::reply, process->connection, std::span(packet).first(received->bytes), first,
-                            static_cast<std::uint16_t>(received->descriptors.size()));
-        for (std::uint32_t number = first; number < process->next_stream; ++number) await_stream(process, process->streams[number]);
-        for (const auto& document : documents) send_document(*process, document);
+        if (complete) {
+          process->next_stream += static_cast<std::uint32_t>(streams.size());
+          session_->link.send(vm::Frame::reply, process->connection, std::span(packet).first(received->bytes), first,
+                              static_cast<std::uint16_t>(pipes.size()));
+          for (const auto& stream : streams) {
+            process->streams.emplace(stream->number, stream);
+            await_stream(process, stream);
+          }
+          for (const auto& document : documents) send_document(*process, document);
+        } else {  // without what it needs the answer is worth nothing
+          for (const auto& stream : streams) stop_watching(stream->pipe);
+          control::Head refusal;
+          std::memcpy(&refusal, packet.data(), sizeof(refusal));
+          refusal.status = EMFILE;
+          refusal.record.word = 0;
+          session_->link.send(vm::Frame::reply, process->connection, std::as_bytes(std::span(&refusal, 1)), first);
+        }
         push();
         if (session_->link.unsent_bytes() > unsent_bytes_busy)
           session_->held.push_back(process);
