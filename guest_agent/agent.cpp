@@ -214,6 +214,7 @@ void Agent::listen() {
                                                   : "give another --socket"));
   }
   listener_ = std::move(*listening);
+  socket_file_ = vmci::SocketFile(options_.socket);
   accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
   say("%s serves %s as machine \"%s\"", VRDMA_VERSION, options_.socket.c_str(), session_.machine().c_str());
   readiness_.serves("serves " + options_.socket + " as machine " + session_.machine());
@@ -222,7 +223,7 @@ void Agent::listen() {
 // Nobody is left waiting in the queue of a socket that is not served.
 void Agent::stop_listening() {
   if (!listener_) return;
-  ::unlink(options_.socket.c_str());
+  socket_file_.remove();
   if (std::exchange(accepting_, false)) watch_.events.remove(listener_.get());
   listener_.reset();
 }

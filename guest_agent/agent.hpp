@@ -11,6 +11,7 @@
 #include "guest_agent/poller.hpp"
 #include "guest_agent/session.hpp"
 #include "vmci_channel/readiness.hpp"
+#include "vmci_channel/socket_file.hpp"
 
 namespace vrdma::agent {
 
@@ -54,6 +55,7 @@ class Agent {
   Watch watch_;
   Session session_;
   vmci::UniqueFd listener_;
+  vmci::SocketFile socket_file_;
   bool accepting_ = false, packets_watched_ = false, stopping_ = false, frames_good_ = true;
   std::map<std::uint32_t, std::unique_ptr<Connection>> connections_;  // by number; of processes that have gone, too
   std::vector<std::unique_ptr<Connection>> left_behind_;              // of a session that is lost, until the next is accepted

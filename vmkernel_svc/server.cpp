@@ -122,7 +122,7 @@ void Server::listen() {
                               : "give another --socket"));
   }
   listener_.assign(listening->release());
-  remove_socket_ = true;
+  socket_file_ = vmci::SocketFile(config_.socket);
 }
 
 Server::~Server() {
@@ -133,8 +133,7 @@ Server::~Server() {
     pthread_mutex_unlock(alive_);
     std::atomic_ref(*reinterpret_cast<std::uint32_t*>(alive_)).store(FUTEX_OWNER_DIED, std::memory_order_release);
   }
-  std::error_code error;
-  if (remove_socket_) std::filesystem::remove(config_.socket, error);
+  socket_file_.remove();
 }
 
 void Server::run() {
@@ -273,7 +272,7 @@ void Server::watch_idle() {
 // Takes the socket away, unless somebody is connecting to it who would be told that a service is there, and find none. Who starts another service
 // in this folder holds its lock (cli/service.cpp), and so waits until this one has gone.
 bool Server::go_unmissed() {
-  if (!remove_socket_) return true;  // a service manager keeps it, and whoever waits there
+  if (!socket_file_.is_there()) return true;  // a service manager keeps it, and whoever waits there; or it was taken away, and nobody comes
   const std::string lock = std::filesystem::path(config_.socket).replace_filename("lock");
   folder_lock_ = vmci::UniqueFd(::open(lock.c_str(), O_RDWR | O_CLOEXEC));
   if (!folder_lock_ && errno != ENOENT) return false;  // there is none where nobody starts services
@@ -283,7 +282,7 @@ bool Server::go_unmissed() {
     pollfd connecting{listener_.native_handle(), POLLIN, 0};
     if (::poll(&connecting, 1, 0) == 0) {
       ::unlink(aside.c_str());
-      remove_socket_ = false;
+      socket_file_ = {};
       return true;
     }
     ::rename(aside.c_str(), config_.socket.c_str());

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "vmci_channel/segment.hpp"
+#include "vmci_channel/socket_file.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/machines/machines.hpp"
@@ -72,7 +73,7 @@ class Server {
   boost::asio::io_context io_;
   boost::asio::signal_set signals_{io_};
   boost::asio::posix::stream_descriptor listener_{io_};
-  bool remove_socket_ = false;  // it is no service manager's
+  vmci::SocketFile socket_file_;  // none where it is a service manager's
   vmci::UniqueFd folder_lock_;  // while it leaves
   boost::asio::steady_timer idle_timer_{io_};
   boost::asio::steady_timer alarm_timer_{io_};  // when the connection manager, or the management, gives something up

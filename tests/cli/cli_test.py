@@ -245,6 +245,22 @@ class Listening(TestCase):
             process.returncode = 0  # killed on purpose
         self.assertFalse(os.path.exists(self.socket))
 
+    def test_who_leaves_lets_the_socket_be_that_another_service_has_put_there(self):
+        with self.service() as first:
+            os.unlink(self.socket)
+            with self.service():
+                first.terminate()
+                self.assertEqual(first.wait(WATCHDOG_S), 0)
+                self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+        self.assertFalse(os.path.exists(self.socket))
+
+    def test_who_is_idle_and_has_lost_its_socket_leaves_and_lets_another_services_be(self):
+        with self.service("--idle-exit", "1") as first:
+            os.unlink(self.socket)
+            with self.service():
+                self.assertEqual(first.wait(WATCHDOG_S), 0)
+                self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+
     def test_a_hangup_ends_the_service_and_leaves_no_socket(self):
         with self.service() as process:
             process.send_signal(signal.SIGHUP)

@@ -43,14 +43,15 @@ Listener::Listener(boost::asio::io_context& io, std::string machine) : machine_(
 
 Listener::~Listener() {
   *alive_ = false;
+  file_.remove();
   stop_watching(listener_);
-  if (!path_.empty()) ::unlink(path_.c_str());
 }
 
 void Listener::open(const std::string& path, uid_t tenant, Handler take) {
   auto listening = listen_stream(path, tenant);
   if (!listening) throw std::runtime_error(fmt::format("machine {}: cannot listen at {} ({})", machine_, path, std::strerror(value(listening.error()))));
   path_ = path;
+  file_ = vmci::SocketFile(path);
   take_ = std::move(take);
   listener_.assign(listening->release());
   accept_next();

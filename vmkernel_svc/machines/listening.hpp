@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "vmci_channel/socket_file.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma::svc {
@@ -32,7 +33,8 @@ class Listener {
   void accept_next();
   void accept_after(std::chrono::milliseconds pause);
 
-  std::string machine_, path_;  // empty: not open
+  std::string machine_, path_;
+  vmci::SocketFile file_;
   Handler take_;
   boost::asio::posix::stream_descriptor listener_;
   boost::asio::steady_timer pause_;  // between two who connect, and two tries when descriptors have run out
