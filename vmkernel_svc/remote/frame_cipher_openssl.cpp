@@ -10,7 +10,7 @@ namespace {
 
 const unsigned char* raw(const std::byte* bytes) { return reinterpret_cast<const unsigned char*>(bytes); }
 unsigned char* raw(std::byte* bytes) { return reinterpret_cast<unsigned char*>(bytes); }
-[[noreturn]] void fail() { throw std::runtime_error("OpenSSL does not offer AES-128-GCM"); }
+[[noreturn]] void fail() { throw std::runtime_error("OpenSSL does not seal by AES-128-GCM: out of memory?"); }
 
 struct Free {
   void operator()(EVP_CIPHER_CTX* context) const { EVP_CIPHER_CTX_free(context); }

@@ -23,7 +23,7 @@ class FrameSeal {
   using Nonce = std::array<std::byte, nonce_bytes>;
 
   enum class Way { seal, open };
-  // Throws std::runtime_error where the library has no such cipher.
+  // It and seal() throw std::runtime_error where the library has no such cipher, or no memory.
   FrameSeal(std::span<const std::byte, secret_bytes> secret, Way way);
   FrameSeal(FrameSeal&&) noexcept;
   ~FrameSeal();

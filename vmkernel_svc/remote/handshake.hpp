@@ -43,7 +43,8 @@ class Handshake {
     std::unique_ptr<SSL_CTX, SslFree> context_;
   };
 
-  // On a connected, non-blocking socket. `peer`: whom we dialed; nullptr: somebody has connected to us.
+  // On a connected, non-blocking socket. `peer`: whom we dialed; nullptr: somebody has connected to us. Throws std::runtime_error where OpenSSL
+  // has no memory.
   Handshake(Context& context, int socket, std::shared_ptr<const PeerHost> peer);
   Handshake(const Handshake&) = delete;
   Handshake& operator=(const Handshake&) = delete;

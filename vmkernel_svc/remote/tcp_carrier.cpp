@@ -140,7 +140,7 @@ bool TcpCarrier::bypass_next(Link& link, const Record& record) {
 
 // The next record, if there is one that can go now.
 bool TcpCarrier::send_next(Link& link, std::uint64_t now) {
-  if (!link.greeted || link.sent == link.records.size()) return false;
+  if (!link.greeted || link.sent == link.records.size() || link.connection->state() != TcpConnection::State::open) return false;
   if (link.bypass != nullptr && link.knows_us && !link.bypassing && link.bypass->open()) {
     if (link.sent != 0) return false;  // till they are acknowledged
     link.bypassing = true;

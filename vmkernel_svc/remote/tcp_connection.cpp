@@ -9,7 +9,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <utility>
+
+#include "vmkernel_svc/log.hpp"
 
 namespace vrdma::remote {
 
@@ -26,7 +29,19 @@ TcpConnection::TcpConnection(Handshake::Context& context, vmci::UniqueFd socket,
     : socket_(std::move(socket)), peer_(peer), since_ns_(now_ns), state_(peer ? State::connecting : State::shaking_hands) {
   const int on = 1;
   ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  handshake_.emplace(context, socket_.get(), std::move(peer));
+  try_to([&] { handshake_.emplace(context, socket_.get(), std::move(peer)); });
+}
+
+// What may throw of the handshake and of sealing: nothing of it comes out of here. False: the connection is over.
+template <class Step>
+bool TcpConnection::try_to(Step&& step) try {
+  step();
+  return true;
+} catch (const std::exception& error) {
+  static constinit log::Sparing sparing;
+  sparing.warn("a connection with another host ends ({}), and is made anew", error.what());
+  break_off(Why::failed);
+  return false;
 }
 
 void TcpConnection::break_off(Why why) {
@@ -60,8 +75,11 @@ void TcpConnection::shake() {
   if (!secrets) return break_off(Why::strange);
   peer_ = handshake_->peer();
   encrypts_ = handshake_->encrypts();
-  sealing_.emplace(secrets->ours, FrameSeal::Way::seal);
-  opening_.emplace(secrets->theirs, FrameSeal::Way::open);
+  const bool keyed = try_to([&] {
+    opening_.emplace(secrets->theirs, FrameSeal::Way::open);
+    sealing_.emplace(secrets->ours, FrameSeal::Way::seal);
+  });
+  if (!keyed) return;
   handshake_.reset();
   buffer_ = std::make_unique<std::byte[]>(buffer_bytes);
   state_ = State::open;
@@ -70,16 +88,14 @@ void TcpConnection::shake() {
 // --- sending --------------------------------------------------------------------------------------------------
 
 void TcpConnection::send(LinkHead head, std::shared_ptr<FarFrame> frame) {
+  if (state_ != State::open) return;
   const std::size_t body = frame->whole_bytes() - sizeof(head);
   head.bytes = static_cast<std::uint32_t>(body);
   const FrameSeal::Bytes tagged(reinterpret_cast<const std::byte*>(&head), tagged_head_bytes), record(frame->whole() + sizeof(head), body);
-  if (encrypts_) {  // what was given stays as it is: it may have to be sent again
-    std::shared_ptr<FarFrame> encrypted = FarFrame::make(frame->record().payload_bytes);
-    head.tag = sealing_->seal(tagged, record, encrypted->whole() + sizeof(head));
-    frame = std::move(encrypted);
-  } else {
-    head.tag = sealing_->seal(tagged, record, nullptr);
-  }
+  // What was given stays as it is: it may have to be sent again.
+  std::shared_ptr<FarFrame> encrypted = encrypts_ ? FarFrame::make(frame->record().payload_bytes) : nullptr;
+  if (!try_to([&] { head.tag = sealing_->seal(tagged, record, encrypted ? encrypted->whole() + sizeof(head) : nullptr); })) return;
+  if (encrypted) frame = std::move(encrypted);
   std::memcpy(frame->whole(), &head, sizeof(head));
   outgoing_bytes_ += sizeof(head) + body;
   outgoing_.push_back(std::move(frame));

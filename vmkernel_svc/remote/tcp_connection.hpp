@@ -14,7 +14,8 @@ namespace vrdma::remote {
 class TcpConnection {
  public:
   enum class State { connecting, shaking_hands, open, broken };
-  enum class Why { none, hung_up, strange, malformed };  // strange: not from who it should be
+  // strange: not from who it should be. failed: OpenSSL has no memory, most likely, which ends this connection and nothing else.
+  enum class Why { none, hung_up, strange, malformed, failed };
 
   // `peer`: whom the socket is about to reach; nullptr: who has connected to us.
   TcpConnection(Handshake::Context& context, vmci::UniqueFd socket, std::shared_ptr<const PeerHost> peer, std::uint64_t now_ns);
@@ -44,6 +45,8 @@ class TcpConnection {
  private:
   static constexpr std::size_t buffer_bytes = 64 * 1024, read_ahead_bytes = 4096, large_bytes = 8192;
 
+  template <class Step>
+  bool try_to(Step&& step);
   void shake();
   bool begin_frame();
   bool read(std::int64_t& budget);

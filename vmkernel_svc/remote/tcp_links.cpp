@@ -227,6 +227,7 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   Stranger stranger = std::move(strangers_[index]);
   strangers_.erase(strangers_.begin() + static_cast<std::ptrdiff_t>(index));
   Link* const link = connection.state() == TcpConnection::State::open ? find(connection.peer()->id) : nullptr;
+  if (connection.why() == TcpConnection::Why::failed) return dispose(std::move(stranger.connection));
   if (link == nullptr || link->dials) {
     counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
     if (const auto& claimed = connection.peer(); claimed) gauge(claimed->id)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
