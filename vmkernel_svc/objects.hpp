@@ -15,6 +15,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "vmci_channel/arch.hpp"
@@ -232,7 +233,13 @@ struct Guest {
   // Of backings: those that keys have room for (direct::KeyEntry), and where none of them is to be had, others, which peers cannot map.
   Numbers backing_numbers{1, direct::key_backings - 1};
   Numbers further_backing_numbers{direct::key_backings, control::backing_process - 1};
-  std::vector<control::Extent> staged;
+  std::vector<control::Extent> staged;  // count as the pieces that they will be
+  bool staged_too_many = false;         // for its tenant: those before are gone, and what wants them is told
+  void drop_staged() { take_staged(); }
+  std::vector<control::Extent> take_staged() {
+    tenant->pieces -= staged.size();
+    return std::exchange(staged, {});
+  }
 
   Numbers handle_numbers{1, ~std::uint32_t{0}};
   // For an object of whatever kind: never 0, which names none, nor one that is taken.

@@ -24,6 +24,7 @@ CASES = [
     *[(f"quota of objects, {kind}", {"quota": {**QUOTA, "queue_bytes": 1 << 30}}, None, kind, 200, {"EDQUOT"})
       for kind in ("pd", "cq", "qp", "srq", "channel", "context", "xrcd")],
     ("quota of registered bytes", {"quota": {**QUOTA, "objects": 1 << 20}}, None, "mr", 200, {"EDQUOT"}),
+    ("quota of pieces", {"quota": {"pieces": 40}}, None, "mr-stack", 200, {"EDQUOT"}),
     *[(f"quota of queue bytes, {kind}", {"quota": {**QUOTA, "objects": 1 << 20}}, None, kind, 5000, {"EDQUOT"}) for kind in ("qp", "srq", "cq")],
     ("quota of memberships", {"quota": {"memberships": 30}}, None, "group", 200, {"EDQUOT"}),
     ("arena", {"arena_bytes": 1 << 20}, None, "qp", 5000, {"ENOMEM"}),

@@ -167,6 +167,7 @@ bool ControlDesk::detach(Guest& guest, std::uint64_t for_ns) {
     guest.tenant->queue_bytes -= copying::segment_bytes;
     --guest.tenant->descriptors;
   }
+  guest.drop_staged();
   fabric_.departed.push_front(
       {guest.id, guest.name, guest.credentials, guest.lid, guest.requests_served, guest.totals});
   if (fabric_.departed.size() > 256) fabric_.departed.pop_back();

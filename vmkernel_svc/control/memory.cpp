@@ -114,15 +114,20 @@ Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std:
 
 template <>
 Result<Empty> ControlDesk::on<Request::stage_extents>(Guest& guest, const StageExtentsRequest& request) {
-  if (request.clear_first) guest.staged.clear();
+  Tenant& tenant = *guest.tenant;
+  if (request.clear_first) guest.drop_staged(), guest.staged_too_many = false;
   if (request.count > stage_extents_max || guest.staged.size() + request.count > (1u << 20)) return Errno{EINVAL};
+  if (guest.staged_too_many || request.count > tenant.quota.pieces - std::min<std::uint64_t>(tenant.pieces, tenant.quota.pieces))
+    return guest.drop_staged(), guest.staged_too_many = true, Errno{EDQUOT};
   guest.staged.insert(guest.staged.end(), request.extents, request.extents + request.count);
+  tenant.pieces += request.count;
   return Empty{};
 }
 
 // Turns what the guest staged into pieces that cover [address, address + bytes) without a gap, mapping what has a backing.
 Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes) {
-  const std::vector<Extent> extents = std::exchange(guest.staged, {});
+  const std::vector<Extent> extents = guest.take_staged();
+  if (std::exchange(guest.staged_too_many, false)) return Errno{EDQUOT};
   std::vector<Piece> pieces;
   pieces.reserve(std::min<std::size_t>(extents.size(), guest.tenant->quota.pieces));
   std::uint64_t at = address;
@@ -208,13 +213,13 @@ Result<RegMrReply> ControlDesk::on<Request::reg_mr>(Guest& guest, const RegMrReq
   ProtectionDomain* const pd = find(guest.pds, request.pd);
   if (pd == nullptr || request.bytes == 0 || request.bytes > bytes_max(request.access) || !rights_ok(request.access) || !staged_ok(guest, request.access) ||
       request.address + request.bytes < request.address || request.iova + request.bytes < request.iova)
-    return guest.staged.clear(), Errno{EINVAL};
+    return guest.drop_staged(), Errno{EINVAL};
   Tenant& tenant = *guest.tenant;
-  if (guest.mrs.size() >= limits::mr_max || !fabric_.regions.make_room()) return guest.staged.clear(), Errno{ENOMEM};
+  if (guest.mrs.size() >= limits::mr_max || !fabric_.regions.make_room()) return guest.drop_staged(), Errno{ENOMEM};
   const std::uint64_t held = Region::on_demand(request.access) ? 0 : request.bytes;
   if (held > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes) ||
       !tenant.take_object())
-    return guest.staged.clear(), Errno{EDQUOT};
+    return guest.drop_staged(), Errno{EDQUOT};
   auto pieces = pieces_of(guest, request.address, request.bytes);
   if (!pieces) return --tenant.objects, pieces.error();
   std::uint32_t slot;
@@ -247,25 +252,25 @@ template <>
 Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregMrRequest& request) {
   constexpr std::uint32_t change_translation = 1, change_pd = 2, change_access = 4;
   const auto found = guest.mrs.find(request.mr);
-  if (found == guest.mrs.end()) return guest.staged.clear(), Errno{EINVAL};
+  if (found == guest.mrs.end()) return guest.drop_staged(), Errno{EINVAL};
   Region& region = fabric_.regions.slot(found->second);
-  if (region.windows != 0) return guest.staged.clear(), Errno{EBUSY};
+  if (region.windows != 0) return guest.drop_staged(), Errno{EBUSY};
   const bool on_demand = Region::on_demand(region.access);
-  if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.staged.clear(), Errno{EINVAL};
+  if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.drop_staged(), Errno{EINVAL};
   if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
   if (const auto forgotten = forget_at_hca(fabric_, found->second); forgotten == HcaDesk::Forgotten::held || (forgotten == HcaDesk::Forgotten::known && may_wait(guest)))
     return Errno{EINPROGRESS};
   ProtectionDomain* const pd = (request.flags & change_pd) ? find(guest.pds, request.pd) : nullptr;
   if (((request.flags & change_pd) && (pd == nullptr || pd->context != region.domain->context)) || ((request.flags & change_access) && !rights_ok(request.access)))
-    return guest.staged.clear(), Errno{EINVAL};
+    return guest.drop_staged(), Errno{EINVAL};
   if (request.flags & change_translation) {
     if (request.bytes == 0 || request.bytes > bytes_max(region.access) || !staged_ok(guest, region.access) || request.address + request.bytes < request.address ||
         request.iova + request.bytes < request.iova)
-      return guest.staged.clear(), Errno{EINVAL};
+      return guest.drop_staged(), Errno{EINVAL};
     const Tenant& tenant = *guest.tenant;
     if (!on_demand && request.bytes > region.bytes && request.bytes - region.bytes > tenant.quota.registered_bytes - std::min(tenant.registered_bytes, tenant.quota.registered_bytes))
-      return guest.staged.clear(), Errno{EDQUOT};
+      return guest.drop_staged(), Errno{EDQUOT};
     auto pieces = pieces_of(guest, request.address, request.bytes);
     if (!pieces) return pieces.error();
     guest.tenant->pieces += pieces->size() - region.pieces.size();
