@@ -256,8 +256,11 @@ class Listening(TestCase):
 
     def test_who_is_idle_and_has_lost_its_socket_leaves_and_lets_another_services_be(self):
         with self.service("--idle-exit", "1") as first:
+            guest, status, _ = attach(self.socket)
+            self.assertEqual(status, 0)
             os.unlink(self.socket)
             with self.service():
+                guest.close()
                 self.assertEqual(first.wait(WATCHDOG_S), 0)
                 self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
 
@@ -304,6 +307,15 @@ class Listening(TestCase):
                 guest.close()
         self.assertEqual(self.service_said.count("cannot write the log"), 1, self.service_said)
         self.assertIn("No space left on device", self.service_said)
+
+    def test_a_log_that_is_truncated_goes_on_from_its_beginning(self):
+        log = self.folder / "log"
+        with self.service("--log-file", log):
+            guest, status, _ = attach(self.socket)
+            self.assertEqual(status, 0)
+            guest.close()
+            os.truncate(log, 0)
+        self.assertRegex(log.read_bytes(), rb"^\[[^\0]* SIGTERM: leaving\n$")
 
     def test_a_log_that_cannot_be_opened_is_named(self):
         file = self.folder / "file"
