@@ -66,21 +66,21 @@ void examine_lease(const nlohmann::json& state, std::vector<Finding>& findings) 
 
 // The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
 std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
-  const char* const named = std::getenv("VRDMA_SOCKET");
-  const bool chosen = !wanted.empty() || (named != nullptr && *named != '\0');
+  const bool chosen = is_chosen(wanted);
   for (const auto& path : service_paths(wanted)) {
-    auto socket = vmci::PacketSocket::connect(path);
-    if (!socket) {
-      const int error = value(socket.error());
+    const auto found = connect_to(path, chosen);
+    if (!found) {
+      const int error = value(found.error());
       if (chosen)
         findings.push_back({Level::problem, "service", fmt::format("cannot reach the host service at {} ({})", path, std::strerror(error)),
                             service_remedy(error)});
       else if (error != ENOENT && error != ECONNREFUSED)
-        findings.push_back({Level::note, "service", fmt::format("{} does not admit us ({})", path, std::strerror(error)), service_remedy(error)});
+        findings.push_back({Level::note, "service", error == ESRCH ? path + " is for the programs of another pid namespace" : fmt::format("{} does not admit us ({})", path, std::strerror(error)),
+                            service_remedy(error)});
       continue;
     }
     try {
-      const auto state = query({path, std::move(*socket)});
+      const auto state = query(*found);
       const auto& service = state.at("service");
       const auto version = service.at("version").get<std::string>();
       const auto channel = service.at("channel_version").get<std::string>();
@@ -135,7 +135,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   std::optional<Service> started;
   std::string socket = running.value_or("");
   if (!running) {
-    if (!wanted.empty() || std::getenv("VRDMA_SOCKET") != nullptr) return;  // said already
+    if (is_chosen(wanted)) return;  // said already
     if (!apart_from_host("").why.empty()) return;  // likewise; and a private service would be in front of the agent's for a while
     try {
       started = find_or_start_service();

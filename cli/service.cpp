@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "cli/fail.hpp"
+#include "cli/query.hpp"
 
 namespace vrdma::cli {
 
@@ -54,7 +56,41 @@ const char* named_socket() {
 }
 
 std::string mediated_folder() { return private_folder() + "/mediated"; }
-std::string mediated_socket() { return mediated_folder() + "/vrdmad.sock"; }
+std::string socket_in(const std::string& folder) { return folder + "/vrdmad.sock"; }
+
+// Of a process as /proc names it; 0: that cannot be read.
+ino_t pid_namespace(const std::string& process) {
+  struct stat status;
+  return ::stat(("/proc/" + process + "/ns/pid").c_str(), &status) == 0 ? status.st_ino : 0;
+}
+
+// Below that folder, where another pid namespace's service is in it: for processes of this one.
+std::string folder_beside(const std::string& folder) { return fmt::format("{}/pid-{}", folder, pid_namespace("self")); }
+
+// Where a private service of that folder may listen.
+std::vector<std::string> private_sockets(const std::string& folder) {
+  std::error_code error;
+  const std::string beside = folder_beside(folder);
+  if (!fs::exists(beside, error)) return {socket_in(folder)};
+  return {socket_in(folder), socket_in(beside)};
+}
+
+// Whether a private service is in a pid namespace (a sandbox's, a container's) that this process is outside of: it ends with that, and does not see
+// processes here. One of which that cannot be told is ours.
+bool is_apart(const Service& service) {
+  const auto peer = service.socket.peer();
+  const ino_t here = pid_namespace("self");
+  if (!peer || here == 0 || service.path == host_socket || service.path.ends_with(socket_in(fmt::format("/pid-{}", here)))) return false;
+  if (peer->pid > 0) {
+    const ino_t there = pid_namespace(std::to_string(peer->pid));
+    return there != 0 && there != here;
+  }
+  try {  // above us, as that of a sandbox's caller, or beside us
+    return !query(service).at("service").value("sees_caller", true);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 
 void make_private_folder(const std::string& folder) {
   if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
@@ -135,54 +171,77 @@ void start_private_service(const std::string& path, const char* direct) {
     fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
 }
 
-// The service of that folder, in which there is at most one.
+// The service of that folder, in which there is at most one; where another pid namespace's is in it, that of our own folder beside it.
 Service start_or_find(const std::string& folder, const char* direct) {
-  const std::string path = folder + "/vrdmad.sock";
+  const std::string path = socket_in(folder);
   make_private_folder(folder);
   const std::string lock_path = folder + "/lock";  // which a service that leaves as idle holds, too
   vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (!lock || ::flock(lock.get(), LOCK_EX) != 0)
     fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));
-  auto socket = vmci::PacketSocket::connect(path);  // another `vrdma run` may have been faster
-  if (!socket) {
-    start_private_service(path, direct);
-    socket = vmci::PacketSocket::connect(path);
-    if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
-  }
+  auto found = connect_to(path, false);  // another `vrdma run` may have been faster
+  if (!found && value(found.error()) == ESRCH) return start_or_find(folder_beside(folder), direct);
+  if (!found) found = connect_to(socket_in(folder_beside(folder)), false);  // the other namespace's has gone, ours has not
+  if (found) return std::move(*found);
+  start_private_service(path, direct);
+  auto socket = vmci::PacketSocket::connect(path);
+  if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
   return Service{path, std::move(*socket)};
 }
 
 }  // namespace
 
-std::string private_socket() { return private_folder() + "/vrdmad.sock"; }
+std::string private_socket() { return socket_in(private_folder()); }
 
-bool is_private(const Service& service) { return service.path == private_socket() || service.path == mediated_socket(); }
+bool is_private(const Service& service) {
+  for (const auto& folder : {private_folder(), mediated_folder()})
+    for (const auto& path : private_sockets(folder))
+      if (service.path == path) return true;
+  return false;
+}
 
 std::vector<std::string> service_paths(const std::string& wanted) {
   if (!wanted.empty()) return {wanted};
   if (const char* const named = named_socket()) return {named};
-  return {private_socket(), host_socket};
+  auto paths = private_sockets(private_folder());
+  paths.push_back(host_socket);
+  return paths;
+}
+
+bool is_chosen(const std::string& wanted) { return !wanted.empty() || named_socket() != nullptr; }
+
+Result<Service> connect_to(const std::string& path, bool chosen) {
+  auto socket = vmci::PacketSocket::connect(path);
+  if (!socket) return socket.error();
+  Service service{path, std::move(*socket)};
+  if (!chosen && is_apart(service)) return Errno{ESRCH};
+  return service;
 }
 
 Result<Service> find_service(const std::string& wanted) {
   Errno last{ENOENT};
   for (const auto& path : service_paths(wanted)) {
-    auto socket = vmci::PacketSocket::connect(path);
-    if (socket) return Service{path, std::move(*socket)};
-    last = socket.error();
+    auto found = connect_to(path, is_chosen(wanted));
+    if (found) return found;
+    last = found.error();
   }
   return last;
 }
 
 Result<Service> find_service_to_show(const std::string& wanted) {
   auto found = find_service(wanted);
-  if (!found && wanted.empty() && named_socket() == nullptr)
-    if (auto mediated = find_service(mediated_socket())) return mediated;
+  if (!found && !is_chosen(wanted))
+    for (const auto& path : private_sockets(mediated_folder()))
+      if (auto mediated = connect_to(path, false)) return mediated;
   return found;
 }
 
+const char* service_error(int error) { return error == ESRCH ? "which is in another pid namespace" : std::strerror(error); }
+
 const char* service_remedy(int error) {
   switch (error) {
+    case ESRCH:
+      return "\"vrdma run\" starts one beside it, for programs here";
     case ENOENT:
     case ECONNREFUSED:
       return "start vrdmad, or use \"vrdma run\"";
@@ -207,10 +266,10 @@ std::runtime_error unreachable(const std::string& wanted) {
   std::string tried;
   int last = ENOENT;
   for (const auto& path : service_paths(wanted)) {
-    const auto socket = vmci::PacketSocket::connect(path);
-    const int error = socket ? EAGAIN : value(socket.error());
+    const auto service = connect_to(path, is_chosen(wanted));
+    const int error = service ? EAGAIN : value(service.error());
     if (tried.empty() || error != ENOENT) last = error;  // the remedy is that of the path which exists
-    tried += fmt::format("{}{} ({})", tried.empty() ? "" : " or ", path, std::strerror(error));
+    tried += fmt::format("{}{} ({})", tried.empty() ? "" : " or ", path, service_error(error));
   }
   return std::runtime_error(fmt::format("cannot reach the host service at {}: {}", tried, service_remedy(last)));
 }
@@ -234,7 +293,8 @@ Service find_or_start_service() {
 }
 
 Service find_or_start_mediated_service() {
-  if (const char* const named = named_socket(); named != nullptr && named != mediated_socket())
+  const auto ours = private_sockets(mediated_folder());
+  if (const char* const named = named_socket(); named != nullptr && std::find(ours.begin(), ours.end(), named) == ours.end())
     fail(fmt::format("VRDMA_SOCKET names {}, and --mediated means a private service: unset it, or say \"vrdma direct mediated\" to that service", named));
   make_private_folder(private_folder());
   return start_or_find(mediated_folder(), "mediated");

@@ -10,7 +10,8 @@
 
 namespace vrdma::cli {
 
-// Where a service may listen: $VRDMA_SOCKET alone if set; else the user's private one, then the host's.
+// Where a service may listen: $VRDMA_SOCKET alone if set; else the user's private one, then the host's. The private one of a sandbox with a pid
+// namespace of its own, and the same folder, is passed over by those outside: theirs is in a folder below, pid-INODE of their namespace.
 std::string private_socket();                      // $XDG_RUNTIME_DIR/vrdma/vrdmad.sock or /tmp/vrdma-UID/vrdmad.sock
 constexpr const char* host_socket = "/run/vrdma/vrdmad.sock";
 
@@ -21,13 +22,17 @@ struct Service {
 
 // Where to look: `wanted` alone if it is given, else as above.
 std::vector<std::string> service_paths(const std::string& wanted);
+bool is_chosen(const std::string& wanted);  // by that, or VRDMA_SOCKET
+// A connection to the service there. ESRCH: a private one in another pid namespace, which nobody has chosen.
+Result<Service> connect_to(const std::string& path, bool chosen);
 // Whether it is one that `vrdma run` has started, for its own user.
 bool is_private(const Service& service);
 // A connection to the first service that answers. The error is that of the last path tried.
 Result<Service> find_service(const std::string& wanted = {});
 // Likewise; where none answers, also the private one that moves all data itself.
 Result<Service> find_service_to_show(const std::string& wanted);
-// What to do about an error of find_service(); and the whole sentence, naming every path that was tried.
+// What an error of find_service() says, and what to do about it; and the whole sentence, naming every path that was tried.
+const char* service_error(int error);
 const char* service_remedy(int error);
 std::runtime_error unreachable(const std::string& wanted);
 // As find_service(), starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.

@@ -50,7 +50,7 @@ json describe(const hosts::Service& service, const std::string& folder) {
 Viewer Viewer::at(const vmci::PacketSocket& socket) {
   const auto peer = socket.peer();
   if (!peer) return {};
-  return {peer->uid, peer->uid == 0 || peer->uid == ::geteuid(), ""};
+  return {peer->uid, peer->uid == 0 || peer->uid == ::geteuid(), "", peer->pid != 0};
 }
 
 bool Viewer::sees(const Guest& guest) const {
@@ -174,7 +174,8 @@ json describe_service(Shard& shard, const Viewer& viewer) {
                     {"direct", fabric.config.direct},
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr},
-                    {"all", viewer.all}};
+                    {"all", viewer.all},
+                    {"sees_caller", viewer.is_visible}};
   out["carriers"] = describe_carriers(fabric);
   out["groups"] = describe_groups(fabric, viewer);
   out["hca"] = describe_hca(fabric);

@@ -18,9 +18,10 @@ struct Viewer {
   uid_t uid = static_cast<uid_t>(-1);
   bool all = false;
   std::string machine;  // empty: on this host
+  bool is_visible = true;  // the process that asks is in this service's pid namespace, or one below
 
   static Viewer at(const vmci::PacketSocket& socket);
-  static Viewer in(const std::string& machine, uid_t uid) { return {uid, uid == 0, machine}; }
+  static Viewer in(const std::string& machine, uid_t uid) { return {uid, uid == 0, machine, true}; }
   bool sees(const Guest& guest) const;
 };
 

@@ -582,6 +582,34 @@ class Running(TestCase):
                 self.assertTrue((folder / "vrdmad.sock").is_socket(), "it left while somebody was connected")
         self.stop_private_service()
 
+    def test_a_private_service_of_a_sandbox_is_not_for_programs_outside(self):
+        # It would see none of their processes, and end with the sandbox.
+        sandbox = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+        if self.run_program(*sandbox, "true").returncode != 0:
+            self.skipTest("no user and pid namespaces here")
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        beside = folder / f"pid-{os.stat('/proc/self/ns/pid').st_ino}" / "vrdmad.sock"
+        inside = [BIN / "vrdma", "run", "--", "sh", "-c", "echo up; read line"]
+        with subprocess.Popen([str(word) for word in [*sandbox, *inside]], env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            try:
+                self.assertEqual(program.stdout.readline(), "up\n")
+                self.assert_refuses(self.vrdma("show"), 1, str(folder / "vrdmad.sock"), "another pid namespace", "vrdma run")
+                self.assertIn("another pid namespace", self.vrdma("doctor").stdout)
+                shown = self.vrdma("run", "--", BIN / "vrdma", "show", "--json")
+                self.assertEqual(json.loads(shown.stdout)["service"]["socket"], str(beside), shown.stderr)
+                self.assertEqual(self.vrdma("run", "--", "ibv_devinfo").returncode, 0)
+                second = self.run_program(*sandbox, BIN / "vrdma", "run", "--", BIN / "vrdma", "show", "--json")  # neither is for another sandbox
+                self.assertNotIn(json.loads(second.stdout)["service"]["socket"], (str(folder / "vrdmad.sock"), str(beside)), second.stderr)
+            finally:
+                program.stdin.close()
+        self.assertEqual(json.loads(self.vrdma("show", "--json").stdout)["service"]["socket"], str(beside))  # and stays for who comes now
+        self.assertEqual(json.loads(self.vrdma("run", "--", BIN / "vrdma", "show", "--json").stdout)["service"]["socket"], str(beside))
+        self.stop_private_service()
+        self.assertEqual(self.vrdma("run", "--", "true").returncode, 0)
+        below = self.run_program(*sandbox, BIN / "vrdma", "run", "--", BIN / "vrdma", "show", "--json")  # which it sees, and does not end with
+        self.assertEqual(json.loads(below.stdout)["service"]["socket"], str(folder / "vrdmad.sock"), below.stderr)
+        self.stop_private_service()
+
     def test_a_private_service_offers_direct_mode_or_is_another_one(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "mediated"
         inner = [BIN / "vrdma", "run", "--mediated", "--", BIN / "vrdma", "show", "--json"]  # the same service again
