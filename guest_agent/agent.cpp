@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
@@ -25,6 +26,7 @@ constexpr std::uint64_t busy_nap_ns = 50'000;        // … every so often
 constexpr std::uint64_t nap_ns = 1'000'000;          // later, while there are processes
 constexpr std::uint64_t idle_nap_ns = 20'000'000;    // while there are none
 constexpr std::size_t unsent_bytes_max = 1 << 20;  // then processes wait with their packets
+constexpr std::uint64_t accept_pause_ns = 100'000'000;
 constexpr std::uint64_t goodbye_ns = 2'000'000'000;
 }  // namespace
 
@@ -51,6 +53,7 @@ void Agent::run(int stop) {
     look(now_ns);
     if (session_.linked() && receive()) busy_until_ns_ = now_ns + busy_ns;
     if (session_.linked()) session_.flush();
+    look_at_listener(now_ns);
     wait(now_ns);
   }
   watch_.events.remove(stop);
@@ -132,6 +135,7 @@ void Agent::wait(std::uint64_t now_ns) {
   } else if (connections_.empty()) {
     timeout_ns = idle_nap_ns;
   }
+  if (listener_ && !accepting_) timeout_ns = std::min(timeout_ns, accept_pause_ns);
   watch_.events.wait(timeout_ns, [&](Source source) {
     // The answer to a doorbell comes to the process by itself, mostly.
     if (source.connection == 0 || source.item != Connection::item_doorbell) busy_until_ns_ = vmci::monotonic_ns() + busy_ns;
@@ -171,12 +175,14 @@ void Agent::accept() {
     if (!fd) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EAGAIN) return;
-      // Out of descriptors: those who wait get their turn when others have left.
-      say("cannot accept a process (%s): raise the limit of open files", std::strerror(errno));
+      // Out of descriptors or memory: those who wait get their turn when there is some again, whoever has let go of it.
+      if (const int why = errno; std::exchange(not_accepted_, why) != why) say("cannot accept a process (%s): raise the limit of open files", std::strerror(why));
       watch_.events.remove(listener_.get());
       accepting_ = false;
+      accept_again_ns_ = vmci::monotonic_ns() + accept_pause_ns;
       return;
     }
+    not_accepted_ = 0;
     vmci::PacketSocket socket(std::move(fd));
     const auto peer = socket.peer();
     if (!peer || connections_of_[peer->uid] >= options_.connections_per_user_max) continue;  // closed: nobody takes up everything
@@ -196,7 +202,13 @@ void Agent::drop(Connection& connection, std::uint32_t number) {
 
 void Agent::count_out(const Connection& connection) {
   if (--connections_of_[connection.uid()] == 0) connections_of_.erase(connection.uid());
-  if (listener_ && !accepting_) accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
+  accept_again_ns_ = 0;
+}
+
+void Agent::look_at_listener(std::uint64_t now_ns) {
+  if (!listener_ || accepting_ || now_ns < accept_again_ns_) return;
+  accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
+  accept_again_ns_ = now_ns + accept_pause_ns;
 }
 
 void Agent::listen() {
@@ -215,7 +227,8 @@ void Agent::listen() {
   }
   listener_ = std::move(*listening);
   socket_file_ = vmci::SocketFile(options_.socket);
-  accepting_ = watch_.events.add(listener_.get(), EPOLLIN, {0, item_listener}).has_value();
+  accept_again_ns_ = 0;
+  look_at_listener(vmci::monotonic_ns());
   say("%s serves %s as machine \"%s\"", VRDMA_VERSION, options_.socket.c_str(), session_.machine().c_str());
   readiness_.serves("serves " + options_.socket + " as machine " + session_.machine());
 }

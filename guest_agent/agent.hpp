@@ -43,6 +43,7 @@ class Agent {
   void wait(std::uint64_t now_ns);
   void take_event(Source source);
   void accept();
+  void look_at_listener(std::uint64_t now_ns);
   void listen();
   void stop_listening();
   void lose();       // whoever was served is not any more
@@ -62,6 +63,8 @@ class Agent {
   std::map<uid_t, std::uint32_t> connections_of_;
   std::uint32_t next_connection_ = 1;
   std::uint64_t busy_until_ns_ = 0;
+  std::uint64_t accept_again_ns_ = 0;  // while it has a listener and does not accept
+  int not_accepted_ = 0;               // why, when that was tried last; 0: somebody was
 };
 
 }  // namespace vrdma::agent

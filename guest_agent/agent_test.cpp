@@ -9,7 +9,9 @@
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
+#include <vector>
 
 #include "guest_agent/test/machine.hpp"
 #include "vmci_channel/page_pin.hpp"
@@ -423,6 +425,35 @@ TEST_CASE("Two pieces of memory have two segments, and one that the service refu
   a.ring.reset();
   b.ring.reset();
   CHECK(rings_open() == rings_before + 1);
+}
+
+// Nobody is connected whose leaving would tell that there is something again.
+TEST_CASE("Who cannot be accepted for want of descriptors is when there are some, though nobody has left") {
+  if (!can_pin()) return;
+  for (const bool by_interrupts : {false, true}) {
+    CAPTURE(by_interrupts);
+    Machine machine(by_interrupts);
+    machine.begin_service(epoch);
+    machine.open_session();
+    rlimit before{};
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+    std::vector<UniqueFd> taken;
+    taken.emplace_back(::dup(STDERR_FILENO));
+    rlimit few = before;
+    few.rlim_cur = static_cast<rlim_t>(taken.back().get()) + 16;
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &few) == 0);
+    for (UniqueFd one(::dup(STDERR_FILENO)); one; one.reset(::dup(STDERR_FILENO))) taken.push_back(std::move(one));
+    taken.pop_back();
+    vmci::PacketSocket waiting;  // has the last one
+    machine.until("a connection", [&] {
+      auto connected = vmci::PacketSocket::connect(machine.socket);
+      if (connected) waiting = std::move(*connected);
+      return connected.has_value();
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it has tried, most likely
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+    CHECK(machine.await(Frame::open).head.connection != 0);
+  }
 }
 
 TEST_CASE("A process that registers very much leaves descriptors for others") {
