@@ -298,9 +298,10 @@ json show_json(const json& state, const std::string& object) {
   if (object.empty()) return state;
   if (object == "guests" || object == "cache" || object == "hca") return state.at(object);
   if (object == "hosts") return state.at("subnet");
-  if (object == "routes") {  // to this host's guests, then to other hosts
+  if (object == "routes") {  // to this host's guests, then to other hosts, then to groups
     json out = state.at("routes");
-    for (const auto& host : state.value("carriers", json::array())) out.push_back(host);
+    for (const char* more : {"carriers", "groups"})
+      for (const auto& route : state.value(more, json::array())) out.push_back(route);
     return out;
   }
   if (object == "counters") {
@@ -374,8 +375,8 @@ std::string metrics_text(const json& state) {
     for (const auto& [name, counters] : state.at("cache").items()) out.add(counters.at(what), fmt::format("cache=\"{}\"", name));
   }
   for (const char* what : {"turns", "sleeps", "doorbells"}) {
-    out.begin(fmt::format("shard_{}_total", what), "counter", "Of the thread that runs the engine.");
-    out.add(state.at("counters").at(what), "shard=\"0\"");
+    out.begin(fmt::format("shard_{}_total", what), "counter", "Of a thread that runs the engine.");
+    for (const auto& shard : state.at("shards")) out.add(shard.at(what), fmt::format("shard=\"{}\"", shard.at("shard").get<std::uint32_t>()));
   }
   return out.take();
 }

@@ -173,7 +173,7 @@ json describe_service(Shard& shard, const Viewer& viewer) {
                     {"link_layer", fabric.config.link_layer},
                     {"direct", fabric.config.direct},
                     {"active_mtu", fabric.config.active_mtu},
-                    {"physical_hca", fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr},
+                    {"physical_hca", has_hca(fabric)},
                     {"all", viewer.all},
                     {"sees_caller", viewer.is_visible}};
   out["carriers"] = describe_carriers(fabric);

@@ -77,7 +77,7 @@ json describe_device(const Guest& guest, const Fabric& fabric) {
   for (const std::uint16_t pkey : device.pkeys)
     if (pkey != 0) pkeys.push_back(hex(be16toh(pkey), 4));
   json out{{"adapter", "vrdma virtual HCA"},
-           {"physical_hca_available", false},
+           {"physical_hca_available", has_hca(fabric)},
            {"fw_version", std::string(device.fw_version, ::strnlen(device.fw_version, sizeof(device.fw_version)))},
            {"node_guid", hex(be64toh(device.node_guid), 16)},
            {"sys_image_guid", hex(be64toh(device.sys_image_guid), 16)},
@@ -90,7 +90,7 @@ json describe_device(const Guest& guest, const Fabric& fabric) {
            {"max_mtu", 128u << device.max_mtu},
            {"srq_supported", device.srq_max != 0}};
   out["roce_versions"] = ethernet ? json{"v1", "v2"} : json::array();
-  out["qp_types"] = {"RC", "UC", "UD"};
+  out["qp_types"] = {"RC", "UC", "UD", "XRC"};
   out["limits"] = {{"qps", device.qp_max},          {"cqs", device.cq_max},      {"srqs", device.srq_max},
                    {"mrs", device.mr_max},          {"pds", device.pd_max},      {"qp_wr", device.qp_wr_max},
                    {"srq_wr", device.srq_wr_max},   {"cqe", device.cqe_max},     {"sge", device.sge_max},
@@ -111,9 +111,9 @@ json describe_way(Fabric& fabric, const MediatedPorts::Qp& qp) {
   return {{"via", fabric.far->carrier().name()}, {"why", why}};
 }
 
-// Without those that were written directly and are not counted yet.
-std::uint32_t unpolled(const CompletionQueue& cq) {
-  const std::uint32_t count = cq.produced - std::atomic_ref(cq.shared->consumed).load(std::memory_order_relaxed);
+// What its guest has not taken yet. Both count on meanwhile where completions are written directly.
+std::uint32_t unpolled(const CompletionQueue& cq, std::uint32_t produced) {
+  const std::uint32_t count = produced - std::atomic_ref(cq.shared->consumed).load(std::memory_order_relaxed);
   return cq.direct_lanes != 0 && static_cast<std::int32_t>(count) < 0 ? 0 : count;
 }
 
@@ -183,9 +183,10 @@ json describe(std::uint32_t id, const CmIdentifier& one) {
 }
 
 // Of these there may be very many: without the detour by a tree. Nothing that a guest chose is text in it.
-void write(std::string& text, std::uint32_t handle, const CompletionQueue& cq) {
+void write(std::string& text, std::uint32_t handle, const CompletionQueue& cq, const DirectDesk& direct) {
+  const std::uint32_t produced = direct.produced(cq);
   fmt::format_to(std::back_inserter(text), R"({{"cq":{},"ctx":{},"cqe":{},"completions":{},"unpolled":{},"users":{},"channel":{},"overrun":{}}})", handle, cq.context, cq.cqe,
-                 cq.produced, unpolled(cq), cq.users.size(), cq.channel != nullptr ? cq.channel->handle.value : 0, cq.overrun);
+                 produced, unpolled(cq, produced), cq.users.size(), cq.channel != nullptr ? cq.channel->handle.value : 0, cq.overrun);
 }
 
 void write(std::string& text, std::uint32_t handle, const Region& region, const Guest& guest) {
@@ -201,6 +202,8 @@ void write(std::string& text, std::uint32_t handle, const Region& region, const 
 constexpr const char* part_names[] = {"contexts", "pds", "qps", "cqs", "srqs", "cm_ids", "mrs"};
 
 }  // namespace
+
+bool has_hca(const Fabric& fabric) { return fabric.far != nullptr && fabric.far->hca() != nullptr && fabric.far->hca()->device() != nullptr; }
 
 void ShownGuest::begin(const Guest& guest, Shard& shard, std::string& text) {
   text += text_of(describe(guest, shard.fabric()));
@@ -278,7 +281,7 @@ void ShownGuest::write_object(Guest& guest, Shard& shard, std::uint32_t handle, 
         totals_ += counters;
         if (!qp->completes_for_srq() && qp->stands_for == nullptr) separate(text), text += text_of(describe(*qp, counters, shard));
       });
-    case Part::cqs: return with(guest.cqs, [&](auto& cq) { separate(text), write(text, handle, *cq); });
+    case Part::cqs: return with(guest.cqs, [&](auto& cq) { separate(text), write(text, handle, *cq, shard.direct()); });
     case Part::srqs: return with(guest.srqs, [&](auto& srq) { separate(text), text += text_of(describe(handle, *srq)); });
     case Part::mrs: return with(guest.mrs, [&](auto slot) { separate(text), write(text, handle, shard.fabric().regions.slot(slot), guest); });
     case Part::cm_ids: return;

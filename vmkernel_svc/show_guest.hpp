@@ -10,6 +10,9 @@
 
 namespace vrdma::svc {
 
+// Whether a physical HCA takes part, for connections to other hosts.
+bool has_hca(const Fabric& fabric);
+
 class ShownGuest {
  public:
   void begin(const Guest& guest, Shard& shard, std::string& text);

@@ -1,4 +1,5 @@
 """vrdma and vrdmad when something is wrong: what they say, what they return. Needs python3 only; parts need root and skip aloud."""
+import contextlib
 import errno
 import fcntl
 import json
@@ -650,6 +651,7 @@ class Running(TestCase):
         self.assert_refuses(self.vrdma("container", "--format", "cdi", "--socket", "/a,b/c.sock"), 1, "/a,b/c.sock", "comma")
         self.assert_refuses(self.vrdma("container", "--format", "cdi", "--link-layer", "ib"), 1, "either link layer")
         self.assert_refuses(self.vrdma("container", "--format", "pod"), 2, "pod", "nspawn")
+        self.assert_refuses(self.vrdma("container", "--format", "cdi", "--name", "a b"), 1, "a b", "--name without")
         private = self.vrdma("container")  # whose socket comes and goes
         self.assertIn(f"source={self.environment['XDG_RUNTIME_DIR']}/vrdma,target=/run/vrdma,readonly", private.stdout)
         self.assertIn("only processes of your user", private.stderr)
@@ -710,6 +712,7 @@ class Showing(TestCase):
             self.assertIn("name ada ", self.show("guests"))
             device = json.loads(self.show("devices", "--json"))[0]
             self.assertEqual(device["physical_hca_available"], False)
+            self.assertEqual(device["qp_types"], ["RC", "UC", "UD", "XRC"])
             self.assertEqual((device["state"], device["active_mtu"], device["link_layer"]), ("ACTIVE", 4096, "InfiniBand"))
             for word in ("node_guid", "active_mtu 4096", "srq yes", "physical_hca_available no", "link_layer InfiniBand", "max_qp "):
                 self.assertIn(word, self.show("devices"))
@@ -751,8 +754,57 @@ class Showing(TestCase):
             self.assertEqual(mine.returncode, 0, mine.stderr)
             guest.close()
 
+    @contextlib.contextmanager
+    def pair(self, *command):
+        """Server and client of that, until the end of the block."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        programs = []
+
+        def start(*more):
+            programs.append(subprocess.Popen([str(BIN / "vrdma"), "run", "--", *command, "-p", str(port), *more], env=dict(self.environment, VRDMA_SOCKET=self.socket),
+                                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True))
+
+        def listens():
+            return any(f":{port:04X} " in line and " 0A " in line for file in ("tcp", "tcp6") for line in pathlib.Path(f"/proc/net/{file}").read_text().splitlines())
+
+        try:
+            start()
+            self.wait_until(listens, "the server listens")
+            start("localhost")
+            yield
+        finally:
+            for program in programs:
+                os.killpg(program.pid, signal.SIGKILL)
+                program.wait()
+
+    def wait_until(self, condition, what):
+        deadline = time.monotonic() + WATCHDOG_S
+        while not (found := condition()):
+            self.assertLess(time.monotonic(), deadline, what)
+            time.sleep(0.02)
+        return found
+
+    @unittest.skipUnless(shutil.which("ibv_rc_pingpong"), "no ibv_rc_pingpong here")
+    def test_completions_that_programs_write_themselves_are_counted(self):
+        def completions():
+            modes = [qp["mode"] for qp in json.loads(self.show("qps", "--json"))]
+            counts = [cq["completions"] for cq in json.loads(self.show("cqs", "--json"))]
+            return counts if modes == ["direct"] * 2 and min(counts, default=0) > 1000 else None
+
+        with self.service("--direct", "auto"), self.pair("ibv_rc_pingpong", "-n", "1000000000"):
+            before = self.wait_until(completions, "completions of direct connections are shown")
+            self.wait_until(lambda: (now := completions()) and all(a > b for a, b in zip(now, before)), "more of them are")
+
+    @unittest.skipUnless(shutil.which("ib_send_bw"), "no perftest here")
+    def test_groups_are_shown_as_text_and_as_json(self):
+        with self.service(), self.pair("ib_send_bw", "-c", "UD", "-g", "-D", "1000"):
+            self.wait_until(lambda: "mgid" in self.show("routes"), "a group is shown")
+            self.assertTrue([route for route in json.loads(self.show("routes", "--json")) if "mgid" in route])
+
     def test_metrics_are_prometheus_text(self):
-        with self.service():
+        with self.service("--shards", "2"):
             guest, _, _ = attach(self.socket, b'quo"te\\d')
             text = self.vrdma("metrics", "--socket", self.socket).stdout
             guest.close()
@@ -774,12 +826,16 @@ class Showing(TestCase):
                     finished.add(match[1])
                     current = match[1]
         self.assertIn("vrdma_guests", typed)
+        for what in ("turns", "sleeps", "doorbells"):  # of each, not their sum
+            self.assertEqual(re.findall(rf'vrdma_shard_{what}_total{{shard="(\d)"}}', text), ["0", "1"])
         self.assertIn('name="quo\\"te\\\\d"', text)
 
     @needs_full_device
     def test_a_full_disk_is_said(self):
         with self.service(), open("/dev/full", "w") as full:
-            self.assert_refuses(self.vrdma("show", "--socket", self.socket, stdout=full), 1, "standard output", "No space left")
+            for command in ("show", "container"):
+                self.assert_refuses(self.vrdma(command, "--socket", self.socket, stdout=full), 1, "standard output", "No space left")
+            self.assert_refuses(self.vrdma("container", "--format", "cdi", stdout=full), 1, "standard output", "No space left")
 
     def test_a_service_that_is_stopped_is_not_waited_for_for_ever(self):
         with self.service() as process:

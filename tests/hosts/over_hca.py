@@ -46,6 +46,8 @@ def over_hca(world, pair_of, conformance_of):
         try:
             before = sent(a) + sent(b)
             wait_until(lambda: sent(a) + sent(b) > before + 50, 60, "messages flow by the HCAs", [pair.server, pair.client])
+            if not all(device["physical_hca_available"] for host in which for device in host.show("devices")):
+                raise Failure("vrdma show devices knows of no HCA")
         except BaseException:
             pair.stop()
             raise

@@ -323,4 +323,25 @@ engine::QpCounters DirectDesk::counters(const QueuePair& qp) const {
   return sum;
 }
 
+// Completions written there, by the posters of what is handed out, too.
+std::uint32_t DirectDesk::produced(const CompletionQueue& cq) const {
+  std::uint32_t sum = cq.produced;
+  if (cq.direct_lanes == 0) return sum;
+  const auto since = [](const DirectLink& link, int side, auto member) {
+    if (link.owned[side]) return std::uint32_t{0};
+    return std::atomic_ref(recorded(link.claims[side]).*member).load(std::memory_order_relaxed) - link.seen[side].*member;
+  };
+  std::vector<QueuePair*> users = cq.users;  // with those that complete here in both directions once
+  std::sort(users.begin(), users.end());
+  users.erase(std::unique(users.begin(), users.end()), users.end());
+  for (const QueuePair* const qp : users) {
+    const DirectLink* const link = qp->core.port.link;
+    if (link == nullptr) continue;
+    const int i = link->side(*qp);
+    if (qp->send_cq == &cq) sum += since(*link, i, &direct::Positions::send_lane);
+    if (qp->receive_cq == &cq) sum += since(*link, 1 - i, &direct::Positions::receive_lane);
+  }
+  return sum;
+}
+
 }  // namespace vrdma::svc

@@ -91,6 +91,7 @@ class DirectDesk {
   std::string mode(const QueuePair& qp) const;
   // With what has been done directly since the service last had the positions.
   engine::QpCounters counters(const QueuePair& qp) const;
+  std::uint32_t produced(const CompletionQueue& cq) const;
   struct Counters {
     std::uint64_t links = 0;       // connections that could be direct
     std::uint64_t paths = 0;       // to inboxes, given to posters
