@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/fail.hpp"
+#include "cli/output.hpp"
 #include "cli/service.hpp"
 
 namespace vrdma::cli {
@@ -30,12 +31,11 @@ struct Additions {
 };
 
 // The shell splits what $(vrdma container) prints at blanks, podman what stands behind --mount at commas, systemd-nspawn at colons.
-const std::string& plain(const std::string& path) {
+const std::string& plain(const std::string& text, const char* instead) {
   constexpr const char* special = " \t\n,:\"\\'*?[";
-  if (path.find_first_of(special) != std::string::npos)
-    fail(fmt::format("{} cannot stand in the options of a container, because of a blank, comma, colon, quote or wildcard in it: install vrdma, or let vrdmad "
-                     "listen, at a path without", path));
-  return path;
+  if (text.find_first_of(special) != std::string::npos)
+    fail(fmt::format("\"{}\" cannot stand in the options of a container, because of a blank, comma, colon, quote or wildcard in it: {}", text, instead));
+  return text;
 }
 
 Additions additions(const ContainerOptions& options, const std::string& socket_path, bool whole_folder) {
@@ -48,11 +48,12 @@ Additions additions(const ContainerOptions& options, const std::string& socket_p
   else
     all.mounts.push_back({socket, inside});
   all.mounts.push_back({fs::path(library_path()).parent_path(), library_inside});
-  for (const auto& mount : all.mounts) plain(mount.from);
+  constexpr const char* other_path = "install vrdma, or let vrdmad listen, at a path without";
+  for (const auto& mount : all.mounts) plain(mount.from, other_path);
   all.environment.push_back({"LD_PRELOAD", fmt::format("{}/libvrdma.so", library_inside)});
-  all.environment.push_back({"VRDMA_SOCKET", plain(inside)});
+  all.environment.push_back({"VRDMA_SOCKET", plain(inside, other_path)});
   if (!options.link_layer.empty()) all.environment.push_back({"VRDMA_LINK_LAYER", options.link_layer});
-  if (!options.name.empty()) all.environment.push_back({"VRDMA_NAME", plain(options.name)});
+  if (!options.name.empty()) all.environment.push_back({"VRDMA_NAME", plain(options.name, "give a --name without")});
   return all;
 }
 
@@ -81,7 +82,7 @@ void print_options(const Additions& all, bool nspawn) {
     line += nspawn ? fmt::format("--bind-ro={}:{} ", mount.from, mount.to) : fmt::format("--mount=type=bind,source={},target={},readonly ", mount.from, mount.to);
   for (const auto& variable : all.environment) line += fmt::format("{}={}={} ", nspawn ? "--setenv" : "--env", variable.name, variable.value);
   line.back() = '\n';
-  fmt::print("{}", line);
+  print_all(line);
 }
 
 }  // namespace
@@ -90,7 +91,7 @@ int container(const ContainerOptions& options) {
   if (options.format == "cdi") {
     if (!options.link_layer.empty()) fail("--format cdi has a device for either link layer, ib and ethernet: choose when a container is started");
     // Read whenever a container starts: of the host's service, which need not run now.
-    fmt::print("{}\n", specification(additions(options, options.socket.empty() ? host_socket : options.socket, false)).dump(2));
+    print_all(specification(additions(options, options.socket.empty() ? host_socket : options.socket, false)).dump(2) + "\n");
     return 0;
   }
   auto found = find_service(options.socket);
