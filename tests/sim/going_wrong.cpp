@@ -1,5 +1,6 @@
 // What goes wrong in a schedule: queue pairs that are reset or die, memory that goes away, links that break, hosts that begin anew.
 #include <string>
+#include <utility>
 
 #include "tests/sim/schedule.hpp"
 
@@ -116,6 +117,21 @@ void Schedule::break_link() {
   ++count_.cuts;
 }
 
+// Who is on the same host as its peer is out of its reach for a moment: another path, no common partition, a machine that stands still.
+void Schedule::hide(std::uint32_t index) {
+  const Node& peer = nodes_[nodes_[index].peer];
+  if (nodes_[index].type == QpType::ud || nodes_[index].peer == index || peer.qp == nullptr || guests_[peer.guest].host != guests_[nodes_[index].guest].host) return;
+  auto& port = nodes_[index].qp->core.port;
+  const std::uint16_t lid = std::exchange(port.lid, std::uint16_t{0xbfff});
+  for (std::uint32_t i = random_.between(1, 8); i > 0; --i) {
+    peer.qp->core.port.runnable = true;
+    run_one(), finish_some_copy();
+    if (random_.chance(20)) let_time_pass();
+  }
+  port.lid = lid;
+  peer.qp->core.port.runnable = true;
+}
+
 void Schedule::lose_memory(std::uint32_t index) {
   Node& node = nodes_[index];
   Guest& guest = guests_[node.guest];
@@ -133,7 +149,7 @@ void Schedule::go_wrong() {
   const std::uint32_t index = random_.below(static_cast<std::uint32_t>(nodes_.size()));
   if (nodes_[index].qp == nullptr) return;
   auto& qp = *nodes_[index].qp;
-  switch (random_.below(host_count_ > 1 ? 11 : 7)) {
+  switch (random_.below(host_count_ > 1 ? 12 : 8)) {
     case 0:
       world_.modify(qp, QpState::err, {});
       break;
@@ -154,11 +170,14 @@ void Schedule::go_wrong() {
         world_.modify(qp, QpState::rts, {});
       break;
     case 7:
+      hide(index);
+      break;
     case 8:
     case 9:
+    case 10:
       break_link();
       break;
-    case 10:
+    case 11:
       if (random_.chance(30)) restart(random_.below(host_count_));
       break;
     default:

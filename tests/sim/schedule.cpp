@@ -29,6 +29,7 @@ Schedule::Schedule(std::uint64_t seed, Planted planted) : random_(seed), planted
   slow_percent_ = random_.chance(40) ? 0 : random_.chance(50) ? 10 : 60;
   steps_ = kind < 3 ? 300 : random_.between(200, 900);
 
+  world_.ports.atomics_pend = slow_percent_ != 0 && random_.chance(50);
   world_.ports.copy_pends = [this](const TestPorts::Qp&, std::uint64_t) { return slow_percent_ != 0 && random_.chance(slow_percent_); };
   world_.ports.on_completion = [this](TestPorts::Qp& qp, Direction direction, const Cqe& cqe, CqeState state) {
     for (std::uint32_t i = 0; i < nodes_.size(); ++i)
@@ -189,7 +190,7 @@ void Schedule::post_send(std::uint32_t index) {
     posted.near_slot = posted.near->take();
     if (posted.near_slot < 0) return;
     const std::uint64_t near_offset = posted.near->offset(posted.near_slot);
-    const Guest& far = guests_[nodes_[node.peer].guest];
+    Guest& far = guests_[nodes_[node.peer].guest];
     if (kind < 90) {
       message.opcode = WrOpcode::rdma_read;
       const std::uint32_t bytes = size(), at = random_.below(payload_max_);
@@ -199,6 +200,7 @@ void Schedule::post_send(std::uint32_t index) {
     } else {
       message.opcode = WrOpcode::atomic_fetch_and_add;
       spec.remote = far.counter->remote(0, 1);
+      ++far.adds_posted;
       spec.sges = cut(posted.near->memory(), near_offset, 8, 2);
     }
   }
@@ -479,6 +481,7 @@ void Schedule::tear_down() {
     if (guest.srq_slots) guest.srq_slots->check("shared receive buffers", strict_);
     std::uint64_t word;
     std::memcpy(&word, guest.counter->bytes.data(), 8);
+    if (word - guest.counter_start > guest.adds_posted) Checker::fail("a fetch-and-add was carried out twice");
     if (checker_.atomics_seen() != 0 && strict_ && (checker_.old_value_max() >> 32) == (guest.counter_start >> 32) &&
         checker_.old_value_max() >= word)
       Checker::fail("a fetch-and-add returned a value that the word never had");

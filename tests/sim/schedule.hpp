@@ -48,6 +48,7 @@ class Schedule {
     test::TestWorld::Memory* source;   // never changes: what SENDs and WRITEs send and READs read
     test::TestWorld::Memory* counter;  // fetch-and-add
     std::uint64_t counter_start;
+    std::uint64_t adds_posted = 0;     // of 1 each, to that counter
     std::unique_ptr<test::TestSrq> srq;
     std::unique_ptr<Slots> srq_slots;
   };
@@ -84,6 +85,7 @@ class Schedule {
   void survive(std::uint32_t node);
   void restart(std::uint32_t host);
   void break_link();
+  void hide(std::uint32_t node);
   void lose_memory(std::uint32_t node);
 
   template <class See>
