@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "cli/host.hpp"
 #include "cli/host_talk.hpp"
@@ -124,6 +125,19 @@ void examine_agent(const std::optional<std::string>& running, std::vector<Findin
                                             "\"vrdma vm add\" prints there", ""});
 }
 
+// The words of an error are all that the program which tries it hands on.
+const char* self_test_remedy(const std::string& error) {
+  constexpr std::pair<int, const char*> known[] = {
+      {EADDRNOTAVAIL, "no LID is left, or the subnet has leased none to this host: see \"vrdma show hosts\""},
+      {ENOMEM, "raise the limit of address space (ulimit -v) here, or the limits under which vrdmad was started; a private one leaves ten seconds after its last program"},
+      {EFBIG, "vrdmad was started under a limit of file sizes (ulimit -f): start it without; a private one leaves ten seconds after its last program"},
+      {EDQUOT, "the service has as much of this user as its quota allows: its log says of what, and \"quota\" in vrdmad.conf(5) is how much"},
+      {EMFILE, "raise the limit of open files (ulimit -n)"}};
+  for (const auto& [number, remedy] : known)
+    if (error == std::strerror(number)) return remedy;
+  return "see the log of vrdmad; if it is a version mismatch, use one version of both";
+}
+
 void examine_library(const std::string& wanted, const std::optional<std::string>& running, std::vector<Finding>& findings) {
   std::string library;
   try {
@@ -141,15 +155,14 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
       started = find_or_start_service();
       socket = started->path;
     } catch (const std::exception& error) {
-      findings.push_back({Level::problem, "self-test", error.what(), "see that log"});
+      findings.push_back({Level::problem, "self-test", error.what(), "mend that, or start vrdmad as a service"});
       return;
     }
   }
   const SelfTestResult result = self_test(library, socket);
   if (!result.failed_at.empty()) {
     findings.push_back({Level::problem, "self-test", fmt::format("{} with {}: {} failed ({})", socket, library, result.failed_at, result.error),
-                        result.error == std::strerror(EADDRNOTAVAIL) ? "no LID is left, or the subnet has leased none to this host: see \"vrdma show hosts\""
-                                                                     : "see the log of vrdmad; if it is a version mismatch, use one version of both"});
+                        self_test_remedy(result.error)});
     return;
   }
   findings.push_back({Level::ok, "library", library + " loads", ""});

@@ -18,6 +18,7 @@
 #include <sstream>
 
 #include "cli/doctor.hpp"
+#include "cli/service.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 #ifndef F_SEAL_FUTURE_WRITE
@@ -65,18 +66,17 @@ Finding check_file_size() {
   rlimit limit{};
   ::getrlimit(RLIMIT_FSIZE, &limit);
   if (limit.rlim_cur == RLIM_INFINITY) return {Level::ok, "file-size", "no limit of file sizes (sparse shared memory is one large file)", ""};
-  return {Level::problem, "file-size", fmt::format("files are limited to {}: the sparse file that shared memory is made of is larger, and "
-                                                   "exceeding the limit ends a process with SIGXFSZ", size_text(limit.rlim_cur)),
+  return {Level::note, "file-size", fmt::format("files are limited to {}: the sparse file from which memory is shared would be larger, so that what programs register is reached "
+                                                "through them; slower", size_text(limit.rlim_cur)),
           "ulimit -f unlimited"};
 }
 
 Finding check_address_space() {
-  constexpr std::uint64_t needed = (1ull << 30) + (128ull << 20);  // the service's default arena, and a small program
   rlimit limit{};
   ::getrlimit(RLIMIT_AS, &limit);
   if (limit.rlim_cur == RLIM_INFINITY) return {Level::ok, "addresses", "no limit of address space (the queues of a program are 1 GiB, sparse)", ""};
   const std::string what = fmt::format("address space is limited to {}", size_text(limit.rlim_cur));
-  if (limit.rlim_cur >= needed) return {Level::ok, "addresses", what + ", of which the queues of a program are 1 GiB, sparse", ""};
+  if (limit.rlim_cur >= address_space_least) return {Level::ok, "addresses", what + ", of which the queues of a program are 1 GiB, sparse", ""};
   return {Level::problem, "addresses", what + ": the queues of a program are 1 GiB, sparse, and cannot be mapped",
           "ulimit -v unlimited, or a smaller \"arena_bytes\" in vrdmad.conf(5)"};
 }
@@ -106,7 +106,7 @@ Finding check_memlock() {
 
 Finding check_userfaultfd() {
   const std::string cost = "a program with several threads cannot have its memory mapped into the service: each access goes through the "
-                           "process (process_vm_readv), which costs a worker's turn per message; programs with one thread are not affected";
+                           "process (/proc/PID/mem), by a worker of the service or, in direct mode, by the program that posts: some microseconds a message; programs with one thread are not affected";
   UniqueFd fd(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK)));
   std::string by = "the system call";
   const int syscall_error = fd ? 0 : errno;

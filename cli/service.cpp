@@ -122,7 +122,21 @@ void raise_limits() {
   }
 }
 
+// It has our hard limits for as long as it serves, also programs that are under none.
+void require_limits() {
+  const auto require = [](auto which, std::uint64_t least, const char* what, const char* option) {
+    rlimit limit;
+    if (::getrlimit(which, &limit) != 0 || limit.rlim_max == RLIM_INFINITY || limit.rlim_max >= least) return;
+    fail(fmt::format("{} is limited to {} KiB here (ulimit -H{}), and a private service, which would have that limit, needs {} MiB for each program: raise it, or begin where "
+                     "there is none",
+                     what, limit.rlim_max >> 10, option, least >> 20));
+  };
+  require(RLIMIT_AS, address_space_least, "address space", "v");
+  require(RLIMIT_FSIZE, queues_bytes, "the size of files", "f");
+}
+
 void start_private_service(const std::string& path, const char* direct) {
+  require_limits();
   int ready[2];
   if (::pipe2(ready, O_CLOEXEC) != 0) fail(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
   vmci::UniqueFd ready_read(ready[0]), ready_write(ready[1]);

@@ -1,6 +1,7 @@
 // Finding the host service, and starting a private one where there is none.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -14,6 +15,11 @@ namespace vrdma::cli {
 // namespace of its own, and the same folder, is passed over by those outside: theirs is in a folder below, pid-INODE of their namespace.
 std::string private_socket();                      // $XDG_RUNTIME_DIR/vrdma/vrdmad.sock or /tmp/vrdma-UID/vrdmad.sock
 constexpr const char* host_socket = "/run/vrdma/vrdmad.sock";
+
+// What the service keeps a program's queues in, sparse, unless it is configured otherwise: mapped by both, and a file for the limits of those.
+constexpr std::uint64_t queues_bytes = std::uint64_t{1} << 30;
+// The address space for that, and for a small program.
+constexpr std::uint64_t address_space_least = queues_bytes + (std::uint64_t{128} << 20);
 
 struct Service {
   std::string path;

@@ -887,13 +887,23 @@ class Doctor(TestCase):
         self.assertEqual(found["service"]["level"], "problem")
         self.assertIn(self.socket, found["service"]["what"])
 
-    def test_a_limit_of_file_sizes_is_a_problem(self):
+    def test_a_limit_of_file_sizes_makes_a_program_slower_and_a_service_useless(self):
         def limit():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
         with self.service():
             found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
-            self.assertEqual(found["file-size"]["level"], "problem")
+            self.assertEqual((found["file-size"]["level"], found["self-test"]["level"]), ("note", "ok"))
             self.assertIn("ulimit -f", found["file-size"]["remedy"])
+        with self.service(preexec_fn=limit):
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket})
+            self.assertEqual(found["self-test"]["level"], "problem")
+            self.assertIn("ulimit -f", found["self-test"]["remedy"])
+
+    def test_no_private_service_is_started_under_limits_that_it_could_not_serve_with(self):
+        for which, bytes_, option in ((resource.RLIMIT_FSIZE, 100 << 10, "ulimit -Hf"), (resource.RLIMIT_AS, 900 << 20, "ulimit -Hv")):
+            with self.subTest(option):
+                self.assert_refuses(self.vrdma("run", "--", "true", preexec_fn=lambda: resource.setrlimit(which, (bytes_, bytes_))), 125, option, f"{bytes_ >> 10} KiB")
+                self.assertFalse(pathlib.Path(self.environment["XDG_RUNTIME_DIR"], "vrdma", "vrdmad.sock").exists())
 
     def test_a_limit_of_address_space_is_a_problem_that_a_program_is_told(self):
         def limit():
