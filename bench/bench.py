@@ -70,7 +70,7 @@ def options_of(words):
     parser = Parser(prog="vrdma bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                     epilog="Each figure is the median of its repetitions, which go round by turns with those beside it; client and server are pinned\n"
                            "to a processor each. Peers that are not installed are named, with their Debian package, and left out.\n"
-                           "Exit code: 0; 1 if a figure could not be measured; 2 for wrong usage. See vrdma-bench(1).")
+                           "Exit code: 0; 1 if a figure or a --mode could not be measured; 2 for wrong usage. See vrdma-bench(1).")
     parser.add_argument("--quick", action="store_true", help="the most important rows, one short repetition each")
     parser.add_argument("--only", metavar="PATTERN", type=pattern, help="a regular expression: rows to measure, as --list names them")
     parser.add_argument("--list", action="store_true", help="only print the rows, and who is measured in each")
@@ -200,7 +200,8 @@ def measure(options):
     if why_none:
         print(why_none)
     print(f"{folder}/bench.json, bench.md{', plots: ' if pictures else ''}{', '.join(name for name, _ in pictures)}")
-    return 1 if document["failed"] else 0
+    had_not = [mode for mode in options.mode if mode in document["missing"]]  # it was asked for; peers were not
+    return 1 if document["failed"] or had_not else 0
 
 
 def main(words):

@@ -17,6 +17,7 @@ import unittest
 import xml.etree.ElementTree
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
 WATCHDOG_S = 300
 PEER_TOOLS = ("ib_send_lat", "ucx_perftest", "mpirun", "fi_pingpong")
 
@@ -100,6 +101,19 @@ class Run(Command):
         self.assertIn("mpirun is not installed: apt-get install openmpi-bin", said)
         self.assertIn("gnuplot is not installed (apt-get install gnuplot-nox)", said)
         self.assertEqual(set(json.loads((self.folder / "made/bench.json").read_text())["missing"]), {"ucx", "mpi"})
+
+
+class Installed(Command):
+    def test_a_mode_that_cannot_be_had_is_a_failure(self):
+        # As where it is installed: no tests, so no two hosts.
+        shutil.copytree(HERE, self.folder / "share/vrdma/bench")
+        shutil.copytree(HERE.parent / "tests/interop", self.folder / "share/vrdma/tests/interop", ignore=lambda *_: {"__pycache__"})
+        build = self.vrdma.parent.parent
+        done = subprocess.run([sys.executable, "-B", self.folder / "share/vrdma/bench/bench.py", "--vrdma", self.vrdma, "--library", build / "lib/libvrdma.so", "--programs",
+                               build / "tests", "--mode", "hosts", "--output", self.folder / "made"], env=self.environment, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WATCHDOG_S)
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn("only from the source tree", done.stdout)
 
 
 def document(**values):
