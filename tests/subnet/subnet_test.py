@@ -326,6 +326,13 @@ class Refused(Subnet):
         wait_until(lambda: "our certificate has expired" in self.log("b"), "b says so")
         wait_until(lambda: not any(other["reachable"] for other in self.show("a")["others"]), "a has let go of b")
         wait_until(lambda: "has expired" in str(self.show("a")["others"]) or "has expired" in self.log("a"), "a says why")
+        wait_until(lambda: "has expired" in self.show("b")["problem"], "b shows why")
+        # Programs' messages go by a connection of its own, which would stand.
+        for name in "ab":
+            def route():
+                routes = json.loads(self.good("show", "routes", "--json", "--socket", self.hosts[name]["folder"] / "s.sock"))
+                return next((one for one in routes if "address" in one), None)
+            wait_until(lambda: route() and route()["state"] != "connected", f"{name} has ended the connection of programs")
 
     def test_a_copy_of_a_host_gets_no_lids(self):
         self.make("a", "b", managers=("a",))

@@ -145,7 +145,7 @@ void Service::heard_of_etcd() {
   managers_ = {us};
   if (!leader.name.empty() && leader.name != us.name) managers_.push_back(leader);
   perform(node_->tick(now_ms()));
-  if (etcd_->problem() != snapshot()->problem && node_->member().problem().empty()) publish();
+  if (problem() != snapshot()->problem) publish();
 }
 
 void Service::save() {
@@ -168,7 +168,7 @@ void Service::perform(Outbox out) {
   if (unsaved_) return;
   for (const auto& letter : out.letters) deliver(letter);
   const Member& member = node_->member();
-  if (member.lids() != before->lids || member.leader() != before->leader || member.problem() != before->problem || member.known().id().version != before->version ||
+  if (member.lids() != before->lids || member.leader() != before->leader || problem() != before->problem || member.known().id().version != before->version ||
       member.may_give(now_ms()) != may_give_ || node_->consensus().memory().term != before->term)
     publish();
   else if (may_give_ && began_ + std::chrono::milliseconds(now_ms() + member.lease_left_ms(now_ms())) > before->lease_until)
@@ -244,6 +244,7 @@ void Service::on_up(const SessionPtr& session) {
   if (node_->member().known().removed().contains(session->certificate().serial)) return session->close("your host was removed from the subnet");
   const bool tool = peer.address.empty();
   if (!tool && session->certificate().role != Role::host) return session->close("your certificate is not a host's");
+  if (!tool && have_expired()) return session->close("our own certificate has expired");
   if (!tool && peer.name == settings_.name) {
     if (peer.run == run_) return session->close("this is yourself: correct the addresses of \"peers\" or \"seed\"");
     if (said_.insert("twin " + session->remote_address()).second)
@@ -256,6 +257,7 @@ void Service::on_up(const SessionPtr& session) {
     if (said_.insert("list " + peer.name).second) log::error("hosts: {}", why);
     return session->close(why);
   }
+  if (!tool) valid_until_s_[session->certificate().serial] = session->certificate().not_after_s;
   session->route = next_route_++;
   sessions_[session->route] = session;
   if (tool) return;
@@ -322,20 +324,29 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
   publish();
 }
 
-// Who was let in, and would not be any more.
+// Who was let in, and would not be any more. Ours counts as theirs does: they may be of another opinion of what time it is.
 void Service::drop_those_out() {
   const auto& removed = node_->member().known().removed();
   const std::int64_t now_s = std::time(nullptr);
+  std::set<std::string> expired;
+  for (const auto& [serial, until_s] : valid_until_s_)
+    if (until_s < now_s) expired.insert(serial);
+  if (tls_->us().not_after_s < now_s) expired.insert(tls_->us().serial);
+  const bool news = std::exchange(expired_, expired) != expired;
   std::vector<std::pair<SessionPtr, const char*>> out;  // closing one takes it out of sessions_
   for (const auto& [route, session] : sessions_) {
-    const CertificateInfo& shown = session->certificate();
-    if (removed.contains(shown.serial)) out.emplace_back(session, "your host was removed from the subnet");
-    else if (shown.not_after_s < now_s) out.emplace_back(session, "your certificate has expired: make another by \"vrdma host add\"");
+    const std::string& serial = session->certificate().serial;
+    if (removed.contains(serial)) out.emplace_back(session, "your host was removed from the subnet");
+    else if (session->certificate().not_after_s < now_s) out.emplace_back(session, "your certificate has expired: make another by \"vrdma host add\"");
+    else if (have_expired() && !session->peer().address.empty()) out.emplace_back(session, "our own certificate has expired");
   }
   for (const auto& [session, why] : out) session->close(why);
-  if (tls_->us().not_after_s < now_s && said_.insert("expired").second)
-    log::error("hosts: our certificate has expired: make another by \"vrdma host add\", and join with that");
+  if (!have_expired()) said_.erase("expired");
+  else if (said_.insert("expired").second) log::error("hosts: our certificate has expired: make another by \"vrdma host add\", and join with that");
+  if (news) publish();  // data connections end with it
 }
+
+bool Service::have_expired() const { return expired_.contains(tls_->us().serial); }
 
 // --- dialing
 
@@ -346,6 +357,7 @@ void Service::dial_those_missing() {
     if (settings_.name < name) wanted[name] = {name, host.address, host.port};
   for (const auto& one : managers_) wanted.try_emplace(one.name, one);
   wanted.erase(settings_.name);
+  if (have_expired()) return;  // nobody lets us in
   const bool lost = node_->member().leader().empty();
   if (settings_.seed && (managers_.empty() || lost) && (seed_name_.empty() || !session_with(seed_name_)))
     wanted["seed"] = {"", settings_.seed->first, settings_.seed->second};

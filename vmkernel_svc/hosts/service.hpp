@@ -31,6 +31,7 @@ class Service final : public remote::Directory {
     Host host;
     bool reachable = false;
     bool manages = false;
+    bool expired = false;  // its certificate
     std::array<std::byte, 32> key{};
     std::string version, problem;  // why it is not reachable, as far as known
   };
@@ -102,6 +103,8 @@ class Service final : public remote::Directory {
   SessionPtr session_with(const std::string& name) const;
   bool is_right(const Session& session) const;  // the subnet knows its host by that address, or not at all
   void drop_those_out();
+  bool have_expired() const;  // we
+  std::string problem() const;  // for a person; empty: none
   void publish();
 
   Settings settings_;
@@ -117,6 +120,8 @@ class Service final : public remote::Directory {
   std::map<std::string, remote::HostId> ids_;  // by name and certificate: this process's numbers of hosts
   std::uint64_t next_route_ = 1;
   std::map<std::uint64_t, SessionPtr> sessions_;  // up, by route
+  std::map<std::string, std::int64_t> valid_until_s_;  // of certificates that others have shown, by serial
+  std::set<std::string> expired_;                 // of these, and ours
   std::deque<std::weak_ptr<Session>> opening_;    // accepted, and not up yet; oldest first
   std::map<std::string, Dial> dials_;             // by name; the seed's by "seed"
   std::string seed_name_;

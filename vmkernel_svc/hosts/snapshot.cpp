@@ -21,8 +21,7 @@ void Service::publish() {
   next->lids = member.lids();
   next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
   next->leader = member.leader();
-  next->problem = unsaved_ ? "its file cannot be written" : member.problem();
-  if (next->problem.empty() && etcd_) next->problem = etcd_->problem();
+  next->problem = problem();
   next->manages = etcd_ || node_->consensus().votes();
   next->term = node_->consensus().memory().term;
   next->strangers = strangers_;
@@ -31,7 +30,9 @@ void Service::publish() {
     Other& other = next->others[host.name];
     other.host = host;
     for (const auto& one : managers_) other.manages |= one.name == host.name;
-    if (const auto session = session_with(host.name)) {
+    const auto session = session_with(host.name);
+    other.expired = have_expired() || expired_.contains(session ? session->certificate().serial : host.serial);
+    if (session) {
       other.reachable = true;
       other.version = session->peer().version;
       other.key = session->key();
@@ -49,7 +50,7 @@ void Service::publish() {
     other.host.id = ids_.try_emplace(name + "/" + host.serial, static_cast<std::uint32_t>(ids_.size() + 1)).first->second;
     next->blocks[host.lids.first] = {host.lids.last, other.host.id};
     next->peers[other.host.id] = std::make_shared<remote::PeerHost>(
-        remote::PeerHost{other.host.id, host.name, host.address, host.carrier_port, other.key, other.reachable});
+        remote::PeerHost{other.host.id, host.name, host.address, host.carrier_port, other.key, other.reachable, other.expired});
   }
   std::vector<std::function<void()>> calls;
   {
@@ -59,7 +60,7 @@ void Service::publish() {
     for (auto& [id, peer] : next->peers) {
       const auto old = snapshot_->peers.find(id);
       if (old != snapshot_->peers.end() && old->second->name == peer->name && old->second->address == peer->address &&
-          old->second->carrier_port == peer->carrier_port && old->second->tag_key == peer->tag_key && old->second->reachable == peer->reachable)
+          old->second->carrier_port == peer->carrier_port && old->second->tag_key == peer->tag_key && old->second->reachable == peer->reachable && old->second->expired == peer->expired)
         peer = old->second;
       else
         news = true;
@@ -68,6 +69,13 @@ void Service::publish() {
     if (news) calls = listeners_;
   }
   for (const auto& call : calls) call();
+}
+
+std::string Service::problem() const {
+  if (unsaved_) return "its file cannot be written";
+  if (have_expired()) return "its certificate has expired: make another by \"vrdma host add\", and join with that";
+  if (!node_->member().problem().empty() || !etcd_) return node_->member().problem();
+  return etcd_->problem();
 }
 
 std::shared_ptr<const Service::Snapshot> Service::snapshot() const {

@@ -28,6 +28,9 @@ struct PeerHost {  // immutable; replaced when something changes
   std::uint16_t carrier_port;           // where its carrier listens
   std::array<std::byte, 32> tag_key;    // the key of the two hosts, by which a connection begins (handshake.hpp)
   bool reachable;                       // a session stands: connect to it and accept from it
+  // Its certificate, or ours, is good no longer: as one that was removed, it keeps no connection that it had. One that is not reachable for
+  // any other reason does.
+  bool expired = false;
 };
 
 struct LidHolder {

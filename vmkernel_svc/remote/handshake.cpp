@@ -56,7 +56,7 @@ int Handshake::Context::find_key(SSL* ssl, const unsigned char* identity, std::s
   auto& handshake = *static_cast<Handshake*>(SSL_get_app_data(ssl));
   *session = nullptr;  // and then there is no way to agree, as there are no certificates
   const auto peer = handshake.context_.find_({reinterpret_cast<const char*>(identity), bytes});
-  if (peer && peer->reachable) *session = session_of(ssl, peer->tag_key);
+  if (peer && peer->reachable && !peer->expired) *session = session_of(ssl, peer->tag_key);
   if (*session != nullptr) handshake.peer_ = peer;
   return 1;
 }

@@ -238,6 +238,28 @@ TEST_CASE("AServiceThatBeginsAnewIsANewSession") {
   }
 }
 
+TEST_CASE("ConnectionsEndWithACertificateAndNotWithASession") {
+  for (const std::size_t knowing : {0, 1}) {
+    CAPTURE(knowing);
+    const Subnet subnet;
+    const auto directory = std::make_shared<ChangingSubnet>(subnet.seen_by(knowing));
+    End one(subnet, knowing, directory), other(subnet, 1 - knowing);
+    one.await_session(other), other.await_session(one);
+    directory->change([](PeerHost& host) { host.reachable = false; });
+    one.send(1, 5000, one.session), other.send(1, 5000, other.session);
+    other.expect(1, one), one.expect(1, other);
+    CHECK(one.carrier->gauge(0)->connected.load());
+    directory->change([](PeerHost& host) { host.expired = true; });
+    one.carrier->turn();
+    CHECK_FALSE(one.carrier->gauge(0)->connected.load());
+    other.send(2, 5000, other.session);
+    while (other.carrier->gauge(0)->connected.load()) one.carrier->turn(), other.carrier->turn();
+    CHECK(one.carrier->receive() == nullptr);
+    directory->change([](PeerHost&) {});  // the clock was wrong
+    one.expect(2, other);
+  }
+}
+
 TEST_CASE("WhoHasAnotherSecretIsNotHeard") {
   const Subnet subnet;
   for (const std::size_t stranger_is : {std::size_t{0}, std::size_t{1}}) {

@@ -75,8 +75,10 @@ void TcpCarrier::find_hosts() {
   std::vector<std::string> addresses;
   const std::uint64_t now = vmci::monotonic_ns();
   for (auto& [id, link] : links_) {
-    if (const auto host = directory_->host(id)) addresses.push_back(host->address);
-    else if (link->connection) disconnect(*link, now);  // it was removed
+    const auto host = directory_->host(id);
+    if (host) addresses.push_back(host->address);
+    if (!link->connection) continue;
+    if (!host || host->expired) disconnect(*link, now);
   }
   close_to_strangers(addresses);
   next_look_ns_ = 0;
@@ -105,7 +107,7 @@ TcpCarrier::Link* TcpCarrier::find(HostId id) {
 
 void TcpCarrier::dial(Link& link, std::uint64_t now) {
   const auto host = directory_->host(link.id);
-  if (!host || !host->reachable) return;
+  if (!host || !host->reachable || host->expired) return;
   link.pause_ns = std::clamp<std::uint64_t>(link.pause_ns * 2, pause_min_ns, pause_max_ns);
   link.dial_at_ns = now + link.pause_ns;
   sockaddr_storage theirs, ours;

@@ -10,8 +10,10 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/remote/tcp_carrier.hpp"
@@ -68,13 +70,42 @@ struct Subnet {
   }
 };
 
+// A subnet in which what is known of the others changes.
+class ChangingSubnet final : public Directory {
+ public:
+  explicit ChangingSubnet(std::shared_ptr<ConfiguredSubnet> at_first) : at_first_(std::move(at_first)) {}
+  void change(const std::function<void(PeerHost&)>& how) {
+    how_ = how;
+    for (const auto& listener : listeners_) listener();
+  }
+
+  LidRange ours() const override { return at_first_->ours(); }
+  std::optional<HostId> host_of(std::uint16_t lid) const override { return at_first_->host_of(lid); }
+  std::vector<LidHolder> holders() const override { return at_first_->holders(); }
+  std::shared_ptr<const PeerHost> host(HostId id) const override { return changed(at_first_->host(id)); }
+  std::shared_ptr<const PeerHost> host_named(std::string_view name) const override { return changed(at_first_->host_named(name)); }
+  void when_changed(std::function<void()> call) override { listeners_.push_back(std::move(call)); }
+
+ private:
+  std::shared_ptr<const PeerHost> changed(const std::shared_ptr<const PeerHost>& host) const {
+    if (!host) return nullptr;
+    auto now = std::make_shared<PeerHost>(*host);
+    how_(*now);
+    return now;
+  }
+  std::shared_ptr<ConfiguredSubnet> at_first_;
+  std::function<void(PeerHost&)> how_ = [](PeerHost&) {};
+  std::vector<std::function<void()>> listeners_;
+};
+
 struct End {
   std::uint64_t session = 0;
   std::unique_ptr<TcpCarrier> carrier;
 
-  End(const Subnet& subnet, std::size_t host, bool encrypt = false)
+  End(const Subnet& subnet, std::size_t host, bool encrypt = false) : End(subnet, host, subnet.seen_by(host), encrypt) {}
+  End(const Subnet& subnet, std::size_t host, std::shared_ptr<Directory> directory, bool encrypt = false)
       : carrier(std::make_unique<TcpCarrier>(
-            TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, subnet.config.hosts[host].port, encrypt}, subnet.seen_by(host))) {
+            TcpCarrier::Place{subnet.config.hosts[host].name, subnet.config.hosts[host].address, subnet.config.hosts[host].port, encrypt}, std::move(directory))) {
     ::signal(SIGPIPE, SIG_IGN);  // the server blocks it in the shard's thread
   }
   // The next that comes, while the other end is driven, too; news is noted and passed on. nullptr: nothing within `patience`.
