@@ -1,6 +1,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <openssl/evp.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
@@ -258,6 +259,30 @@ TEST_CASE("ConnectionsEndWithACertificateAndNotWithASession") {
     directory->change([](PeerHost&) {});  // the clock was wrong
     one.expect(2, other);
   }
+}
+
+TEST_CASE("WhoHasMovedIsNotWaitedForWhereHeWas") {
+  const Subnet subnet;
+  vmci::UniqueFd former(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));  // who takes connections there, and says nothing
+  sockaddr_in here{};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t bytes = sizeof(here);
+  REQUIRE(::bind(former.get(), reinterpret_cast<const sockaddr*>(&here), bytes) == 0);
+  REQUIRE(::listen(former.get(), 8) == 0);
+  REQUIRE(::getsockname(former.get(), reinterpret_cast<sockaddr*>(&here), &bytes) == 0);
+  const auto directory = std::make_shared<ChangingSubnet>(subnet.seen_by(0));
+  directory->change([&](PeerHost& host) { host.carrier_port = ntohs(here.sin_port); });
+  End one(subnet, 0, directory), other(subnet, 1);
+  pollfd came{former.get(), POLLIN, 0};
+  while (::poll(&came, 1, 0) == 0) one.carrier->turn();
+  const vmci::UniqueFd knock(::accept4(former.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  REQUIRE(knock);
+  directory->change([](PeerHost&) {});
+  one.carrier->turn();  // only this once: nothing that takes time is seen
+  pollfd ended{knock.get(), POLLRDHUP, 0};
+  CHECK(::poll(&ended, 1, 10'000) == 1);
+  one.await_session(other), other.await_session(one);
 }
 
 TEST_CASE("WhoHasAnotherSecretIsNotHeard") {

@@ -89,6 +89,7 @@ class TcpCarrier final : public Carrier {
 
   void listen();
   void find_hosts();
+  static bool connects_elsewhere(const Link& link, const PeerHost& host);
   void close_to_strangers(const std::vector<std::string>& hosts);
   Link* find(HostId host);
   void dial(Link& link, std::uint64_t now);

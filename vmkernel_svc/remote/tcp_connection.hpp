@@ -24,7 +24,7 @@ class TcpConnection {
   State state() const { return state_; }
   Why why() const { return why_; }
   std::uint64_t since_ns() const { return since_ns_; }                            // of its beginning
-  const std::shared_ptr<const PeerHost>& peer() const { return peer_; }  // once open; of a handshake that failed: who it was to be, if it came so far
+  const std::shared_ptr<const PeerHost>& peer() const { return peer_; }  // of who is dialed; else once open; of a handshake that failed: who it was to be, if it came so far
   bool encrypts() const { return encrypts_; }
   void break_off(Why why);
 

@@ -79,9 +79,16 @@ void TcpCarrier::find_hosts() {
     if (host) addresses.push_back(host->address);
     if (!link->connection) continue;
     if (!host || host->expired) disconnect(*link, now);
+    else if (connects_elsewhere(*link, *host)) disconnect(*link, now), link->connects = link->pause_ns = 0, link->dial_at_ns = now;
   }
   close_to_strangers(addresses);
   next_look_ns_ = 0;
+}
+
+// To where it was before it moved: nobody may answer there, and that takes long to be seen.
+bool TcpCarrier::connects_elsewhere(const Link& link, const PeerHost& host) {
+  const auto& sought = link.connection->peer();
+  return link.connection->state() != TcpConnection::State::open && sought && (sought->address != host.address || sought->carrier_port != host.carrier_port);
 }
 
 void TcpCarrier::close_to_strangers(const std::vector<std::string>& hosts) {
