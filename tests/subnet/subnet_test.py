@@ -243,6 +243,19 @@ class Joining(Subnet):
         self.assertFalse(self.guest_gets_lid(path))
         self.assertEqual(self.kill("b", signal.SIGTERM), 0)
 
+    def test_a_leader_that_cannot_write_its_file_says_so(self):
+        self.make("a", "b", managers=("a",))
+        self.start("a")
+        self.settled("a")
+        beside = self.hosts["a"]["folder"] / "subnet.json.new"
+        beside.mkdir()  # nobody can write there, root neither
+        self.start("b")  # it is to be kept that b has LIDs
+        us = wait_until(lambda: self.show("a")["problem"] and self.show("a"), "a says so")
+        self.assertIn("cannot be written", us["problem"])
+        self.assertEqual(us["leader"], "")
+        beside.rmdir()
+        self.assertEqual(self.settled("a", "b")["a"]["problem"], "")
+
     def test_one_host_alone_leads_itself(self):
         self.make("a", managers=())
         self.start("a")

@@ -165,7 +165,10 @@ void Service::perform(Outbox out) {
   // Nobody hears of what is not on disk.
   if (out.save || unsaved_) save();
   for (const auto& line : out.log) log::info("hosts: {}", line);
-  if (unsaved_) return;
+  if (unsaved_) {
+    if (problem() != before->problem) publish();
+    return;
+  }
   for (const auto& letter : out.letters) deliver(letter);
   const Member& member = node_->member();
   if (member.lids() != before->lids || member.leader() != before->leader || problem() != before->problem || member.known().id().version != before->version ||

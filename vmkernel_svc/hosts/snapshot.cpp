@@ -20,7 +20,7 @@ void Service::publish() {
   if (const Host* const us = known.find(settings_.name)) next->us.id = us->id;
   next->lids = member.lids();
   next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
-  next->leader = member.leader();
+  if (!unsaved_) next->leader = member.leader();  // else it neither leads nor follows
   next->problem = problem();
   next->manages = etcd_ || node_->consensus().votes();
   next->term = node_->consensus().memory().term;
@@ -72,7 +72,7 @@ void Service::publish() {
 }
 
 std::string Service::problem() const {
-  if (unsaved_) return "its file cannot be written";
+  if (unsaved_) return "its file cannot be written, and it takes no part until that can be";
   if (have_expired()) return "its certificate has expired: make another by \"vrdma host add\", and join with that";
   if (!node_->member().problem().empty() || !etcd_) return node_->member().problem();
   return etcd_->problem();
