@@ -1002,6 +1002,22 @@ class ListedHosts(TestCase):
             self.assertEqual(result.returncode, 1, result.stdout)
             self.assertIn('copy "secret_file"', result.stdout)
             self.assertNotIn("nft", result.stdout)
+        self.assertEqual(self.service_said.count("do not have the same secret"), 1, self.service_said)
+
+    def test_a_log_says_that_a_host_comes_and_goes(self):
+        log = self.folder / "h0.log"
+
+        def until(*words):
+            end = time.monotonic() + WATCHDOG_S
+            while not all(word in (said := log.read_text()) for word in words):
+                self.assertLess(time.monotonic(), end, said)
+                time.sleep(0.05)
+
+        with self.service(*self.flags(0), "--log-file", log):
+            self.socket = str(self.folder / "other.sock")
+            with self.service(*self.flags(1)):
+                until("host h1 is there")
+            until("host h1 has gone")
 
 
 if __name__ == "__main__":

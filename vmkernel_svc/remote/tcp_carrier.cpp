@@ -190,7 +190,7 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
   if (connection.state() == State::broken) {
     if (connection.why() == TcpConnection::Why::strange) {
       counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
-      link.gauge->unauthenticated.fetch_add(1, std::memory_order_relaxed);
+      count_strange(connection, link.id, link.name);
     }
     if (connection.why() == TcpConnection::Why::malformed) counters_.malformed.fetch_add(1, std::memory_order_relaxed);
     return disconnect(link, now);

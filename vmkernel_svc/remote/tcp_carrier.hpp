@@ -97,6 +97,7 @@ class TcpCarrier final : public Carrier {
   void pause_accepting(int why, std::uint64_t now);
   void watch_listener(bool on);
   void disconnect(Link& link, std::uint64_t now);
+  void count_strange(const TcpConnection& connection, HostId host, const std::string& name);
   void opened(Link& link, std::uint64_t now);
   void watch(TcpConnection& connection, std::uint32_t& watched);
   void dispose(std::unique_ptr<TcpConnection> connection);

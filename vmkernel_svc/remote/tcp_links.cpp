@@ -185,8 +185,18 @@ void TcpCarrier::dispose(std::unique_ptr<TcpConnection> connection) {
   disposed_.push_back(std::move(connection));
 }
 
+// Of the host that it is, or was to be. That the secrets differ is said once until a connection with it stands.
+void TcpCarrier::count_strange(const TcpConnection& connection, HostId host, const std::string& name) {
+  const auto before = gauge(host)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
+  if (before == 0 && connection.why() == TcpConnection::Why::strange)
+    log::warn("no connection with host {}: the two do not have the same secret, or somebody else answers for it (\"vrdma doctor {}\" looks again)", name, name);
+}
+
 void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
-  if (link.greeted) link.gauge->reconnects.fetch_add(1, std::memory_order_relaxed);
+  if (link.greeted) {
+    link.gauge->reconnects.fetch_add(1, std::memory_order_relaxed);
+    log::info("host {} has gone, or the way to it: its connection has ended", link.name);
+  }
   dispose(std::move(link.connection));
   link.greeted = link.knows_us = false;
   link.watched = 0;
@@ -239,7 +249,7 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   if (connection.why() == TcpConnection::Why::failed) return dispose(std::move(stranger.connection));
   if (link == nullptr || link->dials) {
     counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
-    if (const auto& claimed = connection.peer(); claimed) gauge(claimed->id)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
+    if (const auto& claimed = connection.peer(); claimed) count_strange(connection, claimed->id, claimed->name);
     return dispose(std::move(stranger.connection));
   }
   if (link->connection) disconnect(*link, now);  // it has given up that one, or does not know of it
