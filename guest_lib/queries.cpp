@@ -10,6 +10,7 @@
 #include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/on_demand.hpp"
+#include "guest_lib/port_interface.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 
@@ -100,7 +101,7 @@ ibv_gid_entry entry_at(const control::DeviceReply& reply, std::uint32_t index) {
   entry.gid_index = index;
   entry.port_num = only_port;
   entry.gid_type = reply.gids[index].type;
-  entry.ndev_ifindex = reply.gids[index].ndev_ifindex;
+  entry.ndev_ifindex = port_interface();
   return entry;
 }
 

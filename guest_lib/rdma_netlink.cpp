@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/netlink.h>
+#include <net/if.h>
 #include <pthread.h>
 #include <rdma/rdma_netlink.h>
 #include <signal.h>
@@ -104,8 +105,10 @@ void put_port(NetlinkAnswer& answer, const SyntheticDevice& device, std::uint32_
   }
   answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_PORT_STATE, device.state);
   answer.put<std::uint8_t>(RDMA_NLDEV_ATTR_PORT_PHYS_STATE, device.physical_state);
-  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_NDEV_INDEX, synthetic_netdev_index);
-  answer.put(RDMA_NLDEV_ATTR_NDEV_NAME, synthetic_netdev);
+  const char* const interface = device.gids[0].netdev;
+  const std::uint32_t interface_index = interface[0] != '\0' ? ::if_nametoindex(interface) : 0;
+  answer.put<std::uint32_t>(RDMA_NLDEV_ATTR_NDEV_INDEX, interface_index != 0 ? interface_index : synthetic_netdev_index);
+  answer.put(RDMA_NLDEV_ATTR_NDEV_NAME, interface_index != 0 ? interface : synthetic_netdev);
 }
 
 // The number in a request's attribute.

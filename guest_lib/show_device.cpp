@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/port_interface.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 #include "guest_lib/verbs_result.hpp"
 
@@ -54,6 +55,9 @@ void show_device_in_paths(const control::DeviceReply& reply) {
   device.state = reply.port_state;
   device.physical_state = 5;  // LinkUp, as ibv_query_port says
   device.ethernet = reply.link_layer == control::link_layer_ethernet;
+  static_assert(sizeof(SyntheticGid::netdev) >= IF_NAMESIZE);
+  char interface[IF_NAMESIZE] = "";
+  if (const std::uint32_t index = find_port_interface(reply); index != 0 && ::if_indextoname(index, interface) == nullptr) interface[0] = '\0';
   for (std::size_t i = 0; i < std::size(device.gids); ++i) {
     const control::GidEntry& from = reply.gids[i];
     SyntheticGid& to = device.gids[i];
@@ -62,8 +66,7 @@ void show_device_in_paths(const control::DeviceReply& reply) {
     to.kind = from.gid == Gid{}      ? GidKind::empty
               : from.type == roce_v2 ? GidKind::roce_v2
                                      : GidKind::infiniband_or_roce_v1;
-    static_assert(sizeof(to.netdev) >= IF_NAMESIZE);
-    if (from.ndev_ifindex == 0 || ::if_indextoname(from.ndev_ifindex, to.netdev) == nullptr) to.netdev[0] = '\0';
+    std::strcpy(to.netdev, interface);
   }
   for (std::size_t i = 0; i < std::size(device.pkeys); ++i) device.pkeys[i] = ntohs(reply.pkeys[i]);
   set_synthetic_devices({&device, 1});

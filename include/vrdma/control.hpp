@@ -186,7 +186,7 @@ static_assert(WireRecord<EventRing> && sizeof(EventRing) == 256 + 2048 && (event
 struct GidEntry {
   Gid gid;
   std::uint32_t type;  // enum ibv_gid_type: 0 IB, 1 RoCE v1, 2 RoCE v2; meaningful where gid is not zero
-  std::uint32_t ndev_ifindex;
+  std::uint32_t ndev_ifindex;  // 0: interfaces are those of a guest's network namespace, which finds it (guest_lib/port_interface.hpp)
 };
 struct DeviceReply {
   std::uint64_t node_guid;  // network order

@@ -1,5 +1,6 @@
 // Queries of device, port, GID and P_Key tables.
 #include <fcntl.h>
+#include <net/if.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -55,6 +56,8 @@ CONFORMANCE(GidQueriesAgree, "QRY-02 QRY-03 QRY-05 OBJ-05", .solo = true) {
     EXPECT_EQ(entry.port_num, dev.port_num);
     EXPECT_EQ(entry.gid_type, listed->gid_type);
     EXPECT_EQ(entry.ndev_ifindex, listed->ndev_ifindex);
+    char interface[IF_NAMESIZE];
+    EXPECT(!dev.ethernet() || ::if_indextoname(entry.ndev_ifindex, interface) != nullptr);
     EXPECT_EQ(entry.gid_type == IBV_GID_TYPE_IB, !dev.ethernet());
   }
 }
