@@ -481,6 +481,12 @@ class Tools(Subnet):
         wait_until(lambda: "was removed from the subnet" in self.log("c"), "c is told")
         wait_until(lambda: not any(other["name"] == "c" for other in self.show("b")["others"]), "b knows it no more")
         self.assert_refuses(self.vrdma("host", "remove", "c", "--folder", self.root, "--address", self.at("a")), 1, 'no host "c"')
+        # It does not know better than to try again: less and less often, and its log tells of it once. Of 4 tries a second it logged 8 lines.
+        before_it_knocks = self.show("a")["strangers"]
+        time.sleep(8)
+        self.assertLess(self.show("a")["strangers"] - before_it_knocks, 16)
+        said = [line for line in self.log("c").splitlines() if '"a"' in line and ("is gone" in line or "is there" in line)]
+        self.assertLess(len(said), 8, said)
         self.kill("c")
         # It may come back, with another certificate and other LIDs.
         shutil.rmtree(self.hosts["c"]["folder"])

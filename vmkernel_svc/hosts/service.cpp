@@ -26,6 +26,8 @@ constexpr std::size_t opening_max = 64;  // connections that have shown no certi
 constexpr std::uint64_t tick_ms = 50, pause_least_ms = 200;
 // With as much again by chance: a host that is back is found before who sends to it gives up, after 5 s.
 constexpr std::uint64_t pause_most_ms = 1'500;
+// Who lets nobody in says so when both have said hello, so a session that is up is no success yet.
+constexpr std::uint64_t lasting_ms = 1'000;
 
 std::uint64_t random_number() {
   std::uint64_t number = 0;
@@ -135,6 +137,7 @@ void Service::tick() {
   });
   perform(node_->tick(now_ms()));
   drop_those_out();
+  note_who_lasts();
   dial_those_missing();
   if (node_->member().may_give(now_ms()) != may_give_) publish();
 }
@@ -262,6 +265,7 @@ void Service::on_up(const SessionPtr& session) {
   }
   if (!tool) valid_until_s_[session->certificate().serial] = session->certificate().not_after_s;
   session->route = next_route_++;
+  session->up_ms = now_ms();
   sessions_[session->route] = session;
   if (tool) return;
   for (const auto& [route, other] : std::map(sessions_)) {
@@ -272,9 +276,31 @@ void Service::on_up(const SessionPtr& session) {
     (old_stays ? session : other)->retire();
   }
   adopt_managers(peer);
-  log::info("hosts: \"{}\" ({}, vrdmad {}) is there", peer.name, with_port(peer.address, peer.port), peer.version);
-  said_.erase("dial " + peer.name);
+  // Of one that hangs up each time that is said no more than that it does.
+  if (const auto [last, is_first] = fleeting_.try_emplace(peer.name, false); !is_first) last->second = true;
+  else say_it_is_there(*session);
   publish();
+}
+
+void Service::say_it_is_there(const Session& session) {
+  const Hello& peer = session.peer();
+  log::info("hosts: \"{}\" ({}, vrdmad {}) is there", peer.name, with_port(peer.address, peer.port), peer.version);
+}
+
+// What was said of failures before is over, and so are the pauses between tries.
+void Service::note_who_lasts() {
+  for (const auto& [route, session] : sessions_) {
+    const std::string& name = session->peer().name;
+    if (!session->is_up() || session->peer().address.empty() || now_ms() - session->up_ms < lasting_ms) continue;
+    const auto fleeting = fleeting_.find(name);
+    if (fleeting == fleeting_.end()) continue;
+    if (fleeting->second) say_it_is_there(*session);
+    fleeting_.erase(fleeting);
+    for (const std::string& key : {name, std::string(name == seed_name_ ? "seed" : name)}) {
+      said_.erase("dial " + key);
+      if (const auto target = dials_.find(key); target != dials_.end()) target->second.pause_ms = target->second.next_ms = 0, target->second.problem.clear();
+    }
+  }
 }
 
 void Service::adopt_managers(const Hello& peer) {
@@ -312,7 +338,8 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
   }
   if (was_up) {
     if (session->peer().address.empty()) return;
-    log::info("hosts: \"{}\" ({}) is gone: {}", session->peer().name, session->remote(), why);
+    if (const auto fleeting = fleeting_.find(session->peer().name); fleeting == fleeting_.end() || !fleeting->second)
+      log::info("hosts: \"{}\" ({}) is gone: {}", session->peer().name, session->remote(), why);
     if (auto& target = dials_[session->peer().name]; target.problem.empty()) target.problem = why;
     publish();
     return;
@@ -405,10 +432,9 @@ void Service::dial(const std::string& key, const std::string& expected, Dial& ta
       if (key == "seed") seed_name_ = session->peer().name;
       dials_[key].under_way = false;
       on_up(session);
-      if (session->route != 0) dialed(key, "");
     };
     on.down = [this, key](const SessionPtr& session, const std::string& why) {
-      const bool refused = session->route == 0;  // before it counted
+      const bool refused = session->route == 0 || now_ms() - session->up_ms < lasting_ms;
       on_down(session, why);
       if (refused && !session->retired()) dialed(key, why);
     };
@@ -416,14 +442,14 @@ void Service::dial(const std::string& key, const std::string& expected, Dial& ta
   });
 }
 
+// In vain.
 void Service::dialed(const std::string& key, const std::string& problem) {
   Dial& target = dials_[key];
   target.under_way = false;
   const bool news = target.problem != problem;
   target.problem = problem;
-  target.pause_ms = problem.empty() ? pause_least_ms : std::clamp(target.pause_ms * 2, pause_least_ms, pause_most_ms);
+  target.pause_ms = std::clamp(target.pause_ms * 2, pause_least_ms, pause_most_ms);
   target.next_ms = now_ms() + target.pause_ms + random_number() % target.pause_ms;
-  if (problem.empty()) return;
   if (said_.insert("dial " + key).second || news) log::warn("hosts: cannot reach {} at {}: {}", key == "seed" ? "the seed" : "\"" + key + "\"", with_port(target.address, target.port), problem);
   publish();
 }

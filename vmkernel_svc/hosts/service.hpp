@@ -92,10 +92,12 @@ class Service final : public remote::Directory {
   void on_up(const SessionPtr& session);
   void on_message(const SessionPtr& session, const Message& message);
   void on_down(const SessionPtr& session, const std::string& why);
+  static void say_it_is_there(const Session& session);
   void adopt_managers(const Hello& hello);
   void dial_those_missing();
   void dial(const std::string& key, const std::string& expected, Dial& target);
   void dialed(const std::string& key, const std::string& problem);
+  void note_who_lasts();
   void probe(const SessionPtr& asker, const Probe& probe);
   // What only the leader can do, for an administrator: it answers, or who leads is named.
   template <class Reply>
@@ -125,6 +127,7 @@ class Service final : public remote::Directory {
   std::deque<std::weak_ptr<Session>> opening_;    // accepted, and not up yet; oldest first
   std::map<std::string, Dial> dials_;             // by name; the seed's by "seed"
   std::string seed_name_;
+  std::map<std::string, bool> fleeting_;          // whose last session has not lasted, so far; it was not logged
   bool unsaved_ = false, may_give_ = false;
   std::uint64_t strangers_ = 0;
   std::string last_stranger_;

@@ -47,6 +47,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool is_up() const { return up_ && !closed_; }
   bool retired() const { return retired_; }
   std::uint64_t route = 0;  // the service's number for it
+  std::uint64_t up_ms = 0;  // since when it is up, by the service's clock
 
  private:
   void shake_hands();
