@@ -21,7 +21,8 @@ namespace {
 
 constexpr std::uint64_t second_ns = 1'000'000'000;
 // What the kernel's leaves the other program to answer. It sends 16 requests in 4.1 s each; of a connection, the second REQ or REP is answered
-// by an MRA, and each of those from then on waits for 66 s. Datagrams know no MRA.
+// by an MRA, and each of those from then on waits for 66 s. Datagrams know no MRA. The MRA is the far kernel's own: a host that is dead sends
+// none, and is given up as soon as the requests are all sent (unheard_patience_ns).
 constexpr std::uint64_t answer_patience_ns = 16 * 60 * second_ns, datagram_patience_ns = 60 * second_ns;
 constexpr std::uint64_t dreq_patience_ns = 5 * second_ns;
 // Of an identifier that is resolved again and again: more that nobody reads are not kept.
@@ -291,7 +292,8 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   one.retry_count = request.parameters.retry_count;
   one.state = CmState::connecting;
   one.peer = {one.host, 0};
-  set_deadline(one, datagrams ? datagram_patience_ns : answer_patience_ns);
+  if (datagrams) set_deadline(one, datagram_patience_ns);
+  else await_answer(one, answer_patience_ns);
   CmMessage out = message(datagrams ? CmKind::sidr_req : CmKind::req, one);
   out.parameters = request.parameters;
   if (one.destination.family == AF_IB) out.pkeys[0] = pkey_of(guest, one.pkey);  // by its address it has chosen
@@ -323,7 +325,7 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
     one.state = CmState::accepted;
     one.responder_resources = request.parameters.responder_resources;
     one.initiator_depth = request.parameters.initiator_depth;
-    set_deadline(one, answer_patience_ns);
+    await_answer(one, answer_patience_ns);
   }
   send(one.peer, out);
   return ok();

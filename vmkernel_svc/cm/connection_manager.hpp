@@ -36,6 +36,8 @@ class ConnectionManager {
     virtual void tell(std::uint32_t host, const CmMessage& message) = 0;
     // Those that are connected, understand that address, and may have it.
     virtual std::vector<std::uint32_t> who_may_have(const control::CmAddress& address) = 0;
+    // For how long nothing has been heard of that host.
+    virtual std::uint64_t silent_ns(std::uint32_t host) = 0;
 
    protected:
     ~Post() = default;
@@ -86,6 +88,8 @@ class ConnectionManager {
  private:
   // How long a connection that has ended is remembered by its ends: packets of its own may come until then (IBA 12.9.8.4).
   static constexpr std::uint64_t timewait_ns = 500'000'000;
+  // How long whoever waits for an answer waits for a host of which nothing is heard.
+  static constexpr std::uint64_t unheard_patience_ns = 69'000'000'000;
 
   struct Place {
     CmNetwork network;
@@ -109,6 +113,8 @@ class ConnectionManager {
   void raise_on(CmChannel& channel, std::uint32_t counted_at, const control::CmEvent& event);
   void set_deadline(CmIdentifier& one, std::uint64_t after_ns);
   void clear_deadline(CmIdentifier& one);
+  void await_answer(CmIdentifier& one, std::uint64_t patience_ns);
+  bool may_still_answer(CmIdentifier& one, std::uint64_t now_ns);  // and is waited for
   void end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);
 
   static control::CmAddress mapped_address(const Guest& guest);  // into its GIDs

@@ -168,6 +168,20 @@ void ConnectionManager::clear_deadline(CmIdentifier& one) {
   if (one.deadline_ns != 0) deadlines_.erase({std::exchange(one.deadline_ns, 0), one.id});
 }
 
+void ConnectionManager::await_answer(CmIdentifier& one, std::uint64_t patience_ns) {
+  one.answer_until_ns = vmci::monotonic_ns() + patience_ns;
+  set_deadline(one, one.peer.host == 0 ? patience_ns : unheard_patience_ns);
+}
+
+bool ConnectionManager::may_still_answer(CmIdentifier& one, std::uint64_t now_ns) {
+  const std::uint64_t silent_ns = post_ != nullptr && one.peer.host != 0 ? post_->silent_ns(one.peer.host) : 0;
+  if (now_ns >= one.answer_until_ns || silent_ns >= unheard_patience_ns) return false;
+  clear_deadline(one);
+  one.deadline_ns = now_ns + std::min(one.answer_until_ns - now_ns, unheard_patience_ns - silent_ns);
+  deadlines_.emplace(one.deadline_ns, one.id);
+  return true;
+}
+
 void ConnectionManager::end(CmIdentifier& one, std::uint32_t event, std::int32_t status, const CmMessage* with, std::uint32_t private_bytes) {
   const bool left = one.state == CmState::disconnecting;
   one.state = CmState::ended;
@@ -188,6 +202,7 @@ void ConnectionManager::expire(std::uint64_t now_ns) {
         break;
       case CmState::connecting:
       case CmState::accepted: {
+        if (!datagrams && may_still_answer(one, now_ns)) break;
         const CmPeer peer = one.peer;
         CmMessage no = message(CmKind::rej, one);
         no.status = rej_timeout;

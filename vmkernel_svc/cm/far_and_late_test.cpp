@@ -36,6 +36,30 @@ TEST_CASE("Nobody waits for ever for an answer") {
       CHECK(pair.server.hears_nothing());
     }
   }
+  SUBCASE("To a request, of a host that is dead") {
+    for (const bool after_a_while : {false, true}) {
+      Pair pair(true);
+      pair.come_to(Stage::requested);
+      pair.wire.silent_ns = after_a_while ? 9'000'000'000 : 70'000'000'000;
+      pair.two.cm().expire(in_seconds(60));
+      CHECK(pair.client.hears_nothing());
+      pair.two.cm().expire(in_seconds(70));
+      if (after_a_while) {
+        CHECK(pair.client.hears_nothing());
+        pair.wire.silent_ns += 61'000'000'000;
+        pair.two.cm().expire(in_seconds(131));
+      }
+      pair.client.expect(cm_unreachable, pair.caller, -ETIMEDOUT);
+      CHECK_FALSE(pair.two.cm().waits());
+    }
+  }
+  SUBCASE("To a reply, of a host that is dead") {
+    Pair pair(true);
+    pair.come_to(Stage::accepted);
+    pair.wire.silent_ns = 70'000'000'000;
+    pair.one.cm().expire(in_seconds(70));
+    pair.server.expect(cm_unreachable, pair.called, -ETIMEDOUT);
+  }
   SUBCASE("To a request of datagrams") {
     Pair pair(true, RDMA_PS_UDP);
     pair.come_to(Stage::requested);
@@ -100,6 +124,7 @@ TEST_CASE("Other hosts are asked who has an address, and each answer counts once
     std::vector<std::pair<std::uint32_t, CmMessage>> told;
     void tell(std::uint32_t to, const CmMessage& message) override { told.emplace_back(to, message); }
     std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return {5, 6}; }
+    std::uint64_t silent_ns(std::uint32_t) override { return 0; }
   } post;
   host.cm().use(&post);
   const CmId id = a.create();

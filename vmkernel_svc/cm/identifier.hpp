@@ -100,6 +100,7 @@ struct CmIdentifier {
 
   bool was_left = false;             // ended by its peer, and its owner has not said anything to that
   std::uint64_t deadline_ns = 0;     // 0: none
+  std::uint64_t answer_until_ns = 0;  // connecting, accepted: whoever is to answer has until then, if it lives
   std::set<std::uint32_t> memberships;  // of multicast groups: their handles
 };
 

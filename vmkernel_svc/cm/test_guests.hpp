@@ -222,6 +222,7 @@ class TestWire {
   };
   std::deque<Letter> waiting;
   bool is_up = true;
+  std::uint64_t silent_ns = 0;  // both ends
 
  private:
   struct End final : ConnectionManager::Post {
@@ -232,6 +233,7 @@ class TestWire {
       if (wire.is_up && host == 3 - self) wire.waiting.push_back({host, message});
     }
     std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return wire.is_up ? std::vector<std::uint32_t>{3 - self} : std::vector<std::uint32_t>{}; }
+    std::uint64_t silent_ns(std::uint32_t) override { return wire.silent_ns; }
   };
   End ends_[2];
   TestHost* hosts_[2];

@@ -74,6 +74,8 @@ void FarCm::tell(std::uint32_t host, const CmMessage& message) {
   desk_.send_to(host - 1, std::move(frame));
 }
 
+std::uint64_t FarCm::silent_ns(std::uint32_t host) { return desk_.silent_ns(host - 1); }
+
 std::vector<std::uint32_t> FarCm::who_may_have(const control::CmAddress& address) {
   const bool by_gid = address.family == AF_IB;
   const auto holder = by_gid ? desk_.directory().host_of(lid_of(address.ip.data())) : std::nullopt;

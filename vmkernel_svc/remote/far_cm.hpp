@@ -27,6 +27,7 @@ class FarCm final : public ConnectionManager::Post {
 
   void tell(std::uint32_t host, const CmMessage& message) override;
   std::vector<std::uint32_t> who_may_have(const control::CmAddress& address) override;
+  std::uint64_t silent_ns(std::uint32_t host) override;
 
  private:
   void refuse(remote::HostId host, const CmMessage& message);
