@@ -34,7 +34,8 @@ class ConnectionManager {
   class Post {
    public:
     virtual void tell(std::uint32_t host, const CmMessage& message) = 0;
-    // Those that are connected, understand that address, and may have it.
+    // Those that understand that address and may have it: who is connected, or was so a moment ago, or is to be met yet. What those are told
+    // that are not connected comes when they are, or they begin anew (lost()).
     virtual std::vector<std::uint32_t> who_may_have(const control::CmAddress& address) = 0;
     // For how long nothing has been heard of that host.
     virtual std::uint64_t silent_ns(std::uint32_t host) = 0;
@@ -77,7 +78,7 @@ class ConnectionManager {
   void leave(Guest& guest);  // all that it has
   // Of another host, which is trusted as far as its own guests go.
   void arrived(std::uint32_t host, const CmMessage& message) { deliver(host, message); }
-  void lost(std::uint32_t host);
+  void lost(std::uint32_t host);  // what it knew: it begins anew, or is met for the first time
 
   // For those who ask: vrdma show, and tests.
   const std::map<std::uint32_t, std::unique_ptr<CmIdentifier>>& identifiers() const { return identifiers_; }
@@ -131,6 +132,7 @@ class ConnectionManager {
   bool is_known_here(const CmNetwork& except, const control::CmAddress& address) const;
   void address_resolved(CmIdentifier& one);
   void address_unknown(CmIdentifier& one, int error);
+  bool may_have(std::uint32_t host, const control::CmAddress& address) const;
   void stop_asking(CmIdentifier& one, std::uint32_t host);
 
   CmMessage message(CmKind kind, const CmIdentifier& from) const;

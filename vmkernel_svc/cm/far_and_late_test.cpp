@@ -123,7 +123,8 @@ TEST_CASE("Other hosts are asked who has an address, and each answer counts once
   struct Post final : ConnectionManager::Post {
     std::vector<std::pair<std::uint32_t, CmMessage>> told;
     void tell(std::uint32_t to, const CmMessage& message) override { told.emplace_back(to, message); }
-    std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return {5, 6}; }
+    std::vector<std::uint32_t> may{5, 6};
+    std::vector<std::uint32_t> who_may_have(const CmAddress&) override { return may; }
     std::uint64_t silent_ns(std::uint32_t) override { return 0; }
   } post;
   host.cm().use(&post);
@@ -153,7 +154,17 @@ TEST_CASE("Other hosts are asked who has an address, and each answer counts once
     host.cm().arrived(6, no);
     a.expect(cm_address_error, id, -EHOSTUNREACH);
   }
+  SUBCASE("The last one begins anew, and is asked again") {
+    host.cm().lost(6);
+    CHECK(a.hears_nothing());
+    REQUIRE(post.told.size() == 3);
+    CHECK(post.told[2].first == 6);
+    CHECK(post.told[2].second.kind == CmKind::who_has);
+    host.cm().arrived(6, yes);
+    a.expect(cm_address_resolved, id);
+  }
   SUBCASE("The last one is lost") {
+    post.may.clear();
     host.cm().lost(6);
     a.expect(cm_address_error, id, -EHOSTUNREACH);
   }

@@ -130,7 +130,10 @@ void ConnectionManager::lost(std::uint32_t host) {
   for (const auto& [id, one] : identifiers_)
     if (one->peer.host == host || one->asked.contains(host)) theirs.push_back(one.get());
   for (CmIdentifier* const one : theirs) switch (one->state) {
-      case CmState::resolving: stop_asking(*one, host); break;
+      case CmState::resolving:  // it was asked before it began anew, or was not there to be asked
+        if (may_have(host, one->destination)) post_->tell(host, message(CmKind::who_has, *one));
+        else stop_asking(*one, host);
+        break;
       case CmState::connecting:
       case CmState::replied:
       case CmState::accepted: end(*one, cm_unreachable, -ETIMEDOUT); break;
@@ -238,6 +241,12 @@ void ConnectionManager::deliver_who_has(std::uint32_t host, const CmMessage& mes
   answer.to = message.from;
   answer.status = guest_at(message.destination) != nullptr || is_known_here({}, message.destination) ? 0 : ENOENT;
   post_->tell(host, answer);
+}
+
+bool ConnectionManager::may_have(std::uint32_t host, const CmAddress& address) const {
+  if (post_ == nullptr) return false;
+  const auto hosts = post_->who_may_have(address);
+  return std::find(hosts.begin(), hosts.end(), host) != hosts.end();
 }
 
 void ConnectionManager::stop_asking(CmIdentifier& one, std::uint32_t host) {

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <cstring>
+#include <set>
 
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
@@ -79,12 +80,26 @@ std::uint64_t FarCm::silent_ns(std::uint32_t host) { return desk_.silent_ns(host
 std::vector<std::uint32_t> FarCm::who_may_have(const control::CmAddress& address) {
   const bool by_gid = address.family == AF_IB;
   const auto holder = by_gid ? desk_.directory().host_of(lid_of(address.ip.data())) : std::nullopt;
+  const std::uint64_t needed = remote::link_knows_cm | (by_gid ? remote::link_knows_cm_by_gid : 0);
+  std::set<remote::HostId> known;
+  for (const auto& range : desk_.ranges()) known.insert(range.host);
+  for (const auto& [host, features] : features_) known.insert(host);
   std::vector<std::uint32_t> hosts;
-  for (const auto& [host, features] : features_) {
-    if (by_gid && (holder != host || (features & remote::link_knows_cm_by_gid) == 0)) continue;
-    if (desk_.is_connected(host)) hosts.push_back(number_of(host));
+  for (const remote::HostId host : known) {
+    if (by_gid && holder != host) continue;
+    if (!desk_.is_connected(host) && !is_awaited(host)) continue;
+    const auto features = features_.find(host);
+    const bool understands = features != features_.end() ? (features->second & needed) == needed : desk_.session(host) == 0;  // who was never met may
+    if (understands) hosts.push_back(number_of(host));
   }
   return hosts;
+}
+
+// Not connected, and so for a moment only: its service starts anew, or it has not been met since ours did.
+bool FarCm::is_awaited(remote::HostId host) const {
+  constexpr std::uint64_t awaited_ns = 5'000'000'000;
+  const auto known = desk_.directory().host(host);
+  return known && !known->expired && desk_.silent_ns(host) < awaited_ns;
 }
 
 }  // namespace vrdma::svc

@@ -30,6 +30,7 @@ class FarCm final : public ConnectionManager::Post {
   std::uint64_t silent_ns(std::uint32_t host) override;
 
  private:
+  bool is_awaited(remote::HostId host) const;
   void refuse(remote::HostId host, const CmMessage& message);
 
   FarDesk& desk_;
