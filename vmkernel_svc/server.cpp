@@ -17,6 +17,10 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <string>
 #include <utility>
 
 #include "vmci_channel/arch.hpp"
@@ -37,10 +41,21 @@ namespace vrdma::svc {
 using namespace control;
 
 namespace {
-// How long who attaches is kept for this host's first lease. Less than who cannot see whether this service runs waits for its answer
-// (vmci::receive_answer), so that it is told of a lease that does not come.
-constexpr std::chrono::seconds lease_patience(4);
-static_assert(lease_patience < std::chrono::milliseconds(vmci::attach_within_ms));
+// How long who attaches is kept for this host's first lease: an election takes up to 6 s. Who cannot see whether this service runs does not
+// wait for its answer so long (vmci::receive_answer), and is to be told of a lease that does not come.
+constexpr std::chrono::seconds lease_patience(8), lease_patience_unseen(4);
+static_assert(lease_patience_unseen < std::chrono::milliseconds(vmci::attach_within_ms));
+
+// A process sees this service in /proc if it is of the PID namespace that we are of: it has one number then.
+bool sees_us(pid_t pid) {
+  std::ifstream status(fmt::format("/proc/{}/status", pid));
+  for (std::string line; std::getline(status, line);) {
+    if (!line.starts_with("NSpid:")) continue;
+    std::istringstream numbers(line.substr(sizeof("NSpid:") - 1));
+    return std::distance(std::istream_iterator<pid_t>(numbers), std::istream_iterator<pid_t>()) == 1;
+  }
+  return false;
+}
 }  // namespace
 
 Server::Server(const Config& config) : config_(config) {
@@ -390,7 +405,8 @@ bool Server::has_to_wait(const Connection& connection) const {
 // has lapsed is not waited for.
 void Server::await_lease(const ConnectionPtr& connection) {
   connection->has_waited = true;
-  connection->patience.expires_after(lease_patience);
+  const auto peer = connection->socket.peer();
+  connection->patience.expires_after(!connection->machine && peer && sees_us(peer->pid) ? lease_patience : lease_patience_unseen);
   connection->patience.async_wait([this, connection](const boost::system::error_code&) { read_next(connection); });
 }
 

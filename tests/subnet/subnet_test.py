@@ -234,12 +234,15 @@ class Joining(Subnet):
             guest.connect(path)
             guest.send(attach_packet())
             return guest
-        gone, waiting = wait_until(asks, "the service has a socket"), asks()
+        gone = wait_until(asks, "the service has a socket")
+        since = time.monotonic()
+        waiting = asks()
         gone.close()
         self.assertFalse(self.show("b")["may_give"])
         result = self.vrdma("doctor", "--socket", path)
         self.assert_says(result, "new programs get no LID on this host: no manager of the subnet is reached")
         self.assertEqual(status_of(waiting.recv(65536)), errno.EADDRNOTAVAIL)
+        self.assertGreater(time.monotonic() - since, 7)  # an election takes up to 6 s
         self.assertFalse(self.guest_gets_lid(path))
         self.assertEqual(self.kill("b", signal.SIGTERM), 0)
 
