@@ -28,6 +28,8 @@ constexpr std::uint64_t arrived_bytes_max = 4 * engine::far_window_bytes;
 constexpr int frames_per_turn = 64;
 constexpr int tasks_max = 256;
 constexpr std::uint64_t lost_ns = 5'000'000'000;  // a host that has not been heard for so long gets no multicast; FarRequester gives up then, at the soonest
+// Since when a host is known. As long as one that stands still is waited for: whoever joins a group waits, also where a host is down for good.
+constexpr std::uint64_t meeting_ns = 3'000'000'000;
 
 std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
   std::uint64_t bytes = 0;
@@ -195,6 +197,13 @@ void FarDesk::later(std::function<void(Shard&)> task) {
   shard_.submit([task = std::move(task)](Shard& shard) {
     if (FarDesk* const desk = shard.fabric().far) --desk->tasks_;
     task(shard);
+  });
+}
+
+bool FarDesk::meets_others() {
+  return std::any_of(ranges_.begin(), ranges_.end(), [this](const remote::LidHolder& range) {
+    const auto known = directory_->host(range.host);
+    return known && !known->expired && session(range.host) == 0 && silent_ns(range.host) < meeting_ns;
   });
 }
 

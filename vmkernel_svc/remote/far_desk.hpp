@@ -87,6 +87,7 @@ class FarDesk final : private FarGroups::Post {
   void later(std::function<void(Shard&)> task);
 
   bool is_connected(remote::HostId host) override;
+  bool meets_others() override;
 
   // Multicast groups, and which hosts have members of them.
   FarGroups& groups() { return groups_; }

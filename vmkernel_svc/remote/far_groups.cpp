@@ -77,6 +77,7 @@ void FarGroups::change(const Gid& group) {
 bool FarGroups::is_heard(const Gid& group) {
   const auto joining = joining_.find(group);
   if (joining == joining_.end()) return true;
+  if (post_.meets_others()) return false;
   for (const auto& [id, host] : hosts_)
     if (host.knows && host.heard < joining->second && post_.is_connected(id)) return false;
   joining_.erase(joining);

@@ -6,7 +6,8 @@
 //       leave, join  a group's last member went, …        →
 //                                                         ←    heard     it knows all up to the change of that number
 //
-// - Who joins must miss nothing that is sent after it was told so: the join is over when all hosts that are connected have heard of it.
+// - Who joins must miss nothing that is sent after it was told so: the join is over when all hosts that are connected have heard of it, and
+//   none is about to be met: a service that has just begun is connected with nobody.
 // - A host that has not said all of its groups yet, or does not know of such records, is sent every multicast datagram.
 // - What another host says is bounded by what one host can have; what cannot be told now (no room, or nobody there) is told later, at
 //   most once for each group, or all anew.
@@ -40,6 +41,7 @@ class FarGroups {
     // Whether it is there, and what it has not taken yet leaves room.
     virtual bool may_tell(remote::HostId host) = 0;
     virtual bool is_connected(remote::HostId host) = 0;
+    virtual bool meets_others() = 0;  // there is a host that was never met, and may be in a moment
     virtual void tell(remote::HostId host, engine::FarFramePtr frame) = 0;
 
    protected:
@@ -51,7 +53,7 @@ class FarGroups {
   // Of this host: a group has its first member, or has lost the last one.
   void joined(const Gid& group);
   void left(const Gid& group);
-  // Whether every host that is connected sends here what its programs send to that group.
+  // Whether every host that is connected, or about to be, sends here what its programs send to that group.
   bool is_heard(const Gid& group);
 
   // Whom a datagram to that group is for. Good until the next call of a member.

@@ -56,6 +56,7 @@ struct Post final : FarGroups::Post {
     return room;
   }
   bool is_connected(remote::HostId) override { return true; }
+  bool meets_others() override { return false; }
   void tell(remote::HostId host, engine::FarFramePtr frame) override {
     const auto& record = frame->record();
     if (host != far || !room || record.kind != engine::FarKind::groups) wrong("it tells what it must not");

@@ -27,12 +27,13 @@ struct World {
     World* world = nullptr;
     HostId id = 0;
     FarGroups groups{*this};
-    bool has_room = true, connected = true;
+    bool has_room = true, connected = true, meets = false;
     std::deque<std::pair<HostId, FarFramePtr>> sent;
     std::size_t malformed = 0;
 
     bool may_tell(HostId) override { return has_room; }
     bool is_connected(HostId other) override { return connected && world->hosts[other].connected; }
+    bool meets_others() override { return meets; }
     void tell(HostId other, FarFramePtr frame) override { sent.emplace_back(other, std::move(frame)); }
   };
   std::array<Host, 3> hosts;
@@ -130,6 +131,26 @@ TEST_CASE("A join is over when the last of the hosts that are connected has hear
   }
   SUBCASE("or is no host of the subnet any more") {
     world[0].forget(2);
+    CHECK(world[0].is_heard(group));
+  }
+}
+
+TEST_CASE("A join waits for hosts that are about to be met") {
+  World world;
+  for (HostId id : {1u, 2u}) world[0].forget(id), world.hosts[0].meets = true;  // its service has just begun
+  const Gid group = group_of(7);
+  world[0].joined(group);
+  CHECK(!world[0].is_heard(group));
+  SUBCASE("and until they have heard of it") {
+    for (HostId id : {1u, 2u}) world[0].new_session(id, remote::link_knows_groups), world[id].new_session(0, remote::link_knows_groups);
+    world.hosts[0].meets = false;
+    CHECK(!world[0].is_heard(group));
+    world.settle();
+    CHECK(world[0].is_heard(group));
+    CHECK(world.knows(1, 0, group));
+  }
+  SUBCASE("but not for those that do not come") {
+    world.hosts[0].meets = false;
     CHECK(world[0].is_heard(group));
   }
 }
