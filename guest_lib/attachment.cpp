@@ -5,10 +5,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <string_view>
 
 #include "guest_lib/process.hpp"
@@ -71,6 +73,19 @@ std::uint32_t wished_link_layer() {
   return control::link_layer_default;
 }
 
+// A value that means nothing, which is passed over: said once.
+void complain_of_environment() {
+  static std::atomic<bool> looked{false};
+  if (looked.exchange(true, std::memory_order_relaxed)) return;
+  const auto check = [](const char* variable, std::initializer_list<std::string_view> known, const char* words) {
+    const char* const value = std::getenv(variable);
+    if (value == nullptr || *value == '\0' || std::find(known.begin(), known.end(), value) != known.end()) return;
+    std::fprintf(stderr, "vrdma: %s is \"%s\", which means nothing: it must be %s\n", variable, value, words);
+  };
+  check("VRDMA_LINK_LAYER", {"ib", "infiniband", "ethernet"}, "ib or ethernet");
+  check("VRDMA_PARTIAL_PAGES", {"move", "stay"}, "move or stay");
+}
+
 // A part of the BAR of a virtual machine's device, which begins at the descriptor's position.
 Result<Mapping> map_lent(const UniqueFd& bar, std::uint64_t bytes, Writable writable) {
   const off_t at = ::lseek(bar.get(), 0, SEEK_CUR);
@@ -109,10 +124,17 @@ void complain(const std::string& path, Errno error) {
                remedy(value(error)));
 }
 
+void complain_of_device(Errno error) {
+  if (!first_complaint()) return;
+  const char* name = strerrorname_np(value(error));
+  std::fprintf(stderr, "vrdma: cannot open vrdma0 (%s): %s\n", name != nullptr ? name : std::strerror(value(error)), remedy(value(error)));
+}
+
 Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) {
   auto socket = vmci::PacketSocket::connect(path);
   if (!socket) return socket.error();
   VRDMA_CRASH_POINT("guest.attach.connected");
+  complain_of_environment();
 
   control::AttachRequest request{};
   request.magic = control::magic;

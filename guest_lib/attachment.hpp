@@ -29,6 +29,8 @@ struct Srq;
 std::string service_socket_path();
 // Says on standard error why the service at `path` does not serve this process, and what to do: one sentence, once per process.
 void complain(const std::string& path, Errno error);
+// The same where it serves the process, and there is no device for it all the same.
+void complain_of_device(Errno error);
 
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:

@@ -81,7 +81,10 @@ Result<ibv_context*> open_device(ibv_device* which) {
   // Asked now, so that the paths that clients look at are right before they look.
   if (auto reply = (*attachment)->device(); !reply) return reply.error();
   auto opened = open_context(**attachment);
-  if (!opened) return opened.error();
+  if (!opened) {
+    complain_of_device(opened.error());
+    return opened.error();
+  }
   vmci::UniqueFd command_fd(::eventfd(0, EFD_CLOEXEC));  // applications duplicate it; nothing is ever written to it
   if (!command_fd) return last_error();
   OwnNumbers::mark(command_fd.get());
