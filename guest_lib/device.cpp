@@ -75,22 +75,17 @@ Result<OpenedContext> open_context(Attachment& attachment) {
   return OpenedContext{reply->body.context, std::move(pipe), std::move(*event_fd)};
 }
 
-Result<ibv_context*> open_device(ibv_device* which) {
-  auto attachment = Attachment::current();
-  if (!attachment) return attachment.error();
+Result<ibv_context*> open_by(const std::shared_ptr<Attachment>& attachment, ibv_device* which) {
   // Asked now, so that the paths that clients look at are right before they look.
-  if (auto reply = (*attachment)->device(); !reply) return reply.error();
-  auto opened = open_context(**attachment);
-  if (!opened) {
-    complain_of_device(opened.error());
-    return opened.error();
-  }
+  if (auto reply = attachment->device(); !reply) return reply.error();
+  auto opened = open_context(*attachment);
+  if (!opened) return opened.error();
   vmci::UniqueFd command_fd(::eventfd(0, EFD_CLOEXEC));  // applications duplicate it; nothing is ever written to it
   if (!command_fd) return last_error();
   OwnNumbers::mark(command_fd.get());
 
   auto context = std::make_unique<Context>();
-  context->attachment = *attachment;
+  context->attachment = attachment;
   context->handle = opened->handle;
   context->async_pipe = std::move(opened->pipe);
   fill_operation_tables(context->verbs);
@@ -104,6 +99,14 @@ Result<ibv_context*> open_device(ibv_device* which) {
   verbs.abi_compat = __VERBS_ABI_IS_EXTENDED;
   context.release();
   return &verbs;
+}
+
+Result<ibv_context*> open_device(ibv_device* which) {
+  auto attachment = Attachment::current();
+  if (!attachment) return attachment.error();
+  auto context = open_by(*attachment, which);
+  if (!context) complain_of_device(context.error());
+  return context;
 }
 
 }  // namespace
