@@ -95,10 +95,11 @@ Result<UniqueFd> listen_packets(const std::string& path, mode_t mode) {
   if (!address) return address.error();
   if (auto someone = PacketSocket::connect(path, 1000)) return Errno{EADDRINUSE};
   else if (value(someone.error()) == ETIMEDOUT) return Errno{EADDRINUSE};  // its queue is full, so it is served
-  else if (value(someone.error()) == ECONNREFUSED) {  // nobody serves it; that is also what connecting to any other file says
-    struct stat status;
-    if (::lstat(path.c_str(), &status) == 0 && !S_ISSOCK(status.st_mode)) return Errno{ENOTSOCK};
-    ::unlink(path.c_str());
+  else if (struct stat status; ::lstat(path.c_str(), &status) == 0) {
+    // What connecting to any other file says is the same as for a socket that nobody serves, or that is somebody else's.
+    if (!S_ISSOCK(status.st_mode)) return Errno{ENOTSOCK};
+    if (value(someone.error()) == EACCES) return someone.error();
+    if (value(someone.error()) == ECONNREFUSED) ::unlink(path.c_str());
   }
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return vrdma::last_error();
