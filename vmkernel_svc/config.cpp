@@ -201,6 +201,8 @@ std::string one_family(const std::string& address, const std::string& what, cons
 }  // namespace
 
 void Config::read_file(const std::string& path) {
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) refuse(path, "that is a folder: give the file itself");
   std::ifstream file(path);
   if (!file) refuse(path, fmt::format("cannot read the configuration ({}): check the path and its permissions", std::strerror(errno)));
   std::stringstream content;
@@ -234,7 +236,11 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                                  n(quota.mappings, "mappings"),
                                                  n(quota.descriptors, "descriptors"),
                                                  n(quota.memberships, "memberships")};
-  std::map<std::string, Setter> keys{t(socket, "socket"),           t(link_layer, "link_layer"),
+  const auto named_layer = [&](const json& value) {
+    text(link_layer, origin, "link_layer")(value);
+    if (link_layer == "ib") link_layer = "infiniband";
+  };
+  std::map<std::string, Setter> keys{t(socket, "socket"),           {"link_layer", named_layer},
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      t(vm_folder, "vm_folder"),
                                      {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),
@@ -349,7 +355,7 @@ void check_hosts(const hosts::Settings& section) {
 void Config::check() const {
   require(!socket.empty(), "\"socket\" is empty: give the path of the socket to listen at");
   require(link_layer == "infiniband" || link_layer == "ethernet",
-          fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" or \"ethernet\"", link_layer));
+          fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" (or \"ib\") or \"ethernet\"", link_layer));
   require(shards >= 1 && shards <= shards_max, fmt::format("\"shards\" is {}: 1 to {} are possible", shards, shards_max));
   require(arena_bytes >= (1u << 20) && arena_bytes <= (1ull << 40) && arena_bytes % 4096 == 0,
           fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));

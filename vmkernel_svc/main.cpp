@@ -66,7 +66,7 @@ int main(int argc, char** argv) {
   auto* const from_file = app.add_option("-c,--config", file, "JSON configuration file; flags override it");
   auto* const at_socket = app.add_option("-s,--socket", socket, "path of the socket that guests attach to");
   auto* const machines = app.add_option("--vm-folder", vm_folder, "folder of the virtual machines; default: vm beside the socket");
-  auto* const layer = app.add_option("--link-layer", link_layer, "infiniband (default) or ethernet, for guests that do not ask");
+  auto* const layer = app.add_option("--link-layer", link_layer, "infiniband (or ib; default) or ethernet, for guests that do not ask");
   auto* const who_moves = app.add_option("--direct", direct, "auto: programs that may reach each other's memory move the data themselves; mediated (default): never");
   auto* const threads = app.add_option("--shards", shards, "threads that move data; default: one for every four processors");
   app.add_option("--log-file", log_file, "log there instead of standard error");
@@ -101,7 +101,11 @@ int main(int argc, char** argv) {
     if (level->count() != 0) config.log_level = log_level;
     if (idle->count() != 0) config.idle_exit_s = idle_exit_s;
     config.ready_fd = ready_fd;
-    config.check();
+    try {
+      config.check();
+    } catch (const std::runtime_error& error) {
+      throw from_file->count() == 0 ? error : std::runtime_error(file + ": " + error.what());
+    }
     if (check_only) {
       vrdma::svc::check_files(config);
       fmt::print("the configuration is good\n");
