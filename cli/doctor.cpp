@@ -217,6 +217,7 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
     if (const auto& us = state.at("subnet"); us.is_object()) {
       here = us.at("address").get<std::string>();
       port = us.at("port").get<std::uint16_t>();
+      if (us.at("name") == target) return {{Level::problem, "host", fmt::format("\"{}\" is this host", target), "name another one: \"vrdma show hosts\" says who there is"}};
       if (folder.empty()) folder = us.at("folder").get<std::string>();
       for (const auto& other : us.at("others"))
         if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());

@@ -102,13 +102,16 @@ Partitions ask_partitions(Tls& tls, std::string address, std::uint16_t port, con
 
 std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port) {
   const auto there = address_and_port(target);
-  if (!there) return {{Level::problem, "host", fmt::format("\"{}\" is neither a host that the service knows nor a numeric address", target), "vrdma show hosts says who is known"}};
+  if (!there) return {{Level::problem, "host", fmt::format("\"{}\" is neither another host that the service knows nor a numeric address", target),
+                       "\"vrdma show hosts\" says who is known, or \"vrdma show routes\" where the configuration lists the hosts"}};
   const std::string at = with_port(there->first, there->second);
   std::shared_ptr<Tls> tls;
   try {
     tls = Tls::of_host(folder);
   } catch (const std::exception& error) {
-    return {{Level::problem, "certificate", error.what(), ""}};
+    return {{Level::problem, "certificate", error.what(),
+             "hosts that the configuration lists (\"remote\") have none, and are asked for by their names there; for others \"vrdma host init\" or \"join\" makes it (docs/subnet.md), "
+             "and --folder says where"}};
   }
   std::vector<Finding> findings;
   std::string version;

@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "vmci_channel/unique_fd.hpp"
 
@@ -37,7 +39,43 @@ bool read_at(int fd, std::uint64_t offset, T& value) {
   return ::pread(fd, &value, sizeof(value), static_cast<off_t>(offset)) == static_cast<ssize_t>(sizeof(value));
 }
 
+// Of an ELF file the dynamic loader; "" where there is none.
+template <class Head, class Segment>
+std::string loader_of(int file) {
+  Head head;
+  if (!read_at(file, 0, head)) return {};
+  for (unsigned i = 0; i < head.e_phnum; ++i) {
+    Segment segment;
+    if (!read_at(file, head.e_phoff + std::uint64_t{i} * head.e_phentsize, segment)) return {};
+    if (segment.p_type != PT_INTERP) continue;
+    std::array<char, 4096> path{};
+    if (::pread(file, path.data(), std::min<std::size_t>(segment.p_filesz, path.size() - 1), static_cast<off_t>(segment.p_offset)) <= 0) return {};
+    return path.data();
+  }
+  return {};
+}
+
+// What the kernel starts in its place, as its first line or its header says.
+std::string interpreter_of(int file) {
+  std::array<char, 256> begin{};  // as much of a line as the kernel reads
+  if (::pread(file, begin.data(), begin.size() - 1, 0) <= 0) return {};
+  const std::string_view text(begin.data());
+  if (std::memcmp(begin.data(), ELFMAG, SELFMAG) == 0)
+    return begin[EI_CLASS] == ELFCLASS64 ? loader_of<Elf64_Ehdr, Elf64_Phdr>(file) : loader_of<Elf32_Ehdr, Elf32_Phdr>(file);
+  if (!text.starts_with("#!")) return {};
+  const std::size_t from = std::min(text.find_first_not_of(" \t", 2), text.size());
+  return std::string(text.substr(from, text.find_first_of(" \t\n", from) - from));
+}
+
 }  // namespace
+
+std::string missing_interpreter(const std::string& name) {
+  const std::string path = found(name);
+  const vmci::UniqueFd file(path.empty() ? -1 : ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!file) return {};
+  const std::string interpreter = interpreter_of(file.get());
+  return !interpreter.empty() && ::access(interpreter.c_str(), F_OK) != 0 ? interpreter : "";
+}
 
 std::string why_not_loadable(const std::string& name) {
   const std::string path = found(name);

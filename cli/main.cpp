@@ -43,7 +43,7 @@ CLI::App* add_run(CLI::App& app, RunOptions& options) {
       "run", "Run a program with libvrdma in place of libibverbs. Starts a private vrdmad when no service is reachable;\n"
              "it is shared by your other `vrdma run`s, offers them direct mode and leaves by itself.");
   command->add_option("--link-layer", options.link_layer, "ib or ethernet: what this guest's port of vrdma0 says it is (default: what the service is configured for, else ib)")
-      ->check(CLI::IsMember({"ib", "ethernet"}));
+      ->check(CLI::IsMember({"ib", "infiniband", "ethernet"}));
   takes_guest_name(command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same"));
   command->add_flag("--mediated", options.mediated, "use a private vrdmad that moves all data itself; by default programs that could reach each other's memory anyway do");
   command->add_flag("--stats", options.stats, "print what the program did when it ends");
@@ -61,7 +61,7 @@ CLI::App* add_container(CLI::App& app, ContainerOptions& options) {
                    "must be 2.28 or later; nothing has to be installed in it.");
   command->add_option("--format", options.format, "options: for podman, docker and nerdctl (default); nspawn: for systemd-nspawn; cdi: a device for /etc/cdi/vrdma.json")
       ->check(CLI::IsMember({"options", "nspawn", "cdi"}));
-  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what the port of vrdma0 says it is there")->check(CLI::IsMember({"ib", "ethernet"}));
+  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what the port of vrdma0 says it is there")->check(CLI::IsMember({"ib", "infiniband", "ethernet"}));
   takes_guest_name(command->add_option("--name", options.name, "name of the guests there"));
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
   return command;
@@ -229,8 +229,8 @@ int main(int argc, char** argv) {
       "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
   doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
   doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at");
-  doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
-  doctor_command->add_option("--folder", doctor_options.folder, "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)");
+  CLI::Option* const far_host = doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
+  doctor_command->add_option("--folder", doctor_options.folder, "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)")->needs(far_host);
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
 
@@ -265,7 +265,7 @@ int main(int argc, char** argv) {
     if (bench_command->parsed()) bench(bench_command->remaining());
     if (vm_command != nullptr) return vm_command(vm_options);
     if (vm->parsed()) {
-      std::fprintf(stderr, "vrdma: vm: nothing to do: name a subcommand, add, list, show or remove (vrdma vm --help says more)\n");
+      std::fprintf(stderr, "vrdma: vm: nothing to do: name a subcommand, add, list, show, remove or uml (vrdma vm --help says more)\n");
       return usage_error;
     }
     if (host_command != nullptr) return host_command(host_options);

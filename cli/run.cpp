@@ -100,8 +100,11 @@ int run(const RunOptions& options) {
   ::sigprocmask(SIG_SETMASK, &before, nullptr);
 
   int why = 0;
-  if (::read(failed_read.get(), &why, sizeof(why)) == static_cast<ssize_t>(sizeof(why)))
-    fmt::print(stderr, "vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0], std::strerror(why));
+  if (::read(failed_read.get(), &why, sizeof(why)) == static_cast<ssize_t>(sizeof(why))) {
+    const std::string interpreter = why == ENOENT ? missing_interpreter(options.command[0]) : "";
+    if (interpreter.empty()) fmt::print(stderr, "vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0], std::strerror(why));
+    else fmt::print(stderr, "vrdma: cannot run {}: its interpreter {} is not there\n", options.command[0], interpreter);
+  }
   int status = 0;
   while (::waitpid(pid, &status, 0) < 0)
     if (errno != EINTR) break;

@@ -145,6 +145,8 @@ void start_private_service(const std::string& path, const char* direct) {
   const std::string ready_fd = "3";
   const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
                                            ready_fd.c_str(), "--direct", direct, "--log-file", log.c_str(), nullptr};
+  if (const vmci::UniqueFd writable(::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600)); !writable)
+    fail(fmt::format("cannot open the log {} of a private service ({}): remove what is there, or set XDG_RUNTIME_DIR", log, std::strerror(errno)));
   std::error_code no_log;
   const std::uintmax_t logged_before = fs::is_regular_file(log, no_log) ? fs::file_size(log, no_log) : 0;
   const pid_t pid = ::fork();
@@ -226,7 +228,11 @@ bool is_chosen(const std::string& wanted) { return !wanted.empty() || named_sock
 
 Result<Service> connect_to(const std::string& path, bool chosen) {
   auto socket = vmci::PacketSocket::connect(path);
-  if (!socket) return socket.error();
+  if (!socket) {  // any other file refuses like a socket that nobody serves, or that is not for this user
+    std::error_code missing;
+    const auto type = fs::status(path, missing).type();
+    return type == fs::file_type::regular || type == fs::file_type::directory ? Errno{ENOTSOCK} : socket.error();
+  }
   Service service{path, std::move(*socket)};
   if (!chosen && is_apart(service)) return Errno{ESRCH};
   return service;
@@ -291,11 +297,11 @@ std::runtime_error unreachable(const std::string& wanted) {
 Service find_or_start_service() {
   if (auto found = find_service()) return std::move(*found);
   if (const char* const named = named_socket()) {
-    auto socket = vmci::PacketSocket::connect(named);
-    if (socket) return Service{named, std::move(*socket)};
+    auto found = connect_to(named, true);
+    if (found) return std::move(*found);
     fail(fmt::format("cannot reach the host service at {} ({}): start vrdmad there, or unset VRDMA_SOCKET so that a private "
                      "one is started",
-                     named, std::strerror(value(socket.error()))));
+                     named, std::strerror(value(found.error()))));
   }
   // The host has a service, or had one: programs by it and by a private one do not see each other.
   if (const auto host = vmci::PacketSocket::connect(host_socket); private_socket() != host_socket && !host && value(host.error()) != ENOENT) {

@@ -40,7 +40,15 @@ class Configuration(TestCase):
         self.assert_refuses(self.run_program(*as_nobody(program, "--config", file, "--check")), 2, str(file), "Permission denied", "permissions")
 
     def test_a_folder_in_place_of_the_file_is_refused(self):
-        self.assert_refuses(self.vrdmad("--config", self.folder, "--check"), 2, str(self.folder))
+        self.assert_refuses(self.vrdmad("--config", self.folder, "--check"), 2, str(self.folder), "is a folder")
+
+    def test_a_value_that_makes_no_sense_is_refused_with_the_files_name(self):
+        result, file = self.check('{"shards": 0}')
+        self.assert_refuses(result, 2, file, '"shards" is 0')
+
+    def test_a_link_layer_has_two_names(self):
+        for name in ("ib", "infiniband"):
+            self.assertEqual(self.check(json.dumps({"link_layer": name}))[0].returncode, 0)
 
     def test_broken_json_says_where(self):
         result, file = self.check('{"shards": 1,')
@@ -283,6 +291,19 @@ class Listening(TestCase):
         file.write_text("data")
         self.assert_refuses(self.vrdmad("--socket", file), 1, str(file), "not a socket", "remove it")
         self.assertEqual(file.read_text(), "data")
+        self.assert_refuses(self.vrdma("show", "--socket", file), 1, str(file), "not a socket of vrdmad")
+        self.assertIn("not a socket of vrdmad", self.vrdma("doctor", "--socket", file).stdout)
+
+    @needs_root
+    def test_a_file_of_somebody_elses_is_not_called_a_service(self):
+        program = readable_copy(self.folder)
+        file = self.folder / "precious"
+        file.write_text("data")
+        self.assert_refuses(self.run_program(*as_nobody(program / "vrdmad", "--socket", file)), 1, str(file), "not a socket")
+        self.assert_refuses(self.run_program(*as_nobody(program / "vrdma", "show", "--socket", file)), 1, str(file), "not a socket of vrdmad")
+        with self.service():
+            os.chmod(self.socket, 0o600)
+            self.assert_refuses(self.run_program(*as_nobody(program / "vrdmad", "--socket", self.socket)), 1, self.socket, "no permission there")
 
     def test_a_path_that_is_too_long_is_refused_with_the_limit(self):
         path = str(self.folder / ("x" * 120))
@@ -492,6 +513,10 @@ class Running(TestCase):
             script = self.folder / "script"
             script.write_text("#!/bin/sh\n")
             self.assert_refuses(self.run_under(script), 126, str(script), "Permission denied")
+            script.chmod(0o755)
+            for first_line in ("#!/no/such/shell", "#! /no/such/shell -e"):
+                script.write_text(first_line + "\n")
+                self.assert_refuses(self.run_under(script), 127, str(script), "interpreter /no/such/shell is not there")
 
     def test_a_program_that_cannot_load_the_library_is_noted(self):
         program = self.folder / "program"
@@ -499,6 +524,7 @@ class Running(TestCase):
         first, size, count = (int.from_bytes(elf[at:at + length], "little") for at, length in ((32, 8), (54, 2), (56, 2)))
         headers = [first + i * size for i in range(count)]
         interpreter = next(at for at in headers if int.from_bytes(elf[at:at + 4], "little") == 3)
+        loader = int.from_bytes(elf[interpreter + 8:interpreter + 16], "little")  # where its path is
 
         def note(changed, mode=0o755, owner=None):
             program.unlink(missing_ok=True)
@@ -514,6 +540,9 @@ class Running(TestCase):
             other[4] = 1
             self.assertRegex(note(static), f"{program} is linked statically.*does not see vrdma0")
             self.assertRegex(note(other), "is a 32-bit program")
+            foreign = bytearray(elf)
+            foreign[loader + 1:loader + 4] = b"non"
+            self.assertIn(f"cannot run {program}: its interpreter /non", note(foreign))
             if os.geteuid() == 0:
                 self.assertRegex(note(elf, 0o4755, 64321), "is a set-user-ID")
 
@@ -675,9 +704,31 @@ class Running(TestCase):
             self.assertEqual(result.returncode, 0, result.stderr)
             return re.search(r"link_layer:\s+(\w+)", result.stdout)[1]
 
-        self.assertEqual([link_layer("--link-layer", "ethernet"), link_layer(), link_layer("--link-layer", "ib")],
-                         ["Ethernet", "InfiniBand", "InfiniBand"])
+        self.assertEqual([link_layer("--link-layer", "ethernet"), link_layer(), link_layer("--link-layer", "ib"), link_layer("--link-layer", "infiniband")],
+                         ["Ethernet", "InfiniBand", "InfiniBand", "InfiniBand"])
         self.stop_private_service()
+
+    def test_a_variable_that_means_nothing_is_told_once(self):
+        with self.service():
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket, "VRDMA_LINK_LAYER": "token-ring", "VRDMA_PARTIAL_PAGES": "perhaps"})
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertEqual(result.stderr.splitlines(), ['vrdma: VRDMA_LINK_LAYER is "token-ring", which means nothing: it must be ib or ethernet',
+                                                          'vrdma: VRDMA_PARTIAL_PAGES is "perhaps", which means nothing: it must be move or stay'])
+
+    def test_a_device_that_does_not_open_for_want_of_descriptors_says_so(self):
+        library = BIN.parent / "lib/libvrdma.so"
+        with self.service():
+            opened = False
+            for limit in range(4, 32):
+                result = self.run_program("ibv_devinfo", env={"VRDMA_SOCKET": self.socket, "LD_PRELOAD": str(library)},
+                                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)))
+                opened = result.returncode == 0 and "vrdma0" in result.stdout
+                if not opened and "error while loading shared libraries" not in result.stderr and "cannot be preloaded" not in result.stderr:
+                    self.assertIn("vrdma: cannot", result.stderr, limit)
+                    self.assertIn("EMFILE", result.stderr, limit)
+                if opened:
+                    break
+            self.assertTrue(opened)
 
     def test_a_private_service_that_cannot_start_says_why(self):
         long = self.folder / ("x" * 100)
@@ -686,7 +737,9 @@ class Running(TestCase):
         private = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
         private.mkdir(mode=0o700)
         (private / "vrdmad.log").mkdir()
-        self.assert_refuses(self.vrdma("run", "--", "true"), 125, "cannot open the log", str(private / "vrdmad.log"))
+        result = self.vrdma("run", "--", "true")
+        self.assert_refuses(result, 125, "cannot open the log", str(private / "vrdmad.log"))
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
 
     def test_a_private_folder_of_somebody_elses_making_is_not_used(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
@@ -938,6 +991,15 @@ class Doctor(TestCase):
                     self.assertEqual((found["level"], shown["state"]), ("note", "none"))
                     self.assertIn(shown["why"], found["what"])
                     self.assertIn("no HCA here", route["why"])
+
+    def test_a_host_that_is_none_is_refused_with_what_to_ask(self):
+        self.assert_refuses(self.vrdma("doctor", "--folder", self.folder), 2, "--folder", "host")
+        with self.service():
+            for host, *words in (("nobody", "nor a numeric address", "vrdma show hosts", "vrdma show routes"), ("127.0.0.1", "ca.pem", "vrdma host init", "--folder")):
+                result = self.vrdma("doctor", host, "--folder", self.folder / "none", "--socket", self.socket)
+                self.assertEqual(result.returncode, 1)
+                for word in words:
+                    self.assertIn(word, result.stdout)
 
     def test_few_open_files_are_noted(self):
         def limit():

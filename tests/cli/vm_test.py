@@ -342,6 +342,13 @@ os._exit(3)
 
 
 class Living(VmCase):
+    def test_a_service_that_was_named_and_is_not_there_is_told_from_one_without_machines(self):
+        typo = self.folder / "nowhere" / "s.sock"
+        self.assert_refuses(self.vm("list", "--socket", typo), 1, str(typo), "No such file", "start vrdmad")
+        with self.service():
+            self.assertEqual(self.vm("list", "--socket", self.socket, "--json").stdout, "[]\n")
+        self.assert_refuses(self.vm(), 2, "uml")
+
     def test_list_show_and_remove(self):
         self.assertEqual(self.vm("list", "--json").stdout, "[]\n")
         self.add()

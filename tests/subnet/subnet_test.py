@@ -472,7 +472,7 @@ class Tools(Subnet):
         self.assertEqual(result.returncode, 1)
         self.assertIn(f"{self.at('b')} cannot be reached", result.stdout)
         wait_until(lambda: "nothing comes from b" in self.vrdma("doctor", "b", "--socket", path).stdout, "the silence of b")
-        self.assert_says(self.vrdma("doctor", "nonsense", "--socket", path), "neither a host that the service knows")
+        self.assert_says(self.vrdma("doctor", "nonsense", "--socket", path), "neither another host that the service knows")
 
     def test_a_host_is_removed_for_good(self):
         self.make("a", "b", "c", managers=("a",))
