@@ -247,8 +247,8 @@ int vm_add(const VmOptions& options) {
 
 int vm_list(const VmOptions& options) {
   const Place place = find_place(options);
-  std::error_code error;
-  if (!options.socket.empty() && place.state.is_null() && !fs::exists(place.folder, error)) throw unreachable(options.socket);
+  std::error_code missing;
+  if (!options.socket.empty() && place.state.is_null() && !fs::exists(place.folder, missing)) throw unreachable(options.socket);
   const VmFolder folder(place.folder);
   json all = json::array();
   std::string text;
