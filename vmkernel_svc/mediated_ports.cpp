@@ -368,12 +368,12 @@ bool MediatedPorts::has_grh(const Qp& receiver, const UdOperand& ud) {
 
 const control::GidEntry& MediatedPorts::source(const Qp& sender, const UdOperand& ud) {
   const auto& gids = sender.port.owner != nullptr ? sender.port.owner->guest->gids : sender.port.stand_in->gids;
-  return gids[ud.sgid_index % gids.size()];
+  return gids[sgid_index_of(ud) % gids.size()];
 }
 
-bool MediatedPorts::write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+bool MediatedPorts::write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t packet_bytes, std::byte* bytes) {
   const bool has = has_grh(receiver, ud);
-  if (has) engine::write_grh_bytes(source(sender, ud), ud, payload_bytes, bytes);
+  if (has) engine::write_grh_bytes(source(sender, ud), ud, packet_bytes, bytes);
   else std::memset(bytes, 0, engine::grh_bytes);
   return has;
 }

@@ -177,7 +177,7 @@ class MediatedPorts {
   bool leads_back(Qp& receiver, Qp& sender);
   static bool has_grh(const Qp& receiver, const UdOperand& ud);
   static const control::GidEntry& source(const Qp& sender, const UdOperand& ud);
-  bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes);
+  bool write_grh(Qp& sender, Qp& receiver, const UdOperand& ud, std::uint32_t packet_bytes, std::byte* bytes);
   std::uint16_t lid(Qp& qp);
   std::uint8_t sl(Qp& sender, const UdOperand& ud);
   // Whether what `sender` sends may come to `receiver`: by their P_Keys. What may not is counted there.

@@ -107,7 +107,7 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
   const bool has_grh = ports_.source().has_grh;
   if (has_grh) {
     std::byte grh[engine::grh_bytes];
-    ports_.write_grh(near, far_, address, static_cast<std::uint32_t>(bytes), grh);
+    ports_.write_grh(near, far_, address, engine::ud_packet_bytes(static_cast<std::uint32_t>(bytes), rule.has_imm), grh);
     if (ports_.copy(near, to, engine::Place::in_engine(grh), sizeof(grh)) != engine::MemoryStatus::done) return false;
   }
   if (ports_.copy(near, to + engine::grh_bytes, from, bytes) != engine::MemoryStatus::done) return false;

@@ -201,8 +201,8 @@ class DirectPorts {
   Qp* datagram_peer(Qp&, const UdOperand&) { return &far_end_; }  // whose path it is
   Qp* multicast_peer(Qp&, const UdOperand&, std::uint32_t) { return nullptr; }
   bool leads_back(Qp&, Qp&) { return true; }  // else the service would not have offered the connection
-  bool write_grh(Qp&, Qp&, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
-    if (source_.has_grh) engine::write_grh_bytes(source_.gid, ud, payload_bytes, bytes);
+  bool write_grh(Qp&, Qp&, const UdOperand& ud, std::uint32_t packet_bytes, std::byte* bytes) {
+    if (source_.has_grh) engine::write_grh_bytes(source_.gid, ud, packet_bytes, bytes);
     else std::memset(bytes, 0, engine::grh_bytes);
     return source_.has_grh;
   }

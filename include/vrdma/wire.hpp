@@ -134,7 +134,8 @@ struct RemoteOperand {
   std::uint32_t rkey;
   std::uint32_t srqn;  // XRC: the SRQ that the request is for; else 0
 };
-// UD: the address vector. `route_flags`: bit 0 = a GRH travels along (is_global).
+// UD: the address vector. `route_flags`: bit 0 = a GRH travels along (is_global). Of sl, route_flags and sgid_index the upper four bits are
+// the flow label's (flow_label_of), as is what was reserved: 0 from guests that are older.
 struct UdOperand {
   std::uint32_t remote_qpn;
   std::uint32_t remote_qkey;
@@ -144,12 +145,22 @@ struct UdOperand {
   std::uint8_t sgid_index;
   std::uint8_t hop_limit;
   std::uint8_t traffic_class;
-  std::uint8_t reserved;
+  std::uint8_t flow_label_low;
   std::uint8_t dgid[16];
 };
 static_assert(WireRecord<RemoteOperand> && sizeof(RemoteOperand) == 32);
 static_assert(WireRecord<UdOperand> && sizeof(UdOperand) == 32);
 constexpr std::uint8_t route_global = 1;
+constexpr std::uint8_t sl_of(const UdOperand& operand) { return operand.sl & 0xf; }
+constexpr std::uint8_t sgid_index_of(const UdOperand& operand) { return operand.sgid_index & 0xf; }
+constexpr std::uint32_t flow_label_of(const UdOperand& operand) {
+  return operand.flow_label_low | (operand.route_flags & 0xf0u) << 4 | (operand.sgid_index & 0xf0u) << 8 | (operand.sl & 0xf0u) << 12;
+}
+constexpr void set_flow_label(UdOperand& operand, std::uint32_t label) {  // 20 bits
+  const auto nibble = [label](std::uint8_t& field, int shift) { field = static_cast<std::uint8_t>((field & 0xf) | (label >> shift & 0xf) << 4); };
+  operand.flow_label_low = static_cast<std::uint8_t>(label);
+  nibble(operand.route_flags, 8), nibble(operand.sgid_index, 12), nibble(operand.sl, 16);
+}
 // Eight bytes of it, 0 to 3. The first two fields are put there for each request: a wider copy would wait for the stores.
 inline std::uint64_t word_of(const UdOperand& operand, std::size_t index) {
   std::uint64_t word;

@@ -12,6 +12,7 @@ namespace {
 
 // What an address with a GRH asks for, and the receiver finds.
 constexpr std::uint8_t some_hop_limit = 9, some_traffic_class = 0xb4, some_sl = 3;
+constexpr std::uint32_t some_flow_label = 0xa5c3e;
 
 // One UD QP on each side, and an address handle to the other.
 struct Datagrams {
@@ -31,6 +32,7 @@ struct Datagrams {
     if (global) {
       attr.grh.hop_limit = some_hop_limit;
       attr.grh.traffic_class = some_traffic_class;
+      attr.grh.flow_label = some_flow_label;
       attr.sl = some_sl;
     }
     ah = std::make_unique<Ah>(pd, attr);
@@ -227,7 +229,9 @@ CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
   if (run.b()) EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 4096)}}));
   run.peer.barrier();
   if (run.a()) {
-    d.send(d.datagram(1, 0, 24));
+    Send asked = d.datagram(1, 0, 22);
+    asked.opcode = IBV_WR_SEND_WITH_IMM;
+    d.send(asked);
     // The answer comes back to this QP.
     EXPECT_OK(post(d.qp, Recv{5, {d.mem.sge(8192, 4096)}}));
     run.peer.barrier();
@@ -237,7 +241,7 @@ CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
   } else {
     ibv_wc wc = d.rcq.expect(1);
     EXPECT((wc.wc_flags & IBV_WC_GRH) != 0);
-    constexpr int carried = 12 + 8 + 24 + 4;  // BTH, DETH, the payload, ICRC
+    constexpr int carried = 12 + 8 + 4 + 22 + 2 + 4;  // BTH, DETH, immediate, the payload, to whole words, ICRC
     ibv_grh grh{};
     std::memcpy(&grh, d.mem.data(), sizeof(grh));
     const bool ipv4 = d.dev.ethernet() && std::to_integer<int>(*d.mem.data(20)) >> 4 == 4;
@@ -263,6 +267,7 @@ CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
       EXPECT_EQ(ntohl(grh.version_tclass_flow) >> 28, 6u);
       EXPECT_EQ(ntohl(grh.version_tclass_flow) >> 20 & 0xff, std::uint32_t{some_traffic_class});
       EXPECT(grh.next_hdr == 0x1b || grh.next_hdr == 17);
+      if (grh.next_hdr == 0x1b) EXPECT_EQ(ntohl(grh.version_tclass_flow) & 0xfffff, some_flow_label);  // over UDP devices may choose one (rdma_rxe: 0)
       EXPECT_EQ(ntohs(grh.paylen), (grh.next_hdr == 17 ? 8 : 0) + carried);
       EXPECT_EQ(int{grh.hop_limit}, int{some_hop_limit});
       EXPECT(std::memcmp(&grh.sgid, &d.theirs.gid, 16) == 0);
@@ -274,6 +279,7 @@ CONFORMANCE(TheGrhIsThereWhenFlagged, "UD-02 UD-03") {
     EXPECT_EQ(attr.port_num, d.dev.port_num);
     EXPECT_EQ(attr.is_global, 1);
     EXPECT(std::memcmp(&attr.grh.dgid, &d.theirs.gid, 16) == 0);
+    if (!ipv4 && grh.next_hdr == 0x1b) EXPECT_EQ(attr.grh.flow_label, some_flow_label);
     if (!d.dev.ethernet()) EXPECT_EQ(attr.dlid, d.theirs.lid);
     ibv_ah* back = ibv_create_ah_from_wc(d.pd, &wc, &grh, d.dev.port_num);
     EXPECT(back != nullptr);

@@ -10,8 +10,7 @@ namespace vrdma::engine {
 
 namespace grh {
 
-constexpr std::uint32_t bth_deth_icrc_bytes = 12 + 8 + 4;
-constexpr std::uint32_t udp_bytes = 8;
+constexpr std::uint32_t bth_bytes = 12, deth_bytes = 8, immdt_bytes = 4, icrc_bytes = 4, udp_bytes = 8;
 constexpr std::uint32_t gid_type_infiniband = 0, gid_type_roce_v2 = 2;
 constexpr std::uint8_t next_header_iba = 0x1b, next_header_udp = 17;
 constexpr std::uint8_t v4_mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
@@ -44,15 +43,22 @@ inline void write_ipv4(const control::GidEntry& source, const UdOperand& ud, std
 
 }  // namespace grh
 
-// bytes: 40. source: the sender's GID and its type. IBA 8.3; RoCE v2 annex A17.4.5 (an IPv4 header takes the last 20 bytes).
-inline void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud, std::uint32_t payload_bytes, std::byte* bytes) {
+// Of a datagram, from its BTH on: what a GRH says of its length (IBA 8.3). Payloads are padded to whole words.
+constexpr std::uint32_t ud_packet_bytes(std::uint32_t payload_bytes, bool has_imm) {
   using namespace grh;
-  const std::uint32_t carried = bth_deth_icrc_bytes + payload_bytes;
+  return bth_bytes + deth_bytes + (has_imm ? immdt_bytes : 0) + (payload_bytes + 3) / 4 * 4 + icrc_bytes;
+}
+
+// bytes: 40. source: the sender's GID and its type. IBA 8.3; RoCE v2 annex A17.4.5 (an IPv4 header takes the last 20 bytes).
+inline void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud, std::uint32_t packet_bytes, std::byte* bytes) {
+  using namespace grh;
+  const std::uint32_t carried = packet_bytes, flow_label = flow_label_of(ud);
   std::memset(bytes, 0, 40);
   if (over_ipv4(source)) return write_ipv4(source, ud, carried, bytes + 20);
   const bool v2 = source.type == gid_type_roce_v2;
   bytes[0] = static_cast<std::byte>(0x60 | ud.traffic_class >> 4);
-  bytes[1] = static_cast<std::byte>(ud.traffic_class << 4);
+  bytes[1] = static_cast<std::byte>(ud.traffic_class << 4 | flow_label >> 16);
+  put16(bytes + 2, flow_label & 0xffff);
   put16(bytes + 4, carried + (v2 ? udp_bytes : 0));
   bytes[6] = std::byte{v2 ? next_header_udp : next_header_iba};
   bytes[7] = std::byte{ud.hop_limit};
@@ -63,7 +69,7 @@ inline void write_grh_bytes(const control::GidEntry& source, const UdOperand& ud
 // What the receiver's completion says as the SL. RoCE has none: as with mlx5, bit 3 is set where the packet came over UDP, and the
 // others say over what that went, 1: IPv6, 2: IPv4. UCX drops what came over IPv4 and does not say so.
 inline std::uint8_t sl_to_tell(const control::GidEntry& source, const UdOperand& ud) {
-  if (source.type == grh::gid_type_infiniband) return ud.sl;
+  if (source.type == grh::gid_type_infiniband) return sl_of(ud);
   if (source.type != grh::gid_type_roce_v2) return 0;
   return grh::over_ipv4(source) ? 8 | 2 : 8 | 1;
 }

@@ -102,8 +102,8 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   { p.multicast_peer(qp, ud, u32 /*index*/) } -> std::same_as<Qp<P>*>;
   // Whether the connection that `receiver` is set up for leads back to `sender`'s port (its LID or GID).
   { p.leads_back(qp /*receiver*/, qp /*sender*/) } -> std::same_as<bool>;
-  // Writes the 40 bytes before a datagram: a GRH (true) or nothing of meaning (false). `payload` in bytes.
-  { p.write_grh(qp /*sender*/, qp /*receiver*/, ud, u32 /*payload*/, bytes) } -> std::same_as<bool>;
+  // Writes the 40 bytes before a datagram: a GRH (true) or nothing of meaning (false). `packet`: ud_packet_bytes().
+  { p.write_grh(qp /*sender*/, qp /*receiver*/, ud, u32 /*packet*/, bytes) } -> std::same_as<bool>;
   { p.lid(qp) } -> std::same_as<std::uint16_t>;
   { p.sl(qp /*sender*/, ud) } -> std::same_as<std::uint8_t>;
 };

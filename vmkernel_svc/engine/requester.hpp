@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "vmkernel_svc/engine/grh.hpp"
 #include "vmkernel_svc/engine/responder.hpp"
 #include "vrdma/limits.hpp"
 
@@ -460,7 +461,7 @@ class Requester {
           receiver->counters.dropped += response.kind != Response::Kind::nak;  // that one its receiver was told of
           continue;
         }
-        op.grh = ports_.write_grh(qp, *receiver, op.ud, static_cast<std::uint32_t>(bytes), qp.datagram.get());
+        op.grh = ports_.write_grh(qp, *receiver, op.ud, ud_packet_bytes(static_cast<std::uint32_t>(bytes), op.rule->has_imm), qp.datagram.get());
         op.stage = Operation::Stage::delivering;
         op.moved_bytes = 0;
       }
