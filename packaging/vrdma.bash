@@ -30,7 +30,7 @@ _vrdma() {
         --vm-folder | --folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
         --ram) COMPREPLY=($(compgen -f -- "$current")); return ;;
         --format) COMPREPLY=($(compgen -W "options nspawn cdi" -- "$current")); return ;;
-        --link-layer) COMPREPLY=($(compgen -W "ib ethernet" -- "$current")); return ;;
+        --link-layer) COMPREPLY=($(compgen -W "ib infiniband ethernet" -- "$current")); return ;;
         --name | --memory | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
     esac
     case $subcommand in
@@ -43,17 +43,19 @@ _vrdma() {
             fi
             ;;
         container) COMPREPLY=($(compgen -W "--format --link-layer --name --socket --help" -- "$current")) ;;
-        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs cm_ids routes hosts cache counters --json --socket --help" -- "$current")) ;;
+        show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs cm_ids routes hosts hca cache counters --json --socket --help" -- "$current")) ;;
         direct) COMPREPLY=($(compgen -W "auto mediated --guest --socket --help" -- "$current")) ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
         host)
             word=${COMP_WORDS[i + 1]}
             if ((COMP_CWORD == i + 1)); then
                 COMPREPLY=($(compgen -W "init add join list show remove partition --help" -- "$current"))
+            elif [[ $word == partition && $COMP_CWORD -eq $((i + 2)) ]]; then
+                COMPREPLY=($(compgen -W "add remove list --help" -- "$current"))
             elif [[ $current == -* ]]; then
                 local options="--folder --help"
-                [[ $word != list && $word != show ]] || options+=" --json"
-                [[ $word != init && $word != add && $word != join && $word != remove ]] || options+=" --address"
+                [[ $word != list && $word != show && $word != partition ]] || options+=" --json"
+                [[ $word != init && $word != add && $word != join && $word != remove && $word != partition ]] || options+=" --address"
                 [[ $word != init && $word != add ]] || options+=" --days"
                 [[ $word != add ]] || options+=" --output"
                 COMPREPLY=($(compgen -W "$options" -- "$current"))

@@ -518,6 +518,10 @@ class Others(VmCase):
         self.assertEqual(complete("vm", "show", "b"), ["build1"])
         self.assertIn("--memory", complete("vm", "add", "x", "--m"))
         self.assertEqual(complete("v"), ["vm"])
+        self.assertEqual(complete("show", "h"), ["hosts", "hca"])
+        self.assertEqual(complete("host", "partition", ""), ["add", "remove", "list", "--help"])
+        self.assertEqual(complete("host", "partition", "add", "--a"), ["--address"])
+        self.assertIn("--json", complete("host", "partition", "list", "--"))
 
 
 if __name__ == "__main__":
