@@ -256,6 +256,7 @@ class Joining(Subnet):
         us = wait_until(lambda: self.show("a")["problem"] and self.show("a"), "a says so")
         self.assertIn("cannot be written", us["problem"])
         self.assertEqual(us["leader"], "")
+        self.assert_says(self.vrdma("doctor", "--socket", self.hosts["a"]["folder"] / "s.sock"), "cannot be written")
         beside.rmdir()
         self.assertEqual(self.settled("a", "b")["a"]["problem"], "")
 
@@ -467,7 +468,9 @@ class Tools(Subnet):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         self.assertIn(f"{self.at('b')} answers, with a certificate of this subnet", result.stdout)
         self.assertIn(f"{self.at('b')} reaches this host at {self.at('a')}", result.stdout)
+        self.assertIn("this host leads it, and the other hosts (1) are reached", self.vrdma("doctor", "--socket", path).stdout)
         self.kill("b")
+        wait_until(lambda: "1 of 1 other hosts cannot be reached: b" in self.vrdma("doctor", "--socket", path).stdout, "doctor says that b is away")
         result = self.vrdma("doctor", self.at("b"), "--socket", path)
         self.assertEqual(result.returncode, 1)
         self.assertIn(f"{self.at('b')} cannot be reached", result.stdout)
