@@ -57,7 +57,9 @@ Result<ibv_ah*> create_ah(ibv_pd* pd, const ibv_ah_attr& attributes) {
   route.sgid_index = attributes.grh.sgid_index;
   route.hop_limit = attributes.grh.hop_limit;
   route.traffic_class = attributes.grh.traffic_class;
-  set_flow_label(route, attributes.is_global ? attributes.grh.flow_label : 0);
+  const auto attachment = Context::of(pd->context).usable();
+  if (attributes.is_global && attachment && (*attachment)->service_minor() >= control::minor_of_flow_labels)
+    set_flow_label(route, attributes.grh.flow_label);
   std::memcpy(route.dgid, attributes.grh.dgid.raw, sizeof(route.dgid));
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
   return &ah.release()->verbs;

@@ -24,7 +24,8 @@ __attribute__((constructor)) void look_up_all_of_patterns() {
 bool leads_to(const char* folder, const char* pattern) {
   for (; *folder != '\0'; ++folder, ++pattern) {
     if (*pattern == '\0') return false;
-    for (const char* wild = "*?[{\\"; *wild != '\0'; ++wild)
+    // No wildcard matches the '/' that it would have to begin with.
+    for (const char* wild = *folder == '/' ? "{\\" : "*?[{\\"; *wild != '\0'; ++wild)
       if (*pattern == *wild) return true;
     if (*pattern != *folder) return false;
   }

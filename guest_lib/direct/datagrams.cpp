@@ -262,7 +262,9 @@ std::size_t DatagramSender::AddressHash::operator()(const Address& address) cons
 
 DatagramSender::Address DatagramSender::address_of(const UdOperand& operand) {
   static_assert(offsetof(UdOperand, remote_qpn) == 0 && offsetof(UdOperand, dlid) == 8 && sizeof(UdOperand) == sizeof(Address));
-  return {operand.remote_qpn, word_of(operand, 1), word_of(operand, 2), word_of(operand, 3)};
+  UdOperand path = operand;
+  set_flow_label(path, 0);  // that is the message's
+  return {path.remote_qpn, word_of(path, 1), word_of(path, 2), word_of(path, 3)};
 }
 
 void DatagramSender::look_at(const ibv_send_wr& wr) { path_to(ud_operand(wr)); }

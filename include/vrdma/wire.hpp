@@ -135,7 +135,7 @@ struct RemoteOperand {
   std::uint32_t srqn;  // XRC: the SRQ that the request is for; else 0
 };
 // UD: the address vector. `route_flags`: bit 0 = a GRH travels along (is_global). Of sl, route_flags and sgid_index the upper four bits are
-// the flow label's (flow_label_of), as is what was reserved: 0 from guests that are older.
+// the flow label's (flow_label_of), as is what was reserved: 0 from guests that are older, and to services (control::minor_of_flow_labels).
 struct UdOperand {
   std::uint32_t remote_qpn;
   std::uint32_t remote_qkey;

@@ -336,6 +336,7 @@ class Listening(TestCase):
             guest, status, _ = attach(self.socket)
             self.assertEqual(status, 0)
             guest.close()
+            self.wait_until(lambda: b" left\n" in log.read_bytes(), "the guest has left")
             os.truncate(log, 0)
         self.assertRegex(log.read_bytes(), rb"^\[[^\0]* SIGTERM: leaving\n$")
 
@@ -831,13 +832,6 @@ class Showing(TestCase):
             for program in programs:
                 os.killpg(program.pid, signal.SIGKILL)
                 program.wait()
-
-    def wait_until(self, condition, what):
-        deadline = time.monotonic() + WATCHDOG_S
-        while not (found := condition()):
-            self.assertLess(time.monotonic(), deadline, what)
-            time.sleep(0.02)
-        return found
 
     @unittest.skipUnless(shutil.which("ibv_rc_pingpong"), "no ibv_rc_pingpong here")
     def test_completions_that_programs_write_themselves_are_counted(self):

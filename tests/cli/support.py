@@ -10,6 +10,7 @@ import struct
 import subprocess
 import tempfile
 import threading
+import time
 import unittest
 
 BIN = pathlib.Path(os.environ.get("VRDMA_BIN", "build/release/bin")).resolve()
@@ -28,6 +29,13 @@ REQUEST_ATTACH, REQUEST_SHOW = 1, 6
 
 class TestCase(unittest.TestCase):
     """A folder of its own that others may enter, a clean environment, and nothing left running."""
+
+    def wait_until(self, condition, what):
+        deadline = time.monotonic() + WATCHDOG_S
+        while not (found := condition()):
+            self.assertLess(time.monotonic(), deadline, what)
+            time.sleep(0.02)
+        return found
 
     def setUp(self):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="vrdma-cli-"))

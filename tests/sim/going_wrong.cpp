@@ -14,7 +14,8 @@ bool Schedule::may_reset(std::uint32_t index) {
   auto& core = nodes_[index].qp->core;
   if (Engine<TestPorts>::copies_under_way(core) && random_.chance(50)) return false;
   world_.engine.turn_away_requester(core);
-  return world_.ports.last_step_ns(core) == 0;
+  await_last_steps(core);  // the service answers its owner only then, and nobody is served meanwhile
+  return true;
 }
 
 // … and after it: what the queue pair itself had under way was called off by that.

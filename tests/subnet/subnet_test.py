@@ -337,7 +337,7 @@ class Refused(Subnet):
         subprocess.run(["openssl", "req", "-new", "-key", folder / "host.key", "-subj", "/CN=b", "-out", made / "b.csr"], check=True, capture_output=True)
         (folder / "host.pem").unlink()
         subprocess.run(["openssl", "ca", "-batch", "-notext", "-config", made / "ca.cnf", "-extfile", made / "ext", "-keyfile", self.root / "authority.key", "-cert", self.root / "ca.pem",
-                        "-in", made / "b.csr", "-out", folder / "host.pem", "-startdate", moment(-3600), "-enddate", moment(15)], check=True, capture_output=True)
+                        "-in", made / "b.csr", "-out", folder / "host.pem", "-startdate", moment(-3600), "-enddate", moment(40)], check=True, capture_output=True)
         self.start("a", "b")
         self.settled("a", "b")
         wait_until(lambda: "our certificate has expired" in self.log("b"), "b says so")

@@ -280,15 +280,14 @@ void DirectDesk::forget(Guest& guest) {
   const auto its = [&](const auto& pair) { return pair.first.first == guest.id.value || pair.first.second == guest.id.value; };
   std::erase_if(apart_, its);
   std::erase_if(together_, its);
-  std::erase_if(lent_, its);
+  lent_.erase(guest.id.value);
 }
 
 // --- memory ---------------------------------------------------------------------------------------------------------
 
 bool DirectDesk::is_lent(const Guest& guest, std::uint32_t backing) const {
-  for (auto at = lent_.lower_bound({guest.id.value, 0}); at != lent_.end() && at->first.first == guest.id.value; ++at)
-    if (at->second.contains(backing)) return true;
-  return false;
+  const auto lent = lent_.find(guest.id.value);
+  return lent != lent_.end() && (lent->second.all || lent->second.backings.contains(backing));
 }
 void DirectDesk::registered(Guest& guest, const Region& region) {
   if (guest.key_book) guest.key_book->add(guest, region);

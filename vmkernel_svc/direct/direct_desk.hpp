@@ -149,7 +149,11 @@ class DirectDesk {
   Fabric& fabric_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::shared_ptr<DirectRoom>> rooms_;  // by guests, the lower first
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::array<pid_t, 2>> together_;       // guests that may be direct: their pids, as they see them
-  std::map<std::pair<std::uint32_t, std::uint32_t>, std::unordered_set<std::uint32_t>> lent_;  // numbers of backings, by whose they are and who has got them
+  struct Lent {
+    std::unordered_set<std::uint32_t> backings;
+    bool all = false;  // too many to know which
+  };
+  std::map<std::uint32_t, Lent> lent_;  // numbers of backings that somebody has got, by whose they are
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> apart_;                  // guests that may not, and why
   std::unordered_map<const DirectLink*, std::unique_ptr<DirectLink>> links_;
   std::vector<DirectLink*> orphans_;  // one end is gone, and a poster may be inside

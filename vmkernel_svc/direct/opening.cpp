@@ -110,13 +110,12 @@ Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::
   }
   const auto backing = owner->backings.find(request.backing);
   if (backing == owner->backings.end() || backing->second.lendable_fd() < 0) return Errno{EINVAL};
-  // More than a process may have mappings.
-  constexpr std::size_t lent_max = 1 << 18;
-  auto& lent = lent_[{owner->id.value, guest.id.value}];
-  if (lent.size() >= lent_max && !lent.contains(request.backing)) return Errno{EMFILE};
   give.push_back(copy_of(backing->second.lendable_fd()));
   if (!give.back()) return give.clear(), Errno{EMFILE};
-  lent.insert(request.backing);
+  constexpr std::size_t lent_max = 1 << 12;
+  Lent& lent = lent_[owner->id.value];
+  if (!lent.all) lent.backings.insert(request.backing);
+  if (lent.backings.size() > lent_max) lent = {{}, true};
   return control::OpenBackingReply{backing->second.bytes()};
 }
 

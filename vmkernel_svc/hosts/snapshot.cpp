@@ -11,15 +11,18 @@ void Service::publish() {
   auto next = std::make_shared<Snapshot>();
   const Member& member = node_->member();
   const std::uint64_t now = now_ms();
-  const bool may_give = member.may_give(now);
+  // What is not on disk is shown to nobody.
+  const bool may_give = unsaved_ ? may_give_ : member.may_give(now);
+  const auto lids = unsaved_ ? snapshot_->lids : member.lids();
   bool news = std::exchange(may_give_, may_give) != may_give;  // for those who listen
   const State& known = member.known();
-  next->us = {settings_.name, settings_.address, settings_.port, settings_.carrier_port, 0, member.lids(), tls_->us().serial, 0};
+  next->us = {settings_.name, settings_.address, settings_.port, settings_.carrier_port, 0, lids, tls_->us().serial, 0};
   next->version = known.id().version;
   next->partitions = known.partitions() == *snapshot_->partitions ? snapshot_->partitions : std::make_shared<Partitions>(known.partitions());
   if (const Host* const us = known.find(settings_.name)) next->us.id = us->id;
-  next->lids = member.lids();
-  next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
+  next->lids = lids;
+  if (unsaved_) next->lease_until = snapshot_->lease_until;
+  else next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
   if (!unsaved_) next->leader = member.leader();  // else it neither leads nor follows
   next->problem = problem();
   next->manages = etcd_ || node_->consensus().votes();

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "vmkernel_svc/addresses.hpp"
+#include "vmkernel_svc/remote/link_head.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vrdma/limits.hpp"
 
@@ -69,8 +70,11 @@ void FarDesk::look_at_directory() {
     --at(one->first.first).stand_ins;
     one = stand_ins_.erase(one);
   }
-  for (auto& [key, stand_in] : stand_ins_)
-    if (!stand_in->is_of_its_host) stand_in->is_of_its_host = is_of(stand_in->host, stand_in->guid, stand_in->lid, stand_in->link_layer);
+  for (auto& [key, stand_in] : stand_ins_) {
+    if (stand_in->is_of_its_host || !is_of(stand_in->host, stand_in->guid, stand_in->lid, stand_in->link_layer)) continue;
+    stand_in->is_of_its_host = true;
+    if (hca_) hca_->peer_goes_by_records(stand_in->host, stand_in->core.attributes.dest_qp_num);
+  }
   for (const auto& [id, host] : hosts_)
     if (!directory_->host(id)) {
       groups_.forget(id);
@@ -170,6 +174,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     record.payload_bytes = frame->capacity();
     const Guest& guest = *qp.port.owner->guest;
     engine::FarDatagram head{ud, guest.guid, guest.link_layer, qkey, guest.lid, qp.port.pkey, {}};
+    if (!host.knows_flow_labels) set_flow_label(head.ud, 0);
     std::memcpy(frame->payload(), &head, sizeof(head));
     std::memcpy(frame->payload() + sizeof(head), qp.datagram.get() + engine::grh_bytes, payload);
     if (hca_) hca_->want_trunk(id);
@@ -310,6 +315,7 @@ void FarDesk::arrived(FarFramePtr frame) {
   switch (frame->record().kind) {
     case FarKind::news:
       new_session(frame->host, frame->session);
+      at(frame->host).knows_flow_labels = (frame->record().bytes & remote::link_knows_flow_labels) != 0;
       cm_.new_session(frame->host, frame->record().bytes);
       management_.new_session(frame->host, frame->record().bytes);
       return groups_.new_session(frame->host, frame->record().bytes);

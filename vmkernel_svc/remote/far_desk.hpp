@@ -111,6 +111,7 @@ class FarDesk final : private FarGroups::Post {
  private:
   struct Host {
     std::uint64_t session = 0;
+    bool knows_flow_labels = false;
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
     std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them

@@ -38,7 +38,8 @@ constexpr std::uint32_t link_knows_groups = 1;  // FarKind::groups
 constexpr std::uint32_t link_knows_cm = 2;      // FarKind::cm
 constexpr std::uint32_t link_knows_mads = 4;    // FarKind::mad
 constexpr std::uint32_t link_knows_cm_by_gid = 8;  // FarKind::cm with addresses of AF_IB
-constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm | link_knows_mads | link_knows_cm_by_gid;
+constexpr std::uint32_t link_knows_flow_labels = 16;  // in FarDatagram's UdOperand
+constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm | link_knows_mads | link_knows_cm_by_gid | link_knows_flow_labels;
 constexpr std::size_t tagged_head_bytes = offsetof(LinkHead, tag);
 
 }  // namespace vrdma::remote

@@ -244,6 +244,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     news->record().bytes = head.features;
     arrivals_.push_back(std::move(news));
   } else if (head.peer_run == run_) {  // else it does not know of this session, and counts none of its records
+    log::info("host {} is there again", link.name);
     link.sent = link.records.size();
     acknowledged(link, head.acknowledged);
     link.sent = 0;

@@ -185,11 +185,11 @@ void TcpCarrier::dispose(std::unique_ptr<TcpConnection> connection) {
   disposed_.push_back(std::move(connection));
 }
 
-// Of the host that it is, or was to be. That the secrets differ is said once until a connection with it stands.
+// Of the host that it is, or was to be. That the keys differ is said once until a connection with it stands.
 void TcpCarrier::count_strange(const TcpConnection& connection, HostId host, const std::string& name) {
   const auto before = gauge(host)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
   if (before == 0 && connection.why() == TcpConnection::Why::strange)
-    log::warn("no connection with host {}: the two do not have the same secret, or somebody else answers for it (\"vrdma doctor {}\" looks again)", name, name);
+    log::warn("no connection with host {}: the two do not have the same secret or key, or somebody else answers for it (\"vrdma doctor {}\" looks again)", name, name);
 }
 
 void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
