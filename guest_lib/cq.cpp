@@ -141,8 +141,7 @@ VRDMA_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* verbs) {
     if (verbs->refcnt != 0) return Errno{EBUSY};
     const Inside inside(channel);
     Liveness& liveness = channel.attachment->liveness();
-    if (liveness.inherited()) channel.readers.forget_others();
-    channel.readers.close();
+    channel.readers.close(liveness.inherited());
     if (!liveness.gone()) {
       auto gone = channel.attachment->call<control::Request::destroy_channel>({channel.handle, 0});
       if (!gone && value(gone.error()) != EIO) return channel.readers.reopen(), gone.error();

@@ -204,8 +204,7 @@ VRDMA_EXPORT int ibv_close_device(ibv_context* verbs) {
     Context& context = Context::of(verbs);
     const Inside inside(context);
     Liveness& liveness = context.attachment->liveness();
-    if (liveness.inherited()) context.readers.forget_others();
-    context.readers.close();
+    context.readers.close(liveness.inherited());
     // A dead service has forgotten it; an inherited one is the parent's.
     if (!liveness.gone()) (void)context.attachment->call<control::Request::close_context>({context.handle, 0});
     OwnNumbers::close_marked(verbs->async_fd);

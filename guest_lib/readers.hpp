@@ -15,13 +15,14 @@ class Readers {
   // True: nobody is left of an object that was closed. Pairs with all the others that have left before.
   bool leave() { return word_.fetch_sub(1, std::memory_order_acq_rel) == (closed_bit | 1); }
 
-  // Before the service hears of it, which lets those wake up who wait: they find it so.
-  void close() { word_.fetch_or(closed_bit, std::memory_order_release); }
+  // By one of those inside, before the service hears of it, which lets those wake up who wait: they find it so. alone: a fork's child, which has none
+  // of its parent's threads, so that nobody else is inside.
+  void close(bool alone) {
+    if (alone) word_.store(closed_bit | 1, std::memory_order_relaxed);
+    else word_.fetch_or(closed_bit, std::memory_order_release);
+  }
   void reopen() { word_.fetch_and(~closed_bit, std::memory_order_relaxed); }
   bool closed() const { return (word_.load(std::memory_order_acquire) & closed_bit) != 0; }
-
-  // In a fork's child, which has none of its parent's threads: nobody is inside but who calls.
-  void forget_others() { word_.store(1, std::memory_order_relaxed); }
 
  private:
   static constexpr std::uint32_t closed_bit = 1u << 31;

@@ -43,20 +43,6 @@ ibv_context* open_another(const Device& device) {
   return context;
 }
 
-// What `body` returns in a fork's child, which has a minute for it.
-int in_child(const std::function<int()>& body) {
-  const pid_t child = ::fork();
-  if (child == 0) {
-    ::signal(SIGALRM, SIG_DFL);
-    ::alarm(60);
-    ::_exit(body());
-  }
-  int status = 0;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  if (WIFSIGNALED(status)) MESSAGE("it ended by signal ", WTERMSIG(status));
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 ibv_qp_ex* make_extended(const Device& device, ibv_cq* cq) {
   ibv_qp_init_attr_ex init{};
   init.send_cq = init.recv_cq = cq;
@@ -69,6 +55,16 @@ ibv_qp_ex* make_extended(const Device& device, ibv_cq* cq) {
   REQUIRE(qp != nullptr);
   return ibv_qp_to_qp_ex(qp);
 }
+
+// An extended queue pair that is connected to itself.
+struct ExtendedLoop {
+  Service service;
+  Device device = (service.start(), Device());
+  CqPtr cq = make_cq(device);
+  ibv_qp_ex* qp = make_extended(device, cq.get());
+
+  ExtendedLoop() { connect(&qp->qp_base, qp->qp_base.qp_num); }
+};
 
 }  // namespace
 
@@ -117,12 +113,9 @@ TEST_CASE("a context that is closed while a thread waits for its events leaves t
 }
 
 TEST_CASE("a fork's child waits for no lock that a thread of its parent holds") {
-  Service service;
-  service.start();
-  Device device;
-  const CqPtr cq = make_cq(device);
-  ibv_qp_ex* const qp = make_extended(device, cq.get());
-  connect(&qp->qp_base, qp->qp_base.qp_num);
+  ExtendedLoop loop;
+  Device& device = loop.device;
+  ibv_qp_ex* const qp = loop.qp;
   ibv_cq_init_attr_ex wanted{};
   wanted.cqe = 16;
   ibv_cq_ex* const steps = ibv_create_cq_ex(device.context, &wanted);
@@ -135,6 +128,7 @@ TEST_CASE("a fork's child waits for no lock that a thread of its parent holds") 
   eventually("a completion", [&] { return ibv_start_poll(steps, &none) == 0; });  // it has the queue to itself from here on
   ibv_wr_start(qp);                                                               // and this one, too
   CHECK(in_child([&] {
+          ::alarm(60);
           ibv_qp_attr attributes{};
           ibv_qp_init_attr init{};
           attributes.qp_state = IBV_QPS_ERR;
@@ -191,6 +185,7 @@ TEST_CASE("unread events of a parent and of its child have nothing to do with ea
   };
   ibv_qp* const mine = keep_one_event(device.pd);
   CHECK(in_child([&] {
+          ::alarm(60);
           ibv_pd* const pd = ibv_alloc_pd(device.context);
           if (pd == nullptr) return 1;
           return is_of(keep_one_event(pd)) && !readable(device.context->async_fd) ? 0 : 2;
@@ -205,17 +200,13 @@ TEST_CASE("unread events of a parent and of its child have nothing to do with ea
 }
 
 TEST_CASE("who polls between ibv_wr_start and ibv_wr_complete does not wait for itself, also when the service has gone") {
-  Service service;
-  service.start();
-  Device device;
-  const CqPtr cq = make_cq(device);
-  ibv_qp_ex* const qp = make_extended(device, cq.get());
-  connect(&qp->qp_base, qp->qp_base.qp_num);
-  REQUIRE(post_recv(device, &qp->qp_base, 1) == 0);
-  service.kill_now();
+  ExtendedLoop loop;
+  ibv_qp_ex* const qp = loop.qp;
+  REQUIRE(post_recv(loop.device, &qp->qp_base, 1) == 0);
+  loop.service.kill_now();
   ibv_wr_start(qp);
   ibv_wc wc;
-  eventually("the receive is flushed", [&] { return ibv_poll_cq(cq.get(), 1, &wc) == 1; });
+  eventually("the receive is flushed", [&] { return ibv_poll_cq(loop.cq.get(), 1, &wc) == 1; });
   CHECK(wc.wr_id == 1);
   ibv_wr_abort(qp);
   CHECK(ibv_destroy_qp(&qp->qp_base) == 0);

@@ -108,24 +108,6 @@ struct Pair {
   }
 };
 
-// What `body` returns in a fork's child; a failed requirement is 99.
-template <class Body>
-int in_child(Body&& body, const std::function<void()>& meanwhile = [] {}) {
-  const pid_t child = ::fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {
-    try {
-      ::_exit(body());
-    } catch (...) {
-      ::_exit(99);
-    }
-  }
-  meanwhile();
-  int status = 0;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  return status == 0 || !WIFEXITED(status) ? status : WEXITSTATUS(status);
-}
-
 }  // namespace
 
 TEST_CASE("a thread copies only where the service cannot, and all operations work through it") {

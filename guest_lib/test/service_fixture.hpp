@@ -258,4 +258,22 @@ inline bool readable(int fd) {
   return ::poll(&waiting, 1, 0) == 1 && (waiting.revents & POLLIN) != 0;
 }
 
+// What `body` returns in a fork's child; a failed requirement is 99.
+template <class Body>
+int in_child(Body&& body, const std::function<void()>& meanwhile = [] {}) {
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    try {
+      ::_exit(body());
+    } catch (...) {
+      ::_exit(99);
+    }
+  }
+  meanwhile();
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  return status == 0 || !WIFEXITED(status) ? status : WEXITSTATUS(status);
+}
+
 }  // namespace vrdma::test

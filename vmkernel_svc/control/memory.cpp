@@ -23,7 +23,8 @@ constexpr std::uint32_t backings_max = 65536;  // of a guest, at a time
 // Peers keep what they have mapped for as long as they are there, by its number.
 std::uint32_t ControlDesk::new_backing(Guest& guest) {
   const auto is_taken = [&](std::uint32_t number) { return guest.backings.contains(number) || shard_.direct().is_lent(guest, number); };
-  if (const auto number = guest.backing_numbers.take(backings_max + 1, is_taken)) return *number;
+  const std::uint32_t tries_max = shard_.direct().has_lent_all(guest) ? 1 : backings_max + 1;
+  if (const auto number = guest.backing_numbers.take(tries_max, is_taken)) return *number;
   return guest.further_backing_numbers.take(backings_max + 1, [&](std::uint32_t number) { return guest.backings.contains(number); }).value();
 }
 

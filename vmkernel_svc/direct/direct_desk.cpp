@@ -289,6 +289,10 @@ bool DirectDesk::is_lent(const Guest& guest, std::uint32_t backing) const {
   const auto lent = lent_.find(guest.id.value);
   return lent != lent_.end() && (lent->second.all || lent->second.backings.contains(backing));
 }
+bool DirectDesk::has_lent_all(const Guest& guest) const {
+  const auto lent = lent_.find(guest.id.value);
+  return lent != lent_.end() && lent->second.all;
+}
 void DirectDesk::registered(Guest& guest, const Region& region) {
   if (guest.key_book) guest.key_book->add(guest, region);
 }

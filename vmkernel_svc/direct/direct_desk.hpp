@@ -78,6 +78,7 @@ class DirectDesk {
 
   // Whether a peer, or the guest itself, may have mapped a backing of that number, be it there or not.
   bool is_lent(const Guest& guest, std::uint32_t backing) const;
+  bool has_lent_all(const Guest& guest) const;  // or so many that it is not known which
   void registered(Guest& guest, const Region& region);
   void deregistering(Guest& guest, const Region& region);
 
