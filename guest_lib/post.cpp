@@ -163,7 +163,7 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape, std::uint32_t word
 
 // direct: what can carry it out past the ring (DirectConnection, DatagramSender), or nullptr.
 template <class Direct>
-int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
+[[gnu::always_inline]] inline int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
   Shape shape;
   if (const int error = check(qp, wr, shape); error != 0) return error;
   if (!qp.send.has_room(shape.slots)) return ENOMEM;
@@ -225,7 +225,7 @@ void look_for_offer(Qp& qp) {
 
 // direct, its direction claimed, for what is posted there; nullptr: the service carries it out.
 template <class Direct>
-Direct* entered(const Qp& qp, Direct* direct) {
+[[gnu::always_inline]] inline Direct* entered(const Qp& qp, Direct* direct) {
   return direct != nullptr && direct->enter([&qp] { return !qp.liveness->gone(); }) ? direct : nullptr;
 }
 DirectConnection* connection_of(const Qp& qp) { return qp.direct != nullptr ? &qp.direct->connection : nullptr; }
@@ -247,8 +247,8 @@ void fetch_missing(Qp& qp, DatagramSender& datagrams) {
 
 // Carries out what lies in the queue, and leaves; what is left there is the service's.
 template <class Direct>
-void run_and_leave(Qp& qp, Direct& direct) {
-  bool all = direct.run_queue(), told = direct.leave();
+[[gnu::always_inline]] inline void run_and_leave(Qp& qp, Direct& direct) {
+  bool all = direct.has_run(qp.send) || direct.run_queue(), told = direct.leave();
   while (!all && map_missing(qp, direct) && entered(qp, &direct) != nullptr) {
     all = direct.run_queue();
     told &= direct.leave();

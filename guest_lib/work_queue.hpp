@@ -37,6 +37,7 @@ class SendQueue {
     return posted_ - completed_seen_ + count <= max_wr_ && writer_.has_room(slots);
   }
   vmci::RecordWriter& writer() { return writer_; }
+  std::uint32_t position() const { return writer_.position(); }
   void publish(std::uint64_t wr_id, std::uint32_t word, std::uint32_t control, std::uint32_t slots) {
     wr_ids_[posted_ & wr_id_mask_] = wr_id;
     ++posted_;

@@ -9,9 +9,9 @@ template <ibv_wr_opcode opcode>
 bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags) {
   constexpr engine::OpcodeRule rule = engine::opcode_rules[opcode];
   // Those before it come first; and who wants the claim gets it between two messages.
-  if (wr.num_sge != 1 || near_.send_ring.position() != queue.writer().position() || claim_.stop()) return false;
-  const std::uint64_t bytes = wr.sg_list->length;
-  if (bytes == 0 || (rule.atomic && bytes != sizeof(std::uint64_t))) return false;
+  if (wr.num_sge != 1 || !has_run(queue) || claim_.stop()) return false;
+  if (rule.atomic ? wr.sg_list->length != sizeof(std::uint64_t) : wr.sg_list->length == 0) return false;
+  const std::uint64_t bytes = rule.atomic ? sizeof(std::uint64_t) : wr.sg_list->length;
   ports_.begin();
 
   engine::Place here = engine::Place::in_engine(reinterpret_cast<const void*>(wr.sg_list->addr)), there;
@@ -51,7 +51,7 @@ bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std
     std::uint64_t old_value = 0;
     moved = opcode == IBV_WR_ATOMIC_FETCH_AND_ADD ? ports_.fetch_and_add(near_, there, wr.wr.atomic.compare_add, old_value)
                                                   : ports_.compare_and_swap(near_, there, wr.wr.atomic.compare_add, wr.wr.atomic.swap, old_value);
-    if (moved == engine::MemoryStatus::done) ports_.copy(near_, here, engine::Place::in_engine(&old_value), bytes);
+    if (moved == engine::MemoryStatus::done) ports_.return_value(here, old_value);
   } else {
     moved = ports_.copy(near_, rule.reads ? here : there, rule.reads ? there : here, bytes);
   }

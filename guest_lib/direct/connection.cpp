@@ -1,7 +1,5 @@
 #include "guest_lib/direct/connection.hpp"
 
-#include "guest_lib/single_thread.hpp"
-
 namespace vrdma::guest {
 
 DirectConnection::DirectConnection(const Ends& ends)
@@ -68,17 +66,6 @@ bool DirectConnection::run_queue() {
     record();
   }
   return true;
-}
-
-bool DirectConnection::tell() {
-  const bool sent = ports_.take_sent(), received = ports_.take_received(), solicited = ports_.take_solicited();
-  if (!sent && !received) return true;
-  // Pairs with H1 of guest_lib/lanes.cpp and A1 of poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
-  // more. Of the poster's own queue the poller is a thread of this process: where there is one only, this one.
-  if (received || !single_threaded()) vmci::store_load_fence();
-  if (const Told& own = ports_.sent_to(); sent && !own.is_hot()) vmci::ReadyBitmap(&own.cq->ready).set(own.lane);
-  own_event_due_ |= sent && own_channel_;
-  return !received || tell_peer(claim_, ports_.received_at(), peer_channel_, solicited);
 }
 
 }  // namespace vrdma::guest

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "guest_lib/direct/ports.hpp"
+#include "guest_lib/single_thread.hpp"
 #include "guest_lib/work_queue.hpp"
 #include "vmci_channel/claim.hpp"
 #include "vmci_channel/queue_pair.hpp"
@@ -59,6 +60,8 @@ class DirectConnection {
   // Carries out a request that `queue` has room for, past the ring: its WQE would be written only to be read here. It takes a slot all the
   // same. False: it has not been begun, and goes by the ring. flags: enum WrFlag.
   bool carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags);
+  // Whether nothing lies in the ring, by what this process knows itself.
+  bool has_run(const SendQueue& queue) const { return near_.send_ring.position() == queue.position(); }
   // Carries out what lies in the ring. False: something is left there, for the service.
   bool run_queue();
   // False: the receiver's event is left to the service.
@@ -108,6 +111,17 @@ class DirectConnection {
   VRDMA_CRASH_POINT("direct.guest.before_record");
   claim_.publish_positions();
   VRDMA_CRASH_POINT("direct.guest.recorded");
+}
+
+[[gnu::always_inline]] inline bool DirectConnection::tell() {
+  const bool sent = ports_.take_sent(), received = ports_.take_received(), solicited = ports_.take_solicited();
+  if (!sent && !received) return true;
+  // Pairs with H1 of guest_lib/lanes.cpp and A1 of poll.cpp: the poller's fences between naming a hot lane, or arming, and looking at the lanes once
+  // more. Of the poster's own queue the poller is a thread of this process: where there is one only, this one.
+  if (received || !single_threaded()) vmci::store_load_fence();
+  if (const Told& own = ports_.sent_to(); sent && !own.is_hot()) vmci::ReadyBitmap(&own.cq->ready).set(own.lane);
+  own_event_due_ |= sent && own_channel_;
+  return !received || tell_peer(claim_, ports_.received_at(), peer_channel_, solicited);
 }
 
 }  // namespace vrdma::guest

@@ -75,6 +75,7 @@ class DatagramSender {
     return false;
   }
   bool carry_out(SendQueue& queue, const ibv_send_wr& wr, std::uint8_t flags);
+  bool has_run(const SendQueue& queue) const { return near_.send_ring.position() == queue.position(); }
   bool run_queue();
   bool leave();
   bool take_own_event_due() { return std::exchange(own_event_due_, false); }

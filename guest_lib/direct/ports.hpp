@@ -162,6 +162,11 @@ class DirectPorts {
     old_value = compare;
     return carried_out(stores_.compare_and_swap(word(place), old_value, swap));
   }
+  // To where such an operation wants it: mapped, and nothing of it can fail any more (can_be_atomic, certain_).
+  void return_value(const engine::Place& to, std::uint64_t old_value) {
+    vmci::placement_copy(reinterpret_cast<std::byte*>(to.address), reinterpret_cast<const std::byte*>(&old_value), sizeof(old_value));
+    VRDMA_CRASH_POINT("direct.guest.copied");
+  }
   void abandon(Qp&) {}
 
   [[gnu::always_inline]] bool complete(Qp& qp, engine::Direction direction, Cqe& cqe, CqeState state) {
