@@ -19,6 +19,7 @@
 
 #include "cli/fail.hpp"
 #include "vmci_channel/file_system.hpp"
+#include "vrdma/write_all.hpp"
 
 namespace vrdma::cli {
 
@@ -50,16 +51,10 @@ void make_machine_folder(const std::string& path) {
 void write_whole(const std::string& path, const std::string& text) {
   const vmci::UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0644));
   if (!fd) fail_at("write", path, errno);
-  for (std::size_t at = 0; at < text.size();) {
-    const ssize_t written = ::write(fd.get(), text.data() + at, text.size() - at);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) {
-      const int error = errno;
-      ::unlink(path.c_str());
-      fail_at("write", path, error);
-    }
-    at += static_cast<std::size_t>(written);
-  }
+  if (write_all(fd.get(), text)) return;
+  const int error = errno;
+  ::unlink(path.c_str());
+  fail_at("write", path, error);
 }
 
 }  // namespace

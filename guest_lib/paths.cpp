@@ -19,6 +19,7 @@
 #include "guest_lib/open_device.hpp"
 #include "guest_lib/next_function.hpp"
 #include "guest_lib/traffic_files.hpp"
+#include "vrdma/write_all.hpp"
 
 namespace vrdma {
 namespace paths {
@@ -115,16 +116,6 @@ int open_path(const char* path, int flags, Real real) {
   });
 }
 
-void write_all(int fd, const char* text, std::size_t bytes) {
-  while (bytes > 0) {
-    const ssize_t written = write(fd, text, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;
-    text += written;
-    bytes -= static_cast<std::size_t>(written);
-  }
-}
-
 // RLIMIT_FSIZE holds for memfds, too, and to exceed it ends the program by SIGXFSZ.
 bool file_limit_allows(std::size_t bytes) {
   rlimit limit;
@@ -137,7 +128,7 @@ int text_descriptor(const SyntheticEntry& entry, int flags) {
   const bool close_on_exec = (flags & O_CLOEXEC) != 0;
   int fd = file_limit_allows(entry.text_bytes) ? memfd_create("vrdma-sysfs", MFD_ALLOW_SEALING | (close_on_exec ? MFD_CLOEXEC : 0u)) : -1;
   if (fd >= 0) {
-    write_all(fd, entry.text, entry.text_bytes);
+    write_all(fd, {entry.text, entry.text_bytes});
     lseek(fd, 0, SEEK_SET);
     if (!entry.changes) fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL);
     return fd;
@@ -146,7 +137,7 @@ int text_descriptor(const SyntheticEntry& entry, int flags) {
   // Sandboxes may forbid memfds. The text is far smaller than a pipe, so nothing blocks.
   int ends[2];
   if (pipe2(ends, close_on_exec ? O_CLOEXEC : 0) != 0) return -1;
-  write_all(ends[1], entry.text, entry.text_bytes);
+  write_all(ends[1], {entry.text, entry.text_bytes});
   close(ends[1]);
   return ends[0];
 }

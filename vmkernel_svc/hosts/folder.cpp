@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "vmkernel_svc/hosts/certificates.hpp"
+#include "vrdma/write_all.hpp"
 
 namespace vrdma::hosts {
 
@@ -32,14 +33,7 @@ void save_new(const std::filesystem::path& file, const std::string& text, bool s
   const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, secret ? 0600 : 0644);
   if (fd < 0)
     refuse(file, errno == EEXIST ? "is there already: remove it first if it is to be replaced" : fmt::format("cannot be made ({})", std::strerror(errno)));
-  std::size_t written = 0;
-  while (written < text.size()) {
-    const ssize_t n = ::write(fd, text.data() + written, text.size() - written);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) break;
-    written += static_cast<std::size_t>(n);
-  }
-  const bool good = written == text.size() && ::fsync(fd) == 0;
+  const bool good = vrdma::write_all(fd, text) && ::fsync(fd) == 0;
   const int why = errno;
   ::close(fd);
   if (good) return;

@@ -9,6 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "vrdma/write_all.hpp"
+
 namespace vrdma::hosts {
 
 namespace {
@@ -28,17 +30,6 @@ std::string clash_in(const Delta& delta) {
         return fmt::format("\"{}\" has LIDs {}-{} and \"{}\" {}-{}", delta.hosts[j].name, delta.hosts[j].lids.first, delta.hosts[j].lids.last,
                            delta.hosts[i].name, delta.hosts[i].lids.first, delta.hosts[i].lids.last);
   return "a name or a resting block is there twice";
-}
-
-bool write_all(int fd, const std::string& text) {
-  std::size_t written = 0;
-  while (written < text.size()) {
-    const ssize_t n = ::write(fd, text.data() + written, text.size() - written);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    written += static_cast<std::size_t>(n);
-  }
-  return true;
 }
 
 }  // namespace
@@ -82,7 +73,7 @@ void save_subnet(const std::filesystem::path& file, const SubnetFile& content) {
   text += "\"state\":" + encode(memory.consensus.state.since({})) + "}\n";
   const std::string beside = file.string() + ".new";
   const int fd = ::open(beside.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-  const bool written = fd >= 0 && write_all(fd, text) && ::fsync(fd) == 0;
+  const bool written = fd >= 0 && vrdma::write_all(fd, text) && ::fsync(fd) == 0;
   int why = errno;
   if (fd >= 0) ::close(fd);
   bool good = written && ::rename(beside.c_str(), file.c_str()) == 0;
