@@ -1,4 +1,5 @@
 // The table of errors: what the requester's completion says, what happens at the responder, what becomes of both QPs.
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -268,6 +269,51 @@ CONFORMANCE(AnErrorFlushesBothQueuesInOrder, "ERR-12 WR-08 QP-15") {
     link.rcq.expect_empty();
   }
   run.peer.barrier();
+}
+
+// Whoever writes to the memory of a queue pair that meets an error is at its receive queue's connection in that moment, though not at its requests.
+CONFORMANCE(WhatWasReceivedBeforeAnErrorStaysReceivedWhileThePeerPosts, "ERR-12 WC-02", .timeout_s = 120) {
+  constexpr std::uint64_t receives = 48, sends = 24, under_way = 4;
+  constexpr std::size_t bytes = 128 * 1024;
+  LinkSpec spec;
+  spec.bytes = 2 * bytes;
+  spec.path.rnr_retry = 7;
+  Link link(run, spec);
+  for (std::uint64_t round = 0; round < 16; ++round) {
+    const Note note("round ", round);
+    if (run.a()) {
+      for (std::uint64_t i = 0; i < receives; ++i) EXPECT_OK(post(link.qp, link.recv(i, bytes, 64)));
+      std::memset(link.mem.data(), 0, bytes);
+      run.peer.barrier();
+      run.peer.barrier();  // b has sent
+      std::byte* const last = link.mem.data(bytes - 1);
+      wait_until("WRITEs that come", [&] { return std::atomic_ref(*last).load() == std::byte{2}; });
+      Send request = link.write(1, bytes, 0, 8);
+      request.rkey ^= 0x7f00;
+      EXPECT_OK(post(link.qp, request));
+      link.scq.expect(1, IBV_WC_REM_ACCESS_ERR);
+      for (std::uint64_t i = 0; i < receives; ++i) link.rcq.expect(i, i < sends ? IBV_WC_SUCCESS : IBV_WC_WR_FLUSH_ERR);
+      link.rcq.expect_empty();
+    } else {
+      run.peer.barrier();
+      for (std::uint64_t i = 0; i < sends; ++i) {
+        EXPECT_OK(post(link.qp, link.send(i, bytes, 64)));
+        link.scq.expect(i);
+      }
+      run.peer.barrier();
+      std::uint64_t posted = 0, done = 0, failed = 0;
+      while (failed == 0 || done < posted) {
+        while (failed == 0 && posted - done < under_way) {
+          std::memset(link.mem.data(), posted < under_way ? 1 : 2, bytes);
+          EXPECT_OK(post(link.qp, link.write(posted++, 0, 0, bytes)));
+        }
+        failed += link.scq.next().status != IBV_WC_SUCCESS;
+        ++done;
+      }
+      (void)link.dev.wait_event(IBV_EVENT_QP_ACCESS_ERR);
+    }
+    link.reconnect();
+  }
 }
 
 CONFORMANCE(AMessageInRtrRaisesCommEst, "ASY-02 ASY-01 QP-15") {

@@ -19,7 +19,11 @@ class Engine {
   Progress run(Qp<P>& qp, Budget& budget) {
     bool worked = false;
     while (!budget.spent()) {
-      if (qp.state == QpState::err || qp.state == QpState::sqe) return flush(qp, budget, worked);
+      if (qp.state == QpState::err || qp.state == QpState::sqe) {
+        // Who comes to an error in this turn flushes in the next: the receive queue goes with it then, and its runner has to have got that
+        // first, from a peer that may be writing there (DirectDesk::may_run).
+        return worked ? Progress::worked : flush(qp, budget);
+      }
       const bool active = qp.operation.stage != Operation::Stage::none;
       if constexpr (FarPortsFor<P>) {
         if (qp.far != nullptr) [[unlikely]] {
@@ -218,7 +222,8 @@ class Engine {
 
  private:
   // IBA 10.3.1.7: everything on the queues completes in order with WR_FLUSH_ERR, the send queue's first. In SQE only sends.
-  Progress flush(Qp<P>& qp, Budget& budget, bool worked) {
+  Progress flush(Qp<P>& qp, Budget& budget) {
+    bool worked = false;
     if (qp.far != nullptr && (qp.far->opened || qp.operation.copy_pending)) {
       if (copy_holds_flush(qp)) return worked ? Progress::worked : Progress::waiting;
       close_far(qp, [&](std::uint64_t wr_id, std::uint32_t position) {
