@@ -36,6 +36,7 @@ Answer ask(const Service& service, control::Request request, std::span<const std
   packet.resize(4096);
   auto received = service.socket.receive(packet, answer_timeout_ms);
   if (!received) throw no_answer(service, value(received.error()));
+  if (received->descriptors_missing) throw no_answer(service, EMFILE);
   if (received->bytes < sizeof(head)) throw no_answer(service, EPROTO);
   std::memcpy(&head, packet.data(), sizeof(head));
   return {head.status, {packet.begin() + sizeof(head), packet.begin() + static_cast<std::ptrdiff_t>(received->bytes)}, std::move(received->descriptors)};

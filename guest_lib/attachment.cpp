@@ -154,7 +154,8 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   }
   if (!descriptors) return descriptors.error();
   VRDMA_CRASH_POINT("guest.attach.answered");
-  if (descriptors->size() != 4 || parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
+  if (descriptors->size() != 4) return not_brought(*descriptors);
+  if (parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
 
   const bool in_bar = (parts.reply.flags & control::attach_in_bar) != 0;
   const auto map = in_bar ? map_lent : map_segment;
@@ -265,9 +266,10 @@ Status Attachment::prepare_process_memory() {
   auto reply = call_on_socket<control::Request::reach_process>({reinterpret_cast<std::uintptr_t>(&probe_), probe_});
   // An older service tries what it can, and says nothing.
   if (!reply && value(reply.error()) != EOPNOTSUPP) return reply.error();
+  const bool by_service = !reply || reply->body.way == control::reach_by_service;
+  if (!by_service && reply->descriptors.size() != (bar_ ? 2 : 1)) return not_brought(reply->descriptors);
   process_memory_known_ = true;
-  if (!reply || reply->body.way == control::reach_by_service) return ok();
-  if (reply->descriptors.size() != (bar_ ? 2 : 1)) return Errno{EPROTO};
+  if (by_service) return ok();
   auto segment = (bar_ ? map_lent : map_segment)(reply->descriptors[0], copying::segment_bytes, Writable::yes);
   if (!segment) return segment.error();
   Mapping word;

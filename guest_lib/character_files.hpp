@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/provisional.hpp"
 
 namespace vrdma::guest {
 
@@ -69,17 +70,19 @@ class CharacterFiles {
   static void unlock_in_child();
 
   // As open(2) with these flags: make(attachment, pipe) is the file of a new channel of the service's, whose pipe it names and does not own.
-  template <control::Request R, class Make>
+  template <control::Request Open, control::Request Close, class Make>
   Result<int> open(int flags, std::uint16_t minor_of_service, const Make& make) {
     forget_closed();
     auto attachment = attach(minor_of_service);
     if (!attachment) return attachment.error();
-    auto opened = (*attachment)->template call_on_socket<R>({});
+    auto opened = (*attachment)->template call_on_socket<Open>({});
     if (!opened) return opened.error();
-    if (opened->descriptors.size() != 1) return Errno{EPROTO};
+    Provisional<Close> made(**attachment, opened->body.channel);
+    if (opened->descriptors.size() != 1) return not_brought(opened->descriptors);
     auto file = make(*attachment, opened->body.channel, opened->descriptors[0].get());
-    if (const auto prepared = prepare(file->fd, flags); !prepared) return file->forgotten(), prepared.error();
+    if (const auto prepared = prepare(file->fd, flags); !prepared) return prepared.error();
     add(std::move(file));
+    made.keep();
     return opened->descriptors[0].release();
   }
   // nullptr: it is none, or not any more.

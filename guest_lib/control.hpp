@@ -29,13 +29,15 @@ using ReplyBody = typename control::Message<R>::ReplyBody;
 template <control::Request R>
 struct SocketReply {
   ReplyBody<R> body;
-  std::vector<vmci::UniqueFd> descriptors;
+  std::vector<vmci::UniqueFd> descriptors;  // none where this process may not open all that came along; what the answer says counts
 };
+// What is wrong with an answer that should have brought others.
+inline Errno not_brought(const std::vector<vmci::UniqueFd>& descriptors) { return Errno{descriptors.empty() ? EMFILE : EPROTO}; }
 
 template <class Body>
 constexpr std::size_t body_bytes = std::is_empty_v<Body> ? 0 : sizeof(Body);
 
-// One packet to the service and its answer; what attach and ControlChannel share. EIO: the service is gone. `reply` holds
+// One packet to the service and its answer, with its descriptors as in SocketReply; what attach and ControlChannel share. EIO: the service is gone. `reply` holds
 // what the service said also where the outcome is an error. ETIMEDOUT where it has said nothing for timeout_ms (-1: waits for ever).
 Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, std::uint32_t source_context,
                                                     std::uint32_t sequence, control::Request request,

@@ -4,6 +4,7 @@
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/provisional.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/fault.hpp"
@@ -18,29 +19,27 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   auto channel = std::make_unique<Channel>();
   auto reply = (*attachment)->call_on_socket<control::Request::create_channel>({Context::of(context).handle, control::interrupt_wanted});
   if (!reply) return reply.error();
-  if (reply->descriptors.empty() || reply->descriptors.size() > 2) return Errno{EPROTO};
+  Provisional<control::Request::destroy_channel> made(**attachment, reply->body.handle);
+  if (reply->descriptors.empty() || reply->descriptors.size() > 2) return not_brought(reply->descriptors);
   const bool second = reply->descriptors.size() == 2, interrupted = second && reply->body.ring != 0;
-  const auto give_up = [&](Errno error) {
-    (void)(*attachment)->call<control::Request::destroy_channel>({reply->body.handle, 0});
-    return error;
-  };
   channel->pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
   auto event_fd = make_event_fd(channel->pipe->get());
-  if (!event_fd) return give_up(event_fd.error());
+  if (!event_fd) return event_fd.error();
   if (interrupted) {
     auto ring = (*attachment)->at<control::EventRing>(std::uint64_t{reply->body.ring} * control::ring_unit_bytes);
-    if (!ring) return give_up(ring.error());
+    if (!ring) return ring.error();
     channel->interrupt = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
-    if (Status watched = watch_pipe(event_fd->get(), channel->interrupt->get()); !watched) return give_up(watched.error());
+    if (Status watched = watch_pipe(event_fd->get(), channel->interrupt->get()); !watched) return watched.error();
     channel->events.use_ring(*ring, channel->interrupt->get());
   } else if (second) {
     channel->peers = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
-    if (Status watched = watch_pipe(event_fd->get(), channel->peers->get()); !watched) return give_up(watched.error());
-    if (Status used = channel->events.use_peers(event_fd->get(), channel->peers->get()); !used) return give_up(used.error());
+    if (Status watched = watch_pipe(event_fd->get(), channel->peers->get()); !watched) return watched.error();
+    if (Status used = channel->events.use_peers(event_fd->get(), channel->peers->get()); !used) return used.error();
   }
   channel->attachment = *attachment;
   channel->handle = reply->body.handle;
   channel->verbs = {context, event_fd->release(), 0};
+  made.keep();
   return &channel.release()->verbs;
 }
 

@@ -14,6 +14,7 @@
 #include "guest_lib/descriptors.hpp"
 #include "guest_lib/objects.hpp"
 #include "guest_lib/operation_tables.hpp"
+#include "guest_lib/provisional.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 
@@ -61,18 +62,19 @@ bool device_present() {
 }
 
 struct OpenedContext {
-  std::uint32_t handle;
+  Provisional<control::Request::close_context> made;
   std::unique_ptr<PrivateFd> pipe;
   vmci::UniqueFd event_fd;
 };
 Result<OpenedContext> open_context(Attachment& attachment) {
   auto reply = attachment.call_on_socket<control::Request::open_context>({});
   if (!reply) return reply.error();
-  if (reply->descriptors.size() != 1) return Errno{EPROTO};
+  Provisional<control::Request::close_context> made(attachment, reply->body.context);
+  if (reply->descriptors.size() != 1) return not_brought(reply->descriptors);
   auto pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
   auto event_fd = make_event_fd(pipe->get());
   if (!event_fd) return event_fd.error();
-  return OpenedContext{reply->body.context, std::move(pipe), std::move(*event_fd)};
+  return OpenedContext{std::move(made), std::move(pipe), std::move(*event_fd)};
 }
 
 Result<ibv_context*> open_by(const std::shared_ptr<Attachment>& attachment, ibv_device* which) {
@@ -86,7 +88,7 @@ Result<ibv_context*> open_by(const std::shared_ptr<Attachment>& attachment, ibv_
 
   auto context = std::make_unique<Context>();
   context->attachment = attachment;
-  context->handle = opened->handle;
+  context->handle = opened->made.handle();
   context->async_pipe = std::move(opened->pipe);
   fill_operation_tables(context->verbs);
   context->verbs.sz = sizeof(verbs_context);
@@ -97,6 +99,7 @@ Result<ibv_context*> open_by(const std::shared_ptr<Attachment>& attachment, ibv_
   verbs.num_comp_vectors = static_cast<int>(limits::comp_vectors);
   pthread_mutex_init(&verbs.mutex, nullptr);
   verbs.abi_compat = __VERBS_ABI_IS_EXTENDED;
+  opened->made.keep();
   context.release();
   return &verbs;
 }
@@ -146,13 +149,14 @@ Result<std::shared_ptr<Attachment>> Context::usable() {
   auto opened = open_context(**fresh);
   if (!opened) return opened.error();
   std::unique_ptr<PrivateFd> old_pipe;
-  std::lock_guard lock(Process::instance().mutex);
-  if (!attachment->liveness().inherited()) return attachment;  // another thread was first; ours ends with the process
-  attachment = *fresh;
-  handle = opened->handle;
+  std::lock_guard lock(Process::instance().mutex);  // left before what is not kept is given back
+  if (!attachment->liveness().inherited()) return attachment;  // another thread was first
   // The inherited epoll descriptor is the parent's as well: it is replaced, not altered. A child that has closed it may have its own file there.
   if (!OwnNumbers::is_marked(verbs.context.async_fd)) verbs.context.async_fd = opened->event_fd.release();
   else if (::dup3(opened->event_fd.get(), verbs.context.async_fd, O_CLOEXEC) < 0) return last_error();
+  attachment = *fresh;
+  handle = opened->made.handle();
+  opened->made.keep();
   old_pipe = std::exchange(async_pipe, std::move(opened->pipe));
   events.begin_anew();
   return attachment;

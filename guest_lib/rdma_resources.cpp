@@ -33,7 +33,7 @@ Result<std::string> ask_service() {
   if (!socket) return socket.error();
   const auto files = exchange_packet(*socket, 0, 1, control::Request::show, {}, {}, {}, vmci::attach_within_ms);
   if (!files) return files.error();
-  if (files->size() != 1) return Errno{EPROTO};
+  if (files->size() != 1) return not_brought(*files);
   std::string text;
   char part[65536];
   for (ssize_t got; (got = ::pread(files->front().get(), part, sizeof(part), static_cast<off_t>(text.size()))) > 0;)

@@ -62,6 +62,7 @@ Result<std::shared_ptr<Context>> Context::attach(const Options& options) {
   const AttachReply& reply = context->reply_ = attached->body;
   auto& descriptors = attached->descriptors;
   if (reply.major != version_major) return Errno{EPROTONOSUPPORT};
+  if (descriptors.empty()) return Errno{EMFILE};
   if (descriptors.size() != 4 || reply.shard >= std::size(ServicePage{}.shards)) return Errno{EPROTO};
 
   const auto map = [](const UniqueFd& fd, std::uint64_t bytes, Writable writable) -> Result<Mapping> {

@@ -87,7 +87,7 @@ class Context {
   template <vrdma::control::Request R>
   struct SocketReply {
     Reply<R> body;
-    std::vector<UniqueFd> descriptors;
+    std::vector<UniqueFd> descriptors;  // none where this process may not open all that came along
   };
 
   // One control request and its answer, in the control queue pair or on the socket, as the table says.

@@ -46,7 +46,7 @@ Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffe
     got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   } while (got < 0 && errno == EINTR);
   if (got < 0) return vrdma::last_error();
-  Received received{static_cast<std::size_t>(got), {}};
+  Received received{static_cast<std::size_t>(got), {}, false};
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
     const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
@@ -57,8 +57,9 @@ Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffe
     }
   }
   // Fewer than there was room for: this process may open no more.
-  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == MSG_CTRUNC && received.descriptors.size() < packet_descriptors_max) return Errno{EMFILE};
-  if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) return Errno{EMSGSIZE};
+  received.descriptors_missing = (message.msg_flags & MSG_CTRUNC) != 0 && received.descriptors.size() < packet_descriptors_max;
+  if ((message.msg_flags & MSG_TRUNC) != 0 || ((message.msg_flags & MSG_CTRUNC) != 0 && !received.descriptors_missing)) return Errno{EMSGSIZE};
+  if (received.descriptors_missing) received.descriptors.clear();
   return received;
 }
 

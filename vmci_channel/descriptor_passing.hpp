@@ -15,12 +15,12 @@ constexpr std::size_t packet_descriptors_max = 8;
 struct Received {
   std::size_t bytes;  // 0: the other end is closed
   std::vector<UniqueFd> descriptors;
+  bool descriptors_missing = false;  // there were some, and this process may not open all of them: it has none. What the bytes say counts
 };
 
 // EMSGSIZE: more descriptors than packet_descriptors_max; else as sendmsg(2), but for EINTR and without SIGPIPE.
 vrdma::Status send_with_descriptors(int socket, std::span<const std::byte> bytes, std::span<const int> descriptors);
-// EMSGSIZE: there was more than fits, of either. EMFILE: this process may not open all the descriptors; the bytes are in the buffer.
-// Nothing stays open then. Else as recvmsg(2), but for EINTR.
+// EMSGSIZE: there was more than fits, of either; nothing stays open then. Else as recvmsg(2), but for EINTR.
 vrdma::Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffer);
 
 }  // namespace vmci

@@ -35,8 +35,8 @@ class PacketSocket {
 
   // Whole packets. Descriptors are duplicated to the peer; ours stay ours. EAGAIN when the socket is non-blocking and full.
   vrdma::Status send(std::span<const std::byte> packet, std::span<const int> descriptors = {}) const;
-  // EMSGSIZE: the packet was longer than the buffer, or carried too many descriptors (all of them closed). EMFILE: it carried more than this
-  // process may open (likewise); its bytes are in the buffer, for who wants to say so.
+  // EMSGSIZE: the packet was longer than the buffer, or carried too many descriptors (all of them closed). More than this process may open
+  // is no error (Received::descriptors_missing): a request is to be refused, and what an answer has made is to be given back.
   // timeout_ms -1: wait for ever; ETIMEDOUT.
   vrdma::Result<Received> receive(std::span<std::byte> buffer, int timeout_ms = -1) const;
 

@@ -64,16 +64,21 @@ class QueuePair {
   template <class SocketReply>
   static vrdma::Result<QueuePair> adopt(std::shared_ptr<Context> context, SocketReply reply, bool creator) {
     const auto& geometry = reply.body.geometry;
+    const auto give_up = [&](vrdma::Errno error) {
+      (void)context->template call<vrdma::control::Request::queue_pair_detach>(reply.body.handle);
+      return error;
+    };
+    if (reply.descriptors.empty()) return give_up(vrdma::Errno{EMFILE});
     const auto good = [](std::uint64_t slots) {
       return std::has_single_bit(slots) && slots * vrdma::slot_bytes <= vrdma::control::queue_bytes_max;
     };
     if (reply.descriptors.size() != 2 || geometry.consume_kind != QueueKind::bytes || !good(geometry.produce_slots) ||
         !good(geometry.consume_entries))
-      return vrdma::Errno{EPROTO};
+      return give_up(vrdma::Errno{EPROTO});
     const auto sealed = sealed_bytes(reply.descriptors[0].get());
-    if (!sealed || *sealed < geometry.total_bytes()) return vrdma::Errno{EPROTO};
+    if (!sealed || *sealed < geometry.total_bytes()) return give_up(vrdma::Errno{EPROTO});
     auto memory = Mapping::map(reply.descriptors[0].get(), 0, geometry.total_bytes(), Writable::yes);
-    if (!memory) return memory.error();
+    if (!memory) return give_up(memory.error());
     return QueuePair(std::move(context), std::move(*memory), std::move(reply.descriptors[1]), reply.body, creator);
   }
 

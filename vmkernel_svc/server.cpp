@@ -377,7 +377,7 @@ void Server::read_next(const ConnectionPtr& connection) {
         std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
         auto received = connection->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return read_next(connection);
-        if (!received && value(received.error()) == EMFILE) {  // its descriptors did not come along: this request fails, not the guest
+        if (received && received->descriptors_missing) {  // this request fails, not the guest
           refuse_for_descriptors(connection->socket, packet);
         } else {
           if (!received || received->bytes == 0) return lost(connection);

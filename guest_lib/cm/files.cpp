@@ -69,7 +69,7 @@ namespace vrdma {
 int open_connection_manager(int flags) {
   using namespace guest;
   return as_count([&] {
-    return CharacterFiles::instance().open<control::Request::cm_open>(flags, control::minor_of_cm, [](auto attachment, std::uint32_t channel, int fd) {
+    return CharacterFiles::instance().open<control::Request::cm_open, control::Request::cm_close>(flags, control::minor_of_cm, [](auto attachment, std::uint32_t channel, int fd) {
       return std::make_shared<cm::File>(std::move(attachment), channel, fd);
     });
   });

@@ -183,7 +183,7 @@ namespace vrdma {
 int open_management_datagrams(int flags) {
   using namespace guest;
   return as_count([&] {
-    return CharacterFiles::instance().open<control::Request::mad_open>(flags, control::minor_of_mads, [](auto attachment, std::uint32_t channel, int fd) {
+    return CharacterFiles::instance().open<control::Request::mad_open, control::Request::mad_close>(flags, control::minor_of_mads, [](auto attachment, std::uint32_t channel, int fd) {
       return std::make_shared<mad::File>(std::move(attachment), channel, fd);
     });
   });

@@ -34,6 +34,7 @@ Result<vmci::UniqueFd> receive_ram(int launcher) {
   std::byte word[8];
   auto got = vmci::receive_with_descriptors(launcher, word);
   if (!got) return got.error();
+  if (got->descriptors_missing) return Errno{EMFILE};
   if (got->bytes == 0 || got->descriptors.size() != 1) return Errno{EPROTO};
   vmci::UniqueFd ram = std::move(got->descriptors.front());
   // Pages of another file system might be somebody's who never hands them out.

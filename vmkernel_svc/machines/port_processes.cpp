@@ -80,13 +80,12 @@ void MachinePort::await_replies(const std::shared_ptr<Process>& process) {
         std::array<std::byte, sizeof(control::Head) + control::body_bytes_max> packet;
         auto received = process->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return await_replies(process);
-        const bool out_of_descriptors = !received && value(received.error()) == EMFILE;
-        if (!out_of_descriptors && (!received || received->bytes == 0)) return process->hang_up();
+        if (!received || received->bytes == 0) return process->hang_up();
         const std::uint32_t first = process->next_stream;
-        std::vector<vmci::UniqueFd> documents, pipes;
+        auto& pipes = received->descriptors;
+        std::vector<vmci::UniqueFd> documents;
         std::vector<std::shared_ptr<Stream>> streams;
-        bool complete = !out_of_descriptors;
-        if (received) pipes = std::move(received->descriptors);
+        bool complete = !received->descriptors_missing;
         for (auto& pipe : pipes) {
           if (struct stat status; ::fstat(pipe.get(), &status) == 0 && S_ISREG(status.st_mode)) {
             documents.push_back(std::move(pipe));  // all of it is there

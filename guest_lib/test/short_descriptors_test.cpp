@@ -1,0 +1,102 @@
+// A program short of descriptors is refused with EMFILE, and leaves nothing behind in the service, which would charge it until it exits.
+#include <fcntl.h>
+#include <sys/resource.h>
+
+#include <filesystem>
+#include <iterator>
+
+#include "guest_lib/test/service_fixture.hpp"
+
+using namespace vrdma::test;
+
+namespace {
+
+constexpr int attempts = 50;
+
+std::size_t files_of(const Service& service) {
+  const std::filesystem::directory_iterator files("/proc/" + std::to_string(service.pid()) + "/fd");
+  return static_cast<std::size_t>(std::distance(begin(files), end(files)));
+}
+
+// While it is there, this process may open so many descriptors more.
+class Shortage {
+ public:
+  explicit Shortage(int free) {
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &before_) == 0);
+    const rlimit low{300, before_.rlim_max};  // filled up soon
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &low) == 0);
+    for (int fd; (fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) filling_.push_back(fd);
+    for (; free > 0 && !filling_.empty(); --free) ::close(filling_.back()), filling_.pop_back();
+  }
+  ~Shortage() {
+    for (const int fd : filling_) ::close(fd);
+    ::setrlimit(RLIMIT_NOFILE, &before_);
+  }
+  Shortage(const Shortage&) = delete;
+  Shortage& operator=(const Shortage&) = delete;
+
+ private:
+  rlimit before_{};
+  std::vector<int> filling_;
+};
+
+// How many of the attempts to open something failed with EMFILE, and how many files the service has more after them.
+struct Outcome {
+  int refused = 0;
+  long left_behind = 0;
+};
+template <class Fails>
+Outcome try_often(const Service& service, int free, const Fails& fails) {
+  const auto before = static_cast<long>(files_of(service));
+  Outcome outcome;
+  {
+    const Shortage shortage(free);
+    for (int i = 0; i < attempts; ++i) {
+      errno = 0;
+      outcome.refused += fails() && errno == EMFILE;
+    }
+  }
+  outcome.left_behind = static_cast<long>(files_of(service)) - before;
+  return outcome;
+}
+
+}  // namespace
+
+// One comes with the service's answer; an epoll descriptor and one for applications to duplicate are made for it.
+TEST_CASE("A device that cannot be opened for want of descriptors leaves no context in the service") {
+  Service service;
+  service.start();
+  const Device device;
+  for (const int free : {0, 1, 2}) {
+    CAPTURE(free);
+    const Outcome outcome = try_often(service, free, [&] { return ibv_open_device(device.context->device) == nullptr; });
+    CHECK(outcome.refused == attempts);
+    CHECK(outcome.left_behind < attempts);  // each would have left a pipe
+  }
+  ibv_context* const another = ibv_open_device(device.context->device);
+  REQUIRE(another != nullptr);
+  CHECK(ibv_close_device(another) == 0);
+}
+
+TEST_CASE("A completion channel that cannot be made for want of descriptors leaves none in the service") {
+  Service service;
+  service.start();
+  const Device device;
+  for (const int free : {0, 1}) {
+    CAPTURE(free);
+    const Outcome outcome = try_often(service, free, [&] { return ibv_create_comp_channel(device.context) == nullptr; });
+    CHECK(outcome.refused == attempts);
+    CHECK(outcome.left_behind < attempts);
+  }
+  const ChannelPtr channel(ibv_create_comp_channel(device.context));
+  CHECK(channel != nullptr);
+}
+
+TEST_CASE("A connection manager's channel that cannot be opened for want of descriptors leaves none in the service") {
+  Service service;
+  service.start();
+  const Device device;
+  const Outcome outcome = try_often(service, 0, [] { return ::open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0; });
+  CHECK(outcome.refused == attempts);
+  CHECK(outcome.left_behind < attempts);
+}
