@@ -57,6 +57,7 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
       {Context::of(context).handle, static_cast<std::uint32_t>(cqe), channel != nullptr ? Channel::of(channel).handle : 0,
        static_cast<std::uint32_t>(comp_vector)});
   if (!reply) return reply.error();
+  Provisional<control::Request::destroy_cq> made(**attachment, reply->cq);
   VRDMA_CRASH_POINT("guest.create_cq.answered");
   auto shared = (*attachment)->at<control::CqShared>(reply->offset);
   if (!shared) return shared.error();
@@ -76,12 +77,19 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
   pthread_mutex_init(&cq->verbs.mutex, nullptr);
   pthread_cond_init(&cq->verbs.cond, nullptr);
 
-  std::lock_guard lock((*attachment)->objects_mutex());
-  (*attachment)->cqs[reply->cq] = cq.get();
-  if (channel != nullptr) {
-    Channel::of(channel).cqs.push_back(cq.get());
-    ++channel->refcnt;
+  {
+    std::lock_guard lock((*attachment)->objects_mutex());
+    if (channel != nullptr) {  // before the table knows of it: nothing fails afterwards
+      auto& cqs = Channel::of(channel).cqs;
+      if (cqs.size() == cqs.capacity()) cqs.reserve(2 * cqs.size() + 1);
+    }
+    (*attachment)->cqs[reply->cq] = cq.get();
+    if (channel != nullptr) {
+      Channel::of(channel).cqs.push_back(cq.get());
+      ++channel->refcnt;
+    }
   }
+  made.keep();
   return cq.release()->base();
 }
 

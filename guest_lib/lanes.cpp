@@ -48,10 +48,14 @@ void note_visit(Cq& cq, Lane& lane) {
 
 // --- lanes come and go ------------------------------------------------------------------------------------------
 
-void Cq::add_lane(Lane& lane) {
+void Cq::make_room_for(const Lane& lane) {
   std::lock_guard guard(lock);
   if (lanes.size() <= lane.number) lanes.resize(lane.number + 1);
   heads.reserve(lanes.size());
+}
+
+void Cq::add_lane(Lane& lane) {
+  std::lock_guard guard(lock);
   if (!in_order && std::ranges::any_of(lanes, [&](const Lane* other) { return other != nullptr && other->qp != lane.qp; })) begin_order(*this);
   lanes[lane.number] = &lane;
   lane.timed = timed ? this : nullptr;

@@ -207,6 +207,8 @@ struct Cq {
   static Cq& of(ibv_cq* cq) { return *reinterpret_cast<Cq*>(cq); }
   ibv_cq* base() { return reinterpret_cast<ibv_cq*>(&verbs); }
 
+  // Before anybody knows of the lane: all that may fail (bad_alloc) of adding it.
+  void make_room_for(const Lane& lane);
   void add_lane(Lane& lane);
   // Takes the lane out and drops what is left in it; nobody writes to it any more.
   void remove_lane(Lane& lane);

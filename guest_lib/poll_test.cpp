@@ -65,8 +65,13 @@ struct World {
     cq.shared = &shared;
     for (std::uint32_t i = 0; i < lanes; ++i) {
       queues.push_back(std::make_unique<Queue>(i));
-      cq.add_lane(queues.back()->qp.send_lane);
+      add(queues.back()->qp.send_lane);
     }
+  }
+
+  void add(Lane& lane) {
+    cq.make_room_for(lane);
+    cq.add_lane(lane);
   }
 
   // As the service: the completion, a fence, the bitmap unless the lane is hot, a fence, the arm.
@@ -202,7 +207,7 @@ TEST_CASE("what was there before a second queue pair came is polled first") {
   for (int i = 0; i < 3; ++i) world.complete(*world.queues[0]);
   CHECK(world.shared.wants_stamps == 0);
   world.queues.push_back(std::make_unique<Queue>(1));
-  world.cq.add_lane(world.queues[1]->qp.send_lane);
+  world.add(world.queues[1]->qp.send_lane);
   world.complete(*world.queues[1]);
   world.complete(*world.queues[0]);
   world.complete(*world.queues[1]);
@@ -343,7 +348,7 @@ TEST_CASE("what was sent completes before the answer to it, whichever lane is lo
   lane.qp = &qp;
   lane.qpn = lane.number = 1;
   lane.receive = &qp.receive;
-  world.cq.add_lane(lane);
+  world.add(lane);
   const auto push = [](Queue& to, WcStatus status, WcOpcode opcode) {
     Cqe cqe{};
     cqe.queue_position = 1;

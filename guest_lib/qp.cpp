@@ -9,6 +9,7 @@
 #include "guest_lib/namesakes.hpp"
 #include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/provisional.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/fault.hpp"
@@ -107,6 +108,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   auto reply = xrc ? (*attachment)->call<control::Request::create_xrc_qp>({request, xrcd != nullptr ? xrcd->handle : 0, target})
                    : (*attachment)->call<control::Request::create_qp>(request);
   if (!reply) return reply.error();
+  Provisional<control::Request::destroy_qp> made(**attachment, reply->qp);
 
   VRDMA_CRASH_POINT("guest.create_qp.answered");
   qp->attachment = *attachment;
@@ -136,12 +138,17 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   if (init.qp_type == IBV_QPT_XRC_RECV) verbs.pd = nullptr, verbs.send_cq = verbs.recv_cq = nullptr;
   pthread_mutex_init(&verbs.mutex, nullptr);
   pthread_cond_init(&verbs.cond, nullptr);
-  if (Status opened = open_queues(*qp, **attachment, *reply); !opened) {
-    (void)(*attachment)->call<control::Request::destroy_qp>({reply->qp, 0});
-    return opened.error();
-  }
-
+  if (Status opened = open_queues(*qp, **attachment, *reply); !opened) return opened.error();
   if (*type == control::xrc_srq) qp->receive_lane.qpn = 0;  // each completion says by which target it came
+
+  // First all that may fail: a queue pair that does not come to be is in nobody's lists.
+  send_cq.make_room_for(qp->send_lane);
+  recv_cq.make_room_for(qp->receive_lane);
+  {
+    std::lock_guard lock((*attachment)->objects_mutex());
+    (*attachment)->qps[reply->qp] = qp.get();
+  }
+  made.keep();
   send_cq.add_lane(qp->send_lane);
   recv_cq.add_lane(qp->receive_lane);
   if (xrcd != nullptr) xrcd->users.fetch_add(1, std::memory_order_relaxed);
@@ -150,8 +157,6 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
   if (init.srq != nullptr) Srq::of(init.srq).users.fetch_add(1, std::memory_order_relaxed);
   init.cap = qp->caps;
-  std::lock_guard lock((*attachment)->objects_mutex());
-  (*attachment)->qps[reply->qp] = qp.get();
   return &qp.release()->base();
 }
 

@@ -1,6 +1,7 @@
 // Shared receive queues. Posting to them is in post.cpp.
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/objects.hpp"
+#include "guest_lib/provisional.hpp"
 #include "guest_lib/verbs_result.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/fault.hpp"
@@ -19,13 +20,12 @@ Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init) {
   auto reply = (*attachment)->call<control::Request::create_srq>(
       {Context::of(pd->context).handle, *pd_handle, init.attr.max_wr, init.attr.max_sge, 0, 0});
   if (!reply) return reply.error();
+  Provisional<control::Request::destroy_srq> made(**attachment, reply->srq);
   VRDMA_CRASH_POINT("guest.create_srq.answered");
   auto view = (*attachment)->queue_pair_at(reply->queue.offset, reply->queue.geometry);
   if (!view || reply->queue.record_slots == 0 || reply->queue.record_slots > record_slots_max ||
-      receive_wqe_slots(reply->max_sge) > reply->queue.record_slots) {
-    (void)(*attachment)->call<control::Request::destroy_srq>({reply->srq, 0});
+      receive_wqe_slots(reply->max_sge) > reply->queue.record_slots)
     return Errno{EPROTO};
-  }
   srq->attachment = *attachment;
   srq->liveness = &(*attachment)->liveness();
   srq->srq_num = reply->srq_num;
@@ -37,11 +37,14 @@ Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init) {
   srq->verbs.handle = reply->srq;
   pthread_mutex_init(&srq->verbs.mutex, nullptr);
   pthread_cond_init(&srq->verbs.cond, nullptr);
+  {
+    std::lock_guard lock((*attachment)->objects_mutex());
+    (*attachment)->srqs[reply->srq] = srq.get();
+  }
+  made.keep();
   init.attr.max_wr = reply->max_wr;
   init.attr.max_sge = reply->max_sge;
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
-  std::lock_guard lock((*attachment)->objects_mutex());
-  (*attachment)->srqs[reply->srq] = srq.get();
   return &srq.release()->verbs;
 }
 

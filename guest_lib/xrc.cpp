@@ -30,9 +30,9 @@ Result<ibv_xrcd*> open(ibv_context* context, const ibv_xrcd_init_attr& wanted) {
     if (!(*attachment)->in_machine()) file = {&wanted.fd, 1};
     else request.device = status.st_dev, request.inode = status.st_ino;
   }
+  auto xrcd = std::make_unique<Xrcd>();
   auto reply = (*attachment)->call_on_socket<control::Request::open_xrcd>(request, file);
   if (!reply) return reply.error();
-  auto xrcd = std::make_unique<Xrcd>();
   xrcd->verbs.context = context;
   xrcd->attachment = *attachment;
   xrcd->handle = reply->body.handle;
