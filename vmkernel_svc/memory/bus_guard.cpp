@@ -85,6 +85,16 @@ constexpr std::size_t replaced_max = 64;
 thread_local Page replaced[replaced_max];
 thread_local std::size_t replaced_count = 0;
 
+// A file without a page: whoever touches a mapping of it gets a bus error each time.
+int empty_file() {
+  static const int fd = ::memfd_create("vrdma-lost-pages", MFD_CLOEXEC);
+  return fd;
+}
+
+bool map_again(const Page& page, int fd, std::uint64_t file_offset) {
+  return fd >= 0 && ::mmap(page.at, page.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, static_cast<off_t>(file_offset)) != MAP_FAILED;
+}
+
 // Async-signal-safe: atomics and mmap only.
 void on_bus_error(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
@@ -102,6 +112,7 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
 }  // namespace
 
 void BusGuard::install() {
+  (void)empty_file();
   struct sigaction action {};
   action.sa_sigaction = on_bus_error;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
@@ -120,7 +131,8 @@ BusGuard::Access::~Access() {
   survived = false;
   for (; replaced_count != 0; --replaced_count) {
     const Page& page = replaced[replaced_count - 1];
-    ::mmap(page.at, page.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, page.fd, static_cast<off_t>(page.file_offset));
+    // Not to be had again, as of a file that its owner has sealed meanwhile: what is written there must not seem to arrive.
+    if (!map_again(page, page.fd, page.file_offset)) (void)map_again(page, empty_file(), 0);
   }
 }
 

@@ -1,7 +1,7 @@
 // Survives SIGBUS on guests' memory. A guest may punch holes into its files or its memory may be exhausted: the service's
 // access to such a page then gets a private zero page instead of a crash. Who moves a guest's bytes does so within an Access: that
 // learns of it, and the page is lent for it only: the file is back afterwards, so that neither mappings nor memory of the service add
-// up. Elsewhere (rings, doorbells) what the guest has lost is zeroes from then on.
+// up; where it cannot be mapped any more, each later access fails like this one. Elsewhere (rings, doorbells) what the guest has lost is zeroes from then on.
 //
 // install() once at start. Any thread; the handler itself only reads lock-free state.
 #pragma once

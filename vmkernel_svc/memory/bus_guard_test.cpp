@@ -2,6 +2,7 @@
 #include "vmkernel_svc/memory/bus_guard.hpp"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -60,6 +61,31 @@ TEST_CASE("An access hears of what was lost within it, and the file is back afte
   std::byte there{};
   CHECK(::pread(file.fd.get(), &there, 1, page) == 1);
   CHECK(there == std::byte{6});
+  BusGuard::remove(memory);
+  ::munmap(memory, 2 * page);
+}
+
+TEST_CASE("Where the file cannot be mapped any more, each access to what was lost hears of it") {
+  BusGuard::install();
+  const vmci::UniqueFd file(::memfd_create("bus_guard_test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  REQUIRE(::ftruncate(file.get(), 2 * page) == 0);
+  std::byte* const memory = map(2 * page, file.get());
+  REQUIRE(BusGuard::add(memory, 2 * page, page, file.get(), 0));
+  memory[0] = std::byte{5};
+  REQUIRE(::ftruncate(file.get(), page) == 0);
+  constexpr int future_write = 0x0010;  // F_SEAL_FUTURE_WRITE, of Linux 5.1: mappings that are there may write, new ones may not
+  REQUIRE(::fcntl(file.get(), F_ADD_SEALS, future_write) == 0);
+  for (int i = 0; i < 3; ++i) {
+    CAPTURE(i);
+    const BusGuard::Access access;
+    touch(memory + page) = std::byte{1};
+    CHECK(access.failed());
+  }
+  {
+    const BusGuard::Access access;
+    CHECK(touch(memory) == std::byte{5});
+    CHECK_FALSE(access.failed());
+  }
   BusGuard::remove(memory);
   ::munmap(memory, 2 * page);
 }
