@@ -170,7 +170,8 @@ void Agent::take_event(Source source) {
 }
 
 void Agent::accept() {
-  for (;;) {
+  constexpr int at_once = 4;  // whoever knocks all the time does not keep the others waiting
+  for (int left = at_once; left > 0; --left) {
     UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd) {
       if (errno == EINTR || errno == ECONNABORTED) continue;

@@ -309,7 +309,8 @@ bool Server::go_unmissed() {
 void Server::accept_next() {
   listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](const boost::system::error_code& error) {
     if (error) return;
-    for (;;) {
+    constexpr int at_once = 4;  // whoever knocks all the time does not keep the others waiting, nor signals and leases
+    for (int left = at_once; left > 0; --left) {
       vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
