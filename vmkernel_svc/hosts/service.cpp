@@ -229,6 +229,7 @@ void Service::accept_next() {
       });
       return;
     }
+    accept_next();  // before what may fail: that loses one connection, and no others
     std::erase_if(opening_, [](const auto& weak) {
       const auto session = weak.lock();
       return !session || session->is_up();
@@ -241,7 +242,6 @@ void Service::accept_next() {
     auto session = std::make_shared<Session>(*tls_, std::move(socket), false, settings_.limits, network_->events());
     opening_.push_back(session);
     session->start(hello(), "");
-    accept_next();
   });
 }
 
