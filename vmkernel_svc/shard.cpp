@@ -299,11 +299,13 @@ void Shard::expel(Guest& guest) {
 
 bool Shard::run_queue_pairs() {
   bool worked = false;
-  for (auto& list : lists_) {
+  for (std::size_t i = 0; i < running_.size(); ++i) {  // there may be more meanwhile
+    RunList& list = *running_[i];
     if (list.queue_pairs.empty()) continue;
     list.deficit_bytes = std::min(list.deficit_bytes + quantum_bytes, quantum_bytes);
     worked |= run_list(list);
   }
+  std::erase_if(running_, [](RunList* list) { return !(list->running = !list->queue_pairs.empty()); });
   return worked;
 }
 
@@ -398,14 +400,9 @@ void Shard::take_in(Qp& qp) {
   qp.port.runnable = true;
   qp.port.owner->watch_sends(false);
   ++runnable_count_;
-  Tenant* const tenant = qp.port.owner->guest->tenant;
-  for (auto& list : lists_) {
-    if (list.tenant != tenant) continue;
-    list.queue_pairs.add(qp);
-    return;
-  }
-  lists_.push_back({tenant, {}});
-  lists_.back().queue_pairs.add(qp);
+  RunList& list = lists_[qp.port.owner->guest->tenant];
+  list.queue_pairs.add(qp);
+  if (!std::exchange(list.running, true)) running_.push_back(&list);
 }
 
 // Takes a queue pair out of its list, unless something was posted in the meantime.
@@ -424,9 +421,11 @@ bool Shard::park(RunList& list, Qp& qp) {
 }
 
 void Shard::park_all() {
-  for (auto& list : lists_)
+  for (std::size_t of = 0; of < running_.size(); ++of) {
+    RunList& list = *running_[of];
     for (std::size_t i = list.queue_pairs.size(); i > 0; --i)
       if (i <= list.queue_pairs.size()) park(list, list.queue_pairs.at(i - 1));  // a connection that is handed out takes two along
+  }
 }
 
 void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
@@ -464,8 +463,8 @@ bool Shard::owns_inbox(QueuePair& qp) { return direct_->take_inbox(qp); }
 void Shard::take_out(Qp& qp) {
   if (!std::exchange(qp.port.runnable, false)) return;
   Shard& shard = *shards_.of(qp);
-  for (auto& list : shard.lists_) {
-    if (!list.queue_pairs.remove(qp)) continue;
+  for (RunList* const list : shard.running_) {
+    if (!list->queue_pairs.remove(qp)) continue;
     --shard.runnable_count_;
     return;
   }

@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <queue>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -102,8 +103,8 @@ class Shard final : public Runner {
 
  private:
   struct RunList {  // the runnable queue pairs of one tenant
-    Tenant* tenant;
     TurnOrder<Qp> queue_pairs;
+    bool running = false;  // it is in running_
     // Deficit round robin by bytes among tenants (Shreedhar and Varghese): what it may still move in this round.
     std::int64_t deficit_bytes = 0;
     std::uint64_t moved_bytes = 0;
@@ -169,7 +170,10 @@ class Shard final : public Runner {
   std::vector<std::pair<GuestId, GuestId>> apart_;                                // guests that are to be one shard's, after this turn
   std::uint64_t tried_ns_ = 0;
   bool control_due_ = false;
-  std::vector<RunList> lists_;
+  // They stay where they are, and there: whoever made one queue pair run may make another tenant's runnable. As tenants do, they stay for
+  // ever, for what they have moved; a turn looks only at those of running_, which has all that are not empty.
+  std::unordered_map<const Tenant*, RunList> lists_;
+  std::vector<RunList*> running_;
   std::size_t runnable_count_ = 0;
   std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
   std::vector<std::uint32_t> changing_windows_;  // QPNs (change_window)

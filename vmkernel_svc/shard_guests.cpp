@@ -28,8 +28,8 @@ void Shard::remove(Guest& guest) {
 
 void Shard::give_up(const GuestGroup& group) {
   const auto is_of = [&group](const Qp* qp) { return qp == nullptr || (qp->port.owner != nullptr && qp->port.owner->guest->group == &group); };
-  for (auto& list : lists_)
-    runnable_count_ -= list.queue_pairs.remove_if([&](Qp& qp) { return is_of(&qp) && std::exchange(qp.port.runnable, false); });
+  for (RunList* const list : running_)
+    runnable_count_ -= list->queue_pairs.remove_if([&](Qp& qp) { return is_of(&qp) && std::exchange(qp.port.runnable, false); });
   for (Guest* const guest : group.guests) {
     // What another shard would go on with.
     for ([[maybe_unused]] auto& [handle, qp] : guest->qps)
@@ -65,9 +65,8 @@ void Shard::unite() {
 }
 
 std::uint64_t Shard::moved_bytes(const Tenant& tenant) const {
-  for (const auto& list : lists_)
-    if (list.tenant == &tenant) return list.moved_bytes;
-  return 0;
+  const auto found = lists_.find(&tenant);
+  return found != lists_.end() ? found->second.moved_bytes : 0;
 }
 
 }  // namespace vrdma::svc
