@@ -338,13 +338,15 @@ MediatedPorts::Qp* MediatedPorts::addressed(std::uint32_t link_layer, const UdOp
 
 bool MediatedPorts::may_deliver(Qp& receiver) { return receiver.port.link == nullptr || runner_.owns_inbox(*receiver.port.owner); }
 
-MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index) {
+MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& index) {
   Gid group;
   std::memcpy(group.data(), ud.dgid, 16);
   const auto members = fabric_.multicast.find(group);
   if (members == fabric_.multicast.end()) return nullptr;
-  for (QueuePair* const member : members->second)
-    if (!member->guest->frozen && hosts::pkeys_match(qp.port.pkey, member->core.port.pkey) && index-- == 0) return &member->core;
+  for (; index < members->second.size(); ++index) {
+    QueuePair& member = *members->second[index];
+    if (!member.guest->frozen && hosts::pkeys_match(qp.port.pkey, member.core.port.pkey)) return &member.core;
+  }
   return nullptr;
 }
 

@@ -83,7 +83,7 @@ class InProcessPorts {
   void wake_at(Qp&, std::uint64_t) {}  // likewise
   Qp* peer(Qp& qp) { return qp.port.peer; }
   Qp* datagram_peer(Qp&, const UdOperand&) { return nullptr; }
-  Qp* multicast_peer(Qp&, const UdOperand&, std::uint32_t) { return nullptr; }
+  Qp* multicast_peer(Qp&, const UdOperand&, std::uint32_t&) { return nullptr; }
   bool leads_back(Qp& receiver, Qp& sender) { return receiver.port.peer == &sender; }
   bool write_grh(Qp&, Qp&, const UdOperand&, std::uint32_t, std::byte*) { return false; }
   std::uint16_t lid(Qp&) { return 0; }

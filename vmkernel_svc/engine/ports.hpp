@@ -96,7 +96,7 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   { p.wake_at(qp, u64 /*ns*/) } -> std::same_as<void>;
 
   // Who is at the far end, if on this host: of a connection (by qp.attributes), or of an address vector. For multicast,
-  // the `index`th member of the group; nullptr ends the list.
+  // the first member of the group that takes it from the `index`th on, which then says where that is; nullptr ends the list.
   { p.peer(qp) } -> std::same_as<Qp<P>*>;
   { p.datagram_peer(qp, ud) } -> std::same_as<Qp<P>*>;
   { p.multicast_peer(qp, ud, u32 /*index*/) } -> std::same_as<Qp<P>*>;

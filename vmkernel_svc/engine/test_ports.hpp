@@ -257,13 +257,13 @@ class TestPorts {
     return nullptr;
   }
   Qp* datagram_peer(Qp& qp, const UdOperand& ud) { return by_address(qp, ud.remote_qpn, ud.dlid); }
-  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t index) {
+  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& index) {
     Gid gid;
     std::memcpy(gid.data(), ud.dgid, 16);
     const auto group = groups.find(gid);
     if (group == groups.end()) return nullptr;
-    for (Qp* const member : group->second)
-      if (member->port.host == qp.port.host && index-- == 0) return member;
+    for (; index < group->second.size(); ++index)
+      if (group->second[index]->port.host == qp.port.host) return group->second[index];
     return nullptr;
   }
   bool leads_back(Qp& receiver, Qp& sender) { return receiver.attributes.path.dlid == sender.port.lid; }
