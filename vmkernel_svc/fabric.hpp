@@ -15,6 +15,7 @@
 #include "vmkernel_svc/lids.hpp"
 #include "vmkernel_svc/memory/pending_jobs.hpp"
 #include "vmkernel_svc/memory/region.hpp"
+#include "vmkernel_svc/numbers.hpp"
 #include "vmkernel_svc/objects.hpp"
 #include "vmkernel_svc/shards.hpp"
 #include "vmkernel_svc/vmci_switch.hpp"
@@ -80,6 +81,7 @@ class Fabric {
     const auto found = guests.find(id.value);
     return found == guests.end() ? nullptr : found->second.get();
   }
+  Numbers guest_numbers{control::host_context + 1, ~std::uint32_t{0} - 1};  // their ids; not VMADDR_CID_ANY
   std::deque<DepartedGuest> departed;  // the last 256, newest first
   std::map<uid_t, Tenant> tenants;
   // All tenants' mappings and parts of arenas. The kernel allows a process so many (vm.max_map_count), and the service needs some itself:

@@ -16,14 +16,20 @@ namespace {
 // A service without threads and sockets, and a guest of it.
 struct World {
   World() : page(*vmci::Segment::create("numbers-test", sizeof(control::ServicePage), true)) {
+    guest = shard.fabric().guest(GuestId{attach()});
+    REQUIRE(guest != nullptr);
+  }
+  ~World() {
+    while (!shard.fabric().guests.empty()) desk.detach(*shard.fabric().guests.begin()->second);
+  }
+
+  std::uint32_t attach() {
     std::vector<int> descriptors;
     std::vector<vmci::UniqueFd> keep;
     const auto attached = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1000, 1000}, {}, vmci::UniqueFd(::dup(page.fd()))}, page.fd(), descriptors, keep);
     REQUIRE(attached.has_value());
-    guest = shard.fabric().guest(GuestId{attached->guest});
-    REQUIRE(guest != nullptr);
+    return attached->guest;
   }
-  ~World() { desk.detach(*guest); }
 
   std::uint32_t open_context() {
     const auto opened = desk.on(*guest, control::OpenContextRequest{}, given);
@@ -68,6 +74,16 @@ TEST_CASE("Where so many in a row are taken there is none, and the next look goe
   CHECK(numbers.take(1, is_taken) == 8u);
   CHECK(!numbers.take(3, is_taken).has_value());
   CHECK(numbers.take(3, is_taken) == 6u);
+}
+
+TEST_CASE("A guest's number that comes round again is none of a guest that is there, nor the host's") {
+  World world;
+  constexpr std::uint32_t first = control::host_context + 1;
+  CHECK(world.guest->id.value == first);
+  world.shard.fabric().guest_numbers = Numbers(first, first + 2, first + 2);
+  CHECK(world.attach() == first + 2);
+  CHECK(world.attach() == first + 1);
+  CHECK(world.shard.fabric().guests.size() == 3);
 }
 
 TEST_CASE("A handle that comes round again is neither 0 nor that of an object that is there") {

@@ -77,13 +77,14 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   // A machine's doorbell is one for all its processes: its port has the shard watch that.
   vmci::UniqueFd doorbell(info.machine ? -1 : ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!doorbell && !info.machine) return last_error();
+  const auto number = fabric_.guest_numbers.take(static_cast<std::uint32_t>(fabric_.guests.size()) + 1, [&](std::uint32_t taken) { return fabric_.guests.contains(taken); });
+  if (!number) return Errno{EDQUOT};
   const std::uint16_t lid = fabric_.new_lid();
   if (lid == 0) return Errno{EADDRNOTAVAIL};
 
   VRDMA_CRASH_POINT("service.attach.prepared");
   auto guest = std::make_unique<Guest>();
-  static std::uint32_t next_context = host_context;
-  guest->id = GuestId{++next_context};
+  guest->id = GuestId{*number};
   guest->tenant = &tenant;
   guest->credentials = info.credentials;
   guest->machine = std::move(info.machine);
