@@ -47,7 +47,8 @@ void examine_hca(const nlohmann::json& state, std::vector<Finding>& findings) {
   if (state.value("carriers", nlohmann::json::array()).empty()) return;
   std::string here;
   std::error_code none;
-  for (const auto& device : std::filesystem::directory_iterator("/sys/class/infiniband", none)) here += (here.empty() ? "" : ", ") + device.path().filename().string();
+  for (std::filesystem::directory_iterator at("/sys/class/infiniband", none), end; !none && at != end; at.increment(none))
+    here += (here.empty() ? "" : ", ") + at->path().filename().string();
   if (here.empty())
     findings.push_back({Level::ok, "hca", "this host has none: connections to other hosts go over tcp", ""});
   else

@@ -179,7 +179,8 @@ Finding check_seccomp() {
 Finding check_devices() {
   std::string names;
   std::error_code error;
-  for (const auto& entry : fs::directory_iterator("/sys/class/infiniband", error)) names += (names.empty() ? "" : ", ") + entry.path().filename().string();
+  for (fs::directory_iterator at("/sys/class/infiniband", error), end; !error && at != end; at.increment(error))
+    names += (names.empty() ? "" : ", ") + at->path().filename().string();
   if (names.empty()) return {Level::ok, "devices", "no RDMA device of the kernel: none is needed", ""};
   return {Level::note, "devices", "the kernel has " + names + ": programs under vrdma see vrdma0 only", "start a program without vrdma to use them"};
 }

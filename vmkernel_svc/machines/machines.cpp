@@ -96,8 +96,10 @@ void Machines::watch() {
   if (!fs::is_directory(folder_, error)) beside_ = add(fs::path(folder_).parent_path(), IN_CREATE | IN_MOVED_TO);
   if (!fs::is_directory(folder_, error)) return;
   add(folder_, IN_CREATE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
-  for (const auto& entry : fs::directory_iterator(folder_, error))
-    if (entry.is_directory(error)) add(entry.path(), IN_CLOSE_WRITE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
+  for (fs::directory_iterator at(folder_, error), end; !error && at != end; at.increment(error)) {
+    std::error_code missing;
+    if (at->is_directory(missing)) add(at->path(), IN_CLOSE_WRITE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
+  }
 }
 
 void Machines::await_changes() {
@@ -161,13 +163,13 @@ void Machines::look() {
   }
   std::set<std::string> there;
   std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder_, error)) {
-    const std::string name = entry.path().filename();
+  for (fs::directory_iterator at(folder_, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename();
     std::error_code missing;
-    if (!fs::exists(entry.path() / "vm.json", missing)) continue;
+    if (!fs::exists(at->path() / "vm.json", missing)) continue;
     there.insert(name);
     try {
-      const MachineSpec spec = read_spec(entry.path());
+      const MachineSpec spec = read_spec(at->path());
       const auto found = ports_.find(name);
       if (found != ports_.end() && found->second->spec() == spec) continue;
       if (found != ports_.end()) {
@@ -182,6 +184,12 @@ void Machines::look() {
       // A machine that runs goes on as it is.
       if (auto& known = complaints_[name]; known != failure.what()) log::warn("{}", known = failure.what());
     }
+  }
+  // Who is not seen, as no descriptor is left to look with, is not removed.
+  if (error && error != std::errc::no_such_file_or_directory) {
+    const std::string text = fmt::format("cannot read {} ({}): machines that were removed are served on", folder_, error.message());
+    if (auto& known = complaints_["."]; known != text) log::warn("{}", known = text);
+    return service_.changed();
   }
   for (auto port = ports_.begin(); port != ports_.end();) {
     if (there.contains(port->first)) {
