@@ -63,10 +63,10 @@ UniqueFd find_ram(pid_t kernel) {
   UniqueFd largest;
   off_t largest_bytes = 16 << 20;  // less runs no kernel
   std::error_code error;
-  for (const auto& entry : fs::directory_iterator(fmt::format("/proc/{}/fd", kernel), error)) {
+  for (fs::directory_iterator at(fmt::format("/proc/{}/fd", kernel), error), end; !error && at != end; at.increment(error)) {
     struct stat status;
-    if (::stat(entry.path().c_str(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_nlink != 0 || status.st_size <= largest_bytes) continue;
-    UniqueFd fd(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
+    if (::stat(at->path().c_str(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_nlink != 0 || status.st_size <= largest_bytes) continue;
+    UniqueFd fd(::open(at->path().c_str(), O_RDWR | O_CLOEXEC));
     if (fd) largest = std::move(fd), largest_bytes = status.st_size;
   }
   return largest;
@@ -111,14 +111,13 @@ int run_uml(const std::string& bar, const std::string& launcher, const std::vect
   if (kernel == 0) become(command, bar, library, self);
   ::sigprocmask(SIG_BLOCK, &ending, nullptr);
   const UniqueFd ended(static_cast<int>(::syscall(SYS_pidfd_open, kernel, 0)));
-  if (!ended) {
+  const UniqueFd signals(ended ? ::signalfd(-1, &ending, SFD_CLOEXEC) : -1);
+  if (!signals) {
     const int error = errno;
     ::kill(kernel, SIGKILL);
     kill_the_rest();
     fail(fmt::format("cannot wait for {} ({})", command.front(), std::strerror(error)));
   }
-
-  const UniqueFd signals(::signalfd(-1, &ending, SFD_CLOEXEC));
 
   UniqueFd ram, service;
   for (;;) {
