@@ -31,7 +31,7 @@ template <class Take>
 Maps read_maps(int folder, Take&& take) {
   const int fd = ::openat(folder, "maps", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return gone_or_unknown();
-  const std::unique_ptr<FILE, int (*)(FILE*)> maps(fd < 0 ? nullptr : ::fdopen(fd, "r"), [](FILE* file) { return file == nullptr ? 0 : std::fclose(file); });
+  const std::unique_ptr<FILE, int (*)(FILE*)> maps(::fdopen(fd, "r"), [](FILE* file) { return file == nullptr ? 0 : std::fclose(file); });
   if (maps == nullptr) {
     ::close(fd);
     return Maps::unknown;

@@ -63,12 +63,12 @@ class Requester {
 
     op.local.clear();
     if (is_inline) {
-      if (control.count > length_limit(qp, rule)) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
+      if (control.count > length_limit(qp)) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
       op.local.add(Place::in_engine(op.wqe + send_wqe_payload_offset), control.count);
     } else {
       std::uint64_t total = 0;
       for (std::uint32_t i = 0; i < control.count; ++i) total += sge_at(op, i).bytes;
-      if (total > length_limit(qp, rule)) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
+      if (total > length_limit(qp)) return local_error(qp, WcStatus::loc_len_err), Fetch::failed;
       for (std::uint32_t i = 0; i < control.count; ++i) {
         const Sge sge = sge_at(op, i);
         if (sge.bytes == 0) continue;
@@ -203,7 +203,7 @@ class Requester {
     return sge;
   }
 
-  static std::uint64_t length_limit(const Qp<P>& qp, const OpcodeRule&) {
+  static std::uint64_t length_limit(const Qp<P>& qp) {
     return qp.type == QpType::ud ? datagram_bytes_max(qp.attributes) : limits::message_bytes_max;
   }
 
