@@ -48,13 +48,14 @@ json range(const std::string& key) { return {{"request_range", {{"key", to_base6
 
 }  // namespace
 
-// What does not make sense is as good as no answer.
+// What does not make sense is as good as no answer; so is what comes when the lease it was asked under has run out meanwhile (this host
+// was suspended, or its disk slow): another may lead by then.
 void EtcdAgreement::post(const std::string& path, const json& body, std::function<void(const json& reply)> take) {
   asking_ = true;
-  calls_.post("/v3/" + path, body, [this, take = std::move(take)](const json* reply, const std::string& why) {
+  calls_.post("/v3/" + path, body, [this, lease = lease_, take = std::move(take)](const json* reply, const std::string& why) {
     asking_ = false;
     std::string problem = why;
-    if (reply != nullptr) {
+    if (reply != nullptr && lease == lease_) {
       try {
         take(*reply);
       } catch (const std::exception& error) {
@@ -155,7 +156,6 @@ void EtcdAgreement::write() {
   const json known{{"key", to_base64(key("state"))}, {"target", "MOD"}, {"result", "EQUAL"}, {"mod_revision", std::to_string(state_revision_)}};
   const json put{{"request_put", {{"key", to_base64(key("state"))}, {"value", to_base64(encode(proposed_->since({})))}}}};
   post("kv/txn", {{"compare", {ours, known}}, {"success", {put}}, {"failure", {range(key("leader")), range(key("state"))}}}, [this](const json& reply) {
-    if (!proposed_) return;  // the lease ran out meanwhile
     if (reply.value("succeeded", false)) {
       committed_ = std::move(*proposed_);
       proposed_.reset();
