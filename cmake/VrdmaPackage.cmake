@@ -2,34 +2,40 @@
 # Everything is relative to the prefix of the installation, so that a package, /usr/local and ~/somewhere all work.
 
 install(FILES ${PROJECT_SOURCE_DIR}/packaging/vrdma.bash DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME vrdma)
-install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma RENAME copyright)
-install(FILES ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/docs/troubleshooting.md ${PROJECT_SOURCE_DIR}/docs/vm.md
-              ${PROJECT_SOURCE_DIR}/docs/containers.md ${PROJECT_SOURCE_DIR}/docs/direct.md ${PROJECT_SOURCE_DIR}/docs/hosts.md ${PROJECT_SOURCE_DIR}/docs/management.md
-              ${PROJECT_SOURCE_DIR}/docs/rdma_cm.md ${PROJECT_SOURCE_DIR}/docs/subnet.md ${PROJECT_SOURCE_DIR}/docs/performance.md
-        DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
-install(FILES ${PROJECT_SOURCE_DIR}/packaging/vrdmad-hosts.conf DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
-foreach(section 1 5 8)
-  file(GLOB pages CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/docs/man/*.${section})
-  install(FILES ${pages} DESTINATION ${CMAKE_INSTALL_DATADIR}/man/man${section})
-endforeach()
+# The pages point at each other as docs/NAME, from where README.md is.
+set(doc_folder ${CMAKE_INSTALL_DATADIR}/doc/vrdma)
+install(FILES ${PROJECT_SOURCE_DIR}/README.md ${PROJECT_SOURCE_DIR}/packaging/vrdmad-hosts.conf DESTINATION ${doc_folder})
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/docs DESTINATION ${doc_folder} PATTERN man EXCLUDE)
 
-# /usr's configuration is in /etc, any other prefix has its own; the unit names both as they are where it is installed.
+# Debian's machine-readable form of the licence: its text is indented, and its empty lines are dots.
+file(READ ${PROJECT_SOURCE_DIR}/LICENSE licence)
+string(REGEX MATCH "Copyright [^\n]*" copyright "${licence}")
+string(REGEX REPLACE "^.*Copyright [^\n]*\n+" "" licence "${licence}")
+string(STRIP "${licence}" licence)
+string(REGEX REPLACE "\n\n+" "\n.\n" licence "${licence}")
+string(REPLACE "\n" "\n " licence "${licence}")
+string(REGEX REPLACE "^Copyright (\\(c\\) )?" "" copyright "${copyright}")
+file(WRITE ${PROJECT_BINARY_DIR}/copyright "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
+Upstream-Name: vrdma
+
+Files: *
+Copyright: ${copyright}
+License: BSD-2-Clause
+ ${licence}
+")
+install(FILES ${PROJECT_BINARY_DIR}/copyright DESTINATION ${doc_folder})
+
+# Manual pages, the changelog, and what names the folders that it is installed to.
+find_program(GZIP gzip)
 install(CODE "
-  set(VRDMA_BIN_FOLDER \${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR})
-  set(VRDMA_LIBRARY_FOLDER \${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_LIBDIR}/vrdma)
-  set(VRDMA_CONFIG_FOLDER \${CMAKE_INSTALL_PREFIX}/etc/vrdma)
-  set(VRDMA_CDI_FOLDER \${CMAKE_INSTALL_PREFIX}/etc/cdi)
-  if(CMAKE_INSTALL_PREFIX STREQUAL \"/usr\")
-    set(VRDMA_CONFIG_FOLDER /etc/vrdma)
-    set(VRDMA_CDI_FOLDER /etc/cdi)
-  endif()
-  configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdmad.service.in ${PROJECT_BINARY_DIR}/vrdmad.service @ONLY)
-  configure_file(${PROJECT_SOURCE_DIR}/packaging/vrdma-guestd.service.in ${PROJECT_BINARY_DIR}/vrdma-guestd.service @ONLY)
-  file(INSTALL ${PROJECT_BINARY_DIR}/vrdmad.service ${PROJECT_BINARY_DIR}/vrdma-guestd.service ${PROJECT_SOURCE_DIR}/packaging/vrdmad.socket
-       DESTINATION \${CMAKE_INSTALL_PREFIX}/lib/systemd/system)
-  configure_file(${PROJECT_SOURCE_DIR}/packaging/cdi.json.in ${PROJECT_BINARY_DIR}/vrdma.json @ONLY)
-  file(INSTALL ${PROJECT_BINARY_DIR}/vrdma.json DESTINATION \${VRDMA_CDI_FOLDER})
-  file(INSTALL ${PROJECT_SOURCE_DIR}/packaging/vrdmad.json DESTINATION \${VRDMA_CONFIG_FOLDER})")
+  set(SOURCE ${PROJECT_SOURCE_DIR})
+  set(BUILD ${CMAKE_BINARY_DIR})
+  set(BIN_FOLDER ${CMAKE_INSTALL_BINDIR})
+  set(LIB_FOLDER ${CMAKE_INSTALL_LIBDIR})
+  set(MAN_FOLDER ${CMAKE_INSTALL_DATADIR}/man)
+  set(DOC_FOLDER ${doc_folder})
+  set(GZIP ${GZIP})")
+install(SCRIPT ${CMAKE_CURRENT_LIST_DIR}/install_made.cmake)
 
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME vrdma)

@@ -2,7 +2,8 @@
 # The conformance suite over a service of its own: over_vrdmad.sh BUILD LINK_LAYER [arguments of vrdma-conformance]
 # VRDMAD_CONFIG: the service's configuration, as JSON text. FILE_KIB_MAX: a limit of file sizes for the suite; below that of the
 # memory window (128 TiB) no page moves there, and all private memory is reached through the process. NEEDS_GIB: memory that must be
-# available. Where there are no huge pages and we may reserve some, there are four while it runs.
+# available. Where there are no huge pages and we may reserve some, there are four while the whole suite runs: with --filter there are none, so
+# that only who runs the whole one has to keep others from it.
 set -euo pipefail
 build=$1 link_layer=$2
 shift 2
@@ -14,7 +15,7 @@ folder=$(mktemp -d)
 service=
 huge_pages=/proc/sys/vm/nr_hugepages
 lent=0
-[ "$(cat $huge_pages 2>/dev/null)" != 0 ] || ! echo 4 2>/dev/null >$huge_pages || lent=1
+[[ " $* " == *" --filter "* ]] || [ "$(cat $huge_pages 2>/dev/null)" != 0 ] || ! echo 4 2>/dev/null >$huge_pages || lent=1
 cleanup() {
   [ "$lent" = 0 ] || echo 0 >$huge_pages
   [ -z "$service" ] || kill "$service" 2>/dev/null || true

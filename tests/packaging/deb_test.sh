@@ -16,7 +16,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     case $(dpkg-query -W -f '${Status}' vrdma) in "install ok installed") ;; *) fail "not installed" ;; esac
 
     [ "$(readlink -f /usr/lib/*-linux-gnu*/libibverbs.so.1)" = "$system_library" ] || fail "the system's libibverbs was replaced"
-    ldconfig -p | grep -q '/vrdma/' && fail "the loader finds the library by itself"
+    ! ldconfig -p | grep '/vrdma/' || fail "the loader finds the library by itself"
     [ ! -e /etc/systemd/system/multi-user.target.wants/vrdmad.service ] || fail "the service was enabled"
     vrdmad --config /etc/vrdma/vrdmad.json --check || fail "the packaged configuration"
     unit=$(find /usr/lib/systemd/system /lib/systemd/system -name vrdmad.service | head -1)
@@ -39,14 +39,20 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     for page in vrdma.1 vrdma-container.1 vrdma-run.1 vrdma-show.1 vrdma-doctor.1 vrdma-bench.1 vrdma-vm.1 vrdma-guestd.8 vrdmad.8 vrdmad.conf.5; do
         ls /usr/share/man/man?/$page* >/dev/null || fail "no manual page $page"
     done
+    # What Debian asks of every package, and what README.md points at.
+    [ "$(zcat /usr/share/doc/vrdma/changelog.gz | sed -n '1s/^vrdma (\(.*\)) .*/\1/p')" = "$(dpkg-query -W -f '${Version}' vrdma)" ] || fail "the changelog's version"
+    grep -q '^License: BSD-2-Clause$' /usr/share/doc/vrdma/copyright || fail "the copyright file"
+    for file in $(grep -o '\bdocs/[A-Za-z_]*\.md' /usr/share/doc/vrdma/README.md | sort -u); do
+        [ -e "/usr/share/doc/vrdma/$file" ] || fail "README.md names $file"
+    done
     diff /etc/cdi/vrdma.json <(vrdma container --format cdi) || fail "the package's device for containers is not what vrdma container says"
     bash -c 'source /usr/share/bash-completion/completions/vrdma && complete -p vrdma' >/dev/null || fail "completion"
 
     XDG_RUNTIME_DIR=$(mktemp -d)
     export XDG_RUNTIME_DIR
-    vrdma run -- ibv_devinfo | grep -q 'hca_id:.*vrdma0' || fail "vrdma run -- ibv_devinfo"
+    vrdma run -- ibv_devinfo | grep 'hca_id:.*vrdma0' >/dev/null || fail "vrdma run -- ibv_devinfo"
     LD_LIBRARY_PATH=$(dirname "$(find /usr/lib -name libvrdma.so)") VRDMA_SOCKET=$XDG_RUNTIME_DIR/vrdma/vrdmad.sock \
-        ibv_devinfo | grep -q 'hca_id:.*vrdma0' || fail "ibv_devinfo with LD_LIBRARY_PATH"
+        ibv_devinfo | grep 'hca_id:.*vrdma0' >/dev/null || fail "ibv_devinfo with LD_LIBRARY_PATH"
     vrdma doctor >/dev/null || fail "vrdma doctor"
     vrdma bench --only '^all-to-all/2$' --no-peers --seconds 0.02 --repetitions 1 --output "$XDG_RUNTIME_DIR/made" >"$XDG_RUNTIME_DIR/said" 2>&1 ||
         fail "vrdma bench: $(cat "$XDG_RUNTIME_DIR/said")"
@@ -57,11 +63,13 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     rm -rf "$XDG_RUNTIME_DIR"
 
     # As the unit runs it: a user of its own with the unit's capabilities and no more reaches another user's memory.
+    capabilities=-all$(sed -n 's/^CapabilityBoundingSet=//p' "$unit" | tr '[:upper:]' '[:lower:]' | sed 's/\(^\| \)cap_/,+/g')
+    [ "$capabilities" = -all,+sys_ptrace,+dac_override,+chown ] || fail "the unit's capabilities: $capabilities"
     folder=$(mktemp -d)
     chmod 777 "$folder"
     mkfifo "$folder/ready"
-    setpriv --reuid 4242 --regid 4242 --clear-groups --inh-caps -all,+sys_ptrace,+dac_override --ambient-caps -all,+sys_ptrace,+dac_override \
-        --bounding-set -all,+sys_ptrace,+dac_override --no-new-privs \
+    setpriv --reuid 4242 --regid 4242 --clear-groups --inh-caps "$capabilities" --ambient-caps "$capabilities" \
+        --bounding-set "$capabilities" --no-new-privs \
         vrdmad --socket "$folder/s.sock" --ready-fd 3 --log-level warn 3> "$folder/ready" &
     service=$!
     [ "$(head -c1 "$folder/ready" | od -An -tx1 | tr -d ' ')" = 01 ] || fail "vrdmad as in its unit"
@@ -85,7 +93,9 @@ fi
 build=$(readlink -f "$1")
 self=$(readlink -f "$0")
 skip() { echo "SKIPPED: $*"; exit 77; }
-command -v cpack dpkg-deb dpkg-shlibdeps >/dev/null || skip "cpack, dpkg-deb or dpkg-shlibdeps is missing (apt-get install dpkg-dev cmake)"
+for program in cpack dpkg-deb dpkg-shlibdeps; do  # `command -v` of several succeeds if there is one
+    command -v "$program" >/dev/null || skip "$program is missing (apt-get install dpkg-dev cmake)"
+done
 command -v ibv_devinfo >/dev/null || skip "ibv_devinfo is missing (apt-get install ibverbs-utils)"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
