@@ -139,7 +139,7 @@ void BarPages::free(Part part) {
   }
 }
 
-// It is not any more.
+// Takes the free pieces that overlap `part` out of the free list and returns them.
 std::vector<BarPages::Part> BarPages::reserve(Part part) {
   std::vector<Part> taken;
   const std::uint64_t end = part.offset + part.bytes;

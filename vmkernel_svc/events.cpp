@@ -12,12 +12,12 @@ namespace vrdma::svc {
 
 namespace {
 
-// Whether there is nothing left to do for the record: it is on its way, or nobody can read it any more.
 // Whoever does not hear of a record would sleep beside it: what could not be rung is owed.
 void interrupt(Channel& channel) { channel.interrupt_owed = !signal_eventfd(channel.interrupt); }
 bool owes(const Channel& channel) { return channel.interrupt_owed; }
 bool owes(const Context&) { return false; }
 
+// Whether there is nothing left to do for the record: it is on its way, or nobody can read it any more.
 template <class Record>
 bool put(int pipe, const Record& record) {
   return ::write(pipe, &record, sizeof(record)) == static_cast<ssize_t>(sizeof(record)) || errno == EPIPE;

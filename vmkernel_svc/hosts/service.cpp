@@ -442,7 +442,7 @@ void Service::dial(const std::string& key, const std::string& expected, Dial& ta
   });
 }
 
-// In vain.
+// A dial failed: schedules the next one.
 void Service::dialed(const std::string& key, const std::string& problem) {
   Dial& target = dials_[key];
   target.under_way = false;

@@ -211,7 +211,7 @@ void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std:
   came(link, head.number, std::move(frame), now);
 }
 
-// Either way.
+// For frames from the connection and from the bypass.
 void TcpCarrier::came(Link& link, std::uint64_t number, FarFramePtr frame, std::uint64_t now) {
   if (link.acknowledge_at_ns == never) {
     link.acknowledge_at_ns = now + acknowledge_ns;
