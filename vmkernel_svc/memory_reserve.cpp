@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <new>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 
 namespace vrdma::svc {
 

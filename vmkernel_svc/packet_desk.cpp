@@ -4,7 +4,7 @@
 #include <new>
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/show.hpp"
 
 namespace vrdma::svc {

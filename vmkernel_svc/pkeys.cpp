@@ -6,7 +6,7 @@
 
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/events.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {

@@ -28,7 +28,7 @@
 #include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/hosts/certificates.hpp"
 #include "vmkernel_svc/mad/management.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/memory_reserve.hpp"
 #include "vmkernel_svc/pkeys.hpp"

@@ -12,7 +12,7 @@
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/events.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 
 namespace vrdma::svc {
 

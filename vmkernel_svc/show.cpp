@@ -18,7 +18,7 @@
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/show_text.hpp"
 
 namespace vrdma::svc {

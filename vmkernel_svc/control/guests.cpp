@@ -14,7 +14,7 @@
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/eventfd_signal.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/pkeys.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"

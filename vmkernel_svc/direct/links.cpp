@@ -6,7 +6,7 @@
 #include "vmkernel_svc/direct/key_book.hpp"
 #include "vmkernel_svc/direct/link.hpp"
 #include "vmkernel_svc/direct/trust.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/show.hpp"
 #include "vrdma/fault.hpp"

@@ -16,7 +16,7 @@
 #include <memory>
 #include <sstream>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 
 namespace vrdma::svc {
 

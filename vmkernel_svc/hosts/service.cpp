@@ -12,7 +12,7 @@
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/etcd_agreement.hpp"
 #include "vmkernel_svc/hosts/session.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 
 namespace vrdma::hosts {
 

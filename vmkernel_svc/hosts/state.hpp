@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "vmkernel_svc/hosts/directory.hpp"
 #include "vmkernel_svc/hosts/partitions.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
 
 namespace vrdma::hosts {
 

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/watching.hpp"
 #include "vrdma/result.hpp"
 

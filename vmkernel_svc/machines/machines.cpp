@@ -17,7 +17,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/watching.hpp"

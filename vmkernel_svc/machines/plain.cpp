@@ -17,7 +17,7 @@
 
 #include "vmci_channel/backoff.hpp"
 #include "vmci_channel/descriptor_passing.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/watching.hpp"
 

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/machines/plain.hpp"
 #include "vmkernel_svc/machines/port_session.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"

@@ -3,7 +3,7 @@
 #include <boost/asio/post.hpp>
 
 #include "vmkernel_svc/machines/port_session.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/machines/qemu.hpp"
 #include "vmkernel_svc/shard.hpp"
 

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "vmci_channel/descriptor_passing.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "vmkernel_svc/engine/far_frame.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 
 namespace vrdma::remote {
 

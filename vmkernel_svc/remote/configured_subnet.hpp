@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "vmkernel_svc/config.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 
 namespace vrdma::remote {
 

@@ -8,7 +8,7 @@
 
 #include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/engine/far_frame.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 
 namespace vrdma::svc {
 

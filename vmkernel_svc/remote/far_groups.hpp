@@ -23,7 +23,7 @@
 
 #include "cache/generation_cache.hpp"
 #include "vmkernel_svc/engine/far_frame.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 #include "vrdma/ids.hpp"
 
 namespace vrdma::svc {

@@ -7,8 +7,8 @@
 #include <set>
 
 #include "vmkernel_svc/engine/far_frame.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 #include "vmkernel_svc/mad/management.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
 
 namespace vrdma::svc {
 

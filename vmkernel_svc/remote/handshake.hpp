@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-#include "vmkernel_svc/remote/directory.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 #include "vmkernel_svc/remote/frame_seal.hpp"
 
 namespace vrdma::remote {

@@ -6,7 +6,7 @@
 
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/hosts/partitions.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 #include "vmkernel_svc/shard.hpp"

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 

@@ -26,8 +26,8 @@
 #include <vector>
 
 #include "vmkernel_svc/engine/engine.hpp"
+#include "vmkernel_svc/hosts/directory.hpp"
 #include "vmkernel_svc/objects.hpp"
-#include "vmkernel_svc/remote/directory.hpp"
 #include "vmkernel_svc/remote/hca_device.hpp"
 #include "vmkernel_svc/remote/hca_message.hpp"
 #include "vmkernel_svc/remote/hca_trunk.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "vmkernel_svc/fabric.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
-#include "vmkernel_svc/log.hpp"
 #include "vmkernel_svc/remote/hca_desk.hpp"
 #include "vmkernel_svc/shard.hpp"
 

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "vmci_channel/arch.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 
 namespace vrdma::remote {
 

@@ -12,7 +12,7 @@
 #include <exception>
 #include <utility>
 
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 
 namespace vrdma::remote {
 

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "vmci_channel/arch.hpp"
-#include "vmkernel_svc/log.hpp"
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/peer_filter.hpp"
 #include "vmkernel_svc/remote/tcp_carrier.hpp"
 

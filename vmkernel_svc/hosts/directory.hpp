@@ -1,5 +1,6 @@
 // Which host has which LIDs, and how to reach it. Thread-safe: look-ups give values, or shared snapshots that do not change.
-// Who knows: a subnet that is simply configured (configured_subnet.hpp), or one with a manager.
+// Who knows: a subnet that is simply configured (remote/configured_subnet.hpp), or one with a manager. It lies here, so that this folder includes
+// nothing of remote/, and has the namespace of who asks.
 #pragma once
 
 #include <array>
