@@ -105,7 +105,8 @@ class Runner:
         ways = {"another user on both sides": (OTHER_UID, OTHER_UID), "root serves another user": (None, OTHER_UID),
                 "another user serves root": (OTHER_UID, None), "two other users": (OTHER_UID, OTHER_UID + 1)}
         for way, uids in ways.items():
-            for kind, case in few_cases():
+            every = way == "two other users"  # who are strangers to root, too
+            for kind, case in few_cases(largest=64 << 20) if every else fewer_cases():
                 self.case(f"{way}: {case.name}", lambda kind=kind, case=case, uids=uids: self._as_users(kind, case, uids))
 
     def _as_users(self, kind, case, uids):
@@ -167,7 +168,7 @@ class Runner:
                 options = [] if world is None else world.by_device("vrdma0") if how == "by a device" else world.by_options(self.service)
                 sides = [] if world is None else [world.side(number, options) for number in (0, 1)]
                 self.case(f"a container {how} is one", lambda sides=sides: containers.is_one(sides[0]))
-                for kind, case in few_cases():
+                for kind, case in few_cases() if how == "by a device" else fewer_cases():  # the same mounts
                     self.case(f"two containers {how}: {case.name}", lambda kind=kind, case=case, sides=sides: kind.run_case(case, tuple(sides)))
                 self.case(f"two containers {how}: rping to an address of the other's", lambda sides=sides: connections.run_case(
                     self.service, sides, connections.rping_to(sides[0].address)))
@@ -312,7 +313,7 @@ class Runner:
         return said
 
 
-def few_cases():
+def few_cases(largest=8 << 20):
     """One of each kind of work, for the groups whose subject is who runs it."""
     yield pingpong, pingpong.Case("rc", validate=True, size=65536)
     yield pingpong, pingpong.Case("rc", validate=True, size=1 << 20, events=True, iterations=100)
@@ -324,8 +325,16 @@ def few_cases():
         for kind in ("lat", "bw"):
             yield perftest, perftest.Case(verb, kind)
     yield perftest, perftest.Case("send", "bw", bidirectional=True, qps=16)
-    yield perftest, perftest.Case("write", "bw", size=64 << 20, iterations=5)
-    yield perftest, perftest.Case("read", "bw", size=64 << 20, iterations=5)
+    yield perftest, perftest.Case("write", "bw", size=largest, iterations=5)
+    yield perftest, perftest.Case("read", "bw", size=largest, iterations=5)
+
+
+def fewer_cases():
+    """For ways that differ little from one that all the few are tried in: memory that is mapped, and some that is not; events; datagrams; many queue pairs."""
+    yield pingpong, pingpong.Case("rc", validate=True, size=1 << 20, events=True, iterations=100)
+    yield pingpong, pingpong.Case("ud", validate=True)
+    yield perftest, perftest.Case("read", "bw")
+    yield perftest, perftest.Case("send", "bw", bidirectional=True, qps=16)
 
 
 def _raise(error):
