@@ -35,13 +35,18 @@ if(CMAKE_BUILD_TYPE MATCHES "^(RelWithDebInfo|Debug)$" AND
 endif()
 option(VRDMA_WERROR "Warnings are errors" ${werror_default})
 
+# Executables are placed at random, as libraries are (CMAKE_POSITION_INDEPENDENT_CODE).
+include(CheckPIESupported)
+check_pie_supported(LANGUAGES C CXX)
+
 add_library(vrdma_flags INTERFACE)
+# No strict aliasing: what lies in segments, mailboxes and programs' memory are bytes that are used as the records, words and vectors that
+# they hold, and C++20 has no way to say so.
 target_compile_options(vrdma_flags INTERFACE -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion $<$<BOOL:${VRDMA_WERROR}>:-Werror>
                        -fno-strict-aliasing -fvisibility=hidden -fvisibility-inlines-hidden)
 # Neighbouring fields that were stored one by one and are then copied as one vector cannot be forwarded: the copy waits until every store
 # before it, the payload's too, has reached the cache.
 target_compile_options(vrdma_flags INTERFACE -fno-tree-slp-vectorize)
-# glibc's sigset and FD_* macros and Boost headers are system headers to us.
 target_link_libraries(vrdma_flags INTERFACE Threads::Threads)
 if(VRDMA_SANITIZE)
   target_compile_options(vrdma_flags INTERFACE -fsanitize=${VRDMA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
@@ -70,6 +75,22 @@ function(vrdma_quick_to_build)
   endif()
   foreach(target ${ARGN})
     target_compile_options(${target} PRIVATE ${level})
+  endforeach()
+endfunction()
+
+# vrdma_hardened(target...): what of the shipped programs parses others' bytes, some of it with capabilities: a return address that was
+# written over, or a buffer of libc's calls that is too small, ends the process, and the table of libc's functions is read-only. Not for
+# libvrdma, which lives in programs of other builds, and what it is linked with.
+function(vrdma_hardened)
+  foreach(target ${ARGN})
+    get_target_property(type ${target} TYPE)
+    if(type STREQUAL EXECUTABLE)
+      target_link_options(${target} PRIVATE -Wl,-z,relro,-z,now)
+    endif()
+    if(NOT VRDMA_SANITIZE)  # a sanitizer sees more by its own copies of those calls
+      target_compile_options(${target} PRIVATE -fstack-protector-strong)
+      target_compile_options(${target} PRIVATE "$<$<NOT:$<CONFIG:Debug>>:-U_FORTIFY_SOURCE;-D_FORTIFY_SOURCE=2>")  # which needs optimisation
+    endif()
   endforeach()
 endfunction()
 
