@@ -30,7 +30,11 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr int ready_timeout_ms = 10'000;
-constexpr const char* idle_exit_s = "10";
+// How long a private service stays that nobody uses; tests that wait for its end have no patience (tests/DESIGN.md).
+const char* idle_exit_s() {
+  const char* const of_tests = std::getenv("VRDMA_TEST_IDLE_EXIT_S");
+  return of_tests != nullptr ? of_tests : "10";
+}
 
 fs::path own_folder() {
   std::error_code error;
@@ -143,7 +147,7 @@ void start_private_service(const std::string& path, const char* direct) {
   const std::string program = program_path("vrdmad");
   const std::string log = path.substr(0, path.rfind('/')) + "/vrdmad.log";
   const std::string ready_fd = "3";
-  const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s, "--ready-fd",
+  const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s(), "--ready-fd",
                                            ready_fd.c_str(), "--direct", direct, "--log-file", log.c_str(), nullptr};
   if (const vmci::UniqueFd writable(::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600)); !writable)
     fail(fmt::format("cannot open the log {} of a private service ({}): remove what is there, or set XDG_RUNTIME_DIR", log, std::strerror(errno)));

@@ -30,11 +30,11 @@ REQUEST_ATTACH, REQUEST_SHOW = 1, 6
 class TestCase(unittest.TestCase):
     """A folder of its own that others may enter, a clean environment, and nothing left running."""
 
-    def wait_until(self, condition, what):
+    def wait_until(self, condition, what, every_s=0.02):
         deadline = time.monotonic() + WATCHDOG_S
         while not (found := condition()):
             self.assertLess(time.monotonic(), deadline, what)
-            time.sleep(0.02)
+            time.sleep(every_s)
         return found
 
     def setUp(self):
