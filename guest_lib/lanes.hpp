@@ -56,7 +56,7 @@ inline void give_back(Lane& lane, const Taken& taken) {
   } else {
     lane.receive->completed(static_cast<std::uint32_t>(taken.entries));
   }
-  // L3: pairs with the writer's acquire when it asks whether the lane has room.
+  // L3: pairs with the service's acquire in DirectDesk::report, which looks for completions that were not told of from here on.
   std::atomic_ref(lane.header->creator.consumed).store(lane.reader.position(), std::memory_order_release);
   VRDMA_CRASH_POINT("guest.poll.lane_consumed");
 }

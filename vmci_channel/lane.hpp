@@ -2,8 +2,8 @@
 // here), one reader (the guest, under its CQ's lock). The phase is bit 31 of an entry's state word, which is written last
 // and is the commit point of a message (DESIGN.md D5).
 //
-// Capacity is at least the depth of the work queue it belongs to, so an honest guest never fills it; a writer that would
-// overtake what the guest says it has read refuses instead (the guest loses its own queue, nobody else's).
+// Capacity is at least the depth of the work queue it belongs to, so an honest guest never fills it. Nobody asks: of one that posts before
+// it has read, entries that it has not read are written over (the guest loses its own queue, nobody else's).
 #pragma once
 
 #include <atomic>

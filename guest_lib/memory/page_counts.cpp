@@ -92,11 +92,4 @@ Range PageCounts::first_overlap(Range range) const {
   return Range{run->first, run->second.end}.clipped_to(range);
 }
 
-std::uint32_t PageCounts::count_at(std::uint64_t address) const {
-  auto run = runs_.upper_bound(address);
-  if (run == runs_.begin()) return 0;
-  --run;
-  return run->second.end > address ? run->second.count : 0;
-}
-
 }  // namespace vrdma::memory

@@ -29,9 +29,7 @@ class PageCounts {
   bool any(Range range) const { return !first_overlap(range).empty(); }
   Range first_overlap(
       Range range) const;  // the lowest maximal part of `range` with one count; empty where none has users
-  std::uint32_t count_at(std::uint64_t address) const;
   std::uint64_t bytes() const { return bytes_; }
-  std::size_t run_count() const { return runs_.size(); }
   bool empty() const { return runs_.empty(); }
   Range bounds() const { return empty() ? Range{} : Range{runs_.begin()->first, runs_.rbegin()->second.end}; }
 

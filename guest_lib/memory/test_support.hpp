@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "guest_lib/memory/manager.hpp"
+#include "guest_lib/memory/threads.hpp"
 #include "guest_lib/memory/write_freeze.hpp"
 
 namespace vrdma::memory::test {
@@ -105,9 +106,22 @@ inline bool in_window(const Registration& r) {
   return r.extents.size() == 1 && r.extents[0].backing == window_backing;
 }
 
-// Whether a second thread hinders moving here: under a sanitizer that has one, or without userfaultfd.
+// Whether memory moves beside a second thread here, for which the kernel has to have userfaultfd, and to permit it.
 inline bool can_move_with_threads() {
-  return WriteFreeze::permitted(WriteFreeze::Memory::anonymous) && WriteFreeze::permitted(WriteFreeze::Memory::window);
+  const vmci::UniqueFd file(::memfd_create("like-a-window", MFD_CLOEXEC));
+  REQUIRE(::ftruncate(file.get(), page) == 0);
+  void* const shared = ::mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  REQUIRE(shared != MAP_FAILED);
+  unsigned char* const anonymous = map_anonymous(page);
+  bool can;
+  {
+    const SignalsBlocked signals;
+    can = WriteFreeze::freeze({at(anonymous), at(anonymous) + page}, WriteFreeze::Memory::anonymous).has_value() &&
+          WriteFreeze::freeze({at(shared), at(shared) + page}, WriteFreeze::Memory::window).has_value();
+  }
+  ::munmap(anonymous, page);
+  ::munmap(shared, page);
+  return can;
 }
 
 #define REQUIRE_OR_SKIP(condition, why) \

@@ -106,10 +106,6 @@ WriteFreeze::Kept& WriteFreeze::kept_of(Memory memory) {
   return all.kept[memory == Memory::window ? 1 : 0];
 }
 
-bool WriteFreeze::permitted(Memory memory) {
-  return choose(memory) && open_userfaultfd();  // what the kernel has may have been forbidden since
-}
-
 Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {
   const auto choice = choose(memory);
   if (!choice) return choice.error();

@@ -15,11 +15,8 @@ namespace vrdma::memory {
 class WriteFreeze {
  public:
   enum class Memory { anonymous, window };
-  // Whether this process may freeze such memory: kernel (anonymous 5.7, window 5.19) and permission. Asked again each
-  // time, since privileges change.
-  static bool permitted(Memory memory);
-  // `range` lies in one mapping. EPERM where not permitted, EBUSY where the application watches it with its own
-  // userfaultfd.
+  // `range` lies in one mapping. EPERM where not permitted, ENOSYS before Linux 5.7 (anonymous) and 5.19 (window), EBUSY where the
+  // application watches it with its own userfaultfd.
   static Result<WriteFreeze> freeze(Range range, Memory memory);
 
   WriteFreeze(WriteFreeze&& other) noexcept = default;

@@ -18,6 +18,7 @@ void DirectDesk::report(const DirectLink& link, int i, const QueuePair& to) {
   if (cq.channel == nullptr || (claimed == 0 && !link.revoked[i])) return;
   if (claimed != 0) raise_claimed(cq, claimed);
   const std::uint32_t entries = to.core.receive_lane.entry_count();
+  // Pairs with L3 in guest_lib/lanes.hpp.
   vmci::LaneReader unread(to.receive_view.consume_completions(), entries, std::atomic_ref(to.receive_view.header().creator.consumed).load(std::memory_order_acquire));
   bool any = false, urgent = false;
   for (std::uint32_t looked = 0; looked < entries; ++looked, unread.pop()) {
