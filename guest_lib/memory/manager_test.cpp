@@ -311,6 +311,33 @@ TEST_CASE("Shared memory that cannot be sealed is announced as well, by whatever
   CHECK(announced(mapped(object.get())));  // by its descriptor, or its mapping
 }
 
+TEST_CASE("A memfd that is sealed against writing stays with the process, announced to nobody who would map it") {
+  constexpr int seal_write = 0x0008, seal_future_write = 0x0010;  // of linux/fcntl.h; the latter Linux 5.1
+  const auto process_only = [](void* p, unsigned access) {
+    Service service;
+    MemoryManager manager(service.backings());
+    auto r = manager.add(at(p), 4 * page, access);
+    REQUIRE(r.has_value());
+    CHECK(service.announced == 0);
+    CHECK(r->extents.size() == 1);
+    CHECK(r->extents[0].backing == backing_process);
+    manager.remove(std::move(*r));
+    ::munmap(p, 4 * page);
+  };
+  const auto made = [] {
+    vmci::UniqueFd fd(::memfd_create("app", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    REQUIRE(::ftruncate(fd.get(), 4 * page) == 0);
+    return fd;
+  };
+  const vmci::UniqueFd data = made(), stream = made();
+  REQUIRE(::fcntl(data.get(), F_ADD_SEALS, seal_write) == 0);
+  constexpr unsigned remote_read = 4;
+  process_only(::mmap(nullptr, 4 * page, PROT_READ, MAP_SHARED, data.get(), 0), remote_read);
+  void* const mapped_before = ::mmap(nullptr, 4 * page, PROT_READ | PROT_WRITE, MAP_SHARED, stream.get(), 0);
+  REQUIRE(::fcntl(stream.get(), F_ADD_SEALS, seal_future_write) == 0);
+  process_only(mapped_before, writable_access);
+}
+
 TEST_CASE("Stacks, private file pages and shared files of a disk stay with the process") {
   Service service;
   MemoryManager manager(service.backings());

@@ -49,6 +49,13 @@ vmci::UniqueFd opened(const char* path, const FileId& wanted) {
   return fd;
 }
 
+// The service, and peers, map for writing what somebody writes. (The system's headers may not know the latter.)
+constexpr int write_seals = 0x0008 | 0x0010;  // F_SEAL_WRITE, F_SEAL_FUTURE_WRITE
+bool is_write_sealed(int fd) {
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  return seals >= 0 && (seals & write_seals) != 0;
+}
+
 // Programs often close the descriptor after mmap. To follow the link needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN; to read it does not.
 struct Link {
   explicit Link(const Vma& vma) {
@@ -79,6 +86,7 @@ Result<ShareableFile> open_shareable(const Vma& vma) {
     file.fd = file.opened.get();
   }
   if (file.fd < 0) return Errno{ENOENT};
+  if (is_write_sealed(file.fd)) return Errno{EPERM};
   const auto bytes = vmci::memory_file_bytes(file.fd);
   if (!bytes) return bytes.error();
   (void)::fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK);  // where it can be: peers may map what does not shrink under them

@@ -5,7 +5,8 @@
 //
 // Any thread; allocates. Takes what is nothing but memory: memfds, which it seals against shrinking where the application has not and where
 // they can be sealed; files of tmpfs (also those of shm_open, System V segments, shared anonymous memory) and hugetlbfs, which cannot, and
-// which therefore only the service maps: it survives what becomes of them. Not files on a disk, whose pages may be long in coming.
+// which therefore only the service maps: it survives what becomes of them. Not files on a disk, whose pages may be long in coming, nor memfds
+// that are sealed against writing: nobody can map them for it any more, while who has mapped them before, and the kernel, still read and write.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct ShareableFile {
 
   bool still_is(const FileId& wanted) const;
 };
-// ENOENT: no descriptor of this process names it for reading and writing. EPERM: it is not memory.
+// ENOENT: no descriptor of this process names it for reading and writing. EPERM: it is not memory, or sealed against writing.
 Result<ShareableFile> open_shareable(const Vma& vma);
 
 }  // namespace vrdma::memory

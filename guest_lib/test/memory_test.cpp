@@ -133,6 +133,52 @@ TEST_CASE("a file that the last service knew is announced to the next one") {
   ::close(fd);
 }
 
+TEST_CASE("a memfd that is sealed against writing is registered: peers read what is in it, and write by what was mapped before") {
+  constexpr int seal_write = 0x0008, seal_future_write = 0x0010;  // of linux/fcntl.h; the latter Linux 5.1
+  Service service;
+  service.start();
+  Device device;
+  CqPtr cq = make_cq(device);
+  QpPtr requester = make_qp(device, cq.get()), responder = make_qp(device, cq.get());
+  connect(requester.get(), responder->qp_num, {}, IBV_ACCESS_REMOTE_READ);
+  connect(responder.get(), requester->qp_num, {}, IBV_ACCESS_REMOTE_READ);
+  const int seals[] = {seal_write, seal_future_write};
+  for (const int seal : seals) {
+    const int fd = ::memfd_create("sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    REQUIRE(::ftruncate(fd, bytes) == 0);
+    REQUIRE(::pwrite(fd, "s", 1, 0) == 1);
+    const bool writes = seal == seal_future_write;
+    char* memory = static_cast<char*>(writes ? ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : nullptr);
+    REQUIRE(::fcntl(fd, F_ADD_SEALS, seal) == 0);
+    if (!writes) memory = static_cast<char*>(::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0));
+    REQUIRE(memory != MAP_FAILED);
+    ibv_mr* const mr = ibv_reg_mr(device.pd, memory, bytes, IBV_ACCESS_REMOTE_READ | (writes ? access_rights : 0));
+    REQUIRE(mr != nullptr);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    ibv_sge sge = device.sge(1);
+    ibv_send_wr read{};
+    read.sg_list = &sge;
+    read.num_sge = 1;
+    read.opcode = IBV_WR_RDMA_READ;
+    read.send_flags = IBV_SEND_SIGNALED;
+    read.wr.rdma = {address, mr->rkey};
+    ibv_send_wr* bad = nullptr;
+    device.memory[0] = 0;
+    REQUIRE(ibv_post_send(requester.get(), &read, &bad) == 0);
+    CHECK(collect(cq.get(), 1).front().status == IBV_WC_SUCCESS);
+    CHECK(device.memory[0] == 's');
+    if (writes) {
+      device.memory[0] = 'x';
+      REQUIRE(post_write(requester.get(), device.sge(1), address, mr->rkey) == 0);
+      CHECK(collect(cq.get(), 1).front().status == IBV_WC_SUCCESS);
+      CHECK(memory[0] == 'x');
+    }
+    CHECK(ibv_dereg_mr(mr) == 0);
+    ::munmap(memory, bytes);
+    ::close(fd);
+  }
+}
+
 TEST_CASE("memory of ibv_alloc_buf is registered within its bounds, and ibv_reg_mr_ex takes addresses, iovas and such buffers") {
   Service service;
   service.start();
