@@ -12,11 +12,12 @@
 namespace vrdma::guest {
 
 // Not for a fork's child; nor for a core dump, which would fill the holes: a gigabyte for each arena.
-inline Status keep_private(const vmci::Mapping& mapping) {
-  if (::madvise(mapping.data(), mapping.bytes(), MADV_DONTFORK) != 0) return last_error();
-  ::madvise(mapping.data(), mapping.bytes(), MADV_DONTDUMP);  // a courtesy, where a sandbox allows it
+inline Status keep_private(std::byte* data, std::uint64_t bytes) {
+  if (::madvise(data, bytes, MADV_DONTFORK) != 0) return last_error();
+  ::madvise(data, bytes, MADV_DONTDUMP);  // a courtesy, where a sandbox allows it
   return ok();
 }
+inline Status keep_private(const vmci::Mapping& mapping) { return keep_private(mapping.data(), mapping.bytes()); }
 
 // A sealed segment, mapped whole: more than `bytes` where it has huge pages, of which no part can be mapped. EPROTO: it is smaller.
 inline Result<vmci::Mapping> map_segment(const vmci::UniqueFd& fd, std::uint64_t bytes, vmci::Writable writable) {

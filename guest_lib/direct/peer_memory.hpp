@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <mutex>
 
-#include "vmci_channel/segment.hpp"
 #include "vrdma/direct.hpp"
+#include "vrdma/result.hpp"
 
 namespace vrdma::guest {
 
@@ -32,8 +32,8 @@ class PeerMemory {
     for (const Chunk* chunk = place(backing, index).load(std::memory_order_acquire); chunk != nullptr; chunk = chunk->next) {
       if (chunk->backing != backing || chunk->index != index) continue;
       const std::uint64_t within = offset - index * direct::chunk_bytes;
-      if (within > chunk->mapping.bytes() || bytes > chunk->mapping.bytes() - within) return {};
-      return {chunk->mapping.data(), index * direct::chunk_bytes, chunk->mapping.bytes()};
+      if (within > chunk->bytes || bytes > chunk->bytes - within) return {};
+      return {chunk->data, index * direct::chunk_bytes, chunk->bytes};
     }
     return {};
   }
@@ -46,7 +46,8 @@ class PeerMemory {
   struct Chunk {
     std::uint32_t backing;
     std::uint64_t index;
-    vmci::Mapping mapping;
+    std::byte* data;  // nullptr: not mapped in this process
+    std::uint64_t bytes;
     const Chunk* next;
   };
   static constexpr std::size_t places = 64;

@@ -10,6 +10,7 @@
 
 #include "guest_lib/direct/connection.hpp"
 #include "guest_lib/direct/datagrams.hpp"
+#include "vmci_channel/segment.hpp"
 
 namespace vrdma::guest {
 

@@ -250,6 +250,26 @@ TEST_CASE("Memory registered again after being replaced shows the new contents")
   CHECK(m.p[4] == 6);
 }
 
+TEST_CASE("What this library maps of the window for itself is not taken for memory that has moved") {
+  Moved m;
+  REQUIRE_MOVED(m);
+  const auto fd = m.manager.window_fd();
+  REQUIRE(fd.has_value());
+  const auto view = MemoryManager::map_view(*fd, at(m.p), m.bytes);
+  REQUIRE(view.has_value());
+  CHECK((*view)[0] == std::byte{1});
+  REQUIRE(::munmap(m.p, m.bytes) == 0);
+  m.manager.remove(std::move(m.registration));
+  CHECK(m.manager.statistics().resident_bytes == 0);
+  CHECK((*view)[0] == std::byte{0});
+  map_anonymous(m.bytes, m.p);
+  auto again = m.manager.add(at(m.p), m.bytes, writable_access);
+  REQUIRE(again.has_value());
+  CHECK(in_window(*again));
+  m.manager.remove(std::move(*again));
+  MemoryManager::unmap_view({at(*view), at(*view) + m.bytes});
+}
+
 TEST_CASE("Remapped memory keeps its contents, called through the library or not") {
   for (const bool bare : {false, true}) {
     CAPTURE(bare);

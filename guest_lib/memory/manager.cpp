@@ -242,7 +242,7 @@ bool MemoryManager::mapped_elsewhere(Range offsets) {
     const auto vma = reader->at_or_after(at);
     if (!vma) return vma.error() != Errno{ENOENT};
     const Range file{vma->file_offset, vma->file_offset + vma->range.bytes()};
-    if (window_.holds(*vma) && !window_.holds_in_place(*vma) && file.overlaps(offsets)) return true;
+    if (window_.holds(*vma) && !window_.holds_in_place(*vma) && file.overlaps(offsets) && !is_view(vma->range)) return true;
     at = vma->range.end;
   }
 }

@@ -104,6 +104,11 @@ class MemoryManager {
   static std::optional<int> on_madvise(std::uint64_t address, std::uint64_t bytes, int advice);
   static bool before_mremap(std::uint64_t address, std::uint64_t bytes);
 
+  // Files that this library maps for itself, for writing: where one is the window, that is not memory which the application has moved. Errors
+  // as mmap(2). Whole pages.
+  static Result<std::byte*> map_view(int fd, std::uint64_t offset, std::uint64_t bytes);
+  static void unmap_view(Range view);
+
  private:
   struct File {
     std::uint32_t backing;
@@ -140,6 +145,7 @@ class MemoryManager {
   void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
+  bool is_view(Range range) const { return views_->first_overlap(range) == range; }
   void hold(const Plan& plan, bool atomics = false);
   void count_in(const Piece& piece, bool atomics);
   void count_out(Range pages, bool atomics);  // … of a process piece
@@ -175,6 +181,7 @@ class MemoryManager {
   std::optional<PageCounts> atomics_by_process_;  // of these, of regions that allow atomics
   std::optional<PageCounts>
       resident_;  // pages whose contents live in the window (unless the application replaced the mapping)
+  std::optional<PageCounts> views_;
   std::optional<LentMemory> lent_;
   Window window_;  // of its own, or over lent_
   bool window_refused_ = false;

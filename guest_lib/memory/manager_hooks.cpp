@@ -13,6 +13,7 @@
 
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/memory/manager_lock.hpp"
+#include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -33,6 +34,7 @@ MemoryManager::MemoryManager(FileBackings backings) : backings_(std::move(backin
   by_process_.emplace(&*pool_);
   atomics_by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
+  views_.emplace(&*pool_);
   [[maybe_unused]] MemoryManager* other = instance.exchange(this, std::memory_order_acq_rel);
   assert(other == nullptr);
 }
@@ -95,12 +97,14 @@ void MemoryManager::become_child() {
   by_process_.reset();
   atomics_by_process_.reset();
   resident_.reset();
+  views_.reset();  // they are not mapped here
   lent_.reset();  // the pieces' aliases are not mapped here
   pool_.emplace(&mapped_memory_);
   held_.emplace(&*pool_);
   by_process_.emplace(&*pool_);
   atomics_by_process_.emplace(&*pool_);
   resident_.emplace(&*pool_);
+  views_.emplace(&*pool_);
   publish_bounds();
   window_ = Window{};
   lends_.store(false, std::memory_order_relaxed);
@@ -184,6 +188,37 @@ bool MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
   if (range.empty() || !range.overlaps(hint)) return true;
   Locked lock(*self);
   return self->evict(range);
+}
+
+// Under the lock, so that whoever looks at the mappings finds none that is not known.
+Result<std::byte*> MemoryManager::map_view(int fd, std::uint64_t offset, std::uint64_t bytes) {
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  const SignalsBlocked signals;
+  std::unique_lock<std::mutex> lock;
+  if (self != nullptr) lock = std::unique_lock(self->mutex_);
+  void* const memory = raw_mmap(0, bytes, read_write, MAP_SHARED, fd, offset);
+  if (memory == MAP_FAILED) return last_error();
+  const auto address = reinterpret_cast<std::uint64_t>(memory);
+  try {
+    if (self != nullptr) self->views_->insert({address, page_ceiling(address + bytes)});
+  } catch (const std::bad_alloc&) {
+    raw_munmap(address, bytes);
+    return Errno{ENOMEM};
+  }
+  return static_cast<std::byte*>(memory);
+}
+
+void MemoryManager::unmap_view(Range view) {
+  MemoryManager* self = instance.load(std::memory_order_acquire);
+  const SignalsBlocked signals;
+  std::unique_lock<std::mutex> lock;
+  if (self != nullptr) lock = std::unique_lock(self->mutex_);
+  raw_munmap(view.begin, view.bytes());
+  try {
+    if (self != nullptr) self->views_->erase({view.begin, page_ceiling(view.end)});
+  } catch (const std::bad_alloc&) {
+    // What the application moves there later passes for a view.
+  }
 }
 
 bool MemoryManager::evict(Range range) {
