@@ -232,22 +232,34 @@ TEST_CASE("Memory unmapped while registered and mapped anew by someone else is n
   CHECK(m.manager.statistics().resident_bytes == 0);
 }
 
-TEST_CASE("Memory registered again after being replaced shows the new contents") {
+TEST_CASE("Memory that is replaced and registered again keeps apart from what the old registration names, until that ends") {
   Moved m;
   REQUIRE_MOVED(m);
-  map_anonymous(m.bytes, m.p);
+  map_anonymous(m.bytes / 2, m.p);
   m.p[1] = 3;
   auto again = m.manager.add(at(m.p), m.bytes, writable_access);
   REQUIRE(again.has_value());
-  CHECK(in_window(*again));
-  View view(m.manager, m.p, m.bytes);
-  CHECK(view[1] == 3);
-  CHECK(view[2] == 0);
+  REQUIRE(again->extents.size() == 2);
+  CHECK(again->extents[0].backing == backing_process);
+  CHECK(again->extents[0].bytes == m.bytes / 2);
+  CHECK(again->extents[1].backing == window_backing);
+  {
+    View old(m.manager, m.p, m.bytes);
+    CHECK(old[1] == 1);
+    old[1] = 9;
+    CHECK(m.p[1] == 3);
+  }
   m.manager.remove(std::move(m.registration));
-  view[4] = 6;
-  CHECK(m.p[4] == 6);
+  m.p[4] = 6;
   m.manager.remove(std::move(*again));
+  CHECK(m.p[1] == 3);
   CHECK(m.p[4] == 6);
+  CHECK(m.p[m.bytes / 2] == 1);
+  CHECK(m.manager.statistics().resident_bytes == 0);
+  again = m.manager.add(at(m.p), m.bytes, writable_access);
+  REQUIRE(again.has_value());
+  CHECK(in_window(*again));
+  m.manager.remove(std::move(*again));
 }
 
 TEST_CASE("What this library maps of the window for itself is not taken for memory that has moved") {

@@ -103,6 +103,7 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
     const auto leave_alone = [&](Plan& found) {
       for (Piece& piece : found)
         if (in_place && piece.kind != Piece::Kind::window) piece.kind = Piece::Kind::process;
+      leave_where_replaced(found, &scratch);
       // Those by the process and those by a mapping would not be atomic with each other.
       if (!atomics || atomics_by_process_->empty()) return;
       for (const Piece::Kind kind : {Piece::Kind::movable, Piece::Kind::window}) leave_where_counted(found, kind, *atomics_by_process_);
@@ -216,6 +217,15 @@ void MemoryManager::move_pieces(Plan& plan, std::pmr::memory_resource* scratch) 
     else if (!rest.range.empty())
       plan.insert(plan.begin() + static_cast<std::ptrdiff_t>(++i), rest);
   }
+}
+
+// Memory that was registered, and has been unmapped and mapped anew since: peers of that registration go on with its pages, as with an
+// adapter, and these cannot be in the window as well.
+void MemoryManager::leave_where_replaced(Plan& plan, std::pmr::memory_resource* scratch) {
+  PageCounts taken(scratch);
+  for (const Piece& piece : plan)
+    if (piece.kind == Piece::Kind::movable) for_common(*resident_, *held_, piece.range, [&](Range both) { taken.insert(both); });
+  if (!taken.empty()) leave_where_counted(plan, Piece::Kind::movable, taken);
 }
 
 std::uint64_t MemoryManager::take_in(const Piece& piece, OtherThreads others) {
@@ -431,16 +441,7 @@ Statistics MemoryManager::statistics() {
   Statistics now = statistics_;
   now.resident_bytes = resident_->bytes();
   std::uint64_t held = 0;
-  for (std::uint64_t at = 0;;) {
-    const Range run = held_->first_overlap({at, ~std::uint64_t{0}});
-    if (run.empty()) break;
-    for (std::uint64_t inner = run.begin; inner < run.end;) {
-      const Range both = resident_->first_overlap({inner, run.end});
-      held += both.bytes();
-      inner = both.empty() ? run.end : both.end;
-    }
-    at = run.end;
-  }
+  for_common(*held_, *resident_, {0, ~std::uint64_t{0}}, [&](Range both) { held += both.bytes(); });
   now.stranded_bytes = now.resident_bytes - held;
   return now;
 }

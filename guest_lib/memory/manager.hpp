@@ -143,6 +143,7 @@ class MemoryManager {
   // Registering. Under the lock, except for the files.
   void move_and_hold(Plan& plan, Range range, const UsedFiles& files, bool atomics, std::pmr::memory_resource* scratch);
   void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
+  void leave_where_replaced(Plan& plan, std::pmr::memory_resource* scratch);
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
   bool is_view(Range range) const { return views_->first_overlap(range) == range; }

@@ -50,6 +50,22 @@ class PageCounts {
   std::uint64_t bytes_ = 0;
 };
 
+// The parts of `range` that have users in both.
+template <class F>
+void for_common(const PageCounts& a, const PageCounts& b, Range range, F&& visit) {
+  for (Range rest = range;;) {
+    const Range one = a.first_overlap(rest);
+    if (one.empty()) return;
+    for (Range inner = one;;) {
+      const Range both = b.first_overlap(inner);
+      if (both.empty()) break;
+      visit(both);
+      inner.begin = both.end;
+    }
+    rest.begin = one.end;
+  }
+}
+
 template <class F>
 void PageCounts::lower(Range range, F&& fell_to_zero) {
   split(range.begin);
