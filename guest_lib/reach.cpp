@@ -22,8 +22,9 @@ Result<std::uint32_t> announce_backing(int fd, std::uint64_t bytes) {
 }
 
 void withdraw_backing(std::uint32_t backing) {
-  if (const auto attachment = Attachment::existing())
-    (void)attachment->call_on_socket<control::Request::remove_backing>({backing, 0});
+  const auto attachment = Attachment::existing();
+  if (attachment == nullptr) return;
+  if (attachment->call_on_socket<control::Request::remove_backing>({backing, 0})) attachment->direct_rooms().forget_own(backing);
 }
 
 // Of a virtual machine's device.

@@ -53,7 +53,7 @@ struct World {
     const vmci::UniqueFd file(::memfd_create("one-mapping", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     REQUIRE(::ftruncate(file.get(), file_bytes) == 0);
     REQUIRE(::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
-    REQUIRE(memory.add(backing, file.get(), 0).has_value());
+    REQUIRE(memory.add(backing, file.get(), 0, memory.changes()).has_value());
     data = memory.around(backing, 0, file_bytes).data;
     keys->entries[direct::key_place(key, 0)] = {key, pd, direct::key_file(all_access, backing), file_bytes, address(0), 0};
     keys->regions[direct::key_place(key, 0)] = {address(0), file_bytes, 0, 0, file_bytes, 0};

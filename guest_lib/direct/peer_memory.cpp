@@ -18,14 +18,15 @@ memory::Range range_of(const std::byte* data, std::uint64_t bytes) {
 }
 }  // namespace
 
-Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset) {
+Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std::uint32_t changes) {
   std::lock_guard lock(mutex_);
   if (has(backing, offset, 1)) return ok();
+  if (changes != changes_.load(std::memory_order_relaxed)) return Errno{EAGAIN};
   struct stat file;
   if (::fstat(fd, &file) != 0) return last_error();
   const std::uint64_t index = offset / direct::chunk_bytes, begin = index * direct::chunk_bytes;
   const auto size = static_cast<std::uint64_t>(file.st_size);
-  if (offset >= size) return Errno{ERANGE};
+  if (offset >= size || index > indices_max) return Errno{ERANGE};
   const SparseMapping sparse;
   const std::uint64_t bytes = std::min(direct::chunk_bytes + direct::message_bytes_max, size - begin);
   // One of the files may be this process's own window: its memory manager has to know what is mapped of that.
@@ -36,22 +37,60 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset) {
     return kept;
   }
   std::atomic<Chunk*>& first = place(backing, index);
-  // M2: pairs with M1.
-  first.store(new Chunk{backing, index, *data, bytes, first.load(std::memory_order_relaxed)}, std::memory_order_release);
+  Chunk* chunk = first.load(std::memory_order_relaxed);
+  while (chunk != nullptr && chunk->id.load(std::memory_order_relaxed) != no_chunk) chunk = chunk->next;
+  const bool is_new = chunk == nullptr;
+  if (is_new) chunk = new Chunk{no_chunk, nullptr, 0, first.load(std::memory_order_relaxed)};
+  chunk->data = *data;
+  chunk->bytes = bytes;
+  // M2: pairs with M1, by either.
+  chunk->id.store(id_of(backing, index), std::memory_order_release);
+  if (is_new) first.store(chunk, std::memory_order_release);
   return ok();
 }
 
+void PeerMemory::unmap(Chunk& chunk) {
+  chunk.id.store(no_chunk, std::memory_order_relaxed);
+  if (std::byte* const data = std::exchange(chunk.data, nullptr)) memory::MemoryManager::unmap_view(range_of(data, chunk.bytes));
+}
+
+void PeerMemory::forget(std::uint32_t backing) {
+  std::lock_guard lock(mutex_);
+  changes_.fetch_add(1, std::memory_order_relaxed);
+  for_each([&](Chunk& chunk) {
+    if (chunk.id.load(std::memory_order_relaxed) >> 32 == backing) unmap(chunk);
+  });
+}
+
+void PeerMemory::forget_all_of(const direct::LetGo& let_go) {
+  std::lock_guard lock(mutex_);
+  const std::uint32_t count = std::atomic_ref(const_cast<std::uint32_t&>(let_go.count)).load(std::memory_order_acquire);
+  const std::uint32_t news = count - caught_up_.load(std::memory_order_relaxed);
+  if (news == 0) return;
+  changes_.fetch_add(1, std::memory_order_relaxed);
+  const auto is_among = [&](std::uint32_t backing) {
+    if (news > direct::let_go_kept) return true;  // nobody knows which; the others are mapped anew
+    for (std::uint32_t n = count - news; n != count; ++n)
+      if (std::atomic_ref(const_cast<std::uint32_t&>(let_go.backings[n % direct::let_go_kept])).load(std::memory_order_relaxed) == backing) return true;
+    return false;
+  };
+  for_each([&](Chunk& chunk) {
+    const std::uint64_t id = chunk.id.load(std::memory_order_relaxed);
+    if (id != no_chunk && is_among(static_cast<std::uint32_t>(id >> 32))) unmap(chunk);
+  });
+  // Pairs with catch_up(): whoever finds it so uses nothing that is being unmapped here.
+  caught_up_.store(count, std::memory_order_release);
+}
+
 void PeerMemory::abandon() {
-  for (auto& first : places_)
-    for (Chunk* chunk = first.load(std::memory_order_relaxed); chunk != nullptr; chunk = const_cast<Chunk*>(chunk->next)) chunk->data = nullptr;
+  for_each([](Chunk& chunk) { chunk.data = nullptr; });
 }
 
 PeerMemory::~PeerMemory() {
-  for (auto& first : places_)
-    for (const Chunk* chunk = first.load(std::memory_order_relaxed); chunk != nullptr;) {
-      if (chunk->data != nullptr) memory::MemoryManager::unmap_view(range_of(chunk->data, chunk->bytes));
-      delete std::exchange(chunk, chunk->next);
-    }
+  for_each([this](Chunk& chunk) {
+    unmap(chunk);
+    delete &chunk;
+  });
 }
 
 }  // namespace vrdma::guest

@@ -33,6 +33,7 @@ struct ReachedGuest {
   PeerMemory* memory = nullptr;
   ReachedProcess* process = nullptr;
   std::uint32_t pd = 0;  // direct::pd_number()
+  const direct::LetGo* let_go = nullptr;  // where `memory` has to catch up with that
 };
 
 // The peer's receive queue where it is a shared one: others take from it meanwhile.
@@ -108,7 +109,10 @@ class DirectPorts {
   // After the last record that this direction has taken, if it took one since begin().
   std::uint32_t taken(std::uint32_t before) const { return turn_taken_ ? vmci::RecordTurns::next(last_turn_) + 1 : before; }
   // The service had the direction meanwhile: keys may mean something else, or nothing.
-  void forget_keys() { found_[0] = found_[1] = {}, runs_[0] = runs_[1] = {}; }
+  void forget_keys() {
+    found_[0] = found_[1] = {}, runs_[0] = runs_[1] = {};
+    if (peer_.let_go != nullptr) peer_.memory->catch_up(*peer_.let_go);
+  }
   bool given_up() const { return given_up_; }
   // An unreliable message that the engine has dropped, which is the service's to count.
   bool dropped() const { return far_end_.counters.dropped != 0; }

@@ -33,9 +33,9 @@ Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDire
   if (!words) return words.error();
   auto arena = map_segment(descriptors[1], reply.peer_arena_bytes, vmci::Writable::yes);
   if (!arena) return arena.error();
-  auto own_keys = map_segment(descriptors[2], sizeof(direct::KeyTable), vmci::Writable::no);
+  auto own_keys = map_segment(descriptors[2], offsetof(direct::KeyTable, let_go), vmci::Writable::no);
   if (!own_keys) return own_keys.error();
-  auto peer_keys = map_segment(descriptors[3], sizeof(direct::KeyTable), vmci::Writable::no);
+  auto peer_keys = map_segment(descriptors[3], offsetof(direct::KeyTable, let_go), vmci::Writable::no);
   if (!peer_keys) return peer_keys.error();
   auto room = std::make_shared<DirectRoom>();
   room->peer = reply.peer;
@@ -92,9 +92,11 @@ Result<DirectRooms::Opened> DirectRooms::opened(Qp& qp, const control::OpenDirec
   DirectConnection::Ends& ends = all.ends;
   auto* const words = reinterpret_cast<direct::Room*>(all.room->words.data());
   ends.claim = vmci::PosterClaim(&words->directions[reply.direction], reply.epoch, poster);
+  const auto* const peer_keys = reinterpret_cast<const direct::KeyTable*>(all.room->peer_keys.data());
+  PeerMemory& peer_memory = memory_of(*qp.attachment, *all.room);
+  const bool catches_up = &peer_memory != &own_memory_ && all.room->peer_keys.bytes() >= sizeof(direct::KeyTable);
   ends.own = {reinterpret_cast<const direct::KeyTable*>(all.room->own_keys.data()), &own_memory_, &own_process_, direct::pd_number(reply.pd)};
-  ends.peer = {reinterpret_cast<const direct::KeyTable*>(all.room->peer_keys.data()), &all.room->memory, &all.room->process,
-               direct::pd_number(reply.peer_pd)};
+  ends.peer = {peer_keys, &peer_memory, &all.room->process, direct::pd_number(reply.peer_pd), catches_up ? &peer_keys->let_go : nullptr};
   ends.send = qp.send.view();
   ends.receive = vmci::QueuePairView(arena.data() + reply.peer_receive.offset, geometry);
   ends.receive_record_slots = reply.peer_receive.record_slots;
@@ -152,14 +154,18 @@ bool DirectRooms::map(Attachment& attachment, PeerReach& peer, const DirectPorts
   if (unmapped.backing == control::backing_process) return reach(attachment, *peer.room);
   std::uint32_t& failed = unmapped.needed ? peer.failed_maps : peer.failed_optional_maps;
   if (failed >= failures_max) return false;
-  PeerMemory& memory = unmapped.peers ? peer.room->memory : own_memory_;
+  PeerMemory& memory = unmapped.peers ? memory_of(attachment, *peer.room) : own_memory_;
+  const std::uint32_t changes = memory.changes();
   auto answer = attachment.call_on_socket<control::Request::open_backing>({unmapped.peers ? peer.room->peer : attachment.guest(), unmapped.backing});
-  const bool added = answer && answer->descriptors.size() == 1 && memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset);
+  const Status added = answer && answer->descriptors.size() == 1 ? memory.add(unmapped.backing, answer->descriptors[0].get(), unmapped.offset, changes)
+                                                                 : Status(Errno{EINVAL});
   VRDMA_CRASH_POINT("direct.guest.mapped");
   if (added && memory.has(unmapped.backing, unmapped.offset, unmapped.bytes)) return true;
-  ++failed;
+  failed += added || added.error() != Errno{EAGAIN};
   return false;
 }
+
+PeerMemory& DirectRooms::memory_of(const Attachment& attachment, DirectRoom& room) { return room.peer == attachment.guest() ? own_memory_ : room.memory; }
 
 // Both, because a message that needs one often needs the other, and each failure costs a way through the service.
 bool DirectRooms::reach(Attachment& attachment, DirectRoom& room) {

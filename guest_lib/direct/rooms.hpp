@@ -20,7 +20,7 @@ struct Qp;
 struct DirectRoom {
   std::uint32_t peer;  // guest
   vmci::Mapping words, arena, own_keys, peer_keys;
-  PeerMemory memory;   // the peer's, …
+  PeerMemory memory;   // the peer's, unless that is this process, …
   ReachedProcess process;  // … and where it is mapped nowhere else. DirectRooms locks its opening.
   // Pipes for the events of the peer's channels, by channel; a pipe is closed when nobody completes there any more. DirectRooms locks.
   std::unordered_map<std::uint32_t, std::weak_ptr<OwnFd>> channels;
@@ -45,6 +45,8 @@ class DirectRooms {
   void open_path(Attachment& attachment, Qp& qp, DatagramSender& sender, const UdOperand& address);
   // Maps what a message needed and did not find.
   bool map(Attachment& attachment, PeerReach& peer, const DirectPorts::Unmapped& unmapped);
+  // Of this guest's files one that no key names any more, as the service has confirmed.
+  void forget_own(std::uint32_t backing) { own_memory_.forget(backing); }
   void abandon();  // in a fork's child
 
  private:
@@ -57,6 +59,7 @@ class DirectRooms {
   Result<std::shared_ptr<DirectRoom>> room_of(const control::OpenDirectReply& reply, std::span<vmci::UniqueFd> descriptors);
   std::shared_ptr<OwnFd> channel_of(DirectRoom& room, std::uint32_t channel, vmci::UniqueFd&& pipe);
   bool reach(Attachment& attachment, DirectRoom& room);
+  PeerMemory& memory_of(const Attachment& attachment, DirectRoom& room);
 
   std::mutex mutex_;
   std::unordered_map<std::uint32_t, std::weak_ptr<DirectRoom>> rooms_;

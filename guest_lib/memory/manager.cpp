@@ -433,7 +433,7 @@ void MemoryManager::release_file(std::uint32_t backing, std::uint64_t service) {
       });
   if (file == files_.end() || --file->second.registrations != 0) return;
   files_.erase(file);
-  if (backings_.withdraw) backings_.withdraw(backing);
+  if (backings_.withdraw && backings_.service() == service) backings_.withdraw(backing);  // to another one that number is another file
 }
 
 Statistics MemoryManager::statistics() {

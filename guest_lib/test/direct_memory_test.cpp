@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "guest_lib/test/direct_pair.hpp"
 
@@ -24,6 +25,153 @@ std::uint64_t window_bytes() {
   }
   return 0;
 }
+
+bool is_mapped(const char* name) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.find(name) != std::string::npos) return true;
+  return false;
+}
+
+// A memfd of the program's, registered.
+struct OwnFile {
+  OwnFile(ibv_pd* pd, const char* name) : fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+    REQUIRE(::ftruncate(fd, buffer_bytes) == 0);
+    memory = ::mmap(nullptr, buffer_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    REQUIRE(memory != MAP_FAILED);
+    mr = ibv_reg_mr(pd, memory, buffer_bytes, all_rights);
+    REQUIRE(mr != nullptr);
+  }
+  ~OwnFile() { ::close(fd); }
+  OwnFile(const OwnFile&) = delete;
+  void let_go() {
+    CHECK(ibv_dereg_mr(mr) == 0);
+    ::munmap(memory, buffer_bytes);
+  }
+  // What nobody can do to a file that somebody has mapped for writing.
+  bool can_be_sealed() const { return ::fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE) == 0; }
+  std::uint64_t address() const { return reinterpret_cast<std::uintptr_t>(memory); }
+
+  int fd;
+  void* memory = nullptr;
+  ibv_mr* mr = nullptr;
+};
+
+// Another process, with memory that this one may write to: a memfd, and pages.
+class FileOwner {
+ public:
+  FileOwner() {
+    REQUIRE((::pipe(to_) == 0 && ::pipe(from_) == 0));
+    pid_ = ::fork();
+    REQUIRE(pid_ >= 0);
+    if (pid_ != 0) {
+      read_from(from_[0], told);
+      return;
+    }
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    try {
+      serve();
+    } catch (...) {  // a check that failed: this is not the process to go on with the other tests
+    }
+    ::_exit(1);
+  }
+  ~FileOwner() {
+    kill();
+    for (const int fd : {to_[0], to_[1], from_[0], from_[1]}) ::close(fd);
+  }
+  FileOwner(const FileOwner&) = delete;
+  struct Told {
+    std::uint32_t qpn;
+    std::uint16_t lid;
+    std::uint64_t pages, file;
+    std::uint32_t pages_key, file_key;
+  } told{};
+  void meet(const ibv_qp* qp, std::uint16_t lid) {
+    ask(Told{qp->qp_num, lid, 0, 0, 0, 0});
+  }
+  // It deregisters the file, and unmaps it; whether it can seal it then.
+  void let_go() { ask(Told{}); }
+  bool seal() {
+    ask(Told{});
+    return answer_ != 0;
+  }
+  void kill() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    ::waitpid(std::exchange(pid_, 0), nullptr, 0);
+  }
+
+ private:
+  template <class T>
+  static void read_from(int fd, T& to) {
+    REQUIRE(::read(fd, &to, sizeof(to)) == sizeof(to));
+  }
+  template <class T>
+  static void write_to(int fd, const T& from) {
+    REQUIRE(::write(fd, &from, sizeof(from)) == sizeof(from));
+  }
+  void ask(const Told& words) {
+    write_to(to_[1], words);
+    read_from(from_[0], answer_);
+  }
+  [[noreturn]] void serve() {
+    const Device device;
+    const Pages pages(device);
+    OwnFile file(device.pd, "theirs");
+    const CqPtr cq = make_cq(device);
+    const QpPtr qp = make_qp(device, cq.get());
+    ibv_port_attr port{};
+    REQUIRE(ibv_query_port(device.context, 1, &port) == 0);
+    write_to(from_[1], Told{qp->qp_num, port.lid, pages.address(), file.address(), pages.mr->rkey, file.mr->rkey});
+    Told heard{};
+    read_from(to_[0], heard);
+    connect(qp.get(), heard.qpn, {}, 0, heard.lid);
+    write_to(from_[1], 1);
+    read_from(to_[0], heard);
+    file.let_go();
+    write_to(from_[1], 1);
+    read_from(to_[0], heard);
+    write_to(from_[1], file.can_be_sealed() ? 1 : 0);
+    for (;;) ::pause();
+  }
+
+  pid_t pid_ = 0;
+  int to_[2], from_[2];
+  int answer_ = 0;
+};
+
+// This one's end.
+struct FileWriter {
+  explicit FileWriter(FileOwner& owner) : owner_(owner) {
+    ibv_port_attr port{};
+    REQUIRE(ibv_query_port(device.context, 1, &port) == 0);
+    connect(qp.get(), owner.told.qpn, {}, 0, owner.told.lid);
+    owner.meet(qp.get(), port.lid);
+  }
+  void write(std::uint64_t address, std::uint32_t key) const {
+    REQUIRE(post_write(qp.get(), pages.sge(0, 8), address, key) == 0);
+    CHECK(collect(cq.get(), 1).front().status == IBV_WC_SUCCESS);
+  }
+  // Until it has mapped the owner's file. False: nobody can be direct where this process runs, as is said aloud.
+  bool maps_the_file() const {
+    std::string because;
+    eventually("the file is mapped here, or may not be", [&] {
+      write(owner_.told.file, owner_.told.file_key);
+      write(owner_.told.pages, owner_.told.pages_key);
+      return is_mapped("memfd:theirs") || (mode_of(qp.get(), &because) != "direct" && is_apart(because));
+    });
+    if (is_apart(because)) MESSAGE("SKIP: processes cannot be direct here: ", because);
+    return is_mapped("memfd:theirs");
+  }
+
+  Device device;
+  Pages pages{device};
+  CqPtr cq = make_cq(device);
+  QpPtr qp = make_qp(device, cq.get());
+
+ private:
+  FileOwner& owner_;
+};
 
 // A few messages from there, each of which may have it mapped for the next.
 void write_from(const Pair& pair, const void* memory, const ibv_mr* mr) {
@@ -56,4 +204,36 @@ TEST_CASE("memory that is unmapped before it is deregistered is given up with it
     CHECK(ibv_dereg_mr(mr) == 0);
   }
   CHECK(window_bytes() == before);
+}
+
+TEST_CASE("a program's file is its own again when its registration has ended") {
+  Service service;
+  service.start(with_direct);
+  Pair pair;
+  if (!pair.become_direct()) return;
+  for (int i = 0; i < 4; ++i) {
+    OwnFile near(pair.device.pd, "mine, near"), far(pair.device.pd, "mine, far");
+    write_from(pair, near.memory, near.mr);
+    for (int k = 0; k < 3; ++k) {
+      eventually("the connection is direct", [&] { return mode_of(pair.a.get()) == "direct"; });
+      REQUIRE(post_write(pair.a.get(), pair.near.sge(0, 64), far.address(), far.mr->rkey) == 0);
+      CHECK(collect(pair.a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
+    }
+    near.let_go();
+    far.let_go();
+    CHECK_FALSE(is_mapped("memfd:mine"));
+    CHECK(near.can_be_sealed());
+    CHECK(far.can_be_sealed());
+  }
+}
+
+TEST_CASE("a peer that has written to a file lets go of it with its next message, once it is not registered any more") {
+  Service service;
+  service.start(with_direct);
+  FileOwner owner;
+  FileWriter writer(owner);
+  if (!writer.maps_the_file()) return;
+  owner.let_go();
+  eventually("it is let go", [&] { return writer.write(owner.told.pages, owner.told.pages_key), !is_mapped("memfd:theirs"); });
+  CHECK(owner.seal());
 }

@@ -132,11 +132,21 @@ struct KeyRegion {
 };
 static_assert(WireRecord<KeyRegion> && sizeof(KeyRegion) == 48);
 
+// Files of a guest that its peers had mapped, and that no key names any more, for them to unmap. Changes only while no direction that could
+// read the guest's keys is handed out: who finds it changed, before it uses a key, knows that nobody uses what was mapped of them.
+constexpr std::uint32_t let_go_kept = 63;
+struct LetGo {
+  std::uint32_t count;                 // of all that ever were
+  std::uint32_t backings[let_go_kept];  // number n of these at n % let_go_kept: the last ones
+};
+static_assert(WireRecord<LetGo> && sizeof(LetGo) == 256);
+
 constexpr std::uint32_t key_entries = 1 << 18;  // a power of two; likewise
 constexpr std::uint32_t key_probes = 8;      // keys are random: one lies within so many entries of its place, or not here
 struct KeyTable {
   KeyEntry entries[key_entries];
   KeyRegion regions[key_entries];
+  LetGo let_go;  // not there in the shorter tables of older services
 };
 // Of the number that the service gives a protection domain; it counts up.
 constexpr std::uint32_t pd_number(std::uint64_t pd) { return static_cast<std::uint32_t>(pd); }

@@ -128,6 +128,8 @@ PIN(direct::KeyEntry, address, 16);
 PIN(direct::KeyRegion, address, 16);
 PIN(direct::KeyRegion, backing_offset, 40);
 PIN(direct::KeyTable, regions, 8 << 20);
+PIN(direct::KeyTable, let_go, 20 << 20);
+PIN(direct::LetGo, backings, 4);
 PIN(direct::Taking, unfinished, 4);
 PIN(control::CmAddress, ip, 8);
 PIN(control::CmParameters, private_data, 16);

@@ -65,7 +65,7 @@ class ControlDesk {
   bool answer(Guest& guest, const control::Head& head, std::span<const std::byte> body);
   std::uint32_t new_backing(Guest& guest);
   Result<std::vector<Piece>> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
-  void release_pieces(Guest& guest, std::vector<Piece>& pieces);
+  void release_pieces(Guest& guest, const std::vector<Piece>& pieces);
   Result<control::CreateQpReply> create(Guest& guest, const control::CreateQpRequest& request, engine::QpType type, Xrcd* xrcd);
   // Whether a target queue pair is writing to what an XRC SRQ has given it.
   bool written_by_targets(const QueuePair& completions) const;

@@ -182,7 +182,7 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
   return pieces;
 }
 
-void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
+void ControlDesk::release_pieces(Guest& guest, const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
     if (piece.host == nullptr) continue;
     const auto backing = guest.backings.find(piece.backing);
@@ -193,7 +193,6 @@ void ControlDesk::release_pieces(Guest& guest, std::vector<Piece>& pieces) {
     guest.tenant->mappings -= fewer;
     fabric_.mappings -= fewer;
   }
-  pieces.clear();
 }
 
 namespace {
@@ -276,6 +275,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
     if (!pieces) return pieces.error();
     guest.tenant->pieces += pieces->size() - region.pieces.size();
     release_pieces(guest, region.pieces);
+    shard_.direct().released(guest, region.pieces);
     region.pieces = std::move(*pieces);
     if (!on_demand) guest.tenant->registered_bytes += request.bytes - region.bytes;
     region.address = request.address;
@@ -305,6 +305,8 @@ bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force)
   shard_.direct().deregistering(guest, region);
   guest.tenant->pieces -= region.pieces.size();
   release_pieces(guest, region.pieces);
+  if (!force) shard_.direct().released(guest, region.pieces);
+  region.pieces.clear();
   --region.domain->users;
   guest.tenant->registered_bytes -= region.bytes_held();
   --guest.tenant->objects;

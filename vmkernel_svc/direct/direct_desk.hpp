@@ -81,6 +81,8 @@ class DirectDesk {
   bool has_lent_all(const Guest& guest) const;  // or so many that it is not known which
   void registered(Guest& guest, const Region& region);
   void deregistering(Guest& guest, const Region& region);
+  // Of `pieces`, which a region had until now, those that no other has are for peers to unmap. All directions of the guest are owned.
+  void released(Guest& guest, const std::vector<Piece>& pieces);
 
   Result<control::OpenDirectReply> open(Guest& guest, const control::OpenDirectRequest& request, std::vector<vmci::UniqueFd>& give);
   Result<control::OpenSharedReceivesReply> open_shared_receives(Guest& guest, const control::OpenDirectRequest& request);

@@ -67,4 +67,11 @@ void KeyBook::remove(Key key) {
   }
 }
 
+void KeyBook::let_go(std::uint32_t backing) {
+  direct::LetGo& all = table().let_go;
+  std::atomic_ref(all.backings[all.count % direct::let_go_kept]).store(backing, std::memory_order_relaxed);
+  // Seen by who enters a claim after it was handed out (K4), at the latest.
+  std::atomic_ref(all.count).store(all.count + 1, std::memory_order_release);
+}
+
 }  // namespace vrdma::svc

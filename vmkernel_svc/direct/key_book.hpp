@@ -19,6 +19,8 @@ class KeyBook {
   void add(Guest& guest, const Region& region);
   // While no direction that could read the guest's keys is handed out.
   void remove(Key key);
+  // No key names that backing any more. Likewise.
+  void let_go(std::uint32_t backing);
 
   int fd() const { return segment_.fd(); }  // can be mapped for reading only
 
