@@ -255,7 +255,7 @@ struct Qp {
   std::uint32_t implied_flags = 0;  // wr_signaled for sq_sig_all
   std::unique_ptr<WrBatch> batch;   // of an extended one; under send_lock
   SpinLock send_lock;
-  std::atomic<bool> taken_up{false};  // somebody who polls carries out what is in the send queue
+  std::atomic<std::uint32_t> visits{0};  // by who polls, and found it by a lane
   SpinLock receive_lock;
   // Modifies of ibv_qp.state, by which a query knows whether its answer may be older. All three are read under either lock and written under both.
   std::uint32_t modifies_begun = 0, modifies_ended = 0;

@@ -1,8 +1,8 @@
 // ibv_poll_cq: from completion entries in the lanes of queue pairs (lanes.hpp) to ibv_wc.
 //
 // Of one queue pair its two lanes are looked at; of several, what they hold is taken in the order in which it was written
-// (poll_in_order.cpp). A call never sleeps: when there is nothing, it carries out what the service has left in a send queue (take_up), or
-// makes one step of the adaptive wait, and looks once more.
+// (poll_in_order.cpp). A call never sleeps: when there is nothing, it carries out what the service has left in a send queue (take_up), lets
+// go of peers (let_go_of_ended), or makes one step of the adaptive wait, and looks once more.
 #include "guest_lib/lanes.hpp"
 
 #include <sched.h>
@@ -142,6 +142,28 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   return got;
 }
 
+// Of one that this thread has entered.
+bool has_ended_offer(const Qp& qp) { return qp.direct_offer != 0 && qp.send.direct_offer().load(std::memory_order_acquire) != qp.direct_offer; }
+
+// Under the lock of the completion queue that it was found in, so that who destroys the queue pair sees it once the lane is gone. False:
+// somebody has its send queue.
+bool enter(Qp& qp) {
+  if (!qp.send_lock.try_lock()) return false;
+  qp.visits.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+void leave(Qp& qp) {
+  qp.send_lock.unlock();
+  qp.visits.fetch_sub(1, std::memory_order_release);  // P2: pairs with take_lanes() in qp.cpp
+}
+void run_and_leave(Qp& qp) {
+  struct Visit {
+    Qp& qp;
+    ~Visit() { leave(qp); }
+  } visit{qp};
+  run_send_queue(qp);
+}
+
 // The service has handed out a send queue that never was empty (DirectDesk::hand_out), whose program may post nothing until something
 // of it is done.
 void take_up(Cq& cq) {
@@ -152,17 +174,33 @@ void take_up(Cq& cq) {
     std::lock_guard guard(cq.lock);
     const Lane* const lane = lane_after - 1 < cq.lanes.size() ? cq.lanes[lane_after - 1] : nullptr;
     // Whoever holds the lock mostly posts, and sees to it; else the service does, before long.
-    if (lane != nullptr && lane->send != nullptr && lane->qp->send_lock.try_lock()) qp = lane->qp;
-    // Under the lock, so that who destroys the queue pair sees it once the lane is gone.
-    if (qp != nullptr) qp->taken_up.store(true, std::memory_order_relaxed);
+    if (lane != nullptr && lane->send != nullptr && enter(*lane->qp)) qp = lane->qp;
   }
-  if (qp == nullptr) return;
-  struct Visit {
-    Qp& qp;
-    ~Visit() { qp.taken_up.store(false, std::memory_order_release); }  // P2: pairs with take_lanes() in qp.cpp
-  } visit{*qp};
-  std::lock_guard sends(qp->send_lock, std::adopt_lock);
-  run_send_queue(*qp);
+  if (qp != nullptr) run_and_leave(*qp);
+}
+
+// Connections have ended, and their programs may post nothing there any more: what is mapped of a peer that has ended lives on until it is
+// let go of.
+void let_go_of_ended(Cq& cq) {
+  const std::atomic_ref ended(cq.shared->offers_ended);
+  if (ended.exchange(0, std::memory_order_acquire) == 0) return;  // W4: pairs with W3 in the service's DirectDesk::leave
+  bool all = true;
+  for (std::size_t i = 0;;) {
+    Qp* qp = nullptr;
+    {
+      std::lock_guard guard(cq.lock);
+      for (; i < cq.lanes.size() && qp == nullptr; ++i) {
+        if (cq.lanes[i] == nullptr) continue;
+        Qp& one = *cq.lanes[i]->qp;
+        if (!enter(one)) all = false;
+        else if (has_ended_offer(one)) qp = &one;
+        else leave(one);
+      }
+    }
+    if (qp == nullptr) break;
+    run_and_leave(*qp);
+  }
+  if (!all) ended.store(1, std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -183,6 +221,8 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
   }
   if (std::atomic_ref(cq.shared->left_work).load(std::memory_order_relaxed) != 0) [[unlikely]]
     take_up(cq);
+  else if (std::atomic_ref(cq.shared->offers_ended).load(std::memory_order_relaxed) != 0) [[unlikely]]
+    let_go_of_ended(cq);
   else
     poll_wait.idle();
   say_where(cq);

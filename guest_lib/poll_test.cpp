@@ -15,7 +15,10 @@ namespace vrdma::guest {
 void watch_after_death(Cq&) { FAIL("nobody died here"); }
 void raise_missed(Cq&) { FAIL("no channel here"); }
 std::vector<const Qp*> taken_up;
-void run_send_queue(Qp& qp) { taken_up.push_back(&qp); }
+void run_send_queue(Qp& qp) {
+  taken_up.push_back(&qp);
+  qp.direct_offer = qp.send.direct_offer().load();
+}
 }  // namespace vrdma::guest
 
 using namespace vrdma;
@@ -310,6 +313,30 @@ TEST_CASE("an array smaller than what is ready starves no lane") {
       if (poll_cq(world.verbs(), 1, &wc) == 1) ++seen[number_of(wc)];
   }
   for (const int count : seen) CHECK(count > 0);
+}
+
+TEST_CASE("a poll that finds nothing visits every queue pair whose offer has ended, once, or later where its program is about to post") {
+  World world(5);
+  const auto visited = [&] {
+    taken_up.clear();
+    ibv_wc wc{};
+    for (int polls = 0; polls < 2; ++polls) CHECK(poll_cq(world.verbs(), 1, &wc) == 0);
+    return taken_up;
+  };
+  for (const std::size_t direct : {std::size_t{0}, std::size_t{1}, std::size_t{3}}) {
+    Qp& qp = world.queues[direct]->qp;
+    qp.direct_offer = 7;
+    qp.send.direct_offer() = direct == 1 ? 7 : 0;
+  }
+  CHECK(visited().empty());
+  Qp &first = world.queues[0]->qp, &last = world.queues[3]->qp;
+  last.send_lock.lock();
+  world.shared.offers_ended = 1;
+  CHECK(visited() == std::vector<const Qp*>{&first});
+  last.send_lock.unlock();
+  CHECK(visited() == std::vector<const Qp*>{&last});
+  CHECK(visited().empty());
+  CHECK(world.shared.offers_ended == 0);
 }
 
 TEST_CASE("a poll that finds nothing takes up the send queue that the service names, once, and nothing else") {

@@ -276,7 +276,7 @@ void take_lanes(Qp& qp) {
   const Parts parts = parts_of(qp);
   parts.send_cq.remove_lane(qp.send_lane);
   parts.recv_cq.remove_lane(qp.receive_lane);
-  while (qp.taken_up.load(std::memory_order_acquire)) sched_yield();  // P2: who polls and had found the lane (poll.cpp, take_up)
+  while (qp.visits.load(std::memory_order_acquire) != 0) sched_yield();  // P2: who polls and had found the lane (poll.cpp)
 }
 
 // Nobody finds the QP by its handle any more; async events that were read and not acknowledged are waited for.

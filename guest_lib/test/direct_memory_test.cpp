@@ -237,3 +237,17 @@ TEST_CASE("a peer that has written to a file lets go of it with its next message
   eventually("it is let go", [&] { return writer.write(owner.told.pages, owner.told.pages_key), !is_mapped("memfd:theirs"); });
   CHECK(owner.seal());
 }
+
+TEST_CASE("what a killed peer had registered is let go of by who only polls") {
+  Service service;
+  service.start(with_direct);
+  FileOwner owner;
+  FileWriter writer(owner);
+  if (!writer.maps_the_file()) return;
+  owner.kill();
+  eventually("it is let go", [&] {
+    ibv_wc wc{};
+    CHECK(ibv_poll_cq(writer.cq.get(), 1, &wc) == 0);
+    return !is_mapped("memfd:theirs");
+  });
+}

@@ -313,7 +313,8 @@ struct alignas(128) CqShared {
   std::uint32_t reserved[9];
   std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
   std::uint32_t left_work;        // lane of a send queue that the service has handed out with work in it, plus 1: whoever polls takes it up
-  std::uint32_t reserved_too[14];
+  std::uint32_t offers_ended;     // 1: of queue pairs that complete here: whoever polls lets go of what they have of their peers
+  std::uint32_t reserved_too[13];
   vmci::ReadyWords ready;         // lanes with news; the service sets, the guest takes
 };
 static_assert(sizeof(CqShared) == 128 + sizeof(vmci::ReadyWords));

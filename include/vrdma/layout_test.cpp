@@ -84,6 +84,7 @@ PIN(control::CqShared, hot, 4);
 PIN(control::CqShared, poller, 20);
 PIN(control::CqShared, wants_stamps, 24);
 PIN(control::CqShared, consumed, 64);
+PIN(control::CqShared, offers_ended, 72);
 PIN(control::CqShared, ready, 128);
 PIN(control::ServicePage, device_generation, 8);
 PIN(control::ServicePage, shard_count, 12);

@@ -202,6 +202,8 @@ void DirectDesk::leave(DirectLink& link, QueuePair& qp) {
   qp.core.port.link = nullptr;
   qp.mediated_because = "its connection has ended";
   offer(qp, 0);
+  // W3: pairs with W4 in guest_lib/poll.cpp: who finds it finds the offer ended. Its program may never post there any more.
+  for (const CompletionQueue* const cq : {qp.send_cq, qp.receive_cq}) std::atomic_ref(cq->shared->offers_ended).store(1, std::memory_order_release);
 }
 
 void DirectDesk::dissolve(DirectLink& link) {
