@@ -217,6 +217,29 @@ TEST_CASE("what is not for direct mode stays mediated, and says why") {
   CHECK(mode_of(pair.a.get()) == "mediated");
 }
 
+TEST_CASE("a completion queue that is resized to what its work queues hold leaves them direct, below that they say why not, above it they are again") {
+  Service service;
+  service.start(with_direct);
+  Pair pair;
+  if (!pair.become_direct()) return;
+  const auto message = [&] {
+    REQUIRE(pair.post(pair.a.get(), IBV_WR_RDMA_WRITE, 1, pair.near.sge(0, 8), 0) == 0);
+    CHECK(collect(pair.a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
+  };
+  REQUIRE(ibv_resize_cq(pair.a_cq.get(), 2 * queue_depth) == 0);
+  CHECK(pair.a_cq->cqe >= static_cast<int>(2 * queue_depth));
+  eventually("it is direct again", [&] { return message(), mode_of(pair.a.get()) == "direct"; });
+  REQUIRE(ibv_resize_cq(pair.a_cq.get(), queue_depth / 2) == 0);
+  for (const ibv_qp* const end : {pair.a.get(), pair.b.get()}) {
+    std::string because;
+    CHECK(mode_of(end, &because) == "mediated");
+    CHECK(because == "a completion queue with less room than its work queues");
+  }
+  message();
+  REQUIRE(ibv_resize_cq(pair.a_cq.get(), 4 * queue_depth) == 0);
+  eventually("it is direct again", [&] { return message(), mode_of(pair.a.get()) == "direct"; });
+}
+
 namespace {
 
 // Writes a number that grows to the far end's first bytes, one WRITE after another, until one fails.

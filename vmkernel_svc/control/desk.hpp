@@ -64,6 +64,7 @@ class ControlDesk {
 
   bool answer(Guest& guest, const control::Head& head, std::span<const std::byte> body);
   std::uint32_t new_backing(Guest& guest);
+  std::uint32_t entries_for(std::uint32_t wanted) const;  // of a completion queue
   Result<std::vector<Piece>> pieces_of(Guest& guest, std::uint64_t address, std::uint64_t bytes);
   void release_pieces(Guest& guest, const std::vector<Piece>& pieces);
   Result<control::CreateQpReply> create(Guest& guest, const control::CreateQpRequest& request, engine::QpType type, Xrcd* xrcd);

@@ -62,9 +62,7 @@ Result<CreateCqReply> ControlDesk::on<Request::create_cq>(Guest& guest, const Cr
   cq->shared = guest.arena.segment().at<CqShared>(*offset);
   std::fill(std::begin(cq->shared->hot), std::end(cq->shared->hot), no_lane);
   cq->ready = vmci::ReadyBitmap(&cq->shared->ready);
-  // Where completions may be written directly there must be room for those of the receive queue, too, which programs that only
-  // read and write remote memory leave out.
-  cq->cqe = fabric_.config.direct == "auto" ? std::min(limits::cqe_max, std::bit_ceil(request.cqe + 1)) : request.cqe;
+  cq->cqe = entries_for(request.cqe);
   if (channel != nullptr) ++channel->users;
   const CreateCqReply reply{cq->handle.value, cq->cqe, *offset};
   guest.cqs.emplace(cq->handle.value, std::move(cq));
@@ -86,6 +84,12 @@ Result<ClockReply> ControlDesk::on<Request::read_clock>(Guest& guest, const Hand
   return ClockReply{vmci::monotonic_ns()};
 }
 
+// Where completions may be written directly there must be room for those of the receive queue, too, which programs that only read and write
+// remote memory leave out.
+std::uint32_t ControlDesk::entries_for(std::uint32_t wanted) const {
+  return fabric_.config.direct == "auto" ? std::min(limits::cqe_max, std::bit_ceil(wanted + 1)) : wanted;
+}
+
 template <>
 Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const ResizeCqRequest& request) {
   CompletionQueue* const cq = find(guest.cqs, request.cq);
@@ -98,8 +102,9 @@ Result<ResizeCqReply> ControlDesk::on<Request::resize_cq>(Guest& guest, const Re
         return Errno{EINPROGRESS};
   const std::uint32_t outstanding = cq->produced - std::atomic_ref(cq->shared->consumed).load(std::memory_order_acquire);
   if (outstanding <= limits::cqe_max && request.cqe < outstanding) return Errno{EINVAL};
-  cq->cqe = request.cqe;
-  return ResizeCqReply{request.cqe, 0};
+  cq->cqe = entries_for(request.cqe);
+  for (QueuePair* const user : cq->users) shard_.direct().consider(*user);  // there may be room for what may be direct, or no more
+  return ResizeCqReply{cq->cqe, 0};
 }
 
 void ControlDesk::destroy(Guest& guest, CompletionQueue& cq) {
