@@ -16,7 +16,7 @@ class WriteFreeze {
  public:
   enum class Memory { anonymous, window };
   // `range` lies in one mapping. EPERM where not permitted, ENOSYS before Linux 5.7 (anonymous) and 5.19 (window), EBUSY where the
-  // application watches it with its own userfaultfd.
+  // application watches it with its own userfaultfd: where nothing is frozen, nobody finds out (DESIGN.md, "What escapes").
   static Result<WriteFreeze> freeze(Range range, Memory memory);
 
   WriteFreeze(WriteFreeze&& other) noexcept = default;
