@@ -84,6 +84,7 @@ void complain_of_environment() {
   };
   check("VRDMA_LINK_LAYER", {"ib", "infiniband", "ethernet"}, "ib or ethernet");
   check("VRDMA_PARTIAL_PAGES", {"move", "stay"}, "move or stay");
+  check("VRDMA_PRIVATE_PAGES", {"stay"}, "stay, or not there");
 }
 
 // A part of the BAR of a virtual machine's device, which begins at the descriptor's position.

@@ -47,6 +47,8 @@ memory::MemoryManager& manager() {
   alignas(memory::MemoryManager) static std::byte room[sizeof(memory::MemoryManager)];
   static auto* const made = [] {
     auto* const manager = new (room) memory::MemoryManager({announce_backing, withdraw_backing, service, lend});
+    const char* const private_pages = std::getenv("VRDMA_PRIVATE_PAGES");
+    if (private_pages != nullptr && std::string_view(private_pages) == "stay") manager->keep_private_pages();
     const char* const partial_pages = std::getenv("VRDMA_PARTIAL_PAGES");
     if (partial_pages != nullptr && std::string_view(partial_pages) == "stay") manager->set_partial_pages(memory::PartialPages::stay);
     if (partial_pages != nullptr && std::string_view(partial_pages) == "move") manager->set_partial_pages(memory::PartialPages::move);

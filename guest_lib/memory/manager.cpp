@@ -98,11 +98,11 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   try {
     Plan plan(&scratch);
     const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
-    const bool in_place = in_place_.load(std::memory_order_relaxed);
+    const bool in_place = in_place_.load(std::memory_order_relaxed), keeps_pages = keeps_private_pages_.load(std::memory_order_relaxed);
     const PartialPages partial_pages = partial_pages_.load(std::memory_order_relaxed);
     const auto leave_alone = [&](Plan& found) {
       for (Piece& piece : found)
-        if (in_place && piece.kind != Piece::Kind::window) piece.kind = Piece::Kind::process;
+        if ((in_place && piece.kind != Piece::Kind::window) || (keeps_pages && piece.kind == Piece::Kind::movable)) piece.kind = Piece::Kind::process;
       leave_where_replaced(found, &scratch);
       // Those by the process and those by a mapping would not be atomic with each other.
       if (!atomics || atomics_by_process_->empty()) return;

@@ -82,6 +82,8 @@ class MemoryManager {
 
   // From now on nothing moves and no file is announced: memory is reached where it is.
   void keep_in_place() { in_place_.store(true, std::memory_order_relaxed); }
+  // From now on no private page moves: for programs that have the kernel, or a device, hold on to theirs.
+  void keep_private_pages() { keeps_private_pages_.store(true, std::memory_order_relaxed); }
   // From now on. `move` is for programs of one thread, or that do not fork: DESIGN.md says what it means for others.
   void set_partial_pages(PartialPages which) { partial_pages_.store(which, std::memory_order_relaxed); }
   // From now on what moves goes to lent pages, and no file is announced. Only while one thread runs: with others, memory is reached where
@@ -167,7 +169,7 @@ class MemoryManager {
   void become_child();
 
   const FileBackings backings_;
-  std::atomic<bool> in_place_{false}, lends_{false};
+  std::atomic<bool> in_place_{false}, keeps_private_pages_{false}, lends_{false};
   std::atomic<PartialPages> partial_pages_{PartialPages::of_mapped_buffers};
   std::atomic<std::uint64_t> resident_begin_{0},
       resident_end_{0};  // hint for the interposed functions: bounds of resident_

@@ -190,6 +190,28 @@ TEST_CASE("Private memory is reached through the window, with the pages that it 
   CHECK(manager.statistics().resident_bytes == 0);
 }
 
+TEST_CASE("Where private pages are to stay they are reached through the process, and files are announced as ever") {
+  Service service;
+  MemoryManager manager(service.backings());
+  manager.keep_private_pages();
+  unsigned char* const p = map_anonymous(4 * page);
+  const int fd = ::memfd_create("app", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  REQUIRE(::ftruncate(fd, 4 * page) == 0);
+  void* const shared = ::mmap(nullptr, 4 * page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  auto pages = manager.add(at(p), 4 * page, writable_access), file = manager.add(at(shared), 4 * page, writable_access);
+  REQUIRE(pages.has_value());
+  REQUIRE(file.has_value());
+  CHECK(pages->extents.size() == 1);
+  CHECK(pages->extents[0].backing == backing_process);
+  CHECK(manager.statistics().moved_in_bytes == 0);
+  CHECK(file->extents[0].backing == 1);
+  manager.remove(std::move(*pages));
+  manager.remove(std::move(*file));
+  ::munmap(p, 4 * page);
+  ::munmap(shared, 4 * page);
+  ::close(fd);
+}
+
 TEST_CASE("Small buffers in one page share it, and the last one takes it home") {
   REQUIRE_OR_SKIP(thread_count() == 1 || can_move_with_threads(), "a second thread and no userfaultfd");
   Service service;

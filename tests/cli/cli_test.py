@@ -710,10 +710,12 @@ class Running(TestCase):
 
     def test_a_variable_that_means_nothing_is_told_once(self):
         with self.service():
-            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket, "VRDMA_LINK_LAYER": "token-ring", "VRDMA_PARTIAL_PAGES": "perhaps"})
+            result = self.vrdma("run", "--", "ibv_devinfo", env={"VRDMA_SOCKET": self.socket, "VRDMA_LINK_LAYER": "token-ring", "VRDMA_PARTIAL_PAGES": "perhaps",
+                                                                 "VRDMA_PRIVATE_PAGES": "move"})
             self.assertEqual(result.returncode, 0, result.stderr)
             self.assertEqual(result.stderr.splitlines(), ['vrdma: VRDMA_LINK_LAYER is "token-ring", which means nothing: it must be ib or ethernet',
-                                                          'vrdma: VRDMA_PARTIAL_PAGES is "perhaps", which means nothing: it must be move or stay'])
+                                                          'vrdma: VRDMA_PARTIAL_PAGES is "perhaps", which means nothing: it must be move or stay',
+                                                          'vrdma: VRDMA_PRIVATE_PAGES is "move", which means nothing: it must be stay, or not there'])
 
     def test_a_device_that_does_not_open_for_want_of_descriptors_says_so(self):
         library = BIN.parent / "lib/libvrdma.so"
