@@ -182,7 +182,9 @@ void MachinePort::end_session() {
 
 void MachinePort::refuse(const char* why) {
   if (session_->broken) return;
-  log::warn("machine {}: {}: it has lost its session", spec_.name, why);
+  // Who has not greeted yet may be in the midst of what it had to say to a service before this one: it begins anew by itself.
+  if (session_->page == nullptr) log::info("machine {}: {}: it waits for its agent to begin anew", spec_.name, why);
+  else log::warn("machine {}: {}: it has lost its session", spec_.name, why);
   // The session stays as a stone until the agent begins another: `boot` tells.
   const std::uint64_t boot = session_->boot;
   boost::asio::post(service_.io, [this, alive = alive_, boot] {
