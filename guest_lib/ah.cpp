@@ -116,13 +116,14 @@ Status init_ah_from_wc(ibv_context* context, std::uint8_t port, const ibv_wc& wc
   // RoCE v1 and v2 have entries with the same GID: the kind of header that came decides.
   const bool over_udp = reinterpret_cast<const std::uint8_t*>(grh)[0] >> 4 != 6 || grh->next_hdr == IPPROTO_UDP;
   const bool ethernet = device->link_layer == control::link_layer_ethernet;
+  // A datagram to a multicast group names no GID of ours; it is answered from the first to which its sender's can answer.
+  const bool to_group = is_multicast(addresses->destination), from_ipv4 = is_ipv4_mapped(addresses->source);
   int index = -1;
-  for (std::uint32_t i = 0; i < limits::gid_table && index < 0; ++i)
-    if (device->gids[i].gid == addresses->destination &&
-        (!ethernet || (device->gids[i].type == IBV_GID_TYPE_ROCE_V2) == over_udp))
-      index = static_cast<int>(i);
-  // A datagram to a multicast group names no GID of ours; it is answered from the first.
-  if (index < 0 && addresses->destination[0] == 0xff) index = 0;
+  for (std::uint32_t i = 0; i < limits::gid_table && index < 0; ++i) {
+    const Gid& mine = device->gids[i].gid;
+    const bool fits = to_group ? mine != Gid{} && is_ipv4_mapped(mine) == from_ipv4 : mine == addresses->destination;
+    if (fits && (!ethernet || (device->gids[i].type == IBV_GID_TYPE_ROCE_V2) == over_udp)) index = static_cast<int>(i);
+  }
   if (index < 0) return Errno{ENOENT};
   to.is_global = 1;
   std::memcpy(to.grh.dgid.raw, addresses->source.data(), addresses->source.size());

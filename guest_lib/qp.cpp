@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/namesakes.hpp"
@@ -329,9 +328,8 @@ Status destroy_qp(Qp& qp) {
 }
 
 Result<control::McastRequest> mcast_request(Qp& qp, const ibv_gid& gid, std::uint16_t lid) {
-  if (qp.base().qp_type != IBV_QPT_UD || gid.raw[0] != 0xff) return Errno{EINVAL};
-  control::McastRequest request{qp.base().handle, lid, 0, {}};
-  std::memcpy(request.gid.data(), gid.raw, sizeof(gid.raw));
+  const control::McastRequest request{qp.base().handle, lid, 0, std::to_array(gid.raw)};
+  if (qp.base().qp_type != IBV_QPT_UD || !is_multicast(request.gid)) return Errno{EINVAL};
   return request;
 }
 

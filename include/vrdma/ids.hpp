@@ -4,6 +4,7 @@
 
 #include <array>
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 
@@ -23,6 +24,16 @@ using Handle = Id<struct HandleTag, std::uint32_t>;  // an object of one guest: 
 using GuestId = Id<struct GuestTag, std::uint32_t>;  // the VMCI context id of a guest
 
 using Gid = std::array<std::uint8_t, 16>;  // network byte order, as union ibv_gid
+
+// ::ffff:a.b.c.d, as RoCE v2 has IPv4 addresses.
+constexpr bool is_ipv4_mapped(const Gid& gid) {
+  for (std::size_t i = 0; i < 10; ++i)
+    if (gid[i] != 0) return false;
+  return gid[10] == 0xff && gid[11] == 0xff;
+}
+// A group's, of IBA's and RoCE v1's form (IBA 4.1.1), or an IPv4 group's of RoCE v2 (annex A17), on both link layers: as the kernel's
+// rdma_is_multicast_addr(), which ib_attach_mcast() asks. Nobody may ask otherwise: what is joined must be what is sent to.
+constexpr bool is_multicast(const Gid& gid) { return gid[0] == 0xff || (is_ipv4_mapped(gid) && gid[12] >> 4 == 0xe); }
 
 constexpr std::uint32_t psn_mask = 0xffffff;
 constexpr Psn advance(Psn psn, std::uint32_t packets) { return {(psn.value + packets) & psn_mask}; }

@@ -4,6 +4,7 @@
 // (guest_lib asserts it), so that the guest converts by a cast.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -160,6 +161,10 @@ constexpr void set_flow_label(UdOperand& operand, std::uint32_t label) {  // 20 
   const auto nibble = [label](std::uint8_t& field, int shift) { field = static_cast<std::uint8_t>((field & 0xf) | (label >> shift & 0xf) << 4); };
   operand.flow_label_low = static_cast<std::uint8_t>(label);
   nibble(operand.route_flags, 8), nibble(operand.sgid_index, 12), nibble(operand.sl, 16);
+}
+// To a group (ids.hpp). IBA 9.6.2: by that QPN, of no queue pair.
+inline bool is_multicast(const UdOperand& operand) {
+  return operand.remote_qpn == multicast_qpn.value && is_multicast(std::to_array(operand.dgid));
 }
 // Eight bytes of it, 0 to 3. The first two fields are put there for each request: a wider copy would wait for the stores.
 inline std::uint64_t word_of(const UdOperand& operand, std::size_t index) {

@@ -65,6 +65,23 @@ ibv_gid group_gid(std::uint8_t last) {
   gid.raw[15] = last;
   return gid;
 }
+// ::ffff:first.1.2.last, which RoCE v2 has for IPv4 addresses.
+ibv_gid ipv4_gid(std::uint8_t first, std::uint8_t last) {
+  ibv_gid gid{};
+  gid.raw[10] = gid.raw[11] = 0xff;
+  gid.raw[12] = first, gid.raw[13] = 1, gid.raw[14] = 2, gid.raw[15] = last;
+  return gid;
+}
+// By which a port on Ethernet sends over IPv4, where it has an IPv4 address; else the one that it is addressed by.
+std::uint8_t ipv4_index(const Device& dev) {
+  const ibv_gid mapped = ipv4_gid(0, 0);
+  for (int i = 0; dev.ethernet() && i < dev.port.gid_tbl_len; ++i) {
+    ibv_gid_entry entry{};
+    if (ibv_query_gid_ex(dev.ctx, dev.port_num, static_cast<std::uint32_t>(i), &entry, 0) != 0 || entry.gid_type != IBV_GID_TYPE_ROCE_V2) continue;
+    if (std::memcmp(entry.gid.raw, mapped.raw, 12) == 0) return static_cast<std::uint8_t>(i);
+  }
+  return static_cast<std::uint8_t>(std::max(0, dev.gid_index));
+}
 
 }  // namespace
 
@@ -456,6 +473,57 @@ CONFORMANCE(MulticastReachesEveryAttachedQpOnce, "MC-02 MC-01") {
   run.peer.barrier();
 }
 
+CONFORMANCE(AnIpv4GroupIsAGroupOnBothLinkLayers, "MC-02 MC-01 UD-02") {
+  Datagrams d(run);
+  const ibv_gid group = ipv4_gid(239, static_cast<std::uint8_t>(run.seed));
+  const std::uint16_t mlid = 0xc013;
+  if (const int rc = ibv_attach_mcast(d.qp, &group, mlid); rc != 0) {
+    if (rc == EOPNOTSUPP) skip("ibv_attach_mcast: EOPNOTSUPP");
+    EXPECT_OK(rc);
+  }
+  ibv_ah_attr attr{};
+  attr.port_num = d.dev.port_num;
+  attr.dlid = mlid;
+  attr.is_global = 1;
+  attr.grh.dgid = group;
+  attr.grh.sgid_index = ipv4_index(d.dev);
+  attr.grh.hop_limit = some_hop_limit;
+  const Ah to_group(d.pd, attr);
+  EXPECT_OK(post(d.qp, Recv{1, {d.mem.sge(0, 4096)}}));
+  EXPECT_OK(post(d.qp, Recv{2, {d.mem.sge(4096, 4096)}}));
+  run.peer.barrier();
+  Send message = d.datagram(3, 16384, 50);
+  message.ah = to_group;
+  message.qpn = 0xffffff;
+  if (run.a()) d.send(message);
+  // The sender is a member, too.
+  ibv_wc wc = d.rcq.expect(1);
+  EXPECT_EQ(wc.byte_len, 50 + grh_bytes);
+  EXPECT_EQ(wc.src_qp, run.a() ? d.qp.p->qp_num : d.theirs.qpn);
+  EXPECT((wc.wc_flags & IBV_WC_GRH) != 0);
+  ibv_grh grh{};
+  std::memcpy(&grh, d.mem.data(), sizeof(grh));
+  const bool ipv4 = d.dev.ethernet() && std::to_integer<int>(*d.mem.data(20)) >> 4 == 4;
+  if (ipv4) EXPECT(std::memcmp(d.mem.data(36), group.raw + 12, 4) == 0);
+  else EXPECT(std::memcmp(&grh.dgid, &group, sizeof(group)) == 0);
+  // A library that makes an address of it (rdma-core's does not: no GID of the receiver's is named) makes one that leads back.
+  run.peer.barrier();
+  if (run.b()) {
+    ibv_ah* const back = ibv_create_ah_from_wc(d.pd, &wc, &grh, d.dev.port_num);
+    const std::unique_ptr<Ah> owner(back != nullptr ? new Ah(back) : nullptr);
+    Send answer = d.datagram(4, 16384, 48);
+    if (back != nullptr) answer.ah = back;
+    d.send(answer);
+  } else {
+    wc = d.rcq.expect(2);
+    EXPECT_EQ(wc.byte_len, 48 + grh_bytes);
+    EXPECT_EQ(wc.src_qp, d.theirs.qpn);
+  }
+  run.peer.barrier();
+  EXPECT_OK(ibv_detach_mcast(d.qp, &group, mlid));
+  EXPECT_ERRNO(ibv_detach_mcast(d.qp, &group, mlid), EINVAL);
+}
+
 CONFORMANCE(MulticastAttachChecksItsArguments, "MC-01", .solo = true) {
   Device dev(run.settings);
   Pd pd(dev);
@@ -471,6 +539,8 @@ CONFORMANCE(MulticastAttachChecksItsArguments, "MC-01", .solo = true) {
   unicast.raw[0] = 0xfe;
   EXPECT_ERRNO(ibv_attach_mcast(ud, &unicast, 0xc012), EINVAL);
   EXPECT_ERRNO(ibv_detach_mcast(ud, &unicast, 0xc012), EINVAL);
+  unicast = ipv4_gid(198, 9);
+  EXPECT_ERRNO(ibv_attach_mcast(ud, &unicast, 0xc012), EINVAL);
   // Attaching again changes nothing: one detach ends it, and the QP can be destroyed.
   EXPECT_OK(ibv_attach_mcast(ud, &group, 0xc012));
   EXPECT_ERRNO(ibv_destroy_qp(ud), EBUSY);

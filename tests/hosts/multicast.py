@@ -10,7 +10,7 @@ import harness
 from harness import Failure, wait_until
 
 MULTICAST = (0xffffff, 0)
-GROUP, OTHER = 0x77, 0x78
+GROUP, OTHER, IPV4 = 0x77, 0x78, 0x177
 
 
 class Peer:
@@ -117,6 +117,18 @@ def multicast(world):
         others[0].send("last", OTHER)
         for one in (member, outsider, *others):
             one.expect("last")
+
+    def ipv4(on_a, on_b, on_c):
+        """A group of RoCE v2's form (::ffff:239.0.0.119); the one that ends in the same bytes is another."""
+        sender, others = on_a.qp(), [on_b.qp(), on_c.qp()]
+        for one in others:
+            one.join(IPV4)
+            one.join(OTHER)
+        sender.send("not-here", GROUP)
+        sender.send("here", IPV4)
+        sender.send("last", OTHER)
+        for one in others:
+            one.expect("here", "last")
 
     def once_per_host(on_a, on_b, on_c):
         """A message goes once to a host, however many members it has there, and to none that has no members."""
@@ -271,6 +283,7 @@ def multicast(world):
         world.wait_joined()
 
     yield "members on three hosts: each message once to each, with the sender's address", with_peers(everywhere, a, b, c)
+    yield "an IPv4 group, with members on other hosts", with_peers(ipv4, a, b, c)
     yield "a message goes once to each host that has members, and to no other", with_peers(once_per_host, a, b, c)
     yield "joining and leaving while messages flow", with_peers(join_and_leave, a, b, c)
     yield "each message to the members of its partition", with_peers(partitions, a, b, c)

@@ -6,7 +6,7 @@
 //   send QP TEXT [QPN LID [GROUP]]  posts; the status of its completion. A group's QPN is 0xffffff, and LID 0
 //   receive QP                    waits for a message: its text
 //   whence QP                     of the last message: the sender's QPN and LID, and the group in its GRH
-//   join QP [GROUP], leave QP [GROUP]  a multicast group, by its number; 0x77 without
+//   join QP [GROUP], leave QP [GROUP]  a multicast group, by its number; 0x77 without. From 0x100 on: an IPv4 group
 //   flood QP COUNT GROUP          messages 0, 1, 2, … to a group, one after the other
 //   event                         waits for an asynchronous event: its number
 // Anything that fails ends it with a message.
@@ -26,7 +26,7 @@ namespace {
 
 constexpr std::size_t slot_bytes = 256, slots = 16, pairs_max = 64;
 constexpr std::uint32_t qkey = 0x11111111, multicast = 0xffffff;
-constexpr unsigned usual_group = 0x77;
+constexpr unsigned usual_group = 0x77, ipv4_groups = 0x100;
 
 void need(bool good, const char* what) {
   if (good) return;
@@ -182,7 +182,9 @@ struct World {
 
   static ibv_gid group(unsigned number) {
     ibv_gid gid{};
-    gid.raw[0] = 0xff, gid.raw[1] = 0x12, gid.raw[15] = static_cast<std::uint8_t>(number);
+    if (number >= ipv4_groups) gid.raw[10] = gid.raw[11] = 0xff, gid.raw[12] = 239;
+    else gid.raw[0] = 0xff, gid.raw[1] = 0x12;
+    gid.raw[15] = static_cast<std::uint8_t>(number);
     return gid;
   }
 };

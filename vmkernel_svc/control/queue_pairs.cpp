@@ -274,7 +274,7 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
 template <>
 Result<Empty> ControlDesk::on<Request::attach_mcast>(Guest& guest, const McastRequest& request) {
   QueuePair* const qp = find(guest.qps, request.qp);
-  if (qp == nullptr || qp->core.type != QpType::ud || request.gid[0] != 0xff) return Errno{EINVAL};
+  if (qp == nullptr || qp->core.type != QpType::ud || !is_multicast(request.gid)) return Errno{EINVAL};
   const auto existing = fabric_.multicast.find(request.gid);
   const bool is_new = existing == fabric_.multicast.end();
   // Who is told that it has joined misses nothing that is sent after that, on whatever host. A host that stands still is not waited for

@@ -85,6 +85,25 @@ TEST_CASE("To a multicast group nothing waits for a member without a receive") {
   CHECK(d.b.core.counters.dropped == 1);
 }
 
+TEST_CASE("A group is of IBA's form, or an IPv4 group as RoCE v2 has it; to any other GID nothing goes to a group") {
+  const auto mapped = [](std::uint8_t first) { return Gid{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, first, 1, 2, 3}; };
+  Gid almost = mapped(239), not_quite = mapped(239);
+  almost[9] = 1, not_quite[11] = 0xfe;
+  const std::pair<Gid, bool> gids[] = {{Gid{0xff, 0x12}, true}, {Gid{0xff, 0x0e, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 239, 1, 2, 3}, true}, {mapped(224), true}, {mapped(239), true},
+                                       {mapped(223), false},    {mapped(240), false}, {almost, false}, {not_quite, false}, {Gid{0xfe, 0x80}, false}, {Gid{}, false}};
+  for (const auto& [gid, is_group] : gids) {
+    CHECK(is_multicast(gid) == is_group);
+    Datagrams d;
+    SendSpec spec = d.to(d.b, 10);
+    spec.ud.remote_qpn = multicast_qpn.value;
+    std::memcpy(spec.ud.dgid, gid.data(), sizeof(spec.ud.dgid));
+    d.world.ports.groups[gid] = {&d.b.core};
+    d.b.post(ReceiveSpec{5, {d.theirs.sge(0, 60)}});
+    CHECK(d.send(spec).status == WcStatus::success);
+    CHECK(d.b.poll(Direction::receive).has_value() == is_group);
+  }
+}
+
 TEST_CASE("What a receiver cannot take is dropped in silence, and its receive stays for the next one") {
   Datagrams d;
   d.a.post(d.to(d.b, 10));  // nothing posted

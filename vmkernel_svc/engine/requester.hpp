@@ -403,7 +403,6 @@ class Requester {
 
   // --- datagrams: first gathered into the engine's memory, then given to each receiver, so that a receiver depends on nobody's
   // memory but its own.
-  static bool is_multicast(const UdOperand& ud) { return ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff; }
   Qp<P>* datagram_peer(Qp<P>& qp) {
     const UdOperand& ud = qp.operation.ud;
     if (is_multicast(ud)) return ports_.multicast_peer(qp, ud, qp.operation.multicast_index);

@@ -56,7 +56,6 @@ Gid gid_at(std::span<const std::uint8_t> bytes, std::size_t at) {
 void put_gid(std::span<std::uint8_t> bytes, Field at, const Gid& gid) { std::copy(gid.begin(), gid.end(), bytes.begin() + at.bit / 8); }
 
 Gid port_gid(std::uint64_t guid) { return gids_of(guid, 0, control::link_layer_infiniband)[0].gid; }
-bool is_multicast(const Gid& gid) { return gid[0] == 0xff; }
 
 bool is_in(const Guest& guest, std::uint16_t pkey) {
   const auto& keys = guest.tenant->pkeys;

@@ -180,7 +180,7 @@ void FarDesk::send_datagram(Qp& qp, const engine::Request& request, const UdOper
     if (hca_) hca_->want_trunk(id);
     give(address(id, std::move(frame)));
   };
-  if (ud.remote_qpn == multicast_qpn.value && ud.dgid[0] == 0xff) {
+  if (is_multicast(ud)) {
     Gid group;
     std::memcpy(group.data(), ud.dgid, sizeof(group));
     for (const remote::HostId id : groups_.receivers(group)) {

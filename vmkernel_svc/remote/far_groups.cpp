@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "vmkernel_svc/remote/link_head.hpp"
@@ -65,7 +66,7 @@ void FarGroups::left(const Gid& group) {
 void FarGroups::change(const Gid& group) {
   ++last_change_;
   for (auto& [id, host] : hosts_) {
-    if (!host.knows) continue;
+    if (!takes(host, group)) continue;
     host.changed.insert(group);
     if (host.changed.size() > groups_max) host.tell_all = true;
     if (host.tell_all) host.changed.clear();
@@ -79,7 +80,7 @@ bool FarGroups::is_heard(const Gid& group) {
   if (joining == joining_.end()) return true;
   if (post_.meets_others()) return false;
   for (const auto& [id, host] : hosts_)
-    if (host.knows && host.heard < joining->second && post_.is_connected(id)) return false;
+    if (takes(host, group) && host.heard < joining->second && post_.is_connected(id)) return false;
   joining_.erase(joining);
   return true;
 }
@@ -103,7 +104,9 @@ void FarGroups::tell(remote::HostId id, Host& host) {
   }
   std::vector<FarFramePtr> frames;
   if (std::exchange(host.tell_all, false)) {
-    frames = frames_of(GroupsWord::all, {ours_.begin(), ours_.end()});
+    std::vector<Gid> ours;
+    std::copy_if(ours_.begin(), ours_.end(), std::back_inserter(ours), [&](const Gid& group) { return takes(host, group); });
+    frames = frames_of(GroupsWord::all, ours);
   } else if (!host.changed.empty()) {
     std::vector<Gid> leave, join;
     for (const Gid& group : host.changed) (ours_.contains(group) ? join : leave).push_back(group);
@@ -122,6 +125,7 @@ void FarGroups::tell(remote::HostId id, Host& host) {
 void FarGroups::new_session(remote::HostId id, std::uint64_t features) {
   Host& host = hosts_[id] = {};
   host.knows = host.tell_all = (features & remote::link_knows_groups) != 0;
+  host.knows_ipv4 = (features & remote::link_knows_ipv4_groups) != 0;
   if (host.knows) due_.insert(id);
   ++generation_;
 }
@@ -167,7 +171,7 @@ bool FarGroups::take(Host& host, GroupsWord word, std::uint8_t flags, const std:
     Gid group;
     std::memcpy(group.data(), payload + i * sizeof(Gid), sizeof(Gid));
     if (word == GroupsWord::leave) host.groups.erase(group);
-    else if (group[0] != 0xff || (host.groups.size() >= groups_max && !host.groups.contains(group))) good = false;
+    else if (!is_multicast(group) || (host.groups.size() >= groups_max && !host.groups.contains(group))) good = false;
     else host.groups.insert(group);
   }
   if (word == GroupsWord::all && (flags & groups_last) != 0) host.complete = true;

@@ -72,6 +72,7 @@ class FarGroups {
  private:
   struct Host {
     bool knows = false;       // such records
+    bool knows_ipv4 = false;  // and RoCE v2's groups
     bool complete = false;    // `groups` are all that it has
     std::set<Gid> groups;     // that have members there
     bool tell_all = false;    // ours, anew
@@ -84,6 +85,8 @@ class FarGroups {
   struct GidHash {
     std::size_t operator()(const Gid& gid) const;
   };
+  // Whether it is told of that group: one that it takes for no group it would refuse, and its programs cannot be in it.
+  static bool takes(const Host& host, const Gid& group) { return host.knows && (host.knows_ipv4 || !is_ipv4_mapped(group)); }
   void change(const Gid& group);
   void tell(remote::HostId id, Host& host);
   bool take(Host& host, GroupsWord word, std::uint8_t flags, const std::byte* payload, std::size_t count);

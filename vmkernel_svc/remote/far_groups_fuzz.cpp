@@ -38,6 +38,7 @@ struct Input {
   Gid group() {
     const std::uint16_t number = pair();
     Gid gid{static_cast<std::uint8_t>(number >= 0xfe00 ? 0xfe : 0xff), 0x12};
+    if (number >= 0xfc00 && number < 0xfe00) gid = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, static_cast<std::uint8_t>(number >= 0xfd00 ? 239 : 198)};  // RoCE v2's, and an address
     gid[14] = static_cast<std::uint8_t>(number >> 8), gid[15] = static_cast<std::uint8_t>(number);
     return gid;
   }
@@ -81,7 +82,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
   Input input{data, bytes};
   Post post;
   FarGroups groups(post);
-  bool knows = false, complete = false;
+  bool knows = false, knows_ipv4 = false, complete = false;
   std::set<Gid> model, ours;
   groups.new_session(far, 0);
   while (input.left != 0) {
@@ -110,7 +111,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
           bool good = true;
           for (const Gid& gid : said) {
             if (known == GroupsWord::leave) model.erase(gid);
-            else if (gid[0] == 0xff && (model.contains(gid) || model.size() < limits::mcast_groups_max)) model.insert(gid);
+            else if (is_multicast(gid) && (model.contains(gid) || model.size() < limits::mcast_groups_max)) model.insert(gid);
             else good = false;
           }
           if (known == GroupsWord::all && (flags & groups_last) != 0) complete = true;
@@ -131,12 +132,15 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
       }
       case 2: post.room = true; break;
       case 3: post.room = false; break;
-      case 4:
-        knows = (input.byte() & remote::link_knows_groups) != 0;
-        groups.new_session(far, knows);
+      case 4: {
+        const std::uint8_t features = input.byte();
+        knows = (features & remote::link_knows_groups) != 0;
+        knows_ipv4 = (features & remote::link_knows_ipv4_groups) != 0;
+        groups.new_session(far, features);
         model.clear(), post.theirs.clear(), post.told = 0;
         complete = false;
         break;
+      }
       default: {
         const bool join = (input.at[-1] % 7) == 5;
         const Gid gid = input.group();
@@ -149,6 +153,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
   }
   post.room = true;
   groups.turn();
+  if (!knows_ipv4) std::erase_if(ours, is_ipv4_mapped);
   if (knows && post.theirs != ours) wrong("the far host was not told what is");
   if (!knows && post.records != 0 && post.theirs.size() != 0) wrong("a host that knows no such records was told");
   return 0;

@@ -198,6 +198,29 @@ TEST_CASE("A host that knows nothing of such records is told nothing, waited for
   CHECK(!world[0].arrived(1, *record(GroupsWord::join, {group}, 1)));  // it says so all the same
 }
 
+TEST_CASE("Of IPv4 groups hosts are told that know such ones, and the others are not waited for") {
+  const Gid group{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 239, 1, 2, 3};
+  for (const int way : {0, 1, 2, 3}) {
+    CAPTURE(way);
+    const bool known = (way & 1) != 0, later = (way & 2) != 0;
+    World world(remote::link_knows_groups | (known ? remote::link_knows_ipv4_groups : 0));
+    if (later) world.settle();
+    world[0].joined(group_of(1));
+    world[0].joined(group);
+    CHECK(!world[0].is_heard(group_of(1)));
+    CHECK(world[0].is_heard(group) == !known);
+    world.settle();
+    CHECK(world[0].is_heard(group));
+    CHECK(world[0].is_heard(group_of(1)));
+    CHECK(world.knows(1, 0, group) == known);
+    CHECK(world.knows(1, 0, group_of(1)));
+    world[0].left(group);
+    world.settle();
+    CHECK(!world.knows(1, 0, group));
+    for (const auto& host : world.hosts) CHECK(host.malformed == 0);
+  }
+}
+
 TEST_CASE("What cannot be told now is told later: once for each group, or all anew where there is too much") {
   World world;
   world.settle();
@@ -258,6 +281,7 @@ TEST_CASE("A host that claims more groups than it can have, or what makes no sen
   CHECK(us.arrived(1, *record(GroupsWord::all, {}, 0, whole)));
   CHECK(us.count(1) == 0);
   CHECK(!us.arrived(1, *record(GroupsWord::join, {Gid{0xfe, 0x80}})));  // no group
+  CHECK(!us.arrived(1, *record(GroupsWord::join, {Gid{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 198, 18, 0, 1}})));
   CHECK(!us.arrived(1, *record(GroupsWord::all, {group_of(1)}, 0, groups_last)));  // no first one before it
   CHECK(!us.arrived(1, *record(static_cast<GroupsWord>(0), {group_of(1)})));
   CHECK(!us.arrived(1, *record(static_cast<GroupsWord>(77), {})));
