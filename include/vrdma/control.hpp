@@ -21,11 +21,11 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 20;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+constexpr std::uint16_t version_minor = 21;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
                                             // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows;
                                             // 13: read_counters; 14: what 12 has, in virtual machines, too; backings that are not sealed; 15: cm_write_event; 16: management datagrams;
                                             // 17: rdma_cm by addresses of AF_IB; 18: memory windows change in their turn; 19: more than 64 addresses;
-                                            // 20: flow labels
+                                            // 20: flow labels; 21: IPv4 groups of RoCE v2
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -89,6 +89,7 @@ constexpr std::uint16_t minor_of_many_addresses = 19;  // … that adds to CmPla
 constexpr std::uint16_t minor_of_flow_labels = 20;    // … that takes what is not UdOperand::sl out of it
 constexpr std::uint16_t minor_of_both_in_machines = 14;  // … and grants both to guests in virtual machines
 constexpr std::uint16_t minor_of_counters = 13;  // … and read_counters
+constexpr std::uint16_t minor_of_ipv4_groups = 21;  // of a guest that attaches to ::ffff:239.1.2.3; older ones join RoCE v1's groups
 constexpr std::uint16_t minor_of_direct = 9;    // of a guest whose direct mode is as vrdma/direct.hpp describes it; older ones stay mediated
 
 // A guest's LID, GUID and GIDs are those of the first guest that named this secret, of the same user and link layer, also after that one

@@ -31,20 +31,21 @@ Gid gid_of(const CmPort& port) {
   return port.guid == 0 ? Gid{} : gids_of(port.guid, port.lid, port.link_layer)[gid_index_of(port.link_layer)].gid;
 }
 
-// RFC 4391 section 4 and RFC 1112 for InfiniBand, with rdma_cm's signature for its own port space; for RoCE the address itself, as the
-// kernel's connection manager makes them (IBA A11, A16).
-Gid group_gid(const CmAddress& group, std::uint32_t link_layer, std::uint32_t port_space, std::uint16_t pkey) {
-  if (group.family == AF_IB) return group.ip;
+// As the kernel's connection manager makes them for RoCE (cma_iboe_set_mgid): the address itself; an IPv4 one as v2 has it, or v1 (IBA
+// annexes A17, A16).
+Gid roce_group_gid(const CmAddress& group, bool v2) {
+  if (group.family == AF_INET6) return group.ip;
   Gid gid{};
-  gid[0] = 0xff;
-  if (link_layer == link_layer_ethernet) {
-    if (group.family == AF_INET6) return Gid(group.ip);
-    gid[1] = 0x0e;
-    gid[10] = gid[11] = 0xff;
-    std::copy_n(group.ip.begin(), 4, gid.begin() + 12);
-    return gid;
-  }
-  gid[1] = 0x12;
+  if (!v2) gid[0] = 0xff, gid[1] = 0x0e;
+  gid[10] = gid[11] = 0xff;
+  std::copy_n(group.ip.begin(), 4, gid.begin() + 12);
+  return gid;
+}
+
+// RFC 4391 section 4 and RFC 1112 for InfiniBand, with rdma_cm's signature for its own port space.
+Gid ib_group_gid(const CmAddress& group, std::uint32_t port_space, std::uint16_t pkey) {
+  if (group.family == AF_IB) return group.ip;
+  Gid gid{0xff, 0x12};
   gid[2] = group.family == AF_INET ? 0x40 : 0x60;
   gid[3] = port_space == RDMA_PS_UDP ? 0x01 : 0x1b;
   gid[4] = static_cast<std::uint8_t>(pkey >> 8), gid[5] = static_cast<std::uint8_t>(pkey);
@@ -170,14 +171,15 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   if (!one.has_device) return Errno{EINVAL};
   const bool by_gid = request.group.family == AF_IB;
   if (request.group.family != AF_INET && request.group.family != AF_INET6 && !by_gid) return Errno{EAFNOSUPPORT};
-  if (!request.group.is_multicast() || (by_gid && guest.link_layer != link_layer_infiniband)) return Errno{EINVAL};
+  const bool ethernet = guest.link_layer == link_layer_ethernet, roce_v2 = ethernet && guest.minor >= minor_of_ipv4_groups;
+  if (!request.group.is_multicast() || (by_gid && ethernet)) return Errno{EINVAL};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   const std::uint32_t handle = new_number();
   one.memberships.insert(handle);
   memberships_.emplace(handle, one.id);
 
   const std::uint16_t pkey = one.pkey != 0 ? one.pkey : guest.tenant->pkeys[0];
-  const Gid gid = group_gid(request.group, guest.link_layer, one.port_space, pkey);
+  const Gid gid = ethernet ? roce_group_gid(request.group, roce_v2) : ib_group_gid(request.group, one.port_space, pkey);
   CmEvent event{};
   event.uid = request.uid;
   event.id = handle;
@@ -188,7 +190,7 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   std::copy(gid.begin(), gid.end(), event.address.dgid);
   event.address.is_global = 1;
   event.address.sgid_index = gid_index_of(guest.link_layer);
-  event.address.hop_limit = 1;
+  event.address.hop_limit = roce_v2 && request.group.family == AF_INET ? 64 : 1;
   event.address.port_num = 1;
   if (guest.link_layer == link_layer_infiniband) event.address.dlid = multicast_lid(gid);
   raise_on(*one.channel, handle, event);

@@ -62,6 +62,7 @@ struct TestHost {
     guest->credentials = {0, uid, 0};  // of no process, whose network namespace would be looked at
     guest->lid = static_cast<std::uint16_t>(last_id);
     guest->link_layer = link_layer;
+    guest->minor = control::version_minor;
     assign_addresses(*guest);
     return *(fabric.guests[last_id] = std::move(guest));
   }
