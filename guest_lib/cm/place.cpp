@@ -16,12 +16,6 @@ using control::CmAddress;
 
 namespace {
 
-bool is_loopback(const CmAddress& address) {
-  if (address.family == AF_INET) return address.ip[0] == 127;
-  constexpr std::array<std::uint8_t, 16> loopback{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
-  return address.family == AF_INET6 && address.ip == loopback;
-}
-
 // struct sockaddr_ib of the kernel's <rdma/ib.h>.
 struct IbAddress {
   std::uint16_t family;
@@ -60,7 +54,7 @@ Interfaces::Interfaces() {
 }
 
 bool Interfaces::lead_to(const CmAddress& address) const {
-  return is_loopback(address) ||
+  return address.is_loopback() ||
          std::any_of(addresses_.begin(), addresses_.end(), [&](const CmAddress& own) { return own.same_host(address); });
 }
 

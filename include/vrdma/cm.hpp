@@ -49,6 +49,9 @@ struct CmAddress {
 
   bool operator==(const CmAddress&) const = default;
   bool is_any() const { return ip == std::array<std::uint8_t, 16>{}; }
+  bool is_loopback() const {
+    return family == AF_INET ? ip[0] == 127 : family == AF_INET6 && ip == std::array<std::uint8_t, 16>{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  }
   bool is_multicast() const { return family == AF_INET ? ip[0] >> 4 == 0xe : ip[0] == 0xff; }
   bool same_host(const CmAddress& other) const { return family == other.family && ip == other.ip; }
 };

@@ -1,4 +1,5 @@
 // What identifiers tell of their paths, what their queue pairs are to be given, and multicast groups.
+#include <endian.h>
 #include <rdma/rdma_user_cm.h>
 #include <sys/socket.h>
 
@@ -32,8 +33,9 @@ Gid gid_of(const CmPort& port) {
 }
 
 // As the kernel's connection manager makes them for RoCE (cma_iboe_set_mgid): the address itself; an IPv4 one as v2 has it, or v1 (IBA
-// annexes A17, A16).
+// annexes A17, A16). Any, and a loopback, is none, to which nobody can be attached.
 Gid roce_group_gid(const CmAddress& group, bool v2) {
+  if (group.is_any() || group.is_loopback()) return {};
   if (group.family == AF_INET6) return group.ip;
   Gid gid{};
   if (!v2) gid[0] = 0xff, gid[1] = 0x0e;
@@ -42,9 +44,22 @@ Gid roce_group_gid(const CmAddress& group, bool v2) {
   return gid;
 }
 
-// RFC 4391 section 4 and RFC 1112 for InfiniBand, with rdma_cm's signature for its own port space.
-Gid ib_group_gid(const CmAddress& group, std::uint32_t port_space, std::uint16_t pkey) {
-  if (group.family == AF_IB) return group.ip;
+// A group's that a subnet administrator has chosen, whatever its scope: as the kernel's connection manager tells them from IPv6 addresses.
+bool is_assigned(const std::array<std::uint8_t, 16>& gid) { return gid[0] == 0xff && gid[1] >> 4 == 1 && gid[2] == 0xa0 && gid[3] == 0x1b; }
+
+// RFC 4391 section 4 and RFC 1112 for InfiniBand, with rdma_cm's signature for its own port space. Any address may be a group's, as in the
+// kernel (cma_set_mgid). Of any, and a loopback, it is a new group, whose MGID its first member tells others: as administrators choose them,
+// from what is that port's and that membership's alone.
+Gid ib_group_gid(const CmAddress& group, std::uint32_t port_space, std::uint16_t pkey, std::uint64_t guid, std::uint32_t membership) {
+  if (group.is_any() || group.is_loopback()) {
+    Gid gid{0xff, 0x12, 0xa0, 0x1b};
+    const std::uint64_t port = htobe64(guid);
+    const std::uint32_t number = htobe32(membership);
+    std::memcpy(gid.data() + 4, &port, sizeof(port));
+    std::memcpy(gid.data() + 12, &number, sizeof(number));
+    return gid;
+  }
+  if (group.family == AF_IB || (group.family == AF_INET6 && is_assigned(group.ip))) return group.ip;
   Gid gid{0xff, 0x12};
   gid[2] = group.family == AF_INET ? 0x40 : 0x60;
   gid[3] = port_space == RDMA_PS_UDP ? 0x01 : 0x1b;
@@ -172,14 +187,16 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   const bool by_gid = request.group.family == AF_IB;
   if (request.group.family != AF_INET && request.group.family != AF_INET6 && !by_gid) return Errno{EAFNOSUPPORT};
   const bool ethernet = guest.link_layer == link_layer_ethernet, roce_v2 = ethernet && guest.minor >= minor_of_ipv4_groups;
-  if (!request.group.is_multicast() || (by_gid && ethernet)) return Errno{EINVAL};
+  // Addresses that are no group's, too, as in the kernel: on Ethernet it is the attaching to them that fails. But not a GID that is none: that
+  // would be the subnet administrator's to refuse.
+  if (ethernet ? by_gid || request.group.is_any() : by_gid && !request.group.is_any() && !request.group.is_multicast()) return Errno{EINVAL};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
   const std::uint32_t handle = new_number();
   one.memberships.insert(handle);
   memberships_.emplace(handle, one.id);
 
   const std::uint16_t pkey = one.pkey != 0 ? one.pkey : guest.tenant->pkeys[0];
-  const Gid gid = ethernet ? roce_group_gid(request.group, roce_v2) : ib_group_gid(request.group, one.port_space, pkey);
+  const Gid gid = ethernet ? roce_group_gid(request.group, roce_v2) : ib_group_gid(request.group, one.port_space, pkey, guest.guid, handle);
   CmEvent event{};
   event.uid = request.uid;
   event.id = handle;

@@ -31,11 +31,6 @@ constexpr std::uint32_t unread_max = 16;
 bool is_ip(const CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6; }
 bool is_valid(const CmAddress& address) { return is_ip(address) || address.family == AF_IB; }
 
-bool is_loopback(const CmAddress& address) {
-  if (address.family == AF_INET) return address.ip[0] == 127;
-  return address.family == AF_INET6 && std::all_of(address.ip.begin(), address.ip.end() - 1, [](auto byte) { return byte == 0; }) && address.ip[15] == 1;
-}
-
 std::uint32_t random_psn() {
   static std::random_device random;
   return random() & 0xffffff;
@@ -164,7 +159,7 @@ void ConnectionManager::leave(Guest& guest) {
 // --- addresses ------------------------------------------------------------------------------------------------
 
 bool ConnectionManager::is_own(const Guest& guest, const CmAddress& address) const {
-  if (is_address_of(guest, address) || is_loopback(address)) return true;
+  if (is_address_of(guest, address) || address.is_loopback()) return true;
   const auto place = places_.find(guest.id.value);
   return place != places_.end() && place->second.has(address);
 }

@@ -65,3 +65,33 @@ TEST_CASE("On InfiniBand an IP group's MGID is RFC 4391's, with rdma_cm's signat
   CHECK(joined.address.dlid >= first_multicast_lid);
   CHECK(joined.address.sgid_index == 0);
 }
+
+TEST_CASE("On InfiniBand any address may be a group's, also one's own") {
+  Joiner joiner(link_layer_infiniband);
+  CHECK(joiner.mgid(v4(10, 0, 0, 1)) == Gid{0xff, 0x12, 0x40, 0x01, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0x0a, 0, 0, 1});
+  CHECK(joiner.mgid(v6(7)) == Gid{0xff, 0x12, 0x60, 0x01, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7});
+  CHECK(joiner.error(joiner.guest.gid(0)) == EINVAL);  // but no port's GID
+}
+
+TEST_CASE("Who joins any group on InfiniBand is in a new one, which others join by its MGID") {
+  for (const CmAddress& any : {any_v4(0), any_v6(0), any_gid(0), v4(127, 0, 0, 1), CmAddress{AF_INET6, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1}}}) {
+    CAPTURE(any.family);
+    Joiner joiner(link_layer_infiniband);
+    const Gid mine = joiner.mgid(any);
+    CHECK(is_multicast(mine));
+    CHECK(joiner.mgid(any) != mine);
+    Joiner other(link_layer_infiniband);
+    CHECK(other.mgid(any) != mine);
+    CHECK(other.mgid({AF_INET6, 0, 0, mine}) == mine);
+    CHECK(other.mgid({AF_IB, 0, 0, mine}) == mine);
+  }
+}
+
+TEST_CASE("On Ethernet an address that is no group's is joined, and nobody can be attached to what comes of it; any is refused") {
+  Joiner joiner(link_layer_ethernet);
+  CHECK(joiner.mgid(v4(10, 0, 0, 1)) == Gid{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 1});
+  CHECK(joiner.mgid(v4(127, 0, 0, 1)) == Gid{});
+  CHECK_FALSE(is_multicast(joiner.mgid(v4(10, 0, 0, 1))));
+  CHECK(joiner.error(any_v4(0)) == EINVAL);
+  CHECK(joiner.error(any_v6(0)) == EINVAL);
+}
