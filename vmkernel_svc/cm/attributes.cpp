@@ -22,6 +22,7 @@ namespace {
 
 // Of GID tables, as assign_addresses() fills them: the IPv4 address by RoCE v2, InfiniBand's only one.
 constexpr std::uint8_t gid_index_of(std::uint32_t link_layer) { return link_layer == link_layer_ethernet ? 3 : 0; }
+constexpr std::uint8_t ipv6_gid_index = 1;  // RoCE v2's, of the link-local address
 constexpr std::uint8_t packet_lifetime = 14;  // 67 ms; timers of the connection are twice that, and the answer's delay
 constexpr std::uint8_t default_ack_timeout = 18;  // 1 s
 // 0.64 ms. The kernel's is 655 ms, of which no program here would see why it waits.
@@ -206,8 +207,9 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   event.parameters.qkey = cm_udp_qkey;
   std::copy(gid.begin(), gid.end(), event.address.dgid);
   event.address.is_global = 1;
-  event.address.sgid_index = gid_index_of(guest.link_layer);
-  event.address.hop_limit = roce_v2 && request.group.family == AF_INET ? 64 : 1;
+  // The kernel has no IPv6 groups on RoCE v2 (ENOTSUPP). Here they are joined, with a GID to send from that gives an IPv6 header.
+  event.address.sgid_index = roce_v2 && request.group.family == AF_INET6 ? ipv6_gid_index : gid_index_of(guest.link_layer);
+  event.address.hop_limit = roce_v2 ? 64 : 1;
   event.address.port_num = 1;
   if (guest.link_layer == link_layer_infiniband) event.address.dlid = multicast_lid(gid);
   raise_on(*one.channel, handle, event);

@@ -95,3 +95,13 @@ TEST_CASE("On Ethernet an address that is no group's is joined, and nobody can b
   CHECK(joiner.error(any_v4(0)) == EINVAL);
   CHECK(joiner.error(any_v6(0)) == EINVAL);
 }
+
+TEST_CASE("On Ethernet an IPv6 group is its address, which is sent to from a GID that gives an IPv6 header") {
+  Joiner joiner(link_layer_ethernet);
+  const CmAddress group{AF_INET6, 0, 0, {0xff, 0x0e, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5}};
+  const CmEvent joined = joiner.join(group);
+  CHECK(std::to_array(joined.address.dgid) == group.ip);
+  const GidEntry& from = joiner.guest.guest().gids[joined.address.sgid_index];
+  CHECK(from.type == 2);
+  CHECK_FALSE(is_ipv4_mapped(from.gid));
+}
