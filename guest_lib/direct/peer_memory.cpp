@@ -30,17 +30,30 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std:
   const SparseMapping sparse;
   const std::uint64_t bytes = std::min(direct::chunk_bytes + direct::message_bytes_max, size - begin);
   // One of the files may be this process's own window: its memory manager has to know what is mapped of that.
-  const auto data = memory::MemoryManager::map_view(fd, begin, bytes);
-  if (!data) return data.error();
-  if (Status kept = keep_private(*data, bytes); !kept) {
-    memory::MemoryManager::unmap_view(range_of(*data, bytes));
-    return kept;
-  }
+  const auto map = [&](memory::Range blank) {
+    auto data = memory::MemoryManager::map_view(fd, begin, bytes, blank);
+    if (!data) return data;
+    const Status kept = keep_private(*data, bytes);
+    if (kept) return data;
+    blank.empty() ? memory::MemoryManager::unmap_view(range_of(*data, bytes)) : memory::MemoryManager::blank_view(range_of(*data, bytes));
+    return Result<std::byte*>(kept.error());
+  };
   std::atomic<Chunk*>& first = place(backing, index);
-  Chunk* chunk = first.load(std::memory_order_relaxed);
-  while (chunk != nullptr && chunk->id.load(std::memory_order_relaxed) != no_chunk) chunk = chunk->next;
+  const auto unused = [&](auto&& suits) {
+    Chunk* chunk = first.load(std::memory_order_relaxed);
+    while (chunk != nullptr && !(chunk->id.load(std::memory_order_relaxed) == no_chunk && suits(*chunk))) chunk = chunk->next;
+    return chunk;
+  };
+  Chunk* chunk = unused([bytes](const Chunk& one) { return one.data != nullptr && one.bytes_there >= bytes; });
+  auto data = chunk != nullptr ? map(range_of(chunk->data, chunk->bytes_there)) : Result<std::byte*>(Errno{ENOMEM});
+  if (!data) {  // also where a file of huge pages does not go there
+    chunk = unused([](const Chunk& one) { return one.data == nullptr; });
+    data = map({});
+  }
+  if (!data) return data.error();
   const bool is_new = chunk == nullptr;
-  if (is_new) chunk = new Chunk{no_chunk, nullptr, 0, first.load(std::memory_order_relaxed)};
+  if (is_new) chunk = new Chunk{no_chunk, nullptr, 0, 0, first.load(std::memory_order_relaxed)};
+  if (chunk->data == nullptr) chunk->bytes_there = bytes;
   chunk->data = *data;
   chunk->bytes = bytes;
   // M2: pairs with M1, by either.
@@ -51,7 +64,12 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std:
 
 void PeerMemory::unmap(Chunk& chunk) {
   chunk.id.store(no_chunk, std::memory_order_relaxed);
-  if (std::byte* const data = std::exchange(chunk.data, nullptr)) memory::MemoryManager::unmap_view(range_of(data, chunk.bytes));
+  if (std::byte* const data = std::exchange(chunk.data, nullptr)) memory::MemoryManager::unmap_view(range_of(data, chunk.bytes_there));
+}
+
+void PeerMemory::blank(Chunk& chunk) {
+  chunk.id.store(no_chunk, std::memory_order_relaxed);
+  if (chunk.data != nullptr) memory::MemoryManager::blank_view(range_of(chunk.data, chunk.bytes));
 }
 
 void PeerMemory::forget(std::uint32_t backing) {
@@ -67,6 +85,7 @@ void PeerMemory::forget_all_of(const direct::LetGo& let_go) {
   const std::uint32_t count = std::atomic_ref(const_cast<std::uint32_t&>(let_go.count)).load(std::memory_order_acquire);
   const std::uint32_t news = count - caught_up_.load(std::memory_order_relaxed);
   if (news == 0) return;
+  const SparseMapping sparse;
   changes_.fetch_add(1, std::memory_order_relaxed);
   const auto is_among = [&](std::uint32_t backing) {
     if (news > direct::let_go_kept) return true;  // nobody knows which; the others are mapped anew
@@ -76,7 +95,7 @@ void PeerMemory::forget_all_of(const direct::LetGo& let_go) {
   };
   for_each([&](Chunk& chunk) {
     const std::uint64_t id = chunk.id.load(std::memory_order_relaxed);
-    if (id != no_chunk && is_among(static_cast<std::uint32_t>(id >> 32))) unmap(chunk);
+    if (id != no_chunk && is_among(static_cast<std::uint32_t>(id >> 32))) blank(chunk);
   });
   // Pairs with catch_up(): whoever finds it so uses nothing that is being unmapped here.
   caught_up_.store(count, std::memory_order_release);

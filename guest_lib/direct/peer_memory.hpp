@@ -2,7 +2,9 @@
 //
 // around() and has() are called by any thread, without a lock, the rest by any. A file is unmapped when no key names it any more: all directions
 // that could read the guest's keys have been the service's since, and whoever enters one forgets what it knew and catches up first. So nobody
-// is at that file who has found a key of it, and a chunk that is looked for stays.
+// is at that file who has found a key of it, and a chunk that is looked for stays. But one whose claim was revoked while it stood still may be in
+// the midst of it: its next store has no effect, its next load must find something. The addresses of such a chunk are read as zeroes, until another
+// chunk is mapped there.
 #pragma once
 
 #include <array>
@@ -58,8 +60,8 @@ class PeerMemory {
  private:
   struct Chunk {
     std::atomic<std::uint64_t> id;
-    std::byte* data;  // nullptr: not mapped in this process
-    std::uint64_t bytes;
+    std::byte* data;  // nullptr: nothing of this process
+    std::uint64_t bytes, bytes_there;  // mapped; that lie there for it, or the next one
     Chunk* next;  // for ever: a chunk that is mapped no more serves for another one
   };
   static constexpr std::uint64_t no_chunk = ~std::uint64_t{0};  // of no file: a backing of that number is a process
@@ -67,6 +69,7 @@ class PeerMemory {
   static std::uint64_t id_of(std::uint32_t backing, std::uint64_t index) { return std::uint64_t{backing} << 32 | index; }
   void forget_all_of(const direct::LetGo& let_go);
   void unmap(Chunk& chunk);
+  void blank(Chunk& chunk);
   template <class F>
   void for_each(F&& visit) {
     for (auto& first : places_)

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -77,6 +78,25 @@ TEST_CASE("a file that was let go while it was asked for is not mapped") {
   CHECK(peer.memory.add(3, peer.file.get(), 0, changes).error() == Errno{EAGAIN});
   CHECK(mapped("memfd:a-peer's") == 0);
   CHECK(peer.add(3));
+}
+
+TEST_CASE("who stood still in the midst of a file that was let go reads zeroes, and the next file of that size lies there") {
+  Peer peer;
+  REQUIRE(peer.add(1));
+  std::byte* const data = peer.memory.around(1, 0, file_bytes).data;
+  data[100] = std::byte{1};
+  peer.let_go(1);
+  peer.memory.catch_up(peer.all);
+  CHECK(mapped("memfd:a-peer's") == 0);
+  CHECK(std::atomic_ref(data[100]).load() == std::byte{0});
+  for (std::uint32_t backing = 65; backing < 65 + 64 * 20; backing += 64) {  // of the same place
+    REQUIRE(peer.add(backing));
+    CHECK(peer.memory.around(backing, 0, file_bytes).data == data);
+    CHECK(data[100] == std::byte{1});
+    peer.let_go(backing);
+    peer.memory.catch_up(peer.all);
+  }
+  CHECK(std::atomic_ref(data[100]).load() == std::byte{0});
 }
 
 }  // namespace vrdma::guest

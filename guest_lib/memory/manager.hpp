@@ -108,8 +108,11 @@ class MemoryManager {
 
   // Files that this library maps for itself, for writing: where one is the window, that is not memory which the application has moved. Errors
   // as mmap(2). Whole pages.
-  static Result<std::byte*> map_view(int fd, std::uint64_t offset, std::uint64_t bytes);
-  static void unmap_view(Range view);
+  // blank: a range that blank_view() has left, of at least so many bytes, to be mapped over; empty: anywhere.
+  static Result<std::byte*> map_view(int fd, std::uint64_t offset, std::uint64_t bytes, Range blank = {});
+  static void unmap_view(Range view) { end_view(view, Left::nothing); }
+  // Takes the file out of the range, which stays, to be read as zeroes.
+  static void blank_view(Range view) { end_view(view, Left::zeroes); }
 
  private:
   struct File {
@@ -148,6 +151,8 @@ class MemoryManager {
   void leave_where_replaced(Plan& plan, std::pmr::memory_resource* scratch);
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
+  enum class Left { nothing, zeroes };
+  static void end_view(Range view, Left left);
   bool is_view(Range range) const { return views_->first_overlap(range) == range; }
   void hold(const Plan& plan, bool atomics = false);
   void count_in(const Piece& piece, bool atomics);

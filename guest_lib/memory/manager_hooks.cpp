@@ -191,12 +191,12 @@ bool MemoryManager::before_mremap(std::uint64_t address, std::uint64_t bytes) {
 }
 
 // Under the lock, so that whoever looks at the mappings finds none that is not known.
-Result<std::byte*> MemoryManager::map_view(int fd, std::uint64_t offset, std::uint64_t bytes) {
+Result<std::byte*> MemoryManager::map_view(int fd, std::uint64_t offset, std::uint64_t bytes, Range blank) {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   const SignalsBlocked signals;
   std::unique_lock<std::mutex> lock;
   if (self != nullptr) lock = std::unique_lock(self->mutex_);
-  void* const memory = raw_mmap(0, bytes, read_write, MAP_SHARED, fd, offset);
+  void* const memory = raw_mmap(blank.begin, bytes, read_write, MAP_SHARED | (blank.empty() ? 0 : MAP_FIXED), fd, offset);
   if (memory == MAP_FAILED) return last_error();
   const auto address = reinterpret_cast<std::uint64_t>(memory);
   try {
@@ -208,12 +208,13 @@ Result<std::byte*> MemoryManager::map_view(int fd, std::uint64_t offset, std::ui
   return static_cast<std::byte*>(memory);
 }
 
-void MemoryManager::unmap_view(Range view) {
+void MemoryManager::end_view(Range view, Left left) {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   const SignalsBlocked signals;
   std::unique_lock<std::mutex> lock;
   if (self != nullptr) lock = std::unique_lock(self->mutex_);
-  raw_munmap(view.begin, view.bytes());
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  if (left == Left::nothing || raw_mmap(view.begin, view.bytes(), PROT_READ, flags, -1, 0) == MAP_FAILED) raw_munmap(view.begin, view.bytes());
   try {
     if (self != nullptr) self->views_->erase({view.begin, page_ceiling(view.end)});
   } catch (const std::bad_alloc&) {
