@@ -268,7 +268,7 @@ struct Qp {
   // Direct mode: what it takes to run the send queue here, and for which offer that was opened. Guarded by send_lock.
   std::unique_ptr<DirectEnd> direct;
   std::unique_ptr<DatagramSender> datagrams;  // likewise, of a UD queue pair
-  std::uint32_t direct_offer = 0;
+  std::atomic<std::uint32_t> direct_offer{0};  // that it follows; written under send_lock
   ibv_qp_cap caps{};
   int sq_sig_all = 0;
   // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.

@@ -142,8 +142,10 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
   return got;
 }
 
-// Of one that this thread has entered.
-bool has_ended_offer(const Qp& qp) { return qp.direct_offer != 0 && qp.send.direct_offer().load(std::memory_order_acquire) != qp.direct_offer; }
+bool has_ended_offer(const Qp& qp) {
+  const std::uint32_t followed = qp.direct_offer.load(std::memory_order_relaxed);
+  return followed != 0 && qp.send.direct_offer().load(std::memory_order_acquire) != followed;
+}
 
 // Under the lock of the completion queue that it was found in, so that who destroys the queue pair sees it once the lane is gone. False:
 // somebody has its send queue.
@@ -190,7 +192,7 @@ void let_go_of_ended(Cq& cq) {
     {
       std::lock_guard guard(cq.lock);
       for (; i < cq.lanes.size() && qp == nullptr; ++i) {
-        if (cq.lanes[i] == nullptr) continue;
+        if (cq.lanes[i] == nullptr || !has_ended_offer(*cq.lanes[i]->qp)) continue;  // there may be thousands
         Qp& one = *cq.lanes[i]->qp;
         if (!enter(one)) all = false;
         else if (has_ended_offer(one)) qp = &one;
@@ -219,12 +221,13 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
     poll_wait.reset();
     return got;
   }
-  if (std::atomic_ref(cq.shared->left_work).load(std::memory_order_relaxed) != 0) [[unlikely]]
+  if (std::atomic_ref(cq.shared->left_work).load(std::memory_order_relaxed) != 0) [[unlikely]] {
     take_up(cq);
-  else if (std::atomic_ref(cq.shared->offers_ended).load(std::memory_order_relaxed) != 0) [[unlikely]]
-    let_go_of_ended(cq);
-  else
-    poll_wait.idle();
+  } else {
+    if (std::atomic_ref(cq.shared->offers_ended).load(std::memory_order_relaxed) != 0) [[unlikely]]
+      let_go_of_ended(cq);
+    poll_wait.idle();  // also for who holds the send queue of one of those
+  }
   say_where(cq);
   const bool gone = cq.liveness->gone();
   cq.lock.lock();

@@ -207,7 +207,7 @@ void ring_for(Queue& queue, const Doorbell& doorbell, std::uint32_t member) {
 void follow_offer(Qp& qp, std::uint32_t offer) {
   qp.direct.reset();
   qp.datagrams.reset();
-  qp.direct_offer = offer;
+  qp.direct_offer.store(offer, std::memory_order_relaxed);
   if (offer == 0 || qp.liveness->gone()) return;
   // Where it cannot be opened, everything goes by the service.
   DirectRooms& rooms = qp.attachment->direct_rooms();
@@ -219,7 +219,7 @@ void follow_offer(Qp& qp, std::uint32_t offer) {
 }
 
 void look_for_offer(Qp& qp) {
-  if (const std::uint32_t offer = qp.send.direct_offer().load(std::memory_order_acquire); offer != qp.direct_offer) [[unlikely]]
+  if (const std::uint32_t offer = qp.send.direct_offer().load(std::memory_order_acquire); offer != qp.direct_offer.load(std::memory_order_relaxed)) [[unlikely]]
     follow_offer(qp, offer);
 }
 
