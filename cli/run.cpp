@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,13 +24,54 @@ namespace {
 
 volatile sig_atomic_t child_pid = 0;
 
-// What a person types reaches the whole process group; only what was sent to us alone is passed on.
-void pass_on(int signal, siginfo_t* info, void*) {
-  if (info->si_code != SI_USER && info->si_code != SI_QUEUE && info->si_code != SI_TKILL) return;
-  if (child_pid > 0) ::kill(child_pid, signal);
+// What the terminal sends to its foreground group has reached the program as well; of a hangup it tells the leader of the session alone.
+bool has_reached_the_program(int signal, const siginfo_t& info) {
+  if (info.si_code != SI_KERNEL) return false;
+  if (signal == SIGHUP || signal == SIGCONT) return ::getsid(0) != ::getpid();
+  return signal == SIGINT || signal == SIGQUIT || signal == SIGTSTP || signal == SIGWINCH;
 }
 
-constexpr int passed_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGALRM};
+void pass_on(int signal, siginfo_t* info, void*) {
+  const int errno_before = errno;
+  if (child_pid > 0 && !has_reached_the_program(signal, *info)) {
+    if (info->si_code == SI_QUEUE) ::sigqueue(child_pid, signal, info->si_value);
+    else ::kill(child_pid, signal);
+  }
+  errno = errno_before;
+}
+
+// All but those that tell of a fault of ours or of a child, and those that cannot be caught.
+sigset_t passed_signals() {
+  sigset_t passed;
+  sigemptyset(&passed);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGALRM, SIGABRT, SIGPIPE, SIGXCPU, SIGVTALRM, SIGPROF, SIGIO, SIGPWR, SIGURG})
+    sigaddset(&passed, signal);
+  for (int signal = SIGRTMIN; signal <= SIGRTMAX; ++signal) sigaddset(&passed, signal);
+  return passed;
+}
+
+void pass_stops();
+
+// Both stop, so that a shell sees it; whether there is one that could continue them, the kernel looks at again.
+void stop_as_the_program(int signal, siginfo_t* info, void* context) {
+  pass_on(signal, info, context);
+  ::raise(signal);  // has its default action here, and is not blocked
+  pass_stops();
+}
+
+void pass_stops() {
+  struct sigaction action {};
+  action.sa_sigaction = stop_as_the_program;
+  action.sa_flags = SA_SIGINFO | SA_RESTART | SA_RESETHAND | SA_NODEFER;
+  ::sigaction(SIGTSTP, &action, nullptr);
+}
+
+// A program whose `vrdma run` is killed would hold its ports and go on unseen. What it starts itself is not meant, and lives on as it would without us.
+void end_with(pid_t parent) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const pid_t now = ::getppid();
+  if (now != parent && now != 0) ::raise(SIGKILL);  // it has ended before; 0: it is outside of our pid namespace (unshare --pid)
+}
 
 void prepend(const char* variable, const std::string& value) {
   const char* const before = std::getenv(variable);
@@ -58,18 +100,20 @@ int run(const RunOptions& options) {
   if (::pipe2(failed, O_CLOEXEC) != 0) throw std::runtime_error(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
   vmci::UniqueFd failed_read(failed[0]), failed_write(failed[1]);
 
-  sigset_t passed, before;
-  sigemptyset(&passed);
-  for (const int signal : passed_signals) sigaddset(&passed, signal);
-  ::sigprocmask(SIG_BLOCK, &passed, &before);  // until child_pid is known
+  const sigset_t passed = passed_signals();
+  sigset_t blocked = passed, before;
+  sigaddset(&blocked, SIGTSTP);
+  ::sigprocmask(SIG_BLOCK, &blocked, &before);  // until child_pid is known
   // Where our parent ignores SIGCHLD the kernel would throw away the exit code that we are to pass on.
   struct sigaction children_before;
   struct sigaction children {};
   children.sa_handler = SIG_DFL;
   ::sigaction(SIGCHLD, &children, &children_before);
+  const pid_t self = ::getpid();
   const pid_t pid = ::fork();
   if (pid < 0) throw std::runtime_error(fmt::format("cannot start {} ({})", options.command[0], std::strerror(errno)));
   if (pid == 0) {
+    end_with(self);
     ::sigaction(SIGCHLD, &children_before, nullptr);
     ::sigprocmask(SIG_SETMASK, &before, nullptr);
     ::setenv("VRDMA_SOCKET", socket_path.c_str(), 1);
@@ -96,7 +140,10 @@ int run(const RunOptions& options) {
   struct sigaction action {};
   action.sa_sigaction = pass_on;
   action.sa_flags = SA_SIGINFO | SA_RESTART;
-  for (const int signal : passed_signals) ::sigaction(signal, &action, nullptr);
+  for (int signal = 1; signal < NSIG; ++signal)
+    if (sigismember(&passed, signal) == 1) ::sigaction(signal, &action, nullptr);
+  struct sigaction stops;
+  if (::sigaction(SIGTSTP, nullptr, &stops) == 0 && stops.sa_handler != SIG_IGN) pass_stops();
   ::sigprocmask(SIG_SETMASK, &before, nullptr);
 
   int why = 0;
