@@ -115,13 +115,27 @@ std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
   return last.empty() ? "it ended without a word, as under small limits of memory (ulimit -v, -d); " + log + " is empty" : fmt::format("{} (from {})", last, log);
 }
 
+constexpr rlim_t open_files_wished = 4096, processor_seconds_least = 600;
+
+// Also where a hard limit is in the way, if that is allowed.
+bool raise_to(decltype(RLIMIT_CPU) which, rlim_t wished) {
+  rlimit limit;
+  if (::getrlimit(which, &limit) != 0 || limit.rlim_max >= wished) return true;
+  limit = {wished, wished};
+  return ::setrlimit(which, &limit) == 0;
+}
+
 // It serves more than the program that happens to be first, whose soft limits and niceness are its own.
 void raise_limits() {
   (void)::setpriority(PRIO_PROCESS, 0, 0);  // where that is allowed
+  (void)raise_to(RLIMIT_NOFILE, 16 * open_files_wished);
+  (void)raise_to(RLIMIT_CPU, RLIM_INFINITY);
   for (const auto which : {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC}) {  // that of open files vrdmad raises itself
     rlimit limit;
     if (::getrlimit(which, &limit) != 0) continue;
     limit.rlim_cur = limit.rlim_max;
+    // A second before the kernel ends it, it can say why.
+    if (which == RLIMIT_CPU && limit.rlim_max != RLIM_INFINITY && limit.rlim_max > 1) --limit.rlim_cur;
     ::setrlimit(which, &limit);
   }
 }
@@ -137,6 +151,24 @@ void require_limits() {
   };
   require(RLIMIT_AS, address_space_least, "address space", "v");
   require(RLIMIT_FSIZE, queues_bytes, "the size of files", "f");
+  rlimit processor;
+  if (::getrlimit(RLIMIT_CPU, &processor) != 0 || processor.rlim_max >= processor_seconds_least) return;
+  if (!raise_to(RLIMIT_CPU, RLIM_INFINITY))
+    fail(fmt::format("processor time is limited to {} s here (ulimit -Ht), and a private service, which would have that limit, would end by it under all programs: raise it to {} s, or begin where "
+                     "there is none",
+                     processor.rlim_max, processor_seconds_least));
+  ::setrlimit(RLIMIT_CPU, &processor);  // raised to see whether it can be; ours stays
+}
+
+// A private service has the limit of whoever was first. Who begins it is told, and those later who are not under that themselves.
+void note_open_files(const Service& service, bool is_new) {
+  const auto peer = service.socket.peer();
+  rlimit its, ours;
+  if (!peer || peer->pid <= 0 || ::prlimit(peer->pid, RLIMIT_NOFILE, nullptr, &its) != 0 || ::getrlimit(RLIMIT_NOFILE, &ours) != 0) return;
+  if (its.rlim_max >= open_files_wished || (!is_new && its.rlim_max >= ours.rlim_max)) return;
+  fmt::print(stderr, "vrdma: note: the private service, which serves all of your programs, may have {} open files, as {} (ulimit -Hn), and a program needs 11 or more of them: {}\n", its.rlim_max,
+             is_new ? "is the limit here" : "was the limit where it was started",
+             is_new ? "for many at once, begin where it is higher" : fmt::format("for many at once, let it leave ({} s after the last program), and begin here", idle_exit_s()));
 }
 
 void start_private_service(const std::string& path, const char* direct) {
@@ -147,7 +179,7 @@ void start_private_service(const std::string& path, const char* direct) {
   const std::string program = program_path("vrdmad");
   const std::string log = path.substr(0, path.rfind('/')) + "/vrdmad.log";
   const std::string ready_fd = "3";
-  const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s(), "--ready-fd",
+  const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s(), "--one-user", "--ready-fd",
                                            ready_fd.c_str(), "--direct", direct, "--log-file", log.c_str(), nullptr};
   if (const vmci::UniqueFd writable(::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600)); !writable)
     fail(fmt::format("cannot open the log {} of a private service ({}): remove what is there, or set XDG_RUNTIME_DIR", log, std::strerror(errno)));
@@ -202,11 +234,15 @@ Service start_or_find(const std::string& folder, const char* direct) {
   auto found = connect_to(path, false);  // another `vrdma run` may have been faster
   if (!found && value(found.error()) == ESRCH) return start_or_find(folder_beside(folder), direct);
   if (!found) found = connect_to(socket_in(folder_beside(folder)), false);  // the other namespace's has gone, ours has not
-  if (found) return std::move(*found);
-  start_private_service(path, direct);
-  auto socket = vmci::PacketSocket::connect(path);
-  if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
-  return Service{path, std::move(*socket)};
+  const bool is_new = !found;
+  if (is_new) {
+    start_private_service(path, direct);
+    auto socket = vmci::PacketSocket::connect(path);
+    if (!socket) fail(fmt::format("cannot reach the private service at {} ({})", path, std::strerror(value(socket.error()))));
+    found = Service{path, std::move(*socket)};
+  }
+  note_open_files(*found, is_new);
+  return std::move(*found);
 }
 
 }  // namespace
@@ -299,7 +335,10 @@ std::runtime_error unreachable(const std::string& wanted) {
 }
 
 Service find_or_start_service() {
-  if (auto found = find_service()) return std::move(*found);
+  if (auto found = find_service()) {
+    if (is_private(*found)) note_open_files(*found, false);
+    return std::move(*found);
+  }
   if (const char* const named = named_socket()) {
     auto found = connect_to(named, true);
     if (found) return std::move(*found);

@@ -20,7 +20,7 @@ struct Quota {  // of one tenant
   std::uint64_t queue_bytes = 1ull << 34;        // arena memory in use
   std::uint32_t pieces = 1u << 21;               // that registrations consist of: 48 bytes of the service each
   std::uint32_t mappings = 8192;                 // chunks of 256 MiB of guests' files that the service has mapped
-  std::uint32_t descriptors = 8192;              // of the service, on behalf of the tenant; at most a quarter of all it may have
+  std::uint32_t descriptors = 8192;              // of the service, on behalf of the tenant; at most a quarter of all it may have, or three where nobody else comes
   std::uint32_t memberships = 2048;              // of queue pairs in multicast groups; there are at most 8192 groups on a host
 };
 
@@ -72,6 +72,7 @@ struct Config {
   std::string process_memory = "auto";           // who copies what no file backs: "direct" the service, "guest" a thread of the guest
   std::string direct = "mediated";               // who moves the data of connections that allow it: "auto" the posting thread
   std::uint32_t idle_exit_s = 0;                 // leave when no guest has been attached for so long; 0: never
+  bool one_user = false;                         // nobody else comes: the private service of `vrdma run` (flag only)
   int ready_fd = -1;                             // a byte is written there once the socket is served (flag only)
   Quota quota;
   RemoteConfig remote;

@@ -75,6 +75,8 @@ int main(int argc, char** argv) {
   app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
   std::string keeper;
   app.add_option("--keeper", keeper, "")->group("");  // vrdmad's own use, machines/keeper.hpp
+  bool one_user = false;
+  app.add_flag("--one-user", one_user, "only this user comes, who may have most of its descriptors (vrdma run)");
   bool foreground = false;
   app.add_flag("--foreground", foreground, "stay in the foreground (it always does; for scripts)");
   app.add_flag("--check", check_only, "check the configuration and leave");
@@ -101,6 +103,7 @@ int main(int argc, char** argv) {
     if (level->count() != 0) config.log_level = log_level;
     if (idle->count() != 0) config.idle_exit_s = idle_exit_s;
     config.ready_fd = ready_fd;
+    config.one_user = one_user;
     try {
       config.check();
     } catch (const std::runtime_error& error) {

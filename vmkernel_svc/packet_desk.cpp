@@ -1,5 +1,7 @@
 #include "vmkernel_svc/packet_desk.hpp"
 
+#include <sys/resource.h>
+
 #include <cstring>
 #include <new>
 
@@ -48,9 +50,12 @@ std::string why_refused(int error, const Fabric& fabric, uid_t uid) {
   const auto found = fabric.tenants.find(uid);
   if (error == EDQUOT && found != fabric.tenants.end()) {
     const Tenant& tenant = found->second;
-    return fmt::format("the user has {} of {} guests and {} of {} descriptors: raise \"quota\" in the configuration, or this service's "
-                       "limit of open files (ulimit -n), of which a user may take a quarter",
-                       tenant.guests, tenant.quota.guests, tenant.descriptors, tenant.quota.descriptors);
+    rlimit files{};
+    ::getrlimit(RLIMIT_NOFILE, &files);
+    const auto has = fmt::format("the user has {} of {} guests and {} of {} descriptors", tenant.guests, tenant.quota.guests, tenant.descriptors, tenant.quota.descriptors);
+    if (fabric.config.one_user)
+      return fmt::format("{}, three quarters of the open files of this private service: their limit is {}, that of the first program by vrdma run (ulimit -Hn); begin where it is higher", has, files.rlim_cur);
+    return fmt::format("{}: raise \"quota\" in the configuration, or the limit of {} open files under which this service was started (ulimit -Hn), of which a user may take a quarter", has, files.rlim_cur);
   }
   const char* const remedy = error == EFBIG    ? ": raise this service's limit of file sizes (ulimit -f)"
                              : error == ENOMEM ? ": raise this service's limit of address space (ulimit -v) or memory, or lower \"arena_bytes\""

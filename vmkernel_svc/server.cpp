@@ -64,8 +64,11 @@ Server::Server(const Config& config) : config_(config) {
   if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = files.rlim_max;
     ::setrlimit(RLIMIT_NOFILE, &files);
-    config_.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config_.quota.descriptors, files.rlim_cur / 4));
-    connections_max_ = static_cast<std::uint32_t>(std::min<rlim_t>(connections_max_, std::max<rlim_t>(files.rlim_cur / 16, 32)));
+    open_files_ = files.rlim_cur;
+    const rlim_t of_a_tenant = config_.one_user ? open_files_ / 4 * 3 : open_files_ / 4;
+    const rlim_t to_a_tenant = config_.one_user ? open_files_ / 8 : open_files_ / 16;
+    config_.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config_.quota.descriptors, of_a_tenant));
+    connections_max_ = static_cast<std::uint32_t>(std::min<rlim_t>(connections_max_, std::max<rlim_t>(to_a_tenant, 32)));
   }
   auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), true);
   if (!page)
@@ -166,11 +169,13 @@ void Server::run() {
   start_shards();
   signals_.add(SIGTERM);
   signals_.add(SIGINT);
+  signals_.add(SIGXCPU);  // where a limit is set that cannot be raised: said before the kernel ends us
   struct sigaction hangup {};  // ignored under nohup
   if (::sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler == SIG_DFL) signals_.add(SIGHUP);
   signals_.async_wait([this](const boost::system::error_code& error, int signal) {
     if (error) return;
-    log::info("SIG{}: leaving", sigabbrev_np(signal));
+    if (signal == SIGXCPU) log::error("the limit of processor time under which this service was started (ulimit -t) is reached: leaving");
+    else log::info("SIG{}: leaving", sigabbrev_np(signal));
     io_.stop();
   });
   accept_next();
@@ -343,7 +348,8 @@ void Server::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<Machine
     unread.record.control = static_cast<std::uint32_t>(Request::attach);
     PacketDesk::refuse(connection->socket, unread, EDQUOT);
     static constinit log::Sparing sparing;
-    sparing.warn("a connection of uid {} was refused: it has {} already, or the limit of open files is reached", uid, connections_of_[uid]);
+    sparing.warn("a connection of uid {} was refused: it has {} of {}, or the limit of {} open files is reached, which is that of whoever started this service (ulimit -Hn)", uid,
+                 connections_of_[uid], connections_max_, open_files_);
     // Not from here: who admits is not ready for the news.
     if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
     return;

@@ -94,6 +94,7 @@ class Server {
   bool lease_is_known_ = true;             // false: LIDs are leased to this host, and have not been yet, nor refused
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
+  std::uint64_t open_files_ = 0;          // how many we may have
   std::uint32_t connections_max_ = 2048;  // of one user
   std::uint32_t idle_seconds_ = 0;
 };

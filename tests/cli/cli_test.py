@@ -17,7 +17,7 @@ import sys
 import time
 import unittest
 
-from support import BIN, MAJOR, MINOR, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
+from support import BIN, MAJOR, MINOR, NOBODY, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
 
 needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
 needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
@@ -791,6 +791,49 @@ class Running(TestCase):
         self.assertGreaterEqual(os.sched_getaffinity(pid), processors)
         self.assertEqual(os.readlink(f"/proc/{pid}/cwd"), "/")
         self.stop_private_service()
+
+    def user(self):
+        """vrdma, and the environment, of who may raise no hard limit."""
+        if os.geteuid() != 0:
+            return [BIN / "vrdma"], self.environment
+        runtime = self.folder / "nobodys"
+        runtime.mkdir(mode=0o700)
+        os.chown(runtime, NOBODY, NOBODY)
+        return as_nobody(readable_copy(self.folder) / "vrdma"), {"XDG_RUNTIME_DIR": str(runtime)}
+
+    def test_who_starts_a_private_service_with_few_open_files_and_who_comes_later_is_told(self):
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= 256:
+            self.skipTest("256 open files are all that there are")
+        few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        vrdma, environment = self.user()
+        run = lambda **keywords: self.run_program(*vrdma, "run", "--", "true", env=environment, **keywords)
+        path = environment["XDG_RUNTIME_DIR"] + "/vrdma/vrdmad.sock"
+        first, second, third = run(preexec_fn=few), run(), run(preexec_fn=few)
+        self.addCleanup(self.stop_private_service, path)
+        self.assertEqual((first.returncode, second.returncode, third.returncode), (0, 0, 0), first.stderr + second.stderr + third.stderr)
+        self.assertRegex(first.stderr, "may have 256 open files, as is the limit here .*ulimit -Hn")
+        self.assertRegex(second.stderr, "may have 256 open files, as was the limit where it was started")
+        self.assertEqual(third.stderr, "")
+        with contextlib.ExitStack() as attached:
+            for count in range(64):
+                guest, status, _ = attach(path)
+                attached.enter_context(guest)
+                if status != 0:
+                    break
+            self.assertEqual(status, errno.EDQUOT)
+            self.assertGreaterEqual(count, 16, "a private service keeps most of its descriptors for others")
+        self.assertRegex(pathlib.Path(path).with_name("vrdmad.log").read_text(), "limit is 256, that of the first program")
+
+    def test_no_private_service_is_started_with_seconds_to_live(self):
+        vrdma, environment = self.user()
+        result = self.run_program(*vrdma, "run", "--", "true", env=environment, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (20, 20)))
+        self.assert_refuses(result, 125, "ulimit -Ht", "20 s")
+
+    def test_a_service_that_has_used_up_its_processor_time_says_so(self):
+        with self.service() as process:
+            process.send_signal(signal.SIGXCPU)
+            self.assertEqual(process.wait(WATCHDOG_S), 0)
+        self.assertIn("ulimit -t", self.service_said)
 
     def test_the_link_layer_is_each_guests_own(self):
         def link_layer(*options):
