@@ -9,15 +9,19 @@
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <sstream>
+#include <thread>
 #include <vector>
 
 #include "cli/fail.hpp"
@@ -101,6 +105,8 @@ void make_private_folder(const std::string& folder) {
     fail(fmt::format("cannot make {} ({}): set XDG_RUNTIME_DIR to a folder of yours, or start vrdmad and set VRDMA_SOCKET",
                      folder, std::strerror(errno)));
   struct stat status;
+  // Made under a umask that leaves nothing, now or by another version.
+  if (::lstat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & 0700) != 0700) ::chmod(folder.c_str(), 0700);
   if (::lstat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 022))
     fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
 }
@@ -223,14 +229,62 @@ void start_private_service(const std::string& path, const char* direct) {
     fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
 }
 
+// The program's umask is not meant for what lies in the private folder, nor for the service.
+class PrivateUmask {
+ public:
+  PrivateUmask() : before_(::umask(077)) {}
+  ~PrivateUmask() { ::umask(before_); }
+  PrivateUmask(const PrivateUmask&) = delete;
+  PrivateUmask& operator=(const PrivateUmask&) = delete;
+
+ private:
+  mode_t before_;
+};
+
+// Who has that flock, as /proc/locks says: "1: FLOCK ADVISORY WRITE 4711 fe:00:815 0 EOF". 0: it does not.
+pid_t holder_of(const vmci::UniqueFd& lock) {
+  struct stat status;
+  if (::fstat(lock.get(), &status) != 0) return 0;
+  const std::string inode = fmt::format(":{}", status.st_ino);
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    std::istringstream fields(line);
+    std::string number, kind, advisory, access, file;
+    pid_t pid = 0;
+    if (fields >> number >> kind >> advisory >> access >> pid >> file && kind == "FLOCK" && file.ends_with(inode)) return pid;
+  }
+  return 0;
+}
+
+// False, and errno, where it cannot be had. Who waits for long is told for whom.
+bool lock_patiently(const vmci::UniqueFd& lock, const std::string& path) {
+  using namespace std::chrono_literals;
+  constexpr int tries = 200;
+  for (int i = 0; i < tries; ++i) {
+    if (::flock(lock.get(), LOCK_EX | LOCK_NB) == 0) return true;
+    if (errno != EWOULDBLOCK && errno != EINTR) return false;
+    std::this_thread::sleep_for(10ms);
+  }
+  const pid_t holder = holder_of(lock);
+  fmt::print(stderr, "vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 2 s; if it is stopped, continue or kill it\n", path,
+             holder > 0 ? fmt::format("process {}", holder) : "another process");
+  while (::flock(lock.get(), LOCK_EX) != 0)
+    if (errno != EINTR) return false;
+  return true;
+}
+
 // The service of that folder, in which there is at most one; where another pid namespace's is in it, that of our own folder beside it.
 Service start_or_find(const std::string& folder, const char* direct) {
   const std::string path = socket_in(folder);
+  if (path.size() >= sizeof(sockaddr_un::sun_path))
+    fail(fmt::format("{} would be the socket of a private service ({}): a socket's path has at most {} characters; set XDG_RUNTIME_DIR to a shorter folder of yours", path,
+                     std::strerror(ENAMETOOLONG), sizeof(sockaddr_un::sun_path) - 1));
+  const PrivateUmask of_ours;
   make_private_folder(folder);
   const std::string lock_path = folder + "/lock";  // which a service that leaves as idle holds, too
   vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  if (!lock || ::flock(lock.get(), LOCK_EX) != 0)
-    fail(fmt::format("cannot lock {} ({})", lock_path, std::strerror(errno)));
+  if (!lock || !lock_patiently(lock, lock_path))
+    fail(fmt::format("cannot lock {} ({}): remove it, or set XDG_RUNTIME_DIR to another folder of yours", lock_path, std::strerror(errno)));
   auto found = connect_to(path, false);  // another `vrdma run` may have been faster
   if (!found && value(found.error()) == ESRCH) return start_or_find(folder_beside(folder), direct);
   if (!found) found = connect_to(socket_in(folder_beside(folder)), false);  // the other namespace's has gone, ours has not

@@ -872,13 +872,36 @@ class Running(TestCase):
     def test_a_private_service_that_cannot_start_says_why(self):
         long = self.folder / ("x" * 100)
         long.mkdir()
-        self.assert_refuses(self.vrdma("run", "--", "true", env={"XDG_RUNTIME_DIR": str(long)}), 125, str(long), "File name too long", "107")
+        self.assert_refuses(self.vrdma("run", "--", "true", env={"XDG_RUNTIME_DIR": str(long)}), 125, str(long), "File name too long", "107", "XDG_RUNTIME_DIR")
         private = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
         private.mkdir(mode=0o700)
         (private / "vrdmad.log").mkdir()
         result = self.vrdma("run", "--", "true")
         self.assert_refuses(result, 125, "cannot open the log", str(private / "vrdmad.log"))
         self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+
+    def test_who_waits_for_another_run_is_told_for_which(self):
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        folder.mkdir(mode=0o700)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            process = subprocess.Popen([BIN / "vrdma", "run", "--", "true"], env=self.environment, stderr=subprocess.PIPE, text=True)
+            self.addCleanup(lambda: (process.stderr.close(), process.poll() is None and process.kill(), process.wait(WATCHDOG_S)))
+            self.assertTrue(select.select([process.stderr], [], [], WATCHDOG_S)[0], "it waits without a word")
+            self.assertRegex(process.stderr.readline(), rf"waiting for {folder}/lock, which process {os.getpid()} holds")
+        self.assertEqual(process.wait(WATCHDOG_S), 0)
+        self.stop_private_service()
+
+    def test_a_umask_that_leaves_nothing_is_the_programs_alone(self):
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        result = self.vrdma("run", "--", "sh", "-c", "umask", preexec_fn=lambda: os.umask(0o777))
+        self.assertEqual((result.returncode, result.stdout.strip()), (0, "0777"), result.stderr)
+        self.assertEqual([(folder / name).stat().st_mode & 0o777 for name in (".", "lock", "vrdmad.log")], [0o700, 0o600, 0o600])
+        self.stop_private_service()
+        folder.chmod(0)  # as another version left it
+        self.assertEqual(self.vrdma("run", "--", "true").returncode, 0)
+        self.assertEqual(folder.stat().st_mode & 0o777, 0o700)
+        self.stop_private_service()
 
     def test_a_private_folder_of_somebody_elses_making_is_not_used(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
