@@ -102,7 +102,7 @@ class CharacterFiles {
   // Those whose descriptors somebody has closed by another way than close(2).
   void forget_closed();
 
-  std::mutex mutex_;
+  static inline constinit std::mutex mutex_;  // as Process::mutex
   std::atomic<pid_t> process_{0};  // a vfork's child, which works in this memory, is another one and closes what is its own
   std::unordered_map<int, std::shared_ptr<CharacterFile>> files_;
 };

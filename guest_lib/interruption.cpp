@@ -3,6 +3,7 @@
 #include <sys/signalfd.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 
 #include "guest_lib/own_fd.hpp"
@@ -60,20 +61,24 @@ class Handlers {
     if (fd >= 0 && !known) pending_.reset(vmci::UniqueFd(fd));
     return fd >= 0 ? pending_.get() : -1;
   }
+  // In a fork's child: a thread of the parent's may have been in here.
+  void forget() {
+    std::construct_at(&mutex_);
+    std::construct_at(this);
+  }
 
  private:
   std::atomic<std::uint64_t> looked_ns_{0};  // hints, both
   std::atomic<bool> mixed_{false};
-  std::mutex mutex_;  // of what follows
+  static inline constinit std::mutex mutex_;  // of what follows; static as Process::mutex
   Handled handled_{};
   OwnFd pending_;
 };
 
-Handlers*& current() {
-  static Handlers* all = new Handlers;  // never destroyed: threads may sleep while the process ends
-  return all;
+Handlers& handlers() {
+  static Handlers* const all = new Handlers;  // never destroyed: threads may sleep while the process ends
+  return *all;
 }
-Handlers& handlers() { return *current(); }
 
 // Which handler has run is not known: it goes on if all that there are ask for it.
 int sleep_and_guess(pollfd& one, const sigset_t* mask) {
@@ -116,7 +121,7 @@ int wait_for_ever(bool blocks) {
   return -1;
 }
 
-void forget_sleepers() { current() = new Handlers; }
+void forget_sleepers() { handlers().forget(); }
 
 int sleep_as_read(pollfd& one) {
   if (!handlers().mixed()) return sleep_and_guess(one, nullptr);

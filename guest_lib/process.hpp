@@ -21,8 +21,9 @@ struct Process {
   static Process& instance();
 
   // Guards everything here, and each context's choice of attachment. Held while attaching; locked across a fork, so that the
-  // child finds it consistent. Never taken while a lock of an object is held.
-  std::mutex mutex;
+  // child finds it consistent. Never taken while a lock of an object is held. Not of the heap, as no mutex of a lazily made instance here is: a program's ThreadSanitizer
+  // sees the allocation, and nothing that orders it before another thread's lock.
+  static inline constinit std::mutex mutex;
   std::shared_ptr<Attachment> attachment;
   std::vector<std::weak_ptr<Attachment>> attachments;  // that may still be in use
   // By which this process and its fork's children have one address (control::ShareAddressRequest); zeros: none could be had.

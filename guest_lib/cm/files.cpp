@@ -4,6 +4,7 @@
 #include <sys/sysmacros.h>
 
 #include <cstring>
+#include <memory>
 
 #include "guest_lib/cm/commands.hpp"
 #include "guest_lib/open_device.hpp"
@@ -20,7 +21,12 @@ Account*& current() {
 }  // namespace
 
 Account& Account::instance() { return *current(); }
-void Account::abandon() { current() = new Account; }
+void Account::abandon() {
+  std::construct_at(&mutex);
+  auto* const own = new Account;
+  own->parents = current();
+  current() = own;
+}
 
 File::File(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in)
     : CharacterFile(std::move(attachment_in), channel_in, fd_in, makedev(10, connection_manager_minor)) {}

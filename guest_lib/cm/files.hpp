@@ -45,8 +45,9 @@ struct Told {
 // By File::key(). Locked while used; and while the service is asked, by whoever takes an event, or what it may be of, from it: nobody is to see
 // the one gone and the other not counted (the kernel does both under one lock).
 struct Account {
-  std::mutex mutex;
+  static inline constinit std::mutex mutex;  // as Process::mutex
   std::unordered_map<std::uint64_t, Told> told;
+  Account* parents = nullptr;  // of a fork's child: left as a thread was changing it, and known, so that nobody calls it a leak
 
   static Account& instance();
   static void abandon();  // in a fork's child

@@ -488,25 +488,71 @@ class Running(TestCase):
             self.assertRegex(run("ibv_devinfo"), r"control requests")
             self.assertRegex(run("sh", "-c", "ibv_devinfo; true"), r"sh \(pid \d+\) did not use RDMA itself")
 
-    def test_programs_with_an_address_sanitizer_run(self):
-        """g++'s runtime is a library that wants to be the first; its own order is nobody's concern here."""
-        program, source = self.folder / "sanitized", self.folder / "sanitized.c"
-        source.write_text("""
+    def built(self, source, *flags):
+        """A C program of that main(), which has opened the device before; skipped where it cannot be built."""
+        program, file = self.folder / "program", self.folder / "program.c"
+        file.write_text("""
             #include <infiniband/verbs.h>
-            int main(void) {
+            #include <pthread.h>
+            #include <stdio.h>
+            #include <stdlib.h>
+            #include <string.h>
+            #include <sys/wait.h>
+            #include <unistd.h>
+            static struct ibv_context* open_device(void) {
               int count = 0;
               struct ibv_device** list = ibv_get_device_list(&count);
               struct ibv_context* context = count == 1 ? ibv_open_device(list[0]) : 0;
-              int failed = context == 0 || ibv_close_device(context) != 0;
               ibv_free_device_list(list);
-              return failed;
-            }""")
-        if not shutil.which("gcc") or self.run_program("gcc", "-fsanitize=address", source, "-o", program, "-libverbs").returncode != 0:
-            self.skipTest("no gcc with an address sanitizer")
+              return context;
+            }
+            static int exit_code_of_a_child(void) {
+              int status = 0;
+              const pid_t child = fork();
+              if (child == 0) exit(0);
+              return waitpid(child, &status, 0) == child ? status : -1;
+            }
+            """ + source)
+        if not shutil.which("gcc") or self.run_program("gcc", "-g", *flags, file, "-o", program, "-libverbs", "-pthread").returncode != 0:
+            self.skipTest(f"no gcc with {' '.join(flags) or 'libibverbs-dev'}")
+        return program
+
+    def test_programs_with_an_address_sanitizer_run(self):
+        """g++'s runtime is a library that wants to be the first; its own order is nobody's concern here. What a fork's child lets go of is no leak."""
+        program = self.built("""
+            int main(void) {
+              struct ibv_context* context = open_device();
+              return context == 0 || exit_code_of_a_child() != 0 || ibv_close_device(context) != 0 || exit_code_of_a_child() != 0;
+            }""", "-fsanitize=address")
         with self.service():
             for options in ({}, {"ASAN_OPTIONS": "detect_leaks=1"}):
                 result = self.vrdma("run", "--", program, env={"VRDMA_SOCKET": self.socket, **options})
                 self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    def test_programs_with_a_thread_sanitizer_run(self):
+        """Threads that open the device at the same time: what is made at the first use is no race."""
+        program = self.built("""
+            static pthread_barrier_t all;
+            static void* work(void* unused) {
+              pthread_barrier_wait(&all);
+              struct ibv_context* context = open_device();
+              if (context != 0 && ibv_close_device(context) == 0) return 0;
+              return (void*)1;
+            }
+            int main(void) {
+              pthread_t threads[8];
+              long failed = 0;
+              void* result;
+              pthread_barrier_init(&all, 0, 8);
+              for (int i = 0; i < 8; ++i) pthread_create(&threads[i], 0, work, 0);
+              for (int i = 0; i < 8; ++i) failed |= (pthread_join(threads[i], &result), (long)result);
+              return (int)failed;
+            }""", "-fsanitize=thread")
+        with self.service():
+            result = self.vrdma("run", "--", program, env={"VRDMA_SOCKET": self.socket})
+            if "unexpected memory mapping" in result.stderr:
+                self.skipTest("this kernel's addresses are none for ThreadSanitizer")
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
 
     def test_a_command_that_cannot_be_run_is_named(self):
         with self.service():
