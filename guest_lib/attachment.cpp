@@ -181,6 +181,9 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
       !inside(parts.reply.control_offset, geometry.total_bytes()) ||
       !inside(parts.reply.doorbell_offset, sizeof(vmci::ReadyWords)))
     return Errno{EPROTO};
+  vmci::memcheck::hide(parts.arena.data(), parts.arena.bytes());
+  vmci::memcheck::show(parts.arena.data() + parts.reply.control_offset, geometry.total_bytes());
+  vmci::memcheck::show(parts.arena.data() + parts.reply.doorbell_offset, sizeof(vmci::ReadyWords));
   return std::make_shared<Attachment>(std::move(parts));
 }
 
@@ -258,6 +261,7 @@ Result<control::DeviceReply> Attachment::device() {
 Result<vmci::QueuePairView> Attachment::queue_pair_at(std::uint64_t offset, const vmci::QueuePairGeometry& geometry) const {
   if (!valid(geometry)) return Errno{EPROTO};
   if (offset > arena_.bytes() || geometry.total_bytes() > arena_.bytes() - offset || offset % 128 != 0) return Errno{EPROTO};
+  vmci::memcheck::show(arena_.data() + offset, geometry.total_bytes());
   return vmci::QueuePairView(arena_.data() + offset, geometry);
 }
 

@@ -17,6 +17,7 @@
 #include "guest_lib/copier.hpp"
 #include "guest_lib/direct/rooms.hpp"
 #include "guest_lib/own_fd.hpp"
+#include "vmci_channel/memcheck.hpp"
 #include "vmci_channel/segment.hpp"
 
 namespace vrdma::guest {
@@ -76,6 +77,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   template <class T>
   Result<T*> at(std::uint64_t offset) const {
     if (offset > arena_.bytes() || sizeof(T) > arena_.bytes() - offset || offset % alignof(T) != 0) return Errno{EPROTO};
+    vmci::memcheck::show(arena_.data() + offset, sizeof(T));
     return reinterpret_cast<T*>(arena_.data() + offset);
   }
 

@@ -11,6 +11,10 @@
 #include <boost/interprocess/anonymous_shared_memory.hpp>
 #include <boost/interprocess/detail/os_file_functions.hpp>
 #include <boost/interprocess/exceptions.hpp>
+#include <cstddef>
+#include <new>
+
+#include "vmci_channel/memcheck.hpp"
 
 namespace vmci {
 
@@ -55,9 +59,10 @@ Result<Mapping> Mapping::gather(std::span<const Part> parts, std::uint64_t page_
 }
 
 void Mapping::abandon() {
-  // mapped_region offers no release(); the few bytes of one that is never destroyed are the price of a fork.
-  [[maybe_unused]] static bip::mapped_region* abandoned = nullptr;
-  abandoned = new bip::mapped_region(std::move(region_));
+  if (region_.get_address() != nullptr) memcheck::hide(region_.get_address(), region_.get_size());
+  // mapped_region offers no release(): one that is never destroyed has it. Not from the heap, where it would be a leak.
+  alignas(bip::mapped_region) static std::byte abandoned[sizeof(bip::mapped_region)];
+  ::new (abandoned) bip::mapped_region(std::move(region_));
 }
 
 Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool future_read_only, std::uint64_t page_bytes) {

@@ -7,6 +7,7 @@
 
 #include "guest_lib/objects.hpp"
 #include "guest_lib/segment_mapping.hpp"
+#include "vmci_channel/memcheck.hpp"
 
 namespace vrdma::guest {
 
@@ -37,6 +38,7 @@ Result<std::shared_ptr<DirectRoom>> DirectRooms::room_of(const control::OpenDire
   if (!own_keys) return own_keys.error();
   auto peer_keys = map_segment(descriptors[3], offsetof(direct::KeyTable, let_go), vmci::Writable::no);
   if (!peer_keys) return peer_keys.error();
+  vmci::memcheck::hide(arena->data(), arena->bytes());
   auto room = std::make_shared<DirectRoom>();
   room->peer = reply.peer;
   room->words = std::move(*words);
@@ -66,6 +68,8 @@ Status add_shared_receives(const control::OpenSharedReceivesReply& reply, std::u
       !std::has_single_bit(geometry.produce_slots) || !inside(arena, reply.queue.offset, geometry.total_bytes()) ||
       !inside(arena, reply.turns, sizeof(direct::Turns)))
     return Errno{EPROTO};
+  vmci::memcheck::show(arena.data() + reply.queue.offset, geometry.total_bytes());
+  vmci::memcheck::show(arena.data() + reply.turns, sizeof(direct::Turns));
   ends.receive_records = vmci::QueuePairView(arena.data() + reply.queue.offset, geometry);
   ends.receive_record_slots = reply.queue.record_slots;
   ends.shared = {vmci::RecordTurns(reinterpret_cast<direct::Turns*>(arena.data() + reply.turns)), taker, &ends.claim.direction().taking,
@@ -87,6 +91,8 @@ Result<DirectRooms::Opened> DirectRooms::opened(Qp& qp, const control::OpenDirec
   if (!room) return room.error();
   const vmci::Mapping& arena = (*room)->arena;
   if (!inside(arena, reply.peer_receive.offset, geometry.total_bytes()) || !inside(arena, reply.peer_cq, sizeof(control::CqShared))) return Errno{EPROTO};
+  vmci::memcheck::show(arena.data() + reply.peer_receive.offset, geometry.total_bytes());
+  vmci::memcheck::show(arena.data() + reply.peer_cq, sizeof(control::CqShared));
 
   Opened all{std::move(*room), nullptr, {}};
   DirectConnection::Ends& ends = all.ends;

@@ -14,6 +14,7 @@
 
 #include "guest_lib/memory/vma.hpp"
 #include "guest_lib/next_function.hpp"
+#include "vmci_channel/memcheck.hpp"
 
 namespace {
 
@@ -67,9 +68,13 @@ void* operator new(std::size_t bytes, std::align_val_t alignment) {
   const auto end = reinterpret_cast<std::uintptr_t>(block) + whole;
   void** const object = reinterpret_cast<void**>(end - end % static_cast<std::size_t>(alignment));
   object[-1] = block;
+  vmci::memcheck::allocated(object, bytes);
   return object;
 }
 void operator delete(void* object, std::align_val_t) noexcept {
-  if (object != nullptr) std::free(static_cast<void**>(object)[-1]);
+  if (object == nullptr) return;
+  void* const block = static_cast<void**>(object)[-1];
+  vmci::memcheck::released(object);
+  std::free(block);
 }
 void operator delete(void* object, std::size_t, std::align_val_t alignment) noexcept { operator delete(object, alignment); }

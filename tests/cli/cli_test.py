@@ -554,6 +554,37 @@ class Running(TestCase):
                 self.skipTest("this kernel's addresses are none for ThreadSanitizer")
             self.assertEqual((result.returncode, result.stderr), (0, ""))
 
+    @unittest.skipUnless(shutil.which("valgrind"), "valgrind is not installed")
+    def test_programs_under_memcheck_run(self):
+        """Its leak check reads all that it takes for memory: not a whole sparse arena, nor in a fork's child, where that is not mapped."""
+        program = self.built("""
+            #include <valgrind/memcheck.h>
+            int main(void) {
+              struct ibv_context* context = open_device();
+              if (context == 0 || exit_code_of_a_child() != 0) return 1;
+              struct ibv_cq* cq = ibv_create_cq(context, 16, 0, 0, 0);
+              if (cq == 0) return 2;
+              VALGRIND_DO_QUICK_LEAK_CHECK;
+              FILE* const maps = fopen("/proc/self/smaps", "r");
+              char line[512];
+              int ours = 0;
+              long kib, all = 0;
+              while (fgets(line, sizeof(line), maps)) {
+                if (strchr(line, '-') && strstr(line, " rw-s ")) ours = strstr(line, "memfd:vrdma") != 0;
+                if (ours && sscanf(line, "Rss: %ld", &kib) == 1) all += kib, ours = 0;
+              }
+              fclose(maps);
+              printf("%ld\\n", all);
+              return ibv_destroy_cq(cq) != 0 || ibv_close_device(context) != 0;
+            }""")
+        with self.service("--direct", "auto"):
+            run = lambda *command: self.vrdma("run", "--", "valgrind", "--error-exitcode=9", *command, env={"VRDMA_SOCKET": self.socket})
+            result = run("--leak-check=full", "ibv_devices")
+            self.assertEqual(result.returncode, 0, result.stderr)  # nothing of ours is even possibly lost
+            result = run(program)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertLess(int(result.stdout), 16 << 10, "KiB of sparse memory have come into being")
+
     def test_a_command_that_cannot_be_run_is_named(self):
         with self.service():
             self.assert_refuses(self.run_under("no-such-command"), 127, "no-such-command", "No such file")
