@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "guest_lib/cancellation.hpp"
 #include "vmci_channel/answer.hpp"
@@ -55,13 +56,17 @@ Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& so
   Head head = make_head(request, source_context, sequence, body.size());
   std::memcpy(packet.data(), &head, sizeof(head));
   std::copy(body.begin(), body.end(), packet.begin() + sizeof(head));
+  bool closed = false;  // by the service; its last word, as of whom it does not admit, is still to be read
   if (auto sent = socket.send(std::span(packet).first(sizeof(head) + body.size()), descriptors); !sent) {
     const int error = value(sent.error());
-    return Errno{error == EPIPE || error == ECONNRESET || error == ENOTCONN ? EIO : error};
+    if (error == ENOTCONN) return Errno{EIO};
+    if (error != EPIPE && error != ECONNRESET) return Errno{error};
+    closed = true;
   }
   VRDMA_CRASH_POINT("guest.control.packet_sent");
   for (;;) {
     auto received = timeout_ms < 0 ? socket.receive(packet) : vmci::receive_answer(socket, packet, timeout_ms);
+    if (!received && value(received.error()) == ECONNRESET && !std::exchange(closed, true)) continue;  // said once, before what is there
     if (!received) return Errno{value(received.error()) == ECONNRESET ? EIO : value(received.error())};
     if (received->bytes == 0) return Errno{EIO};
     if (received->bytes < sizeof(head)) return Errno{EPROTO};

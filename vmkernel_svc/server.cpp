@@ -66,7 +66,7 @@ Server::Server(const Config& config) : config_(config) {
     ::setrlimit(RLIMIT_NOFILE, &files);
     open_files_ = files.rlim_cur;
     const rlim_t of_a_tenant = config_.one_user ? open_files_ / 4 * 3 : open_files_ / 4;
-    const rlim_t to_a_tenant = config_.one_user ? open_files_ / 8 : open_files_ / 16;
+    const rlim_t to_a_tenant = config_.one_user ? open_files_ / 6 : open_files_ / 16;
     config_.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config_.quota.descriptors, of_a_tenant));
     connections_max_ = static_cast<std::uint32_t>(std::min<rlim_t>(connections_max_, std::max<rlim_t>(to_a_tenant, 32)));
   }

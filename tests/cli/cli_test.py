@@ -17,7 +17,7 @@ import sys
 import time
 import unittest
 
-from support import BIN, MAJOR, MINOR, NOBODY, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
+from support import BIN, LIB, MAJOR, MINOR, NOBODY, WATCHDOG_S, TestCase, as_nobody, attach, readable_copy, reply_to
 
 needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
 needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
@@ -900,6 +900,16 @@ class Running(TestCase):
             self.assertEqual(status, errno.EDQUOT)
             self.assertGreaterEqual(count, 16, "a private service keeps most of its descriptors for others")
         self.assertRegex(pathlib.Path(path).with_name("vrdmad.log").read_text(), "limit is 256, that of the first program")
+
+    def test_a_program_that_is_not_admitted_is_told_why(self):
+        """The service says so and hangs up, before or after the program has asked."""
+        with self.service(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))), contextlib.ExitStack() as waiting:
+            for _ in range(32):  # of one user at a time
+                connection = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                connection.connect(self.socket)
+            for _ in range(10):
+                result = self.run_program("ibv_devinfo", env={"VRDMA_SOCKET": self.socket, "LD_PRELOAD": str(LIB / "libvrdma.so")})
+                self.assertIn("EDQUOT", result.stderr)
 
     def test_no_private_service_is_started_with_seconds_to_live(self):
         vrdma, environment = self.user()
