@@ -259,14 +259,14 @@ pid_t holder_of(const vmci::UniqueFd& lock) {
 // False, and errno, where it cannot be had. Who waits for long is told for whom.
 bool lock_patiently(const vmci::UniqueFd& lock, const std::string& path) {
   using namespace std::chrono_literals;
-  constexpr int tries = 200;
+  constexpr int tries = 500;
   for (int i = 0; i < tries; ++i) {
     if (::flock(lock.get(), LOCK_EX | LOCK_NB) == 0) return true;
     if (errno != EWOULDBLOCK && errno != EINTR) return false;
     std::this_thread::sleep_for(10ms);
   }
   const pid_t holder = holder_of(lock);
-  fmt::print(stderr, "vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 2 s; if it is stopped, continue or kill it\n", path,
+  fmt::print(stderr, "vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 5 s; if it is stopped, continue or kill it\n", path,
              holder > 0 ? fmt::format("process {}", holder) : "another process");
   while (::flock(lock.get(), LOCK_EX) != 0)
     if (errno != EINTR) return false;

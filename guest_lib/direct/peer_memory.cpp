@@ -8,6 +8,7 @@
 
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/segment_mapping.hpp"
+#include "vmci_channel/memcheck.hpp"
 
 namespace vrdma::guest {
 
@@ -102,7 +103,9 @@ void PeerMemory::forget_all_of(const direct::LetGo& let_go) {
 }
 
 void PeerMemory::abandon() {
-  for_each([](Chunk& chunk) { chunk.data = nullptr; });
+  for_each([](Chunk& chunk) {
+    if (const std::byte* const data = std::exchange(chunk.data, nullptr)) vmci::memcheck::hide(data, chunk.bytes_there);
+  });
 }
 
 PeerMemory::~PeerMemory() {
