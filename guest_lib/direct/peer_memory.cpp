@@ -54,6 +54,7 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std:
   if (!data) return data.error();
   const bool is_new = chunk == nullptr;
   if (is_new) chunk = new Chunk{no_chunk, nullptr, 0, 0, first.load(std::memory_order_relaxed)};
+  vmci::memcheck::hide(*data, bytes);  // sparse; what keys name of it is shown by who finds them
   if (chunk->data == nullptr) chunk->bytes_there = bytes;
   chunk->data = *data;
   chunk->bytes = bytes;

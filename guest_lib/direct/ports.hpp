@@ -17,6 +17,7 @@
 #include "guest_lib/single_thread.hpp"
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/claimed_stores.hpp"
+#include "vmci_channel/memcheck.hpp"
 #include "vmci_channel/placement_copy.hpp"
 #include "vmci_channel/record_turns.hpp"
 #include "vmkernel_svc/engine/engine.hpp"
@@ -285,6 +286,7 @@ class DirectPorts {
     }
     // Several buffers of a message may lie there.
     const Overlap part = overlap({region.address + region.mapped_from, region.mapped_bytes, backing, region.backing_offset}, mapped);
+    vmci::memcheck::show(part.data, part.bytes);
     runs_[peers] = {key, part.address, part.address + part.bytes, part.data};
   }
 
@@ -369,6 +371,7 @@ class DirectPorts {
       return std::nullopt;
     }
     const Overlap part = overlap(named, mapped);
+    vmci::memcheck::show(part.data, part.bytes);
     found_[&guest == &peer_] = {key.value, access, part.address, part.bytes, part.data};
     return engine::Place::in_engine(mapped.data + (in_file - mapped.offset));
   }
