@@ -273,8 +273,7 @@ Status Attachment::prepare_process_memory() {
   if (!reply && value(reply.error()) != EOPNOTSUPP) return reply.error();
   const bool by_service = !reply || reply->body.way == control::reach_by_service;
   if (!by_service && reply->descriptors.size() != (bar_ ? 2 : 1)) return not_brought(reply->descriptors);
-  process_memory_known_ = true;
-  if (by_service) return ok();
+  if (by_service) return process_memory_known_ = true, ok();
   auto segment = (bar_ ? map_lent : map_segment)(reply->descriptors[0], copying::segment_bytes, Writable::yes);
   if (!segment) return segment.error();
   Mapping word;
@@ -285,6 +284,7 @@ Status Attachment::prepare_process_memory() {
     word = std::move(*mapped);
   }
   copier_ = std::make_unique<Copier>(std::move(*segment), std::move(reply->descriptors[0]), std::move(word), doorbell_, reply->body.doorbell, liveness_);
+  process_memory_known_ = true;
   return copier_->start();
 }
 

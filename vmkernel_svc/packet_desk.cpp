@@ -104,8 +104,9 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
   if (found == nullptr) return;
   Guest& guest = *found;
   std::vector<vmci::UniqueFd> segment;
+  const bool is_known = guest.copier != nullptr;  // it asks again
   const auto reply = desk_.reach(guest, by_service, segment);
-  if (reply && !by_service)
+  if (reply && !by_service && !is_known)
     log::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies what cannot be mapped", guest.name,
                  guest.credentials.uid, guest.credentials.pid);
   std::vector<int> descriptors;

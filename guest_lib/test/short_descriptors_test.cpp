@@ -100,3 +100,45 @@ TEST_CASE("A connection manager's channel that cannot be opened for want of desc
   CHECK(outcome.refused == attempts);
   CHECK(outcome.left_behind < attempts);
 }
+
+// Memory of less than a page, which a thread of this process is to copy: the segment for that comes with the service's answer.
+TEST_CASE("A registration that was refused for want of descriptors is made when there are some, and is reached") {
+  Service service;
+  service.start(R"({"process_memory": "guest"})");
+  int count = 0;
+  ibv_device** const list = ibv_get_device_list(&count);
+  REQUIRE(count == 1);
+  ibv_context* const context = ibv_open_device(list[0]);
+  ibv_free_device_list(list);
+  REQUIRE(context != nullptr);
+  ibv_pd* const pd = ibv_alloc_pd(context);
+  REQUIRE(pd != nullptr);
+  alignas(64) static char memory[64];
+  const int rights = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  const auto fails = [&] {
+    ibv_mr* const mr = ibv_reg_mr(pd, memory, sizeof(memory), rights);
+    return mr == nullptr || (ibv_dereg_mr(mr), false);
+  };
+  const Outcome outcome = try_often(service, 0, fails);
+  CHECK(outcome.refused == attempts);
+  CHECK(outcome.left_behind < attempts);
+  {
+    Device device;  // its ends lie in pages with other memory
+    std::strcpy(memory, "before");
+    ibv_mr* const mr = ibv_reg_mr(device.pd, memory, sizeof(memory), rights);
+    REQUIRE(mr != nullptr);
+    {
+      const CqPtr cq = make_cq(device);
+      const QpPtr a = make_qp(device, cq.get()), b = make_qp(device, cq.get());
+      connect(a.get(), b->qp_num);
+      connect(b.get(), a->qp_num);
+      std::memcpy(device.memory.data(), "after!", sizeof("after!"));
+      REQUIRE(post_write(a.get(), device.sge(8), reinterpret_cast<std::uintptr_t>(memory), mr->rkey) == 0);
+      CHECK(collect(cq.get(), 1).front().status == IBV_WC_SUCCESS);
+    }
+    CHECK(std::string(memory) == "after!");
+    CHECK(ibv_dereg_mr(mr) == 0);
+  }
+  CHECK(ibv_dealloc_pd(pd) == 0);
+  CHECK(ibv_close_device(context) == 0);
+}

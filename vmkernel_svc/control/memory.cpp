@@ -58,6 +58,8 @@ Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
 }
 
 Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& request, std::function<void(bool)> answer) {
+  // Who had no descriptor free for what was given, or no memory to map it, asks again.
+  if (guest.copier) return answer(false), ok();
   if (guest.asked_how_reached) return Errno{EALREADY};
   guest.asked_how_reached = true;
   guest.probe = request;
@@ -77,39 +79,45 @@ Status ControlDesk::ask_how_reached(Guest& guest, const ReachProcessRequest& req
 }
 
 namespace {
-// The copier, and the descriptor that the guest gets: the segment, or in a machine the pipe that wakes its thread.
-std::pair<Result<std::unique_ptr<GuestCopier>>, vmci::UniqueFd> make_copier(Guest& guest, std::uint32_t doorbell, JobSink& sink) {
-  if (!guest.machine) {
-    auto copier = GuestCopier::create(doorbell, sink);
-    vmci::UniqueFd fd(copier ? ::fcntl((*copier)->fd(), F_DUPFD_CLOEXEC, 0) : -1);
-    return {std::move(copier), std::move(fd)};
+Status make_copier(Guest& guest, JobSink& sink) {
+  if (guest.machine && !guest.machine->copier_segment) return Errno{EINVAL};
+  Tenant& tenant = *guest.tenant;
+  if (tenant.queue_bytes + copying::segment_bytes > tenant.quota.queue_bytes || !tenant.take_descriptors(1)) return Errno{EDQUOT};
+  const std::uint32_t doorbell = guest.take_doorbell();
+  auto copier = guest.machine ? GuestCopier::over(std::exchange(guest.machine->copier_segment, {}), doorbell, sink) : GuestCopier::create(doorbell, sink);
+  if (!copier) {
+    --tenant.descriptors;
+    guest.free_doorbells.push_back(doorbell);
+    return copier.error();
   }
-  if (!guest.machine->copier_segment) return {Errno{EINVAL}, vmci::UniqueFd()};
+  tenant.queue_bytes += copying::segment_bytes;
+  guest.process.close();
+  guest.copier = std::move(*copier);
+  return ok();
+}
+
+// The descriptor that the guest gets: of the segment, or in a machine of a pipe that wakes its thread, in place of the one before.
+Result<vmci::UniqueFd> handle_of(GuestCopier& copier, bool in_machine) {
+  if (!in_machine) {
+    vmci::UniqueFd fd(::fcntl(copier.fd(), F_DUPFD_CLOEXEC, 0));
+    if (!fd) return last_error();
+    return fd;
+  }
   int ends[2];
-  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) return {last_error(), vmci::UniqueFd()};
-  vmci::UniqueFd read_end(ends[0]);
-  return {GuestCopier::over(std::exchange(guest.machine->copier_segment, {}), vmci::UniqueFd(ends[1]), doorbell, sink), std::move(read_end)};
+  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) return last_error();
+  copier.wake_by(vmci::UniqueFd(ends[1]));
+  return vmci::UniqueFd(ends[0]);
 }
 }  // namespace
 
 Result<ReachProcessReply> ControlDesk::reach(Guest& guest, bool by_service, std::vector<vmci::UniqueFd>& give) {
   guest.reached_by_service = by_service;
   if (by_service) return ReachProcessReply{reach_by_service, 0};
-  if (guest.tenant->queue_bytes + copying::segment_bytes > guest.tenant->quota.queue_bytes || !guest.tenant->take_descriptors(1))
-    return guest.asked_how_reached = false, Errno{EDQUOT};
-  const std::uint32_t doorbell = guest.take_doorbell();
-  auto [copier, fd] = make_copier(guest, doorbell, fabric_.shards);
-  if (!fd) {
-    const Errno failed = copier ? last_error() : copier.error();
-    --guest.tenant->descriptors;
-    guest.free_doorbells.push_back(doorbell);
-    guest.asked_how_reached = false;
-    return failed;
-  }
-  guest.tenant->queue_bytes += copying::segment_bytes;
-  guest.process.close();
-  guest.copier = std::move(*copier);
-  give.push_back(std::move(fd));
+  if (!guest.copier)
+    if (const Status made = make_copier(guest, fabric_.shards); !made) return guest.asked_how_reached = false, made.error();
+  auto handle = handle_of(*guest.copier, guest.machine != nullptr);
+  if (!handle) return handle.error();
+  give.push_back(std::move(*handle));
   return ReachProcessReply{reach_by_guest, guest.copier->doorbell()};
 }
 

@@ -28,16 +28,15 @@ Kind kind_of(const ProcessJob& job) {
 Result<std::unique_ptr<GuestCopier>> GuestCopier::create(std::uint32_t doorbell, JobSink& sink) {
   auto segment = vmci::Segment::create("vrdma-copy", segment_bytes);
   if (!segment) return segment.error();
-  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(*segment), vmci::UniqueFd(), doorbell, sink));
+  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(*segment), doorbell, sink));
 }
 
-std::unique_ptr<GuestCopier> GuestCopier::over(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink) {
-  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(segment), std::move(wake), doorbell, sink));
+Result<std::unique_ptr<GuestCopier>> GuestCopier::over(vmci::Segment segment, std::uint32_t doorbell, JobSink& sink) {
+  return std::unique_ptr<GuestCopier>(new GuestCopier(std::move(segment), doorbell, sink));
 }
 
-GuestCopier::GuestCopier(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink)
+GuestCopier::GuestCopier(vmci::Segment segment, std::uint32_t doorbell, JobSink& sink)
     : segment_(std::move(segment)),
-      wake_(std::move(wake)),
       doorbell_(doorbell),
       sink_(sink),
       jobs_(segment_.data() + jobs_offset, job_slots),

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "vmci_channel/record_ring.hpp"
@@ -23,8 +24,10 @@ class GuestCopier {
   // doorbell: the member of the guest's bitmap that it sets after answering.
   static Result<std::unique_ptr<GuestCopier>> create(std::uint32_t doorbell, JobSink& sink);
 
-  // In a segment that a virtual machine lends. wake: the write end of a pipe; what comes out of it wakes the machine's thread.
-  static std::unique_ptr<GuestCopier> over(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink);
+  // In a segment that a virtual machine lends.
+  static Result<std::unique_ptr<GuestCopier>> over(vmci::Segment segment, std::uint32_t doorbell, JobSink& sink);
+  // pipe: the write end; what comes out of it wakes the machine's thread.
+  void wake_by(vmci::UniqueFd pipe) { wake_ = std::move(pipe); }
 
   // Takes ownership of the job until the sink has it back. False: no room.
   bool submit(std::unique_ptr<ProcessJob> job);
@@ -57,7 +60,7 @@ class GuestCopier {
     std::uint64_t bytes, buffer_offset;
   };
 
-  GuestCopier(vmci::Segment segment, vmci::UniqueFd wake, std::uint32_t doorbell, JobSink& sink);
+  GuestCopier(vmci::Segment segment, std::uint32_t doorbell, JobSink& sink);
   void wake();
   void give();
   void give(Waiting waiting);
