@@ -230,6 +230,7 @@ struct Guest {
   bool reached_by_service = false;      // it has asked, and the service reaches it: so may its direct peers, who look for …
   control::ReachProcessRequest probe{};  // … this there
   std::unordered_map<std::uint32_t, Backing> backings;
+  std::uint32_t window_backing = 0;  // of these, its memory window, which peers keep mapped; 0: none
   // Of backings: those that keys have room for (direct::KeyEntry), and where none of them is to be had, others, which peers cannot map.
   Numbers backing_numbers{1, direct::key_backings - 1};
   Numbers further_backing_numbers{direct::key_backings, control::backing_process - 1};

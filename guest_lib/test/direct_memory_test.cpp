@@ -4,6 +4,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <set>
+#include <sstream>
 
 #include "guest_lib/test/direct_pair.hpp"
 
@@ -57,6 +59,19 @@ struct OwnFile {
   ibv_mr* mr = nullptr;
 };
 
+// How many memory windows, of whatever process, are mapped here.
+std::size_t windows_mapped() {
+  std::set<std::string> inodes;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    std::string range, rights, offset, device, inode, name;
+    words >> range >> rights >> offset >> device >> inode >> name;
+    if (name == "/memfd:vrdma-window") inodes.insert(inode);
+  }
+  return inodes.size();
+}
+
 // Another process, with memory that this one may write to: a memfd, and pages.
 class FileOwner {
  public:
@@ -86,15 +101,15 @@ class FileOwner {
     std::uint64_t pages, file;
     std::uint32_t pages_key, file_key;
   } told{};
-  void meet(const ibv_qp* qp, std::uint16_t lid) {
-    ask(Told{qp->qp_num, lid, 0, 0, 0, 0});
-  }
+  void meet(const ibv_qp* qp, std::uint16_t lid) { ask({Wish::meet, qp->qp_num, lid}); }
   // It deregisters the file, and unmaps it; whether it can seal it then.
-  void let_go() { ask(Told{}); }
+  void let_go() { ask({Wish::let_go_of_file, 0, 0}); }
   bool seal() {
-    ask(Told{});
+    ask({Wish::seal, 0, 0});
     return answer_ != 0;
   }
+  // It deregisters all that lies in its memory window.
+  void let_go_of_pages() { ask({Wish::let_go_of_pages, 0, 0}); }
   void kill() {
     if (pid_ <= 0) return;
     ::kill(pid_, SIGKILL);
@@ -110,29 +125,39 @@ class FileOwner {
   static void write_to(int fd, const T& from) {
     REQUIRE(::write(fd, &from, sizeof(from)) == sizeof(from));
   }
-  void ask(const Told& words) {
+  enum class Wish { meet, let_go_of_file, seal, let_go_of_pages };
+  struct Asked {
+    Wish wish;
+    std::uint32_t qpn;
+    std::uint16_t lid;
+  };
+  void ask(const Asked& words) {
     write_to(to_[1], words);
     read_from(from_[0], answer_);
   }
   [[noreturn]] void serve() {
-    const Device device;
-    const Pages pages(device);
+    Device device;
+    Pages pages(device);
     OwnFile file(device.pd, "theirs");
     const CqPtr cq = make_cq(device);
     const QpPtr qp = make_qp(device, cq.get());
     ibv_port_attr port{};
     REQUIRE(ibv_query_port(device.context, 1, &port) == 0);
     write_to(from_[1], Told{qp->qp_num, port.lid, pages.address(), file.address(), pages.mr->rkey, file.mr->rkey});
-    Told heard{};
-    read_from(to_[0], heard);
-    connect(qp.get(), heard.qpn, {}, 0, heard.lid);
-    write_to(from_[1], 1);
-    read_from(to_[0], heard);
-    file.let_go();
-    write_to(from_[1], 1);
-    read_from(to_[0], heard);
-    write_to(from_[1], file.can_be_sealed() ? 1 : 0);
-    for (;;) ::pause();
+    for (;;) {
+      Asked asked{};
+      read_from(to_[0], asked);
+      int answer = 1;
+      switch (asked.wish) {
+        case Wish::meet: connect(qp.get(), asked.qpn, {}, 0, asked.lid); break;
+        case Wish::let_go_of_file: file.let_go(); break;
+        case Wish::seal: answer = file.can_be_sealed() ? 1 : 0; break;
+        case Wish::let_go_of_pages:
+          for (ibv_mr** mr : {&pages.mr, &device.mr}) REQUIRE(ibv_dereg_mr(std::exchange(*mr, nullptr)) == 0);
+          break;
+      }
+      write_to(from_[1], answer);
+    }
   }
 
   pid_t pid_ = 0;
@@ -236,6 +261,25 @@ TEST_CASE("a peer that has written to a file lets go of it with its next message
   owner.let_go();
   eventually("it is let go", [&] { return writer.write(owner.told.pages, owner.told.pages_key), !is_mapped("memfd:theirs"); });
   CHECK(owner.seal());
+}
+
+// A program that registers one buffer for each message would have it mapped anew for each.
+TEST_CASE("a peer's memory window stays mapped when the last region in it is deregistered") {
+  Service service;
+  service.start(with_direct);
+  FileOwner owner;
+  FileWriter writer(owner);
+  const std::size_t own = windows_mapped();
+  if (!writer.maps_the_file()) return;
+  const auto write_directly = [&](std::uint64_t address, std::uint32_t key) {
+    eventually("the connection is direct", [&] { return mode_of(writer.qp.get()) == "direct"; });
+    writer.write(address, key);
+  };
+  eventually("it is mapped", [&] { return write_directly(owner.told.pages, owner.told.pages_key), windows_mapped() == own + 1; });
+  owner.let_go_of_pages();
+  for (int i = 0; i < 10; ++i) write_directly(owner.told.file, owner.told.file_key);
+  CHECK(windows_mapped() == own + 1);
+  CHECK(is_mapped("memfd:theirs"));
 }
 
 TEST_CASE("what a killed peer had registered is let go of by who only polls") {

@@ -115,7 +115,7 @@ struct Device {
     REQUIRE(mr != nullptr);
   }
   ~Device() {
-    CHECK(ibv_dereg_mr(mr) == 0);
+    if (mr != nullptr) CHECK(ibv_dereg_mr(mr) == 0);
     CHECK(ibv_dealloc_pd(pd) == 0);
     CHECK(ibv_close_device(context) == 0);
   }

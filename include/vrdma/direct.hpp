@@ -132,8 +132,9 @@ struct KeyRegion {
 };
 static_assert(WireRecord<KeyRegion> && sizeof(KeyRegion) == 48);
 
-// Files of a guest that its peers had mapped, and that no key names any more, for them to unmap. Changes only while no direction that could
-// read the guest's keys is handed out: who finds it changed, before it uses a key, knows that nobody uses what was mapped of them.
+// Files of a guest, not its memory window, that its peers had mapped, and that no key names any more, for them to unmap. Changes only while
+// no direction that could read the guest's keys is handed out: who finds it changed, before it uses a key, knows that nobody uses what was
+// mapped of them.
 constexpr std::uint32_t let_go_kept = 63;
 struct LetGo {
   std::uint32_t count;                 // of all that ever were

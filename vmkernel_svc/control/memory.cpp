@@ -28,13 +28,14 @@ std::uint32_t ControlDesk::new_backing(Guest& guest) {
   return guest.further_backing_numbers.take(backings_max + 1, [&](std::uint32_t number) { return guest.backings.contains(number); }).value();
 }
 
-Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest&, vmci::UniqueFd fd) {
+Result<AddBackingReply> ControlDesk::on(Guest& guest, const AddBackingRequest& request, vmci::UniqueFd fd) {
   if (guest.backings.size() >= backings_max) return Errno{EMFILE};
   auto backing = Backing::adopt(std::move(fd));
   if (!backing) return backing.error();
   if (!guest.tenant->take_descriptors(1)) return Errno{EDQUOT};
   const std::uint32_t number = new_backing(guest);
   guest.backings.emplace(number, std::move(*backing));
+  if ((request.flags & backing_window) != 0) guest.window_backing = number;
   return AddBackingReply{number, 0};
 }
 
@@ -53,6 +54,7 @@ Status ControlDesk::on(Guest& guest, const RemoveBackingRequest& request) {
   if (found == guest.backings.end()) return Errno{EINVAL};
   if (found->second.in_use()) return Errno{EBUSY};
   guest.backings.erase(found);
+  if (request.backing == guest.window_backing) guest.window_backing = 0;
   --guest.tenant->descriptors;
   return ok();
 }

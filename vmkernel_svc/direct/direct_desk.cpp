@@ -300,11 +300,12 @@ void DirectDesk::deregistering(Guest& guest, const Region& region) {
   if (guest.key_book) guest.key_book->remove(region.key);
 }
 
+// Not the window: its owner gives back the pages themselves, and what is registered next lies in it again.
 void DirectDesk::released(Guest& guest, const std::vector<Piece>& pieces) {
   if (!guest.key_book) return;
   std::uint32_t last = control::backing_process;
   for (const Piece& piece : pieces) {
-    if (piece.host == nullptr || piece.backing == std::exchange(last, piece.backing)) continue;
+    if (piece.host == nullptr || piece.backing == guest.window_backing || piece.backing == std::exchange(last, piece.backing)) continue;
     const auto backing = guest.backings.find(piece.backing);
     if (backing != guest.backings.end() && !backing->second.in_use() && is_lent(guest, piece.backing)) guest.key_book->let_go(piece.backing);
   }

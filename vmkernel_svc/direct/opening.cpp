@@ -109,8 +109,9 @@ Result<control::OpenBackingReply> DirectDesk::open(Guest& guest, const control::
     if (!own) return Errno{EPERM};
   }
   const auto backing = owner->backings.find(request.backing);
+  if (backing == owner->backings.end() || backing->second.lendable_fd() < 0) return Errno{EINVAL};
   // One that no key names would be mapped after its peers have heard of that.
-  if (backing == owner->backings.end() || backing->second.lendable_fd() < 0 || !backing->second.in_use()) return Errno{EINVAL};
+  if (!backing->second.in_use() && request.backing != owner->window_backing) return Errno{EINVAL};
   give.push_back(copy_of(backing->second.lendable_fd()));
   if (!give.back()) return give.clear(), Errno{EMFILE};
   constexpr std::size_t lent_max = 1 << 12;
