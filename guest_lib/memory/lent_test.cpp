@@ -121,6 +121,21 @@ TEST_CASE("Pages of which a part is copied through the process do not move for a
   ::munmap(p, bytes);
 }
 
+TEST_CASE("Nothing is lent for a program that wants its private pages to stay, and its memory is reached through the process") {
+  Lender lender;
+  lender.manager.keep_private_pages();
+  unsigned char* const p = map_anonymous(bytes);
+  auto registration = lender.manager.add(at(p), bytes, writable_access);
+  REQUIRE(registration.has_value());
+  REQUIRE(registration->extents.size() == 1);
+  CHECK(registration->extents.front().backing == backing_process);
+  CHECK(registration->extents.front().bytes == bytes);
+  CHECK(lender.all_back());
+  CHECK(lender.manager.statistics().moved_in_bytes == 0);
+  lender.manager.remove(std::move(*registration));
+  ::munmap(p, bytes);
+}
+
 TEST_CASE("More than can be lent is ENOMEM, and nothing of it has moved or stays lent") {
   Lender lender;
   unsigned char* const p = map_anonymous(Lender::bytes + page);

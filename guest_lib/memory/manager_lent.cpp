@@ -128,12 +128,12 @@ Result<Plan> MemoryManager::plan_lent(Range range, bool writes, std::uint64_t se
   return plan;
 }
 
-// What is not to be moved: all of it beside other threads; stacks; and pages of which another registration has a part copied through the
+// What is not to be moved: all of it beside other threads, or where the program wants it so; stacks; and pages of which another registration has a part copied through the
 // process, which the kernel would not copy to and from lent pages.
 void MemoryManager::leave_to_process(Plan& plan, std::pmr::memory_resource* scratch) {
-  const OtherThreads others = other_threads();
+  const bool stays = keeps_private_pages_.load(std::memory_order_relaxed) || other_threads() == OtherThreads::some;
   for (Piece& piece : plan)
-    if (piece.kind == Piece::Kind::file || (movable(piece) && others == OtherThreads::some)) piece.kind = Piece::Kind::process;
+    if (piece.kind == Piece::Kind::file || (movable(piece) && stays)) piece.kind = Piece::Kind::process;
   spare_stacks(plan, std::pmr::vector<std::uint64_t>(scratch));
   leave_where_counted(plan, Piece::Kind::movable, *by_process_);
 }
