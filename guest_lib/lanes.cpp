@@ -64,6 +64,7 @@ void Cq::add_lane(Lane& lane) {
     promote(*this, lane, i);
     break;
   }
+  // The lanes of the only queue pair are in the first two places: poll_one_queue_pair looks at these in turn.
   if (in_order) line_up(*this, lane);  // in case it completed something before it got here
 }
 

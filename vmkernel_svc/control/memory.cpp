@@ -20,7 +20,7 @@ namespace {
 constexpr std::uint32_t backings_max = 65536;  // of a guest, at a time
 }
 
-// Peers keep what they have mapped for as long as they are there, by its number.
+// Not one that peers were ever lent a file by: who sends nothing has not let go of it yet.
 std::uint32_t ControlDesk::new_backing(Guest& guest) {
   const auto is_taken = [&](std::uint32_t number) { return guest.backings.contains(number) || shard_.direct().is_lent(guest, number); };
   const std::uint32_t tries_max = shard_.direct().has_lent_all(guest) ? 1 : backings_max + 1;

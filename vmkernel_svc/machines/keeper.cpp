@@ -69,6 +69,7 @@ Result<std::vector<vmci::UniqueFd>> receive_all(const vmci::PacketSocket& socket
     std::byte one;
     auto got = socket.receive({&one, 1}, timeout_ms);
     if (!got) return got.error();
+    if (got->descriptors_missing) return Errno{EMFILE};
     if (got->descriptors.empty()) return Errno{EPROTO};
     for (auto& fd : got->descriptors) descriptors.push_back(std::move(fd));
   }
