@@ -211,8 +211,9 @@ struct CreatePdRequest {
   std::uint32_t context;
   std::uint32_t reserved;
 };
-// Asks how memory that no file backs is reached, once per guest, before the first registration of such memory. The service
-// answers when it has read the word, or has failed to: a page can keep it waiting. Without this request it reaches what it can.
+// Asks how memory that no file backs is reached, once per guest, before the first registration of such memory; again where the answer's
+// descriptor could not be received or mapped (EALREADY where there was none). The service answers when it has read the word, or has failed
+// to: a page can keep it waiting. Without this request it reaches what it can.
 struct ReachProcessRequest {
   std::uint64_t probe_address;  // of an aligned word in the guest's memory that holds …
   std::uint64_t probe_value;    // … this: whether the memory that the service sees under the guest's pid is the guest's
