@@ -36,7 +36,7 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std:
     if (!data) return data;
     const Status kept = keep_private(*data, bytes);
     if (kept) return data;
-    blank.empty() ? memory::MemoryManager::unmap_view(range_of(*data, bytes)) : memory::MemoryManager::blank_view(range_of(*data, bytes));
+    memory::MemoryManager::unmap_view(range_of(*data, bytes));
     return Result<std::byte*>(kept.error());
   };
   std::atomic<Chunk*>& first = place(backing, index);
@@ -48,6 +48,7 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std:
   Chunk* chunk = unused([bytes](const Chunk& one) { return one.data != nullptr && one.bytes_there >= bytes; });
   auto data = chunk != nullptr ? map(range_of(chunk->data, chunk->bytes_there)) : Result<std::byte*>(Errno{ENOMEM});
   if (!data) {  // also where a file of huge pages does not go there
+    if (chunk != nullptr) chunk->data = nullptr;  // nobody knows what the kernel has left of the range: it is not mapped over again
     chunk = unused([](const Chunk& one) { return one.data == nullptr; });
     data = map({});
   }
@@ -71,7 +72,7 @@ void PeerMemory::unmap(Chunk& chunk) {
 
 void PeerMemory::blank(Chunk& chunk) {
   chunk.id.store(no_chunk, std::memory_order_relaxed);
-  if (chunk.data != nullptr) memory::MemoryManager::blank_view(range_of(chunk.data, chunk.bytes));
+  if (chunk.data != nullptr && !memory::MemoryManager::blank_view(range_of(chunk.data, chunk.bytes))) chunk.data = nullptr;
 }
 
 void PeerMemory::forget(std::uint32_t backing) {

@@ -111,8 +111,8 @@ class MemoryManager {
   // blank: a range that blank_view() has left, of at least so many bytes, to be mapped over; empty: anywhere.
   static Result<std::byte*> map_view(int fd, std::uint64_t offset, std::uint64_t bytes, Range blank = {});
   static void unmap_view(Range view) { end_view(view, Left::nothing); }
-  // Takes the file out of the range, which stays, to be read as zeroes.
-  static void blank_view(Range view) { end_view(view, Left::zeroes); }
+  // Takes the file out of the range, which stays, to be read as zeroes. False: it does not, and is anybody's.
+  static bool blank_view(Range view) { return end_view(view, Left::zeroes); }
 
  private:
   struct File {
@@ -152,7 +152,7 @@ class MemoryManager {
   std::uint64_t take_in(const Piece& piece, OtherThreads others);
   bool mapped_elsewhere(Range offsets);
   enum class Left { nothing, zeroes };
-  static void end_view(Range view, Left left);
+  static bool end_view(Range view, Left left);
   bool is_view(Range range) const { return views_->first_overlap(range) == range; }
   void hold(const Plan& plan, bool atomics = false);
   void count_in(const Piece& piece, bool atomics);

@@ -208,18 +208,20 @@ Result<std::byte*> MemoryManager::map_view(int fd, std::uint64_t offset, std::ui
   return static_cast<std::byte*>(memory);
 }
 
-void MemoryManager::end_view(Range view, Left left) {
+bool MemoryManager::end_view(Range view, Left left) {
   MemoryManager* self = instance.load(std::memory_order_acquire);
   const SignalsBlocked signals;
   std::unique_lock<std::mutex> lock;
   if (self != nullptr) lock = std::unique_lock(self->mutex_);
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  if (left == Left::nothing || raw_mmap(view.begin, view.bytes(), PROT_READ, flags, -1, 0) == MAP_FAILED) raw_munmap(view.begin, view.bytes());
+  const bool stays = left == Left::zeroes && raw_mmap(view.begin, view.bytes(), PROT_READ, flags, -1, 0) != MAP_FAILED;
+  if (!stays) raw_munmap(view.begin, view.bytes());
   try {
     if (self != nullptr) self->views_->erase({view.begin, page_ceiling(view.end)});
   } catch (const std::bad_alloc&) {
     // What the application moves there later passes for a view.
   }
+  return stays;
 }
 
 bool MemoryManager::evict(Range range) {
