@@ -6,31 +6,15 @@
 
 #include <set>
 
-#include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/control/test_service.hpp"
 
 using namespace vrdma;
 using namespace vrdma::svc;
+using namespace vrdma::svc::test;
 
 namespace {
 
-// A service without threads and sockets, and a guest of it.
-struct World {
-  World() : page(*vmci::Segment::create("numbers-test", sizeof(control::ServicePage), true)) {
-    guest = shard.fabric().guest(GuestId{attach()});
-    REQUIRE(guest != nullptr);
-  }
-  ~World() {
-    while (!shard.fabric().guests.empty()) desk.detach(*shard.fabric().guests.begin()->second);
-  }
-
-  std::uint32_t attach() {
-    std::vector<int> descriptors;
-    std::vector<vmci::UniqueFd> keep;
-    const auto attached = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1000, 1000}, {}, vmci::UniqueFd(::dup(page.fd()))}, page.fd(), descriptors, keep);
-    REQUIRE(attached.has_value());
-    return attached->guest;
-  }
-
+struct World : TestService {
   std::uint32_t open_context() {
     const auto opened = desk.on(*guest, control::OpenContextRequest{}, given);
     REQUIRE(opened.has_value());
@@ -42,17 +26,7 @@ struct World {
     return added->backing;
   }
 
-  static Config config_of_test() {
-    Config config;
-    config.arena_bytes = 16 << 20;
-    return config;
-  }
-  Config config = config_of_test();
-  control::ServicePage service_page{};
-  Shard shard{config, service_page};
-  ControlDesk desk{shard};
-  vmci::Segment page;
-  Guest* guest = nullptr;
+  Guest* const guest = attach();
   std::vector<vmci::UniqueFd> given;
 };
 
@@ -81,8 +55,8 @@ TEST_CASE("A guest's number that comes round again is none of a guest that is th
   constexpr std::uint32_t first = control::host_context + 1;
   CHECK(world.guest->id.value == first);
   world.shard.fabric().guest_numbers = Numbers(first, first + 2, first + 2);
-  CHECK(world.attach() == first + 2);
-  CHECK(world.attach() == first + 1);
+  CHECK(world.attach()->id.value == first + 2);
+  CHECK(world.attach()->id.value == first + 1);
   CHECK(world.shard.fabric().guests.size() == 3);
 }
 

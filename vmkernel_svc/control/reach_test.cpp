@@ -2,29 +2,19 @@
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include "vmkernel_svc/control/desk.hpp"
+#include "vmkernel_svc/control/test_service.hpp"
 
 using namespace vrdma;
 using namespace vrdma::svc;
+using namespace vrdma::svc::test;
 
 namespace {
 
-// A service without threads and sockets, and a guest of it.
-struct World {
-  World() : page(*vmci::Segment::create("reach-test", sizeof(control::ServicePage), true)) {
-    std::vector<int> descriptors;
-    std::vector<vmci::UniqueFd> keep;
-    const auto attached = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1000, 1000}, {}, vmci::UniqueFd(::dup(page.fd()))}, page.fd(), descriptors, keep);
-    REQUIRE(attached.has_value());
-    guest = shard.fabric().guest(GuestId{attached->guest});
-    REQUIRE(guest != nullptr);
-  }
-  ~World() {
-    guest->machine.reset();
-    desk.detach(*guest);
-  }
+// A service that leaves copying to its guests, and a guest of it.
+struct World : TestService {
+  World() : TestService(by_guests()) {}
+  ~World() { guest->machine.reset(); }
 
   struct Reached {
     control::ReachProcessReply reply{};
@@ -47,18 +37,12 @@ struct World {
     return reached;
   }
 
-  static Config config_of_test() {
+  static Config by_guests() {
     Config config;
-    config.arena_bytes = 16 << 20;
     config.process_memory = "guest";
     return config;
   }
-  Config config = config_of_test();
-  control::ServicePage service_page{};
-  Shard shard{config, service_page};
-  ControlDesk desk{shard};
-  vmci::Segment page;
-  Guest* guest = nullptr;
+  Guest* const guest = attach();
 };
 
 ino_t inode_of(const vmci::UniqueFd& fd) {
