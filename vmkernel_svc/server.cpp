@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <linux/futex.h>
 #include <malloc.h>
-#include <poll.h>
 #include <pthread.h>
 #include <sys/file.h>
 #include <sys/resource.h>
@@ -17,9 +16,6 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
-#include <sstream>
 #include <string>
 #include <utility>
 
@@ -34,42 +30,31 @@
 #include "vmkernel_svc/pkeys.hpp"
 #include "vmkernel_svc/remote/configured_subnet.hpp"
 #include "vmkernel_svc/serve.hpp"
-#include "vmkernel_svc/watching.hpp"
 
 namespace vrdma::svc {
 
 using namespace control;
 
 namespace {
-// How long who attaches is kept for this host's first lease: an election takes up to 6 s. Who cannot see whether this service runs does not
-// wait for its answer so long (vmci::receive_answer), and is to be told of a lease that does not come.
-constexpr std::chrono::seconds lease_patience(8), lease_patience_unseen(4);
-static_assert(lease_patience_unseen < std::chrono::milliseconds(vmci::attach_within_ms));
-
-// A process sees this service in /proc if it is of the PID namespace that we are of: it has one number then.
-bool sees_us(pid_t pid) {
-  std::ifstream status(fmt::format("/proc/{}/status", pid));
-  for (std::string line; std::getline(status, line);) {
-    if (!line.starts_with("NSpid:")) continue;
-    std::istringstream numbers(line.substr(sizeof("NSpid:") - 1));
-    return std::distance(std::istream_iterator<pid_t>(numbers), std::istream_iterator<pid_t>()) == 1;
-  }
-  return false;
+// As many as are allowed. What one tenant may have of them is bounded.
+Reception::Limits raise_open_files(Config& config) {
+  Reception::Limits limits;
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return limits;
+  files.rlim_cur = files.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &files);
+  limits.open_files = files.rlim_cur;
+  const rlim_t of_a_tenant = config.one_user ? files.rlim_cur / 4 * 3 : files.rlim_cur / 4;
+  const rlim_t to_a_tenant = config.one_user ? files.rlim_cur / 6 : files.rlim_cur / 16;
+  config.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config.quota.descriptors, of_a_tenant));
+  limits.of_one_user = static_cast<std::uint32_t>(std::min<rlim_t>(limits.of_one_user, std::max<rlim_t>(to_a_tenant, 32)));
+  return limits;
 }
 }  // namespace
 
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
-  rlimit files{};
-  if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
-    files.rlim_cur = files.rlim_max;
-    ::setrlimit(RLIMIT_NOFILE, &files);
-    open_files_ = files.rlim_cur;
-    const rlim_t of_a_tenant = config_.one_user ? open_files_ / 4 * 3 : open_files_ / 4;
-    const rlim_t to_a_tenant = config_.one_user ? open_files_ / 6 : open_files_ / 16;
-    config_.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config_.quota.descriptors, of_a_tenant));
-    connections_max_ = static_cast<std::uint32_t>(std::min<rlim_t>(connections_max_, std::max<rlim_t>(to_a_tenant, 32)));
-  }
+  const Reception::Limits limits = raise_open_files(config_);
   auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), true);
   if (!page)
     throw std::runtime_error(fmt::format("cannot create shared memory ({}): memfd_create must be allowed", std::strerror(value(page.error()))));
@@ -109,6 +94,7 @@ Server::Server(const Config& config) : config_(config) {
   }
   desk_ = std::make_unique<ControlDesk>(*shard_);
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
+  reception_ = std::make_unique<Reception>(io_, *shard_, *packets_, limits, config_.machine_arena_bytes, [this] { tell_of_machines(); });
 }
 
 void Server::listen() {
@@ -118,7 +104,7 @@ void Server::listen() {
                                          std::strerror(value(inherited.error()))));
   if (inherited->fd) {
     config_.socket = inherited->path;
-    listener_.assign(inherited->fd.release());
+    listener_ = std::move(inherited->fd);
     return;
   }
   const auto directory = std::filesystem::path(config_.socket).parent_path();
@@ -139,7 +125,7 @@ void Server::listen() {
         : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
                               : "give another --socket"));
   }
-  listener_.assign(listening->release());
+  listener_ = std::move(*listening);
   socket_file_ = vmci::SocketFile(config_.socket);
 }
 
@@ -178,13 +164,13 @@ void Server::run() {
     else log::info("SIG{}: leaving", sigabbrev_np(signal));
     io_.stop();
   });
-  accept_next();
+  reception_->open(std::move(listener_));
   machines_ = std::make_unique<Machines>(
       config_.machines_folder(),
       MachinePort::Service{io_, *shard_, config_.machine_arena_bytes, std::chrono::seconds(config_.machine_keep_s),
                            [this](vmci::PacketSocket socket, std::shared_ptr<MachineProcess> machine) {
                              const uid_t uid = machine->tenant;
-                             admit(std::move(socket), uid, std::move(machine));
+                             reception_->admit(std::move(socket), uid, std::move(machine));
                            },
                            [this] { machines_changed(); }});
   machines_changed();
@@ -264,9 +250,9 @@ void Server::join_hosts() {
       shard.fabric().lease_lids(now->lids, now->may_give());
     });
     // Posted after that was submitted: who attaches then finds the LIDs.
-    if (now->may_give() || now->refused()) boost::asio::post(io_, [this] { lease_is_known(); });
+    if (now->may_give() || now->refused()) boost::asio::post(io_, [this] { reception_->lease_is_known(); });
   };
-  lease_is_known_ = false;
+  reception_->await_first_lease();
   shard_->submit([hosts = hosts_](Shard& shard) {
     shard.fabric().hosts = hosts;
     shard.fabric().host_name = hosts->snapshot()->us.name;
@@ -279,7 +265,7 @@ void Server::watch_idle() {
   idle_timer_.expires_after(std::chrono::seconds(1));
   idle_timer_.async_wait([this](const boost::system::error_code& error) {
     if (error) return;
-    idle_seconds_ = connections_.empty() && !machines_->any_running() ? idle_seconds_ + 1 : 0;
+    idle_seconds_ = reception_->is_empty() && !machines_->any_running() ? idle_seconds_ + 1 : 0;
     if (idle_seconds_ >= config_.idle_exit_s && go_unmissed()) {
       log::info("no guest for {} s: leaving", config_.idle_exit_s);
       io_.stop();
@@ -299,8 +285,7 @@ bool Server::go_unmissed() {
   const std::string aside = config_.socket + ".leaving";
   const bool locked = !folder_lock_ || ::flock(folder_lock_.get(), LOCK_EX | LOCK_NB) == 0;
   if (locked && ::rename(config_.socket.c_str(), aside.c_str()) == 0) {
-    pollfd connecting{listener_.native_handle(), POLLIN, 0};
-    if (::poll(&connecting, 1, 0) == 0) {
+    if (!reception_->somebody_knocks()) {
       ::unlink(aside.c_str());
       socket_file_ = {};
       return true;
@@ -309,232 +294,6 @@ bool Server::go_unmissed() {
   }
   folder_lock_.reset();
   return false;
-}
-
-void Server::accept_next() {
-  listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](const boost::system::error_code& error) {
-    if (error) return;
-    constexpr int at_once = 4;  // whoever knocks all the time does not keep the others waiting, nor signals and leases
-    for (int left = at_once; left > 0; --left) {
-      vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!fd) {
-        if (errno == EINTR || errno == ECONNABORTED) continue;
-        if (errno != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
-          static constinit log::Sparing sparing;
-          sparing.warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
-          accept_timer_.expires_after(std::chrono::milliseconds(100));
-          accept_timer_.async_wait([this](const boost::system::error_code& late) {
-            if (!late) accept_next();
-          });
-          return;
-        }
-        break;
-      }
-      ucred peer{};
-      socklen_t peer_bytes = sizeof(peer);
-      if (::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) != 0) continue;
-      admit(vmci::PacketSocket(std::move(fd)), peer.uid, nullptr);
-    }
-    accept_next();
-  });
-}
-
-void Server::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine) {
-  auto connection = std::make_shared<Connection>(io_, std::move(socket));
-  connection->uid = uid;
-  connection->machine = std::move(machine);
-  if (connections_of_[uid] >= connections_max_ || !watch_copy(connection->readable, connection->socket.fd())) {
-    Head unread{};  // what it asks, most likely
-    unread.record.control = static_cast<std::uint32_t>(Request::attach);
-    PacketDesk::refuse(connection->socket, unread, EDQUOT);
-    static constinit log::Sparing sparing;
-    sparing.warn("a connection of uid {} was refused: it has {} of {}, or the limit of {} open files is reached, which is that of whoever started this service (ulimit -Hn)", uid,
-                 connections_of_[uid], connections_max_, open_files_);
-    // Not from here: who admits is not ready for the news.
-    if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
-    return;
-  }
-  ++connections_of_[uid];
-  connections_.emplace(connection.get(), connection);
-  read_next(connection);
-}
-
-namespace {
-void refuse_for_descriptors(const vmci::PacketSocket& socket, std::span<const std::byte> packet) {
-  static constinit log::Sparing sparing;
-  sparing.warn("what a guest gives to this service cannot be taken: raise the limit of open files (ulimit -n)");
-  Head head{};
-  std::memcpy(&head, packet.data(), sizeof(head));
-  PacketDesk::refuse(socket, head, EMFILE);
-}
-}  // namespace
-
-void Server::read_next(const ConnectionPtr& connection) {
-  connection->readable.async_wait(
-      boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
-        if (error || connection->closed) return;
-        if (const auto& machine = connection->machine) {
-          if (machine->ended) return lost(connection);
-          if (machine->frozen) {
-            machine->thawed = [this, connection] { read_next(connection); };
-            return;
-          }
-        }
-        if (has_to_wait(*connection)) return await_lease(connection);
-        std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
-        auto received = connection->socket.receive(packet);
-        if (!received && value(received.error()) == EAGAIN) return read_next(connection);
-        if (received && received->descriptors_missing) {  // this request fails, not the guest
-          refuse_for_descriptors(connection->socket, packet);
-        } else {
-          if (!received || received->bytes == 0) return lost(connection);
-          packet.resize(received->bytes);
-          handle_packet(connection, std::move(packet), std::move(received->descriptors));
-        }
-        // One packet at a time: the next is looked at when the shard is through with this one, so that nobody can pile up work.
-        shard_->submit([this, connection](Shard&) {
-          boost::asio::post(io_, [this, connection] {
-            if (!connection->closed) read_next(connection);
-          });
-        });
-      });
-}
-
-// The packet stays where it is: whatever becomes of the connection meanwhile is found as ever when it is read.
-bool Server::has_to_wait(const Connection& connection) const {
-  if (lease_is_known_ || connection.has_waited) return false;
-  Head head{};
-  return ::recv(connection.socket.fd(), &head, sizeof(head), MSG_PEEK | MSG_DONTWAIT) == static_cast<ssize_t>(sizeof(head)) &&
-         PacketDesk::request_of(head) == Request::attach;
-}
-
-// A host that begins has its LIDs when it has met who leads its subnet, a moment after it is there for its programs. Later on a lease that
-// has lapsed is not waited for.
-void Server::await_lease(const ConnectionPtr& connection) {
-  connection->has_waited = true;
-  const auto peer = connection->socket.peer();
-  connection->patience.expires_after(!connection->machine && peer && sees_us(peer->pid) ? lease_patience : lease_patience_unseen);
-  connection->patience.async_wait([this, connection](const boost::system::error_code&) { read_next(connection); });
-}
-
-void Server::lease_is_known() {
-  if (std::exchange(lease_is_known_, true)) return;
-  for (const auto& [raw, connection] : connections_) connection->patience.cancel();
-}
-
-void Server::lost(const ConnectionPtr& connection) {
-  if (connection->closed) return;
-  connection->closed = true;
-  stop_watching(connection->readable);
-  stop_watching(connection->exited);
-  connections_.erase(connection.get());
-  if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
-  const auto gone = [this, connection] {
-    if (!connection->machine) return;
-    boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
-  };
-  shard_->submit([connection, gone](Shard& shard) {
-    Guest* const guest = shard.fabric().guest(GuestId{connection->guest.load()});
-    if (guest == nullptr) return gone();
-    log::info("{} (uid {}, pid {}) left", guest->name, guest->credentials.uid, guest->credentials.pid);
-    shard.let_go(*guest, gone);
-  });
-}
-
-void Server::await_exit(const ConnectionPtr& connection) {
-  connection->exited.async_wait(
-      boost::asio::posix::stream_descriptor::wait_read, [this, connection](const boost::system::error_code& error) {
-        if (error || connection->closed) return;
-        // Asio's waits also end without cause: the next descriptor that it watches gets the events of a closed one that it had
-        // yet to deliver.
-        pollfd process{connection->exited.native_handle(), POLLIN, 0};
-        if (::poll(&process, 1, 0) == 1) return lost(connection);
-        await_exit(connection);
-      });
-}
-
-void Server::attach(const ConnectionPtr& connection, const Head& head, const std::vector<std::byte>& packet) {
-  const auto& socket = connection->socket;
-  const auto request = PacketDesk::attach_request(socket, head, packet);
-  if (!request) return;
-  if (std::exchange(connection->asked_to_attach, true)) return PacketDesk::refuse(socket, head, EISCONN);
-  if (!ControlDesk::may_begin(Request::attach)) return PacketDesk::refuse(socket, head, ENOMEM);
-  if (connection->machine) return attach_from_machine(connection, head, *request);
-  auto credentials = socket.peer();
-  auto pidfd = socket.peer_pidfd();
-  if (!credentials) return PacketDesk::refuse(socket, head, value(credentials.error()));
-  // The process's end counts even where a child still holds the socket.
-  if (pidfd && watch_copy(connection->exited, pidfd->get())) await_exit(connection);
-  vmci::UniqueFd own_socket(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0));
-  if (!own_socket) return PacketDesk::refuse(socket, head, EMFILE);
-  auto info = std::make_shared<AttachInfo>(AttachInfo{*credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), std::move(own_socket)});
-  shard_->submit([this, connection, head, request, info](Shard&) {
-    connection->guest.store(packets_->attach(connection->socket, head, *request, std::move(*info)));
-  });
-}
-
-void Server::attach_from_machine(const ConnectionPtr& connection, const Head& head, const AttachRequest& request) {
-  MachineProcess& process = *connection->machine;
-  const auto pages = process.take_segment(vm::segment_arena);
-  if (!pages || pages->bytes() != config_.machine_arena_bytes) return PacketDesk::refuse(connection->socket, head, EPROTO);
-  auto arena = pages->segment();
-  if (!arena) {
-    log::warn("machine {}: the queues of a program cannot be mapped ({}): its RAM is on huge pages, and its vrdma-guestd of an older version, or too many "
-                 "mappings are there (sysctl vm.max_map_count)",
-                 process.machine, std::strerror(value(arena.error())));
-    return PacketDesk::refuse(connection->socket, head, value(arena.error()));
-  }
-  vmci::UniqueFd own_socket(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0));
-  if (!own_socket) return PacketDesk::refuse(connection->socket, head, EMFILE);
-  auto info = std::make_shared<AttachInfo>(AttachInfo{
-      {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, std::move(own_socket),
-      std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}, static_cast<std::uint32_t>(pages->part_count())}), std::move(*arena)});
-  shard_->submit([this, connection, head, request, info](Shard&) {
-    connection->guest.store(packets_->attach(connection->socket, head, request, std::move(*info)));
-  });
-}
-
-namespace {
-// The rest is about descriptors that do not reach a machine, or about others on this host.
-bool may_come_from_machine(Request request) {
-  switch (request) {
-    case Request::open_context:
-    case Request::create_channel:
-    case Request::open_xrcd:
-    case Request::cm_open:
-    case Request::mad_open:
-    case Request::add_pinned:
-    case Request::remove_backing:
-    case Request::reach_process:
-    case Request::show: return true;
-    default: return false;
-  }
-}
-}  // namespace
-
-// The memory that a machine has lent for this packet.
-std::optional<PinnedPages> Server::memory_of(const Connection& connection, Request request, const std::vector<std::byte>& packet) {
-  if (!connection.machine) return std::nullopt;
-  if (request == Request::reach_process) return connection.machine->take_segment(vm::segment_copier);
-  AddPinnedRequest body;
-  if (request != Request::add_pinned || packet.size() < sizeof(Head) + sizeof(body)) return std::nullopt;
-  std::memcpy(&body, packet.data() + sizeof(Head), sizeof(body));
-  return connection.machine->take_segment(body.segment);
-}
-
-void Server::handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors) {
-  Head head{};
-  if (packet.size() < sizeof(head)) return lost(connection);
-  std::memcpy(&head, packet.data(), sizeof(head));
-  if (PacketDesk::request_of(head) == Request::attach) return attach(connection, head, packet);
-  if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
-  auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
-  auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
-  if (PacketDesk::request_of(head) == Request::show) tell_of_machines();
-  const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
-  shard_->submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
-    packets_->answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer, connection);
-  });
 }
 
 void check_files(const Config& config) {

@@ -1,10 +1,7 @@
 #include "vmkernel_svc/shard.hpp"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <unistd.h>
-
 
 #include <algorithm>
 #include <stdexcept>
@@ -23,7 +20,6 @@ constexpr std::int32_t turn_wqes = 32;
 constexpr int looks_per_turn = 8;
 constexpr std::uint32_t idle_turns_max = 16'000;    // then the queue pair rings when it has something
 constexpr std::uint32_t idle_turns_crowded = 64;
-constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is tried again after so long
 // Where the processor is shared with a guest that polls, a yield and the way back take longer than a guest elsewhere to answer.
 constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::uint64_t turns_between_looks = 1024;  // at the clock, while receivers of direct connections may sleep
@@ -43,13 +39,6 @@ Shard::Shard(Shard& first)
       fabric_(common_->fabric), desk_(std::make_unique<ControlDesk>(first)) {
   make_descriptors();
   shards_.add(*this);
-}
-
-void Shard::make_descriptors() {
-  epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
-  wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!epoll_ || !wake_) throw std::runtime_error("cannot create the shard's descriptors: too many open files?");
-  if (!watch(wake_.get())) throw std::runtime_error("cannot watch the shard's wake-up descriptor");
 }
 
 Shard::~Shard() {
@@ -74,16 +63,6 @@ void Shard::join(std::shared_ptr<remote::Directory> directory, std::unique_ptr<r
     throw std::runtime_error("cannot watch the carrier's sockets: too many open files?");
 }
 
-Status Shard::watch(int fd, bool* came) {
-  // Edge-triggered and never read: a guest could otherwise make the read block (DESIGN.md D4).
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLET;
-  event.data.ptr = came;
-  return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0 ? ok() : Status(last_error());
-}
-
-void Shard::unwatch(int fd) { ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
-
 // --- other threads --------------------------------------------------------------------------------------------
 
 void Shard::submit(Task task) {
@@ -99,13 +78,6 @@ void Shard::finished(ProcessJob* job) {
 void Shard::stop() {
   stopping_.store(true, std::memory_order_release);
   wake();
-}
-
-void Shard::wake() {
-  vmci::store_load_fence();  // S1: pairs with S2 in sleep(): either it sees what was pushed or we see it asleep
-  if (!asleep_.load(std::memory_order_relaxed)) return;
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof(one));
 }
 
 // --- the loop -------------------------------------------------------------------------------------------------
@@ -348,13 +320,11 @@ bool Shard::run_timers() {
   if (timers_.empty()) return false;
   bool worked = false;
   const std::uint64_t now = vmci::monotonic_ns();
-  while (!timers_.empty() && timers_.top().at_ns <= now) {
-    const Timer timer = timers_.top();
-    timers_.pop();
-    const auto found = fabric_.by_qpn.find(timer.qpn);
-    if (found == fabric_.by_qpn.end() || &of(*found->second->guest) != this || found->second->core.port.wake_ns != timer.at_ns) continue;  // replaced, moved or gone
-    found->second->core.port.wake_ns = 0;
-    make_runnable(found->second->core);
+  for (Timers::Timer timer; timers_.take_due(now, timer);) {
+    Qp* const qp = set_for(timer);
+    if (qp == nullptr) continue;
+    qp->port.wake_ns = 0;
+    make_runnable(*qp);
     worked = true;
   }
   return worked;
@@ -438,15 +408,14 @@ void Shard::set_timer(Qp& qp, std::uint64_t at_ns) {
 
 void Shard::take_timer(Qp& qp, std::uint64_t at_ns) {
   qp.port.wake_ns = at_ns;
-  timers_.push({at_ns, qp.qpn.value});
-  // Replaced timers stay until their time comes, which may be hours away: sort them out before they pile up.
-  if (timers_.size() <= 1024 + 4 * fabric_.by_qpn.size()) return;
-  std::vector<Timer> valid;
-  for (; !timers_.empty(); timers_.pop()) {
-    const auto found = fabric_.by_qpn.find(timers_.top().qpn);
-    if (found != fabric_.by_qpn.end() && &of(*found->second->guest) == this && found->second->core.port.wake_ns == timers_.top().at_ns) valid.push_back(timers_.top());
-  }
-  timers_ = decltype(timers_)(std::greater<>{}, std::move(valid));
+  timers_.add({at_ns, qp.qpn.value}, fabric_.by_qpn.size(), [this](const Timers::Timer& timer) { return set_for(timer) != nullptr; });
+}
+
+// nullptr: it has been replaced, or its queue pair has moved or gone.
+Shard::Qp* Shard::set_for(const Timers::Timer& timer) {
+  const auto found = fabric_.by_qpn.find(timer.qpn);
+  if (found == fabric_.by_qpn.end() || &of(*found->second->guest) != this || found->second->core.port.wake_ns != timer.at_ns) return nullptr;
+  return &found->second->core;
 }
 
 void Shard::overran(CompletionQueue& cq) {
@@ -474,125 +443,6 @@ void Shard::forget(Qp& qp) {
   take_out(qp);
   if (Qp* const receiver = std::exchange(qp.port.waiting_at, nullptr)) receiver->port.waiting_sender = nullptr;
   if (Qp* const sender = std::exchange(qp.port.waiting_sender, nullptr)) sender->port.waiting_at = nullptr;
-}
-
-// --- machines that stand still --------------------------------------------------------------------------------
-
-void Shard::freeze(Guest& guest) {
-  if (guest.frozen) return;
-  for (auto& [handle, qp] : guest.qps) take_out(qp->core);
-  for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = true;
-  guest.frozen = true;
-  ++fabric_.topology_generation;  // its peers look for it anew, and find nobody
-}
-
-void Shard::thaw(Guest& guest) {
-  if (!guest.frozen) return;
-  guest.frozen = false;
-  for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = false;
-  ++fabric_.topology_generation;
-  for (auto& [handle, qp] : guest.qps) {
-    qp->watch_receives(qp->core.state == engine::QpState::err || qp->core.port.waiting_sender != nullptr);
-    make_runnable(qp->core);
-  }
-  interrupt_again(guest);
-  guest.control_held = true;  // what it rang for meanwhile
-  // Whoever waits for it looks now, not when its patience says so.
-  for (auto& [qpn, qp] : fabric_.by_qpn)
-    if (engine_.busy(qp->core)) make_runnable(qp->core);
-}
-
-// --- sleep ----------------------------------------------------------------------------------------------------
-
-bool Shard::anything_waiting() {
-  if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || !apart_.empty() || !leaving_.empty() || runnable_count_ != 0) return true;
-  if (far_ != nullptr && far_->anything_waiting()) return true;
-  for (Guest* guest : guests_)
-    if (guest->is_heard() && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
-  return false;
-}
-
-void Shard::say_asleep(bool asleep) {
-  // Counted, as guests of several shards may share a line.
-  if (asleep) {
-    for (std::size_t line = 0; line < on_line_.size(); ++line)
-      if (on_line_[line] != 0) asleep_on_.set(line), std::atomic_ref(page_.shards[line].sleeping).fetch_add(1, std::memory_order_relaxed);
-  } else {
-    for (std::size_t line = 0; line < on_line_.size(); ++line)
-      if (asleep_on_[line]) std::atomic_ref(page_.shards[line].sleeping).fetch_sub(1, std::memory_order_relaxed);
-    asleep_on_.reset();
-  }
-  for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->shards[0].sleeping).store(asleep, std::memory_order_relaxed);
-}
-
-void Shard::mirror(control::ServicePage& page) {
-  mirrors_.push_back(&page);
-  std::atomic_ref(page.device_generation).store(fabric_.device_generation, std::memory_order_release);
-}
-
-void Shard::devices_changed() {
-  ++fabric_.device_generation;
-  // Who sees it asks by a request, which the shard answers after this: it needs no order.
-  std::atomic_ref(page_.device_generation).store(fabric_.device_generation, std::memory_order_release);
-  for (control::ServicePage* mirror : mirrors_) std::atomic_ref(mirror->device_generation).store(fabric_.device_generation, std::memory_order_release);
-}
-
-void Shard::sleep() {
-  shards_.turnstile.enter(number_);
-  park_all();
-  asleep_.store(true, std::memory_order_relaxed);
-  say_asleep(true);
-  if (far_ != nullptr) far_->prepare_to_sleep();
-  vmci::store_load_fence();  // S2: pairs with S1, and with the guests' fence between a doorbell bit and this flag
-  while (!anything_waiting() && wait_for_events()) {
-  }
-  say_asleep(false);
-  asleep_.store(false, std::memory_order_relaxed);
-  shards_.turnstile.leave(number_);
-  backoff_.reset();
-}
-
-// False: something may have happened. True: nothing has, but that it was time to look at direct connections.
-bool Shard::wait_for_events() {
-  timespec timeout{};
-  bool timed = false;
-  const std::uint64_t now = vmci::monotonic_ns();
-  std::uint64_t until = timers_.empty() ? 0 : timers_.top().at_ns;
-  const auto no_later_than = [&until](std::uint64_t ns) {
-    if (until == 0 || ns < until) until = ns;
-  };
-  if (const std::uint64_t far = far_ != nullptr ? far_->next_wake_ns() : 0; far != 0) no_later_than(far);
-  bool held = direct_ && direct_->waiting();
-  for (Guest* guest : guests_) {
-    held |= flush_events(*guest);
-    if (guest->frozen) continue;
-    held |= fabric_.vmci.flush(*guest);
-    held |= guest->held_since_ns != 0 && !guest->broken && !guest->ended;
-  }
-  if (held) no_later_than(now + held_events_patience_ns);  // a request that waits, too
-  const std::uint64_t look = direct_ && direct_->watching() ? now + DirectDesk::look_interval_ns : 0;
-  if (look != 0) no_later_than(look);
-  if (until != 0) {
-    const std::uint64_t wait = until > now ? until - now : 0;
-    timeout.tv_sec = static_cast<time_t>(wait / 1'000'000'000);
-    timeout.tv_nsec = static_cast<long>(wait % 1'000'000'000);
-    timed = true;
-  }
-  epoll_event events[16];
-  ++counters_.sleeps;
-  int happened = 0;
-  shards_.turnstile.leave(number_);
-  // epoll_pwait2 (Linux 5.11) waits in nanoseconds; without it, whole milliseconds, rounded up.
-  if (!timed) {
-    happened = ::epoll_wait(epoll_.get(), events, 16, -1);
-  } else if ((happened = ::epoll_pwait2(epoll_.get(), events, 16, &timeout, nullptr)) < 0 && errno == ENOSYS) {
-    const int timeout_ms = static_cast<int>(timeout.tv_sec * 1000 + (timeout.tv_nsec + 999'999) / 1'000'000);
-    happened = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
-  }
-  shards_.turnstile.enter(number_);
-  for (int i = 0; i < happened; ++i)
-    if (bool* const came = static_cast<bool*>(events[i].data.ptr)) *came = true;
-  return happened == 0 && until == look && look != 0 && !direct_->look(vmci::monotonic_ns());
 }
 
 }  // namespace vrdma::svc

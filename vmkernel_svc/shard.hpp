@@ -14,7 +14,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <queue>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -23,6 +22,7 @@
 #include "vmkernel_svc/engine/engine.hpp"
 #include "vmkernel_svc/fabric.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
+#include "vmkernel_svc/timers.hpp"
 #include "vmkernel_svc/turn_order.hpp"
 #include "vrdma/control.hpp"
 
@@ -109,11 +109,7 @@ class Shard final : public Runner {
     std::int64_t deficit_bytes = 0;
     std::uint64_t moved_bytes = 0;
   };
-  struct Timer {
-    std::uint64_t at_ns;
-    std::uint32_t qpn;
-    bool operator>(const Timer& other) const { return at_ns > other.at_ns; }
-  };
+  static constexpr std::uint64_t held_events_patience_ns = 1'000'000;  // a full pipe is tried again after so long
 
   static Shard& of(const Guest& guest) { return *guest.group->shard; }
   bool is_first() const { return number_ == 0; }
@@ -125,6 +121,7 @@ class Shard final : public Runner {
   void adopt(Guest& guest);
   void take_in(Qp& qp);
   void take_timer(Qp& qp, std::uint64_t at_ns);
+  Qp* set_for(const Timers::Timer& timer);
   bool run_tasks();
   bool run_finished_jobs();
   bool look_at_doorbells();
@@ -175,7 +172,7 @@ class Shard final : public Runner {
   std::unordered_map<const Tenant*, RunList> lists_;
   std::vector<RunList*> running_;
   std::size_t runnable_count_ = 0;
-  std::priority_queue<Timer, std::vector<Timer>, std::greater<>> timers_;
+  Timers timers_;
   std::vector<std::uint32_t> changing_windows_;  // QPNs (change_window)
   std::deque<std::pair<GuestId, std::function<void()>>> leaving_;
   vmci::Backoff backoff_;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cassert>
 
+#include "vmkernel_svc/events.hpp"
 #include "vmkernel_svc/shard.hpp"
 
 namespace vrdma::svc {
@@ -62,6 +63,30 @@ void Shard::unite() {
     if (other_id.value == 0) shards_.pin(*guest);  // who sends is of another host
     else if (Guest* const other = fabric_.guest(other_id)) shards_.bring_together(*guest, *other);
   }
+}
+
+void Shard::freeze(Guest& guest) {
+  if (guest.frozen) return;
+  for (auto& [handle, qp] : guest.qps) take_out(qp->core);
+  for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = true;
+  guest.frozen = true;
+  ++fabric_.topology_generation;  // its peers look for it anew, and find nobody
+}
+
+void Shard::thaw(Guest& guest) {
+  if (!guest.frozen) return;
+  guest.frozen = false;
+  for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = false;
+  ++fabric_.topology_generation;
+  for (auto& [handle, qp] : guest.qps) {
+    qp->watch_receives(qp->core.state == engine::QpState::err || qp->core.port.waiting_sender != nullptr);
+    make_runnable(qp->core);
+  }
+  interrupt_again(guest);
+  guest.control_held = true;  // what it rang for meanwhile
+  // Whoever waits for it looks now, not when its patience says so.
+  for (auto& [qpn, qp] : fabric_.by_qpn)
+    if (engine_.busy(qp->core)) make_runnable(qp->core);
 }
 
 std::uint64_t Shard::moved_bytes(const Tenant& tenant) const {
