@@ -71,6 +71,9 @@ class ControlDesk {
   // Whether a target queue pair is writing to what an XRC SRQ has given it.
   bool written_by_targets(const QueuePair& completions) const;
   void leave_domain(QueuePair& qp);
+  void join(QueuePair& qp);
+  void leave(QueuePair& qp);
+  void leave_groups(QueuePair& qp);
   void hand_over(QueuePair& from, QueuePair& heir);
   void destroy(Guest& guest, Xrcd& xrcd);
   void destroy(Guest& guest, QueuePair& qp);

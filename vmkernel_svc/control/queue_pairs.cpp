@@ -32,6 +32,25 @@ Result<CreateQpReply> ControlDesk::on<Request::create_qp>(Guest& guest, const Cr
   return create(guest, request, static_cast<QpType>(request.type), nullptr);
 }
 
+namespace {
+// What a queue pair's rings are like. Inline data take the room of the SGEs, as with other providers: programs post some that have asked for none.
+struct Rings {
+  Rings(const CreateQpRequest& request, const SharedReceiveQueue* srq)
+      : send_depth(std::max(request.max_send_wr, 1u)), receive_depth(srq != nullptr ? srq->core.max_wr : std::max(request.max_recv_wr, 1u)) {
+    const auto sge_bytes = static_cast<std::uint32_t>(std::max(request.max_send_sge, 1u) * sizeof(Sge));
+    max_inline_data = std::max(request.max_inline_data, std::min(sge_bytes, limits::inline_max));
+    send_record_slots = std::max(send_wqe_slots(sge_bytes), send_wqe_slots(max_inline_data));
+    receive_record_slots = receive_wqe_slots(srq != nullptr ? 1 : std::max(request.max_recv_sge, 1u));
+    send = {power_of_two((send_depth + 1) * send_record_slots), power_of_two(send_depth), vmci::QueueKind::completions, 0};
+    receive = {srq != nullptr ? 2 : power_of_two((receive_depth + 1) * receive_record_slots), power_of_two(receive_depth), vmci::QueueKind::completions, 0};
+  }
+
+  std::uint32_t send_depth, receive_depth;
+  std::uint32_t max_inline_data, send_record_slots, receive_record_slots;
+  vmci::QueuePairGeometry send, receive;
+};
+}  // namespace
+
 Result<CreateQpReply> ControlDesk::create(Guest& guest, const CreateQpRequest& request, QpType type, Xrcd* xrcd) {
   ProtectionDomain* const pd = find_in(guest.pds, request.pd, request.context);
   CompletionQueue* const send_cq = find_in(guest.cqs, request.send_cq, request.context);
@@ -46,33 +65,20 @@ Result<CreateQpReply> ControlDesk::create(Guest& guest, const CreateQpRequest& r
   if (srq == nullptr && (request.max_recv_wr > limits::qp_wr_max || request.max_recv_sge > limits::sge_max)) return Errno{EINVAL};
   if (guest.qps.size() >= limits::qp_max || fabric_.by_qpn.size() >= 0x800000) return Errno{ENOMEM};
   // Who completes by itself there counts on room for all.
-  const std::uint32_t send_depth = std::max(request.max_send_wr, 1u);
   for (CompletionQueue* cq : {send_cq, receive_cq})
     if (cq->direct_lanes != 0 && !shard_.direct().take_back(*cq)) return Errno{EINPROGRESS};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
 
-  const std::uint32_t receive_wr = srq != nullptr ? 0 : request.max_recv_wr;
-  const std::uint32_t receive_sge = srq != nullptr ? 0 : std::max(request.max_recv_sge, 1u);
-  // Inline data take the room of the SGEs, as with other providers: programs post some that have asked for none.
-  const auto sge_bytes = static_cast<std::uint32_t>(std::max(request.max_send_sge, 1u) * sizeof(Sge));
-  const std::uint32_t max_inline_data = std::max(request.max_inline_data, std::min(sge_bytes, limits::inline_max));
-  const std::uint32_t send_record_slots = std::max(send_wqe_slots(sge_bytes), send_wqe_slots(max_inline_data));
-  const std::uint32_t receive_record_slots = receive_wqe_slots(std::max(receive_sge, 1u));
-  const std::uint32_t receive_depth = srq != nullptr ? srq->core.max_wr : std::max(receive_wr, 1u);
-  const vmci::QueuePairGeometry send_geometry{power_of_two((send_depth + 1) * send_record_slots),
-                                              power_of_two(send_depth), vmci::QueueKind::completions, 0};
-  const vmci::QueuePairGeometry receive_geometry{
-      srq != nullptr ? 2 : power_of_two((std::max(receive_wr, 1u) + 1) * receive_record_slots), power_of_two(receive_depth),
-      vmci::QueueKind::completions, 0};
-  const auto send_offset = carve(guest, send_geometry.total_bytes());
+  const Rings rings(request, srq);
+  const auto send_offset = carve(guest, rings.send.total_bytes());
   if (!send_offset) return --guest.tenant->objects, send_offset.error();
-  const auto receive_offset = carve(guest, receive_geometry.total_bytes());
+  const auto receive_offset = carve(guest, rings.receive.total_bytes());
   if (!receive_offset) return uncarve(guest, *send_offset), --guest.tenant->objects, receive_offset.error();
 
   auto qp = std::make_unique<QueuePair>();
   std::byte* const base = guest.arena.segment().data();
-  qp->send_view = vmci::QueuePairView(base + *send_offset, send_geometry);
-  qp->receive_view = vmci::QueuePairView(base + *receive_offset, receive_geometry);
+  qp->send_view = vmci::QueuePairView(base + *send_offset, rings.send);
+  qp->receive_view = vmci::QueuePairView(base + *receive_offset, rings.receive);
   qp->handle = Handle{guest.new_handle()};
   qp->context = request.context;
   qp->guest = &guest;
@@ -80,60 +86,82 @@ Result<CreateQpReply> ControlDesk::create(Guest& guest, const CreateQpRequest& r
   qp->send_cq = send_cq;
   qp->receive_cq = receive_cq;
   qp->srq = srq;
+  qp->xrcd = xrcd;
   qp->send_offset = *send_offset;
   qp->receive_offset = *receive_offset;
-  qp->send_lane = send_cq->take_lane();
-  qp->receive_lane = receive_cq->take_lane();
-  qp->send_depth = send_depth;
-  qp->receive_depth = receive_depth;
-  send_cq->depth += send_depth;
-  if (srq == nullptr || receive_cq->srqs[srq]++ == 0) receive_cq->depth += receive_depth;
-  qp->doorbell = guest.take_doorbell();
-  guest.by_doorbell[qp->doorbell] = qp.get();
+  qp->send_depth = rings.send_depth;
+  qp->receive_depth = rings.receive_depth;
 
   auto& core = qp->core;
   core.qpn = Qpn{fabric_.new_qpn()};
   core.type = type;
-  qp->xrcd = xrcd;
-  core.send_ring = vmci::RecordReader(qp->send_view.produce(), send_geometry.produce_slots);
-  core.send_lane = vmci::LaneWriter(qp->send_view.consume_completions(), send_geometry.consume_entries);
-  core.receive_lane = vmci::LaneWriter(qp->receive_view.consume_completions(), receive_geometry.consume_entries);
-  core.receive_record_slots = receive_record_slots;
-  if (srq != nullptr) {
-    core.srq = &srq->core;
-    ++srq->users;
-  } else {
-    core.receive_ring = vmci::RecordReader(qp->receive_view.produce(), receive_geometry.produce_slots);
-  }
+  core.send_ring = vmci::RecordReader(qp->send_view.produce(), rings.send.produce_slots);
+  core.send_lane = vmci::LaneWriter(qp->send_view.consume_completions(), rings.send.consume_entries);
+  core.receive_lane = vmci::LaneWriter(qp->receive_view.consume_completions(), rings.receive.consume_entries);
+  core.receive_record_slots = rings.receive_record_slots;
+  if (srq != nullptr) core.srq = &srq->core;
+  else core.receive_ring = vmci::RecordReader(qp->receive_view.produce(), rings.receive.produce_slots);
   if (core.type == QpType::ud) core.datagram = std::make_unique<std::byte[]>(engine::grh_bytes + limits::mtu_max_bytes);
   core.attributes.max_send_wr = request.max_send_wr;
-  core.attributes.max_recv_wr = receive_wr;
+  core.attributes.max_recv_wr = srq != nullptr ? 0 : request.max_recv_wr;
   core.attributes.max_send_sge = request.max_send_sge;
   core.attributes.max_recv_sge = srq != nullptr ? 0 : request.max_recv_sge;
-  core.attributes.max_inline_data = max_inline_data;
+  core.attributes.max_inline_data = rings.max_inline_data;
   core.port.owner = qp.get();
   core.port.pd = pd->number;
   core.port.pkey = guest.tenant->pkeys[0];
-  qp->watch_sends(true);
-  ++pd->users;
-  send_cq->users.push_back(qp.get());
-  receive_cq->users.push_back(qp.get());
-  fabric_.by_qpn.emplace(core.qpn.value, qp.get());
-  connected_elsewhere();
+  join(*qp);
 
   CreateQpReply reply{};
   reply.qp = qp->handle.value;
   reply.qpn = core.qpn.value;
   reply.doorbell = qp->doorbell;
-  reply.max_send_wr = request.max_send_wr;
-  reply.max_recv_wr = receive_wr;
-  reply.max_send_sge = request.max_send_sge;
+  reply.max_send_wr = core.attributes.max_send_wr;
+  reply.max_recv_wr = core.attributes.max_recv_wr;
+  reply.max_send_sge = core.attributes.max_send_sge;
   reply.max_recv_sge = core.attributes.max_recv_sge;
-  reply.max_inline_data = max_inline_data;
-  reply.send = {*send_offset, send_geometry, qp->send_lane, send_record_slots};
-  reply.receive = {*receive_offset, receive_geometry, qp->receive_lane, receive_record_slots};
+  reply.max_inline_data = core.attributes.max_inline_data;
+  reply.send = {*send_offset, rings.send, qp->send_lane, rings.send_record_slots};
+  reply.receive = {*receive_offset, rings.receive, qp->receive_lane, rings.receive_record_slots};
   guest.qps.emplace(qp->handle.value, std::move(qp));
   return reply;
+}
+
+// What it uses, and whoever is to find it, knows it from now on; leave() is the other way round.
+void ControlDesk::join(QueuePair& qp) {
+  Guest& guest = *qp.guest;
+  qp.send_lane = qp.send_cq->take_lane();
+  qp.receive_lane = qp.receive_cq->take_lane();
+  qp.send_cq->depth += qp.send_depth;
+  if (qp.srq == nullptr || qp.receive_cq->srqs[qp.srq]++ == 0) qp.receive_cq->depth += qp.receive_depth;
+  qp.send_cq->users.push_back(&qp);
+  qp.receive_cq->users.push_back(&qp);
+  if (qp.srq != nullptr) ++qp.srq->users;
+  ++qp.pd->users;
+  qp.doorbell = guest.take_doorbell();
+  guest.by_doorbell[qp.doorbell] = &qp;
+  qp.watch_sends(true);
+  fabric_.by_qpn.emplace(qp.core.qpn.value, &qp);
+  connected_elsewhere();
+}
+
+void ControlDesk::leave(QueuePair& qp) {
+  Guest& guest = *qp.guest;
+  fabric_.by_qpn.erase(qp.core.qpn.value);
+  connected_elsewhere();
+  const auto leave_cq = [&qp](CompletionQueue& cq, std::uint32_t lane) {
+    cq.users.erase(std::find(cq.users.begin(), cq.users.end(), &qp));
+    cq.free_lanes.push_back(lane);
+  };
+  qp.send_cq->depth -= qp.send_depth;
+  auto& shared = qp.receive_cq->srqs;
+  if (qp.srq == nullptr || --shared[qp.srq] == 0) qp.receive_cq->depth -= qp.receive_depth, shared.erase(qp.srq);
+  leave_cq(*qp.send_cq, qp.send_lane);
+  leave_cq(*qp.receive_cq, qp.receive_lane);
+  if (qp.srq != nullptr) --qp.srq->users;
+  --qp.pd->users;
+  guest.by_doorbell[qp.doorbell] = nullptr;
+  guest.free_doorbells.push_back(qp.doorbell);
 }
 
 // With who it is connected to: one shard runs both.
@@ -219,33 +247,23 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
   shard_.engine().abandon(qp.core);
   shard_.forget(qp.core);
   guest.totals += qp.core.counters;
-  fabric_.by_qpn.erase(qp.core.qpn.value);
-  for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
-    auto& members = group->second;
-    const auto left = static_cast<std::uint32_t>(std::erase(members, &qp));
-    qp.mcast_groups -= left;
-    guest.tenant->memberships -= left;
-    if (members.empty() && fabric_.far != nullptr) fabric_.far->groups().left(group->first);
-    group = members.empty() ? fabric_.multicast.erase(group) : std::next(group);
-  }
-  connected_elsewhere();
-  const auto leave = [&qp](CompletionQueue& cq, std::uint32_t lane) {
-    cq.users.erase(std::find(cq.users.begin(), cq.users.end(), &qp));
-    cq.free_lanes.push_back(lane);
-  };
-  qp.send_cq->depth -= qp.send_depth;
-  auto& shared = qp.receive_cq->srqs;
-  if (qp.srq == nullptr || --shared[qp.srq] == 0) qp.receive_cq->depth -= qp.receive_depth, shared.erase(qp.srq);
-  leave(*qp.send_cq, qp.send_lane);
-  leave(*qp.receive_cq, qp.receive_lane);
-  if (qp.srq != nullptr) --qp.srq->users;
-  --qp.pd->users;
-  guest.by_doorbell[qp.doorbell] = nullptr;
-  guest.free_doorbells.push_back(qp.doorbell);
+  leave_groups(qp);
+  leave(qp);
   uncarve(guest, qp.send_offset);
   uncarve(guest, qp.receive_offset);
   --guest.tenant->objects;
   guest.qps.erase(qp.handle.value);
+}
+
+void ControlDesk::leave_groups(QueuePair& qp) {
+  for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
+    auto& members = group->second;
+    const auto left = static_cast<std::uint32_t>(std::erase(members, &qp));
+    qp.mcast_groups -= left;
+    qp.guest->tenant->memberships -= left;
+    if (members.empty() && fabric_.far != nullptr) fabric_.far->groups().left(group->first);
+    group = members.empty() ? fabric_.multicast.erase(group) : std::next(group);
+  }
 }
 
 template <>

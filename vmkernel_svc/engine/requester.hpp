@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "vmkernel_svc/engine/grh.hpp"
+#include "vmkernel_svc/engine/datagram_requester.hpp"
 #include "vmkernel_svc/engine/responder.hpp"
 #include "vrdma/limits.hpp"
 
@@ -16,7 +16,7 @@ namespace vrdma::engine {
 template <class P>
 class Requester {
  public:
-  enum class Step : std::uint8_t { done, budget_spent, waiting };
+  using Step = engine::Step;
   enum class Fetch : std::uint8_t { empty, started, failed };
 
   Requester(P& ports, Responder<P>& responder) : ports_(ports), responder_(responder) {}
@@ -97,7 +97,7 @@ class Requester {
 
   // Carries the operation on.
   Step advance(Qp<P>& qp, Budget& budget) {
-    if (qp.type == QpType::ud) return advance_datagram(qp, budget);
+    if (qp.type == QpType::ud) return datagrams_.advance(qp, budget);
     Operation& op = qp.operation;
     if (op.rule->local) [[unlikely]] return conclude(qp);
     if (op.stage == Operation::Stage::returning_value) return return_value(qp);
@@ -193,9 +193,6 @@ class Requester {
  private:
   static constexpr std::uint64_t copy_patience_ns = 1'000'000'000;
   static constexpr std::uint32_t copy_patience_slices = 10;
-  static constexpr std::uint64_t datagram_patience_ns = 200'000'000;
-  // With a receiver whose memory has used that up, until a datagram reaches it: how long, and how long none is tried in between.
-  static constexpr std::uint64_t blocked_patience_ns = 10'000'000, blocked_pause_ns = 200'000'000;
 
   static Sge sge_at(const Operation& op, std::uint32_t index) {
     Sge sge;
@@ -401,139 +398,7 @@ class Requester {
     return qp.type == QpType::uc ? succeed(qp) : fail(qp, status, qp.counters.remote_errors);
   }
 
-  // --- datagrams: first gathered into the engine's memory, then given to each receiver, so that a receiver depends on nobody's
-  // memory but its own.
-  Qp<P>* datagram_peer(Qp<P>& qp) {
-    const UdOperand& ud = qp.operation.ud;
-    if (is_multicast(ud)) return ports_.multicast_peer(qp, ud, qp.operation.multicast_index);
-    return qp.operation.multicast_index == 0 ? ports_.datagram_peer(qp, ud) : nullptr;
-  }
-
-  Step advance_datagram(Qp<P>& qp, Budget& budget) {
-    Operation& op = qp.operation;
-    const std::uint64_t bytes = op.request.bytes;
-    if (op.stage == Operation::Stage::gathering) {
-      while (op.moved_bytes < bytes) {
-        const std::uint64_t part = op.local.contiguous_bytes();
-        const auto status = engine::copy(ports_, qp, Place::in_engine(qp.datagram.get() + grh_bytes + op.moved_bytes), op.local.here(), part);
-        if (status == MemoryStatus::pending) return Step::waiting;
-        if (status != MemoryStatus::done) return local_error(qp, WcStatus::loc_prot_err);
-        op.local.advance(part);
-        op.moved_bytes += part;
-      }
-      op.stage = Operation::Stage::routing;
-    }
-    // IBA 10.2.5: the top bit of the Q_Key in a work request asks for the queue pair's own.
-    const std::uint32_t qkey = (op.ud.remote_qkey & 0x80000000u) ? qp.attributes.qkey : op.ud.remote_qkey;
-    for (;; ++op.multicast_index) {
-      if (op.stage == Operation::Stage::routing) {
-        if (budget.bytes <= 0) return Step::budget_spent;
-        Qp<P>* const receiver = datagram_peer(qp);
-        if (receiver == nullptr) {
-          if constexpr (requires { ports_.far_datagram(qp, op.request, op.ud, qkey); }) ports_.far_datagram(qp, op.request, op.ud, qkey);
-          return succeed(qp);
-        }
-        if constexpr (requires { ports_.is_elsewhere(qp, *receiver); }) {
-          // Perhaps another thread's, which may be at it: its type and Q_Key stand still. Who would not take the datagram stays apart.
-          if (ports_.is_elsewhere(qp, *receiver)) {
-            const bool takes = receiver->type == QpType::ud && receiver->attributes.qkey == qkey;
-            if (takes) ports_.bring_together(qp, *receiver);
-            if (takes && wait_for_turn(qp)) return Step::waiting;
-            continue;
-          }
-        }
-        bool ready = receiver->serves == nullptr;  // one datagram at a time
-        if constexpr (requires { ports_.may_deliver(*receiver); }) ready = ready && ports_.may_deliver(*receiver);
-        if (!ready) {
-          if (wait_for_turn(qp)) return Step::waiting;
-          ++receiver->counters.dropped;
-          continue;
-        }
-        op.wait = Operation::Wait::none;
-        if (receiver->blocked_until_ns != 0 && ports_.now_ns() < receiver->blocked_until_ns) {
-          ++receiver->counters.dropped;
-          continue;
-        }
-        const Response response = responder_.begin_datagram(*receiver, qp, qkey, bytes);
-        if (response.kind == Response::Kind::rnr && !is_multicast(op.ud) && keep_for_receive(qp, *receiver)) return Step::waiting;
-        if (response.kind != Response::Kind::proceed) {
-          receiver->counters.dropped += response.kind != Response::Kind::nak;  // that one its receiver was told of
-          continue;
-        }
-        op.grh = ports_.write_grh(qp, *receiver, op.ud, ud_packet_bytes(static_cast<std::uint32_t>(bytes), op.rule->has_imm), qp.datagram.get());
-        op.stage = Operation::Stage::delivering;
-        op.moved_bytes = 0;
-      }
-      if (!deliver(qp, budget)) return Step::waiting;
-      op.stage = Operation::Stage::routing;
-    }
-  }
-
-  // Carries the delivery to the receiver that accepted the datagram on. False: a copy is pending.
-  bool deliver(Qp<P>& qp, Budget& budget) {
-    Operation& op = qp.operation;
-    const std::uint64_t bytes = grh_bytes + op.request.bytes;
-    Qp<P>* const receiver = qp.accepted_by;
-    if (receiver == nullptr || !receives(*receiver)) {  // it went away in the middle
-      if (receiver != nullptr && !settled(qp) && keep_waiting(qp, datagram_patience_ns)) return false;
-      drop_engagement(qp);
-      return true;
-    }
-    ScatterGather& to = receiver->inbound.buffers;
-    while (op.moved_bytes < bytes) {
-      const std::uint64_t part = std::min(to.contiguous_bytes(), bytes - op.moved_bytes);
-      const auto status = engine::copy(ports_, qp, to.here(), Place::in_engine(qp.datagram.get() + op.moved_bytes), part);
-      if (status == MemoryStatus::pending) {
-        if (keep_waiting(qp, receiver->blocked_until_ns == 0 ? datagram_patience_ns : blocked_patience_ns)) return false;
-        // Its memory blocks: the datagram is lost, the receive WQE stays for the next one. The sender has other receivers, who do not wait as long again.
-        ++receiver->counters.dropped;
-        receiver->blocked_until_ns = ports_.now_ns() + blocked_pause_ns;
-        drop_engagement(qp);
-        return true;
-      }
-      if (status != MemoryStatus::done) {
-        responder_.receive_error(*receiver, WcStatus::loc_prot_err, WcStatus::success);
-        return true;
-      }
-      op.wait = Operation::Wait::none;
-      to.advance(part);
-      op.moved_bytes += part;
-    }
-    budget.bytes -= static_cast<std::int64_t>(bytes);
-    receiver->blocked_until_ns = 0;
-    responder_.finish_datagram(*receiver, qp, op.request, *op.rule, op.ud, op.grh);
-    return true;
-  }
-
-  // Whether a wait for somebody else's memory has not lasted too long yet.
-  bool keep_waiting(Qp<P>& qp, std::uint64_t patience_ns) {
-    Operation& op = qp.operation;
-    const std::uint64_t now = ports_.now_ns();
-    if (op.wait != Operation::Wait::copy) {
-      op.wait = Operation::Wait::copy;
-      op.deadline_ns = now + patience_ns;
-    }
-    if (now >= op.deadline_ns) return op.wait = Operation::Wait::none, false;
-    ports_.wake_at(qp, op.deadline_ns);
-    return true;
-  }
-  bool wait_for_turn(Qp<P>& qp) {
-    constexpr std::uint64_t look_again_ns = 20'000, slice_ns = datagram_patience_ns / copy_patience_slices;  // as in wait_for_copy
-    Operation& op = qp.operation;
-    const std::uint64_t now = ports_.now_ns();
-    if (op.wait != Operation::Wait::busy) {
-      op.wait = Operation::Wait::busy;
-      op.slices_left = copy_patience_slices;
-      op.deadline_ns = now + slice_ns;
-    } else if (now >= op.deadline_ns) {
-      if (--op.slices_left == 0) return op.wait = Operation::Wait::none, false;
-      op.deadline_ns = now + slice_ns;
-    }
-    ports_.wake_at(qp, now + look_again_ns);
-    return true;
-  }
-
-  // --- completion ---------------------------------------------------------------------------------------------
+  // --- completion ---
   Step succeed(Qp<P>& qp) {
     Operation& op = qp.operation;
     const OpcodeRule& rule = *op.rule;
@@ -584,8 +449,11 @@ class Requester {
   }
   Step local_error(Qp<P>& qp, WcStatus status) { return fail(qp, status, qp.counters.local_errors); }
 
+  friend DatagramRequester<P, Requester>;  // ends its operations as this does
+
   P& ports_;
   Responder<P>& responder_;
+  DatagramRequester<P, Requester> datagrams_{ports_, responder_, *this};
 };
 
 }  // namespace vrdma::engine
