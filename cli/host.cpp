@@ -23,15 +23,6 @@ using namespace hosts;
 
 constexpr int authority_days = 7300;
 
-std::string day_of(std::int64_t seconds) {
-  const auto time = static_cast<std::time_t>(seconds);
-  std::tm parts{};
-  ::gmtime_r(&time, &parts);
-  char text[32];
-  std::strftime(text, sizeof(text), "%Y-%m-%d", &parts);
-  return text;
-}
-
 void make_folder(const fs::path& folder) {
   std::error_code error;
   fs::create_directories(folder, error);

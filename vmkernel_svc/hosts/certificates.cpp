@@ -71,14 +71,16 @@ std::int64_t seconds_of(const ASN1_TIME* time) {
   return ::timegm(&parts);
 }
 
-std::string day_of(std::int64_t seconds) {
+std::string formatted(std::int64_t seconds, const char* format) {
   const auto time = static_cast<std::time_t>(seconds);
   std::tm parts{};
   ::gmtime_r(&time, &parts);
   char text[32];
-  std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M UTC", &parts);
+  std::strftime(text, sizeof(text), format, &parts);
   return text;
 }
+
+std::string minute_of(std::int64_t seconds) { return formatted(seconds, "%Y-%m-%d %H:%M UTC"); }
 
 Identity begin(const std::string& common_name, Role role, std::int64_t from_s, std::int64_t until_s) {
   Identity made;
@@ -164,6 +166,8 @@ CertificateInfo describe(X509* certificate) {
   return info;
 }
 
+std::string day_of(std::int64_t seconds) { return formatted(seconds, "%Y-%m-%d"); }
+
 std::string refusal(X509* certificate, X509* authority, std::int64_t now_s) {
   const auto info = describe(certificate);
   EVP_PKEY* const key = X509_get0_pubkey(authority);
@@ -173,11 +177,11 @@ std::string refusal(X509* certificate, X509* authority, std::int64_t now_s) {
                        info.name, info.issuer, describe(authority).name);
   }
   if (now_s < info.not_before_s)
-    return fmt::format("the certificate of \"{}\" is not valid before {}: set the clocks of both hosts", info.name, day_of(info.not_before_s));
+    return fmt::format("the certificate of \"{}\" is not valid before {}: set the clocks of both hosts", info.name, minute_of(info.not_before_s));
   if (now_s > info.not_after_s)
-    return fmt::format("the certificate of \"{}\" has expired on {}: make another by \"vrdma host add\"", info.name, day_of(info.not_after_s));
+    return fmt::format("the certificate of \"{}\" has expired on {}: make another by \"vrdma host add\"", info.name, minute_of(info.not_after_s));
   if (now_s > describe(authority).not_after_s)
-    return fmt::format("the authority's own certificate has expired on {}: begin anew by \"vrdma host init\"", day_of(describe(authority).not_after_s));
+    return fmt::format("the authority's own certificate has expired on {}: begin anew by \"vrdma host init\"", minute_of(describe(authority).not_after_s));
   return {};
 }
 

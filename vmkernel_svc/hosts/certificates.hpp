@@ -48,6 +48,7 @@ Identity make_authority(int days);
 // A key and certificate for `name`, good from `from_s` to `until_s` (seconds since 1970).
 Identity issue(const Identity& authority, const std::string& name, Role role, std::int64_t from_s, std::int64_t until_s);
 CertificateInfo describe(X509* certificate);
+std::string day_of(std::int64_t seconds);  // "2026-01-31", of a time of these
 // Why a certificate does not make its holder a member; empty: it does.
 std::string refusal(X509* certificate, X509* authority, std::int64_t now_s);
 
