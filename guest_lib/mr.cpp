@@ -7,6 +7,7 @@
 #include "guest_lib/on_demand.hpp"
 #include "guest_lib/reach.hpp"
 #include "guest_lib/verbs_result.hpp"
+#include "vrdma/access.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -41,9 +42,7 @@ Status check_range(std::uint64_t address, std::uint64_t bytes) {
 
 Status check_access(std::uint32_t access) {
   if ((access & ~known_access) != 0) return Errno{EINVAL};
-  // IBA 10.6.3.1: remote write and atomic access need local write access.
-  const bool remote_writes = (access & (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
-  return remote_writes && (access & IBV_ACCESS_LOCAL_WRITE) == 0 ? Status(Errno{EINVAL}) : ok();
+  return access_is_consistent(access) ? ok() : Status(Errno{EINVAL});
 }
 
 // The extents wait in the service until the request that follows takes them. The registration mutex is held.

@@ -12,11 +12,11 @@
 #include "guest_lib/memory/manager_lock.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 #include "guest_lib/memory/shareable_file.hpp"
+#include "vrdma/access.hpp"
 
 namespace vrdma::memory {
 namespace {
 
-constexpr unsigned access_local_write = 1, access_remote_write = 2, access_remote_atomic = 8, access_mw_bind = 16;  // enum ibv_access_flags
 constexpr std::uint64_t give_back_bytes = 4 << 20;  // as much as is moved at once
 
 std::vector<Extent> to_extents(const Plan& plan) {

@@ -9,6 +9,7 @@
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/remote/far_desk.hpp"
+#include "vrdma/access.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
 
@@ -206,16 +207,12 @@ void ControlDesk::release_pieces(Guest& guest, const std::vector<Piece>& pieces)
 }
 
 namespace {
-constexpr std::uint32_t reg_local_write = 1, reg_remote_write = 2, reg_remote_atomic = 8;
-constexpr std::uint32_t known_access = 255;  // enum ibv_access_flags, from LOCAL_WRITE to HUGETLB
 std::uint64_t bytes_max(std::uint32_t access) { return Region::on_demand(access) ? limits::mr_bytes_on_demand_max : limits::mr_bytes_max; }
 // On demand: of no file, which would be held.
 bool staged_ok(const Guest& guest, std::uint32_t access) {
   return !Region::on_demand(access) || std::ranges::all_of(guest.staged, [](const Extent& extent) { return extent.backing == backing_process; });
 }
-bool rights_ok(std::uint32_t access) {  // IBA 10.6.3.1: remote write and atomic need local write
-  return (access & ~known_access) == 0 && ((access & (reg_remote_write | reg_remote_atomic)) == 0 || (access & reg_local_write) != 0);
-}
+bool rights_ok(std::uint32_t access) { return (access & ~access_known) == 0 && access_is_consistent(access); }
 }  // namespace
 
 template <>

@@ -2,6 +2,7 @@
 // turn (engine: OpcodeRule::local). Older guests have them carried out by a request of this channel before they post them.
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
+#include "vrdma/access.hpp"
 #include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
@@ -9,7 +10,6 @@ namespace vrdma::svc {
 using namespace control;
 
 namespace {
-constexpr std::uint32_t local_write = 1, remote_write = 2, remote_read = 4, remote_atomic = 8, mw_bind = 16, zero_based = 32;  // enum ibv_access_flags
 constexpr std::uint32_t type_1 = 1, type_2 = 2;
 
 // What is posted in another state is flushed, and does nothing.
@@ -84,13 +84,13 @@ Result<Empty> ControlDesk::bind(Guest& guest, QueuePair& qp, const BindMwRequest
   const auto mr = guest.mrs.find(request.mr);
   if (mr == guest.mrs.end()) return Errno{EINVAL};
   const Region& region = fabric_.regions.slot(mr->second);
-  if (region.pd != bound.pd || (region.access & mw_bind) == 0) return Errno{EACCES};
-  const std::uint32_t rights = request.access & (remote_write | remote_read | remote_atomic);
-  if ((rights & (remote_write | remote_atomic)) != 0 && (region.access & local_write) == 0) return Errno{EACCES};
-  if ((request.access & zero_based) != 0 && !window->of_queue_pair) return Errno{EINVAL};
+  if (region.pd != bound.pd || (region.access & access_mw_bind) == 0) return Errno{EACCES};
+  const std::uint32_t rights = request.access & access_remote_any;
+  if (!access_is_consistent(rights | (region.access & access_local_write))) return Errno{EACCES};
+  if ((request.access & access_zero_based) != 0 && !window->of_queue_pair) return Errno{EINVAL};
   const std::uint64_t offset = request.address - region.iova;
   if (request.address < region.iova || offset > region.bytes || request.bytes > region.bytes - offset) return Errno{EFAULT};
-  fabric_.regions.bind_window(window->slot, Key{request.key}, rights, (request.access & zero_based) != 0 ? 0 : request.address, request.bytes, mr->second,
+  fabric_.regions.bind_window(window->slot, Key{request.key}, rights, (request.access & access_zero_based) != 0 ? 0 : request.address, request.bytes, mr->second,
                               offset, window->of_queue_pair ? qp.core.qpn.value : 0);
   if (!window->of_queue_pair) return Empty{};
   if (window->bound_to != qp.core.qpn.value) leave_queue_pair(*window);

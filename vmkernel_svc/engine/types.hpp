@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "vrdma/access.hpp"
 #include "vrdma/wire.hpp"
 
 namespace vrdma::engine {
@@ -16,15 +17,7 @@ constexpr QpType peer_type(QpType type) { return type == QpType::xrc_send ? QpTy
 
 enum class Direction : std::uint8_t { send, receive };
 
-// IBA 10.6.3.1; the numbers of enum ibv_access_flags.
-enum Access : std::uint32_t {
-  access_local_read = 0,
-  access_local_write = 1,
-  access_remote_write = 2,
-  access_remote_read = 4,
-  access_remote_atomic = 8,
-  access_remote_any = access_remote_write | access_remote_read | access_remote_atomic,
-};
+using enum Access;
 
 // enum ibv_event_type, those that the engine raises.
 enum class AsyncEvent : std::uint32_t {

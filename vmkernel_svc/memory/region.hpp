@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "vmkernel_svc/memory/huge_pages.hpp"
+#include "vrdma/access.hpp"
 #include "vrdma/ids.hpp"
 
 namespace vrdma::svc {
@@ -42,8 +43,8 @@ struct alignas(64) Region {
   std::uint32_t jobs = 0;  // copies that the guest's worker has under way: the region cannot go before they are back. Any shard counts
   void job_begins() { std::atomic_ref(jobs).fetch_add(1, std::memory_order_relaxed); }
   void job_ends() { std::atomic_ref(jobs).fetch_sub(1, std::memory_order_relaxed); }
-  // It names addresses of the guest's process (IBV_ACCESS_ON_DEMAND), and holds no memory.
-  static bool on_demand(std::uint32_t access) { return (access & 64) != 0; }
+  // It names addresses of the guest's process, and holds no memory.
+  static bool on_demand(std::uint32_t access) { return (access & access_on_demand) != 0; }
   std::uint64_t bytes_held() const { return on_demand(access) ? 0 : bytes; }
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
   std::vector<Piece> pieces;
