@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <stdexcept>
 
-#include "cli/service.hpp"
+#include "cli/installed.hpp"
 
 namespace vrdma::cli {
 

@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "cli/fail.hpp"
+#include "cli/installed.hpp"
 #include "cli/output.hpp"
-#include "cli/service.hpp"
+#include "cli/private_service.hpp"
 
 namespace vrdma::cli {
 

@@ -13,9 +13,10 @@
 #include <filesystem>
 #include <stdexcept>
 
+#include "cli/installed.hpp"
 #include "cli/loadable.hpp"
 #include "cli/machine_guest.hpp"
-#include "cli/service.hpp"
+#include "cli/private_service.hpp"
 #include "cli/stats.hpp"
 
 namespace vrdma::cli {

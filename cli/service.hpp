@@ -1,4 +1,4 @@
-// Finding the host service, and starting a private one where there is none.
+// Finding the service: where it may listen, a connection to it, and what to say where none answers. private_service.hpp starts one.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 namespace vrdma::cli {
 
-// Where a service may listen: $VRDMA_SOCKET alone if set; else the user's private one, then the host's. The private one of a sandbox with a pid
+// Where a service may listen: $VRDMA_SOCKET alone if set; else the user's private one (private_folder.hpp), then the host's. The private one of a sandbox with a pid
 // namespace of its own, and the same folder, is passed over by those outside: theirs is in a folder below, pid-INODE of their namespace.
-std::string private_socket();                      // $XDG_RUNTIME_DIR/vrdma/vrdmad.sock or /tmp/vrdma-UID/vrdmad.sock
 constexpr const char* host_socket = "/run/vrdma/vrdmad.sock";
+const char* named_socket();  // VRDMA_SOCKET; nullptr where it names nothing
 
 // What the service keeps a program's queues in, sparse, unless it is configured otherwise: mapped by both, and a file for the limits of those.
 constexpr std::uint64_t queues_bytes = std::uint64_t{1} << 30;
@@ -41,16 +41,5 @@ Result<Service> find_service_to_show(const std::string& wanted);
 const char* service_error(int error);
 const char* service_remedy(int error);
 std::runtime_error unreachable(const std::string& wanted);
-// As find_service(), starting a private vrdmad if none answers. Throws std::runtime_error with a message for a person.
-Service find_or_start_service();
-// The private vrdmad that offers no direct mode, beside the other one. Throws likewise, and where VRDMA_SOCKET names another service.
-Service find_or_start_mediated_service();
-
-// Beside this program: ../lib/libvrdma.so in the build tree, the installed place otherwise. Throws when it is in neither.
-std::string library_path();
-std::string program_path(const std::string& name);
-// A path to `library` that LD_PRELOAD can hold, which has no quoting: where its folder's name has a blank, a link in the private
-// folder. Throws when there is no such path.
-std::string preloadable(const std::string& library);
 
 }  // namespace vrdma::cli

@@ -21,7 +21,7 @@
 #include <fstream>
 
 #include "cli/fail.hpp"
-#include "cli/service.hpp"
+#include "cli/installed.hpp"
 #include "vmci_channel/descriptor_passing.hpp"
 #include "vmci_channel/unique_fd.hpp"
 

@@ -1,0 +1,54 @@
+#include "cli/private_folder.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+
+#include "cli/fail.hpp"
+
+namespace vrdma::cli {
+
+namespace fs = std::filesystem;
+
+std::string private_folder() {
+  if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime == '/') {
+    struct stat status;
+    if (::stat(runtime, &status) == 0 && status.st_uid == ::geteuid()) return std::string(runtime) + "/vrdma";
+  }
+  return fmt::format("/tmp/vrdma-{}", ::geteuid());
+}
+
+std::string mediated_folder() { return private_folder() + "/mediated"; }
+
+std::string socket_in(const std::string& folder) { return folder + "/vrdmad.sock"; }
+
+ino_t pid_namespace(const std::string& process) {
+  struct stat status;
+  return ::stat(("/proc/" + process + "/ns/pid").c_str(), &status) == 0 ? status.st_ino : 0;
+}
+
+std::string folder_beside(const std::string& folder) { return fmt::format("{}/pid-{}", folder, pid_namespace("self")); }
+
+std::vector<std::string> private_sockets(const std::string& folder) {
+  std::error_code error;
+  const std::string beside = folder_beside(folder);
+  if (!fs::exists(beside, error)) return {socket_in(folder)};
+  return {socket_in(folder), socket_in(beside)};
+}
+
+void make_private_folder(const std::string& folder) {
+  if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
+    fail(fmt::format("cannot make {} ({}): set XDG_RUNTIME_DIR to a folder of yours, or start vrdmad and set VRDMA_SOCKET",
+                     folder, std::strerror(errno)));
+  struct stat status;
+  // Made under a umask that leaves nothing, now or by another version.
+  if (::lstat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & 0700) != 0700) ::chmod(folder.c_str(), 0700);
+  if (::lstat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 022))
+    fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
+}
+
+}  // namespace vrdma::cli
