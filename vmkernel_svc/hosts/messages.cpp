@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -274,6 +275,19 @@ auto attempt(std::string_view encoded, std::string& why, Read read) -> std::opti
 }
 
 }  // namespace
+
+std::vector<std::string> names_of(const std::vector<Endpoint>& managers) {
+  std::vector<std::string> names;
+  for (const auto& one : managers) names.push_back(one.name);
+  return names;
+}
+
+std::string listed(std::vector<Endpoint> managers) {
+  std::sort(managers.begin(), managers.end(), [](const Endpoint& a, const Endpoint& b) { return a.name < b.name; });
+  std::string text;
+  for (const auto& one : managers) text += fmt::format("{}{} {}", text.empty() ? "" : ", ", one.name, with_port(one.address, one.port));
+  return text;
+}
 
 // Text of others (an error's, say) may not be UTF-8: that must not throw.
 std::string encode(const Message& message) {

@@ -23,6 +23,8 @@ struct Endpoint {
   std::uint16_t port = 0;
   bool operator==(const Endpoint&) const = default;
 };
+std::vector<std::string> names_of(const std::vector<Endpoint>& managers);
+std::string listed(std::vector<Endpoint> managers);  // by name: for people, and to see whether two lists are the same
 
 // The first of each side on a connection.
 struct Hello {

@@ -70,7 +70,7 @@ class Service final : public remote::Directory {
   void when_changed(std::function<void()> call) override;
 
  private:
-  struct Network;  // what is Asio's: its headers and those of TLS take 3 s of each compilation, and only service.cpp needs them
+  struct Network;  // what is Asio's: its headers and those of TLS take 3 s of each compilation, and few files need them (network.hpp)
   using SessionPtr = std::shared_ptr<Session>;
   struct Dial {
     std::string address;
@@ -89,6 +89,7 @@ class Service final : public remote::Directory {
   void save();
   void deliver(const Outbox::Letter& letter);
   Hello hello() const;
+  std::string objection(const Session& session);  // why it is not let in, who has said hello; empty: it is
   void on_up(const SessionPtr& session);
   void on_message(const SessionPtr& session, const Message& message);
   void on_down(const SessionPtr& session, const std::string& why);
