@@ -6,7 +6,6 @@
 #include "vmkernel_svc/addresses.hpp"
 #include "vmkernel_svc/remote/link_head.hpp"
 #include "vmkernel_svc/shard.hpp"
-#include "vrdma/limits.hpp"
 
 namespace vrdma::svc {
 
@@ -14,7 +13,6 @@ using engine::FarFrame;
 using engine::FarFramePtr;
 using engine::FarKind;
 using engine::FarRecord;
-using engine::QpState;
 using engine::QpType;
 
 namespace {
@@ -22,8 +20,6 @@ constexpr std::int64_t queued_bytes_max = 8 << 20;         // with the carrier, 
 constexpr std::int64_t datagram_bytes_max = 4 << 20;       // of datagrams, before more are lost
 constexpr std::int64_t answers_bytes_max = 16 << 20;       // … and before requests of that host wait
 constexpr std::int64_t told_bytes_max = 32 << 20;          // … and before it is told nothing any more: it does not listen
-constexpr std::size_t datagrams_waiting_max = 256;         // at a receiver's host, for a sixteenth of its receivers
-constexpr std::uint32_t stand_ins_max = 65536;             // of one host
 constexpr std::size_t arrived_max = 64 * engine::far_window_messages;
 constexpr std::uint64_t arrived_bytes_max = 4 * engine::far_window_bytes;
 constexpr int frames_per_turn = 64;
@@ -36,10 +32,6 @@ std::uint64_t bytes_of(const std::deque<FarFramePtr>& frames) {
   std::uint64_t bytes = 0;
   for (const auto& frame : frames) bytes += frame->record().payload_bytes;
   return bytes;
-}
-
-bool can_be_a_port(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) {
-  return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) && static_cast<std::uint16_t>(guid) == lid;
 }
 }  // namespace
 
@@ -81,12 +73,6 @@ void FarDesk::look_at_directory() {
       if (hca_) hca_->forget_host(id);
     }
   ++fabric_.topology_generation;  // who found nobody looks again
-}
-
-std::size_t FarDesk::stand_in_count(remote::HostId host) const {
-  std::size_t count = 0;
-  for (auto one = stand_ins_.lower_bound({host, 0}); one != stand_ins_.end() && one->first.first == host; ++one) ++count;
-  return count;
 }
 
 FarDesk::Host& FarDesk::at(std::uint32_t host) {
@@ -136,11 +122,6 @@ void FarDesk::send_to(remote::HostId id, FarFramePtr frame) {
   const Host& host = at(id);
   if (host.session == 0 || host.gauge->queued_bytes.load(std::memory_order_relaxed) > told_bytes_max) return;
   give(address(id, std::move(frame)));
-}
-
-bool FarDesk::has_stand_in(remote::HostId host, std::uint32_t requester, std::uint32_t target) const {
-  const auto found = stand_ins_.find({host, requester});
-  return found != stand_ins_.end() && found->second->core.attributes.dest_qp_num == target;
 }
 
 bool FarDesk::has_room(std::uint32_t id) {
@@ -213,47 +194,6 @@ bool FarDesk::meets_others() {
 }
 
 bool FarDesk::is_connected(remote::HostId host) { return at(host).gauge->connected.load(std::memory_order_relaxed); }
-
-// --- stand-ins ------------------------------------------------------------------------------------------------
-
-void FarDesk::make_runnable(StandIn& stand_in) {
-  if (std::exchange(stand_in.runnable, true)) return;
-  runnable_.push_back(&stand_in);
-}
-
-void FarDesk::set_timer(StandIn& stand_in, std::uint64_t at_ns) {
-  if (stand_in.wake_ns == at_ns) return;
-  if (stand_in.wake_ns != 0) timers_.erase({stand_in.wake_ns, &stand_in});
-  stand_in.wake_ns = at_ns;
-  timers_.insert({at_ns, &stand_in});
-}
-
-// Its owner erases it afterwards.
-void FarDesk::drop(StandIn& stand_in) {
-  engine_.abandon(stand_in.core);
-  shard_.forget(stand_in.core);
-  if (stand_in.wake_ns != 0) timers_.erase({stand_in.wake_ns, &stand_in});
-  std::replace(runnable_.begin(), runnable_.end(), &stand_in, static_cast<StandIn*>(nullptr));
-}
-
-bool FarDesk::run(StandIn& stand_in) {
-  const auto turn = responder_.run(stand_in);
-  if (turn.again) make_runnable(stand_in);
-  return turn.worked;
-}
-
-void FarDesk::say(StandIn& stand_in, FarFramePtr frame, bool may_wait) {
-  frame = address(stand_in.host, std::move(frame));
-  may_wait ? hold(std::move(frame)) : give(std::move(frame));
-}
-
-void FarDesk::speaks_for(StandIn& lane, const engine::FarDatagram& head) {
-  lane.guid = head.guid;
-  lane.lid = head.lid;
-  lane.link_layer = head.link_layer;
-  lane.gids = gids_of(head.guid, head.lid, head.link_layer);
-  lane.core.port.pkey = judged(lane.host, head.pkey);
-}
 
 // --- what comes -----------------------------------------------------------------------------------------------
 
@@ -361,31 +301,6 @@ void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
   if (hca_) hca_->new_session(id);
 }
 
-// What a host says of a guest of its own; it cannot speak for another's.
-bool FarDesk::is_of(remote::HostId host, std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) const {
-  return can_be_a_port(guid, lid, link_layer) && directory_->host_of(lid) == host;
-}
-
-// A P_Key that a host claims for a guest of its own, if some guest of that host may have it; else 0, which matches none.
-std::uint16_t FarDesk::judged(remote::HostId id, std::uint16_t pkey) {
-  const auto [claim, is_new] = at(id).claims.try_emplace(pkey, false);
-  if (is_new) {
-    const auto host = directory_->host(id);
-    claim->second = host != nullptr && fabric_.partitions.may_be_of(host->name, pkey);
-  }
-  if (!claim->second) ++refused_pkeys_;
-  return claim->second ? pkey : 0;
-}
-
-void FarDesk::look_at_partitions() {
-  for (auto& [id, host] : hosts_) host.claims.clear();
-  for (auto& [key, stand_in] : stand_ins_) {
-    stand_in->core.port.pkey = judged(stand_in->host, stand_in->claimed_pkey);
-    make_runnable(*stand_in);
-  }
-  if (hca_) hca_->look_at_partitions();
-}
-
 void FarDesk::tell_pkey(Qp& qp) {
   if (hca_) hca_->pkey_changed(qp);
   if (qp.far == nullptr || !qp.far->opened || qp.far->session != session(qp.far->host)) return;
@@ -412,79 +327,6 @@ void FarDesk::to_requester(FarFramePtr frame) {
     far.arrived.push_back(std::move(frame));
   }
   shard_.make_runnable(qp);
-}
-
-void FarDesk::open(FarFramePtr frame) {
-  const FarRecord& record = frame->record();
-  if (record.payload_bytes != sizeof(engine::FarOpen)) return void(++malformed_);
-  engine::FarOpen said;
-  std::memcpy(&said, frame->payload(), sizeof(said));
-  if (const auto type = static_cast<QpType>(said.type); type != QpType::rc && type != QpType::uc && type != QpType::xrc_send) return void(++malformed_);
-  if (!can_be_a_port(said.guid, said.lid, said.link_layer) || record.connection > psn_mask) return void(++malformed_);
-  const StandInKey key{frame->host, record.connection};
-  if (const auto known = stand_ins_.find(key); known != stand_ins_.end()) drop(*known->second);
-  else if (++at(frame->host).stand_ins > stand_ins_max) return --at(frame->host).stand_ins, void(++malformed_);
-  auto& slot = stand_ins_[key];
-  slot = std::make_unique<StandIn>();
-  StandIn& stand_in = *slot;
-  responder_.open(stand_in, frame->host, record, said);
-  stand_in.guid = said.guid;
-  stand_in.link_layer = said.link_layer;
-  stand_in.lid = said.lid;
-  // Another list of hosts may give it that LID, or this one will soon: till then nobody answers, and its requests end as they would then.
-  stand_in.is_of_its_host = is_of(frame->host, said.guid, said.lid, said.link_layer);
-  if (!stand_in.is_of_its_host) ++malformed_;
-  stand_in.gids = gids_of(said.guid, said.lid, said.link_layer);
-  stand_in.claimed_pkey = said.pkey;
-  stand_in.core.port.stand_in = &stand_in;
-  stand_in.core.port.pkey = judged(frame->host, said.pkey);
-  if (hca_ && stand_in.is_of_its_host) hca_->peer_goes_by_records(stand_in.host, stand_in.core.attributes.dest_qp_num);
-}
-
-void FarDesk::to_stand_in(FarFramePtr frame) {
-  const FarRecord& record = frame->record();
-  const auto found = stand_ins_.find({frame->host, record.connection});
-  if (found == stand_ins_.end() || found->second->epoch != record.epoch) {
-    if (record.kind == FarKind::request) send_to(frame->host, responder_.no_stand_in(record));
-    return;
-  }
-  StandIn& stand_in = *found->second;
-  if (record.kind == FarKind::close) {
-    run(stand_in);  // what came along with it was sent before
-    drop(stand_in);
-    stand_ins_.erase(found);
-    --at(frame->host).stand_ins;
-    return;
-  }
-  if (record.kind == FarKind::pkey) {
-    responder_.note_credit(stand_in, record);
-    stand_in.claimed_pkey = static_cast<std::uint16_t>(record.bytes);
-    stand_in.core.port.pkey = judged(stand_in.host, stand_in.claimed_pkey);
-    stand_in.core.port.peer_generation = 0;
-  } else {
-    responder_.take(stand_in, std::move(frame));
-  }
-  make_runnable(stand_in);
-}
-
-void FarDesk::to_datagrams(FarFramePtr frame) {
-  Host& host = at(frame->host);
-  if (frame->record().payload_bytes < sizeof(engine::FarDatagram) ||
-      frame->record().payload_bytes - sizeof(engine::FarDatagram) != frame->record().bytes || frame->record().bytes > limits::mtu_max_bytes)
-    return void(++malformed_);
-  engine::FarDatagram head;
-  std::memcpy(&head, frame->payload(), sizeof(head));
-  if (!is_of(frame->host, head.guid, head.lid, head.link_layer)) return void(++malformed_);
-  const std::size_t lanes = host.datagrams.size() - 1;
-  auto& lane = host.datagrams[head.ud.remote_qpn == multicast_qpn.value ? lanes : head.ud.remote_qpn % lanes];
-  if (!lane) {
-    lane = std::make_unique<StandIn>();
-    responder_.open_lane(*lane, frame->host);
-    lane->core.port.stand_in = lane.get();
-  }
-  if (lane->queue.size() >= datagrams_waiting_max) return void(++dropped_datagrams_);
-  lane->queue.push_back(std::move(frame));
-  make_runnable(*lane);
 }
 
 }  // namespace vrdma::svc

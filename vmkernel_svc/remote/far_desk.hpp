@@ -1,5 +1,5 @@
 // The shard's side of other hosts: which destinations lie there, the records that go and come, and whom they are for: requesters of this
-// host, or the stand-ins of other hosts' (engine/far_responder.hpp).
+// host, or the stand-ins of other hosts' (engine/far_responder.hpp), which far_stand_ins.cpp keeps.
 //
 // Used by the shard's thread only.
 #pragma once
