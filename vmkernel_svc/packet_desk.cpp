@@ -134,6 +134,11 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     for (const auto& fd : give) fds.push_back(fd.get());
     send_result(socket.fd(), head, result, fds);
   };
+  // Of a request that needs nothing but its body.
+  const auto reply_to = [&](auto body, const auto& carry_out) {
+    if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
+    reply_with(carry_out(body));
+  };
   switch (request) {
     case Request::add_backing: {
       AddBackingRequest body{};
@@ -151,21 +156,12 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       const auto removed = desk_.on(guest, body);
       return send_reply(socket.fd(), head, removed ? 0 : value(removed.error()));
     }
-    case Request::open_context: {
-      OpenContextRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(desk_.on(guest, body, give));
-    }
-    case Request::create_channel: {
-      CreateChannelRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(desk_.on(guest, body, give));
-    }
-    case Request::open_xrcd: {
-      OpenXrcdRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(desk_.on(guest, body, descriptors));
-    }
+    case Request::open_context:
+      return reply_to(OpenContextRequest{}, [&](const auto& body) { return desk_.on(guest, body, give); });
+    case Request::create_channel:
+      return reply_to(CreateChannelRequest{}, [&](const auto& body) { return desk_.on(guest, body, give); });
+    case Request::open_xrcd:
+      return reply_to(OpenXrcdRequest{}, [&](const auto& body) { return desk_.on(guest, body, descriptors); });
     case Request::cm_open:
       return reply_with(desk_.on_cm_open(guest, give));
     case Request::mad_open:
@@ -183,41 +179,20 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
       if (const auto asked = desk_.ask_how_reached(guest, body, answer); !asked) refuse(socket, head, value(asked.error()));
       return;
     }
-    case Request::queue_pair_alloc: {
-      QueuePairAllocRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.fabric().vmci.alloc(guest, body, give));
-    }
-    case Request::queue_pair_attach: {
-      QueuePairAttachRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.fabric().vmci.attach(guest, body, give));
-    }
-    case Request::open_direct: {
-      OpenDirectRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.direct().open(guest, body, give));
-    }
-    case Request::open_shared_receives: {
-      OpenDirectRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.direct().open_shared_receives(guest, body));
-    }
-    case Request::open_path: {
-      OpenPathRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.direct().open(guest, body, give));
-    }
-    case Request::open_backing: {
-      OpenBackingRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.direct().open(guest, body, give));
-    }
-    case Request::open_process: {
-      OpenProcessRequest body{};
-      if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
-      return reply_with(shard_.direct().open(guest, body));
-    }
+    case Request::queue_pair_alloc:
+      return reply_to(QueuePairAllocRequest{}, [&](const auto& body) { return shard_.fabric().vmci.alloc(guest, body, give); });
+    case Request::queue_pair_attach:
+      return reply_to(QueuePairAttachRequest{}, [&](const auto& body) { return shard_.fabric().vmci.attach(guest, body, give); });
+    case Request::open_direct:
+      return reply_to(OpenDirectRequest{}, [&](const auto& body) { return shard_.direct().open(guest, body, give); });
+    case Request::open_shared_receives:
+      return reply_to(OpenDirectRequest{}, [&](const auto& body) { return shard_.direct().open_shared_receives(guest, body); });
+    case Request::open_path:
+      return reply_to(OpenPathRequest{}, [&](const auto& body) { return shard_.direct().open(guest, body, give); });
+    case Request::open_backing:
+      return reply_to(OpenBackingRequest{}, [&](const auto& body) { return shard_.direct().open(guest, body, give); });
+    case Request::open_process:
+      return reply_to(OpenProcessRequest{}, [&](const auto& body) { return shard_.direct().open(guest, body); });
     default:
       return refuse(socket, head, EOPNOTSUPP);
   }
