@@ -143,6 +143,12 @@ class ConnectionManager {
   bool keep_for_listener(std::uint32_t host, const CmMessage& request);
   void deliver_kept(const CmIdentifier& listener);
   void deliver_who_has(std::uint32_t host, const CmMessage& message);
+  void deliver_has(std::uint32_t host, const CmMessage& message);
+  void deliver_rep(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
+  void deliver_sidr_rep(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
+  void deliver_rtu(CmIdentifier& one);
+  void deliver_rej(CmIdentifier& one, const CmMessage& message);
+  void deliver_dreq(CmIdentifier& one);
   CmIdentifier* addressee(std::uint32_t host, const CmMessage& message);
   void learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
   CmPort port_of(const Guest& guest) const;

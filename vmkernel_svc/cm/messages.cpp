@@ -254,18 +254,87 @@ void ConnectionManager::stop_asking(CmIdentifier& one, std::uint32_t host) {
   if (one.asked.empty()) address_unknown(one, EHOSTUNREACH);
 }
 
-void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
-  if (message.kind == CmKind::req || message.kind == CmKind::sidr_req) return deliver_request(host, message);
-  if (message.kind == CmKind::who_has) return deliver_who_has(host, message);
-  if (message.kind == CmKind::has) {
-    const auto found = identifiers_.find(message.to);
-    if (found == identifiers_.end() || !found->second->asked.contains(host)) return;
-    CmIdentifier& one = *found->second;
-    if (message.status == 0) return one.host = host, address_resolved(one);
-    return stop_asking(one, host);
+void ConnectionManager::deliver_has(std::uint32_t host, const CmMessage& message) {
+  const auto found = identifiers_.find(message.to);
+  if (found == identifiers_.end() || !found->second->asked.contains(host)) return;
+  CmIdentifier& one = *found->second;
+  if (message.status != 0) return stop_asking(one, host);
+  one.host = host;
+  address_resolved(one);
+}
+
+void ConnectionManager::deliver_rep(CmIdentifier& one, std::uint32_t host, const CmMessage& message) {
+  if (one.state != CmState::connecting || one.type == QpType::ud) return;
+  clear_deadline(one);
+  learn_peer(one, host, message);
+  one.state = CmState::replied;
+  // It says which partition; one may be a limited member of it, and the other one a full one.
+  for (const std::uint16_t mine : one.guest->tenant->pkeys)
+    if (hosts::pkeys_match(mine, message.pkeys[0])) one.pkey = mine;
+  one.responder_resources = message.parameters.initiator_depth;
+  one.initiator_depth = message.parameters.responder_resources;
+  one.rnr_retry_count = message.parameters.rnr_retry_count;
+  raise(one, cm_connect_response, 0, &message, rep_private_bytes);
+}
+
+void ConnectionManager::deliver_sidr_rep(CmIdentifier& one, std::uint32_t host, const CmMessage& message) {
+  if (one.state != CmState::connecting || one.type != QpType::ud) return;
+  clear_deadline(one);
+  if (message.status != 0) return end(one, cm_unreachable, message.status, &message, sidr_rep_private_bytes);
+  learn_peer(one, host, message);
+  one.state = CmState::established;
+  raise(one, cm_established, 0, &message, sidr_rep_private_bytes);
+}
+
+void ConnectionManager::deliver_rtu(CmIdentifier& one) {
+  if (one.state != CmState::accepted) return;
+  clear_deadline(one);
+  one.state = CmState::established;
+  raise(one, cm_established);
+}
+
+void ConnectionManager::deliver_rej(CmIdentifier& one, const CmMessage& message) {
+  switch (one.state) {
+    case CmState::connecting:
+    case CmState::replied:
+    case CmState::accepted:
+      return end(one, cm_rejected, message.status, &message, rej_private_bytes);
+    case CmState::requested:
+      if (one.type != QpType::ud) one.state = CmState::ended;  // accepting it fails; a sidr_req cannot be withdrawn
+      return;
+    default:
+      return;
   }
-  if (message.kind == CmKind::rej && message.to == 0)
-    kept_.forget({host, message.from});
+}
+
+void ConnectionManager::deliver_dreq(CmIdentifier& one) {
+  switch (one.state) {
+    case CmState::replied:
+    case CmState::accepted:
+    case CmState::established: {
+      const CmPeer peer = one.peer;
+      const CmMessage drep = message(CmKind::drep, one);
+      end(one, cm_disconnected, 0);
+      return send(peer, drep);
+    }
+    case CmState::disconnecting:  // both at once
+      return end(one, cm_disconnected, 0);
+    default:
+      return;
+  }
+}
+
+void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
+  switch (message.kind) {  // those of nobody's connection
+    case CmKind::req:
+    case CmKind::sidr_req: return deliver_request(host, message);
+    case CmKind::who_has: return deliver_who_has(host, message);
+    case CmKind::has: return deliver_has(host, message);
+    case CmKind::rej:
+      if (message.to == 0) kept_.forget({host, message.from});
+      break;
+    default: break;
+  }
   CmIdentifier* const found = addressee(host, message);
   if (found == nullptr) {
     // Who asked for the connection is gone, and could not say so to whom it did not know.
@@ -274,64 +343,15 @@ void ConnectionManager::deliver(std::uint32_t host, const CmMessage& message) {
   }
   CmIdentifier& one = *found;
   switch (message.kind) {
-    case CmKind::rep: {
-      if (one.state != CmState::connecting || one.type == QpType::ud) return;
-      clear_deadline(one);
-      learn_peer(one, host, message);
-      one.state = CmState::replied;
-      // It says which partition; one may be a limited member of it, and the other one a full one.
-      for (const std::uint16_t mine : one.guest->tenant->pkeys)
-        if (hosts::pkeys_match(mine, message.pkeys[0])) one.pkey = mine;
-      one.responder_resources = message.parameters.initiator_depth;
-      one.initiator_depth = message.parameters.responder_resources;
-      one.rnr_retry_count = message.parameters.rnr_retry_count;
-      return raise(one, cm_connect_response, 0, &message, rep_private_bytes);
-    }
-    case CmKind::sidr_rep: {
-      if (one.state != CmState::connecting || one.type != QpType::ud) return;
-      clear_deadline(one);
-      if (message.status != 0) return end(one, cm_unreachable, message.status, &message, sidr_rep_private_bytes);
-      learn_peer(one, host, message);
-      one.state = CmState::established;
-      return raise(one, cm_established, 0, &message, sidr_rep_private_bytes);
-    }
-    case CmKind::rtu:
-      if (one.state != CmState::accepted) return;
-      clear_deadline(one);
-      one.state = CmState::established;
-      return raise(one, cm_established);
-    case CmKind::rej:
-      switch (one.state) {
-        case CmState::connecting:
-        case CmState::replied:
-        case CmState::accepted:
-          return end(one, cm_rejected, message.status, &message, rej_private_bytes);
-        case CmState::requested:
-          if (one.type != QpType::ud) one.state = CmState::ended;  // accepting it fails; a sidr_req cannot be withdrawn
-          return;
-        default:
-          return;
-      }
-    case CmKind::dreq:
-      switch (one.state) {
-        case CmState::replied:
-        case CmState::accepted:
-        case CmState::established: {
-          const CmPeer peer = one.peer;
-          CmMessage drep = this->message(CmKind::drep, one);
-          end(one, cm_disconnected, 0);
-          return send(peer, drep);
-        }
-        case CmState::disconnecting:  // both at once
-          return end(one, cm_disconnected, 0);
-        default:
-          return;
-      }
+    case CmKind::rep: return deliver_rep(one, host, message);
+    case CmKind::sidr_rep: return deliver_sidr_rep(one, host, message);
+    case CmKind::rtu: return deliver_rtu(one);
+    case CmKind::rej: return deliver_rej(one, message);
+    case CmKind::dreq: return deliver_dreq(one);
     case CmKind::drep:
       if (one.state == CmState::disconnecting) end(one, cm_disconnected, 0);
       return;
-    default:
-      return;
+    default: return;
   }
 }
 
