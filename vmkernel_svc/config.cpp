@@ -192,6 +192,31 @@ void read_partitions(const json& section, hosts::Partitions& to, const std::stri
   }
 }
 
+void read_quota(const json& section, Quota& to, const std::string& origin) {
+  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
+  apply(section, {n(to.guests, "guests"), n(to.objects, "objects"), n(to.registered_bytes, "registered_bytes"), n(to.queue_bytes, "queue_bytes"), n(to.pieces, "pieces"),
+                  n(to.mappings, "mappings"), n(to.descriptors, "descriptors"), n(to.memberships, "memberships")},
+        origin, "\"quota\"");
+}
+
+json document_of(const std::string& content, const std::string& origin) {
+  // The parser takes a NUL for the end of the text, and of two values of one name the last: neither is what somebody meant.
+  if (content.find('\0') != std::string::npos) refuse(origin, "not valid JSON: it contains a NUL byte");
+  std::vector<std::set<std::string>> open;  // the keys of the objects that the parser is inside of
+  const auto no_key_twice = [&](int, json::parse_event_t event, json& parsed) {
+    if (event == json::parse_event_t::object_start) open.emplace_back();
+    if (event == json::parse_event_t::object_end) open.pop_back();
+    if (event == json::parse_event_t::key && !open.back().insert(parsed.get<std::string>()).second)
+      refuse(origin, fmt::format("\"{}\" is given twice", parsed.get<std::string>()));
+    return true;
+  };
+  try {
+    return json::parse(content, no_key_twice, true, /*ignore_comments=*/true);
+  } catch (const json::exception& error) {  // not only parse_error: a number that no double holds is out_of_range
+    refuse(origin, fmt::format("not valid JSON: {}", error.what()));
+  }
+}
+
 // A host sends from its own address, so it reaches none of the other family.
 std::string one_family(const std::string& address, const std::string& what, const std::string& its) {
   const auto family = [](const std::string& one) { return hosts::is_v6(one) ? "IPv6" : "IPv4"; };
@@ -211,31 +236,9 @@ void Config::read_file(const std::string& path) {
 }
 
 void Config::read_text(const std::string& content, const std::string& origin) {
-  // The parser takes a NUL for the end of the text, and of two values of one name the last: neither is what somebody meant.
-  if (content.find('\0') != std::string::npos) refuse(origin, "not valid JSON: it contains a NUL byte");
-  std::vector<std::set<std::string>> open;  // the keys of the objects that the parser is inside of
-  const auto no_key_twice = [&](int, json::parse_event_t event, json& parsed) {
-    if (event == json::parse_event_t::object_start) open.emplace_back();
-    if (event == json::parse_event_t::object_end) open.pop_back();
-    if (event == json::parse_event_t::key && !open.back().insert(parsed.get<std::string>()).second)
-      refuse(origin, fmt::format("\"{}\" is given twice", parsed.get<std::string>()));
-    return true;
-  };
-  json document;
-  try {
-    document = json::parse(content, no_key_twice, true, /*ignore_comments=*/true);
-  } catch (const json::exception& error) {  // not only parse_error: a number that no double holds is out_of_range
-    refuse(origin, fmt::format("not valid JSON: {}", error.what()));
-  }
+  const json document = document_of(content, origin);
   const auto n = [&](auto& to, const std::string& key) { return std::pair{key, number(to, origin, key)}; };
   const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, key)}; };
-  const std::map<std::string, Setter> quota_keys{n(quota.guests, "guests"), n(quota.objects, "objects"),
-                                                 n(quota.registered_bytes, "registered_bytes"),
-                                                 n(quota.queue_bytes, "queue_bytes"),
-                                                 n(quota.pieces, "pieces"),
-                                                 n(quota.mappings, "mappings"),
-                                                 n(quota.descriptors, "descriptors"),
-                                                 n(quota.memberships, "memberships")};
   const auto named_layer = [&](const json& value) {
     text(link_layer, origin, "link_layer")(value);
     if (link_layer == "ib") link_layer = "infiniband";
@@ -249,7 +252,7 @@ void Config::read_text(const std::string& content, const std::string& origin) {
                                      n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
                                      n(idle_exit_s, "idle_exit_s"),
                                      t(process_memory, "process_memory"), t(direct, "direct")};
-  keys["quota"] = [&](const json& value) { apply(value, quota_keys, origin, "\"quota\""); };
+  keys["quota"] = [&](const json& value) { read_quota(value, quota, origin); };
   keys["remote"] = [&](const json& value) { read_remote(value, remote, origin); };
   keys["hca"] = [&](const json& value) { read_hca(value, hca, origin); };
   keys["partitions"] = [&](const json& value) { read_partitions(value, partitions, origin); };
