@@ -244,16 +244,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
                  session_->version);
     return answer(EPROTONOSUPPORT);
   }
-  const MachineRam::Seen seen{hello->high_bytes, hello->low_end};
-  const auto open_ram = [&]() -> Result<std::shared_ptr<MachineRam>> {
-    auto file = open_ram_file(spec_.ram, spec_.tenant);
-    if (!file) return file.error();
-    return MachineRam::map(std::move(*file), seen);
-  };
-  auto ram = in_bar               ? MachineRam::map_bar(device_->bar_fd())
-             : device_->ram() >= 0 ? MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), seen)
-             : spec_.ram.empty()   ? Result<std::shared_ptr<MachineRam>>(Errno{ENOENT})
-                                   : open_ram();
+  const auto ram = map_ram(*hello);
   if (!ram) {
     log::warn("machine {}: cannot map its {} {} ({}): {}", spec_.name, in_bar ? "BAR" : "RAM", spec_.ram, std::strerror(value(ram.error())),
                  ram_file_remedy(value(ram.error())));
@@ -274,8 +265,23 @@ void MachinePort::greet(std::span<const std::byte> body) {
                  spec_.name);
     return answer(EFAULT);
   }
-  std::byte* const at = (*ram)->data() + *offset;
+  begin_page(*ram, (*ram)->data() + *offset);
+  log::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
+  answer(0);
+  service_.changed();
+}
 
+Result<std::shared_ptr<MachineRam>> MachinePort::map_ram(const vm::Hello& hello) {
+  if (spec_.bar_bytes != 0) return MachineRam::map_bar(device_->bar_fd());
+  const MachineRam::Seen seen{hello.high_bytes, hello.low_end};
+  if (device_->ram() >= 0) return MachineRam::map(vmci::UniqueFd(::fcntl(device_->ram(), F_DUPFD_CLOEXEC, 0)), seen);
+  if (spec_.ram.empty()) return Errno{ENOENT};
+  auto file = open_ram_file(spec_.ram, spec_.tenant);
+  if (!file) return file.error();
+  return MachineRam::map(std::move(*file), seen);
+}
+
+void MachinePort::begin_page(const std::shared_ptr<MachineRam>& ram, std::byte* at) {
   auto* const page = reinterpret_cast<control::ServicePage*>(at);
   std::memset(static_cast<void*>(page), 0, sizeof(*page));
   page->magic = control::magic;
@@ -288,15 +294,12 @@ void MachinePort::greet(std::span<const std::byte> body) {
   std::memcpy(page->alive_mutex, &somebody, sizeof(somebody));
   // Until the shard mirrors its state, everybody rings.
   std::atomic_ref(page->shards[0].sleeping).store(1, std::memory_order_release);
-  session_->ram = *ram;
+  session_->ram = ram;
   session_->page = page;
-  service_.shard.submit([ram = *ram, page](Shard& shard) {
+  service_.shard.submit([ram, page](Shard& shard) {
     std::atomic_ref(page->shards[0].sleeping).store(0, std::memory_order_relaxed);
     shard.mirror(*page);
   });
-  log::info("machine {}: attached, {} MiB of {}, agent {}", spec_.name, (*ram)->bytes() >> 20, in_bar ? "BAR" : "RAM", session_->version);
-  answer(0);
-  service_.changed();
 }
 
 }  // namespace vrdma::svc

@@ -126,6 +126,9 @@ class MachinePort {
   void end_session();
   void take(const vm::FrameHead& head, std::span<const std::byte> body);
   void greet(std::span<const std::byte> body);
+  Result<std::shared_ptr<MachineRam>> map_ram(const vm::Hello& hello);
+  // The machine's copy of the service's page is at `at`, in its RAM, from now on.
+  void begin_page(const std::shared_ptr<MachineRam>& ram, std::byte* at);
   void open(std::uint32_t connection, std::span<const std::byte> body);
   void forward(Process& process, std::span<const std::byte> packet);
   void append(Process& process, std::uint32_t segment, std::span<const std::byte> body);
