@@ -68,16 +68,65 @@ Status open_queues(Qp& qp, Attachment& attachment, const control::CreateQpReply&
   return ok();
 }
 
+bool has_receive_queue(const ibv_qp_init_attr& init) {
+  return init.srq == nullptr && init.qp_type != IBV_QPT_XRC_SEND && init.qp_type != IBV_QPT_XRC_RECV;
+}
+
+bool are_possible(const ibv_qp_cap& cap, bool receives) {
+  if (cap.max_send_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max || cap.max_inline_data > limits::inline_max) return false;
+  return !receives || (cap.max_recv_wr <= limits::qp_wr_max && cap.max_recv_sge <= limits::sge_max);  // else ignored: ibv_create_qp(3)
+}
+
+control::CreateQpRequest creation_of(const ibv_qp_init_attr& init, std::uint32_t type, bool receives) {
+  control::CreateQpRequest request{};
+  request.send_cq = init.send_cq->handle;
+  request.recv_cq = init.recv_cq->handle;
+  request.srq = init.srq != nullptr ? init.srq->handle : 0;
+  request.type = type;
+  request.max_send_wr = init.cap.max_send_wr;
+  request.max_recv_wr = receives ? init.cap.max_recv_wr : 0;
+  request.max_send_sge = init.cap.max_send_sge;
+  request.max_recv_sge = receives ? init.cap.max_recv_sge : 0;
+  request.max_inline_data = init.cap.max_inline_data;
+  request.sq_sig_all = init.sq_sig_all != 0;
+  return request;
+}
+
+// What the service made of it; the queues are opened after that.
+void take_created(Qp& qp, const control::CreateQpReply& reply, bool receives) {
+  qp.doorbell_member = reply.doorbell;
+  qp.max_send_sge = reply.max_send_sge;
+  qp.max_recv_sge = reply.max_recv_sge;
+  qp.max_inline_data = reply.max_inline_data;
+  qp.caps = {reply.max_send_wr, reply.max_recv_wr, reply.max_send_sge, reply.max_recv_sge, reply.max_inline_data};
+  if (!receives) qp.caps.max_recv_wr = qp.caps.max_recv_sge = 0;
+  qp.base().handle = reply.qp;
+  qp.base().qp_num = reply.qpn;
+}
+
+// What the program sees of it.
+void show_verbs(ibv_qp& verbs, ibv_pd* pd, const ibv_qp_init_attr& init) {
+  verbs.context = pd->context;
+  verbs.qp_context = init.qp_context;
+  verbs.pd = pd;
+  verbs.send_cq = init.send_cq;
+  verbs.recv_cq = init.recv_cq;
+  verbs.srq = init.srq;
+  verbs.state = IBV_QPS_RESET;
+  verbs.qp_type = init.qp_type;
+  if (init.qp_type == IBV_QPT_XRC_RECV) verbs.pd = nullptr, verbs.send_cq = verbs.recv_cq = nullptr;
+  pthread_mutex_init(&verbs.mutex, nullptr);
+  pthread_cond_init(&verbs.cond, nullptr);
+}
+
 }  // namespace
 
 Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::uint32_t target) {
-  const ibv_qp_cap& cap = init.cap;
   const auto type = wire_type(init.qp_type, xrcd != nullptr);
   if (!type) return type.error();
   if (init.qp_type == IBV_QPT_XRC_RECV && xrcd == nullptr) return Errno{EINVAL};
-  const bool receives = init.srq == nullptr && init.qp_type != IBV_QPT_XRC_SEND && init.qp_type != IBV_QPT_XRC_RECV;
-  if (cap.max_send_wr > limits::qp_wr_max || cap.max_send_sge > limits::sge_max || cap.max_inline_data > limits::inline_max) return Errno{EINVAL};
-  if (receives && (cap.max_recv_wr > limits::qp_wr_max || cap.max_recv_sge > limits::sge_max)) return Errno{EINVAL};  // else ignored: ibv_create_qp(3)
+  const bool receives = has_receive_queue(init);
+  if (!are_possible(init.cap, receives)) return Errno{EINVAL};
   if (init.qp_type == IBV_QPT_XRC_SEND) init.recv_cq = init.send_cq, init.srq = nullptr;  // as it receives nothing
   if (init.send_cq == nullptr || init.recv_cq == nullptr) return Errno{EINVAL};
   auto attachment = Context::of(pd->context).usable();
@@ -89,19 +138,9 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   if (send_cq.attachment != *attachment || recv_cq.attachment != *attachment) return Errno{EIO};
 
   auto qp = std::make_unique<Qp>();
-  control::CreateQpRequest request{};
+  control::CreateQpRequest request = creation_of(init, *type, receives);
   request.context = Context::of(pd->context).handle;
   request.pd = *pd_handle;
-  request.send_cq = init.send_cq->handle;
-  request.recv_cq = init.recv_cq->handle;
-  request.srq = init.srq != nullptr ? init.srq->handle : 0;
-  request.type = *type;
-  request.max_send_wr = cap.max_send_wr;
-  request.max_recv_wr = receives ? cap.max_recv_wr : 0;
-  request.max_send_sge = cap.max_send_sge;
-  request.max_recv_sge = receives ? cap.max_recv_sge : 0;
-  request.max_inline_data = cap.max_inline_data;
-  request.sq_sig_all = init.sq_sig_all != 0;
   const bool xrc = *type > IBV_QPT_UD;
   if (xrc && (*attachment)->service_minor() < control::minor_of_xrc) return Errno{EOPNOTSUPP};
   auto reply = xrc ? (*attachment)->call<control::Request::create_xrc_qp>({request, xrcd != nullptr ? xrcd->handle : 0, target})
@@ -113,30 +152,12 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   qp->attachment = *attachment;
   qp->liveness = &(*attachment)->liveness();
   qp->doorbell = (*attachment)->doorbell();
-  qp->doorbell_member = reply->doorbell;
-  qp->max_send_sge = reply->max_send_sge;
-  qp->max_recv_sge = reply->max_recv_sge;
-  qp->max_inline_data = reply->max_inline_data;
   qp->implied_flags = init.sq_sig_all != 0 ? wr_signaled : 0;
   qp->sq_sig_all = init.sq_sig_all;
-  qp->caps = {reply->max_send_wr, reply->max_recv_wr, reply->max_send_sge, reply->max_recv_sge, reply->max_inline_data};
-  if (!receives) qp->caps.max_recv_wr = qp->caps.max_recv_sge = 0;
-  ibv_qp& verbs = qp->base();
-  verbs.context = pd->context;
-  verbs.qp_context = init.qp_context;
-  verbs.pd = pd;
-  verbs.send_cq = init.send_cq;
-  verbs.recv_cq = init.recv_cq;
-  verbs.srq = init.srq;
-  verbs.handle = reply->qp;
-  verbs.qp_num = reply->qpn;
-  verbs.state = IBV_QPS_RESET;
-  verbs.qp_type = init.qp_type;
   qp->has_windows = offers_windows(**attachment);
   qp->xrcd = xrcd;
-  if (init.qp_type == IBV_QPT_XRC_RECV) verbs.pd = nullptr, verbs.send_cq = verbs.recv_cq = nullptr;
-  pthread_mutex_init(&verbs.mutex, nullptr);
-  pthread_cond_init(&verbs.cond, nullptr);
+  take_created(*qp, *reply, receives);
+  show_verbs(qp->base(), pd, init);
   if (Status opened = open_queues(*qp, **attachment, *reply); !opened) return opened.error();
   if (*type == control::xrc_srq) qp->receive_lane.qpn = 0;  // each completion says by which target it came
 
