@@ -276,7 +276,7 @@ void Server::watch_idle() {
 }
 
 // Takes the socket away, unless somebody is connecting to it who would be told that a service is there, and find none. Who starts another service
-// in this folder holds its lock (cli/service.cpp), and so waits until this one has gone.
+// in this folder holds its lock (cli/private_service.cpp), and so waits until this one has gone.
 bool Server::go_unmissed() {
   if (!socket_file_.is_there()) return true;  // a service manager keeps it, and whoever waits there; or it was taken away, and nobody comes
   const std::string lock = std::filesystem::path(config_.socket).replace_filename("lock");

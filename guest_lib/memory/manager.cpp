@@ -97,60 +97,18 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   Errno failed{ENOMEM};
   try {
     Plan plan(&scratch);
-    const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
-    const bool in_place = in_place_.load(std::memory_order_relaxed), keeps_pages = keeps_private_pages_.load(std::memory_order_relaxed);
-    const PartialPages partial_pages = partial_pages_.load(std::memory_order_relaxed);
-    const auto leave_alone = [&](Plan& found) {
-      for (Piece& piece : found)
-        if ((in_place && piece.kind != Piece::Kind::window) || (keeps_pages && piece.kind == Piece::Kind::movable)) piece.kind = Piece::Kind::process;
-      leave_where_replaced(found, &scratch);
-      // Those by the process and those by a mapping would not be atomic with each other.
-      if (!atomics || atomics_by_process_->empty()) return;
-      for (const Piece::Kind kind : {Piece::Kind::movable, Piece::Kind::window}) leave_where_counted(found, kind, *atomics_by_process_);
-    };
-    const auto take_plan = [&] {  // under the lock
-      move_and_hold(plan, range, files, atomics, &scratch);
-      registration.generation = generation_;
-      held = true;
-    };
-    {
-      Locked lock(*this);
-      auto found = make_plan(range, writes, partial_pages, window_, &scratch);
-      if (!found) return found.error();
-      plan = std::move(*found);
-      leave_alone(plan);
-      if (std::none_of(plan.begin(), plan.end(), is_file)) take_plan();
-    }
-    if (!held) {
-      // Announcing calls back, so not under the lock; what the memory consists of is then looked at again.
-      for (const Piece& piece : plan)
-        if (is_file(piece)) use_file(piece, registration.service, files);
-      Locked lock(*this);
-      if (auto found = make_plan(range, writes, partial_pages, window_, &scratch)) {
-        plan = std::move(*found);
-        leave_alone(plan);
-        take_plan();
-      } else {
-        failed = found.error();
-      }
-    }
-    if (held) {
+    if (Status taken = plan_and_hold(plan, range, writes, registration, files, &scratch); !taken) {
+      failed = taken.error();
+    } else {
       // From here on the plan's window pieces are held: an exception must undo that through the extents, or not at all.
       try {
         registration.extents = to_extents(plan);
+        held = true;
       } catch (const std::bad_alloc&) {
-        Locked lock(*this);
-        for (const Piece& piece : plan) {
-          if (piece.kind == Piece::Kind::process) count_out(whole_pages_around(piece.range), atomics);
-          if (piece.kind == Piece::Kind::window)
-            held_->lower(whole_pages_around(piece.range), [this](Range zero) { give_back(zero); });
-        }
-        publish_bounds();
-        held = false;
+        let_go(plan, atomics);
       }
     }
   } catch (const std::bad_alloc&) {
-    held = false;
   }
   for (const UsedFile& file : files) {
     const auto uses = [&](const Extent& extent) { return extent.backing == file.backing; };
@@ -159,6 +117,55 @@ Result<Registration> MemoryManager::add(std::uint64_t address, std::uint64_t byt
   }
   if (!held) return failed;
   return Result<Registration>(std::move(registration));
+}
+
+Status MemoryManager::plan_and_hold(Plan& plan, Range range, bool writes, Registration& registration, UsedFiles& files, std::pmr::memory_resource* scratch) {
+  const auto is_file = [](const Piece& piece) { return piece.kind == Piece::Kind::file; };
+  const PartialPages partial_pages = partial_pages_.load(std::memory_order_relaxed);
+  const Stays stays{in_place_.load(std::memory_order_relaxed), keeps_private_pages_.load(std::memory_order_relaxed), registration.atomics};
+  // Under the lock, as what follows from it.
+  const auto look = [&]() -> Status {
+    auto found = make_plan(range, writes, partial_pages, window_, scratch);
+    if (!found) return found.error();
+    plan = std::move(*found);
+    leave_alone(plan, stays, scratch);
+    return ok();
+  };
+  const auto take = [&] {
+    move_and_hold(plan, range, files, stays.atomics, scratch);
+    registration.generation = generation_;
+  };
+  {
+    Locked lock(*this);
+    if (Status looked = look(); !looked) return looked;
+    if (std::none_of(plan.begin(), plan.end(), is_file)) return take(), ok();
+  }
+  // Announcing calls back, so not under the lock; what the memory consists of is then looked at again.
+  for (const Piece& piece : plan)
+    if (is_file(piece)) use_file(piece, registration.service, files);
+  Locked lock(*this);
+  if (Status looked = look(); !looked) return looked;
+  take();
+  return ok();
+}
+
+void MemoryManager::leave_alone(Plan& plan, const Stays& stays, std::pmr::memory_resource* scratch) {
+  for (Piece& piece : plan)
+    if ((stays.in_place && piece.kind != Piece::Kind::window) || (stays.private_pages && piece.kind == Piece::Kind::movable)) piece.kind = Piece::Kind::process;
+  leave_where_replaced(plan, scratch);
+  // Those by the process and those by a mapping would not be atomic with each other.
+  if (!stays.atomics || atomics_by_process_->empty()) return;
+  for (const Piece::Kind kind : {Piece::Kind::movable, Piece::Kind::window}) leave_where_counted(plan, kind, *atomics_by_process_);
+}
+
+void MemoryManager::let_go(const Plan& plan, bool atomics) {
+  Locked lock(*this);
+  for (const Piece& piece : plan) {
+    if (piece.kind == Piece::Kind::process) count_out(whole_pages_around(piece.range), atomics);
+    if (piece.kind == Piece::Kind::window)
+      held_->lower(whole_pages_around(piece.range), [this](Range zero) { give_back(zero); });
+  }
+  publish_bounds();
 }
 
 // Who copies there for the service is a writer that a page that moves must not lose (other_writers).

@@ -145,7 +145,16 @@ class MemoryManager {
   Result<int> window_fd_locked();
   void publish_bounds();
 
+  struct Stays {  // where it is, of memory that is registered
+    bool in_place, private_pages;
+    bool atomics;  // of peers are allowed
+  };
+
+  // What `range` consists of, moved and held: takes the lock, and nothing is held where it fails or throws.
+  Status plan_and_hold(Plan& plan, Range range, bool writes, Registration& registration, UsedFiles& files, std::pmr::memory_resource* scratch);
+  void let_go(const Plan& plan, bool atomics);  // takes the lock
   // Registering. Under the lock, except for the files.
+  void leave_alone(Plan& plan, const Stays& stays, std::pmr::memory_resource* scratch);
   void move_and_hold(Plan& plan, Range range, const UsedFiles& files, bool atomics, std::pmr::memory_resource* scratch);
   void move_pieces(Plan& plan, std::pmr::memory_resource* scratch);
   void leave_where_replaced(Plan& plan, std::pmr::memory_resource* scratch);
