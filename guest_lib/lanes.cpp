@@ -64,8 +64,14 @@ void Cq::add_lane(Lane& lane) {
     promote(*this, lane, i);
     break;
   }
-  // The lanes of the only queue pair are in the first two places: poll_one_queue_pair looks at these in turn.
+  // The lanes of the only queue pair are in the first two places: poll_one_queue_pair looks there.
   if (in_order) line_up(*this, lane);  // in case it completed something before it got here
+}
+
+void Cq::ask_for_stamps() {
+  if (std::atomic_ref(shared->wants_stamps).load(std::memory_order_relaxed) != 0) return;
+  emptied.store(stamp_for(*this), std::memory_order_relaxed);  // what is there has none
+  std::atomic_ref(shared->wants_stamps).store(1, std::memory_order_relaxed);
 }
 
 void Cq::drop_entries(Lane& lane) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "guest_lib/objects.hpp"
+#include "vmci_channel/stamp.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -32,6 +33,12 @@ inline void convert(const Cqe& from, std::uint32_t qpn, ibv_wc& to) {
   to.sl = from.sl;
   to.dlid_path_bits = 0;
 }
+
+// Whether it says when it was written (vmci_channel/stamp.hpp).
+inline bool has_stamp(const Cq& cq, const Cqe& entry) { return cq.timed || (unpack_cqe_state(entry.state).flags & wc_stamped) != 0; }
+
+// The time of now as this queue's stamps have it.
+inline std::uint64_t stamp_for(Cq& cq) { return cq.timed ? cq.clock_ns() : vmci::stamp_now(); }
 
 // Entries that were taken from a lane, and are not given back to its writer yet.
 struct Taken {

@@ -175,12 +175,13 @@ struct Cq {
 
   alignas(64) SpinLock lock;
   std::uint32_t consumed = 0;  // as in shared
-  std::uint32_t polls = 0;
   std::atomic<bool> polled{false};    // since its last event was read; like left_off only kept for a CQ with a channel
   std::atomic<bool> left_off{false};  // the last poll filled its array, and there was more
   Lane* hot[control::hot_lanes] = {};
   std::uint32_t hot_hits[control::hot_lanes] = {};
   std::vector<Lane*> lanes;  // by number
+  // Of the only queue pair: when no older completion was left, in stamps. Under the lock, but for the first time.
+  std::atomic<std::uint64_t> emptied{0};
   // Once several queue pairs complete here (poll_in_order.cpp): the lanes that hold something, a heap; the latest place that was seen there;
   // and up to which place everything has been seen.
   bool in_order = false;
@@ -213,6 +214,8 @@ struct Cq {
   // Takes the lane out and drops what is left in it; nobody writes to it any more.
   void remove_lane(Lane& lane);
   void drop_entries(Lane& lane);
+  // Any thread, before anybody can complete here what is to come in order with the rest.
+  void ask_for_stamps();
 };
 
 struct Xrcd {
@@ -259,6 +262,7 @@ struct Qp {
   SpinLock receive_lock;
   // Modifies of ibv_qp.state, by which a query knows whether its answer may be older. All three are read under either lock and written under both.
   std::uint32_t modifies_begun = 0, modifies_ended = 0;
+  bool has_received = false;  // receives of its own have been posted; under receive_lock
   SendQueue send;
   ReceiveQueue receive;
   Lane send_lane;

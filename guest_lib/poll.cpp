@@ -1,16 +1,18 @@
 // ibv_poll_cq: from completion entries in the lanes of queue pairs (lanes.hpp) to ibv_wc.
 //
-// Of one queue pair its two lanes are looked at; of several, what they hold is taken in the order in which it was written
+// What the two lanes of a queue pair hold is taken in the order in which it was written, and so is what those of several hold
 // (poll_in_order.cpp). A call never sleeps: when there is nothing, it carries out what the service has left in a send queue (take_up), lets
 // go of peers (let_go_of_ended), or makes one step of the adaptive wait, and looks once more.
 #include "guest_lib/lanes.hpp"
 
 #include <sched.h>
 
+#include <algorithm>
 #include <new>
 
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/backoff.hpp"
+#include "vmci_channel/stamp.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -35,71 +37,81 @@ struct PollWait {
 };
 [[gnu::tls_model("initial-exec")]] constinit thread_local PollWait poll_wait{};
 
-bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == WcStatus::wr_flush_err; }
-
-// The other direction of the queue pair, on the same CQ, where it holds what was there first, as in the one queue of an adapter. A flush comes
-// after the error that caused it. A message that was received may be the peer's answer to one that was sent: the completion of
-// that one lies there since before the answer was written, unless another thread is posting it and has lost its processor just before.
-Lane* comes_first(const Lane& lane, const Cqe& entry) {
-  if (lane.send != nullptr && !flushed(entry)) [[likely]] return nullptr;
-  Qp& qp = *lane.qp;
-  if (qp.verbs.qp_base.send_cq != qp.verbs.qp_base.recv_cq) return nullptr;
-  Lane& other = lane.send != nullptr ? qp.receive_lane : qp.send_lane;
-  if (&other == &lane || other.closed || other.header == nullptr) return nullptr;
-  const Cqe* const earlier = other.reader.next();
-  return earlier != nullptr && !flushed(*earlier) ? &other : nullptr;
-}
-
-int drain_before_flushes(Lane& lane, int room, ibv_wc* wc) {
+int drain(Lane& lane, int room, ibv_wc* wc) {
   Taken taken;
+  if (lane.closed) [[unlikely]] return 0;
   while (taken.entries < room) {
     const Cqe* const entry = lane.reader.next();
-    if (entry == nullptr || flushed(*entry)) break;
+    if (entry == nullptr) break;
     take(lane, *entry, wc[taken.entries], taken);
   }
   give_back(lane, taken);
   return taken.entries;
 }
 
-int drain(Lane& lane, int room, ibv_wc* wc) {
-  int got = 0;
-  Taken taken;
-  if (lane.closed) [[unlikely]] return 0;
-  while (got < room) {
-    const Cqe* const entry = lane.reader.next();
-    if (entry == nullptr) break;
-    if (Lane* const first = comes_first(lane, *entry)) {
-      give_back(lane, taken);
-      taken = {};
-      got += drain_before_flushes(*first, room - got, wc + got);
-      continue;
-    }
-    take(lane, *entry, wc[got], taken);
-    ++got;
+bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == WcStatus::wr_flush_err; }
+
+// Of the heads of both lanes, by their stamps. What has none was written before the queue pair posted its first receive, or by somebody who knows
+// none. Without, and where they may be older than stamps can tell, what was sent comes first, as it is before the answer to it; what is flushed last.
+bool is_earlier(Cq& cq, const Lane& lane, const Cqe& entry, const Lane& other_lane, const Cqe& other) {
+  const bool stamped = has_stamp(cq, entry), other_stamped = has_stamp(cq, other);
+  if (stamped != other_stamped) return other_stamped;
+  constexpr std::int64_t told_apart = std::int64_t{1} << (cqe_stamp_bits - 2);
+  const std::uint64_t now = stamped ? stamp_for(cq) : 0;
+  const std::uint64_t emptied = cq.emptied.load(std::memory_order_relaxed);
+  if (!stamped || static_cast<std::int64_t>(now - emptied) > told_apart) {
+    if (stamped) cq.emptied.store(now, std::memory_order_relaxed);  // once: a receive is not to wait behind sends that go on completing
+    return flushed(entry) != flushed(other) ? flushed(other) : lane.send != nullptr;
   }
-  give_back(lane, taken);
+  const std::uint64_t stamp = stamp_of(entry, lane.send != nullptr), other_stamp = stamp_of(other, other_lane.send != nullptr);
+  const bool earlier = stamps_apart(stamp, other_stamp) < 0;
+  // All that is left is younger than the one that is taken now.
+  cq.emptied.store(std::max(emptied, now + static_cast<std::uint64_t>(stamps_apart(earlier ? stamp : other_stamp, now))), std::memory_order_relaxed);
+  return earlier;
+}
+
+// Both directions of the only queue pair.
+int drain_both(Cq& cq, Lane& first, Lane& second, int room, ibv_wc* wc) {
+  int got = 0;
+  Taken of_first, of_second;
+  if (first.closed || second.closed) [[unlikely]] return drain(first.closed ? second : first, room, wc);
+  for (; got < room; ++got) {
+    const Cqe* entry = first.reader.next();
+    const Cqe* const other = second.reader.next();
+    if (other == nullptr) [[likely]] {
+      if (entry == nullptr) break;
+    } else {
+      if (entry == nullptr) entry = first.reader.next();  // it may have got one before the other's was written
+      if (entry == nullptr || is_earlier(cq, second, *other, first, *entry)) {
+        take(second, *other, wc[got], of_second);
+        continue;
+      }
+    }
+    take(first, *entry, wc[got], of_first);
+  }
+  give_back(first, of_first);
+  give_back(second, of_second);
+  if (got == 0 && vmci::wants_stamps(*cq.shared)) cq.emptied.store(stamp_for(cq), std::memory_order_relaxed);
   return got;
 }
 
-// Of one queue pair, whose lanes are hot both.
+// Its lanes are in the first two places.
 int poll_one_queue_pair(Cq& cq, int room, ibv_wc* wc) {
-  int got = 0;
-  const std::uint32_t first = cq.polls & 1;  // either comes to its turn where the program takes one at a time; they lie in the first two places
-  for (std::uint32_t i = 0; i < control::hot_lanes && got < room; ++i)
-    if (Lane* const lane = cq.hot[i ^ first]) got += drain(*lane, room - got, wc + got);
-  return got;
+  Lane* const first = cq.hot[0];
+  Lane* const second = cq.hot[1];
+  if (second == nullptr) return first != nullptr ? drain(*first, room, wc) : 0;
+  return first != nullptr ? drain_both(cq, *first, *second, room, wc) : drain(*second, room, wc);
 }
 
 // What is in a lane that is not hot and not announced yet is going to be.
 bool more_to_take(Cq& cq) {
   if (cq.in_order) return holds_more_in_order(cq);
   for (const Lane* const lane : cq.hot)
-    if (lane != nullptr && lane->reader.next() != nullptr) return true;
+    if (lane != nullptr && !lane->closed && lane->reader.next() != nullptr) return true;
   return false;
 }
 
 int look(Cq& cq, int room, ibv_wc* wc) {
-  ++cq.polls;
   const int got = cq.in_order ? poll_in_order(cq, room, wc) : poll_one_queue_pair(cq, room, wc);
   if (cq.verbs.channel != nullptr) {
     cq.polled.store(true, std::memory_order_relaxed);

@@ -24,8 +24,7 @@ bool comes_later(const Lane* a, const Lane* b) { return a->place > b->place; }
 // several queue pairs. An entry of who does not know stamps, an older library or service, comes when it is found.
 std::uint64_t place_of(Cq& cq, const Lane& lane, const Cqe& entry) {
   constexpr std::uint64_t before_all = std::uint64_t{1} << 61, first = std::uint64_t{1} << 62;
-  const bool stamped = cq.timed || (unpack_cqe_state(entry.state).flags & wc_stamped) != 0;
-  const std::uint64_t stamp = stamped ? stamp_of(entry, lane.send != nullptr) : vmci::stamp_now();
+  const std::uint64_t stamp = has_stamp(cq, entry) ? stamp_of(entry, lane.send != nullptr) : vmci::stamp_now();
   if (cq.heads.empty()) {
     cq.newest = first + (stamp & ((std::uint64_t{1} << cqe_stamp_bits) - 1));
     cq.settled = 0;
@@ -115,11 +114,13 @@ void line_up(Cq& cq, Lane& lane) {
 }
 
 void begin_order(Cq& cq) {
+  cq.ask_for_stamps();
   cq.in_order = true;
-  std::atomic_ref(cq.shared->wants_stamps).store(1, std::memory_order_relaxed);
   for (Lane* const lane : cq.lanes) {
     if (lane == nullptr) continue;
-    for (vmci::LaneReader written = lane->reader; written.next() != nullptr && lane->unstamped < written.entry_count(); written.pop()) ++lane->unstamped;
+    vmci::LaneReader written = lane->reader;
+    for (const Cqe* entry = nullptr; lane->unstamped < written.entry_count() && (entry = written.next()) != nullptr && !has_stamp(cq, *entry); written.pop())
+      ++lane->unstamped;
     line_up(cq, *lane);
   }
 }

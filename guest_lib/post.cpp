@@ -288,6 +288,13 @@ int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
   return error;
 }
 
+// From now on both directions may complete on its one completion queue. An XRC target has none.
+void begin_receiving(Qp& qp) {
+  qp.has_received = true;
+  ibv_cq* const cq = qp.base().recv_cq;
+  if (cq != nullptr && cq == qp.base().send_cq) Cq::of(cq).ask_for_stamps();
+}
+
 int post_one_receive(ReceiveQueue& queue, std::uint32_t max_sge, const ibv_recv_wr& wr) {
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > max_sge) return EINVAL;
   if (!queue.has_room()) return ENOMEM;
@@ -347,6 +354,7 @@ int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
   std::lock_guard guard(qp.receive_lock);
   if (verbs->state == IBV_QPS_RESET || verbs->srq != nullptr) [[unlikely]]
     return refuse(wr, bad_wr, EINVAL);
+  if (!qp.has_received) [[unlikely]] begin_receiving(qp);
   const int error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(qp.receive, qp.max_recv_sge, one); });
   ring_for(qp.receive, qp.doorbell, qp.doorbell_member);
   return error;

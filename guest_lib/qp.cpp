@@ -171,6 +171,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   made.keep();
   send_cq.add_lane(qp->send_lane);
   recv_cq.add_lane(qp->receive_lane);
+  if (init.srq != nullptr && &send_cq == &recv_cq) recv_cq.ask_for_stamps();  // whose receives are there already, perhaps
   if (xrcd != nullptr) xrcd->users.fetch_add(1, std::memory_order_relaxed);
   send_cq.users.fetch_add(1, std::memory_order_relaxed);
   recv_cq.users.fetch_add(1, std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// When a completion is written, for completion queues where several queue pairs complete: each has lanes of its own, and who polls takes what lies
+// When a completion is written, for completion queues where several queue pairs complete, or both directions of one: each has a lane of its own, and who polls takes what lies
 // in them in the order of these stamps (guest_lib/poll_in_order.cpp).
 //
 // Whoever caused a completion by what it saw of another (polled it, or got the message that it tells of) stamps later: the processor's counter is
@@ -19,7 +19,7 @@ namespace vmci {
 // As fine as matters, so that 40 bits are some minutes at least.
 inline std::uint64_t stamp_now() { return cycles() >> fine_cycle_bits; }
 
-// Said by whoever made the completion queue, once there are several queue pairs, and before the second is connected.
+// Said by whoever made the completion queue, once there are several queue pairs, and before the second is connected; or when the only one posts its first receive, before that.
 inline bool wants_stamps(const vrdma::control::CqShared& cq) {
   return std::atomic_ref(const_cast<std::uint32_t&>(cq.wants_stamps)).load(std::memory_order_relaxed) != 0;
 }

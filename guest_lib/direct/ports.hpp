@@ -180,7 +180,7 @@ class DirectPorts {
     if (!send && !take_turn(cqe.wr_id)) return give_up(), true;
     const Told& to = send ? sent_to_ : received_at_;
     bool cold = false;  // who polls is told at once, so as to find this before what is done because of it; the event can wait for the end of the turn
-    if (to.wants_stamps()) [[unlikely]] {
+    if (to.wants_stamps()) {
       // One for the message: its receiver's answer is later than both.
       if (stamp_ == 0) stamp_ = vmci::stamp_now();
       vmci::put_stamp(cqe, state, send, stamp_);

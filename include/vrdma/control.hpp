@@ -311,7 +311,7 @@ struct alignas(128) CqShared {
   std::uint32_t arm;              // sequence << 2 | ArmState; the guest arms, who reports (the service, a poster) claims by compare-and-swap
   std::uint32_t hot[hot_lanes];   // lanes that the guest looks at without being told; no_lane: none
   std::uint32_t poller;           // the processor on which it is polled, plus 1; 0: not known
-  std::uint32_t wants_stamps;     // 1: several queue pairs complete here, and each entry says when it was written (vmci_channel/stamp.hpp)
+  std::uint32_t wants_stamps;     // 1: several queue pairs complete here, or both directions of one, and each entry says when it was written (vmci_channel/stamp.hpp)
   std::uint32_t reserved[9];
   std::uint32_t consumed;         // completions polled (or dropped with their QP), all lanes together
   std::uint32_t left_work;        // lane of a send queue that the service has handed out with work in it, plus 1: whoever polls takes it up

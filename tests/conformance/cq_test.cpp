@@ -47,6 +47,86 @@ CONFORMANCE(PollCqGivesAtMostWhatIsAskedFor, "WC-06 CQ-09") {
   run.peer.barrier();
 }
 
+// Each step is posted when the one before it has been seen to be done at the far end, so there is one order only: an adapter's queue has it, however
+// late the program looks, and however little it takes at a time.
+CONFORMANCE(BothQueuesOfOneQpCompleteInOneOrder, "CQ-14", .solo = true) {
+  constexpr std::uint64_t received = 1000;
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq one(dev, 256), far_sends(dev, 256), far_receives(dev, 256);
+  Region mem(pd, 4096);
+  Qp qp(pd, one, one), far(pd, far_sends, far_receives);
+  to_init(dev, qp);
+  to_init(dev, far);
+  bring_up(dev, qp, address_of(dev, far));
+  bring_up(dev, far, address_of(dev, qp));
+  std::uint64_t next = 0;
+  for (int round = 0; round < 200; ++round) {
+    const Note note("round ", round);
+    // At first the queue pair only writes, as programs do that never receive.
+    if (round < 20) {
+      EXPECT_OK(post(qp, Send{.opcode = IBV_WR_RDMA_WRITE, .id = next, .sges = {mem.sge(0, 8)}, .remote_address = mem.buffer.address(8), .rkey = mem.mr.p->rkey}));
+      one.expect(next++);
+      continue;
+    }
+    std::vector<std::uint64_t> wanted;
+    const std::size_t steps = run.rng.between(1, 24);
+    for (std::size_t step = 0; step < steps; ++step) {
+      if (run.rng.one_in(3)) {
+        EXPECT_OK(post(qp, Recv{received + next, {mem.sge(64, 8)}}));
+        EXPECT_OK(post(far, Send{.id = next, .sges = {mem.sge(0, 8)}}));
+        far_sends.expect(next);
+        wanted.push_back(received + next++);
+      } else {
+        EXPECT_OK(post(far, Recv{next, {mem.sge(64, 8)}}));
+        EXPECT_OK(post(qp, Send{.id = next, .sges = {mem.sge(0, 8)}}));
+        far_receives.expect(next);
+        wanted.push_back(next++);
+      }
+    }
+    const int room = static_cast<int>(run.rng.between(1, 8));
+    std::vector<std::uint64_t> got;
+    wait_until("all completions", [&] {
+      ibv_wc wc[8];
+      const int n = ibv_poll_cq(one, room, wc);
+      EXPECT_GE(n, 0);
+      for (int i = 0; i < n; ++i) got.push_back(wc[i].wr_id);
+      return got.size() >= wanted.size();
+    });
+    for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_EQ(got[i], wanted[i]);
+    next %= received;
+  }
+}
+
+// A receive that is there waits for nothing, whatever else completes all the time.
+CONFORMANCE(AReceiveIsPolledThoughSendsKeepCompleting, "CQ-14", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq one(dev, 256), unused(dev, 256), far_sends(dev, 256);
+  Region mem(pd, 4096);
+  Qp qp(pd, one, one), far(pd, far_sends, unused);
+  to_init(dev, qp);
+  to_init(dev, far);
+  bring_up(dev, qp, address_of(dev, far));
+  bring_up(dev, far, address_of(dev, qp));
+  const Send write{.opcode = IBV_WR_RDMA_WRITE, .id = 1, .sges = {mem.sge(0, 8)}, .remote_address = mem.buffer.address(8), .rkey = mem.mr.p->rkey};
+  for (const int under_way : {1, 2, 8}) {
+    const Note note(under_way, " writes under way");
+    EXPECT_OK(post(qp, Recv{2, {mem.sge(64, 8)}}));
+    EXPECT_OK(post(far, Send{.id = 3, .sges = {mem.sge(0, 8)}}));
+    far_sends.expect(3);
+    int written = 0, left = under_way;
+    for (; left > 0; --left) EXPECT_OK(post(qp, write));
+    for (std::uint64_t id = 1; id == 1;) {
+      id = one.next().wr_id;
+      if (id == 1 && ++written < 1000) EXPECT_OK(post(qp, write));
+    }
+    EXPECT(written <= 1);  // what was there before these is polled before them
+    for (left = under_way; left > 0; --left) one.expect(1);
+    one.expect_empty();
+  }
+}
+
 CONFORMANCE(AFullCqRaisesCqErrAndStopsItsQps, "CQ-05 ASY-01 ERR-12") {
   Device dev(run.settings);
   Pd pd(dev);
