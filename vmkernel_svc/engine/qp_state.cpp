@@ -90,13 +90,12 @@ Status modify(QpType type, QpAttributes& attributes, const QpAttributes& wanted,
     return invalid;
   if ((mask & mtu) && (wanted.path_mtu < 1 || wanted.path_mtu > limits.max_mtu)) return invalid;
   if ((mask & to) && wanted.timeout > 31) return invalid;
-  if ((mask & rc_) && wanted.retry_cnt > 7) return invalid;
-  if ((mask & rr) && wanted.rnr_retry > 7) return invalid;
-  if ((mask & rnt) && wanted.min_rnr_timer > 31) return invalid;
   if ((mask & qra) && wanted.max_rd_atomic > limits.max_rd_atomic) return invalid;
   if ((mask & dra) && wanted.max_dest_rd_atomic > limits.max_rd_atomic) return invalid;
   if ((mask & pm) && wanted.path_mig_state > 2) return invalid;
 
+  // What does not fit the field is cut off, as adapters' drivers do (mlx5): there are programs that ask for 10 retries.
+  constexpr std::uint8_t count_mask = 7, timer_mask = 31;
   QpAttributes& a = attributes;
   if (next == reset) {  // wiped, but for what the queue pair was created with
     QpAttributes fresh{};
@@ -117,10 +116,10 @@ Status modify(QpType type, QpAttributes& attributes, const QpAttributes& wanted,
   if (mask & rp) a.rq_psn = wanted.rq_psn & psn_mask;
   if (mask & sp) a.sq_psn = wanted.sq_psn & psn_mask;
   if (mask & dra) a.max_dest_rd_atomic = wanted.max_dest_rd_atomic;
-  if (mask & rnt) a.min_rnr_timer = wanted.min_rnr_timer;
+  if (mask & rnt) a.min_rnr_timer = wanted.min_rnr_timer & timer_mask;
   if (mask & to) a.timeout = wanted.timeout;
-  if (mask & rc_) a.retry_cnt = wanted.retry_cnt;
-  if (mask & rr) a.rnr_retry = wanted.rnr_retry;
+  if (mask & rc_) a.retry_cnt = wanted.retry_cnt & count_mask;
+  if (mask & rr) a.rnr_retry = wanted.rnr_retry & count_mask;
   if (mask & qra) a.max_rd_atomic = wanted.max_rd_atomic;
   if (mask & ap) {
     a.alt_path = wanted.alt_path;
