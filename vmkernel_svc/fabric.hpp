@@ -93,7 +93,7 @@ class Fabric {
   }
   RegionTable regions;
   boost::unordered_flat_map<std::uint32_t, QueuePair*> by_qpn;
-  std::map<Gid, std::vector<QueuePair*>> multicast;
+  std::map<Gid, std::map<std::uint32_t, QueuePair*>> multicast;  // members by their numbers, in whose order they get a datagram (multicast_peer)
   std::map<XrcFile, std::weak_ptr<XrcDomain>> xrc_domains;  // that a file names
   VmciSwitch vmci{*this};
   std::unique_ptr<ConnectionManager> cm;

@@ -338,14 +338,17 @@ MediatedPorts::Qp* MediatedPorts::addressed(std::uint32_t link_layer, const UdOp
 
 bool MediatedPorts::may_deliver(Qp& receiver) { return receiver.port.link == nullptr || runner_.owns_inbox(*receiver.port.owner); }
 
-MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& index) {
+MediatedPorts::Qp* MediatedPorts::multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& from) {
   Gid group;
   std::memcpy(group.data(), ud.dgid, 16);
-  const auto members = fabric_.multicast.find(group);
-  if (members == fabric_.multicast.end()) return nullptr;
-  for (; index < members->second.size(); ++index) {
-    QueuePair& member = *members->second[index];
-    if (!member.guest->frozen && hosts::pkeys_match(qp.port.pkey, member.core.port.pkey)) return &member.core;
+  const auto found = fabric_.multicast.find(group);
+  if (found == fabric_.multicast.end()) return nullptr;
+  const auto& members = found->second;
+  for (auto at = members.lower_bound(from); at != members.end(); ++at) {
+    auto& [number, member] = *at;
+    if (member->guest->frozen || !hosts::pkeys_match(qp.port.pkey, member->core.port.pkey)) continue;
+    from = number;
+    return &member->core;
   }
   return nullptr;
 }

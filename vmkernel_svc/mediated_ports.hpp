@@ -173,7 +173,7 @@ class MediatedPorts {
   void bring_together(Qp& sender, Qp& receiver);  // after this turn
   // Whether the service may deliver there now (direct mode).
   bool may_deliver(Qp& receiver);
-  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& index);
+  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& from);
   bool leads_back(Qp& receiver, Qp& sender);
   static bool has_grh(const Qp& receiver, const UdOperand& ud);
   static const control::GidEntry& source(const Qp& sender, const UdOperand& ud);

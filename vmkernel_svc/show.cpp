@@ -110,7 +110,7 @@ json describe_groups(Fabric& fabric, const Viewer& viewer) {
   json out = json::array();
   for (const auto& [group, members] : fabric.multicast) {
     if (out.size() == shown_max) break;
-    const auto seen = std::count_if(members.begin(), members.end(), [&](const QueuePair* member) { return viewer.sees(*member->guest); });
+    const auto seen = std::count_if(members.begin(), members.end(), [&](const auto& member) { return viewer.sees(*member.second->guest); });
     if (seen == 0) continue;
     json hosts = json::array();
     if (fabric.far != nullptr)

@@ -1,9 +1,12 @@
 // UC and UD: what is dropped and what is not, Q_Keys, GRH, address handles, multicast.
 #include <arpa/inet.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "tests/conformance/verbs.hpp"
 
@@ -471,6 +474,89 @@ CONFORMANCE(MulticastReachesEveryAttachedQpOnce, "MC-02 MC-01") {
   run.peer.barrier();
   d.rcq.expect_empty();
   run.peer.barrier();
+}
+
+CONFORMANCE(WhoStaysInAGroupMissesNothingWhileOthersLeave, "MC-02", .solo = true) {
+  constexpr int rounds = 8;
+  constexpr std::size_t leavers = 16, stayers = 2;
+  constexpr std::chrono::milliseconds patience(100);  // longer than that for somebody's memory a sender need not wait
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq scq(dev, 16);
+  Region mem(pd, 4096);
+  Qp sender(pd, scq, scq, {.type = IBV_QPT_UD});
+  bring_up(dev, sender, {});
+  std::vector<std::unique_ptr<Qp>> leaving;
+  for (std::size_t i = 0; i < leavers; ++i) {
+    leaving.push_back(std::make_unique<Qp>(pd, scq, scq, QpSpec{.type = IBV_QPT_UD}));
+    bring_up(dev, *leaving.back(), {});
+  }
+  struct Stayer {
+    Stayer(Device& dev, Pd& pd) : cq(dev, 16), qp(pd, cq, cq, {.type = IBV_QPT_UD}) { bring_up(dev, qp, {}); }
+    Cq cq;
+    Qp qp;
+  };
+  std::vector<std::unique_ptr<Stayer>> staying;
+  for (std::size_t i = 0; i < stayers; ++i) staying.push_back(std::make_unique<Stayer>(dev, pd));
+  // On the stack, which is no memory that a service could have mapped: each delivery waits for somebody to copy it.
+  std::byte here[stayers][256];
+  const Mr room(pd, here, sizeof(here), local_write);
+  const auto receive = [&](std::size_t i) {
+    EXPECT_OK(post(staying[i]->qp, Recv{1, {{reinterpret_cast<std::uint64_t>(here[i]), sizeof(here[i]), room.p->lkey}}}));
+  };
+  for (std::size_t i = 0; i < stayers; ++i) receive(i);
+
+  const ibv_gid group = group_gid(static_cast<std::uint8_t>(run.seed));
+  const std::uint16_t mlid = 0xc014;
+  ibv_ah_attr attr{};
+  attr.port_num = dev.port_num;
+  attr.dlid = mlid;
+  attr.is_global = 1;
+  attr.grh.dgid = group;
+  attr.grh.sgid_index = static_cast<std::uint8_t>(std::max(0, dev.gid_index));
+  attr.grh.hop_limit = 1;
+  const Ah to_group(pd, attr);
+  const auto attach = [&](ibv_qp* qp) {
+    const int rc = ibv_attach_mcast(qp, &group, mlid);
+    if (rc == EOPNOTSUPP) skip("ibv_attach_mcast: EOPNOTSUPP");
+    EXPECT_OK(rc);
+  };
+
+  std::atomic<std::uint32_t> sent{0};
+  for (int round = 0; round < rounds; ++round) {
+    const Note note("round ", round);
+    for (const auto& qp : leaving) attach(*qp);
+    for (const auto& member : staying) attach(member->qp);
+    std::atomic<bool> all_left{false};
+    Threads threads;
+    threads.start([&] {
+      for (const auto& qp : leaving) {
+        const std::uint32_t before = sent;
+        wait_until("another datagram has been sent", [&] { return sent != before; }, 40.0);
+        EXPECT_OK(ibv_detach_mcast(*qp, &group, mlid));  // while the next one is
+      }
+      all_left = true;
+    });
+    while (!all_left) {
+      const auto begin = std::chrono::steady_clock::now();
+      const std::uint32_t number = sent + 1;
+      EXPECT_OK(post(sender, Send{.opcode = IBV_WR_SEND_WITH_IMM, .id = number, .sges = {mem.sge(0, 100)}, .imm = number, .ah = to_group, .qpn = 0xffffff, .qkey = test_qkey}));
+      scq.expect(number);
+      const bool in_time = std::chrono::steady_clock::now() - begin < patience;
+      for (std::size_t i = 0; i < stayers; ++i) {
+        const Note who("member ", i);
+        ibv_wc wc{};
+        if (in_time) wc = staying[i]->cq.next();
+        else if (ibv_poll_cq(staying[i]->cq, 1, &wc) != 1) skip("a datagram may have been dropped because its receiver's memory took too long to come");
+        EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+        EXPECT_EQ(wc.imm_data, number);
+        receive(i);
+      }
+      sent = number;
+    }
+    threads.join();
+    for (const auto& member : staying) EXPECT_OK(ibv_detach_mcast(member->qp, &group, mlid));
+  }
 }
 
 CONFORMANCE(AnIpv4GroupIsAGroupOnBothLinkLayers, "MC-02 MC-01 UD-02") {

@@ -258,7 +258,7 @@ void ControlDesk::destroy(Guest& guest, QueuePair& qp) {
 void ControlDesk::leave_groups(QueuePair& qp) {
   for (auto group = fabric_.multicast.begin(); qp.mcast_groups != 0 && group != fabric_.multicast.end();) {
     auto& members = group->second;
-    const auto left = static_cast<std::uint32_t>(std::erase(members, &qp));
+    const auto left = static_cast<std::uint32_t>(members.erase(qp.core.qpn.value));
     qp.mcast_groups -= left;
     qp.guest->tenant->memberships -= left;
     if (members.empty() && fabric_.far != nullptr) fabric_.far->groups().left(group->first);
@@ -302,11 +302,11 @@ Result<Empty> ControlDesk::on<Request::attach_mcast>(Guest& guest, const McastRe
     if (fabric_.far != nullptr && !fabric_.far->groups().is_heard(request.gid) && may_wait(guest, hosts_patience_ns)) return Errno{EINPROGRESS};
     return Empty{};
   };
-  if (!is_new && std::find(existing->second.begin(), existing->second.end(), qp) != existing->second.end()) return joined();
+  if (!is_new && existing->second.contains(qp->core.qpn.value)) return joined();
   if (is_new ? fabric_.multicast.size() >= limits::mcast_groups_max : existing->second.size() >= limits::mcast_qp_attach_max) return Errno{ENOMEM};
   if (guest.tenant->memberships >= guest.tenant->quota.memberships) return Errno{EDQUOT};
   ++guest.tenant->memberships;
-  fabric_.multicast[request.gid].push_back(qp);
+  fabric_.multicast[request.gid].emplace(qp->core.qpn.value, qp);
   ++qp->mcast_groups;
   if (is_new && fabric_.far != nullptr) fabric_.far->groups().joined(request.gid);
   return joined();
@@ -318,9 +318,7 @@ Result<Empty> ControlDesk::on<Request::detach_mcast>(Guest& guest, const McastRe
   const auto group = fabric_.multicast.find(request.gid);
   if (qp == nullptr || group == fabric_.multicast.end()) return Errno{EINVAL};
   auto& members = group->second;
-  const auto member = std::find(members.begin(), members.end(), qp);
-  if (member == members.end()) return Errno{EINVAL};
-  members.erase(member);
+  if (members.erase(qp->core.qpn.value) == 0) return Errno{EINVAL};
   --qp->mcast_groups;
   --guest.tenant->memberships;
   if (members.empty()) {

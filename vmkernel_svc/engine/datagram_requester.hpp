@@ -34,7 +34,7 @@ class DatagramRequester {
     }
     // IBA 10.2.5: the top bit of the Q_Key in a work request asks for the queue pair's own.
     const std::uint32_t qkey = (op.ud.remote_qkey & 0x80000000u) ? qp.attributes.qkey : op.ud.remote_qkey;
-    for (;; ++op.multicast_index) {
+    for (;; ++op.receivers_from) {
       if (op.stage == Operation::Stage::routing) {
         if (budget.bytes <= 0) return Step::budget_spent;
         Qp<P>* const receiver = receiver_of(qp);
@@ -86,8 +86,8 @@ class DatagramRequester {
 
   Qp<P>* receiver_of(Qp<P>& qp) {
     const UdOperand& ud = qp.operation.ud;
-    if (is_multicast(ud)) return ports_.multicast_peer(qp, ud, qp.operation.multicast_index);
-    return qp.operation.multicast_index == 0 ? ports_.datagram_peer(qp, ud) : nullptr;
+    if (is_multicast(ud)) return ports_.multicast_peer(qp, ud, qp.operation.receivers_from);
+    return qp.operation.receivers_from == 0 ? ports_.datagram_peer(qp, ud) : nullptr;
   }
 
   // Carries the delivery to the receiver that accepted the datagram on. False: a copy is pending.

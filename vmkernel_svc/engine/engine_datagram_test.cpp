@@ -295,5 +295,41 @@ TEST_CASE("A multicast goes on with the next member when the one that is being s
   }
 }
 
+TEST_CASE("While one member of a group is waited for others leave and join: who stays gets the datagram once") {
+  Datagrams d;
+  TestQp &c = d.world.add(QpType::ud, 2, 2), &e = d.world.add(QpType::ud, 2, 2);  // their numbers ascend: a, b, c, e
+  for (TestQp* qp : {&c, &e}) d.world.bring_up(*qp, connection(0, 0));
+  for (const bool leaves : {true, false}) {
+    CAPTURE(leaves);
+    SendSpec spec = d.to(d.b, 33);
+    spec.ud.remote_qpn = multicast_qpn.value;
+    spec.ud.dgid[0] = 0xff;
+    Gid gid;
+    std::memcpy(gid.data(), spec.ud.dgid, 16);
+    std::vector<TestPorts::Qp*>& members = d.world.ports.groups[gid];
+    if (leaves) members = {&d.b.core, &c.core, &e.core};
+    else members = {&c.core, &e.core};
+    for (TestQp* qp : {&d.b, &c, &e})
+      for (std::uint64_t i = 0; i < 2; ++i) qp->post(ReceiveSpec{i, {d.theirs.sge(qp->core.qpn.value * 1000, 100)}});
+    bool pends = true;
+    d.world.ports.copy_pends = [&](const TestPorts::Qp& qp, std::uint64_t) { return pends && qp.accepted_by == &c.core; };
+    d.a.post(spec);
+    d.world.settle();
+    REQUIRE(d.world.ports.jobs.size() == 1);
+    if (leaves) std::erase(members, &d.b.core);  // has it already
+    else members.insert(members.begin(), &d.b.core);
+    pends = false;
+    while (!d.world.ports.jobs.empty()) {
+      d.world.ports.finish_copy(0);
+      d.world.settle();
+    }
+    CHECK(d.a.poll(Direction::send)->status == WcStatus::success);
+    for (TestQp* qp : {&d.b, &c, &e}) {
+      CHECK(qp->poll(Direction::receive).has_value() == (leaves || qp != &d.b));
+      CHECK_FALSE(qp->poll(Direction::receive));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace vrdma::engine::test

@@ -242,7 +242,7 @@ class FarResponder {
     op.copy_pending = false;
     op.retries = op.rnr_retries = 0;
     op.moved_bytes = 0;
-    op.multicast_index = 0;
+    op.receivers_from = 0;
     op.wr_id = 0;
     op.next_position = 0;
     op.request = {};

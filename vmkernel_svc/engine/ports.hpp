@@ -96,10 +96,11 @@ concept PortsFor = requires(P p, Qp<P>& qp, Srq<P>& srq, Key key, std::uint64_t 
   { p.wake_at(qp, u64 /*ns*/) } -> std::same_as<void>;
 
   // Who is at the far end, if on this host: of a connection (by qp.attributes), or of an address vector. For multicast,
-  // the first member of the group that takes it from the `index`th on, which then says where that is; nullptr ends the list.
+  // the member of the group with the lowest number from `from` on that takes it; `from` becomes that number. nullptr: there are no more. A place
+  // in a list would not do: members come and leave while one of them is waited for, and who stays gets each datagram once.
   { p.peer(qp) } -> std::same_as<Qp<P>*>;
   { p.datagram_peer(qp, ud) } -> std::same_as<Qp<P>*>;
-  { p.multicast_peer(qp, ud, u32 /*index*/) } -> std::same_as<Qp<P>*>;
+  { p.multicast_peer(qp, ud, u32 /*from*/) } -> std::same_as<Qp<P>*>;
   // Whether the connection that `receiver` is set up for leads back to `sender`'s port (its LID or GID).
   { p.leads_back(qp /*receiver*/, qp /*sender*/) } -> std::same_as<bool>;
   // Writes the 40 bytes before a datagram: a GRH (true) or nothing of meaning (false). `packet`: ud_packet_bytes().

@@ -58,7 +58,7 @@ struct Operation {
     Place to, from;
     std::uint64_t bytes;
   } pending;
-  std::uint32_t multicast_index = 0;
+  std::uint32_t receivers_from = 0;  // UD: queue pairs of this number and above have yet to get it
   std::uint64_t value;          // result of an atomic, on its way back
   alignas(64) std::byte wqe[send_wqe_slots_max * slot_bytes];  // the private copy; inline payload lies here
 };

@@ -44,7 +44,7 @@ class Requester {
     op.copy_pending = false;
     op.retries = op.rnr_retries = 0;
     op.moved_bytes = 0;
-    op.multicast_index = 0;
+    op.receivers_from = 0;
     op.wr_id = wqe.head.tag;
     op.next_position = qp.send_ring.position();
     op.flags = control.flags;

@@ -257,14 +257,16 @@ class TestPorts {
     return nullptr;
   }
   Qp* datagram_peer(Qp& qp, const UdOperand& ud) { return by_address(qp, ud.remote_qpn, ud.dlid); }
-  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& index) {
+  Qp* multicast_peer(Qp& qp, const UdOperand& ud, std::uint32_t& from) {
     Gid gid;
     std::memcpy(gid.data(), ud.dgid, 16);
     const auto group = groups.find(gid);
     if (group == groups.end()) return nullptr;
-    for (; index < group->second.size(); ++index)
-      if (group->second[index]->port.host == qp.port.host) return group->second[index];
-    return nullptr;
+    Qp* next = nullptr;
+    for (Qp* const member : group->second)
+      if (member->port.host == qp.port.host && member->qpn.value >= from && (next == nullptr || member->qpn.value < next->qpn.value)) next = member;
+    if (next != nullptr) from = next->qpn.value;
+    return next;
   }
   bool leads_back(Qp& receiver, Qp& sender) { return receiver.attributes.path.dlid == sender.port.lid; }
   bool write_grh(Qp&, Qp&, const UdOperand& ud, std::uint32_t, std::byte* bytes) {
