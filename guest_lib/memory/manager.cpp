@@ -184,11 +184,8 @@ Result<Registration> MemoryManager::add_on_demand(std::uint64_t address, std::ui
 void MemoryManager::move_and_hold(Plan& plan, Range range, const UsedFiles& files, bool atomics, std::pmr::memory_resource* scratch) {
   for (Piece& piece : plan) {
     if (piece.kind != Piece::Kind::file) continue;
-    const auto used =
-        std::find_if(files.begin(), files.end(), [&](const UsedFile& f) { return f.id == piece.vma.file; });
-    const bool inside = used != files.end() && piece.file_offset() <= used->bytes &&
-                        piece.range.bytes() <= used->bytes - piece.file_offset();
-    if (inside)
+    const auto used = std::find_if(files.begin(), files.end(), [&](const UsedFile& f) { return f.id == piece.vma.file && f.holds(piece); });
+    if (used != files.end())
       piece.backing = used->backing;
     else
       piece.kind = Piece::Kind::process;
@@ -403,18 +400,20 @@ void MemoryManager::give_back(Range range) {
 }
 
 void MemoryManager::use_file(const Piece& piece, std::uint64_t service, UsedFiles& used) {
-  const auto same = [&](const UsedFile& file) { return file.id == piece.vma.file; };
-  if (std::any_of(used.begin(), used.end(), same)) return;
+  const auto suits = [&](const UsedFile& file) { return file.id == piece.vma.file && file.holds(piece); };
+  if (std::any_of(used.begin(), used.end(), suits)) return;
   used.reserve(used.size() + 1);
   const std::lock_guard lock(files_mutex_);
-  auto known = files_.find(piece.vma.file);
-  if (known != files_.end() && known->second.service != service) {  // told to one that is gone
-    files_.erase(known);
-    known = files_.end();
+  auto [next, end] = files_.equal_range(piece.vma.file);
+  auto known = files_.end();  // the last one told of: those from when the file was smaller go with their registrations
+  while (next != end) {
+    const auto entry = next++;
+    if (entry->second.service != service) files_.erase(entry);  // told to one that is gone
+    else if (suits({entry->first, entry->second.backing, entry->second.bytes})) known = entry;
   }
   if (known == files_.end()) {
     auto file = open_shareable(piece.vma);
-    if (!file || !backings_.announce) return;
+    if (!file || !backings_.announce || !suits({piece.vma.file, 0, file->bytes})) return;
     auto backing = backings_.announce(file->fd, file->bytes);
     if (!backing) return;
     if (!file->still_is(piece.vma.file)) {
@@ -422,7 +421,7 @@ void MemoryManager::use_file(const Piece& piece, std::uint64_t service, UsedFile
       return;
     }
     try {
-      known = files_.emplace(piece.vma.file, File{*backing, service, file->bytes, 0}).first;
+      known = files_.emplace(piece.vma.file, File{*backing, service, file->bytes, 0});
     } catch (...) {
       if (backings_.withdraw) backings_.withdraw(*backing);
       throw;

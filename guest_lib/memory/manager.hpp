@@ -41,7 +41,7 @@ struct Lent {
   std::uint64_t offset;
   std::uint32_t backing;
 };
-// How the service learns of the application's shareable files. announce: at most once per file while registrations use
+// How the service learns of the application's shareable files. announce: at most once per file and size while registrations use
 // it; the descriptor is sealed against shrinking and stays the caller's; returns the backing's id. withdraw: no
 // registration uses it. service: a number of the service that would be asked now; what another one was told does not count.
 struct FileBackings {
@@ -126,6 +126,8 @@ class MemoryManager {
     FileId id;
     std::uint32_t backing;
     std::uint64_t bytes;
+
+    bool holds(const Piece& piece) const { return piece.file_offset() <= bytes && piece.range.bytes() <= bytes - piece.file_offset(); }
   };
   using UsedFiles = std::pmr::vector<UsedFile>;
 
@@ -214,7 +216,9 @@ class MemoryManager {
 
   // Announced files; never taken while mutex_ is held. A file's inode cannot be used again while the service holds it.
   std::mutex files_mutex_;
-  std::map<FileId, File> files_;
+  // One that has grown since it was told of, beyond which a registration reaches, is told of once more: reached in two ways, one of them through
+  // the process, its words would not be atomic. The service has a descriptor and a mapping for each time.
+  std::multimap<FileId, File> files_;
 };
 
 }  // namespace vrdma::memory

@@ -304,6 +304,46 @@ TEST_CASE("A memfd of the application is announced once, sealed, and withdrawn a
   ::close(fd);
 }
 
+TEST_CASE("A file that has grown is announced anew for what reaches beyond, and each time withdrawn after its last registration") {
+  Service service;
+  MemoryManager manager(service.backings());
+  const vmci::UniqueFd fd(::memfd_create("app", MFD_CLOEXEC));
+  const auto mapped = [&](std::uint64_t offset, std::uint64_t bytes) {
+    void* const p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
+    REQUIRE(p != MAP_FAILED);
+    return p;
+  };
+  const auto registered = [&](const void* p, std::uint64_t bytes, std::uint32_t backing, std::uint64_t offset) {
+    auto r = manager.add(at(p), bytes, writable_access);
+    REQUIRE(r.has_value());
+    REQUIRE(r->extents.size() == 1);
+    CHECK(r->extents[0].backing == backing);
+    CHECK(r->extents[0].backing_offset == offset);
+    return std::move(*r);
+  };
+  REQUIRE(::ftruncate(fd.get(), 4 * page) == 0);
+  void* const small = mapped(0, 4 * page);
+  auto before = registered(small, 4 * page, 1, 0);
+  REQUIRE(::ftruncate(fd.get(), 16 * page) == 0);
+  void* const large = mapped(0, 16 * page);
+  void* const behind = mapped(8 * page, 8 * page);
+  auto within = registered(large, 2 * page, 1, 0);  // it lies in what is known
+  auto across = registered(large, 16 * page, 2, 0), beyond = registered(behind, 8 * page, 2, 8 * page);
+  auto again = registered(small, 4 * page, 2, 0);  // so that what was announced first can go
+  CHECK(service.announced == 2);
+  manager.remove(std::move(before));
+  CHECK(service.withdrawn == 0);
+  manager.remove(std::move(within));
+  CHECK(service.withdrawn == 1);
+  for (Registration* r : {&across, &again}) manager.remove(std::move(*r));
+  CHECK(service.withdrawn == 1);
+  manager.remove(std::move(beyond));
+  CHECK(service.withdrawn == 2);
+  ::munmap(small, 4 * page);
+  ::munmap(large, 16 * page);
+  ::munmap(behind, 8 * page);
+}
+
 TEST_CASE("Shared memory that cannot be sealed is announced as well, by whatever leads to it") {
   const auto announced = [](void* p) {
     Service service;
