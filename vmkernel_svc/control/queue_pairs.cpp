@@ -274,13 +274,13 @@ Result<Empty> ControlDesk::on<Request::destroy_qp>(Guest& guest, const HandleReq
   if (!shard_.direct().take_back(*qp)) return Errno{EINPROGRESS};
   // Its buffers, and those that it serves, are their owner's again afterwards.
   if ((shard_.engine().copies_under_way(qp->core) || written_by_targets(*qp)) && may_wait(guest)) return Errno{EINPROGRESS};
-  // Whoever sends to it meanwhile asks again, and finds nobody.
+  // Whoever sends to it meanwhile asks again, and finds nobody. A target's heir is found in the middle of the message (hand_over).
   bool last_step = false;
   const auto turn_away = [&](MediatedPorts::Qp& core) {
     shard_.engine().turn_away_requester(core);
     last_step |= shard_.ports().last_step_ns(core) != 0;
   };
-  turn_away(qp->core);
+  if (qp->stand_bys.empty()) turn_away(qp->core);
   if (qp->completes_for_srq())
     for (QueuePair* const target : qp->xrcd->domain->targets)
       if (target->core.srq == &qp->srq->core) turn_away(target->core);

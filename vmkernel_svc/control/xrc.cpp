@@ -106,16 +106,11 @@ bool ControlDesk::written_by_targets(const QueuePair& completions) const {
   });
 }
 
-// The target's number and all that makes it what it is to its initiator. A message that was coming asks again, and finds the heir.
+// The target's number and all that makes it what it is to its initiator, whose message goes on.
 void ControlDesk::hand_over(QueuePair& from, QueuePair& heir) {
-  std::swap(from.core.qpn, heir.core.qpn);
+  shard_.engine().hand_over(from.core, heir.core);
   fabric_.by_qpn[from.core.qpn.value] = &from;
   fabric_.by_qpn[heir.core.qpn.value] = &heir;
-  heir.core.attributes = from.core.attributes;
-  heir.core.state = from.core.state;
-  heir.core.expected_psn = from.core.expected_psn;
-  heir.core.send_psn = from.core.send_psn;
-  heir.core.communication_established = from.core.communication_established;
   heir.core.port.pkey = from.core.port.pkey;
   heir.inherited = from.inherited ? from.inherited : QueuePair::Address{from.guest->lid, from.guest->gids};
   heir.stands_for = nullptr;

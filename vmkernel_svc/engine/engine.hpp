@@ -190,6 +190,25 @@ class Engine {
     qp.srq = nullptr;
   }
 
+  // XRC: `heir` becomes to the initiator of `qp` what that was, its number included, also in the middle of a message: asked for again, an atomic
+  // would be carried out twice.
+  void hand_over(Qp<P>& qp, Qp<P>& heir) {
+    std::swap(qp.qpn, heir.qpn);
+    heir.attributes = qp.attributes;
+    heir.state = qp.state;
+    heir.expected_psn = qp.expected_psn;
+    heir.send_psn = qp.send_psn;
+    heir.communication_established = qp.communication_established;
+    if (!receives(heir)) return;
+    heir.srq = qp.srq;
+    heir.inbound = qp.inbound;
+    qp.inbound.active = false;
+    Qp<P>* const requester = qp.serves;
+    if (requester == nullptr) return;
+    dismiss_requester(qp);
+    engage(*requester, heir);
+  }
+
   // Before the queue pair is destroyed.
   void abandon(Qp<P>& qp) {
     close_far(qp, [](std::uint64_t, std::uint32_t) {});

@@ -158,6 +158,74 @@ TEST_CASE("An atomic whose far end is out of reach for a moment is carried out o
   }
 }
 
+TEST_CASE("A target that ends while its initiator's atomic is carried out leaves it to its heir, and it is carried out once") {
+  for (const bool ends_before : {true, false}) {
+    CAPTURE(ends_before);
+    Pair p;
+    p.world.ports.atomics_pend = true;
+    TestQp& heir = p.world.add(QpType::rc, p.b.core.port.pd, p.b.core.port.lid);
+    p.a.post(SendSpec{.wr_id = 1, .opcode = WrOpcode::atomic_fetch_and_add, .sges = {p.mine.sge(0, 8)}, .remote = p.theirs.remote(0, 5)});
+    p.world.settle();
+    REQUIRE(p.world.ports.jobs.size() == 1);
+    p.world.ports.begin_copy(0);
+    if (ends_before) p.world.ports.finish_copy(0);  // and its requester has not had its turn yet
+    p.world.engine.hand_over(p.b.core, heir.core);
+    for (TestQp* qp : {&p.b, &heir}) p.world.ports.queue_pairs[qp->core.qpn.value] = &qp->core;
+    p.world.engine.abandon(p.b.core);
+    p.a.core.port.runnable = true;
+    p.world.settle();
+    while (!p.world.ports.jobs.empty()) {
+      p.world.ports.finish_copy(0);
+      p.world.settle();
+    }
+    CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
+    std::uint64_t there = 0;
+    std::memcpy(&there, p.theirs.bytes.data(), sizeof(there));
+    CHECK(there == 5);
+    CHECK(p.run(p.write(0))->status == WcStatus::success);  // the heir knows its PSN
+  }
+}
+
+TEST_CASE("A target that ends in the middle of a SEND leaves the receive to its heir") {
+  SlowPair p;
+  TestQp& heir = p.world.add(QpType::rc, p.b.core.port.pd, p.b.core.port.lid);
+  p.begin_send();
+  p.world.engine.hand_over(p.b.core, heir.core);
+  for (TestQp* qp : {&p.b, &heir}) p.world.ports.queue_pairs[qp->core.qpn.value] = &qp->core;
+  p.world.engine.abandon(p.b.core);
+  p.world.ports.finish_copy(0);
+  p.world.settle();
+  CHECK(p.a.poll(Direction::send)->status == WcStatus::success);
+  const auto received = heir.poll(Direction::receive);
+  REQUIRE(received);
+  CHECK(received->wr_id == 5);
+  CHECK(received->byte_len == 100);
+}
+
+TEST_CASE("An atomic whose responder begins anew while it is carried out is not carried out again") {
+  for (const bool ends_before : {true, false}) {
+    CAPTURE(ends_before);
+    Pair p;
+    p.world.ports.atomics_pend = true;
+    p.a.post(SendSpec{.wr_id = 1, .opcode = WrOpcode::atomic_fetch_and_add, .sges = {p.mine.sge(0, 8)}, .remote = p.theirs.remote(0, 5)});
+    p.world.settle();
+    REQUIRE(p.world.ports.jobs.size() == 1);
+    p.world.ports.begin_copy(0);
+    if (ends_before) p.world.ports.finish_copy(0);
+    const QpAttributes same = p.b.core.attributes;
+    REQUIRE(p.world.modify(p.b, QpState::reset, {}));
+    p.world.bring_up(p.b, same, QpState::rtr);
+    p.a.core.port.runnable = true;
+    p.world.pass(ends_before ? 1'000'000 : TestPorts::last_step_max_ns + 10'000'000);  // until the worker is waited for no longer
+    while (!p.world.ports.jobs.empty()) p.world.ports.finish_copy(0);
+    p.world.pass(1'000'000);
+    CHECK(p.a.poll(Direction::send)->status == WcStatus::retry_exc_err);
+    std::uint64_t there = 0;
+    std::memcpy(&there, p.theirs.bytes.data(), sizeof(there));
+    CHECK(there == 5);
+  }
+}
+
 TEST_CASE("A WRITE that has come to its end while the far end is out of reach does not come again over what is there then") {
   HiddenPair p(true);
   p.begin(p.write(100));

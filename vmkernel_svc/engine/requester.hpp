@@ -118,6 +118,8 @@ class Requester {
         return wait_for_copy(qp);
       }
       drop_engagement(qp);
+      // Whether it has been carried out nobody knows any more, and once more is too often.
+      if (op.rule->atomic && op.wait == Operation::Wait::copy) return fail(qp, WcStatus::retry_exc_err, qp.counters.retry_exceeded);
       op.stage = Operation::Stage::routing;
     }
     if (op.stage == Operation::Stage::routing) {
