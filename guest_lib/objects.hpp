@@ -275,7 +275,9 @@ struct Qp {
   std::atomic<std::uint32_t> direct_offer{0};  // that it follows; written under send_lock
   ibv_qp_cap caps{};
   int sq_sig_all = 0;
-  // Each once, as attaching again changes nothing. Guarded by the attachment's objects_mutex.
+  // Each once, as attaching again changes nothing. The mutex is held while the service is asked: of a group that one thread leaves and
+  // another joins, it must end up with what the list says.
+  std::mutex mcast_mutex;
   std::vector<control::McastRequest> mcast_groups;
   std::uint32_t events_reported = 0;
   bool has_windows = false;

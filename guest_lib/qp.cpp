@@ -314,8 +314,8 @@ void withdraw(Qp& qp) {
 }
 
 Status destroy_qp(Qp& qp) {
-  {
-    std::lock_guard lock(qp.attachment->objects_mutex());
+  if (!qp.liveness->inherited()) {
+    std::lock_guard lock(qp.mcast_mutex);
     if (!qp.mcast_groups.empty()) return Errno{EBUSY};
   }
   ibv_qp& verbs = qp.base();
@@ -349,14 +349,50 @@ Status destroy_qp(Qp& qp) {
   return ok();
 }
 
+constexpr std::uint16_t multicast_lid_first = 0xc000, permissive_lid = 0xffff;
+
 Result<control::McastRequest> mcast_request(Qp& qp, const ibv_gid& gid, std::uint16_t lid) {
   const control::McastRequest request{qp.base().handle, lid, 0, std::to_array(gid.raw)};
   if (qp.base().qp_type != IBV_QPT_UD || !is_multicast(request.gid)) return Errno{EINVAL};
+  // On InfiniBand a group has a LID, too; on Ethernet nobody looks at it (the kernel's is_valid_mcast_lid()).
+  const auto device = qp.attachment->device();
+  if (device && device->link_layer == control::link_layer_infiniband && (lid < multicast_lid_first || lid == permissive_lid)) return Errno{EINVAL};
   return request;
 }
 
 auto is_group(const control::McastRequest& wanted) {
   return [&wanted](const control::McastRequest& group) { return group.gid == wanted.gid && group.lid == wanted.lid; };
+}
+
+// A program attaches and detaches pairs of a GID and a LID, which are counted here as uverbs counts them; the service knows the GIDs.
+Status attach(Qp& qp, const ibv_gid& gid, std::uint16_t lid) {
+  if (qp.liveness->inherited()) return Errno{EIO};
+  const auto request = mcast_request(qp, gid, lid);
+  if (!request) return request.error();
+  auto& groups = qp.mcast_groups;
+  std::lock_guard lock(qp.mcast_mutex);
+  const bool is_new = std::ranges::none_of(groups, is_group(*request));
+  if (is_new) groups.reserve(groups.size() + 1);  // before the service has it: a group that is in no list could not be left
+  if (const auto done = qp.attachment->call<control::Request::attach_mcast>(*request); !done) return done.error();
+  if (is_new) groups.push_back(*request);
+  return ok();
+}
+
+Status detach(Qp& qp, const ibv_gid& gid, std::uint16_t lid) {
+  if (qp.liveness->inherited()) return ok();
+  const auto request = mcast_request(qp, gid, lid);
+  if (!request) return request.error();
+  auto& groups = qp.mcast_groups;
+  std::lock_guard lock(qp.mcast_mutex);
+  const auto found = std::ranges::find_if(groups, is_group(*request));
+  if (found == groups.end()) return Errno{EINVAL};
+  if (std::ranges::count(groups, request->gid, &control::McastRequest::gid) == 1) {
+    const auto done = qp.attachment->call<control::Request::detach_mcast>(*request);
+    // With the service gone there is nothing left to leave.
+    if (!done && value(done.error()) != EIO) return done.error();
+  }
+  groups.erase(found);
+  return ok();
 }
 
 }  // namespace
@@ -383,27 +419,9 @@ VRDMA_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
 }
 
 VRDMA_EXPORT int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t lid) {
-  return as_int([&]() -> Status {
-    auto request = mcast_request(Qp::of(qp), *gid, lid);
-    if (!request) return request.error();
-    auto done = Qp::of(qp).attachment->call<control::Request::attach_mcast>(*request);
-    if (!done) return done.error();
-    std::lock_guard lock(Qp::of(qp).attachment->objects_mutex());
-    if (auto& groups = Qp::of(qp).mcast_groups; std::ranges::find_if(groups, is_group(*request)) == groups.end())
-      groups.push_back(*request);
-    return ok();
-  });
+  return as_int([&] { return attach(Qp::of(qp), *gid, lid); });
 }
 
 VRDMA_EXPORT int ibv_detach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t lid) {
-  return as_int([&]() -> Status {
-    auto request = mcast_request(Qp::of(qp), *gid, lid);
-    if (!request) return request.error();
-    auto done = Qp::of(qp).attachment->call<control::Request::detach_mcast>(*request);
-    // With the service gone there is nothing left to leave.
-    if (!done && value(done.error()) != EIO) return done.error();
-    std::lock_guard lock(Qp::of(qp).attachment->objects_mutex());
-    std::erase_if(Qp::of(qp).mcast_groups, is_group(*request));
-    return ok();
-  });
+  return as_int([&] { return detach(Qp::of(qp), *gid, lid); });
 }

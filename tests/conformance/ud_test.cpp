@@ -1,6 +1,7 @@
 // UC and UD: what is dropped and what is not, Q_Keys, GRH, address handles, multicast.
 #include <arpa/inet.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -632,6 +633,28 @@ CONFORMANCE(MulticastAttachChecksItsArguments, "MC-01", .solo = true) {
   EXPECT_ERRNO(ibv_destroy_qp(ud), EBUSY);
   EXPECT_OK(ibv_detach_mcast(ud, &group, 0xc012));
   EXPECT_ERRNO(ibv_detach_mcast(ud, &group, 0xc012), EINVAL);
+  EXPECT_OK(ibv_destroy_qp(std::exchange(ud.p, nullptr)));
+}
+
+CONFORMANCE(MulticastCountsPairsOfGidAndLid, "MC-01 MC-03", .solo = true) {
+  Device dev(run.settings);
+  Pd pd(dev);
+  Cq cq(dev, 16);
+  Qp ud(pd, cq, cq, {.type = IBV_QPT_UD});
+  to_init(dev, ud);
+  const ibv_gid group = group_gid(10);
+  if (ibv_attach_mcast(ud, &group, 0xc014) == EOPNOTSUPP) skip("ibv_attach_mcast: EOPNOTSUPP");
+  EXPECT_ERRNO(ibv_detach_mcast(ud, &group, 0xc015), EINVAL);
+  EXPECT_OK(ibv_attach_mcast(ud, &group, 0xc015));
+  EXPECT_OK(ibv_detach_mcast(ud, &group, 0xc014));
+  EXPECT_ERRNO(ibv_detach_mcast(ud, &group, 0xc014), EINVAL);
+  EXPECT_ERRNO(ibv_destroy_qp(ud), EBUSY);
+  EXPECT_OK(ibv_detach_mcast(ud, &group, 0xc015));
+  // No LID of a group's on InfiniBand; any will do on Ethernet.
+  for (const std::uint16_t lid : std::to_array<std::uint16_t>({0, 1, 0xbfff, 0xffff})) {
+    EXPECT_ERRNO(ibv_attach_mcast(ud, &group, lid), dev.ethernet() ? 0 : EINVAL);
+    EXPECT_ERRNO(ibv_detach_mcast(ud, &group, lid), dev.ethernet() ? 0 : EINVAL);
+  }
   EXPECT_OK(ibv_destroy_qp(std::exchange(ud.p, nullptr)));
 }
 
