@@ -309,7 +309,11 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
   }
   if (one.state != CmState::requested) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
-  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_bytes : rep_private_bytes)) return Errno{EINVAL};
+  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_bytes : rep_private_bytes)) {
+    // Whoever cannot be accepted is rejected, as in the kernel (rdma_accept()), whose caller does not wait for another try.
+    (void)reject(guest, {request.id, 0, 0, {}});
+    return Errno{EINVAL};
+  }
   one.uid = request.uid;
   CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
   out.parameters = request.parameters;

@@ -284,8 +284,6 @@ TEST_CASE("Data that do not fit into a message are refused") {
   much.private_bytes = 56;
   CHECK(pair.client.connect(pair.caller, much) == 0);
   pair.answer_phone();
-  much.private_bytes = 197;
-  CHECK(pair.server.accept(pair.called, 1, much) == EINVAL);
   for (const std::uint32_t bytes : {149u, 257u, ~0u}) {
     CmRejectRequest no{pair.called, 0, bytes, {}};
     CHECK(TestGuest::error_of(pair.server.cm().reject(pair.server.guest(), no)) == EINVAL);
@@ -295,6 +293,26 @@ TEST_CASE("Data that do not fit into a message are refused") {
     place.count = count;
     CHECK(TestGuest::error_of(pair.server.cm().place(pair.server.guest(), place)) == EINVAL);
   }
+}
+
+TEST_CASE("Who is accepted with more data than fit into an answer is rejected") {
+  for (const bool on_two_hosts : {false, true})
+    for (const bool datagrams : {false, true}) {
+      CAPTURE(on_two_hosts);
+      CAPTURE(datagrams);
+      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      pair.come_to(Stage::requested);
+      CmParameters much{};
+      much.private_bytes = datagrams ? 137 : 197;
+      CHECK(pair.server.accept(pair.called, pair.uid, much) == EINVAL);
+      pair.wire.carry_all();
+      if (datagrams) pair.client.expect(cm_unreachable, pair.caller, 2);
+      else pair.client.expect(cm_rejected, pair.caller, 28);
+      CHECK(pair.server.accept(pair.called, pair.uid) == EINVAL);
+      CHECK(pair.server.hears_nothing());
+      pair.wire.carry_all();
+      CHECK(pair.client.hears_nothing());
+    }
 }
 
 TEST_CASE("A guest is found by the address in its GIDs, also one of several that share it") {
