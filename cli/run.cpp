@@ -17,6 +17,7 @@
 #include "cli/loadable.hpp"
 #include "cli/machine_guest.hpp"
 #include "cli/private_service.hpp"
+#include "cli/query.hpp"
 #include "cli/stats.hpp"
 
 namespace vrdma::cli {
@@ -92,6 +93,7 @@ int run(const RunOptions& options) {
   Service service = options.mediated ? find_or_start_mediated_service() : find_or_start_service();
   ::fcntl(service.socket.fd(), F_SETFD, FD_CLOEXEC);
   const std::string socket_path = lasting(service.path);
+  const std::string link_layer = link_layer_of(service);
   if (const Apart apart = is_private(service) ? apart_from_host(service.path) : Apart{}; !apart.why.empty())
     fmt::print(stderr, "vrdma: note: {} ({})\n", apart.why, apart.remedy);
   if (const std::string why = why_not_loadable(options.command[0]); !why.empty())
@@ -119,6 +121,9 @@ int run(const RunOptions& options) {
     ::sigprocmask(SIG_SETMASK, &before, nullptr);
     ::setenv("VRDMA_SOCKET", socket_path.c_str(), 1);
     if (!options.link_layer.empty()) ::setenv("VRDMA_LINK_LAYER", options.link_layer.c_str(), 1);
+    // What the paths below /sys and /dev show of a program that has not opened the device: no wish, which would outlive this service's configuration.
+    if (!link_layer.empty()) ::setenv("VRDMA_SERVED_LINK_LAYER", link_layer.c_str(), 1);
+    else ::unsetenv("VRDMA_SERVED_LINK_LAYER");
     if (!options.name.empty()) ::setenv("VRDMA_NAME", options.name.c_str(), 1);
     prepend("LD_PRELOAD", library);
     // The second way to it, for what sets an LD_PRELOAD of its own (`env LD_PRELOAD=libjemalloc.so.2 PROGRAM`, wrapper scripts), and for

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -126,6 +127,7 @@ bool file_limit_allows(std::size_t bytes) {
 
 int text_descriptor(const SyntheticEntry& entry, int flags) {
   const bool close_on_exec = (flags & O_CLOEXEC) != 0;
+  if (entry.is_invalid) return epoll_create1(close_on_exec ? EPOLL_CLOEXEC : 0);  // which read(2) says EINVAL for
   int fd = file_limit_allows(entry.text_bytes) ? memfd_create("vrdma-sysfs", MFD_ALLOW_SEALING | (close_on_exec ? MFD_CLOEXEC : 0u)) : -1;
   if (fd >= 0) {
     write_all(fd, {entry.text, entry.text_bytes});

@@ -80,12 +80,13 @@ TEST_CASE("the shell and coreutils read the device's files") {
   CHECK(run("read x < " + dir + "/node_type; echo \"$x\"").out == "1: CA\n");
   CHECK(run("grep -c : " + dir + "/node_guid").out == "1\n");
   const std::string state = "cat " + dir + "/ports/1/state " + dir + "/ports/1/phys_state " + dir + "/ports/1/link_layer";
-  CHECK(run("unset VRDMA_SOCKET VRDMA_LINK_LAYER; " + state).out == "1: DOWN\n2: Polling\nInfiniBand\n");
+  CHECK(run("unset VRDMA_SOCKET VRDMA_LINK_LAYER VRDMA_SERVED_LINK_LAYER; " + state).out == "1: DOWN\n2: Polling\nInfiniBand\n");
   CHECK(run("export VRDMA_SOCKET=/nowhere VRDMA_LINK_LAYER=ethernet; " + state).out == "4: ACTIVE\n5: LinkUp\nEthernet\n");
   CHECK(run("ulimit -f 0; cat " + dir + "/node_type").out == "1: CA\n");
   CHECK(run("cat " + dir + "/nonexistent").exit_code == 1);
   CHECK(run("cat " + dir + "/device/net").exit_code == 1);
   CHECK(run("echo 1 > " + dir + "/node_type").exit_code != 0);
+  CHECK(run("cat " + dir + "/ports/1/gid_attrs/types/9").out == "cat: " + dir + "/ports/1/gid_attrs/types/9: Invalid argument\n");
 }
 
 TEST_CASE("listings show the tree") {
@@ -106,7 +107,7 @@ TEST_CASE("programs that open directories walk through the tree") {
   CHECK(run("find /sys/class/infiniband -name lid | xargs cat").out == "0x0\n");
   CHECK(run("find /dev/infiniband -type c | sort").out == "/dev/infiniband/rdma_cm\n/dev/infiniband/umad0\n/dev/infiniband/uverbs0\n");
   CHECK(run("find /sys/class/infiniband -name device -exec cat {}/../node_type ';'").out == "1: CA\n");
-  CHECK(run("grep -r . /sys/class/infiniband/vrdma0/ports/1/gid_attrs").out == "/sys/class/infiniband/vrdma0/ports/1/gid_attrs/types/0:IB/RoCE v1\n");
+  CHECK(run("grep -rs . /sys/class/infiniband/vrdma0/ports/1/gid_attrs").out == "/sys/class/infiniband/vrdma0/ports/1/gid_attrs/types/0:IB/RoCE v1\n");
   CHECK(run("cat /sys/class/infiniband").out == "cat: /sys/class/infiniband: Is a directory\n");
   if (installed("/usr/bin/python3"))
     CHECK(run("python3 -c 'import os; print(sum(len(d[2]) for d in os.fwalk(\"/sys/class/infiniband\")) == sum(len(d[2]) for d in os.walk(\"/sys/class/infiniband\")) > 50)'").out ==
@@ -185,7 +186,7 @@ TEST_CASE("other interfaces to files see the tree too") {
       "print(os.read(c.__open_2(b'/sys/class/infiniband/vrdma0/hw_rev', 0), 9))\n"
       "print(c.open(None, 0), ctypes.get_errno(), c.access(None, 0), ctypes.get_errno())\n"
       "E");
-  CHECK(c_calls.out == "b'0.1.0\\n'\n5\nb'0\\n'\n-1 14 -1 14\n");
+  CHECK(c_calls.out == "b'0.1.0\\n'\n5\nb'1\\n'\n-1 14 -1 14\n");
 }
 
 TEST_CASE("A host's ibacm is not there, and other sockets are") {

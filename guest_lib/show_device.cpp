@@ -5,10 +5,13 @@
 #include <endian.h>
 #include <net/if.h>
 
+#include <atomic>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/control.hpp"
 #include "guest_lib/port_interface.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 #include "guest_lib/verbs_result.hpp"
@@ -25,11 +28,28 @@ bool ask_for_traffic(PortTraffic& now) {
   if (reply) now = {reply->sent_bytes, reply->sent_messages, reply->received_bytes, reply->received_messages};
   return static_cast<bool>(reply);
 }
+// The one that this program would get, where `vrdma run` has not told it: once, and without becoming a guest.
+Status ask_for_link_layer() {
+  static std::atomic<bool> is_known{std::getenv("VRDMA_SERVED_LINK_LAYER") != nullptr};
+  constexpr int patience_ms = 1000;
+  if (is_known.load(std::memory_order_relaxed)) return ok();
+  const auto socket = vmci::PacketSocket::connect(service_socket_path(), patience_ms);
+  if (!socket) return socket.error();
+  control::LinkLayerReply reply{};
+  const auto answered = exchange_packet(*socket, 0, 1, control::Request::query_link_layer, {}, {}, std::as_writable_bytes(std::span(&reply, 1)), patience_ms);
+  if (answered) set_served_link_layer(reply.link_layer == control::link_layer_ethernet);
+  is_known.store(true, std::memory_order_relaxed);  // an older service does not say
+  return ok();
+}
 // Reading them makes a guest of a program of libibumad's that was none: ibstat, or who looks for the subnet manager before it opens umad0.
 // Others stay as they were: of a script, each `cat` would be another guest, with another port.
 void ask_for_device() {
   const int before = errno;
-  if (::dlsym(RTLD_DEFAULT, "umad_get_port") == nullptr) return;
+  if (::dlsym(RTLD_DEFAULT, "umad_get_port") == nullptr) {
+    (void)as_int(ask_for_link_layer);
+    errno = before;
+    return;
+  }
   (void)as_int([]() -> Status {
     const auto attachment = Attachment::current();
     if (!attachment) return attachment.error();

@@ -12,6 +12,7 @@ namespace {
 constexpr std::size_t slot_count = 4;
 constinit Devices slots[slot_count] = {};
 constinit std::atomic<std::uint32_t> readers[slot_count] = {};
+constinit std::atomic<bool> served_ethernet{false};
 constinit std::atomic<std::uint32_t> current{slot_count};  // slot_count: nobody has set any, the defaults hold
 }  // namespace
 
@@ -58,6 +59,8 @@ void set_synthetic_devices(std::span<const SyntheticDevice> devices) {
   }
 }
 
+void set_served_link_layer(bool ethernet) { synthetic::served_ethernet.store(ethernet, std::memory_order_relaxed); }
+
 SyntheticDevice default_synthetic_device() {
   SyntheticDevice d{};
   std::strcpy(d.name, "vrdma0");
@@ -69,12 +72,17 @@ SyntheticDevice default_synthetic_device() {
   std::strcpy(d.board_id, "VRDMA0000000001");
   std::strcpy(d.hca_type, "vrdma");
   std::strcpy(d.rate, "100 Gb/sec (4X EDR)");
-  // `vrdma run` names a service that answers, and the link layer that was asked for.
+  // `vrdma run` names a service that answers, and its link layer.
   const bool served = std::getenv("VRDMA_SOCKET") != nullptr;
-  const char* const link_layer = std::getenv("VRDMA_LINK_LAYER");
   d.state = served ? 4 : 1;           // ACTIVE, DOWN
   d.physical_state = served ? 5 : 2;  // LinkUp, Polling
-  d.ethernet = link_layer != nullptr && std::string_view(link_layer) == "ethernet";
+  d.ethernet = synthetic::served_ethernet.load(std::memory_order_relaxed);
+  for (const char* const variable : {"VRDMA_SERVED_LINK_LAYER", "VRDMA_LINK_LAYER"}) {
+    const char* const value = std::getenv(variable);
+    const std::string_view layer = value != nullptr ? value : "";
+    if (layer == "ethernet") d.ethernet = true;
+    if (layer == "ib" || layer == "infiniband") d.ethernet = false;
+  }
   d.gids[0].raw[0] = 0xfe;
   d.gids[0].raw[1] = 0x80;
   for (unsigned i = 0; i < 8; ++i) d.gids[0].raw[8 + i] = static_cast<std::uint8_t>(d.node_guid >> (56 - 8 * i));

@@ -58,7 +58,7 @@ constexpr Row ib_rows[] = {
     {"node_type", 1, [](auto&, auto, Text& t) { return t.print("1: CA\n"), true; }},
     {"node_desc", 1, [](auto& d, auto, Text& t) { return line(t, d.name); }},
     {"fw_ver", 1, [](auto& d, auto, Text& t) { return line(t, d.firmware); }},
-    {"hw_rev", 1, [](auto&, auto, Text& t) { return t.print("0\n"), true; }},
+    {"hw_rev", 1, [](auto&, auto, Text& t) { return t.print("1\n"), true; }},
     {"board_id", 1, [](auto& d, auto, Text& t) { return line(t, d.board_id); }},
     {"hca_type", 1, [](auto& d, auto, Text& t) { return line(t, d.hca_type); }},
     {"device/numa_node", 1, [](auto&, auto, Text& t) { return t.print("-1\n"), true; }},

@@ -19,7 +19,7 @@ struct Text {
 struct Row {
   const char* path;  // below the device's directory; "#" as last component stands for 0 ... count-1
   std::size_t count;
-  // False when this device has no such entry.
+  // False where reading it is EINVAL.
   bool (*render)(const SyntheticDevice&, std::size_t index, Text&);
 };
 

@@ -125,11 +125,11 @@ void find_below_device(const Place& place, SyntheticEntry& entry) {
       case Match::file: break;
     }
     Text text{.out = entry.text, .room = sizeof entry.text};
-    if (!row.render(*place.device, index, text)) return;
+    entry.is_invalid = !row.render(*place.device, index, text);
     entry.kind = EntryKind::text;
     const std::string_view what = row.path;
     entry.changes = what.starts_with("ports/1/counters/port_");
-    entry.is_own = what.ends_with("_guid") || what.ends_with("lid") || what.starts_with("ports/1/gid") || what == "ports/1/pkeys/#";
+    entry.is_own = what.ends_with("_guid") || what.ends_with("lid") || what.ends_with("/link_layer") || what.ends_with("/cap_mask") || what.starts_with("ports/1/gid") || what == "ports/1/pkeys/#";
     entry.text_bytes = text.bytes;
     return;
   }
@@ -149,9 +149,6 @@ bool list_below_device(const Place& place, std::size_t index, SyntheticName& nam
     previous = next;
     const std::size_t count = next == "#" ? row.count : 1;  // a folder above many files is one
     for (std::size_t i = 0; i < count; ++i) {
-      char unused[512];
-      Text text{.out = unused, .room = sizeof unused};
-      if (next == "#" && !row.render(*place.device, i, text)) continue;
       if (index-- != 0) continue;
       name.kind = pattern.empty() ? EntryKind::text : EntryKind::directory;
       if (next == "#")

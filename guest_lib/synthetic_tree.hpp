@@ -54,9 +54,12 @@ constexpr std::size_t synthetic_devices_max = 4;
 // rest is not shown. Before the first call there is one device, default_synthetic_device(). One thread at a time.
 void set_synthetic_devices(std::span<const SyntheticDevice> devices);
 
-// vrdma0 without LID, its port active where VRDMA_SOCKET names a service: what is known to a program that has asked none (ibstat, a
+// vrdma0 without LID, its port active where VRDMA_SOCKET names a service, of the link layer that VRDMA_LINK_LAYER wishes for, VRDMA_SERVED_LINK_LAYER
+// tells of (`vrdma run`), or the service has said: what is known to a program that has asked none (ibstat, a
 // script that reads the state).
 SyntheticDevice default_synthetic_device();
+
+void set_served_link_layer(bool ethernet);
 
 constexpr char synthetic_netdev[] = "lo";
 constexpr std::uint32_t synthetic_netdev_index = 1;
@@ -69,6 +72,7 @@ struct SyntheticEntry {
   EntryKind kind = EntryKind::none;
   bool not_a_directory = false;  // with kind none: the path goes on below a file
   bool changes = false;            // a counter, whose text is another one later
+  bool is_invalid = false;         // a text whose reading is EINVAL, as the kernel has it for the attributes of GIDs that are none
   bool is_own = false;             // something of the program's own port, known once it has one
   std::uint32_t device_minor = 0;  // of the device kinds
   std::uint64_t inode = 0;
@@ -109,7 +113,7 @@ void set_traffic_source(bool (*ask)(PortTraffic& now));
 // Who can find out what the device is, and sets it.
 void set_device_source(void (*ask)());
 // Before a file at `path` is looked up to be read: a counter is asked for, and where the device is still the default, so is what is the
-// program's own (GUIDs, LIDs, GIDs, P_Keys). Not for signal handlers, where it is one of these.
+// program's own (GUIDs, LIDs, GIDs, P_Keys, the link layer). Not for signal handlers, where it is one of these.
 void look_at_port(const char* path);
 
 // The device whose name this is, for callers that need its GIDs; false when there is none.

@@ -59,7 +59,14 @@ TEST_CASE("the device's files read as the kernel writes them") {
   CHECK(text_of(ib + "/ports/1/gids/0") == "fe80:0000:0000:0000:0200:00ff:fe00:0001\n");
   CHECK(text_of(ib + "/ports/1/gids/1") == "0000:0000:0000:0000:0000:0000:0000:0000\n");
   CHECK(text_of(ib + "/ports/1/gid_attrs/types/0") == "IB/RoCE v1\n");
-  CHECK(kind_of(ib + "/ports/1/gid_attrs/types/1") == EntryKind::none);
+  // The files are there for every index, and of a GID that is none, reading them is EINVAL.
+  CHECK_FALSE(find_synthetic((ib + "/ports/1/gid_attrs/types/0").c_str()).is_invalid);
+  for (const char* none : {"/ports/1/gid_attrs/types/1", "/ports/1/gid_attrs/ndevs/0", "/ports/1/gid_attrs/ndevs/15"}) {
+    CHECK(kind_of(ib + none) == EntryKind::text);
+    CHECK(find_synthetic((ib + none).c_str()).is_invalid);
+  }
+  CHECK(kind_of(ib + "/ports/1/gid_attrs/types/16") == EntryKind::none);
+  CHECK(text_of(ib + "/hw_rev") == "1\n");  // ibv_device_attr::hw_ver
   CHECK(text_of(ib + "/ports/1/pkeys/0") == "0xffff\n");
   CHECK(text_of(ib + "/node_guid") == "0200:00ff:fe00:0001\n");
   CHECK(text_of(ib + "/node_type") == "1: CA\n");
@@ -87,8 +94,25 @@ TEST_CASE("on Ethernet the GID attributes name version and interface") {
   CHECK(kind_of("/dev/infiniband/umad0") == EntryKind::none);
   CHECK(text_of(ib + "/ports/1/gid_attrs/types/1") == "RoCE v2\n");
   CHECK(text_of(ib + "/ports/1/gid_attrs/ndevs/1") == "eth0\n");
-  CHECK(names_in(ib + "/ports/1/gid_attrs/types") == std::set<std::string>{"0", "1"});
-  CHECK(names_in(ib + "/ports/1/gid_attrs/ndevs") == std::set<std::string>{"1"});
+  CHECK(names_in(ib + "/ports/1/gid_attrs/types").size() == limits::gid_table);
+  CHECK(names_in(ib + "/ports/1/gid_attrs/ndevs").size() == limits::gid_table);
+}
+
+TEST_CASE("the link layer is the one that is wished for, else the one that the service gives") {
+  ::unsetenv("VRDMA_LINK_LAYER"), ::unsetenv("VRDMA_SERVED_LINK_LAYER");
+  CHECK_FALSE(default_synthetic_device().ethernet);
+  set_served_link_layer(true);
+  CHECK(default_synthetic_device().ethernet);
+  ::setenv("VRDMA_SERVED_LINK_LAYER", "ib", 1);
+  CHECK_FALSE(default_synthetic_device().ethernet);
+  ::setenv("VRDMA_SERVED_LINK_LAYER", "ethernet", 1);
+  set_served_link_layer(false);
+  CHECK(default_synthetic_device().ethernet);
+  ::setenv("VRDMA_LINK_LAYER", "infiniband", 1);
+  CHECK_FALSE(default_synthetic_device().ethernet);
+  ::setenv("VRDMA_LINK_LAYER", "token-ring", 1);
+  CHECK(default_synthetic_device().ethernet);
+  ::unsetenv("VRDMA_LINK_LAYER"), ::unsetenv("VRDMA_SERVED_LINK_LAYER");
 }
 
 TEST_CASE("every listed entry exists and every directory lists what it holds") {
@@ -132,7 +156,7 @@ TEST_CASE("what is the program's own is asked for as long as nobody has said it"
   set_synthetic_devices(std::array{default_synthetic_device()});
   look_at_port((ib + "/ports/1/lid").c_str());
   CHECK(asked == 0);  // it is known
-  for (const char* own : {"/ports/1/lid", "/ports/1/sm_lid", "/ports/1/gids/0", "/ports/1/pkeys/0", "/node_guid"}) CHECK(find_synthetic((ib + own).c_str()).is_own);
+  for (const char* own : {"/ports/1/lid", "/ports/1/sm_lid", "/ports/1/gids/0", "/ports/1/pkeys/0", "/ports/1/link_layer", "/ports/1/gid_attrs/types/3", "/node_guid"}) CHECK(find_synthetic((ib + own).c_str()).is_own);
   for (const char* all : {"/ports/1/state", "/fw_ver", "/ports/1/counters/port_xmit_data"}) CHECK_FALSE(find_synthetic((ib + all).c_str()).is_own);
   set_device_source(nullptr);
 }

@@ -124,6 +124,8 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
     return send_result(socket.fd(), head, shard_.direct().set(body, Viewer::at(socket)));
   }
+  if (request == Request::query_link_layer)
+    return send_result<LinkLayerReply>(socket.fd(), head, LinkLayerReply{shard_.fabric().config.link_layer == "ethernet" ? link_layer_ethernet : link_layer_infiniband, 0});
   if (!ControlDesk::may_begin(request)) return refuse(socket, head, ENOMEM);
   Guest* const found = shard_.fabric().guest(GuestId{guest_id});
   if (found == nullptr) return refuse(socket, head, ENOTCONN);

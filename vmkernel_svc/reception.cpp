@@ -245,6 +245,7 @@ bool may_come_from_machine(Request request) {
     case Request::add_pinned:
     case Request::remove_backing:
     case Request::reach_process:
+    case Request::query_link_layer:
     case Request::show: return true;
     default: return false;
   }

@@ -44,6 +44,7 @@ ssize_t read_file(const char* path, char* out, std::size_t size) {
   vrdma::look_at_port(path);
   const vrdma::SyntheticEntry entry = vrdma::find_synthetic(path);
   if (entry.kind != vrdma::EntryKind::text) return -1;
+  if (entry.is_invalid) return errno = EINVAL, -1;
   const std::size_t bytes = std::min(size, entry.text_bytes);
   std::memcpy(out, entry.text, bytes);
   return static_cast<ssize_t>(bytes);

@@ -21,11 +21,11 @@ namespace vrdma::control {
 
 constexpr std::uint32_t magic = 0x4d445256;  // "VRDM"
 constexpr std::uint16_t version_major = 2;
-constexpr std::uint16_t version_minor = 21;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
+constexpr std::uint16_t version_minor = 22;  // 2: attach_in_bar; 3: open_direct; 4: set_direct; 5: open_shared_receives, events in direct mode; 6: open_process; 7: share_address; 8: open_path;
                                             // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows;
                                             // 13: read_counters; 14: what 12 has, in virtual machines, too; backings that are not sealed; 15: cm_write_event; 16: management datagrams;
                                             // 17: rdma_cm by addresses of AF_IB; 18: memory windows change in their turn; 19: more than 64 addresses;
-                                            // 20: flow labels; 21: IPv4 groups of RoCE v2
+                                            // 20: flow labels; 21: IPv4 groups of RoCE v2; 22: query_link_layer
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -49,6 +49,12 @@ struct Empty {};
 
 // --- attach, descriptors --------------------------------------------------------------------------------------
 enum LinkLayer : std::uint32_t { link_layer_default = 0, link_layer_infiniband = 1, link_layer_ethernet = 2 };
+
+// What a guest gets that does not wish for one; who asks need not be a guest.
+struct LinkLayerReply {
+  std::uint32_t link_layer;  // LinkLayer
+  std::uint32_t reserved;
+};
 
 struct AttachRequest {
   std::uint32_t magic;
@@ -571,7 +577,8 @@ struct QueuePairNotice {
   X(invalidate_mw, InvalidateMwRequest, Empty, false)                     \
   X(read_counters, Empty, CountersReply, false)                           \
   X(cm_write_event, CmWriteEventRequest, Empty, false)                    \
-  VRDMA_MAD_REQUESTS(X)
+  VRDMA_MAD_REQUESTS(X)                                                   \
+  X(query_link_layer, Empty, LinkLayerReply, true)
 
 enum class Request : std::uint16_t {
   none,

@@ -157,7 +157,7 @@ TEST_CASE("Every control request has the number it has always had") {
       "cm_open", "cm_close", "cm_place", "cm_create_id", "cm_destroy_id", "cm_bind", "cm_resolve_address", "cm_resolve_route", "cm_listen", "cm_connect",
       "cm_accept", "cm_reject", "cm_disconnect", "cm_is_established", "cm_option", "cm_query", "cm_attributes", "cm_migrate", "cm_join", "cm_leave",
       "cm_take_event", "open_xrcd", "close_xrcd", "create_xrc_qp", "time_cq", "read_clock", "alloc_mw", "dealloc_mw", "bind_mw", "invalidate_mw", "read_counters", "cm_write_event",
-      "mad_open", "mad_close", "mad_register", "mad_unregister", "mad_send", "mad_take"};
+      "mad_open", "mad_close", "mad_register", "mad_unregister", "mad_send", "mad_take", "query_link_layer"};
 #define VRDMA_CHECK_NUMBER(name, request, reply, socket)                                       \
   REQUIRE(static_cast<std::size_t>(control::Request::name) < std::size(names));                \
   CHECK(names[static_cast<std::size_t>(control::Request::name)] == std::string_view(#name));

@@ -1028,6 +1028,19 @@ class Showing(TestCase):
             self.assertEqual([gid["type"] for gid in device["gids"]], ["RoCE v1", "RoCE v2"] * 2)
             guest.close()
 
+    def test_paths_show_the_link_layer_that_the_service_gives(self):
+        link_layer = "/sys/class/infiniband/vrdma0/ports/1/link_layer"
+        look = ["sh", "-c", f"cat {link_layer}; ls /dev/infiniband"]  # of programs that have not opened the device
+        with self.service("--link-layer", "ethernet"):
+            env = {"VRDMA_SOCKET": self.socket}
+            self.assertEqual(self.vrdma("run", "--", *look, env=env).stdout, "Ethernet\nrdma_cm\nuverbs0\n")
+            self.assertEqual(self.vrdma("run", "--link-layer", "ib", "--", *look, env=env).stdout, "InfiniBand\nrdma_cm\numad0\nuverbs0\n")
+            # A library that `vrdma run` has told nothing asks when it is read.
+            self.assertEqual(self.run_program("cat", link_layer, env={**env, "LD_PRELOAD": str(BIN.parent / "lib/libvrdma.so")}).stdout, "Ethernet\n")
+        with self.service():
+            env = {"VRDMA_SOCKET": self.socket, "VRDMA_SERVED_LINK_LAYER": "ethernet"}  # another service's
+            self.assertEqual(self.vrdma("run", "--", *look, env=env).stdout, "InfiniBand\nrdma_cm\numad0\nuverbs0\n")
+
     def test_a_hostile_name_breaks_neither_service_nor_terminal(self):
         with self.service():
             guest, status, _ = attach(self.socket, b"\xff\xfe\x1b[31m evil\n\"\\{x=1}\x7f\xc3")
