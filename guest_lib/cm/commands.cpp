@@ -138,7 +138,8 @@ Status resolve_addr(const Command& command) {
 
 Status resolve_route(const Command& command) {
   const auto body = command.body<rdma_ucm_resolve_route>();
-  return body ? command.call<Request::cm_resolve_route>(command.id(body->id)) : Errno{EINVAL};
+  if (!body || body->timeout_ms == 0) return Errno{EINVAL};  // the kernel's: in no time nothing is found
+  return command.call<Request::cm_resolve_route>(command.id(body->id));
 }
 
 Status listen(const Command& command) {

@@ -69,6 +69,22 @@ TEST_CASE("Who destroys an identifier while others read its events is told of ea
   ::close(channel.fd);
 }
 
+TEST_CASE("In no time no route is found, and the identifier may ask again") {
+  Service service;
+  service.start();
+  const CmChannel channel;
+  const std::uint32_t id = channel.create(1);
+  channel.resolve(id);
+  CHECK(channel.next_event() > 0);
+  rdma_ucm_resolve_route command{};
+  command.id = id;
+  CHECK(say(channel.fd, RDMA_USER_CM_CMD_RESOLVE_ROUTE, command) == -1);
+  CHECK(errno == EINVAL);
+  command.timeout_ms = 1;
+  CHECK(say(channel.fd, RDMA_USER_CM_CMD_RESOLVE_ROUTE, command) > 0);
+  ::close(channel.fd);
+}
+
 TEST_CASE("Who closes a channel whose last event another thread is taking waits for nobody") {
   Service service;
   service.start();
