@@ -184,7 +184,7 @@ Result<CmId> ConnectionManager::join(Guest& guest, const CmJoinRequest& request)
   if (!found) return found.error();
   CmIdentifier& one = **found;
   if (one.type != QpType::ud || request.flags >= RDMA_MC_JOIN_FLAG_RESERVED) return Errno{EINVAL};
-  if (!one.has_device) return Errno{EINVAL};
+  if (!one.has_device || (one.state != CmState::bound && one.state != CmState::resolved)) return Errno{EINVAL};
   const bool by_gid = request.group.family == AF_IB;
   if (request.group.family != AF_INET && request.group.family != AF_INET6 && !by_gid) return Errno{EAFNOSUPPORT};
   const bool ethernet = guest.link_layer == link_layer_ethernet, roce_v2 = ethernet && guest.minor >= minor_of_ipv4_groups;

@@ -105,3 +105,26 @@ TEST_CASE("On Ethernet an IPv6 group is its address, which is sent to from a GID
   CHECK(from.type == 2);
   CHECK_FALSE(is_ipv4_mapped(from.gid));
 }
+
+TEST_CASE("Groups are joined by who has an address, and has not gone on from there") {
+  Pair pair(false, RDMA_PS_UDP);
+  const auto join = [](TestGuest& who, const CmId& id) { return TestGuest::error_of(who.cm().join(who.guest(), {id, 9, v4(239, 1, 2, 3), 0, 0})); };
+  CHECK(join(pair.client, pair.client.create(RDMA_PS_UDP)) == EINVAL);
+  const CmId at_any = pair.client.create(RDMA_PS_UDP);
+  REQUIRE(pair.client.bind(at_any, any_v4(0)) == 0);
+  CHECK(join(pair.client, at_any) == EINVAL);  // of no device
+  const CmId at_device = pair.server.listener(v4(10, 0, 0, 1, 5001), RDMA_PS_UDP);
+  CHECK(join(pair.server, at_device) == EINVAL);
+
+  REQUIRE(pair.client.resolve(pair.caller, v4(10, 0, 0, 1, 5000), v4(10, 0, 0, 2)) == 0);
+  pair.client.expect(cm_address_resolved, pair.caller);
+  CHECK(join(pair.client, pair.caller) == 0);
+  CHECK(pair.client.take().event == cm_multicast_join);
+  REQUIRE(pair.client.cm().resolve_route(pair.client.guest(), pair.caller));
+  CHECK(join(pair.client, pair.caller) == EINVAL);
+  REQUIRE(pair.client.connect(pair.caller) == 0);
+  CHECK(join(pair.client, pair.caller) == EINVAL);
+  pair.client.expect(cm_route_resolved, pair.caller);
+  pair.answer_phone();
+  CHECK(join(pair.server, pair.called) == EINVAL);
+}
