@@ -382,7 +382,7 @@ Status ConnectionManager::set_option(Guest& guest, const CmOptionRequest& reques
   CmIdentifier& one = **found;
   switch (request.option) {
     case cm_option_reuse_address:
-      if (one.state != CmState::idle && request.value == 0 && one.holding) return Errno{EINVAL};
+      if (one.state != CmState::idle && (request.value == 0 || one.state == CmState::listening)) return Errno{EINVAL};
       one.reuse_address = request.value != 0;
       ports_.update(one);
       return ok();

@@ -144,12 +144,14 @@ TEST_CASE("The ports of a GID are those of its service IDs' port space, and of n
   TestGuest a(host, 1, {v4(10, 0, 0, 1)}), b(host, 1, {v4(10, 0, 0, 1)});
   const auto binds = [](TestGuest& who, std::uint16_t space, const CmAddress& address) { return who.bind(who.create(space), address); };
   CHECK(binds(a, RDMA_PS_TCP, any_gid(5000)) == 0);
-  CHECK(binds(a, RDMA_PS_TCP, a.gid(5000)) == EADDRINUSE);
-  CHECK(binds(a, RDMA_PS_IB, any_gid(5000)) == EADDRINUSE);
+  CHECK(binds(a, RDMA_PS_TCP, a.gid(5000)) == EADDRNOTAVAIL);
+  CHECK(binds(a, RDMA_PS_TCP, a.gid(5002)) == 0);
+  CHECK(binds(a, RDMA_PS_IB, a.gid(5002, RDMA_PS_TCP)) == EADDRINUSE);
+  CHECK(binds(a, RDMA_PS_IB, any_gid(5000)) == EADDRNOTAVAIL);
   CHECK(binds(a, RDMA_PS_IB, any_gid(5000, RDMA_PS_UDP)) == 0);
-  CHECK(binds(a, RDMA_PS_UDP, any_gid(5000, 0)) == EADDRINUSE);
+  CHECK(binds(a, RDMA_PS_UDP, any_gid(5000, 0)) == EADDRNOTAVAIL);
   CHECK(binds(a, RDMA_PS_IB, any_gid(5000, 0)) == 0);
-  CHECK(binds(a, RDMA_PS_IB, any_gid(5000, RDMA_PS_IB)) == EADDRINUSE);
+  CHECK(binds(a, RDMA_PS_IB, any_gid(5000, RDMA_PS_IB)) == EADDRNOTAVAIL);
   CHECK(binds(b, RDMA_PS_TCP, any_gid(5000)) == 0);
   CHECK(binds(a, RDMA_PS_TCP, any_v4(5000)) == 0);
   CHECK(binds(a, RDMA_PS_TCP, any_gid(5001, RDMA_PS_UDP)) == EPROTONOSUPPORT);

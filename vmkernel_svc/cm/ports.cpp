@@ -38,34 +38,54 @@ void CmPorts::strike(Holders& holders, const CmIdentifier& one) {
   if (one.holding->also_ipv4) holders.erase({AF_INET, one.holding->claim, any, one.id});
 }
 
-CmIdentifier* CmPorts::first(const Holders& holders, CmClaim claim, std::uint16_t family, const std::array<std::uint8_t, 16>& ip) {
-  const auto at = holders.lower_bound({family, claim, ip, 0});
+CmIdentifier* CmPorts::first(const Holders& holders, CmClaim claim, std::uint16_t family, const std::array<std::uint8_t, 16>& ip, const CmIdentifier* but) {
+  auto at = holders.lower_bound({family, claim, ip, 0});
+  if (but != nullptr && at != holders.end() && at->second == but) ++at;
   return at != holders.end() && std::tie(std::get<0>(at->first), std::get<1>(at->first), std::get<2>(at->first)) == std::tie(family, claim, ip) ? at->second : nullptr;
 }
 
-// Has somebody with that claim an address that `holding` has, too?
-bool CmPorts::meets(const Holders& holders, CmClaim claim, const CmHolding& holding) {
+// Has somebody else with that claim an address that `one` has, too?
+bool CmPorts::meets(const Holders& holders, CmClaim claim, const CmIdentifier& one) {
+  const CmHolding holding = holding_of(one);
   const auto anywhere = [&](std::uint16_t family) {
-    const auto at = holders.lower_bound({family, claim, any, 0});
+    auto at = holders.lower_bound({family, claim, any, 0});
+    if (at != holders.end() && at->second == &one) ++at;
     return at != holders.end() && std::get<0>(at->first) == family && std::get<1>(at->first) == claim;
   };
   const std::uint16_t family = holding.at.family;
   if (holding.at.is_any()) return anywhere(family) || (holding.also_ipv4 && anywhere(AF_INET));
-  return first(holders, claim, family, holding.at.ip) != nullptr || first(holders, claim, family, any) != nullptr;
+  return first(holders, claim, family, holding.at.ip, &one) != nullptr || first(holders, claim, family, any) != nullptr;
 }
 
-bool CmPorts::is_free(const Key& key, const CmIdentifier& one) const {
+// Both name it: any GID has the HCA's own, but does not.
+bool CmPorts::meets_at_its_address(const Holders& holders, CmClaim claim, const CmIdentifier& one) {
+  const control::CmAddress mine = holding_of(one).at;
+  if (one.source.is_any()) return false;
+  for (auto at = holders.lower_bound({mine.family, claim, mine.ip, 0}); at != holders.end(); ++at) {
+    if (std::get<0>(at->first) != mine.family || std::get<1>(at->first) != claim || std::get<2>(at->first) != mine.ip) return false;
+    if (at->second != &one && !at->second->source.is_any()) return true;
+  }
+  return false;
+}
+
+// The kernel's cma_check_port(), but that loopback addresses are addresses like others.
+Status CmPorts::free_of(std::initializer_list<CmClaim> claims, const Key& key, const CmIdentifier& one) const {
   const Holders* const holders = holders_of(key);
-  if (holders == nullptr) return true;
-  const CmHolding wanted = holding_of(one);
-  return !meets(*holders, CmClaim::listens, wanted) && !meets(*holders, CmClaim::alone, wanted) &&
-         (wanted.claim == CmClaim::shared || !meets(*holders, CmClaim::shared, wanted));
+  if (holders == nullptr) return ok();
+  bool is_free = true;
+  for (const CmClaim claim : claims) {
+    if (!meets(*holders, claim, one)) continue;
+    if (meets_at_its_address(*holders, claim, one)) return Errno{EADDRINUSE};
+    is_free = false;
+  }
+  return is_free ? ok() : Status(Errno{EADDRNOTAVAIL});
 }
 
 Status CmPorts::take(CmIdentifier& one) {
   Key key = key_of(one);
   if (key.port != 0) {
-    if (!is_free(key, one)) return Errno{EADDRINUSE};
+    const Status free = one.reuse_address ? free_of({CmClaim::listens, CmClaim::alone}, key, one) : free_of({CmClaim::listens, CmClaim::alone, CmClaim::shared}, key, one);
+    if (!free) return free;
   } else {
     const auto found = dynamic_.find({key.network, key.port_space});
     if (found != dynamic_.end() && found->second.count == dynamic_count) return Errno{EADDRNOTAVAIL};
@@ -123,9 +143,8 @@ void CmPorts::mark(const Key& key, bool taken) {
 }
 
 Status CmPorts::may_listen(const CmIdentifier& one) const {
-  const Holders* const holders = holders_of(key_of(one));
-  if (holders != nullptr && meets(*holders, CmClaim::listens, holding_of(one))) return Errno{EADDRINUSE};
-  return ok();
+  if (one.reuse_address) return free_of({CmClaim::listens, CmClaim::alone, CmClaim::shared}, key_of(one), one);
+  return free_of({CmClaim::listens}, key_of(one), one);
 }
 
 CmIdentifier* CmPorts::listener(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const {

@@ -6,6 +6,7 @@
 #include <array>
 #include <bitset>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <tuple>
@@ -18,7 +19,8 @@ namespace vrdma::svc {
 
 class CmPorts {
  public:
-  // Gives `one` the port that its source names, or any. EADDRINUSE; EADDRNOTAVAIL: none is free.
+  // Gives `one` the port that its source names, or any. EADDRINUSE: another one has it at this address; EADDRNOTAVAIL: at any, or `one` wants it there;
+  // or no port is free.
   Status take(CmIdentifier& one);
   void give_back(CmIdentifier& one);
   // To be called when its source, its options or whether it listens have changed.
@@ -27,7 +29,7 @@ class CmPorts {
   CmIdentifier* listener(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const;
   // Whose that address and port are, whether it listens or not.
   CmIdentifier* holder(const CmNetwork& network, std::uint32_t port_space, const control::CmAddress& at) const;
-  // EADDRINUSE: somebody else who listens may not be told from it, which does not yet.
+  // The same where others may not be told from it, which does not listen yet: those who listen, and, of one that shares its port, all who have it.
   Status may_listen(const CmIdentifier& one) const;
 
  private:
@@ -44,9 +46,10 @@ class CmPorts {
   const Holders* holders_of(const Key& key) const;
   static void enter(Holders& holders, CmIdentifier& one);
   static void strike(Holders& holders, const CmIdentifier& one);
-  static CmIdentifier* first(const Holders& holders, CmClaim claim, std::uint16_t family, const std::array<std::uint8_t, 16>& ip);
-  static bool meets(const Holders& holders, CmClaim claim, const CmHolding& holding);
-  bool is_free(const Key& key, const CmIdentifier& one) const;
+  static CmIdentifier* first(const Holders& holders, CmClaim claim, std::uint16_t family, const std::array<std::uint8_t, 16>& ip, const CmIdentifier* but = nullptr);
+  static bool meets(const Holders& holders, CmClaim claim, const CmIdentifier& one);
+  static bool meets_at_its_address(const Holders& holders, CmClaim claim, const CmIdentifier& one);
+  Status free_of(std::initializer_list<CmClaim> claims, const Key& key, const CmIdentifier& one) const;
 
   // Ports that are given to whoever names none: net.ipv4.ip_local_port_range.
   static constexpr std::uint16_t dynamic_first = 32768, dynamic_last = 60999, dynamic_count = dynamic_last - dynamic_first + 1;

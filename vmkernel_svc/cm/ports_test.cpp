@@ -15,18 +15,19 @@ TEST_CASE("A port is one's alone at each address, and at all of them for who has
   CHECK(binds(a, v4(10, 0, 0, 1, 5000)) == 0);
   CHECK(binds(b, v4(10, 0, 0, 1, 5000)) == EADDRINUSE);
   CHECK(binds(b, v4(10, 0, 0, 2, 5000)) == 0);
-  CHECK(binds(b, any_v4(5000)) == EADDRINUSE);
-  CHECK(binds(b, any_v6(5000)) == EADDRINUSE);       // any of IPv4, too
+  CHECK(binds(b, any_v4(5000)) == EADDRNOTAVAIL);
+  CHECK(binds(b, any_v6(5000)) == EADDRNOTAVAIL);    // any of IPv4, too
   CHECK(binds(b, v6(1, 5000)) == 0);
   CHECK(binds(b, v4(10, 0, 0, 1, 5000), RDMA_PS_UDP) == 0);  // another port
   CHECK(binds(a, any_v6(5001)) == 0);
-  CHECK(binds(b, any_v4(5001)) == EADDRINUSE);
-  CHECK(binds(b, v4(10, 0, 0, 2, 5001)) == EADDRINUSE);
+  CHECK(binds(b, any_v4(5001)) == EADDRNOTAVAIL);
+  CHECK(binds(b, v4(10, 0, 0, 2, 5001)) == EADDRNOTAVAIL);
   CHECK(binds(b, v4(10, 0, 0, 9, 5002)) == EADDRNOTAVAIL);
   CHECK(binds(b, CmAddress{17, 5002, 0, {}}) == EAFNOSUPPORT);
   CHECK(binds(b, a.mapped(5002)) == EADDRNOTAVAIL);
   CHECK(binds(b, b.mapped(5002)) == 0);
   CHECK(binds(b, v4(127, 0, 0, 1, 5002)) == 0);
+  CHECK(binds(a, v4(127, 0, 0, 1, 5002)) == EADDRINUSE);
 
   TestGuest elsewhere(host, 2, {v4(10, 0, 0, 1)});
   CHECK(binds(elsewhere, v4(10, 0, 0, 1, 5000)) == 0);
@@ -63,20 +64,33 @@ TEST_CASE("Any of IPv6 leaves IPv4's to others when its program says so") {
   CHECK(TestGuest::error_of(a.cm().set_option(a.guest(), {six, cm_option_only_ipv6, 0})) == EINVAL);
 }
 
-TEST_CASE("Who lets others have its port shares it with those who do, too, until one listens") {
+TEST_CASE("Who lets others have its port shares it with those who do, too, but who listens has it alone") {
   TestHost host;
-  TestGuest a(host, 1, {v4(10, 0, 0, 1)});
-  CmId ids[4];
+  TestGuest a(host, 1, {v4(10, 0, 0, 1), v4(10, 0, 0, 2)});
+  CmId ids[6];
   for (CmId& id : ids) id = a.create();
-  for (int i : {0, 1, 3}) REQUIRE(a.cm().set_option(a.guest(), {ids[i], cm_option_reuse_address, 1}));
+  const auto let = [&](const CmId& id, std::uint32_t value) { return TestGuest::error_of(a.cm().set_option(a.guest(), {id, cm_option_reuse_address, value})); };
+  for (int i : {0, 1, 3, 4, 5}) REQUIRE(let(ids[i], 1) == 0);
   CHECK(a.bind(ids[0], any_v4(5000)) == 0);
   CHECK(a.bind(ids[1], v4(10, 0, 0, 1, 5000)) == 0);
-  CHECK(a.bind(ids[2], any_v4(5000)) == EADDRINUSE);
-  CHECK(a.listen(ids[0]) == 0);
+  CHECK(a.bind(ids[2], any_v4(5000)) == EADDRNOTAVAIL);
+  CHECK(a.bind(ids[2], v4(10, 0, 0, 1, 5000)) == EADDRINUSE);
+  CHECK(a.bind(ids[3], v4(10, 0, 0, 1, 5000)) == 0);
+  CHECK(a.bind(ids[4], v4(10, 0, 0, 2, 5000)) == 0);
+  // Nobody listens beside another one who has it, whether that listens or not.
+  CHECK(a.listen(ids[0]) == EADDRNOTAVAIL);
   CHECK(a.listen(ids[1]) == EADDRINUSE);
-  CHECK(a.bind(ids[3], any_v4(5000)) == EADDRINUSE);
+  a.destroy(ids[3]);
+  CHECK(a.listen(ids[1]) == EADDRNOTAVAIL);  // beside any
   a.destroy(ids[0]);
   CHECK(a.listen(ids[1]) == 0);
+  CHECK(a.listen(ids[4]) == 0);  // at another address
+  CHECK(a.bind(ids[5], any_v4(5000)) == EADDRNOTAVAIL);
+  CHECK(a.bind(ids[5], v4(10, 0, 0, 1, 5000)) == EADDRINUSE);
+  // It is let before one listens, and not taken back once there is an address.
+  CHECK(let(ids[1], 1) == EINVAL);
+  CHECK(a.bind(ids[5], any_v4(5001)) == 0);
+  CHECK(let(ids[5], 0) == EINVAL);
 }
 
 TEST_CASE("Ports that were given by chance are all given back") {
@@ -118,7 +132,7 @@ TEST_CASE("However many have a port, each has it at its own address, and all giv
       REQUIRE(a.cm().listen(a.guest(), {id, 0, 0}));
     }
     CHECK(a.bind(a.create(), own(7000)) == EADDRINUSE);
-    CHECK(a.bind(a.create(), any_v4(5000)) == EADDRINUSE);
+    CHECK(a.bind(a.create(), any_v4(5000)) == EADDRNOTAVAIL);
     a.close(a.channel);
     a.channel = a.open();
   }
@@ -146,12 +160,16 @@ TEST_CASE("Who gets a port, and may listen, is what a look at everybody says") {
   const auto addresses = {v4(10, 0, 0, 1), v4(10, 0, 0, 2), v6(1), v6(2)};
   TestGuest a(host, 1, addresses), b(host, 1, addresses);
   ConnectionManager& cm = host.cm();
-  const auto is_taken = [&](const CmIdentifier& wanted, bool to_listen) {
-    return std::any_of(cm.identifiers().begin(), cm.identifiers().end(), [&](const auto& each) {
-      const CmIdentifier& other = *each.second;
-      if (other.id == wanted.id || !other.holding || other.source.port != wanted.source.port || !overlap(other, wanted)) return false;
-      return other.state == CmState::listening || (!to_listen && (!other.reuse_address || !wanted.reuse_address));
-    });
+  const auto why_taken = [&](const CmIdentifier& wanted, bool to_listen) {
+    int why = 0;
+    for (const auto& [id, each] : cm.identifiers()) {
+      const CmIdentifier& other = *each;
+      if (other.id == wanted.id || !other.holding || other.source.port != wanted.source.port || !overlap(other, wanted)) continue;
+      if (other.state != CmState::listening && (to_listen ? !wanted.reuse_address : other.reuse_address && wanted.reuse_address)) continue;
+      if (!other.source.is_any() && !wanted.source.is_any()) return EADDRINUSE;
+      why = EADDRNOTAVAIL;
+    }
+    return why;
   };
   for (int step = 0; step < 20'000; ++step) {
     CAPTURE(step);
@@ -170,7 +188,7 @@ TEST_CASE("Who gets a port, and may listen, is what a look at everybody says") {
       case 2: who.destroy(id); break;
       case 3: {
         if (one.state != CmState::bound) break;
-        const int expected = is_taken(one, true) ? EADDRINUSE : 0;
+        const int expected = why_taken(one, true);
         REQUIRE(who.listen(id) == expected);
         break;
       }
@@ -178,7 +196,7 @@ TEST_CASE("Who gets a port, and may listen, is what a look at everybody says") {
         if (one.state != CmState::idle) break;
         CmIdentifier wanted = one;
         wanted.source = at[below(std::size(at))];
-        const int expected = is_taken(wanted, false) ? EADDRINUSE : 0;
+        const int expected = why_taken(wanted, false);
         REQUIRE(who.bind(id, wanted.source) == expected);
       }
     }
@@ -190,7 +208,7 @@ TEST_CASE("What could not be bound has neither address nor device") {
   TestGuest a(host, 1, {v4(10, 0, 0, 1)});
   a.listener(any_v4(5000));
   const CmId id = a.create();
-  CHECK(a.bind(id, v4(10, 0, 0, 1, 5000)) == EADDRINUSE);
+  CHECK(a.bind(id, v4(10, 0, 0, 1, 5000)) == EADDRNOTAVAIL);
   CHECK(a.cm().query(a.guest(), id)->has_device == 0);
   CHECK(TestGuest::error_of(a.cm().attributes(a.guest(), {id, 1, 0})) == EINVAL);
   CHECK(a.bind(id, v4(10, 0, 0, 1, 5001)) == 0);
