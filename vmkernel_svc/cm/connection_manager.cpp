@@ -264,7 +264,6 @@ Status ConnectionManager::listen(Guest& guest, const CmListenRequest& request) {
     any.family = AF_INET;
     if (const auto taken = take_address(guest, one, any); !taken) return taken.error();
   }
-  if (one.state == CmState::listening) return ok();
   if (one.state != CmState::bound) return Errno{EINVAL};
   if (const auto may = ports_.may_listen(one); !may) return may.error();
   one.state = CmState::listening;

@@ -315,6 +315,17 @@ TEST_CASE("Who is accepted with more data than fit into an answer is rejected") 
     }
 }
 
+TEST_CASE("Who listens does not listen once more, and goes on") {
+  Pair pair(false);
+  CHECK(pair.server.listen(pair.listener) == EINVAL);
+  pair.call();
+  pair.answer_phone();
+  CHECK(pair.server.listen(pair.called) == EINVAL);
+  const CmId idle = pair.server.create();
+  CHECK(pair.server.listen(idle) == 0);  // at any address, and a port that it is given
+  CHECK(pair.server.at(idle).source.port != 0);
+}
+
 TEST_CASE("A guest is found by the address in its GIDs, also one of several that share it") {
   TestHost host;
   TestGuest a(host, 1, {v4(10, 0, 0, 1)}), b(host, 1, {v4(10, 0, 0, 1)}), c(host, 2, {v4(10, 0, 0, 2)});
