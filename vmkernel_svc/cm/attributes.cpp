@@ -89,8 +89,7 @@ Result<CmQueryReply> ConnectionManager::query(Guest& guest, const CmId& id) {
   const CmPort mine = port_of(guest);
   reply.sgid = gid_of(mine);
   reply.dgid = gid_of(one.peer_port);
-  reply.slid = guest.lid;
-  reply.dlid = one.peer_port.lid;
+  if (guest.link_layer == link_layer_infiniband) reply.slid = guest.lid, reply.dlid = one.peer_port.lid;
   reply.pkey = one.pkey != 0 ? one.pkey : guest.tenant->pkeys[0];
   reply.has_path = one.state != CmState::idle && one.state != CmState::bound && one.state != CmState::resolving && one.state != CmState::resolved &&
                    one.state != CmState::listening;
@@ -166,7 +165,7 @@ Result<CmAttributesReply> ConnectionManager::attributes(Guest& guest, const CmAt
       if (!knows_peer) return Errno{EINVAL};
       if (reliable) {
         reply.mask |= qp_attr_timeout | qp_attr_retry_cnt | qp_attr_rnr_retry | qp_attr_max_qp_rd_atomic;
-        a.timeout = one.ack_timeout != 0 ? one.ack_timeout : one.peer_ack_timeout != 0 ? one.peer_ack_timeout : default_ack_timeout;
+        a.timeout = one.ack_timeout ? *one.ack_timeout : one.peer_ack_timeout != 0 ? one.peer_ack_timeout : default_ack_timeout;
         a.retry_cnt = std::min<std::uint8_t>(one.retry_count, 7);
         a.rnr_retry = std::min<std::uint8_t>(one.rnr_retry_count, 7);
         a.max_rd_atomic = std::min<std::uint8_t>(one.initiator_depth, limits::rd_atomic_max);

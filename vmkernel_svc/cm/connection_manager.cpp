@@ -31,6 +31,15 @@ constexpr std::uint32_t unread_max = 16;
 bool is_ip(const CmAddress& address) { return address.family == AF_INET || address.family == AF_INET6; }
 bool is_valid(const CmAddress& address) { return is_ip(address) || address.family == AF_IB; }
 
+// As the fields of a REQ and a REP have room for them (IBA 12.6.5, 12.6.8).
+CmParameters as_sent(CmParameters parameters) {
+  parameters.retry_count = std::min<std::uint8_t>(parameters.retry_count, 7);
+  parameters.rnr_retry_count = std::min<std::uint8_t>(parameters.rnr_retry_count, 7);
+  parameters.flow_control &= 1;
+  parameters.srq = parameters.srq != 0;
+  return parameters;
+}
+
 std::uint32_t random_psn() {
   static std::random_device random;
   return random() & 0xffffff;
@@ -289,7 +298,7 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   if (datagrams) set_deadline(one, datagram_patience_ns);
   else await_answer(one, answer_patience_ns);
   CmMessage out = message(datagrams ? CmKind::sidr_req : CmKind::req, one);
-  out.parameters = request.parameters;
+  out.parameters = as_sent(request.parameters);
   if (one.destination.family == AF_IB) out.pkeys[0] = pkey_of(guest, one.pkey);  // by its address it has chosen
   else std::copy(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), out.pkeys);
   send(one.peer, out);
@@ -315,7 +324,8 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
   }
   one.uid = request.uid;
   CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
-  out.parameters = request.parameters;
+  out.parameters = as_sent(request.parameters);
+  out.parameters.retry_count = 0;  // which a REP does not say
   if (datagrams) {
     one.state = CmState::established;
     if (out.parameters.qkey == 0) out.parameters.qkey = cm_udp_qkey;
@@ -391,7 +401,7 @@ Status ConnectionManager::set_option(Guest& guest, const CmOptionRequest& reques
       ports_.update(one);
       return ok();
     case cm_option_ack_timeout:
-      if (one.type == QpType::ud || request.value > 31) return Errno{EINVAL};
+      if ((one.type != QpType::rc && one.type != QpType::xrc_send) || request.value > 31) return Errno{EINVAL};
       one.ack_timeout = static_cast<std::uint8_t>(request.value);
       return ok();
     default:

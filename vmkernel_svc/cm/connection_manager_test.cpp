@@ -315,6 +315,58 @@ TEST_CASE("Who is accepted with more data than fit into an answer is rejected") 
     }
 }
 
+TEST_CASE("Requests and answers say what they have room for") {
+  Pair pair(false);
+  CmParameters much{};
+  much.retry_count = much.rnr_retry_count = 15, much.flow_control = 6, much.srq = 3;
+  pair.call(much);
+  const CmParameters asked = pair.answer_phone().parameters;
+  CHECK(asked.retry_count == 7);
+  CHECK(asked.rnr_retry_count == 7);
+  CHECK(asked.flow_control == 0);
+  CHECK(asked.srq == 1);
+  much.flow_control = 7;
+  REQUIRE(pair.server.accept(pair.called, pair.uid, much) == 0);
+  const CmParameters answered = pair.client.expect(cm_connect_response, pair.caller).parameters;
+  CHECK(answered.retry_count == 0);
+  CHECK(answered.rnr_retry_count == 7);
+  CHECK(answered.flow_control == 1);
+  CHECK(answered.srq == 1);
+}
+
+TEST_CASE("A timeout of acknowledgements is for who has any, and 0 is one, too") {
+  Pair pair(false);
+  const auto set = [&](TestGuest& who, const CmId& id, std::uint32_t value) { return TestGuest::error_of(who.cm().set_option(who.guest(), {id, cm_option_ack_timeout, value})); };
+  CHECK(set(pair.client, pair.caller, 32) == EINVAL);
+  CHECK(set(pair.client, pair.caller, 0) == 0);
+  for (const QpType type : {QpType::rc, QpType::uc, QpType::ud, QpType::xrc_send, QpType::xrc_recv}) {
+    CAPTURE(static_cast<int>(type));
+    const auto made = pair.client.cm().create(pair.client.guest(), {pair.client.channel, RDMA_PS_IB, static_cast<std::uint16_t>(type), 5});
+    REQUIRE(made);
+    CHECK(set(pair.client, {made->id, pair.client.channel}, 7) == (type == QpType::rc || type == QpType::xrc_send ? 0 : EINVAL));
+  }
+  pair.come_to(Stage::established);
+  const auto timeout = [](TestGuest& who, const CmId& id) { return who.cm().attributes(who.guest(), {id, 3, 0})->attributes.timeout; };
+  CHECK(timeout(pair.client, pair.caller) == 0);
+  CHECK(timeout(pair.server, pair.called) == 18);
+}
+
+TEST_CASE("Ports on Ethernet have no LIDs in their path") {
+  for (const std::uint32_t link_layer : {link_layer_infiniband, link_layer_ethernet}) {
+    CAPTURE(link_layer);
+    TestHost host;
+    TestGuest server(host, 1, {v4(10, 0, 0, 1)}, 1000, link_layer), client(host, 2, {v4(10, 0, 0, 2)}, 1000, link_layer);
+    server.listener(any_v4(5000));
+    const CmId caller = client.create();
+    REQUIRE(client.resolve(caller, v4(10, 0, 0, 1, 5000), v4(10, 0, 0, 2)) == 0);
+    const auto path = client.cm().query(client.guest(), caller);
+    REQUIRE(path);
+    const bool has_lids = link_layer == link_layer_infiniband;
+    CHECK(path->slid == (has_lids ? client.guest().lid : 0));
+    CHECK(path->dlid == (has_lids ? server.guest().lid : 0));
+  }
+}
+
 TEST_CASE("Who listens does not listen once more, and goes on") {
   Pair pair(false);
   CHECK(pair.server.listen(pair.listener) == EINVAL);

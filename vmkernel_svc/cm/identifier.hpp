@@ -85,7 +85,7 @@ struct CmIdentifier {
   std::optional<CmHolding> holding;  // source.port is in the table of ports, as that
   bool has_device = false;      // its address is one of a device, not any
   bool reuse_address = false, only_ipv6 = false;
-  std::uint8_t ack_timeout = 0; // 0: the default
+  std::optional<std::uint8_t> ack_timeout;  // that its program has set; 0: it waits for ever
   bool is_local = false;        // the destination
   std::uint32_t host = 0;       // of the destination
   std::set<std::uint32_t> asked;  // resolving: hosts that have not answered yet

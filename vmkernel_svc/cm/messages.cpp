@@ -101,7 +101,7 @@ CmMessage ConnectionManager::message(CmKind kind, const CmIdentifier& from) cons
   out.to = from.peer.id;
   out.port_space = from.destination.family == AF_IB ? from.destination.port_space() : from.port_space;
   out.psn = from.psn;
-  out.ack_timeout = from.ack_timeout;
+  out.ack_timeout = from.ack_timeout.value_or(0);
   out.is_local = from.is_local;
   out.qp_type = static_cast<std::uint8_t>(from.type);
   out.port = port_of(*from.guest);
