@@ -216,7 +216,9 @@ Status set_option(const Command& command) {
   const bool is_byte = body->optname == RDMA_OPTION_ID_TOS || body->optname == RDMA_OPTION_ID_ACK_TIMEOUT;
   if (body->optlen != (is_byte ? sizeof(std::uint8_t) : sizeof(std::int32_t))) return Errno{EINVAL};
   switch (body->optname) {
-    case RDMA_OPTION_ID_TOS: return ok();  // there are no classes of service
+    case RDMA_OPTION_ID_TOS:
+      if (command.attachment.service_minor() < control::minor_of_tos) return ok();
+      return command.call<Request::cm_option>({id, control::cm_option_tos, value(std::uint8_t{})});
     case RDMA_OPTION_ID_REUSEADDR: return command.call<Request::cm_option>({id, control::cm_option_reuse_address, value(std::int32_t{}) != 0});
     case RDMA_OPTION_ID_AFONLY: return command.call<Request::cm_option>({id, control::cm_option_only_ipv6, value(std::int32_t{}) != 0});
     case RDMA_OPTION_ID_ACK_TIMEOUT: return command.call<Request::cm_option>({id, control::cm_option_ack_timeout, value(std::uint8_t{})});

@@ -61,6 +61,7 @@ PathRecord path_record(const CmQueryReply& known) {
   record.dlid = htobe16(known.dlid);
   record.slid = htobe16(known.slid);
   record.flow_and_hops = htobe32(hop_limit);
+  record.traffic_class = known.traffic_class;
   record.reversible_and_paths = reversible | 1;
   record.pkey = htobe16(known.pkey);
   record.mtu = exactly | known.mtu;
@@ -111,6 +112,7 @@ Status query_route(const Command& command) {
   path.rate = IBV_RATE_100_GBPS;
   path.packet_life_time = known->lifetime;
   path.hop_limit = hop_limit;
+  path.traffic_class = known->traffic_class;
   return command.answer(body->response, route, offsetof(rdma_ucm_query_route_resp, ibdev_index));
 }
 

@@ -135,7 +135,7 @@ struct CmRejectRequest {
   std::uint32_t private_bytes;
   std::array<std::uint8_t, cm_private_max> private_data;
 };
-enum CmOption : std::uint32_t { cm_option_reuse_address = 1, cm_option_only_ipv6, cm_option_ack_timeout };
+enum CmOption : std::uint32_t { cm_option_reuse_address = 1, cm_option_only_ipv6, cm_option_ack_timeout, cm_option_tos };
 struct CmOptionRequest {
   CmId id;
   std::uint32_t option;
@@ -149,7 +149,8 @@ struct CmQueryReply {
   std::uint8_t has_device, has_path;
   std::uint8_t mtu;   // enum ibv_mtu
   std::uint8_t lifetime;  // of a packet: 4.096 us << lifetime
-  std::uint8_t reserved[2];
+  std::uint8_t traffic_class;
+  std::uint8_t reserved;
   std::uint32_t link_layer;  // LinkLayer
 };
 struct CmAttributesRequest {

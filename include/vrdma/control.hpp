@@ -25,7 +25,7 @@ constexpr std::uint16_t version_minor = 22;  // 2: attach_in_bar; 3: open_direct
                                             // 9: keys of direct mode in entries and regions; 10: rdma_cm; 11: XRC; 12: times of completions, memory windows;
                                             // 13: read_counters; 14: what 12 has, in virtual machines, too; backings that are not sealed; 15: cm_write_event; 16: management datagrams;
                                             // 17: rdma_cm by addresses of AF_IB; 18: memory windows change in their turn; 19: more than 64 addresses;
-                                            // 20: flow labels; 21: IPv4 groups of RoCE v2; 22: query_link_layer
+                                            // 20: flow labels; 21: IPv4 groups of RoCE v2; 22: query_link_layer, cm_option_tos
 
 constexpr std::uint32_t host_context = 2;     // VMADDR_CID_HOST
 constexpr std::uint32_t control_port = 28249; // where the service answers control requests
@@ -87,6 +87,7 @@ constexpr std::uint16_t minor_of_cm = 10;       // of a service that knows cm_op
 constexpr std::uint16_t minor_of_written_events = 15;  // … that knows cm_write_event
 constexpr std::uint16_t minor_of_mads = 16;     // … that knows mad_open
 constexpr std::uint16_t minor_of_cm_by_gid = 17;  // … that knows CmAddress of AF_IB
+constexpr std::uint16_t minor_of_tos = 22;      // … that knows cm_option_tos
 constexpr std::uint16_t minor_of_xrc = 11;      // … that knows open_xrcd
 constexpr std::uint16_t minor_of_times = 12;    // … that knows time_cq
 constexpr std::uint16_t minor_of_windows = 12;  // … and alloc_mw

@@ -95,6 +95,7 @@ Result<CmQueryReply> ConnectionManager::query(Guest& guest, const CmId& id) {
                    one.state != CmState::listening;
   reply.mtu = one.peer_port.guid == 0 ? mine.mtu : std::min(mine.mtu, one.peer_port.mtu);
   reply.lifetime = packet_lifetime;
+  reply.traffic_class = one.traffic_class;
   return reply;
 }
 
@@ -106,6 +107,7 @@ AddressVector ConnectionManager::address_vector(const CmIdentifier& one) const {
   const Gid dgid = gid_of(one.peer_port);
   std::copy(dgid.begin(), dgid.end(), path.dgid);
   path.hop_limit = 64;
+  path.traffic_class = one.traffic_class;
   if (guest.link_layer == link_layer_infiniband) path.dlid = one.peer_port.lid;
   else path.is_global = 1;
   return path;

@@ -260,6 +260,8 @@ Status ConnectionManager::resolve_route(Guest& guest, const CmId& id) {
   if (!found) return found.error();
   if ((*found)->state != CmState::resolved) return Errno{EINVAL};
   (*found)->state = CmState::routed;
+  // On InfiniBand it would be the subnet administrator who makes a path of it (cma_resolve_iboe_route() and cma_query_ib_route()).
+  if (guest.link_layer == link_layer_ethernet) (*found)->traffic_class = (*found)->tos;
   raise(**found, cm_route_resolved);
   return ok();
 }
@@ -299,6 +301,7 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   else await_answer(one, answer_patience_ns);
   CmMessage out = message(datagrams ? CmKind::sidr_req : CmKind::req, one);
   out.parameters = as_sent(request.parameters);
+  out.status = one.traffic_class;
   if (one.destination.family == AF_IB) out.pkeys[0] = pkey_of(guest, one.pkey);  // by its address it has chosen
   else std::copy(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), out.pkeys);
   send(one.peer, out);
@@ -403,6 +406,9 @@ Status ConnectionManager::set_option(Guest& guest, const CmOptionRequest& reques
     case cm_option_ack_timeout:
       if ((one.type != QpType::rc && one.type != QpType::xrc_send) || request.value > 31) return Errno{EINVAL};
       one.ack_timeout = static_cast<std::uint8_t>(request.value);
+      return ok();
+    case cm_option_tos:
+      one.tos = static_cast<std::uint8_t>(request.value);
       return ok();
     default:
       return Errno{ENOSYS};

@@ -367,6 +367,41 @@ TEST_CASE("Ports on Ethernet have no LIDs in their path") {
   }
 }
 
+TEST_CASE("On Ethernet a type of service is the traffic class of the path and of both ends' queue pairs") {
+  for (const std::uint32_t link_layer : {link_layer_infiniband, link_layer_ethernet})
+    for (const bool datagrams : {false, true}) {
+      CAPTURE(link_layer);
+      CAPTURE(datagrams);
+      TestHost host;
+      TestGuest server(host, 1, {v4(10, 0, 0, 1)}, 1000, link_layer), client(host, 2, {v4(10, 0, 0, 2)}, 1000, link_layer);
+      const std::uint16_t space = datagrams ? RDMA_PS_UDP : RDMA_PS_TCP;
+      server.listener(any_v4(5000), space);
+      const CmId caller = client.create(space);
+      const auto set = [&](std::uint32_t tos) { REQUIRE(client.cm().set_option(client.guest(), {caller, cm_option_tos, tos})); };
+      set(0x68);
+      REQUIRE(client.resolve(caller, v4(10, 0, 0, 1, 5000), v4(10, 0, 0, 2)) == 0);
+      REQUIRE(client.cm().resolve_route(client.guest(), caller));
+      set(0x20);  // too late
+      REQUIRE(client.connect(caller) == 0);
+      const CmEvent request = server.take();
+      REQUIRE(request.event == cm_connect_request);
+      const CmId called{request.id, server.channel};
+      REQUIRE(server.accept(called, 9) == 0);
+      const int expected = link_layer == link_layer_ethernet ? 0x68 : 0;
+      CHECK(client.cm().query(client.guest(), caller)->traffic_class == expected);
+      CHECK(server.cm().query(server.guest(), called)->traffic_class == expected);
+      client.expect(cm_address_resolved, caller);
+      client.expect(cm_route_resolved, caller);
+      const CmEvent answer = client.take();
+      if (datagrams) {
+        CHECK(answer.address.traffic_class == expected);
+      } else {
+        CHECK(client.cm().attributes(client.guest(), {caller, 2, 0})->attributes.path.traffic_class == expected);
+        CHECK(server.cm().attributes(server.guest(), {called, 2, 0})->attributes.path.traffic_class == expected);
+      }
+    }
+}
+
 TEST_CASE("Who listens does not listen once more, and goes on") {
   Pair pair(false);
   CHECK(pair.server.listen(pair.listener) == EINVAL);

@@ -86,6 +86,8 @@ struct CmIdentifier {
   bool has_device = false;      // its address is one of a device, not any
   bool reuse_address = false, only_ipv6 = false;
   std::optional<std::uint8_t> ack_timeout;  // that its program has set; 0: it waits for ever
+  std::uint8_t tos = 0;         // that its program has set
+  std::uint8_t traffic_class = 0;  // of its path: where it calls, what it had set when it found the route; where it was called, the caller's
   bool is_local = false;        // the destination
   std::uint32_t host = 0;       // of the destination
   std::set<std::uint32_t> asked;  // resolving: hosts that have not answered yet

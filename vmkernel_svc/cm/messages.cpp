@@ -215,6 +215,7 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   one.host = host;
   one.pkey = mine;
   one.ack_timeout = listener->ack_timeout;
+  one.traffic_class = static_cast<std::uint8_t>(message.status);
   learn_peer(one, host, message);
   one.retry_count = message.parameters.retry_count;
   one.rnr_retry_count = message.parameters.rnr_retry_count;

@@ -313,7 +313,7 @@ class Storm {
       }
       case 20: (void)cm.disconnect(who, any_id(host, guest, CmState::established)); break;
       case 21: (void)cm.established(who, any_id(host, guest, CmState::accepted)); break;
-      case 22: (void)cm.set_option(who, {any_id(host, guest, CmState::idle), static_cast<std::uint32_t>(below(5)), static_cast<std::uint32_t>(below(40))}); break;
+      case 22: (void)cm.set_option(who, {any_id(host, guest, CmState::idle), static_cast<std::uint32_t>(below(6)), static_cast<std::uint32_t>(below(40))}); break;
       case 23: {
         const CmId id = any_id(host, guest, CmState::established);
         (void)cm.query(who, id);
