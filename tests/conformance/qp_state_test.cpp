@@ -274,6 +274,12 @@ CONFORMANCE(AttributeValuesOutOfRangeAreRefused, "QP-08 QP-17", .solo = true) {
         break;
       }
     }
+    Modify with_alternate = rtr;
+    with_alternate.mask |= IBV_QP_ALT_PATH;
+    refused("an alternate path on Ethernet", with_alternate, [&](auto& a) {
+      a.alt_ah_attr = a.ah_attr;
+      a.alt_port_num = dev.port_num;
+    });
   }
   refused("port of the address vector", rtr, [](auto& a) { a.ah_attr.port_num = 200; });
   to_rtr(dev, qp, self);

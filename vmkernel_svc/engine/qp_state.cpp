@@ -86,7 +86,7 @@ Status modify(QpType type, QpAttributes& attributes, const QpAttributes& wanted,
   if ((mask & pk) && wanted.pkey_index >= limits.pkey_count) return invalid;
   if ((mask & av) && !path_ok(wanted.path, limits)) return invalid;
   if ((mask & ap) && (wanted.alt_port_num != 1 || wanted.alt_pkey_index >= limits.pkey_count || wanted.alt_timeout > 31 ||
-                      !path_ok(wanted.alt_path, limits)))
+                      !path_ok(wanted.alt_path, limits) || limits.ethernet))  // paths migrate on InfiniBand (the kernel's _ib_modify_qp())
     return invalid;
   if ((mask & mtu) && (wanted.path_mtu < 1 || wanted.path_mtu > limits.max_mtu)) return invalid;
   if ((mask & to) && wanted.timeout > 31) return invalid;

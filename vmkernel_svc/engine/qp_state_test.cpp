@@ -212,6 +212,19 @@ TEST_CASE("Values outside their range are refused on every transition that takes
   }
 }
 
+TEST_CASE("On Ethernet there is no alternate path") {
+  for (const bool is_ethernet : {false, true}) {
+    PortLimits port = limits;
+    port.ethernet = is_ethernet;
+    QpAttributes a{}, wanted = good_values();
+    a.state = 1;
+    wanted.state = 2;
+    wanted.path.is_global = wanted.alt_path.is_global = 1;
+    const std::uint32_t mask = qp_attr_state | transition_masks(QpType::uc, QpState::init, QpState::rtr).required;
+    CHECK(applied(QpType::uc, a, wanted, mask | qp_attr_alt_path, port) == !is_ethernet);
+  }
+}
+
 TEST_CASE("On Ethernet an address vector must be global") {
   PortLimits ethernet = limits;
   ethernet.ethernet = true;
