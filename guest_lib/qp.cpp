@@ -129,6 +129,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   if (!are_possible(init.cap, receives)) return Errno{EINVAL};
   if (init.qp_type == IBV_QPT_XRC_SEND) init.recv_cq = init.send_cq, init.srq = nullptr;  // as it receives nothing
   if (init.send_cq == nullptr || init.recv_cq == nullptr) return Errno{EINVAL};
+  if (init.srq != nullptr && Srq::of(init.srq).completions != nullptr) return Errno{EINVAL};  // an XRC SRQ is its domain's, and nobody else's
   auto attachment = Context::of(pd->context).usable();
   if (!attachment) return attachment.error();
   auto pd_handle = Pd::of(pd).handle_on(*attachment);

@@ -255,6 +255,16 @@ CONFORMANCE(WhatXrcDoesNotDoIsRefused, "XRC-03", .solo = true) {
   EXPECT_NE(post(pair.target, Recv{1, {pair.initiator.region.sge(0, 8)}}), 0);
   EXPECT_NE(post(pair.initiator.qp, Recv{1, {pair.initiator.region.sge(0, 8)}}), 0);
 
+  // An SRQ of a domain serves its targets, and no queue pair that names it.
+  for (const ibv_qp_type type : {IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD}) {
+    ibv_qp_init_attr wanted{};
+    wanted.qp_type = type;
+    wanted.srq = receives.srq;
+    wanted.send_cq = wanted.recv_cq = receives.cq;
+    wanted.cap = {1, 0, 1, 0, 0};
+    EXPECT_NULL(ibv_create_qp(receives.pd, &wanted), EINVAL);
+  }
+
   // An SRQ of another domain, none at all, a queue pair's number, and one that is gone.
   receives.receive(1, 0, 64), elsewhere.receive(1, 0, 64);
   std::uint64_t id = 100;
