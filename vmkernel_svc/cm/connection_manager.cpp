@@ -346,11 +346,13 @@ Status ConnectionManager::reject(Guest& guest, const CmRejectRequest& request) {
   const auto found = find(guest, request.id);
   if (!found) return found.error();
   CmIdentifier& one = **found;
-  if (one.state != CmState::requested && one.state != CmState::replied) return Errno{EINVAL};
   const bool datagrams = one.type == QpType::ud;
+  const bool may = one.state == CmState::requested || (!datagrams && (one.state == CmState::connecting || one.state == CmState::replied || one.state == CmState::accepted));
+  if (!may) return Errno{EINVAL};
   if (request.private_bytes > (datagrams ? sidr_rep_private_bytes : rej_private_bytes)) return Errno{EINVAL};
-  one.state = CmState::ended;
+  const CmState before = std::exchange(one.state, CmState::ended);
   clear_deadline(one);
+  if (before == CmState::accepted) set_deadline(one, timewait_ns);  // what it has sent may still arrive
   CmMessage no = message(datagrams ? CmKind::sidr_rep : CmKind::rej, one);
   no.status = datagrams ? sidr_reject : request.reason != 0 ? static_cast<std::int32_t>(request.reason) : rej_consumer;
   no.parameters.private_bytes = static_cast<std::uint8_t>(request.private_bytes);
@@ -380,7 +382,7 @@ Status ConnectionManager::established(Guest& guest, const CmId& id) {
   const auto found = find(guest, id);
   if (!found) return found.error();
   CmIdentifier& one = **found;
-  if (one.state == CmState::established) return ok();
+  if (one.state == CmState::established && one.type != QpType::ud) return Errno{EISCONN};
   if (one.state != CmState::accepted) return Errno{EINVAL};
   clear_deadline(one);
   one.state = CmState::established;

@@ -146,10 +146,17 @@ TEST_CASE("Data that comes before the rtu establish the connection once") {
   pair.come_to(Stage::accepted);
   REQUIRE(pair.server.cm().established(pair.server.guest(), pair.called));
   pair.server.expect(cm_established, pair.called);
+  CHECK(TestGuest::error_of(pair.server.cm().established(pair.server.guest(), pair.called)) == EISCONN);
   REQUIRE(pair.client.ready(pair.caller) == 0);
   pair.wire.carry_all();
   CHECK(pair.server.hears_nothing());
   CHECK(pair.server.state(pair.called) == CmState::established);
+
+  Pair datagrams(false, RDMA_PS_UDP);
+  datagrams.call();
+  datagrams.answer_phone();
+  REQUIRE(datagrams.server.accept(datagrams.called, datagrams.uid) == 0);
+  CHECK(TestGuest::error_of(datagrams.server.cm().established(datagrams.server.guest(), datagrams.called)) == EINVAL);
 }
 
 TEST_CASE("Who is rejected hears the reason and the data") {
@@ -171,6 +178,34 @@ TEST_CASE("Who is rejected hears the reason and the data") {
       CHECK(rejected.parameters.private_data[2] == 0);
       CHECK(who.hears_nothing());
     }
+  }
+}
+
+TEST_CASE("Who connects and thinks better of it rejects, and so does who has accepted") {
+  for (const bool on_two_hosts : {false, true}) {
+    CAPTURE(on_two_hosts);
+    Pair early(on_two_hosts);
+    early.call();
+    early.answer_phone();
+    REQUIRE(early.client.cm().reject(early.client.guest(), {early.caller, 0, 0, {}}));
+    early.wire.carry_all();
+    CHECK(early.client.connect(early.caller) == EINVAL);
+    CHECK(early.server.accept(early.called, early.uid) == EINVAL);
+    CHECK(early.server.hears_nothing());
+    CHECK(early.client.hears_nothing());
+
+    Pair late(on_two_hosts);
+    late.come_to(Stage::accepted);
+    REQUIRE(late.server.cm().reject(late.server.guest(), {late.called, 0, 0, {}}));
+    late.wire.carry_all();
+    late.client.expect(cm_rejected, late.caller, 28);
+    CHECK(late.client.ready(late.caller) == EINVAL);
+    late.one.cm().expire(in_seconds(1));
+    late.server.expect(cm_timewait_exit, late.called);
+
+    Pair datagrams(on_two_hosts, RDMA_PS_UDP);
+    datagrams.call();
+    CHECK(TestGuest::error_of(datagrams.client.cm().reject(datagrams.client.guest(), {datagrams.caller, 0, 0, {}})) == EINVAL);
   }
 }
 

@@ -307,7 +307,8 @@ class Storm {
       case 16: case 17: (void)cm.accept(who, {any_id(host, guest, CmState::requested), uid, 1, 0, any_parameters()}); break;
       case 18: (void)cm.accept(who, {any_id(host, guest, CmState::replied), uid, 0, 0, {}}); break;
       case 19: {
-        const CmState from = one_in(2) ? CmState::requested : CmState::replied;
+        constexpr CmState states[] = {CmState::requested, CmState::replied, CmState::connecting, CmState::accepted};
+        const CmState from = states[below(std::size(states))];
         if (one_in(3)) (void)cm.reject(who, {any_id(host, guest, from), static_cast<std::uint32_t>(random_()), static_cast<std::uint32_t>(one_in(9) ? random_() : below(149)), {}});
         break;
       }
