@@ -90,7 +90,8 @@ long File::read(void* bytes, std::size_t count) {
   }
 }
 
-// 0: nothing is there. ENOSPC: there is no room for all of it; then its head and its first bytes say how long it is, and it stays.
+// 0: nothing is there. ENOSPC: there is no room for more than the first segment, which says how long it is, and it stays. EINVAL: not even for that, and it
+// stays, too, unseen (the kernel's copy_recv_mad()).
 Result<long> File::receive(std::byte* to, std::size_t count) {
   const std::size_t head = head_bytes();
   const std::size_t room = count - head;
@@ -100,6 +101,7 @@ Result<long> File::receive(std::byte* to, std::size_t count) {
     if (!taken) return taken.error();
     if (taken->last != 0) take_record();
     if (taken->found == 0) return offset == 0 ? Result<long>(0) : Errno{EIO};
+    if (room < std::min(taken->total_bytes, control::mad_bytes)) return Errno{EINVAL};
     if (offset == 0) {
       const ib_user_mad_hdr from = head_of(*taken, head);
       std::memcpy(to, &from, head);

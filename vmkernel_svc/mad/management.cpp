@@ -176,7 +176,8 @@ void Management::leave(Guest& guest) {
 
 Status Management::send(Guest& guest, const MadSendRequest& request) {
   Channel* const channel = channel_of(guest, request.by.channel);
-  if (channel == nullptr || request.by.agent >= agents_max || !channel->agents[request.by.agent]) return Errno{EINVAL};
+  if (channel == nullptr || request.by.agent >= agents_max) return Errno{EINVAL};
+  if (!channel->agents[request.by.agent]) return Errno{EIO};  // nobody's: the kernel's ib_umad_write()
   if (request.bytes < mad_bytes || request.bytes > mad_bytes_max) return Errno{EINVAL};
   Agent& agent = *channel->agents[request.by.agent];
   Mad mad(std::span(request.data).first(request.bytes));

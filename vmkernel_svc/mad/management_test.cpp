@@ -142,7 +142,8 @@ TEST_CASE("Nothing is left of a guest that goes, and bad requests are errors") {
   const auto agent = one.agent(class_lid_routed);
   Management& management = *host.fabric.management;
   CHECK(value(management.close(other.guest, one.channel).error()) == EINVAL);
-  CHECK(value(one.send(agent + 1, 1, one.request(class_lid_routed, method_get, attribute_node_info)).error()) == EINVAL);
+  for (const auto& [number, error] : {std::pair{agent + 1, EIO}, {31u, EIO}, {32u, EINVAL}, {~0u, EINVAL}})
+    CHECK(value(one.send(number, 1, one.request(class_lid_routed, method_get, attribute_node_info)).error()) == error);
   MadRegisterRequest twice{one.channel, 1, 0x32, 1, 0, 0x1405, {2, 0}};
   REQUIRE(management.add_agent(one.guest, twice));
   CHECK(value(management.add_agent(one.guest, twice).error()) == EINVAL);
