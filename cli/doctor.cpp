@@ -195,6 +195,10 @@ Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
   const auto host = carrier.at("host").get<std::string>(), address = carrier.at("address").get<std::string>(), state = carrier.at("state").get<std::string>();
   if (const auto differs = carrier.value("disagreement", ""); state == "connected" && !differs.empty())
     return {Level::problem, "messages", differs + ": those to LIDs that are not their host's end nowhere", "give \"hosts\" in \"remote\" the same LIDs on all hosts"};
+  const bool large_lost = carrier.value("small_packets", false);
+  constexpr const char* measure = "give the interfaces the MTU of the way between the two (ping -M do -s 1472 ADDRESS fits 1500), or let ICMP's \"fragmentation needed\" through";
+  if (state == "connected" && large_lost)
+    return {Level::note, "messages", fmt::format("of programs go to {} at {} in small packets, after connections were cut again and again: large ones may be lost on the way", host, address), measure};
   if (state == "connected") return {Level::ok, "messages", fmt::format("of programs go to {} at {}, and come from there", host, address), ""};
   const std::string what = state == "silent" ? fmt::format("nothing comes from {} at {} ({} s)", host, address, carrier.at("silent_ms").get<std::uint64_t>() / 1000)
                                              : fmt::format("no connection for them has come about with {} at {}", host, address);
@@ -202,6 +206,8 @@ Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
   if (const auto refused = carrier.value("unauthenticated", std::uint64_t{0}); by_secret && refused != 0)
     return {Level::problem, "messages", fmt::format("{}: the two reach each other, and {} connections failed because the other end does not have this host's secret", what, refused),
             fmt::format("copy \"secret_file\" from one host to the other; if it is the same on both, use one version of vrdmad, and see what else is at port {}", at ? at->second : 0)};
+  if (large_lost)
+    return {Level::problem, "messages", what + ": connections stand and are cut again while something is under way: large packets are lost between the two, it seems", measure};
   return {Level::problem, "messages", what + ": programs do not reach those of that host",
           fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0)};
 }

@@ -163,6 +163,7 @@ void routes(const json& state, std::string& out) {
         .add_unless_zero("encrypted", host.value("encrypted", false) ? json("yes") : json(0))
         .add_unless_zero("disagreement", host.value("disagreement", "") != "" ? json(quoted(host.at("disagreement"))) : json(0))
         .add_unless_zero("unauthenticated", host.value("unauthenticated", json(0)))
+        .add_unless_zero("small_packets", host.value("small_packets", false) ? json("yes") : json(0))
         .add("connections_here", host.at("connections_here")).add_unless_zero("groups", host.value("groups", json(0)))
         .add_unless_zero("multicast_datagrams", host.value("multicast_datagrams", json(0))).add_counters(host.at("counters")).end(out);
   for (const auto& group : state.value("groups", json::array()))

@@ -88,6 +88,7 @@ json describe_carriers(Fabric& fabric) {
                    {"encrypted", fabric.far->carrier().encrypts(id)},
                    {"disagreement", fabric.far->carrier().disagreement(id)},
                    {"unauthenticated", count(gauge->unauthenticated)},
+                   {"small_packets", count(gauge->small_packets)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},

@@ -15,13 +15,14 @@ namespace vrdma::remote {
 
 // What is known of one host; other threads may look at it.
 struct Gauge {
-  // For how long nothing has come from the far service. Only time in which this side looked counts: who was stopped, or waited for a
-  // processor, knows nothing of the others.
+  // For how long nothing has come from the far service that matters: hello and signs of life do not where records got stuck. Only time in
+  // which this side looked counts: who was stopped, or waited for a processor, knows nothing of the others.
   std::atomic<std::uint64_t> silent_ns{0};
   std::atomic<std::int64_t> queued_bytes{0};   // given to the carrier and not acknowledged
   std::atomic<std::int64_t> arrived_bytes{0};  // that came and the shard has not taken
   std::atomic<std::int64_t> queued_datagrams{0}, arrived_datagrams{0};  // bytes of these that are of datagrams, which keep to no window
   std::atomic<bool> connected{false};
+  std::atomic<bool> small_packets{false};  // connections with it were cut one after the other while records were under way: large packets may be lost
   // For `vrdma show`.
   std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};
   std::atomic<std::uint64_t> bypassed_bytes{0}, bypassed_records{0};  // of what was sent

@@ -424,3 +424,34 @@ TEST_CASE("WhatNobodyWouldRepeatIsNotSentAgain") {
   CHECK(one.carrier->gauge(0)->queued_datagrams.load() == 0);
   CHECK(other.carrier->gauge(0)->arrived_bytes.load() == 0);
 }
+
+// Connections stand on it one after the other, and their hello and signs of life pass: that is no host that can be waited for.
+TEST_CASE("AHostToWhichOnlySmallPacketsPassIsSilentUntilTheyAllAreSmall") {
+  CuttablePair pair;
+  End &one = pair.one, &other = pair.other;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  const auto drive_until = [&](auto&& done) {
+    while (!done()) {
+      REQUIRE(std::chrono::steady_clock::now() < until);
+      one.carrier->turn(), pair.middle.turn(), other.carrier->turn();
+    }
+  };
+  drive_until([&] { return one.carrier->gauge(0)->connected.load() && other.carrier->gauge(0)->connected.load(); });
+  const auto news = one.carrier->receive();
+  REQUIRE(news != nullptr);
+  while (other.carrier->receive()) {
+  }
+  pair.middle.pass_at_most(4096);
+  one.send(1, 20'000, news->session);
+  const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
+  // Each longer than a connection lasts: the one whose record does not come through, and the one that may wait for it.
+  drive_until([&] { return here.silent_ns.load() > 4'000'000'000; });
+  drive_until([&] { return there.silent_ns.load() > 1'000'000'000 && there.small_packets.load() && here.small_packets.load(); });
+  CHECK(there.queued_bytes.load() > 0);
+  pair.middle.pass_at_most(~std::size_t{0});
+  FarFramePtr came;
+  drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
+  CHECK(came->record().message == 1);
+  CHECK(pair.middle.segment_bytes() <= 1220);
+  drive_until([&] { return there.silent_ns.load() == 0 && here.silent_ns.load() == 0; });
+}

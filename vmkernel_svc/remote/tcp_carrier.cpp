@@ -23,6 +23,7 @@ constexpr std::uint64_t acknowledge_ns = 5'000'000, acknowledge_bytes = 512 * 10
 constexpr std::size_t connection_bytes_max = 512 * 1024;     // sealed and not written: what waits longer waits unsealed
 constexpr std::int64_t arrived_datagrams_max = 8 << 20;      // bytes; what is beyond it is lost
 constexpr std::int64_t turn_bytes = 256 * 1024;              // read in a turn
+constexpr std::uint64_t proven_ns = 1'000'000'000;           // of a connection: what was to be sent again is under way long since
 // Others than the connections' peers are served by the same thread: while nothing comes the sockets are looked at now and then.
 constexpr std::uint64_t idle_poll_us = 20, busy_ns = 200'000;
 }  // namespace
@@ -201,14 +202,22 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
 
 void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std::uint64_t now) {
   link.mute_ns = 0;
-  link.gauge->silent_ns.store(0, std::memory_order_relaxed);
   if (head.kind == LinkKind::hello) return hello(link, head, now);
   if (!link.greeted || (head.kind != LinkKind::record && head.kind != LinkKind::alive)) return link.connection->break_off(TcpConnection::Why::malformed);
   link.knows_us = true;
   acknowledged(link, head.acknowledged);
+  heard(link, head.kind, now);
   if (head.kind != LinkKind::record) return;
   if (head.number > link.expected) return link.connection->break_off(TcpConnection::Why::malformed);
   came(link, head.number, std::move(frame), now);
+}
+
+// On a way that loses all large packets connection after connection comes about, with hello and signs of life, and no record that is larger
+// ever comes through. So where one was cut while something was stuck, what counts is that ours are acknowledged, or, if there are none, that
+// the other's come, or its signs of life go on: those of a host whose records are stuck wait behind them.
+void TcpCarrier::heard(Link& link, LinkKind kind, std::uint64_t now) {
+  if (link.records.empty() && (kind == LinkKind::record || now - link.opened_ns >= proven_ns)) link.doubted = false;
+  if (!link.doubted) link.gauge->silent_ns.store(0, std::memory_order_relaxed);
 }
 
 // For frames from the connection and from the bypass.
@@ -225,6 +234,7 @@ void TcpCarrier::came(Link& link, std::uint64_t number, FarFramePtr frame, std::
 void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   if (head.run == 0 || link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
   link.greeted = true;
+  link.mute_shakes = 0;
   link.gauge->unauthenticated.store(0, std::memory_order_relaxed);
   compare_lids(link, head);
   link.pause_ns = link.connects = 0;
@@ -237,6 +247,8 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     ++link.session;
     link.bypass = nullptr;  // it led to the other run
     link.bypassing = false;
+    link.doubted = false;  // the other one was ended, not its connection
+    link.cut_ns = 0;
     log::info("host {} is there (over tcp{}{})", link.name, link.connection->encrypts() ? ", encrypted" : "", link.session == 1 ? "" : ", its service started anew");
     FarFramePtr news = FarFrame::make(0);
     news->host = link.id;
@@ -246,9 +258,12 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   } else if (head.peer_run == run_) {  // else it does not know of this session, and counts none of its records
     log::info("host {} is there again", link.name);
     link.sent = link.records.size();
+    const bool doubted = link.doubted;
     acknowledged(link, head.acknowledged);
+    link.doubted = doubted;  // they came on the connection that was cut
     link.sent = 0;
   }
+  if (!link.doubted) link.gauge->silent_ns.store(0, std::memory_order_relaxed);
   void_what_nobody_repeats(link);
   link.gauge->connected.store(true, std::memory_order_relaxed);
   say(link, LinkKind::alive, now);
@@ -302,6 +317,7 @@ void TcpCarrier::acknowledged(Link& link, std::uint64_t number) {
     link.gauge->sent_records.fetch_add(1, std::memory_order_relaxed);
     link.records.pop_front();
     --link.sent;
+    link.doubted = false;
   }
   if (link.sent == 0 && !link.records.empty()) want_pump(link);  // the bypass may begin
 }

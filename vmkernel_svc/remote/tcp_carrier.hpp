@@ -70,6 +70,9 @@ class TcpCarrier final : public Carrier {
     std::uint64_t connects = 0;                 // that were tried since the last one that stood
     std::uint64_t said_ns = 0;
     std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
+    std::uint64_t opened_ns = 0, cut_ns = 0;    // when this connection stood; when one ended last on which something was stuck, 0: none did
+    int mute_shakes = 0;                        // handshakes that nobody answered, since the last connection that stood
+    bool doubted = false;                       // one ended so, and nothing has come since that shows that records pass: signs of life are none
     std::uint64_t run = 0, session = 0;         // of the far service; how many of its runs there have been
     std::deque<Record> records;                 // not acknowledged; the first `sent` of them were given to this connection, or to the bypass
     std::size_t sent = 0;
@@ -114,6 +117,8 @@ class TcpCarrier final : public Carrier {
   void say(Link& link, LinkKind kind, std::uint64_t now);
   void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
   void hello(Link& link, const LinkHead& head, std::uint64_t now);
+  void heard(Link& link, LinkKind kind, std::uint64_t now);
+  void note_end(Link& link, std::uint64_t now);
   void compare_lids(Link& link, const LinkHead& hello);
   void came(Link& link, std::uint64_t number, engine::FarFramePtr frame, std::uint64_t now);
   void acknowledged(Link& link, std::uint64_t number);

@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -24,6 +25,10 @@ constexpr std::uint64_t look_ns = 50'000'000, quiet_look_ns = 200'000'000, alive
 // later, but whoever waits for an answer gives up after 5 s of silence.
 constexpr std::uint64_t connect_ns = 300'000'000, connects_in_haste = 10;
 constexpr std::uint64_t mute_max_ns = 3'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
+// Connections that are cut within this time of each other while something is stuck: not what one cable, or one host that stood still, does.
+constexpr std::uint64_t cut_again_ns = 20'000'000'000;
+constexpr int mute_shakes_max = 3;  // in a row
+constexpr int small_segment_bytes = 1220;  // TCP's payload of a packet that every network passes which may carry IPv6 (RFC 8200, 5)
 constexpr std::uint64_t accept_pause_ns = 100'000'000;
 constexpr std::size_t strangers_max = 64;  // besides as many as there are hosts
 
@@ -123,6 +128,7 @@ void TcpCarrier::dial(Link& link, std::uint64_t now) {
   vmci::UniqueFd socket(::socket(theirs.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (const int why = socket ? 0 : errno; std::exchange(link.no_socket, why) != why && why != 0)
     log::warn("cannot make a socket to connect to host {} ({}): raise the limit of open files", link.name, std::strerror(why));
+  if (socket && link.gauge->small_packets.load(std::memory_order_relaxed)) ::setsockopt(socket.get(), IPPROTO_TCP, TCP_MAXSEG, &small_segment_bytes, sizeof(small_segment_bytes));
   // From the address that the other host knows us by.
   if (!socket || ::bind(socket.get(), generic(ours), our_bytes) != 0) return;
   if (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS) return;
@@ -197,6 +203,7 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
     link.gauge->reconnects.fetch_add(1, std::memory_order_relaxed);
     log::info("host {} has gone, or the way to it: its connection has ended", link.name);
   }
+  note_end(link, now);
   dispose(std::move(link.connection));
   link.greeted = link.knows_us = false;
   link.watched = 0;
@@ -208,11 +215,27 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
   next_look_ns_ = std::min(next_look_ns_, now + look_ns);
 }
 
+// Something was stuck on it: our records, or the other's, whose signs of life wait behind them; or, where certificates are exchanged, these.
+void TcpCarrier::note_end(Link& link, std::uint64_t now) {
+  const bool shook = link.connection->state() == TcpConnection::State::shaking_hands && link.mute_ns > shake_ns;
+  if (!link.greeted && !shook) return;
+  const bool stuck = shook || link.sent != 0 || link.mute_ns > mute_max_ns;
+  link.doubted |= stuck;
+  // A host that stands still cuts one connection, and leaves the handshake of the next, which its kernel takes, without an answer.
+  link.mute_shakes = shook ? link.mute_shakes + 1 : 0;
+  const bool again = shook ? link.mute_shakes >= mute_shakes_max : stuck && link.cut_ns != 0 && now - link.cut_ns < cut_again_ns;
+  link.cut_ns = stuck && !shook ? now : 0;
+  if (link.gauge->small_packets.exchange(again, std::memory_order_relaxed) || !again) return;
+  log::warn("one connection with host {} after the other stands and is cut again while something is under way: packets are lost between the two, perhaps the large ones (\"Large packets are "
+            "lost\" in docs/hosts.md). The next ones are of small packets", link.name);
+}
+
 // The connection stands: we say who we are, and it will.
 void TcpCarrier::opened(Link& link, std::uint64_t now) {
   link.greeted = link.knows_us = false;
   link.sent = 0;
   link.mute_ns = 0;
+  link.opened_ns = now;
   link.encrypts = link.connection->encrypts();
   say(link, LinkKind::hello, now);
 }
@@ -272,7 +295,7 @@ void TcpCarrier::look(std::uint64_t now) {
   for (auto& [id, link] : links_) {
     if (link->connection && link->connection->state() == State::open && link->connection->has_unread()) {
       link->mute_ns = 0;
-      link->gauge->silent_ns.store(0, std::memory_order_relaxed);
+      if (!link->doubted) link->gauge->silent_ns.store(0, std::memory_order_relaxed);
     } else {
       link->mute_ns += passed;
       link->gauge->silent_ns.fetch_add(passed, std::memory_order_relaxed);

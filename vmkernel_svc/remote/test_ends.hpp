@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -167,12 +168,18 @@ class Middle {
       const sockaddr_in to = at(to_);
       REQUIRE(::connect(there.get(), reinterpret_cast<const sockaddr*>(&to), sizeof(to)) == 0);
       ends_[0] = std::move(came), ends_[1] = std::move(there);
+      stuck_ = false;
     }
     for (int side = 0; side < 2 && ends_[0]; ++side) {
       char bytes[16384];
+      if (side == 0 && stuck_) continue;
       const ssize_t got = ::recv(ends_[side].get(), bytes, sizeof(bytes), MSG_DONTWAIT);
       if (got < 0) continue;
       if (got == 0) return cut();
+      if (side == 0 && static_cast<std::size_t>(got) > passes_max_) {
+        stuck_ = true;
+        continue;
+      }
       passed_ += static_cast<std::uint64_t>(got);
       if (std::exchange(change, false)) bytes[got - 1] ^= 1;
       for (ssize_t sent = 0; sent < got;) {
@@ -185,6 +192,14 @@ class Middle {
   }
   void cut() { ends_[0].reset(), ends_[1].reset(); }
   std::uint64_t passed() const { return passed_; }
+  // Of what the one who dials says at once: more is lost, and, as on a TCP connection, nothing that comes after it on this connection passes.
+  void pass_at_most(std::size_t bytes) { passes_max_ = bytes; }
+  int segment_bytes() const {
+    int bytes = 0;
+    socklen_t size = sizeof(bytes);
+    REQUIRE(::getsockopt(ends_[0].get(), IPPROTO_TCP, TCP_MAXSEG, &bytes, &size) == 0);
+    return bytes;
+  }
   void when_full(std::function<void()> drive) { driven_ = std::move(drive); }
 
  private:
@@ -198,6 +213,8 @@ class Middle {
   std::uint16_t to_, port_ = 0;
   vmci::UniqueFd listener_, ends_[2];
   std::uint64_t passed_ = 0;
+  std::size_t passes_max_ = ~std::size_t{0};
+  bool stuck_ = false;
   std::function<void()> driven_ = [] {};
 };
 
