@@ -231,10 +231,18 @@ int host_remove(const HostOptions& options) {
   const fs::path folder = options.folder;
   const auto [address, port] = leader_near(options);
   Tls tls = as_admin(folder);
-  ask_removal(tls, address, port, options.name);
-  std::error_code ignored;
   const fs::path issued = folder / "issued" / (options.name + ".pem");
-  if (fs::exists(issued)) fs::rename(issued, folder / "issued" / fmt::format("{}.removed-{}", options.name, std::time(nullptr)), ignored);
+  const bool known = fs::exists(issued);
+  // Its host may not have come yet: an invitation that was lost, or seen by others.
+  std::string serial;
+  if (known) try {
+    serial = describe(load_certificate(issued).get()).serial;
+  } catch (const std::runtime_error&) {
+    // A host that has joined is removed by its name.
+  }
+  ask_removal(tls, address, port, options.name, serial);
+  std::error_code ignored;
+  if (known) fs::rename(issued, folder / "issued" / fmt::format("{}.removed-{}", options.name, std::time(nullptr)), ignored);
   print_all(fmt::format("\"{}\" is out of the subnet: its certificate is refused, its LIDs go to others when no lease can be left\n", options.name));
   return 0;
 }

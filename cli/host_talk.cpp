@@ -92,8 +92,8 @@ Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Messag
 }
 }  // namespace
 
-void ask_removal(Tls& tls, std::string address, std::uint16_t port, const std::string& name) {
-  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name});
+void ask_removal(Tls& tls, std::string address, std::uint16_t port, const std::string& name, const std::string& serial) {
+  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name, serial});
 }
 
 Partitions ask_partitions(Tls& tls, std::string address, std::uint16_t port, const ChangePartition& change) {

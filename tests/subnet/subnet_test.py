@@ -496,6 +496,9 @@ class Tools(Subnet):
         self.assertGreater(time.monotonic() - begun, 2.5)
         self.assertLess(len(said()) - lines, tries, said())
         self.kill("c")
+        # An invitation that was lost before its host came is void, and the name is free.
+        self.good("host", "add", "c", "--folder", self.root, "-o", self.folder / "lost")
+        self.good("host", "remove", "c", "--folder", self.root, "--address", self.at("a"))
         # It may come back, with another certificate and other LIDs.
         shutil.rmtree(self.hosts["c"]["folder"])
         self.good("host", "add", "c", "--folder", self.root, "-o", self.folder / "again")

@@ -60,8 +60,8 @@ void Manager::receive(std::uint64_t now_ms, const Peer& from, const Renew& m, Ou
 
 void Manager::receive(std::uint64_t now_ms, const Peer& from, const Remove& m, Outbox& out) {
   if (!agreement_.leads(now_ms)) return out.send(from, RemoveReply{"not the leader", "", 0});
-  if (agreement_.committed().find(m.name) == nullptr) return out.send(from, RemoveReply{fmt::format("the subnet has no host \"{}\"", m.name), "", 0});
-  removals_.emplace_back(from, m.name);
+  if (agreement_.committed().find(m.name) == nullptr && m.serial.empty()) return out.send(from, RemoveReply{fmt::format("the subnet has no host \"{}\"", m.name), "", 0});
+  removals_.emplace_back(from, m);
   tick(now_ms, out);
 }
 
@@ -133,10 +133,13 @@ void Manager::change(std::uint64_t now_ms, Outbox& out) {
   next.begin(agreement_.term());
   bool changed = false;
   for (const auto& serial : rested) next.end_rest(serial), changed = true;
-  for (const auto& [by, name] : removals_) {
-    out.log.push_back(fmt::format("\"{}\" is removed from the subnet", name));
-    next.remove(name);
-    holders_.erase(name);
+  for (const auto& [by, wish] : removals_) {
+    const bool was_there = next.find(wish.name) != nullptr;
+    out.log.push_back(was_there ? fmt::format("\"{}\" is removed from the subnet", wish.name)
+                                : fmt::format("the invitation of \"{}\" is void: nobody is let in by its certificate {}", wish.name, wish.serial));
+    next.remove(wish.name);
+    if (!wish.serial.empty()) next.revoke(wish.serial, wish.name);
+    holders_.erase(wish.name);
     removers_.push_back(by);
     changed = true;
   }

@@ -45,7 +45,7 @@ class Manager {
   bool led_ = false;
   std::map<std::string, Holder> holders_;
   std::map<std::string, Asked> queue_;     // by name: to be put into the next change
-  std::vector<std::pair<Peer, std::string>> removals_;
+  std::vector<std::pair<Peer, Remove>> removals_;
   std::vector<Asked> waiting_;             // for the change that is under way
   std::vector<Peer> removers_;
   std::vector<std::pair<Peer, ChangePartition>> partition_changes_;

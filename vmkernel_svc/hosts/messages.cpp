@@ -170,7 +170,11 @@ json body(const Pong& m) { return {{"type", "pong"}, {"sequence", m.sequence}}; 
 json body(const Goodbye& m) { return {{"type", "goodbye"}, {"why", m.why}}; }
 json body(const Probe& m) { return {{"type", "probe"}, {"address", m.address}, {"port", m.port}}; }
 json body(const Probed& m) { return {{"type", "probed"}, {"error", m.error}}; }
-json body(const Remove& m) { return {{"type", "remove"}, {"name", m.name}}; }
+json body(const Remove& m) {
+  json out{{"type", "remove"}, {"name", m.name}};
+  if (!m.serial.empty()) out["serial"] = m.serial;
+  return out;
+}
 json body(const RemoveReply& m) { return {{"type", "removed"}, {"error", m.error}, {"leader", m.leader}, {"port", m.port}}; }
 json body(const ChangePartition& m) {
   json members = json::array();
@@ -213,7 +217,7 @@ Message message_of(const json& o) {
   if (type == "goodbye") return Goodbye{printable(text(o, "why"))};
   if (type == "probe") return Probe{address_in(o, "address"), number<std::uint16_t>(o, "port")};
   if (type == "probed") return Probed{printable(text(o, "error"))};
-  if (type == "remove") return Remove{name_in(o, "name")};
+  if (type == "remove") return Remove{name_in(o, "name"), o.contains("serial") ? serial_in(o, "serial") : ""};  // older tools name none
   if (type == "removed") return RemoveReply{printable(text(o, "error")), address_in(o, "leader", true), number<std::uint16_t>(o, "port")};
   if (type == "partition") return change_of(o);
   if (type == "partitions") {

@@ -44,8 +44,8 @@ struct Goodbye { std::string why; };
 // A tool of another host asks to be called back at its host's own port.
 struct Probe { std::string address; std::uint16_t port = 0; };
 struct Probed { std::string error; };  // empty: it was reached
-// An administrator's: take a host out of the subnet.
-struct Remove { std::string name; };
+// An administrator's: take a host out of the subnet, and let nobody in by that certificate (empty: none is known), even if nobody came with it yet.
+struct Remove { std::string name, serial = {}; };
 struct RemoveReply { std::string error, leader; std::uint16_t port = 0; };  // leader: the address of who can do it
 // An administrator's: who is in a partition. No `members` to take out: the whole partition goes. `pkey` 0: only to be told.
 struct ChangePartition { std::uint16_t pkey = 0; bool add = false; std::vector<Membership> members; };

@@ -53,10 +53,13 @@ class Subnet {
     delay_most_ms = 20;
   }
   // An administrator takes a host out, which knows nothing of it; later it joins again with another certificate.
-  bool remove(std::size_t i) {
+  bool remove(std::size_t i) { return ask(Remove{hosts_[i]->name}); }
+  // The certificate of a host that is not there yet.
+  bool revoke_next() { return ask(Remove{name_of(hosts_.size()), fmt::format("{:x}", hosts_.size() + 1)}); }
+  bool ask(const Remove& wish) {
     for (std::size_t j = 0; j < managers_.size(); ++j)
       if (auto& host = *hosts_[j]; host.node && host.node->leads(time_of(host))) {
-        perform(j, host.node->receive(time_of(host), {"administrator", "", admin_route}, Remove{hosts_[i]->name}));
+        perform(j, host.node->receive(time_of(host), {"administrator", "", admin_route}, wish));
         return true;
       }
     return false;
@@ -337,6 +340,22 @@ TEST_CASE("TheLidsOfARemovedHostAreGivenToOthersOnlyWhenItsLeaseIsOver") {
     CHECK_MESSAGE(subnet.may_give(next), again(seed));
     CHECK_FALSE(subnet.may_give(3));
   });
+}
+
+TEST_CASE("AnInvitationIsVoidOnceItIsRevokedEvenIfItsHostNeverCame") {
+  Subnet subnet(7, 4, 3, 32);
+  subnet.run_for(20'000);
+  REQUIRE(subnet.unsettled() == "");
+  REQUIRE(subnet.revoke_next());
+  subnet.run_for(5'000);
+  const std::size_t late = subnet.add("h4");
+  subnet.run_for(60'000);
+  CHECK_FALSE(subnet.may_give(late));
+  CHECK_FALSE(subnet.knows(0, "h4"));
+  subnet.certify_again(late);
+  subnet.run_for(20'000);
+  CHECK(subnet.unsettled() == "");
+  CHECK(subnet.knows(0, "h4"));
 }
 
 TEST_CASE("AThousandHostsConvergeAfterAnyTrouble") {

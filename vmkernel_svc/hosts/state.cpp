@@ -64,6 +64,10 @@ void State::remove(const std::string& name) {
   removed_[gone.serial] = gone;
 }
 
+void State::revoke(const std::string& serial, const std::string& name) {
+  removed_.try_emplace(serial, Removed{serial, name, no_lids, id_.version});
+}
+
 void State::end_rest(const std::string& serial) {
   const auto found = removed_.find(serial);
   if (found == removed_.end() || found->second.resting == no_lids) return;

@@ -73,6 +73,7 @@ class State {
   std::optional<LidRange> allocate(std::uint16_t count);
   const Host& put(Host host);  // id 0 gives it a new one
   void remove(const std::string& name);
+  void revoke(const std::string& serial, const std::string& name);  // the certificate of a host that was never there
   void end_rest(const std::string& serial);
   void set(Partitions partitions);
 

@@ -101,6 +101,26 @@ TEST_CASE("AChangeIsCutOutAndAddedElsewhere") {
   CHECK(there.find("d") == nullptr);
 }
 
+TEST_CASE("ACertificateIsRevokedWithoutAHostAndWhatRestsGoesOnResting") {
+  State here, there;
+  here.begin(1);
+  here.put(host("a", {1, 10}));
+  REQUIRE(there.apply(here.since({})));
+  const StateId then = there.id();
+  here.begin(1);
+  here.revoke("cd", "b");
+  here.remove("a");
+  here.revoke("ab", "a");  // it was the certificate of the one that was removed
+  CHECK_FALSE(here.is_free({1, 10}));
+  REQUIRE(there.apply(here.since(then)));
+  CHECK(there.removed() == here.removed());
+  CHECK(there.removed().contains("cd"));
+  there.end_rest("cd");
+  CHECK_FALSE(there.is_free({1, 10}));
+  there.end_rest("ab");
+  CHECK(there.is_free({1, 10}));
+}
+
 TEST_CASE("AFileThatIsNotSoundIsRefusedWithItsNameAndTheReason") {
   const TemporaryFolder folder;
   const auto file = folder.path / "subnet.json";
