@@ -19,7 +19,8 @@ constexpr const char* show_objects[] = {"devices", "guests", "qps", "cqs", "mrs"
 int show(const ShowOptions& options);
 int metrics(const std::string& socket);
 
-// The texts behind them, of a reply of the service; here for the tests.
+// The texts behind them, of a reply of the service, which may be of another version: what it does not say is left out. Here for the tests.
+void sort_answer(nlohmann::json& state);  // the service answers in the order of its tables
 std::string show_text(const nlohmann::json& state, const std::string& object);
 nlohmann::json show_json(const nlohmann::json& state, const std::string& object);
 std::string metrics_text(const nlohmann::json& state);
