@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <spdlog/sinks/ostream_sink.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -9,10 +10,12 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/test_ends.hpp"
 
 using namespace vrdma;
@@ -314,4 +317,43 @@ TEST_CASE("ManyHalfOpenConnectionsKeepNoHostOut") {
   }
   works(subnet, other);
   CHECK(other.carrier->counters().refused_connections.load() > 0);
+}
+
+// What is logged while this is there.
+class Logged {
+ public:
+  Logged() : before_(spdlog::default_logger()) {
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_st>(text_)));
+  }
+  ~Logged() { spdlog::set_default_logger(before_); }
+  std::size_t count(const std::string& what) const {
+    const std::string text = text_.str();
+    std::size_t found = 0;
+    for (auto at = text.find(what); at != text.npos; at = text.find(what, at + 1)) ++found;
+    return found;
+  }
+
+ private:
+  std::ostringstream text_;
+  std::shared_ptr<spdlog::logger> before_;
+};
+
+// One of two hosts whose key has changed knows of it before the other, for a moment.
+TEST_CASE("ThatTheKeysDifferIsSaidOnceWhenItLasts") {
+  const Logged logged;
+  const Subnet subnet;
+  const std::string line = "do not have the same secret or key";
+  const auto first_known = subnet.seen_by(0);
+  subnet.write_secret('t');
+  End one(subnet, 0, first_known), other(subnet, 1);
+  const Gauge& gauge = *one.carrier->gauge(0);
+  const auto drive_until = [&](auto&& done) {
+    for (const auto until = Clock::now() + patience; !done(); one.carrier->turn(), other.carrier->turn()) REQUIRE(Clock::now() < until);
+  };
+  drive_until([&] { return gauge.unauthenticated.load() != 0; });
+  CHECK(logged.count(line) == 0);
+  drive_until([&] { return logged.count(line) != 0; });
+  const auto failed = gauge.unauthenticated.load();
+  drive_until([&] { return gauge.unauthenticated.load() >= failed + 2; });
+  CHECK(logged.count(line) == 1);
 }

@@ -191,7 +191,7 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
   if (connection.state() == State::broken) {
     if (connection.why() == TcpConnection::Why::strange) {
       counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
-      count_strange(connection, link.id, link.name);
+      count_strange(connection, link.id);
     }
     if (connection.why() == TcpConnection::Why::malformed) counters_.malformed.fetch_add(1, std::memory_order_relaxed);
     return disconnect(link, now);
@@ -236,6 +236,8 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   link.greeted = true;
   link.mute_shakes = 0;
   link.gauge->unauthenticated.store(0, std::memory_order_relaxed);
+  link.strange_since_ns = 0;
+  link.strange_said = false;
   compare_lids(link, head);
   link.pause_ns = link.connects = 0;
   link.sent = 0;

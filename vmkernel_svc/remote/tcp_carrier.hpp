@@ -73,6 +73,8 @@ class TcpCarrier final : public Carrier {
     std::uint64_t opened_ns = 0, cut_ns = 0;    // when this connection stood; when one ended last on which something was stuck, 0: none did
     int mute_shakes = 0;                        // handshakes that nobody answered, since the last connection that stood
     bool doubted = false;                       // one ended so, and nothing has come since that shows that records pass: signs of life are none
+    std::uint64_t strange_since_ns = 0;         // since when connections fail for want of the key, and none stood; 0: none did
+    bool strange_said = false;
     std::uint64_t run = 0, session = 0;         // of the far service; how many of its runs there have been
     std::deque<Record> records;                 // not acknowledged; the first `sent` of them were given to this connection, or to the bypass
     std::size_t sent = 0;
@@ -100,7 +102,7 @@ class TcpCarrier final : public Carrier {
   void pause_accepting(int why, std::uint64_t now);
   void watch_listener(bool on);
   void disconnect(Link& link, std::uint64_t now);
-  void count_strange(const TcpConnection& connection, HostId host, const std::string& name);
+  void count_strange(const TcpConnection& connection, HostId host);
   void opened(Link& link, std::uint64_t now);
   void watch(TcpConnection& connection, std::uint32_t& watched);
   void dispose(std::unique_ptr<TcpConnection> connection);

@@ -29,6 +29,7 @@ constexpr std::uint64_t mute_max_ns = 3'000'000'000, shake_ns = 10'000'000'000, 
 constexpr std::uint64_t cut_again_ns = 20'000'000'000;
 constexpr int mute_shakes_max = 3;  // in a row
 constexpr int small_segment_bytes = 1220;  // TCP's payload of a packet that every network passes which may carry IPv6 (RFC 8200, 5)
+constexpr std::uint64_t strange_patience_ns = 2'000'000'000;
 constexpr std::uint64_t accept_pause_ns = 100'000'000;
 constexpr std::size_t strangers_max = 64;  // besides as many as there are hosts
 
@@ -191,11 +192,16 @@ void TcpCarrier::dispose(std::unique_ptr<TcpConnection> connection) {
   disposed_.push_back(std::move(connection));
 }
 
-// Of the host that it is, or was to be. That the keys differ is said once until a connection with it stands.
-void TcpCarrier::count_strange(const TcpConnection& connection, HostId host, const std::string& name) {
-  const auto before = gauge(host)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
-  if (before == 0 && connection.why() == TcpConnection::Why::strange)
-    log::warn("no connection with host {}: the two do not have the same secret or key, or somebody else answers for it (\"vrdma doctor {}\" looks again)", name, name);
+// Of the host that it is, or was to be. That the keys differ is said once until a connection with it stands, and not before it has lasted: where
+// hosts have certificates the key is new with each session of theirs, which one of the two may know before the other.
+void TcpCarrier::count_strange(const TcpConnection& connection, HostId host) {
+  gauge(host)->unauthenticated.fetch_add(1, std::memory_order_relaxed);
+  Link* const link = find(host);
+  if (link == nullptr || link->greeted || connection.why() != TcpConnection::Why::strange) return;
+  const std::uint64_t now = vmci::monotonic_ns();
+  if (link->strange_since_ns == 0) link->strange_since_ns = now;
+  if (now - link->strange_since_ns < strange_patience_ns || std::exchange(link->strange_said, true)) return;
+  log::warn("no connection with host {}: the two do not have the same secret or key, or somebody else answers for it (\"vrdma doctor {}\" looks again)", link->name, link->name);
 }
 
 void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
@@ -272,7 +278,7 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   if (connection.why() == TcpConnection::Why::failed) return dispose(std::move(stranger.connection));
   if (link == nullptr || link->dials) {
     counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
-    if (const auto& claimed = connection.peer(); claimed) count_strange(connection, claimed->id, claimed->name);
+    if (const auto& claimed = connection.peer(); claimed) count_strange(connection, claimed->id);
     return dispose(std::move(stranger.connection));
   }
   if (link->connection) disconnect(*link, now);  // it has given up that one, or does not know of it
