@@ -24,6 +24,7 @@ namespace {
 
 std::string read_file(const std::filesystem::path& file) {
   std::ifstream stream(file);
+  if (stream && stream.peek() == std::ifstream::traits_type::eof() && !stream.bad()) return {};  // to take nothing over is a failure to a stream
   std::stringstream content;
   if (!stream || !(content << stream.rdbuf())) refuse(file, fmt::format("cannot be read ({})", std::strerror(errno)));
   return content.str();

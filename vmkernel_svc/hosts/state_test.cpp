@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "vmkernel_svc/hosts/certificates.hpp"
 #include "vmkernel_svc/hosts/subnet_file.hpp"
 
 using namespace vrdma::hosts;
@@ -128,6 +129,10 @@ TEST_CASE("AFileThatIsNotSoundIsRefusedWithItsNameAndTheReason") {
   const auto write = [&](const std::string& text) { std::ofstream(file) << text; };
   write("{");
   CHECK(refusal_of(file).find("is damaged") != std::string::npos);
+  write("");
+  CHECK(refusal_of(file).find(file.string() + ": is damaged") == 0);
+  CHECK(read_file(file) == "");
+  CHECK_THROWS_WITH_AS(read_file(folder.path), doctest::Contains("cannot be read"), std::runtime_error);
   write(R"({"format":9})");
   CHECK(refusal_of(file).find("its format is 9") != std::string::npos);
   const std::string start = R"({"format":1,"lids":[1,8],"serial":"ab","term":1,"voted_for":"","managers":[],"state":{"from":[0,0],"to":[1,1],"next_id":3,"next_lid":9,"removed":[],"hosts":[)";
