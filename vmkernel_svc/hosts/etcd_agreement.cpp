@@ -52,7 +52,7 @@ json range(const std::string& key) { return {{"request_range", {{"key", to_base6
 // was suspended, or its disk slow): another may lead by then.
 void EtcdAgreement::post(const std::string& path, const json& body, std::function<void(const json& reply)> take) {
   asking_ = true;
-  calls_.post("/v3/" + path, body, [this, lease = lease_, take = std::move(take)](const json* reply, const std::string& why) {
+  calls_.post("/v3/" + path, body, [this, path, lease = lease_, take = std::move(take)](const json* reply, const std::string& why) {
     asking_ = false;
     std::string problem = why;
     if (reply != nullptr && lease == lease_) {
@@ -62,16 +62,32 @@ void EtcdAgreement::post(const std::string& path, const json& body, std::functio
         problem = fmt::format("the etcd's answer makes no sense: {}", error.what());
       }
     }
-    if (problem != problem_ && !problem.empty()) log_.push_back(problem);
-    if (problem.empty() && !problem_.empty()) log_.push_back("the etcd answers again");
-    problem_ = problem;
+    note(path, problem);
     news_();
   });
+}
+
+// An etcd that is full renews leases, and takes no key: what it answers to one question says nothing of another. A transaction is what all
+// the others are for.
+void EtcdAgreement::note(const std::string& path, const std::string& problem) {
+  constexpr std::size_t said_max = 16;  // several may say each its own
+  if (!problem.empty()) {
+    problem_ = problem;
+    failed_at_ = path;
+    if (said_.size() < said_max && said_.insert(problem).second) warnings_.push_back(problem);
+    return;
+  }
+  if (problem_.empty() || (path != "kv/txn" && (path != failed_at_ || path != "lease/keepalive"))) return;
+  log_.push_back("the etcd is of use again");
+  problem_.clear();
+  said_.clear();
 }
 
 void EtcdAgreement::tick(std::uint64_t now_ms, Outbox& out) {
   out.log.insert(out.log.end(), log_.begin(), log_.end());
   log_.clear();
+  out.warnings.insert(out.warnings.end(), warnings_.begin(), warnings_.end());
+  warnings_.clear();
   if (!lease_.empty() && now_ms >= lease_until_ms_) lost("its lease at the etcd was not renewed in time");
   if (asking_) return;
   if (proposed_ && leads(now_ms) && problem_.empty()) return write();

@@ -13,6 +13,7 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 
 #include "vmkernel_svc/hosts/agreement.hpp"
 #include "vmkernel_svc/hosts/etcd_client.hpp"
@@ -39,6 +40,7 @@ class EtcdAgreement final : public Agreement {
  private:
   using json = nlohmann::json;
   void post(const std::string& path, const json& body, std::function<void(const json& reply)> take);
+  void note(const std::string& path, const std::string& problem);
   void grant();
   void renew(std::uint64_t now_ms);
   void campaign();
@@ -62,8 +64,9 @@ class EtcdAgreement final : public Agreement {
   State committed_;
   std::optional<State> proposed_;
   Endpoint leader_;
-  std::string problem_;
-  std::vector<std::string> log_;      // for the next tick
+  std::string problem_, failed_at_;   // and what was asked for then
+  std::set<std::string> said_;        // of the problems since the etcd was of use last
+  std::vector<std::string> log_, warnings_;  // for the next tick
 };
 
 }  // namespace vrdma::hosts

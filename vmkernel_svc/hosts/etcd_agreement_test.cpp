@@ -4,6 +4,8 @@
 #include <doctest/doctest.h>
 
 #include <deque>
+#include <string>
+#include <vector>
 
 using namespace vrdma::hosts;
 using nlohmann::json;
@@ -18,6 +20,7 @@ class SlowEtcd final : public EtcdCalls {
     json body;
     EtcdAnswer answer;
     void with(const json& reply) const { answer(&reply, ""); }
+    void refused(const std::string& why) const { answer(nullptr, why); }
   };
   void post(const std::string& path, const json& body, EtcdAnswer answer) override { calls_.push_back({path, body, std::move(answer)}); }
   Call asked(const std::string& path) {
@@ -51,11 +54,14 @@ json written(const std::string& revision) { return {{"header", {{"revision", rev
 struct Candidate {
   SlowEtcd etcd;
   std::uint64_t now_ms = 1000;
+  std::vector<std::string> log, warnings;
   EtcdAgreement agreement{etcd, "p", {"a", "10.0.0.1", 1}, Timing{}, [this] { return now_ms; }, [] {}};
   void pass(std::uint64_t ms) {
     Outbox out;
     now_ms += ms;
     agreement.tick(now_ms, out);
+    log.insert(log.end(), out.log.begin(), out.log.end());
+    warnings.insert(warnings.end(), out.warnings.begin(), out.warnings.end());
   }
   bool leads() const { return agreement.leads(now_ms); }
   void lead() {
@@ -137,4 +143,30 @@ TEST_CASE("AStateThatWasWrittenUnderALeaseThatHasRunOutSinceIsReadAgainWithTheKe
   host.etcd.asked(transaction).with(won("10"));
   CHECK(host.leads());
   CHECK(host.agreement.can_propose(host.now_ms));
+}
+
+// It renews leases all the time.
+TEST_CASE("AnEtcdThatIsFullIsSaidOnceUntilItTakesAKeyAgain") {
+  Candidate host;
+  host.pass(0);
+  host.etcd.asked(grant).with(lease("11"));
+  host.etcd.asked(transaction).refused("no space at one");
+  for (int i = 0; i < 10; ++i) {
+    host.pass(heartbeat_ms);
+    host.etcd.asked(keepalive).with(renewed());
+    CHECK(host.agreement.problem() != "");
+    host.etcd.asked(transaction).refused(i % 2 == 0 ? "no space at two" : "no space at one");
+  }
+  host.pass(heartbeat_ms);
+  CHECK(host.warnings == std::vector<std::string>{"no space at one", "no space at two"});
+  CHECK(host.log.empty());
+  host.etcd.asked(keepalive).with(renewed());
+  host.etcd.asked(transaction).with(won("7"));
+  CHECK(host.agreement.problem() == "");
+  host.pass(heartbeat_ms);
+  CHECK(host.log.size() == 2);  // of use again; and it leads
+  host.etcd.asked(keepalive).refused("no answer");
+  host.pass(heartbeat_ms);
+  host.etcd.asked(keepalive).with(renewed());
+  CHECK(host.agreement.problem() == "");  // who leads may have nothing to write for long
 }

@@ -24,7 +24,7 @@ struct Outbox {
   // First, what has to be on disk is written; only then may anybody hear of it.
   bool save = false;
   std::vector<Letter> letters;  // may be lost
-  std::vector<std::string> log;
+  std::vector<std::string> log, warnings;
 
   void send(Peer to, Message message) { letters.push_back({std::move(to), std::move(message)}); }
   void send(const std::string& to, Message message) { letters.push_back({{to, "", 0}, std::move(message)}); }

@@ -132,6 +132,7 @@ void Service::perform(Outbox out) {
   // Nobody hears of what is not on disk.
   if (out.save || unsaved_) save();
   for (const auto& line : out.log) log::info("hosts: {}", line);
+  for (const auto& line : out.warnings) log::warn("hosts: {}", line);
   if (unsaved_) {
     if (problem() != before->problem) publish();
     return;
