@@ -98,7 +98,8 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
       examine_lease(state, findings);
-      for (auto& finding : examine_subnet(state)) findings.push_back(std::move(finding));
+      for (const auto examine : {examine_own_address, examine_subnet, examine_listed_hosts})
+        for (auto& finding : examine(state)) findings.push_back(std::move(finding));
       examine_hca(state, findings);
     } catch (const std::exception& error) {
       findings.push_back({Level::problem, "service", error.what(), "unless it stands still, use vrdma and vrdmad of one version"});

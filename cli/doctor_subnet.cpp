@@ -1,7 +1,13 @@
 #include "cli/doctor_subnet.hpp"
 
+#include <arpa/inet.h>
 #include <fmt/format.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -23,7 +29,50 @@ std::string unreached(const nlohmann::json& others, std::size_t& count) {
   return text + (count > named_max ? fmt::format(" and {} more", count - named_max) : "");
 }
 
+// Of an interface; what cannot be tried is taken for one.
+bool is_ours(const std::string& address) {
+  sockaddr_storage place{};
+  auto& v4 = reinterpret_cast<sockaddr_in&>(place);
+  auto& v6 = reinterpret_cast<sockaddr_in6&>(place);
+  const bool of_v6 = address.find(':') != std::string::npos;
+  place.ss_family = of_v6 ? AF_INET6 : AF_INET;
+  if (::inet_pton(place.ss_family, address.c_str(), of_v6 ? static_cast<void*>(&v6.sin6_addr) : &v4.sin_addr) != 1) return true;
+  const int fd = ::socket(place.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return true;
+  const bool free = ::bind(fd, reinterpret_cast<const sockaddr*>(&place), of_v6 ? sizeof(v6) : sizeof(v4)) == 0 || errno != EADDRNOTAVAIL;
+  ::close(fd);
+  return free;
+}
+
+// Whether interfaces are looked at here as the service sees them.
+bool is_in_our_network(int pid) {
+  struct stat ours {}, its {};
+  return ::stat("/proc/self/ns/net", &ours) == 0 && ::stat(fmt::format("/proc/{}/ns/net", pid).c_str(), &its) == 0 && ours.st_ino == its.st_ino;
+}
+
 }  // namespace
+
+std::vector<Finding> examine_own_address(const nlohmann::json& state) {
+  const auto address = state.at("service").value("address", "");
+  if (address.empty() || is_ours(address) || !is_in_our_network(state.at("service").value("pid", 0))) return {};
+  return {{Finding::Level::problem, "address", fmt::format("{}, at which the configuration says that other hosts reach this one, is no address of this host now", address),
+           "give it to an interface again, or another one to vrdmad, and to the other hosts, and restart it"}};
+}
+
+std::vector<Finding> examine_listed_hosts(const nlohmann::json& state) {
+  const auto carriers = state.value("carriers", nlohmann::json::array());
+  if (carriers.empty() || state.value("subnet", nlohmann::json()).is_object()) return {};
+  constexpr std::size_t named_max = 3;
+  std::string away;
+  std::size_t count = 0;
+  for (const auto& carrier : carriers)
+    if (const auto its = carrier.at("state").get<std::string>(); its != "connected" && ++count <= named_max)
+      away += fmt::format("{}{} ({})", away.empty() ? "" : ", ", carrier.at("host").get<std::string>(), its);
+  if (count > named_max) away += fmt::format(" and {} more", count - named_max);
+  if (count == 0) return {{Finding::Level::ok, "hosts", fmt::format("the other hosts of the configuration ({}) are connected", carriers.size()), ""}};
+  return {{Finding::Level::note, "hosts", fmt::format("{} of {} other hosts of the configuration are not connected: {}", count, carriers.size(), away),
+           "\"vrdma doctor NAME\" looks at one of them"}};
+}
 
 std::vector<Finding> examine_subnet(const nlohmann::json& state) {
   const nlohmann::json us = state.value("subnet", nlohmann::json());

@@ -12,4 +12,10 @@ namespace vrdma::cli {
 // subnet, or whose programs get no LIDs: of that one is said more than this.
 std::vector<Finding> examine_subnet(const nlohmann::json& state);
 
+// Whether the address that others know this host by is still one of it. None where it is, or where no others are.
+std::vector<Finding> examine_own_address(const nlohmann::json& state);
+
+// Of hosts that the configuration lists: which are connected. None of a service without such, or of a managed subnet.
+std::vector<Finding> examine_listed_hosts(const nlohmann::json& state);
+
 }  // namespace vrdma::cli

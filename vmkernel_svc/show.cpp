@@ -164,6 +164,9 @@ json describe_service(Shard& shard, const Viewer& viewer) {
   // What is a tenant's.
   const auto owns = [&](uid_t tenant) { return all || (viewer.machine.empty() && tenant == viewer.uid); };
 
+  // By which other hosts know this one; empty: there are none. Machines and containers have a network of their own.
+  std::string address;
+  if (viewer.machine.empty() && viewer.is_visible) address = fabric.config.hosts ? fabric.config.hosts->address : fabric.config.remote.address;
   json out;
   out["service"] = {{"version", VRDMA_VERSION},
                     {"channel_version", std::to_string(version_major) + "." + std::to_string(version_minor)},
@@ -175,6 +178,7 @@ json describe_service(Shard& shard, const Viewer& viewer) {
                     {"direct", fabric.config.direct},
                     {"active_mtu", fabric.config.active_mtu},
                     {"physical_hca", has_hca(fabric)},
+                    {"address", address},
                     {"all", viewer.all},
                     {"sees_caller", viewer.is_visible}};
   out["carriers"] = describe_carriers(fabric);

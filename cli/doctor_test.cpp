@@ -1,0 +1,43 @@
+// What `vrdma doctor` says of other hosts, and of the way by which they reach this one.
+#include <doctest/doctest.h>
+
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/doctor_subnet.hpp"
+
+using namespace vrdma::cli;
+using nlohmann::json;
+
+TEST_CASE("AnAddressThatNoInterfaceHasIsAProblem") {
+  json state{{"service", {{"version", "1"}}}};
+  CHECK(examine_own_address(state).empty());  // an older service says none
+  for (const char* good : {"", "127.0.0.1", "0.0.0.0", "not numeric"}) {
+    state["service"]["address"] = good;
+    CHECK(examine_own_address(state).empty());
+  }
+  state["service"]["pid"] = ::getpid();
+  state["service"]["address"] = "192.0.2.77";  // for documentation (RFC 5737): nobody's
+  const auto found = examine_own_address(state);
+  REQUIRE(found.size() == 1);
+  CHECK(found[0].level == Finding::Level::problem);
+  CHECK(found[0].what.find("192.0.2.77") == 0);
+  state["service"]["pid"] = 0;  // nobody whose network could be looked at
+  CHECK(examine_own_address(state).empty());
+}
+
+TEST_CASE("OfListedHostsOneLineSaysWhichAreNotConnected") {
+  json state{{"carriers", json::array()}, {"subnet", nullptr}};
+  CHECK(examine_listed_hosts(state).empty());
+  for (const char* name : {"b", "c", "d", "e", "f"}) state["carriers"].push_back({{"host", name}, {"state", "connected"}});
+  REQUIRE(examine_listed_hosts(state).size() == 1);
+  CHECK(examine_listed_hosts(state)[0].level == Finding::Level::ok);
+  state["carriers"][1]["state"] = "silent";
+  CHECK(examine_listed_hosts(state)[0].what == "1 of 5 other hosts of the configuration are not connected: c (silent)");
+  for (auto& carrier : state["carriers"]) carrier["state"] = "connecting";
+  CHECK(examine_listed_hosts(state)[0].what == "5 of 5 other hosts of the configuration are not connected: b (connecting), c (connecting), d (connecting) and 2 more");
+  CHECK(examine_listed_hosts(state)[0].level == Finding::Level::note);
+  state["subnet"] = json::object();
+  CHECK(examine_listed_hosts(state).empty());  // examine_subnet() does
+}
