@@ -260,6 +260,19 @@ void Config::read_text(const std::string& content, const std::string& origin) {
   apply(document, keys, origin, "the configuration");
 }
 
+namespace {
+
+// Why a numeric address is none by which hosts find each other; empty: it may be.
+std::string no_place(const std::string& address) {
+  if (vrdma::hosts::same_address(address, "0.0.0.0") || vrdma::hosts::same_address(address, "::")) return "which names no host: give the one at which others reach it";
+  in6_addr v6{};
+  if (vrdma::hosts::is_v6(address) && ::inet_pton(AF_INET6, address.c_str(), &v6) == 1 && IN6_IS_ADDR_LINKLOCAL(&v6))
+    return "which is link-local, and means something else on each interface: give a global or a unique local one (fd00::/8)";
+  return {};
+}
+
+}  // namespace
+
 void RemoteConfig::check() const {
   namespace addresses = vrdma::hosts;
   if (hosts.empty()) return;
@@ -267,13 +280,17 @@ void RemoteConfig::check() const {
     if (!good) throw std::runtime_error("configuration: \"remote\": " + what);
   };
   require(addresses::is_numeric(address), fmt::format("\"address\" is \"{}\": it must be the numeric address of this host's interface", address));
+  require(no_place(address).empty(), fmt::format("\"address\" is \"{}\", {}", address, no_place(address)));
   require(port != 0, "\"port\" is 0: give the port to listen at (28251 by default)");
   require(!secret_file.empty(), "\"secret_file\" is missing: the file with the subnet's secret, the same on all hosts");
   bool self = false;
   for (const RemoteHost& host : hosts) {
     require(!host.name.empty() && host.name.size() < 40, fmt::format("\"name\" is \"{}\": it must have 1 to 39 characters", host.name));
     require(addresses::is_numeric(host.address), fmt::format("the \"address\" of host {} is \"{}\": it must be numeric", host.name, host.address));
+    require(no_place(host.address).empty(), fmt::format("the \"address\" of host {} is \"{}\", {}", host.name, host.address, no_place(host.address)));
     require(host.port != 0, fmt::format("the \"port\" of host {} is 0", host.name));
+    const auto named = std::count_if(hosts.begin(), hosts.end(), [&](const RemoteHost& other) { return other.name == host.name; });
+    require(named == 1, fmt::format("host {} is named twice in \"hosts\"", host.name));
     require(host.lid_first != 0, fmt::format("host {} has no \"lids\"", host.name));
     require(host.name != name || (addresses::same_address(host.address, address) && host.port == port),
             fmt::format("this host, {}, is at {} by its \"address\" and \"port\", at {} in \"hosts\": the others look for it there", name, addresses::with_port(address, port),
@@ -282,7 +299,6 @@ void RemoteConfig::check() const {
     self |= host.name == name;
     for (const RemoteHost& other : hosts) {
       if (&other == &host) break;
-      require(other.name != host.name, fmt::format("host {} is named twice", host.name));
       require(host.port != other.port || !addresses::same_address(host.address, other.address),
               fmt::format("hosts {} and {} are both at {}: give each an address or a port of its own", other.name, host.name, addresses::with_port(host.address, host.port)));
       require(other.lid_last < host.lid_first || host.lid_last < other.lid_first,
@@ -312,7 +328,7 @@ void require(bool good, const std::string& what) {
 void check_hosts(const hosts::Settings& section) {
   const auto endpoint = [](const std::string& what, const std::string& address, std::uint16_t port) {
     require(hosts::is_numeric(address), fmt::format("\"address\" of {} is \"{}\": it must be a numeric IP address", what, address));
-    require(address != "0.0.0.0" && address != "::", fmt::format("\"address\" of {} is \"{}\", which names no host: give the one at which others reach it", what, address));
+    require(no_place(address).empty(), fmt::format("\"address\" of {} is \"{}\", {}", what, address, no_place(address)));
     require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
   endpoint("\"hosts\"", section.address, section.port);

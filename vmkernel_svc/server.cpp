@@ -176,8 +176,8 @@ void Server::run() {
   machines_changed();
   if (hosts_) join_hosts();
   if (config_.idle_exit_s != 0) watch_idle();
-  log::info("vrdmad {} serves {} (link layer {}, {} LIDs from {})", VRDMA_VERSION, config_.socket, config_.link_layer,
-               config_.lid_count, config_.lid_first);
+  log::info("vrdmad {} serves {} (link layer {}, {})", VRDMA_VERSION, config_.socket, config_.link_layer,
+            hosts_ ? std::string("LIDs that the subnet leases to this host") : fmt::format("{} LIDs from {}", config_.lid_count, config_.lid_first));
   vmci::Readiness(config_.ready_fd).serves("serves " + config_.socket);
   io_.run();
   machines_.reset();

@@ -151,8 +151,13 @@ void Service::on_down(const SessionPtr& session, const std::string& why) {
   if (session->dialed()) return;  // whoever dialed knows
   ++strangers_;
   last_stranger_ = fmt::format("{}: {}", session->remote(), why);
-  if (const auto now = now_ms(); now - warned_ms_ >= 1000) {
+  // One that goes on for want of the same (it has expired, say) is told of less and less often.
+  constexpr std::uint64_t pause_min_ms = 1000, pause_max_ms = 600'000;
+  const bool same = why == warned_why_;
+  if (const auto now = now_ms(); now - warned_ms_ >= (same ? warn_pause_ms_ : pause_min_ms)) {
     warned_ms_ = now;
+    warned_why_ = why;
+    warn_pause_ms_ = same ? std::min(2 * warn_pause_ms_, pause_max_ms) : pause_min_ms;
     log::warn("hosts: {} is not let in: {} ({} so far)", session->remote(), why, strangers_);
   }
   publish();

@@ -132,7 +132,8 @@ class Service final : public remote::Directory {
   bool unsaved_ = false, may_give_ = false;
   std::uint64_t strangers_ = 0;
   std::string last_stranger_;
-  std::uint64_t warned_ms_ = 0;
+  std::uint64_t warned_ms_ = 0, warn_pause_ms_ = 0;
+  std::string warned_why_;
   std::set<std::string> said_;                    // what was logged of whom, once
 
   mutable std::mutex mutex_;

@@ -125,7 +125,11 @@ TEST_CASE("ContradictingSubnetsAreRefused") {
   CHECK(why(a + "," + b) == "");
   CHECK(why(b).find("none of") != std::string::npos);
   CHECK(why("").find("no \"hosts\"") != std::string::npos);
-  CHECK(why(a + "," + a).find("twice") != std::string::npos);
+  CHECK(why(a + "," + a).find("host a is named twice") != std::string::npos);
+  CHECK(why(a + R"(,{"name": "a", "address": "10.0.0.2", "lids": "100"})").find("host a is named twice") != std::string::npos);
+  CHECK(why(a + R"(,{"name": "b", "address": "0.0.0.0", "lids": "100"})").find("names no host") != std::string::npos);
+  CHECK(why(a, R"("name": "a", "address": "0.0.0.0", "secret_file": "/s")").find("names no host") != std::string::npos);
+  CHECK(why(a, R"("name": "a", "address": "fe80::1", "secret_file": "/s")").find("is link-local") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "99"})").find("in common") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "second.example", "lids": "100"})").find("numeric") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100-"})").find("range") != std::string::npos);
