@@ -22,8 +22,9 @@ constexpr auto patience = std::chrono::seconds(20);
 
 // Why a conversation did not come about.
 struct Failed : std::runtime_error {
-  explicit Failed(const std::string& what, bool blocked_in = false) : runtime_error(what), blocked(blocked_in) {}
+  explicit Failed(const std::string& what, bool blocked_in = false, bool asked_in = false) : runtime_error(what), blocked(blocked_in), asked(asked_in) {}
   bool blocked;  // no answer at all: as a firewall does it
+  bool asked;    // the question is there, and what it wants may be done yet
 };
 
 // One question to the vrdmad at an address, one answer.
@@ -49,7 +50,9 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   hello.run = "tool";
   std::optional<Answer> answer;
   std::string why = "no answer";
+  bool asked = false;
   Session::Events events{[&](const std::shared_ptr<Session>& session) {
+                           asked = true;
                            if (version != nullptr) *version = session->peer().version;
                            session->send(question);
                          },
@@ -62,7 +65,7 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   session->start(hello, "");
   io.restart();
   io.run_for(patience * 2);
-  if (!answer) throw Failed(why);
+  if (!answer) throw Failed(why, false, asked);
   return *answer;
 }
 
@@ -75,13 +78,15 @@ std::string rule(const std::string& from, std::uint16_t port) {
 namespace {
 // From a member to the leader, which may change meanwhile.
 template <class Reply>
-Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Message& question) {
+Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Message& question, bool changes) {
   for (int hops = 0; hops < 3; ++hops) {
     Reply reply;
     try {
       reply = converse<Reply>(tls, "", address, port, question);
     } catch (const Failed& error) {
-      throw std::runtime_error(fmt::format("{}: {}", with_port(address, port), error.what()));
+      // A leader who reaches no majority keeps the wish until it does, or leads no more.
+      throw std::runtime_error(fmt::format("{}: {}{}", with_port(address, port), error.what(),
+                                           error.asked && changes ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it" : ""));
     }
     if (!reply.error.empty()) throw std::runtime_error(reply.error);
     if (reply.leader.empty()) return reply;
@@ -93,11 +98,11 @@ Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Messag
 }  // namespace
 
 void ask_removal(Tls& tls, std::string address, std::uint16_t port, const std::string& name, const std::string& serial) {
-  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name, serial});
+  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name, serial}, true);
 }
 
 Partitions ask_partitions(Tls& tls, std::string address, std::uint16_t port, const ChangePartition& change) {
-  return ask_leader<PartitionsReply>(tls, std::move(address), port, change).partitions;
+  return ask_leader<PartitionsReply>(tls, std::move(address), port, change, change.pkey != 0).partitions;
 }
 
 std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port) {
