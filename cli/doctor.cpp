@@ -203,6 +203,8 @@ Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
   if (state == "connected") return {Level::ok, "messages", fmt::format("of programs go to {} at {}, and come from there", host, address), ""};
   const std::string what = state == "silent" ? fmt::format("nothing comes from {} at {} ({} s)", host, address, carrier.at("silent_ms").get<std::uint64_t>() / 1000)
                                              : fmt::format("no connection for them has come about with {} at {}", host, address);
+  if (carrier.value("other_protocol", false))
+    return {Level::problem, "messages", what + ": it connects to this host, and does not speak this vrdmad's protocol", "is an older vrdmad there? Run one version on all hosts"};
   const auto at = hosts::address_and_port(address);
   if (const auto refused = carrier.value("unauthenticated", std::uint64_t{0}); by_secret && refused != 0)
     return {Level::problem, "messages", fmt::format("{}: the two reach each other, and {} connections failed because the other end does not have this host's secret", what, refused),

@@ -89,6 +89,7 @@ json describe_carriers(Fabric& fabric) {
                    {"disagreement", fabric.far->carrier().disagreement(id)},
                    {"unauthenticated", count(gauge->unauthenticated)},
                    {"small_packets", count(gauge->small_packets)},
+                   {"other_protocol", count(gauge->other_protocol)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},
                    {"sessions", fabric.far->session(id)},

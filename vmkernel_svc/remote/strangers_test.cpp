@@ -342,7 +342,7 @@ class Logged {
 TEST_CASE("ThatTheKeysDifferIsSaidOnceWhenItLasts") {
   const Logged logged;
   const Subnet subnet;
-  const std::string line = "do not have the same secret or key";
+  const std::string line = "no connection with host h1: the two do not have the same secret or key";  // the other end has its own
   const auto first_known = subnet.seen_by(0);
   subnet.write_secret('t');
   End one(subnet, 0, first_known), other(subnet, 1);
@@ -356,4 +356,21 @@ TEST_CASE("ThatTheKeysDifferIsSaidOnceWhenItLasts") {
   const auto failed = gauge.unauthenticated.load();
   drive_until([&] { return gauge.unauthenticated.load() >= failed + 2; });
   CHECK(logged.count(line) == 1);
+}
+
+TEST_CASE("AHostThatSpeaksAnOlderProtocolIsNamedUntilItsConnectionStands") {
+  const Logged logged;
+  const Subnet subnet;
+  End other(subnet, 1);
+  const Gauge& gauge = *other.carrier->gauge(0);
+  for (const char* saying : {"vrdma-records-of-old", "GET / HTTP/1.1\r\n\r\n"}) {
+    const vmci::UniqueFd socket = connected_to(subnet);
+    say(socket.get(), saying, std::strlen(saying));
+    ::shutdown(socket.get(), SHUT_WR);
+    CHECK(hung_up(socket.get(), other));
+    CHECK(gauge.other_protocol.load());
+  }
+  CHECK(logged.count("host h0 (127.0.0.1) connects and does not speak our protocol: an older vrdmad?") == 1);
+  works(subnet, other);
+  CHECK_FALSE(gauge.other_protocol.load());
 }

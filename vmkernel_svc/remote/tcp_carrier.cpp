@@ -236,6 +236,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   link.greeted = true;
   link.mute_shakes = 0;
   link.gauge->unauthenticated.store(0, std::memory_order_relaxed);
+  link.gauge->other_protocol.store(false, std::memory_order_relaxed);
   link.strange_since_ns = 0;
   link.strange_said = false;
   compare_lids(link, head);

@@ -103,6 +103,7 @@ class TcpCarrier final : public Carrier {
   void watch_listener(bool on);
   void disconnect(Link& link, std::uint64_t now);
   void count_strange(const TcpConnection& connection, HostId host);
+  void note_other_protocol(const TcpConnection& connection);
   void opened(Link& link, std::uint64_t now);
   void watch(TcpConnection& connection, std::uint32_t& watched);
   void dispose(std::unique_ptr<TcpConnection> connection);

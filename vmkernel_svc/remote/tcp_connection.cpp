@@ -63,7 +63,17 @@ void TcpConnection::go_on() {
   if (state_ == State::shaking_hands) shake();
 }
 
+// What the first byte says of who has connected to us; it stays where it is.
+void TcpConnection::note_protocol() {
+  constexpr unsigned char tls_handshake = 22;
+  unsigned char first = 0;
+  if (peer_ != nullptr || is_noted_ || ::recv(socket_.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT) != 1) return;
+  is_noted_ = true;
+  is_tls_ = first == tls_handshake;
+}
+
 void TcpConnection::shake() {
+  note_protocol();
   const auto state = handshake_->go_on();
   wants_write_ = state == Handshake::State::wants_write;
   if (state == Handshake::State::failed) {

@@ -26,6 +26,7 @@ class TcpConnection {
   std::uint64_t since_ns() const { return since_ns_; }                            // of its beginning
   const std::shared_ptr<const PeerHost>& peer() const { return peer_; }  // of who is dialed; else once open; of a handshake that failed: who it was to be, if it came so far
   bool encrypts() const { return encrypts_; }
+  bool is_tls() const { return is_tls_; }  // what who has connected to us said first
   void break_off(Why why);
 
   // The socket can be read or written: connecting and shaking hands go on.
@@ -48,6 +49,7 @@ class TcpConnection {
   template <class Step>
   bool try_to(Step&& step);
   void shake();
+  void note_protocol();
   bool begin_frame();
   bool read(std::int64_t& budget);
 
@@ -57,7 +59,7 @@ class TcpConnection {
   std::uint64_t since_ns_;
   State state_;
   Why why_ = Why::none;
-  bool encrypts_ = false, wants_write_ = false, drained_ = false;
+  bool encrypts_ = false, wants_write_ = false, drained_ = false, is_tls_ = true, is_noted_ = false;
   std::optional<FrameSeal> sealing_, opening_;
   std::deque<std::shared_ptr<engine::FarFrame>> outgoing_;
   std::size_t outgoing_bytes_ = 0, written_ = 0;  // written_: of the first one

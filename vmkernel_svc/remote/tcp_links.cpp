@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/remote/peer_filter.hpp"
 #include "vmkernel_svc/remote/tcp_carrier.hpp"
@@ -201,7 +202,24 @@ void TcpCarrier::count_strange(const TcpConnection& connection, HostId host) {
   const std::uint64_t now = vmci::monotonic_ns();
   if (link->strange_since_ns == 0) link->strange_since_ns = now;
   if (now - link->strange_since_ns < strange_patience_ns || std::exchange(link->strange_said, true)) return;
-  log::warn("no connection with host {}: the two do not have the same secret or key, or somebody else answers for it (\"vrdma doctor {}\" looks again)", link->name, link->name);
+  log::warn("no connection with host {}: the two do not have the same secret or key, its vrdmad is much older, or somebody else answers for it (\"vrdma doctor {}\" looks again)", link->name, link->name);
+}
+
+// Before there was TLS records had the port to themselves: such a service cannot say who it is, in a way that we understand.
+void TcpCarrier::note_other_protocol(const TcpConnection& connection) {
+  sockaddr_storage theirs{};
+  socklen_t bytes = sizeof(theirs);
+  if (::getpeername(connection.socket(), reinterpret_cast<sockaddr*>(&theirs), &bytes) != 0) return;
+  char text[INET6_ADDRSTRLEN] = "";
+  const void* const address = theirs.ss_family == AF_INET6 ? static_cast<const void*>(&reinterpret_cast<const sockaddr_in6&>(theirs).sin6_addr)
+                                                           : &reinterpret_cast<const sockaddr_in&>(theirs).sin_addr;
+  if (::inet_ntop(theirs.ss_family, address, text, sizeof(text)) == nullptr) return;
+  for (auto& [id, link] : links_) {
+    const auto host = directory_->host(id);
+    if (!host || link->greeted || !hosts::same_address(host->address, text) || link->gauge->other_protocol.exchange(true, std::memory_order_relaxed)) continue;
+    static constinit log::Sparing sparing;
+    sparing.warn("host {} ({}) connects and does not speak our protocol: an older vrdmad? Run one version on all hosts", link->name, text);
+  }
 }
 
 void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
@@ -279,6 +297,7 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   if (link == nullptr || link->dials) {
     counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
     if (const auto& claimed = connection.peer(); claimed) count_strange(connection, claimed->id);
+    if (!connection.is_tls()) note_other_protocol(connection);
     return dispose(std::move(stranger.connection));
   }
   if (link->connection) disconnect(*link, now);  // it has given up that one, or does not know of it
