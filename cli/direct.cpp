@@ -19,6 +19,9 @@ int direct(const DirectOptions& options) {
     if (error == EOPNOTSUPP)
       throw std::runtime_error(fmt::format("the service at {} offers no direct mode, or is of an older version: start it with \"direct\": \"auto\" in its "
                                            "configuration, or with --direct auto", service->path));
+    if (error == EPERM)
+      throw std::runtime_error(fmt::format("the service at {} cannot tell this user from others, as its user namespace maps neither: it would be said of all of them; "
+                                           "map this user there, or start programs by \"vrdma run --mediated\"", service->path));
     if (error == ENOENT) throw std::runtime_error(fmt::format("no guest {}, or none of yours: vrdma show guests lists them", options.guest));
     throw std::runtime_error(fmt::format("the service at {} refused: {}", service->path, std::strerror(error)));
   }

@@ -92,6 +92,10 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
       findings.push_back({Level::ok, "service", fmt::format("{} answers: vrdmad {}, channel {}, pid {}, uid {}, {} guests in sight", path, version,
                                                             channel, service.at("pid").get<int>(), service.at("uid").get<int>(),
                                                             state.at("guests").size()), ""});
+      if (!knows_user(state))
+        findings.push_back({Level::note, "user", "the service runs in a user namespace that does not map this user: it cannot tell it from others, so that programs share one quota, "
+                                                 "none is direct, and \"vrdma show\" shows none",
+                            "map this user there (newuidmap, or the engine's --userns), or run vrdmad outside of that namespace"});
       if (version != VRDMA_VERSION)
         findings.push_back({Level::note, "version", fmt::format("vrdmad is {}, vrdma is {}", version, VRDMA_VERSION), "restart vrdmad after an upgrade"});
       if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))

@@ -73,6 +73,8 @@ std::string link_layer_of(const Service& service) try {
   return "";
 }
 
+bool knows_user(const nlohmann::json& state) { return state.at("service").value("knows_caller", true); }
+
 Result<control::SetDirectReply> set_direct(const Service& service, const control::SetDirectRequest& request) {
   const Answer answer = ask(service, control::Request::set_direct, std::as_bytes(std::span(&request, 1)));
   if (answer.status != 0) return Errno{answer.status};

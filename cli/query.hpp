@@ -14,6 +14,9 @@ nlohmann::json query(const Service& service);
 // The link layer of guests that do not wish for one, as VRDMA_LINK_LAYER names it. Empty: it does not say, as older services.
 std::string link_layer_of(const Service& service);
 
+// Of that JSON: whether the service can tell this user from others. In a user namespace it cannot tell those whom that does not map.
+bool knows_user(const nlohmann::json& state);
+
 // Whether guests may be direct, from now on. Throws likewise where it does not answer; the errors are the service's.
 Result<control::SetDirectReply> set_direct(const Service& service, const control::SetDirectRequest& request);
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <stdexcept>
 #include <thread>
 
 #include "cli/query.hpp"
@@ -13,6 +14,7 @@ void print_stats(const Service& service, const std::string& command, pid_t pid) 
   // The service learns of the end of a process from the kernel, a moment after we do.
   for (int tries = 0; tries < 50; ++tries) {
     const auto state = query(service);
+    if (!knows_user(state)) throw std::runtime_error("the service cannot tell this user from others, as its user namespace maps neither");
     for (const auto& guest : state.at("departed")) {
       if (guest.at("pid") != pid) continue;
       fmt::print(stderr, "vrdma: {} (LID {}): {} control requests", guest.at("name").get<std::string>(),

@@ -20,6 +20,7 @@
 #include "vmkernel_svc/hosts/service.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/show_text.hpp"
+#include "vmkernel_svc/users.hpp"
 
 namespace vrdma::svc {
 
@@ -50,10 +51,12 @@ json describe(const hosts::Service& service, const std::string& folder) {
 Viewer Viewer::at(const vmci::PacketSocket& socket) {
   const auto peer = socket.peer();
   if (!peer) return {};
+  if (may_be_several(peer->uid)) return {peer->uid, false, "", peer->pid != 0, peer->pid};
   return {peer->uid, peer->uid == 0 || peer->uid == ::geteuid(), "", peer->pid != 0};
 }
 
 bool Viewer::sees(const Guest& guest) const {
+  if (!is_known()) return one_of_several != 0 && !guest.machine && guest.credentials.pid == one_of_several;
   if (machine.empty()) return all || guest.credentials.uid == uid;
   return guest.machine && guest.machine->name == machine && (all || guest.machine->uid == uid);
 }
@@ -163,7 +166,7 @@ json describe_service(Shard& shard, const Viewer& viewer) {
   Fabric& fabric = shard.fabric();
   const bool all = viewer.all && viewer.machine.empty();
   // What is a tenant's.
-  const auto owns = [&](uid_t tenant) { return all || (viewer.machine.empty() && tenant == viewer.uid); };
+  const auto owns = [&](uid_t tenant) { return all || (viewer.machine.empty() && viewer.is_known() && tenant == viewer.uid); };
 
   // By which other hosts know this one; empty: there are none. Machines and containers have a network of their own.
   std::string address;
@@ -181,7 +184,8 @@ json describe_service(Shard& shard, const Viewer& viewer) {
                     {"physical_hca", has_hca(fabric)},
                     {"address", address},
                     {"all", viewer.all},
-                    {"sees_caller", viewer.is_visible}};
+                    {"sees_caller", viewer.is_visible},
+                    {"knows_caller", viewer.is_known()}};
   out["carriers"] = describe_carriers(fabric);
   out["groups"] = describe_groups(fabric, viewer);
   out["hca"] = describe_hca(fabric);

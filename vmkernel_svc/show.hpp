@@ -1,5 +1,5 @@
 // What `vrdma show` and the metrics see: the service's objects as JSON, written to a memfd that travels with the reply. A tool sees
-// the objects of its own uid; root and the service's user see all. Runs on the first shard's thread, alone, but not for long at a time: an
+// the objects of its own user; root and the service's user see all. Runs on the first shard's thread, alone, but not for long at a time: an
 // answer is a picture of each object, not of one moment.
 #pragma once
 
@@ -13,16 +13,19 @@
 
 namespace vrdma::svc {
 
-// Who asks: root and the service's own user see all, others what is theirs; a machine's root what is the machine's, its users theirs.
+// Who asks: root and the service's own user see all, others what is theirs; a machine's root what is the machine's, its users theirs. Who may be
+// one of several users (users.hpp) sees what is its process's.
 struct Viewer {
   uid_t uid = static_cast<uid_t>(-1);
   bool all = false;
   std::string machine;  // empty: on this host
   bool is_visible = true;  // the process that asks is in this service's pid namespace, or one below
+  pid_t one_of_several = -1;  // of those with its uid: the process, 0 if that cannot be seen; -1: it is one user's
 
   static Viewer at(const vmci::PacketSocket& socket);
   static Viewer in(const std::string& machine, uid_t uid) { return {uid, uid == 0, machine, true}; }
   bool sees(const Guest& guest) const;
+  bool is_known() const { return one_of_several < 0; }
 };
 
 class ShowDesk {

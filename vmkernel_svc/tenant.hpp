@@ -15,6 +15,7 @@ namespace vrdma::svc {
 struct Tenant {
   uid_t uid;
   Quota quota;
+  bool several_users = false;  // whom a user namespace does not map (users.hpp): they share all this, but see nothing of one another's
   std::uint32_t guests = 0;
   // Workers of guests that have gone, held up in memory of theirs that does not come: each counts as a guest.
   std::shared_ptr<Workers> workers = std::make_shared<Workers>();

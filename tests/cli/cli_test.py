@@ -1069,6 +1069,41 @@ class Showing(TestCase):
             self.assertEqual(mine.returncode, 0, mine.stderr)
             guest.close()
 
+    @needs_root
+    def test_who_is_not_mapped_by_the_services_user_namespace_sees_nothing_of_others_like_it(self):
+        # To it they have all one uid, the overflow id. Without the distinction the other user's guest is shown, and made mediated.
+        wrapper = self.folder / "namespace"
+        wrapper.mkdir()
+        (wrapper / "vrdmad").write_text(f"#!/bin/sh\nexec unshare --user --map-root-user -- {BIN / 'vrdmad'} \"$@\"\n")
+        (wrapper / "vrdmad").chmod(0o755)
+        if self.run_program("unshare", "--user", "--map-root-user", "true").returncode != 0:
+            self.skipTest("no user namespaces here")
+        programs = readable_copy(self.folder)
+        env = {"VRDMA_SOCKET": self.socket}
+
+        def as_user(uid, *command):
+            return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *map(str, command)]
+        with self.service("--direct", "auto", program=wrapper / "vrdmad"):
+            other = subprocess.Popen(as_user(4711, programs / "vrdma", "run", "--name", "of-other", "--", "ibv_asyncwatch"),
+                                     env=dict(self.environment, **env), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                self.wait_until(lambda: json.loads(self.show("guests", "--json")), "a program of a user who is not mapped is no guest", every_s=0.1)
+                shown = self.run_program(*as_user(4712, programs / "vrdma", "show", "--json"), env=env)
+                self.assertIn("does not map this user", self.run_program(*as_user(4712, programs / "vrdma", "doctor"), env=env).stdout)
+                seen = json.loads(shown.stdout)
+                for key in ("guests", "routes", "departed", "tenants"):
+                    self.assertEqual(seen[key], [], key)
+                self.assertIn("cannot tell this user from others", shown.stderr)
+                self.assert_refuses(self.run_program(*as_user(4712, programs / "vrdma", "direct", "mediated"), env=env), 1, "cannot tell this user from others")
+                guests = json.loads(self.show("guests", "--json"))  # of the namespace's root
+                self.assertEqual([(guest["name"], guest["uid"]) for guest in guests], [("of-other", NOBODY)])
+                one = str(guests[0]["guest"])
+                self.assert_refuses(self.run_program(*as_user(4712, programs / "vrdma", "direct", "mediated", "--guest", one), env=env), 1, f"no guest {one}")
+            finally:
+                other.kill()
+                other.communicate()
+        self.assertEqual(self.service_said.count("may be several users"), 1, self.service_said)
+
     @contextlib.contextmanager
     def pair(self, *command):
         """Server and client of that, until the end of the block."""

@@ -67,11 +67,11 @@ class TestCase(unittest.TestCase):
         self.assertNotIn("terminate called", result.stderr)
 
     @contextlib.contextmanager
-    def service(self, *arguments, **keywords):
+    def service(self, *arguments, program=BIN / "vrdmad", **keywords):
         """A vrdmad that is ready; it must end by SIGTERM with code 0."""
         ready_read, ready_write = os.pipe()
         with os.fdopen(ready_read, "rb") as ready:
-            process = subprocess.Popen([str(BIN / "vrdmad"), "--socket", self.socket, "--ready-fd", str(ready_write), *arguments],
+            process = subprocess.Popen([str(program), "--socket", self.socket, "--ready-fd", str(ready_write), *arguments],
                                        pass_fds=[ready_write], env=self.environment, text=True,
                                        **{"stderr": subprocess.PIPE, **keywords})
             os.close(ready_write)

@@ -16,6 +16,7 @@
 #include "vmkernel_svc/eventfd_signal.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/pkeys.hpp"
+#include "vmkernel_svc/users.hpp"
 #include "vrdma/fault.hpp"
 #include "vrdma/limits.hpp"
 #include "vrdma/vm_link.hpp"
@@ -64,7 +65,13 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (request.link_layer > link_layer_ethernet) return Errno{EINVAL};
   const auto [known, is_new] = fabric_.tenants.try_emplace(info.credentials.uid, Tenant{info.credentials.uid, fabric_.config.quota});
   auto& tenant = known->second;
-  if (is_new) give_pkeys(fabric_, tenant);
+  if (is_new) {
+    give_pkeys(fabric_, tenant);
+    tenant.several_users = may_be_several(tenant.uid);
+    if (tenant.several_users)
+      log::warn("uid {} may be several users, whom this service's user namespace does not map: they share one quota and its partitions, and none sees "
+                "guests of another process; map them (newuidmap, the engine's --userns), or run vrdmad outside of the namespace", tenant.uid);
+  }
   if (!tenant.has_room_for_guest() || tenant.descriptors + guest_descriptors(fabric_.config) > tenant.quota.descriptors) return Errno{EDQUOT};
   if (info.machine && !fabric_.has_room_for_arena(tenant, info.machine->arena_parts)) {
     log::warn("machine {}: the queues of a program lie in {} pieces of its RAM, and the service maps no more (sysctl vm.max_map_count)", info.machine->name, info.machine->arena_parts);

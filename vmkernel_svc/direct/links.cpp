@@ -222,6 +222,7 @@ void DirectDesk::dissolve(DirectLink& link) {
 Result<control::SetDirectReply> DirectDesk::set(const control::SetDirectRequest& request, const Viewer& viewer) {
   if (fabric_.config.direct != "auto") return Errno{EOPNOTSUPP};
   const bool mediated = request.mediated != 0, one = request.guest != 0;
+  if (!one && !viewer.is_known()) return Errno{EPERM};  // it would be said of others
   if (!one && viewer.all) {
     mediated_ = mediated;
     if (!mediated) mediated_tenants_.clear();

@@ -17,6 +17,7 @@
 #include <sstream>
 
 #include "vmkernel_svc/log/log.hpp"
+#include "vmkernel_svc/users.hpp"
 
 namespace vrdma::svc {
 
@@ -160,6 +161,7 @@ TrustFacts TrustFacts::of(const vmci::Credentials& connected, const vmci::Unique
   TrustFacts facts;
   const auto refuse = [&facts](std::string why) { return facts.problem = std::move(why), facts; };
   if (pid <= 0 || !pidfd) return refuse("a process that the service does not see");
+  if (may_be_several(connected.uid)) return refuse("a user whom the service's user namespace does not map");
   const vmci::UniqueFd folder = folder_of(std::to_string(pid));
   pollfd exited{pidfd.get(), POLLIN, 0};
   if (!folder || ::poll(&exited, 1, 0) != 0) return refuse("a process that has ended");

@@ -72,7 +72,7 @@ class Child {
   vmci::UniqueFd pidfd_;
 };
 
-constexpr uid_t somebody = 65534;
+constexpr uid_t somebody = 65533;  // not the overflow uid, which may be several users in a container
 bool become_somebody() {
   return ::geteuid() != 0 || (::setresgid(somebody, somebody, somebody) == 0 && ::setresuid(somebody, somebody, somebody) == 0);
 }

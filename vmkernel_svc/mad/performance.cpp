@@ -18,10 +18,10 @@ void add(CountersReply& to, const CountersReply& more) {
 
 }  // namespace
 
-std::map<std::uint16_t, CountersReply> Performance::of_user(const Tenant* user, std::optional<std::uint16_t> only) {
+std::map<std::uint16_t, CountersReply> Performance::of_user(const Viewer& user, std::optional<std::uint16_t> only) {
   std::map<std::uint16_t, CountersReply> sums;
   for (const auto& [id, guest] : subnet_.fabric().guests) {
-    if (!traffic_ || guest->tenant != user || guest->link_layer != control::link_layer_infiniband || (only && guest->lid != *only)) continue;
+    if (!traffic_ || !user.is_user_of(*guest) || guest->link_layer != control::link_layer_infiniband || (only && guest->lid != *only)) continue;
     const auto [sum, is_new] = sums.try_emplace(guest->lid);
     add(sum->second, traffic_(*guest));  // processes may share a port
     if (const auto reset = resets_.find(guest->lid); is_new && reset != resets_.end() && reset->second.guid != guest->guid) resets_.erase(reset);
@@ -41,13 +41,13 @@ std::optional<CountersReply> Performance::of_port(const Viewer& viewer, const No
   CountersReply sum{};
   if (!node.is_switch()) {
     if (port != 1 && port != all_ports) return std::nullopt;
-    if (node.guest->tenant != viewer.tenant) return sum;  // others' traffic is theirs
-    for (const auto& [lid, own] : of_user(viewer.tenant, node.guest->lid)) add(sum, own);
+    if (!viewer.is_user_of(*node.guest)) return sum;  // others' traffic is theirs
+    for (const auto& [lid, own] : of_user(viewer, node.guest->lid)) add(sum, own);
     return sum;
   }
   if (port > subnet_.switch_ports() && port != all_ports) return std::nullopt;
   if (viewer.tenant == nullptr || port == 0) return sum;
-  for (const auto& [lid, own] : of_user(viewer.tenant, std::nullopt))
+  for (const auto& [lid, own] : of_user(viewer, std::nullopt))
     if (const std::uint8_t at = subnet_.port_of(lid); at != 0 && (port == all_ports || at == port))
       add(sum, {own.received_bytes, own.received_messages, own.sent_bytes, own.sent_messages});
   return sum;
@@ -74,7 +74,7 @@ bool Performance::answer(const Viewer& viewer, const Node& node, Mad& mad) {
   if (!now) return mad.respond(status_bad_value), true;
   if (mad.method() == method_set) {
     // Those of one's own user only; a switch has none of its own.
-    if (node.is_switch() || node.guest->tenant != viewer.tenant) return mad.respond(status_bad_attribute), true;
+    if (node.is_switch() || !viewer.is_user_of(*node.guest)) return mad.respond(status_bad_attribute), true;
     const unsigned first = is_extended ? 0 : 12;
     Reset& reset = resets_[node.guest->lid];
     if (reset.guid != node.guest->guid) reset = {node.guest->guid, {}};

@@ -20,7 +20,7 @@ class Performance {
 
  private:
   // By LID, since they were reset last: of all its ports, or of one.
-  std::map<std::uint16_t, control::CountersReply> of_user(const Tenant* user, std::optional<std::uint16_t> only);
+  std::map<std::uint16_t, control::CountersReply> of_user(const Viewer& user, std::optional<std::uint16_t> only);
   std::optional<control::CountersReply> of_port(const Viewer& viewer, const Node& node, std::uint8_t port);
 
   Subnet& subnet_;

@@ -75,7 +75,7 @@ std::string Subnet::description(const Viewer& viewer, const Node& node) const {
     return fmt::format("vrdmad {}", fabric_.host_name.empty() ? own_name : fabric_.host_name).substr(0, 64);
   }
   // Names, which may be those of programs, are their user's.
-  return node.guest->tenant == viewer.tenant ? fmt::format("{} vrdma0", node.guest->name).substr(0, 64) : "vrdma0";
+  return viewer.is_user_of(*node.guest) ? fmt::format("{} vrdma0", node.guest->name).substr(0, 64) : "vrdma0";
 }
 
 }  // namespace vrdma::svc::mad

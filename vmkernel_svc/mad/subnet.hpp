@@ -29,10 +29,16 @@ struct Node {
 // Who asks: a guest, or one of another host, of whom only its partitions are known.
 struct Viewer {
   const Tenant* tenant = nullptr;
+  pid_t pid = 0;
   hosts::PkeyTable pkeys{};
 
-  Viewer(const Guest& guest) : tenant(guest.tenant), pkeys(guest.tenant->pkeys) {}
+  Viewer(const Guest& guest) : tenant(guest.tenant), pid(guest.machine ? 0 : guest.credentials.pid), pkeys(guest.tenant->pkeys) {}
   explicit Viewer(const hosts::PkeyTable& pkeys_in) : pkeys(pkeys_in) {}
+  // Whether names and counters of that one are the viewer's to see.
+  bool is_user_of(const Guest& guest) const {
+    if (guest.tenant != tenant) return false;
+    return !tenant->several_users || (pid != 0 && !guest.machine && guest.credentials.pid == pid);
+  }
 };
 
 // What a viewer sees, made once for a request: guests come and go between two.

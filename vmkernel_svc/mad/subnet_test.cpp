@@ -251,5 +251,29 @@ TEST_CASE("Counters count from where their user has reset them") {
   CHECK(status_of(counters(one, agent, method_get, one.guest.lid, 2).bytes) == status_bad_value);
 }
 
+TEST_CASE("Where a uid may be several users' names and counters are those of the own process") {
+  TestHost host;
+  Program one(host), of_its_process(host), of_another(host);
+  one.guest.tenant->several_users = true;
+  one.guest.credentials.pid = of_its_process.guest.credentials.pid = 70;
+  of_another.guest.credentials.pid = 71;
+  host.fabric.management->use_traffic([](const Guest&) { return CountersReply{4000, 10, 800, 2}; });
+  const auto routed = one.agent(class_lid_routed), counting = one.agent(class_performance);
+  const auto name_of = [&](Program& whose) {
+    const auto text = one.ask(routed, whose.guest.lid, one.request(class_lid_routed, method_get, attribute_node_description));
+    return std::string(reinterpret_cast<const char*>(text.bytes.data() + smp_data));
+  };
+  const auto sent_words_of = [&](Program& whose) {
+    Mad mad = one.request(class_performance, method_get, attribute_port_counters_extended);
+    put(mad.data(performance_data, 192), {8, 8}, 1);
+    const auto answer = one.ask(counting, whose.guest.lid, mad);
+    return get(std::span(answer.bytes).subspan(performance_data), {64, 64});
+  };
+  CHECK(name_of(of_its_process) == of_its_process.guest.name + " vrdma0");
+  CHECK(sent_words_of(of_its_process) == 1000);
+  CHECK(name_of(of_another) == "vrdma0");
+  CHECK(sent_words_of(of_another) == 0);
+}
+
 }  // namespace
 }  // namespace vrdma::svc::test
