@@ -136,7 +136,10 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   if (!pd_handle) return pd_handle.error();
   Cq& send_cq = Cq::of(init.send_cq);
   Cq& recv_cq = Cq::of(init.recv_cq);
+  // What came through a fork is nothing here, and its handle may be that of something else of this process's.
   if (send_cq.attachment != *attachment || recv_cq.attachment != *attachment) return Errno{EIO};
+  if (init.srq != nullptr && Srq::of(init.srq).attachment != *attachment) return Errno{EIO};
+  if (xrcd != nullptr && xrcd->attachment != *attachment) return Errno{EIO};
 
   auto qp = std::make_unique<Qp>();
   control::CreateQpRequest request = creation_of(init, *type, receives);

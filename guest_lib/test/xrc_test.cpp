@@ -247,3 +247,42 @@ TEST_CASE("a dead service flushes what an XRC initiator has outstanding, and eve
   service.kill_now();
   CHECK(sent(device, initiator.get(), cq.get(), number_of(srq.get()), 2) == IBV_WC_WR_FLUSH_ERR);
 }
+
+// Their handles may be those of others of the child's.
+TEST_CASE("a fork's child makes no queue pair of an SRQ or of a domain that is its parent's") {
+  Service service;
+  service.start();
+  Device device;
+  const XrcdPtr xrcd = open_domain(device, -1);
+  ibv_srq_init_attr plain{};
+  plain.attr = {16, 1, 0};
+  const SrqPtr srq(ibv_create_srq(device.pd, &plain));
+  REQUIRE(srq != nullptr);
+  CHECK(in_child([&] {
+          ::alarm(60);
+          ibv_pd* const pd = ibv_alloc_pd(device.context);
+          ibv_cq* const cq = ibv_create_cq(device.context, 16, nullptr, nullptr, 0);
+          if (pd == nullptr || cq == nullptr) return 1;
+          int wrong = 0;
+          ibv_qp_init_attr init{};
+          init.send_cq = init.recv_cq = cq;
+          init.srq = srq.get();
+          init.qp_type = IBV_QPT_RC;
+          init.cap = {4, 1, 1, 1, 0};
+          wrong |= ibv_create_qp(pd, &init) != nullptr || errno != EIO ? 2 : 0;
+          ibv_qp_init_attr_ex target{};
+          target.qp_type = IBV_QPT_XRC_RECV;
+          target.comp_mask = IBV_QP_INIT_ATTR_XRCD;
+          target.xrcd = xrcd.get();
+          wrong |= ibv_create_qp_ex(device.context, &target) != nullptr || errno != EIO ? 4 : 0;
+          ibv_srq_init_attr_ex inside{};
+          inside.attr = {16, 1, 0};
+          inside.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
+          inside.srq_type = IBV_SRQT_XRC;
+          inside.pd = pd, inside.xrcd = xrcd.get(), inside.cq = cq;
+          wrong |= ibv_create_srq_ex(device.context, &inside) != nullptr || errno != EIO ? 8 : 0;
+          init.srq = nullptr;  // all else is the child's
+          wrong |= ibv_create_qp(pd, &init) == nullptr ? 16 : 0;
+          return wrong;
+        }) == 0);
+}
