@@ -105,6 +105,12 @@ void note_open_files(const Service& service, bool is_new) {
              is_new ? "for many at once, begin where it is higher" : fmt::format("for many at once, let it leave ({} s after the last program), and begin here", idle_exit_s()));
 }
 
+// What to do about a file of the private folder.
+const char* remedy_of_file(int error) {
+  return error == EROFS ? "nothing can be written there: set XDG_RUNTIME_DIR to a folder of yours where that is possible, or VRDMA_SOCKET to the socket of a vrdmad"
+                        : "remove what is there, or set XDG_RUNTIME_DIR to another folder of yours";
+}
+
 void start_private_service(const std::string& path, const char* direct) {
   require_limits();
   int ready[2];
@@ -116,7 +122,7 @@ void start_private_service(const std::string& path, const char* direct) {
   const std::vector<const char*> arguments{program.c_str(), "--socket", path.c_str(), "--idle-exit", idle_exit_s(), "--one-user", "--ready-fd",
                                            ready_fd.c_str(), "--direct", direct, "--log-file", log.c_str(), nullptr};
   if (const vmci::UniqueFd writable(::open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600)); !writable)
-    fail(fmt::format("cannot open the log {} of a private service ({}): remove what is there, or set XDG_RUNTIME_DIR", log, std::strerror(errno)));
+    fail(fmt::format("cannot open the log {} of a private service ({}): {}", log, std::strerror(errno), remedy_of_file(errno)));
   std::error_code no_log;
   const std::uintmax_t logged_before = fs::is_regular_file(log, no_log) ? fs::file_size(log, no_log) : 0;
   const pid_t pid = ::fork();
@@ -200,7 +206,7 @@ Service start_or_find(const std::string& folder, const char* direct) {
   const std::string lock_path = folder + "/lock";  // which a service that leaves as idle holds, too
   vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (!lock || !lock_patiently(lock, lock_path))
-    fail(fmt::format("cannot lock {} ({}): remove it, or set XDG_RUNTIME_DIR to another folder of yours", lock_path, std::strerror(errno)));
+    fail(fmt::format("cannot lock {} ({}): {}", lock_path, std::strerror(errno), remedy_of_file(errno)));
   auto found = connect_to(path, false);  // another `vrdma run` may have been faster
   if (!found && value(found.error()) == ESRCH) return start_or_find(folder_beside(folder), direct);
   if (!found) found = connect_to(socket_in(folder_beside(folder)), false);  // the other namespace's has gone, ours has not

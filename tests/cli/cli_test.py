@@ -967,6 +967,16 @@ class Running(TestCase):
         self.assert_refuses(result, 125, "cannot open the log", str(private / "vrdmad.log"))
         self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
 
+    def test_a_private_folder_where_nothing_can_be_written_is_not_to_be_removed(self):
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        folder.mkdir(mode=0o700)
+        sandbox = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", self.environment["XDG_RUNTIME_DIR"], self.environment["XDG_RUNTIME_DIR"]]
+        if self.run_program(*sandbox, "true").returncode != 0:
+            self.skipTest("bwrap cannot make a sandbox here")
+        result = self.run_program(*sandbox, BIN / "vrdma", "run", "--", "true")
+        self.assert_refuses(result, 125, str(folder), "Read-only", "XDG_RUNTIME_DIR", "VRDMA_SOCKET")
+        self.assertNotIn("remove", result.stderr)
+
     def test_who_waits_for_another_run_is_told_for_which(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
         folder.mkdir(mode=0o700)
