@@ -87,7 +87,7 @@ std::string why_not_loadable(const std::string& name) {
   if (head.e_ident[EI_CLASS] != ELFCLASS64) return "is a 32-bit program, and libvrdma a 64-bit library";
   const bool changes_user = (status.st_mode & S_ISUID) != 0 && status.st_uid != ::getuid();
   const bool changes_group = (status.st_mode & S_ISGID) != 0 && status.st_gid != ::getgid();
-  if (changes_user || changes_group) return "is a set-user-ID or set-group-ID program, into which the loader puts nobody else's library";
+  if (changes_user || changes_group) return "is a set-user-ID or set-group-ID program, into which the loader puts nobody else's library; for what it starts put \"vrdma run\" inside (firejail -- vrdma run -- PROGRAM)";
   if (::getuid() != 0 && ::fgetxattr(file.get(), "security.capability", nullptr, 0) > 0)
     return "has file capabilities, and the loader puts nobody else's library into such programs";
   for (unsigned i = 0; i < head.e_phnum; ++i) {

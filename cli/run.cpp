@@ -97,7 +97,7 @@ int run(const RunOptions& options) {
   if (const Apart apart = is_private(service) ? apart_from_host(service.path) : Apart{}; !apart.why.empty())
     fmt::print(stderr, "vrdma: note: {} ({})\n", apart.why, apart.remedy);
   if (const std::string why = why_not_loadable(options.command[0]); !why.empty())
-    fmt::print(stderr, "vrdma: note: {} {}: it does not see vrdma0 (programs that it starts may)\n", options.command[0], why);
+    fmt::print(stderr, "vrdma: note: {0} {1}: {0} does not see vrdma0 (programs that it starts may)\n", options.command[0], why);
 
   int failed[2];  // carries the errno of an exec that failed; closed by one that did not
   if (::pipe2(failed, O_CLOEXEC) != 0) throw std::runtime_error(fmt::format("cannot make a pipe ({})", std::strerror(errno)));

@@ -623,7 +623,7 @@ class Running(TestCase):
             foreign[loader + 1:loader + 4] = b"non"
             self.assertIn(f"cannot run {program}: its interpreter /non", note(foreign))
             if os.geteuid() == 0:
-                self.assertRegex(note(elf, 0o4755, 64321), "is a set-user-ID")
+                self.assertRegex(note(elf, 0o4755, 64321), "is a set-user-ID.*put \"vrdma run\" inside")
 
     def test_a_signal_reaches_the_command(self):
         with self.service():
