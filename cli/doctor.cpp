@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
@@ -148,6 +149,18 @@ const char* self_test_remedy(const std::string& error) {
   return "see the log of vrdmad; if it is a version mismatch, use one version of both";
 }
 
+// What to do where a service does not reach the memory of programs like this one.
+std::string copies_remedy(const std::string& socket) {
+  if (!std::ifstream("/proc/self/maps")) return "see \"proc\" below";
+  try {
+    const auto service = find_service(socket);
+    if (service && !query(*service).at("service").value("sees_caller", true))
+      return "it is in another pid namespace, and does not see processes here: give both one (shareProcessNamespace of a pod, the engine's --pid), or run vrdmad on the host";
+  } catch (const std::exception&) {
+  }
+  return "run vrdmad as root or by its systemd unit, in a container with --cap-add SYS_PTRACE";
+}
+
 void examine_library(const std::string& wanted, const std::optional<std::string>& running, std::vector<Finding>& findings) {
   std::string library;
   try {
@@ -192,7 +205,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   else if (result.small_path == "guest-copy")
     findings.push_back({Level::note, "copies", "slower: this service does not reach the memory of programs like this one; what cannot be mapped (small buffers, stacks) "
                                                "is copied by a thread of the program",
-                        "run vrdmad as root or by its systemd unit"});
+                        copies_remedy(socket)});
 }
 
 // Messages have a connection of their own, which the service has made, or tries to. by_secret: it begins with a secret that the hosts share.

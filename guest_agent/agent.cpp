@@ -47,6 +47,7 @@ Agent::~Agent() {
 
 void Agent::run(int stop) {
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);  // what a limit of file sizes forbids fails by itself
   if (!watch_.events.add(stop, EPOLLIN, {0, item_stop})) throw std::runtime_error("cannot wait for signals");
   while (!stopping_) {
     const std::uint64_t now_ns = vmci::monotonic_ns();

@@ -7,6 +7,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <iterator>
 #include <memory>
@@ -88,6 +89,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
+
+  std::signal(SIGXFSZ, SIG_IGN);  // what a limit of file sizes forbids, shared memory, too, fails by itself and is told
 
   if (!keeper.empty()) return vrdma::svc::Keeper::serve(keeper);
   Config config;

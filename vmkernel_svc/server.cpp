@@ -57,7 +57,8 @@ Server::Server(const Config& config) : config_(config) {
   const Reception::Limits limits = raise_open_files(config_);
   auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), true);
   if (!page)
-    throw std::runtime_error(fmt::format("cannot create shared memory ({}): memfd_create must be allowed", std::strerror(value(page.error()))));
+    throw std::runtime_error(fmt::format("cannot create shared memory ({}): {}", std::strerror(value(page.error())),
+                                         value(page.error()) == EFBIG ? "raise the limit of file sizes (ulimit -f)" : "memfd_create must be allowed"));
   page_ = std::move(*page);
   auto& head = *page_.at<ServicePage>(0);
   head.magic = magic;

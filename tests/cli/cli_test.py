@@ -1252,6 +1252,36 @@ class Doctor(TestCase):
             self.assertEqual(found["self-test"]["level"], "problem")
             self.assertIn("ulimit -f", found["self-test"]["remedy"])
 
+    def test_no_size_of_files_at_all_ends_nobody_without_a_word(self):
+        # A memfd larger than the limit is SIGXFSZ for who does not ignore it.
+        def limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        with self.service():
+            found = self.doctor(env={"VRDMA_SOCKET": self.socket}, preexec_fn=limit)
+            self.assertEqual((found["memfd"]["level"], found["file-size"]["level"], found["self-test"]["level"]), ("ok", "note", "ok"))
+        self.assert_refuses(self.vrdmad("--socket", self.socket, preexec_fn=limit), 1, "ulimit -f")
+
+    def test_a_service_in_another_pid_namespace_is_told_from_one_without_rights(self):
+        sandbox = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        if self.run_program(*sandbox, "true").returncode != 0:
+            self.skipTest("no user and pid namespaces here")
+        inside = self.folder / "vrdmad"
+        inside.write_text(f"#!/bin/sh\nexec {' '.join(sandbox)} {BIN / 'vrdmad'} \"$@\"\n")
+        inside.chmod(0o755)
+        ready_read, ready_write = os.pipe()
+        with os.fdopen(ready_read, "rb") as ready:
+            process = subprocess.Popen([str(inside), "--socket", self.socket, "--ready-fd", str(ready_write)], pass_fds=[ready_write],
+                                       env=self.environment, stderr=subprocess.DEVNULL)
+            os.close(ready_write)
+            try:
+                self.assertEqual(ready.read(1), b"\x01", "vrdmad did not come up")
+                found = self.doctor(env={"VRDMA_SOCKET": self.socket})
+                self.assertEqual(found["self-test"]["level"], "ok")
+                self.assertIn("another pid namespace", found["copies"]["remedy"])
+            finally:
+                process.kill()  # unshare's, with which vrdmad goes
+                process.wait(WATCHDOG_S)
+
     def test_no_private_service_is_started_under_limits_that_it_could_not_serve_with(self):
         for which, bytes_, option in ((resource.RLIMIT_FSIZE, 100 << 10, "ulimit -Hf"), (resource.RLIMIT_AS, 900 << 20, "ulimit -Hv")):
             with self.subTest(option):
