@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
+#include <vector>
 
 #include "vmci_channel/unique_fd.hpp"
 
@@ -55,6 +56,33 @@ std::string loader_of(int file) {
   return {};
 }
 
+std::vector<char> section_at(int file, std::uint64_t file_bytes, const Elf64_Shdr& section) {
+  if (section.sh_offset > file_bytes || section.sh_size > file_bytes - section.sh_offset) return {};
+  std::vector<char> bytes(section.sh_size);
+  if (::pread(file, bytes.data(), bytes.size(), static_cast<off_t>(section.sh_offset)) != static_cast<ssize_t>(bytes.size())) return {};
+  return bytes;
+}
+
+// Whether the program has that function itself, as it exports it, or as its table of symbols tells, where it was not stripped.
+bool defines(int file, std::uint64_t file_bytes, const Elf64_Ehdr& head, std::string_view function) {
+  for (unsigned i = 0; i < head.e_shnum; ++i) {
+    const auto header_at = [&](std::uint64_t which, Elf64_Shdr& out) { return read_at(file, head.e_shoff + which * sizeof(out), out); };
+    Elf64_Shdr table, names;
+    if (head.e_shentsize != sizeof(table) || !header_at(i, table)) return false;
+    if ((table.sh_type != SHT_DYNSYM && table.sh_type != SHT_SYMTAB) || table.sh_link >= head.e_shnum || !header_at(table.sh_link, names)) continue;
+    const auto text = section_at(file, file_bytes, names), symbols = section_at(file, file_bytes, table);
+    const std::string_view all(text.data(), text.size());
+    Elf64_Sym symbol;
+    for (std::size_t at = 0; at + sizeof(symbol) <= symbols.size(); at += sizeof(symbol)) {
+      std::memcpy(&symbol, symbols.data() + at, sizeof(symbol));
+      if (symbol.st_shndx == SHN_UNDEF || symbol.st_name >= all.size()) continue;
+      const std::string_view name = all.substr(symbol.st_name);
+      if (name.starts_with(function) && name.size() > function.size() && name[function.size()] == '\0') return true;
+    }
+  }
+  return false;
+}
+
 // What the kernel starts in its place, as its first line or its header says.
 std::string interpreter_of(int file) {
   std::array<char, 256> begin{};  // as much of a line as the kernel reads
@@ -93,7 +121,8 @@ std::string why_not_loadable(const std::string& name) {
   for (unsigned i = 0; i < head.e_phnum; ++i) {
     Elf64_Phdr segment;
     if (!read_at(file.get(), head.e_phoff + std::uint64_t{i} * head.e_phentsize, segment)) return {};
-    if (segment.p_type == PT_INTERP) return {};
+    if (segment.p_type != PT_INTERP) continue;
+    return defines(file.get(), static_cast<std::uint64_t>(status.st_size), head, "ibv_get_device_list") ? "has libibverbs (libibverbs.a) inside, so that it calls none that is loaded" : "";
   }
   return "is linked statically, so that it loads no library";
 }

@@ -625,6 +625,23 @@ class Running(TestCase):
             if os.geteuid() == 0:
                 self.assertRegex(note(elf, 0o4755, 64321), "is a set-user-ID.*put \"vrdma run\" inside")
 
+    @unittest.skipUnless(shutil.which("cc"), "no C compiler here")
+    def test_a_program_with_verbs_of_its_own_is_noted(self):
+        # As one that is linked with libibverbs.a, and else dynamic.
+        source, program = self.folder / "own.c", self.folder / "own"
+        with self.service():
+            for text, flags, noted in (("void *ibv_get_device_list(int *n) { return n; } int main(void) { return ibv_get_device_list(0) != 0; }", [], True),
+                                       ("void *ibv_get_device_list(int *n) { return n; } int main(void) { return ibv_get_device_list(0) != 0; }", ["-rdynamic", "-s"], True),
+                                       ("__attribute__((weak)) void *ibv_get_device_list(int *); int main(void) { return ibv_get_device_list == 0; }", [], False),
+                                       ("int ibv_get_device_list_of_mine; int main(void) { return ibv_get_device_list_of_mine; }", [], False)):
+                source.write_text(text)
+                built = self.run_program("cc", "-o", program, source, *flags)
+                self.assertEqual(built.returncode, 0, built.stderr)
+                with self.subTest(text, flags=flags):
+                    result = self.run_under(program)
+                    self.assertEqual(result.returncode, 0, result.stderr)
+                    (self.assertIn if noted else self.assertNotIn)("has libibverbs (libibverbs.a) inside", result.stderr)
+
     def test_a_signal_reaches_the_command(self):
         with self.service():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
