@@ -102,6 +102,7 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
       if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
+      if (auto limit = examine_memory_of_service(service.at("pid").get<int>())) findings.push_back(std::move(*limit));
       examine_lease(state, findings);
       for (const auto examine : {examine_own_address, examine_subnet, examine_listed_hosts})
         for (auto& finding : examine(state)) findings.push_back(std::move(finding));

@@ -4,6 +4,9 @@
 // versions. Changes nothing: the guest it makes at the service is gone when it returns.
 #pragma once
 
+#include <sys/types.h>
+
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,5 +31,8 @@ struct Finding {
 
 // What the machine allows, without the service.
 std::vector<Finding> examine_machine();
+
+// Whether the service, a process that is seen here as that one, is in a control group with a limit of memory which is not ours.
+std::optional<Finding> examine_memory_of_service(pid_t pid);
 
 }  // namespace vrdma::cli

@@ -10,12 +10,15 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 #include <sstream>
+#include <utility>
 
 #include "cli/doctor.hpp"
 #include "cli/service.hpp"
@@ -196,7 +199,43 @@ Finding check_kernel() {
   return {Level::ok, "kernel", fmt::format("Linux {} {}", name.release, name.machine), ""};
 }
 
+// Where the memory of a process counts, as /proc/PID/cgroup says ("0::/a/b", or "4:memory:/a/b" before version 2): the folder, and the name of
+// its limit. Empty where that is not to be seen, also for what is beside the root that a container sees ("/../a").
+std::pair<fs::path, const char*> memory_group_of(const std::string& process) {
+  std::pair<fs::path, const char*> found;
+  std::ifstream file("/proc/" + process + "/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    const auto first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos || line.find("/..") != std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",", path = line.substr(second + 2);
+    if (controllers.find(",memory,") != std::string::npos) return {fs::path("/sys/fs/cgroup/memory") / path, "memory.limit_in_bytes"};
+    if (controllers == ",,") found = {fs::path("/sys/fs/cgroup") / path, "memory.max"};
+  }
+  return found;
+}
+
+// The least of those of a group and of the groups that it is in. 0: there is none.
+std::uint64_t memory_limit_of(fs::path group, const char* name) {
+  constexpr std::uint64_t unlimited = std::uint64_t{1} << 60;  // version 1 has a number for that, of pages
+  std::uint64_t least = unlimited;
+  for (; group.string().starts_with("/sys/fs/cgroup"); group = group.parent_path())
+    if (const auto line = first_line(group / name); line && *line != "max") least = std::min<std::uint64_t>(least, std::strtoull(line->c_str(), nullptr, 10));
+  return least == unlimited ? 0 : least;
+}
+
 }  // namespace
+
+std::optional<Finding> examine_memory_of_service(pid_t pid) {
+  const std::string process = std::to_string(pid);
+  if (first_line("/proc/" + process + "/comm") != "vrdmad") return std::nullopt;  // of another pid namespace
+  const auto [group, name] = memory_group_of(process);
+  if (group.empty() || group == memory_group_of("self").first) return std::nullopt;
+  const std::uint64_t bytes = memory_limit_of(group, name);
+  if (bytes == 0) return std::nullopt;
+  return Finding{Level::note, "memory", fmt::format("vrdmad runs in a control group that has {} ({}): pages of files and memfds that nobody has touched count there when a peer writes to them "
+                                                    "through it, whoever registered them, so that its guests can exhaust it", size_text(bytes), group.string()),
+                 "no MemoryMax= for vrdmad beside guests that are not trusted (docs/containers.md)"};
+}
 
 std::vector<Finding> examine_machine() {
   std::vector<Finding> all{check_kernel(), check_memfd(),       check_file_size(), check_address_space(), check_open_files(), check_memlock(),

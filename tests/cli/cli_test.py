@@ -1299,6 +1299,23 @@ class Doctor(TestCase):
                 process.kill()  # unshare's, with which vrdmad goes
                 process.wait(WATCHDOG_S)
 
+    def test_a_service_under_a_limit_of_memory_is_noted(self):
+        for root, limit in ((pathlib.Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (pathlib.Path("/sys/fs/cgroup"), "memory.max")):
+            group = root / f"vrdma-test-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                self.addCleanup(group.rmdir)  # when the service has left
+                if (group / limit).exists():
+                    break
+        else:
+            self.skipTest("no control group with a limit of memory can be made here")
+        (group / limit).write_text(str(1 << 30))
+        with self.service(preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid()))):
+            report = json.loads(self.vrdma("doctor", "--json", "--socket", self.socket).stdout)
+            noted = [finding for finding in report["findings"] if str(group) in finding["what"]]
+            self.assertEqual([finding["level"] for finding in noted], ["note"], report)
+            self.assertIn("1024 MiB", noted[0]["what"])
+
     def test_no_private_service_is_started_under_limits_that_it_could_not_serve_with(self):
         for which, bytes_, option in ((resource.RLIMIT_FSIZE, 100 << 10, "ulimit -Hf"), (resource.RLIMIT_AS, 900 << 20, "ulimit -Hv")):
             with self.subTest(option):
