@@ -14,12 +14,24 @@ namespace vrdma::cli {
 
 namespace fs = std::filesystem;
 
+namespace {
+// In a folder that is everybody's the name may be taken: by somebody else, or, as a uid is somebody else's in each user namespace, by such a
+// one (root of one, of "vrdma-0"). Then it is that of the namespace.
+std::string folder_in_tmp() {
+  const std::string folder = fmt::format("/tmp/vrdma-{}", ::geteuid());
+  struct stat status;
+  if (::lstat(folder.c_str(), &status) != 0 || status.st_uid == ::geteuid()) return folder;
+  const ino_t user_namespace = ::stat("/proc/self/ns/user", &status) == 0 ? status.st_ino : 0;
+  return fmt::format("{}-user-{}", folder, user_namespace);
+}
+}  // namespace
+
 std::string private_folder() {
   if (const char* runtime = std::getenv("XDG_RUNTIME_DIR"); runtime != nullptr && *runtime == '/') {
     struct stat status;
     if (::stat(runtime, &status) == 0 && status.st_uid == ::geteuid()) return std::string(runtime) + "/vrdma";
   }
-  return fmt::format("/tmp/vrdma-{}", ::geteuid());
+  return folder_in_tmp();
 }
 
 std::string mediated_folder() { return private_folder() + "/mediated"; }

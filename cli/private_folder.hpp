@@ -9,7 +9,7 @@
 
 namespace vrdma::cli {
 
-std::string private_folder();   // $XDG_RUNTIME_DIR/vrdma or /tmp/vrdma-UID
+std::string private_folder();   // $XDG_RUNTIME_DIR/vrdma or /tmp/vrdma-UID; /tmp/vrdma-UID-user-INODE, of the user namespace, where that is somebody else's
 std::string mediated_folder();  // of the service that offers no direct mode, below it
 // Throws std::runtime_error with a message for a person where it cannot be had, or others can write to it.
 void make_private_folder(const std::string& folder);

@@ -1023,6 +1023,31 @@ class Running(TestCase):
         folder.chmod(0o777)
         self.assert_refuses(self.vrdma("run", "--", "true"), 125, str(folder), "only you can write")
 
+    @needs_root
+    def test_a_private_folder_of_somebody_elses_is_none_of_root_of_a_user_namespace(self):
+        # Whose uid is 0, as that of the machine's root, whose folder that is.
+        command = ["setpriv", "--reuid=4711", "--regid=4711", "--clear-groups", "unshare", "--user", "--map-root-user", "sh", "-c"]
+        if self.run_program(*command, "true").returncode != 0:
+            self.skipTest("no user namespaces here for users")
+        programs = readable_copy(self.folder)
+        of_root = pathlib.Path("/tmp/vrdma-0")
+        with contextlib.suppress(FileExistsError):
+            of_root.mkdir(mode=0o700)
+            self.addCleanup(lambda: any(of_root.iterdir()) or of_root.rmdir())  # unless it is in use by now
+        result = self.run_program(*command, f"stat -Lc %i /proc/self/ns/user; exec {programs / 'vrdma'} run -- {programs / 'vrdma'} show --json",
+                                  env={"XDG_RUNTIME_DIR": ""})
+        self.assertEqual(result.returncode, 0, result.stderr)
+        inode, shown = result.stdout.split("\n", 1)
+        service = json.loads(shown)["service"]
+        folder = pathlib.Path(f"/tmp/vrdma-0-user-{inode}")
+        self.addCleanup(shutil.rmtree, folder)
+        self.assertEqual(service["socket"], str(folder / "vrdmad.sock"))
+        self.assertEqual(folder.stat().st_uid, 4711)
+        pidfd = os.pidfd_open(service["pid"])
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        self.assertTrue(select.select([pidfd], [], [], WATCHDOG_S)[0], "the private service did not leave")
+        os.close(pidfd)
+
 
 class Showing(TestCase):
     def show(self, *arguments):
