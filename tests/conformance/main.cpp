@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -191,7 +192,7 @@ int run_suite(const Command& command) {
     }
   }
   if (results.empty()) {
-    std::fprintf(stderr, "no test matches %s\n", command.runner.filter.c_str());
+    std::fprintf(stderr, "no test is left of those that match %s\n", command.runner.filter.c_str());
     failed = true;
   }
   std::printf("%s\n", summary(results).c_str());
@@ -232,9 +233,14 @@ int main(int argc, char** argv) {
     std::fputs(complaints.c_str(), stderr);
     return complaints.empty() ? 0 : 1;
   }
+  const std::string& filter = command.runner.filter;
+  if (std::none_of(registry().begin(), registry().end(), [&](const Test& test) { return ::fnmatch(filter.c_str(), test.name, 0) == 0; })) {
+    std::fprintf(stderr, "vrdma-conformance: no test matches --filter %s: --list says their names\n", filter.c_str());
+    return 2;
+  }
   if (command.list) {
     for (const Test& test : registry()) {
-      if (::fnmatch(command.runner.filter.c_str(), test.name, 0) == 0) std::printf("%-64s %s\n", test.name, test.items);
+      if (::fnmatch(filter.c_str(), test.name, 0) == 0) std::printf("%-64s %s\n", test.name, test.items);
     }
     return 0;
   }
