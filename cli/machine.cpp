@@ -22,6 +22,7 @@
 
 #include "cli/doctor.hpp"
 #include "cli/service.hpp"
+#include "vmci_channel/gvisor.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 #ifndef F_SEAL_FUTURE_WRITE
@@ -193,6 +194,8 @@ Finding check_devices() {
 Finding check_kernel() {
   utsname name{};
   ::uname(&name);
+  if (vmci::is_gvisor(name.release, name.version))
+    return {Level::problem, "kernel", "this is gVisor, which shares no memory with the host: programs in it cannot be served", "another runtime for this container (runc, crun), or a virtual machine (docs/vm.md)"};
   int major = 0, minor = 0;
   std::sscanf(name.release, "%d.%d", &major, &minor);
   if (major * 1000 + minor < 5006) return {Level::problem, "kernel", fmt::format("Linux {}: too old", name.release), "Linux 5.6 or newer is needed"};

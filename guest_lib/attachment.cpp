@@ -16,6 +16,7 @@
 #include "guest_lib/process.hpp"
 #include "guest_lib/segment_mapping.hpp"
 #include "guest_lib/show_device.hpp"
+#include "vmci_channel/gvisor.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -36,6 +37,7 @@ std::string service_socket_path() {
 namespace {
 
 const char* remedy(int error) {
+  if (vmci::runs_under_gvisor()) return "gVisor shares no memory with the host: programs in it cannot be served (docs/containers.md)";
   switch (error) {
     case ENOENT:
     case ECONNREFUSED:
