@@ -41,7 +41,10 @@ void Service::dial_those_missing() {
   const bool lost = node_->member().leader().empty();
   if (settings_.seed && (managers_.empty() || lost) && (seed_name_.empty() || !session_with(seed_name_)))
     wanted["seed"] = {"", settings_.seed->first, settings_.seed->second};
-  std::erase_if(dials_, [&](const auto& entry) { return !wanted.contains(entry.first) && !entry.second.under_way && entry.second.address.size() != 0; });
+  // One without an address is of a host that dials us, and says why that is gone, for as long as anybody knows it.
+  std::erase_if(dials_, [&](const auto& entry) {
+    return !wanted.contains(entry.first) && !entry.second.under_way && (!entry.second.address.empty() || node_->member().known().find(entry.first) == nullptr);
+  });
   for (const auto& [key, endpoint] : wanted) {
     // One that has moved is dialed where it is now: it may be long until nothing is heard from where it was.
     if (const auto session = endpoint.name.empty() ? nullptr : session_with(endpoint.name); session && is_right(*session)) continue;
