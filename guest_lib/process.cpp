@@ -2,13 +2,17 @@
 
 #include <pthread.h>
 
+#include <cstddef>
+#include <new>
+
 #include "guest_lib/cm/files.hpp"
 #include "guest_lib/interruption.hpp"
 
 namespace vrdma::guest {
 
 Process& Process::instance() {
-  static Process* process = new Process;
+  alignas(Process) static constinit std::byte place[sizeof(Process)]{};  // not of the heap, for the same reason as `mutex`
+  static Process* const process = new (place) Process;
   return *process;
 }
 
