@@ -30,7 +30,7 @@ constexpr std::uint64_t accept_pause_ns = 100'000'000;
 constexpr std::uint64_t goodbye_ns = 2'000'000'000;
 }  // namespace
 
-Agent::Agent(const Device& device, Options options) : options_(std::move(options)), readiness_(options_.ready_fd), session_(device, options_.patience_ns) {
+Agent::Agent(const Device& device, Options options) : options_(std::move(options)), readiness_(options_.ready_fd), session_(device, options_.patience_ns, options_.ballast_bytes_max, [this] { take_doorbells(); }) {
   // Where memory is of the BAR, nothing is pinned.
   const auto trial = device.service_lends_bar() ? Result<PinnedSegment>(PinnedSegment{}) : PinnedSegment::make("vrdma-trial", vm::page_bytes);
   if (!trial)
@@ -68,6 +68,7 @@ void Agent::look(std::uint64_t now_ns) {
       break;
     case Session::News::accepted:
       left_behind_.clear();
+      if (!session_.linked()) readiness_.waits("waits for memory that the host's vrdmad can reach");
       break;
     case Session::News::waits:
       readiness_.waits("waits for the host's vrdmad");
@@ -170,6 +171,13 @@ void Agent::take_event(Source source) {
   }
 }
 
+// Nothing else: the others' events come again.
+void Agent::take_doorbells() {
+  watch_.events.wait(0, [this](Source source) {
+    if (source.connection != 0 && source.item == Connection::item_doorbell) take_event(source);
+  });
+}
+
 void Agent::accept() {
   constexpr int at_once = 4;  // whoever knocks all the time does not keep the others waiting
   for (int left = at_once; left > 0; --left) {
@@ -258,7 +266,7 @@ void Agent::leave_in_order() {
   session_.lose();
   lose();
   if (left_behind_.empty() && !session_.page_lent()) return;
-  session_.begin();
+  session_.begin(/*to_leave=*/true);
   for (const std::uint64_t until_ns = vmci::monotonic_ns() + goodbye_ns; session_.state() == Session::State::asked;) {
     const std::uint64_t now_ns = vmci::monotonic_ns();
     if (now_ns >= until_ns) {

@@ -21,6 +21,7 @@ struct Options {
   int ready_fd = -1;  // gets a byte when processes can attach for the first time, and is closed
   std::uint64_t patience_ns = std::uint64_t{vm::session_patience_ms} * 1'000'000;
   std::uint32_t connections_per_user_max = 256;
+  std::uint64_t ballast_bytes_max = ~std::uint64_t{0};  // of memory that is held while other memory is looked for (ballast.hpp)
 };
 
 class Agent {
@@ -42,6 +43,7 @@ class Agent {
   bool take_frame(const vm::FrameHead& head, std::span<const std::byte> body);  // false: the service breaks the protocol
   void wait(std::uint64_t now_ns);
   void take_event(Source source);
+  void take_doorbells();
   void accept();
   void look_at_listener(std::uint64_t now_ns);
   void listen();

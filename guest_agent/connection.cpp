@@ -267,6 +267,7 @@ int Connection::prepare_attach(std::span<const std::byte> body) {
     return 0;
   }
   auto arena = session_.make_segment("vrdma-arena", session_.arena_bytes());
+  if (!arena && value(arena.error()) == EFAULT) return ENOMEM;  // it has said why
   if (!arena && session_.ram_page_bytes() != vm::page_bytes) {
     say("no huge pages of %llu KiB for process %d (%s), which it needs as the host keeps this machine's RAM on such: give this machine more memory, or "
         "reserve some (vm.nr_hugepages)",
@@ -296,7 +297,7 @@ int Connection::prepare_reach() {
     return 0;
   }
   auto copier = session_.make_segment("vrdma-copier", copying::segment_bytes);
-  if (!copier) return value(copier.error());
+  if (!copier) return value(copier.error()) == EFAULT ? ENOMEM : value(copier.error());
   copier_ = std::move(*copier);
   send_segment(vm::segment_copier, copier_.runs);
   return 0;

@@ -72,4 +72,13 @@ RamExtent RamExtent::of(std::istream& iomem) {
   return extent;
 }
 
+std::uint64_t part_begin(std::istream& iomem, std::uint64_t address) {
+  for (std::string line; std::getline(iomem, line);) {
+    unsigned long long first = 0, last = 0;
+    if (line.empty() || line.front() == ' ' || std::sscanf(line.c_str(), "%llx-%llx", &first, &last) != 2) continue;  // virtio-mem's is part of its device
+    if (first <= address && address <= last) return first;
+  }
+  return 0;
+}
+
 }  // namespace vrdma::agent

@@ -18,6 +18,8 @@ using Runs = std::vector<vm::Run>;
 constexpr std::uint64_t page_floor(std::uint64_t address) { return address & ~std::uint64_t{vm::page_bytes - 1}; }
 constexpr std::uint64_t page_ceiling(std::uint64_t address) { return page_floor(address + vm::page_bytes - 1); }
 
+constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, from Linux 5.14 on
+
 // The page table of one program: what a process runs after an exec is another one, which this does not show.
 class Pagemap {
  public:
@@ -44,5 +46,9 @@ struct RamExtent {
   std::uint64_t low_end = 0, high_bytes = 0;
   static RamExtent of(std::istream& iomem);
 };
+
+// Where the part of the machine's memory begins in which an address lies, by the same text: one DIMM, say, or all that it booted with from
+// 4 GiB on. 0: in none.
+std::uint64_t part_begin(std::istream& iomem, std::uint64_t address);
 
 }  // namespace vrdma::agent

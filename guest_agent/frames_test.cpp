@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <sstream>
+#include <string>
 
 using namespace vrdma::agent;
 using vrdma::vm::Run;
@@ -59,4 +60,19 @@ TEST_CASE("RAM from 4 GiB on counts to the end of its last region, and nothing e
   const RamExtent of_hidden = RamExtent::of(hidden);
   CHECK(of_hidden.high_bytes == 0);
   CHECK(of_hidden.low_end == 0);
+}
+
+TEST_CASE("Memory that was plugged in begins where its DIMM does, or its device") {
+  const std::string text =
+      "00100000-17ffffff : System RAM\n  01000000-01ffffff : Kernel code\n100000000-107ffffff : System RAM\n108000000-10fffffff : System RAM\n"
+      "140000000-1bfffffff : virtio0\n  148000000-14fffffff : System RAM (virtio_mem)\n";
+  const auto begin = [&](std::uint64_t address) {
+    std::istringstream iomem(text);
+    return part_begin(iomem, address);
+  };
+  CHECK(begin(0x01000000) == 0x00100000u);
+  CHECK(begin(0x107fff000) == 0x100000000u);
+  CHECK(begin(0x108000000) == 0x108000000u);
+  CHECK(begin(0x148001000) == 0x140000000u);
+  CHECK(begin(0x120000000) == 0);
 }

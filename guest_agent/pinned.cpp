@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/io_uring.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 
 #include <algorithm>
@@ -93,36 +94,61 @@ class Surplus {
   std::optional<std::uint64_t> before_;
 };
 
-Result<PinnedSegment> pinned(Result<vmci::Segment> memory) {
-  if (!memory) return memory.error();
-  PinnedSegment segment;
-  segment.memory = std::move(*memory);
-  const std::uint64_t bytes = segment.memory.bytes();
-  // Pinning brings the pages into being; who touches them first dies of SIGBUS where there is no memory for them.
-  auto ring = vmci::pin_pages(std::span(segment.memory.data(), bytes));
-  if (!ring) return value(ring.error()) == EFAULT ? Errno{ENOMEM} : ring.error();
-  segment.ring = std::move(*ring);
-  auto self = Pagemap::of_self();
-  if (!self) return self.error();
-  auto runs = self->runs(reinterpret_cast<std::uintptr_t>(segment.memory.data()), bytes);
-  if (!runs) return runs.error();
-  segment.runs = std::move(*runs);
-  return segment;
-}
-
 }  // namespace
 
 Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, bool future_read_only) {
   if (bytes == 0 || bytes % vm::page_bytes != 0) return Errno{EINVAL};
-  return pinned(vmci::Segment::create(name, bytes, future_read_only));
+  auto segment = unpinned(name, bytes, vm::page_bytes, future_read_only);
+  if (const Status pinned = segment ? segment->pin() : segment.error(); !pinned) return pinned.error();
+  return segment;
 }
 
 Result<PinnedSegment> PinnedSegment::make_huge(const char* name, std::uint64_t bytes, std::uint64_t page_bytes) {
   if (bytes == 0 || !std::has_single_bit(page_bytes) || page_bytes < vm::page_bytes) return Errno{EINVAL};
+  auto segment = unpinned(name, bytes, page_bytes);
+  if (const Status pinned = segment ? segment->pin() : segment.error(); !pinned) return pinned.error();
+  return segment;
+}
+
+Result<PinnedSegment> PinnedSegment::unpinned(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only) {
   const std::uint64_t pages = bytes / page_bytes + (bytes % page_bytes != 0);
-  auto surplus = Surplus::allow(page_bytes, pages);
-  if (!surplus) return surplus.error();
-  return pinned(vmci::Segment::create(name, pages * page_bytes, false, page_bytes));
+  auto memory = vmci::Segment::create(name, pages * page_bytes, future_read_only, page_bytes);
+  if (!memory) return memory.error();
+  PinnedSegment segment;
+  segment.memory = std::move(*memory);
+  segment.page_bytes = page_bytes;
+  return segment;
+}
+
+void PinnedSegment::touch() { ::madvise(memory.data(), memory.bytes(), populate_write); }
+
+Status PinnedSegment::pin() {
+  std::optional<Surplus> surplus;
+  if (page_bytes != vm::page_bytes) {
+    auto allowed = Surplus::allow(page_bytes, memory.bytes() / page_bytes);
+    if (!allowed) return allowed.error();
+    surplus.emplace(std::move(*allowed));
+  }
+  // Pinning brings the pages into being; who touches them first dies of SIGBUS where there is no memory for them.
+  auto pinned = vmci::pin_pages(std::span(memory.data(), memory.bytes()));
+  if (!pinned) return value(pinned.error()) == EFAULT ? Errno{ENOMEM} : pinned.error();
+  ring = std::move(*pinned);
+  auto self = Pagemap::of_self();
+  if (!self) return self.error();
+  auto found = self->runs(reinterpret_cast<std::uintptr_t>(memory.data()), memory.bytes());
+  if (!found) return found.error();
+  runs = std::move(*found);
+  return ok();
+}
+
+Result<UniqueFd> PinnedSegment::give_up(const std::function<bool(const vm::Run&)>& keep) {
+  std::uint64_t at = 0;
+  for (const vm::Run& run : runs) {
+    const std::uint64_t bytes = run.pages * vm::page_bytes;
+    if (!keep(run) && ::fallocate(memory.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at), static_cast<off_t>(bytes)) != 0) return last_error();
+    at += bytes;
+  }
+  return std::move(ring);
 }
 
 Result<UniqueFd> take_ring(int pidfd, int descriptor) {

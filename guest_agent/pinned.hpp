@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 
@@ -18,16 +19,22 @@ struct PinnedSegment {
   vmci::Segment memory;
   vmci::UniqueFd ring;
   Runs runs;  // of all its pages
+  std::uint64_t page_bytes = vm::page_bytes;
 
-  // Huge ones where a machine's RAM has such, else ordinary ones.
-  static Result<PinnedSegment> of_pages(const char* name, std::uint64_t bytes, std::uint64_t page_bytes) {
-    return page_bytes == vm::page_bytes ? make(name, bytes) : make_huge(name, bytes, page_bytes);
-  }
   // ENOSYS, EPERM: no io_uring (kernel.io_uring_disabled); EPERM: frames are hidden; ENOMEM.
   static Result<PinnedSegment> make(const char* name, std::uint64_t bytes, bool future_read_only = false);
   // The same of huge pages of this size, at least `bytes`. They are taken from the kernel's ordinary memory, and go back there:
-  // nobody has to reserve any. ENOMEM: it finds none in one piece. ENOENT, EINVAL: it knows no such size.
+  // nobody has to reserve any. ENOMEM: it finds none in one piece. ENODEV, EINVAL: it knows no such size.
   static Result<PinnedSegment> make_huge(const char* name, std::uint64_t bytes, std::uint64_t page_bytes);
+
+
+  // In two steps: pages come into being when they are touched, or else when they are pinned.
+  static Result<PinnedSegment> unpinned(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only = false);
+  void touch();  // as far as that can be
+  Status pin();
+  // Gives up the pages that are not to be kept, for others that come when they are touched; not where it is future_read_only. What it had
+  // stays pinned by the ring that is returned, and so is nobody's: it is not what comes.
+  Result<vmci::UniqueFd> give_up(const std::function<bool(const vm::Run&)>& keep);
 };
 
 // Takes over the ring that a process has as `descriptor`, so that from now on nobody can unregister its buffers.

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <fstream>
@@ -103,7 +104,7 @@ TEST_CASE("A segment of huge pages is of whole ones, that lie as they must and g
 TEST_CASE("A segment of no pages, or of parts of pages, is none") {
   CHECK(value(PinnedSegment::make_huge("vrdma-test", 0, 2 << 20).error()) == EINVAL);
   CHECK(value(PinnedSegment::make_huge("vrdma-test", 1, (2 << 20) + 1).error()) == EINVAL);
-  CHECK(value(PinnedSegment::make_huge("vrdma-test", 1, 8 << 20).error()) == ENOENT);  // the kernel knows no such page
+  CHECK(value(PinnedSegment::make_huge("vrdma-test", 1, 8 << 20).error()) == ENODEV);  // the kernel knows no such page
   CHECK(value(PinnedSegment::make("vrdma-test", 0).error()) == EINVAL);
   CHECK(value(PinnedSegment::make("vrdma-test", page_bytes + 1).error()) == EINVAL);
 }
@@ -161,4 +162,34 @@ TEST_CASE("What is no ring, or one that was at work already, is not taken") {
   const UniqueFd enabled(static_cast<int>(::syscall(SYS_io_uring_setup, 1, &parameters)));
   if (!enabled && skipped(vrdma::last_error())) return;
   CHECK(value(take_ring(pidfd.get(), enabled.get()).error()) == EPERM);
+}
+
+TEST_CASE("Pages that are not kept are given up for others, which are zero and pinned; the rest stays") {
+  constexpr std::uint64_t pages = 64;
+  auto segment = PinnedSegment::make("vrdma-test", pages * page_bytes);
+  if (!segment && skipped(segment.error())) return;
+  const auto frames = [&] {
+    std::vector<std::uint64_t> each;
+    for (const auto& run : segment->runs)
+      for (std::uint64_t i = 0; i < run.pages; ++i) each.push_back(run.page + i);
+    return each;
+  };
+  for (std::uint64_t i = 0; i < pages; ++i) segment->memory.data()[i * page_bytes] = std::byte{1};
+  const auto had = frames();
+  const auto first = segment->runs.front();
+  auto before = segment->give_up([&](const vrdma::vm::Run& run) { return run.page != first.page; });
+  REQUIRE(before.has_value());
+  segment->touch();
+  REQUIRE(segment->pin().has_value());
+  CHECK(*before);
+  CHECK(segment->ring);
+  const auto has = frames();
+  REQUIRE(has.size() == pages);
+  for (std::uint64_t i = 0; i < pages; ++i) {
+    const bool kept = i >= first.pages;
+    CHECK((has[i] == had[i]) == kept);
+    CHECK((segment->memory.data()[i * page_bytes] == std::byte{1}) == kept);
+    // What was given up is held by the ring, and so is nobody else's.
+    if (!kept) CHECK(std::find(had.begin(), had.end(), has[i]) == had.end());
+  }
 }

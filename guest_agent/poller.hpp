@@ -42,11 +42,12 @@ class Poller {
   template <class Found>
   void wait(std::uint64_t timeout_ns, Found&& found) {
     const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), static_cast<long>(timeout_ns % 1'000'000'000)};
-    long count = ::syscall(SYS_epoll_pwait2, fd_.get(), events_.data(), static_cast<int>(events_.size()), &timeout, nullptr, 0);
+    std::array<epoll_event, 64> events;  // of this call: what is found may look for more
+    long count = ::syscall(SYS_epoll_pwait2, fd_.get(), events.data(), static_cast<int>(events.size()), &timeout, nullptr, 0);
     if (count < 0 && errno == ENOSYS)  // before Linux 5.11
-      count = ::epoll_wait(fd_.get(), events_.data(), static_cast<int>(events_.size()), static_cast<int>((timeout_ns + 999'999) / 1'000'000));
+      count = ::epoll_wait(fd_.get(), events.data(), static_cast<int>(events.size()), static_cast<int>((timeout_ns + 999'999) / 1'000'000));
     for (long i = 0; i < count; ++i)
-      found(Source{static_cast<std::uint32_t>(events_[i].data.u64 >> 32), static_cast<std::uint32_t>(events_[i].data.u64)});
+      found(Source{static_cast<std::uint32_t>(events[i].data.u64 >> 32), static_cast<std::uint32_t>(events[i].data.u64)});
   }
 
  private:
@@ -59,7 +60,6 @@ class Poller {
   }
 
   vmci::UniqueFd fd_;
-  std::array<epoll_event, 64> events_;
 };
 
 }  // namespace vrdma::agent

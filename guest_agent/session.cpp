@@ -23,6 +23,10 @@ using vm::Frame;
 namespace {
 
 constexpr std::uint64_t arena_bytes_max = std::uint64_t{1} << 40;  // of vrdmad's configuration
+// For pages that may be lent. Nobody is served meanwhile but with doorbells.
+constexpr std::uint64_t search_ns = 10'000'000'000;
+constexpr int exchanges_max = 16;  // where the machine has no more to spare for ballast
+constexpr std::uint64_t ballast_ns = 8'000'000'000;  // kept after that: who asks next goes on from there
 
 template <class Word>
 Word load(const Word& word, std::memory_order order = std::memory_order_relaxed) {
@@ -58,15 +62,18 @@ Session::ServiceNow Session::service() const {
   return now;
 }
 
+// Nobody else writes there; the moment is as good as a count. S4: pairs with the service's acquire: whose heart it sees beat has written `boot`.
+void Session::beat(std::uint64_t now_ns) const { std::atomic_ref(header_of(device_).agent.heartbeat).store(now_ns, std::memory_order_release); }
+
 Session::News Session::look(std::uint64_t now_ns) {
+  if (now_ns >= ballast_until_ns_) ballast_.release();
   const ServiceNow now = service();
   const bool ours = now.magic == vm::magic;  // else it may be another program's device, and nothing is written there
   const bool ready = ours && now.epoch != 0;
   const State before = state_;
   const bool too_early = before == State::absent && now_ns < not_before_ns_;
   if (before == State::absent && ready && !too_early) begin();
-  // Nobody else writes there; the moment is as good as a count. S4: pairs with the service's acquire: whose heart it sees beat has written `boot`.
-  if (ours) std::atomic_ref(header_of(device_).agent.heartbeat).store(now_ns, std::memory_order_release);
+  if (ours) beat(now_ns);
   switch (before) {
     case State::absent:
       return too_early ? News::none : say_that_it_waits(now_ns);
@@ -78,7 +85,7 @@ Session::News Session::look(std::uint64_t now_ns) {
         return news;
       }
       if (now.accepted != boot_) return news;
-      greet();
+      if (!to_leave_) greet();
       return News::accepted;
     }
     default:
@@ -109,7 +116,8 @@ Session::News Session::say_that_it_waits(std::uint64_t now_ns) {
   return News::waits;
 }
 
-void Session::begin() {
+void Session::begin(bool to_leave) {
+  to_leave_ = to_leave;
   const ServiceNow now = service();
   state_ = State::absent;
   if (now.magic != vm::magic || now.epoch == 0) return;
@@ -135,7 +143,7 @@ void Session::begin() {
 }
 
 // The machine's copy of the ServicePage.
-std::uint64_t Session::make_page() {
+std::optional<std::uint64_t> Session::make_page() {
   if (in_bar_) {
     auto page = bar_->take(sizeof(control::ServicePage));
     auto to_read = page ? bar_->descriptor(*page, false) : Result<vmci::UniqueFd>(page.error());
@@ -147,7 +155,9 @@ std::uint64_t Session::make_page() {
     page_ = reinterpret_cast<control::ServicePage*>(bar_pages_.back().data());
     return bar_pages_.back().offset() / vm::page_bytes;
   }
-  auto page = PinnedSegment::make("vrdma-service-page", sizeof(control::ServicePage), true);
+  constexpr std::uint64_t bytes = sizeof(control::ServicePage);
+  auto page = lendable("vrdma-service-page", bytes, vm::page_bytes, true);
+  if (!page && value(page.error()) == EFAULT) return std::nullopt;
   if (!page)
     throw std::runtime_error(std::string("cannot pin a page of memory (") + std::strerror(value(page.error())) +
                              "): run vrdma-guestd as root, with io_uring allowed (sysctl kernel.io_uring_disabled=0)");
@@ -180,7 +190,12 @@ void Session::greet() {
     bar_user_ = bar_->user_before();
     say("this machine's RAM is its own: %llu MiB of the device's BAR are lent to programs", static_cast<unsigned long long>(bar_->bytes() >> 20));
   }
-  const std::uint64_t page = make_page();
+  const auto page = make_page();
+  if (!page) {
+    state_ = State::absent;
+    not_before_ns_ = vmci::monotonic_ns() + patience_ns_;
+    return;
+  }
 
   vm::Hello hello{};
   hello.major = vm::version_major;
@@ -192,7 +207,7 @@ void Session::greet() {
     hello.low_end = extent.low_end;
     hello.high_bytes = extent.high_bytes;
   }
-  hello.page = page;
+  hello.page = *page;
   hello.proof = random_number();
   std::snprintf(hello.version, sizeof(hello.version), "%s", VRDMA_VERSION);
   std::memcpy(static_cast<void*>(page_), &hello.proof, sizeof(hello.proof));
@@ -221,9 +236,7 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
       throw Unsuitable("the host service (vrdma " + text_of(welcome.version) + ") refuses this agent (vrdma " VRDMA_VERSION
                        "): install the vrdma-guestd that belongs to the host's vrdmad");
     case EFAULT:
-      // It may have been one of memory that was plugged in: another one then, while these are taken.
-      if (!in_bar_ && pages_elsewhere_.size() < tries) {
-        pages_elsewhere_.push_back(std::move(pinned_page_));
+      if (!in_bar_ && believe_plugged_in(pinned_page_.runs.front().page)) {
         lose();
         return true;
       }
@@ -236,9 +249,8 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
   if (welcome.ram_page_bytes < vm::page_bytes || !std::has_single_bit(welcome.ram_page_bytes)) return false;
   arena_bytes_ = welcome.arena_bytes;
   ram_page_bytes_ = welcome.ram_page_bytes;
-  pages_elsewhere_.clear();
-  // An older service does not say.
-  ram_ = body.size() >= sizeof(welcome) ? std::optional(welcome.ram) : std::nullopt;
+  said_plugged_in_ = false;
+  if (body.size() >= sizeof(welcome)) ram_ = welcome.ram;  // an older service does not say
   machine_ = text_of(welcome.name);
   not_before_ns_ = 0;
   mark_alive();
@@ -247,20 +259,59 @@ bool Session::take_welcome(std::span<const std::byte> body, std::uint64_t now_ns
 }
 
 bool Session::may_lend(const Runs& runs) const {
-  return !ram_ || std::ranges::all_of(runs, [this](const vm::Run& run) { return ram_->offset_of(run).has_value(); });
+  return std::ranges::all_of(runs, [this](const vm::Run& run) { return may_lend(run); });
 }
 
-Result<PinnedSegment> Session::make_segment(const char* name, std::uint64_t bytes) {
-  std::vector<PinnedSegment> elsewhere;  // taken meanwhile, so that the next one lies somewhere else
-  while (elsewhere.size() < tries) {
-    auto segment = PinnedSegment::of_pages(name, bytes, ram_page_bytes_);
-    if (!segment || may_lend(segment->runs)) return segment;
-    elsewhere.push_back(std::move(*segment));
+// The service has not found a page of ours: it is of memory that was plugged in, which lies behind all that is in the file, and so is what lies
+// behind it. False: a page that is always there, below 4 GiB.
+bool Session::believe_plugged_in(std::uint64_t page) {
+  constexpr std::uint64_t high = std::uint64_t{1} << 32;
+  if (page < high / vm::page_bytes) return false;
+  std::ifstream iomem("/proc/iomem");
+  const std::uint64_t from = std::max(part_begin(iomem, page * vm::page_bytes), high);
+  ram_ = vm::RamLayout{high, from - high};
+  return true;
+}
+
+Result<PinnedSegment> Session::lendable(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only) {
+  const auto make = [&] { return PinnedSegment::unpinned(name, bytes, page_bytes, future_read_only); };
+  auto segment = make();
+  if (const Status pinned = segment ? segment->pin() : segment.error(); !pinned) return pinned.error();
+  if (may_lend(segment->runs)) return segment;
+
+  const auto keep = [this](const vm::Run& run) { return may_lend(run); };
+  std::vector<vmci::UniqueFd> elsewhere;  // hold what may not be lent, so that it is not handed out again
+  bool used_up = false;  // the other memory, but for what comes free just now
+  int without_ballast = 0;
+  const std::uint64_t begin_ns = vmci::monotonic_ns();
+  for (std::uint64_t now_ns = begin_ns; now_ns < begin_ns + search_ns; now_ns = vmci::monotonic_ns()) {
+    beat(now_ns);
+    meanwhile_();
+    if (!used_up) {
+      const auto given_back = ballast_.grow(bytes, keep);
+      used_up = !given_back || *given_back != 0;
+      continue;
+    }
+    if (future_read_only) {
+      elsewhere.push_back(std::move(segment->ring));
+      segment = make();
+      if (!segment) return segment;
+    } else {
+      auto before = segment->give_up(keep);
+      if (!before) return before.error();
+      elsewhere.push_back(std::move(*before));
+    }
+    if (!ballast_.grow(bytes, keep, [&] { segment->touch(); }) && ++without_ballast > exchanges_max) break;
+    if (const Status pinned = segment->pin(); !pinned) return pinned.error();
+    if (may_lend(segment->runs)) break;
   }
+  ballast_until_ns_ = vmci::monotonic_ns() + ballast_ns;
+  if (segment->ring && may_lend(segment->runs)) return segment;
+  if (state_ != State::open && std::exchange(said_plugged_in_, true)) return Errno{EFAULT};
   say("%llu KiB are only to be had of memory that was plugged into this machine (DIMMs, virtio-mem), which the host's service does not have: let the kernel have that as "
-      "movable memory (memhp_default_state=online_movable), or start the machine with all its memory (\"vrdma vm add --memory\")",
-      static_cast<unsigned long long>(bytes >> 10));
-  return Errno{ENOMEM};
+      "movable memory (memhp_default_state=online_movable), or start the machine with all its memory (\"vrdma vm add --memory\")%s",
+      static_cast<unsigned long long>(bytes >> 10), state_ == State::open ? "" : "; waiting. If none was plugged in, start it with exactly what \"vrdma vm show\" prints");
+  return Errno{EFAULT};
 }
 
 void Session::lose() {

@@ -7,13 +7,16 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "guest_agent/ballast.hpp"
 #include "guest_agent/bar_pages.hpp"
 #include "guest_agent/device.hpp"
 #include "guest_agent/pinned.hpp"
@@ -38,14 +41,16 @@ class Session {
     waits,  // there has been no service for long; once for each time
   };
 
-  Session(const Device& device, std::uint64_t patience_ns) : device_(device), patience_ns_(patience_ns), vectors_(vm::fixed_vectors, device.vectors) {}
+  // ballast_bytes_max: of memory that is held while other memory is looked for. meanwhile: called again and again while that takes time.
+  Session(const Device& device, std::uint64_t patience_ns, std::uint64_t ballast_bytes_max, std::function<void()> meanwhile)
+      : device_(device), patience_ns_(patience_ns), vectors_(vm::fixed_vectors, device.vectors), ballast_(ballast_bytes_max), meanwhile_(std::move(meanwhile)) {}
 
   State state() const { return state_; }
   bool linked() const { return state_ == State::greeted || state_ == State::open; }
   // Looks at the service's line and does what it calls for. Throws Unsuitable; std::runtime_error if nothing can be pinned here.
   News look(std::uint64_t now_ns);
-  // Begins a new session, whatever there was, if the service is ready for one.
-  void begin();
+  // Begins a new session, whatever there was, if the service is ready for one. to_leave: it goes no further than that the service accepts it.
+  void begin(bool to_leave = false);
   // The answer to hello. False: it breaks the protocol. A service that has no memory of the machine is asked again, as patiently.
   bool take_welcome(std::span<const std::byte> body, std::uint64_t now_ns);
   void lose();
@@ -71,11 +76,12 @@ class Session {
   bool admits(uid_t user);
   std::uint64_t arena_bytes() const { return arena_bytes_; }
   std::uint64_t ram_page_bytes() const { return ram_page_bytes_; }
-  static constexpr std::size_t tries = 16;  // at pages that may be lent
   // Whether these pages lie in the file that the service has. Not those of memory that was plugged in.
   bool may_lend(const Runs& runs) const;
-  // A segment that may be lent, as PinnedSegment::of_pages(); ENOMEM also where there is none.
-  Result<PinnedSegment> make_segment(const char* name, std::uint64_t bytes);
+  bool may_lend(const vm::Run& run) const { return !ram_ || ram_->offset_of(run).has_value(); }
+  // A segment that may be lent, of huge pages where the machine's RAM has such; errors as PinnedSegment::make(). EFAULT: it would be of memory
+  // that was plugged in; that was said. Looking for other takes up to ten seconds.
+  Result<PinnedSegment> make_segment(const char* name, std::uint64_t bytes) { return lendable(name, bytes, ram_page_bytes_, false); }
   const std::string& machine() const { return machine_; }
 
  private:
@@ -86,8 +92,11 @@ class Session {
   };
   ServiceNow service() const;
   void greet();
+  Result<PinnedSegment> lendable(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only);
+  bool believe_plugged_in(std::uint64_t page);  // false: it cannot be
+  void beat(std::uint64_t now_ns) const;
   News say_that_it_waits(std::uint64_t now_ns);
-  std::uint64_t make_page();  // its number
+  std::optional<std::uint64_t> make_page();  // its number; none: EFAULT, as make_segment()
   void mark_alive();
   void mark_dead();
 
@@ -111,9 +120,13 @@ class Session {
   std::vector<BarPages::Slice> bar_pages_;
   bool marked_alive_ = false;
   vmci::UniqueFd page_to_read_;
-  std::vector<PinnedSegment> pages_elsewhere_;  // in which the service did not find the proof
   std::uint64_t arena_bytes_ = 0, ram_page_bytes_ = vm::page_bytes;
-  std::optional<vm::RamLayout> ram_;  // Welcome
+  std::optional<vm::RamLayout> ram_;  // of the last Welcome; or what is left to believe of it, where the service did not find the proof
+  bool said_plugged_in_ = false;  // in vain, for a session
+  bool to_leave_ = false;
+  Ballast ballast_;  // kept for a while: programs come in crowds
+  std::uint64_t ballast_until_ns_ = 0;
+  std::function<void()> meanwhile_;
   std::string machine_;
 };
 

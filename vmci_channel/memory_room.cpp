@@ -94,4 +94,9 @@ std::uint64_t memory_room(const MemoryFiles& files) {
   return room + pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
 }
 
+MemoryLeft memory_left(const MemoryFiles& files) {
+  const std::string machine = read_text(files.proc + "/meminfo");
+  return {number_after(machine, "MemTotal:") << 10, std::min(number_after(machine, "MemAvailable:") << 10, room_in_cgroups(files))};
+}
+
 }  // namespace vmci

@@ -15,4 +15,11 @@ struct MemoryFiles {
 // knows.
 std::uint64_t memory_room(const MemoryFiles& files = {});
 
+// What the machine has, and what of it this process can have without anything being swapped out, or any file that programs keep in memory
+// being lost; 0: nobody knows. No more than its control groups allow.
+struct MemoryLeft {
+  std::uint64_t all_bytes = 0, available_bytes = 0;
+};
+MemoryLeft memory_left(const MemoryFiles& files = {});
+
 }  // namespace vmci

@@ -126,3 +126,14 @@ TEST_CASE("Memory that a control group does not allow is not pinned, and its pro
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == ENOMEM);
 }
+
+TEST_CASE("What is left is what the machine has available, no more than control groups allow, and nothing where nobody knows") {
+  World world;
+  CHECK(vmci::memory_left(world.files).all_bytes == 9999999ull << 10);
+  CHECK(vmci::memory_left(world.files).available_bytes == 4096000ull << 10);
+  world.in_groups("0::/a\n");
+  world.group("a", "memory.max", std::to_string(100 * mib) + "\n", 60 * mib, "file " + std::to_string(20 * mib) + "\n");
+  CHECK(vmci::memory_left(world.files).available_bytes == 60 * mib);
+  fs::remove_all(world.folder);
+  CHECK(vmci::memory_left(world.files).available_bytes == 0);
+}

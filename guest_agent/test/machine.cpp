@@ -62,6 +62,7 @@ Machine::Machine(bool by_interrupts, std::uint64_t patience_ns, std::uint64_t ba
     Options options;
     options.socket = socket;
     options.patience_ns = patience_ns;
+    options.ballast_bytes_max = 64 << 20;  // of the machine that this is tested on
     try {
       Agent(device, options).run(stop_.get());
     } catch (const std::exception& error) {

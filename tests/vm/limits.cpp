@@ -1,11 +1,11 @@
 // Registers fresh memory of each size in turn, as much as it is let, and says of each what became of it and how much of this process is
 // pinned: a client of libibverbs alone.
 //
-//   limits BYTES [BYTES…]
+//   limits [now] BYTES [BYTES…]
 //
 // "1073741824 refused EDQUOT pinned 0 kB", "268435456 registered pinned 262144 kB"; what is registered, a word in it too, is held until
 // SIGTERM. Then lets all go and says "ends pinned 0 kB". Pinned is what is more than before the first; it is waited for until it has
-// become what it should be: the kernel takes a ring down in the background.
+// become what it should be: the kernel takes a ring down in the background. now: it is said as it is, for where pages may be pinned in vain.
 #include <infiniband/verbs.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -60,10 +60,11 @@ int main(int count, char** words) {
   ibv_context* const context = must(ibv_open_device(must(devices[0], "find a device")), "open the device");
   ibv_free_device_list(devices);
   ibv_pd* const pd = must(ibv_alloc_pd(context), "make a PD");
+  const bool now = count > 1 && std::strcmp(words[1], "now") == 0;
   const std::uint64_t before = pinned_kib();
   std::uint64_t due = 0;
   std::vector<Held> held;
-  for (int i = 1; i < count; ++i) {
+  for (int i = now ? 2 : 1; i < count; ++i) {
     const std::size_t bytes = std::strtoull(words[i], nullptr, 10);
     void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     must(memory != MAP_FAILED, "map memory");
@@ -78,7 +79,7 @@ int main(int count, char** words) {
       ::munmap(memory, bytes);
     }
     std::printf("%zu %s%s pinned %llu kB\n", bytes, mr != nullptr ? "registered" : "refused ", mr != nullptr ? "" : strerrorname_np(error),
-                static_cast<unsigned long long>(settled_pinned_kib(before, due)));
+                static_cast<unsigned long long>(now ? pinned_kib() - before : settled_pinned_kib(before, due)));
     std::fflush(stdout);
   }
   std::printf("holds\n");

@@ -8,6 +8,8 @@ from snapshots import PATIENT, serves_again, stop_all, talk
 
 SECONDS = 120
 PLUGGED_MIB, FILLED_MIB = 128, 160
+LATER_MIB = 256  # more than an agent finds its way past by asking again and again
+SMALL = (4096, 8192, 65536, 200000)
 # Fills memory, says so, and looks for as long as it runs whether that is as it was.
 CANARY = f"""
 import time
@@ -90,3 +92,51 @@ def plugged(tally, guests):
             raise Failure(f"it has {shown}, and nobody is told why\n{holder.says()}\n{agent.says()}")
         return f"{', '.join(shown) or 'nothing'} registered"
     tally.case("in use as the kernel's memory: the machine is served on, and who gets no other is told", kernels)
+
+    def served():
+        """A new program gets queues, and all of its small regions; and what goes through them arrives, by copies or not."""
+        wait_until(lambda: guests.shown()[side.shell.name]["state"] == "attached", SECONDS, "the agent has a session", [guests.service.program])
+        holder = side.start([program, "now", *map(str, SMALL)], "limits")
+        try:
+            wait_until(lambda: not holder.running() or "holds\n" in holder.output(), SECONDS, "it has tried all", [holder, guests.service.program])
+            if holder.output().count(" registered ") != len(SMALL):
+                raise Failure(f"not all are registered\n{holder.says()}\n{guests.news()}")
+            shown = [mr["path"] for mr in json.loads(guests.vrdma("show", "mrs", "--json"))]
+        finally:
+            holder.stop(grace_s=60)
+        pairs = [talk(guests, side, PATIENT, "polls")]
+        try:
+            stop_all(pairs)
+        finally:
+            for pair in pairs:
+                pair.stop()
+        guests.check()
+        return ", ".join(shown)
+
+    def plugged_later():
+        """Ordinary memory, and free: the kernel hands it out before any of the file's."""
+        before = total_mib()
+        monitor = guests.monitor(side)
+        monitor.do("object-add", **{"qom-type": "memory-backend-ram", "id": "later", "size": LATER_MIB << 20})
+        monitor.do("device_add", driver="pc-dimm", id="dimm-later", memdev="later")
+
+        def in_use():
+            plain.run(["busybox", "sh", "-c", "for block in /sys/devices/system/memory/memory*; do echo online_kernel >$block/state; done 2>/dev/null; :"], 60)
+            return total_mib() >= before + LATER_MIB * 3 // 4
+        wait_until(in_use, SECONDS, "it is in use", [side.shell.qemu])
+        return served()
+    tally.case("plugged in while it runs, as the kernel's memory: new programs, and small regions", plugged_later)
+
+    def another_service():
+        guests.service.kill()
+        guests.service.start()
+        return served()
+    tally.case("then another vrdmad: the agent finds a page that it can reach, and programs are served", another_service)
+
+    def another_agent():
+        agent = guests.agents[side.shell.name]
+        if (code := agent.stop(grace_s=30)) != 0:
+            raise Failure(f"vrdma-guestd left with {code}\n{agent.says()}")
+        guests.start_agent(side)
+        return served()
+    tally.case("then another agent, which does not know yet where the file ends", another_agent)
