@@ -141,7 +141,7 @@ void examine_agent(const std::optional<std::string>& running, std::vector<Findin
 const char* self_test_remedy(const std::string& error) {
   constexpr std::pair<int, const char*> known[] = {
       {EADDRNOTAVAIL, "no LID is left, or the subnet has leased none to this host: see \"vrdma show hosts\""},
-      {ENOMEM, "raise the limit of address space (ulimit -v) here, or the limits under which vrdmad was started; a private one leaves ten seconds after its last program"},
+      {ENOMEM, "raise the limit of address space (ulimit -v) here, or the limits under which vrdmad was started; in a virtual machine, what vrdma-guestd says; a private one leaves ten seconds after its last program"},
       {EFBIG, "vrdmad was started under a limit of file sizes (ulimit -f): start it without; a private one leaves ten seconds after its last program"},
       {EDQUOT, "the service has as much of this user as its quota allows: its log says of what, and \"quota\" in vrdmad.conf(5) is how much"},
       {EMFILE, "raise the limit of open files (ulimit -n)"}};

@@ -55,7 +55,7 @@ const char* remedy(int error) {
     case ENFILE:
       return "raise the limit of open files";
     case ENOMEM:
-      return "raise the limit of address space (ulimit -v) of this program, or the limits under which vrdmad was started";
+      return "raise the limit of address space (ulimit -v) of this program, or the limits under which vrdmad was started; in a virtual machine, what vrdma-guestd says";
     case EFBIG:
       return "raise the limit of file sizes under which vrdmad was started (ulimit -f)";
     case EDQUOT:
