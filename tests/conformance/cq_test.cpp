@@ -47,19 +47,32 @@ CONFORMANCE(PollCqGivesAtMostWhatIsAskedFor, "WC-06 CQ-09") {
   run.peer.barrier();
 }
 
+namespace {
+// Two connected QPs of one process, of which one has one CQ for both of its queues.
+struct OneCqPair {
+  explicit OneCqPair(Run& run)
+      : dev(run.settings), pd(dev), one(dev, 256), far_sends(dev, 256), far_receives(dev, 256), mem(pd, 4096), qp(pd, one, one), far(pd, far_sends, far_receives) {
+    to_init(dev, qp);
+    to_init(dev, far);
+    bring_up(dev, qp, address_of(dev, far));
+    bring_up(dev, far, address_of(dev, qp));
+  }
+  Device dev;
+  Pd pd;
+  Cq one, far_sends, far_receives;
+  Region mem;
+  Qp qp, far;
+};
+}  // namespace
+
 // Each step is posted when the one before it has been seen to be done at the far end, so there is one order only: an adapter's queue has it, however
 // late the program looks, and however little it takes at a time.
 CONFORMANCE(BothQueuesOfOneQpCompleteInOneOrder, "CQ-14", .solo = true) {
   constexpr std::uint64_t received = 1000;
-  Device dev(run.settings);
-  Pd pd(dev);
-  Cq one(dev, 256), far_sends(dev, 256), far_receives(dev, 256);
-  Region mem(pd, 4096);
-  Qp qp(pd, one, one), far(pd, far_sends, far_receives);
-  to_init(dev, qp);
-  to_init(dev, far);
-  bring_up(dev, qp, address_of(dev, far));
-  bring_up(dev, far, address_of(dev, qp));
+  OneCqPair pair(run);
+  Cq &one = pair.one, &far_sends = pair.far_sends;
+  Region& mem = pair.mem;
+  Qp &qp = pair.qp, &far = pair.far;
   std::uint64_t next = 0;
   for (int round = 0; round < 200; ++round) {
     const Note note("round ", round);
@@ -80,7 +93,7 @@ CONFORMANCE(BothQueuesOfOneQpCompleteInOneOrder, "CQ-14", .solo = true) {
       } else {
         EXPECT_OK(post(far, Recv{next, {mem.sge(64, 8)}}));
         EXPECT_OK(post(qp, Send{.id = next, .sges = {mem.sge(0, 8)}}));
-        far_receives.expect(next);
+        pair.far_receives.expect(next);
         wanted.push_back(next++);
       }
     }
@@ -100,15 +113,10 @@ CONFORMANCE(BothQueuesOfOneQpCompleteInOneOrder, "CQ-14", .solo = true) {
 
 // A receive that is there waits for nothing, whatever else completes all the time.
 CONFORMANCE(AReceiveIsPolledThoughSendsKeepCompleting, "CQ-14", .solo = true) {
-  Device dev(run.settings);
-  Pd pd(dev);
-  Cq one(dev, 256), unused(dev, 256), far_sends(dev, 256);
-  Region mem(pd, 4096);
-  Qp qp(pd, one, one), far(pd, far_sends, unused);
-  to_init(dev, qp);
-  to_init(dev, far);
-  bring_up(dev, qp, address_of(dev, far));
-  bring_up(dev, far, address_of(dev, qp));
+  OneCqPair pair(run);
+  Cq &one = pair.one, &far_sends = pair.far_sends;
+  Region& mem = pair.mem;
+  Qp &qp = pair.qp, &far = pair.far;
   const Send write{.opcode = IBV_WR_RDMA_WRITE, .id = 1, .sges = {mem.sge(0, 8)}, .remote_address = mem.buffer.address(8), .rkey = mem.mr.p->rkey};
   for (const int under_way : {1, 2, 8}) {
     const Note note(under_way, " writes under way");
