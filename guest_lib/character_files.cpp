@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <string>
 #include <vector>
 
 #include "guest_lib/cancellation.hpp"
@@ -64,6 +65,13 @@ void CharacterFile::take_record() {
   if (::syscall(SYS_ppoll, &readable, 1, &now, nullptr, 0) != 1 || (readable.revents & POLLIN) == 0) return;
   control::AsyncRecord record;
   ::syscall(SYS_read, fd, &record, sizeof(record));
+}
+
+void CharacterFile::fall_silent() {
+  std::lock_guard lock(descriptor_);
+  if (writing_end_ || closed.load(std::memory_order_relaxed) || !has_descriptor()) return;
+  const std::string pipe = "/proc/self/fd/" + std::to_string(fd);
+  writing_end_.reset(vmci::UniqueFd(static_cast<int>(::syscall(SYS_openat, AT_FDCWD, pipe.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC))));
 }
 
 // --- all of them ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/own_fd.hpp"
 #include "guest_lib/provisional.hpp"
 
 namespace vrdma::guest {
@@ -43,6 +44,9 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   int wait_until_readable(bool blocks) const;
   // The record is the service's word that something waits; it has said that nothing does.
   void take_record();
+  // The service is gone, and all that there was to say of it has been said. poll(2) calls a pipe readable whose writing end is closed, for ever,
+  // and who asks it after every event, as rsockets' thread does, would spin: the end is opened again, and nobody writes there.
+  void fall_silent();
 
  protected:
   CharacterFile(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in, dev_t device_in);
@@ -53,6 +57,7 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   const ino_t inode_;  // of the pipe: another one means that the number is another file's by now
   mutable std::atomic<bool> blocks_{true};  // when it was last asked, a hint that pairs with nothing
   std::mutex descriptor_;  // locked while the number must not become another file's
+  OwnFd writing_end_;      // of one that has fallen silent
 };
 
 class CharacterFiles {

@@ -1,6 +1,8 @@
 // What has happened to a channel's identifiers, as librdmacm reads it.
 #include <rdma/rdma_user_cm.h>
 
+#include <cerrno>
+
 #include "guest_lib/cancellation.hpp"
 #include "guest_lib/cm/command.hpp"
 #include "guest_lib/interruption.hpp"
@@ -39,19 +41,36 @@ rdma_ucm_event_resp event_of(const control::CmEvent& from) {
 }
 
 // The service is gone, and the devices with it. nullopt: every identifier of the channel has been told.
-std::optional<control::CmEvent> next_removal(Account& account, const File& file) {
+std::optional<control::CmEvent> next_removal(Account& account, File& file) {
+  std::optional<control::CmEvent> event;
   for (auto& [key, told] : account.told) {
     if (told.channel != file.key() || told.member != 0 || told.removal || told.uid == 0) continue;
+    if (event) return event;
     told.removal = true;
     ++told.events;
-    control::CmEvent event{};
-    event.uid = told.uid;
-    event.id = static_cast<std::uint32_t>(key);
-    event.event = control::cm_device_removal;
-    return event;
+    event.emplace();
+    event->uid = told.uid;
+    event->id = static_cast<std::uint32_t>(key);
+    event->event = control::cm_device_removal;
   }
-  return std::nullopt;
+  file.readers.close(false);
+  return event;
 }
+
+// A thread inside get_event.
+class Reader {
+ public:
+  explicit Reader(File& file) : file_(file) { file_.readers.enter(); }
+  Reader(const Reader&) = delete;
+  ~Reader() {
+    const int error = errno;
+    if (file_.readers.leave()) file_.fall_silent();
+    errno = error;
+  }
+
+ private:
+  File& file_;
+};
 
 // Takes and counts it. nullopt: none is there. last: it was the channel's last one.
 Result<std::optional<control::CmEvent>> take_counted(File& file, bool& last) {
@@ -92,8 +111,13 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     errno = request ? ENOSPC : EINVAL;
     return -1;
   }
+  const Reader reader(*file);
   const bool blocks = file->blocks();
   for (;;) {
+    if (file->readers.closed()) {
+      errno = EIO;
+      return -1;
+    }
     const int readable = file->wait_until_readable(blocks);
     if (file->closed.load(std::memory_order_relaxed)) return wait_for_ever(blocks);
     if (readable < 0) return -1;

@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "guest_lib/character_files.hpp"
+#include "guest_lib/readers.hpp"
 
 namespace vrdma::guest::cm {
 
@@ -20,6 +21,8 @@ class File final : public CharacterFile {
   // Of an identifier, or of the channel, among all that this process ever had.
   std::uint64_t key(std::uint32_t handle) const { return attachment->ordinal() << 32 | handle; }
   std::uint64_t key() const { return key(channel); }
+
+  Readers readers;  // closed when every identifier has been told that its device is gone: the last to leave has the descriptor fall silent
 };
 
 // What librdmacm has room for at least when it asks for an event.

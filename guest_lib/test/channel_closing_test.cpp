@@ -1,6 +1,8 @@
 // Programs whose main thread closes the channel of rdma_cm below the thread that reads its events, as rping's does.
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -106,5 +108,32 @@ TEST_CASE("Children close what is theirs, and have nothing of their parent's cha
   }
   CHECK(code_of(child) == 0);
   CHECK(channel.next_event() > 0);
+  CHECK(::close(channel.fd) == 0);
+}
+
+TEST_CASE("A channel whose identifiers have been told that the service is gone is not readable any more, and who asks is told so at once") {
+  Service service;
+  service.start();
+  const CmChannel channel;
+  channel.create(1);
+  channel.create(2);
+  const auto readable = [&] {
+    pollfd one{channel.fd, POLLIN, 0};
+    return ::poll(&one, 1, 0) == 1;
+  };
+  CHECK_FALSE(readable());
+  service.kill_now();
+  eventually("it is readable", readable);
+  for (int i = 0; i < 2; ++i) {
+    CHECK(readable());
+    CHECK(channel.next_event() > 0);
+  }
+  struct stat pipe {};  // by the kernel, not as a device: another user's program opens its writing end, too
+  REQUIRE(::syscall(SYS_newfstatat, channel.fd, "", &pipe, AT_EMPTY_PATH) == 0);
+  CHECK((pipe.st_mode & 0222) == 0222);
+  CHECK_FALSE(readable());  // rsockets' thread, which asks after each event, would spin
+  CHECK(channel.next_event() < 0);
+  CHECK(errno == EIO);
+  CHECK_FALSE(readable());
   CHECK(::close(channel.fd) == 0);
 }

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -37,6 +38,7 @@ Result<std::pair<vmci::UniqueFd, vmci::UniqueFd>> make_pipe() {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) return last_error();
   vmci::UniqueFd read_end(ends[0]), write_end(ends[1]);
+  (void)::fchmod(ends[0], 0622);  // who is given it, of whatever user, opens a writing end when we are gone (CharacterFile::fall_silent)
   if (::fcntl(write_end.get(), F_SETFL, O_NONBLOCK) != 0) return last_error();
   return std::pair{std::move(read_end), std::move(write_end)};
 }
