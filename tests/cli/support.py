@@ -1,10 +1,13 @@
 """What the tests of the command line share: programs under a time limit, a service, a counterfeit service, a raw guest."""
 import array
 import contextlib
+import json
 import os
 import pathlib
 import re
+import select
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -25,6 +28,9 @@ MAGIC = 0x4D445256
 MAJOR, MINOR = (int(re.search(rf"version_{part} = (\d+);", (pathlib.Path(__file__).parents[2] / "include/vrdma/control.hpp").read_text())[1])
                 for part in ("major", "minor"))
 REQUEST_ATTACH, REQUEST_SHOW = 1, 6
+
+needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+needs_full_device = unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
 
 
 class TestCase(unittest.TestCase):
@@ -59,6 +65,9 @@ class TestCase(unittest.TestCase):
     def vrdmad(self, *arguments, **keywords):
         return self.run_program(BIN / "vrdmad", *arguments, **keywords)
 
+    def run_under(self, *command, **keywords):
+        return self.vrdma("run", "--", *command, env={"VRDMA_SOCKET": self.socket}, **keywords)
+
     def assert_refuses(self, result, code, *words):
         """The exit code, and one sentence on standard error with all the words: what failed, with which value, what to do."""
         self.assertEqual(result.returncode, code, result.stderr + (result.stdout or ""))
@@ -87,6 +96,14 @@ class TestCase(unittest.TestCase):
                 if process.poll() is None:
                     process.kill()
                     process.communicate()
+
+    def stop_private_service(self, *socket):
+        """That of self.environment, or the one at this socket."""
+        pid = json.loads(self.vrdma("show", "--json", *(("--socket", *socket) if socket else ())).stdout)["service"]["pid"]
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGTERM)
+        self.assertTrue(select.select([pidfd], [], [], WATCHDOG_S)[0], "the private service did not leave")
+        os.close(pidfd)
 
     @contextlib.contextmanager
     def counterfeit(self, answer):

@@ -14,12 +14,11 @@ import time
 import unittest
 import xml.etree.ElementTree as xml
 
-from support import BIN, NOBODY, WATCHDOG_S, TestCase, as_nobody, readable_copy
+from support import BIN, NOBODY, WATCHDOG_S, TestCase, as_nobody, needs_root, readable_copy
 
 SOURCE = pathlib.Path(__file__).resolve().parents[2]
 CACHE = pathlib.Path(os.environ.get("VRDMA_CACHE", "build/release/vm")).resolve()
 QEMU = "qemu-system-x86_64"
-needs_root = unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
 
 
 class VmCase(TestCase):
