@@ -3,24 +3,17 @@
 #include "guest_lib/memory/manager.hpp"
 #include "guest_lib/memory/mapped_memory.hpp"
 
-#include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 #include <random>
 #include <string>
-#include <thread>
 
 #include "guest_lib/memory/test_support.hpp"
 #include "vmci_channel/segment.hpp"
@@ -28,105 +21,6 @@
 using namespace vrdma;
 using namespace vrdma::memory;
 using namespace vrdma::memory::test;
-
-TEST_CASE("Mappings are found also when the first thread has ended") {
-  static const char page[1] = {};
-  const pid_t child = ::fork();
-  if (child == 0) {
-    std::thread([] {
-      const auto zombie = [] {
-        std::ifstream status("/proc/self/stat");
-        const std::string text(std::istreambuf_iterator<char>(status), {});
-        const auto behind = text.rfind(')');
-        return behind != std::string::npos && text.substr(behind + 2, 1) == "Z";
-      };
-      for (int i = 0; i < 10'000 && !zombie(); ++i) ::usleep(1000);
-      auto reader = VmaReader::open();
-      const auto vma = reader ? reader->at_or_after(reinterpret_cast<std::uint64_t>(page)) : Result<Vma>(reader.error());
-      const bool found = vma && vma->range.begin <= reinterpret_cast<std::uint64_t>(page) && *count_mappings() > 0;
-      ::_exit(!zombie() ? 2 : found ? 0 : 1);
-    }).detach();
-    ::syscall(SYS_exit, 0);
-  }
-  int status = -1;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
-}
-
-TEST_CASE("The ioctl and the text of /proc/self/maps describe the same mappings") {
-  auto query = VmaReader::open();
-  auto text = VmaReader::open(VmaReader::Method::text);
-  REQUIRE(query.has_value());
-  REQUIRE(text.has_value());
-  int seen = 0;
-  for (std::uint64_t address = 0;; ++seen) {
-    const auto a = query->at_or_after(address), b = text->at_or_after(address);
-    REQUIRE(static_cast<bool>(a) == static_cast<bool>(b));
-    // vsyscall is in the text only.
-    if (!a) break;
-    CHECK(a->range == b->range);
-    CHECK(a->file == b->file);
-    CHECK(a->file_offset == b->file_offset);
-    CHECK(a->protection() == b->protection());
-    CHECK(a->shared == b->shared);
-    address = a->range.end;
-    const auto next = text->at_or_after(address);
-    if (next && next->range.begin >= (std::uint64_t{1} << 63)) break;
-  }
-  CHECK(seen > 5);
-}
-
-TEST_CASE("Where no file can be opened the mappings are read from one that was kept, by any number of readers, and not from a parent's") {
-  CHECK(in_child([] {
-          keep_maps();
-          constexpr std::uint64_t pages = 400;  // more lines than are read at once
-          unsigned char* const p = map_anonymous(pages * page);
-          for (std::uint64_t i = 0; i < pages; i += 2) ::mprotect(p + i * page, page, PROT_READ);
-          std::atomic<int> wrong{0}, started{0};
-          std::atomic<bool> limited{false};
-          const auto walk = [&](VmaReader::Method method) {
-            ++started;
-            while (!limited) std::this_thread::yield();
-            for (int round = 0; round < 20; ++round) {
-              auto reader = VmaReader::open(method);
-              auto other = VmaReader::open(method);  // at once
-              for (std::uint64_t i = 0; i < pages; ++i) {
-                const auto vma = reader ? reader->at_or_after(at(p) + i * page) : Result<Vma>(reader.error());
-                const Range wanted{at(p) + i * page, at(p) + (i + 1) * page};
-                if (!vma || vma->range.begin > wanted.begin || vma->range.end < wanted.end || vma->writable != (i % 2 == 1)) ++wrong;
-                if (i % 50 == 0 && (!other || !other->at_or_after(at(p)))) ++wrong;
-              }
-            }
-          };
-          const struct rlimit none { 0, 0 };
-          int refused;
-          {
-            const std::jthread text(walk, VmaReader::Method::text), more(walk, VmaReader::Method::text), best(walk, VmaReader::Method::best);
-            while (started != 3) std::this_thread::yield();  // UndefinedBehaviorSanitizer looks at a new thread's objects through a pipe
-            refused = ::setrlimit(RLIMIT_NOFILE, &none);
-            limited = true;
-          }
-          if (refused != 0) return 1;
-          if (wrong != 0) return 2;
-          // What lies below becomes fewer lines while one has read half of it and another something else.
-          auto reader = VmaReader::open(VmaReader::Method::text), other = VmaReader::open(VmaReader::Method::text);
-          for (std::uint64_t i = 0; i < pages; ++i) {
-            if (i == pages / 2) {
-              if (!other->at_or_after(0)) return 4;
-              ::mprotect(p, pages / 4 * page, PROT_READ | PROT_WRITE);
-            }
-            const auto vma = reader->at_or_after(at(p) + i * page);
-            if (!vma || vma->range.end != at(p) + (i + 1) * page) return 5;
-          }
-          const int child = in_child([] {
-            const bool of_parent = VmaReader::open().has_value();
-            forget_maps();
-            return of_parent ? 1 : 0;
-          });
-          return child == 0 ? 0 : 3;
-        }) == 0);
-}
 
 TEST_CASE("Our own tables fill no hole of the memory that is looked at") {
   constexpr std::uint64_t pages = 64, tables = 200;
@@ -274,130 +168,6 @@ TEST_CASE("Bad ranges are refused with the errno of ibv_reg_mr") {
   CHECK(manager.add(at(p), 4 * page, 0).error() == Errno{EFAULT});
   CHECK(manager.statistics().resident_bytes == 0);
   ::munmap(p, 4 * page);
-}
-
-TEST_CASE("A memfd of the application is announced once, sealed, and withdrawn after its last registration") {
-  Service service;
-  MemoryManager manager(service.backings());
-  const int fd = ::memfd_create("app", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  REQUIRE(::ftruncate(fd, 16 * page) == 0);
-  auto* p = static_cast<unsigned char*>(::mmap(nullptr, 8 * page, 3, MAP_SHARED, fd, 4 * page));
-  auto a = manager.add(at(p) + 10, page, writable_access);
-  auto b = manager.add(at(p), 8 * page, writable_access);
-  REQUIRE(a.has_value());
-  REQUIRE(b.has_value());
-  CHECK(service.announced == 1);
-  CHECK(a->extents.size() == 1);
-  CHECK(a->extents[0].backing == 1);
-  CHECK(a->extents[0].backing_offset == 4 * page + 10);
-  CHECK((::fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0);
-  manager.remove(std::move(*a));
-  CHECK(service.withdrawn == 0);
-  manager.remove(std::move(*b));
-  CHECK(service.withdrawn == 1);
-  service.accept = false;
-  auto refused = manager.add(at(p), page, writable_access);
-  REQUIRE(refused.has_value());
-  CHECK(refused->extents[0].backing == backing_process);
-  manager.remove(std::move(*refused));
-  ::munmap(p, 8 * page);
-  ::close(fd);
-}
-
-TEST_CASE("A file that has grown is announced anew for what reaches beyond, and each time withdrawn after its last registration") {
-  Service service;
-  MemoryManager manager(service.backings());
-  const vmci::UniqueFd fd(::memfd_create("app", MFD_CLOEXEC));
-  const auto mapped = [&](std::uint64_t offset, std::uint64_t bytes) {
-    void* const p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), static_cast<off_t>(offset));
-    REQUIRE(p != MAP_FAILED);
-    return p;
-  };
-  const auto registered = [&](const void* p, std::uint64_t bytes, std::uint32_t backing, std::uint64_t offset) {
-    auto r = manager.add(at(p), bytes, writable_access);
-    REQUIRE(r.has_value());
-    REQUIRE(r->extents.size() == 1);
-    CHECK(r->extents[0].backing == backing);
-    CHECK(r->extents[0].backing_offset == offset);
-    return std::move(*r);
-  };
-  REQUIRE(::ftruncate(fd.get(), 4 * page) == 0);
-  void* const small = mapped(0, 4 * page);
-  auto before = registered(small, 4 * page, 1, 0);
-  REQUIRE(::ftruncate(fd.get(), 16 * page) == 0);
-  void* const large = mapped(0, 16 * page);
-  void* const behind = mapped(8 * page, 8 * page);
-  auto within = registered(large, 2 * page, 1, 0);  // it lies in what is known
-  auto across = registered(large, 16 * page, 2, 0), beyond = registered(behind, 8 * page, 2, 8 * page);
-  auto again = registered(small, 4 * page, 2, 0);  // so that what was announced first can go
-  CHECK(service.announced == 2);
-  manager.remove(std::move(before));
-  CHECK(service.withdrawn == 0);
-  manager.remove(std::move(within));
-  CHECK(service.withdrawn == 1);
-  for (Registration* r : {&across, &again}) manager.remove(std::move(*r));
-  CHECK(service.withdrawn == 1);
-  manager.remove(std::move(beyond));
-  CHECK(service.withdrawn == 2);
-  ::munmap(small, 4 * page);
-  ::munmap(large, 16 * page);
-  ::munmap(behind, 8 * page);
-}
-
-TEST_CASE("Shared memory that cannot be sealed is announced as well, by whatever leads to it") {
-  const auto announced = [](void* p) {
-    Service service;
-    MemoryManager manager(service.backings());
-    auto r = manager.add(at(p) + page, 2 * page, writable_access);
-    REQUIRE(r.has_value());
-    const bool told = service.announced == 1 && r->extents.size() == 1 && r->extents[0].backing == 1 && r->extents[0].backing_offset == page;
-    manager.remove(std::move(*r));
-    CHECK(service.withdrawn == service.announced);
-    ::munmap(p, 4 * page);
-    return told;
-  };
-  const auto mapped = [](int fd) {
-    REQUIRE(::ftruncate(fd, 4 * page) == 0);
-    return ::mmap(nullptr, 4 * page, 3, MAP_SHARED, fd, 0);
-  };
-  const vmci::UniqueFd memfd(::memfd_create("unsealable", MFD_CLOEXEC));
-  CHECK(announced(mapped(memfd.get())));
-  const std::string name = "/vrdma-memory-" + std::to_string(::getpid());
-  vmci::UniqueFd object(::shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600));
-  REQUIRE(object);
-  void* const closed = mapped(object.get());
-  object.reset();
-  CHECK(announced(closed));  // by its name, or its mapping
-  object.reset(::shm_open(name.c_str(), O_RDWR, 0));
-  REQUIRE(::shm_unlink(name.c_str()) == 0);
-  CHECK(announced(mapped(object.get())));  // by its descriptor, or its mapping
-}
-
-TEST_CASE("A memfd that is sealed against writing stays with the process, announced to nobody who would map it") {
-  constexpr int seal_write = 0x0008, seal_future_write = 0x0010;  // of linux/fcntl.h; the latter Linux 5.1
-  const auto process_only = [](void* p, unsigned access) {
-    Service service;
-    MemoryManager manager(service.backings());
-    auto r = manager.add(at(p), 4 * page, access);
-    REQUIRE(r.has_value());
-    CHECK(service.announced == 0);
-    CHECK(r->extents.size() == 1);
-    CHECK(r->extents[0].backing == backing_process);
-    manager.remove(std::move(*r));
-    ::munmap(p, 4 * page);
-  };
-  const auto made = [] {
-    vmci::UniqueFd fd(::memfd_create("app", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    REQUIRE(::ftruncate(fd.get(), 4 * page) == 0);
-    return fd;
-  };
-  const vmci::UniqueFd data = made(), stream = made();
-  REQUIRE(::fcntl(data.get(), F_ADD_SEALS, seal_write) == 0);
-  constexpr unsigned remote_read = 4;
-  process_only(::mmap(nullptr, 4 * page, PROT_READ, MAP_SHARED, data.get(), 0), remote_read);
-  void* const mapped_before = ::mmap(nullptr, 4 * page, PROT_READ | PROT_WRITE, MAP_SHARED, stream.get(), 0);
-  REQUIRE(::fcntl(stream.get(), F_ADD_SEALS, seal_future_write) == 0);
-  process_only(mapped_before, writable_access);
 }
 
 TEST_CASE("Stacks, private file pages and shared files of a disk stay with the process") {

@@ -106,6 +106,23 @@ inline bool in_window(const Registration& r) {
   return r.extents.size() == 1 && r.extents[0].backing == window_backing;
 }
 
+// Registered memory of its own, which has moved into the window where it can.
+struct Moved {
+  Service service;
+  MemoryManager manager{service.backings()};
+  static constexpr std::uint64_t bytes = 16 * page;
+  unsigned char* p = map_anonymous(bytes);
+  Registration registration;
+  Moved() {
+    std::memset(p, 1, bytes);
+    auto r = manager.add(at(p), bytes, writable_access);
+    REQUIRE(r.has_value());
+    registration = std::move(*r);
+  }
+  ~Moved() { ::munmap(p, bytes); }
+  bool works() const { return in_window(registration); }
+};
+
 // Whether memory moves beside a second thread here, for which the kernel has to have userfaultfd, and to permit it.
 inline bool can_move_with_threads() {
   const vmci::UniqueFd file(::memfd_create("like-a-window", MFD_CLOEXEC));
@@ -129,5 +146,7 @@ inline bool can_move_with_threads() {
     MESSAGE("skipped: " why);           \
     return;                             \
   }
+
+#define REQUIRE_MOVED(m) REQUIRE_OR_SKIP((m).works(), "a second thread and no userfaultfd")
 
 }  // namespace vrdma::memory::test
