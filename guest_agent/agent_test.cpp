@@ -3,10 +3,7 @@
 
 #include <doctest/doctest.h>
 #include <fcntl.h>
-#include <poll.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 
 #include <algorithm>
 #include <chrono>
@@ -14,9 +11,6 @@
 #include <vector>
 
 #include "guest_agent/test/machine.hpp"
-#include "vmci_channel/page_pin.hpp"
-#include "vmci_channel/sleep_word.hpp"
-#include "vrdma/copy_ring.hpp"
 
 using namespace vrdma;
 using namespace vrdma::agent;
@@ -26,52 +20,6 @@ using vm::Frame;
 using vmci::Mapping;
 using vmci::UniqueFd;
 using vmci::Writable;
-
-namespace {
-
-constexpr std::uint64_t epoch = 77;
-
-bool same(const Runs& a, const Runs& b) {
-  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](auto& x, auto& y) { return x.page == y.page && x.pages == y.pages; });
-}
-
-Runs runs_at(const void* memory, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += vm::page_bytes) static_cast<const volatile std::byte*>(memory)[at];  // into the page table
-  const auto runs = Pagemap::of_self()->runs(reinterpret_cast<std::uintptr_t>(memory), bytes);
-  REQUIRE(runs.has_value());
-  return *runs;
-}
-
-// Memory of the process that it has pinned as libvrdma does.
-struct Buffer {
-  explicit Buffer(std::size_t pages) : bytes(pages * vm::page_bytes) {
-    data = static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    REQUIRE(data != MAP_FAILED);
-    auto pinned = vmci::pin_pages(std::span(data, bytes));
-    REQUIRE(pinned.has_value());
-    ring = std::move(*pinned);
-  }
-  ~Buffer() { ::munmap(data, bytes); }
-  control::AddPinnedRequest request(std::uint64_t offset, std::uint64_t length) const {
-    return {reinterpret_cast<std::uintptr_t>(data) + offset, length, ring.get(), 0};
-  }
-  std::byte* data;
-  std::size_t bytes;
-  UniqueFd ring;
-};
-
-bool readable(int fd) {
-  pollfd waiting{fd, POLLIN, 0};
-  return ::poll(&waiting, 1, 0) == 1;
-}
-
-// Nothing of this kind comes, though a later packet has.
-bool nothing_forwarded(Machine& machine, Process& process) {
-  process.ask(Request::query_device);
-  return machine.await(Frame::packet).request().record.control == static_cast<std::uint32_t>(Request::query_device);
-}
-
-}  // namespace
 
 TEST_CASE("A session begins with a page that the service sees, and processes are served from then on") {
   if (!can_pin()) return;
@@ -85,24 +33,6 @@ TEST_CASE("A session begins with a page that the service sees, and processes are
   CHECK(hello.proof != 0);
   Process first(machine), second(machine);
   CHECK(first.number != second.number);
-}
-
-TEST_CASE("Where the device has interrupts the agent says so, and looks when it is interrupted") {
-  if (!can_pin()) return;
-  Machine machine(true, Machine::short_patience_ns);
-  machine.begin_service(epoch);
-  CHECK(machine.open_session().flags == vm::hello_interrupts);
-  Process process(machine);
-  const auto descriptors = process.attach();
-  process.ask(Request::query_device);
-  machine.reply(machine.await(Frame::packet), 0);
-  CHECK(process.reply().head.status == 0);
-  for (int i = 0; i < 300; ++i) machine.send(Frame::stream, process.number, std::byte{1}, 1);  // more frames than it takes at a time
-  process.ask(Request::query_device);
-  machine.reply(machine.await(Frame::packet), 0);
-  CHECK(process.reply().head.status == 0);
-  machine.heart_beats = false;
-  CHECK(process.closed());
 }
 
 TEST_CASE("Attaching gives a pinned arena, a page that nobody can write to, a doorbell and a wake pipe") {
@@ -202,118 +132,6 @@ TEST_CASE("Events come whole by the pipe of their context, and its end when the 
   CHECK(::read(pipe, &rest, 1) == 0);
 }
 
-namespace {
-
-// A channel of a process, as libvrdma asks for one. ring: what the service answers; vector: which it was told, 0: none.
-struct AskedChannel {
-  AskedChannel(Machine& machine, Process& process, std::uint32_t stream_in, std::uint32_t wish = control::interrupt_wanted, std::uint32_t ring = 5)
-      : stream(stream_in) {
-    process.ask(Request::create_channel, control::CreateChannelRequest{3, wish});
-    const auto packet = machine.await(Frame::packet);
-    vector = packet.as<control::CreateChannelRequest>(sizeof(control::Head)).interrupt;
-    machine.reply_with(packet, control::ChannelReply{stream, vector != 0 ? ring : 0}, 1, stream);
-    descriptors = process.reply().descriptors;
-  }
-  std::uint32_t stream, vector = 0;
-  std::vector<UniqueFd> descriptors;
-};
-
-void ring(const UniqueFd& event) {
-  const std::uint64_t one = 1;
-  REQUIRE(::write(event.get(), &one, sizeof(one)) == sizeof(one));
-}
-
-}  // namespace
-
-TEST_CASE("A channel gets an interrupt of its own while there are any, and gives it back with its pipe") {
-  if (!can_pin()) return;
-  Machine machine(true);
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine), other(machine);
-  process.attach();
-  other.attach();
-  AskedChannel first(machine, process, 11), second(machine, other, 11), third(machine, process, 12);
-  CHECK(first.vector >= vm::fixed_vectors);
-  CHECK(second.vector >= vm::fixed_vectors);
-  CHECK(first.vector != second.vector);
-  REQUIRE(first.descriptors.size() == 2);
-  REQUIRE(second.descriptors.size() == 2);
-  ring(machine.interrupts[first.vector]);
-  CHECK(readable(first.descriptors[1].get()));
-  CHECK(!readable(second.descriptors[1].get()));
-  CHECK((::fcntl(first.descriptors[1].get(), F_GETFL) & O_NONBLOCK) != 0);
-  CHECK(third.vector == 0);  // the machine of the test has two
-  CHECK(third.descriptors.size() == 1);
-  machine.send(Frame::stream, process.number, control::CompletionRecord{1, 2, 0}, 12);
-  machine.until("the event of a channel without", [&] { return readable(third.descriptors[0].get()); });
-
-  machine.send(Frame::stream_end, process.number, {}, 11);  // the channel is destroyed
-  machine.until("its end", [&] { return readable(first.descriptors[0].get()); });
-  AskedChannel fourth(machine, other, 13);
-  CHECK(fourth.vector == first.vector);
-  REQUIRE(fourth.descriptors.size() == 2);
-  ring(machine.interrupts[fourth.vector]);
-  CHECK(readable(fourth.descriptors[1].get()));  // whoever had it before holds another eventfd
-
-  other.socket = {};  // it ends, and both are free; this process is still there
-  machine.until("its departure", [&] { return std::any_of(machine.frames.begin(), machine.frames.end(), [](const FrameIn& frame) { return frame.head.kind == static_cast<std::uint16_t>(Frame::close); }); });
-  machine.frames.clear();
-  CHECK(AskedChannel(machine, process, 14).vector != 0);
-  CHECK(AskedChannel(machine, process, 15).vector != 0);
-  CHECK(AskedChannel(machine, process, 16).vector == 0);
-}
-
-TEST_CASE("A channel's interrupt is for who knows what to do with it: the library, the service, the device") {
-  if (!can_pin()) return;
-  Machine machine(true);
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
-  const AskedChannel older_library(machine, process, 11, 0);
-  CHECK(older_library.vector == 0);
-  CHECK(older_library.descriptors.size() == 1);
-  for (std::uint32_t i = 0; i < 5; ++i) {  // a service that makes no ring, or refuses: none is used up
-    const AskedChannel without(machine, process, 20 + i, control::interrupt_wanted, 0);
-    CHECK(without.vector != 0);
-    CHECK(without.descriptors.size() == 1);
-    process.ask(Request::create_channel, control::CreateChannelRequest{3, control::interrupt_wanted});
-    machine.reply(machine.await(Frame::packet), EDQUOT);
-    CHECK(process.reply().head.status == EDQUOT);
-  }
-  std::atomic_ref(machine.header().service.vectors).store(vm::fixed_vectors);
-  CHECK(AskedChannel(machine, process, 30).vector == 0);
-  std::atomic_ref(machine.header().service.vectors).store(~std::uint64_t{0});
-  const AskedChannel of_nonsense(machine, process, 31);
-  CHECK(of_nonsense.vector >= vm::fixed_vectors);
-  CHECK(of_nonsense.vector < Machine::vectors);
-
-  Machine polling;
-  polling.begin_service(epoch);
-  polling.open_session();
-  Process there(polling);
-  there.attach();
-  CHECK(AskedChannel(polling, there, 11).vector == 0);
-}
-
-TEST_CASE("Where the kernel rings the device, processes have its eventfd for their doorbell, unless the service only polls") {
-  if (!can_pin()) return;
-  Machine machine(true);
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  auto descriptors = process.attach();
-  ring(descriptors[2]);
-  CHECK(nothing_forwarded(machine, process));  // the agent has had its turn
-  CHECK(readable(machine.kernel_doorbell.get()));
-  std::atomic_ref(machine.header().service.flags).store(vm::service_polls);
-  Process later(machine);
-  descriptors = later.attach();
-  ring(descriptors[2]);
-  machine.until("the agent counts it", [&] { return std::atomic_ref(machine.header().agent.doorbells).load() != 0; });
-}
-
 TEST_CASE("What the service shows comes as a file, when it is whole") {
   if (!can_pin()) return;
   Machine machine;
@@ -370,63 +188,6 @@ TEST_CASE("What a virtual machine cannot do is refused by the agent, what it doe
   CHECK(reply.body == std::vector(packet.body.begin() + sizeof(control::Head), packet.body.end()));
 }
 
-TEST_CASE("Pinned memory is translated as it lies, and stays pinned until the service has removed it") {
-  if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
-  const std::size_t rings_before = rings_open();
-  const void* memory;
-  {
-    Buffer buffer(700);  // more runs than a frame holds, if RAM is scattered
-    memory = buffer.data;
-    process.ask(Request::add_pinned, buffer.request(5000, 690 * vm::page_bytes));  // pages 1 to 691
-    const auto packet = machine.await(Frame::packet);
-    const auto asked = packet.as<control::AddPinnedRequest>(sizeof(control::Head));
-    CHECK(asked.segment >= vm::segment_first);
-    CHECK(asked.address == buffer.request(5000, 1).address);
-    CHECK(same(machine.take_segment(process.number, asked.segment), runs_at(buffer.data + vm::page_bytes, 691 * vm::page_bytes)));
-    machine.reply_with(packet, control::AddBackingReply{40, 0});
-    CHECK(process.reply().head.status == 0);
-    CHECK(rings_open() == rings_before + 2);
-    buffer.ring.reset();
-    CHECK(rings_open() == rings_before + 1);  // the agent's
-    CHECK(memory == buffer.data);
-  }
-  process.ask(Request::remove_backing, control::RemoveBackingRequest{40, 0});
-  machine.reply(machine.await(Frame::packet), EBUSY);
-  CHECK(process.reply().head.status == EBUSY);
-  CHECK(rings_open() == rings_before + 1);
-  process.ask(Request::remove_backing, control::RemoveBackingRequest{40, 0});
-  machine.reply(machine.await(Frame::packet), 0);
-  CHECK(process.reply().head.status == 0);
-  CHECK(rings_open() == rings_before);
-}
-
-TEST_CASE("Two pieces of memory have two segments, and one that the service refuses is let go at once") {
-  if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
-  const std::size_t rings_before = rings_open();
-  Buffer a(1), b(1);
-  process.ask(Request::add_pinned, a.request(0, 1));
-  process.ask(Request::add_pinned, b.request(0, 1));
-  const auto first = machine.await(Frame::packet), second = machine.await(Frame::packet);
-  CHECK(first.as<control::AddPinnedRequest>(sizeof(control::Head)).segment != second.as<control::AddPinnedRequest>(sizeof(control::Head)).segment);
-  machine.reply(second, EDQUOT);  // replies may come in any order
-  CHECK(process.reply().head.status == EDQUOT);
-  machine.reply_with(first, control::AddBackingReply{1, 0});
-  CHECK(process.reply().head.status == 0);
-  a.ring.reset();
-  b.ring.reset();
-  CHECK(rings_open() == rings_before + 1);
-}
-
 // Nobody is connected whose leaving would tell that there is something again.
 TEST_CASE("Who cannot be accepted for want of descriptors is when there are some, though nobody has left") {
   if (!can_pin()) return;
@@ -454,109 +215,6 @@ TEST_CASE("Who cannot be accepted for want of descriptors is when there are some
     REQUIRE(::setrlimit(RLIMIT_NOFILE, &before) == 0);
     CHECK(machine.await(Frame::open).head.connection != 0);
   }
-}
-
-TEST_CASE("A process that registers very much leaves descriptors for others") {
-  if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process hog(machine);
-  hog.attach();
-  rlimit before{};
-  REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
-  constexpr std::uint32_t limit = 256;
-  const rlimit few{limit, before.rlim_max};
-  REQUIRE(::setrlimit(RLIMIT_NOFILE, &few) == 0);
-  std::uint32_t backing = 100;
-  const auto serve = [&](Process& process) {
-    Buffer one(1);
-    process.ask(Request::add_pinned, one.request(0, 1));
-    machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{backing++, 0});
-    return process.reply().head.status;
-  };
-  for (std::uint32_t i = 0; i < limit / 2; ++i) REQUIRE(serve(hog) == 0);
-  Buffer one(1);
-  hog.ask(Request::add_pinned, one.request(0, 1));
-  CHECK(hog.reply().head.status == ENOMEM);
-  Process other(machine);
-  other.attach();
-  CHECK(serve(other) == 0);
-  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
-}
-
-TEST_CASE("Memory that is not pinned, not there or not described rightly never reaches the service") {
-  if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
-  const std::size_t rings_before = rings_open();
-  const auto status_of = [&](control::AddPinnedRequest request) {
-    process.ask(Request::add_pinned, request);
-    return process.reply().head.status;
-  };
-  {
-    Buffer buffer(4);
-    CHECK(status_of(buffer.request(0, 0)) == EINVAL);
-    CHECK(status_of(buffer.request(0, ~std::uint64_t{0})) == EINVAL);
-    CHECK(status_of({~std::uint64_t{0} - 4096, 4096, buffer.ring.get(), 0}) == EINVAL);
-    CHECK(status_of({buffer.request(0, 1).address, 1, -1, 0}) == EBADF);
-    CHECK(status_of({buffer.request(0, 1).address, 1, process.socket.fd(), 0}) == EINVAL);
-    CHECK(status_of(buffer.request(0, 4 * vm::page_bytes + 1)) == EFAULT);  // one page more than is pinned
-    CHECK(status_of(buffer.request(0, 1)) == EPERM);                        // a ring is given once
-  }
-  {
-    Buffer buffer(4);
-    REQUIRE(::munmap(buffer.data + vm::page_bytes, vm::page_bytes) == 0);
-    CHECK(status_of(buffer.request(0, 4 * vm::page_bytes)) == EFAULT);
-  }
-  CHECK(rings_open() == rings_before);
-  CHECK(nothing_forwarded(machine, process));
-  CHECK(machine.segments.size() == 1);  // the arena
-}
-
-TEST_CASE("The copying thread of a process is woken where it sleeps") {
-  if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
-  process.ask(Request::reach_process, control::ReachProcessRequest{1, 2});
-  const auto packet = machine.await(Frame::packet);
-  const Runs runs = machine.take_segment(process.number, vm::segment_copier);
-  machine.reply_with(packet, control::ReachProcessReply{control::reach_by_guest, 9}, 1, 30);
-  const auto reply = process.reply();
-  REQUIRE(reply.descriptors.size() == 1);
-  auto segment = Mapping::map(reply.descriptors[0].get(), 0, copying::segment_bytes, Writable::yes);
-  REQUIRE(segment.has_value());
-  CHECK(same(runs, runs_at(segment->data(), copying::segment_bytes)));
-
-  std::uint32_t& news = reinterpret_cast<copying::Header*>(segment->data())->service.news;
-  std::atomic<bool> woken{false};
-  std::thread sleeper([&] {
-    constexpr std::uint64_t for_ever_ns = 60'000'000'000;
-    vmci::sleep_on_word(&news, 0, for_ever_ns);
-    woken.store(true);
-  });
-  // The service changes the word where it sees it; the wake comes by the stream. Again, as nobody knows when the thread sleeps.
-  auto* const seen_by_service = reinterpret_cast<copying::Header*>(machine.at_frame(runs.front().page));
-  REQUIRE(seen_by_service != nullptr);
-  machine.until("the thread wakes", [&] {
-    machine.send(Frame::stream, process.number, std::byte{1}, 30);
-    return woken.load();
-  });
-  sleeper.join();
-  std::atomic_ref(seen_by_service->service.news).store(5);
-  CHECK(std::atomic_ref(news).load() == 5);
-
-  // Asked again, it is the same segment, announced once.
-  process.ask(Request::reach_process, control::ReachProcessRequest{1, 2});
-  machine.reply_with(machine.await(Frame::packet), control::ReachProcessReply{control::reach_by_service, 9});
-  CHECK(process.reply().descriptors.empty());
-  CHECK(machine.take_segment(process.number, vm::segment_copier).empty());
 }
 
 TEST_CASE("Who does not keep to the protocol is closed, alone") {

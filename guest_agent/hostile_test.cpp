@@ -16,8 +16,6 @@ using vm::Frame;
 
 namespace {
 
-constexpr std::uint64_t epoch = 77;
-
 struct Chance {
   explicit Chance(const std::string& what) {
     const char* given = std::getenv("VRDMA_TEST_SEED");

@@ -27,8 +27,6 @@ using vmci::Writable;
 
 namespace {
 
-constexpr std::uint64_t epoch = 77;
-
 struct Served {
   explicit Served(Machine& machine) : process(machine), descriptors(process.attach()) {
     auto mapped = Mapping::map(descriptors[1].get(), 0, sizeof(control::ServicePage), Writable::no);

@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -98,7 +99,7 @@ void Machine::fail(const char* what) {
   std::abort();
 }
 
-void Machine::begin_service(std::uint64_t epoch) {
+void Machine::begin_service(std::uint64_t service_epoch) {
   auto& line = header().service;
   store(line.service_epoch, 0);
   store(line.magic, vm::magic);
@@ -108,7 +109,7 @@ void Machine::begin_service(std::uint64_t epoch) {
   if (bar_file) store(line.flags, vm::service_lends_bar);
   link.reset();
   frames.clear();
-  store(line.service_epoch, epoch);
+  store(line.service_epoch, service_epoch);
 }
 
 bool Machine::begun() const {
@@ -300,12 +301,33 @@ std::vector<vmci::UniqueFd> Process::attach() {
   return std::move(got.descriptors);
 }
 
+bool nothing_forwarded(Machine& machine, Process& process) {
+  process.ask(control::Request::query_device);
+  return machine.await(vm::Frame::packet).request().record.control == static_cast<std::uint32_t>(control::Request::query_device);
+}
+
 std::size_t rings_open() {
   std::size_t count = 0;
   std::error_code gone;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
     count += std::filesystem::read_symlink(entry.path(), gone).string().find("[io_uring]") != std::string::npos;
   return count;
+}
+
+Runs runs_at(const void* memory, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += vm::page_bytes) static_cast<const volatile std::byte*>(memory)[at];  // into the page table
+  const auto runs = Pagemap::of_self()->runs(reinterpret_cast<std::uintptr_t>(memory), bytes);
+  REQUIRE(runs.has_value());
+  return *runs;
+}
+
+bool same(const Runs& a, const Runs& b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](auto& x, auto& y) { return x.page == y.page && x.pages == y.pages; });
+}
+
+bool readable(int fd) {
+  pollfd waiting{fd, POLLIN, 0};
+  return ::poll(&waiting, 1, 0) == 1;
 }
 
 }  // namespace vrdma::agent::test

@@ -20,6 +20,8 @@
 
 namespace vrdma::agent::test {
 
+constexpr std::uint64_t epoch = 77;  // of the service, where it does not matter which
+
 // False, and says so: the kernel here lets nobody pin memory or see frames.
 bool can_pin();
 
@@ -49,7 +51,7 @@ class Machine {
   ~Machine();
 
   // --- the host service
-  void begin_service(std::uint64_t epoch);
+  void begin_service(std::uint64_t service_epoch);
   // From the agent's boot to its being open; the hello.
   vm::Hello open_session(std::int32_t status = 0);
   void accept_boot();
@@ -151,7 +153,16 @@ class Process {
   std::uint32_t sequence = 0;
 };
 
+// Nothing of this kind comes, though a later packet has.
+bool nothing_forwarded(Machine& machine, Process& process);
+
 // How many rings this process has open.
 std::size_t rings_open();
+
+// Where this process's memory is in RAM.
+Runs runs_at(const void* memory, std::size_t bytes);
+bool same(const Runs& a, const Runs& b);
+
+bool readable(int fd);
 
 }  // namespace vrdma::agent::test
