@@ -151,7 +151,7 @@ struct Channel {
 struct Lane {
   static constexpr std::uint32_t not_hot = ~0u;
 
-  vmci::LaneReader reader;
+  vmci::LaneReader reader;          // of no lane once the service is gone and what was outstanding has been flushed
   vmci::QueuePairHeader* header = nullptr;
   Qp* qp = nullptr;
   SendQueue* send = nullptr;        // one of the two is set
@@ -160,7 +160,6 @@ struct Lane {
   std::uint32_t number = control::no_lane;  // in its completion queue
   std::uint32_t hot_index = not_hot;
   Cq* timed = nullptr;        // its completion queue, of one with times
-  bool closed = false;        // the service is gone, and what was outstanding has been flushed
   std::uint32_t visits = 0;   // by way of the bitmap, since it was last hot
   bool lined_up = false;      // in its completion queue's `heads`, …
   std::uint64_t place = 0;    // … by when its next entry was written

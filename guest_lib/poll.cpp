@@ -39,7 +39,6 @@ struct PollWait {
 
 int drain(Lane& lane, int room, ibv_wc* wc) {
   Taken taken;
-  if (lane.closed) [[unlikely]] return 0;
   while (taken.entries < room) {
     const Cqe* const entry = lane.reader.next();
     if (entry == nullptr) break;
@@ -74,7 +73,6 @@ bool is_earlier(Cq& cq, const Lane& lane, const Cqe& entry, const Lane& other_la
 int drain_both(Cq& cq, Lane& first, Lane& second, int room, ibv_wc* wc) {
   int got = 0;
   Taken of_first, of_second;
-  if (first.closed || second.closed) [[unlikely]] return drain(first.closed ? second : first, room, wc);
   for (; got < room; ++got) {
     const Cqe* entry = first.reader.next();
     const Cqe* const other = second.reader.next();
@@ -107,7 +105,7 @@ int poll_one_queue_pair(Cq& cq, int room, ibv_wc* wc) {
 bool more_to_take(Cq& cq) {
   if (cq.in_order) return holds_more_in_order(cq);
   for (const Lane* const lane : cq.hot)
-    if (lane != nullptr && !lane->closed && lane->reader.next() != nullptr) return true;
+    if (lane != nullptr && lane->reader.next() != nullptr) return true;
   return false;
 }
 
@@ -141,7 +139,8 @@ int flush(Cq& cq, int room, ibv_wc* wc) {
     const std::unique_lock guard(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock, std::try_to_lock);
     if (!guard) continue;
     // Its lanes were empty; what a peer in direct mode was writing there as the service went is too late.
-    lane->closed = true;
+    if (lane->lined_up) step_out(cq, *lane);
+    lane->reader = {};
     for (std::uint64_t wr_id = 0; got < room; ++got) {
       if (!(lane->send != nullptr ? lane->send->take_oldest(wr_id) : lane->receive->take_oldest(wr_id))) break;
       wc[got] = {};

@@ -104,7 +104,7 @@ void line_up_again(Cq& cq, Lane& lane) {
 }  // namespace
 
 void line_up(Cq& cq, Lane& lane) {
-  if (lane.lined_up || lane.closed) return;
+  if (lane.lined_up) return;
   const Cqe* const entry = lane.reader.next();
   if (entry == nullptr) return;
   lane.place = place_of(cq, lane, *entry);

@@ -52,8 +52,9 @@ class LaneWriter {
 
 class LaneReader {
  public:
+  // Of no lane: nothing comes from it.
   LaneReader() = default;
-  LaneReader(vrdma::Cqe* entries, std::uint32_t entry_count, std::uint32_t position = 0)
+  LaneReader(const vrdma::Cqe* entries, std::uint32_t entry_count, std::uint32_t position = 0)
       : entries_(entries), entry_count_(entry_count), head_(position) {}
 
   // The next completion, still in shared memory until pop(), or nullptr.
@@ -70,8 +71,10 @@ class LaneReader {
   std::uint32_t entry_count() const { return entry_count_; }
 
  private:
-  vrdma::Cqe* entries_ = nullptr;
-  std::uint32_t entry_count_ = 0;
+  static constexpr vrdma::Cqe never_written{};  // as the first entry of a lane that nobody has written to
+
+  const vrdma::Cqe* entries_ = &never_written;
+  std::uint32_t entry_count_ = 1;
   std::uint32_t head_ = 0;
 };
 
