@@ -40,11 +40,14 @@ void examine_hca(const nlohmann::json& state, std::vector<Finding>& findings) {
   const nlohmann::json hca = state.value("hca", nlohmann::json());
   if (hca.is_object()) {
     if (hca.contains("device"))
-      findings.push_back({Level::ok, "hca", fmt::format("{} port {} is {}: {}, MTU {}, {} connections go through it now", hca.at("device").get<std::string>(),
-                                                        hca.at("port").get<int>(), hca.at("state").get<std::string>(), hca.at("gid_type").get<std::string>(),
-                                                        hca.at("mtu").get<int>(), hca.at("connections").get<int>()), ""});
+      findings.push_back({Level::ok, "hca",
+                          fmt::format("{} port {} is {}: {}, MTU {}, {} connections go through it now", hca.at("device").get<std::string>(),
+                                      hca.at("port").get<int>(), hca.at("state").get<std::string>(), hca.at("gid_type").get<std::string>(),
+                                      hca.at("mtu").get<int>(), hca.at("connections").get<int>()),
+                          ""});
     else
-      findings.push_back({Level::note, "hca", fmt::format("none can be used: {}", hca.at("why").get<std::string>()), "connections to other hosts go over tcp meanwhile"});
+      findings.push_back({Level::note, "hca", fmt::format("none can be used: {}", hca.at("why").get<std::string>()),
+                          "connections to other hosts go over tcp meanwhile"});
     return;
   }
   if (state.value("carriers", nlohmann::json::array()).empty()) return;
@@ -64,9 +67,11 @@ void examine_lease(const nlohmann::json& state, std::vector<Finding>& findings) 
   const nlohmann::json us = state.value("subnet", nlohmann::json());
   if (!us.is_object() || us.at("may_give") == true) return;
   const auto problem = us.at("problem").get<std::string>(), leader = us.at("leader").get<std::string>();
-  findings.push_back({Level::problem, "lids", fmt::format("new programs get no LID on this host: {}",
-                                                          !problem.empty() ? problem : leader.empty() ? "no manager of the subnet is reached, or no majority of them runs"
-                                                                                                      : fmt::format("the lease by {} has lapsed, or has not come yet", leader)),
+  findings.push_back({Level::problem, "lids",
+                      fmt::format("new programs get no LID on this host: {}",
+                                  !problem.empty() ? problem
+                                  : leader.empty() ? "no manager of the subnet is reached, or no majority of them runs"
+                                                   : fmt::format("the lease by {} has lapsed, or has not come yet", leader)),
                       "see \"vrdma show hosts\", and \"When it does not work\" in docs/subnet.md"});
 }
 
@@ -81,7 +86,9 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
         findings.push_back({Level::problem, "service", fmt::format("cannot reach the host service at {} ({})", path, std::strerror(error)),
                             service_remedy(error)});
       else if (error != ENOENT && error != ECONNREFUSED)
-        findings.push_back({Level::note, "service", error == ESRCH ? path + " is for the programs of another pid namespace" : fmt::format("{} does not admit us ({})", path, std::strerror(error)),
+        findings.push_back({Level::note, "service",
+                            error == ESRCH ? path + " is for the programs of another pid namespace"
+                                           : fmt::format("{} does not admit us ({})", path, std::strerror(error)),
                             service_remedy(error)});
       continue;
     }
@@ -94,11 +101,13 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
                                                             channel, service.at("pid").get<int>(), service.at("uid").get<int>(),
                                                             state.at("guests").size()), ""});
       if (!knows_user(state))
-        findings.push_back({Level::note, "user", "the service runs in a user namespace that does not map this user: it cannot tell it from others, so that programs share one quota, "
-                                                 "none is direct, and \"vrdma show\" shows none",
+        findings.push_back({Level::note, "user",
+                            "the service runs in a user namespace that does not map this user: it cannot tell it from others, so that "
+                            "programs share one quota, none is direct, and \"vrdma show\" shows none",
                             "map this user there (newuidmap, or the engine's --userns), or run vrdmad outside of that namespace"});
       if (version != VRDMA_VERSION)
-        findings.push_back({Level::note, "version", fmt::format("vrdmad is {}, vrdma is {}", version, VRDMA_VERSION), "restart vrdmad after an upgrade"});
+        findings.push_back({Level::note, "version", fmt::format("vrdmad is {}, vrdma is {}", version, VRDMA_VERSION),
+                            "restart vrdmad after an upgrade"});
       if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
@@ -133,16 +142,21 @@ void examine_agent(const std::optional<std::string>& running, std::vector<Findin
   else if (const Apart apart = apart_from_host(running.value_or("")); !apart.why.empty() && running)
     findings.push_back({Level::note, "agent", apart.why, apart.remedy});
   else if (apart.why.empty() && is_virtual())
-    findings.push_back({Level::ok, "agent", "this virtual machine has no device of vrdma's (PCI 1af4:1110): for programs here to reach its host, QEMU is started with what "
-                                            "\"vrdma vm add\" prints there", ""});
+    findings.push_back({Level::ok, "agent",
+                        "this virtual machine has no device of vrdma's (PCI 1af4:1110): for programs here to reach its host, QEMU is started "
+                        "with what \"vrdma vm add\" prints there",
+                        ""});
 }
 
 // The words of an error are all that the program which tries it hands on.
 const char* self_test_remedy(const std::string& error) {
   constexpr std::pair<int, const char*> known[] = {
       {EADDRNOTAVAIL, "no LID is left, or the subnet has leased none to this host: see \"vrdma show hosts\""},
-      {ENOMEM, "raise the limit of address space (ulimit -v) here, or the limits under which vrdmad was started; in a virtual machine, what vrdma-guestd says; a private one leaves ten seconds after its last program"},
-      {EFBIG, "vrdmad was started under a limit of file sizes (ulimit -f): start it without; a private one leaves ten seconds after its last program"},
+      {ENOMEM,
+       "raise the limit of address space (ulimit -v) here, or the limits under which vrdmad was started; in a virtual machine, what vrdma-guestd "
+       "says; a private one leaves ten seconds after its last program"},
+      {EFBIG,
+       "vrdmad was started under a limit of file sizes (ulimit -f): start it without; a private one leaves ten seconds after its last program"},
       {EDQUOT, "the service has as much of this user as its quota allows: its log says of what, and \"quota\" in vrdmad.conf(5) is how much"},
       {EMFILE, "raise the limit of open files (ulimit -n)"}};
   for (const auto& [number, remedy] : known)
@@ -156,7 +170,8 @@ std::string copies_remedy(const std::string& socket) {
   try {
     const auto service = find_service(socket);
     if (service && !query(*service).at("service").value("sees_caller", true))
-      return "it is in another pid namespace, and does not see processes here: give both one (shareProcessNamespace of a pod, the engine's --pid), or run vrdmad on the host";
+      return "it is in another pid namespace, and does not see processes here: give both one (shareProcessNamespace of a pod, the engine's --pid), "
+             "or run vrdmad on the host";
   } catch (const std::exception&) {
   }
   return "run vrdmad as root or by its systemd unit, in a container with --cap-add SYS_PTRACE";
@@ -194,7 +209,8 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   if (result.pages_path == "mapped")
     findings.push_back({Level::ok, "mapping", "registered pages are mapped into the service: copied once, at the speed of memory", ""});
   else if (result.pages_path == "pinned")
-    findings.push_back({Level::ok, "mapping", "registered pages are pinned where they are, and reached by the host in this machine's RAM: copied once", ""});
+    findings.push_back({Level::ok, "mapping",
+                        "registered pages are pinned where they are, and reached by the host in this machine's RAM: copied once", ""});
   else if (result.pages_path == "bar")
     findings.push_back({Level::ok, "mapping", "registered pages lie in the BAR of this machine's device, as its RAM is its own: copied once", ""});
   else if (result.pages_path == "process")
@@ -202,33 +218,48 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   else if (!result.pages_path.empty())
     findings.push_back({Level::note, "mapping", "registered pages are copied by a thread of the program: correct, and slower", ""});
   if (result.small_path == "guest-copy" && served_by_agent(socket))
-    findings.push_back({Level::note, "copies", "slower: small memory that cannot be pinned in this machine is copied by a thread of the program", ""});
+    findings.push_back({Level::note, "copies",
+                        "slower: small memory that cannot be pinned in this machine is copied by a thread of the program", ""});
   else if (result.small_path == "guest-copy")
-    findings.push_back({Level::note, "copies", "slower: this service does not reach the memory of programs like this one; what cannot be mapped (small buffers, stacks) "
-                                               "is copied by a thread of the program",
+    findings.push_back({Level::note, "copies",
+                        "slower: this service does not reach the memory of programs like this one; what cannot be mapped (small buffers, stacks) "
+                        "is copied by a thread of the program",
                         copies_remedy(socket)});
 }
 
 // Messages have a connection of their own, which the service has made, or tries to. by_secret: it begins with a secret that the hosts share.
 Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
-  const auto host = carrier.at("host").get<std::string>(), address = carrier.at("address").get<std::string>(), state = carrier.at("state").get<std::string>();
+  const auto host = carrier.at("host").get<std::string>(), address = carrier.at("address").get<std::string>(),
+             state = carrier.at("state").get<std::string>();
   if (const auto differs = carrier.value("disagreement", ""); state == "connected" && !differs.empty())
-    return {Level::problem, "messages", differs + ": those to LIDs that are not their host's end nowhere", "give \"hosts\" in \"remote\" the same LIDs on all hosts"};
+    return {Level::problem, "messages", differs + ": those to LIDs that are not their host's end nowhere",
+            "give \"hosts\" in \"remote\" the same LIDs on all hosts"};
   const bool large_lost = carrier.value("small_packets", false);
-  constexpr const char* measure = "give the interfaces the MTU of the way between the two (ping -M do -s 1472 ADDRESS fits 1500), or let ICMP's \"fragmentation needed\" through";
+  constexpr const char* measure =
+      "give the interfaces the MTU of the way between the two (ping -M do -s 1472 ADDRESS fits 1500), or let ICMP's \"fragmentation needed\" through";
   if (state == "connected" && large_lost)
-    return {Level::note, "messages", fmt::format("of programs go to {} at {} in small packets, after connections were cut again and again: large ones may be lost on the way", host, address), measure};
+    return {Level::note, "messages",
+            fmt::format("of programs go to {} at {} in small packets, after connections were cut again and again: large ones may be lost on the way",
+                        host, address),
+            measure};
   if (state == "connected") return {Level::ok, "messages", fmt::format("of programs go to {} at {}, and come from there", host, address), ""};
-  const std::string what = state == "silent" ? fmt::format("nothing comes from {} at {} ({} s)", host, address, carrier.at("silent_ms").get<std::uint64_t>() / 1000)
-                                             : fmt::format("no connection for them has come about with {} at {}", host, address);
+  const std::string what = state == "silent"
+                               ? fmt::format("nothing comes from {} at {} ({} s)", host, address, carrier.at("silent_ms").get<std::uint64_t>() / 1000)
+                               : fmt::format("no connection for them has come about with {} at {}", host, address);
   if (carrier.value("other_protocol", false))
-    return {Level::problem, "messages", what + ": it connects to this host, and does not speak this vrdmad's protocol", "is an older vrdmad there? Run one version on all hosts"};
+    return {Level::problem, "messages", what + ": it connects to this host, and does not speak this vrdmad's protocol",
+            "is an older vrdmad there? Run one version on all hosts"};
   const auto at = hosts::address_and_port(address);
   if (const auto refused = carrier.value("unauthenticated", std::uint64_t{0}); by_secret && refused != 0)
-    return {Level::problem, "messages", fmt::format("{}: the two reach each other, and {} connections failed because the other end does not have this host's secret", what, refused),
-            fmt::format("copy \"secret_file\" from one host to the other; if it is the same on both, use one version of vrdmad, and see what else is at port {}", at ? at->second : 0)};
+    return {Level::problem, "messages",
+            fmt::format("{}: the two reach each other, and {} connections failed because the other end does not have this host's secret",
+                        what, refused),
+            fmt::format("copy \"secret_file\" from one host to the other; if it is the same on both, use one version of vrdmad, "
+                        "and see what else is at port {}",
+                        at ? at->second : 0)};
   if (large_lost)
-    return {Level::problem, "messages", what + ": connections stand and are cut again while something is under way: large packets are lost between the two, it seems", measure};
+    return {Level::problem, "messages",
+            what + ": connections stand and are cut again while something is under way: large packets are lost between the two, it seems", measure};
   return {Level::problem, "messages", what + ": programs do not reach those of that host",
           fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0)};
 }
@@ -249,7 +280,8 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
     if (const auto& us = state.at("subnet"); us.is_object()) {
       here = us.at("address").get<std::string>();
       port = us.at("port").get<std::uint16_t>();
-      if (us.at("name") == target) return {{Level::problem, "host", fmt::format("\"{}\" is this host", target), "name another one: \"vrdma show hosts\" says who there is"}};
+      if (us.at("name") == target)
+        return {{Level::problem, "host", fmt::format("\"{}\" is this host", target), "name another one: \"vrdma show hosts\" says who there is"}};
       if (folder.empty()) folder = us.at("folder").get<std::string>();
       for (const auto& other : us.at("others"))
         if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
@@ -288,7 +320,8 @@ int doctor(const DoctorOptions& options) {
   if (options.json) {
     nlohmann::json out{{"problems", problems}, {"notes", notes}, {"findings", nlohmann::json::array()}};
     for (const auto& finding : findings)
-      out["findings"].push_back({{"level", name_of(finding.level)}, {"subject", finding.subject}, {"what", finding.what}, {"remedy", finding.remedy}});
+      out["findings"].push_back(
+          {{"level", name_of(finding.level)}, {"subject", finding.subject}, {"what", finding.what}, {"remedy", finding.remedy}});
     print_all(out.dump(2) + "\n");
   } else {
     std::string text;

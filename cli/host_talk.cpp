@@ -22,14 +22,16 @@ constexpr auto patience = std::chrono::seconds(20);
 
 // Why a conversation did not come about.
 struct Failed : std::runtime_error {
-  explicit Failed(const std::string& what, bool blocked_in = false, bool asked_in = false) : runtime_error(what), blocked(blocked_in), asked(asked_in) {}
+  explicit Failed(const std::string& what, bool blocked_in = false, bool asked_in = false)
+      : runtime_error(what), blocked(blocked_in), asked(asked_in) {}
   bool blocked;  // no answer at all: as a firewall does it
   bool asked;    // the question is there, and what it wants may be done yet
 };
 
 // One question to the vrdmad at an address, one answer.
 template <class Answer>
-Answer converse(Tls& tls, const std::string& from, const std::string& address, std::uint16_t port, const Message& question, std::string* version = nullptr) {
+Answer converse(Tls& tls, const std::string& from, const std::string& address, std::uint16_t port, const Message& question,
+                std::string* version = nullptr) {
   asio::io_context io;
   tcp::socket socket(io);
   boost::system::error_code error = asio::error::timed_out;
@@ -42,7 +44,9 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   }
   socket.async_connect(endpoint, [&](const boost::system::error_code& result) { error = result; });
   io.run_for(patience);
-  if (error) throw Failed(error == asio::error::timed_out ? fmt::format("no answer within {} s", patience.count()) : error.message(), error != asio::error::connection_refused);
+  if (error)
+    throw Failed(error == asio::error::timed_out ? fmt::format("no answer within {} s", patience.count()) : error.message(),
+                 error != asio::error::connection_refused);
 
   Hello hello;
   hello.version = VRDMA_VERSION;
@@ -70,7 +74,8 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
 }
 
 std::string rule(const std::string& from, std::uint16_t port) {
-  return fmt::format("nft add rule inet filter input ip{} saddr {} tcp dport {{ {}, {} }} accept", from.find(':') != std::string::npos ? "6" : "", from, port, port + 1);
+  return fmt::format("nft add rule inet filter input ip{} saddr {} tcp dport {{ {}, {} }} accept", from.find(':') != std::string::npos ? "6" : "",
+                     from, port, port + 1);
 }
 
 }  // namespace
@@ -85,8 +90,9 @@ Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Messag
       reply = converse<Reply>(tls, "", address, port, question);
     } catch (const Failed& error) {
       // A leader who reaches no majority keeps the wish until it does, or leads no more.
-      throw std::runtime_error(fmt::format("{}: {}{}", with_port(address, port), error.what(),
-                                           error.asked && changes ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it" : ""));
+      throw std::runtime_error(fmt::format(
+          "{}: {}{}", with_port(address, port), error.what(),
+          error.asked && changes ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it" : ""));
     }
     if (!reply.error.empty()) throw std::runtime_error(reply.error);
     if (reply.leader.empty()) return reply;
@@ -115,16 +121,18 @@ std::vector<Finding> examine_host(const std::string& folder, const std::string& 
     tls = Tls::of_host(folder);
   } catch (const std::exception& error) {
     return {{Level::problem, "certificate", error.what(),
-             "hosts that the configuration lists (\"remote\") have none, and are asked for by their names there; for others \"vrdma host init\" or \"join\" makes it (docs/subnet.md), "
-             "and --folder says where"}};
+             "hosts that the configuration lists (\"remote\") have none, and are asked for by their names there; for others \"vrdma host init\" or "
+             "\"join\" makes it (docs/subnet.md), and --folder says where"}};
   }
   std::vector<Finding> findings;
   std::string version;
   try {
-    const auto probed = converse<Probed>(*tls, here, there->first, there->second, Probe{here.empty() ? "127.0.0.1" : here, port == 0 ? default_port : port}, &version);
+    const auto probed = converse<Probed>(*tls, here, there->first, there->second,
+                                         Probe{here.empty() ? "127.0.0.1" : here, port == 0 ? default_port : port}, &version);
     findings.push_back({Level::ok, "to", fmt::format("{} answers, with a certificate of this subnet: vrdmad {}", at, version), ""});
     if (port == 0)
-      findings.push_back({Level::note, "from", "the other direction was not tried: no vrdmad with \"hosts\" in its configuration runs here", "start it, and try again"});
+      findings.push_back({Level::note, "from", "the other direction was not tried: no vrdmad with \"hosts\" in its configuration runs here",
+                          "start it, and try again"});
     else if (probed.error.empty())
       findings.push_back({Level::ok, "from", fmt::format("{} reaches this host at {}", at, with_port(here, port)), ""});
     else
@@ -132,8 +140,9 @@ std::vector<Finding> examine_host(const std::string& folder, const std::string& 
                           "on this host: " + rule(there->first, port)});
   } catch (const Failed& error) {
     findings.push_back({Level::problem, "to", fmt::format("{} cannot be reached: {}", at, error.what()),
-                        error.blocked ? fmt::format("on {}: {}", there->first, rule(here.empty() ? "ADDRESS OF THIS HOST" : here, there->second))
-                                      : "is vrdmad running there, with \"hosts\" in its configuration, and the certificates of one subnet on both hosts?"});
+                        error.blocked
+                            ? fmt::format("on {}: {}", there->first, rule(here.empty() ? "ADDRESS OF THIS HOST" : here, there->second))
+                            : "is vrdmad running there, with \"hosts\" in its configuration, and the certificates of one subnet on both hosts?"});
   }
   return findings;
 }

@@ -59,7 +59,8 @@ std::string size_text(std::uint64_t bytes) {
 Finding check_memfd() {
   const UniqueFd fd(::memfd_create("vrdma-doctor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd)
-    return {Level::problem, "memfd", fmt::format("memfd_create fails ({}): the service's queues and this program's cannot share memory", std::strerror(errno)),
+    return {Level::problem, "memfd",
+            fmt::format("memfd_create fails ({}): the service's queues and this program's cannot share memory", std::strerror(errno)),
             errno == EACCES ? "set vm.memfd_noexec to 0 or 1" : "allow memfd_create in the sandbox (seccomp profile)"};
   // Empty, for where a limit of file sizes (SIGXFSZ) forbids what is longer: that is another finding.
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE) != 0)
@@ -71,8 +72,10 @@ Finding check_file_size() {
   rlimit limit{};
   ::getrlimit(RLIMIT_FSIZE, &limit);
   if (limit.rlim_cur == RLIM_INFINITY) return {Level::ok, "file-size", "no limit of file sizes (sparse shared memory is one large file)", ""};
-  return {Level::note, "file-size", fmt::format("files are limited to {}: the sparse file from which memory is shared would be larger, so that what programs register is reached "
-                                                "through them; slower", size_text(limit.rlim_cur)),
+  return {Level::note, "file-size",
+          fmt::format("files are limited to {}: the sparse file from which memory is shared would be larger, so that what programs register "
+                      "is reached through them; slower",
+                      size_text(limit.rlim_cur)),
           "ulimit -f unlimited"};
 }
 
@@ -88,8 +91,10 @@ Finding check_address_space() {
 
 std::optional<Finding> check_proc() {
   if (const UniqueFd maps(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC)); maps) return std::nullopt;  // Landlock lets access() pass
-  return Finding{Level::note, "proc", fmt::format("/proc/self/maps cannot be read here ({}): memory is not mapped into the service but copied by a thread of the program: correct, and slower",
-                                                  std::strerror(errno)),
+  return Finding{Level::note, "proc",
+                 fmt::format("/proc/self/maps cannot be read here ({}): memory is not mapped into the service but copied by a thread of the program: "
+                             "correct, and slower",
+                             std::strerror(errno)),
                  "mount /proc in the sandbox (bwrap --proc /proc), or let its rules (Landlock, AppArmor) read it"};
 }
 
@@ -97,7 +102,9 @@ Finding check_open_files() {
   constexpr rlim_t few = 64, some = 1024;
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
-  const std::string what = fmt::format("{} open files allowed (a program uses 6 for a device that it has open, 3 for each further one, and for a completion channel 2, or 4 where direct mode is offered)", limit.rlim_cur);
+  const std::string what = fmt::format("{} open files allowed (a program uses 6 for a device that it has open, 3 for each further one, "
+                                       "and for a completion channel 2, or 4 where direct mode is offered)",
+                                       limit.rlim_cur);
   if (limit.rlim_cur < few) return {Level::problem, "open-files", what + ": too few", fmt::format("ulimit -n {}", some)};
   if (limit.rlim_cur < some) return {Level::note, "open-files", what + ": few for a service with many guests", fmt::format("ulimit -n {}", some)};
   return {Level::ok, "open-files", what, ""};
@@ -111,8 +118,10 @@ Finding check_memlock() {
 }
 
 Finding check_userfaultfd() {
-  const std::string cost = "a program with several threads cannot have its memory mapped into the service: each access goes through the "
-                           "process (/proc/PID/mem), by a worker of the service or, in direct mode, by the program that posts: some microseconds a message; programs with one thread are not affected";
+  const std::string cost =
+      "a program with several threads cannot have its memory mapped into the service: each access goes through the process (/proc/PID/mem), "
+      "by a worker of the service or, in direct mode, by the program that posts: some microseconds a message; "
+      "programs with one thread are not affected";
   UniqueFd fd(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK)));
   std::string by = "the system call";
   const int syscall_error = fd ? 0 : errno;
@@ -122,7 +131,8 @@ Finding check_userfaultfd() {
     by = "/dev/userfaultfd";
   }
   if (!fd) {
-    if (syscall_error == ENOSYS) return {Level::note, "userfaultfd", "not in this kernel (or hidden by a sandbox): " + cost, "a kernel with CONFIG_USERFAULTFD"};
+    if (syscall_error == ENOSYS)
+      return {Level::note, "userfaultfd", "not in this kernel (or hidden by a sandbox): " + cost, "a kernel with CONFIG_USERFAULTFD"};
     return {Level::note, "userfaultfd", fmt::format("not permitted ({}): ", std::strerror(syscall_error)) + cost,
             "as root: sysctl vm.unprivileged_userfaultfd=1, or give the user access to /dev/userfaultfd"};
   }
@@ -141,9 +151,13 @@ Finding check_ptrace() {
     return {Level::ok, "ptrace", scope ? "Yama's ptrace scope is 0: a service of the same user reaches programs' memory" :
                                  "no Yama: a service of the same user reaches programs' memory", ""};
   const std::string what = fmt::format("Yama's ptrace scope is {}{}", *scope, capable ? "; this process has CAP_SYS_PTRACE" : "");
-  if (*scope == "3") return {Level::note, "ptrace", what + ": no process may reach another's memory; slower: what is not mapped (small buffers, stacks) is copied by a thread of the program",
-                              "it can only be changed at boot"};
-  return {Level::note, "ptrace", what + ": a service without CAP_SYS_PTRACE does not reach memory that is not mapped (small buffers, stacks); slower: a thread of the program copies it",
+  if (*scope == "3")
+    return {Level::note, "ptrace",
+            what + ": no process may reach another's memory; slower: what is not mapped (small buffers, stacks) is copied by a thread of the program",
+            "it can only be changed at boot"};
+  return {Level::note, "ptrace",
+          what + ": a service without CAP_SYS_PTRACE does not reach memory that is not mapped (small buffers, stacks); "
+                 "slower: a thread of the program copies it",
           "run vrdmad as root or by its systemd unit, or as root: sysctl kernel.yama.ptrace_scope=0"};
 }
 
@@ -155,9 +169,11 @@ Finding check_cores() {
   std::string quota;
   if (const auto line = first_line("/sys/fs/cgroup/cpu.max"); line && !line->starts_with("max")) {
     double used = 0, period = 0;
-    if (std::istringstream(*line) >> used >> period && period > 0) quota = fmt::format(", limited to {:.1f} of them by the control group", used / period);
+    if (std::istringstream(*line) >> used >> period && period > 0)
+      quota = fmt::format(", limited to {:.1f} of them by the control group", used / period);
   }
-  if (cores >= 3 && quota.empty()) return {Level::ok, "cores", fmt::format("{} cores: two polling programs and the service have one each", cores), ""};
+  if (cores >= 3 && quota.empty())
+    return {Level::ok, "cores", fmt::format("{} cores: two polling programs and the service have one each", cores), ""};
   return {Level::note, "cores",
           fmt::format("{} core{}{}: two polling programs and the service take turns; it works, latency depends on the scheduler and "
                       "programs that spin without calling ibv_poll_cq (ib_write_lat) are slow", cores, cores == 1 ? "" : "s", quota),
@@ -178,7 +194,10 @@ Finding check_seccomp() {
   const std::string mode = status_field("Seccomp");
   if (mode.empty() || mode == "0") return {Level::ok, "seccomp", "no filter", ""};
   const UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
-  if (!pidfd) return {Level::note, "seccomp", fmt::format("a filter is active and pidfd_open fails ({}): the end of a program is noticed by its socket only", std::strerror(errno)), ""};
+  if (!pidfd)
+    return {Level::note, "seccomp",
+            fmt::format("a filter is active and pidfd_open fails ({}): the end of a program is noticed by its socket only", std::strerror(errno)),
+            ""};
   return {Level::ok, "seccomp", "a filter is active (a container?); what libvrdma needs is allowed", ""};
 }
 
@@ -195,7 +214,8 @@ Finding check_kernel() {
   utsname name{};
   ::uname(&name);
   if (vmci::is_gvisor(name.release, name.version))
-    return {Level::problem, "kernel", "this is gVisor, which shares no memory with the host: programs in it cannot be served", "another runtime for this container (runc, crun), or a virtual machine (docs/vm.md)"};
+    return {Level::problem, "kernel", "this is gVisor, which shares no memory with the host: programs in it cannot be served",
+            "another runtime for this container (runc, crun), or a virtual machine (docs/vm.md)"};
   int major = 0, minor = 0;
   std::sscanf(name.release, "%d.%d", &major, &minor);
   if (major * 1000 + minor < 5006) return {Level::problem, "kernel", fmt::format("Linux {}: too old", name.release), "Linux 5.6 or newer is needed"};
@@ -222,7 +242,8 @@ std::uint64_t memory_limit_of(fs::path group, const char* name) {
   constexpr std::uint64_t unlimited = std::uint64_t{1} << 60;  // version 1 has a number for that, of pages
   std::uint64_t least = unlimited;
   for (; group.string().starts_with("/sys/fs/cgroup"); group = group.parent_path())
-    if (const auto line = first_line(group / name); line && *line != "max") least = std::min<std::uint64_t>(least, std::strtoull(line->c_str(), nullptr, 10));
+    if (const auto line = first_line(group / name); line && *line != "max")
+      least = std::min<std::uint64_t>(least, std::strtoull(line->c_str(), nullptr, 10));
   return least == unlimited ? 0 : least;
 }
 
@@ -235,9 +256,12 @@ std::optional<Finding> examine_memory_of_service(pid_t pid) {
   if (group.empty() || group == memory_group_of("self").first) return std::nullopt;
   const std::uint64_t bytes = memory_limit_of(group, name);
   if (bytes == 0) return std::nullopt;
-  return Finding{Level::note, "memory", fmt::format("vrdmad runs in a control group that has {} ({}): pages of files and memfds that nobody has touched count there when a peer writes to them "
-                                                    "through it, whoever registered them, so that its guests can exhaust it", size_text(bytes), group.string()),
-                 "no MemoryMax= for vrdmad beside guests that are not trusted (docs/containers.md)"};
+  return Finding{
+      Level::note, "memory",
+      fmt::format("vrdmad runs in a control group that has {} ({}): pages of files and memfds that nobody has touched count there when a peer "
+                  "writes to them through it, whoever registered them, so that its guests can exhaust it",
+                  size_text(bytes), group.string()),
+      "no MemoryMax= for vrdmad beside guests that are not trusted (docs/containers.md)"};
 }
 
 std::vector<Finding> examine_machine() {

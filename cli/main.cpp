@@ -42,10 +42,12 @@ CLI::App* add_run(CLI::App& app, RunOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "run", "Run a program with libvrdma in place of libibverbs. Starts a private vrdmad when no service is reachable;\n"
              "it is shared by your other `vrdma run`s, offers them direct mode and leaves by itself.");
-  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what this guest's port of vrdma0 says it is (default: what the service is configured for, else ib)")
+  command->add_option("--link-layer", options.link_layer,
+                      "ib or ethernet: what this guest's port of vrdma0 says it is (default: what the service is configured for, else ib)")
       ->check(CLI::IsMember({"ib", "infiniband", "ethernet"}));
   takes_guest_name(command->add_option("--name", options.name, "name of the guest: its GUID is derived from it and stays the same"));
-  command->add_flag("--mediated", options.mediated, "use a private vrdmad that moves all data itself; by default programs that could reach each other's memory anyway do");
+  command->add_flag("--mediated", options.mediated,
+                    "use a private vrdmad that moves all data itself; by default programs that could reach each other's memory anyway do");
   command->add_flag("--stats", options.stats, "print what the program did when it ends");
   command->add_option("command", options.command, "the program and its arguments, after --")->required();
   command->positionals_at_end();
@@ -59,9 +61,11 @@ CLI::App* add_container(CLI::App& app, ContainerOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "container", "Print what starts a container in which programs find vrdma0: podman run $(vrdma container) IMAGE PROGRAM. The image's glibc\n"
                    "must be 2.28 or later; nothing has to be installed in it.");
-  command->add_option("--format", options.format, "options: for podman, docker and nerdctl (default); nspawn: for systemd-nspawn; cdi: a device for /etc/cdi/vrdma.json")
+  command->add_option("--format", options.format,
+                      "options: for podman, docker and nerdctl (default); nspawn: for systemd-nspawn; cdi: a device for /etc/cdi/vrdma.json")
       ->check(CLI::IsMember({"options", "nspawn", "cdi"}));
-  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what the port of vrdma0 says it is there")->check(CLI::IsMember({"ib", "infiniband", "ethernet"}));
+  command->add_option("--link-layer", options.link_layer, "ib or ethernet: what the port of vrdma0 says it is there")
+      ->check(CLI::IsMember({"ib", "infiniband", "ethernet"}));
   takes_guest_name(command->add_option("--name", options.name, "name of the guests there"));
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
   return command;
@@ -71,7 +75,8 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "show", "Show what the service has, one object a line in the manner of rdma(8). Root and the service's own user see\n"
               "everything, others what is theirs.");
-  command->add_option("object", options.object, "devices, guests, qps, cqs, mrs, srqs, cm_ids, routes, hosts, hca, cache or counters; nothing: an overview")
+  command->add_option("object", options.object,
+                      "devices, guests, qps, cqs, mrs, srqs, cm_ids, routes, hosts, hca, cache or counters; nothing: an overview")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
   command->add_flag("-j,--json", options.json, "print JSON");
   command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
@@ -121,7 +126,9 @@ CLI::Option* takes_user(CLI::Option* option) {
         const passwd* const found = ::getpwnam(user.c_str());
         if (found != nullptr) user = std::to_string(found->pw_uid);
         const bool is_number = !user.empty() && user.size() <= 10 && user.find_first_not_of("0123456789") == std::string::npos;
-        return is_number && std::stoull(user) <= std::numeric_limits<uid_t>::max() ? "" : fmt::format("\"{}\" is no user here: give a user's name or uid", user);
+        return is_number && std::stoull(user) <= std::numeric_limits<uid_t>::max()
+                   ? ""
+                   : fmt::format("\"{}\" is no user here: give a user's name or uid", user);
       },
       ""));
 }
@@ -140,11 +147,15 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, true);
   takes_size(adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G"))->default_str("2G");
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
-  takes_user(adding->add_option("--tenant", options.tenant, "user or uid for whose account its programs run, and as whom QEMU may run besides root (default: that of the service)"));
+  takes_user(adding->add_option("--tenant", options.tenant,
+                                "user or uid for whose account its programs run, and as whom QEMU may run besides root "
+                                "(default: that of the service)"));
   CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
   CLI::Option* const private_ram =
-      adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")->excludes("--memory", "--ram");
-  takes_size(adding->add_option("--bar", options.bar_bytes, "with --private-ram: how much memory its programs can share, a power of two (default: 256M)"))
+      adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")
+          ->excludes("--memory", "--ram");
+  takes_size(adding->add_option("--bar", options.bar_bytes,
+                                "with --private-ram: how much memory its programs can share, a power of two (default: 256M)"))
       ->needs(private_ram);
   adding->add_flag("--uml", options.uml, "a machine of User Mode Linux, to be started by \"vrdma vm uml\"")
       ->excludes("--memory", "--ram")
@@ -199,7 +210,8 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
     sub->callback([&chosen, function] { chosen = function; });
     return sub;
   };
-  CLI::App* const entering = add_partition("add", "Give tenants a P_Key: 0x8001 makes them full members of partition 1, 0x0001 limited ones.", partition_add);
+  CLI::App* const entering =
+      add_partition("add", "Give tenants a P_Key: 0x8001 makes them full members of partition 1, 0x0001 limited ones.", partition_add);
   CLI::App* const leaving = add_partition("remove", "Take a P_Key from tenants; without any, end the partition.", partition_remove);
   for (CLI::App* const sub : {entering, leaving}) sub->add_option("pkey", options.pkey, "0x and four digits")->required();
   entering->add_option("members", options.members, "tenants: UID, HOST/UID, HOST/* or *")->required();
@@ -229,8 +241,11 @@ int main(int argc, char** argv) {
       "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
   doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
   doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at");
-  CLI::Option* const far_host = doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
-  doctor_command->add_option("--folder", doctor_options.folder, "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)")->needs(far_host);
+  CLI::Option* const far_host =
+      doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
+  doctor_command->add_option("--folder", doctor_options.folder,
+                             "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)")
+      ->needs(far_host);
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
 
@@ -270,10 +285,12 @@ int main(int argc, char** argv) {
     }
     if (host_command != nullptr) return host_command(host_options);
     if (host->parsed()) {
-      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show, partition or remove (vrdma host --help says more)\n");
+      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show, partition or remove "
+                           "(vrdma host --help says more)\n");
       return usage_error;
     }
-    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, container, show, direct, doctor, metrics, bench, vm or host (vrdma --help says more)\n");
+    std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, container, show, direct, doctor, metrics, bench, vm or host "
+                         "(vrdma --help says more)\n");
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

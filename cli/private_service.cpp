@@ -46,7 +46,8 @@ std::string last_words(const std::string& log, std::uintmax_t before_bytes) {
   std::string last;
   for (std::string line; std::getline(file, line);)
     if (!line.empty()) last = line;
-  return last.empty() ? "it ended without a word, as under small limits of memory (ulimit -v, -d); " + log + " is empty" : fmt::format("{} (from {})", last, log);
+  return last.empty() ? "it ended without a word, as under small limits of memory (ulimit -v, -d); " + log + " is empty"
+                      : fmt::format("{} (from {})", last, log);
 }
 
 constexpr rlim_t open_files_wished = 4096, processor_seconds_least = 600;
@@ -64,7 +65,8 @@ void raise_limits() {
   (void)::setpriority(PRIO_PROCESS, 0, 0);  // where that is allowed
   (void)raise_to(RLIMIT_NOFILE, 16 * open_files_wished);
   (void)raise_to(RLIMIT_CPU, RLIM_INFINITY);
-  for (const auto which : {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC}) {  // that of open files vrdmad raises itself
+  for (const auto which :
+       {RLIMIT_AS, RLIMIT_DATA, RLIMIT_FSIZE, RLIMIT_CPU, RLIMIT_MEMLOCK, RLIMIT_NPROC}) {  // that of open files vrdmad raises itself
     rlimit limit;
     if (::getrlimit(which, &limit) != 0) continue;
     limit.rlim_cur = limit.rlim_max;
@@ -79,8 +81,8 @@ void require_limits() {
   const auto require = [](auto which, std::uint64_t least, const char* what, const char* option) {
     rlimit limit;
     if (::getrlimit(which, &limit) != 0 || limit.rlim_max == RLIM_INFINITY || limit.rlim_max >= least) return;
-    fail(fmt::format("{} is limited to {} KiB here (ulimit -H{}), and a private service, which would have that limit, needs {} MiB for each program: raise it, or begin where "
-                     "there is none",
+    fail(fmt::format("{} is limited to {} KiB here (ulimit -H{}), and a private service, which would have that limit, needs {} MiB for each "
+                     "program: raise it, or begin where there is none",
                      what, limit.rlim_max >> 10, option, least >> 20));
   };
   require(RLIMIT_AS, address_space_least, "address space", "v");
@@ -88,8 +90,8 @@ void require_limits() {
   rlimit processor;
   if (::getrlimit(RLIMIT_CPU, &processor) != 0 || processor.rlim_max >= processor_seconds_least) return;
   if (!raise_to(RLIMIT_CPU, RLIM_INFINITY))
-    fail(fmt::format("processor time is limited to {} s here (ulimit -Ht), and a private service, which would have that limit, would end by it under all programs: raise it to {} s, or begin where "
-                     "there is none",
+    fail(fmt::format("processor time is limited to {} s here (ulimit -Ht), and a private service, which would have that limit, would end by it "
+                     "under all programs: raise it to {} s, or begin where there is none",
                      processor.rlim_max, processor_seconds_least));
   ::setrlimit(RLIMIT_CPU, &processor);  // raised to see whether it can be; ours stays
 }
@@ -100,14 +102,18 @@ void note_open_files(const Service& service, bool is_new) {
   rlimit its, ours;
   if (!peer || peer->pid <= 0 || ::prlimit(peer->pid, RLIMIT_NOFILE, nullptr, &its) != 0 || ::getrlimit(RLIMIT_NOFILE, &ours) != 0) return;
   if (its.rlim_max >= open_files_wished || (!is_new && its.rlim_max >= ours.rlim_max)) return;
-  fmt::print(stderr, "vrdma: note: the private service, which serves all of your programs, may have {} open files, as {} (ulimit -Hn), and a program needs 11 or more of them: {}\n", its.rlim_max,
-             is_new ? "is the limit here" : "was the limit where it was started",
-             is_new ? "for many at once, begin where it is higher" : fmt::format("for many at once, let it leave ({} s after the last program), and begin here", idle_exit_s()));
+  fmt::print(stderr,
+             "vrdma: note: the private service, which serves all of your programs, may have {} open files, as {} (ulimit -Hn), and a program needs "
+             "11 or more of them: {}\n",
+             its.rlim_max, is_new ? "is the limit here" : "was the limit where it was started",
+             is_new ? "for many at once, begin where it is higher"
+                    : fmt::format("for many at once, let it leave ({} s after the last program), and begin here", idle_exit_s()));
 }
 
 // What to do about a file of the private folder.
 const char* remedy_of_file(int error) {
-  return error == EROFS ? "nothing can be written there: set XDG_RUNTIME_DIR to a folder of yours where that is possible, or VRDMA_SOCKET to the socket of a vrdmad"
+  return error == EROFS ? "nothing can be written there: set XDG_RUNTIME_DIR to a folder of yours where that is possible, or VRDMA_SOCKET to the "
+                          "socket of a vrdmad"
                         : "remove what is there, or set XDG_RUNTIME_DIR to another folder of yours";
 }
 
@@ -188,8 +194,10 @@ bool lock_patiently(const vmci::UniqueFd& lock, const std::string& path) {
     std::this_thread::sleep_for(10ms);
   }
   const pid_t holder = holder_of(lock);
-  fmt::print(stderr, "vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 5 s; if it is stopped, continue or kill it\n", path,
-             holder > 0 ? fmt::format("process {}", holder) : "another process");
+  fmt::print(stderr,
+             "vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 5 s; if it is stopped, "
+             "continue or kill it\n",
+             path, holder > 0 ? fmt::format("process {}", holder) : "another process");
   while (::flock(lock.get(), LOCK_EX) != 0)
     if (errno != EINTR) return false;
   return true;
@@ -199,8 +207,9 @@ bool lock_patiently(const vmci::UniqueFd& lock, const std::string& path) {
 Service start_or_find(const std::string& folder, const char* direct) {
   const std::string path = socket_in(folder);
   if (path.size() >= sizeof(sockaddr_un::sun_path))
-    fail(fmt::format("{} would be the socket of a private service ({}): a socket's path has at most {} characters; set XDG_RUNTIME_DIR to a shorter folder of yours", path,
-                     std::strerror(ENAMETOOLONG), sizeof(sockaddr_un::sun_path) - 1));
+    fail(fmt::format("{} would be the socket of a private service ({}): a socket's path has at most {} characters; set XDG_RUNTIME_DIR to a "
+                     "shorter folder of yours",
+                     path, std::strerror(ENAMETOOLONG), sizeof(sockaddr_un::sun_path) - 1));
   const PrivateUmask of_ours;
   make_private_folder(folder);
   const std::string lock_path = folder + "/lock";  // which a service that leaves as idle holds, too
@@ -236,10 +245,11 @@ Service find_or_start_service() {
                      named, std::strerror(value(found.error()))));
   }
   // The host has a service, or had one: programs by it and by a private one do not see each other.
-  if (const auto host = vmci::PacketSocket::connect(host_socket); socket_in(private_folder()) != host_socket && !host && value(host.error()) != ENOENT) {
+  if (const auto host = vmci::PacketSocket::connect(host_socket);
+      socket_in(private_folder()) != host_socket && !host && value(host.error()) != ENOENT) {
     const int error = value(host.error());
-    fmt::print(stderr, "vrdma: note: the host's service at {} cannot be reached ({}), a private one serves this program instead: {}\n", host_socket, std::strerror(error),
-               error == ECONNREFUSED ? "it has ended; start vrdmad again" : service_remedy(error));
+    fmt::print(stderr, "vrdma: note: the host's service at {} cannot be reached ({}), a private one serves this program instead: {}\n", host_socket,
+               std::strerror(error), error == ECONNREFUSED ? "it has ended; start vrdmad again" : service_remedy(error));
   }
   return start_or_find(private_folder(), "auto");
 }
@@ -247,7 +257,8 @@ Service find_or_start_service() {
 Service find_or_start_mediated_service() {
   const auto ours = private_sockets(mediated_folder());
   if (const char* const named = named_socket(); named != nullptr && std::find(ours.begin(), ours.end(), named) == ours.end())
-    fail(fmt::format("VRDMA_SOCKET names {}, and --mediated means a private service: unset it, or say \"vrdma direct mediated\" to that service", named));
+    fail(fmt::format("VRDMA_SOCKET names {}, and --mediated means a private service: unset it, or say \"vrdma direct mediated\" to that service",
+                     named));
   make_private_folder(private_folder());
   return start_or_find(mediated_folder(), "mediated");
 }

@@ -58,7 +58,8 @@ Place find_place(const VmOptions& options) {
     socket = ::geteuid() == 0 ? paths.back() : paths.front();
   }
   if (!options.folder.empty()) place.folder = fs::absolute(options.folder).lexically_normal();
-  else if (place.state.is_object() && place.state.at("service").contains("vm_folder")) place.folder = place.state.at("service").at("vm_folder").get<std::string>();
+  else if (place.state.is_object() && place.state.at("service").contains("vm_folder"))
+    place.folder = place.state.at("service").at("vm_folder").get<std::string>();
   else place.folder = fs::absolute(socket).lexically_normal().parent_path() / "vm";
   while (place.folder.size() > 1 && place.folder.back() == '/') place.folder.pop_back();
   return place;
@@ -73,7 +74,13 @@ json state_of(const Place& place, const std::string& name) {
 }
 
 Vm machine_of(const VmFolder& folder, const VmRecord& record) {
-  return {record.name, folder.link(record.name, record.plain), record.ram, record.memory_bytes, record.plain, record.vectors, record.private_ram() ? record.bar_bytes : vm::bar_bytes};
+  return {record.name,
+          folder.link(record.name, record.plain),
+          record.ram,
+          record.memory_bytes,
+          record.plain,
+          record.vectors,
+          record.private_ram() ? record.bar_bytes : vm::bar_bytes};
 }
 
 // Until the service, which watches the folder, has seen a machine there.
@@ -86,8 +93,8 @@ void await_service(Place& place, const VmFolder& folder, const std::string& name
     if (state_of(place, name).is_object()) return;
     std::this_thread::sleep_for(seen_pause);
   }
-  fmt::print(stderr, "vrdma: the service at {} does not serve the machine: is it older than this vrdma, or has it another --vm-folder than {}?\n", place.socket,
-             folder.path());
+  fmt::print(stderr, "vrdma: the service at {} does not serve the machine: is it older than this vrdma, or has it another --vm-folder than {}?\n",
+             place.socket, folder.path());
 }
 
 json describe(const Place& place, const VmFolder& folder, const VmRecord& record) {
@@ -109,7 +116,8 @@ std::string line_of(const json& vm) {
   if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + vm.at("version").get<std::string>();
   if (vm.contains("ram")) {
     const auto bytes = vm.at("memory_bytes").get<std::uint64_t>();
-    out += fmt::format(" memory {} ram {}{}", bytes, vm.at("ram").get<std::string>(), bytes == 0 ? " (gone: remove the machine and add it again)" : "");
+    out += fmt::format(" memory {} ram {}{}", bytes, vm.at("ram").get<std::string>(),
+                       bytes == 0 ? " (gone: remove the machine and add it again)" : "");
   }
   if (vm.contains("bar_bytes")) out += fmt::format(" ram private bar {}", vm.at("bar_bytes").get<std::uint64_t>());
   return out + fmt::format(" link {}\n", vm.at("link").get<std::string>());
@@ -129,9 +137,10 @@ std::string libvirt_user_hint(const json& described, const std::string& name) {
     if (const passwd* const found = ::getpwnam(user); found != nullptr)
       return described.at("tenant") == found->pw_uid
                  ? ""
-                 : fmt::format("\nqemu:///system runs QEMU as {1} here, who cannot open this machine's files: for it, remove the machine and add it with\n"
-                               "\"vrdma vm add {0} --tenant {1}\" and the other options. Where AppArmor or SELinux confines QEMU, see vrdma-vm(1).\n",
-                               name, user);
+                 : fmt::format(
+                       "\nqemu:///system runs QEMU as {1} here, who cannot open this machine's files: for it, remove the machine and add it with\n"
+                       "\"vrdma vm add {0} --tenant {1}\" and the other options. Where AppArmor or SELinux confines QEMU, see vrdma-vm(1).\n",
+                       name, user);
   return "";
 }
 
@@ -152,8 +161,9 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
     out["uml"] = words;
     std::string line = "   ";
     for (const auto& word : words) line += " " + word;
-    print_all(as_json ? out.dump(2) + "\n"
-                      : line_of(described) + "\nUser Mode Linux, started with vrdmad running, and with what else it needs:\n\n" + line + " …\n" + inside);
+    print_all(as_json
+                  ? out.dump(2) + "\n"
+                  : line_of(described) + "\nUser Mode Linux, started with vrdmad running, and with what else it needs:\n\n" + line + " …\n" + inside);
     return;
   }
   if (as_json) {
@@ -163,17 +173,21 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
     out["libvirt"] = libvirt_xml(vm);
     return print_all(out.dump(2) + "\n");
   }
-  std::string text = line_of(described) + (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") + lines_of(qemu_arguments(vm));
+  std::string text = line_of(described) +
+                     (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") +
+                     lines_of(qemu_arguments(vm));
   if (!vm.plain)
     text += "\nFor interrupts in place of polling also these, and intel_iommu=on for the VM's kernel:\n\n" + lines_of(qemu_interrupt_arguments());
   else if (!vm.ram.empty())
-    text += "\nA machine that reboots ends (-action reboot=shutdown): nobody would tell vrdmad of the reset, whose writes for peers would go on into the next kernel's memory.\n";
+    text += "\nA machine that reboots ends (-action reboot=shutdown): nobody would tell vrdmad of the reset, whose writes for peers would go on "
+            "into the next kernel's memory.\n";
   print_all(text + for_libvirt(vm) + libvirt_xml(vm) + libvirt_user_hint(described, vm.name) + inside);
 }
 
 void check_memory(std::uint64_t bytes) {
   if (bytes < memory_least || bytes > memory_most || bytes % mib != 0)
-    fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M and at most {}G, like --memory 2G", bytes, memory_least / mib, memory_most >> 30));
+    fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M and at most {}G, like --memory 2G", bytes,
+                     memory_least / mib, memory_most >> 30));
 }
 
 void check_bar(std::uint64_t bytes) {
@@ -185,9 +199,13 @@ void check_bar(std::uint64_t bytes) {
 // Pages of a disk are written to it, again and again.
 void note_disk(const VmRecord& record) {
   struct statfs filesystem;
-  if (record.ram.empty() || ::statfs(record.ram.c_str(), &filesystem) != 0 || filesystem.f_type == TMPFS_MAGIC || filesystem.f_type == HUGETLBFS_MAGIC) return;
-  fmt::print(stderr, "vrdma: note: {} lies on no tmpfs: the kernel writes the machine's memory to that file system, and reads it back, as it does with any file. Keep it on a tmpfs, "
-                     "as /dev/shm is, or on a hugetlbfs\n", record.ram);
+  if (record.ram.empty() || ::statfs(record.ram.c_str(), &filesystem) != 0 || filesystem.f_type == TMPFS_MAGIC ||
+      filesystem.f_type == HUGETLBFS_MAGIC)
+    return;
+  fmt::print(stderr,
+             "vrdma: note: {} lies on no tmpfs: the kernel writes the machine's memory to that file system, and reads it back, as it does with any "
+             "file. Keep it on a tmpfs, as /dev/shm is, or on a hugetlbfs\n",
+             record.ram);
 }
 
 // The file takes its memory as the machine touches it. Where there is no more, QEMU is killed by SIGBUS, which says nothing to anybody.
@@ -197,8 +215,8 @@ void note_little_room(const VmRecord& record) {
   const auto room = fs::space(folder, error);
   if (record.ram.empty() || error || room.available >= record.memory_bytes) return;
   fmt::print(stderr,
-             "vrdma: note: {} has {} MiB left, less than the machine's {}: QEMU will end by a bus error when they are used up. Make it larger (mount -o remount,size=…; "
-             "docker run --shm-size …), or give another folder's file by --ram\n",
+             "vrdma: note: {} has {} MiB left, less than the machine's {}: QEMU will end by a bus error when they are used up. Make it larger "
+             "(mount -o remount,size=…; docker run --shm-size …), or give another folder's file by --ram\n",
              folder.string(), room.available / mib, record.memory_bytes / mib);
 }
 
@@ -219,8 +237,11 @@ void write_down(VmFolder& folder, const VmRecord& record, bool ram_must_be_new) 
 
 std::string vm_name_error(const std::string& name) {
   constexpr const char* allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-  if (!name.empty() && name.size() <= name_characters && name.find_first_not_of(allowed) == std::string::npos && name.front() != '.' && name.front() != '-') return {};
-  return fmt::format("\"{}\" cannot name a machine: 1 to {} letters, digits, dots, underscores and hyphens, of which dot and hyphen do not begin it", name, name_characters);
+  if (!name.empty() && name.size() <= name_characters && name.find_first_not_of(allowed) == std::string::npos && name.front() != '.' &&
+      name.front() != '-')
+    return {};
+  return fmt::format("\"{}\" cannot name a machine: 1 to {} letters, digits, dots, underscores and hyphens, of which dot and hyphen do not begin it",
+                     name, name_characters);
 }
 
 std::string vm_default_ram(const std::string& name) { return "/dev/shm/vrdma-vm-" + name + ".ram"; }
@@ -229,11 +250,13 @@ int vm_add(const VmOptions& options) {
   check_memory(options.memory_bytes);
   const std::uint64_t bar_bytes = options.private_ram ? options.bar_bytes.value_or(vm_default_bar_bytes) : 0;
   if (options.private_ram) check_bar(bar_bytes);
-  if (options.tenant == static_cast<uid_t>(-1)) fail(fmt::format("{} is no user's uid: give the tenant's, as \"id -u USER\" says it", *options.tenant));
+  if (options.tenant == static_cast<uid_t>(-1))
+    fail(fmt::format("{} is no user's uid: give the tenant's, as \"id -u USER\" says it", *options.tenant));
   Place place = find_place(options);
   VmFolder folder(place.folder);
   if (const auto link = folder.link(options.name); link.size() > path_characters)
-    fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(), path_characters));
+    fail(fmt::format("{} has {} characters, and a socket's path at most {}: choose a shorter name, or another --vm-folder", link, link.size(),
+                     path_characters));
   VmRecord record{options.name, options.ram.empty() ? vm_default_ram(options.name) : fs::absolute(options.ram).lexically_normal().string(),
                   options.memory_bytes, options.tenant, options.plain || options.uml};
   if (options.uml || options.private_ram) record.ram.clear(), record.memory_bytes = 0;
@@ -301,7 +324,9 @@ int vm_remove(const VmOptions& options) {
   const json known = state_of(place, options.name);
   const std::string state = known.is_object() ? known.value("state", "") : "";
   if (state == "connected" || state == "attached" || state == "paused")
-    fmt::print(stderr, "vrdma: note: {} runs: its programs have lost their device, and it is not found again, not even if it is added anew, until it is switched off and started anew\n",
+    fmt::print(stderr,
+               "vrdma: note: {} runs: its programs have lost their device, and it is not found again, not even if it is added anew, until it is "
+               "switched off and started anew\n",
                options.name);
   // Ours, as `add` made it. A VM that still runs keeps its pages; they are freed at its end.
   if (ram == vm_default_ram(options.name) && ::unlink(ram.c_str()) != 0 && errno != ENOENT)

@@ -93,7 +93,8 @@ Setter lids(RemoteHost& to, const std::string& origin) {
     const bool good = whole(std::sscanf(range.c_str(), "%5u-%5u%n", &first, &last, &end), 2) ||
                       (end = 0, whole(std::sscanf(range.c_str(), "%5u%n", &first, &end), 1) && (last = first, true));
     if (!good || first < 1 || last > hosts::lid_max || first > last)
-      refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to {}) in a string, such as \"1-4095\"", shown(value), hosts::lid_max));
+      refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to {}) in a string, such as \"1-4095\"", shown(value),
+                                 hosts::lid_max));
     to.lid_first = static_cast<std::uint16_t>(first), to.lid_last = static_cast<std::uint16_t>(last);
   };
 }
@@ -123,9 +124,13 @@ void read_hca(const json& section, std::optional<HcaSettings>& to, const std::st
   HcaSettings& hca = to.emplace();
   if (section.is_boolean()) return;
   std::uint16_t port = 0, gid_index = 0, ack_timeout = 0;
-  apply(section, {{"device", text(hca.device, origin, "device")}, {"port", number(port, origin, "port")}, {"gid_index", number(gid_index, origin, "gid_index")},
-                  {"mtu", number(hca.mtu, origin, "mtu")}, {"ack_timeout", number(ack_timeout, origin, "ack_timeout")},
-                  {"library", text(hca.library, origin, "library")}},
+  apply(section,
+        {{"device", text(hca.device, origin, "device")},
+         {"port", number(port, origin, "port")},
+         {"gid_index", number(gid_index, origin, "gid_index")},
+         {"mtu", number(hca.mtu, origin, "mtu")},
+         {"ack_timeout", number(ack_timeout, origin, "ack_timeout")},
+         {"library", text(hca.library, origin, "library")}},
         origin, "\"hca\"");
   if (section.contains("mtu") && (hca.mtu < 256 || hca.mtu > 4096 || (hca.mtu & (hca.mtu - 1)) != 0))
     refuse(origin, fmt::format("\"mtu\" of \"hca\" is {}: it must be 256, 512, 1024, 2048 or 4096", hca.mtu));
@@ -142,13 +147,23 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
   const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, key)}; };
   std::string folder = to.folder, seed;
   std::uint32_t lease_s = static_cast<std::uint32_t>(to.timing.lease_ms / 1000);
-  std::map<std::string, Setter> keys{t(to.name, "name"), t(to.address, "address"), n(to.port, "port"), n(to.carrier_port, "carrier_port"), n(to.lids, "lids"),
-                                     t(folder, "folder"), t(seed, "seed"), n(lease_s, "lease_s"), n(to.timing.heartbeat_ms, "heartbeat_ms"),
-                                     n(to.timing.election_ms, "election_ms"), n(to.timing.refresh_ms, "refresh_ms"), n(to.limits.opening_ms, "opening_ms"),
+  std::map<std::string, Setter> keys{t(to.name, "name"),
+                                     t(to.address, "address"),
+                                     n(to.port, "port"),
+                                     n(to.carrier_port, "carrier_port"),
+                                     n(to.lids, "lids"),
+                                     t(folder, "folder"),
+                                     t(seed, "seed"),
+                                     n(lease_s, "lease_s"),
+                                     n(to.timing.heartbeat_ms, "heartbeat_ms"),
+                                     n(to.timing.election_ms, "election_ms"),
+                                     n(to.timing.refresh_ms, "refresh_ms"),
+                                     n(to.limits.opening_ms, "opening_ms"),
                                      n(to.limits.silence_ms, "silence_ms")};
   keys["encrypt"] = choice(to.encrypt, origin, "encrypt");
   keys["peers"] = [&](const json& peers) {
-    if (!peers.is_array()) refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
+    if (!peers.is_array())
+      refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
     for (const json& peer : peers) {
       hosts::Endpoint& one = to.peers.emplace_back();
       one.port = hosts::default_port;
@@ -158,10 +173,16 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
   keys["etcd"] = [&](const json& etcd) {
     hosts::EtcdSettings& one = to.etcd.emplace();
     const auto read_endpoints = [&](const json& list) {
-      if (!list.is_array()) refuse(origin, fmt::format("\"endpoints\" is {}: it must be a list of strings, as in [\"http://10.0.0.9:2379\"]", shown(list)));
+      if (!list.is_array())
+        refuse(origin, fmt::format("\"endpoints\" is {}: it must be a list of strings, as in [\"http://10.0.0.9:2379\"]", shown(list)));
       for (const json& url : list) text(one.endpoints.emplace_back(), origin, "endpoints")(url);
     };
-    apply(etcd, {{"endpoints", read_endpoints}, t(one.prefix, "prefix"), t(one.ca_file, "ca_file"), t(one.certificate_file, "certificate_file"), t(one.key_file, "key_file")},
+    apply(etcd,
+          {{"endpoints", read_endpoints},
+           t(one.prefix, "prefix"),
+           t(one.ca_file, "ca_file"),
+           t(one.certificate_file, "certificate_file"),
+           t(one.key_file, "key_file")},
           origin, "\"etcd\"");
   };
   apply(section, keys, origin, "\"hosts\"");
@@ -179,23 +200,28 @@ void read_partitions(const json& section, hosts::Partitions& to, const std::stri
   for (const auto& [key, members] : section.items()) {
     const auto pkey = hosts::pkey_of(key);
     if (!pkey)
-      refuse(origin, fmt::format("\"{}\" in \"partitions\" is no P_Key: 0x and four digits, as in \"0x8001\", a full membership, or \"0x0001\", a limited one", key));
+      refuse(origin, fmt::format("\"{}\" in \"partitions\" is no P_Key: 0x and four digits, as in \"0x8001\", a full membership, "
+                                 "or \"0x0001\", a limited one",
+                                 key));
     if (!members.is_array()) refuse(origin, fmt::format("\"{}\" in \"partitions\" must be a list of members, not {}", key, members.type_name()));
     for (const json& member : members) {
       const auto one = member.is_string() ? hosts::membership_of(*pkey, member.get<std::string>()) : std::nullopt;
       if (!one)
-        refuse(origin, fmt::format("{} in \"{}\" of \"partitions\" is no member: give a uid, or a host and a uid, as in \"1000\", \"b/1000\", \"b/*\" or \"*\"",
+        refuse(origin, fmt::format("{} in \"{}\" of \"partitions\" is no member: give a uid, or a host and a uid, as in \"1000\", "
+                                   "\"b/1000\", \"b/*\" or \"*\"",
                                    shown(member), key));
       to.add(*one);
-      if (to.memberships().size() >= hosts::memberships_max) refuse(origin, fmt::format("\"partitions\" has {} members or more", hosts::memberships_max));
+      if (to.memberships().size() >= hosts::memberships_max)
+        refuse(origin, fmt::format("\"partitions\" has {} members or more", hosts::memberships_max));
     }
   }
 }
 
 void read_quota(const json& section, Quota& to, const std::string& origin) {
   const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
-  apply(section, {n(to.guests, "guests"), n(to.objects, "objects"), n(to.registered_bytes, "registered_bytes"), n(to.queue_bytes, "queue_bytes"), n(to.pieces, "pieces"),
-                  n(to.mappings, "mappings"), n(to.descriptors, "descriptors"), n(to.memberships, "memberships")},
+  apply(section,
+        {n(to.guests, "guests"), n(to.objects, "objects"), n(to.registered_bytes, "registered_bytes"), n(to.queue_bytes, "queue_bytes"),
+         n(to.pieces, "pieces"), n(to.mappings, "mappings"), n(to.descriptors, "descriptors"), n(to.memberships, "memberships")},
         origin, "\"quota\"");
 }
 
@@ -220,7 +246,8 @@ json document_of(const std::string& content, const std::string& origin) {
 // A host sends from its own address, so it reaches none of the other family.
 std::string one_family(const std::string& address, const std::string& what, const std::string& its) {
   const auto family = [](const std::string& one) { return hosts::is_v6(one) ? "IPv6" : "IPv4"; };
-  return fmt::format("\"address\" is {} ({}), that of {} {} ({}): hosts reach each other by addresses of one family", address, family(address), what, its, family(its));
+  return fmt::format("\"address\" is {} ({}), that of {} {} ({}): hosts reach each other by addresses of one family", address, family(address), what,
+                     its, family(its));
 }
 
 }  // namespace
@@ -264,7 +291,8 @@ namespace {
 
 // Why a numeric address is none by which hosts find each other; empty: it may be.
 std::string no_place(const std::string& address) {
-  if (vrdma::hosts::same_address(address, "0.0.0.0") || vrdma::hosts::same_address(address, "::")) return "which names no host: give the one at which others reach it";
+  if (vrdma::hosts::same_address(address, "0.0.0.0") || vrdma::hosts::same_address(address, "::"))
+    return "which names no host: give the one at which others reach it";
   in6_addr v6{};
   if (vrdma::hosts::is_v6(address) && ::inet_pton(AF_INET6, address.c_str(), &v6) == 1 && IN6_IS_ADDR_LINKLOCAL(&v6))
     return "which is link-local, and means something else on each interface: give a global or a unique local one (fd00::/8)";
@@ -293,14 +321,15 @@ void RemoteConfig::check() const {
     require(named == 1, fmt::format("host {} is named twice in \"hosts\"", host.name));
     require(host.lid_first != 0, fmt::format("host {} has no \"lids\"", host.name));
     require(host.name != name || (addresses::same_address(host.address, address) && host.port == port),
-            fmt::format("this host, {}, is at {} by its \"address\" and \"port\", at {} in \"hosts\": the others look for it there", name, addresses::with_port(address, port),
-                        addresses::with_port(host.address, host.port)));
+            fmt::format("this host, {}, is at {} by its \"address\" and \"port\", at {} in \"hosts\": the others look for it there", name,
+                        addresses::with_port(address, port), addresses::with_port(host.address, host.port)));
     require(addresses::is_v6(host.address) == addresses::is_v6(address), one_family(address, fmt::format("host {}", host.name), host.address));
     self |= host.name == name;
     for (const RemoteHost& other : hosts) {
       if (&other == &host) break;
       require(host.port != other.port || !addresses::same_address(host.address, other.address),
-              fmt::format("hosts {} and {} are both at {}: give each an address or a port of its own", other.name, host.name, addresses::with_port(host.address, host.port)));
+              fmt::format("hosts {} and {} are both at {}: give each an address or a port of its own", other.name, host.name,
+                          addresses::with_port(host.address, host.port)));
       require(other.lid_last < host.lid_first || host.lid_last < other.lid_first,
               fmt::format("hosts {} and {} have LIDs in common: {}-{} and {}-{}", other.name, host.name, other.lid_first, other.lid_last,
                           host.lid_first, host.lid_last));
@@ -342,30 +371,39 @@ void check_hosts(const hosts::Settings& section) {
   require(section.peers.empty() || !section.seed, "\"hosts\" has \"peers\" and \"seed\": give one of them");
   if (section.etcd) {
     const auto& etcd = *section.etcd;
-    require(section.peers.empty() && !section.seed, "\"hosts\" has \"etcd\" and \"peers\" or \"seed\": where an etcd knows who leads, they are not needed");
+    require(section.peers.empty() && !section.seed,
+            "\"hosts\" has \"etcd\" and \"peers\" or \"seed\": where an etcd knows who leads, they are not needed");
     require(!etcd.endpoints.empty(), "\"etcd\" has no \"endpoints\": give a list of URLs, as in [\"http://10.0.0.9:2379\"]");
     for (const auto& url : etcd.endpoints)
-      require(hosts::etcd_endpoint(url).has_value(), fmt::format("\"{}\" in \"endpoints\" of \"etcd\" is not http://HOST:PORT or https://HOST:PORT", url));
+      require(hosts::etcd_endpoint(url).has_value(),
+              fmt::format("\"{}\" in \"endpoints\" of \"etcd\" is not http://HOST:PORT or https://HOST:PORT", url));
     require(!etcd.prefix.empty(), "\"prefix\" of \"etcd\" is empty: it is the beginning of the subnet's keys");
-    require(etcd.certificate_file.empty() == etcd.key_file.empty(), "\"etcd\" has one of \"certificate_file\" and \"key_file\": give both or neither");
+    require(etcd.certificate_file.empty() == etcd.key_file.empty(),
+            "\"etcd\" has one of \"certificate_file\" and \"key_file\": give both or neither");
   }
-  require(section.peers.size() <= hosts::managers_max, fmt::format("\"peers\" has {} hosts: at most {} lead a subnet, the others name one as \"seed\"",
-                                                                   section.peers.size(), hosts::managers_max));
+  require(section.peers.size() <= hosts::managers_max,
+          fmt::format("\"peers\" has {} hosts: at most {} lead a subnet, the others name one as \"seed\"", section.peers.size(),
+                      hosts::managers_max));
   for (const auto& peer : section.peers) {
     endpoint("\"" + peer.name + "\" in \"peers\"", peer.address, peer.port);
     reachable("\"" + peer.name + "\" in \"peers\"", peer.address);
-    const auto same = [&](const hosts::Endpoint& other) { return other.name == peer.name || (other.address == peer.address && other.port == peer.port); };
-    require(std::count_if(section.peers.begin(), section.peers.end(), same) == 1, fmt::format("\"{}\" or its address is in \"peers\" twice", peer.name));
+    const auto same = [&](const hosts::Endpoint& other) {
+      return other.name == peer.name || (other.address == peer.address && other.port == peer.port);
+    };
+    require(std::count_if(section.peers.begin(), section.peers.end(), same) == 1,
+            fmt::format("\"{}\" or its address is in \"peers\" twice", peer.name));
     require(peer.name != section.name || (peer.address == section.address && peer.port == section.port),
             fmt::format("\"peers\" has \"{}\" at {}, \"hosts\" itself at {}", peer.name, hosts::with_port(peer.address, peer.port),
                         hosts::with_port(section.address, section.port)));
   }
   const auto& timing = section.timing;
   require(timing.heartbeat_ms >= 10 && timing.election_ms >= 3 * timing.heartbeat_ms && timing.election_ms <= 600'000,
-          fmt::format("\"election_ms\" is {}, \"heartbeat_ms\" {}: at least 10 ms between heartbeats, and three of them (to ten minutes) until an election",
+          fmt::format("\"election_ms\" is {}, \"heartbeat_ms\" {}: at least 10 ms between heartbeats, and three of them (to ten minutes) "
+                      "until an election",
                       timing.election_ms, timing.heartbeat_ms));
   require(timing.refresh_ms >= 10 && timing.lease_ms >= 3 * timing.refresh_ms && timing.lease_ms <= 86'400'000,
-          fmt::format("\"lease_s\" is {}, \"refresh_ms\" {}: a lease lasts at least three of them, and at most a day", timing.lease_ms / 1000, timing.refresh_ms));
+          fmt::format("\"lease_s\" is {}, \"refresh_ms\" {}: a lease lasts at least three of them, and at most a day", timing.lease_ms / 1000,
+                      timing.refresh_ms));
   require(section.limits.opening_ms >= 100 && section.limits.silence_ms >= 1000, "\"opening_ms\" is at least 100, \"silence_ms\" at least 1000");
 }
 
@@ -391,7 +429,8 @@ void Config::check() const {
   require(direct == "mediated" || direct == "auto", fmt::format("\"direct\" is \"{}\": it must be \"mediated\" or \"auto\"", direct));
   if (hosts) check_hosts(*hosts);
   require(!hosts || remote.hosts.empty(), "\"hosts\" and \"remote\" are both given: a subnet has a manager, or is simply configured");
-  require(!hosts || partitions.empty(), "\"hosts\" and \"partitions\" are both given: the subnet's managers know the partitions, see \"vrdma host partition\"");
+  require(!hosts || partitions.empty(),
+          "\"hosts\" and \"partitions\" are both given: the subnet's managers know the partitions, see \"vrdma host partition\"");
   for (const auto& one : partitions.memberships())
     require(one.host.empty() || std::any_of(remote.hosts.begin(), remote.hosts.end(), [&](const RemoteHost& host) { return host.name == one.host; }),
             fmt::format("\"{}\" in \"partitions\": there is no host \"{}\" in \"remote\"", one.member(), one.host));

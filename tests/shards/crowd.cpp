@@ -182,7 +182,9 @@ class Member {
   static std::uint64_t id(Kind kind, unsigned peer, std::uint32_t slot) { return std::uint64_t{kind} << 56 | std::uint64_t{peer} << 32 | slot; }
 
   std::uint64_t rank(unsigned peer) const { return mix(seed_ * 31 + std::min(self, peer) * members_max + std::max(self, peer)); }
-  std::byte* slot(unsigned peer, unsigned area_slots, std::uint32_t number) { return memory_ + peer * per_peer_ + (area_slots + number) * slot_bytes; }
+  std::byte* slot(unsigned peer, unsigned area_slots, std::uint32_t number) {
+    return memory_ + peer * per_peer_ + (area_slots + number) * slot_bytes;
+  }
   std::byte* receive_slot(unsigned peer, std::uint32_t number) { return slot(peer, 0, number % window); }
   std::byte* landing_slot(unsigned peer, std::uint32_t number) { return slot(peer, window, number % credit); }
   std::byte* send_slot(unsigned peer, std::uint32_t number) { return slot(peer, window + credit, number % credit); }
@@ -272,10 +274,14 @@ class Member {
       ibv_qp_attr attr{};
       attr.qp_state = IBV_QPS_RTR, attr.path_mtu = IBV_MTU_1024, attr.dest_qp_num = qpn, attr.max_dest_rd_atomic = 4, attr.min_rnr_timer = 1;
       attr.ah_attr = way_to(number);
-      check(ibv_modify_qp(peer.qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER),
+      check(ibv_modify_qp(peer.qp, &attr,
+                          IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                              IBV_QP_MIN_RNR_TIMER),
             "to RTR");
       attr.qp_state = IBV_QPS_RTS, attr.timeout = 17, attr.retry_cnt = 7, attr.rnr_retry = 7, attr.max_rd_atomic = 4;
-      check(ibv_modify_qp(peer.qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
+      check(ibv_modify_qp(peer.qp, &attr,
+                          IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC),
+            "to RTS");
       here.connected.store(true, std::memory_order_release);
     }
     return peer.connected = there.connected.load(std::memory_order_acquire);
@@ -284,8 +290,8 @@ class Member {
   bool send(unsigned number) {
     Peer& peer = peers_[number];
     const Place& there = board->ends[number][self];
-    if (!peer.connected || peer.sent == messages_ || peer.sent - there.taken.load(std::memory_order_acquire) >= credit || peer.sent - peer.completed >= credit ||
-        peer.adds != peer.added)
+    if (!peer.connected || peer.sent == messages_ || peer.sent - there.taken.load(std::memory_order_acquire) >= credit ||
+        peer.sent - peer.completed >= credit || peer.adds != peer.added)
       return false;
     const Message message(seed_, self, number, false, peer.sent);
     message.write(send_slot(number, peer.sent));
@@ -299,7 +305,8 @@ class Member {
     }
     ibv_sge old = sge(old_value(number), 8);
     if (is_followed_by_add(peer.sent)) {
-      add.wr_id = id(add_out, number, 0), add.sg_list = &old, add.num_sge = 1, add.send_flags = IBV_SEND_SIGNALED, add.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+      add.wr_id = id(add_out, number, 0), add.sg_list = &old, add.num_sge = 1, add.send_flags = IBV_SEND_SIGNALED,
+      add.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
       add.wr.atomic = {there.counter, peer.sent + 1, 0, there.rkey};
       wr.next = &add;
       ++peer.adds;
@@ -354,7 +361,8 @@ class Member {
         Peer& peer = peers_[number];
         const std::uint32_t expected = peer.received++;
         const Message message(seed_, number, self, false, expected);
-        if (at != expected || is_write(expected) != (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) || wc.byte_len != message.bytes || (is_write(expected) && wc.imm_data != expected) ||
+        if (at != expected || is_write(expected) != (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) || wc.byte_len != message.bytes ||
+            (is_write(expected) && wc.imm_data != expected) ||
             !message.stands_at(is_write(expected) ? landing_slot(number, expected) : receive_slot(number, expected)))
           fail("message %u of %u is not what it should be (receive %u, %u bytes): %s", expected, number, at, wc.byte_len,
                what_else(number, false, expected, is_write(expected) ? landing_slot(number, expected) : receive_slot(number, expected)));
@@ -368,8 +376,10 @@ class Member {
         Peer& peer = peers_[number];
         const std::uint32_t expected = peer.datagrams_received++;
         const Message message(seed_, number, self, true, expected);
-        if (wc.byte_len != message.bytes + grh_bytes || wc.src_qp != board->members[number].qpn.load() || !message.stands_at(datagram_receive(at) + grh_bytes))
-          fail("datagram %u of %u is not what it should be (%u bytes): %s", expected, number, wc.byte_len, what_else(number, true, expected, datagram_receive(at) + grh_bytes));
+        if (wc.byte_len != message.bytes + grh_bytes || wc.src_qp != board->members[number].qpn.load() ||
+            !message.stands_at(datagram_receive(at) + grh_bytes))
+          fail("datagram %u of %u is not what it should be (%u bytes): %s", expected, number, wc.byte_len,
+               what_else(number, true, expected, datagram_receive(at) + grh_bytes));
         receive_datagram(at);
         board->members[self].taken[number].store(peer.datagrams_received, std::memory_order_release);
         return;
@@ -382,14 +392,16 @@ class Member {
   const char* what_else(unsigned from, bool datagram, std::uint32_t expected, const std::byte* at) const {
     static char said[64] = "nothing that it ever sends";
     for (std::uint32_t number = 0; number < messages_; ++number)
-      if (Message(seed_, from, self, datagram, number).stands_at(at)) std::snprintf(said, sizeof(said), "that is its %u%s", number, number < expected ? ", again" : "");
+      if (Message(seed_, from, self, datagram, number).stands_at(at))
+        std::snprintf(said, sizeof(said), "that is its %u%s", number, number < expected ? ", again" : "");
     return said;
   }
 
   bool finished() const {
     return std::all_of(order_.begin(), order_.end(), [this](unsigned number) {
       const Peer& peer = peers_[number];
-      return peer.completed == messages_ && peer.received == messages_ && peer.adds == peer.added && peer.datagrams_completed == messages_ && peer.datagrams_received == messages_;
+      return peer.completed == messages_ && peer.received == messages_ && peer.adds == peer.added && peer.datagrams_completed == messages_ &&
+             peer.datagrams_received == messages_;
     });
   }
 
@@ -452,7 +464,9 @@ int main(int argc, char** argv) {
     int status = 0;
     if (::waitpid(pid, &status, 0) != pid || status == 0) continue;
     good = false;
-    if (!board->failed.load()) std::printf("a member ended with status %#x%s\n", status, WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM ? ": it did not come to an end" : "");
+    if (!board->failed.load())
+      std::printf("a member ended with status %#x%s\n", status,
+                  WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM ? ": it did not come to an end" : "");
   }
   if (board->failed.load()) std::printf("%s\n", board->why);
   if (!good) return std::printf("seed %lu\n", seed), 1;

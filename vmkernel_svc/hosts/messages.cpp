@@ -44,7 +44,8 @@ bool truth(const json& object, const char* key) {
 }
 const json& list(const json& object, const char* key, std::size_t most) {
   const auto found = object.find(key);
-  if (found == object.end() || !found->is_array() || found->size() > most) throw Malformed(fmt::format("\"{}\" is not a list of at most {}", key, most));
+  if (found == object.end() || !found->is_array() || found->size() > most)
+    throw Malformed(fmt::format("\"{}\" is not a list of at most {}", key, most));
   return *found;
 }
 // Printed and logged, so: printable.
@@ -55,7 +56,8 @@ std::string printable(std::string value) {
 }
 std::string name_in(const json& object, const char* key, bool may_be_empty = false) {
   std::string value = text(object, key);
-  const bool good = value.size() <= 63 && (may_be_empty || !value.empty()) && value.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
+  const bool good =
+      value.size() <= 63 && (may_be_empty || !value.empty()) && value.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
   if (!good) throw Malformed(fmt::format("\"{}\" is not a host's name", key));
   return value;
 }
@@ -66,12 +68,14 @@ std::string address_in(const json& object, const char* key, bool may_be_empty = 
 }
 std::string serial_in(const json& object, const char* key) {
   std::string value = text(object, key);
-  if (value.size() > 64 || value.find_first_not_of("0123456789abcdef") != std::string::npos) throw Malformed(fmt::format("\"{}\" is not a serial number", key));
+  if (value.size() > 64 || value.find_first_not_of("0123456789abcdef") != std::string::npos)
+    throw Malformed(fmt::format("\"{}\" is not a serial number", key));
   return value;
 }
 LidRange lids_in(const json& object, const char* key, bool may_be_none) {
   const json& pair = list(object, key, 2);
-  if (pair.size() != 2 || !pair[0].is_number_unsigned() || !pair[1].is_number_unsigned()) throw Malformed(fmt::format("\"{}\" is not a range of LIDs", key));
+  if (pair.size() != 2 || !pair[0].is_number_unsigned() || !pair[1].is_number_unsigned())
+    throw Malformed(fmt::format("\"{}\" is not a range of LIDs", key));
   const auto first = pair[0].get<std::uint64_t>(), last = pair[1].get<std::uint64_t>();
   if (may_be_none && first == 0 && last == 0) return no_lids;
   if (first == 0 || last < first || last > lid_max) throw Malformed(fmt::format("\"{}\" is {} to {}: not a range of LIDs", key, first, last));
@@ -79,7 +83,8 @@ LidRange lids_in(const json& object, const char* key, bool may_be_none) {
 }
 StateId id_in(const json& object, const char* key) {
   const json& pair = list(object, key, 2);
-  if (pair.size() != 2 || !pair[0].is_number_unsigned() || !pair[1].is_number_unsigned()) throw Malformed(fmt::format("\"{}\" is not a state's number", key));
+  if (pair.size() != 2 || !pair[0].is_number_unsigned() || !pair[1].is_number_unsigned())
+    throw Malformed(fmt::format("\"{}\" is not a state's number", key));
   return {pair[0].get<std::uint64_t>(), pair[1].get<std::uint64_t>()};
 }
 
@@ -124,16 +129,19 @@ json as_json(const Delta& delta) {
 
 Delta delta_of(const json& object) {
   if (!object.is_object()) throw Malformed("not a state of the subnet");
-  Delta delta{id_in(object, "from"), id_in(object, "to"), number<std::uint32_t>(object, "next_id"), number<std::uint16_t>(object, "next_lid"), {}, {}};
+  Delta delta{
+      id_in(object, "from"), id_in(object, "to"), number<std::uint32_t>(object, "next_id"), number<std::uint16_t>(object, "next_lid"), {}, {}};
   if (const auto found = object.find("partitions"); found != object.end()) delta.partitions = partitions_of(*found);
   for (const json& host : list(object, "hosts", hosts_max)) {
     if (!host.is_object()) throw Malformed("a host is not an object");
-    delta.hosts.push_back({name_in(host, "name"), address_in(host, "address"), number<std::uint16_t>(host, "port"), number<std::uint16_t>(host, "carrier_port"),
-                           number<std::uint32_t>(host, "id"), lids_in(host, "lids", false), serial_in(host, "serial"), number<std::uint64_t>(host, "changed")});
+    delta.hosts.push_back({name_in(host, "name"), address_in(host, "address"), number<std::uint16_t>(host, "port"),
+                           number<std::uint16_t>(host, "carrier_port"), number<std::uint32_t>(host, "id"), lids_in(host, "lids", false),
+                           serial_in(host, "serial"), number<std::uint64_t>(host, "changed")});
   }
   for (const json& gone : list(object, "removed", hosts_max)) {
     if (!gone.is_object()) throw Malformed("a removed host is not an object");
-    delta.removed.push_back({serial_in(gone, "serial"), name_in(gone, "name"), lids_in(gone, "resting", true), number<std::uint64_t>(gone, "changed")});
+    delta.removed.push_back(
+        {serial_in(gone, "serial"), name_in(gone, "name"), lids_in(gone, "resting", true), number<std::uint64_t>(gone, "changed")});
   }
   return delta;
 }
@@ -143,8 +151,9 @@ Delta delta_of(const json& object) {
 json body(const Hello& m) {
   json managers = json::array();
   for (const auto& one : m.managers) managers.push_back({{"name", one.name}, {"address", one.address}, {"port", one.port}});
-  return {{"type", "hello"}, {"protocol", "vrdma-hosts"}, {"major", m.major}, {"minor", m.minor}, {"version", m.version}, {"name", m.name}, {"run", m.run},
-          {"address", m.address}, {"port", m.port}, {"carrier_port", m.carrier_port}, {"managers", managers}, {"manages", m.manages}};
+  return {{"type", "hello"}, {"protocol", "vrdma-hosts"}, {"major", m.major}, {"minor", m.minor}, {"version", m.version}, {"name", m.name},
+          {"run", m.run}, {"address", m.address}, {"port", m.port}, {"carrier_port", m.carrier_port}, {"managers", managers},
+          {"manages", m.manages}};
 }
 Hello hello_of(const json& o) {
   if (text(o, "protocol") != "vrdma-hosts") throw Malformed("not vrdma's protocol");
@@ -184,7 +193,8 @@ json body(const ChangePartition& m) {
 ChangePartition change_of(const json& o) {
   ChangePartition m{number<std::uint16_t>(o, "pkey"), truth(o, "add"), {}};
   for (const json& member : list(o, "members", memberships_max)) m.members.push_back(membership_in(m.pkey, member));
-  if (m.pkey == 0 ? !m.members.empty() || m.add : partition_of(m.pkey) == 0 || (m.add && m.members.empty())) throw Malformed("that makes no partition");
+  if (m.pkey == 0 ? !m.members.empty() || m.add : partition_of(m.pkey) == 0 || (m.add && m.members.empty()))
+    throw Malformed("that makes no partition");
   return m;
 }
 json body(const PartitionsReply& m) {
@@ -222,7 +232,8 @@ Message message_of(const json& o) {
   if (type == "partition") return change_of(o);
   if (type == "partitions") {
     const auto found = o.find("partitions");
-    return PartitionsReply{printable(text(o, "error")), address_in(o, "leader", true), number<std::uint16_t>(o, "port"), partitions_of(found == o.end() ? json() : *found)};
+    return PartitionsReply{printable(text(o, "error")), address_in(o, "leader", true), number<std::uint16_t>(o, "port"),
+                           partitions_of(found == o.end() ? json() : *found)};
   }
   if (type == "vote") return VoteRequest{n64("term"), id_in(o, "last"), truth(o, "trial")};
   if (type == "voted") return VoteReply{n64("term"), truth(o, "granted"), truth(o, "trial")};
@@ -233,8 +244,14 @@ Message message_of(const json& o) {
   }
   if (type == "appended") return AppendReply{n64("term"), n64("sequence"), id_in(o, "at")};
   if (type == "renew")
-    return Renew{n64("sequence"), printable(text(o, "run")), address_in(o, "address"), number<std::uint16_t>(o, "port"), number<std::uint16_t>(o, "carrier_port"),
-                 number<std::uint16_t>(o, "lids_wanted"), lids_in(o, "held", true), id_in(o, "known")};
+    return Renew{n64("sequence"),
+                 printable(text(o, "run")),
+                 address_in(o, "address"),
+                 number<std::uint16_t>(o, "port"),
+                 number<std::uint16_t>(o, "carrier_port"),
+                 number<std::uint16_t>(o, "lids_wanted"),
+                 lids_in(o, "held", true),
+                 id_in(o, "known")};
   if (type == "lease") {
     const auto news = o.find("news");
     return Lease{n64("sequence"), number<std::uint32_t>(o, "lease_ms"), lids_in(o, "lids", false), delta_of(news == o.end() ? json() : *news)};

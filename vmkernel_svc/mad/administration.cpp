@@ -17,28 +17,31 @@ constexpr std::uint8_t rate_100 = 16, lifetime = 14;  // 100 Gb/s; 67 ms
 constexpr std::uint8_t full_member = 1;
 
 // Of records, in the order of the components.
-constexpr Field node_fields[] = {{0, 16}, {16, 16}, {32, 8}, {40, 8}, {48, 8}, {56, 8}, {64, 64}, {128, 64}, {192, 64}, {256, 16}, {272, 16}, {288, 32}, {320, 8}, {328, 24}, {352, 512}};
-constexpr Field port_fields[] = {{0, 16}, {16, 8}, {24, 8}, {32, 64}, {96, 64}, {160, 16}, {176, 16}, {192, 32}, {224, 16}, {240, 16}, {256, 8}, {264, 8}, {272, 8}, {280, 8},
-                                 {288, 4}, {292, 4}, {296, 4}, {300, 4}, {304, 2}, {306, 3}, {309, 3}, {312, 4}, {316, 4}, {320, 4}};
+constexpr Field node_fields[] = {{0, 16},   {16, 16},  {32, 8},   {40, 8},   {48, 8},  {56, 8},   {64, 64},  {128, 64},
+                                 {192, 64}, {256, 16}, {272, 16}, {288, 32}, {320, 8}, {328, 24}, {352, 512}};
+constexpr Field port_fields[] = {{0, 16},   {16, 8},   {24, 8},  {32, 64}, {96, 64}, {160, 16}, {176, 16}, {192, 32},
+                                 {224, 16}, {240, 16}, {256, 8}, {264, 8}, {272, 8}, {280, 8},  {288, 4},  {292, 4},
+                                 {296, 4},  {300, 4},  {304, 2}, {306, 3}, {309, 3}, {312, 4},  {316, 4},  {320, 4}};
 constexpr Field link_fields[] = {{0, 16}, {16, 8}, {24, 8}, {32, 16}};
 constexpr Field lid_fields[] = {{0, 16}};
 constexpr Field manager_fields[] = {{0, 16}, {16, 16}, {32, 64}, {96, 64}, {160, 32}, {192, 4}, {196, 4}};
 constexpr Field pkey_fields[] = {{0, 16}, {16, 16}, {32, 8}};
 namespace path {
-constexpr Field dgid{64, 128}, sgid{192, 128}, dlid{320, 16}, slid{336, 16}, hop_limit{376, 8}, reversible{392, 1}, count{393, 7}, pkey{400, 16}, mtu_selector{432, 2}, mtu{434, 6},
-    rate_selector{440, 2}, rate{442, 6}, lifetime_selector{448, 2}, lifetime{450, 6};
-constexpr Field fields[] = {{0, 8}, {8, 56}, dgid, sgid, dlid, slid, {352, 1}, {353, 3}, {356, 20}, hop_limit, {384, 8}, reversible, count, pkey, {416, 12}, {428, 4},
-                            mtu_selector, mtu, rate_selector, rate, lifetime_selector, lifetime};
+constexpr Field dgid{64, 128}, sgid{192, 128}, dlid{320, 16}, slid{336, 16}, hop_limit{376, 8}, reversible{392, 1}, count{393, 7}, pkey{400, 16},
+    mtu_selector{432, 2}, mtu{434, 6}, rate_selector{440, 2}, rate{442, 6}, lifetime_selector{448, 2}, lifetime{450, 6};
+constexpr Field fields[] = {{0, 8}, {8, 56}, dgid, sgid, dlid, slid, {352, 1}, {353, 3}, {356, 20}, hop_limit, {384, 8}, reversible, count, pkey,
+                            {416, 12}, {428, 4}, mtu_selector, mtu, rate_selector, rate, lifetime_selector, lifetime};
 }  // namespace path
 namespace member {
-constexpr Field qkey{256, 32}, lid{288, 16}, mtu_selector{304, 2}, mtu{306, 6}, traffic_class{312, 8}, pkey{320, 16}, rate_selector{336, 2}, rate{338, 6},
-    lifetime_selector{344, 2}, lifetime{346, 6}, service_level{352, 4}, flow_label{356, 20}, hop_limit{376, 8}, scope{384, 4}, join_state{388, 4};
+constexpr Field qkey{256, 32}, lid{288, 16}, mtu_selector{304, 2}, mtu{306, 6}, traffic_class{312, 8}, pkey{320, 16}, rate_selector{336, 2},
+    rate{338, 6}, lifetime_selector{344, 2}, lifetime{346, 6}, service_level{352, 4}, flow_label{356, 20}, hop_limit{376, 8}, scope{384, 4},
+    join_state{388, 4};
 constexpr std::size_t group_at = 0, port_at = 16;
-constexpr Field fields[] = {{0, 128}, {128, 128}, qkey, lid, mtu_selector, mtu, traffic_class, pkey, rate_selector, rate, lifetime_selector, lifetime, service_level, flow_label,
-                            hop_limit, scope, join_state, {392, 1}};
+constexpr Field fields[] = {{0, 128}, {128, 128}, qkey, lid, mtu_selector, mtu, traffic_class, pkey, rate_selector, rate, lifetime_selector,
+                            lifetime, service_level, flow_label, hop_limit, scope, join_state, {392, 1}};
 // What a request that may create the group has to say.
-constexpr std::uint64_t has_gid = 1u << 0, has_port = 1u << 1, has_qkey = 1u << 2, has_traffic_class = 1u << 6, has_pkey = 1u << 7, has_level = 1u << 12, has_flow = 1u << 13,
-                        has_join_state = 1u << 16;
+constexpr std::uint64_t has_gid = 1u << 0, has_port = 1u << 1, has_qkey = 1u << 2, has_traffic_class = 1u << 6, has_pkey = 1u << 7,
+                        has_level = 1u << 12, has_flow = 1u << 13, has_join_state = 1u << 16;
 constexpr std::uint64_t to_create = has_qkey | has_traffic_class | has_pkey | has_level | has_flow;
 }  // namespace member
 
@@ -214,7 +217,8 @@ void Administration::links(Guest&, const View& view, Records& out) {
     const std::uint16_t lid = node.guest->lid;
     const auto put_link = [&](std::uint16_t from, std::uint8_t from_port, std::uint8_t to_port, std::uint16_t to) {
       std::array<std::uint8_t, 6> record{};
-      put(record, link_fields[0], from), put(record, link_fields[1], from_port), put(record, link_fields[2], to_port), put(record, link_fields[3], to);
+      put(record, link_fields[0], from), put(record, link_fields[1], from_port), put(record, link_fields[2], to_port),
+          put(record, link_fields[3], to);
       out.offer(record);
     };
     put_link(subnet_manager_lid, node.port, 1, lid);
@@ -274,7 +278,8 @@ void Administration::paths(Guest& viewer, const View& view, Records& out) {
   // Those that one end of it may be, by what the request says of it.
   const auto ends = [&](unsigned gid_component, Field gid_field, Field lid_field) {
     std::vector<End> found;
-    for (const Node& node : view.nodes) found.push_back({port_gid(subnet_.guid_of(node)), subnet_.lid_of(node), node.is_switch() ? nullptr : node.guest->tenant, 0});
+    for (const Node& node : view.nodes)
+      found.push_back({port_gid(subnet_.guid_of(node)), subnet_.lid_of(node), node.is_switch() ? nullptr : node.guest->tenant, 0});
     const Gid gid = gid_at(out.wanted, gid_field.bit / 8);
     const auto lid = static_cast<std::uint16_t>(get(out.wanted, lid_field));
     if (out.gives(gid_component)) std::erase_if(found, [&](const End& end) { return end.gid != gid; });
@@ -285,7 +290,8 @@ void Administration::paths(Guest& viewer, const View& view, Records& out) {
   const Gid dgid = gid_at(out.wanted, path::dgid.bit / 8);
   const Group* const group = out.gives(2) ? groups_.find(dgid) : nullptr;
   if (group != nullptr && is_in(viewer, group->pkey)) to.push_back({dgid, multicast_lid(dgid), nullptr, group->pkey});
-  else if (out.gives(2) && to.empty() && !is_multicast(dgid) && subnet_.fabric().far != nullptr) to.push_back({dgid, lid_of(dgid.data()), nullptr, 0});
+  else if (out.gives(2) && to.empty() && !is_multicast(dgid) && subnet_.fabric().far != nullptr)
+    to.push_back({dgid, lid_of(dgid.data()), nullptr, 0});
   for (const End& source : ends(3, path::sgid, path::slid))
     for (const End& destination : to) {
       if (out.is_full()) return;
@@ -296,7 +302,8 @@ void Administration::paths(Guest& viewer, const View& view, Records& out) {
 void Administration::put_path(const End& from, const End& to, std::uint16_t wanted_pkey, Records& out) {
   std::uint16_t common = 0;
   const auto consider = [&](std::uint16_t mine, std::uint16_t theirs) {
-    if (common == 0 && hosts::pkeys_match(mine, theirs) && (wanted_pkey == 0 || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey))) common = mine;
+    if (common == 0 && hosts::pkeys_match(mine, theirs) && (wanted_pkey == 0 || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey)))
+      common = mine;
   };
   // Who is of no tenant is a full member of every partition, but for a group.
   const hosts::PkeyTable any{hosts::pkey_default};
@@ -371,7 +378,8 @@ std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
   const Gid gid = gid_at(data, group_at), port = gid_at(data, port_at);
   const auto state = static_cast<std::uint8_t>(get(data, join_state));
   if ((mask & (has_gid | has_port | has_join_state)) != (has_gid | has_port | has_join_state) || state == 0) return status_insufficient_components;
-  if (port != viewer.gids[0].gid || !is_multicast(gid) || (gid[1] & 0x0f) == 0 || (gid[1] & 0x0f) == 0x0f) return status_bad_gid;  // IBA 4.1.1: a scope
+  if (port != viewer.gids[0].gid || !is_multicast(gid) || (gid[1] & 0x0f) == 0 || (gid[1] & 0x0f) == 0x0f)
+    return status_bad_gid;  // IBA 4.1.1: a scope
   const auto wanted_pkey = static_cast<std::uint16_t>(get(data, pkey));
   Group* group = groups_.find(gid);
   if (group == nullptr) {
@@ -379,9 +387,13 @@ std::uint16_t Administration::join(Guest& viewer, Mad& mad) {
     if ((mask & to_create) != to_create) return status_insufficient_components;
     if (!is_in(viewer, wanted_pkey)) return status_request_invalid;
     if (groups_.all().size() >= groups_max) return status_no_resources;
-    group = &groups_.add(gid, {static_cast<std::uint32_t>(get(data, qkey)), static_cast<std::uint16_t>(wanted_pkey | hosts::pkey_full), static_cast<std::uint8_t>(get(data, traffic_class)),
-                               static_cast<std::uint8_t>(get(data, service_level)), static_cast<std::uint8_t>(get(data, hop_limit)),
-                               static_cast<std::uint32_t>(get(data, flow_label)), {}});
+    group = &groups_.add(gid, {static_cast<std::uint32_t>(get(data, qkey)),
+                               static_cast<std::uint16_t>(wanted_pkey | hosts::pkey_full),
+                               static_cast<std::uint8_t>(get(data, traffic_class)),
+                               static_cast<std::uint8_t>(get(data, service_level)),
+                               static_cast<std::uint8_t>(get(data, hop_limit)),
+                               static_cast<std::uint32_t>(get(data, flow_label)),
+                               {}});
   } else {
     if (!is_in(viewer, group->pkey) || ((mask & has_pkey) != 0 && hosts::partition_of(wanted_pkey) != hosts::partition_of(group->pkey)) ||
         ((mask & has_qkey) != 0 && get(data, qkey) != group->qkey))

@@ -54,7 +54,10 @@ std::string HcaDesk::refusal(const Qp& qp) const {
 }
 
 std::string HcaDesk::why_not(const Qp& qp) const {
-  if (qp.port.hca != nullptr) return qp.port.hca->stage == Stage::bound ? "" : qp.port.hca->stage == Stage::calling ? "the other end has not said yet that it uses its HCA" : qp.port.hca->why;
+  if (qp.port.hca != nullptr)
+    return qp.port.hca->stage == Stage::bound     ? ""
+           : qp.port.hca->stage == Stage::calling ? "the other end has not said yet that it uses its HCA"
+                                                  : qp.port.hca->why;
   if (const auto why = refusal(qp); !why.empty()) return why;
   if (!qp.port.no_hca.empty()) return qp.port.no_hca;
   return qp.far != nullptr ? why_not(qp.far->host) : "";
@@ -104,7 +107,8 @@ bool HcaDesk::create(HcaConnection& c) {
   const auto& limits = device_->attributes();
   const auto wr_max = static_cast<std::uint32_t>(limits.max_qp_wr), most_sges = std::min(sge_max, static_cast<std::uint32_t>(limits.max_sge));
   if (qp.attributes.max_send_sge > most_sges || qp.attributes.max_recv_sge > most_sges) return false;
-  c.wish = {std::clamp(qp.attributes.max_send_wr, 1u, std::min(send_wr_max, wr_max)), std::clamp(qp.attributes.max_recv_wr, 1u, std::min(receive_wr_max, wr_max)),
+  c.wish = {std::clamp(qp.attributes.max_send_wr, 1u, std::min(send_wr_max, wr_max)),
+            std::clamp(qp.attributes.max_recv_wr, 1u, std::min(receive_wr_max, wr_max)),
             std::min(most_sges, 3 * std::max({qp.attributes.max_send_sge, qp.attributes.max_recv_sge, 1u})), inline_max};
   if (qp.srq != nullptr) c.wish.receive_wr = 0;
   c.domain = device_->domain(c.pd);
@@ -118,7 +122,8 @@ bool HcaDesk::create(HcaConnection& c) {
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = device_->port();
   attributes.qp_access_flags = c.access_flags = qp.attributes.access_flags;
-  if (c.physical != nullptr && device_->modify(c.physical, attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return true;
+  if (c.physical != nullptr && device_->modify(c.physical, attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
+    return true;
   log::warn("HCA {} gives no queue pair of {} sends and {} receives of {} SGEs ({})", device_->name(), c.wish.send_wr, c.wish.receive_wr, c.wish.sge,
                std::strerror(device_->error()));
   free_physical(c);
@@ -159,7 +164,8 @@ void HcaDesk::on_hello(HostId host, std::uint32_t connection, Hello hello) {
     unbind(*c);
     return consider(*qp);
   }
-  if (qp == nullptr || c != nullptr || (qp->state != QpState::rtr && qp->state != QpState::rts) || qp->far == nullptr || qp->far->host != host) return;
+  if (qp == nullptr || c != nullptr || (qp->state != QpState::rtr && qp->state != QpState::rts) || qp->far == nullptr || qp->far->host != host)
+    return;
   if (qp->port.no_hca.empty() && !qp->far->opened) return;
   hosts_[host].hellos.erase(connection);
   say_none(*qp, host, hello.epoch, qp->port.no_hca.empty() ? "it uses tcp" : qp->port.no_hca);
@@ -170,7 +176,8 @@ void HcaDesk::heard(HcaConnection& c, const Hello& hello) {
   Qp& qp = *c.qp;
   const auto& path = qp.attributes.path;
   const HcaMessage& said = hello.message;
-  if (!Fabric::leads_to(said.guest_lid, gids_of(said.guid, said.guest_lid, said.guest_link_layer), qp.port.owner->guest->link_layer, path.dlid, path.is_global != 0, path.dgid))
+  if (!Fabric::leads_to(said.guest_lid, gids_of(said.guid, said.guest_lid, said.guest_link_layer), qp.port.owner->guest->link_layer, path.dlid,
+                        path.is_global != 0, path.dgid))
     return;  // it is not whom this queue pair is connected to
   c.theirs = said;
   c.their_epoch = hello.epoch;
@@ -225,7 +232,9 @@ void HcaDesk::bind(HcaConnection& c) {
     a.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min<int>(qp.attributes.max_dest_rd_atomic, device_->attributes().max_qp_rd_atom));
     c.min_rnr_timer = a.min_rnr_timer = static_cast<std::uint8_t>(qp.attributes.min_rnr_timer);
     a.ah_attr.sl = qp.attributes.path.sl & 15;
-    if (!device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) {
+    if (!device_->modify(c.physical, a,
+                         IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                             IBV_QP_MIN_RNR_TIMER)) {
       log::warn("HCA {} does not connect a queue pair ({})", device_->name(), std::strerror(device_->error()));
       return lose(c);
     }
@@ -255,16 +264,19 @@ bool HcaDesk::to_rts(HcaConnection& c) {
   a.sq_psn = from.sq_psn & psn_mask;
   a.qp_access_flags = c.access_flags = from.access_flags;
   c.min_rnr_timer = a.min_rnr_timer = static_cast<std::uint8_t>(from.min_rnr_timer);
-  a.max_rd_atomic = static_cast<std::uint8_t>(std::min<int>({from.max_rd_atomic, c.theirs.max_dest_rd_atomic, device_->attributes().max_qp_init_rd_atom}));
-  return c.sending = device_->modify(c.physical, a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC |
-                                                     IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER);
+  a.max_rd_atomic =
+      static_cast<std::uint8_t>(std::min<int>({from.max_rd_atomic, c.theirs.max_dest_rd_atomic, device_->attributes().max_qp_init_rd_atom}));
+  return c.sending = device_->modify(c.physical, a,
+                                     IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC |
+                                         IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER);
 }
 
 HcaConnection* HcaDesk::bound_to(HostId host, std::uint32_t connection, std::uint32_t epoch, const HcaMessage& message) {
   const auto found = fabric_.by_qpn.find(message.to_qpn);
   if (found == fabric_.by_qpn.end()) return nullptr;
   HcaConnection* const c = found->second->core.port.hca;
-  if (c == nullptr || !c->heard || c->host != host || c->peer_qpn != connection || c->their_epoch != epoch || c->epoch != message.to_epoch) return nullptr;
+  if (c == nullptr || !c->heard || c->host != host || c->peer_qpn != connection || c->their_epoch != epoch || c->epoch != message.to_epoch)
+    return nullptr;
   return c;
 }
 
@@ -330,7 +342,8 @@ void HcaDesk::peer_goes_by_records(HostId host, std::uint32_t qpn) {
   const auto found = fabric_.by_qpn.find(qpn);
   if (found == fabric_.by_qpn.end()) return;
   HcaConnection* const c = found->second->core.port.hca;
-  if (c != nullptr && c->host == host && (c->stage == Stage::calling || (c->stage == Stage::bound && !c->allowed))) go_by_records(*c, "the other end uses tcp");
+  if (c != nullptr && c->host == host && (c->stage == Stage::calling || (c->stage == Stage::bound && !c->allowed)))
+    go_by_records(*c, "the other end uses tcp");
 }
 
 void HcaDesk::leave(Qp& qp) {
@@ -340,7 +353,8 @@ void HcaDesk::leave(Qp& qp) {
 }
 
 std::size_t HcaDesk::connection_count() const {
-  return static_cast<std::size_t>(std::count_if(connections_.begin(), connections_.end(), [](const auto& one) { return one.second->stage == Stage::bound; }));
+  return static_cast<std::size_t>(
+      std::count_if(connections_.begin(), connections_.end(), [](const auto& one) { return one.second->stage == Stage::bound; }));
 }
 
 }  // namespace vrdma::svc
