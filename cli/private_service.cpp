@@ -32,7 +32,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr int ready_timeout_ms = 10'000;
+constexpr int ready_note_ms = 10'000;  // then who waits is told so
+constexpr int ready_timeout_ms = 120'000;
 // How long a private service stays that nobody uses; tests that wait for its end have no patience (tests/DESIGN.md).
 const char* idle_exit_s() {
   const char* const of_tests = std::getenv("VRDMA_TEST_IDLE_EXIT_S");
@@ -117,6 +118,20 @@ const char* remedy_of_file(int error) {
                         : "remove what is there, or set XDG_RUNTIME_DIR to another folder of yours";
 }
 
+enum class Start { done, failed, under_way };
+
+// vrdmad writes one byte when it serves; the pipe's end is its own.
+Start start_of(const vmci::UniqueFd& ready, int timeout_ms) {
+  pollfd waiting{ready.get(), POLLIN, 0};
+  int readable;
+  do {
+    readable = ::poll(&waiting, 1, timeout_ms);
+  } while (readable < 0 && errno == EINTR);
+  if (readable == 0) return Start::under_way;
+  char byte = 0;
+  return ::read(ready.get(), &byte, 1) == 1 ? Start::done : Start::failed;
+}
+
 void start_private_service(const std::string& path, const char* direct) {
   require_limits();
   int ready[2];
@@ -163,10 +178,14 @@ void start_private_service(const std::string& path, const char* direct) {
   while (::waitpid(pid, &status, 0) < 0 && errno == EINTR) {
   }
   ready_write.reset();
-  pollfd waiting{ready_read.get(), POLLIN, 0};
-  char byte = 0;
-  if (::poll(&waiting, 1, ready_timeout_ms) <= 0 || ::read(ready_read.get(), &byte, 1) != 1)
-    fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
+  Start start = start_of(ready_read, ready_note_ms);
+  if (start == Start::under_way) {
+    fmt::print(stderr, "vrdma: waiting for the private service {}, which has been starting for {} s; its log is {}\n", program, ready_note_ms / 1000, log);
+    start = start_of(ready_read, ready_timeout_ms - ready_note_ms);
+  }
+  if (start == Start::under_way)
+    fail(fmt::format("the private service {} has been starting for {} s, and does not serve at {} yet: its log {} may say why", program, ready_timeout_ms / 1000, path, log));
+  if (start == Start::failed) fail(fmt::format("the private service {} did not come up at {}: {}", program, path, last_words(log, logged_before)));
 }
 
 // Who has that flock, as /proc/locks says: "1: FLOCK ADVISORY WRITE 4711 fe:00:815 0 EOF". 0: it does not.

@@ -14,7 +14,7 @@ import subprocess
 import time
 import unittest
 
-from support import BIN, NOBODY, WATCHDOG_S, TestCase, as_nobody, attach, needs_root, readable_copy
+from support import BIN, LIB, NOBODY, WATCHDOG_S, TestCase, as_nobody, attach, needs_root, readable_copy
 
 
 class PrivateService(TestCase):
@@ -165,6 +165,24 @@ class PrivateService(TestCase):
         result = self.vrdma("run", "--", "true")
         self.assert_refuses(result, 125, "cannot open the log", str(private / "vrdmad.log"))
         self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+
+    def test_a_private_service_that_starts_slowly_is_waited_for(self):
+        installed, go = self.folder / "bin", self.folder / "go"
+        installed.mkdir()
+        shutil.copy(BIN / "vrdma", installed)
+        (self.folder / "lib").symlink_to(LIB)
+        os.mkfifo(go)
+        (installed / "vrdmad").write_text(f'#!/bin/sh\nread go < {go}\nexec {BIN}/vrdmad "$@"\n')
+        (installed / "vrdmad").chmod(0o755)
+        process = subprocess.Popen([installed / "vrdma", "run", "--", "true"], env=self.environment, stderr=subprocess.PIPE, text=True)
+        self.addCleanup(lambda: (process.stderr.close(), process.poll() is None and process.kill(), process.wait(WATCHDOG_S)))
+        self.assertTrue(select.select([process.stderr], [], [], WATCHDOG_S)[0], "it waits without a word")
+        said = process.stderr.readline()
+        self.assertIn("waiting for the private service", said)
+        self.assertIn(str(pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.log"), said)
+        go.write_text("\n")
+        self.assertEqual(process.wait(WATCHDOG_S), 0, process.stderr.read())
+        self.stop_private_service()
 
     def test_a_private_folder_where_nothing_can_be_written_is_not_to_be_removed(self):
         folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
