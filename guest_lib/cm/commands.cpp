@@ -176,7 +176,11 @@ Status reject(const Command& command) {
   if (!body) return Errno{EINVAL};
   control::CmRejectRequest request{command.id(body->id), body->reason, body->private_data_len, {}};
   std::copy_n(body->private_data, body->private_data_len, request.private_data.begin());
-  return command.call<Request::cm_reject>(request);
+  if (const Status rejected = command.call<Request::cm_reject>(request); !rejected) return rejected;
+  Account& account = Account::instance();
+  std::lock_guard lock(account.mutex);
+  if (const auto found = account.told.find(command.file->key(body->id)); found != account.told.end()) found->second.connected = false;
+  return ok();
 }
 
 Status disconnect(const Command& command) {

@@ -40,18 +40,23 @@ rdma_ucm_event_resp event_of(const control::CmEvent& from) {
   return to;
 }
 
-// The service is gone, and the devices with it. nullopt: every identifier of the channel has been told.
-std::optional<control::CmEvent> next_removal(Account& account, File& file) {
+// The service is gone, and the devices with it. A connection's end is said before: rsockets, for one, look at nothing else, and would wait for
+// ever. nullopt: every identifier of the channel has been told.
+std::optional<control::CmEvent> next_of_the_end(Account& account, File& file) {
   std::optional<control::CmEvent> event;
   for (auto& [key, told] : account.told) {
     if (told.channel != file.key() || told.member != 0 || told.removal || told.uid == 0) continue;
     if (event) return event;
-    told.removal = true;
-    ++told.events;
     event.emplace();
     event->uid = told.uid;
     event->id = static_cast<std::uint32_t>(key);
-    event->event = control::cm_device_removal;
+    event->event = told.connected ? control::cm_disconnected : control::cm_device_removal;
+    ++told.events;
+    if (told.connected) {
+      told.connected = false;
+      return event;
+    }
+    told.removal = true;
   }
   file.readers.close(false);
   return event;
@@ -80,14 +85,17 @@ Result<std::optional<control::CmEvent>> take_counted(File& file, bool& last) {
   const auto taken = attachment.call<control::Request::cm_take_event>({file.channel, 0});
   if (!taken) {
     if (!attachment.liveness().gone()) return taken.error();
-    const auto removal = next_removal(account, file);
-    if (!removal) return Errno{EIO};
-    return removal;
+    const auto event = next_of_the_end(account, file);
+    if (!event) return Errno{EIO};
+    return event;
   }
   last = taken->last != 0;
   if (taken->found == 0) return std::optional<control::CmEvent>{};
   Told& told = account.told[file.key(taken->counted_at)];
   ++told.events;
+  // Who has asked for the connection is told of the answer, which librdmacm takes, and of nothing further.
+  if (taken->event.event == control::cm_established || taken->event.event == control::cm_connect_response) told.connected = taken->event.is_datagram == 0;
+  if (taken->event.event == control::cm_disconnected) told.connected = false;
   if (told.member != 0) ++account.told[told.member].events;
   if (taken->event.event == control::cm_connect_request) account.told[file.key(taken->event.id)] = {file.key(), 0};
   return std::optional(taken->event);

@@ -42,6 +42,7 @@ struct Told {
   std::uint64_t uid = 0;
   std::uint32_t events = 0;    // that were read
   std::uint64_t member = 0;    // of a membership: the identifier's key; its events are that one's, too
+  bool connected = false;      // a connection was established, and has not ended
   bool removal = false;        // that its device is gone is among them
 };
 

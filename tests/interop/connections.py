@@ -185,6 +185,23 @@ def service_killed(service, side):
         service.start()
 
 
+def service_killed_below_rsockets(service, sides):
+    """vrdmad is killed while rsockets send: they look at nothing but their connection's end, and ask an endpoint that stays readable for ever."""
+    port = _Ports.take()
+    words = ["rstream", "-p", port, "-C", "100000000", "-S", "4096"]
+    try:
+        with _pair_started(service, sides, port, words, [*words, "-s", "127.0.0.1"]) as (server, client):
+            wait_until(lambda: sum(one["state"] == "ESTABLISHED" for guest in service.show()["guests"] for one in guest["cm_ids"]) == 2, 30, "they are connected",
+                       [server, client])
+            service.kill()
+            if client.wait(60 * PATIENCE) is None:
+                raise Failure(f"the client waits for ever\n{client.says()}")
+            return ""
+    finally:
+        service.program.stop()
+        service.start()
+
+
 def refused(side, words, *expected):
     need(words[0])
     code, said = side.run([*words, "-p", _Ports.take()], 30)

@@ -240,6 +240,7 @@ class Runner:
         self.case("nobody there", lambda: connections.nobody_there(self.side(), self.side(link_layer="ethernet")))
         self.case("nothing is left", lambda: connections.nothing_left(self.service))
         self.case("the service is killed", lambda: connections.service_killed(self.service, self.side()))
+        self.case("the service is killed below rsockets", lambda: connections.service_killed_below_rsockets(self.service, (self.side(), self.side())))
 
     def management(self):
         self.case("its own port", lambda: management.own_port(self.side()))
