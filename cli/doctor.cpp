@@ -77,12 +77,12 @@ void examine_lease(const nlohmann::json& state, std::vector<Finding>& findings) 
 
 // The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
 std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
-  const bool chosen = is_chosen(wanted);
+  const ChosenBy chosen = chosen_by(wanted);
   for (const auto& path : service_paths(wanted)) {
     const auto found = connect_to(path, chosen);
     if (!found) {
       const int error = value(found.error());
-      if (chosen)
+      if (chosen == ChosenBy::user)
         findings.push_back({Level::problem, "service", fmt::format("cannot reach the host service at {} ({})", path, std::strerror(error)),
                             service_remedy(error)});
       else if (error != ENOENT && error != ECONNREFUSED)
@@ -121,7 +121,7 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
     }
     return path;
   }
-  if (chosen) return std::nullopt;
+  if (chosen == ChosenBy::user) return std::nullopt;
   if (const Apart apart = apart_from_host(""); !apart.why.empty()) {
     findings.push_back({Level::problem, "agent", apart.why, apart.remedy});
     return std::nullopt;
@@ -188,7 +188,7 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
   std::optional<Service> started;
   std::string socket = running.value_or("");
   if (!running) {
-    if (is_chosen(wanted)) return;  // said already
+    if (chosen_by(wanted) == ChosenBy::user) return;  // said already
     if (!apart_from_host("").why.empty()) return;  // likewise; and a private service would be in front of the agent's for a while
     try {
       started = find_or_start_service();

@@ -39,8 +39,8 @@ class NewFiles {
       fs::remove(file, ignored);
     }
   }
-  void save(const fs::path& file, const std::string& text, bool secret) {
-    save_new(file, text, secret);
+  void save(const fs::path& file, const std::string& text, For whom) {
+    save_new(file, text, whom);
     made_.push_back(file);
   }
   void keep() { made_.clear(); }
@@ -89,12 +89,12 @@ int host_init(const HostOptions& options) {
   const Identity authority = make_authority(authority_days);
   const Identity host = issue(authority, options.name, Role::host, first_day(), last_day(options.days, authority));
   NewFiles files;
-  files.save(folder / "authority.key", to_pem(authority.key.get()), true);
-  files.save(folder / "ca.pem", to_pem(authority.certificate.get()), false);
-  files.save(folder / "host.key", to_pem(host.key.get()), true);
-  files.save(folder / "host.pem", to_pem(host.certificate.get()), false);
+  files.save(folder / "authority.key", to_pem(authority.key.get()), For::owner);
+  files.save(folder / "ca.pem", to_pem(authority.certificate.get()), For::everybody);
+  files.save(folder / "host.key", to_pem(host.key.get()), For::owner);
+  files.save(folder / "host.pem", to_pem(host.certificate.get()), For::everybody);
   make_folder(folder / "issued");
-  files.save(folder / "issued" / (options.name + ".pem"), to_pem(host.certificate.get()), false);
+  files.save(folder / "issued" / (options.name + ".pem"), to_pem(host.certificate.get()), For::everybody);
   files.keep();
   print_all(fmt::format("A new subnet, \"{}\", and its first host, \"{}\", in {}.\n"
                         "Put this into the configuration of vrdmad, and start it:\n\n    {}\n\n"
@@ -119,8 +119,8 @@ int host_add(const HostOptions& options) {
   const std::string file = options.file.empty() ? options.name + ".invitation" : options.file;
   make_folder(folder / "issued");
   NewFiles files;
-  files.save(file, write_invitation(invitation), true);
-  files.save(issued, to_pem(invitation.host.certificate.get()), false);
+  files.save(file, write_invitation(invitation), For::owner);
+  files.save(issued, to_pem(invitation.host.certificate.get()), For::everybody);
   files.keep();
   print_all(fmt::format("{} lets a host join as \"{}\". Bring it there by a safe way, and run there:\n\n    vrdma host join {}\n\n"
                         "Whoever has the file is that host: remove it when it is done.\n",
@@ -136,9 +136,9 @@ int host_join(const HostOptions& options) {
     throw std::runtime_error(fmt::format("{}: {}", options.file, why));
   make_folder(folder);
   NewFiles files;
-  files.save(folder / "host.key", to_pem(invitation.host.key.get()), true);
-  files.save(folder / "host.pem", to_pem(invitation.host.certificate.get()), false);
-  files.save(folder / "ca.pem", to_pem(invitation.authority.get()), false);
+  files.save(folder / "host.key", to_pem(invitation.host.key.get()), For::owner);
+  files.save(folder / "host.pem", to_pem(invitation.host.certificate.get()), For::everybody);
+  files.save(folder / "ca.pem", to_pem(invitation.authority.get()), For::everybody);
   files.keep();
   print_all(fmt::format("This host is \"{}\" now. Put this into the configuration of vrdmad, start it, and remove {}:\n\n    {}\n",
                         describe(invitation.host.certificate.get()).name, options.file, section(options.address, folder.string(), invitation.seed)));

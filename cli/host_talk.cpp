@@ -22,10 +22,13 @@ constexpr auto patience = std::chrono::seconds(20);
 
 // Why a conversation did not come about.
 struct Failed : std::runtime_error {
-  explicit Failed(const std::string& what, bool blocked_in = false, bool asked_in = false)
-      : runtime_error(what), blocked(blocked_in), asked(asked_in) {}
-  bool blocked;  // no answer at all: as a firewall does it
-  bool asked;    // the question is there, and what it wants may be done yet
+  enum class How {
+    plainly,
+    unanswered,  // at all: as a firewall does it
+    asked,       // the question is there, and what it wants may be done yet
+  };
+  explicit Failed(const std::string& what, How how_in = How::plainly) : runtime_error(what), how(how_in) {}
+  How how;
 };
 
 // One question to the vrdmad at an address, one answer.
@@ -46,7 +49,7 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   io.run_for(patience);
   if (error)
     throw Failed(error == asio::error::timed_out ? fmt::format("no answer within {} s", patience.count()) : error.message(),
-                 error != asio::error::connection_refused);
+                 error == asio::error::connection_refused ? Failed::How::plainly : Failed::How::unanswered);
 
   Hello hello;
   hello.version = VRDMA_VERSION;
@@ -69,7 +72,7 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   session->start(hello, "");
   io.restart();
   io.run_for(patience * 2);
-  if (!answer) throw Failed(why, false, asked);
+  if (!answer) throw Failed(why, asked ? Failed::How::asked : Failed::How::plainly);
   return *answer;
 }
 
@@ -81,9 +84,11 @@ std::string rule(const std::string& from, std::uint16_t port) {
 }  // namespace
 
 namespace {
+enum class Question { looks, changes };
+
 // From a member to the leader, which may change meanwhile.
 template <class Reply>
-Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Message& question, bool changes) {
+Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Message& question, Question kind) {
   for (int hops = 0; hops < 3; ++hops) {
     Reply reply;
     try {
@@ -92,7 +97,9 @@ Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Messag
       // A leader who reaches no majority keeps the wish until it does, or leads no more.
       throw std::runtime_error(fmt::format(
           "{}: {}{}", with_port(address, port), error.what(),
-          error.asked && changes ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it" : ""));
+          error.how == Failed::How::asked && kind == Question::changes
+              ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it"
+              : ""));
     }
     if (!reply.error.empty()) throw std::runtime_error(reply.error);
     if (reply.leader.empty()) return reply;
@@ -104,11 +111,12 @@ Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Messag
 }  // namespace
 
 void ask_removal(Tls& tls, std::string address, std::uint16_t port, const std::string& name, const std::string& serial) {
-  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name, serial}, true);
+  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name, serial}, Question::changes);
 }
 
 Partitions ask_partitions(Tls& tls, std::string address, std::uint16_t port, const ChangePartition& change) {
-  return ask_leader<PartitionsReply>(tls, std::move(address), port, change, change.pkey != 0).partitions;
+  const Question kind = change.pkey != 0 ? Question::changes : Question::looks;
+  return ask_leader<PartitionsReply>(tls, std::move(address), port, change, kind).partitions;
 }
 
 std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port) {
@@ -140,7 +148,7 @@ std::vector<Finding> examine_host(const std::string& folder, const std::string& 
                           "on this host: " + rule(there->first, port)});
   } catch (const Failed& error) {
     findings.push_back({Level::problem, "to", fmt::format("{} cannot be reached: {}", at, error.what()),
-                        error.blocked
+                        error.how == Failed::How::unanswered
                             ? fmt::format("on {}: {}", there->first, rule(here.empty() ? "ADDRESS OF THIS HOST" : here, there->second))
                             : "is vrdmad running there, with \"hosts\" in its configuration, and the certificates of one subnet on both hosts?"});
   }

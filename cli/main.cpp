@@ -136,15 +136,16 @@ CLI::Option* takes_user(CLI::Option* option) {
 CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   CLI::App* const command = app.add_subcommand("vm", "Register virtual machines with the host service, and say how QEMU or libvirt starts them.");
   command->require_subcommand(0, 1);
-  const auto add = [&](const char* name, const char* what, VmCommand function, bool named) {
+  enum class Of { a_machine, all };
+  const auto add = [&](const char* name, const char* what, VmCommand function, Of which) {
     CLI::App* const sub = command->add_subcommand(name, what);
-    if (named) sub->add_option("name", options.name, "of the machine")->required()->check(vm_name_error);
+    if (which == Of::a_machine) sub->add_option("name", options.name, "of the machine")->required()->check(vm_name_error);
     sub->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
     sub->add_option("--vm-folder", options.folder, "folder of the machines, as the service has it; default: vm beside its socket");
     sub->callback([&chosen, function] { chosen = function; });
     return sub;
   };
-  CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, true);
+  CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, Of::a_machine);
   takes_size(adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G"))->default_str("2G");
   adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
   takes_user(adding->add_option("--tenant", options.tenant,
@@ -161,11 +162,11 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
       ->excludes("--memory", "--ram")
       ->excludes(plain)
       ->excludes(private_ram);
-  CLI::App* const listing = add("list", "List the machines.", vm_list, false);
-  CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, true);
+  CLI::App* const listing = add("list", "List the machines.", vm_list, Of::all);
+  CLI::App* const showing = add("show", "Say of a machine what \"add\" said, and how it is.", vm_show, Of::a_machine);
   for (CLI::App* const sub : {adding, listing, showing}) sub->add_flag("-j,--json", options.json, "print JSON");
-  add("remove", "Forget a machine. Its programs lose their device; its RAM file is removed where \"add\" chose the name.", vm_remove, true);
-  CLI::App* const uml = add("uml", "Start User Mode Linux as a machine that was added with --uml, and stay until it ends.", vm_uml, true);
+  add("remove", "Forget a machine. Its programs lose their device; its RAM file is removed where \"add\" chose the name.", vm_remove, Of::a_machine);
+  CLI::App* const uml = add("uml", "Start User Mode Linux as a machine that was added with --uml, and stay until it ends.", vm_uml, Of::a_machine);
   uml->add_option("command", options.command, "its kernel, with what that is given: linux.uml mem=512M …")->required();
   uml->positionals_at_end();
   return command;

@@ -235,9 +235,9 @@ Service start_or_find(const std::string& folder, const char* direct) {
   vmci::UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (!lock || !lock_patiently(lock, lock_path))
     fail(fmt::format("cannot lock {} ({}): {}", lock_path, std::strerror(errno), remedy_of_file(errno)));
-  auto found = connect_to(path, false);  // another `vrdma run` may have been faster
+  auto found = connect_to(path, ChosenBy::search);  // another `vrdma run` may have been faster
   if (!found && value(found.error()) == ESRCH) return start_or_find(folder_beside(folder), direct);
-  if (!found) found = connect_to(socket_in(folder_beside(folder)), false);  // the other namespace's has gone, ours has not
+  if (!found) found = connect_to(socket_in(folder_beside(folder)), ChosenBy::search);  // the other namespace's has gone, ours has not
   const bool is_new = !found;
   if (is_new) {
     start_private_service(path, direct);
@@ -257,7 +257,7 @@ Service find_or_start_service() {
     return std::move(*found);
   }
   if (const char* const named = named_socket()) {
-    auto found = connect_to(named, true);
+    auto found = connect_to(named, ChosenBy::user);
     if (found) return std::move(*found);
     fail(fmt::format("cannot reach the host service at {} ({}): start vrdmad there, or unset VRDMA_SOCKET so that a private "
                      "one is started",

@@ -55,9 +55,9 @@ std::vector<std::string> service_paths(const std::string& wanted) {
   return paths;
 }
 
-bool is_chosen(const std::string& wanted) { return !wanted.empty() || named_socket() != nullptr; }
+ChosenBy chosen_by(const std::string& wanted) { return !wanted.empty() || named_socket() != nullptr ? ChosenBy::user : ChosenBy::search; }
 
-Result<Service> connect_to(const std::string& path, bool chosen) {
+Result<Service> connect_to(const std::string& path, ChosenBy who) {
   auto socket = vmci::PacketSocket::connect(path);
   if (!socket) {  // any other file refuses like a socket that nobody serves, or that is not for this user
     std::error_code missing;
@@ -65,14 +65,14 @@ Result<Service> connect_to(const std::string& path, bool chosen) {
     return type == fs::file_type::regular || type == fs::file_type::directory ? Errno{ENOTSOCK} : socket.error();
   }
   Service service{path, std::move(*socket)};
-  if (!chosen && is_apart(service)) return Errno{ESRCH};
+  if (who == ChosenBy::search && is_apart(service)) return Errno{ESRCH};
   return service;
 }
 
 Result<Service> find_service(const std::string& wanted) {
   Errno last{ENOENT};
   for (const auto& path : service_paths(wanted)) {
-    auto found = connect_to(path, is_chosen(wanted));
+    auto found = connect_to(path, chosen_by(wanted));
     if (found) return found;
     last = found.error();
   }
@@ -81,9 +81,9 @@ Result<Service> find_service(const std::string& wanted) {
 
 Result<Service> find_service_to_show(const std::string& wanted) {
   auto found = find_service(wanted);
-  if (!found && !is_chosen(wanted))
+  if (!found && chosen_by(wanted) == ChosenBy::search)
     for (const auto& path : private_sockets(mediated_folder()))
-      if (auto mediated = connect_to(path, false)) return mediated;
+      if (auto mediated = connect_to(path, ChosenBy::search)) return mediated;
   return found;
 }
 
@@ -117,7 +117,7 @@ std::runtime_error unreachable(const std::string& wanted) {
   std::string tried;
   int last = ENOENT;
   for (const auto& path : service_paths(wanted)) {
-    const auto service = connect_to(path, is_chosen(wanted));
+    const auto service = connect_to(path, chosen_by(wanted));
     const int error = service ? EAGAIN : value(service.error());
     if (tried.empty() || error != ENOENT) last = error;  // the remedy is that of the path which exists
     tried += fmt::format("{}{} ({})", tried.empty() ? "" : " or ", path, service_error(error));

@@ -28,9 +28,10 @@ struct Service {
 
 // Where to look: `wanted` alone if it is given, else as above.
 std::vector<std::string> service_paths(const std::string& wanted);
-bool is_chosen(const std::string& wanted);  // by that, or VRDMA_SOCKET
-// A connection to the service there. ESRCH: a private one in another pid namespace, which nobody has chosen.
-Result<Service> connect_to(const std::string& path, bool chosen);
+enum class ChosenBy { user, search };
+ChosenBy chosen_by(const std::string& wanted);  // the user: by that, or VRDMA_SOCKET
+// A connection to the service there. ESRCH: a private one in another pid namespace, which the user has not chosen.
+Result<Service> connect_to(const std::string& path, ChosenBy who);
 // Whether it is one that `vrdma run` has started, for its own user.
 bool is_private(const Service& service);
 // A connection to the first service that answers. The error is that of the last path tried.

@@ -193,7 +193,7 @@ TEST_CASE("Who cannot be accepted for want of descriptors is when there are some
   if (!can_pin()) return;
   for (const bool by_interrupts : {false, true}) {
     CAPTURE(by_interrupts);
-    Machine machine(by_interrupts);
+    Machine machine({.has_interrupts = by_interrupts});
     machine.begin_service(epoch);
     machine.open_session();
     rlimit before{};

@@ -196,8 +196,8 @@ Result<BarPages::Slice> BarPages::take(std::uint64_t bytes) {
   return slice;
 }
 
-Result<UniqueFd> BarPages::descriptor(const Slice& slice, bool writable) const {
-  UniqueFd fd(::open(("/proc/self/fd/" + std::to_string(file_)).c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC));
+Result<UniqueFd> BarPages::descriptor(const Slice& slice, vmci::Writable writable) const {
+  UniqueFd fd(::open(("/proc/self/fd/" + std::to_string(file_)).c_str(), (writable == vmci::Writable::yes ? O_RDWR : O_RDONLY) | O_CLOEXEC));
   if (!fd || ::lseek(fd.get(), static_cast<off_t>(slice.offset()), SEEK_SET) < 0) return last_error();
   return fd;
 }

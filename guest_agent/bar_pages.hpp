@@ -20,6 +20,7 @@
 
 #include "guest_agent/device.hpp"
 #include "guest_agent/frames.hpp"
+#include "vmci_channel/segment.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
 
@@ -55,7 +56,7 @@ class BarPages {
   // Zero, in one piece. ENOMEM: so many are not free.
   Result<Slice> take(std::uint64_t bytes);
   // A descriptor of the BAR whose position is the slice's beginning, of a description of its own.
-  Result<vmci::UniqueFd> descriptor(const Slice& slice, bool writable) const;
+  Result<vmci::UniqueFd> descriptor(const Slice& slice, vmci::Writable writable) const;
   // As if it ended, but for a process that may have it mapped. process: its folder in /proc.
   void give_back(Slice slice, int process);
 

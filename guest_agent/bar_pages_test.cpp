@@ -121,7 +121,7 @@ TEST_CASE("A descriptor of a slice is where the slice begins, and of no other's 
   BarPages pages(bar.device());
   const auto one = pages.take(vm::page_bytes), two = pages.take(vm::page_bytes);
   REQUIRE(two.has_value());
-  const auto fd = pages.descriptor(*one, true), other = pages.descriptor(*two, false);
+  const auto fd = pages.descriptor(*one, vmci::Writable::yes), other = pages.descriptor(*two, vmci::Writable::no);
   REQUIRE(fd.has_value());
   REQUIRE(other.has_value());
   CHECK(::lseek(fd->get(), 0, SEEK_CUR) == static_cast<off_t>(one->offset()));
@@ -135,7 +135,7 @@ TEST_CASE("What a process has mapped is nobody else's until it has unmapped it, 
   for (const bool by_unmapping : {true, false}) {
     auto slice = pages.take(4 * mib);
     REQUIRE(slice.has_value());
-    Holder holder(*pages.descriptor(*slice, true), slice->bytes());
+    Holder holder(*pages.descriptor(*slice, vmci::Writable::yes), slice->bytes());
     pages.give_back(std::move(*slice), holder.folder());
     CHECK(pages.free_bytes() == lent_bytes - 4 * mib);
     CHECK(value(pages.take(4 * mib).error()) == ENOMEM);
@@ -149,8 +149,8 @@ TEST_CASE("Who begins anew lends nothing that a process has from the one before"
   BarPages before(bar.device());
   auto slice = before.take(3 * mib);
   REQUIRE(slice.has_value());
-  Holder holder(*before.descriptor(*slice, true), slice->bytes());
-  std::optional<Holder> another(std::in_place, *before.descriptor(*slice, true), mib);
+  Holder holder(*before.descriptor(*slice, vmci::Writable::yes), slice->bytes());
+  std::optional<Holder> another(std::in_place, *before.descriptor(*slice, vmci::Writable::yes), mib);
   BarPages pages(bar.device());
   CHECK(pages.free_bytes() == lent_bytes - 3 * mib);
   CHECK(pages.user_before().has_value() == (::getuid() != 0));

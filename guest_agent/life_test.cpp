@@ -182,7 +182,7 @@ TEST_CASE("Another service: who used the last one is told, and memory is kept un
 
 TEST_CASE("A service whose heart stands still is lost, and asked anew when it goes on") {
   if (!can_pin()) return;
-  Machine machine(false, Machine::short_patience_ns);
+  Machine machine({.patience_ns = short_patience_ns});
   machine.begin_service(epoch);
   machine.open_session();
   Served served(machine);
@@ -218,7 +218,7 @@ TEST_CASE("A service manager is told that the agent serves, and, where there is 
   REQUIRE(::bind(manager.get(), reinterpret_cast<sockaddr*>(&address), static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size())) == 0);
   path[0] = '@';
   ::setenv("NOTIFY_SOCKET", path.c_str(), 1);
-  Machine machine(false, Machine::short_patience_ns);
+  Machine machine({.patience_ns = short_patience_ns});
   const auto await = [&](const char* text) {
     std::string said;
     machine.until("the manager is told", [&] {
@@ -293,7 +293,7 @@ TEST_CASE("A service that refuses the machine ends the agent, with a sentence th
 
 TEST_CASE("Where the service does not find a page, one that is below all that may have been plugged in is looked for, and waited for") {
   if (!can_pin()) return;
-  Machine machine(false, Machine::short_patience_ns);
+  Machine machine({.patience_ns = short_patience_ns});
   machine.begin_service(epoch);
   const std::uint64_t refused = machine.open_session(EFAULT).page * vm::page_bytes;
   constexpr std::uint64_t always_there = std::uint64_t{1} << 32;
@@ -319,7 +319,7 @@ TEST_CASE("Where the service does not find a page, one that is below all that ma
 
 TEST_CASE("A service that has no memory of the machine yet is asked again") {
   if (!can_pin()) return;
-  Machine machine(false, Machine::short_patience_ns);
+  Machine machine({.patience_ns = short_patience_ns});
   machine.begin_service(epoch);
   machine.open_session(ENODEV);
   CHECK(!std::filesystem::exists(machine.socket));

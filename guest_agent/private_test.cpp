@@ -82,7 +82,7 @@ void withdraw(Machine& machine, Process& process, std::uint32_t backing) {
 }  // namespace
 
 TEST_CASE("Where the RAM is the machine's own, the queues of a process, its memory and the service's page are of the BAR") {
-  Machine machine(false, Machine::long_patience_ns, bar_bytes);
+  Machine machine({.bar_bytes = bar_bytes});
   machine.begin_service(77);
   const vm::Hello hello = machine.open_session();
   CHECK((hello.flags & vm::hello_bar) != 0);
@@ -122,7 +122,7 @@ TEST_CASE("Where the RAM is the machine's own, the queues of a process, its memo
 }
 
 TEST_CASE("A copying thread sleeps on a word of the agent's, as nobody can on one of a BAR") {
-  Machine machine(false, Machine::long_patience_ns, bar_bytes);
+  Machine machine({.bar_bytes = bar_bytes});
   machine.begin_service(78);
   machine.open_session();
   Process process(machine);
@@ -146,7 +146,7 @@ TEST_CASE("A copying thread sleeps on a word of the agent's, as nobody can on on
 }
 
 TEST_CASE("A library that knows of no such machines is told the version that does") {
-  Machine machine(false, Machine::long_patience_ns, bar_bytes);
+  Machine machine({.bar_bytes = bar_bytes});
   machine.begin_service(79);
   machine.open_session();
   Process process(machine);
@@ -164,7 +164,7 @@ TEST_CASE("A library that knows of no such machines is told the version that doe
 }
 
 TEST_CASE("What a process has mapped is lent to nobody else after its connection, and its session, have ended") {
-  Machine machine(false, Machine::long_patience_ns, bar_bytes);
+  Machine machine({.bar_bytes = bar_bytes});
   machine.begin_service(80);
   machine.open_session();
   constexpr std::uint64_t most = 20 << 20;

@@ -111,7 +111,7 @@ bool Connection::attach_reply(std::span<std::byte> body, std::vector<int>& descr
   if (doorbell_ && !watch_.events.add(doorbell_.get(), EPOLLIN, {number_, item_doorbell})) doorbell_.reset();
   int arena = arena_.memory.fd(), page = session_.page_fd();
   if (lent_arena_) {
-    auto fd = session_.bar()->descriptor(lent_arena_, true);
+    auto fd = session_.bar()->descriptor(lent_arena_, vmci::Writable::yes);
     if (fd) made.push_back(std::move(*fd));
     arena = fd ? made.back().get() : -1;
   }
@@ -125,7 +125,7 @@ bool Connection::copier_reply(std::vector<int>& descriptors, std::vector<UniqueF
     descriptors.push_back(copier_.memory.fd());
     return true;
   }
-  auto fd = session_.bar()->descriptor(lent_copier_, true);
+  auto fd = session_.bar()->descriptor(lent_copier_, vmci::Writable::yes);
   if (!fd) return false;
   made.push_back(std::move(*fd));
   descriptors.push_back(made.back().get());

@@ -146,7 +146,7 @@ void Session::begin(bool to_leave) {
 std::optional<std::uint64_t> Session::make_page() {
   if (in_bar_) {
     auto page = bar_->take(sizeof(control::ServicePage));
-    auto to_read = page ? bar_->descriptor(*page, false) : Result<vmci::UniqueFd>(page.error());
+    auto to_read = page ? bar_->descriptor(*page, vmci::Writable::no) : Result<vmci::UniqueFd>(page.error());
     if (!to_read)
       throw std::runtime_error(std::string("cannot take a page of the device's BAR (") + std::strerror(value(to_read.error())) +
                                "): give this machine a bigger one (vrdma vm add --bar)");

@@ -42,7 +42,7 @@ void ring(const UniqueFd& event) {
 
 TEST_CASE("Where the device has interrupts the agent says so, and looks when it is interrupted") {
   if (!can_pin()) return;
-  Machine machine(true, Machine::short_patience_ns);
+  Machine machine({.has_interrupts = true, .patience_ns = short_patience_ns});
   machine.begin_service(epoch);
   CHECK(machine.open_session().flags == vm::hello_interrupts);
   Process process(machine);
@@ -60,7 +60,7 @@ TEST_CASE("Where the device has interrupts the agent says so, and looks when it 
 
 TEST_CASE("A channel gets an interrupt of its own while there are any, and gives it back with its pipe") {
   if (!can_pin()) return;
-  Machine machine(true);
+  Machine machine({.has_interrupts = true});
   machine.begin_service(epoch);
   machine.open_session();
   Process process(machine), other(machine);
@@ -99,7 +99,7 @@ TEST_CASE("A channel gets an interrupt of its own while there are any, and gives
 
 TEST_CASE("A channel's interrupt is for who knows what to do with it: the library, the service, the device") {
   if (!can_pin()) return;
-  Machine machine(true);
+  Machine machine({.has_interrupts = true});
   machine.begin_service(epoch);
   machine.open_session();
   Process process(machine);
@@ -132,7 +132,7 @@ TEST_CASE("A channel's interrupt is for who knows what to do with it: the librar
 
 TEST_CASE("Where the kernel rings the device, processes have its eventfd for their doorbell, unless the service only polls") {
   if (!can_pin()) return;
-  Machine machine(true);
+  Machine machine({.has_interrupts = true});
   machine.begin_service(epoch);
   machine.open_session();
   Process process(machine);

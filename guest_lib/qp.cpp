@@ -62,7 +62,7 @@ Status open_queues(Qp& qp, Attachment& attachment, const control::CreateQpReply&
     if (reply.receive.record_slots == 0 || reply.receive.record_slots > record_slots_max ||
         receive_wqe_slots(reply.max_recv_sge) > reply.receive.record_slots)
       return Errno{EPROTO};
-    qp.receive.open(view, reply.max_recv_wr, reply.receive.record_slots, true);
+    qp.receive.open(view, reply.max_recv_wr, reply.receive.record_slots, ReceiveQueue::WrIds::kept);
     qp.receive_lane.receive = &qp.receive;
   }
   return ok();

@@ -30,7 +30,7 @@ Result<ibv_srq*> create_srq(ibv_pd* pd, ibv_srq_init_attr& init) {
   srq->liveness = &(*attachment)->liveness();
   srq->srq_num = reply->srq_num;
   srq->max_sge = reply->max_sge;
-  srq->queue.open(*view, reply->max_wr, reply->queue.record_slots, false);
+  srq->queue.open(*view, reply->max_wr, reply->queue.record_slots, ReceiveQueue::WrIds::not_kept);
   srq->verbs.context = pd->context;
   srq->verbs.srq_context = init.srq_context;
   srq->verbs.pd = pd;

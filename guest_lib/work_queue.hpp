@@ -100,14 +100,15 @@ class SendQueue {
 // same number of slots and the service takes WQEs in order, so that only their number counts.
 class ReceiveQueue {
  public:
-  // keep_wr_ids: not for an SRQ, whose outstanding work requests belong to no queue pair and are never flushed.
-  void open(vmci::QueuePairView view, std::uint32_t max_wr, std::uint32_t record_slots, bool keep_wr_ids) {
+  // Not kept of an SRQ, whose outstanding work requests belong to no queue pair and are never flushed.
+  enum class WrIds { kept, not_kept };
+  void open(vmci::QueuePairView view, std::uint32_t max_wr, std::uint32_t record_slots, WrIds wr_ids) {
     view_ = view;
     writer_ = vmci::RecordWriter(view.produce(), view.geometry().produce_slots);
     max_wr_ = max_wr;
     record_slots_ = record_slots;
     wr_id_mask_ = std::bit_ceil(max_wr == 0 ? 1u : max_wr) - 1;
-    if (keep_wr_ids) wr_ids_.reset(new std::uint64_t[wr_id_mask_ + 1]);
+    if (wr_ids == WrIds::kept) wr_ids_.reset(new std::uint64_t[wr_id_mask_ + 1]);
   }
 
   // --- poster

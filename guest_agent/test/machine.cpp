@@ -30,8 +30,8 @@ bool can_pin() {
   return trial.has_value();
 }
 
-Machine::Machine(bool by_interrupts, std::uint64_t patience_ns, std::uint64_t bar_bytes) : bar_bytes_(bar_bytes != 0 ? bar_bytes : vm::bar_bytes) {
-  if (bar_bytes != 0) bar_file = *vmci::create_sealed("test-bar", bar_bytes);
+Machine::Machine(const MachineKind& kind) : bar_bytes_(kind.bar_bytes != 0 ? kind.bar_bytes : vm::bar_bytes) {
+  if (kind.bar_bytes != 0) bar_file = *vmci::create_sealed("test-bar", kind.bar_bytes);
   const int flags = bar_file ? MAP_SHARED : MAP_SHARED | MAP_ANONYMOUS;
   bar = static_cast<std::byte*>(::mmap(nullptr, bar_bytes_, PROT_READ | PROT_WRITE, flags, bar_file.get(), 0));
   REQUIRE(bar != MAP_FAILED);
@@ -41,11 +41,11 @@ Machine::Machine(bool by_interrupts, std::uint64_t patience_ns, std::uint64_t ba
   folder_ = name;
   socket = folder_ / "run" / "vrdmad.sock";
   stop_.reset(::eventfd(0, EFD_CLOEXEC));
-  if (by_interrupts) {
+  if (kind.has_interrupts) {
     for (auto& interrupt : interrupts) interrupt.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     kernel_doorbell.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   }
-  thread_ = std::thread([this, patience_ns, link_interrupt = interrupts[vm::link_vector].get()] {
+  thread_ = std::thread([this, patience_ns = kind.patience_ns, link_interrupt = interrupts[vm::link_vector].get()] {
     Device device;
     device.bar = bar;
     device.bar_bytes = bar_bytes_;

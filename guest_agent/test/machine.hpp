@@ -38,16 +38,21 @@ struct FrameIn {
   control::Head request() const { return as<control::Head>(); }
 };
 
+// How long the agent waits for a heart that does not beat: whoever has no part in that must not fail because this process got no
+// processor for a while.
+constexpr std::uint64_t long_patience_ns = 60'000'000'000, short_patience_ns = 2'000'000'000;
+
+struct MachineKind {
+  bool has_interrupts = false;
+  std::uint64_t patience_ns = long_patience_ns;
+  std::uint64_t bar_bytes = 0;  // of the BAR, where the machine's RAM is its own; 0: it is not
+};
+
 class Machine {
  public:
   static constexpr std::uint64_t arena_bytes = 16 * vm::page_bytes;
 
-  // How long the agent waits for a heart that does not beat: whoever has no part in that must not fail because this process got no
-  // processor for a while.
-  static constexpr std::uint64_t long_patience_ns = 60'000'000'000, short_patience_ns = 2'000'000'000;
-
-  // bar_bytes: of the BAR, where the machine's RAM is its own; 0: it is not.
-  explicit Machine(bool by_interrupts = false, std::uint64_t patience_ns = long_patience_ns, std::uint64_t bar_bytes = 0);
+  explicit Machine(const MachineKind& kind = {});
   ~Machine();
 
   // --- the host service

@@ -87,7 +87,7 @@ void fill(std::byte* to, std::uint32_t poster, std::uint64_t number) {
 class Receiver {
  public:
   Receiver(World& world, std::uint32_t posters, std::uint32_t header_bytes) : world_(world), header_bytes_(header_bytes), heard_(posters) {
-    queue_.open(received.view, depth, 1, true);
+    queue_.open(received.view, depth, 1, ReceiveQueue::WrIds::kept);
     lane_ = vmci::LaneReader(received.view.consume_completions(), Queue::geometry.consume_entries);
     for (std::uint32_t i = 0; i < depth; ++i) post(i);
   }

@@ -43,7 +43,7 @@ bool ready(const Pair& pair) {
 TEST_CASE("the posting thread raises one event for each arm, none without, and only of solicited messages where that was asked for") {
   Service service;
   service.start(with_direct);
-  Pair pair({}, true);
+  Pair pair(Channels::of_both_ends);
   if (!ready(pair)) return;
   const Stopped stopped(service);
   for (int round = 0; round < 50; ++round) {
@@ -76,7 +76,7 @@ TEST_CASE("the posting thread raises one event for each arm, none without, and o
 TEST_CASE("who arms after a poll is told of what came in between, and who polls after the arm finds it") {
   Service service;
   service.start(with_direct);
-  Pair pair({}, true);
+  Pair pair(Channels::of_both_ends);
   if (!ready(pair)) return;
   const Stopped stopped(service);
   ibv_cq* const cq = pair.b_cq.get();
@@ -174,7 +174,7 @@ TEST_CASE("two threads that sleep between their messages wake one another, and n
 TEST_CASE("completion queues of direct and of mediated queue pairs share a channel: each arm has its event, read or not") {
   Service service;
   service.start(with_direct);
-  Pair pair({}, true);
+  Pair pair(Channels::of_both_ends);
   if (!ready(pair)) return;
   Device& device = pair.device;
   ibv_comp_channel* const channel = pair.b_channel.get();
@@ -212,7 +212,7 @@ TEST_CASE("completion queues of direct and of mediated queue pairs share a chann
 TEST_CASE("events that nobody reads fill the pipe, and none is lost") {
   Service service;
   service.start(with_direct);
-  Pair pair({}, true);
+  Pair pair(Channels::of_both_ends);
   if (!ready(pair)) return;
   constexpr int arms = 4096 + 300;  // what a pipe takes, and more
   for (int i = 0; i < arms; ++i) {
@@ -236,7 +236,7 @@ TEST_CASE("events that nobody reads fill the pipe, and none is lost") {
 TEST_CASE("resizing and destroying a queue whose events a poster raises") {
   Service service;
   service.start(with_direct);
-  Pair pair({}, true);
+  Pair pair(Channels::of_both_ends);
   if (!ready(pair)) return;
   REQUIRE(ibv_resize_cq(pair.b_cq.get(), 512) == 0);
   eventually("it is direct again", [&] { return message(pair), mode_of(pair.a.get()) == "direct"; });
@@ -257,7 +257,7 @@ TEST_CASE("resizing and destroying a queue whose events a poster raises") {
 TEST_CASE("the service's death is an event for whoever has armed, once, also where a poster has raised the last one") {
   Service service;
   service.start(with_direct);
-  Pair pair({}, true);
+  Pair pair(Channels::of_both_ends);
   if (!ready(pair)) return;
   REQUIRE(ibv_req_notify_cq(pair.b_cq.get(), 0) == 0);
   message(pair);

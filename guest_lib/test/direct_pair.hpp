@@ -8,10 +8,13 @@
 
 namespace vrdma::test {
 
+enum class Channels { none, of_both_ends };  // of the completion queues
+
 struct Pair {
-  // channels: each end's completion queue has one.
-  explicit Pair(Patience patience = {}, bool channels = false)
-      : a_channel(channels ? ibv_create_comp_channel(device.context) : nullptr), b_channel(channels ? ibv_create_comp_channel(device.context) : nullptr) {
+  explicit Pair(Channels channels) : Pair(Patience{}, channels) {}
+  explicit Pair(Patience patience = {}, Channels channels = Channels::none)
+      : a_channel(channels == Channels::none ? nullptr : ibv_create_comp_channel(device.context)),
+        b_channel(channels == Channels::none ? nullptr : ibv_create_comp_channel(device.context)) {
     connect(a.get(), b->qp_num, patience, all_access);
     connect(b.get(), a->qp_num, patience, all_access);
   }

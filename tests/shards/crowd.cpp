@@ -85,10 +85,12 @@ std::uint64_t mix(std::uint64_t z) {  // splitmix64
   return z ^ (z >> 31);
 }
 
+enum class Way : std::uint64_t { connection = 0, datagram = 1 };
+
 // A message, known from who sends it to whom, by what, and its number.
 struct Message {
-  Message(std::uint64_t seed, unsigned from, unsigned to, bool datagram, std::uint32_t number)
-      : key(mix(seed ^ mix(std::uint64_t{from} << 40 | std::uint64_t{to} << 36 | std::uint64_t{datagram} << 35 | number))),
+  Message(std::uint64_t seed, unsigned from, unsigned to, Way way, std::uint32_t number)
+      : key(mix(seed ^ mix(std::uint64_t{from} << 40 | std::uint64_t{to} << 36 | static_cast<std::uint64_t>(way) << 35 | number))),
         bytes(static_cast<std::uint32_t>(8 * (1 + key % ((key >> 32) % 4 == 0 ? slot_bytes / 8 : 16)))) {}
   void write(std::byte* at) const {
     for (std::uint32_t i = 0; i < bytes / 8; ++i) {
@@ -293,7 +295,7 @@ class Member {
     if (!peer.connected || peer.sent == messages_ || peer.sent - there.taken.load(std::memory_order_acquire) >= credit ||
         peer.sent - peer.completed >= credit || peer.adds != peer.added)
       return false;
-    const Message message(seed_, self, number, false, peer.sent);
+    const Message message(seed_, self, number, Way::connection, peer.sent);
     message.write(send_slot(number, peer.sent));
     ibv_sge bytes = sge(send_slot(number, peer.sent), message.bytes);
     ibv_send_wr wr{}, add{}, *bad;
@@ -327,7 +329,7 @@ class Member {
       ibv_ah_attr way = way_to(number);
       peer.ah = have(ibv_create_ah(pd_, &way), "ibv_create_ah");
     }
-    const Message message(seed_, self, number, true, peer.datagrams_sent);
+    const Message message(seed_, self, number, Way::datagram, peer.datagrams_sent);
     message.write(datagram_slot(number, peer.datagrams_sent));
     ibv_sge bytes = sge(datagram_slot(number, peer.datagrams_sent), message.bytes);
     ibv_send_wr wr{}, *bad;
@@ -360,12 +362,12 @@ class Member {
       case message_in: {
         Peer& peer = peers_[number];
         const std::uint32_t expected = peer.received++;
-        const Message message(seed_, number, self, false, expected);
+        const Message message(seed_, number, self, Way::connection, expected);
         if (at != expected || is_write(expected) != (wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM) || wc.byte_len != message.bytes ||
             (is_write(expected) && wc.imm_data != expected) ||
             !message.stands_at(is_write(expected) ? landing_slot(number, expected) : receive_slot(number, expected)))
           fail("message %u of %u is not what it should be (receive %u, %u bytes): %s", expected, number, at, wc.byte_len,
-               what_else(number, false, expected, is_write(expected) ? landing_slot(number, expected) : receive_slot(number, expected)));
+               what_else(number, Way::connection, expected, is_write(expected) ? landing_slot(number, expected) : receive_slot(number, expected)));
         receive(number, expected + window);
         board->ends[self][number].taken.store(peer.received, std::memory_order_release);
         return;
@@ -375,11 +377,11 @@ class Member {
         if (number >= count_ || number == self) fail("a datagram of nobody, %u", number);
         Peer& peer = peers_[number];
         const std::uint32_t expected = peer.datagrams_received++;
-        const Message message(seed_, number, self, true, expected);
+        const Message message(seed_, number, self, Way::datagram, expected);
         if (wc.byte_len != message.bytes + grh_bytes || wc.src_qp != board->members[number].qpn.load() ||
             !message.stands_at(datagram_receive(at) + grh_bytes))
           fail("datagram %u of %u is not what it should be (%u bytes): %s", expected, number, wc.byte_len,
-               what_else(number, true, expected, datagram_receive(at) + grh_bytes));
+               what_else(number, Way::datagram, expected, datagram_receive(at) + grh_bytes));
         receive_datagram(at);
         board->members[self].taken[number].store(peer.datagrams_received, std::memory_order_release);
         return;
@@ -389,10 +391,10 @@ class Member {
   }
 
   // For who looks for the reason.
-  const char* what_else(unsigned from, bool datagram, std::uint32_t expected, const std::byte* at) const {
+  const char* what_else(unsigned from, Way way, std::uint32_t expected, const std::byte* at) const {
     static char said[64] = "nothing that it ever sends";
     for (std::uint32_t number = 0; number < messages_; ++number)
-      if (Message(seed_, from, self, datagram, number).stands_at(at))
+      if (Message(seed_, from, self, way, number).stands_at(at))
         std::snprintf(said, sizeof(said), "that is its %u%s", number, number < expected ? ", again" : "");
     return said;
   }

@@ -7,7 +7,7 @@ using namespace vrdma::svc::test;
 using namespace vrdma::control;
 
 TEST_CASE("One record is in the pipe exactly while events wait") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   TestGuest& server = pair.server;
   CHECK(server.records(server.channel) == 0);
   for (int i = 0; i < 3; ++i) {
@@ -31,7 +31,7 @@ TEST_CASE("One record is in the pipe exactly while events wait") {
 }
 
 TEST_CASE("Events that wait move to another channel with their identifier, and requests with their listener") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   TestGuest& server = pair.server;
   pair.call();
   const CmId other = server.create();
@@ -61,7 +61,7 @@ TEST_CASE("Events that wait move to another channel with their identifier, and r
 }
 
 TEST_CASE("A guest writes events for itself, which come in their turn") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   TestGuest& server = pair.server;
   pair.call();
   const auto write = [&](const CmId& id, std::uint32_t event) { return TestGuest::error_of(server.cm().write_event(server.guest(), {id, event, -7, {1, 2, 3, 4, 5, 6, 7, 8}})); };
@@ -131,7 +131,7 @@ TEST_CASE("Events that have moved are in the order in which they happened") {
 }
 
 TEST_CASE("Who guesses the number of a request before reading it harms nobody") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   TestGuest& server = pair.server;
   pair.call();
   const CmId made{pair.caller.id + 1, server.channel};
@@ -163,7 +163,7 @@ TEST_CASE("Who guesses the number of a request before reading it harms nobody") 
 }
 
 TEST_CASE("Nobody may name what is another one's") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   pair.come_to(Stage::established);
   TestGuest stranger(pair.one, 1, {v4(10, 0, 0, 1)}, 3000);
   auto& cm = stranger.cm();
@@ -181,7 +181,7 @@ TEST_CASE("Nobody may name what is another one's") {
 }
 
 TEST_CASE("A listener whose requests nobody reads is sent no more than there can be") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   const std::uint32_t before = pair.server.tenant().objects;
   for (int i = 0; i < 1500; ++i) {
     pair.call();
@@ -242,8 +242,8 @@ TEST_CASE("A tenant's quota holds channels, identifiers and memberships") {
 }
 
 TEST_CASE("Without a partition in common it is as if nobody listened") {
-  for (const bool on_two_hosts : {false, true}) {
-    Pair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    Pair pair(hosts);
     pair.client.tenant().pkeys = {0x8001, 0x0002};
     pair.server.tenant().pkeys = {0x8003, 0x0002};
     pair.call();
@@ -253,13 +253,13 @@ TEST_CASE("Without a partition in common it is as if nobody listened") {
     pair.client.expect(cm_rejected, pair.caller, 8);
     CHECK(pair.server.hears_nothing());
     CHECK(pair.server.guest().bad_pkeys == 1);
-    CHECK(pair.one.cm().identifiers().size() == (on_two_hosts ? 1 : 2));
+    CHECK(pair.one.cm().identifiers().size() == (hosts == Hosts::two ? 1 : 2));
   }
 }
 
 TEST_CASE("Both ends of a connection have the partition's place in their own table") {
   for (const std::uint16_t of_client : {std::uint16_t{0x8002}, std::uint16_t{0x0002}}) {
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.client.tenant().pkeys = {0x8001, 0x8005, of_client};
     pair.server.tenant().pkeys = {0x8003, static_cast<std::uint16_t>(of_client ^ 0x8000)};
     pair.come_to(Stage::established);

@@ -8,9 +8,9 @@ using namespace vrdma::control;
 using engine::QpType;
 
 TEST_CASE("A connection is asked for, accepted, established and ended, and each side hears of it in order") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts);
     CmParameters mine = with_data({1, 2, 3});
     mine.qpn = 0x1234, mine.responder_resources = 5, mine.initiator_depth = 7, mine.retry_count = 3, mine.rnr_retry_count = 2;
     mine.private_data[3] = 99;  // not its data any more
@@ -85,16 +85,16 @@ TEST_CASE("A connection is asked for, accepted, established and ended, and each 
 }
 
 TEST_CASE("Who is called may end the connection as well, and both at once") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts);
     pair.come_to(Stage::established);
     REQUIRE(pair.server.disconnect(pair.called) == 0);
     pair.wire.carry_all();
     pair.server.expect(cm_disconnected, pair.called);
     pair.client.expect(cm_disconnected, pair.caller);
 
-    Pair both(on_two_hosts);
+    Pair both(hosts);
     both.come_to(Stage::established);
     REQUIRE(both.server.disconnect(both.called) == 0);
     REQUIRE(both.client.disconnect(both.caller) == 0);
@@ -107,11 +107,11 @@ TEST_CASE("Who is called may end the connection as well, and both at once") {
 }
 
 TEST_CASE("Who has begun to talk to others may disconnect, and where there is no connection, nothing comes of it") {
-  for (const bool on_two_hosts : {false, true})
+  for (const Hosts hosts : {Hosts::one, Hosts::two})
     for (const bool datagrams : {false, true}) {
-      CAPTURE(on_two_hosts);
+      CAPTURE(hosts);
       CAPTURE(datagrams);
-      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      Pair pair(hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
       const auto both_hear_nothing = [&] {
         pair.wire.carry_all();
         return pair.client.hears_nothing() && pair.server.hears_nothing();
@@ -142,7 +142,7 @@ TEST_CASE("Who has begun to talk to others may disconnect, and where there is no
 }
 
 TEST_CASE("Data that comes before the rtu establish the connection once") {
-  Pair pair(true);
+  Pair pair(Hosts::two);
   pair.come_to(Stage::accepted);
   REQUIRE(pair.server.cm().established(pair.server.guest(), pair.called));
   pair.server.expect(cm_established, pair.called);
@@ -152,7 +152,7 @@ TEST_CASE("Data that comes before the rtu establish the connection once") {
   CHECK(pair.server.hears_nothing());
   CHECK(pair.server.state(pair.called) == CmState::established);
 
-  Pair datagrams(false, RDMA_PS_UDP);
+  Pair datagrams(Hosts::one, RDMA_PS_UDP);
   datagrams.call();
   datagrams.answer_phone();
   REQUIRE(datagrams.server.accept(datagrams.called, datagrams.uid) == 0);
@@ -160,11 +160,11 @@ TEST_CASE("Data that comes before the rtu establish the connection once") {
 }
 
 TEST_CASE("Who is rejected hears the reason and the data") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
     for (const bool by_caller : {false, true}) {
       CAPTURE(by_caller);
-      Pair pair(on_two_hosts);
+      Pair pair(hosts);
       pair.come_to(by_caller ? Stage::accepted : Stage::requested);
       TestGuest& who = by_caller ? pair.client : pair.server;
       CmRejectRequest no{by_caller ? pair.caller : pair.called, 24, 2, {}};
@@ -182,9 +182,9 @@ TEST_CASE("Who is rejected hears the reason and the data") {
 }
 
 TEST_CASE("Who connects and thinks better of it rejects, and so does who has accepted") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair early(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair early(hosts);
     early.call();
     early.answer_phone();
     REQUIRE(early.client.cm().reject(early.client.guest(), {early.caller, 0, 0, {}}));
@@ -194,7 +194,7 @@ TEST_CASE("Who connects and thinks better of it rejects, and so does who has acc
     CHECK(early.server.hears_nothing());
     CHECK(early.client.hears_nothing());
 
-    Pair late(on_two_hosts);
+    Pair late(hosts);
     late.come_to(Stage::accepted);
     REQUIRE(late.server.cm().reject(late.server.guest(), {late.called, 0, 0, {}}));
     late.wire.carry_all();
@@ -203,7 +203,7 @@ TEST_CASE("Who connects and thinks better of it rejects, and so does who has acc
     late.one.cm().expire(in_seconds(1));
     late.server.expect(cm_timewait_exit, late.called);
 
-    Pair datagrams(on_two_hosts, RDMA_PS_UDP);
+    Pair datagrams(hosts, RDMA_PS_UDP);
     datagrams.call();
     CHECK(TestGuest::error_of(datagrams.client.cm().reject(datagrams.client.guest(), {datagrams.caller, 0, 0, {}})) == EINVAL);
   }
@@ -211,13 +211,13 @@ TEST_CASE("Who connects and thinks better of it rejects, and so does who has acc
 
 TEST_CASE("Who listens is called by the type of queue pair that fits its own, and others are rejected") {
   constexpr QpType types[] = {QpType::rc, QpType::uc, QpType::ud, QpType::xrc_send, QpType::xrc_recv};
-  for (const bool on_two_hosts : {false, true})
+  for (const Hosts hosts : {Hosts::one, Hosts::two})
     for (const QpType listens : types)
       for (const QpType calls : types) {
-        CAPTURE(on_two_hosts);
+        CAPTURE(hosts);
         CAPTURE(static_cast<int>(listens));
         CAPTURE(static_cast<int>(calls));
-        Pair pair(on_two_hosts, RDMA_PS_IB);
+        Pair pair(hosts, RDMA_PS_IB);
         pair.server.destroy(pair.listener);
         const auto create = [](TestGuest& who, QpType type) {
           const auto made = who.cm().create(who.guest(), {who.channel, RDMA_PS_IB, static_cast<std::uint16_t>(type), 5});
@@ -239,7 +239,7 @@ TEST_CASE("Who listens is called by the type of queue pair that fits its own, an
         }
       }
   // Of a host that does not say.
-  Pair pair(true);
+  Pair pair(Hosts::two);
   pair.find();
   REQUIRE(pair.client.connect(pair.caller) == 0);
   pair.wire.waiting.front().message.qp_type = 0;
@@ -271,9 +271,9 @@ TEST_CASE("Who asks again and again without reading what came of it is refused, 
 }
 
 TEST_CASE("A datagram's sender is told the queue pair that it asks for") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts, RDMA_PS_UDP);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts, RDMA_PS_UDP);
     CmParameters mine = with_data({4});
     mine.qpn = 0x55;
     pair.call(mine);
@@ -301,7 +301,7 @@ TEST_CASE("A datagram's sender is told the queue pair that it asks for") {
 
 TEST_CASE("A datagram's sender that is rejected hears status 2") {
   for (const bool destroys : {false, true}) {
-    Pair pair(true, RDMA_PS_UDP);
+    Pair pair(Hosts::two, RDMA_PS_UDP);
     pair.come_to(Stage::requested);
     if (destroys) pair.server.destroy(pair.called);
     else REQUIRE(pair.server.cm().reject(pair.server.guest(), {pair.called, 0, 0, {}}));
@@ -311,7 +311,7 @@ TEST_CASE("A datagram's sender that is rejected hears status 2") {
 }
 
 TEST_CASE("Data that do not fit into a message are refused") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   pair.find();
   CmParameters much{};
   much.private_bytes = 57;
@@ -331,11 +331,11 @@ TEST_CASE("Data that do not fit into a message are refused") {
 }
 
 TEST_CASE("Who is accepted with more data than fit into an answer is rejected") {
-  for (const bool on_two_hosts : {false, true})
+  for (const Hosts hosts : {Hosts::one, Hosts::two})
     for (const bool datagrams : {false, true}) {
-      CAPTURE(on_two_hosts);
+      CAPTURE(hosts);
       CAPTURE(datagrams);
-      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      Pair pair(hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
       pair.come_to(Stage::requested);
       CmParameters much{};
       much.private_bytes = datagrams ? 137 : 197;
@@ -351,7 +351,7 @@ TEST_CASE("Who is accepted with more data than fit into an answer is rejected") 
 }
 
 TEST_CASE("Requests and answers say what they have room for") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   CmParameters much{};
   much.retry_count = much.rnr_retry_count = 15, much.flow_control = 6, much.srq = 3;
   pair.call(much);
@@ -370,7 +370,7 @@ TEST_CASE("Requests and answers say what they have room for") {
 }
 
 TEST_CASE("A timeout of acknowledgements is for who has any, and 0 is one, too") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   const auto set = [&](TestGuest& who, const CmId& id, std::uint32_t value) { return TestGuest::error_of(who.cm().set_option(who.guest(), {id, cm_option_ack_timeout, value})); };
   CHECK(set(pair.client, pair.caller, 32) == EINVAL);
   CHECK(set(pair.client, pair.caller, 0) == 0);
@@ -438,7 +438,7 @@ TEST_CASE("On Ethernet a type of service is the traffic class of the path and of
 }
 
 TEST_CASE("Who listens does not listen once more, and goes on") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   CHECK(pair.server.listen(pair.listener) == EINVAL);
   pair.call();
   pair.answer_phone();
@@ -477,15 +477,15 @@ void go(TestGuest& who, const CmId& id, int way) {
 }  // namespace
 
 TEST_CASE("Whoever goes, and however, the other one hears what it has to") {
-  for (const bool on_two_hosts : {false, true})
+  for (const Hosts hosts : {Hosts::one, Hosts::two})
     for (const Stage stage : {Stage::requested, Stage::accepted, Stage::established})
       for (const bool server_goes : {false, true})
         for (int way = 0; way < 3; ++way) {
-          CAPTURE(on_two_hosts);
+          CAPTURE(hosts);
           CAPTURE(static_cast<int>(stage));
           CAPTURE(server_goes);
           CAPTURE(ways[way]);
-          Pair pair(on_two_hosts);
+          Pair pair(hosts);
           pair.come_to(stage);
           go(server_goes ? pair.server : pair.client, server_goes ? pair.called : pair.caller, way);
           pair.wire.carry_all();
@@ -508,12 +508,12 @@ TEST_CASE("Whoever goes, and however, the other one hears what it has to") {
 }
 
 TEST_CASE("Who asks for a queue pair of datagrams and goes is answered all the same") {
-  for (const bool on_two_hosts : {false, true})
+  for (const Hosts hosts : {Hosts::one, Hosts::two})
     for (int way = 0; way < 4; ++way) {
-      if (way == 3 && !on_two_hosts) continue;
-      CAPTURE(on_two_hosts);
+      if (way == 3 && hosts == Hosts::one) continue;
+      CAPTURE(hosts);
       CAPTURE(way);
-      Pair pair(on_two_hosts, RDMA_PS_UDP);
+      Pair pair(hosts, RDMA_PS_UDP);
       pair.come_to(Stage::requested);
       if (way == 3) pair.wire.lose();
       else go(pair.client, pair.caller, way);
@@ -553,14 +553,14 @@ TEST_CASE("Whoever goes before it has called anybody leaves nothing behind") {
 TEST_CASE("A listener that goes takes with it who has not been heard of, and leaves the others") {
   for (int way = 0; way < 3; ++way) {
     CAPTURE(ways[way]);
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.call();  // nobody reads it
     go(pair.server, pair.listener, way);
     pair.wire.carry_all();
     pair.client.expect(cm_rejected, pair.caller, 28);
     CHECK(pair.one.cm().identifiers().empty());
   }
-  Pair pair(true);
+  Pair pair(Hosts::two);
   pair.come_to(Stage::established);
   pair.server.destroy(pair.listener);
   pair.wire.carry_all();
@@ -569,7 +569,7 @@ TEST_CASE("A listener that goes takes with it who has not been heard of, and lea
 }
 
 TEST_CASE("An answer to somebody who is gone is refused") {
-  Pair pair(true);
+  Pair pair(Hosts::two);
   pair.come_to(Stage::requested);
   pair.client.destroy(pair.caller);
   REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);  // before the news has come

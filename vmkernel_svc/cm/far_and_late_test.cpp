@@ -8,7 +8,7 @@ using namespace vrdma::control;
 
 TEST_CASE("Nobody waits for ever for an answer") {
   SUBCASE("To who has") {
-    Pair pair(true);
+    Pair pair(Hosts::two);
     REQUIRE(pair.client.resolve(pair.caller, v4(10, 0, 0, 1, 5000)) == 0);
     pair.wire.waiting.clear();
     pair.two.cm().expire(vmci::monotonic_ns());
@@ -19,7 +19,7 @@ TEST_CASE("Nobody waits for ever for an answer") {
     pair.find();  // again
   }
   SUBCASE("To a request") {
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.come_to(Stage::requested);
     pair.two.cm().expire(in_seconds(15 * 60));
     CHECK(pair.client.hears_nothing());
@@ -38,7 +38,7 @@ TEST_CASE("Nobody waits for ever for an answer") {
   }
   SUBCASE("To a request, of a host that is dead") {
     for (const bool after_a_while : {false, true}) {
-      Pair pair(true);
+      Pair pair(Hosts::two);
       pair.come_to(Stage::requested);
       pair.wire.silent_ns = after_a_while ? 9'000'000'000 : 70'000'000'000;
       pair.two.cm().expire(in_seconds(60));
@@ -54,14 +54,14 @@ TEST_CASE("Nobody waits for ever for an answer") {
     }
   }
   SUBCASE("To a reply, of a host that is dead") {
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.come_to(Stage::accepted);
     pair.wire.silent_ns = 70'000'000'000;
     pair.one.cm().expire(in_seconds(70));
     pair.server.expect(cm_unreachable, pair.called, -ETIMEDOUT);
   }
   SUBCASE("To a request of datagrams") {
-    Pair pair(true, RDMA_PS_UDP);
+    Pair pair(Hosts::two, RDMA_PS_UDP);
     pair.come_to(Stage::requested);
     pair.two.cm().expire(in_seconds(59));
     CHECK(pair.client.hears_nothing());
@@ -69,7 +69,7 @@ TEST_CASE("Nobody waits for ever for an answer") {
     pair.client.expect(cm_unreachable, pair.caller, -ETIMEDOUT);
   }
   SUBCASE("To a reply") {
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.come_to(Stage::accepted);
     pair.one.cm().expire(in_seconds(15 * 60));
     CHECK(pair.server.hears_nothing());
@@ -80,7 +80,7 @@ TEST_CASE("Nobody waits for ever for an answer") {
     CHECK(pair.client.ready(pair.caller) == EINVAL);
   }
   SUBCASE("To the wish to end it") {
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.come_to(Stage::established);
     REQUIRE(pair.client.disconnect(pair.caller) == 0);
     pair.wire.waiting.clear();
@@ -91,7 +91,7 @@ TEST_CASE("Nobody waits for ever for an answer") {
     CHECK_FALSE(pair.two.cm().waits());
   }
   SUBCASE("All at the end of time") {
-    Pair pair(false);
+    Pair pair(Hosts::one);
     pair.come_to(Stage::accepted);
     pair.one.cm().expire(~std::uint64_t{0});
     pair.server.expect(cm_unreachable, pair.called, -ETIMEDOUT);
@@ -101,7 +101,7 @@ TEST_CASE("Nobody waits for ever for an answer") {
 }
 
 TEST_CASE("The alarm is set for what comes first, and again for what comes next") {
-  Pair pair(true);
+  Pair pair(Hosts::two);
   std::vector<std::uint64_t> alarms;
   pair.two.cm().set_alarm([&](std::uint64_t at) { alarms.push_back(at); });
   pair.call();
@@ -177,7 +177,7 @@ TEST_CASE("Other hosts are asked who has an address, and each answer counts once
 TEST_CASE("Who is connected with a host that is lost hears of it, in each state") {
   for (const Stage stage : {Stage::requested, Stage::accepted, Stage::established, Stage::disconnecting}) {
     CAPTURE(static_cast<int>(stage));
-    Pair pair(true);
+    Pair pair(Hosts::two);
     pair.come_to(stage);
     if (stage == Stage::disconnecting) REQUIRE(pair.client.disconnect(pair.caller) == 0);
     pair.wire.lose();
@@ -195,7 +195,7 @@ TEST_CASE("Who is connected with a host that is lost hears of it, in each state"
     pair.client.destroy(pair.caller);
     CHECK(pair.wire.waiting.empty());  // nobody is told of what is over
   }
-  Pair local(false);
+  Pair local(Hosts::one);
   local.come_to(Stage::established);
   local.one.cm().lost(2);
   CHECK(local.client.hears_nothing());
@@ -203,7 +203,7 @@ TEST_CASE("Who is connected with a host that is lost hears of it, in each state"
 }
 
 TEST_CASE("Another host has no say in connections that are not its own") {
-  Pair pair(false);
+  Pair pair(Hosts::one);
   pair.come_to(Stage::established);
   for (std::uint32_t kind = 0; kind < 12; ++kind)
     for (const CmId& id : {pair.listener, pair.called, pair.caller})

@@ -13,7 +13,7 @@ struct GidPair {
   TestHost one, two;
   TestWire wire{one, two};
   TestGuest server, client;
-  explicit GidPair(bool on_two_hosts) : server(one, 1, {}), client(on_two_hosts ? two : one, 2, {}, 2000) { wire.is_up = on_two_hosts; }
+  explicit GidPair(Hosts hosts) : server(one, 1, {}), client(hosts == Hosts::two ? two : one, 2, {}, 2000) { wire.is_up = hosts == Hosts::two; }
 
   CmId call(const CmAddress& to, std::uint16_t space = RDMA_PS_TCP, const CmParameters& parameters = {}) {
     const CmId caller = client.create(space);
@@ -37,10 +37,10 @@ struct GidPair {
 }  // namespace
 
 TEST_CASE("A guest is called by its GID, on its own host and on another") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    GidPair pair(on_two_hosts);
-    const bool names_it = on_two_hosts;  // or listens at any
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    GidPair pair(hosts);
+    const bool names_it = hosts == Hosts::two;  // or listens at any
     const CmId listener = pair.server.listener(names_it ? pair.server.gid(5000) : any_gid(5000));
     CmParameters mine{};
     mine.private_bytes = 92;  // there are no IP addresses before it
@@ -71,7 +71,7 @@ TEST_CASE("A guest is called by its GID, on its own host and on another") {
 }
 
 TEST_CASE("The path to a GID is known before anybody is called") {
-  GidPair pair(true);
+  GidPair pair(Hosts::two);
   const CmId caller = pair.client.create();
   REQUIRE(pair.client.resolve(caller, pair.server.gid(5000)) == 0);
   pair.wire.carry_all();
@@ -83,9 +83,9 @@ TEST_CASE("The path to a GID is known before anybody is called") {
 }
 
 TEST_CASE("Who calls a GID that nobody has, or where nobody listens, hears it") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    GidPair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    GidPair pair(hosts);
     pair.server.listener(any_gid(5000));
     CmAddress nobody = pair.server.gid(5000);
     nobody.ip[14] ^= 0x40;
@@ -166,7 +166,7 @@ TEST_CASE("The ports of a GID are those of its service IDs' port space, and of n
 }
 
 TEST_CASE("A service ID of TCP's is listened at by an identifier of IB's, too") {
-  GidPair pair(false);
+  GidPair pair(Hosts::one);
   const CmId listener = pair.server.create(RDMA_PS_IB);
   REQUIRE(pair.server.bind(listener, any_gid(5000, RDMA_PS_TCP)) == 0);
   REQUIRE(pair.server.listen(listener) == 0);
@@ -175,7 +175,7 @@ TEST_CASE("A service ID of TCP's is listened at by an identifier of IB's, too") 
 }
 
 TEST_CASE("The P_Key of an address is the connection's") {
-  GidPair pair(false);
+  GidPair pair(Hosts::one);
   Tenant &server = pair.server.tenant(), &client = pair.client.tenant();
   server.pkeys = {hosts::pkey_default, 0x8001, 0x8003};
   client.pkeys = {hosts::pkey_default, 0x0001, 0x8002};

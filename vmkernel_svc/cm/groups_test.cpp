@@ -107,7 +107,7 @@ TEST_CASE("On Ethernet an IPv6 group is its address, which is sent to from a GID
 }
 
 TEST_CASE("Groups are joined by who has an address, and has not gone on from there") {
-  Pair pair(false, RDMA_PS_UDP);
+  Pair pair(Hosts::one, RDMA_PS_UDP);
   const auto join = [](TestGuest& who, const CmId& id) { return TestGuest::error_of(who.cm().join(who.guest(), {id, 9, v4(239, 1, 2, 3), 0, 0})); };
   CHECK(join(pair.client, pair.client.create(RDMA_PS_UDP)) == EINVAL);
   const CmId at_any = pair.client.create(RDMA_PS_UDP);

@@ -17,11 +17,11 @@ void call_nobody(Pair& pair) {
 }  // namespace
 
 TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a datagram's sender with 1") {
-  for (const bool on_two_hosts : {false, true})
+  for (const Hosts hosts : {Hosts::one, Hosts::two})
     for (const bool datagrams : {false, true}) {
-      CAPTURE(on_two_hosts);
+      CAPTURE(hosts);
       CAPTURE(datagrams);
-      Pair pair(on_two_hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+      Pair pair(hosts, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
       call_nobody(pair);
       CHECK(pair.client.hears_nothing());  // somebody may be about to listen
       pair.one.cm().expire(in_seconds(1));
@@ -32,9 +32,9 @@ TEST_CASE("Where nobody listens, who calls is rejected with status 8, or as a da
 }
 
 TEST_CASE("Who calls a moment before somebody listens is heard") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts);
     call_nobody(pair);
     CHECK(pair.server.hears_nothing());
     pair.listener = pair.server.listener(any_v4(5000));
@@ -46,9 +46,9 @@ TEST_CASE("Who calls a moment before somebody listens is heard") {
 }
 
 TEST_CASE("Who calls a moment too early and is gone by then has not called") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts);
     call_nobody(pair);
     pair.client.destroy(pair.caller);
     pair.wire.carry_all();
@@ -58,9 +58,9 @@ TEST_CASE("Who calls a moment too early and is gone by then has not called") {
 }
 
 TEST_CASE("Who calls too early waits for who is meant, whoever else listens") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts);
     pair.client.tenant().pkeys = {0x8001};
     pair.server.tenant().pkeys = {0x8003};
     pair.call();  // nobody in its partition
@@ -107,10 +107,10 @@ TEST_CASE("Who calls too early is found by who listens at its address, or at any
 }
 
 TEST_CASE("Who calls in vain again and again takes nobody else's moment of grace") {
-  for (const bool on_two_hosts : {false, true}) {
-    CAPTURE(on_two_hosts);
-    Pair pair(on_two_hosts);
-    TestGuest other(on_two_hosts ? pair.two : pair.one, 2, {v4(10, 0, 0, 2)}, 3000);
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    Pair pair(hosts);
+    TestGuest other(hosts == Hosts::two ? pair.two : pair.one, 2, {v4(10, 0, 0, 2)}, 3000);
     const auto call = [&](TestGuest& who, std::uint16_t port) {
       const CmId caller = who.create();
       REQUIRE(who.resolve(caller, v4(10, 0, 0, 1, port), v4(10, 0, 0, 2)) == 0);

@@ -44,6 +44,8 @@ inline CmAddress any_gid(std::uint16_t port, std::uint16_t space = RDMA_PS_TCP, 
   return {AF_IB, port, CmAddress::ib_scope(pkey, space), {}};
 }
 
+enum class Hosts { one, two };  // that the guests of a test are on
+
 struct TestHost {
   Config config;
   Shards shards{1};

@@ -25,10 +25,10 @@ struct Pair {
   CmId listener, called{}, caller{};
   std::uint64_t uid = 77;
 
-  explicit Pair(bool on_two_hosts, std::uint16_t port_space = RDMA_PS_TCP)
-      : server(one, 1, {v4(10, 0, 0, 1)}), client(on_two_hosts ? two : one, 2, {v4(10, 0, 0, 2)}, 2000),
+  explicit Pair(Hosts hosts, std::uint16_t port_space = RDMA_PS_TCP)
+      : server(one, 1, {v4(10, 0, 0, 1)}), client(hosts == Hosts::two ? two : one, 2, {v4(10, 0, 0, 2)}, 2000),
         listener(server.listener(any_v4(5000), port_space)), caller(client.create(port_space)) {
-    wire.is_up = on_two_hosts;
+    wire.is_up = hosts == Hosts::two;
   }
 
   void find() {

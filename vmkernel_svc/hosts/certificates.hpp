@@ -64,7 +64,8 @@ X509Ptr load_certificate(const std::filesystem::path& file);
 KeyPtr load_key(const std::filesystem::path& file);  // refuses one that others may read, and one of another user
 Identity load_authority(const Folder& folder);
 Identity load_host(const Folder& folder);            // checked: the key fits, the certificate is of this folder's authority and in time
-void save_new(const std::filesystem::path& file, const std::string& text, bool secret);  // refuses to replace a file
+enum class For { owner, everybody };  // who may read it
+void save_new(const std::filesystem::path& file, const std::string& text, For whom);  // refuses to replace a file
 std::string read_file(const std::filesystem::path& file);
 
 // One file by which another host joins: certificates, key, and the address to ask first ("10.0.0.1:28250", may be empty).

@@ -30,8 +30,8 @@ std::string read_file(const std::filesystem::path& file) {
   return content.str();
 }
 
-void save_new(const std::filesystem::path& file, const std::string& text, bool secret) {
-  const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, secret ? 0600 : 0644);
+void save_new(const std::filesystem::path& file, const std::string& text, For whom) {
+  const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, whom == For::owner ? 0600 : 0644);
   if (fd < 0)
     refuse(file, errno == EEXIST ? "is there already: remove it first if it is to be replaced" : fmt::format("cannot be made ({})", std::strerror(errno)));
   const bool good = vrdma::write_all(fd, text) && ::fsync(fd) == 0;

@@ -137,9 +137,9 @@ TEST_CASE("WhatIsNoCertificateOrNoKeyIsRefusedByName") {
 
   std::string name = (std::filesystem::temp_directory_path() / "vrdma-key-XXXXXX").string();
   const std::filesystem::path folder = ::mkdtemp(name.data());
-  save_new(folder / "host.key", to_pem(a.key.get()), true);
+  save_new(folder / "host.key", to_pem(a.key.get()), For::owner);
   CHECK_NOTHROW(load_key(folder / "host.key"));
-  CHECK_THROWS_WITH_AS(save_new(folder / "host.key", "", true), doctest::Contains("is there already"), std::runtime_error);
+  CHECK_THROWS_WITH_AS(save_new(folder / "host.key", "", For::owner), doctest::Contains("is there already"), std::runtime_error);
   std::filesystem::permissions(folder / "host.key", std::filesystem::perms::group_read, std::filesystem::perm_options::add);
   CHECK_THROWS_WITH_AS(load_key(folder / "host.key"), doctest::Contains("others may read this key"), std::runtime_error);
   std::filesystem::remove_all(folder);
