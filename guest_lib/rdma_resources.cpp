@@ -20,6 +20,7 @@
 
 #include "guest_lib/attachment.hpp"
 #include "guest_lib/control.hpp"
+#include "guest_lib/memory/raw_file.hpp"
 
 namespace vrdma::guest {
 
@@ -36,7 +37,7 @@ Result<std::string> ask_service() {
   if (files->size() != 1) return not_brought(*files);
   std::string text;
   char part[65536];
-  for (ssize_t got; (got = ::pread(files->front().get(), part, sizeof(part), static_cast<off_t>(text.size()))) > 0;)
+  for (ssize_t got; (got = memory::raw_pread(files->front().get(), part, sizeof(part), static_cast<off_t>(text.size()))) > 0;)
     text.append(part, static_cast<std::size_t>(got));
   return text;
 }

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
@@ -73,7 +74,7 @@ void refresh(int fd) {
     look_at_port(file.path);
     const SyntheticEntry entry = find_synthetic(file.path);
     if (entry.kind == EntryKind::text && ::ftruncate(fd, static_cast<off_t>(entry.text_bytes)) == 0)
-      [[maybe_unused]] const auto written = ::pwrite(fd, entry.text, entry.text_bytes, 0);
+      [[maybe_unused]] const auto written = ::syscall(SYS_pwrite64, fd, entry.text, entry.text_bytes, off_t{0});
   }
   errno = before;
 }

@@ -103,6 +103,23 @@ TEST_CASE("the library's own calls reach no other library that stands in for soc
   }
 }
 
+// Posting, and what stands in for madvise(2), mremap(2) and fork(2), must not end a thread that is being cancelled: it may hold locks, and the
+// program ends where an unwinding meets `noexcept`. So the names of pthreads(7), but for those that come where cancellation is off: messages
+// of stdio's, and what waits for a verb's end.
+TEST_CASE("the library calls nothing of libc's that is a cancellation point") {
+  const std::set<std::string> names{
+      "__pread64_chk", "__pread_chk", "clock_nanosleep", "copy_file_range", "creat", "creat64", "epoll_pwait", "epoll_wait", "fallocate", "fallocate64",
+      "fcntl", "fcntl64", "fdatasync", "fsync", "lockf", "lockf64", "msgrcv", "msgsnd", "msync", "nanosleep", "open", "open64", "openat", "openat64",
+      "pause", "posix_fallocate", "posix_fallocate64", "pread", "pread64", "preadv", "preadv2", "preadv64", "preadv64v2", "pselect", "pwrite",
+      "pwrite64", "pwritev", "pwritev2", "pwritev64", "pwritev64v2", "readv", "select", "sem_timedwait", "sem_wait", "sigpause", "sigsuspend", "sigtimedwait",
+      "sigwait", "sigwaitinfo", "sleep", "splice", "sync_file_range", "system", "tcdrain", "tee", "usleep", "vmsplice", "wait", "wait3", "wait4", "waitid",
+      "waitpid", "writev"};
+  for (const auto& import : read_required(VRDMA_LIBRARY).imports) {
+    INFO(import.name);
+    CHECK(!names.contains(import.name));
+  }
+}
+
 TEST_CASE("nothing is exported beyond the list and the interposers, which have no version") {
   const auto listed = listed_exports();
   REQUIRE(listed.size() > 100);

@@ -1,12 +1,12 @@
 #include "guest_lib/direct/reached_process.hpp"
 
-#include <fcntl.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstdio>
 
+#include "guest_lib/memory/raw_file.hpp"
 #include "vmci_channel/placement_copy.hpp"
 
 namespace vrdma::guest {
@@ -37,10 +37,10 @@ ReachedProcess::State ReachedProcess::open(pid_t pid, std::uint64_t probe_addres
   if (state() != State::unknown) return state();
   char path[32];
   std::snprintf(path, sizeof(path), "/proc/%d/mem", pid);
-  memory_.reset(vmci::UniqueFd(::open(path, O_RDWR | O_CLOEXEC)));
+  memory_.reset(memory::raw_open(path, O_RDWR));  // by system calls, here and below: the first post that needs it is no cancellation point
   const auto id = memory::file_id(memory_.get());
   std::uint64_t found = 0;
-  const bool opened = id && ::pread(memory_.get(), &found, sizeof(found), static_cast<off_t>(probe_address)) == sizeof(found) && found == probe_value;
+  const bool opened = id && memory::raw_pread(memory_.get(), &found, sizeof(found), static_cast<off_t>(probe_address)) == sizeof(found) && found == probe_value;
   if (opened) id_ = *id;
   else memory_.reset();
   // P2: pairs with P1.

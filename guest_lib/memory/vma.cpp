@@ -36,7 +36,7 @@ constexpr std::uint64_t flag_readable = 1, flag_writable = 2, flag_executable = 
 ssize_t read_retrying(int fd, char* to, std::size_t bytes, off_t position) {
   ssize_t got;
   do {
-    got = ::pread(fd, to, bytes, position);
+    got = raw_pread(fd, to, bytes, position);
   } while (got < 0 && errno == EINTR);
   return got;
 }

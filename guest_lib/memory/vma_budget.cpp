@@ -14,7 +14,7 @@ std::uint64_t max_mappings() {
   std::uint64_t value = 65530;  // the kernel's default
   const vmci::UniqueFd file = raw_open("/proc/sys/vm/max_map_count", O_RDONLY);
   char text[32];
-  const ssize_t got = file ? ::read(file.get(), text, sizeof text) : 0;
+  const ssize_t got = file ? raw_pread(file.get(), text, sizeof text, 0) : 0;
   if (got > 0) std::from_chars(text, text + got, value);
   return value;
 }

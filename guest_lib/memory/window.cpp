@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "guest_lib/memory/raw_file.hpp"
 #include "guest_lib/memory/raw_map.hpp"
 
 namespace vrdma::memory {
@@ -111,9 +112,7 @@ void Window::join(Range range) const {
 Status Window::punch(Range range) const {
   if (lent_ != nullptr) return Errno{EOPNOTSUPP};
   if (!intact()) return Errno{EBADF};
-  if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.begin),
-                  static_cast<off_t>(range.bytes())) != 0)
-    return last_error();
+  if (!raw_punch(fd_.get(), static_cast<off_t>(range.begin), static_cast<off_t>(range.bytes()))) return last_error();
   return ok();
 }
 
