@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,10 +16,10 @@ namespace vrdma::guest {
 
 namespace {
 
-// Past the interposer, which leads here.
-ino_t inode_of(int fd) {
-  struct stat status;
-  return ::syscall(SYS_newfstatat, fd, "", &status, AT_EMPTY_PATH) == 0 && S_ISFIFO(status.st_mode) ? status.st_ino : 0;
+// Past the interposer, which leads here. Of no file where there is none.
+memory::FileId file_at(int fd) {
+  const auto id = memory::file_id(fd);
+  return id ? *id : memory::FileId{};
 }
 
 }  // namespace
@@ -28,7 +27,7 @@ ino_t inode_of(int fd) {
 // --- one file -------------------------------------------------------------------------------------------------
 
 CharacterFile::CharacterFile(std::shared_ptr<Attachment> attachment_in, std::uint32_t channel_in, int fd_in, dev_t device_in)
-    : attachment(std::move(attachment_in)), channel(channel_in), fd(fd_in), device(device_in), inode_(inode_of(fd_in)) {}
+    : attachment(std::move(attachment_in)), channel(channel_in), fd(fd_in), device(device_in), pipe_(file_at(fd_in)) {}
 
 long CharacterFile::read(void*, std::size_t) {
   errno = EINVAL;
@@ -53,7 +52,7 @@ int CharacterFile::wait_until_readable(bool blocks) const {
   return ready > 0 ? 0 : -1;
 }
 
-bool CharacterFile::has_descriptor() const { return inode_of(fd) == inode_; }
+bool CharacterFile::has_descriptor() const { return file_at(fd) == pipe_; }
 
 void CharacterFile::take_record() {
   // In a virtual machine its agent brings it, perhaps after the answer that said so.

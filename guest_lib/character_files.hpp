@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/memory/vma.hpp"
 #include "guest_lib/own_fd.hpp"
 #include "guest_lib/provisional.hpp"
 
@@ -54,7 +55,7 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
  private:
   friend class CharacterFiles;
   bool has_descriptor() const;
-  const ino_t inode_;  // of the pipe: another one means that the number is another file's by now
+  const memory::FileId pipe_;  // another one means that the number is another file's by now
   mutable std::atomic<bool> blocks_{true};  // when it was last asked, a hint that pairs with nothing
   std::mutex descriptor_;  // locked while the number must not become another file's
   OwnFd writing_end_;      // of one that has fallen silent

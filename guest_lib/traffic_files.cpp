@@ -1,7 +1,6 @@
 #include "guest_lib/traffic_files.hpp"
 
 #include <sched.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,6 +9,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "guest_lib/memory/vma.hpp"
 #include "guest_lib/synthetic_tree.hpp"
 
 namespace vrdma::traffic_files {
@@ -20,7 +20,7 @@ namespace {
 
 struct File {
   int fd = -1;
-  ino_t inode = 0;
+  memory::FileId id{};  // with its device: inodes of other file systems have the same numbers
   char path[128] = {};
 };
 constinit std::mutex mutex;
@@ -45,11 +45,11 @@ std::unique_lock<std::mutex> lock_soon() {
 
 // What is remembered of that descriptor; with fd -1 if it is another file by now, and then forgotten.
 File find(int fd) {
+  const auto id = memory::file_id(fd);
   const std::unique_lock lock = lock_soon();
-  struct stat status;
-  if (lock)
+  if (lock && id)
     for (const File& file : files)
-      if (file.fd == fd && ::fstat(fd, &status) == 0 && status.st_ino == file.inode) return file;
+      if (file.fd == fd && file.id == *id) return file;
   if (lock) mark(fd, false);
   return {};
 }
@@ -57,13 +57,14 @@ File find(int fd) {
 }  // namespace
 
 void remember(int fd, const char* path) {
-  struct stat status;
-  if (fd < 0 || fd >= fds_max || std::strlen(path) >= sizeof(File::path) || ::fstat(fd, &status) != 0) return;
+  if (fd < 0 || fd >= fds_max || std::strlen(path) >= sizeof(File::path)) return;
+  const auto id = memory::file_id(fd);
+  if (!id) return;
   const std::unique_lock lock = lock_soon();
   if (!lock) return;
   File& file = files[next_file++ % files.size()];
   file.fd = fd;
-  file.inode = status.st_ino;
+  file.id = *id;
   std::strcpy(file.path, path);
   mark(fd, true);
 }
