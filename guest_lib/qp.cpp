@@ -121,7 +121,8 @@ void show_verbs(ibv_qp& verbs, ibv_pd* pd, const ibv_qp_init_attr& init) {
 
 }  // namespace
 
-Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::uint32_t target) {
+Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& wanted, Xrcd* xrcd, std::uint32_t target) {
+  ibv_qp_init_attr init = wanted;  // of which the program is told the capabilities only
   const auto type = wire_type(init.qp_type, xrcd != nullptr);
   if (!type) return type.error();
   if (init.qp_type == IBV_QPT_XRC_RECV && xrcd == nullptr) return Errno{EINVAL};
@@ -181,7 +182,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& init, Xrcd* xrcd, std::u
   recv_cq.users.fetch_add(1, std::memory_order_relaxed);
   Pd::of(pd).users.fetch_add(1, std::memory_order_relaxed);
   if (init.srq != nullptr) Srq::of(init.srq).users.fetch_add(1, std::memory_order_relaxed);
-  init.cap = qp->caps;
+  wanted.cap = qp->caps;
   return &qp.release()->base();
 }
 

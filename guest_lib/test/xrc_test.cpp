@@ -232,6 +232,31 @@ TEST_CASE("an XRC SRQ whose process is killed is unknown to the targets of its d
   });
 }
 
+// As libibverbs, which writes the capabilities only: a program makes one after another of the same attributes.
+TEST_CASE("making an XRC initiator leaves the receiving parts of the attributes as they are, which mean nothing for it") {
+  Service service;
+  service.start();
+  const Device device;
+  const CqPtr cq = make_cq(device), unused = make_cq(device);
+  ibv_srq_init_attr wanted{};
+  wanted.attr = {16, 1, 0};
+  const SrqPtr srq(ibv_create_srq(device.pd, &wanted));
+  REQUIRE(srq != nullptr);
+  ibv_qp_init_attr init{};
+  init.send_cq = cq.get();
+  init.recv_cq = unused.get();
+  init.srq = srq.get();
+  init.qp_type = IBV_QPT_XRC_SEND;
+  init.cap = {3, 4, 1, 1, 0};
+  const QpPtr initiator(ibv_create_qp(device.pd, &init));
+  REQUIRE(initiator != nullptr);
+  CHECK(init.recv_cq == unused.get());
+  CHECK(init.srq == srq.get());
+  CHECK(init.send_cq == cq.get());
+  CHECK(init.cap.max_send_wr >= 3);
+  CHECK(init.cap.max_recv_wr == 0);
+}
+
 TEST_CASE("a dead service flushes what an XRC initiator has outstanding, and everything of XRC can be destroyed") {
   Service service;
   service.start();
