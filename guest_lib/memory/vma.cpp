@@ -144,15 +144,12 @@ void forget_maps() {
 
 Result<VmaReader> VmaReader::open(Method method) {
   // Opened for each walk where that is possible: readers of one descriptor are in each other's way.
-  Result<VmaReader> reader(boost::system::in_place_value);  // in place: no temporaries, callers may have small stacks
-  reader->maps_ = open_maps();
-  if (!reader->maps_) {
-    const Errno refused = last_error();
-    reader->shared_ = kept_maps.number();
-    if (reader->shared_ < 0) return refused;
-  }
-  reader->text_ = method == Method::text;
-  return reader;
+  vmci::UniqueFd maps = open_maps();
+  const Errno refused = maps ? Errno{} : last_error();
+  const int shared = maps ? -1 : kept_maps.number();
+  if (!maps && shared < 0) return refused;
+  // Made where the caller has it: with a name it would be copied from here, and callers may have small stacks.
+  return Result<VmaReader>(boost::system::in_place_value, std::move(maps), shared, method);
 }
 
 Result<Vma> VmaReader::at_or_after(std::uint64_t address) {
@@ -193,8 +190,7 @@ Result<Vma> VmaReader::scan(std::uint64_t address) {
 
 Result<Vma> VmaReader::scan_from_here(std::uint64_t address) {
   if (address < last_address_) {
-    position_ = 0;
-    head_ = tail_ = 0;
+    start_over();
     have_current_ = false;
   }
   last_address_ = address;
@@ -207,24 +203,29 @@ Result<Vma> VmaReader::scan_from_here(std::uint64_t address) {
   return current_;
 }
 
+void VmaReader::start_over() {
+  position_ = 0;
+  head_ = tail_ = 0;
+  within_line_ = false;
+}
+
 Result<Vma> VmaReader::next_line() {
   for (;;) {
-    const char* begin = buffer_ + head_;
-    if (const void* newline = std::memchr(begin, '\n', tail_ - head_)) {
-      const char* end = static_cast<const char*>(newline);
-      head_ = static_cast<std::size_t>(end + 1 - buffer_);
+    const char* const begin = buffer_ + head_;
+    const char* const newline = static_cast<const char*>(std::memchr(begin, '\n', tail_ - head_));
+    const bool fills_buffer = tail_ - head_ == buffer_bytes;  // what is wanted of it comes before the path
+    if (newline != nullptr || fills_buffer) {
+      const char* const end = newline != nullptr ? newline : buffer_ + tail_;
+      head_ = newline != nullptr ? static_cast<std::size_t>(newline + 1 - buffer_) : tail_;
+      if (std::exchange(within_line_, newline == nullptr)) continue;
       Vma vma;
       if (!parse(begin, end, vma)) return Errno{EIO};
       return vma;
     }
-    if (std::exchange(starts_over_, false)) {  // others may have read since
-      position_ = 0;
-      head_ = tail_;
-    }
+    if (std::exchange(starts_over_, false)) start_over();  // others may have read since
     std::memmove(buffer_, buffer_ + head_, tail_ - head_);
     tail_ -= head_;
     head_ = 0;
-    if (tail_ == buffer_bytes) return Errno{EIO};
     const ssize_t got = read_retrying(file(), buffer_ + tail_, buffer_bytes - tail_, position_);
     if (got < 0) return last_error();
     if (got == 0) return Errno{ENOENT};

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
@@ -48,6 +49,7 @@ class VmaReader {
  public:
   enum class Method { best, text };
   static Result<VmaReader> open(Method method = Method::best);
+  VmaReader(vmci::UniqueFd maps, int shared, Method method) : maps_(std::move(maps)), shared_(shared), text_(method == Method::text) {}  // open() does
 
   // The first mapping that ends above `address`. ENOENT where there is none; EIO where the kernel's answer makes no
   // sense.
@@ -62,12 +64,16 @@ class VmaReader {
   Result<Vma> scan(std::uint64_t address);
   Result<Vma> scan_from_here(std::uint64_t address);
   Result<Vma> next_line();
+  void start_over();
 
-  static constexpr std::size_t buffer_bytes = 8192;  // a line is at most a path (4096) and about 80 characters
+  // What the kernel gives in one go, on stacks that may be small. A line is about 80 characters, and a path that may be longer than this: PATH_MAX
+  // bounds what one call is given, and a newline in it is written as four characters.
+  static constexpr std::size_t buffer_bytes = 4096;
   vmci::UniqueFd maps_;
   int shared_ = -1;  // the kept one, where maps_ could not be opened
   bool text_ = false;
   bool starts_over_ = false;  // with what it reads next
+  bool within_line_ = false;  // the buffer begins with the rest of a line that has been told of
   bool have_current_ = false;
   Vma current_;
   std::uint64_t last_address_ = 0;

@@ -2,13 +2,16 @@
 #include "guest_lib/memory/vma.hpp"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -66,6 +69,45 @@ TEST_CASE("The ioctl and the text of /proc/self/maps describe the same mappings"
     if (next && next->range.begin >= (std::uint64_t{1} << 63)) break;
   }
   CHECK(seen > 5);
+}
+
+// A newline of a path is written as four characters, so that one which open(2) takes may fill more than any buffer.
+TEST_CASE("A mapping of a file with a path longer than what is read at once is told of as any other, and so are those behind it") {
+  CHECK(in_child([] {
+          constexpr int depth = 10;
+          const std::string name(255, '\n');
+          char top[] = "/tmp/vrdma-long-path-XXXXXX";
+          if (::mkdtemp(top) == nullptr || ::chdir(top) != 0) return 1;
+          int entered = 0;
+          while (entered < depth && ::mkdir(name.c_str(), 0700) == 0 && ::chdir(name.c_str()) == 0) ++entered;
+          int result = entered == depth ? 0 : 2;
+          unsigned char* const p = map_anonymous(3 * page);
+          struct stat status{};
+          {
+            const vmci::UniqueFd file(::open("file", O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+            if (!file || ::ftruncate(file.get(), page) != 0 || ::fstat(file.get(), &status) != 0 ||
+                ::mmap(p + page, page, PROT_READ, MAP_SHARED | MAP_FIXED, file.get(), 0) != p + page)
+              result = 3;
+          }
+          ::unlink("file");
+          for (int i = 0; i < entered; ++i)
+            if (::chdir("..") != 0 || ::rmdir(name.c_str()) != 0) result = 4;
+          if (::rmdir(top) != 0 || result != 0) return result != 0 ? result : 5;
+          for (const auto method : {VmaReader::Method::best, VmaReader::Method::text}) {
+            auto reader = VmaReader::open(method), behind = VmaReader::open(method);
+            if (!reader || !behind) return 6;
+            for (int round = 0; round < 2; ++round) {  // the second begins anew
+              const auto before = reader->at_or_after(at(p)), long_one = reader->at_or_after(at(p) + page), after = reader->at_or_after(at(p) + 2 * page);
+              if (!before || !long_one || !after) return 7;
+              if (before->range.end != at(p) + page || !before->private_anonymous()) return 8;
+              if (long_one->range != Range{at(p) + page, at(p) + 2 * page} || !long_one->shared || long_one->writable || long_one->file.inode != status.st_ino) return 9;
+              if (after->range.begin != at(p) + 2 * page || !after->private_anonymous()) return 10;
+            }
+            const auto alone = behind->at_or_after(at(p) + 2 * page);
+            if (!alone || alone->range.begin != at(p) + 2 * page) return 11;
+          }
+          return 0;
+        }) == 0);
 }
 
 TEST_CASE("Where no file can be opened the mappings are read from one that was kept, by any number of readers, and not from a parent's") {
