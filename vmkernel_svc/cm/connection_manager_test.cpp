@@ -181,6 +181,58 @@ TEST_CASE("Who is rejected hears the reason and the data") {
   }
 }
 
+TEST_CASE("Who is established already hears of it that the other one has rejected") {
+  for (const bool ends : {false, true}) {  // it has said that it ends the connection, too
+    CAPTURE(ends);
+    CmRejectRequest no{{}, 24, 1, {}};
+    no.private_data[0] = 5;
+    const auto check = [&](TestGuest& who, const CmId& its) {
+      const CmEvent rejected = who.expect(cm_rejected, its, 24);
+      CHECK(rejected.parameters.private_bytes == 148);
+      CHECK(rejected.parameters.private_data[0] == 5);
+      CHECK(who.state(its) == CmState::ended);
+      CHECK(who.hears_nothing());
+    };
+    // It has not waited for the rtu.
+    for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+      if (ends && hosts == Hosts::one) continue;  // the other one would hear that at once
+      CAPTURE(hosts);
+      Pair early(hosts);
+      early.come_to(Stage::accepted);
+      REQUIRE(early.server.cm().established(early.server.guest(), early.called));
+      early.server.expect(cm_established, early.called);
+      no.id = early.caller;
+      REQUIRE(early.client.cm().reject(early.client.guest(), no));
+      if (ends) REQUIRE(early.server.disconnect(early.called) == 0);
+      early.wire.carry_all();
+      check(early.server, early.called);
+      CHECK(early.client.hears_nothing());
+    }
+    // The rtu meets a server that has thought better of it.
+    Pair crossing(Hosts::two);
+    crossing.come_to(Stage::accepted);
+    no.id = crossing.called;
+    REQUIRE(crossing.server.cm().reject(crossing.server.guest(), no));
+    REQUIRE(crossing.client.ready(crossing.caller) == 0);
+    if (ends) REQUIRE(crossing.client.disconnect(crossing.caller) == 0);
+    crossing.wire.carry_all();
+    check(crossing.client, crossing.caller);
+    CHECK(crossing.server.hears_nothing());
+  }
+  // Between datagrams there is no connection, whatever another host says.
+  Pair datagrams(Hosts::two, RDMA_PS_UDP);
+  datagrams.call();
+  datagrams.answer_phone();
+  REQUIRE(datagrams.server.accept(datagrams.called, datagrams.uid) == 0);
+  datagrams.wire.carry_all();
+  datagrams.client.expect(cm_established, datagrams.caller);
+  CmMessage rej{};
+  rej.kind = CmKind::rej, rej.from = datagrams.called.id, rej.to = datagrams.caller.id, rej.status = 28;
+  datagrams.two.cm().arrived(1, rej);
+  CHECK(datagrams.client.hears_nothing());
+  CHECK(datagrams.client.state(datagrams.caller) == CmState::established);
+}
+
 TEST_CASE("Who connects and thinks better of it rejects, and so does who has accepted") {
   for (const Hosts hosts : {Hosts::one, Hosts::two}) {
     CAPTURE(hosts);

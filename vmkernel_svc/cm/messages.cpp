@@ -300,6 +300,11 @@ void ConnectionManager::deliver_rej(CmIdentifier& one, const CmMessage& message)
     case CmState::replied:
     case CmState::accepted:
       return end(one, cm_rejected, message.status, &message, rej_private_bytes);
+    // Its rep or rtu has not met the other one any more, or it has not waited for the rtu (established()), as in the kernel's cm_rej_handler().
+    case CmState::established:
+    case CmState::disconnecting:
+      if (one.type != QpType::ud) end(one, cm_rejected, message.status, &message, rej_private_bytes);
+      return;
     case CmState::requested:
       if (one.type != QpType::ud) one.state = CmState::ended;  // accepting it fails; a sidr_req cannot be withdrawn
       return;
