@@ -301,6 +301,7 @@ Status ConnectionManager::connect(Guest& guest, const CmConnectRequest& request)
   else await_answer(one, answer_patience_ns);
   CmMessage out = message(datagrams ? CmKind::sidr_req : CmKind::req, one);
   out.parameters = as_sent(request.parameters);
+  out.ack_timeout = one.ack_timeout.value_or(0);
   out.status = one.traffic_class;
   if (one.destination.family == AF_IB) out.pkeys[0] = pkey_of(guest, one.pkey);  // by its address it has chosen
   else std::copy(guest.tenant->pkeys.begin(), guest.tenant->pkeys.end(), out.pkeys);

@@ -436,6 +436,27 @@ TEST_CASE("A timeout of acknowledgements is for who has any, and 0 is one, too")
   const auto timeout = [](TestGuest& who, const CmId& id) { return who.cm().attributes(who.guest(), {id, 3, 0})->attributes.timeout; };
   CHECK(timeout(pair.client, pair.caller) == 0);
   CHECK(timeout(pair.server, pair.called) == 18);
+
+  // A request tells it to who is called, an answer nobody; and who listens keeps its own.
+  for (const bool of_caller : {false, true})
+    for (const bool of_listener : {false, true})
+      for (const bool of_called : {false, true}) {
+        CAPTURE(of_caller);
+        CAPTURE(of_listener);
+        CAPTURE(of_called);
+        Pair two(Hosts::two);
+        if (of_caller) CHECK(set(two.client, two.caller, 9) == 0);
+        if (of_listener) CHECK(set(two.server, two.listener, 10) == 0);
+        two.come_to(Stage::requested);
+        if (of_called) CHECK(set(two.server, two.called, 11) == 0);
+        REQUIRE(two.server.accept(two.called, two.uid) == 0);
+        REQUIRE(two.wire.waiting.size() == 1);
+        CHECK(two.wire.waiting.front().message.ack_timeout == 0);
+        two.wire.waiting.front().message.ack_timeout = 12;  // as an older host has it
+        two.wire.carry_all();
+        CHECK(timeout(two.client, two.caller) == (of_caller ? 9 : 18));
+        CHECK(timeout(two.server, two.called) == (of_called ? 11 : of_caller ? 9 : 18));
+      }
 }
 
 TEST_CASE("Ports on Ethernet have no LIDs in their path") {

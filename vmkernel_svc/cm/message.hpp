@@ -50,7 +50,7 @@ struct CmMessage {
   std::uint32_t port_space;
   std::uint32_t psn;         // that its sender's queue pair begins with
   std::int32_t status;       // rej: reason; sidr_rep; req, sidr_req: the traffic class of the path, 0 from older hosts
-  std::uint32_t ack_timeout; // 4.096 us << n; 0: its sender does not say
+  std::uint32_t ack_timeout; // req: 4.096 us << n; 0: its sender does not say. Not of others: older hosts say it in a rep, too
   std::uint16_t is_local;    // the destination is an address of the sender's network namespace
   std::uint8_t was_kept;     // by the receiver, for somebody who listens; 0 between hosts
   std::uint8_t qp_type;      // of the sender, engine::QpType; 0: its host is older, and does not say

@@ -101,7 +101,6 @@ CmMessage ConnectionManager::message(CmKind kind, const CmIdentifier& from) cons
   out.to = from.peer.id;
   out.port_space = from.destination.family == AF_IB ? from.destination.port_space() : from.port_space;
   out.psn = from.psn;
-  out.ack_timeout = from.ack_timeout.value_or(0);
   out.is_local = from.is_local;
   out.qp_type = static_cast<std::uint8_t>(from.type);
   out.port = port_of(*from.guest);
@@ -165,7 +164,6 @@ void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const 
   one.peer_port = message.port;
   one.peer_psn = message.psn;
   one.peer_qpn = message.parameters.qpn;
-  one.peer_ack_timeout = static_cast<std::uint8_t>(std::min(message.ack_timeout, 31u));
 }
 
 // A request is here sooner than any network would bring it, and servers listen anew between two connections: perftest -R, whose client
@@ -214,9 +212,9 @@ void ConnectionManager::deliver_request(std::uint32_t host, const CmMessage& mes
   one.is_local = message.is_local != 0;
   one.host = host;
   one.pkey = mine;
-  one.ack_timeout = listener->ack_timeout;
   one.traffic_class = static_cast<std::uint8_t>(message.status);
   learn_peer(one, host, message);
+  one.peer_ack_timeout = static_cast<std::uint8_t>(std::min(message.ack_timeout, 31u));
   one.retry_count = message.parameters.retry_count;
   one.rnr_retry_count = message.parameters.rnr_retry_count;
   one.responder_resources = message.parameters.initiator_depth;
