@@ -124,14 +124,18 @@ Result<CmAttributesReply> ConnectionManager::attributes(Guest& guest, const CmAt
   if (!found) return found.error();
   const CmIdentifier& one = **found;
   if (!one.has_device) return Errno{EINVAL};
+  // As rdma_init_qp_attr() of the kernel: who sends datagrams, or has not begun to connect, is told what INIT takes, whatever it asks for; who
+  // listens, or is not connected any more, is told nothing.
+  const bool has_begun = one.type != QpType::ud && one.state >= CmState::listening;
+  if (has_begun && (one.state == CmState::listening || one.state >= CmState::disconnecting)) return Errno{EINVAL};
+  const bool knows_peer = one.state != CmState::connecting;
+  const bool reliable = engine::is_reliable(one.type);
   CmAttributesReply reply{};
   QpAttributes& a = reply.attributes;
   a.state = request.state;
   a.port_num = 1;
   reply.mask = qp_attr_state;
-  const bool reliable = engine::is_reliable(one.type);
-  const bool knows_peer = one.peer_port.guid != 0 && one.state >= CmState::replied;
-  switch (static_cast<QpState>(request.state)) {
+  switch (has_begun ? static_cast<QpState>(request.state) : QpState::init) {
     case QpState::init:
       reply.mask |= qp_attr_pkey_index | qp_attr_port;
       a.pkey_index = pkey_index(one);
@@ -141,13 +145,12 @@ Result<CmAttributesReply> ConnectionManager::attributes(Guest& guest, const CmAt
         return reply;
       }
       reply.mask |= qp_attr_access_flags;
-      if (knows_peer || one.state == CmState::connecting) {
+      if (has_begun) {
         a.access_flags = access_remote_write;
         if (reliable && one.responder_resources != 0) a.access_flags |= access_remote_read | access_remote_atomic;
       }
       return reply;
     case QpState::rtr:
-      if (one.type == QpType::ud) return reply;
       if (!knows_peer) return Errno{EINVAL};
       reply.mask |= qp_attr_av | qp_attr_path_mtu | qp_attr_dest_qpn | qp_attr_rq_psn;
       a.path = address_vector(one);
@@ -161,10 +164,9 @@ Result<CmAttributesReply> ConnectionManager::attributes(Guest& guest, const CmAt
       }
       return reply;
     case QpState::rts:
-      reply.mask |= qp_attr_sq_psn;
-      a.sq_psn = one.type == QpType::ud ? 0 : one.psn;
-      if (one.type == QpType::ud) return reply;
       if (!knows_peer) return Errno{EINVAL};
+      reply.mask |= qp_attr_sq_psn;
+      a.sq_psn = one.psn;
       if (reliable) {
         reply.mask |= qp_attr_timeout | qp_attr_retry_cnt | qp_attr_rnr_retry | qp_attr_max_qp_rd_atomic;
         a.timeout = one.ack_timeout ? *one.ack_timeout : one.peer_ack_timeout != 0 ? one.peer_ack_timeout : default_ack_timeout;

@@ -459,6 +459,87 @@ TEST_CASE("A timeout of acknowledgements is for who has any, and 0 is one, too")
       }
 }
 
+TEST_CASE("What a queue pair is to be given is told where there is a connection, and before it what INIT takes") {
+  constexpr std::uint32_t init = 1, rtr = 2, rts = 3, sqd = 4;
+  constexpr std::uint32_t to_init = qp_attr_state | qp_attr_pkey_index | qp_attr_port | qp_attr_access_flags;
+  constexpr std::uint32_t to_rtr = qp_attr_state | qp_attr_av | qp_attr_path_mtu | qp_attr_dest_qpn | qp_attr_rq_psn | qp_attr_max_dest_rd_atomic | qp_attr_min_rnr_timer;
+  constexpr std::uint32_t to_rts = qp_attr_state | qp_attr_sq_psn | qp_attr_timeout | qp_attr_retry_cnt | qp_attr_rnr_retry | qp_attr_max_qp_rd_atomic;
+  constexpr std::uint32_t nothing = 0;
+  const auto mask = [](TestGuest& who, const CmId& id, std::uint32_t state) {
+    const auto told = who.cm().attributes(who.guest(), {id, state, 0});
+    if (!told) CHECK(TestGuest::error_of(told) == EINVAL);
+    if (told) CHECK(told->attributes.state == state);
+    return told ? told->mask : nothing;
+  };
+  // Of INIT, RTR, RTS, SQD.
+  const auto are = [&](TestGuest& who, const CmId& id, std::array<std::uint32_t, 4> expected) {
+    for (const std::uint32_t state : {init, rtr, rts, sqd}) {
+      CAPTURE(state);
+      CHECK(mask(who, id, state) == expected[state - 1]);
+    }
+  };
+  const std::array<std::uint32_t, 4> none{}, unconnected{to_init, to_init, to_init, to_init}, called{to_init, nothing, nothing, nothing}, connected{to_init, to_rtr, to_rts, nothing};
+  SUBCASE("Connections") {
+    Pair pair(Hosts::two);
+    are(pair.server, pair.listener, none);  // at no device
+    are(pair.server, pair.server.listener(v4(10, 0, 0, 1, 5001)), none);
+    are(pair.client, pair.caller, none);  // on no device yet
+    pair.find();
+    are(pair.client, pair.caller, unconnected);
+    CHECK(pair.client.cm().attributes(pair.client.guest(), {pair.caller, init, 0})->attributes.access_flags == 0);
+    const CmId bound = pair.client.create();
+    REQUIRE(pair.client.bind(bound, v4(10, 0, 0, 2)) == 0);
+    are(pair.client, bound, unconnected);
+    REQUIRE(pair.client.connect(pair.caller) == 0);
+    are(pair.client, pair.caller, called);
+    CHECK(pair.client.cm().attributes(pair.client.guest(), {pair.caller, init, 0})->attributes.access_flags == access_remote_write);
+    pair.wire.carry_all();
+    pair.answer_phone();
+    are(pair.server, pair.called, connected);
+    SUBCASE("Rejected") {
+      REQUIRE(pair.server.cm().reject(pair.server.guest(), {pair.called, 0, 0, {}}));
+      pair.wire.carry_all();
+      are(pair.client, pair.caller, none);
+      are(pair.server, pair.called, none);
+    }
+    SUBCASE("Accepted") {
+      REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);
+      are(pair.server, pair.called, connected);
+      pair.wire.carry_all();
+      are(pair.client, pair.caller, connected);
+      REQUIRE(pair.client.ready(pair.caller) == 0);
+      pair.wire.carry_all();
+      are(pair.client, pair.caller, connected);
+      are(pair.server, pair.called, connected);
+      REQUIRE(pair.client.disconnect(pair.caller) == 0);
+      are(pair.client, pair.caller, none);
+      pair.wire.carry_all();
+      are(pair.client, pair.caller, none);
+      are(pair.server, pair.called, none);
+    }
+  }
+  SUBCASE("Datagrams") {
+    constexpr std::uint32_t of_datagrams = qp_attr_state | qp_attr_pkey_index | qp_attr_port | qp_attr_qkey;
+    static_assert(of_datagrams == 0x71);  // of enum ibv_qp_attr_mask
+    const std::array<std::uint32_t, 4> always{of_datagrams, of_datagrams, of_datagrams, of_datagrams};
+    Pair pair(Hosts::two, RDMA_PS_UDP);
+    are(pair.server, pair.server.listener(v4(10, 0, 0, 1, 5001), RDMA_PS_UDP), always);
+    pair.find();
+    are(pair.client, pair.caller, always);
+    REQUIRE(pair.client.connect(pair.caller) == 0);
+    are(pair.client, pair.caller, always);
+    pair.wire.carry_all();
+    pair.answer_phone();
+    are(pair.server, pair.called, always);
+    SUBCASE("Accepted") { REQUIRE(pair.server.accept(pair.called, pair.uid) == 0); }
+    SUBCASE("Rejected") { REQUIRE(pair.server.cm().reject(pair.server.guest(), {pair.called, 0, 0, {}})); }
+    pair.wire.carry_all();
+    are(pair.client, pair.caller, always);
+    are(pair.server, pair.called, always);
+    CHECK(pair.client.cm().attributes(pair.client.guest(), {pair.caller, rts, 0})->attributes.qkey == cm_udp_qkey);
+  }
+}
+
 TEST_CASE("Ports on Ethernet have no LIDs in their path") {
   for (const std::uint32_t link_layer : {link_layer_infiniband, link_layer_ethernet}) {
     CAPTURE(link_layer);
