@@ -313,20 +313,18 @@ Status ConnectionManager::accept(Guest& guest, const CmAcceptRequest& request) {
   const auto found = find(guest, request.id);
   if (!found) return found.error();
   CmIdentifier& one = **found;
-  if (request.has_parameters == 0) {
-    if (one.state != CmState::replied) return Errno{EINVAL};
+  const bool datagrams = one.type == QpType::ud;
+  // Whoever cannot be accepted is rejected, as in the kernel (rdma_accept()), whose caller does not wait for another try.
+  const auto refused = [&]() -> Status { return (void)reject(guest, {request.id, 0, 0, {}}), Errno{EINVAL}; };
+  if (request.has_parameters == 0 && !datagrams) {
+    if (one.state != CmState::replied) return refused();
     one.state = CmState::established;
     send(one.peer, message(CmKind::rtu, one));
     return ok();
   }
-  if (one.state != CmState::requested) return Errno{EINVAL};
-  const bool datagrams = one.type == QpType::ud;
-  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_bytes : rep_private_bytes)) {
-    // Whoever cannot be accepted is rejected, as in the kernel (rdma_accept()), whose caller does not wait for another try.
-    (void)reject(guest, {request.id, 0, 0, {}});
-    return Errno{EINVAL};
-  }
-  one.uid = request.uid;
+  if (one.state != CmState::requested) return refused();
+  if (request.parameters.private_bytes > (datagrams ? sidr_rep_private_bytes : rep_private_bytes)) return refused();
+  if (request.has_parameters != 0) one.uid = request.uid;
   CmMessage out = message(datagrams ? CmKind::sidr_rep : CmKind::rep, one);
   out.parameters = as_sent(request.parameters);
   out.parameters.retry_count = 0;  // which a REP does not say

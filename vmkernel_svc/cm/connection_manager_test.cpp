@@ -402,6 +402,76 @@ TEST_CASE("Who is accepted with more data than fit into an answer is rejected") 
     }
 }
 
+TEST_CASE("Who is accepted or established where that cannot be is rejected") {
+  for (const Hosts hosts : {Hosts::one, Hosts::two}) {
+    CAPTURE(hosts);
+    const auto check = [&](Pair& pair, TestGuest& rejected, const CmId& its, TestGuest& other) {
+      pair.wire.carry_all();
+      rejected.expect(cm_rejected, its, 28);
+      pair.wire.carry_all();
+      CHECK(rejected.hears_nothing());
+      CHECK(other.hears_nothing());
+    };
+    {
+      Pair pair(hosts);
+      pair.come_to(Stage::requested);
+      CHECK(pair.server.ready(pair.called) == EINVAL);
+      check(pair, pair.client, pair.caller, pair.server);
+      CHECK(pair.server.accept(pair.called, pair.uid) == EINVAL);
+    }
+    {
+      Pair pair(hosts);
+      pair.come_to(Stage::accepted);
+      CHECK(pair.client.accept(pair.caller, 1) == EINVAL);
+      check(pair, pair.server, pair.called, pair.client);
+      CHECK(pair.client.ready(pair.caller) == EINVAL);
+    }
+    {
+      Pair pair(hosts);
+      pair.come_to(Stage::accepted);
+      CHECK(pair.server.accept(pair.called, pair.uid) == EINVAL);
+      check(pair, pair.client, pair.caller, pair.server);
+    }
+    {
+      Pair pair(hosts);
+      pair.come_to(Stage::requested);
+      CHECK(pair.client.ready(pair.caller) == EINVAL);
+      pair.wire.carry_all();
+      CHECK(pair.server.accept(pair.called, pair.uid) == EINVAL);
+      pair.wire.carry_all();
+      CHECK(pair.client.hears_nothing());
+      CHECK(pair.server.hears_nothing());
+    }
+    {
+      Pair pair(hosts);
+      pair.come_to(Stage::established);
+      CHECK(pair.client.ready(pair.caller) == EINVAL);
+      CHECK(pair.client.accept(pair.caller, 1) == EINVAL);
+      CHECK(pair.server.accept(pair.called, pair.uid) == EINVAL);
+      pair.wire.carry_all();
+      CHECK(pair.client.hears_nothing());
+      CHECK(pair.server.hears_nothing());
+      CHECK(pair.client.state(pair.caller) == CmState::established);
+    }
+  }
+}
+
+TEST_CASE("Who asks for a queue pair of datagrams may be established without one, once") {
+  Pair pair(Hosts::two, RDMA_PS_UDP);
+  pair.come_to(Stage::requested);
+  CHECK(pair.client.ready(pair.caller) == EINVAL);
+  CHECK(pair.server.ready(pair.called) == 0);
+  pair.wire.carry_all();
+  const CmEvent established = pair.client.expect(cm_established, pair.caller);
+  CHECK(established.parameters.qpn == 0);
+  CHECK(established.parameters.qkey == cm_udp_qkey);
+  CHECK(pair.server.ready(pair.called) == EINVAL);
+  pair.wire.carry_all();
+  CHECK(pair.client.hears_nothing());
+  CHECK(pair.client.state(pair.caller) == CmState::established);
+  CHECK(pair.server.state(pair.called) == CmState::established);
+}
+
 TEST_CASE("Requests and answers say what they have room for") {
   Pair pair(Hosts::one);
   CmParameters much{};
