@@ -83,6 +83,7 @@ Result<CmQueryReply> ConnectionManager::query(Guest& guest, const CmId& id) {
   CmQueryReply reply{};
   reply.source = one.source;
   reply.destination = one.destination;
+  if (reply.destination.family == 0) reply.destination.family = one.source.family;  // of nobody yet, as in the kernel (rdma_bind_addr())
   reply.has_device = one.has_device;
   reply.link_layer = guest.link_layer;
   if (!one.has_device) return reply;
@@ -91,8 +92,8 @@ Result<CmQueryReply> ConnectionManager::query(Guest& guest, const CmId& id) {
   reply.dgid = gid_of(one.peer_port);
   if (guest.link_layer == link_layer_infiniband) reply.slid = guest.lid, reply.dlid = one.peer_port.lid;
   reply.pkey = one.pkey != 0 ? one.pkey : guest.tenant->pkeys[0];
-  reply.has_path = one.state != CmState::idle && one.state != CmState::bound && one.state != CmState::resolving && one.state != CmState::resolved &&
-                   one.state != CmState::listening;
+  // A request for a queue pair of datagrams names no path, as in the kernel (cma_ib_new_udp_id()).
+  reply.has_path = one.state >= CmState::routed && one.state != CmState::listening && !(one.type == QpType::ud && was_called(one));
   reply.mtu = one.peer_port.guid == 0 ? mine.mtu : std::min(mine.mtu, one.peer_port.mtu);
   reply.lifetime = packet_lifetime;
   reply.traffic_class = one.traffic_class;

@@ -150,7 +150,7 @@ void ConnectionManager::remove(CmIdentifier& one) {
   clear_deadline(one);
   ports_.give_back(one);
   for (const std::uint32_t handle : one.memberships) memberships_.erase(handle), --one.guest->tenant->objects;
-  if (const auto made = by_peer_.find(one.peer); made != by_peer_.end() && made->second == one.id) by_peer_.erase(made);
+  if (was_called(one)) by_peer_.erase(one.peer);
   --one.guest->tenant->objects;
   one.channel->identifiers.erase(one.id);
   identifiers_.erase(one.id);

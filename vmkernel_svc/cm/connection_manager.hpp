@@ -149,6 +149,7 @@ class ConnectionManager {
   void deliver_rtu(CmIdentifier& one);
   void deliver_rej(CmIdentifier& one, const CmMessage& message);
   void deliver_dreq(CmIdentifier& one);
+  bool was_called(const CmIdentifier& one) const;  // it was made for a request
   CmIdentifier* addressee(std::uint32_t host, const CmMessage& message);
   void learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message);
   CmPort port_of(const Guest& guest) const;

@@ -358,7 +358,38 @@ TEST_CASE("A datagram's sender that is rejected hears status 2") {
     if (destroys) pair.server.destroy(pair.called);
     else REQUIRE(pair.server.cm().reject(pair.server.guest(), {pair.called, 0, 0, {}}));
     pair.wire.carry_all();
-    pair.client.expect(cm_unreachable, pair.caller, 2);
+    const AddressVector told = pair.client.expect(cm_unreachable, pair.caller, 2).address, nowhere{};
+    CHECK(std::memcmp(&told, &nowhere, sizeof(nowhere)) == 0);
+  }
+}
+
+TEST_CASE("Who is called for a queue pair of datagrams is told no path") {
+  for (const bool datagrams : {false, true}) {
+    CAPTURE(datagrams);
+    Pair pair(Hosts::two, datagrams ? RDMA_PS_UDP : RDMA_PS_TCP);
+    const auto paths = [](TestGuest& who, const CmId& id) { return static_cast<int>(who.cm().query(who.guest(), id)->has_path); };
+    pair.come_to(Stage::requested);
+    CHECK(paths(pair.server, pair.called) == !datagrams);
+    REQUIRE(pair.server.accept(pair.called, pair.uid) == 0);
+    pair.wire.carry_all();
+    CHECK(paths(pair.server, pair.called) == !datagrams);
+    CHECK(paths(pair.client, pair.caller) == 1);
+  }
+}
+
+TEST_CASE("The peer of who has none yet has an address of the same family") {
+  TestHost host;
+  TestGuest a(host, 1, {v4(10, 0, 0, 1), v6(1)});
+  const auto peer = [&](const CmId& id) { return a.cm().query(a.guest(), id)->destination; };
+  CHECK(peer(a.create()).family == 0);
+  for (const CmAddress& at : {v4(10, 0, 0, 1, 5000), any_v4(5001), v6(1, 5002), any_v6(5003), a.gid(5004), any_gid(5005)}) {
+    const CmId id = a.create();
+    REQUIRE(a.bind(id, at) == 0);
+    CHECK(peer(id).family == at.family);
+    CHECK(peer(id).is_any());
+    CHECK(peer(id).port == 0);
+    REQUIRE(a.listen(id) == 0);
+    CHECK(peer(id).family == at.family);
   }
 }
 

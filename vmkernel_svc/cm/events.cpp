@@ -98,7 +98,7 @@ void ConnectionManager::raise(CmIdentifier& one, std::uint32_t event, std::int32
   }
   if (one.type == QpType::ud) {
     out.is_datagram = 1;
-    if (with != nullptr) out.address = address_vector(one);
+    if (with != nullptr && status == 0) out.address = address_vector(one);
   }
   raise_on(*one.channel, one.id, out);
 }

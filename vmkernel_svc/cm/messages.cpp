@@ -159,6 +159,11 @@ CmIdentifier* ConnectionManager::addressee(std::uint32_t host, const CmMessage& 
   return message.from == 0 || made == by_peer_.end() ? nullptr : identifiers_.at(made->second).get();
 }
 
+bool ConnectionManager::was_called(const CmIdentifier& one) const {
+  const auto made = by_peer_.find(one.peer);
+  return made != by_peer_.end() && made->second == one.id;
+}
+
 void ConnectionManager::learn_peer(CmIdentifier& one, std::uint32_t host, const CmMessage& message) {
   one.peer = {host, message.from};
   one.peer_port = message.port;
