@@ -208,24 +208,21 @@ Status set_path(const Command& command, const rdma_ucm_set_option& option) {
 
 Status set_option(const Command& command) {
   const auto body = command.body<rdma_ucm_set_option>();
-  if (!body || body->optval == 0) return Errno{EINVAL};
-  const auto value = [&](auto example) {
-    decltype(example) out{};
-    std::memcpy(&out, reinterpret_cast<const void*>(body->optval), sizeof(out));
-    return static_cast<std::uint32_t>(out);
-  };
-  const CmId id = command.id(body->id);
+  if (!body) return Errno{EINVAL};
+  if (body->optval == 0 && body->optlen != 0) return Errno{EFAULT};
   if (body->level == RDMA_OPTION_IB && body->optname == RDMA_OPTION_IB_PATH) return set_path(command, *body);
   if (body->level != RDMA_OPTION_ID) return Errno{ENOSYS};
-  const bool is_byte = body->optname == RDMA_OPTION_ID_TOS || body->optname == RDMA_OPTION_ID_ACK_TIMEOUT;
-  if (body->optlen != (is_byte ? sizeof(std::uint8_t) : sizeof(std::int32_t))) return Errno{EINVAL};
+  const auto set = [&](auto value, control::CmOption option) -> Status {
+    if (body->optlen != sizeof(value)) return Errno{EINVAL};
+    std::memcpy(&value, reinterpret_cast<const void*>(body->optval), sizeof(value));
+    if (option == control::cm_option_tos && command.attachment.service_minor() < control::minor_of_tos) return ok();
+    return command.call<Request::cm_option>({command.id(body->id), option, static_cast<std::uint32_t>(value)});
+  };
   switch (body->optname) {
-    case RDMA_OPTION_ID_TOS:
-      if (command.attachment.service_minor() < control::minor_of_tos) return ok();
-      return command.call<Request::cm_option>({id, control::cm_option_tos, value(std::uint8_t{})});
-    case RDMA_OPTION_ID_REUSEADDR: return command.call<Request::cm_option>({id, control::cm_option_reuse_address, value(std::int32_t{}) != 0});
-    case RDMA_OPTION_ID_AFONLY: return command.call<Request::cm_option>({id, control::cm_option_only_ipv6, value(std::int32_t{}) != 0});
-    case RDMA_OPTION_ID_ACK_TIMEOUT: return command.call<Request::cm_option>({id, control::cm_option_ack_timeout, value(std::uint8_t{})});
+    case RDMA_OPTION_ID_TOS: return set(std::uint8_t{}, control::cm_option_tos);
+    case RDMA_OPTION_ID_REUSEADDR: return set(std::int32_t{}, control::cm_option_reuse_address);
+    case RDMA_OPTION_ID_AFONLY: return set(std::int32_t{}, control::cm_option_only_ipv6);
+    case RDMA_OPTION_ID_ACK_TIMEOUT: return set(std::uint8_t{}, control::cm_option_ack_timeout);
     default: return Errno{ENOSYS};
   }
 }

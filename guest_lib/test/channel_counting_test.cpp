@@ -85,6 +85,35 @@ TEST_CASE("In no time no route is found, and the identifier may ask again") {
   ::close(channel.fd);
 }
 
+TEST_CASE("Options of identifiers are refused as by the kernel") {
+  Service service;
+  service.start();
+  const CmChannel channel;
+  const std::uint32_t id = channel.create(1);
+  std::int32_t value = 1;
+  const auto set = [&](std::uint32_t level, std::uint32_t name, std::uint32_t bytes, const void* at) {
+    rdma_ucm_set_option command{};
+    command.optval = reinterpret_cast<std::uintptr_t>(at);
+    command.id = id;
+    command.level = level;
+    command.optname = name;
+    command.optlen = bytes;
+    return say(channel.fd, RDMA_USER_CM_CMD_SET_OPTION, command) > 0 ? 0 : errno;
+  };
+  for (const std::uint32_t name : {RDMA_OPTION_ID_TOS, RDMA_OPTION_ID_REUSEADDR, RDMA_OPTION_ID_AFONLY, RDMA_OPTION_ID_ACK_TIMEOUT}) {
+    CAPTURE(name);
+    const std::uint32_t bytes = name == RDMA_OPTION_ID_TOS || name == RDMA_OPTION_ID_ACK_TIMEOUT ? 1 : 4;
+    CHECK(set(RDMA_OPTION_ID, name, bytes, &value) == 0);
+    CHECK(set(RDMA_OPTION_ID, name, 5 - bytes, &value) == EINVAL);
+    CHECK(set(RDMA_OPTION_ID, name, bytes, nullptr) == EFAULT);
+    CHECK(set(RDMA_OPTION_ID, name, 0, nullptr) == EINVAL);
+  }
+  for (const std::uint32_t bytes : {1u, 2u, 4u}) CHECK(set(RDMA_OPTION_ID, 77, bytes, &value) == ENOSYS);
+  CHECK(set(77, RDMA_OPTION_ID_TOS, 1, &value) == ENOSYS);
+  CHECK(set(RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, 4, nullptr) == EFAULT);
+  ::close(channel.fd);
+}
+
 TEST_CASE("Who closes a channel whose last event another thread is taking waits for nobody") {
   Service service;
   service.start();
