@@ -2,6 +2,7 @@
 // on its object while the table is locked, so that destroying the object waits for exactly those that were read.
 //
 // The blocking verbs are cancellation points: across their waits live only what a cancelled thread has to give back (readers.hpp, Deafness).
+// They leave errno as it was when they give an event, as verbs_result.hpp has it for others.
 #include <fcntl.h>
 #include <poll.h>
 
@@ -251,6 +252,7 @@ using namespace vrdma;
 using namespace vrdma::guest;
 
 VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** cq_context) {
+  const int errno_before = errno;
   Channel& channel = Channel::of(verbs);
   if (channel.attachment->liveness().inherited()) {
     errno = EIO;
@@ -280,7 +282,7 @@ VRDMA_EXPORT int ibv_get_cq_event(ibv_comp_channel* verbs, ibv_cq** cq, void** c
       VRDMA_CRASH_POINT("guest.event.counted");
       *cq = found->base();
       *cq_context = found->verbs.cq_context;
-      return 0;
+      return errno = errno_before, 0;
     }
     const int ready = wait_readable(verbs->fd, blocks, *channel.pipe, channel.events, &channel.busy);
     if (ready != 0 && !channel.readers.closed()) return -1;
@@ -293,6 +295,7 @@ VRDMA_EXPORT void ibv_ack_cq_events(ibv_cq* verbs, unsigned int count) {
 }
 
 VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event) {
+  const int errno_before = errno;
   Context& context = Context::of(verbs);
   if (context.attachment->liveness().inherited()) {
     errno = EIO;
@@ -306,7 +309,7 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
     if (context.readers.closed()) return wait_for_ever(blocks);
     const auto next = context.events.next(verbs->async_fd, context.async_pipe->get(), record);
     if (next == EventSource<control::AsyncRecord>::Next::record) {
-      if (count_event(*context.attachment, record, *event)) return 0;
+      if (count_event(*context.attachment, record, *event)) return errno = errno_before, 0;
       continue;
     }
     if (next == EventSource<control::AsyncRecord>::Next::end) {
@@ -316,7 +319,7 @@ VRDMA_EXPORT int ibv_get_async_event(ibv_context* verbs, ibv_async_event* event)
         unwatch_pipe(verbs->async_fd, context.async_pipe->get());
         event->event_type = IBV_EVENT_DEVICE_FATAL;
         event->element.port_num = 0;
-        return 0;
+        return errno = errno_before, 0;
       }
     }
     const int ready = wait_readable(verbs->async_fd, blocks, *context.async_pipe, context.events);

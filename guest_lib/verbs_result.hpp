@@ -5,8 +5,8 @@
 //   as_minus_one  -1, errno          ibv_query_gid, ibv_get_cq_event …
 //   as_count      -1, errno          open, read: what a system call gives otherwise
 //
-// Each takes a callable that returns a Status or Result. errno is set on every failure, as libibverbs does. A thread is not cancelled
-// inside.
+// Each takes a callable that returns a Status or Result. errno is set on every failure, as libibverbs does, and is what it was before on
+// success: programs destroy what they have made after an error, and say that one then. A thread is not cancelled inside.
 #pragma once
 
 #include <cerrno>
@@ -22,8 +22,11 @@ namespace detail {
 template <class Function>
 auto walled(Function&& function) noexcept -> decltype(function()) {
   const CancellationOff cancellation_off;
+  const int errno_before = errno;
   try {
-    return std::forward<Function>(function)();
+    auto result = std::forward<Function>(function)();
+    if (result) errno = errno_before;
+    return result;
   } catch (const std::bad_alloc&) {
     return Errno{ENOMEM};
   } catch (...) {

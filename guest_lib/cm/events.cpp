@@ -119,6 +119,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     errno = request ? ENOSPC : EINVAL;
     return -1;
   }
+  const int errno_before = errno;
   const Reader reader(*file);
   const bool blocks = file->blocks();
   for (;;) {
@@ -140,6 +141,7 @@ long get_event(const std::shared_ptr<File>& file, const std::byte* body, std::si
     if (error != 0) return -1;
     if (event) {
       remember_reader(file);
+      errno = errno_before;
       return static_cast<long>(whole);
     }
   }

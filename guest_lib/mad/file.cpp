@@ -79,6 +79,7 @@ long File::read(void* bytes, std::size_t count) {
     errno = EINVAL;
     return -1;
   }
+  const int errno_before = errno;
   const bool waits = blocks();
   for (;;) {
     const int readable = wait_until_readable(waits);
@@ -86,6 +87,7 @@ long File::read(void* bytes, std::size_t count) {
     if (readable < 0) return -1;
     const long got = as_count([&] { return receive(static_cast<std::byte*>(bytes), count); });
     if (closed.load(std::memory_order_relaxed)) return wait_for_ever(waits);
+    if (got > 0) errno = errno_before;
     if (got != 0) return got;  // else another thread was quicker
   }
 }
