@@ -4,17 +4,20 @@ The kernel's console and the command's output are two serial ports, so that neit
 "@TOKEN begin", what the command says, and "@TOKEN exit CODE"; the token is random, so no program says it by chance. A machine that
 ends or stays silent without the last line has failed, and the end of its console says why.
 """
+import ctypes
+import functools
+import mmap
 import platform
 import re
 import secrets
 import shutil
+import time
 
 from harness import PATIENCE, Failure, Program, Skip, TempFolder
 
 QEMU = "qemu-system-x86_64"
 MEMORY_MIB = 1536
 CPUS = 2
-LOOPS = 10_000_000  # ticks of the counter in 4 ms: of 2.5 GHz
 # What a kernel says of its own defects. Stalls and soft lockups are not: they tell of an emulator that other work kept waiting.
 COMPLAINTS = re.compile(r"BUG: (?!soft lockup)|WARNING: |Oops|general protection|Out of memory|Kernel panic")
 
@@ -27,6 +30,27 @@ def require_emulator():
             raise Skip(f"{program} is not installed (package {package})")
 
 
+@functools.cache
+def counter_khz():
+    """Of this host's time stamp counter, which the emulator gives to its guests as it is. No file says it everywhere: it is measured, each end by
+    the least disturbed of a few readings, so that a busy machine makes no difference."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(bytes.fromhex("0f31 48c1e220 4809d0 c3"))  # rdtsc; shl rdx, 32; or rax, rdx; ret
+    read = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+
+    def reading():
+        tries = []
+        for _ in range(20):
+            before_ns, ticks, after_ns = time.monotonic_ns(), read(), time.monotonic_ns()
+            tries.append((after_ns - before_ns, before_ns, ticks))
+        return min(tries)[1:]
+
+    begun_ns, first = reading()
+    time.sleep(0.1)
+    ended_ns, last = reading()
+    return round((last - first) * 1_000_000 / (ended_ns - begun_ns))
+
+
 class Machine:
     """Boots at once with a command for /init; `arguments` are more of QEMU's, say devices, `memory` too where there is one."""
 
@@ -37,10 +61,11 @@ class Machine:
         self.said_before = ""  # under a QEMU before this one
         self.folder = TempFolder(mode=0o700)
         self.console = self.folder.path / "console"
-        # tsc: the emulated one is as good as the clock; what the kernel would measure of it under load is not. lpj: nor
-        # is what it would measure of its own loops, for half a second. no_timer_check: it would panic where the emulator is kept waiting
-        # while it counts the first few ticks.
-        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc lpj={LOOPS} no_timer_check {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
+        # tsc: the emulated one is as good as the clock. What the kernel would measure of it under load is not, and its clock would run several
+        # times too fast (tsc_early_khz, which older kernels ignore); nor is what it would measure of its own loops, for half a second (lpj: ticks
+        # of the counter in 4 ms). no_timer_check: it would panic where the emulator is kept waiting while it counts the first few ticks.
+        khz = counter_khz()
+        line = f"console=ttyS0 loglevel=5 panic=-1 mitigations=off tsc=reliable clocksource=tsc tsc_early_khz={khz} lpj={4 * khz} no_timer_check {' '.join(kernel_words)} rdinit=/init -- {self.token} {' '.join(command)}"
         try:
             self.command = [QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", *memory, "-smp", CPUS, "-nodefaults",
                             "-no-user-config", *([] if reboots else ["-no-reboot"]), "-display", "none", "-vga", "none", "-serial", f"file:{self.console}",
