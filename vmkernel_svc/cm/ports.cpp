@@ -68,7 +68,8 @@ bool CmPorts::meets_at_its_address(const Holders& holders, CmClaim claim, const 
   return false;
 }
 
-// The kernel's cma_check_port(), but that loopback addresses are addresses like others.
+// The kernel's cma_check_port(), but that loopback addresses are addresses like others, and that only any of IPv6 may be IPv4's, too: the kernel
+// takes each of IPv6 without AFONLY for that, and leaves none of them beside any of IPv4.
 Status CmPorts::free_of(std::initializer_list<CmClaim> claims, const Key& key, const CmIdentifier& one) const {
   const Holders* const holders = holders_of(key);
   if (holders == nullptr) return ok();
