@@ -93,9 +93,14 @@ Result<std::optional<control::CmEvent>> take_counted(File& file, bool& last) {
   if (taken->found == 0) return std::optional<control::CmEvent>{};
   Told& told = account.told[file.key(taken->counted_at)];
   ++told.events;
-  // Who has asked for the connection is told of the answer, which librdmacm takes, and of nothing further.
-  if (taken->event.event == control::cm_established || taken->event.event == control::cm_connect_response) told.connected = taken->event.is_datagram == 0;
-  if (taken->event.event == control::cm_disconnected) told.connected = false;
+  switch (taken->event.event) {
+    case control::cm_connect_response:  // which librdmacm takes for it, and is told nothing further
+    case control::cm_established: told.connected = taken->event.is_datagram == 0; break;
+    case control::cm_disconnected:
+    case control::cm_rejected:
+    case control::cm_unreachable: told.connected = false; break;
+    default: break;
+  }
   if (told.member != 0) ++account.told[told.member].events;
   if (taken->event.event == control::cm_connect_request) account.told[file.key(taken->event.id)] = {file.key(), 0};
   return std::optional(taken->event);

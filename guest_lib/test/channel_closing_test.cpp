@@ -137,3 +137,66 @@ TEST_CASE("A channel whose identifiers have been told that the service is gone i
   CHECK_FALSE(readable());
   CHECK(::close(channel.fd) == 0);
 }
+
+TEST_CASE("Of the service's end, who was connected hears that the connection has ended, and who was rejected after all does not") {
+  for (const bool rejects : {false, true}) {
+    CAPTURE(rejects);
+    Service service;
+    service.start();
+    const CmChannel channel;
+    constexpr std::uint64_t listens = 1, calls = 2, called = 3;
+    const auto at = [](sockaddr_in6& to) {
+      auto& address = reinterpret_cast<sockaddr_in&>(to);
+      address.sin_family = AF_INET;
+      address.sin_port = htons(5000);
+      address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    };
+    const auto expect = [&](std::uint32_t event, std::uint64_t uid) {
+      rdma_ucm_event_resp told{};
+      REQUIRE(channel.next_event(told) > 0);
+      CHECK(told.event == event);
+      CHECK(told.uid == uid);
+      return told.id;
+    };
+    rdma_ucm_bind_ip bind{};
+    bind.id = channel.create(listens);
+    at(bind.addr);
+    REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_BIND_IP, bind) > 0);
+    rdma_ucm_listen listen{};
+    listen.id = bind.id;
+    REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_LISTEN, listen) > 0);
+    rdma_ucm_resolve_ip resolve{};
+    resolve.id = channel.create(calls);
+    resolve.timeout_ms = 1000;
+    at(resolve.dst_addr);
+    REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_RESOLVE_IP, resolve) > 0);
+    expect(0, calls);  // RDMA_CM_EVENT_ADDR_RESOLVED
+    rdma_ucm_resolve_route route{};
+    route.id = resolve.id;
+    route.timeout_ms = 1000;
+    REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_RESOLVE_ROUTE, route) > 0);
+    expect(2, calls);  // _ROUTE_RESOLVED
+    rdma_ucm_connect connect{};
+    connect.id = resolve.id;
+    connect.conn_param.valid = 1;
+    REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_CONNECT, connect) > 0);
+    rdma_ucm_accept accept{};
+    accept.id = expect(4, listens);  // _CONNECT_REQUEST
+    accept.uid = called;
+    accept.conn_param.valid = 1;
+    REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_ACCEPT, accept) > 0);
+    expect(5, calls);  // _CONNECT_RESPONSE
+    rdma_ucm_reject reject{};
+    reject.id = accept.id;
+    if (rejects) REQUIRE(say(channel.fd, RDMA_USER_CM_CMD_REJECT, reject) > 0);
+    if (rejects) expect(8, calls);  // _REJECTED
+    service.kill_now();
+    int ends = 0, removals = 0;
+    rdma_ucm_event_resp told{};
+    while (channel.next_event(told) > 0) ++(told.event == 10 ? ends : removals);  // _DISCONNECTED
+    CHECK(errno == EIO);
+    CHECK(ends == !rejects);
+    CHECK(removals == 3);
+    CHECK(::close(channel.fd) == 0);
+  }
+}
