@@ -56,6 +56,7 @@ void Cq::make_room_for(const Lane& lane) {
 
 void Cq::add_lane(Lane& lane) {
   std::lock_guard guard(lock);
+  latest = 0;
   if (!in_order && std::ranges::any_of(lanes, [&](const Lane* other) { return other != nullptr && other->qp != lane.qp; })) begin_order(*this);
   lanes[lane.number] = &lane;
   lane.timed = timed ? this : nullptr;

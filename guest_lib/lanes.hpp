@@ -40,6 +40,13 @@ inline bool has_stamp(const Cq& cq, const Cqe& entry) { return cq.timed || (unpa
 // The time of now as this queue's stamps have it.
 inline std::uint64_t stamp_for(Cq& cq) { return cq.timed ? cq.clock_ns() : vmci::stamp_now(); }
 
+// A poll may find entries that are written after it has read the clock: as far beyond that.
+constexpr std::uint64_t stamps_ahead_max = std::uint64_t{1} << 30;
+// The whole of a stamp's time: the last that is not later than `latest`.
+constexpr std::uint64_t time_of_stamp(std::uint64_t stamp, std::uint64_t latest) {
+  return latest - ((latest - stamp) & ((std::uint64_t{1} << cqe_stamp_bits) - 1));
+}
+
 // Entries that were taken from a lane, and are not given back to its writer yet.
 struct Taken {
   int entries = 0;

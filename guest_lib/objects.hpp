@@ -182,10 +182,10 @@ struct Cq {
   // Of the only queue pair: when no older completion was left, in stamps. Under the lock, but for the first time.
   std::atomic<std::uint64_t> emptied{0};
   // Once several queue pairs complete here (poll_in_order.cpp): the lanes that hold something, a heap; the latest place that was seen there;
-  // and up to which place everything has been seen.
+  // up to which place everything has been seen; and beyond what is found by this poll, 0 until it has found something.
   bool in_order = false;
   std::vector<Lane*> heads;
-  std::uint64_t newest = 0, settled = 0;
+  std::uint64_t newest = 0, settled = 0, latest = 0;
 
   // Of an extended one: the completion that its functions read, and who polls it in steps.
   ibv_wc current{};

@@ -55,17 +55,17 @@ bool flushed(const Cqe& entry) { return unpack_cqe_state(entry.state).status == 
 bool is_earlier(Cq& cq, const Lane& lane, const Cqe& entry, const Lane& other_lane, const Cqe& other) {
   const bool stamped = has_stamp(cq, entry), other_stamped = has_stamp(cq, other);
   if (stamped != other_stamped) return other_stamped;
-  constexpr std::int64_t told_apart = std::int64_t{1} << (cqe_stamp_bits - 2);
-  const std::uint64_t now = stamped ? stamp_for(cq) : 0;
+  const std::uint64_t now = stamped ? stamp_for(cq) : 0, latest = now + stamps_ahead_max;
   const std::uint64_t emptied = cq.emptied.load(std::memory_order_relaxed);
-  if (!stamped || static_cast<std::int64_t>(now - emptied) > told_apart) {
+  if (!stamped || static_cast<std::int64_t>(latest - emptied) >= std::int64_t{1} << cqe_stamp_bits) {
     if (stamped) cq.emptied.store(now, std::memory_order_relaxed);  // once: a receive is not to wait behind sends that go on completing
     return flushed(entry) != flushed(other) ? flushed(other) : lane.send != nullptr;
   }
-  const std::uint64_t stamp = stamp_of(entry, lane.send != nullptr), other_stamp = stamp_of(other, other_lane.send != nullptr);
-  const bool earlier = stamps_apart(stamp, other_stamp) < 0;
+  const std::uint64_t time = time_of_stamp(stamp_of(entry, lane.send != nullptr), latest);
+  const std::uint64_t other_time = time_of_stamp(stamp_of(other, other_lane.send != nullptr), latest);
+  const bool earlier = time < other_time;
   // All that is left is younger than the one that is taken now.
-  cq.emptied.store(std::max(emptied, now + static_cast<std::uint64_t>(stamps_apart(earlier ? stamp : other_stamp, now))), std::memory_order_relaxed);
+  cq.emptied.store(std::max(emptied, earlier ? time : other_time), std::memory_order_relaxed);
   return earlier;
 }
 

@@ -1,7 +1,9 @@
 // Completions of several queue pairs on one completion queue, in the order in which they came about, as in the one queue of an adapter: what somebody
 // did because of a completion, or because of the message that it tells of, is not polled before it.
 //
-// Entries carry the time of their writing (vmci_channel/stamp.hpp), and each lane is in order by itself. What is left is to take the oldest head,
+// Entries carry the time of their writing (vmci_channel/stamp.hpp), and each lane is in order by itself. Of that they have 40 bits, and the rest by the
+// clock, which each poll that finds something reads once: nothing that is there can have been written later. So an entry that has lain longer than
+// stamps tell apart may come before older ones, but never waits behind all that is still to come. What is left is to take the oldest head,
 // and to know that no older one is coming: a lane that was found empty may have got its entry since, and another lane, looked at later, a younger
 // one because of that. So the lanes that were looked at before that one are looked at again. What is found then may have older ones once more, but
 // whatever is not younger than the youngest of the first look has none: they were written, and announced, before that one was, hence
@@ -20,17 +22,15 @@ constexpr std::uint32_t look_ahead = 16;  // entries of a lane that can be taken
 
 bool comes_later(const Lane* a, const Lane* b) { return a->place > b->place; }
 
-// Stamps have 40 bits; places count on from the first in the row, later than all that has no stamp because it was written before there were
-// several queue pairs. An entry of who does not know stamps, an older library or service, comes when it is found.
+// Later than all that has no stamp because it was written before there were several queue pairs. An entry of who does not know stamps, an older
+// library or service, comes when it is found.
 std::uint64_t place_of(Cq& cq, const Lane& lane, const Cqe& entry) {
   constexpr std::uint64_t before_all = std::uint64_t{1} << 61, first = std::uint64_t{1} << 62;
-  const std::uint64_t stamp = has_stamp(cq, entry) ? stamp_of(entry, lane.send != nullptr) : vmci::stamp_now();
-  if (cq.heads.empty()) {
-    cq.newest = first + (stamp & ((std::uint64_t{1} << cqe_stamp_bits) - 1));
-    cq.settled = 0;
+  std::uint64_t place = before_all;
+  if (lane.unstamped == 0) [[likely]] {
+    if (cq.latest == 0) cq.latest = first + stamp_for(cq) + stamps_ahead_max;
+    place = has_stamp(cq, entry) ? time_of_stamp(stamp_of(entry, lane.send != nullptr), cq.latest) : cq.latest - stamps_ahead_max;
   }
-  if (lane.unstamped != 0) return before_all;
-  const std::uint64_t place = cq.newest + static_cast<std::uint64_t>(stamps_apart(stamp, cq.newest));
   cq.newest = std::max(cq.newest, place);
   return place;
 }
@@ -71,6 +71,7 @@ bool look_at_announced(Cq& cq) {
 // False: there is nothing.
 bool settle(Cq& cq) {
   if (!cq.heads.empty()) look_ahead_in(cq, *cq.heads.front());
+  else cq.newest = 0;  // the clock may have been set back, as a machine was moved
   std::uint32_t before_last = 0;  // hot lanes that were looked at before the last that held something
   for (std::uint32_t i = 0; i < control::hot_lanes; ++i)
     if (look_at_hot(cq, i)) before_last = i;
@@ -133,6 +134,7 @@ void step_out(Cq& cq, Lane& lane) {
 
 int poll_in_order(Cq& cq, int room, ibv_wc* wc) {
   int got = 0;
+  cq.latest = 0;
   while (got < room) {
     if ((cq.heads.empty() || cq.heads.front()->place > cq.settled) && !settle(cq)) break;
     Lane& lane = *cq.heads.front();
@@ -154,7 +156,9 @@ int poll_in_order(Cq& cq, int room, ibv_wc* wc) {
 }
 
 bool holds_more_in_order(Cq& cq) {
-  return !cq.heads.empty() || settle(cq);
+  if (!cq.heads.empty()) return true;
+  cq.latest = 0;  // the last poll may be long ago
+  return settle(cq);
 }
 
 }  // namespace vrdma::guest
