@@ -154,11 +154,13 @@ Result<std::shared_ptr<Attachment>> Context::usable() {
   // The inherited epoll descriptor is the parent's as well: it is replaced, not altered. A child that has closed it may have its own file there.
   if (!OwnNumbers::is_marked(verbs.context.async_fd)) verbs.context.async_fd = opened->event_fd.release();
   else if (::dup3(opened->event_fd.get(), verbs.context.async_fd, O_CLOEXEC) < 0) return last_error();
+  events.begin_anew();
+  std::construct_at(&readers);  // none of the parent's threads is inside
+  fatal_reported.store(false, std::memory_order_relaxed);
   attachment = *fresh;
   handle = opened->made.handle();
   opened->made.keep();
   old_pipe = std::exchange(async_pipe, std::move(opened->pipe));
-  events.begin_anew();
   return attachment;
 }
 

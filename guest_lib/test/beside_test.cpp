@@ -112,6 +112,32 @@ TEST_CASE("a context that is closed while a thread waits for its events leaves t
   }
 }
 
+TEST_CASE("a fork's child closes a context that it has made its own, though a thread of its parent's waits for the events of that") {
+  Service service;
+  service.start();
+  Device device;
+  const auto descriptors = [] {
+    int count = 0;
+    for (int fd = 0; fd < 1024; ++fd) count += ::fcntl(fd, F_GETFD) >= 0;
+    return count;
+  };
+  ibv_context* const context = open_another(device);
+  Waiter waiter([context] {
+    ibv_async_event event;
+    ibv_get_async_event(context, &event);
+  });
+  CHECK(in_child([&] {
+          ::alarm(60);
+          ibv_pd* const pd = ibv_alloc_pd(context);
+          if (pd == nullptr || ibv_dealloc_pd(pd) != 0) return 1;
+          const int before = descriptors();
+          if (ibv_close_device(context) != 0) return 2;
+          return before - descriptors() >= 3 ? 0 : 4;  // the program's two, and the pipe of events
+        }) == 0);
+  CHECK_FALSE(waiter.returned());
+  CHECK(ibv_close_device(context) == 0);
+}
+
 TEST_CASE("a fork's child waits for no lock that a thread of its parent holds") {
   ExtendedLoop loop;
   Device& device = loop.device;
