@@ -1,6 +1,8 @@
 #include "guest_lib/reach.hpp"
 
 #include <infiniband/verbs.h>
+#include <link.h>
+#include <sys/auxv.h>
 
 #include <cstdlib>
 #include <new>
@@ -41,6 +43,15 @@ std::uint64_t service() {
   return attachment == nullptr ? 0 : attachment->ordinal();
 }
 
+// Loaded by dlmopen(3): the program is in another namespace, whose C library is another copy, and its fork(2) calls none of our handlers.
+bool is_beside_program() {
+  unsigned long program = ::getauxval(AT_PHDR);
+  const auto is_it = [](dl_phdr_info* object, std::size_t, void* sought) -> int {
+    return reinterpret_cast<std::uintptr_t>(object->dlpi_phdr) == *static_cast<unsigned long*>(sought);
+  };
+  return program != 0 && ::dl_iterate_phdr(is_it, &program) == 0;  // which goes through this namespace only
+}
+
 // Never destroyed: the interposed functions may be called until the very end.
 memory::MemoryManager& manager() {
   // Not on the heap: a page of that may be moving, and the manager must not write to it then.
@@ -48,7 +59,7 @@ memory::MemoryManager& manager() {
   static auto* const made = [] {
     auto* const manager = new (room) memory::MemoryManager({announce_backing, withdraw_backing, service, lend});
     const char* const private_pages = std::getenv("VRDMA_PRIVATE_PAGES");
-    if (private_pages != nullptr && std::string_view(private_pages) == "stay") manager->keep_private_pages();
+    if ((private_pages != nullptr && std::string_view(private_pages) == "stay") || is_beside_program()) manager->keep_private_pages();
     const char* const partial_pages = std::getenv("VRDMA_PARTIAL_PAGES");
     if (partial_pages != nullptr && std::string_view(partial_pages) == "stay") manager->set_partial_pages(memory::PartialPages::stay);
     if (partial_pages != nullptr && std::string_view(partial_pages) == "move") manager->set_partial_pages(memory::PartialPages::move);

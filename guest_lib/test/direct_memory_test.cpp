@@ -1,4 +1,6 @@
-// What direct mode maps of registered memory beside the program, and that it lets go of it.
+// What direct mode maps of registered memory beside the program, and that it lets go of it. And memory of a program that has the library in
+// another namespace.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 
@@ -294,4 +296,32 @@ TEST_CASE("what a killed peer had registered is let go of by who only polls") {
     CHECK(ibv_poll_cq(writer.cq.get(), 1, &wc) == 0);
     return !is_mapped("memfd:theirs");
   });
+}
+
+TEST_CASE("A fork's child has the memory that its parent has registered by a library of another namespace, whose C library knows of no fork") {
+  Service service;
+  service.start();
+  CHECK(in_child([] {
+          ::alarm(60);
+          Dl_info here{};
+          if (::dladdr(reinterpret_cast<void*>(&ibv_dereg_mr), &here) == 0) return 1;
+          void* const library = ::dlmopen(LM_ID_NEWLM, here.dli_fname, RTLD_NOW);
+          if (library == nullptr) return 2;
+          const auto in_it = [library](auto* function, const char* name) { return reinterpret_cast<decltype(function)>(::dlsym(library, name)); };
+          in_it(&::setenv, "setenv")("VRDMA_SOCKET", std::getenv("VRDMA_SOCKET"), 1);  // it has an environment of its own, too
+          int count = 0;
+          ibv_device** const list = in_it(&ibv_get_device_list, "ibv_get_device_list")(&count);
+          if (count != 1) return 3;
+          ibv_context* const context = in_it(&ibv_open_device, "ibv_open_device")(list[0]);
+          if (context == nullptr) return 4;
+          ibv_pd* const pd = in_it(&ibv_alloc_pd, "ibv_alloc_pd")(context);
+          void* const memory = ::mmap(nullptr, buffer_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+          std::memset(memory, 'm', buffer_bytes);
+          using Register = ibv_mr*(ibv_pd*, void*, std::size_t, int);  // a macro of verbs.h's has its name
+          if (reinterpret_cast<Register*>(::dlsym(library, "ibv_reg_mr"))(pd, memory, buffer_bytes, all_rights) == nullptr) return 5;
+          return in_child([memory] {
+            const std::string_view bytes(static_cast<const char*>(memory), buffer_bytes);
+            return bytes.find_first_not_of('m') == bytes.npos ? 0 : 6;
+          });
+        }) == 0);
 }
