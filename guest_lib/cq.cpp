@@ -30,7 +30,7 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
     if (!ring) return ring.error();
     channel->interrupt = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
     if (Status watched = watch_pipe(event_fd->get(), channel->interrupt->get()); !watched) return watched.error();
-    channel->events.use_ring(*ring, channel->interrupt->get());
+    if (Status used = channel->events.use_ring(*ring, channel->interrupt->get()); !used) return used.error();
   } else if (second) {
     channel->peers = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
     if (Status watched = watch_pipe(event_fd->get(), channel->peers->get()); !watched) return watched.error();
@@ -82,6 +82,7 @@ Result<ibv_cq*> create_cq(ibv_context* context, int cqe, void* cq_context, ibv_c
     if (channel != nullptr) {  // before the table knows of it: nothing fails afterwards
       auto& cqs = Channel::of(channel).cqs;
       if (cqs.size() == cqs.capacity()) cqs.reserve(2 * cqs.size() + 1);
+      if (!Channel::of(channel).events.make_room_for(cqs.size() + 1)) return Errno{ENOMEM};
     }
     (*attachment)->cqs[reply->cq] = cq.get();
     if (channel != nullptr) {

@@ -16,13 +16,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <type_traits>
 
 #include "guest_lib/descriptors.hpp"
+#include "guest_lib/kept_records.hpp"
 #include "guest_lib/own_fd.hpp"
 #include "vmci_channel/event_ring.hpp"
 #include "vrdma/control.hpp"
@@ -38,11 +38,13 @@ class EventSource {
   enum class Next { record, empty, end };
 
   // Before anything else, and once. interrupt: an eventfd that does not block, and is watched by what the application polls.
-  void use_ring(control::EventRing* ring, int interrupt)
+  Status use_ring(control::EventRing* ring, int interrupt)
     requires std::is_same_v<Record, control::CompletionRecord>
   {
+    if (!kept_.make_room(control::event_records)) return Errno{ENOMEM};
     ring_.emplace(ring);
     interrupt_ = interrupt;
+    return ok();
   }
 
   // Likewise: a pipe that does not block, never ends, and is watched by what the application polls.
@@ -52,8 +54,15 @@ class EventSource {
     if (!ready) return last_error();
     ready_.reset(std::move(ready));
     if (Status watched = watch_pipe(event_fd, ready_.get()); !watched) return watched;
+    if (!kept_.make_room(kept_at_a_time + 1)) return Errno{ENOMEM};
     peers_ = pipe;
     return ok();
+  }
+
+  // An event of our own of each has room from now on.
+  bool make_room_for(std::size_t objects) {
+    std::lock_guard lock(mutex_);
+    return kept_.make_room(objects - std::min(objects, kept_.count()));
   }
 
   // quick: may find nothing where there is something, if what the application polls is readable then.
@@ -69,7 +78,7 @@ class EventSource {
     }
     const bool quick = ring_ && look == Look::quick;
     if (quick && !ring_->interrupt_due()) return Next::empty;
-    if (take_interrupt()) take_ring();
+    if (take_interrupt()) take_ring();  // nothing is kept: there is room
     if (kept_.empty()) {
       if (quick) return Next::empty;
       const Next next = peers_ >= 0 ? keep_what_waits(pipe) : read(pipe, record);
@@ -95,31 +104,41 @@ class EventSource {
     std::construct_at(this);
   }
 
-  // An event of our own.
-  void add(int event_fd, const Record& record) {
+  // An event of our own, if `claimed` gives one. False: there is no memory, and it was not asked.
+  template <class Claimed>
+  bool add(int event_fd, const Claimed& claimed) {
     std::lock_guard lock(mutex_);
-    kept_.push_back(record);
-    if (kept_.size() == 1) make_readable(event_fd);
+    if (!kept_.make_room(1)) return false;
+    const std::optional<Record> record = claimed();
+    if (!record) return true;
+    kept_.put(*record);
+    if (kept_.count() == 1) make_readable(event_fd);
+    return true;
   }
 
-  // Forgets the unread events of an object about which the service raises no more. event_fd: what the application polls.
+  // Forgets the unread events of an object about which the service raises no more. event_fd: what the application polls. What there is no
+  // memory for is left where it is: who reads it finds that the object is gone.
   void purge(int event_fd, int pipe, std::uint32_t object) {
     std::lock_guard lock(mutex_);
     const bool had_kept = !kept_.empty();
-    if (ring_) await_interrupt();
-    for (Record record; read(pipe, record) == Next::record;) kept_.push_back(record);
-    if (peers_ >= 0)
-      for (Record record; read(peers_, record) == Next::record;) kept_.push_back(record);
-    std::erase_if(kept_, [object](const Record& record) { return object_of(record) == object; });
+    if (ring_ && kept_.make_room(control::event_records)) await_interrupt();
+    keep_all_of(pipe);
+    if (peers_ >= 0) keep_all_of(peers_);
+    kept_.erase_if([object](const Record& record) { return object_of(record) == object; });
     if (had_kept == !kept_.empty()) return;
     if (!kept_.empty()) return make_readable(event_fd);
     make_unreadable();
   }
 
  private:
-  void take_kept(Record& record) {
-    record = kept_.front();
-    kept_.pop_front();
+  void take_kept(Record& record) { record = kept_.take(); }
+
+  // As far as there is memory, with room for so many more. How reading ended, or record.
+  Next keep_all_of(int pipe, std::size_t more = 0) {
+    Record record;
+    Next next = Next::record;
+    while (kept_.make_room(1 + more) && (next = read(pipe, record)) == Next::record) kept_.put(record);
+    return next;
   }
 
   // What comes by one way does not wait for ever behind another. What peers told is read first, and put last: what the service has told
@@ -127,11 +146,9 @@ class EventSource {
   Next keep_what_waits(int pipe) {
     Record records[kept_at_a_time];
     std::size_t told = 0;
-    while (told < kept_at_a_time && read(peers_, records[told]) == Next::record) ++told;
-    Record record;
-    Next next;
-    while ((next = read(pipe, record)) == Next::record) kept_.push_back(record);
-    kept_.insert(kept_.end(), records, records + told);
+    while (told < kept_at_a_time && kept_.make_room(told + 1) && read(peers_, records[told]) == Next::record) ++told;
+    const Next next = keep_all_of(pipe, told);
+    for (std::size_t i = 0; i < told; ++i) kept_.put(records[i]);
     return next;
   }
 
@@ -144,7 +161,7 @@ class EventSource {
 
   void take_ring() {
     if constexpr (std::is_same_v<Record, control::CompletionRecord>)
-      ring_->take([this](const Record& record) { kept_.push_back(record); });
+      ring_->take([this](const Record& record) { kept_.put(record); });
   }
 
   // One that is on its way would come for records that are gone. It takes microseconds; that of a service that has ended meanwhile may
@@ -179,7 +196,7 @@ class EventSource {
   }
 
   std::mutex mutex_;
-  std::deque<Record> kept_;
+  KeptRecords<Record> kept_;
   std::optional<vmci::EventRingReader> ring_;
   int interrupt_ = -1;
   int peers_ = -1;

@@ -229,11 +229,13 @@ void purge_async_events(ibv_context* verbs, std::uint32_t handle) {
 
 // A completion that came between the application's last poll and its arm: UCX sleeps on the descriptor without another look,
 // because ConnectX compares the consumer index on arming. Who arms before the poll, as most do, has not polled since the event.
-void raise_missed(Cq& cq) {
-  const auto sequence = claim_arm(cq);
-  if (!sequence) return;
+bool raise_missed(Cq& cq) {
   Channel& channel = Channel::of(cq.verbs.channel);
-  channel.events.add(channel.verbs.fd, {cq.verbs.handle, *sequence, 0});
+  return channel.events.add(channel.verbs.fd, [&]() -> std::optional<control::CompletionRecord> {
+    const auto sequence = claim_arm(cq);
+    if (!sequence) return std::nullopt;
+    return control::CompletionRecord{cq.verbs.handle, *sequence, 0};
+  });
 }
 
 void watch_after_death(Cq& cq) {

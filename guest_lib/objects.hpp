@@ -310,8 +310,9 @@ int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.
 void watch_after_death(Cq& cq);
-// The armed CQ holds completions that its application may not look for any more.
-void raise_missed(Cq& cq);
+// The armed CQ holds completions that its application may not look for any more. False: there is no memory for the event, where its channel holds
+// more of them than it has completion queues.
+bool raise_missed(Cq& cq);
 
 // Drops the unread asynchronous events of an object that was destroyed.
 void purge_async_events(ibv_context* context, std::uint32_t handle);

@@ -280,7 +280,7 @@ int req_notify_cq(ibv_cq* verbs, int solicited_only) {
     cq.lock.lock();
     const bool missed = more_to_take(cq);
     cq.lock.unlock();
-    if (missed) raise_missed(cq);
+    if (missed && !raise_missed(cq)) return ENOMEM;
   }
   if (cq.liveness->gone()) [[unlikely]]
     watch_after_death(cq);

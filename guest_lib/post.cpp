@@ -1,9 +1,11 @@
 // ibv_post_send, ibv_post_recv, ibv_post_srq_recv: work requests into WQEs in shared memory. No allocation, no system call
-// unless the service sleeps, one full fence per call.
+// unless the service sleeps, one full fence per call. What direct mode allocates as it takes up an offer, or maps memory, it does
+// while no claim is held; without memory for it the service carries out what is posted.
 #include "guest_lib/memory_window.hpp"
 #include "guest_lib/objects.hpp"
 
 #include <cstring>
+#include <new>
 
 #include "vmci_channel/arch.hpp"
 #include "vrdma/fault.hpp"
@@ -203,6 +205,16 @@ void ring_for(Queue& queue, const Doorbell& doorbell, std::uint32_t member) {
   VRDMA_CRASH_POINT("guest.post.doorbell_rung");
 }
 
+// False: `function` says so, or there was no memory for it.
+template <class Function>
+bool with_memory(Function&& function) noexcept {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 // The service offers the connection, or does not any more.
 void follow_offer(Qp& qp, std::uint32_t offer) {
   qp.direct.reset();
@@ -210,12 +222,12 @@ void follow_offer(Qp& qp, std::uint32_t offer) {
   qp.direct_offer.store(offer, std::memory_order_relaxed);
   if (offer == 0 || qp.liveness->gone()) return;
   // Where it cannot be opened, everything goes by the service.
+  const auto use = [](auto opened, auto& direct) { return opened ? direct = std::move(*opened), true : false; };
   DirectRooms& rooms = qp.attachment->direct_rooms();
-  if (qp.base().qp_type == IBV_QPT_UD) {
-    if (auto opened = rooms.open_datagrams(*qp.attachment, qp, offer)) qp.datagrams = std::move(*opened);
-  } else if (auto opened = rooms.open(*qp.attachment, qp, offer)) {
-    qp.direct = std::move(*opened);
-  }
+  with_memory([&] {
+    return qp.base().qp_type == IBV_QPT_UD ? use(rooms.open_datagrams(*qp.attachment, qp, offer), qp.datagrams)
+                                           : use(rooms.open(*qp.attachment, qp, offer), qp.direct);
+  });
 }
 
 void look_for_offer(Qp& qp) {
@@ -232,7 +244,8 @@ DirectConnection* connection_of(const Qp& qp) { return qp.direct != nullptr ? &q
 
 // What a message needed and was not there. Whether it can be had now.
 bool map_missing(Qp& qp, DirectConnection& direct) {
-  return direct.has_unmapped() && qp.attachment->direct_rooms().map(*qp.attachment, qp.direct->reach, *direct.take_unmapped());
+  return direct.has_unmapped() &&
+         with_memory([&] { return qp.attachment->direct_rooms().map(*qp.attachment, qp.direct->reach, *direct.take_unmapped()); });
 }
 // Datagrams do not wait for it: theirs is had for the next one.
 bool map_missing(Qp&, DatagramSender&) { return false; }
@@ -241,8 +254,11 @@ void fetch_missing(Qp& qp, DirectConnection& direct) { map_missing(qp, direct); 
 void fetch_missing(Qp& qp, DatagramSender& datagrams) {
   if (!datagrams.wants()) [[likely]] return;
   DirectRooms& rooms = qp.attachment->direct_rooms();
-  if (DatagramPath* const path = datagrams.take_unmapped_path()) rooms.map(*qp.attachment, path->reach, *path->take_unmapped());
-  for (const UdOperand& address : datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, address);
+  with_memory([&] {
+    if (DatagramPath* const path = datagrams.take_unmapped_path()) rooms.map(*qp.attachment, path->reach, *path->take_unmapped());
+    while (const auto address = datagrams.take_wanted()) rooms.open_path(*qp.attachment, qp, datagrams, *address);
+    return true;
+  });
 }
 
 // Carries out what lies in the queue, and leaves; what is left there is the service's.
@@ -253,7 +269,7 @@ template <class Direct>
     all = direct.run_queue();
     told &= direct.leave();
   }
-  if (direct.take_own_event_due()) raise_missed(Cq::of(qp.base().send_cq));
+  if (direct.take_own_event_due()) (void)raise_missed(Cq::of(qp.base().send_cq));
   if (!all || !told) ring_for(qp.send, qp.doorbell, qp.doorbell_member);
   fetch_missing(qp, direct);
 }

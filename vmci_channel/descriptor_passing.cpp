@@ -41,12 +41,14 @@ Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffe
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
+  Received received{};
+  received.descriptors.reserve(packet_descriptors_max);  // before any is there, which would stay open
   ssize_t got;
   do {
     got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   } while (got < 0 && errno == EINTR);
   if (got < 0) return vrdma::last_error();
-  Received received{static_cast<std::size_t>(got), {}, false};
+  received.bytes = static_cast<std::size_t>(got);
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
     const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);

@@ -14,7 +14,6 @@ namespace {
 constexpr int inbox_tries = 128;                      // pauses for who is inside, some microseconds
 constexpr std::uint32_t datagrams_inside = 8;         // then others come by
 constexpr std::uint64_t ask_again_ns = 100'000'000, ask_again_max_ns = 10'000'000'000;  // for an address that led nowhere, twice as late each time
-constexpr std::size_t wanted_max = 8;                 // asked for at a time
 constexpr std::size_t paths_max = 4096;               // then all are forgotten
 constexpr std::size_t adds_between_looks = 64;        // at paths that are over
 
@@ -289,7 +288,7 @@ DatagramPath* DatagramSender::path_to(const UdOperand& operand) {
 
 void DatagramSender::want(const UdOperand& operand) {
   const auto same = [&](const UdOperand& other) { return address_of(other) == address_of(operand); };
-  if (wanted_.size() < wanted_max && std::none_of(wanted_.begin(), wanted_.end(), same)) wanted_.push_back(operand);
+  if (wanted_count_ < wanted_.size() && std::none_of(wanted_.begin(), wanted_.begin() + wanted_count_, same)) wanted_[wanted_count_++] = operand;
 }
 
 bool DatagramSender::inside(DatagramPath& path) {

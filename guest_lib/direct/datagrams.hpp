@@ -11,7 +11,6 @@
 #include <optional>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "guest_lib/direct/connection.hpp"
 
@@ -82,11 +81,11 @@ class DatagramSender {
 
   // What was missing when a datagram needed it; to be had while no claim is held. The path of memory that is not mapped, or nullptr.
   DatagramPath* take_unmapped_path() { return std::exchange(unmapped_, nullptr); }
-  // Addresses that nothing is known of, …
-  std::vector<UdOperand> take_wanted() { return std::exchange(wanted_, {}); }
+  // An address that nothing is known of, …
+  std::optional<UdOperand> take_wanted() { return wanted_count_ != 0 ? std::optional(wanted_[--wanted_count_]) : std::nullopt; }
   // … and what is: nullptr, datagrams to there are the service's for now.
   void add(const UdOperand& address, std::unique_ptr<DatagramPath> path);
-  bool wants() const { return unmapped_ != nullptr || !wanted_.empty(); }
+  bool wants() const { return unmapped_ != nullptr || wanted_count_ != 0; }
   // Of requests that the service carries out: their addresses are asked for all the same.
   void look_at(const ibv_send_wr& wr);
 
@@ -123,7 +122,8 @@ class DatagramSender {
   std::uint32_t inside_for_ = 0;  // datagrams
   bool any_over_ = false;         // of paths_
   DatagramPath* unmapped_ = nullptr;
-  std::vector<UdOperand> wanted_;
+  std::array<UdOperand, 8> wanted_;  // nothing is allocated while a claim is held
+  std::size_t wanted_count_ = 0;
 };
 
 }  // namespace vrdma::guest

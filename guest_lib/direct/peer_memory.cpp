@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 #include <utility>
 
 #include "guest_lib/memory/manager.hpp"
@@ -47,21 +48,24 @@ Status PeerMemory::add(std::uint32_t backing, int fd, std::uint64_t offset, std:
   };
   Chunk* chunk = unused([bytes](const Chunk& one) { return one.data != nullptr && one.bytes_there >= bytes; });
   auto data = chunk != nullptr ? map(range_of(chunk->data, chunk->bytes_there)) : Result<std::byte*>(Errno{ENOMEM});
+  std::unique_ptr<Chunk> made;
   if (!data) {  // also where a file of huge pages does not go there
     if (chunk != nullptr) chunk->data = nullptr;  // nobody knows what the kernel has left of the range: it is not mapped over again
     chunk = unused([](const Chunk& one) { return one.data == nullptr; });
+    if (chunk == nullptr) {
+      made.reset(new Chunk{no_chunk, nullptr, 0, 0, first.load(std::memory_order_relaxed)});
+      chunk = made.get();
+    }
     data = map({});
   }
   if (!data) return data.error();
-  const bool is_new = chunk == nullptr;
-  if (is_new) chunk = new Chunk{no_chunk, nullptr, 0, 0, first.load(std::memory_order_relaxed)};
   vmci::memcheck::hide(*data, bytes);  // sparse; what keys name of it is shown by who finds them
   if (chunk->data == nullptr) chunk->bytes_there = bytes;
   chunk->data = *data;
   chunk->bytes = bytes;
   // M2: pairs with M1, by either.
   chunk->id.store(id_of(backing, index), std::memory_order_release);
-  if (is_new) first.store(chunk, std::memory_order_release);
+  if (made) first.store(made.release(), std::memory_order_release);
   return ok();
 }
 
