@@ -25,6 +25,7 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   channel->pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
   auto event_fd = make_event_fd(channel->pipe->get());
   if (!event_fd) return event_fd.error();
+  if (Status prepared = channel->events.prepare_to_keep(event_fd->get()); !prepared) return prepared.error();
   if (interrupted) {
     auto ring = (*attachment)->at<control::EventRing>(std::uint64_t{reply->body.ring} * control::ring_unit_bytes);
     if (!ring) return ring.error();
@@ -34,7 +35,7 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   } else if (second) {
     channel->peers = std::make_unique<PrivateFd>(std::move(reply->descriptors[1]));
     if (Status watched = watch_pipe(event_fd->get(), channel->peers->get()); !watched) return watched.error();
-    if (Status used = channel->events.use_peers(event_fd->get(), channel->peers->get()); !used) return used.error();
+    if (Status used = channel->events.use_peers(channel->peers->get()); !used) return used.error();
   }
   channel->attachment = *attachment;
   channel->handle = reply->body.handle;

@@ -48,15 +48,19 @@ class EventSource {
   }
 
   // Likewise: a pipe that does not block, never ends, and is watched by what the application polls.
-  // Events of this process's own posts come with it: their descriptor is made here, where that may fail.
-  Status use_peers(int event_fd, int pipe) {
-    vmci::UniqueFd ready(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!ready) return last_error();
-    ready_.reset(std::move(ready));
-    if (Status watched = watch_pipe(event_fd, ready_.get()); !watched) return watched;
+  Status use_peers(int pipe) {
     if (!kept_.make_room(kept_at_a_time + 1)) return Errno{ENOMEM};
     peers_ = pipe;
     return ok();
+  }
+
+  // The descriptor by which event_fd is readable while something is kept. Where the program is told that it cannot be made, rather than not told of
+  // an event; else it is made when something is.
+  Status prepare_to_keep(int event_fd) {
+    vmci::UniqueFd ready(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!ready) return last_error();
+    ready_.reset(std::move(ready));
+    return watch_pipe(event_fd, ready_.get());
   }
 
   // An event of our own of each has room from now on.
@@ -179,10 +183,7 @@ class EventSource {
   }
 
   void make_readable(int event_fd) {
-    if (!ready_) {
-      ready_.reset(vmci::UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)));
-      (void)watch_pipe(event_fd, ready_.get());
-    }
+    if (!ready_) (void)prepare_to_keep(event_fd);
     const std::uint64_t count = 1;
     ::syscall(SYS_write, ready_.get(), &count, sizeof(count));
   }
