@@ -73,6 +73,15 @@ json state_of(const Place& place, const std::string& name) {
   return nullptr;
 }
 
+// Of machines of other users the service says nothing to who is neither root nor its own user.
+bool is_hidden(const Place& place, const VmRecord& record) {
+  if (!place.state.is_object()) return false;
+  const json& service = place.state.at("service");
+  std::error_code missing;
+  if (service.value("all", true) || !fs::equivalent(service.value("vm_folder", ""), place.folder, missing)) return false;
+  return !knows_user(place.state) || record.tenant.value_or(service.at("uid").get<uid_t>()) != ::geteuid();
+}
+
 Vm machine_of(const VmFolder& folder, const VmRecord& record) {
   return {record.name,
           folder.link(record.name, record.plain),
@@ -84,13 +93,13 @@ Vm machine_of(const VmFolder& folder, const VmRecord& record) {
 }
 
 // Until the service, which watches the folder, has seen a machine there.
-void await_service(Place& place, const VmFolder& folder, const std::string& name) {
-  if (!place.state.is_object()) return;
+void await_service(Place& place, const VmFolder& folder, const VmRecord& record) {
+  if (!place.state.is_object() || is_hidden(place, record)) return;
   for (int tries = 0; tries < seen_tries; ++tries) {
     auto service = find_service(place.socket);
     if (!service) return;
     place.state = query(*service);
-    if (state_of(place, name).is_object()) return;
+    if (state_of(place, record.name).is_object()) return;
     std::this_thread::sleep_for(seen_pause);
   }
   fmt::print(stderr, "vrdma: the service at {} does not serve the machine: is it older than this vrdma, or has it another --vm-folder than {}?\n",
@@ -103,7 +112,8 @@ json describe(const Place& place, const VmFolder& folder, const VmRecord& record
   if (!record.ram.empty()) out["memory_bytes"] = record.memory_bytes, out["ram"] = record.ram;
   if (record.private_ram()) out["bar_bytes"] = record.bar_bytes;
   if (record.tenant) out["tenant"] = *record.tenant;
-  if (const json state = state_of(place, record.name); state.is_object())
+  if (is_hidden(place, record)) out["state"] = "unknown (another user's)";
+  else if (const json state = state_of(place, record.name); state.is_object())
     for (const char* key : {"state", "tenant", "processes", "version"})
       if (state.contains(key)) out[key] = state.at(key);
   return out;
@@ -262,7 +272,7 @@ int vm_add(const VmOptions& options) {
   if (options.uml || options.private_ram) record.ram.clear(), record.memory_bytes = 0;
   record.bar_bytes = bar_bytes;
   write_down(folder, record, options.ram.empty());
-  await_service(place, folder, record.name);
+  await_service(place, folder, record);
   print_how_to_start(describe(place, folder, record), machine_of(folder, record), options.json);
   if (!options.json) note_little_room(record), note_disk(record);
   return 0;
@@ -304,7 +314,7 @@ int vm_uml(const VmOptions& options) {
   const VmFolder folder(place.folder);
   const VmRecord record = folder.read(options.name);
   if (!record.uml()) fail(fmt::format("machine \"{0}\" is one of QEMU's: \"vrdma vm show {0}\" says how it is started", record.name));
-  await_service(place, folder, record.name);
+  await_service(place, folder, record);
   std::vector<std::string> command = options.command;
   if (command.front() == "--") command.erase(command.begin());
   if (command.empty()) fail("there is no kernel to start: give it after --, like linux.uml mem=512M");

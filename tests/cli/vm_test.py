@@ -390,6 +390,18 @@ class Living(VmCase):
             self.assertEqual([vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]], [self.name])
             self.assertEqual(self.vm("remove", self.name).returncode, 0)
 
+    @needs_root
+    def test_of_another_users_machine_it_is_not_said_that_it_is_not_served(self):
+        program = readable_copy(self.folder) / "vrdma"
+        with self.service():
+            self.add()
+            self.add("--tenant", str(NOBODY), name=f"{self.name}-n")
+            asked = self.run_program(*as_nobody(program, "vm", "list", "--json"))
+            states = {vm["name"]: vm["state"] for vm in json.loads(asked.stdout)}
+            self.assertEqual(states, {self.name: "unknown (another user's)", f"{self.name}-n": "waiting"})
+        states = [vm["state"] for vm in json.loads(self.run_program(*as_nobody(program, "vm", "list", "--json")).stdout)]
+        self.assertEqual(states, ["not served"] * 2)  # nobody answers
+
     def test_a_machine_that_is_removed_while_it_runs_is_noted(self):
         with self.service(), socket.socket(socket.AF_UNIX) as qemu:
             qemu.connect(self.add()["link"])
