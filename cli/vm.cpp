@@ -282,6 +282,8 @@ int vm_list(const VmOptions& options) {
   const Place place = find_place(options);
   std::error_code missing;
   if (!options.socket.empty() && place.state.is_null() && !fs::exists(place.folder, missing)) throw unreachable(options.socket);
+  if (!options.folder.empty() && !fs::exists(place.folder, missing))
+    fail(fmt::format("there is no folder {}: name the service's folder of machines by --vm-folder", place.folder));
   const VmFolder folder(place.folder);
   json all = json::array();
   std::string text;

@@ -347,6 +347,12 @@ class Living(VmCase):
         with self.service():
             self.assertEqual(self.vm("list", "--socket", self.socket, "--json").stdout, "[]\n")
 
+    def test_a_folder_that_was_named_and_is_not_there_is_told_from_one_without_machines(self):
+        typo = self.folder / "nowhere"
+        self.assert_refuses(self.vm("list", "--vm-folder", typo), 1, str(typo), "--vm-folder")
+        typo.mkdir()
+        self.assertEqual(self.vm("list", "--json", "--vm-folder", typo).stdout, "[]\n")
+
     def test_list_show_and_remove(self):
         self.assertEqual(self.vm("list", "--json").stdout, "[]\n")
         self.add()
