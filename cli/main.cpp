@@ -147,7 +147,8 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   };
   CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, Of::a_machine);
   takes_size(adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G"))->default_str("2G");
-  adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)");
+  adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)")
+      ->check([](const std::string& file) { return file.empty() ? "\"\" names no file: leave the option out for the default" : ""; });
   takes_user(adding->add_option("--tenant", options.tenant,
                                 "user or uid for whose account its programs run, and as whom QEMU may run besides root "
                                 "(default: that of the service)"));

@@ -293,6 +293,11 @@ os._exit(3)
         nowhere = self.folder / "no/where"
         self.assert_refuses(self.vm("add", self.name, "--ram", nowhere), 1, str(nowhere), "No such file", "--ram")
 
+    def test_a_ram_without_a_name_is_not_the_default(self):
+        self.addCleanup(self.ram(self.name).unlink, missing_ok=True)
+        self.assert_refuses(self.vm("add", self.name, "--ram", ""), 2, "--ram", "names no file")
+        self.assertFalse(self.ram(self.name).exists())
+
     def test_nobody_is_no_tenant(self):
         self.assert_refuses(self.vm("add", self.name, "--tenant", str(2 ** 32 - 1)), 1, "uid")
         for nobody in ("no-such-user", str(2 ** 32), "-1"):
