@@ -42,6 +42,13 @@ std::string preload_library() {
   return preloadable(library);
 }
 
+const char* kernel_remedy(const char* program, int error) {
+  if (error == EACCES) return "it is not executable, or no file";
+  if (error != ENOENT) return "is it a kernel of User Mode Linux for this processor?";
+  const bool packaged = std::strcmp(program, "linux.uml") == 0;  // Debian's name, which "vrdma vm show" prints
+  return packaged ? "install user-mode-linux, or name the kernel" : "check its name";
+}
+
 [[noreturn]] void become(const std::vector<std::string>& command, const std::string& bar, const std::string& library, pid_t launcher) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != launcher) ::_exit(1);  // it is dead already
@@ -54,7 +61,7 @@ std::string preload_library() {
   ::setenv("LD_PRELOAD", library.c_str(), 1);
   ::execvp(arguments[0], arguments.data());
   const int error = errno;
-  std::fprintf(stderr, "vrdma: cannot start %s (%s): install user-mode-linux\n", arguments[0], std::strerror(error));
+  std::fprintf(stderr, "vrdma: cannot start %s (%s): %s\n", arguments[0], std::strerror(error), kernel_remedy(arguments[0], error));
   ::_exit(error == ENOENT ? 127 : 126);
 }
 

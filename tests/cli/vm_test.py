@@ -112,6 +112,18 @@ class Adding(VmCase):
         self.add(name="of-qemu")
         self.assert_refuses(self.vm("uml", "of-qemu", "--", "true"), 1, "vrdma vm show of-qemu")
 
+    def test_a_kernel_that_cannot_be_started_is_told_why(self):
+        text = self.folder / "text"
+        text.write_text("no kernel")
+        with self.service():
+            self.add("--uml")
+            for program, code, word in ((text, 126, "executable"), (self.folder / "nowhere", 127, "check its name")):
+                result = self.vm("uml", self.name, "--", program)
+                self.assert_refuses(result, code, str(program), word)
+                self.assertNotIn("install", result.stderr)
+            result = self.vm("uml", self.name, "--", "linux.uml", env={"PATH": str(self.folder)})
+            self.assert_refuses(result, 127, "install user-mode-linux")
+
     def test_the_launcher_leaves_nothing_behind(self):
         """A kernel that is none, but has memory, and a child that outlives it; its end is the launcher's, the child's too."""
         kernel = self.folder / "kernel"
