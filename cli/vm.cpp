@@ -337,9 +337,8 @@ int vm_remove(const VmOptions& options) {
   const std::string state = known.is_object() ? known.value("state", "") : "";
   if (state == "connected" || state == "attached" || state == "paused")
     fmt::print(stderr,
-               "vrdma: note: {} runs: its programs have lost their device, and it is not found again, not even if it is added anew, until it is "
-               "switched off and started anew\n",
-               options.name);
+               "vrdma: note: {} runs: {}it is not found again, not even if it is added anew, until it is switched off and started anew\n",
+               options.name, known.value("processes", 0u) != 0 ? "its programs have lost their device, and " : "");
   // Ours, as `add` made it. A VM that still runs keeps its pages; they are freed at its end.
   if (ram == vm_default_ram(options.name) && ::unlink(ram.c_str()) != 0 && errno != ENOENT)
     fail(fmt::format("the machine is removed, but not its RAM file {} ({})", ram, std::strerror(errno)));

@@ -434,7 +434,7 @@ class Living(VmCase):
                 time.sleep(0.02)
             result = self.vm("remove", self.name)
             self.assertEqual((result.returncode, result.stdout), (0, ""))
-            self.assertIn(f"{self.name} runs", result.stderr)
+            self.assertIn(f"{self.name} runs: it is not found again", result.stderr)  # it has no programs
             self.add()
             result = self.vm("remove", self.name)
             self.assertEqual((result.returncode, result.stderr), (0, ""))
