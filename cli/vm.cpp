@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <linux/magic.h>
 #include <pwd.h>
+#include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -327,10 +328,11 @@ int vm_remove(const VmOptions& options) {
   const Place place = find_place(options);
   VmFolder folder(place.folder);
   std::string ram;
+  bool is_broken = false;
   try {
     ram = folder.read(options.name).ram;
   } catch (const std::runtime_error&) {
-    // One that cannot be read can be removed all the same, and one that is not there is refused there.
+    is_broken = true;  // it can be removed all the same, and one that is not there is refused there
   }
   folder.remove(options.name);
   const json known = state_of(place, options.name);
@@ -339,6 +341,12 @@ int vm_remove(const VmOptions& options) {
     fmt::print(stderr,
                "vrdma: note: {} runs: {}it is not found again, not even if it is added anew, until it is switched off and started anew\n",
                options.name, known.value("processes", 0u) != 0 ? "its programs have lost their device, and " : "");
+  // It may as well be that of a machine of the same name in another folder.
+  if (struct stat status; is_broken && ::lstat(vm_default_ram(options.name).c_str(), &status) == 0)
+    fmt::print(stderr,
+               "vrdma: note: {0} is left, as the registration did not say whose it is, and keeps a machine \"{1}\" from being added: if it was this "
+               "machine's RAM, remove it, too: rm {0}\n",
+               vm_default_ram(options.name), options.name);
   // Ours, as `add` made it. A VM that still runs keeps its pages; they are freed at its end.
   if (ram == vm_default_ram(options.name) && ::unlink(ram.c_str()) != 0 && errno != ENOENT)
     fail(fmt::format("the machine is removed, but not its RAM file {} ({})", ram, std::strerror(errno)));

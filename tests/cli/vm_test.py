@@ -397,8 +397,12 @@ class Living(VmCase):
         self.assertEqual(([vm["name"] for vm in json.loads(listed.stdout)], listed.returncode), (["whole"], 1))
         self.assertIn(f"{self.name}/vm.json", listed.stderr)
         self.assertEqual(self.vm("remove", "whole").returncode, 0)
-        self.assertEqual(self.vm("remove", self.name).returncode, 0)
+        removed = self.vm("remove", self.name)
+        self.assertEqual(removed.returncode, 0)
+        self.assertIn(f"rm {self.ram(self.name)}", removed.stderr)
+        self.ram(self.name).unlink()
         self.assertEqual(self.vm("list", "--json").stdout, "[]\n")
+        self.add()
 
     def test_a_folder_is_found_beside_the_socket_that_is_named(self):
         del self.environment["VRDMA_SOCKET"]
