@@ -1,5 +1,7 @@
 #include "guest_lib/attachment.hpp"
 
+#include <fcntl.h>
+#include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
@@ -8,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
@@ -36,7 +39,30 @@ std::string service_socket_path() {
 
 namespace {
 
-const char* remedy(int error) {
+// The first of the calls without which no device is opened that a filter of seccomp keeps from this program; null: none of them. Each is asked for
+// what the kernel refuses by another error, or what does nothing; sockets for those of this domain, as filters look at it.
+const char* forbidden_call() {
+  constexpr struct {
+    const char* name;
+    long number, first, second, third;
+  } needed[] = {{"socket", SYS_socket, AF_UNIX, -1, 0},
+                {"connect", SYS_connect, -1, 0, 0},
+                {"sendmsg", SYS_sendmsg, -1, 0, 0},
+                {"recvmsg", SYS_recvmsg, -1, 0, 0},
+                {"fcntl", SYS_fcntl, -1, F_GET_SEALS, 0},
+                {"madvise", SYS_madvise, 0, 0, MADV_DONTFORK},
+                {"eventfd2", SYS_eventfd2, 0, -1, 0},
+                {"epoll_create1", SYS_epoll_create1, -1, 0, 0},
+                {"epoll_ctl", SYS_epoll_ctl, -1, EPOLL_CTL_DEL, -1}};
+  for (const auto& call : needed)
+    if (::syscall(call.number, call.first, call.second, call.third, 0) < 0 && (errno == ENOSYS || errno == EPERM)) return call.name;
+  return nullptr;
+}
+
+std::string remedy(int error) {
+  if (error == ENOSYS || error == EPERM)
+    if (const char* const call = vmci::runs_under_gvisor() ? nullptr : forbidden_call(); call != nullptr)
+      return std::string("a filter of system calls (seccomp) keeps ") + call + " from this program (docs/containers.md says which it needs)";
   if (vmci::runs_under_gvisor()) return "gVisor shares no memory with the host: programs in it cannot be served (docs/containers.md)";
   switch (error) {
     case ENOENT:
@@ -124,13 +150,13 @@ void complain(const std::string& path, Errno error) {
   if (!first_complaint()) return;
   const char* name = strerrorname_np(value(error));
   std::fprintf(stderr, "vrdma: cannot reach the host service at %s (%s): %s\n", path.c_str(), name != nullptr ? name : std::strerror(value(error)),
-               remedy(value(error)));
+               remedy(value(error)).c_str());
 }
 
 void complain_of_device(Errno error) {
   if (!first_complaint()) return;
   const char* name = strerrorname_np(value(error));
-  std::fprintf(stderr, "vrdma: cannot open vrdma0 (%s): %s\n", name != nullptr ? name : std::strerror(value(error)), remedy(value(error)));
+  std::fprintf(stderr, "vrdma: cannot open vrdma0 (%s): %s\n", name != nullptr ? name : std::strerror(value(error)), remedy(value(error)).c_str());
 }
 
 Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) {

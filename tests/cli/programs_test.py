@@ -1,6 +1,8 @@
 """Programs of all kinds under vrdma run: preloaded, sanitized, static, with verbs of their own; and those that cannot be run."""
+import errno
 import os
 import pathlib
+import platform
 import shutil
 import sys
 import unittest
@@ -8,7 +10,33 @@ import unittest
 from support import TestCase
 
 
+# Has the kernel answer the system call of that number by that errno, and becomes the program.
+FORBIDDING = """
+import ctypes, os, struct, sys
+number, error, *program = sys.argv[1:]
+load, equal, answer, allow = (0x20, 0, 0, 0), (0x15, 0, 1, int(number)), (0x06, 0, 0, 0x50000 | int(error)), (0x06, 0, 0, 0x7fff0000)
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in (load, equal, answer, allow)))
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
+libc = ctypes.CDLL(None)
+if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(Filter(4, ctypes.addressof(code)))) != 0:
+    sys.exit("no filter can be installed here")
+os.execvp(program[0], program)
+"""
+CALLS = {"x86_64": {"eventfd2": 290, "madvise": 28, "epoll_ctl": 233}, "aarch64": {"eventfd2": 19, "madvise": 233, "epoll_ctl": 21}}
+
+
 class Programs(TestCase):
+    @unittest.skipUnless(platform.machine() in CALLS, "other numbers of system calls")
+    def test_a_call_that_a_filter_of_seccomp_forbids_is_named(self):
+        with self.service():
+            for call, number in CALLS[platform.machine()].items():
+                for error in (errno.ENOSYS, errno.EPERM):
+                    with self.subTest(call, error=error):
+                        result = self.run_under(sys.executable, "-c", FORBIDDING, str(number), str(error), "ibv_devinfo")
+                        self.assert_refuses(result, 1, f"seccomp) keeps {call} from this program")
+
     def test_a_command_that_preloads_something_itself_sees_the_device(self):
         other = next(line.split()[2] for line in self.run_program("ldd", sys.executable).stdout.splitlines() if "libm.so" in line)
         with self.service():
