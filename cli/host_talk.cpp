@@ -25,11 +25,20 @@ struct Failed : std::runtime_error {
   enum class How {
     plainly,
     unanswered,  // at all: as a firewall does it
+    no_route,    // from here
+    no_host,     // says a router, the kernel, as nobody here has that address, or a firewall
     asked,       // the question is there, and what it wants may be done yet
   };
   explicit Failed(const std::string& what, How how_in = How::plainly) : runtime_error(what), how(how_in) {}
   How how;
 };
+
+Failed::How how_of(const boost::system::error_code& error) {
+  if (error == asio::error::timed_out) return Failed::How::unanswered;
+  if (error == asio::error::network_unreachable) return Failed::How::no_route;
+  if (error == asio::error::host_unreachable) return Failed::How::no_host;
+  return Failed::How::plainly;
+}
 
 // One question to the vrdmad at an address, one answer.
 template <class Answer>
@@ -48,8 +57,7 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   socket.async_connect(endpoint, [&](const boost::system::error_code& result) { error = result; });
   io.run_for(patience);
   if (error)
-    throw Failed(error == asio::error::timed_out ? fmt::format("no answer within {} s", patience.count()) : error.message(),
-                 error == asio::error::connection_refused ? Failed::How::plainly : Failed::How::unanswered);
+    throw Failed(error == asio::error::timed_out ? fmt::format("no answer within {} s", patience.count()) : error.message(), how_of(error));
 
   Hello hello;
   hello.version = VRDMA_VERSION;
@@ -79,6 +87,24 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
 std::string rule(const std::string& from, std::uint16_t port) {
   return fmt::format("nft add rule inet filter input ip{} saddr {} tcp dport {{ {}, {} }} accept", from.find(':') != std::string::npos ? "6" : "",
                      from, port, port + 1);
+}
+
+// `here` may be empty: not known.
+std::string way_remedy(Failed::How how, const std::string& here, const std::string& there, std::uint16_t port) {
+  const std::string let_in = fmt::format("on {}: {}", there, rule(here.empty() ? "ADDRESS OF THIS HOST" : here, port));
+  switch (how) {
+    case Failed::How::unanswered:
+      return let_in;
+    case Failed::How::no_route:
+      return fmt::format("no route leads there: this host has none (\"ip route get {}\" says so), or a router on the way. Add it, or correct the address", there);
+    case Failed::How::no_host:
+      return fmt::format("is that host up, at that address, and the route to it right (\"ip route get {0}\", \"ip neigh show {0}\")? If so, a firewall refuses: {1}",
+                         there, let_in);
+    case Failed::How::plainly:
+    case Failed::How::asked:
+      break;
+  }
+  return "is vrdmad running there, with \"hosts\" in its configuration, and the certificates of one subnet on both hosts?";
 }
 
 }  // namespace
@@ -148,9 +174,7 @@ std::vector<Finding> examine_host(const std::string& folder, const std::string& 
                           "on this host: " + rule(there->first, port)});
   } catch (const Failed& error) {
     findings.push_back({Level::problem, "to", fmt::format("{} cannot be reached: {}", at, error.what()),
-                        error.how == Failed::How::unanswered
-                            ? fmt::format("on {}: {}", there->first, rule(here.empty() ? "ADDRESS OF THIS HOST" : here, there->second))
-                            : "is vrdmad running there, with \"hosts\" in its configuration, and the certificates of one subnet on both hosts?"});
+                        way_remedy(error.how, here, there->first, there->second)});
   }
   return findings;
 }

@@ -140,6 +140,19 @@ class Doctor(TestCase):
                 for word in words:
                     self.assertIn(word, result.stdout)
 
+    def test_a_host_to_which_no_route_leads_is_not_one_whose_firewall_is_silent(self):
+        subnet = self.folder / "subnet"
+        self.assertEqual(self.vrdma("host", "init", "one", "--folder", subnet).returncode, 0)
+        in_a_network_of_its_own = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip route add unreachable 203.0.113.1 && exec "$@"', "-"]
+        doctor = [BIN / "vrdma", "doctor", "--folder", subnet, "--socket", self.socket]
+        with self.service():
+            said = self.run_program(*doctor, "255.255.255.255").stdout  # nobody's route leads a connection there
+            self.assertIn("ip route get 255.255.255.255", said)
+            self.assertNotIn("nft", said)
+            if self.run_program(*in_a_network_of_its_own, "true").returncode != 0:
+                self.skipTest("no user and network namespaces here, or no ip")
+            self.assertIn("ip neigh show 203.0.113.1", self.run_program(*in_a_network_of_its_own, *doctor, "203.0.113.1").stdout)
+
     def test_few_open_files_are_noted(self):
         def limit():
             resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
