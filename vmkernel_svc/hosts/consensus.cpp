@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 namespace vrdma::hosts {
 
 Consensus::Consensus(std::string me, std::vector<std::string> managers, Timing timing, std::uint64_t seed, Memory memory)
-    : me_(std::move(me)), managers_(std::move(managers)), timing_(timing), random_(seed), memory_(std::move(memory)) {
+    : me_(std::move(me)), managers_(std::move(managers)), timing_(timing), random_(seed), number_(random_() | 1), memory_(std::move(memory)) {
   voter_ = std::find(managers_.begin(), managers_.end(), me_) != managers_.end();
 }
 
@@ -16,6 +17,7 @@ void Consensus::wait_again(std::uint64_t now_ms) { stand_at_ms_ = now_ms + timin
 
 void Consensus::tick(std::uint64_t now_ms, Outbox& out) {
   if (!voter_) return;
+  if (silent_until_ms_ == 0) silent_until_ms_ = now_ms + 2 * timing_.election_ms;
   if (stance_ == Stance::leader) {
     for (auto& [name, follower] : followers_)
       if (now_ms - follower.sent_ms >= timing_.heartbeat_ms) send_append(now_ms, name, out);
@@ -61,19 +63,20 @@ void Consensus::stand(bool trial, std::uint64_t now_ms, Outbox& out) {
   }
   stance_ = trial ? Stance::trying : Stance::candidate;
   leader_.clear();
-  votes_for_us_ = {me_};
+  votes_for_us_ = {{me_, number()}};
   wait_again(now_ms);
-  if (votes_for_us_.size() >= majority()) return lead(now_ms, out);
+  if (elected()) return lead(now_ms, out);
   for (const auto& name : managers_)
     if (name != me_) out.send(name, VoteRequest{memory_.term + (trial ? 1 : 0), memory_.state.id(), trial});
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteRequest& m, Outbox& out) {
+  if (is_silent(now_ms) && m.last != StateId{}) return;
   // A leader that is well keeps its place.
   const bool led = stance_ == Stance::leader || (!leader_.empty() && now_ms - heard_ms_ < timing_.election_ms);
   if (m.trial) {
     const bool would = !led && m.term > memory_.term && m.last >= memory_.state.id();
-    return out.send(from, VoteReply{would ? m.term : memory_.term, would, true});
+    return out.send(from, VoteReply{would ? m.term : memory_.term, would, true, number()});
   }
   if (m.term > memory_.term) {
     if (led) return;  // it will hear of the leader, or ask again
@@ -85,7 +88,7 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteRequest& m,
     memory_.voted_for = from.name;
     wait_again(now_ms);
   }
-  out.send(from, VoteReply{memory_.term, granted, false});
+  out.send(from, VoteReply{memory_.term, granted, false, number()});
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteReply& m, Outbox& out) {
@@ -94,11 +97,17 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteReply& m, O
     return;
   }
   const bool counts = m.trial ? stance_ == Stance::trying && m.term == memory_.term + 1 : stance_ == Stance::candidate && m.term == memory_.term;
-  if (!counts) return;
-  votes_for_us_.insert(from.name);
-  if (votes_for_us_.size() < majority()) return;
+  if (!counts || now_ms >= stand_at_ms_) return;  // later than that, who has lost its file does not fear its old vote
+  votes_for_us_[from.name] = m.blank;
+  if (!elected()) return;
   if (m.trial) return stand(false, now_ms, out);
   lead(now_ms, out);
+}
+
+bool Consensus::elected() const {
+  std::size_t good = 0;
+  for (const auto& [name, blank] : votes_for_us_) good += blank == 0;
+  return good >= majority() || votes_for_us_.size() == managers_.size();
 }
 
 void Consensus::lead(std::uint64_t now_ms, Outbox& out) {
@@ -106,8 +115,17 @@ void Consensus::lead(std::uint64_t now_ms, Outbox& out) {
   leader_ = me_;
   led_from_ = memory_.state.id();
   out.log.push_back(fmt::format("this host leads the subnet (term {})", memory_.term));
-  for (const auto& name : managers_)
-    if (name != me_) followers_[name].heard_of_ms = now_ms;
+  const bool by_all = votes_for_us_.size() == managers_.size();
+  for (const auto& name : managers_) {
+    if (name == me_) continue;
+    Follower& follower = followers_[name];
+    follower.heard_of_ms = now_ms;
+    if (const auto vote = votes_for_us_.find(name); vote != votes_for_us_.end() && vote->second != 0) {
+      follower.blank = vote->second;
+      follower.blank_since_ms = now_ms;
+      follower.elected_us = by_all;
+    }
+  }
   committed_ = State{};  // nothing yet: see leads()
   memory_.state.begin(memory_.term);
   out.save = true;
@@ -124,10 +142,12 @@ void Consensus::propose(std::uint64_t now_ms, State changed, Outbox& out) {
 
 void Consensus::send_append(std::uint64_t now_ms, const std::string& to, Outbox& out) {
   Follower& follower = followers_[to];
-  Append append{memory_.term, ++sequence_, std::nullopt};
+  Append append{memory_.term, ++sequence_, std::nullopt, 0};
   // A heartbeat first shows what it has; then it is sent what it lacks, or all.
   const bool first = follower.sent_ms == 0;
-  if (!first && !(follower.in_our_history && follower.has == memory_.state.id()))
+  if (!first && follower.blank) {
+    if (may_learn(follower)) append.delta = memory_.state.since({}), append.blank = *follower.blank;
+  } else if (!first && !(follower.in_our_history && follower.has == memory_.state.id()))
     append.delta = memory_.state.since(follower.in_our_history ? follower.has : StateId{});
   follower.sent_ms = now_ms;
   follower.sent_at[sequence_] = now_ms;
@@ -135,22 +155,29 @@ void Consensus::send_append(std::uint64_t now_ms, const std::string& to, Outbox&
   out.send(to, std::move(append));
 }
 
+bool Consensus::may_learn(const Follower& blank) const {
+  std::size_t heard = 1;
+  for (const auto& [name, follower] : followers_) heard += !follower.blank && follower.heard_of_ms > blank.blank_since_ms;
+  return blank.elected_us || heard >= majority();
+}
+
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const Append& m, Outbox& out) {
-  if (m.term < memory_.term) return out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id()});
+  if (m.term < memory_.term) return out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id(), number()});
   if (m.term > memory_.term || stance_ != Stance::follower || leader_ != from.name) {
     if (leader_ != from.name) out.log.push_back(fmt::format("\"{}\" leads the subnet (term {})", from.name, m.term));
     follow(m.term, from.name, now_ms, out);
   }
   heard_ms_ = now_ms;
   wait_again(now_ms);
-  if (m.delta) {
+  if (is_silent(now_ms) && memory_.voted_for != from.name) return;
+  if (m.delta && (!blank() || m.blank == number_)) {
     // From nothing, or exactly from what we have; and never backwards within a term, where messages may overtake.
     const StateId ours = memory_.state.id();
     const bool fits = m.delta->from == StateId{} || m.delta->from == ours;
     const bool forward = ours.term != m.term || m.delta->to > ours;
     if (m.delta->to.term == m.term && fits && forward && memory_.state.apply(*m.delta)) out.save = true;
   }
-  out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id()});
+  out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id(), number()});
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const AppendReply& m, Outbox& out) {
@@ -161,14 +188,22 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const AppendReply& m,
     follower.heard_of_ms = std::max(follower.heard_of_ms, sent->second);
     follower.sent_at.erase(follower.sent_at.begin(), std::next(sent));
   }
+  if (m.sequence <= follower.answered) return;  // it said this before what we know of it
+  const bool first = std::exchange(follower.answered, m.sequence) == 0;
   // It has what we had when the term began, or what we made since: then it has our history up to there.
   const bool ours = m.at == led_from_ || m.at.term == memory_.term;
-  if (!follower.in_our_history || m.at > follower.has) {
-    const bool news = follower.in_our_history != ours || m.at != follower.has;
-    follower.in_our_history = ours;
-    follower.has = m.at;
-    if (m.at != memory_.state.id() && news) send_append(now_ms, from.name, out);
+  // It may have less than before: its file is lost, or an old one.
+  const bool news = first || follower.in_our_history != ours || m.at != follower.has;
+  follower.in_our_history = ours;
+  follower.has = m.at;
+  if (m.at != StateId{} || m.blank == 0) {  // 0: of an older version, which counts as it always did
+    follower.blank.reset();
+  } else if (follower.blank != m.blank) {
+    follower.blank = m.blank;
+    follower.blank_since_ms = now_ms;
+    follower.elected_us = false;
   }
+  if (m.at != memory_.state.id() && news) send_append(now_ms, from.name, out);
   see_commit(out);
 }
 
@@ -185,7 +220,7 @@ void Consensus::see_commit(Outbox& out) {
 
 bool Consensus::heard_of_majority(std::uint64_t now_ms) const {
   std::size_t heard = 1;
-  for (const auto& [name, follower] : followers_) heard += now_ms - follower.heard_of_ms < timing_.election_ms;
+  for (const auto& [name, follower] : followers_) heard += (!follower.blank || follower.elected_us) && now_ms - follower.heard_of_ms < timing_.election_ms;
   return heard >= majority();
 }
 

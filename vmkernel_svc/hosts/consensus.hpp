@@ -7,6 +7,18 @@
 // A majority that has a change and a majority that votes have a manager in common, so a new leader knows all that was ever
 // committed. It believes in nothing before a state of its own term is committed (Raft 5.4.2).
 //
+// A manager without any state (`blank`) is new, or has lost its file, and with it what it voted and had on disk. It counts for nothing,
+// or a majority of such ones would lead without what was committed:
+//
+//   - its vote counts only where all managers have voted for the same one: nobody else can know more then. So a subnet begins, and
+//     goes on where a majority lost their files
+//   - for two elections' time it votes for nobody who has a state, and answers no leader but one that it has voted for, as then all have:
+//     whoever else it may have voted for has won by then, or never will
+//   - it takes the state only from a leader who names its number, which is another each time: from one whom all elected, or who has
+//     heard, after it heard of that number, of a majority of those who have one. No other led then, nor could have won by its old vote
+//
+// With the state it is as good as any. (An old copy of the file that is put back looks like a good one: nobody can know.)
+//
 // Elections are tried first (`trial`): who comes back from a partition does not unseat a leader that is well. A leader that has
 // not heard of a majority for election_ms stops leading.
 #pragma once
@@ -14,7 +26,6 @@
 #include <map>
 #include <optional>
 #include <random>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -44,6 +55,9 @@ class Consensus final : public Agreement {
   std::uint64_t term() const override { return memory_.term; }
   const Memory& memory() const { return memory_; }
   bool votes() const { return voter_; }
+  bool blank() const { return memory_.state.id() == StateId{}; }
+  // Leads, and what it changed is not at a majority yet.
+  bool is_committing() const { return stance_ == Stance::leader && committed_.id() != memory_.state.id(); }
 
   bool can_propose(std::uint64_t now_ms) const override { return leads(now_ms) && memory_.state.id() == committed_.id(); }
   void propose(std::uint64_t now_ms, State changed, Outbox& out) override;
@@ -51,8 +65,12 @@ class Consensus final : public Agreement {
  private:
   enum class Stance { follower, trying, candidate, leader };
   struct Follower {
-    StateId has;                    // known only where `in_our_history`
+    StateId has;                    // by its newest answer; a state of ours only where `in_our_history`
     bool in_our_history = false;
+    std::uint64_t answered = 0;     // sequence of that
+    std::optional<std::uint64_t> blank;  // its number while it has no state
+    std::uint64_t blank_since_ms = 0;    // when we heard of that number
+    bool elected_us = false;             // under that number, as all others did
     std::uint64_t heard_of_ms = 0;  // when the request was sent that it answered last
     std::uint64_t sent_ms = 0;
     std::map<std::uint64_t, std::uint64_t> sent_at;  // sequence → when; few
@@ -63,6 +81,10 @@ class Consensus final : public Agreement {
   void stand(bool trial, std::uint64_t now_ms, Outbox& out);
   void lead(std::uint64_t now_ms, Outbox& out);
   void send_append(std::uint64_t now_ms, const std::string& to, Outbox& out);
+  bool may_learn(const Follower& follower) const;
+  bool elected() const;
+  std::uint64_t number() const { return blank() ? number_ : 0; }
+  bool is_silent(std::uint64_t now_ms) const { return blank() && (silent_until_ms_ == 0 || now_ms < silent_until_ms_); }
   void see_commit(Outbox& out);
   void wait_again(std::uint64_t now_ms);
   bool heard_of_majority(std::uint64_t now_ms) const;
@@ -77,6 +99,8 @@ class Consensus final : public Agreement {
   const Timing timing_;
   bool voter_ = false;
   std::mt19937_64 random_;
+  const std::uint64_t number_;  // of this life while it is blank; not 0
+  std::uint64_t silent_until_ms_ = 0;  // while blank; 0: since before the first tick
   Memory memory_;
   State committed_;
   Stance stance_ = Stance::follower;
@@ -85,7 +109,7 @@ class Consensus final : public Agreement {
   std::uint64_t stand_at_ms_ = 0;
   std::uint64_t sequence_ = 0;
   StateId led_from_;             // our state when the term began: with what we make, our history
-  std::set<std::string> votes_for_us_;
+  std::map<std::string, std::uint64_t> votes_for_us_;  // whose → its number if it is blank
   std::map<std::string, Follower> followers_;
 };
 

@@ -201,13 +201,17 @@ json body(const PartitionsReply& m) {
   return {{"type", "partitions"}, {"error", m.error}, {"leader", m.leader}, {"port", m.port}, {"partitions", as_json(m.partitions)}};
 }
 json body(const VoteRequest& m) { return {{"type", "vote"}, {"term", m.term}, {"last", as_json(m.last)}, {"trial", m.trial}}; }
-json body(const VoteReply& m) { return {{"type", "voted"}, {"term", m.term}, {"granted", m.granted}, {"trial", m.trial}}; }
+json with_blank(json out, std::uint64_t blank) {
+  if (blank != 0) out["blank"] = blank;
+  return out;
+}
+json body(const VoteReply& m) { return with_blank({{"type", "voted"}, {"term", m.term}, {"granted", m.granted}, {"trial", m.trial}}, m.blank); }
 json body(const Append& m) {
   json out{{"type", "append"}, {"term", m.term}, {"sequence", m.sequence}};
   if (m.delta) out["delta"] = as_json(*m.delta);
-  return out;
+  return with_blank(out, m.blank);
 }
-json body(const AppendReply& m) { return {{"type", "appended"}, {"term", m.term}, {"sequence", m.sequence}, {"at", as_json(m.at)}}; }
+json body(const AppendReply& m) { return with_blank({{"type", "appended"}, {"term", m.term}, {"sequence", m.sequence}, {"at", as_json(m.at)}}, m.blank); }
 json body(const Renew& m) {
   return {{"type", "renew"}, {"sequence", m.sequence}, {"run", m.run}, {"address", m.address}, {"port", m.port}, {"carrier_port", m.carrier_port},
           {"lids_wanted", m.lids_wanted}, {"held", as_json(m.held)}, {"known", as_json(m.known)}};
@@ -220,6 +224,7 @@ json body(const Redirect& m) { return {{"type", "redirect"}, {"sequence", m.sequ
 
 Message message_of(const json& o) {
   const auto n64 = [&](const char* key) { return number<std::uint64_t>(o, key); };
+  const auto blank = [&] { return o.contains("blank") ? n64("blank") : 0; };  // older managers say none
   const std::string type = text(o, "type");
   if (type == "hello") return hello_of(o);
   if (type == "ping") return Ping{n64("sequence")};
@@ -236,13 +241,13 @@ Message message_of(const json& o) {
                            partitions_of(found == o.end() ? json() : *found)};
   }
   if (type == "vote") return VoteRequest{n64("term"), id_in(o, "last"), truth(o, "trial")};
-  if (type == "voted") return VoteReply{n64("term"), truth(o, "granted"), truth(o, "trial")};
+  if (type == "voted") return VoteReply{n64("term"), truth(o, "granted"), truth(o, "trial"), blank()};
   if (type == "append") {
-    Append m{n64("term"), n64("sequence"), std::nullopt};
+    Append m{n64("term"), n64("sequence"), std::nullopt, blank()};
     if (const auto found = o.find("delta"); found != o.end()) m.delta = delta_of(*found);
     return m;
   }
-  if (type == "appended") return AppendReply{n64("term"), n64("sequence"), id_in(o, "at")};
+  if (type == "appended") return AppendReply{n64("term"), n64("sequence"), id_in(o, "at"), blank()};
   if (type == "renew")
     return Renew{n64("sequence"),
                  printable(text(o, "run")),

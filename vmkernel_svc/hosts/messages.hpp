@@ -51,11 +51,11 @@ struct RemoveReply { std::string error, leader; std::uint16_t port = 0; };  // l
 struct ChangePartition { std::uint16_t pkey = 0; bool add = false; std::vector<Membership> members; };
 struct PartitionsReply { std::string error, leader; std::uint16_t port = 0; Partitions partitions; };
 
-// Consensus of the managers (consensus.hpp).
+// Consensus of the managers (consensus.hpp). `blank`: the number of one that has no state; 0: it has one, or is older than such numbers.
 struct VoteRequest { std::uint64_t term = 0; StateId last; bool trial = false; };
-struct VoteReply { std::uint64_t term = 0; bool granted = false, trial = false; };
-struct Append { std::uint64_t term = 0, sequence = 0; std::optional<Delta> delta; };
-struct AppendReply { std::uint64_t term = 0, sequence = 0; StateId at; };
+struct VoteReply { std::uint64_t term = 0; bool granted = false, trial = false; std::uint64_t blank = 0; };
+struct Append { std::uint64_t term = 0, sequence = 0; std::optional<Delta> delta; std::uint64_t blank = 0; };  // blank: whom alone it makes one that has
+struct AppendReply { std::uint64_t term = 0, sequence = 0; StateId at; std::uint64_t blank = 0; };
 
 // Members and the manager that leads (member.hpp, manager.hpp).
 struct Renew {

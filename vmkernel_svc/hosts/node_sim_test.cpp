@@ -1,9 +1,11 @@
 // The code of node.hpp on a virtual network and clock: messages are lost, late and out of order; hosts crash, come back with what
-// was on disk, are cut off, removed, and copied. Whatever happens, no LID may be given by two; when it ends, all have a lease.
+// was on disk, or with nothing, are cut off, removed, and copied. Whatever happens, no LID may be given by two, and nothing that was
+// committed is forgotten; when it ends, all have a lease.
 // Seeded: a failure names its seed, and VRDMA_SIM_SEED runs that alone. VRDMA_SIM_SHARE=N runs an N-th of it, for slow builds.
 #include <doctest/doctest.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -46,6 +48,21 @@ class Subnet {
     const auto life = ++host.life;
     at(now_ + below(tick_ms), [this, i, life] { tick(i, life); });
   }
+  // A manager's file is lost. At least one other has what was committed last: of what nobody has, nobody can know.
+  bool lose_file(std::size_t i) {
+    bool safe = false;
+    for (std::size_t j = 0; j < managers_.size(); ++j) safe |= j != i && hosts_[j]->disk.consensus.state.id() >= committed_.id();
+    if (!safe) return false;
+    crash(i);
+    hosts_[i]->disk = {};
+    return true;
+  }
+  // The same list of managers on all hosts, and all of them start anew.
+  void set_managers(std::size_t count) {
+    managers_.clear();
+    for (std::size_t i = 0; i < count; ++i) managers_.push_back(name_of(i));
+    for (std::size_t i = 0; i < hosts_.size(); ++i) crash(i), start(i);
+  }
   void part(std::size_t i, int island) { hosts_[i]->island = island; }
   void heal() {
     for (auto& host : hosts_) host->island = 0;
@@ -84,6 +101,7 @@ class Subnet {
   bool alive(std::size_t i) const { return hosts_[i]->node != nullptr; }
   bool may_give(std::size_t i) const { return alive(i) && hosts_[i]->node->member().may_give(time_of(*hosts_[i])); }
   LidRange lids(std::size_t i) const { return hosts_[i]->node->member().lids(); }
+  bool is_blank(std::size_t i) const { return hosts_[i]->node->consensus().blank(); }
   bool knows(std::size_t i, const std::string& name) const { return hosts_[i]->node->member().known().find(name) != nullptr; }
   std::size_t leader() const {
     for (std::size_t i = 0; i < hosts_.size(); ++i)
@@ -166,11 +184,40 @@ class Subnet {
       });
     }
     check(i);
+    check_committed(i);
   }
 
   std::size_t find(const std::string& name, std::size_t from) const {
     const auto number = static_cast<std::size_t>(std::atoi(name.c_str() + 1));  // copies come later in the list
     return number < hosts_.size() && hosts_[number]->name == name && number != from ? number : hosts_.size();
+  }
+
+  // Of two states that were committed, the later one knows all of the earlier one, whoever committed them, and when.
+  void check_committed(std::size_t i) {
+    const SimHost& host = *hosts_[i];
+    if (!host.node || !host.node->leads(time_of(host))) return;
+    const State& state = host.node->consensus().committed();
+    if (state.id() == committed_.id()) {
+      if (state.hosts() != committed_.hosts()) failure = fmt::format("at {} ms {} has committed another state {}/{}", now_, host.name, state.id().term, state.id().version);
+      return;
+    }
+    const State& before = state.id() < committed_.id() ? state : committed_;
+    const State& after = state.id() < committed_.id() ? committed_ : state;
+    std::string lost;
+    for (const auto& [serial, gone] : before.removed())
+      if (!after.removed().contains(serial)) lost = "that " + gone.name + " was removed";
+    for (const auto& [name, known] : before.hosts()) {
+      const Host* const still = after.find(name);
+      if (still != nullptr && still->lids == known.lids) continue;
+      const bool was_removed = std::ranges::any_of(after.removed(), [&host = known, &before](const auto& entry) {
+        return entry.second.name == host.name && entry.second.changed > before.id().version;
+      });
+      if (!was_removed) lost = "the LIDs of " + name;
+    }
+    if (!lost.empty())
+      failure = fmt::format("at {} ms {} leads, and the subnet has forgotten {}: {}/{} after {}/{}", now_, host.name, lost, after.id().term, after.id().version,
+                            before.id().term, before.id().version);
+    if (&after == &state) committed_ = State(state);
   }
 
   // Nobody else may give what this one may give.
@@ -199,6 +246,7 @@ class Subnet {
   std::priority_queue<Event> events_;
   std::map<std::uint16_t, std::pair<std::uint16_t, std::size_t>> given_;  // first → last, who gave last
   std::uint64_t now_ = 0, numbers_ = 0;
+  State committed_;  // the last that anybody has seen a leader commit
 };
 
 // A minute or two of trouble for everybody.
@@ -206,7 +254,7 @@ void trouble(Subnet& subnet, std::size_t managers, std::uint64_t seconds) {
   subnet.chaos = true;
   for (std::uint64_t second = 0; second < seconds && subnet.failure.empty(); ++second) {
     const std::size_t anybody = subnet.below(subnet.size()), manager = subnet.below(managers);
-    switch (subnet.below(10)) {
+    switch (subnet.below(11)) {
       case 0: subnet.crash(anybody); break;
       case 1: subnet.crash(manager); break;
       case 2: case 3: subnet.start(anybody), subnet.start(manager); break;
@@ -218,6 +266,7 @@ void trouble(Subnet& subnet, std::size_t managers, std::uint64_t seconds) {
       case 7: subnet.lost_percent = subnet.below(40), subnet.delay_most_ms = 1 + subnet.below(1500); break;
       case 8: subnet.remove(anybody); break;
       case 9: subnet.certify_again(anybody); break;
+      case 10: subnet.lose_file(manager); break;
     }
     subnet.run_for(500 + subnet.below(5000));
   }
@@ -324,6 +373,57 @@ TEST_CASE("WhatWasAgreedIsKnownToWhoeverLeadsNext") {
     subnet.part(cut_off, 0);
     subnet.run_for(60'000);
     CHECK_MESSAGE(subnet.knows(cut_off, "h3"), again(seed));
+  });
+}
+
+TEST_CASE("ManagersThatLoseTheirFilesOneAfterTheOtherLoseNothingThatWasCommitted") {
+  seeds(20, [](std::uint64_t seed) {
+    Subnet subnet(seed, 5, 3, 64);
+    subnet.run_for(20'000);
+    REQUIRE(subnet.unsettled() == "");
+    const LidRange before = subnet.lids(4);
+    for (std::size_t step = 1; step <= 6 && subnet.failure.empty(); ++step) {
+      const std::size_t leader = subnet.leader(), one = (leader + step) % 3;  // of others twice, then of who leads
+      REQUIRE(subnet.lose_file(one));
+      subnet.certify_again(one);
+      subnet.run_for(25'000);
+      CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
+      CHECK_MESSAGE(!subnet.is_blank(one), again(seed));
+    }
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
+    CHECK(subnet.lids(4) == before);
+  });
+}
+
+TEST_CASE("TwoOfThreeManagersThatLoseTheirFilesAtOnceLearnFromTheThirdWhenAllRun") {
+  seeds(20, [](std::uint64_t seed) {
+    Subnet subnet(seed, 5, 3, 64);
+    subnet.run_for(20'000);
+    const std::size_t leader = subnet.leader(), third = seed % 2 == 0 ? leader : (leader + 1) % 3;
+    subnet.crash(third);
+    for (std::size_t i = 0; i < 3; ++i)
+      if (i != third) subnet.lose_file(i), subnet.start(i);
+    subnet.run_for(100'000);
+    for (std::size_t i = 0; i < 5; ++i) CHECK_MESSAGE((i == third || !subnet.may_give(i)), again(seed));
+    subnet.start(third);
+    subnet.run_for(60'000);
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
+    CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
+    for (std::size_t i = 0; i < 3; ++i) CHECK_MESSAGE(!subnet.is_blank(i), again(seed));
+  });
+}
+
+TEST_CASE("ManagersThatAreAddedLaterLearnWhatTheFirstOneKnows") {
+  seeds(20, [](std::uint64_t seed) {
+    Subnet subnet(seed, 6, 1, 64);
+    for (const std::size_t managers : {3, 5, 2, 4, 1}) {
+      subnet.run_for(60'000);
+      REQUIRE_MESSAGE(subnet.unsettled() == "", again(seed));
+      subnet.set_managers(managers);
+    }
+    subnet.run_for(60'000);
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
+    CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
   });
 }
 

@@ -37,7 +37,7 @@ std::string clash_in(const Delta& delta) {
 SubnetFile load_subnet(const std::filesystem::path& file) {
   SubnetFile content;
   if (!std::filesystem::exists(file)) return content;
-  constexpr const char* remedy = "restore it from a copy; where this host is no manager of the subnet, remove it: the others know what it held (a manager could vote twice)";
+  constexpr const char* remedy = "remove it: the others know what it held (where this host is the only manager of the subnet, restore it from a copy: else its partitions are lost)";
   std::string why;
   std::optional<Delta> delta;
   try {
