@@ -37,7 +37,7 @@ const char* const whole = R"({
   "hca": {"state": "ACTIVE", "why": "", "device": "rxe0", "port": 1, "link_layer": "Ethernet", "gid": "fe80::3", "gid_index": 1, "mtu": 1024, "pfc": "off", "connections": 1,
     "registrations": 2, "being_registered": 1, "counters": {"sent_messages": 1}},
   "subnet": {"name": "a", "folder": "/f", "address": "10.0.0.1", "port": 28250, "lids": [1, 99], "lease_s": 20, "may_give": true, "leader": "a", "problem": "a problem",
-    "manages": true, "strangers": 1, "last_stranger": "10.0.0.9",
+    "manages": true, "manager_problem": "no state", "strangers": 1, "last_stranger": "10.0.0.9",
     "others": [{"name": "b", "address": "10.0.0.2", "port": 28250, "lids": [100, 199], "reachable": false, "manages": true, "leads": false, "version": "9.9", "problem": "away"}]},
   "tenants": [{"uid": 1000, "guests": 1, "objects": 5, "registered_bytes": 4096, "queue_bytes": 1, "moved_bytes": 2}],
   "cache": {"routes": {"hits": 1, "misses": 2, "invalidations": 3}},

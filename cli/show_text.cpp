@@ -192,6 +192,7 @@ void hosts(Shown state, std::string& out) {
   line.add("lease", us.at("may_give").is_true() ? us.at("lease_s").text() + "s" : "none");
   line.add_if(us.at("manages").is_true(), "manager", leader == us.at("name").text() ? "leads" : "yes");
   line.add("leader", leader.empty() ? "none" : leader).add_quoted("problem", us.at("problem"));
+  if (us.at("manager_problem").says_something()) line.add_quoted("manager_problem", us.at("manager_problem"));
   if (us.at("strangers").number() != 0) line.add("refused", us.at("strangers")).add_quoted("last_refused", us.at("last_stranger"));
   line.end(out);
   for (const Shown other : us.at("others")) {

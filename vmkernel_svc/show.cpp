@@ -37,7 +37,7 @@ json describe(const hosts::Service& service, const std::string& folder) {
   const auto left = std::chrono::duration_cast<std::chrono::seconds>(now->lease_until - hosts::BootClock::now()).count();
   json out{{"name", now->us.name},     {"folder", folder},           {"address", now->us.address}, {"port", now->us.port},       {"lids", lids(now->lids)},
            {"lease_s", std::max<std::int64_t>(left, 0)}, {"may_give", now->may_give()}, {"leader", now->leader},     {"problem", now->problem},
-           {"manages", now->manages},  {"term", now->term},          {"strangers", now->strangers}, {"last_stranger", now->last_stranger}};
+           {"manages", now->manages},  {"manager_problem", now->manager_problem}, {"term", now->term},          {"strangers", now->strangers}, {"last_stranger", now->last_stranger}};
   out["others"] = json::array();
   for (const auto& [name, other] : now->others)
     out["others"].push_back({{"name", name}, {"address", other.host.address}, {"port", other.host.port}, {"id", other.host.id}, {"lids", lids(other.host.lids)},

@@ -128,6 +128,7 @@ void Consensus::lead(std::uint64_t now_ms, Outbox& out) {
   }
   committed_ = State{};  // nothing yet: see leads()
   memory_.state.begin(memory_.term);
+  changed_ms_ = now_ms;
   out.save = true;
   for (const auto& [name, follower] : followers_) send_append(now_ms, name, out);
   see_commit(out);
@@ -135,6 +136,7 @@ void Consensus::lead(std::uint64_t now_ms, Outbox& out) {
 
 void Consensus::propose(std::uint64_t now_ms, State changed, Outbox& out) {
   memory_.state = std::move(changed);
+  changed_ms_ = now_ms;
   out.save = true;
   for (const auto& [name, follower] : followers_) send_append(now_ms, name, out);
   see_commit(out);

@@ -56,8 +56,10 @@ class Consensus final : public Agreement {
   const Memory& memory() const { return memory_; }
   bool votes() const { return voter_; }
   bool blank() const { return memory_.state.id() == StateId{}; }
-  // Leads, and what it changed is not at a majority yet.
-  bool is_committing() const { return stance_ == Stance::leader && committed_.id() != memory_.state.id(); }
+  // Leads, and what it changed has not come to a majority's disks for longer than an election takes.
+  bool is_stuck(std::uint64_t now_ms) const {
+    return stance_ == Stance::leader && committed_.id() != memory_.state.id() && now_ms - changed_ms_ >= timing_.election_ms;
+  }
 
   bool can_propose(std::uint64_t now_ms) const override { return leads(now_ms) && memory_.state.id() == committed_.id(); }
   void propose(std::uint64_t now_ms, State changed, Outbox& out) override;
@@ -107,6 +109,7 @@ class Consensus final : public Agreement {
   std::string leader_;
   std::uint64_t heard_ms_ = 0;   // of a leader
   std::uint64_t stand_at_ms_ = 0;
+  std::uint64_t changed_ms_ = 0;  // the state, by us
   std::uint64_t sequence_ = 0;
   StateId led_from_;             // our state when the term began: with what we make, our history
   std::map<std::string, std::uint64_t> votes_for_us_;  // whose → its number if it is blank

@@ -70,6 +70,7 @@ class Managers {
     perform(to, std::move(out));
   }
 
+  std::uint64_t now() const { return now_; }
   std::map<std::pair<std::string, std::string>, std::vector<Message>> sent;  // by who to whom
 
  private:
@@ -153,6 +154,7 @@ TEST_CASE("ALeaderThatHearsOfNoMajorityTeachesNobody") {
   CHECK(managers.leader() == leader);
   managers.run_for(1'500);
   CHECK(managers.leader() == leader);
+  CHECK_FALSE(managers.at(leader).is_stuck(managers.now()));
   managers.run_for(100'000);
   CHECK(managers.leader() == "");
   CHECK(managers.at(third).blank());

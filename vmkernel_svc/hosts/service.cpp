@@ -103,7 +103,7 @@ void Service::tick() {
   drop_those_out();
   note_who_lasts();
   dial_those_missing();
-  if (node_->member().may_give(now_ms()) != may_give_) publish();
+  if (node_->member().may_give(now_ms()) != may_give_ || manager_problem() != snapshot()->manager_problem) publish();
 }
 
 void Service::heard_of_etcd() {

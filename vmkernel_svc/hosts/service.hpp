@@ -42,6 +42,7 @@ class Service final : public remote::Directory {
     std::shared_ptr<const Partitions> partitions = std::make_shared<Partitions>();
     std::string leader, problem;
     bool manages = false;
+    std::string manager_problem;  // of this host as a manager, whether it has a lease or not; empty: none
     std::uint64_t term = 0, version = 0;  // of the managers; of what is known of the subnet
     std::map<std::string, Other> others;
     std::map<std::uint16_t, std::pair<std::uint16_t, std::uint32_t>> blocks;  // first → last, host id
@@ -108,6 +109,7 @@ class Service final : public remote::Directory {
   void drop_those_out();
   bool have_expired() const;  // we
   std::string problem() const;  // for a person; empty: none
+  std::string manager_problem() const;
   void publish();
 
   Settings settings_;

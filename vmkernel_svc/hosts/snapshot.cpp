@@ -25,6 +25,7 @@ void Service::publish() {
   else next->lease_until = may_give ? began_ + std::chrono::milliseconds(now + member.lease_left_ms(now)) : began_;
   if (!unsaved_) next->leader = member.leader();  // else it neither leads nor follows
   next->problem = problem();
+  next->manager_problem = manager_problem();
   next->manages = etcd_ || node_->consensus().votes();
   next->term = node_->consensus().memory().term;
   next->strangers = strangers_;
@@ -79,6 +80,16 @@ std::string Service::problem() const {
   if (have_expired()) return "its certificate has expired: make another by \"vrdma host add\", and join with that";
   if (!node_->member().problem().empty() || !etcd_) return node_->member().problem();
   return etcd_->problem();
+}
+
+std::string Service::manager_problem() const {
+  const Consensus& consensus = node_->consensus();
+  if (!consensus.votes() || unsaved_) return "";
+  if (consensus.blank())
+    return "this manager does not have the subnet's state yet, and counts for nothing until who leads gives it: where a majority of the managers has none, all must run";
+  if (consensus.is_stuck(now_ms()))
+    return "this host leads, and what it changes does not come to a majority of the managers: nobody joins, and nothing else is changed, until it does";
+  return "";
 }
 
 std::shared_ptr<const Service::Snapshot> Service::snapshot() const {
