@@ -62,19 +62,6 @@ void examine_hca(const nlohmann::json& state, std::vector<Finding>& findings) {
                         "put \"hca\": {} into its configuration, on both hosts (docs/hosts.md)"});
 }
 
-// Whether the subnet lets this host give LIDs to new guests. A service that is no host of a managed subnet gives its own.
-void examine_lease(const nlohmann::json& state, std::vector<Finding>& findings) {
-  const nlohmann::json us = state.value("subnet", nlohmann::json());
-  if (!us.is_object() || us.at("may_give") == true) return;
-  const auto problem = us.at("problem").get<std::string>(), leader = us.at("leader").get<std::string>();
-  findings.push_back({Level::problem, "lids",
-                      fmt::format("new programs get no LID on this host: {}",
-                                  !problem.empty() ? problem
-                                  : leader.empty() ? "no manager of the subnet is reached, or no majority of them runs"
-                                                   : fmt::format("the lease by {} has lapsed, or has not come yet", leader)),
-                      "see \"vrdma show hosts\", and \"When it does not work\" in docs/subnet.md"});
-}
-
 // The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
 std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
   const ChosenBy chosen = chosen_by(wanted);
@@ -112,8 +99,7 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
       if (auto limit = examine_memory_of_service(service.at("pid").get<int>())) findings.push_back(std::move(*limit));
-      examine_lease(state, findings);
-      for (const auto examine : {examine_own_address, examine_subnet, examine_listed_hosts})
+      for (const auto examine : {examine_lease, examine_manager, examine_own_address, examine_subnet, examine_listed_hosts})
         for (auto& finding : examine(state)) findings.push_back(std::move(finding));
       examine_hca(state, findings);
     } catch (const std::exception& error) {
@@ -228,7 +214,8 @@ void examine_library(const std::string& wanted, const std::optional<std::string>
 }
 
 // Messages have a connection of their own, which the service has made, or tries to. by_secret: it begins with a secret that the hosts share.
-Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
+// no_session: why the subnet's hosts have no session, without which there is no such connection.
+Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret, const std::string& no_session) {
   const auto host = carrier.at("host").get<std::string>(), address = carrier.at("address").get<std::string>(),
              state = carrier.at("state").get<std::string>();
   if (const auto differs = carrier.value("disagreement", ""); state == "connected" && !differs.empty())
@@ -260,8 +247,10 @@ Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret) {
   if (large_lost)
     return {Level::problem, "messages",
             what + ": connections stand and are cut again while something is under way: large packets are lost between the two, it seems", measure};
+  if (!no_session.empty()) return {Level::problem, "messages", fmt::format("{}: {}", what, no_session), "see \"vrdma show hosts\""};
+  const std::string rule = fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0);
   return {Level::problem, "messages", what + ": programs do not reach those of that host",
-          fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0)};
+          state == "silent" ? fmt::format("it was heard of before: see that its vrdmad and its machine run and do not stand still; if they do run, {}", rule) : rule};
 }
 
 bool is_at(const nlohmann::json& carrier, const std::string& target) {
@@ -271,7 +260,7 @@ bool is_at(const nlohmann::json& carrier, const std::string& target) {
 
 // The service knows where this host is, and where those are that have names; what it does not know is taken as it is given.
 std::vector<Finding> examine_way_to(const DoctorOptions& options) {
-  std::string target = options.host, folder = options.folder, here;
+  std::string target = options.host, folder = options.folder, here, no_session;
   std::uint16_t port = 0;
   std::optional<Finding> messages;
   std::vector<Finding> findings;
@@ -284,15 +273,18 @@ std::vector<Finding> examine_way_to(const DoctorOptions& options) {
         return {{Level::problem, "host", fmt::format("\"{}\" is this host", target), "name another one: \"vrdma show hosts\" says who there is"}};
       if (folder.empty()) folder = us.at("folder").get<std::string>();
       for (const auto& other : us.at("others"))
-        if (other.at("name") == target) target = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>());
+        if (const auto address = hosts::with_port(other.at("address").get<std::string>(), other.at("port").get<std::uint16_t>()); other.at("name") == options.host || address == options.host) {
+          target = address;
+          if (other.at("reachable") != true) no_session = other.at("problem").get<std::string>();
+        }
     }
     const auto carriers = state.value("carriers", nlohmann::json::array());
     auto its = std::ranges::find_if(carriers, [&](const auto& carrier) { return carrier.at("host") == options.host; });
     if (its == carriers.end()) its = std::ranges::find_if(carriers, [&](const auto& carrier) { return is_at(carrier, target); });
     const bool by_secret = !state.at("subnet").is_object();
-    if (its != carriers.end()) messages = look_at_carrier(*its, by_secret);
+    if (its != carriers.end()) messages = look_at_carrier(*its, by_secret, no_session);
     if (messages && by_secret) return {std::move(*messages)};  // by a list of hosts and a secret: there is nothing else
-    examine_lease(state, findings);
+    for (auto& finding : examine_lease(state)) findings.push_back(std::move(finding));
   }
   for (auto& finding : examine_host(folder.empty() ? subnet_folder : folder, target, here, port)) findings.push_back(std::move(finding));
   if (messages) findings.push_back(std::move(*messages));

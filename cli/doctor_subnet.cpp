@@ -16,6 +16,8 @@ namespace vrdma::cli {
 
 namespace {
 
+constexpr const char* see_hosts = "see \"vrdma show hosts\", and \"When it does not work\" in docs/subnet.md";
+
 // Which other hosts are not reached, and why: a few of them.
 std::string unreached(const nlohmann::json& others, std::size_t& count) {
   constexpr std::size_t named_max = 3;
@@ -74,18 +76,48 @@ std::vector<Finding> examine_listed_hosts(const nlohmann::json& state) {
            "\"vrdma doctor NAME\" looks at one of them"}};
 }
 
+std::vector<Finding> examine_lease(const nlohmann::json& state) {
+  const nlohmann::json us = state.value("subnet", nlohmann::json());
+  if (!us.is_object() || us.at("may_give") == true) return {};
+  const auto leader = us.at("leader").get<std::string>();
+  auto why = us.at("problem").get<std::string>();
+  if (why.empty() && !leader.empty()) why = fmt::format("the lease by {} has lapsed, or has not come yet", leader);
+  if (why.empty()) {
+    // What each of them says is nearer to the cause than that nobody leads.
+    nlohmann::json managers = nlohmann::json::array();
+    bool reaches_one = us.at("manages") == true;
+    for (const auto& other : us.at("others")) {
+      if (other.at("manages") != true) continue;
+      reaches_one |= other.at("reachable") == true;
+      managers.push_back(other);
+    }
+    std::size_t count = 0;
+    const std::string who = unreached(managers, count);
+    why = std::string(count == 0    ? "no manager of the subnet is reached, or no majority of them runs"
+                      : reaches_one ? "none of the managers that this host reaches leads, and it does not reach "
+                                    : "no manager of the subnet is reached: ") + who;
+  }
+  return {{Finding::Level::problem, "lids", "new programs get no LID on this host: " + why, see_hosts}};
+}
+
+std::vector<Finding> examine_manager(const nlohmann::json& state) {
+  const nlohmann::json us = state.value("subnet", nlohmann::json());
+  const auto problem = us.is_object() ? us.value("manager_problem", "") : "";
+  if (problem.empty()) return {};
+  return {{Finding::Level::problem, "manager", problem, see_hosts}};
+}
+
 std::vector<Finding> examine_subnet(const nlohmann::json& state) {
   const nlohmann::json us = state.value("subnet", nlohmann::json());
   if (!us.is_object() || us.at("may_give") != true) return {};
-  const char* const see = "see \"vrdma show hosts\", and \"When it does not work\" in docs/subnet.md";
   const auto problem = us.at("problem").get<std::string>(), leader = us.at("leader").get<std::string>();
   const auto& others = us.at("others");
   std::size_t count = 0;
   const std::string who = unreached(others, count), lease = fmt::format("new programs get LIDs for {} s more", us.at("lease_s").get<std::int64_t>());
-  if (!problem.empty()) return {{Finding::Level::problem, "subnet", fmt::format("{}; {}", problem, lease), see}};
-  if (leader.empty()) return {{Finding::Level::note, "subnet", fmt::format("nobody leads it, or who does is not reached{}{}: {}", who.empty() ? "" : "; nor is ", who, lease), see}};
+  if (!problem.empty()) return {{Finding::Level::problem, "subnet", fmt::format("{}; {}", problem, lease), see_hosts}};
+  if (leader.empty()) return {{Finding::Level::note, "subnet", fmt::format("nobody leads it, or who does is not reached{}{}: {}", who.empty() ? "" : "; nor is ", who, lease), see_hosts}};
   const std::string led = leader == us.at("name") ? "this host leads it" : leader + " leads it";
-  if (count != 0) return {{Finding::Level::note, "subnet", fmt::format("{}, and {} of {} other hosts cannot be reached: {}", led, count, others.size(), who), see}};
+  if (count != 0) return {{Finding::Level::note, "subnet", fmt::format("{}, and {} of {} other hosts cannot be reached: {}", led, count, others.size(), who), see_hosts}};
   return {{Finding::Level::ok, "subnet", fmt::format("{}, and the other hosts ({}) are reached; {}", led, others.size(), lease), ""}};
 }
 

@@ -27,6 +27,39 @@ TEST_CASE("AnAddressThatNoInterfaceHasIsAProblem") {
   CHECK(examine_own_address(state).empty());
 }
 
+TEST_CASE("WhoGetsNoLidsIsToldWhatItsManagersSay") {
+  json us{{"name", "c"}, {"may_give", false}, {"leader", ""}, {"problem", ""}, {"manages", false}, {"others", json::array()}};
+  const auto said = [&] {
+    const auto found = examine_lease(json{{"subnet", us}});
+    REQUIRE(found.size() == 1);
+    CHECK(found[0].level == Finding::Level::problem);
+    return found[0].what;
+  };
+  CHECK(said() == "new programs get no LID on this host: no manager of the subnet is reached, or no majority of them runs");
+  us["others"].push_back({{"name", "a"}, {"manages", true}, {"reachable", false}, {"problem", "your host was removed from the subnet"}});
+  us["others"].push_back({{"name", "d"}, {"manages", false}, {"reachable", false}, {"problem", "no answer"}});
+  CHECK(said() == "new programs get no LID on this host: no manager of the subnet is reached: a (your host was removed from the subnet)");
+  us["others"].push_back({{"name", "b"}, {"manages", true}, {"reachable", true}, {"problem", ""}});
+  CHECK(said() == "new programs get no LID on this host: none of the managers that this host reaches leads, and it does not reach a (your host was removed from the subnet)");
+  us["leader"] = "b";
+  CHECK(said() == "new programs get no LID on this host: the lease by b has lapsed, or has not come yet");
+  us["problem"] = "there are no LIDs left";
+  CHECK(said() == "new programs get no LID on this host: there are no LIDs left");
+  us["may_give"] = true;
+  CHECK(examine_lease(json{{"subnet", us}}).empty());
+}
+
+TEST_CASE("AManagerThatIsNotWellIsAProblemThoughProgramsWork") {
+  json us{{"name", "a"}, {"may_give", true}, {"leader", "b"}, {"problem", ""}};
+  CHECK(examine_manager(json{{"subnet", us}}).empty());  // an older service says nothing of it
+  CHECK(examine_manager(json{{"subnet", nullptr}}).empty());
+  us["manager_problem"] = "this manager does not have the subnet's state yet";
+  const auto found = examine_manager(json{{"subnet", us}});
+  REQUIRE(found.size() == 1);
+  CHECK(found[0].level == Finding::Level::problem);
+  CHECK(found[0].what == us["manager_problem"]);
+}
+
 TEST_CASE("OfListedHostsOneLineSaysWhichAreNotConnected") {
   json state{{"carriers", json::array()}, {"subnet", nullptr}};
   CHECK(examine_listed_hosts(state).empty());
