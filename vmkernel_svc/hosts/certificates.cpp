@@ -179,7 +179,7 @@ std::string refusal(X509* certificate, X509* authority, std::int64_t now_s) {
   if (now_s < info.not_before_s)
     return fmt::format("the certificate of \"{}\" is not valid before {}: set the clocks of both hosts", info.name, minute_of(info.not_before_s));
   if (now_s > info.not_after_s)
-    return fmt::format("the certificate of \"{}\" has expired on {}: make another by \"vrdma host add\"", info.name, minute_of(info.not_after_s));
+    return fmt::format("the certificate of \"{}\" has expired on {}: make another by \"vrdma host add\", or set the clocks of both hosts", info.name, minute_of(info.not_after_s));
   if (now_s > describe(authority).not_after_s)
     return fmt::format("the authority's own certificate has expired on {}: begin anew by \"vrdma host init\"", minute_of(describe(authority).not_after_s));
   return {};
