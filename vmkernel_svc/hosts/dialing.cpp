@@ -46,8 +46,11 @@ void Service::dial_those_missing() {
     return !wanted.contains(entry.first) && !entry.second.under_way && (!entry.second.address.empty() || node_->member().known().find(entry.first) == nullptr);
   });
   for (const auto& [key, endpoint] : wanted) {
-    // One that has moved is dialed where it is now: it may be long until nothing is heard from where it was.
-    if (const auto session = endpoint.name.empty() ? nullptr : session_with(endpoint.name); session && is_right(*session)) continue;
+    // One that has moved is dialed where it is now: it may be long until nothing is heard from where it was. Not again where it has a
+    // session already, though the subnet has not heard yet that it is there: the new one would end that.
+    if (const auto session = endpoint.name.empty() ? nullptr : session_with(endpoint.name);
+        session && (is_right(*session) || (session->peer().address == endpoint.address && session->peer().port == endpoint.port)))
+      continue;
     Dial& target = dials_[key];
     const bool moved = target.address != endpoint.address || target.port != endpoint.port;
     if (target.under_way && moved && target.call_off) std::exchange(target.call_off, nullptr)();
