@@ -53,8 +53,11 @@ void Service::publish() {
     // Managers who have lost their files count anew; who has connections of that host's number must not come upon another's.
     other.host.id = ids_.try_emplace(name + "/" + host.serial, static_cast<std::uint32_t>(ids_.size() + 1)).first->second;
     next->blocks[host.lids.first] = {host.lids.last, other.host.id};
-    next->peers[other.host.id] = std::make_shared<remote::PeerHost>(
-        remote::PeerHost{other.host.id, host.name, host.address, host.carrier_port, other.key, other.reachable, other.expired});
+    // A host of that name whose certificate is not known yet will have another number.
+    const auto session = session_with(name);
+    const bool is_this = session && session->certificate().serial == host.serial;
+    next->peers[other.host.id] = std::make_shared<remote::PeerHost>(remote::PeerHost{other.host.id, host.name, host.address, host.carrier_port,
+                                                                                     is_this ? other.key : decltype(other.key){}, is_this, other.expired});
   }
   std::vector<std::function<void()>> calls;
   {

@@ -1,7 +1,8 @@
 // What two hosts say to each other on their connection (tcp_connection.hpp): frames, each a head, the carrier's tag in it, and a record
 // with its payload.
 //
-// A *run* is one life of a vrdmad: a random number. A pair of runs is a session. On every new connection both sides say first
+// A *run* is one life of a vrdmad as one host knows it: a random number, another one for each host, and for one that comes to be known by another
+// certificate. So whoever has lost what it knew of a session, as a whole or of one host, says so by its run alone. A pair of runs is a session. On every new connection both sides say first
 //     hello(run, peer_run, acknowledged)
 // which run they are, which one of the other host they know, and how far its records have come; what is not acknowledged is sent
 // again. A run that was not known begins a session: the numbers begin anew, from 1, and what was under way is lost. Records keep their

@@ -268,6 +268,28 @@ TEST_CASE("ConnectionsEndWithACertificateAndNotWithASession") {
   }
 }
 
+// To who has another number for it a host is another one: neither end counts on with the numbers of records that there were.
+TEST_CASE("AHostThatIsKnownByAnotherNumberIsANewSessionForBoth") {
+  for (const std::size_t knowing : {0, 1}) {
+    CAPTURE(knowing);
+    const Subnet subnet;
+    const auto directory = std::make_shared<ChangingSubnet>(subnet.seen_by(knowing));
+    End one(subnet, knowing, directory), other(subnet, 1 - knowing);
+    one.await_session(other), other.await_session(one);
+    one.send(1, 5000, one.session), other.send(1, 5000, other.session);
+    other.expect(1, one), one.expect(1, other);
+    const auto before = other.session;
+    directory->renumber();
+    one.far = 1;
+    one.await_session(other), other.await_session(one);
+    CHECK(other.session == before + 1);
+    for (std::uint32_t i = 2; i < 10; ++i) one.send(i, 5000, one.session), other.send(i, 5000, other.session);
+    for (std::uint32_t i = 2; i < 10; ++i) other.expect(i, one), one.expect(i, other);
+    CHECK_FALSE(one.carrier->gauge(0)->connected.load());
+    CHECK(one.carrier->counters().malformed.load() + other.carrier->counters().malformed.load() == 0);
+  }
+}
+
 TEST_CASE("WhoHasMovedIsNotWaitedForWhereHeWas") {
   const Subnet subnet;
   vmci::UniqueFd former(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));  // who takes connections there, and says nothing

@@ -31,8 +31,10 @@ constexpr std::uint64_t idle_poll_us = 20, busy_ns = 200'000;
 TcpCarrier::TcpCarrier(Place here, std::shared_ptr<Directory> directory)
     : here_(std::move(here)), directory_(std::move(directory)),
       context_(here_.name, here_.encrypt, [this](std::string_view name) { return directory_->host_named(name); }) {
-  while (run_ == 0)
-    if (::getrandom(&run_, sizeof(run_), 0) != sizeof(run_)) throw std::runtime_error("no random numbers: getrandom must be allowed");
+  while (first_run_ == 0) {
+    if (::getrandom(&first_run_, sizeof(first_run_), 0) != sizeof(first_run_)) throw std::runtime_error("no random numbers: getrandom must be allowed");
+    first_run_ >>= 1;  // none of those after it is 0
+  }
   listen();
   directory_->when_changed([changed = changed_] { changed->store(true); });
 }
@@ -110,7 +112,7 @@ void TcpCarrier::transmit(Link& link, LinkKind kind, std::uint64_t number, std::
   LinkHead head{};
   head.kind = kind;
   if (kind == LinkKind::hello) {
-    head.run = run_, head.peer_run = link.run, head.features = link_features;
+    head.run = run_of(link), head.peer_run = link.run, head.features = link_features;
     if (const auto theirs = directory_->written(link.id)) {
       const LidRange ours = directory_->ours();
       head.lids[0] = ours.first, head.lids[1] = ours.last;
@@ -258,7 +260,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
     news->session = link.session;
     news->record().bytes = head.features;
     arrivals_.push_back(std::move(news));
-  } else if (head.peer_run == run_) {  // else it does not know of this session, and counts none of its records
+  } else if (head.peer_run == run_of(link)) {  // else it does not know of this session, and counts none of its records
     log::info("host {} is there again", link.name);
     link.sent = link.records.size();
     const bool doubted = link.doubted;

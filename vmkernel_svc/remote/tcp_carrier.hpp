@@ -94,6 +94,7 @@ class TcpCarrier final : public Carrier {
 
   void listen();
   void find_hosts();
+  std::uint64_t run_of(const Link& link) const { return first_run_ + link.id; }  // ours, to that host
   static bool connects_elsewhere(const Link& link, const PeerHost& host);
   void close_to_strangers(const std::vector<std::string>& hosts);
   Link* find(HostId host);
@@ -131,7 +132,7 @@ class TcpCarrier final : public Carrier {
 
   Place here_;
   std::shared_ptr<Directory> directory_;
-  std::uint64_t run_ = 0;  // ours
+  std::uint64_t first_run_ = 0;
   CarrierCounters counters_;
   Handshake::Context context_;
   vmci::UniqueFd epoll_, listener_;

@@ -292,8 +292,10 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   if (connection.state() == TcpConnection::State::shaking_hands) return watch(connection, strangers_[index].watched);
   Stranger stranger = std::move(strangers_[index]);
   strangers_.erase(strangers_.begin() + static_cast<std::ptrdiff_t>(index));
-  Link* const link = connection.state() == TcpConnection::State::open ? find(connection.peer()->id) : nullptr;
+  const bool is_open = connection.state() == TcpConnection::State::open;
   if (connection.why() == TcpConnection::Why::failed) return dispose(std::move(stranger.connection));
+  if (is_open && !directory_->host(connection.peer()->id)) return dispose(std::move(stranger.connection));  // gone while its handshake lasted
+  Link* const link = is_open ? find(connection.peer()->id) : nullptr;
   if (link == nullptr || link->dials) {
     counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
     if (const auto& claimed = connection.peer(); claimed) count_strange(connection, claimed->id);

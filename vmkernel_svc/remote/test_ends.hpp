@@ -80,10 +80,23 @@ class ChangingSubnet final : public Directory {
     for (const auto& listener : listeners_) listener();
   }
 
+  // Each host has another certificate now, and is no other for it.
+  void renumber() {
+    ++first_;
+    change(how_);
+  }
+
   LidRange ours() const override { return at_first_->ours(); }
-  std::optional<HostId> host_of(std::uint16_t lid) const override { return at_first_->host_of(lid); }
-  std::vector<LidHolder> holders() const override { return at_first_->holders(); }
-  std::shared_ptr<const PeerHost> host(HostId id) const override { return changed(at_first_->host(id)); }
+  std::optional<HostId> host_of(std::uint16_t lid) const override {
+    const auto known = at_first_->host_of(lid);
+    return known ? std::optional(*known + first_) : std::nullopt;
+  }
+  std::vector<LidHolder> holders() const override {
+    auto all = at_first_->holders();
+    for (auto& holder : all) holder.host += first_;
+    return all;
+  }
+  std::shared_ptr<const PeerHost> host(HostId id) const override { return id < first_ ? nullptr : changed(at_first_->host(id - first_)); }
   std::shared_ptr<const PeerHost> host_named(std::string_view name) const override { return changed(at_first_->host_named(name)); }
   void when_changed(std::function<void()> call) override { listeners_.push_back(std::move(call)); }
 
@@ -91,16 +104,19 @@ class ChangingSubnet final : public Directory {
   std::shared_ptr<const PeerHost> changed(const std::shared_ptr<const PeerHost>& host) const {
     if (!host) return nullptr;
     auto now = std::make_shared<PeerHost>(*host);
+    now->id += first_;
     how_(*now);
     return now;
   }
   std::shared_ptr<ConfiguredSubnet> at_first_;
+  HostId first_ = 0;
   std::function<void(PeerHost&)> how_ = [](PeerHost&) {};
   std::vector<std::function<void()>> listeners_;
 };
 
 struct End {
   std::uint64_t session = 0;
+  HostId far = 0;  // its number of the other one
   std::unique_ptr<TcpCarrier> carrier;
 
   End(const Subnet& subnet, std::size_t host, bool encrypt = false) : End(subnet, host, subnet.seen_by(host), encrypt) {}
@@ -134,8 +150,9 @@ struct End {
     frame->record().message = number;
     frame->record().payload_bytes = bytes;
     for (std::uint32_t i = 0; i < bytes; ++i) frame->payload()[i] = static_cast<std::byte>(number * 31 + i);
+    frame->host = far;
     frame->session = in_session;
-    carrier->gauge(0)->queued_bytes += static_cast<std::int64_t>(frame->whole_bytes());
+    carrier->gauge(far)->queued_bytes += static_cast<std::int64_t>(frame->whole_bytes());
     carrier->send(std::move(frame));
   }
   void expect(std::uint32_t number, End& other) {
