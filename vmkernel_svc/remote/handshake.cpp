@@ -97,6 +97,10 @@ Handshake::State Handshake::go_on() {
   switch (SSL_get_error(ssl_.get(), done)) {
     case SSL_ERROR_WANT_READ: return State::wants_read;
     case SSL_ERROR_WANT_WRITE: return State::wants_write;
+    case SSL_ERROR_SYSCALL: return State::hung_up;
+#ifdef SSL_R_UNEXPECTED_EOF_WHILE_READING  // before OpenSSL 3 it is SSL_ERROR_SYSCALL
+    case SSL_ERROR_SSL: return ERR_GET_REASON(ERR_peek_error()) == SSL_R_UNEXPECTED_EOF_WHILE_READING ? State::hung_up : State::failed;
+#endif
     default: return State::failed;
   }
 }

@@ -49,7 +49,7 @@ class Handshake {
   Handshake(const Handshake&) = delete;
   Handshake& operator=(const Handshake&) = delete;
 
-  enum class State { wants_read, wants_write, done, failed };
+  enum class State { wants_read, wants_write, done, failed, hung_up };  // hung_up: the connection has ended, which says nothing of the key
   State go_on();
   // Once done:
   const std::shared_ptr<const PeerHost>& peer() const { return peer_; }

@@ -39,6 +39,19 @@ vmci::UniqueFd connected_to(const Subnet& subnet) {  // to its second host
   return socket;
 }
 
+vmci::UniqueFd listening_at(std::uint16_t port) {
+  vmci::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  sockaddr_in here{};
+  here.sin_family = AF_INET;
+  here.sin_port = htons(port);
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  REQUIRE(::bind(socket.get(), reinterpret_cast<const sockaddr*>(&here), sizeof(here)) == 0);
+  REQUIRE(::listen(socket.get(), 8) == 0);
+  return socket;
+}
+
 void say(int socket, const void* bytes, std::size_t count) {  // what the other end does not take is not said
   [[maybe_unused]] const auto said = ::send(socket, bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
@@ -317,6 +330,41 @@ TEST_CASE("ManyHalfOpenConnectionsKeepNoHostOut") {
   }
   works(subnet, other);
   CHECK(other.carrier->counters().refused_connections.load() > 0);
+}
+
+// Who was ended just then has no other secret for that.
+TEST_CASE("AHostThatIsEndedWhileItShakesHandsIsNoStranger") {
+  const Subnet subnet;
+  for (const bool says_all : {false, true}) {  // that has read what came, or not: a reset
+    CAPTURE(says_all);
+    const auto listener = listening_at(subnet.config.hosts[1].port);
+    End one(subnet, 0);
+    for (int times = 0; times < 3; ++times) {  // with the third the two before it have been seen
+      pollfd came{listener.get(), POLLIN, 0};
+      for (const auto until = Clock::now() + patience; ::poll(&came, 1, 0) == 0; one.carrier->turn()) REQUIRE(Clock::now() < until);
+      const vmci::UniqueFd dialed(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      REQUIRE(dialed);
+      pollfd said{dialed.get(), POLLIN, 0};
+      for (const auto until = Clock::now() + patience; ::poll(&said, 1, 0) == 0; one.carrier->turn()) REQUIRE(Clock::now() < until);
+      char bytes[4096];
+      if (says_all) REQUIRE(::recv(dialed.get(), bytes, sizeof(bytes), 0) > 0);
+    }
+    CHECK(one.carrier->gauge(0)->unauthenticated.load() == 0);
+    CHECK(one.carrier->counters().unauthenticated.load() == 0);
+  }
+  End other(subnet, 1);
+  const auto directory = subnet.seen_by(0);
+  Handshake::Context context("h0", false, [](std::string_view) { return nullptr; });
+  {
+    const vmci::UniqueFd socket = connected_to(subnet);
+    Handshake begun(context, socket.get(), directory->host_named("h1"));
+    REQUIRE(begun.go_on() == Handshake::State::wants_read);
+  }
+  pollfd carrier{other.carrier->descriptor(), POLLIN, 0};
+  for (const auto until = Clock::now() + patience; ::poll(&carrier, 1, 0) != 0; other.carrier->turn()) REQUIRE(Clock::now() < until);
+  CHECK(other.carrier->gauge(0)->unauthenticated.load() == 0);
+  CHECK(other.carrier->counters().unauthenticated.load() == 0);
+  works(subnet, other);
 }
 
 // What is logged while this is there.

@@ -76,9 +76,9 @@ void TcpConnection::shake() {
   note_protocol();
   const auto state = handshake_->go_on();
   wants_write_ = state == Handshake::State::wants_write;
-  if (state == Handshake::State::failed) {
+  if (state == Handshake::State::failed || state == Handshake::State::hung_up) {
     peer_ = handshake_->peer();
-    return break_off(Why::strange);
+    return break_off(state == Handshake::State::failed ? Why::strange : Why::hung_up);
   }
   if (state != Handshake::State::done) return;
   const auto secrets = handshake_->secrets();

@@ -293,7 +293,9 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
   Stranger stranger = std::move(strangers_[index]);
   strangers_.erase(strangers_.begin() + static_cast<std::ptrdiff_t>(index));
   const bool is_open = connection.state() == TcpConnection::State::open;
-  if (connection.why() == TcpConnection::Why::failed) return dispose(std::move(stranger.connection));
+  // A host that was ended, or gave up, while it proved who it is has proved nothing else. Of who says less than that nothing is known.
+  const bool hung_up = connection.why() == TcpConnection::Why::hung_up && connection.peer();
+  if (hung_up || connection.why() == TcpConnection::Why::failed) return dispose(std::move(stranger.connection));
   if (is_open && !directory_->host(connection.peer()->id)) return dispose(std::move(stranger.connection));  // gone while its handshake lasted
   Link* const link = is_open ? find(connection.peer()->id) : nullptr;
   if (link == nullptr || link->dials) {
