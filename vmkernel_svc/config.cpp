@@ -296,6 +296,8 @@ std::string no_place(const std::string& address) {
   in6_addr v6{};
   if (vrdma::hosts::is_v6(address) && ::inet_pton(AF_INET6, address.c_str(), &v6) == 1 && IN6_IS_ADDR_LINKLOCAL(&v6))
     return "which is link-local, and means something else on each interface: give a global or a unique local one (fd00::/8)";
+  if (char v4[INET_ADDRSTRLEN]; IN6_IS_ADDR_V4MAPPED(&v6) && ::inet_ntop(AF_INET, v6.s6_addr + 12, v4, sizeof(v4)) != nullptr)
+    return fmt::format("which is an IPv4 address within an IPv6 one: give {}", v4);
   return {};
 }
 
@@ -364,7 +366,11 @@ void check_hosts(const hosts::Settings& section) {
   const auto reachable = [&](const std::string& what, const std::string& address) {
     require(hosts::is_v6(address) == hosts::is_v6(section.address), one_family(section.address, what, address));
   };
-  if (section.seed) reachable("the \"seed\"", section.seed->first);
+  if (section.seed) {
+    const std::string& address = section.seed->first;
+    require(no_place(address).empty(), fmt::format("\"seed\" is \"{}\", {}", address, no_place(address)));
+    reachable("the \"seed\"", address);
+  }
   require(section.port != 65535 || section.carrier_port != 0, "\"port\" of \"hosts\" is 65535: give a \"carrier_port\", as there is none after it");
   require(section.lids >= 1 && section.lids <= hosts::lid_max, fmt::format("\"lids\" is {}: it must be from 1 to {}", section.lids, hosts::lid_max));
   require(!section.folder.empty(), "\"folder\" of \"hosts\" is empty: give that of \"vrdma host\"");

@@ -447,7 +447,7 @@ class Refused(Subnet):
         self.assert_refuses(self.vrdmad(*configuration), 1, '"z" by the configuration', '"a" by its certificate')
         self.configure("a", address="192.0.2.1")
         self.assert_refuses(self.vrdmad(*configuration), 1, "cannot listen for other hosts at 192.0.2.1")
-        for wrong, *words in (({"address": "localhost"}, "numeric IP"), ({"address": "0.0.0.0"}, "names no host"), ({"seed": "10.0.0.1:x"}, '"seed" is "10.0.0.1:x"'), ({"peers": [{"nam": "b"}]}, 'unknown key "nam"'),
+        for wrong, *words in (({"address": "localhost"}, "numeric IP"), ({"address": "0.0.0.0"}, "names no host"), ({"address": "::ffff:10.0.0.1"}, "give 10.0.0.1"), ({"seed": "::ffff:10.0.0.1"}, "give 10.0.0.1"), ({"seed": "10.0.0.1:x"}, '"seed" is "10.0.0.1:x"'), ({"peers": [{"nam": "b"}]}, 'unknown key "nam"'),
                               ({"seed": "10.0.0.1", "peers": [self.peer("a")]}, '"peers" and "seed"'), ({"lids": 0}, '"lids" is 0'), ({"lease_s": 0}, '"lease_s" is 0'),
                               ({"peers": [self.peer("a"), self.peer("a")]}, "twice"), ({"election_ms": 100}, '"election_ms" is 100'), ({"port": 0}, '"port"')):
             with self.subTest(wrong):

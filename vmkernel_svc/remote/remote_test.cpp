@@ -130,6 +130,8 @@ TEST_CASE("ContradictingSubnetsAreRefused") {
   CHECK(why(a + R"(,{"name": "b", "address": "0.0.0.0", "lids": "100"})").find("names no host") != std::string::npos);
   CHECK(why(a, R"("name": "a", "address": "0.0.0.0", "secret_file": "/s")").find("names no host") != std::string::npos);
   CHECK(why(a, R"("name": "a", "address": "fe80::1", "secret_file": "/s")").find("is link-local") != std::string::npos);
+  CHECK(why(a, R"("name": "a", "address": "::ffff:10.0.0.1", "secret_file": "/s")").find("give 10.0.0.1") != std::string::npos);
+  CHECK(why(a + R"(,{"name": "b", "address": "::ffff:a00:2", "lids": "100"})").find("give 10.0.0.2") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "99"})").find("in common") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "second.example", "lids": "100"})").find("numeric") != std::string::npos);
   CHECK(why(a + R"(,{"name": "b", "address": "10.0.0.2", "lids": "100-"})").find("range") != std::string::npos);
