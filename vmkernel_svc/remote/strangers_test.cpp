@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "vmkernel_svc/log/log.hpp"
+#include "vmkernel_svc/remote/peer_filter.hpp"
 #include "vmkernel_svc/remote/test_ends.hpp"
 
 using namespace vrdma;
@@ -223,6 +224,32 @@ TEST_CASE("AHelloThatNamesNoLidsDisagreesWithNobody") {
   REQUIRE(news != nullptr);
   CHECK(news->record().kind == FarKind::news);
   CHECK(other.carrier->disagreement(0) == "");
+}
+
+// Nor does it get that far that a service which has just begun finds it waiting.
+TEST_CASE("WhoIsNoHostDoesNotReachThePortEvenBeforeTheFirstTurn") {
+  const Subnet subnet;
+  End other(subnet, 1);
+  const auto connects = [&](const char* from) {
+    const vmci::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    sockaddr_in here{}, there{};
+    here.sin_family = there.sin_family = AF_INET;
+    there.sin_port = htons(subnet.config.hosts[1].port);
+    there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    REQUIRE(::inet_pton(AF_INET, from, &here.sin_addr) == 1);
+    REQUIRE(::bind(socket.get(), reinterpret_cast<const sockaddr*>(&here), sizeof(here)) == 0);
+    const int done = ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&there), sizeof(there));
+    REQUIRE((done == 0 || errno == EINPROGRESS));
+    pollfd writable{socket.get(), POLLOUT, 0};
+    return ::poll(&writable, 1, 100) == 1;  // on one machine the answer is there when connect() returns
+  };
+  REQUIRE(connects("127.0.0.1"));
+  const vmci::UniqueFd probe(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (accept_only(probe.get(), {"127.0.0.1"}) != 32) {
+    MESSAGE("SKIP: this process may not filter its sockets");
+    return;
+  }
+  CHECK_FALSE(connects("127.0.0.6"));
 }
 
 TEST_CASE("StrangersAreHungUpOnWhileRecordsGoOn") {

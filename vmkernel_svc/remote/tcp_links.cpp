@@ -62,7 +62,9 @@ void TcpCarrier::listen() {
                                                                                  : "raise the limit of open files"));
   const int on = 1;  // a service that takes another's place listens where that one's connections still linger
   ::setsockopt(listener_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (bytes == 0 || ::bind(listener_.get(), generic(address), bytes) != 0 || ::listen(listener_.get(), 256) != 0) {
+  const bool bound = bytes != 0 && ::bind(listener_.get(), generic(address), bytes) == 0;
+  if (bound) find_hosts();  // it is closed to strangers from its beginning
+  if (!bound || ::listen(listener_.get(), 256) != 0) {
     const int why = bytes == 0 ? EINVAL : errno;
     throw std::runtime_error(fmt::format("cannot listen at {} port {} ({}): {}", here_.address, here_.port, std::strerror(why),
                                          why == EADDRINUSE      ? "is another vrdmad there?"
