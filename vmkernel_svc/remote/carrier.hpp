@@ -22,7 +22,9 @@ struct Gauge {
   std::atomic<std::int64_t> arrived_bytes{0};  // that came and the shard has not taken
   std::atomic<std::int64_t> queued_datagrams{0}, arrived_datagrams{0};  // bytes of these that are of datagrams, which keep to no window
   std::atomic<bool> connected{false};
-  std::atomic<bool> small_packets{false};  // connections with it were cut one after the other while records were under way: large packets may be lost
+  // Connections with it were cut one after the other while records were under way, so that large packets may be lost: by the count of the one who
+  // dials, and makes the next connection of small ones.
+  std::atomic<bool> small_packets{false};
   std::atomic<bool> other_protocol{false};  // from its address connections came that are not of TLS, as those of very old services, and none stood since
   // For `vrdma show`.
   std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};

@@ -95,7 +95,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t byte
       if (has_record) std::memcpy(&payload, frame.body.data() + offsetof(engine::FarRecord, payload_bytes), sizeof(payload));
       if (has_record && kind == 2) {
         payload = static_cast<std::uint32_t>(frame.body.size() - sizeof(engine::FarRecord));
-        if ((frame.head.reserved[0] & 1) != 0) std::memcpy(frame.body.data() + offsetof(engine::FarRecord, payload_bytes), &payload, sizeof(payload));
+        if ((frame.head.reserved & 1) != 0) std::memcpy(frame.body.data() + offsetof(engine::FarRecord, payload_bytes), &payload, sizeof(payload));
         else std::memcpy(&payload, frame.body.data() + offsetof(engine::FarRecord, payload_bytes), sizeof(payload));
       }
       const std::span<const std::byte> head(reinterpret_cast<const std::byte*>(&frame.head), tagged_head_bytes);

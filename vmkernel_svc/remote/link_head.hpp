@@ -23,7 +23,8 @@ enum class LinkKind : std::uint16_t { hello = 1, record = 2, alive = 3 };
 struct LinkHead {
   std::uint32_t bytes;         // of record and payload, which follow
   LinkKind kind;
-  std::uint8_t reserved[2];
+  std::uint8_t reserved;
+  std::uint8_t small_packets;   // hello of the one who dialed only: 1: the packets of this connection are small
   std::uint64_t run, peer_run;  // of the sender, and of the receiver as the sender knows it (0: not yet); hello only
   std::uint64_t number;        // record only
   std::uint64_t acknowledged;  // of the session: all up to this one have come

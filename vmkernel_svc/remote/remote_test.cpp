@@ -483,3 +483,31 @@ TEST_CASE("AHostToWhichOnlySmallPacketsPassIsSilentUntilTheyAllAreSmall") {
   CHECK(pair.middle.segment_bytes() <= 1220);
   drive_until([&] { return there.silent_ns.load() == 0 && here.silent_ns.load() == 0; });
 }
+
+// Hello of the one who accepts may be in the same packet as records of his, which the other one sees as a connection that says nothing.
+TEST_CASE("LargePacketsAreSeenToBeLostWhereTheOneWhoAcceptsSendsThem") {
+  CuttablePair pair;
+  End &one = pair.one, &other = pair.other;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  const auto drive_until = [&](auto&& done) {
+    while (!done()) {
+      REQUIRE(std::chrono::steady_clock::now() < until);
+      one.carrier->turn(), pair.middle.turn(), other.carrier->turn();
+    }
+  };
+  const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
+  drive_until([&] { return there.connected.load() && here.connected.load(); });
+  const auto news = other.carrier->receive();
+  REQUIRE(news != nullptr);
+  while (one.carrier->receive()) {
+  }
+  pair.middle.pass_at_most(4096, 1);
+  other.send(1, 20'000, news->session);
+  drive_until([&] { return there.small_packets.load(); });
+  pair.middle.pass_at_most(~std::size_t{0}, 1);
+  FarFramePtr came;
+  drive_until([&] { return (came = one.carrier->receive()) != nullptr; });
+  CHECK(came->record().message == 1);
+  CHECK(pair.middle.segment_bytes() <= 1220);
+  CHECK(here.small_packets.load());  // it was told
+}

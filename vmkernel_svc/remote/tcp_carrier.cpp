@@ -113,6 +113,7 @@ void TcpCarrier::transmit(Link& link, LinkKind kind, std::uint64_t number, std::
   head.kind = kind;
   if (kind == LinkKind::hello) {
     head.run = run_of(link), head.peer_run = link.run, head.features = link_features;
+    head.small_packets = link.dials && link.gauge->small_packets.load(std::memory_order_relaxed);
     if (const auto theirs = directory_->written(link.id)) {
       const LidRange ours = directory_->ours();
       head.lids[0] = ours.first, head.lids[1] = ours.last;
@@ -237,6 +238,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   if (head.run == 0 || link.greeted) return link.connection->break_off(TcpConnection::Why::malformed);
   link.greeted = true;
   link.mute_shakes = 0;
+  if (!link.dials) link.gauge->small_packets.store(head.small_packets != 0, std::memory_order_relaxed);
   link.gauge->unauthenticated.store(0, std::memory_order_relaxed);
   link.gauge->other_protocol.store(false, std::memory_order_relaxed);
   link.strange_since_ns = 0;

@@ -243,20 +243,23 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
 
 // Something was stuck on it: our records, or the other's, whose signs of life wait behind them; or, where certificates are exchanged, these.
 void TcpCarrier::note_end(Link& link, std::uint64_t now) {
-  const bool shook = link.connection->state() == TcpConnection::State::shaking_hands && link.mute_ns > shake_ns;
-  if (!link.greeted && !shook) return;
+  using State = TcpConnection::State;
+  const bool shook = link.connection->state() == State::shaking_hands && link.mute_ns > shake_ns;
+  const bool stood = link.greeted || (link.connection->state() == State::open && link.mute_ns > mute_max_ns);  // the other's hello may be among what got stuck
+  if (!stood && !shook) return;
   const bool stuck = shook || link.sent != 0 || link.mute_ns > mute_max_ns;
   link.doubted |= stuck;
   // A host that stands still cuts one connection, and leaves the handshake of the next, which its kernel takes, without an answer.
   link.mute_shakes = shook ? link.mute_shakes + 1 : 0;
   const bool again = shook ? link.mute_shakes >= mute_shakes_max : stuck && link.cut_ns != 0 && now - link.cut_ns < cut_again_ns;
   link.cut_ns = stuck && !shook ? now : 0;
+  if (!link.dials) return;  // he who does makes the packets small, and sees the same
   if (link.gauge->small_packets.exchange(again, std::memory_order_relaxed) || !again) return;
   log::warn("one connection with host {} after the other stands and is cut again while something is under way: packets are lost between the two, perhaps the large ones (\"Large packets are "
             "lost\" in docs/hosts.md). The next ones are of small packets", link.name);
 }
 
-// The connection stands: we say who we are, and it will.
+// The connection stands: we say who we are, and it will. By itself: with records it could be part of a packet that is too large for the way.
 void TcpCarrier::opened(Link& link, std::uint64_t now) {
   link.greeted = link.knows_us = false;
   link.sent = 0;
@@ -264,6 +267,7 @@ void TcpCarrier::opened(Link& link, std::uint64_t now) {
   link.opened_ns = now;
   link.encrypts = link.connection->encrypts();
   say(link, LinkKind::hello, now);
+  link.connection->flush();
 }
 
 bool TcpCarrier::poll(std::uint64_t now) {

@@ -185,16 +185,16 @@ class Middle {
       const sockaddr_in to = at(to_);
       REQUIRE(::connect(there.get(), reinterpret_cast<const sockaddr*>(&to), sizeof(to)) == 0);
       ends_[0] = std::move(came), ends_[1] = std::move(there);
-      stuck_ = false;
+      stuck_[0] = stuck_[1] = false;
     }
     for (int side = 0; side < 2 && ends_[0]; ++side) {
       char bytes[16384];
-      if (side == 0 && stuck_) continue;
+      if (stuck_[side]) continue;
       const ssize_t got = ::recv(ends_[side].get(), bytes, sizeof(bytes), MSG_DONTWAIT);
       if (got < 0) continue;
       if (got == 0) return cut();
-      if (side == 0 && static_cast<std::size_t>(got) > passes_max_) {
-        stuck_ = true;
+      if (static_cast<std::size_t>(got) > passes_max_[side]) {
+        stuck_[side] = true;
         continue;
       }
       passed_ += static_cast<std::uint64_t>(got);
@@ -209,8 +209,9 @@ class Middle {
   }
   void cut() { ends_[0].reset(), ends_[1].reset(); }
   std::uint64_t passed() const { return passed_; }
-  // Of what the one who dials says at once: more is lost, and, as on a TCP connection, nothing that comes after it on this connection passes.
-  void pass_at_most(std::size_t bytes) { passes_max_ = bytes; }
+  // Of what one of them says at once (side 0: the one who dials): more is lost, and, as on a TCP connection, nothing that comes after it on this
+  // connection passes.
+  void pass_at_most(std::size_t bytes, int side = 0) { passes_max_[side] = bytes; }
   int segment_bytes() const {
     int bytes = 0;
     socklen_t size = sizeof(bytes);
@@ -230,8 +231,8 @@ class Middle {
   std::uint16_t to_, port_ = 0;
   vmci::UniqueFd listener_, ends_[2];
   std::uint64_t passed_ = 0;
-  std::size_t passes_max_ = ~std::size_t{0};
-  bool stuck_ = false;
+  std::size_t passes_max_[2] = {~std::size_t{0}, ~std::size_t{0}};
+  bool stuck_[2] = {};
   std::function<void()> driven_ = [] {};
 };
 
