@@ -511,3 +511,43 @@ TEST_CASE("LargePacketsAreSeenToBeLostWhereTheOneWhoAcceptsSendsThem") {
   CHECK(pair.middle.segment_bytes() <= 1220);
   CHECK(here.small_packets.load());  // it was told
 }
+
+// On which one frame takes longer than a host may be mute.
+TEST_CASE("WhoIsBehindANarrowWayIsNotGivenUp") {
+  CuttablePair pair;
+  End &one = pair.one, &other = pair.other;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
+  const auto drive_until = [&](auto&& done) {
+    while (!done()) {
+      REQUIRE(std::chrono::steady_clock::now() < until);
+      one.carrier->turn(), pair.middle.turn(), other.carrier->turn();
+    }
+  };
+  const auto both_are_connected = [&] { return there.connected.load() && here.connected.load(); };
+  drive_until(both_are_connected);
+  const auto news = one.carrier->receive();
+  REQUIRE(news != nullptr);
+  while (other.carrier->receive()) {
+  }
+  pair.middle.be_narrow(10'000);
+  one.send(1, engine::far_part_bytes, news->session);
+  FarFramePtr came;
+  drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
+  CHECK(came->record().message == 1);
+  drive_until([&] { return there.queued_bytes.load() == 0; });
+  CHECK(there.reconnects.load() == 0);
+  CHECK(here.reconnects.load() == 0);
+  CHECK(there.resent.load() == 0);
+  // Nor after its connection was cut with something under way: that this passes now is seen before it has come as a whole.
+  one.send(2, engine::far_part_bytes, news->session);
+  one.carrier->turn();
+  pair.middle.cut();
+  drive_until([&] { return there.reconnects.load() == 1; });
+  drive_until([&] { return there.silent_ns.load() != 0; });
+  drive_until([&] { return both_are_connected() && there.silent_ns.load() == 0; });
+  CHECK(there.queued_bytes.load() > 0);
+  drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
+  CHECK(came->record().message == 2);
+  CHECK(there.reconnects.load() == 1);
+}

@@ -191,6 +191,7 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
   // All that was read is taken, as nobody would tell of it again; of what was not, epoll does.
   if (arrivals_.size() < arrivals_max)
     while (FarFramePtr came = connection.receive(head, budget)) frame(link, head, std::move(came), now);
+  if (budget != turn_bytes) bytes_came(link);
   if (connection.state() == State::broken) {
     if (connection.why() == TcpConnection::Why::strange) {
       counters_.unauthenticated.fetch_add(1, std::memory_order_relaxed);
@@ -204,7 +205,6 @@ void TcpCarrier::ready(Link& link, std::uint32_t events, std::uint64_t now) {
 }
 
 void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std::uint64_t now) {
-  link.mute_ns = 0;
   if (head.kind == LinkKind::hello) return hello(link, head, now);
   if (!link.greeted || (head.kind != LinkKind::record && head.kind != LinkKind::alive)) return link.connection->break_off(TcpConnection::Why::malformed);
   link.knows_us = true;
@@ -216,10 +216,17 @@ void TcpCarrier::frame(Link& link, const LinkHead& head, FarFramePtr frame, std:
 }
 
 // On a way that loses all large packets connection after connection comes about, with hello and signs of life, and no record that is larger
-// ever comes through. So where one was cut while something was stuck, what counts is that ours are acknowledged, or, if there are none, that
-// the other's come, or its signs of life go on: those of a host whose records are stuck wait behind them.
+// ever comes through. So where one was cut while something was stuck, what counts is that ours are acknowledged, or so much of them is delivered
+// (look()), or, if there are none, that the other's come, or its signs of life go on: those of a host whose records are stuck wait behind them.
 void TcpCarrier::heard(Link& link, LinkKind kind, std::uint64_t now) {
   if (link.records.empty() && (kind == LinkKind::record || now - link.opened_ns >= proven_ns)) link.doubted = false;
+  if (!link.doubted) link.gauge->silent_ns.store(0, std::memory_order_relaxed);
+}
+
+// Of a frame: one of 64 KiB takes longer than a host may be mute where the way is narrow, and its signs of life wait behind that.
+void TcpCarrier::bytes_came(Link& link) {
+  link.mute_ns = 0;
+  if (link.records.empty() && link.connection->received_bytes() >= proof_bytes) link.doubted = false;
   if (!link.doubted) link.gauge->silent_ns.store(0, std::memory_order_relaxed);
 }
 

@@ -91,6 +91,9 @@ class TcpCarrier final : public Carrier {
 
   static constexpr std::uint64_t never = ~std::uint64_t{0};
   static constexpr std::size_t arrivals_max = 512;  // then nothing more is read
+  // That went one way on one connection: more than hello and signs of life, and than one packet. Where large ones are lost it does not come to that,
+  // as nothing passes after the first of them.
+  static constexpr std::uint64_t proof_bytes = 32 * 1024;
 
   void listen();
   void find_hosts();
@@ -122,6 +125,7 @@ class TcpCarrier final : public Carrier {
   void frame(Link& link, const LinkHead& head, engine::FarFramePtr frame, std::uint64_t now);
   void hello(Link& link, const LinkHead& head, std::uint64_t now);
   void heard(Link& link, LinkKind kind, std::uint64_t now);
+  void bytes_came(Link& link);
   void note_end(Link& link, std::uint64_t now);
   void compare_lids(Link& link, const LinkHead& hello);
   void came(Link& link, std::uint64_t number, engine::FarFramePtr frame, std::uint64_t now);

@@ -1,5 +1,6 @@
 #include "vmkernel_svc/remote/tcp_connection.hpp"
 
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/ioctl.h>
@@ -133,6 +134,7 @@ bool TcpConnection::flush() {
       break;
     }
     worked = true;
+    sent_bytes_ += static_cast<std::uint64_t>(sent);
     outgoing_bytes_ -= static_cast<std::size_t>(sent);
     std::size_t left = static_cast<std::size_t>(sent);
     for (std::size_t i = 0; i < count && left >= pieces[i].iov_len; ++i) {
@@ -144,6 +146,12 @@ bool TcpConnection::flush() {
     if (static_cast<std::size_t>(sent) < bytes) break;
   }
   return worked;
+}
+
+std::uint64_t TcpConnection::delivered_bytes() const {
+  int under_way = 0;
+  if (::ioctl(socket_.get(), SIOCOUTQ, &under_way) != 0 || under_way < 0) return 0;
+  return sent_bytes_ - std::min(sent_bytes_, static_cast<std::uint64_t>(under_way));
 }
 
 // --- receiving ------------------------------------------------------------------------------------------------
@@ -184,6 +192,7 @@ bool TcpConnection::read(std::int64_t& budget) {
   }
   const auto bytes = static_cast<std::size_t>(got);
   budget -= got;
+  received_bytes_ += bytes;
   drained_ = bytes < pieces[1].iov_len + rest;
   filled_ += std::min(bytes, rest);
   end_ += bytes - std::min(bytes, rest);

@@ -37,6 +37,9 @@ class TcpConnection {
   bool flush();  // false: nothing could be written
   bool wants_to_write() const { return state_ == State::connecting || wants_write_ || !outgoing_.empty(); }
   std::size_t outgoing_bytes() const { return outgoing_bytes_; }
+  // Of frames, in whole or in part: those that have come, and those of which the other host has said that they have, which may be its kernel.
+  std::uint64_t received_bytes() const { return received_bytes_; }
+  std::uint64_t delivered_bytes() const;
   bool worn() const { return sealing_ && (sealing_->sealed_bytes() > FrameSeal::sealed_bytes_max || opening_->sealed_bytes() > FrameSeal::sealed_bytes_max); }
 
   bool has_unread() const;  // something has come that receive() has not read
@@ -63,6 +66,7 @@ class TcpConnection {
   std::optional<FrameSeal> sealing_, opening_;
   std::deque<std::shared_ptr<engine::FarFrame>> outgoing_;
   std::size_t outgoing_bytes_ = 0, written_ = 0;  // written_: of the first one
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;
   std::unique_ptr<std::byte[]> buffer_;           // what was read and is no frame yet
   std::size_t begin_ = 0, end_ = 0;
   engine::FarFramePtr frame_;  // being filled

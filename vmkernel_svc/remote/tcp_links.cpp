@@ -328,6 +328,7 @@ void TcpCarrier::look(std::uint64_t now) {
   looked_ns_ = now;
   bool soon = false;
   for (auto& [id, link] : links_) {
+    if (link->greeted && link->doubted && link->connection->delivered_bytes() >= proof_bytes) link->doubted = false;
     if (link->connection && link->connection->state() == State::open && link->connection->has_unread()) {
       link->mute_ns = 0;
       if (!link->doubted) link->gauge->silent_ns.store(0, std::memory_order_relaxed);

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
@@ -190,7 +191,9 @@ class Middle {
     for (int side = 0; side < 2 && ends_[0]; ++side) {
       char bytes[16384];
       if (stuck_[side]) continue;
-      const ssize_t got = ::recv(ends_[side].get(), bytes, sizeof(bytes), MSG_DONTWAIT);
+      const std::size_t room = side == 0 ? narrow_room() : sizeof(bytes);
+      if (room == 0) continue;
+      const ssize_t got = ::recv(ends_[side].get(), bytes, std::min(room, sizeof(bytes)), MSG_DONTWAIT);
       if (got < 0) continue;
       if (got == 0) return cut();
       if (static_cast<std::size_t>(got) > passes_max_[side]) {
@@ -198,6 +201,7 @@ class Middle {
         continue;
       }
       passed_ += static_cast<std::uint64_t>(got);
+      if (side == 0) narrow_passed_ += static_cast<std::size_t>(got);
       if (std::exchange(change, false)) bytes[got - 1] ^= 1;
       for (ssize_t sent = 0; sent < got;) {
         const ssize_t now = ::send(ends_[1 - side].get(), bytes + sent, static_cast<std::size_t>(got - sent), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -212,6 +216,12 @@ class Middle {
   // Of what one of them says at once (side 0: the one who dials): more is lost, and, as on a TCP connection, nothing that comes after it on this
   // connection passes.
   void pass_at_most(std::size_t bytes, int side = 0) { passes_max_[side] = bytes; }
+  // What the one who dials says passes no faster; 0: as fast as it can.
+  void be_narrow(std::size_t bytes_each_second) {
+    narrow_ = bytes_each_second;
+    narrow_passed_ = 0;
+    narrow_since_ = std::chrono::steady_clock::now();
+  }
   int segment_bytes() const {
     int bytes = 0;
     socklen_t size = sizeof(bytes);
@@ -221,6 +231,12 @@ class Middle {
   void when_full(std::function<void()> drive) { driven_ = std::move(drive); }
 
  private:
+  std::size_t narrow_room() const {
+    if (narrow_ == 0) return ~std::size_t{0};
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - narrow_since_;
+    const auto all = static_cast<std::size_t>(passed.count() * static_cast<double>(narrow_));
+    return all - std::min(all, narrow_passed_);
+  }
   static sockaddr_in at(std::uint16_t port) {
     sockaddr_in made{};
     made.sin_family = AF_INET;
@@ -233,6 +249,8 @@ class Middle {
   std::uint64_t passed_ = 0;
   std::size_t passes_max_[2] = {~std::size_t{0}, ~std::size_t{0}};
   bool stuck_[2] = {};
+  std::size_t narrow_ = 0, narrow_passed_ = 0;
+  std::chrono::steady_clock::time_point narrow_since_;
   std::function<void()> driven_ = [] {};
 };
 
