@@ -457,14 +457,7 @@ TEST_CASE("WhatNobodyWouldRepeatIsNotSentAgain") {
 TEST_CASE("AHostToWhichOnlySmallPacketsPassIsSilentUntilTheyAllAreSmall") {
   CuttablePair pair;
   End &one = pair.one, &other = pair.other;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
-  const auto drive_until = [&](auto&& done) {
-    while (!done()) {
-      REQUIRE(std::chrono::steady_clock::now() < until);
-      one.carrier->turn(), pair.middle.turn(), other.carrier->turn();
-    }
-  };
-  drive_until([&] { return one.carrier->gauge(0)->connected.load() && other.carrier->gauge(0)->connected.load(); });
+  pair.drive_until([&] { return one.carrier->gauge(0)->connected.load() && other.carrier->gauge(0)->connected.load(); });
   const auto news = one.carrier->receive();
   REQUIRE(news != nullptr);
   while (other.carrier->receive()) {
@@ -473,40 +466,33 @@ TEST_CASE("AHostToWhichOnlySmallPacketsPassIsSilentUntilTheyAllAreSmall") {
   one.send(1, 20'000, news->session);
   const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
   // Each longer than a connection lasts: the one whose record does not come through, and the one that may wait for it.
-  drive_until([&] { return here.silent_ns.load() > 4'000'000'000; });
-  drive_until([&] { return there.silent_ns.load() > 1'000'000'000 && there.small_packets.load() && here.small_packets.load(); });
+  pair.drive_until([&] { return here.silent_ns.load() > 4'000'000'000; });
+  pair.drive_until([&] { return there.silent_ns.load() > 1'000'000'000 && there.small_packets.load() && here.small_packets.load(); });
   CHECK(there.queued_bytes.load() > 0);
   pair.middle.pass_at_most(~std::size_t{0});
   FarFramePtr came;
-  drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
+  pair.drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
   CHECK(came->record().message == 1);
   CHECK(pair.middle.segment_bytes() <= 1220);
-  drive_until([&] { return there.silent_ns.load() == 0 && here.silent_ns.load() == 0; });
+  pair.drive_until([&] { return there.silent_ns.load() == 0 && here.silent_ns.load() == 0; });
 }
 
 // Hello of the one who accepts may be in the same packet as records of his, which the other one sees as a connection that says nothing.
 TEST_CASE("LargePacketsAreSeenToBeLostWhereTheOneWhoAcceptsSendsThem") {
   CuttablePair pair;
   End &one = pair.one, &other = pair.other;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
-  const auto drive_until = [&](auto&& done) {
-    while (!done()) {
-      REQUIRE(std::chrono::steady_clock::now() < until);
-      one.carrier->turn(), pair.middle.turn(), other.carrier->turn();
-    }
-  };
   const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
-  drive_until([&] { return there.connected.load() && here.connected.load(); });
+  pair.drive_until([&] { return there.connected.load() && here.connected.load(); });
   const auto news = other.carrier->receive();
   REQUIRE(news != nullptr);
   while (one.carrier->receive()) {
   }
   pair.middle.pass_at_most(4096, 1);
   other.send(1, 20'000, news->session);
-  drive_until([&] { return there.small_packets.load(); });
+  pair.drive_until([&] { return there.small_packets.load(); });
   pair.middle.pass_at_most(~std::size_t{0}, 1);
   FarFramePtr came;
-  drive_until([&] { return (came = one.carrier->receive()) != nullptr; });
+  pair.drive_until([&] { return (came = one.carrier->receive()) != nullptr; });
   CHECK(came->record().message == 1);
   CHECK(pair.middle.segment_bytes() <= 1220);
   CHECK(here.small_packets.load());  // it was told
@@ -516,16 +502,9 @@ TEST_CASE("LargePacketsAreSeenToBeLostWhereTheOneWhoAcceptsSendsThem") {
 TEST_CASE("WhoIsBehindANarrowWayIsNotGivenUp") {
   CuttablePair pair;
   End &one = pair.one, &other = pair.other;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
   const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
-  const auto drive_until = [&](auto&& done) {
-    while (!done()) {
-      REQUIRE(std::chrono::steady_clock::now() < until);
-      one.carrier->turn(), pair.middle.turn(), other.carrier->turn();
-    }
-  };
   const auto both_are_connected = [&] { return there.connected.load() && here.connected.load(); };
-  drive_until(both_are_connected);
+  pair.drive_until(both_are_connected);
   const auto news = one.carrier->receive();
   REQUIRE(news != nullptr);
   while (other.carrier->receive()) {
@@ -533,9 +512,9 @@ TEST_CASE("WhoIsBehindANarrowWayIsNotGivenUp") {
   pair.middle.be_narrow(10'000);
   one.send(1, engine::far_part_bytes, news->session);
   FarFramePtr came;
-  drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
+  pair.drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
   CHECK(came->record().message == 1);
-  drive_until([&] { return there.queued_bytes.load() == 0; });
+  pair.drive_until([&] { return there.queued_bytes.load() == 0; });
   CHECK(there.reconnects.load() == 0);
   CHECK(here.reconnects.load() == 0);
   CHECK(there.resent.load() == 0);
@@ -543,11 +522,11 @@ TEST_CASE("WhoIsBehindANarrowWayIsNotGivenUp") {
   one.send(2, engine::far_part_bytes, news->session);
   one.carrier->turn();
   pair.middle.cut();
-  drive_until([&] { return there.reconnects.load() == 1; });
-  drive_until([&] { return there.silent_ns.load() != 0; });
-  drive_until([&] { return both_are_connected() && there.silent_ns.load() == 0; });
+  pair.drive_until([&] { return there.reconnects.load() == 1; });
+  pair.drive_until([&] { return there.silent_ns.load() != 0; });
+  pair.drive_until([&] { return both_are_connected() && there.silent_ns.load() == 0; });
   CHECK(there.queued_bytes.load() > 0);
-  drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
+  pair.drive_until([&] { return (came = other.carrier->receive()) != nullptr; });
   CHECK(came->record().message == 2);
   CHECK(there.reconnects.load() == 1);
 }

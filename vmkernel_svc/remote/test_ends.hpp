@@ -265,6 +265,16 @@ struct CuttablePair {
     subnet.config.hosts[1].port = middle.port();
     return subnet;
   }
+
+  // Two minutes from the pair's beginning are for all.
+  template <class Done>
+  void drive_until(const Done& done) {
+    while (!done()) {
+      REQUIRE(std::chrono::steady_clock::now() < until);
+      one.carrier->turn(), middle.turn(), other.carrier->turn();
+    }
+  }
+  const std::chrono::steady_clock::time_point until = std::chrono::steady_clock::now() + std::chrono::minutes(2);
 };
 
 }  // namespace vrdma::remote
