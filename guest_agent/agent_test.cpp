@@ -76,9 +76,7 @@ TEST_CASE("Attaching gives a pinned arena, a page that nobody can write to, a do
 
 TEST_CASE("A refused attach says why, with its body and without descriptors") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   Process process(machine);
   process.ask(Request::attach, control::AttachRequest{});
   control::AttachReply mine{};
@@ -105,11 +103,8 @@ TEST_CASE("Where all memory was plugged into the machine, whoever attaches is to
 
 TEST_CASE("Events come whole by the pipe of their context, and its end when the service ends it") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
+  ServedMachine machine;
+  AttachedProcess process(machine);
   process.ask(Request::open_context, control::OpenContextRequest{});
   machine.reply_with(machine.await(Frame::packet), control::OpenContextReply{3, 0}, 1, 12);
   auto reply = process.reply();
@@ -134,9 +129,7 @@ TEST_CASE("Events come whole by the pipe of their context, and its end when the 
 
 TEST_CASE("What the service shows comes as a file, when it is whole") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   Process process(machine);  // a tool attaches to nothing
   process.ask(Request::show);
   machine.reply(machine.await(Frame::packet), 0, {}, 1, 7);
@@ -156,9 +149,7 @@ TEST_CASE("What the service shows comes as a file, when it is whole") {
 
 TEST_CASE("What a virtual machine cannot do is refused by the agent, what it does not know is the service's to say") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   Process process(machine);
   for (const Request request : {Request::add_pinned, Request::reach_process}) {
     process.ask(request, control::AddPinnedRequest{});
@@ -193,9 +184,7 @@ TEST_CASE("Who cannot be accepted for want of descriptors is when there are some
   if (!can_pin()) return;
   for (const bool by_interrupts : {false, true}) {
     CAPTURE(by_interrupts);
-    Machine machine({.has_interrupts = by_interrupts});
-    machine.begin_service(epoch);
-    machine.open_session();
+    ServedMachine machine({.has_interrupts = by_interrupts});
     rlimit before{};
     REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
     std::vector<UniqueFd> taken;
@@ -219,9 +208,7 @@ TEST_CASE("Who cannot be accepted for want of descriptors is when there are some
 
 TEST_CASE("Who does not keep to the protocol is closed, alone") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   Process good(machine);
   const auto closes = [&](Process& process) {
     CHECK(process.closed());

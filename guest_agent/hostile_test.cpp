@@ -61,9 +61,7 @@ bool served(Machine& machine) {
 TEST_CASE("Processes that send anything are bounded, and others are served") {
   if (!can_pin()) return;
   Chance chance("processes");
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   const vmci::UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   std::vector<vmci::PacketSocket> sockets;
   const auto connect = [&] {
@@ -120,8 +118,7 @@ TEST_CASE("A service that says anything costs sessions, and a good one is served
   machine.begin_service(epoch);
   for (int round = 0; round < 20; ++round) {
     machine.open_session();
-    Process process(machine);
-    process.attach();
+    AttachedProcess process(machine);
     for (int i = 0; i < 3; ++i) process.ask(static_cast<Request>(chance.below(static_cast<std::uint64_t>(Request::count))), chance.bytes(64));
     const std::uint64_t boot = machine.header().agent.boot;
     for (int step = 0; step < 300 && std::atomic_ref(machine.header().agent.boot).load() == boot && machine.link; ++step) {

@@ -27,8 +27,8 @@ using vmci::Writable;
 
 namespace {
 
-struct Served {
-  explicit Served(Machine& machine) : process(machine), descriptors(process.attach()) {
+struct Served : AttachedProcess {
+  explicit Served(Machine& of) : AttachedProcess(of) {
     auto mapped = Mapping::map(descriptors[1].get(), 0, sizeof(control::ServicePage), Writable::no);
     REQUIRE(mapped.has_value());
     page = std::move(*mapped);
@@ -37,8 +37,6 @@ struct Served {
     auto& word = *reinterpret_cast<std::uint32_t*>(reinterpret_cast<control::ServicePage*>(page.data())->alive_mutex);
     return (std::atomic_ref(word).load() & FUTEX_OWNER_DIED) != 0;
   }
-  Process process;
-  std::vector<vmci::UniqueFd> descriptors;
   Mapping page;
 };
 
@@ -46,14 +44,12 @@ struct Served {
 
 TEST_CASE("What a process has shared stays pinned after its end, until the service is through with it") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   const std::size_t rings_before = rings_open();
   std::uint32_t number;
   {
     Served served(machine);
-    number = served.process.number;
+    number = served.number;
     CHECK(rings_open() == rings_before + 1);
   }
   CHECK(machine.await(Frame::close).head.connection == number);
@@ -70,9 +66,7 @@ TEST_CASE("What a process has shared stays pinned after its end, until the servi
 
 TEST_CASE("A request that is under way when its process ends keeps its memory pinned") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   const std::size_t rings_before = rings_open();
   FrameIn packet{};
   {
@@ -80,7 +74,7 @@ TEST_CASE("A request that is under way when its process ends keeps its memory pi
     std::byte page[2 * vm::page_bytes];
     auto ring = vmci::pin_pages(std::span(page));
     REQUIRE(ring.has_value());
-    served.process.ask(Request::add_pinned, control::AddPinnedRequest{reinterpret_cast<std::uintptr_t>(page), sizeof(page), ring->get(), 0});
+    served.ask(Request::add_pinned, control::AddPinnedRequest{reinterpret_cast<std::uintptr_t>(page), sizeof(page), ring->get(), 0});
     packet = machine.await(Frame::packet);
   }
   machine.await(Frame::close);
@@ -92,9 +86,7 @@ TEST_CASE("A request that is under way when its process ends keeps its memory pi
 
 TEST_CASE("The end of a process counts even where its child still has the connection") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   int held[2];
   REQUIRE(::pipe(held) == 0);
   const pid_t process = ::fork();
@@ -121,9 +113,7 @@ TEST_CASE("The end of a process counts even where its child still has the connec
 
 TEST_CASE("Who was given a process's socket cannot have memory of that process translated") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   Served served(machine);
   auto* const page = static_cast<std::byte*>(::mmap(nullptr, vm::page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   REQUIRE(page != MAP_FAILED);
@@ -132,44 +122,40 @@ TEST_CASE("Who was given a process's socket cannot have memory of that process t
   const control::AddPinnedRequest request{reinterpret_cast<std::uintptr_t>(page), vm::page_bytes, ring->get(), 0};
   const pid_t other = ::fork();
   if (other == 0) {
-    served.process.ask(Request::add_pinned, request);
+    served.ask(Request::add_pinned, request);
     ::_exit(0);
   }
-  ++served.process.sequence;
-  CHECK(served.process.reply().head.status == EPERM);
+  ++served.sequence;
+  CHECK(served.reply().head.status == EPERM);
   ::waitpid(other, nullptr, 0);
-  served.process.ask(Request::add_pinned, request);
+  served.ask(Request::add_pinned, request);
   machine.reply_with(machine.await(Frame::packet), control::AddBackingReply{1, 0});
-  CHECK(served.process.reply().head.status == 0);
+  CHECK(served.reply().head.status == 0);
   ::munmap(page, vm::page_bytes);
 }
 
 TEST_CASE("A process that the service is through with learns it from its socket") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   const std::size_t rings_before = rings_open();
   Served served(machine), other(machine);
-  machine.send(Frame::closed, served.process.number);
-  CHECK(served.process.closed());
+  machine.send(Frame::closed, served.number);
+  CHECK(served.closed());
   machine.until("the memory is free", [&] { return rings_open() == rings_before + 1; });
   CHECK(!other.told_of_death());
-  other.process.ask(Request::query_device);
+  other.ask(Request::query_device);
   machine.await(Frame::packet);
 }
 
 TEST_CASE("Another service: who used the last one is told, and memory is kept until the new one has accepted the machine") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   const std::size_t rings_before = rings_open();  // the page's
   Served served(machine);
   CHECK(!served.told_of_death());
   machine.begin_service(epoch + 1);
   machine.until("the process is told", [&] { return served.told_of_death(); });
-  CHECK(served.process.closed());
+  CHECK(served.closed());
   machine.await_boot();
   CHECK(!std::filesystem::exists(machine.socket));
   CHECK(rings_open() == rings_before + 1);
@@ -182,13 +168,11 @@ TEST_CASE("Another service: who used the last one is told, and memory is kept un
 
 TEST_CASE("A service whose heart stands still is lost, and asked anew when it goes on") {
   if (!can_pin()) return;
-  Machine machine({.patience_ns = short_patience_ns});
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine({.patience_ns = short_patience_ns});
   Served served(machine);
   machine.heart_beats = false;
   machine.until("the process is told", [&] { return served.told_of_death(); });
-  CHECK(served.process.closed());
+  CHECK(served.closed());
   machine.await_boot();
   machine.heart_beats = true;
   machine.open_session();
@@ -239,12 +223,10 @@ TEST_CASE("A service manager is told that the agent serves, and, where there is 
 
 TEST_CASE("A service that breaks the protocol costs the session, not the agent") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   SUBCASE("by a frame that is too long") {
     Served served(machine);
-    const vm::FrameHead head{vm::frame_bytes_max + 1, static_cast<std::uint16_t>(Frame::reply), 0, served.process.number, 0};
+    const vm::FrameHead head{vm::frame_bytes_max + 1, static_cast<std::uint16_t>(Frame::reply), 0, served.number, 0};
     // As bytes of the stream: VmLinkEnd would not send it. Its writer is only this one's from now on.
     vmci::ByteWriter writer(vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false));
     auto& produced = vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).mine->produced;
@@ -261,7 +243,7 @@ TEST_CASE("A service that breaks the protocol costs the session, not the agent")
   }
   SUBCASE("by an answer that nobody asked for") {
     Served served(machine);
-    machine.send(Frame::reply, served.process.number, control::Head{});
+    machine.send(Frame::reply, served.number, control::Head{});
     machine.until("the process is told", [&] { return served.told_of_death(); });
   }
   SUBCASE("by a second welcome") {
@@ -340,15 +322,13 @@ TEST_CASE("A service of another major version is not spoken to") {
 
 TEST_CASE("An agent that is stopped tells its processes, and leaves when the service has let go of their memory") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
+  ServedMachine machine;
   const std::size_t rings_before = rings_open();
   Served served(machine);
   machine.stop_without_waiting();
   machine.await_boot();
   CHECK(served.told_of_death());
-  CHECK(served.process.closed());
+  CHECK(served.closed());
   CHECK(rings_open() == rings_before + 1);
   CHECK(machine.running());
   machine.stop();

@@ -44,11 +44,8 @@ struct Buffer {
 
 TEST_CASE("Pinned memory is translated as it lies, and stays pinned until the service has removed it") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
+  ServedMachine machine;
+  AttachedProcess process(machine);
   const std::size_t rings_before = rings_open();
   const void* memory;
   {
@@ -79,11 +76,8 @@ TEST_CASE("Pinned memory is translated as it lies, and stays pinned until the se
 
 TEST_CASE("Two pieces of memory have two segments, and one that the service refuses is let go at once") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
+  ServedMachine machine;
+  AttachedProcess process(machine);
   const std::size_t rings_before = rings_open();
   Buffer a(1), b(1);
   process.ask(Request::add_pinned, a.request(0, 1));
@@ -101,11 +95,8 @@ TEST_CASE("Two pieces of memory have two segments, and one that the service refu
 
 TEST_CASE("A process that registers very much leaves descriptors for others") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process hog(machine);
-  hog.attach();
+  ServedMachine machine;
+  AttachedProcess hog(machine);
   rlimit before{};
   REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
   constexpr std::uint32_t limit = 256;
@@ -122,19 +113,15 @@ TEST_CASE("A process that registers very much leaves descriptors for others") {
   Buffer one(1);
   hog.ask(Request::add_pinned, one.request(0, 1));
   CHECK(hog.reply().head.status == ENOMEM);
-  Process other(machine);
-  other.attach();
+  AttachedProcess other(machine);
   CHECK(serve(other) == 0);
   CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
 
 TEST_CASE("Memory that is not pinned, not there or not described rightly never reaches the service") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
+  ServedMachine machine;
+  AttachedProcess process(machine);
   const std::size_t rings_before = rings_open();
   const auto status_of = [&](control::AddPinnedRequest request) {
     process.ask(Request::add_pinned, request);
@@ -162,11 +149,8 @@ TEST_CASE("Memory that is not pinned, not there or not described rightly never r
 
 TEST_CASE("The copying thread of a process is woken where it sleeps") {
   if (!can_pin()) return;
-  Machine machine;
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
+  ServedMachine machine;
+  AttachedProcess process(machine);
   process.ask(Request::reach_process, control::ReachProcessRequest{1, 2});
   const auto packet = machine.await(Frame::packet);
   const Runs runs = machine.take_segment(process.number, vm::segment_copier);

@@ -26,27 +26,30 @@ std::uint64_t lent_at(const Runs& runs, std::uint64_t bytes) {
   return runs.front().page * vm::page_bytes;
 }
 
-// A process of ours that is attached; its arena.
-std::uint64_t attach(Machine& machine, Process& process, std::vector<vmci::UniqueFd>& descriptors) {
-  control::AttachRequest request{};
-  request.magic = control::magic;
-  request.major = control::version_major;
-  request.minor = control::version_minor;
-  process.ask(Request::attach, request);
-  const FrameIn packet = machine.await(vm::Frame::packet);
-  const std::uint64_t arena = lent_at(machine.take_segment(process.number, vm::segment_arena), Machine::arena_bytes);
-  control::AttachReply granted{};
-  granted.arena_bytes = Machine::arena_bytes;
-  machine.reply_with(packet, granted, 1, 1);
-  auto got = process.reply();
-  REQUIRE(got.head.status == 0);
-  std::memcpy(&granted, got.body.data(), sizeof(granted));
-  CHECK(granted.flags == (control::attach_in_machine | control::attach_in_bar));
-  REQUIRE(got.descriptors.size() == 4);
-  descriptors = std::move(got.descriptors);
-  CHECK(::lseek(descriptors[0].get(), 0, SEEK_CUR) == static_cast<off_t>(arena));
-  return arena;
-}
+// Attached, where its arena is of the BAR.
+struct BarProcess : Process {
+  explicit BarProcess(Machine& of) : Process(of) {
+    control::AttachRequest request{};
+    request.magic = control::magic;
+    request.major = control::version_major;
+    request.minor = control::version_minor;
+    ask(Request::attach, request);
+    const FrameIn packet = machine.await(vm::Frame::packet);
+    arena = lent_at(machine.take_segment(number, vm::segment_arena), Machine::arena_bytes);
+    control::AttachReply granted{};
+    granted.arena_bytes = Machine::arena_bytes;
+    machine.reply_with(packet, granted, 1, 1);
+    auto got = reply();
+    REQUIRE(got.head.status == 0);
+    std::memcpy(&granted, got.body.data(), sizeof(granted));
+    CHECK(granted.flags == (control::attach_in_machine | control::attach_in_bar));
+    REQUIRE(got.descriptors.size() == 4);
+    descriptors = std::move(got.descriptors);
+    CHECK(::lseek(descriptors[0].get(), 0, SEEK_CUR) == static_cast<off_t>(arena));
+  }
+  std::uint64_t arena = 0;
+  std::vector<vmci::UniqueFd> descriptors;
+};
 
 struct Lent {
   int status;
@@ -83,22 +86,20 @@ void withdraw(Machine& machine, Process& process, std::uint32_t backing) {
 
 TEST_CASE("Where the RAM is the machine's own, the queues of a process, its memory and the service's page are of the BAR") {
   Machine machine({.bar_bytes = bar_bytes});
-  machine.begin_service(77);
+  machine.begin_service(epoch);
   const vm::Hello hello = machine.open_session();
   CHECK((hello.flags & vm::hello_bar) != 0);
   CHECK(hello.high_bytes == 0);
   const std::uint64_t page = lent_at({{hello.page, 1}}, vm::page_bytes);
-  Process process(machine);
-  std::vector<vmci::UniqueFd> descriptors;
-  const std::uint64_t arena = attach(machine, process, descriptors);
-  CHECK((arena >= page + vm::page_bytes || page >= arena + Machine::arena_bytes));
+  BarProcess process(machine);
+  CHECK((process.arena >= page + vm::page_bytes || page >= process.arena + Machine::arena_bytes));
   machine.bar[page + 4000] = std::byte{9};
-  auto seen = vmci::Mapping::map(descriptors[1].get(), static_cast<std::uint64_t>(::lseek(descriptors[1].get(), 0, SEEK_CUR)), vm::page_bytes, vmci::Writable::no);
+  auto seen = vmci::Mapping::map(process.descriptors[1].get(), static_cast<std::uint64_t>(::lseek(process.descriptors[1].get(), 0, SEEK_CUR)), vm::page_bytes, vmci::Writable::no);
   REQUIRE(seen.has_value());
   CHECK(seen->data()[4000] == std::byte{9});
   const auto alive = [&] { return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(machine.bar + page + offsetof(control::ServicePage, alive_mutex))).load(); };
   CHECK(alive() != owner_died);
-  CHECK(!vmci::Mapping::map(descriptors[1].get(), page, vm::page_bytes, vmci::Writable::yes));
+  CHECK(!vmci::Mapping::map(process.descriptors[1].get(), page, vm::page_bytes, vmci::Writable::yes));
   CHECK(rings_open() == 0);
 
   const Lent one = borrow(machine, process, 3 * vm::page_bytes + 1, 5), two = borrow(machine, process, 4 << 20, 6);
@@ -122,12 +123,8 @@ TEST_CASE("Where the RAM is the machine's own, the queues of a process, its memo
 }
 
 TEST_CASE("A copying thread sleeps on a word of the agent's, as nobody can on one of a BAR") {
-  Machine machine({.bar_bytes = bar_bytes});
-  machine.begin_service(78);
-  machine.open_session();
-  Process process(machine);
-  std::vector<vmci::UniqueFd> descriptors;
-  attach(machine, process, descriptors);
+  ServedMachine machine({.bar_bytes = bar_bytes});
+  BarProcess process(machine);
   process.ask(Request::reach_process, control::ReachProcessRequest{});
   const FrameIn packet = machine.await(vm::Frame::packet);
   const std::uint64_t at = lent_at(machine.take_segment(process.number, vm::segment_copier), page_ceiling(copying::segment_bytes));
@@ -146,9 +143,7 @@ TEST_CASE("A copying thread sleeps on a word of the agent's, as nobody can on on
 }
 
 TEST_CASE("A library that knows of no such machines is told the version that does") {
-  Machine machine({.bar_bytes = bar_bytes});
-  machine.begin_service(79);
-  machine.open_session();
+  ServedMachine machine({.bar_bytes = bar_bytes});
   Process process(machine);
   control::AttachRequest request{};
   request.magic = control::magic;
@@ -164,29 +159,23 @@ TEST_CASE("A library that knows of no such machines is told the version that doe
 }
 
 TEST_CASE("What a process has mapped is lent to nobody else after its connection, and its session, have ended") {
-  Machine machine({.bar_bytes = bar_bytes});
-  machine.begin_service(80);
-  machine.open_session();
+  ServedMachine machine({.bar_bytes = bar_bytes});
   constexpr std::uint64_t most = 20 << 20;
   vmci::Mapping mapped;
   {
-    Process process(machine);
-    std::vector<vmci::UniqueFd> descriptors;
-    attach(machine, process, descriptors);
+    BarProcess process(machine);
     const Lent lent = borrow(machine, process, most, 5);
     REQUIRE(lent.status == 0);
-    auto mapping = vmci::Mapping::map(descriptors[0].get(), lent.offset, most, vmci::Writable::yes);
+    auto mapping = vmci::Mapping::map(process.descriptors[0].get(), lent.offset, most, vmci::Writable::yes);
     REQUIRE(mapping.has_value());
     mapped = std::move(*mapping);
     process.socket = {};
     machine.await(vm::Frame::close);
     machine.send(vm::Frame::closed, process.number);
   }
-  machine.begin_service(81);  // and everybody begins anew
+  machine.begin_service(epoch + 1);  // and everybody begins anew
   machine.open_session();
-  Process process(machine);
-  std::vector<vmci::UniqueFd> descriptors;
-  attach(machine, process, descriptors);
+  BarProcess process(machine);
   CHECK(borrow(machine, process, most, 5).status == ENOMEM);
   CHECK(borrow(machine, process, 1 << 20, 6).status == 0);
   mapped = {};
@@ -196,7 +185,7 @@ TEST_CASE("What a process has mapped is lent to nobody else after its connection
 TEST_CASE("An agent whose device has room for the link only, or that cannot be mapped by programs, ends and says why") {
   Machine machine;
   std::atomic_ref(machine.header().service.flags).store(vm::service_lends_bar);
-  machine.begin_service(82);
+  machine.begin_service(epoch);
   machine.await_boot();
   machine.accept_boot();
   machine.until("the agent ends", [&] { return !machine.running(); });

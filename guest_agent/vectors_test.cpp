@@ -45,8 +45,7 @@ TEST_CASE("Where the device has interrupts the agent says so, and looks when it 
   Machine machine({.has_interrupts = true, .patience_ns = short_patience_ns});
   machine.begin_service(epoch);
   CHECK(machine.open_session().flags == vm::hello_interrupts);
-  Process process(machine);
-  const auto descriptors = process.attach();
+  AttachedProcess process(machine);
   process.ask(Request::query_device);
   machine.reply(machine.await(Frame::packet), 0);
   CHECK(process.reply().head.status == 0);
@@ -60,12 +59,8 @@ TEST_CASE("Where the device has interrupts the agent says so, and looks when it 
 
 TEST_CASE("A channel gets an interrupt of its own while there are any, and gives it back with its pipe") {
   if (!can_pin()) return;
-  Machine machine({.has_interrupts = true});
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine), other(machine);
-  process.attach();
-  other.attach();
+  ServedMachine machine({.has_interrupts = true});
+  AttachedProcess process(machine), other(machine);
   AskedChannel first(machine, process, 11), second(machine, other, 11), third(machine, process, 12);
   CHECK(first.vector >= vm::fixed_vectors);
   CHECK(second.vector >= vm::fixed_vectors);
@@ -99,11 +94,8 @@ TEST_CASE("A channel gets an interrupt of its own while there are any, and gives
 
 TEST_CASE("A channel's interrupt is for who knows what to do with it: the library, the service, the device") {
   if (!can_pin()) return;
-  Machine machine({.has_interrupts = true});
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  process.attach();
+  ServedMachine machine({.has_interrupts = true});
+  AttachedProcess process(machine);
   const AskedChannel older_library(machine, process, 11, 0);
   CHECK(older_library.vector == 0);
   CHECK(older_library.descriptors.size() == 1);
@@ -122,27 +114,20 @@ TEST_CASE("A channel's interrupt is for who knows what to do with it: the librar
   CHECK(of_nonsense.vector >= vm::fixed_vectors);
   CHECK(of_nonsense.vector < Machine::vectors);
 
-  Machine polling;
-  polling.begin_service(epoch);
-  polling.open_session();
-  Process there(polling);
-  there.attach();
+  ServedMachine polling;
+  AttachedProcess there(polling);
   CHECK(AskedChannel(polling, there, 11).vector == 0);
 }
 
 TEST_CASE("Where the kernel rings the device, processes have its eventfd for their doorbell, unless the service only polls") {
   if (!can_pin()) return;
-  Machine machine({.has_interrupts = true});
-  machine.begin_service(epoch);
-  machine.open_session();
-  Process process(machine);
-  auto descriptors = process.attach();
-  ring(descriptors[2]);
+  ServedMachine machine({.has_interrupts = true});
+  AttachedProcess process(machine);
+  ring(process.descriptors[2]);
   CHECK(nothing_forwarded(machine, process));  // the agent has had its turn
   CHECK(readable(machine.kernel_doorbell.get()));
   std::atomic_ref(machine.header().service.flags).store(vm::service_polls);
-  Process later(machine);
-  descriptors = later.attach();
-  ring(descriptors[2]);
+  AttachedProcess later(machine);
+  ring(later.descriptors[2]);
   machine.until("the agent counts it", [&] { return std::atomic_ref(machine.header().agent.doorbells).load() != 0; });
 }

@@ -158,6 +158,19 @@ class Process {
   std::uint32_t sequence = 0;
 };
 
+// One that the service has taken in.
+struct ServedMachine : Machine {
+  explicit ServedMachine(const MachineKind& kind = {}) : Machine(kind) {
+    begin_service(epoch);
+    open_session();
+  }
+};
+
+struct AttachedProcess : Process {
+  explicit AttachedProcess(Machine& of) : Process(of), descriptors(attach()) {}
+  std::vector<vmci::UniqueFd> descriptors;
+};
+
 // Nothing of this kind comes, though a later packet has.
 bool nothing_forwarded(Machine& machine, Process& process);
 
