@@ -54,7 +54,7 @@ void Keeper::keep(const Device& device, int agent) {
   while (boot == 0)
     if (::getrandom(&boot, sizeof(boot), 0) != sizeof(boot)) boot = 0;
   std::atomic_ref(mine.boot).store(0, std::memory_order_release);
-  const vmci::VmLinkEnd link(device.bar, /*agent=*/true);  // zeroes our cursor
+  const vmci::VmLinkEnd link(device.bar, vmci::VmLinkEnd::Who::agent);  // zeroes our cursor
   // Pairs with the service's acquire of `boot`, as in Session::begin.
   std::atomic_ref(mine.boot).store(boot, std::memory_order_release);
   device.ring(vm::link_vector);

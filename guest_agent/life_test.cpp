@@ -224,21 +224,20 @@ TEST_CASE("A service manager is told that the agent serves, and, where there is 
 TEST_CASE("A service that breaks the protocol costs the session, not the agent") {
   if (!can_pin()) return;
   ServedMachine machine;
+  const auto side = vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, vmci::End::attacher);
   SUBCASE("by a frame that is too long") {
     Served served(machine);
     const vm::FrameHead head{vm::frame_bytes_max + 1, static_cast<std::uint16_t>(Frame::reply), 0, served.number, 0};
     // As bytes of the stream: VmLinkEnd would not send it. Its writer is only this one's from now on.
-    vmci::ByteWriter writer(vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false));
-    auto& produced = vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).mine->produced;
-    std::byte* const queue = vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).out;
-    const std::uint32_t at = produced & (vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).out_bytes - 1);
-    std::memcpy(queue + at, &head, sizeof(head));
+    std::uint32_t& produced = side.mine->produced;
+    const std::uint32_t at = produced & (side.out_bytes - 1);
+    std::memcpy(side.out + at, &head, sizeof(head));
     std::atomic_ref(produced).store(produced + static_cast<std::uint32_t>(sizeof(head)), std::memory_order_release);
     machine.until("the process is told", [&] { return served.told_of_death(); });
   }
   SUBCASE("by a position that is nowhere") {
     Served served(machine);
-    vmci::ByteSide::of(machine.bar + vm::queues_offset, vm::queues, false).mine->produced += 1u << 30;
+    side.mine->produced += 1u << 30;
     machine.until("the process is told", [&] { return served.told_of_death(); });
   }
   SUBCASE("by an answer that nobody asked for") {

@@ -96,9 +96,9 @@ class Surplus {
 
 }  // namespace
 
-Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, bool future_read_only) {
+Result<PinnedSegment> PinnedSegment::make(const char* name, std::uint64_t bytes, vmci::HandedOut handed_out) {
   if (bytes == 0 || bytes % vm::page_bytes != 0) return Errno{EINVAL};
-  auto segment = unpinned(name, bytes, vm::page_bytes, future_read_only);
+  auto segment = unpinned(name, bytes, vm::page_bytes, handed_out);
   if (const Status pinned = segment ? segment->pin() : segment.error(); !pinned) return pinned.error();
   return segment;
 }
@@ -110,9 +110,9 @@ Result<PinnedSegment> PinnedSegment::make_huge(const char* name, std::uint64_t b
   return segment;
 }
 
-Result<PinnedSegment> PinnedSegment::unpinned(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only) {
+Result<PinnedSegment> PinnedSegment::unpinned(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, vmci::HandedOut handed_out) {
   const std::uint64_t pages = bytes / page_bytes + (bytes % page_bytes != 0);
-  auto memory = vmci::Segment::create(name, pages * page_bytes, future_read_only, page_bytes);
+  auto memory = vmci::Segment::create(name, pages * page_bytes, handed_out, page_bytes);
   if (!memory) return memory.error();
   PinnedSegment segment;
   segment.memory = std::move(*memory);

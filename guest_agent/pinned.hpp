@@ -14,7 +14,7 @@
 
 namespace vrdma::agent {
 
-// Memory of ours: a sealed memfd, zero, mapped writable here. future_read_only: as vmci::Segment::create().
+// Memory of ours: a sealed memfd, zero, mapped writable here. handed_out: as vmci::Segment::create().
 struct PinnedSegment {
   vmci::Segment memory;
   vmci::UniqueFd ring;
@@ -22,17 +22,17 @@ struct PinnedSegment {
   std::uint64_t page_bytes = vm::page_bytes;
 
   // ENOSYS, EPERM: no io_uring (kernel.io_uring_disabled); EPERM: frames are hidden; ENOMEM.
-  static Result<PinnedSegment> make(const char* name, std::uint64_t bytes, bool future_read_only = false);
+  static Result<PinnedSegment> make(const char* name, std::uint64_t bytes, vmci::HandedOut handed_out = vmci::HandedOut::writable);
   // The same of huge pages of this size, at least `bytes`. They are taken from the kernel's ordinary memory, and go back there:
   // nobody has to reserve any. ENOMEM: it finds none in one piece. ENODEV, EINVAL: it knows no such size.
   static Result<PinnedSegment> make_huge(const char* name, std::uint64_t bytes, std::uint64_t page_bytes);
 
 
   // In two steps: pages come into being when they are touched, or else when they are pinned.
-  static Result<PinnedSegment> unpinned(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only = false);
+  static Result<PinnedSegment> unpinned(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, vmci::HandedOut handed_out = vmci::HandedOut::writable);
   void touch();  // as far as that can be
   Status pin();
-  // Gives up the pages that are not to be kept, for others that come when they are touched; not where it is future_read_only. What it had
+  // Gives up the pages that are not to be kept, for others that come when they are touched; not where it is HandedOut::read_only. What it had
   // stays pinned by the ring that is returned, and so is nobody's: it is not what comes.
   Result<vmci::UniqueFd> give_up(const std::function<bool(const vm::Run&)>& keep);
 };

@@ -135,7 +135,7 @@ void Session::begin(bool to_leave) {
   std::atomic_ref boot(header_of(device_).agent.boot);
   boot.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
-  link_.emplace(device_.bar, true);  // zeroes our cursor
+  link_.emplace(device_.bar, vmci::VmLinkEnd::Who::agent);  // zeroes our cursor
   // S2: pairs with the service's acquire of `boot`: our cursor is zero.
   boot.store(boot_, std::memory_order_release);
   device_.ring(vm::link_vector);
@@ -156,7 +156,7 @@ std::optional<std::uint64_t> Session::make_page() {
     return bar_pages_.back().offset() / vm::page_bytes;
   }
   constexpr std::uint64_t bytes = sizeof(control::ServicePage);
-  auto page = lendable("vrdma-service-page", bytes, vm::page_bytes, true);
+  auto page = lendable("vrdma-service-page", bytes, vm::page_bytes, vmci::HandedOut::read_only);
   if (!page && value(page.error()) == EFAULT) return std::nullopt;
   if (!page)
     throw std::runtime_error(std::string("cannot pin a page of memory (") + std::strerror(value(page.error())) +
@@ -273,8 +273,8 @@ bool Session::believe_plugged_in(std::uint64_t page) {
   return true;
 }
 
-Result<PinnedSegment> Session::lendable(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only) {
-  const auto make = [&] { return PinnedSegment::unpinned(name, bytes, page_bytes, future_read_only); };
+Result<PinnedSegment> Session::lendable(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, vmci::HandedOut handed_out) {
+  const auto make = [&] { return PinnedSegment::unpinned(name, bytes, page_bytes, handed_out); };
   auto segment = make();
   if (const Status pinned = segment ? segment->pin() : segment.error(); !pinned) return pinned.error();
   if (may_lend(segment->runs)) return segment;
@@ -292,7 +292,7 @@ Result<PinnedSegment> Session::lendable(const char* name, std::uint64_t bytes, s
       used_up = !given_back || *given_back != 0;
       continue;
     }
-    if (future_read_only) {
+    if (handed_out == vmci::HandedOut::read_only) {
       elsewhere.push_back(std::move(segment->ring));
       segment = make();
       if (!segment) return segment;

@@ -81,7 +81,7 @@ class Session {
   bool may_lend(const vm::Run& run) const { return !ram_ || ram_->offset_of(run).has_value(); }
   // A segment that may be lent, of huge pages where the machine's RAM has such; errors as PinnedSegment::make(). EFAULT: it would be of memory
   // that was plugged in; that was said. Looking for other takes up to ten seconds.
-  Result<PinnedSegment> make_segment(const char* name, std::uint64_t bytes) { return lendable(name, bytes, ram_page_bytes_, false); }
+  Result<PinnedSegment> make_segment(const char* name, std::uint64_t bytes) { return lendable(name, bytes, ram_page_bytes_, vmci::HandedOut::writable); }
   const std::string& machine() const { return machine_; }
 
  private:
@@ -92,7 +92,7 @@ class Session {
   };
   ServiceNow service() const;
   void greet();
-  Result<PinnedSegment> lendable(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, bool future_read_only);
+  Result<PinnedSegment> lendable(const char* name, std::uint64_t bytes, std::uint64_t page_bytes, vmci::HandedOut handed_out);
   bool believe_plugged_in(std::uint64_t page);  // false: it cannot be
   void beat(std::uint64_t now_ns) const;
   News say_that_it_waits(std::uint64_t now_ns);

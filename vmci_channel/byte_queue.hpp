@@ -34,6 +34,9 @@ static_assert(vrdma::WireRecord<ByteCursor> && sizeof(ByteCursor) == 128);
 constexpr std::uint32_t closed_for_writing = 1;
 constexpr std::uint32_t closed_for_reading = 2;
 
+// Of a queue pair: whose produce queue the first one is.
+enum class End : bool { creator, attacher };
+
 // What one side knows: the shared places, and nothing that the other side can change.
 struct ByteSide {
   ByteCursor* mine;
@@ -43,14 +46,14 @@ struct ByteSide {
   std::uint32_t out_bytes, in_bytes;
 
   // base: geometry.total_bytes() of memory, aligned to 128; both queues' sizes powers of two of at most 2^30 bytes.
-  static ByteSide of(std::byte* base, const QueuePairGeometry& geometry, bool creator) {
+  static ByteSide of(std::byte* base, const QueuePairGeometry& geometry, End end) {
     auto* const cursors = reinterpret_cast<ByteCursor*>(base);
     std::byte* const produce = base + geometry.produce_offset();
     std::byte* const consume = base + geometry.consume_offset();
     const auto produce_bytes = static_cast<std::uint32_t>(geometry.produce_slots * vrdma::slot_bytes);
     const auto consume_bytes = static_cast<std::uint32_t>(geometry.consume_entries * vrdma::slot_bytes);
-    return creator ? ByteSide{&cursors[0], &cursors[1], produce, consume, produce_bytes, consume_bytes}
-                   : ByteSide{&cursors[1], &cursors[0], consume, produce, consume_bytes, produce_bytes};
+    return end == End::creator ? ByteSide{&cursors[0], &cursors[1], produce, consume, produce_bytes, consume_bytes}
+                               : ByteSide{&cursors[1], &cursors[0], consume, produce, consume_bytes, produce_bytes};
   }
   static std::uint32_t load(const std::uint32_t& word, std::memory_order order) {
     return std::atomic_ref(const_cast<std::uint32_t&>(word)).load(order);

@@ -15,6 +15,7 @@ using vmci::ByteCursor;
 using vmci::ByteReader;
 using vmci::ByteSide;
 using vmci::ByteWriter;
+using vmci::End;
 using vmci::QueueKind;
 using vmci::QueuePairGeometry;
 
@@ -24,7 +25,7 @@ struct alignas(128) Line {
 };
 struct Pair {
   explicit Pair(std::uint32_t slots) : geometry{slots, slots * 2, QueueKind::bytes, 0}, memory(geometry.total_bytes() / 128 + 1) {}
-  ByteSide side(bool creator) { return ByteSide::of(memory.front().bytes, geometry, creator); }
+  ByteSide side(End end) { return ByteSide::of(memory.front().bytes, geometry, end); }
   QueuePairGeometry geometry;
   std::vector<Line> memory;
 };
@@ -32,7 +33,7 @@ struct Pair {
 
 TEST_CASE("Each side's out is the other side's in, and nothing overlaps") {
   Pair pair(64);
-  const ByteSide a = pair.side(true), b = pair.side(false);
+  const ByteSide a = pair.side(End::creator), b = pair.side(End::attacher);
   CHECK(a.out == b.in);
   CHECK(a.in == b.out);
   CHECK(a.mine == b.theirs);
@@ -47,9 +48,9 @@ TEST_CASE("Random reads and writes move a stream as a deque does") {
   for (std::uint32_t seed = 1; seed <= 40; ++seed) {
     std::mt19937 random(seed);
     Pair pair(1u << (random() % 5));
-    ByteWriter writer(pair.side(true));
-    ByteReader reader(pair.side(false));
-    const std::uint32_t capacity = pair.side(true).out_bytes;
+    ByteWriter writer(pair.side(End::creator));
+    ByteReader reader(pair.side(End::attacher));
+    const std::uint32_t capacity = pair.side(End::creator).out_bytes;
     std::deque<std::byte> model;
     std::vector<std::byte> buffer;
     for (int step = 0; step < 4000; ++step) {
@@ -76,14 +77,14 @@ TEST_CASE("Random reads and writes move a stream as a deque does") {
 TEST_CASE("A reader believes no produced position that is impossible") {
   for (const std::uint32_t lie : {4097u, 0x80000000u, 0xffffffffu, 99u}) {
     Pair pair(64);
-    ByteWriter writer(pair.side(true));
-    ByteReader reader(pair.side(false));
+    ByteWriter writer(pair.side(End::creator));
+    ByteReader reader(pair.side(End::attacher));
     std::vector<std::byte> bytes(300), to(5000);
     REQUIRE(writer.write(bytes) == 300);
     REQUIRE(reader.read(std::span(to).first(100)) == 100);
     REQUIRE(reader.available() == 200);
-    pair.side(true).mine->produced = lie;  // 99: back before what was read; 4097+: beyond the queue
-    if (lie == 4097u) pair.side(true).mine->produced = 100 + 4097;
+    pair.side(End::creator).mine->produced = lie;  // 99: back before what was read; 4097+: beyond the queue
+    if (lie == 4097u) pair.side(End::creator).mine->produced = 100 + 4097;
     CHECK(reader.read(to) == 0);
     CHECK(reader.broken());
   }
@@ -92,13 +93,13 @@ TEST_CASE("A reader believes no produced position that is impossible") {
 TEST_CASE("A writer believes no consumed position that is impossible") {
   for (const std::uint32_t lie : {99u, 301u, 0x80000000u, 0xffffffffu}) {
     Pair pair(64);
-    ByteWriter writer(pair.side(true));
-    ByteReader reader(pair.side(false));
+    ByteWriter writer(pair.side(End::creator));
+    ByteReader reader(pair.side(End::attacher));
     std::vector<std::byte> bytes(300), to(100);
     REQUIRE(writer.write(bytes) == 300);
     REQUIRE(reader.read(to) == 100);
     REQUIRE(writer.write({}) == 0);  // has seen 100
-    pair.side(false).mine->consumed = lie;
+    pair.side(End::attacher).mine->consumed = lie;
     CHECK(writer.write(bytes) == 0);
     CHECK(writer.broken());
   }
@@ -106,8 +107,8 @@ TEST_CASE("A writer believes no consumed position that is impossible") {
 
 TEST_CASE("A writer rings once for each arming, and for the first byte of all") {
   Pair pair(64);
-  ByteWriter writer(pair.side(true));
-  ByteReader reader(pair.side(false));
+  ByteWriter writer(pair.side(End::creator));
+  ByteReader reader(pair.side(End::attacher));
   const std::vector<std::byte> byte(1);
   std::uint32_t token = 77;
   writer.write(byte);
@@ -125,7 +126,7 @@ TEST_CASE("Two threads move a stream without losing, repeating or tearing a byte
   Pair pair(16);
   constexpr std::uint32_t total = 8 << 20;
   std::thread producer([&] {
-    ByteWriter writer(pair.side(true));
+    ByteWriter writer(pair.side(End::creator));
     std::mt19937 random(1);
     std::vector<std::byte> chunk;
     vmci::Backoff backoff;
@@ -143,7 +144,7 @@ TEST_CASE("Two threads move a stream without losing, repeating or tearing a byte
       at += static_cast<std::uint32_t>(chunk.size());
     }
   });
-  ByteReader reader(pair.side(false));
+  ByteReader reader(pair.side(End::attacher));
   std::mt19937 random(2);
   std::vector<std::byte> chunk;
   std::uint64_t bad = 0;

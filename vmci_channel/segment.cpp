@@ -65,7 +65,7 @@ void Mapping::abandon() {
   ::new (abandoned) bip::mapped_region(std::move(region_));
 }
 
-Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool future_read_only, std::uint64_t page_bytes) {
+Result<Segment> Segment::create(const char* name, std::uint64_t bytes, HandedOut handed_out, std::uint64_t page_bytes) {
   Segment segment;
   unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   if (page_bytes > 4096) flags |= MFD_HUGETLB | static_cast<unsigned>(std::countr_zero(page_bytes)) << MFD_HUGE_SHIFT;
@@ -76,7 +76,7 @@ Result<Segment> Segment::create(const char* name, std::uint64_t bytes, bool futu
   if (!mapping) return mapping.error();
   segment.mapping_ = std::move(*mapping);
   int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  if (future_read_only) seals |= F_SEAL_FUTURE_WRITE;
+  if (handed_out == HandedOut::read_only) seals |= F_SEAL_FUTURE_WRITE;
   if (::fcntl(segment.fd_.get(), F_ADD_SEALS, seals) != 0) return vrdma::last_error();
   return segment;
 }

@@ -16,6 +16,8 @@
 namespace vmci {
 
 enum class Writable : bool { no, yes };
+// What descriptors of a segment that are handed out can be mapped for, whoever has them.
+enum class HandedOut : bool { writable, read_only };
 
 // A mapping that is undone by its destructor.
 class Mapping {
@@ -49,9 +51,8 @@ class Segment {
  public:
   Segment() = default;
   // A new, zero-filled, sparse memfd of `bytes`, sealed against shrinking and growing, mapped writable.
-  // future_read_only: descriptors handed out afterwards can only be mapped for reading. page_bytes: of huge pages, which the kernel
-  // must have when they are touched.
-  static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, bool future_read_only = false, std::uint64_t page_bytes = 4096);
+  // page_bytes: of huge pages, which the kernel must have when they are touched.
+  static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, HandedOut handed_out = HandedOut::writable, std::uint64_t page_bytes = 4096);
   // Takes over a descriptor from a peer: it must be sealed against shrinking and hold at least `bytes`. EPERM, ERANGE.
   static vrdma::Result<Segment> adopt(UniqueFd fd, std::uint64_t bytes, Writable writable);
 

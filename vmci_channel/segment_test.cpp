@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+using vmci::HandedOut;
 using vmci::Mapping;
 using vmci::Segment;
 using vmci::UniqueFd;
@@ -36,7 +37,7 @@ TEST_CASE("A created segment is zero, writable, and can change its size no more"
 }
 
 TEST_CASE("A segment of the service page's kind can only be read by those who get its descriptor") {
-  auto segment = Segment::create("t", 4096, true);
+  auto segment = Segment::create("t", 4096, HandedOut::read_only);
   REQUIRE(segment.has_value());
   CHECK(!Mapping::map(segment->fd(), 0, 4096, Writable::yes).has_value());
   auto reader = Mapping::map(segment->fd(), 0, 4096, Writable::no);

@@ -22,13 +22,13 @@ class QueuePair {
     vrdma::control::QueuePairAllocRequest request{peer.context, peer.port, notice_port, 0, produce_bytes, consume_bytes};
     auto made = context->call_on_socket<vrdma::control::Request::queue_pair_alloc>(request);
     if (!made) return made.error();
-    return adopt(std::move(context), std::move(*made), true);
+    return adopt(std::move(context), std::move(*made), End::creator);
   }
   // ENOENT: it is not, or no longer, offered to this context.
   static vrdma::Result<QueuePair> attach(std::shared_ptr<Context> context, QueuePairHandle handle, std::uint32_t notice_port = 0) {
     auto got = context->call_on_socket<vrdma::control::Request::queue_pair_attach>({handle, notice_port, 0});
     if (!got) return got.error();
-    return adopt(std::move(context), std::move(*got), false);
+    return adopt(std::move(context), std::move(*got), End::attacher);
   }
   QueuePair(QueuePair&&) noexcept = default;
   QueuePair& operator=(QueuePair&& other) noexcept {
@@ -37,7 +37,7 @@ class QueuePair {
     memory_ = std::move(other.memory_);
     doorbell_ = std::move(other.doorbell_);
     reply_ = other.reply_;
-    creator_ = other.creator_;
+    end_ = other.end_;
     return *this;
   }
   ~QueuePair() { detach(); }
@@ -46,7 +46,7 @@ class QueuePair {
   Address peer() const { return {reply_.peer_context, reply_.peer_port}; }
   const QueuePairGeometry& geometry() const { return reply_.geometry; }
   std::byte* memory() const { return memory_.data(); }
-  ByteSide side() const { return ByteSide::of(memory_.data(), reply_.geometry, creator_); }
+  ByteSide side() const { return ByteSide::of(memory_.data(), reply_.geometry, end_); }
   const DoorbellEnd& doorbell() const { return doorbell_; }
 
   // The other side sees a hang-up and, if it wants them, a notice. The memory stays mapped until the destructor.
@@ -58,11 +58,11 @@ class QueuePair {
   }
 
  private:
-  QueuePair(std::shared_ptr<Context> context, Mapping memory, UniqueFd doorbell, const vrdma::control::QueuePairReply& reply, bool creator)
-      : context_(std::move(context)), memory_(std::move(memory)), doorbell_(std::move(doorbell)), reply_(reply), creator_(creator) {}
+  QueuePair(std::shared_ptr<Context> context, Mapping memory, UniqueFd doorbell, const vrdma::control::QueuePairReply& reply, End end)
+      : context_(std::move(context)), memory_(std::move(memory)), doorbell_(std::move(doorbell)), reply_(reply), end_(end) {}
 
   template <class SocketReply>
-  static vrdma::Result<QueuePair> adopt(std::shared_ptr<Context> context, SocketReply reply, bool creator) {
+  static vrdma::Result<QueuePair> adopt(std::shared_ptr<Context> context, SocketReply reply, End end) {
     const auto& geometry = reply.body.geometry;
     const auto give_up = [&](vrdma::Errno error) {
       (void)context->template call<vrdma::control::Request::queue_pair_detach>(reply.body.handle);
@@ -79,14 +79,14 @@ class QueuePair {
     if (!sealed || *sealed < geometry.total_bytes()) return give_up(vrdma::Errno{EPROTO});
     auto memory = Mapping::map(reply.descriptors[0].get(), 0, geometry.total_bytes(), Writable::yes);
     if (!memory) return give_up(memory.error());
-    return QueuePair(std::move(context), std::move(*memory), std::move(reply.descriptors[1]), reply.body, creator);
+    return QueuePair(std::move(context), std::move(*memory), std::move(reply.descriptors[1]), reply.body, end);
   }
 
   std::shared_ptr<Context> context_;
   Mapping memory_;
   DoorbellEnd doorbell_;
   vrdma::control::QueuePairReply reply_{};
-  bool creator_ = false;
+  End end_ = End::attacher;
 };
 
 }  // namespace vmci

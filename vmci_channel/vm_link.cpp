@@ -8,14 +8,16 @@ using vrdma::vm::Frame;
 using vrdma::vm::FrameHead;
 
 namespace {
-ByteSide side_of(std::byte* bar, bool agent) {
-  const ByteSide side = ByteSide::of(bar + vrdma::vm::queues_offset, vrdma::vm::queues, agent);
+ByteSide side_of(std::byte* bar, VmLinkEnd::Who who) {
+  return ByteSide::of(bar + vrdma::vm::queues_offset, vrdma::vm::queues, who == VmLinkEnd::Who::agent ? End::creator : End::attacher);
+}
+ByteSide zeroed(const ByteSide& side) {
   std::memset(static_cast<void*>(side.mine), 0, sizeof(*side.mine));
   return side;
 }
 }  // namespace
 
-VmLinkEnd::VmLinkEnd(std::byte* bar, bool agent) : writer_(side_of(bar, agent)), reader_(ByteSide::of(bar + vrdma::vm::queues_offset, vrdma::vm::queues, agent)) {}
+VmLinkEnd::VmLinkEnd(std::byte* bar, Who who) : writer_(zeroed(side_of(bar, who))), reader_(side_of(bar, who)) {}
 
 void VmLinkEnd::send(Frame kind, std::uint32_t connection, std::span<const std::byte> body, std::uint32_t item, std::uint16_t flags) {
   const FrameHead head{static_cast<std::uint32_t>(body.size()), static_cast<std::uint16_t>(kind), flags, connection, item};

@@ -17,8 +17,9 @@ namespace vmci {
 
 class VmLinkEnd {
  public:
+  enum class Who : bool { agent, service };
   // bar: bar_bytes of memory. Zeroes this side's cursor; the other side's is zero, or will be before anything is sent.
-  VmLinkEnd(std::byte* bar, bool agent);
+  VmLinkEnd(std::byte* bar, Who who);
 
   // body: at most frame_bytes_max bytes.
   void send(vrdma::vm::Frame kind, std::uint32_t connection, std::span<const std::byte> body, std::uint32_t item = 0, std::uint16_t flags = 0);

@@ -31,7 +31,7 @@ struct World {
   control::ServicePage service_page{};
   Shard shard{config, service_page};
   ControlDesk desk{shard};
-  vmci::Segment page = *vmci::Segment::create("test-page", sizeof(control::ServicePage), true);
+  vmci::Segment page = *vmci::Segment::create("test-page", sizeof(control::ServicePage), vmci::HandedOut::read_only);
   Guest* guest = nullptr;
   std::uint32_t context = 0;
   vmci::UniqueFd events;  // the guest's end

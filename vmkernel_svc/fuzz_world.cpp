@@ -93,7 +93,7 @@ FuzzWorld& FuzzWorld::instance() {
 
 FuzzWorld::FuzzWorld()
     : config_(fuzz_config()), shard_(config_, service_page_), desk_(shard_),
-      page_(*vmci::Segment::create("fuzz-page", sizeof(ServicePage), true)), packets_(shard_, desk_, page_.fd()) {
+      page_(*vmci::Segment::create("fuzz-page", sizeof(ServicePage), vmci::HandedOut::read_only)), packets_(shard_, desk_, page_.fd()) {
   spdlog::set_level(spdlog::level::off);
   BusGuard::install();
   std::signal(SIGPIPE, SIG_IGN);  // the server blocks it in the shard's thread: pipes whose reader is gone

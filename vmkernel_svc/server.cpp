@@ -55,7 +55,7 @@ Reception::Limits raise_open_files(Config& config) {
 Server::Server(const Config& config) : config_(config) {
   BusGuard::install();
   const Reception::Limits limits = raise_open_files(config_);
-  auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), true);
+  auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), vmci::HandedOut::read_only);
   if (!page)
     throw std::runtime_error(fmt::format("cannot create shared memory ({}): {}", std::strerror(value(page.error())),
                                          value(page.error()) == EFBIG ? "raise the limit of file sizes (ulimit -f)" : "memfd_create must be allowed"));

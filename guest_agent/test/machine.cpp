@@ -125,7 +125,7 @@ void Machine::accept_boot() {
   boot_ = load(header().agent.boot);
   frames.clear();
   segments.clear();
-  link.emplace(bar, false);
+  link.emplace(bar, vmci::VmLinkEnd::Who::service);
   store(header().service.accepted, boot_);
 }
 

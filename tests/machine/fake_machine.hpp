@@ -98,7 +98,7 @@ class FakeMachine {
   bool begin_session(int timeout_ms = patience_ms) {
     auto& mine = header().agent;
     std::atomic_ref(mine.boot).store(0, std::memory_order_release);
-    link_.emplace(bar_, /*agent=*/true);
+    link_.emplace(bar_, vmci::VmLinkEnd::Who::agent);
     frames_.clear();
     next_connection_ = 1;
     const std::uint64_t boot = random_() | 1;

@@ -11,7 +11,7 @@
 namespace vrdma::svc::test {
 
 struct TestService {
-  explicit TestService(Config wanted = {}) : config(with_small_arenas(std::move(wanted))), page(*vmci::Segment::create("service-test", sizeof(control::ServicePage), true)) {}
+  explicit TestService(Config wanted = {}) : config(with_small_arenas(std::move(wanted))), page(*vmci::Segment::create("service-test", sizeof(control::ServicePage), vmci::HandedOut::read_only)) {}
   ~TestService() {
     while (!shard.fabric().guests.empty()) desk.detach(*shard.fabric().guests.begin()->second);
   }

@@ -35,7 +35,7 @@ MappedPart mapped_part(Guest& guest, const Region& region) {
 }  // namespace
 
 Result<std::unique_ptr<KeyBook>> KeyBook::create(Guest& guest, RegionTable& regions) {
-  auto segment = vmci::Segment::create("vrdma-keys", sizeof(direct::KeyTable), true);
+  auto segment = vmci::Segment::create("vrdma-keys", sizeof(direct::KeyTable), vmci::HandedOut::read_only);
   if (!segment) return segment.error();
   auto book = std::make_unique<KeyBook>();
   book->segment_ = std::move(*segment);

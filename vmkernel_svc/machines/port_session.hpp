@@ -70,7 +70,7 @@ struct MachinePort::Process {
 };
 
 struct MachinePort::Session {
-  Session(std::uint64_t boot_in, std::byte* bar) : boot(boot_in), link(bar, /*agent=*/false) {}
+  Session(std::uint64_t boot_in, std::byte* bar) : boot(boot_in), link(bar, vmci::VmLinkEnd::Who::service) {}
   std::uint64_t boot;
   std::uint64_t generation = random_number();       // what stands in `page`: another number with each freeze and thaw
   vmci::VmLinkEnd link;
