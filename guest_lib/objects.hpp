@@ -19,6 +19,7 @@
 #include "guest_lib/process.hpp"
 #include "guest_lib/readers.hpp"
 #include "guest_lib/spin_lock.hpp"
+#include "guest_lib/stream_pace.hpp"
 #include "guest_lib/work_queue.hpp"
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/lane.hpp"
@@ -174,6 +175,7 @@ struct Cq {
 
   alignas(64) SpinLock lock;
   std::uint32_t consumed = 0;  // as in shared
+  StreamPace<> pace;
   std::atomic<bool> polled{false};    // since its last event was read; like left_off only kept for a CQ with a channel
   std::atomic<bool> left_off{false};  // the last poll filled its array, and there was more
   Lane* hot[control::hot_lanes] = {};

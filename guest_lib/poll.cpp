@@ -109,6 +109,13 @@ bool more_to_take(Cq& cq) {
   return false;
 }
 
+// Of the only queue pair. No more than there is room for: a queue with less than its receives could bring is overrun by who is not at the heels.
+std::uint32_t receives_left(const Cq& cq) {
+  for (const Lane* const lane : {cq.hot[0], cq.hot[1]})
+    if (lane != nullptr && lane->receive != nullptr) return std::min(lane->receive->outstanding(), static_cast<std::uint32_t>(cq.verbs.cqe));
+  return 0;
+}
+
 int look(Cq& cq, int room, ibv_wc* wc) {
   const int got = cq.in_order ? poll_in_order(cq, room, wc) : poll_one_queue_pair(cq, room, wc);
   if (cq.verbs.channel != nullptr) {
@@ -119,6 +126,7 @@ int look(Cq& cq, int room, ibv_wc* wc) {
     cq.consumed += static_cast<std::uint32_t>(got);
     std::atomic_ref(cq.shared->consumed).store(cq.consumed, std::memory_order_release);
     VRDMA_CRASH_POINT("guest.poll.consumed");
+    cq.pace.found(static_cast<std::uint32_t>(got), got < room && !cq.in_order, [&cq] { return receives_left(cq); });
   }
   return got;
 }
@@ -226,7 +234,9 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
   }
   if (count <= 0) return count == 0 ? 0 : -1;
   cq.lock.lock();
+  cq.pace.wait();
   int got = look(cq, count, wc);
+  if (got == 0) cq.pace.found_nothing();
   cq.lock.unlock();
   if (got != 0) {
     poll_wait.reset();

@@ -290,6 +290,7 @@ bool asks_the_service(const ibv_send_wr* chain) {
 
 // Under send_lock.
 int post_sends(Qp& qp, ibv_send_wr* chain, ibv_send_wr** bad_wr) {
+  ++sends_posted;
   look_for_offer(qp);
   if (windows_in_use() && asks_the_service(chain) && !changes_windows_in_turn(*qp.attachment)) [[unlikely]] {  // not while a claim is held that it may be waiting for
     const int error = post_sends(qp, chain, bad_wr, static_cast<DirectConnection*>(nullptr));

@@ -122,7 +122,7 @@ class ReceiveQueue {
   vmci::RecordWriter& writer() { return writer_; }
   void publish(std::uint64_t wr_id, std::uint32_t control) {
     if (wr_ids_) wr_ids_[posted_ & wr_id_mask_] = wr_id;
-    ++posted_;
+    std::atomic_ref(posted_).store(posted_ + 1, std::memory_order_relaxed);  // for outstanding()
     writer_.publish(wr_id, 0, control, record_slots_);
   }
   // How many records there are, for an SRQ's limit; after the last of a batch.
@@ -132,6 +132,10 @@ class ReceiveQueue {
   void set_max_wr(std::uint32_t max_wr) { max_wr_ = max_wr; }
 
   // --- poller
+  // About so many, while others post.
+  std::uint32_t outstanding() {
+    return std::atomic_ref(posted_).load(std::memory_order_relaxed) - completed_.load(std::memory_order_relaxed);
+  }
   void completed(std::uint32_t count) {
     // S4: pairs with S3. A read-modify-write, since several completion queues may report for one SRQ.
     if (single_threaded())
