@@ -121,7 +121,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   guest->control.header().attacher.needs_doorbell = 1;
   guest->doorbell = vmci::ReadyBitmap(guest->arena.segment().at<vmci::ReadyWords>(*doorbell_at));
   guest->by_doorbell.push_back(nullptr);  // 0: the control pair
-  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials.pid, info.credentials.uid, info.pidfd, fabric_.shards, tenant.workers);
+  if (fabric_.config.process_memory != "guest" && !guest->machine) guest->process.open(info.credentials, info.pidfd, fabric_.shards, tenant.workers);
   if (fabric_.config.direct == "auto") guest->pidfd = std::make_shared<vmci::UniqueFd>(std::move(info.pidfd));
 
   fabric_.shards.place(*guest);

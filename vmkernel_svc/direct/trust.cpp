@@ -16,6 +16,7 @@
 #include <memory>
 #include <sstream>
 
+#include "vmci_channel/peer_process.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/users.hpp"
 
@@ -145,15 +146,6 @@ bool known_privileges(const Status& status, const std::string& pid_namespace, ui
   return line != first.end() && line->second == "1";
 }
 
-// Real, effective, saved, and that of files.
-bool are_all(const std::string& ids, std::uint32_t id) {
-  std::istringstream numbers(ids);
-  std::uint32_t number = 0, count = 0;
-  while (numbers >> number)
-    if (++count; number != id) return false;
-  return count == 4;
-}
-
 }  // namespace
 
 TrustFacts TrustFacts::of(const vmci::Credentials& connected, const vmci::UniqueFd& pidfd) {
@@ -162,7 +154,7 @@ TrustFacts TrustFacts::of(const vmci::Credentials& connected, const vmci::Unique
   const auto refuse = [&facts](std::string why) { return facts.problem = std::move(why), facts; };
   if (pid <= 0 || !pidfd) return refuse("a process that the service does not see");
   if (may_be_several(connected.uid)) return refuse("a user whom the service's user namespace does not map");
-  const vmci::UniqueFd folder = folder_of(std::to_string(pid));
+  const vmci::UniqueFd folder = vmci::process_folder(pid);
   pollfd exited{pidfd.get(), POLLIN, 0};
   if (!folder || ::poll(&exited, 1, 0) != 0) return refuse("a process that has ended");
   const auto status = status_of(folder.get());
@@ -171,7 +163,7 @@ TrustFacts TrustFacts::of(const vmci::Credentials& connected, const vmci::Unique
     if (line == status.end()) return refuse(fmt::format("{} of a process cannot be read", name));
     facts.values[name] = line->second;
   }
-  if (!are_all(facts.values["Uid"], connected.uid) || !are_all(facts.values["Gid"], connected.gid))
+  if (!vmci::are_all(facts.values["Uid"], connected.uid) || !vmci::are_all(facts.values["Gid"], connected.gid))
     return refuse("a process has other ids than when it connected, or several");
   if (const auto line = status.find("NSpid"); line != status.end()) {  // from this process's namespace to its own
     std::istringstream pids(line->second);

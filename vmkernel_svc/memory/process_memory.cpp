@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -10,9 +9,9 @@
 #include <atomic>
 #include <cstring>
 #include <semaphore>
-#include <string>
 
 #include "vmci_channel/backoff.hpp"
+#include "vmci_channel/peer_process.hpp"
 #include "vmci_channel/placement_copy.hpp"
 
 namespace vrdma::svc {
@@ -64,13 +63,12 @@ bool still_alive(const vmci::UniqueFd& pidfd) {
   return pidfd && ::poll(&state, 1, 0) == 0;
 }
 
-// The memory of the process as it is now, provided that it is still the process that connected (pidfd) and still of that user:
-// a process that has executed a setuid program belongs to root in /proc.
-vmci::UniqueFd open_memory(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd) {
-  const std::string folder = "/proc/" + std::to_string(pid);
-  vmci::UniqueFd memory(::open((folder + "/mem").c_str(), O_RDWR | O_CLOEXEC));
-  struct stat owner;
-  if (!memory || ::stat(folder.c_str(), &owner) != 0 || owner.st_uid != uid || !still_alive(pidfd)) return {};
+// The memory of the process as it is now, provided that it is still the process that connected (pidfd), and runs no program of more rights.
+vmci::UniqueFd open_memory(const vmci::Credentials& connected, const vmci::UniqueFd& pidfd) {
+  const vmci::UniqueFd folder = vmci::process_folder(connected.pid);
+  if (!folder || !vmci::is_as_it_connected(folder.get(), connected)) return {};
+  vmci::UniqueFd memory(::openat(folder.get(), "mem", O_RDWR | O_CLOEXEC));
+  if (!memory || !vmci::is_as_it_connected(folder.get(), connected) || !still_alive(pidfd)) return {};
   return memory;
 }
 
@@ -153,9 +151,9 @@ struct ProcessMemory::Worker {
   }
 };
 
-void ProcessMemory::open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers) {
+void ProcessMemory::open(const vmci::Credentials& connected, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers) {
   worker_ = std::make_shared<Worker>();
-  worker_->memory = open_memory(pid, uid, pidfd);
+  worker_->memory = open_memory(connected, pidfd);
   worker_->sink = &sink;
   worker_->workers = std::move(workers);
 }

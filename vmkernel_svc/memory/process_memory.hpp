@@ -5,8 +5,6 @@
 // and the job's own buffer, so a registration may vanish meanwhile without harm to anybody else.
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
 #include <atomic>
 #include <boost/lockfree/spsc_queue.hpp>
@@ -18,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/ids.hpp"
 #include "vrdma/result.hpp"
@@ -109,9 +108,9 @@ struct Workers {
 class ProcessMemory {
  public:
   ProcessMemory() = default;
-  // Without open() every job fails. pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, uid: guard against another process
-  // or program under that pid.
-  void open(pid_t pid, uid_t uid, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers);
+  // Without open() every job fails. connected.pid as seen by the service, 0 if it cannot see it: every job then fails. pidfd, and the ids: guard
+  // against another process or program under that pid (vmci_channel/peer_process.hpp).
+  void open(const vmci::Credentials& connected, const vmci::UniqueFd& pidfd, JobSink& sink, std::shared_ptr<Workers> workers);
   // Whether the memory could be opened. Whose it is, a read of it must show: pids of another namespace name others.
   bool opened() const;
   // Takes ownership of the job until the sink has it back. Starts the worker on first use. False: not reachable, or no room.

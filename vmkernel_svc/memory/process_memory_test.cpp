@@ -1,18 +1,23 @@
 // Copies through a process, this one's own: who pays for a worker that does not come back.
 #include "vmkernel_svc/memory/process_memory.hpp"
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <semaphore>
+#include <string>
 #include <thread>
 
 #include "doctest/doctest.h"
+#include "vmci_channel/test_programs.hpp"
 
 namespace vrdma::svc {
 namespace {
+
+const vmci::Credentials own{::getpid(), ::geteuid(), ::getegid()};
 
 // Holds the worker up, as memory that does not come does.
 struct Sink : JobSink {
@@ -39,7 +44,7 @@ TEST_CASE("a worker that is held up when its guest goes counts for as long as it
   Sink sink;
   {
     ProcessMemory memory;
-    memory.open(::getpid(), ::getuid(), self, sink, workers);
+    memory.open(own, self, sink, workers);
     const std::uint64_t word = 7;
     auto job = std::make_unique<ProcessJob>();
     job->kind = ProcessJob::Kind::read;
@@ -68,7 +73,7 @@ TEST_CASE("a write that is called off before its step changes nothing, and its j
   std::uint64_t word = 7;
   int jobs = 0;
   ProcessMemory memory;
-  memory.open(::getpid(), ::getuid(), self, sink, std::make_shared<Workers>());
+  memory.open(own, self, sink, std::make_shared<Workers>());
   for (const auto kind : {ProcessJob::Kind::write, ProcessJob::Kind::fetch_and_add})
     for (const bool called_off : {true, false}) {
       auto job = std::make_unique<ProcessJob>();
@@ -102,7 +107,7 @@ TEST_CASE("a memory that was never used leaves nobody behind") {
   Sink sink;
   {
     ProcessMemory memory;
-    memory.open(::getpid(), ::getuid(), self, sink, workers);
+    memory.open(own, self, sink, workers);
     CHECK(memory.opened());
   }
   CHECK(workers->lingering == 0);
@@ -121,7 +126,7 @@ TEST_CASE("two workers of one tenant are atomic with each other on a word that b
   const auto workers = std::make_shared<Workers>();
   constexpr int memories = 2, adds = 3000;
   ProcessMemory both[memories];
-  for (ProcessMemory& memory : both) memory.open(::getpid(), ::getuid(), self, sink, workers);
+  for (ProcessMemory& memory : both) memory.open(own, self, sink, workers);
   std::atomic<std::uint64_t> word{0};
   for (int i = 0; i < adds; ++i) {
     for (ProcessMemory& memory : both) {
@@ -135,6 +140,26 @@ TEST_CASE("two workers of one tenant are atomic with each other on a word that b
   }
   CHECK(eventually([&] { return sink.came == memories * adds; }));
   CHECK(word == memories * adds);
+}
+
+// Seen before: the folder of a process belongs to its effective user whatever it runs, and all memory of a set-group-ID program that somebody ran
+// could be read and written through this service by whoever ran it.
+TEST_CASE("a process that has become a program of a group's or of capabilities is not reached, though this service may") {
+  using vmci::test::Gives;
+  if (!vmci::test::programs_give_rights()) return;
+  Sink sink;
+  for (const Gives gives : {Gives::nothing, Gives::group, Gives::capability}) {
+    CAPTURE(static_cast<int>(gives));
+    const vmci::test::ProgramOf program(gives);
+    const std::string file = "/proc/" + std::to_string(program.connected().pid) + "/mem";
+    if (!vmci::UniqueFd(::open(file.c_str(), O_RDWR | O_CLOEXEC))) {
+      MESSAGE("SKIPPED: this root may not look into others (CAP_SYS_PTRACE)");
+      return;
+    }
+    ProcessMemory memory;
+    memory.open(program.connected(), program.pidfd(), sink, std::make_shared<Workers>());
+    CHECK(memory.opened() == (gives == Gives::nothing));
+  }
 }
 
 }  // namespace
