@@ -185,7 +185,9 @@ Guest* FuzzWorld::attach(const AttachRequest& request) {
   std::vector<int> descriptors;
   std::vector<vmci::UniqueFd> keep;
   const auto reply = desk_.attach(request, AttachInfo{{0, guest_uid, guest_uid}, {}, {}}, page_.fd(), descriptors, keep);
-  return reply ? find(reply->guest) : nullptr;
+  Guest* const guest = reply ? find(reply->guest) : nullptr;
+  if (guest != nullptr) guest->reached_by_service = true;  // may register what no file backs; to reach it fails
+  return guest;
 }
 
 void FuzzWorld::turn(int times) {

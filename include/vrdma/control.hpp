@@ -191,7 +191,7 @@ struct CreatePdRequest {
 };
 // Asks how memory that no file backs is reached, once per guest, before the first registration of such memory; again where the answer's
 // descriptor could not be received or mapped (EALREADY where there was none). The service answers when it has read the word, or has failed
-// to: a page can keep it waiting. Without this request it reaches what it can.
+// to: a page can keep it waiting. Without this request no such memory is registered.
 struct ReachProcessRequest {
   std::uint64_t probe_address;  // of an aligned word in the guest's memory that holds …
   std::uint64_t probe_value;    // … this: whether the memory that the service sees under the guest's pid is the guest's
@@ -205,7 +205,7 @@ struct ReachProcessReply {
   std::uint32_t doorbell;  // member of the guest's doorbell bitmap for answers
 };
 
-// Where [address, address + bytes) of the guest's memory is reached. backing_process: as ReachProcessReply says.
+// Where [address, address + bytes) of the guest's memory is reached. backing_process: as ReachProcessReply says; EINVAL before there was one.
 struct Extent {
   std::uint64_t address;
   std::uint64_t bytes;

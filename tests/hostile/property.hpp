@@ -138,6 +138,7 @@ class Property {
       if (fd >= 0) ::close(fd);
       return nullptr;
     }
+    if (fd < 0) reach();
     Memory memory{static_cast<std::byte*>(at), bytes, backing_process, 0, 0, fd};
     memories.push_back(memory);
     Memory& kept = memories.back();
@@ -147,6 +148,13 @@ class Property {
       kept.backing = added->backing;
     }
     return enter(kept, registered_bytes);
+  }
+  // What no file backs can be registered from here on, however it is reached.
+  void reach() {
+    if (std::exchange(reached, true) || in_.in_machine()) return;
+    const std::uint64_t probe = 0x0123456789abcdef;
+    std::vector<vmci::UniqueFd> given;
+    (void)in_.call_on_socket<Request::reach_process>({reinterpret_cast<std::uint64_t>(&probe), probe}, {}, &given);
   }
   Memory* enter(Memory& kept, std::uint64_t registered_bytes) {
     StageExtentsRequest stage{};
@@ -202,6 +210,7 @@ class Property {
   std::vector<OwnedQp> qps;
   std::deque<Memory> memories;  // addresses stay
   std::vector<vmci::UniqueFd> pipes;  // async, completion: never read
+  bool reached = false;               // it has asked how
 
  private:
   Intruder& in_;

@@ -164,18 +164,20 @@ void raid_copies(Raid& raid) {
   Property own(in);
   if (!in.attached() || !own.make()) return;
   constexpr std::uint64_t bytes = 1 << 18;
-  if (own.add(bytes, -1) == nullptr || own.add(bytes, -1) == nullptr) return;
   std::uint64_t probe[2] = {dice.any(), 0};
   ReachProcessRequest ask{reinterpret_cast<std::uint64_t>(probe), ~probe[0]};  // a lie: what it sees is somebody else's memory
   if (dice.one_in(8)) ask.probe_address = dice.nasty();
   if (dice.one_in(8) && faults >= 0) {  // on a page that nobody supplies
-    uffdio_register range{{reinterpret_cast<std::uint64_t>(own.memories[0].address), bytes}, UFFDIO_REGISTER_MODE_MISSING, 0};
-    if (::ioctl(faults, UFFDIO_REGISTER, &range) == 0) ask.probe_address = range.range.start;
+    void* const page = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uffdio_register range{{reinterpret_cast<std::uint64_t>(page), 4096}, UFFDIO_REGISTER_MODE_MISSING, 0};
+    if (page != MAP_FAILED && ::ioctl(faults, UFFDIO_REGISTER, &range) == 0) ask.probe_address = range.range.start;
   }
   std::vector<vmci::UniqueFd> given;
   const auto reply = in.call_on_socket<Request::reach_process>(ask, {}, &given);
   if (dice.one_in(2)) (void)in.call_on_socket<Request::reach_process>(ask);
   if (!reply || reply->way != reach_by_guest || given.size() != 1) return;
+  own.reached = true;
+  if (own.add(bytes, -1) == nullptr || own.add(bytes, -1) == nullptr) return;
   ++raid.attached;
   auto segment = vmci::Mapping::map(given[0].get(), 0, copying::segment_bytes, vmci::Writable::yes);
   if (!segment) return;

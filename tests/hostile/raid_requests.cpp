@@ -197,6 +197,7 @@ void raid_flood(Raid& raid) {
     return;
   }
   // Descriptors into the service, and registrations of a million pieces.
+  own.reach();
   const int file = Property::sealed_file(1 << 20);
   std::uint32_t backing = 0;
   for (int i = 0; i < 3000 && !raid.over(); ++i, ++raid.blows)

@@ -155,6 +155,10 @@ Result<std::vector<Piece>> ControlDesk::pieces_of(Guest& guest, std::uint64_t ad
       break;
     }
     if (extent.backing == backing_process) {
+      if (!guest.reached_by_service && !guest.copier) {  // it has not shown yet that the process is its own
+        failed = Errno{EINVAL};
+        break;
+      }
       pieces.push_back({at - address, extent.bytes, nullptr, at, backing_process, 0});
       at += extent.bytes;
       continue;
