@@ -12,6 +12,7 @@
 #include <string>
 
 #include "guest_agent/log.hpp"
+#include "vmci_channel/peer_process.hpp"
 #include "vrdma/copy_ring.hpp"
 
 namespace vrdma::agent {
@@ -87,11 +88,13 @@ Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci:
   connection->credentials_ = *credentials;
   connection->exited_ = std::move(*pidfd);
   if (session.bar() == nullptr) lift_memlock(credentials->pid);
-  connection->folder_.reset(::open(("/proc/" + std::to_string(credentials->pid)).c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+  connection->folder_ = vmci::process_folder(credentials->pid);
   if (!connection->folder_) return last_error();
-  auto pagemap = Pagemap::of(connection->folder_.get());
-  if (!pagemap) return pagemap.error();
-  connection->pagemap_ = std::move(*pagemap);
+  if (vmci::is_as_it_connected(connection->folder_.get(), *credentials)) {
+    auto pagemap = Pagemap::of(connection->folder_.get());
+    if (!pagemap) return pagemap.error();
+    if (vmci::is_as_it_connected(connection->folder_.get(), *credentials)) connection->pagemap_ = std::move(*pagemap);
+  }
   const int yes = 1;  // every packet says who has sent it
   if (::setsockopt(connection->socket_.fd(), SOL_SOCKET, SO_PASSCRED, &yes, sizeof(yes)) != 0) return last_error();
   // Until here its number was its own.
@@ -329,6 +332,8 @@ int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, Un
   if (!attached_) return ENOTCONN;
   // Who was given the socket by a process that now runs a program of more rights than he has does not see into that.
   if (sender != credentials_.pid) return EPERM;
+  // Nor does he who has run one since he sent this. Where that was before he was accepted, there is no page table.
+  if (!pagemap_ || !vmci::is_as_it_connected(folder_.get(), credentials_)) return EPERM;
   // More than all RAM cannot be pinned; many mappings of the same memory are not worth the time that they take.
   if (body.bytes == 0 || body.bytes > ram_bytes() || body.address > ~std::uint64_t{0} - vm::page_bytes - body.bytes) return EINVAL;
   auto taken = take_ring(exited_.get(), body.ring);

@@ -90,7 +90,7 @@ class Connection {
   vmci::Credentials credentials_{};
   vmci::UniqueFd exited_;  // pidfd
   vmci::UniqueFd folder_;  // its own in /proc
-  Pagemap pagemap_;        // of the program that the process ran when it was accepted
+  Pagemap pagemap_;        // of the program that the process ran when it was accepted; none of one with more rights than it connected with
   bool asked_to_attach_ = false, attached_ = false;
   vmci::UniqueFd doorbell_;
   std::map<std::uint32_t, Stream> streams_;

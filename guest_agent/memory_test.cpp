@@ -1,9 +1,13 @@
 // Memory that processes have pinned or share with the service: what that sees of it, and what the agent keeps open for it. The service is the test.
 #include <doctest/doctest.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 
+#include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <thread>
 
 #include "guest_agent/test/machine.hpp"
@@ -39,6 +43,38 @@ struct Buffer {
   std::size_t bytes;
   UniqueFd ring;
 };
+
+// What a process of somebody's is told that attaches and pins a page. 200: it cannot; of a child.
+int status_of_pinning(const std::string& socket_path, bool is_dumpable) {
+  constexpr uid_t somebody = 65533;
+  constexpr int cannot = 200, patience_ms = 60'000;
+  const std::filesystem::path path = socket_path;
+  if (::chdir(path.parent_path().c_str()) != 0 || ::setresgid(somebody, somebody, somebody) != 0 || ::setresuid(somebody, somebody, somebody) != 0) return cannot;
+  if (::prctl(PR_SET_DUMPABLE, is_dumpable ? 1 : 0) != 0) return cannot;
+  auto socket = vmci::PacketSocket::connect(path.filename());
+  if (!socket) return cannot;
+  const auto status_of = [&](Request request, const auto& body) {
+    control::Head head{};
+    head.record.word = sizeof(body);
+    head.record.control = static_cast<std::uint32_t>(request);
+    std::vector<std::byte> packet(sizeof(head) + std::max<std::size_t>(sizeof(body), control::body_bytes_max));
+    std::memcpy(packet.data(), &head, sizeof(head));
+    std::memcpy(packet.data() + sizeof(head), &body, sizeof(body));
+    if (!socket->send(std::span(packet).first(sizeof(head) + sizeof(body)))) return cannot;
+    const auto received = socket->receive(packet, patience_ms);
+    if (!received || received->bytes < sizeof(head)) return cannot;
+    std::memcpy(&head, packet.data(), sizeof(head));
+    return head.status;
+  };
+  control::AttachRequest attach{};
+  attach.magic = control::magic;
+  if (status_of(Request::attach, attach) != 0) return cannot;
+  void* const page = ::mmap(nullptr, vm::page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) return cannot;
+  const auto ring = vmci::pin_pages(std::span(static_cast<std::byte*>(page), vm::page_bytes));
+  if (!ring) return cannot;
+  return status_of(Request::add_pinned, control::AddPinnedRequest{reinterpret_cast<std::uintptr_t>(page), vm::page_bytes, ring->get(), 0});
+}
 
 }  // namespace
 
@@ -145,6 +181,40 @@ TEST_CASE("Memory that is not pinned, not there or not described rightly never r
   CHECK(rings_open() == rings_before);
   CHECK(nothing_forwarded(machine, process));
   CHECK(machine.segments.size() == 1);  // the arena
+}
+
+// As one is that has executed a set-group-ID program, or one of capabilities, before it was accepted.
+TEST_CASE("Nothing of a process that is not dumpable is translated, and of the same process otherwise it is") {
+  if (!can_pin()) return;
+  ServedMachine machine;
+  for (const bool is_dumpable : {false, true}) {
+    CAPTURE(is_dumpable);
+    const pid_t process = ::fork();
+    REQUIRE(process >= 0);
+    if (process == 0) ::_exit(status_of_pinning(machine.socket, is_dumpable));
+    int state = 0;
+    machine.until("the process has ended", [&] {
+      while (!machine.frames.empty()) {
+        const FrameIn frame = std::move(machine.frames.front());
+        machine.frames.pop_front();
+        if (static_cast<Frame>(frame.head.kind) != Frame::packet) continue;
+        if (frame.request().record.control == static_cast<std::uint32_t>(Request::add_pinned)) {
+          machine.reply_with(frame, control::AddBackingReply{1, 0});
+        } else {
+          control::AttachReply granted{};
+          granted.arena_bytes = Machine::arena_bytes;
+          machine.reply_with(frame, granted, 1, 1);
+        }
+      }
+      return ::waitpid(process, &state, WNOHANG) == process;
+    });
+    REQUIRE(WIFEXITED(state));
+    if (WEXITSTATUS(state) == 200) {
+      MESSAGE("SKIPPED: somebody cannot pin memory here");
+      return;
+    }
+    CHECK(WEXITSTATUS(state) == (is_dumpable ? 0 : EPERM));
+  }
 }
 
 TEST_CASE("The copying thread of a process is woken where it sleeps") {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <utility>
 
 #include "tests/hostile/intruder.hpp"
 
