@@ -346,7 +346,8 @@ int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, Un
   if (!taken) return value(taken.error());
   if (const Status pinned = covers(taken->get(), body.address, body.bytes); !pinned) return value(pinned.error());
   const std::uint64_t first = page_floor(body.address);
-  const auto runs = pagemap_.runs(first, page_ceiling(body.address + body.bytes) - first);
+  // What lies there now need not be what the ring has pinned.
+  const auto runs = pagemap_.runs(first, page_ceiling(body.address + body.bytes) - first, Pages::own);
   if (!runs) return value(runs.error());
   if (!session_.may_lend(*runs)) return EFAULT;  // the program's own thread copies there
   body.segment = next_segment_++;

@@ -14,6 +14,8 @@ namespace vrdma::agent {
 namespace {
 // Documentation/admin-guide/mm/pagemap.rst
 constexpr std::uint64_t entry_present = std::uint64_t{1} << 63;
+constexpr std::uint64_t entry_of_file = std::uint64_t{1} << 61;  // also shared anonymous memory
+constexpr std::uint64_t entry_exclusive = std::uint64_t{1} << 56;
 constexpr std::uint64_t entry_frame = (std::uint64_t{1} << 55) - 1;
 }  // namespace
 
@@ -30,7 +32,7 @@ Result<Pagemap> Pagemap::of_self() {
   return of(self.get());
 }
 
-Result<Runs> Pagemap::runs(std::uint64_t address, std::uint64_t bytes) const {
+Result<Runs> Pagemap::runs(std::uint64_t address, std::uint64_t bytes, Pages which) const {
   Runs runs;
   std::array<std::uint64_t, 2048> entries;
   for (std::uint64_t page = address / vm::page_bytes, end = page + bytes / vm::page_bytes; page < end;) {
@@ -40,17 +42,18 @@ Result<Runs> Pagemap::runs(std::uint64_t address, std::uint64_t bytes) const {
     if (got < 0) return last_error();
     const std::uint64_t count = static_cast<std::uint64_t>(got) / sizeof(entries[0]);
     if (count == 0) return Errno{EFAULT};  // beyond the address space, or the program has gone
-    if (const Status appended = append_frames(std::span(entries).first(count), runs); !appended) return appended.error();
+    if (const Status appended = append_frames(std::span(entries).first(count), runs, which); !appended) return appended.error();
     page += count;
   }
   return runs;
 }
 
-Status append_frames(std::span<const std::uint64_t> entries, Runs& runs) {
+Status append_frames(std::span<const std::uint64_t> entries, Runs& runs, Pages which) {
   for (const std::uint64_t entry : entries) {
     if ((entry & entry_present) == 0) return Errno{EFAULT};
     const std::uint64_t frame = entry & entry_frame;
     if (frame == 0) return Errno{EPERM};
+    if (which == Pages::own && (entry & (entry_of_file | entry_exclusive)) != entry_exclusive) return Errno{EACCES};
     if (!runs.empty() && runs.back().page + runs.back().pages == frame)
       ++runs.back().pages;
     else

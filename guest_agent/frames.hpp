@@ -20,6 +20,11 @@ constexpr std::uint64_t page_ceiling(std::uint64_t address) { return page_floor(
 
 constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, from Linux 5.14 on
 
+// Which pages may be told. own: private ones that this process alone has. Not those of files, whether it may write to them or not, nor the kernel's (the
+// page of zeroes that is read where nothing was written yet), nor what another shares since a fork, or by chance (KSM): what the service wrote
+// there, others would read. Pages that are pinned for writing and private are own.
+enum class Pages { any, own };
+
 // The page table of one program: what a process runs after an exec is another one, which this does not show.
 class Pagemap {
  public:
@@ -30,15 +35,15 @@ class Pagemap {
   explicit operator bool() const { return static_cast<bool>(fd_); }
 
   // The frames of [address, address + bytes), both multiples of the page size. EFAULT: some page is not present.
-  // EPERM: the kernel hides frames (no CAP_SYS_ADMIN).
-  Result<Runs> runs(std::uint64_t address, std::uint64_t bytes) const;
+  // EPERM: the kernel hides frames (no CAP_SYS_ADMIN). EACCES: some page is not of those.
+  Result<Runs> runs(std::uint64_t address, std::uint64_t bytes, Pages which = Pages::any) const;
 
  private:
   vmci::UniqueFd fd_;
 };
 
 // Appends what entries of a pagemap say; as Pagemap::runs().
-Status append_frames(std::span<const std::uint64_t> entries, Runs& runs);
+Status append_frames(std::span<const std::uint64_t> entries, Runs& runs, Pages which = Pages::any);
 
 // Where RAM ends below 4 GiB, and how much there is from there on, holes before its end included, by the text of /proc/iomem. Memory that was
 // plugged in (DIMMs) counts, whether it is in use or not.

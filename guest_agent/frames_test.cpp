@@ -1,10 +1,16 @@
 #include "guest_agent/frames.hpp"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <sstream>
 #include <string>
+
+#include "vmci_channel/page_pin.hpp"
 
 using namespace vrdma::agent;
 using vrdma::vm::Run;
@@ -30,6 +36,56 @@ TEST_CASE("A page that is not there, or whose frame is hidden, has no run") {
   const std::uint64_t swapped[] = {present | 7, std::uint64_t{1} << 62 | 5}, hidden[] = {present};
   CHECK(value(append_frames(swapped, runs).error()) == EFAULT);
   CHECK(value(append_frames(hidden, runs).error()) == EPERM);
+}
+
+TEST_CASE("Own pages are private ones that nobody else maps") {
+  Runs runs;
+  constexpr std::uint64_t of_file = std::uint64_t{1} << 61, exclusive = std::uint64_t{1} << 56;
+  const std::uint64_t own[] = {present | exclusive | 7}, shared[] = {present | 7}, file[] = {present | of_file | 7}, file_of_one[] = {present | of_file | exclusive | 7};
+  for (const auto& entries : {shared, file, file_of_one}) {
+    CHECK(value(append_frames(std::span(entries, 1), runs, Pages::own).error()) == EACCES);
+    CHECK(append_frames(std::span(entries, 1), runs).has_value());
+  }
+  runs.clear();
+  CHECK(append_frames(own, runs, Pages::own).has_value());
+  CHECK(same(runs, {{7, 1}}));
+}
+
+// As the kernel says it, that this process has; of what is pinned for writing, too.
+TEST_CASE("Pages of a file, of zeroes, and those that are shared since a fork, are not own; pinned ones are") {
+  const auto self = Pagemap::of_self();
+  REQUIRE(self.has_value());
+  const auto map = [](int protection, int flags, int fd) {
+    void* const at = ::mmap(nullptr, 4096, protection, flags, fd, 0);
+    REQUIRE(at != MAP_FAILED);
+    return static_cast<std::byte*>(at);
+  };
+  const auto why_not = [&](const std::byte* page) {
+    (void)*const_cast<const volatile std::byte*>(page);
+    const auto runs = self->runs(reinterpret_cast<std::uintptr_t>(page), 4096, Pages::own);
+    return runs ? 0 : value(runs.error());
+  };
+  std::byte* const private_page = map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  *private_page = std::byte{1};
+  if (why_not(private_page) == EPERM) {
+    MESSAGE("SKIPPED: frames are hidden (root is needed)");
+    return;
+  }
+  CHECK(why_not(private_page) == 0);
+  CHECK(why_not(map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1)) == EACCES);
+  CHECK(why_not(map(PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1)) == EACCES);
+  const vmci::UniqueFd program(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  CHECK(why_not(map(PROT_READ, MAP_SHARED, program.get())) == EACCES);
+  CHECK(why_not(map(PROT_READ, MAP_PRIVATE, program.get())) == EACCES);
+
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) for (;;) ::pause();
+  CHECK(why_not(private_page) == EACCES);
+  const auto ring = vmci::pin_pages(std::span(private_page, 4096));
+  if (ring) CHECK(why_not(private_page) == 0);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
 
 TEST_CASE("What was never mapped, or lies beyond all addresses, is not translated") {

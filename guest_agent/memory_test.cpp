@@ -1,5 +1,6 @@
 // Memory that processes have pinned or share with the service: what that sees of it, and what the agent keeps open for it. The service is the test.
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -181,6 +182,27 @@ TEST_CASE("Memory that is not pinned, not there or not described rightly never r
   CHECK(rings_open() == rings_before);
   CHECK(nothing_forwarded(machine, process));
   CHECK(machine.segments.size() == 1);  // the arena
+}
+
+// Seen before: a page of /etc/passwd that is mapped where a pinned one was, to be written by a peer's RDMA.
+TEST_CASE("Pages that are others', too, are not lent, though the process has pinned its own at that address before") {
+  if (!can_pin()) return;
+  ServedMachine machine;
+  AttachedProcess process(machine);
+  const std::size_t rings_before = rings_open();
+  const auto status_with = [&](int protection, int flags, int fd) {
+    Buffer buffer(1);
+    REQUIRE(::mmap(buffer.data, vm::page_bytes, protection, flags | MAP_FIXED, fd, 0) == buffer.data);
+    (void)*static_cast<volatile std::byte*>(buffer.data);
+    process.ask(Request::add_pinned, buffer.request(0, 1));
+    return process.reply().head.status;
+  };
+  const UniqueFd program(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  CHECK(status_with(PROT_READ, MAP_SHARED, program.get()) == EACCES);
+  CHECK(status_with(PROT_READ, MAP_PRIVATE, program.get()) == EACCES);
+  CHECK(status_with(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1) == EACCES);  // read only yet: everybody's page of zeroes
+  CHECK(rings_open() == rings_before);
+  CHECK(nothing_forwarded(machine, process));
 }
 
 // As one is that has executed a set-group-ID program, or one of capabilities, before it was accepted.

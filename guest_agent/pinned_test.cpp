@@ -30,12 +30,12 @@ bool skipped(const vrdma::Errno& why) {
   return true;
 }
 
-struct Pages {
-  explicit Pages(std::size_t count) : bytes(count * page_bytes) {
+struct PinnedPages {
+  explicit PinnedPages(std::size_t count) : bytes(count * page_bytes) {
     data = static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     REQUIRE(data != MAP_FAILED);
   }
-  ~Pages() { ::munmap(data, bytes); }
+  ~PinnedPages() { ::munmap(data, bytes); }
   std::uint64_t address() const { return reinterpret_cast<std::uintptr_t>(data); }
   std::byte* data;
   std::size_t bytes;
@@ -110,7 +110,7 @@ TEST_CASE("A segment of no pages, or of parts of pages, is none") {
 }
 
 TEST_CASE("Who has given up a ring can unregister its buffers no more, nor register others") {
-  Pages pages(4);
+  PinnedPages pages(4);
   auto ring = vmci::pin_pages(std::span(pages.data, pages.bytes));
   if (!ring && skipped(ring.error())) return;
   const auto pidfd = own_pidfd();
@@ -118,14 +118,14 @@ TEST_CASE("Who has given up a ring can unregister its buffers no more, nor regis
   REQUIRE(taken.has_value());
   CHECK(::syscall(SYS_io_uring_register, ring->get(), IORING_UNREGISTER_BUFFERS, nullptr, 0) == -1);
   CHECK(::syscall(SYS_io_uring_register, ring->get(), IORING_REGISTER_ENABLE_RINGS, nullptr, 0) == -1);
-  Pages others(1);
+  PinnedPages others(1);
   iovec other{others.data, others.bytes};
   CHECK(::syscall(SYS_io_uring_register, ring->get(), IORING_REGISTER_BUFFERS, &other, 1) == -1);
   CHECK(value(take_ring(pidfd.get(), ring->get()).error()) == EPERM);  // nobody takes it twice
 }
 
 TEST_CASE("A taken ring says which memory it pins, by whole pages") {
-  Pages pages(8);
+  PinnedPages pages(8);
   auto ring = vmci::pin_pages(std::span(pages.data + 100, 5 * page_bytes));  // six pages
   if (!ring && skipped(ring.error())) return;
   const auto pidfd = own_pidfd();
@@ -164,7 +164,7 @@ TEST_CASE("What is no ring, or one that was at work already, is not taken") {
   CHECK(value(take_ring(pidfd.get(), enabled.get()).error()) == EPERM);
 }
 
-TEST_CASE("Pages that are not kept are given up for others, which are zero and pinned; the rest stays") {
+TEST_CASE("PinnedPages that are not kept are given up for others, which are zero and pinned; the rest stays") {
   constexpr std::uint64_t pages = 64;
   auto segment = PinnedSegment::make("vrdma-test", pages * page_bytes);
   if (!segment && skipped(segment.error())) return;
