@@ -12,6 +12,7 @@
 #include <string>
 
 #include "guest_agent/log.hpp"
+#include "guest_agent/shared_pages.hpp"
 #include "vmci_channel/peer_process.hpp"
 #include "vrdma/copy_ring.hpp"
 
@@ -347,7 +348,15 @@ int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, Un
   if (const Status pinned = covers(taken->get(), body.address, body.bytes); !pinned) return value(pinned.error());
   const std::uint64_t first = page_floor(body.address);
   // What lies there now need not be what the ring has pinned.
-  const auto runs = pagemap_.runs(first, page_ceiling(body.address + body.bytes) - first, Pages::own);
+  const std::uint64_t length = page_ceiling(body.address + body.bytes) - first;
+  auto runs = pagemap_.runs(first, length, Pages::own);
+  if (!runs && value(runs.error()) == EACCES && pagemap_.runs(first, length)) {  // all there, but some of it may be shared: all of it?
+    auto shared = pin_shared(folder_.get(), first, length);
+    if (!shared) return value(shared.error());
+    if (!vmci::is_as_it_connected(folder_.get(), credentials_)) return EPERM;
+    taken = std::move(shared->ring);
+    runs = std::move(shared->runs);
+  }
   if (!runs) return value(runs.error());
   if (!session_.may_lend(*runs)) return EFAULT;  // the program's own thread copies there
   body.segment = next_segment_++;

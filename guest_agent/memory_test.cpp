@@ -205,6 +205,32 @@ TEST_CASE("Pages that are others', too, are not lent, though the process has pin
   CHECK(nothing_forwarded(machine, process));
 }
 
+TEST_CASE("Memory that a process shares is pinned by the agent itself, until the service has removed it") {
+  if (!can_pin()) return;
+  ServedMachine machine;
+  AttachedProcess process(machine);
+  const std::size_t rings_before = rings_open();
+  constexpr std::uint64_t bytes = 4 * vm::page_bytes;
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(memory != MAP_FAILED);
+  {
+    const auto ring = vmci::pin_pages(std::span(static_cast<std::byte*>(memory), bytes));
+    REQUIRE(ring.has_value());
+    process.ask(Request::add_pinned, control::AddPinnedRequest{reinterpret_cast<std::uintptr_t>(memory), bytes, ring->get(), 0});
+    const auto packet = machine.await(Frame::packet);
+    const auto asked = packet.as<control::AddPinnedRequest>(sizeof(control::Head));
+    CHECK(same(machine.take_segment(process.number, asked.segment), runs_at(memory, bytes)));
+    machine.reply_with(packet, control::AddBackingReply{40, 0});
+    CHECK(process.reply().head.status == 0);
+  }
+  ::munmap(memory, bytes);
+  CHECK(rings_open() == rings_before + 1);
+  process.ask(Request::remove_backing, control::RemoveBackingRequest{40, 0});
+  machine.reply(machine.await(Frame::packet), 0);
+  CHECK(process.reply().head.status == 0);
+  CHECK(rings_open() == rings_before);
+}
+
 // As one is that has executed a set-group-ID program, or one of capabilities, before it was accepted.
 TEST_CASE("Nothing of a process that is not dumpable is translated, and of the same process otherwise it is") {
   if (!can_pin()) return;

@@ -20,7 +20,8 @@ bool are_all(const std::string& ids, std::uint32_t id);
 
 // Whether the process has all the ids with which it connected, and its memory is that user's: the kernel makes the files of a process that is
 // not dumpable root's (of its user namespace). Such is one that has got rights by its program, and has given them up since, too.
-// Root's own need not be dumpable: they have no more rights than who ran them.
+// Root's own need not be dumpable: they have no more rights than who ran them. Where fs.suid_dumpable is 1, which is for debugging, programs with
+// capabilities are dumpable for everybody, and for this as well.
 //
 // Ids are as this process's user namespace sees them, here as in SO_PEERCRED. Whom it does not map it has no rights over, so that the kernel
 // looks itself whom it lets in. What is opened between two such looks is of a program without more rights: another one's memory ends with it.
