@@ -74,8 +74,9 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
                             service_remedy(error)});
       else if (error != ENOENT && error != ECONNREFUSED)
         findings.push_back({Level::note, "service",
-                            error == ESRCH ? path + " is for the programs of another pid namespace"
-                                           : fmt::format("{} does not admit us ({})", path, std::strerror(error)),
+                            error == ESRCH     ? path + " is for the programs of another pid namespace"
+                            : error == EREMOTE ? fmt::format("{} is passed over: it lies in a folder that is not one that only you can write", path)
+                                               : fmt::format("{} does not admit us ({})", path, std::strerror(error)),
                             service_remedy(error)});
       continue;
     }

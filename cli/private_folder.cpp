@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "cli/fail.hpp"
+#include "vmci_channel/own_folder.hpp"
 
 namespace vrdma::cli {
 
@@ -59,7 +60,7 @@ void make_private_folder(const std::string& folder) {
   struct stat status;
   // Made under a umask that leaves nothing, now or by another version.
   if (::lstat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & 0700) != 0700) ::chmod(folder.c_str(), 0700);
-  if (::lstat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 022))
+  if (!vmci::is_own_folder(folder))
     fail(fmt::format("{} is not a folder that only you can write: remove it, or set XDG_RUNTIME_DIR", folder));
 }
 

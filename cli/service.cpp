@@ -9,6 +9,7 @@
 
 #include "cli/private_folder.hpp"
 #include "cli/query.hpp"
+#include "vmci_channel/own_folder.hpp"
 
 namespace vrdma::cli {
 
@@ -31,6 +32,13 @@ bool is_apart(const Service& service) {
   } catch (const std::exception&) {
     return false;
   }
+}
+
+// Whether a private service would be somebody else's. Its name below /tmp is anybody's to take, the one for where the first is taken, too.
+bool is_foreign_folder(const std::string& socket) {
+  const std::string folder = fs::path(socket).parent_path();
+  struct stat status;
+  return ::lstat(folder.c_str(), &status) == 0 && !vmci::is_own_folder(folder);
 }
 
 }  // namespace
@@ -58,12 +66,15 @@ std::vector<std::string> service_paths(const std::string& wanted) {
 ChosenBy chosen_by(const std::string& wanted) { return !wanted.empty() || named_socket() != nullptr ? ChosenBy::user : ChosenBy::search; }
 
 Result<Service> connect_to(const std::string& path, ChosenBy who) {
+  const bool is_found_private = who == ChosenBy::search && path != host_socket;
+  if (is_found_private && is_foreign_folder(path)) return Errno{EREMOTE};
   auto socket = vmci::PacketSocket::connect(path);
   if (!socket) {  // any other file refuses like a socket that nobody serves, or that is not for this user
     std::error_code missing;
     const auto type = fs::status(path, missing).type();
     return type == fs::file_type::regular || type == fs::file_type::directory ? Errno{ENOTSOCK} : socket.error();
   }
+  if (is_found_private && !vmci::is_own_or_roots(*socket)) return Errno{EREMOTE};
   Service service{path, std::move(*socket)};
   if (who == ChosenBy::search && is_apart(service)) return Errno{ESRCH};
   return service;
@@ -87,12 +98,23 @@ Result<Service> find_service_to_show(const std::string& wanted) {
   return found;
 }
 
-const char* service_error(int error) { return error == ESRCH ? "which is in another pid namespace" : std::strerror(error); }
+const char* service_error(int error) {
+  switch (error) {
+    case ESRCH:
+      return "which is in another pid namespace";
+    case EREMOTE:
+      return "whose folder is not one that only you can write";
+    default:
+      return std::strerror(error);
+  }
+}
 
 const char* service_remedy(int error) {
   switch (error) {
     case ESRCH:
       return "\"vrdma run\" starts one beside it, for programs here";
+    case EREMOTE:
+      return "remove that folder, or set XDG_RUNTIME_DIR to a folder of yours";
     case ENOENT:
     case ECONNREFUSED:
       return "start vrdmad, or use \"vrdma run\"";

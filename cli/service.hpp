@@ -30,7 +30,8 @@ struct Service {
 std::vector<std::string> service_paths(const std::string& wanted);
 enum class ChosenBy { user, search };
 ChosenBy chosen_by(const std::string& wanted);  // the user: by that, or VRDMA_SOCKET
-// A connection to the service there. ESRCH: a private one in another pid namespace, which the user has not chosen.
+// A connection to the service there. Of private ones that the user has not chosen, ESRCH: it is in another pid namespace; EREMOTE: it is, or could be,
+// somebody else's, who would be given the program's memory.
 Result<Service> connect_to(const std::string& path, ChosenBy who);
 // Whether it is one that `vrdma run` has started, for its own user.
 bool is_private(const Service& service);

@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -20,6 +21,7 @@
 #include "guest_lib/segment_mapping.hpp"
 #include "guest_lib/show_device.hpp"
 #include "vmci_channel/gvisor.hpp"
+#include "vmci_channel/own_folder.hpp"
 #include "vrdma/fault.hpp"
 
 namespace vrdma::guest {
@@ -28,13 +30,40 @@ using vmci::Mapping;
 using vmci::UniqueFd;
 using vmci::Writable;
 
-std::string service_socket_path() {
-  if (const char* path = std::getenv("VRDMA_SOCKET"); path != nullptr && *path != '\0') return path;
-  if (const char* run = std::getenv("XDG_RUNTIME_DIR"); run != nullptr && *run != '\0') {
-    std::string path = std::string(run) + "/vrdma/vrdmad.sock";
-    if (::access(path.c_str(), F_OK) == 0) return path;
-  }
-  return "/run/vrdma/vrdmad.sock";
+namespace {
+
+constexpr const char* host_socket = "/run/vrdma/vrdmad.sock";
+
+// The private service's; empty: there is none of this user's.
+std::string private_socket_path() {
+  const char* const run = secure_getenv("XDG_RUNTIME_DIR");
+  if (run == nullptr || *run == '\0') return {};
+  struct stat status;
+  if (::stat(run, &status) != 0 || status.st_uid != ::geteuid()) return {};
+  const std::string folder = std::string(run) + "/vrdma";
+  std::string path = folder + "/vrdmad.sock";
+  return vmci::is_own_folder(folder) && ::access(path.c_str(), F_OK) == 0 ? path : std::string();
+}
+
+struct Place {
+  std::string path;
+  bool is_private;
+};
+Place service_place() {
+  if (const char* path = secure_getenv("VRDMA_SOCKET"); path != nullptr && *path != '\0') return {path, false};
+  if (std::string path = private_socket_path(); !path.empty()) return {std::move(path), true};
+  return {host_socket, false};
+}
+
+}  // namespace
+
+std::string service_socket_path() { return service_place().path; }
+
+Result<vmci::PacketSocket> connect_to_service(int timeout_ms) {
+  const Place place = service_place();
+  auto socket = vmci::PacketSocket::connect(place.path, timeout_ms);
+  if (socket && place.is_private && !vmci::is_own_or_roots(*socket)) return Errno{EACCES};
+  return socket;
 }
 
 namespace {
@@ -160,7 +189,7 @@ void complain_of_device(Errno error) {
 }
 
 Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) {
-  auto socket = vmci::PacketSocket::connect(path);
+  auto socket = connect_to_service();
   if (!socket) return socket.error();
   VRDMA_CRASH_POINT("guest.attach.connected");
   complain_of_environment();

@@ -26,8 +26,11 @@ struct Cq;
 struct Qp;
 struct Srq;
 
-// Where the service listens: $VRDMA_SOCKET, else $XDG_RUNTIME_DIR/vrdma/vrdmad.sock where that exists, else under /run.
+// Where the service listens: $VRDMA_SOCKET, else $XDG_RUNTIME_DIR/vrdma/vrdmad.sock where that exists and both folders are this user's, else under /run. Whoever
+// listens there can have all memory of this process: after su, or sudo -E, the runtime folder is another user's, and a set-uid program's environment its caller's.
 std::string service_socket_path();
+// A connection to it. Errors as PacketSocket::connect; EACCES: in the user's own folder somebody else listens.
+Result<vmci::PacketSocket> connect_to_service(int timeout_ms = vmci::attach_within_ms);
 // Says on standard error why the service at `path` does not serve this process, and what to do: one sentence, once per process.
 void complain(const std::string& path, Errno error);
 // The same where it serves the process, and there is no device for it all the same.

@@ -30,7 +30,7 @@ using nlohmann::json;
 
 // What the service shows this user, who need not be a guest for that.
 Result<std::string> ask_service() {
-  const auto socket = vmci::PacketSocket::connect(service_socket_path());
+  const auto socket = connect_to_service();
   if (!socket) return socket.error();
   const auto files = exchange_packet(*socket, 0, 1, control::Request::show, {}, {}, {}, vmci::attach_within_ms);
   if (!files) return files.error();

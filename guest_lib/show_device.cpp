@@ -33,7 +33,7 @@ Status ask_for_link_layer() {
   static std::atomic<bool> is_known{std::getenv("VRDMA_SERVED_LINK_LAYER") != nullptr};
   constexpr int patience_ms = 1000;
   if (is_known.load(std::memory_order_relaxed)) return ok();
-  const auto socket = vmci::PacketSocket::connect(service_socket_path(), patience_ms);
+  const auto socket = connect_to_service(patience_ms);
   if (!socket) return socket.error();
   control::LinkLayerReply reply{};
   const auto answered = exchange_packet(*socket, 0, 1, control::Request::query_link_layer, {}, {}, std::as_writable_bytes(std::span(&reply, 1)), patience_ms);

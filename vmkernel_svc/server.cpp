@@ -110,7 +110,12 @@ void Server::listen() {
   }
   const auto directory = std::filesystem::path(config_.socket).parent_path();
   std::error_code error;
-  if (!directory.empty()) std::filesystem::create_directories(directory, error);
+  if (!directory.empty()) {
+    const mode_t before = ::umask(0);
+    ::umask(before | 022);  // a folder that others may write is one that programs pass over
+    std::filesystem::create_directories(directory, error);
+    ::umask(before);
+  }
   if (error)
     throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket (programs look at $XDG_RUNTIME_DIR/vrdma/vrdmad.sock by themselves)",
                                          directory.string(), error.message()));

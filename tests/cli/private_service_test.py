@@ -223,6 +223,69 @@ class PrivateService(TestCase):
         folder.chmod(0o777)
         self.assert_refuses(self.vrdma("run", "--", "true"), 125, str(folder), "only you can write")
 
+    def connected(self, command, env=None):
+        """Whether the command connects to who listens in the private folder. And what it said."""
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        (folder / "vrdmad.sock").unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(folder / "vrdmad.sock"))
+            (folder / "vrdmad.sock").chmod(0o777)
+            listener.listen()
+            listener.setblocking(False)
+            # Who does connect is not answered for five seconds, or for ever.
+            process = subprocess.Popen([str(word) for word in command], env=dict(self.environment, **(env or {})), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.PIPE, text=True)
+            try:
+                came = lambda: bool(select.select([listener], [], [], 0)[0])
+                self.wait_until(lambda: came() or process.poll() is not None, f"{command} neither connects nor ends")
+                return came(), "" if process.poll() is None else process.stderr.read()
+            finally:
+                process.kill()
+                process.stderr.close()
+                process.wait(WATCHDOG_S)
+
+    def test_who_listens_where_others_could_write_is_not_connected_to(self):
+        # As below /tmp, where the names of private folders are anybody's to take: a service may have its programs' memory read and written.
+        folder = pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma"
+        folder.mkdir(mode=0o700)
+        commands = [[BIN / "vrdma", *words] for words in (("show",), ("doctor",), ("run", "--", "true"))]
+        library = {"LD_PRELOAD": str(LIB / "libvrdma.so")}
+        self.assertTrue(self.connected(commands[0])[0], "not even in a folder of ours")
+        self.assertTrue(self.connected(["ibv_devinfo"], library)[0], "the library does not look there")
+
+        def assert_passed_over(command, env=None):
+            came, said = self.connected(command, env)
+            self.assertFalse(came, f"{command} connected: {said}")
+            return said
+
+        def assert_all_pass_over():
+            for command in commands:
+                said = assert_passed_over(command)
+            assert_passed_over(["ibv_devinfo"], library)
+            if not os.path.exists("/run/vrdma/vrdmad.sock"):  # which would serve it
+                self.assertIn("only you can write", said)
+
+        folder.chmod(0o777)
+        assert_all_pass_over()
+        folder.chmod(0o700)
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+            assert_all_pass_over()
+            os.chown(folder, 0, 0)
+            os.chown(folder.parent, NOBODY, NOBODY)  # after su, or sudo -E
+            assert_passed_over(["ibv_devinfo"], library)
+            os.chown(folder.parent, 0, 0)
+        elsewhere = folder.rename(folder.with_name("elsewhere"))
+        folder.symlink_to(elsewhere)
+        assert_all_pass_over()
+
+    def test_a_service_that_a_user_starts_in_the_private_folder_is_found_whatever_the_umask(self):
+        self.socket = str(pathlib.Path(self.environment["XDG_RUNTIME_DIR"]) / "vrdma" / "vrdmad.sock")
+        with self.service(preexec_fn=lambda: os.umask(0o002)):
+            result = self.vrdma("show", "--json")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertEqual(json.loads(result.stdout)["service"]["socket"], self.socket)
+
     @needs_root
     def test_a_private_folder_of_somebody_elses_is_none_of_root_of_a_user_namespace(self):
         # Whose uid is 0, as that of the machine's root, whose folder that is.
