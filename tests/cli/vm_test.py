@@ -417,6 +417,45 @@ class Living(VmCase):
             self.assertEqual([vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]], [self.name])
             self.assertEqual(self.vm("remove", self.name).returncode, 0)
 
+    def test_what_others_could_have_written_is_no_machine(self):
+        """The file that vm.json names is read and written as RAM by the service, with all its privileges."""
+        self.add()
+        own = self.vms / self.name
+        served = lambda: [vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]]
+        places = [(self.vms, 0o777), (own, 0o775), (own / "vm.json", 0o664), (self.folder, 0o777)]
+        for place, mode in places:
+            with self.subTest(place=place.name):
+                before = place.stat().st_mode
+                place.chmod(mode)
+                with self.service():
+                    self.assertEqual(served(), [])
+                place.chmod(before)
+                self.assertRegex(self.service_said, f"{place} is not looked at: .*chmod go-w")
+        self.folder.chmod(0o1777)  # as /tmp
+        with self.service():
+            self.assertEqual(served(), [self.name])
+        if os.geteuid() == 0:
+            for place, _ in places:
+                with self.subTest(of_somebody_else=place.name):
+                    os.chown(place, NOBODY, NOBODY)
+                    with self.service():
+                        self.assertEqual(served(), [])
+                    os.chown(place, 0, 0)
+                    self.assertRegex(self.service_said, f"{place} is not looked at")
+
+    def test_a_folder_of_machines_that_is_closed_to_others_is_served_at_once(self):
+        self.add()
+        self.vms.chmod(0o777)
+        with self.service():
+            self.vms.chmod(0o755)
+            self.wait_until(lambda: [vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]] == [self.name], "it is not served")
+
+    def test_a_machine_is_added_whatever_the_umask(self):
+        added = self.vm("add", self.name, "--json", "--ram", self.folder / "ram", preexec_fn=lambda: os.umask(0o002))
+        self.assertEqual(added.returncode, 0, added.stderr)
+        with self.service():
+            self.assertEqual([vm["name"] for vm in json.loads(self.vrdma("show", "--json").stdout)["vms"]], [self.name])
+
     @needs_root
     def test_of_another_users_machine_it_is_not_said_that_it_is_not_served(self):
         program = readable_copy(self.folder) / "vrdma"

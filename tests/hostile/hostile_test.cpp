@@ -197,6 +197,7 @@ int main(int argc, char** argv) {
   char pattern[] = "/tmp/vrdma-hostile-XXXXXX";
   if (::mkdtemp(pattern) == nullptr) return 2;
   ::chmod(pattern, 0755);
+  ::umask(022);
   const std::string directory = pattern, path = directory + "/vrdmad.sock", log = directory + "/log";
   for (const char* name : {"0", "1", "2"}) {
     if (!of_machine) break;

@@ -32,6 +32,7 @@ struct World {
   // nothing, as those of older versions.
   explicit World(Kind of = Kind::interrupted, const std::string& configuration = "{}", const fs::path& own_ram = {}, std::uint32_t vectors = 0, std::uint64_t bar_bytes = 0)
       : kind(of) {
+    ::umask(022);  // what others could write is not looked at
     service.start(configuration);
     folder = fs::path(std::getenv("VRDMA_SOCKET")).parent_path() / "vm";
     ram = folder / "one.ram";

@@ -29,10 +29,12 @@ Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   std::memcpy(address.sun_path, path.c_str(), path.size());
   ::unlink(path.c_str());
   vmci::UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd || ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
-  if (::chmod(path.c_str(), 0600) != 0 || ::listen(fd.get(), 4) != 0) return last_error();
+  // The file is made with the mode of the socket, less the umask: nothing is changed by its name, at which there could be another one by then.
+  if (!fd || ::fchmod(fd.get(), 0600) != 0) return last_error();
+  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return last_error();
+  if (::listen(fd.get(), 4) != 0) return last_error();
   // Who runs the machine runs as the tenant.
-  if (tenant != ::geteuid() && ::chown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
+  if (tenant != ::geteuid() && ::lchown(path.c_str(), tenant, static_cast<gid_t>(-1)) != 0)
     log::warn("{} cannot be given to uid {} ({}): give vrdmad CAP_CHOWN, or run the machine as root or as vrdmad's user", path, tenant, std::strerror(errno));
   return fd;
 }

@@ -17,6 +17,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "vmci_channel/own_folder.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/machines/plain.hpp"
@@ -29,8 +30,21 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
+std::string place_of(const std::string& folder) {
+  fs::path path = fs::absolute(folder).lexically_normal();
+  if (!path.has_filename()) path = path.parent_path();  // it was named with a slash at its end
+  return path.parent_path();
+}
+
+std::string distrust(const std::string& path) {
+  return fmt::format("{} is not looked at: others than root and user {}, as whom this service runs, have made it or can write it; if it is meant, give it to one of them, "
+                     "and chmod go-w", path, ::geteuid());
+}
+
 // Throws std::runtime_error with a message for a person.
 MachineSpec read_spec(const fs::path& folder) {
+  for (const fs::path& path : {folder, folder / "vm.json"})
+    if (!vmci::is_ours_or_roots(path)) throw std::runtime_error(distrust(path));
   const fs::path file = folder / "vm.json";
   const auto refuse = [&](const std::string& what) { return std::runtime_error(fmt::format("{}: {}", file.string(), what)); };
   std::ifstream in(file);
@@ -86,19 +100,22 @@ bool Machines::any_running() const {
   return std::any_of(ports_.begin(), ports_.end(), [](const auto& port) { return port.second->running(); });
 }
 
-// The folder, each machine's, and, as long as there is no folder, the place where it would appear.
+// Where the place that it is in is others' to write, they could put another one there while we look.
+bool Machines::is_trusted() const { return vmci::is_ours_or_roots(folder_) && vmci::others_keep_ours_in(place_of(folder_)); }
+
+// The folder, each machine's, and, as long as there is none that is looked at, the place where it would appear.
 void Machines::watch() {
   if (!changes_.is_open()) return;
   const auto add = [this](const fs::path& path, std::uint32_t what) {
     return ::inotify_add_watch(changes_.native_handle(), path.c_str(), what | IN_ONLYDIR);
   };
   std::error_code error;
-  if (!fs::is_directory(folder_, error)) beside_ = add(fs::path(folder_).parent_path(), IN_CREATE | IN_MOVED_TO);
-  if (!fs::is_directory(folder_, error)) return;
-  add(folder_, IN_CREATE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
+  if (!fs::is_directory(folder_, error) || !is_trusted()) beside_ = add(fs::path(folder_).parent_path(), IN_CREATE | IN_MOVED_TO | IN_ATTRIB);
+  if (!fs::is_directory(folder_, error) || !is_trusted()) return;
+  own_ = add(folder_, IN_CREATE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM | IN_ATTRIB);
   for (fs::directory_iterator at(folder_, error), end; !error && at != end; at.increment(error)) {
     std::error_code missing;
-    if (at->is_directory(missing)) add(at->path(), IN_CLOSE_WRITE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM);
+    if (at->is_directory(missing)) add(at->path(), IN_CLOSE_WRITE | IN_MOVED_TO | IN_DELETE | IN_MOVED_FROM | IN_ATTRIB);
   }
 }
 
@@ -118,7 +135,9 @@ bool Machines::take_changes() {
   for (ssize_t got; (got = ::read(changes_.native_handle(), events.data(), events.size())) > 0;)
     for (ssize_t at = 0; at < got;) {
       const auto* const event = reinterpret_cast<const inotify_event*>(events.data() + at);
-      concerned |= event->wd != beside_ || (event->len != 0 && name == event->name) || (event->mask & IN_Q_OVERFLOW) != 0;
+      // Whose a machine's sockets are we say ourselves.
+      const bool by_us = (event->mask & IN_ATTRIB) != 0 && event->wd != own_ && event->wd != beside_ && (event->len == 0 || std::strcmp(event->name, "vm.json") != 0);
+      concerned |= !by_us && (event->wd != beside_ || (event->len != 0 ? name == event->name : (event->mask & IN_ATTRIB) != 0) || (event->mask & IN_Q_OVERFLOW) != 0);
       at += static_cast<ssize_t>(sizeof(inotify_event) + event->len);
     }
   return concerned;
@@ -130,7 +149,7 @@ std::string Machines::hold() {
   if (held_ && ::fstat(held_.get(), &status) == 0 && status.st_nlink != 0) return "";
   held_.reset();  // of a folder that somebody has removed
   std::error_code error;
-  if (!fs::is_directory(folder_, error)) return "";
+  if (!fs::is_directory(folder_, error) || !is_trusted()) return "";
   const std::string path = folder_ + "/.vrdmad";
   const auto doubt = [&](const char* what, const char* consequence) {
     const std::string text = fmt::format("cannot {} {} ({}): {}", what, path, std::strerror(errno), consequence);
@@ -161,8 +180,13 @@ void Machines::look() {
     if (auto& known = complaints_["."]; known != holder) log::warn("{} is served already, by {}: no machine of it is served here", folder_, known = holder);
     return;
   }
-  std::set<std::string> there;
   std::error_code error;
+  if (fs::is_directory(folder_, error) && !is_trusted()) {
+    const std::string text = distrust(vmci::is_ours_or_roots(folder_) ? place_of(folder_) : folder_) + "; the machines in it are not served";
+    if (auto& known = complaints_["."]; known != text) log::warn("{}", known = text);
+    return;
+  }
+  std::set<std::string> there;
   for (fs::directory_iterator at(folder_, error), end; !error && at != end; at.increment(error)) {
     const std::string name = at->path().filename();
     std::error_code missing;
