@@ -26,6 +26,7 @@
 #include "cli/service.hpp"
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vrdma/control.hpp"
+#include "vrdma/printable.hpp"
 
 namespace vrdma::cli {
 
@@ -319,7 +320,7 @@ int doctor(const DoctorOptions& options) {
   } else {
     std::string text;
     for (const auto& finding : findings) {
-      text += fmt::format("{:8} {:12} {}\n", name_of(finding.level), finding.subject, finding.what);
+      text += fmt::format("{:8} {:12} {}\n", name_of(finding.level), finding.subject, without_controls(finding.what));
       if (!finding.remedy.empty()) text += fmt::format("{:8} {:12} → {}\n", "", "", finding.remedy);
     }
     const char* const cost = options.host.empty() ? "programs do not work" : "guests of the two hosts do not meet";

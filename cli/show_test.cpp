@@ -87,6 +87,17 @@ TEST_CASE("AnAnswerThatLacksAnyKeyIsShownAsFarAsItGoes") {
   CHECK_NOTHROW(all_of(json::object()));
 }
 
+TEST_CASE("WhatStrangersSayMovesNoCursor") {
+  json state = json::parse(whole);
+  state["subnet"]["last_stranger"] = "10.0.0.9:1: the certificate of \"\x1b[2J\r\nsubnet z\" \xc2\x9b""31m, h\xc3\xb6st";
+  state["subnet"]["others"][0]["version"] = "9\x07";
+  const std::string text = show_text(state, "hosts");
+  CHECK(text.find("?[2J??subnet z") != std::string::npos);
+  CHECK(text.find("??31m, h\xc3\xb6st") != std::string::npos);
+  CHECK(text.find("9?") != std::string::npos);
+  CHECK(text.find_first_of("\x1b\r\x07") == std::string::npos);
+}
+
 TEST_CASE("WhatAnOlderServiceDoesNotSayIsLeftOut") {
   json state = json::parse(whole);
   state["guests"][0].erase("bad_pkeys");

@@ -6,6 +6,8 @@
 #include <string>
 #include <type_traits>
 
+#include "vrdma/printable.hpp"
+
 namespace vrdma::cli {
 
 // Of an answer that outlives it.
@@ -26,8 +28,8 @@ class Shown {
   bool is_string() const { return value_->is_string(); }
   bool is_object() const { return value_->is_object(); }
   std::size_t size() const { return value_->size(); }
-  // "-" for what is missing.
-  std::string text() const { return value_->is_string() ? value_->get<std::string>() : value_->is_null() ? "-" : value_->dump(); }
+  // "-" for what is missing. For a terminal: texts of other hosts, machines and programs are among them.
+  std::string text() const { return value_->is_string() ? without_controls(value_->get<std::string>()) : value_->is_null() ? "-" : value_->dump(); }
   std::uint64_t number() const { return value_->is_number() ? value_->get<std::uint64_t>() : 0; }
   bool is_true() const { return value_->is_boolean() && value_->get<bool>(); }
   bool is(const char* word) const { return value_->is_string() && value_->get_ref<const std::string&>() == word; }

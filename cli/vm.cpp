@@ -24,6 +24,7 @@
 #include "cli/vm_arguments.hpp"
 #include "cli/vm_folder.hpp"
 #include "cli/vm_uml.hpp"
+#include "vrdma/printable.hpp"
 #include "vrdma/vm_link.hpp"
 
 namespace vrdma::cli {
@@ -124,7 +125,7 @@ std::string line_of(const json& vm) {
   std::string out = fmt::format("vm {} state \"{}\"", vm.at("name").get<std::string>(), vm.at("state").get<std::string>());
   if (!vm.at("tenant").is_null()) out += fmt::format(" tenant {}", vm.at("tenant").dump());
   if (vm.contains("processes")) out += fmt::format(" processes {}", vm.at("processes").dump());
-  if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + vm.at("version").get<std::string>();
+  if (vm.contains("version") && vm.at("version").is_string() && vm.at("version") != "") out += " version " + without_controls(vm.at("version").get<std::string>());
   if (vm.contains("ram")) {
     const auto bytes = vm.at("memory_bytes").get<std::uint64_t>();
     out += fmt::format(" memory {} ram {}{}", bytes, vm.at("ram").get<std::string>(),

@@ -17,7 +17,7 @@ ARROWS = {
     "vmci_channel": {"include"},
     "cache": {"include"},
     "vmkernel_svc/engine": {"include", "vmci_channel", "cache"},
-    "vmkernel_svc/log": set(),
+    "vmkernel_svc/log": {"include"},
     "vmkernel_svc/hosts": {"include", "vmkernel_svc/log"},
     "vmkernel_svc": {"include", "vmci_channel", "cache", "vmkernel_svc/engine", "vmkernel_svc/hosts", "vmkernel_svc/log"},
     "guest_lib": {"include", "vmci_channel", "cache", "vmkernel_svc/engine"},

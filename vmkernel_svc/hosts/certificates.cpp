@@ -13,6 +13,8 @@
 #include <ctime>
 #include <stdexcept>
 
+#include "vrdma/printable.hpp"
+
 namespace vrdma::hosts {
 
 namespace {
@@ -44,7 +46,7 @@ std::string hex(const unsigned char* bytes, std::size_t count) {
 std::string entry(const X509_NAME* name, int nid) {
   char text[128] = "";
   X509_NAME_get_text_by_NID(name, nid, text, sizeof(text));
-  return text;
+  return printable(text);  // of anybody's certificate: it is part of what is said about those who are refused
 }
 
 void add_entry(X509_NAME* name, const char* field, const std::string& value) {

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "vmkernel_svc/hosts/address.hpp"
+#include "vrdma/printable.hpp"
 
 namespace vrdma::hosts {
 
@@ -47,12 +48,6 @@ const json& list(const json& object, const char* key, std::size_t most) {
   if (found == object.end() || !found->is_array() || found->size() > most)
     throw Malformed(fmt::format("\"{}\" is not a list of at most {}", key, most));
   return *found;
-}
-// Printed and logged, so: printable.
-std::string printable(std::string value) {
-  for (char& c : value)
-    if (c < ' ' || c > '~') c = '?';
-  return value;
 }
 std::string name_in(const json& object, const char* key, bool may_be_empty = false) {
   std::string value = text(object, key);

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <boost/asio/connect.hpp>
 #include <boost/asio/read.hpp>
 #include <boost/asio/write.hpp>
@@ -121,6 +122,20 @@ TEST_CASE("ACertificateThatIsNotGoodIsRefusedAndBothSidesSayWhy") {
     CHECK(contains(result.server_why, "speaks version 7 of the hosts' protocol"));
     CHECK(contains(result.client_why, "speaks version 7"));
   }
+}
+
+TEST_CASE("ANameInACertificateOfAnybodysIsPrintable") {
+  const Identity foreign = make_authority(10);
+  const Identity stranger = member("a", foreign);
+  const unsigned char raw[] = "a\x1b[2J\nhosts: \"b\" is here\xc2\x9b";
+  X509_NAME* const name = X509_NAME_new();
+  REQUIRE(X509_NAME_add_entry_by_txt(name, "CN", V_ASN1_UTF8STRING, raw, sizeof(raw) - 1, -1, 0) == 1);
+  REQUIRE(X509_set_subject_name(stranger.certificate.get(), name) == 1);
+  X509_NAME_free(name);
+  CHECK(describe(stranger.certificate.get()).name == "a?[2J?hosts: \"b\" is here??");
+  const std::string why = refusal(stranger.certificate.get(), subnet().certificate.get(), now);
+  CAPTURE(why);
+  CHECK(std::all_of(why.begin(), why.end(), [](unsigned char c) { return c >= ' ' && c <= '~'; }));
 }
 
 TEST_CASE("WhatIsNoCertificateOrNoKeyIsRefusedByName") {

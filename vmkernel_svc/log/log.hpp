@@ -12,11 +12,13 @@
 #include <exception>
 #include <utility>
 
+#include "vrdma/printable.hpp"
+
 namespace vrdma::log {
 
 // Nothing is thrown: a line for which there is no memory is lost, as spdlog's own are.
 inline void line(spdlog::level::level_enum level, fmt::string_view text, fmt::format_args args) noexcept try {
-  if (spdlog::should_log(level)) spdlog::log(level, fmt::vformat(text, args));
+  if (spdlog::should_log(level)) spdlog::log(level, without_controls(fmt::vformat(text, args)));
 } catch (const std::exception& error) {
   std::fprintf(stderr, "vrdmad: a line of the log is lost: %s\n", error.what());
 }

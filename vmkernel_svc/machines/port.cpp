@@ -16,6 +16,7 @@
 #include "vmkernel_svc/memory/ram_file.hpp"
 #include "vmkernel_svc/shard.hpp"
 #include "vmkernel_svc/watching.hpp"
+#include "vrdma/printable.hpp"
 
 namespace vrdma::svc {
 
@@ -231,7 +232,7 @@ void MachinePort::greet(std::span<const std::byte> body) {
   welcome.arena_bytes = service_.arena_bytes;
   std::strncpy(welcome.name, spec_.name.c_str(), sizeof(welcome.name) - 1);
   std::strncpy(welcome.version, VRDMA_VERSION, sizeof(welcome.version) - 1);
-  session_->version.assign(hello->version, ::strnlen(hello->version, sizeof(hello->version)));
+  session_->version = printable({hello->version, ::strnlen(hello->version, sizeof(hello->version))});
   const auto answer = [&](int status) {
     welcome.status = status;
     session_->link.send(vm::Frame::welcome, 0, std::as_bytes(std::span(&welcome, 1)).first(vm::welcome_bytes(hello->minor)));

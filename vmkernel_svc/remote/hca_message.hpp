@@ -27,6 +27,7 @@
 #include <cstring>
 #include <string>
 
+#include "vrdma/printable.hpp"
 #include "vrdma/wire.hpp"
 
 namespace vrdma::remote {
@@ -63,9 +64,7 @@ static_assert(WireRecord<HcaMessage> && sizeof(HcaMessage) == 176);
 inline void put_text(HcaMessage& to, const std::string& text) { std::memcpy(to.text, text.data(), std::min(text.size(), sizeof(to.text) - 1)); }
 // For logs and terminals: whatever the other service put there.
 inline std::string text_of(const HcaMessage& from) {
-  std::string text(from.text, ::strnlen(from.text, sizeof(from.text)));
-  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, '?');
-  return text;
+  return printable({from.text, ::strnlen(from.text, sizeof(from.text))});
 }
 
 }  // namespace vrdma::remote
