@@ -88,11 +88,10 @@ std::uint32_t PacketDesk::attach(const vmci::PacketSocket& socket, const Head& h
   std::vector<vmci::UniqueFd> keep;
   const uid_t uid = info.credentials.uid;
   const pid_t pid = info.credentials.pid;
-  static constinit log::Sparing refused;
+  static constinit log::Sparing attached{log::Sparing::lines_of_ordinary_life}, refused;
   const auto reply = desk_.attach(request, std::move(info), service_page_fd_, descriptors, keep);
   if (reply)
-    log::info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest,
-                 shard_.fabric().guests[reply->guest]->lid);
+    attached.info("{} (uid {}, pid {}) attached as context {}, LID {}", reply->name, uid, pid, reply->guest, shard_.fabric().guests[reply->guest]->lid);
   else
     refused.warn("a guest (uid {}, pid {}) was refused: {}", uid, pid, why_refused(value(reply.error()), shard_.fabric(), uid));
   send_result(socket.fd(), head, reply, descriptors);
@@ -106,8 +105,9 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
   std::vector<vmci::UniqueFd> segment;
   const bool is_known = guest.copier != nullptr;  // it asks again
   const auto reply = desk_.reach(guest, by_service, segment);
+  static constinit log::Sparing out_of_reach{log::Sparing::lines_of_ordinary_life};
   if (reply && !by_service && !is_known)
-    log::info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies what cannot be mapped", guest.name,
+    out_of_reach.info("{} (uid {}, pid {}): its memory is out of reach here; a thread of the program copies what cannot be mapped", guest.name,
                  guest.credentials.uid, guest.credentials.pid);
   std::vector<int> descriptors;
   for (const auto& fd : segment) descriptors.push_back(fd.get());

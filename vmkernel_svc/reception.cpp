@@ -175,7 +175,8 @@ void Reception::lost(const ConnectionPtr& connection) {
   shard_.submit([connection, gone](Shard& shard) {
     Guest* const guest = shard.fabric().guest(GuestId{connection->guest.load()});
     if (guest == nullptr) return gone();
-    log::info("{} (uid {}, pid {}) left", guest->name, guest->credentials.uid, guest->credentials.pid);
+    static constinit log::Sparing left{log::Sparing::lines_of_ordinary_life};
+    left.info("{} (uid {}, pid {}) left", guest->name, guest->credentials.uid, guest->credentials.pid);
     shard.let_go(*guest, gone);
   });
 }

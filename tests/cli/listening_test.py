@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 import unittest
 
 from support import BIN, WATCHDOG_S, TestCase, as_nobody, attach, needs_full_device, needs_root, readable_copy
@@ -14,6 +15,19 @@ class Listening(TestCase):
         with self.service():
             self.assert_refuses(self.vrdmad("--socket", self.socket), 1, self.socket, "in use", "--socket")
             self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+
+    def test_who_attaches_again_and_again_does_not_fill_the_log(self):
+        with open(self.folder / "log", "w+") as log, self.service("--log-level", "info", stderr=log):
+            began = time.monotonic()
+            for _ in range(1000):
+                attach(self.socket)[0].close()
+            lasted = time.monotonic() - began
+            log.seek(0)
+            said = log.read()
+        self.assertIn("attached as context", said)
+        # Some in each second of the clock, the first and the last of which may be begun.
+        self.assertLessEqual(said.count("attached as context"), 20 * (int(lasted) + 2))
+        self.assertLessEqual(said.count(") left\n"), 20 * (int(lasted) + 3))  # it looks later
 
     def test_a_service_manager_is_told_once_programs_can_attach(self):
         for name in str(self.folder / "manager.sock"), f"\0vrdma-cli-test-{os.getpid()}":

@@ -273,7 +273,8 @@ Result<Empty> ControlDesk::on<Request::share_address>(Guest& guest, const ShareA
   guest.lid = shared->lid;
   guest.guid = shared->guid;
   guest.gids = gids_of(guest.guid, guest.lid, guest.link_layer);
-  log::info("{} (context {}) has the address of LID {}, as the process that it was forked from", guest.name, guest.id.value, guest.lid);
+  static constinit log::Sparing sparing{log::Sparing::lines_of_ordinary_life};
+  sparing.info("{} (context {}) has the address of LID {}, as the process that it was forked from", guest.name, guest.id.value, guest.lid);
   return Empty{};
 }
 

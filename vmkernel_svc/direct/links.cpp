@@ -111,7 +111,8 @@ bool DirectDesk::trusts(const Guest& a, const Guest& b, std::string& why_not) {
   const TrustFacts of_a = facts(a), of_b = facts(b);
   why_not = why_apart(of_a, of_b);
   if (!why_not.empty()) {
-    log::info("{} and {} stay mediated: {}", a.name, b.name, why_not);
+    static constinit log::Sparing sparing{log::Sparing::lines_of_ordinary_life};
+    sparing.info("{} and {} stay mediated: {}", a.name, b.name, why_not);
     apart_.emplace(key, why_not);
     return false;
   }

@@ -35,24 +35,36 @@ template <class... Args>
 void warn(fmt::format_string<Args...> text, Args&&... args) {
   line(spdlog::level::warn, text, fmt::make_format_args(args...));
 }
-// What whoever may connect can cause as often as it likes: a few lines in a second, lest it fills the disk. One for each place, static.
+// What whoever may connect can cause as often as it likes: a few lines in a second, the first, lest it fills the disk. One for each place, static.
 class Sparing {
  public:
+  static constexpr std::uint32_t lines_of_trouble = 5, lines_of_ordinary_life = 20;  // a job of many programs begins at once
+  constexpr explicit Sparing(std::uint32_t lines_a_second = lines_of_trouble) : lines_max_(lines_a_second) {}
+
   template <class... Args>
   void warn(fmt::format_string<Args...> text, Args&&... args) {
+    line(spdlog::level::warn, text, fmt::make_format_args(args...));
+  }
+  template <class... Args>
+  void info(fmt::format_string<Args...> text, Args&&... args) {
+    line(spdlog::level::info, text, fmt::make_format_args(args...));
+  }
+
+ private:
+  void line(spdlog::level::level_enum level, fmt::string_view text, fmt::format_args args) noexcept {
     const std::int64_t second = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
     if (second_.exchange(second, std::memory_order_relaxed) != second) {
       lines_.store(0, std::memory_order_relaxed);
-      if (const std::uint64_t left_out = left_out_.exchange(0, std::memory_order_relaxed); left_out != 0) log::warn("{} such lines were left out", left_out);
+      if (const std::uint64_t left_out = left_out_.exchange(0, std::memory_order_relaxed); left_out != 0)
+        log::line(level, "{} such lines were left out", fmt::make_format_args(left_out));
     }
-    if (lines_.fetch_add(1, std::memory_order_relaxed) < lines_max)
-      log::warn(text, std::forward<Args>(args)...);
+    if (lines_.fetch_add(1, std::memory_order_relaxed) < lines_max_)
+      log::line(level, text, args);
     else
       left_out_.fetch_add(1, std::memory_order_relaxed);
   }
 
- private:
-  static constexpr std::uint32_t lines_max = 5;
+  const std::uint32_t lines_max_;
   std::atomic<std::int64_t> second_{-1};
   std::atomic<std::uint32_t> lines_{0};
   std::atomic<std::uint64_t> left_out_{0};

@@ -4,6 +4,8 @@
 #include <doctest/doctest.h>
 #include <spdlog/sinks/ostream_sink.h>
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -46,4 +48,16 @@ TEST_CASE("WhatStrangersSayIsPrintableAscii") {
   CHECK(printable("1.0 \xc3\xab\x1b\n~") == "1.0 ????~");
   CHECK(printable("") == "");
   CHECK(without_controls("\xc2") == "\xc2");  // cut in the middle
+}
+
+TEST_CASE("OfWhatAnybodyCanCauseAFewLinesInASecondAreLogged") {
+  const Captured log;
+  log::Sparing sparing(20);
+  const auto second = [] { return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+  const auto began = second();
+  for (int i = 0; i < 20'000; ++i) sparing.info("guest-{} left", i);
+  const auto lasted = second() - began + 1;
+  const std::string text = log.text();
+  CHECK(text.starts_with("info guest-0 left\ninfo guest-1 left\n"));
+  CHECK(std::count(text.begin(), text.end(), '\n') <= lasted * (20 + 1));  // and one that says how many were left out
 }
