@@ -45,7 +45,7 @@ std::uint32_t Fabric::new_qpn() {
 
 bool Fabric::may_give_lids() const { return may_give_lids_ && (!hosts || hosts->snapshot()->may_give()); }
 
-std::uint16_t Fabric::new_lid() { return may_give_lids() ? lids.take() : std::uint16_t{0}; }
+std::uint16_t Fabric::new_lid(uid_t uid) { return may_give_lids() ? lids.take(uid) : std::uint16_t{0}; }
 
 void Fabric::lease_lids(hosts::LidRange leased, bool may_give) {
   may_give_lids_ = may_give;

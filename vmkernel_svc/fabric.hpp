@@ -114,7 +114,7 @@ class Fabric {
 
   std::uint32_t new_qpn();
   bool may_give_lids() const;
-  std::uint16_t new_lid();  // 0: none left, or none may be given now
+  std::uint16_t new_lid(uid_t uid);  // 0: none left for this user, or none may be given now
   // Where the LIDs are leased (hosts/): which they are, and whether the lease stands. What was given stays given.
   void lease_lids(hosts::LidRange leased, bool may_give);
 

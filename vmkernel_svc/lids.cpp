@@ -10,7 +10,9 @@ void Lids::lease(hosts::LidRange lids) {
   count_ = lids.last - lids.first + 1u;
 }
 
-std::uint16_t Lids::take() {
+std::uint16_t Lids::take(uid_t uid) {
+  const std::uint32_t for_root = std::min(count_ / 32, 8u);
+  if (uid != 0 && count_ - next_ + resting_.size() <= for_root) return 0;
   if (next_ < count_) return static_cast<std::uint16_t>(first_ + next_++);
   if (resting_.empty()) return 0;
   const std::uint16_t lid = resting_.front();

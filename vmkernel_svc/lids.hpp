@@ -31,7 +31,8 @@ class Lids {
   // A host's LIDs do not change while it runs.
   void lease(hosts::LidRange lids);
 
-  std::uint16_t take();  // 0: none left
+  // 0: none left. The last few are root's: a quota is of a uid, of which one user may have many, and who looks after the host gets in all the same.
+  std::uint16_t take(uid_t uid);
   void give_back(std::uint16_t lid);
 
   // Who has `lid` and `address` names a secret. Where nobody has named it before: nothing, and others may name it from now on. Where

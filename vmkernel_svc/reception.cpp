@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <boost/asio/post.hpp>
 #include <cstring>
 #include <fstream>
@@ -41,8 +42,37 @@ bool sees_us(pid_t pid) {
 }  // namespace
 
 void Reception::open(vmci::UniqueFd listener) {
+  spare_ = vmci::UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   listener_.assign(listener.release());
   accept_next();
+}
+
+// Numbers are given out from the lowest on, so that a high one says how many there are.
+bool Reception::is_for_root(int fd, uid_t uid) const {
+  return uid != 0 && limits_.for_root != 0 && static_cast<std::uint64_t>(fd) + limits_.for_root >= limits_.open_files;
+}
+
+// Asked just before something is made for it.
+bool Reception::is_full_for(const Connection& connection) const {
+  if (connection.uid == 0 || limits_.for_root == 0) return false;
+  const vmci::UniqueFd lowest(::fcntl(connection.socket.fd(), F_DUPFD_CLOEXEC, 0));
+  if (lowest && !is_for_root(lowest.get(), connection.uid)) return false;
+  static constinit log::Sparing sparing;
+  sparing.warn("what a guest of uid {} asks for is refused: the last {} of {} open files are for root's programs; the limit is that of whoever started this service (ulimit -Hn)",
+               connection.uid, limits_.for_root, limits_.open_files);
+  return true;
+}
+
+// Who waits while no descriptor is left is told, by the spare one. False: nobody was.
+bool Reception::refuse_one() {
+  spare_.reset();
+  const vmci::PacketSocket socket(vmci::UniqueFd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
+  if (socket) {
+    Head unread{};  // what it asks, most likely
+    unread.record.control = static_cast<std::uint32_t>(Request::attach);
+    PacketDesk::refuse(socket, unread, EMFILE);
+  }
+  return static_cast<bool>(socket);
 }
 
 bool Reception::somebody_knocks() {
@@ -58,9 +88,13 @@ void Reception::accept_next() {
       vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
-        if (errno != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
+        const int why = errno;
+        if (why != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
           static constinit log::Sparing sparing;
-          sparing.warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(errno));
+          sparing.warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(why));
+          const bool told = why == EMFILE && refuse_one();
+          if (!spare_) spare_ = vmci::UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+          if (told) continue;
           accept_timer_.expires_after(std::chrono::milliseconds(100));
           accept_timer_.async_wait([this](const boost::system::error_code& late) {
             if (!late) accept_next();
@@ -82,7 +116,7 @@ void Reception::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<Mach
   auto connection = std::make_shared<Connection>(io_, std::move(socket));
   connection->uid = uid;
   connection->machine = std::move(machine);
-  if (connections_of_[uid] >= limits_.of_one_user || !watch_copy(connection->readable, connection->socket.fd())) {
+  if (connections_of_[uid] >= limits_.of_one_user || is_for_root(connection->socket.fd(), uid) || !watch_copy(connection->readable, connection->socket.fd())) {
     Head unread{};  // what it asks, most likely
     unread.record.control = static_cast<std::uint32_t>(Request::attach);
     PacketDesk::refuse(connection->socket, unread, EDQUOT);
@@ -123,7 +157,8 @@ void Reception::read_next(const ConnectionPtr& connection) {
         std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
         auto received = connection->socket.receive(packet);
         if (!received && value(received.error()) == EAGAIN) return read_next(connection);
-        if (received && received->descriptors_missing) {  // this request fails, not the guest
+        const auto is_too_high = [&](const vmci::UniqueFd& fd) { return is_for_root(fd.get(), connection->uid); };
+        if (received && (received->descriptors_missing || std::ranges::any_of(received->descriptors, is_too_high))) {  // this request fails, not the guest
           refuse_for_descriptors(connection->socket, packet);
         } else {
           if (!received || received->bytes == 0) return lost(connection);
@@ -209,6 +244,7 @@ void Reception::attach(const ConnectionPtr& connection, const Head& head, const 
   if (!own_socket) return PacketDesk::refuse(socket, head, EMFILE);
   auto info = std::make_shared<AttachInfo>(AttachInfo{*credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), std::move(own_socket)});
   shard_.submit([this, connection, head, request, info](Shard&) {
+    if (is_full_for(*connection)) return PacketDesk::refuse(connection->socket, head, EDQUOT);
     connection->guest.store(packets_.attach(connection->socket, head, *request, std::move(*info)));
   });
 }
@@ -230,6 +266,7 @@ void Reception::attach_from_machine(const ConnectionPtr& connection, const Head&
       {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, std::move(own_socket),
       std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}, static_cast<std::uint32_t>(pages->part_count())}), std::move(*arena)});
   shard_.submit([this, connection, head, request, info](Shard&) {
+    if (is_full_for(*connection)) return PacketDesk::refuse(connection->socket, head, EDQUOT);
     connection->guest.store(packets_.attach(connection->socket, head, request, std::move(*info)));
   });
 }
@@ -274,6 +311,7 @@ void Reception::handle_packet(const ConnectionPtr& connection, std::vector<std::
   if (PacketDesk::request_of(head) == Request::show) before_show_();
   const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
   shard_.submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
+    if (PacketDesk::request_of(head) != Request::remove_backing && is_full_for(*connection)) return PacketDesk::refuse(connection->socket, head, EDQUOT);
     packets_.answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer, connection);
   });
 }

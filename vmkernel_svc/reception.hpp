@@ -24,6 +24,7 @@ class Reception {
  public:
   struct Limits {
     std::uint64_t open_files = 0;        // how many we may have
+    std::uint64_t for_root = 0;          // the last of them, which nobody else gets: quotas are of a uid, and a user may have many (/etc/subuid)
     std::uint32_t of_one_user = 2048;    // connections
   };
   // shard: the first one, for which packets answers. before_show is called before it is asked to show something.
@@ -60,6 +61,9 @@ class Reception {
   using ConnectionPtr = std::shared_ptr<Connection>;
 
   void accept_next();
+  bool refuse_one();
+  bool is_for_root(int fd, uid_t uid) const;
+  bool is_full_for(const Connection& connection) const;
   void read_next(const ConnectionPtr& connection);
   void handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors);
   bool has_to_wait(const Connection& connection) const;
@@ -78,6 +82,7 @@ class Reception {
   const std::function<void()> before_show_;
   boost::asio::posix::stream_descriptor listener_{io_};
   boost::asio::steady_timer accept_timer_{io_};  // between two tries when descriptors have run out
+  vmci::UniqueFd spare_;                         // given up for a moment then, to refuse who waits
   std::map<Connection*, ConnectionPtr> connections_;
   std::map<uid_t, std::uint32_t> connections_of_;
   bool lease_is_known_ = true;

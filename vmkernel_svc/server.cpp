@@ -44,6 +44,7 @@ Reception::Limits raise_open_files(Config& config) {
   files.rlim_cur = files.rlim_max;
   ::setrlimit(RLIMIT_NOFILE, &files);
   limits.open_files = files.rlim_cur;
+  if (!config.one_user && files.rlim_cur >= 256) limits.for_root = std::clamp<rlim_t>(files.rlim_cur / 16, 24, 1024);  // a program needs some 13
   const rlim_t of_a_tenant = config.one_user ? files.rlim_cur / 4 * 3 : files.rlim_cur / 4;
   const rlim_t to_a_tenant = config.one_user ? files.rlim_cur / 6 : files.rlim_cur / 16;
   config.quota.descriptors = static_cast<std::uint32_t>(std::min<rlim_t>(config.quota.descriptors, of_a_tenant));

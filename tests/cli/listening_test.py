@@ -1,13 +1,16 @@
 """A vrdmad's socket, log and end: whose they are, who is told, and what is said where something is in the way."""
+import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import time
 import unittest
 
-from support import BIN, WATCHDOG_S, TestCase, as_nobody, attach, needs_full_device, needs_root, readable_copy
+from support import BIN, WATCHDOG_S, TestCase, as_nobody, attach, needs_full_device, needs_root, readable_copy, status_of
 
 
 class Listening(TestCase):
@@ -164,6 +167,35 @@ class Listening(TestCase):
         file = self.folder / "file"
         file.write_text("")
         self.assert_refuses(self.vrdmad("--socket", file / "s.sock"), 1, str(file), "Not a directory", "--socket")
+
+    def as_uid(self, uid):
+        """A connection that the service takes for one of that user's."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.seteuid(uid)
+        try:
+            connection.connect(self.socket)  # blocks while the queue of those who are yet to be accepted is full; with a time limit that is EAGAIN
+        finally:
+            os.seteuid(0)
+        connection.settimeout(WATCHDOG_S)
+        return connection
+
+    @needs_root
+    def test_root_gets_in_whoever_has_taken_all_descriptors(self):
+        """Quotas are of a uid, and /etc/subuid gives a user thousands."""
+        limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        with self.service(preexec_fn=limit), contextlib.ExitStack() as held:
+            for uid in range(20001, 20007):
+                for _ in range(32):  # all that one may have; three users' would be all that there are
+                    held.enter_context(self.as_uid(uid))
+            refused = held.enter_context(self.as_uid(20007))
+            self.assertEqual(status_of(refused.recv(65536)), errno.EDQUOT)
+            guest, status, _ = attach(self.socket)
+            held.enter_context(guest)
+            self.assertEqual(status, 0)
+            # And where even those are taken nobody waits for an answer.
+            for _ in range(24):
+                last = held.enter_context(self.as_uid(0))
+            self.assertIn(status_of(last.recv(65536)), (errno.EDQUOT, errno.EMFILE))
 
     @needs_root
     def test_no_permission_is_said(self):

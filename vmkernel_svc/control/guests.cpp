@@ -88,7 +88,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
   if (!doorbell && !info.machine) return last_error();
   const auto number = fabric_.guest_numbers.take(static_cast<std::uint32_t>(fabric_.guests.size()) + 1, [&](std::uint32_t taken) { return fabric_.guests.contains(taken); });
   if (!number) return Errno{EDQUOT};
-  const std::uint16_t lid = fabric_.new_lid();
+  const std::uint16_t lid = fabric_.new_lid(tenant.uid);
   if (lid == 0) return Errno{EADDRNOTAVAIL};
 
   VRDMA_CRASH_POINT("service.attach.prepared");
