@@ -195,11 +195,16 @@ void Agent::accept() {
     not_accepted_ = 0;
     vmci::PacketSocket socket(std::move(fd));
     const auto peer = socket.peer();
-    if (!peer || connections_of_[peer->uid] >= options_.connections_per_user_max) continue;  // closed: nobody takes up everything
+    if (!peer) continue;
+    User& user = users_[peer->uid];
+    if (user.connections >= options_.connections_per_user_max || user.closer->pending() > Connection::closing_max) {  // nobody takes up everything
+      user.closer->close(socket.release());
+      continue;
+    }
     const std::uint32_t number = next_connection_++;
-    auto connection = Connection::open(number, std::move(socket), session_, watch_);
+    auto connection = Connection::open(number, std::move(socket), user.closer, session_, watch_);
     if (!connection) continue;
-    ++connections_of_[peer->uid];
+    ++user.connections;
     connections_.emplace(number, std::move(*connection));
   }
 }
@@ -211,8 +216,14 @@ void Agent::drop(Connection& connection, std::uint32_t number) {
 }
 
 void Agent::count_out(const Connection& connection) {
-  if (--connections_of_[connection.uid()] == 0) connections_of_.erase(connection.uid());
+  --users_[connection.uid()].connections;
+  forget_users();
   accept_again_ns_ = 0;
+}
+
+void Agent::forget_users() {
+  // Whoever else has the closer may close by it yet: a connection that is just leaving, and one that the service is not through with.
+  std::erase_if(users_, [](const auto& known) { return known.second.connections == 0 && known.second.closer.use_count() == 1 && known.second.closer->pending() == 0; });
 }
 
 void Agent::look_at_listener(std::uint64_t now_ns) {
@@ -235,6 +246,7 @@ void Agent::listen() {
                               : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
                                                   : "give another --socket"));
   }
+  vmci::let_descriptors_in(listening->get(), false);
   listener_ = std::move(*listening);
   socket_file_ = vmci::SocketFile(options_.socket);
   accept_again_ns_ = 0;
@@ -248,7 +260,7 @@ void Agent::stop_listening() {
   if (!listener_) return;
   socket_file_.remove();
   if (std::exchange(accepting_, false)) watch_.events.remove(listener_.get());
-  listener_.reset();
+  backlog_closer_->close(std::move(listener_));
 }
 
 void Agent::lose() {
@@ -258,7 +270,8 @@ void Agent::lose() {
     left_behind_.push_back(std::move(connection));
   }
   connections_.clear();
-  connections_of_.clear();
+  for (auto& [uid, user] : users_) user.connections = 0;
+  forget_users();
 }
 
 // Who leaves lets go of memory that the service writes to: first the service is brought to let go of it, by another session.

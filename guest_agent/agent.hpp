@@ -51,6 +51,7 @@ class Agent {
   void lose();       // whoever was served is not any more
   void drop(Connection& connection, std::uint32_t number);
   void count_out(const Connection& connection);
+  void forget_users();
   void leave_in_order();
 
   Options options_;
@@ -62,7 +63,12 @@ class Agent {
   bool accepting_ = false, packets_watched_ = false, stopping_ = false, frames_good_ = true;
   std::map<std::uint32_t, std::unique_ptr<Connection>> connections_;  // by number; of processes that have gone, too
   std::vector<std::unique_ptr<Connection>> left_behind_;              // of a session that is lost, until the next is accepted
-  std::map<uid_t, std::uint32_t> connections_of_;
+  struct User {
+    std::uint32_t connections = 0;
+    std::shared_ptr<vmci::Closer> closer = std::make_shared<vmci::Closer>();  // of his sockets, and of what was taken from him
+  };
+  std::map<uid_t, User> users_;
+  std::shared_ptr<vmci::Closer> backlog_closer_ = std::make_shared<vmci::Closer>();  // of listeners, with who was not accepted
   std::uint32_t next_connection_ = 1;
   std::uint64_t busy_until_ns_ = 0;
   std::uint64_t accept_again_ns_ = 0;  // while it has a listener and does not accept

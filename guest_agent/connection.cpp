@@ -3,10 +3,12 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/sysinfo.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -42,32 +44,6 @@ bool takes_too_many(int descriptor, std::size_t of_its_process) {
   return of_its_process >= files.rlim_cur / 2 || static_cast<rlim_t>(descriptor) >= files.rlim_cur / 4 * 3;
 }
 
-struct Packet {
-  std::size_t bytes;  // 0: the other end is closed
-  pid_t sender;       // 0: not known
-};
-// EMSGSIZE: longer than the buffer. Descriptors that come along are not taken: there is no room for them.
-Result<Packet> receive(int socket, std::span<std::byte> buffer) {
-  iovec part{buffer.data(), buffer.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred))];
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  ssize_t got;
-  do {
-    got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  } while (got < 0 && errno == EINTR);
-  if (got < 0) return last_error();
-  if (message.msg_flags & MSG_TRUNC) return Errno{EMSGSIZE};
-  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
-  ucred sender{};
-  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_CREDENTIALS)
-    std::memcpy(&sender, CMSG_DATA(header), sizeof(sender));
-  return Packet{static_cast<std::size_t>(got), sender.pid};
-}
-
 std::uint64_t ram_bytes() {
   struct sysinfo info {};
   return ::sysinfo(&info) == 0 ? std::uint64_t{info.totalram} * info.mem_unit : 0;
@@ -80,12 +56,12 @@ bool has_exited(const UniqueFd& pidfd) {
 
 }  // namespace
 
-Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch) {
-  auto credentials = socket.peer();
+Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci::PacketSocket socket, std::shared_ptr<vmci::Closer> closer, Session& session, Watch& watch) {
+  std::unique_ptr<Connection> connection(new Connection(number, std::move(socket), std::move(closer), session, watch));
+  auto credentials = connection->socket_.peer();
   if (!credentials) return credentials.error();
-  auto pidfd = socket.peer_pidfd();
+  auto pidfd = connection->socket_.peer_pidfd();
   if (!pidfd) return pidfd.error();
-  std::unique_ptr<Connection> connection(new Connection(number, std::move(socket), session, watch));
   connection->credentials_ = *credentials;
   connection->exited_ = std::move(*pidfd);
   if (session.bar() == nullptr) lift_memlock(credentials->pid);
@@ -105,6 +81,7 @@ Result<std::unique_ptr<Connection>> Connection::open(std::uint32_t number, vmci:
     watch.packets.remove(connection->socket_.fd());
     return added.error();
   }
+  vmci::let_descriptors_in(connection->socket_.fd(), true);  // a library tries to share files before it is told that this is not for here
   session.link().send(Frame::open, number, vm::Open{credentials->uid, credentials->gid, static_cast<std::uint32_t>(credentials->pid), 0});
   return connection;
 }
@@ -131,7 +108,8 @@ void Connection::leave() {
   doorbell_.reset();
   exited_.reset();
   pagemap_ = {};
-  socket_ = {};
+  ::shutdown(socket_.fd(), SHUT_RDWR);
+  closer_->close(socket_.release());
 }
 
 bool Connection::take_event(std::uint32_t item) {
@@ -154,8 +132,16 @@ void Connection::ring_doorbell() {
 
 bool Connection::take_packet() {
   std::array<std::byte, vm::frame_bytes_max> packet;
-  const auto received = receive(socket_.fd(), packet);
+  if (!watch_.spare) watch_.spare.reset(::eventfd(0, EFD_CLOEXEC));
+  auto received = vmci::receive_given(socket_.fd(), packet, closer_);  // descriptors are of no use to anybody here
+  if (received && received->descriptors_missing) {  // a library brings one at most
+    watch_.spare.reset();
+    received = vmci::receive_given(socket_.fd(), packet, closer_);
+  }
   if (!received) return value(received.error()) == EAGAIN;
+  // Who only gives memory adds nothing to what is to be closed, and has no part in what another program of his user's does.
+  const bool gives_more = std::any_of(received->descriptors.begin(), received->descriptors.end(), [](const vmci::GivenFd& fd) { return !fd.is_memory(); });
+  if (received->descriptors_missing || (gives_more && closer_->pending() > closing_max)) return false;
   if (received->bytes < sizeof(Head)) return false;
   Head head{};
   std::memcpy(&head, packet.data(), sizeof(head));
@@ -337,7 +323,7 @@ int Connection::prepare_pinned(control::AddPinnedRequest& body, pid_t sender, Un
   if (!pagemap_ || !vmci::is_as_it_connected(folder_.get(), credentials_)) return EPERM;
   // More than all RAM cannot be pinned; many mappings of the same memory are not worth the time that they take.
   if (body.bytes == 0 || body.bytes > ram_bytes() || body.address > ~std::uint64_t{0} - vm::page_bytes - body.bytes) return EINVAL;
-  auto taken = take_ring(exited_.get(), body.ring);
+  auto taken = take_ring(exited_.get(), body.ring, closer_);
   if (taken ? takes_too_many(taken->get(), rings_.size()) : value(taken.error()) == EMFILE || value(taken.error()) == ENFILE) {
     if (!std::exchange(said_crowded_, true))
       say("process %d has %zu regions of memory registered and gets no more: each takes a descriptor here; raise the limit of open files that vrdma-guestd is started with",

@@ -20,6 +20,7 @@
 #include "guest_agent/poller.hpp"
 #include "guest_agent/session.hpp"
 #include "guest_agent/stream.hpp"
+#include "vmci_channel/given_descriptors.hpp"
 #include "vmci_channel/packet_socket.hpp"
 #include "vrdma/control.hpp"
 
@@ -29,15 +30,17 @@ namespace vrdma::agent {
 struct Watch {
   Poller events;
   Poller packets;
+  vmci::UniqueFd spare = {};  // given up for a moment where there is no other descriptor left for what a packet brings
 };
 
 class Connection {
  public:
   static constexpr std::size_t outstanding_max = 64;  // requests without a reply
+  static constexpr std::size_t closing_max = 256;     // of a user, that are not closed yet: then his connections end that bring more, and there are no others
   enum : std::uint32_t { item_socket = 0, item_exit = 1, item_doorbell = 2, item_streams = 1u << 31 };  // Source::item
 
-  // Takes over a process that has just connected and tells the service. ESRCH: it is gone already.
-  static Result<std::unique_ptr<Connection>> open(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch);
+  // Takes over a process that has just connected and tells the service. ESRCH: it is gone already. closer: of its user.
+  static Result<std::unique_ptr<Connection>> open(std::uint32_t number, vmci::PacketSocket socket, std::shared_ptr<vmci::Closer> closer, Session& session, Watch& watch);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
   ~Connection();
@@ -63,8 +66,8 @@ class Connection {
     Vectors::Lease vector;      // of create_channel, and …
     vmci::UniqueFd interrupt;   // … the eventfd that it rings
   };
-  Connection(std::uint32_t number, vmci::PacketSocket socket, Session& session, Watch& watch)
-      : number_(number), socket_(std::move(socket)), session_(session), watch_(watch) {}
+  Connection(std::uint32_t number, vmci::PacketSocket socket, std::shared_ptr<vmci::Closer> closer, Session& session, Watch& watch)
+      : number_(number), closer_(std::move(closer)), socket_(std::move(socket)), session_(session), watch_(watch) {}
 
   bool take_packet();
   bool answer(const control::Head& request, int status, std::span<const std::byte> body = {});  // in the service's place
@@ -84,6 +87,7 @@ class Connection {
   void ring_doorbell();
 
   const std::uint32_t number_;
+  const std::shared_ptr<vmci::Closer> closer_;
   vmci::PacketSocket socket_;
   Session& session_;
   Watch& watch_;

@@ -151,9 +151,9 @@ Result<UniqueFd> PinnedSegment::give_up(const std::function<bool(const vm::Run&)
   return std::move(ring);
 }
 
-Result<UniqueFd> take_ring(int pidfd, int descriptor) {
+Result<UniqueFd> take_ring(int pidfd, int descriptor, const std::shared_ptr<vmci::Closer>& closer) {
   if (descriptor < 0) return Errno{EBADF};
-  UniqueFd ring(static_cast<int>(::syscall(SYS_pidfd_getfd, pidfd, descriptor, 0)));
+  vmci::GivenFd ring(UniqueFd(static_cast<int>(::syscall(SYS_pidfd_getfd, pidfd, descriptor, 0))), closer);  // whatever it is
   if (!ring) return last_error();
   char target[64];
   const std::string link = "/proc/self/fd/" + std::to_string(ring.get());
@@ -161,7 +161,7 @@ Result<UniqueFd> take_ring(int pidfd, int descriptor) {
   if (length < 0) return last_error();
   if (std::string_view(target, static_cast<std::size_t>(length)) != "anon_inode:[io_uring]") return Errno{EINVAL};
   if (!close_for_good(ring.get())) return Errno{EPERM};
-  return ring;
+  return UniqueFd(ring.release());
 }
 
 Status covers(int ring, std::uint64_t address, std::uint64_t bytes) {

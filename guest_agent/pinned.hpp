@@ -8,6 +8,7 @@
 #include <string>
 
 #include "guest_agent/frames.hpp"
+#include "vmci_channel/given_descriptors.hpp"
 #include "vmci_channel/segment.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vrdma/result.hpp"
@@ -39,8 +40,8 @@ struct PinnedSegment {
 
 // Takes over the ring that a process has as `descriptor`, so that from now on nobody can unregister its buffers.
 // EBADF, EINVAL: it is no ring. EPERM: one that was enabled before (it must be set up with IORING_SETUP_R_DISABLED), which
-// others could have changed since. ESRCH: the process is gone.
-Result<vmci::UniqueFd> take_ring(int pidfd, int descriptor);
+// others could have changed since. ESRCH: the process is gone. closer: of what is no ring; without one, it is closed here.
+Result<vmci::UniqueFd> take_ring(int pidfd, int descriptor, const std::shared_ptr<vmci::Closer>& closer = nullptr);
 
 // Whether the ring's buffers cover [address, address + bytes) of its process; for a ring that was taken. EFAULT: they do not.
 Status covers(int ring, std::uint64_t address, std::uint64_t bytes);

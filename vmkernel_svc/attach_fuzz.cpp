@@ -106,9 +106,9 @@ void send(const Connection& connection, std::span<const std::byte> packet, std::
 // What Server does with a readable socket, without its threads. False: it drops the connection.
 bool receive(FuzzWorld& world, Connection& connection) {
   std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
-  auto received = connection.socket.receive(packet);
+  auto received = vmci::receive_given(connection.socket.fd(), packet, nullptr);
   if (!received && value(received.error()) == EAGAIN) return true;
-  if (!received || received->bytes < sizeof(Head)) return false;
+  if (!received || received->bytes < sizeof(Head) || received->descriptors_missing) return false;
   packet.resize(received->bytes);
   Head head{};
   std::memcpy(&head, packet.data(), sizeof(head));
@@ -124,7 +124,7 @@ bool receive(FuzzWorld& world, Connection& connection) {
   }
   // No pid: this process's own memory is nobody's to write to.
   connection.guest = world.packets().attach(connection.socket, head, *request,
-                                            AttachInfo{{0, guest_uid, guest_uid}, {}, vmci::UniqueFd(::fcntl(connection.socket.fd(), F_DUPFD_CLOEXEC, 0))});
+                                            AttachInfo{{0, guest_uid, guest_uid}, {}, vmci::GivenFd(vmci::UniqueFd(::fcntl(connection.socket.fd(), F_DUPFD_CLOEXEC, 0)))});
   return true;
 }
 

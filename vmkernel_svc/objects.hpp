@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "vmci_channel/arch.hpp"
+#include "vmci_channel/given_descriptors.hpp"
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
@@ -67,7 +68,7 @@ struct ProtectionDomain {
 
 // What XRC target queue pairs and the SRQs that they receive by have in common: of one program, or, named by a file, of several of one tenant's.
 struct XrcDomain {
-  vmci::UniqueFd file;         // of this host, which names it: for as long, no other file is taken for that one
+  vmci::GivenFd file;          // of this host, which names it: for as long, no other file is taken for that one
   std::vector<Guest*> guests;  // each once for each handle
   std::vector<QueuePair*> targets;
 };
@@ -218,7 +219,7 @@ struct Guest {
   vmci::RecordWriter replies;
   vmci::ReadyBitmap doorbell;
   vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
-  vmci::UniqueFd socket;          // shut down to be rid of a guest whose bytes make no sense
+  vmci::GivenFd socket;           // shut down to be rid of a guest whose bytes make no sense
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
   std::shared_ptr<const vmci::UniqueFd> pidfd = std::make_shared<vmci::UniqueFd>();  // of a process of this host, where the kernel tells
   bool mediated = false;              // it may not be direct

@@ -115,10 +115,10 @@ void PacketDesk::answer_how_reached(std::uint32_t guest_id, const Head& head, bo
 }
 
 void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id, const Head& head,
-                        const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory,
-                        std::optional<Viewer> viewer, std::weak_ptr<const void> connection) try {
+                        const std::vector<std::byte>& packet, std::vector<vmci::GivenFd> descriptors, std::optional<PinnedPages> memory,
+                        std::optional<Viewer> viewer, std::weak_ptr<const void> connection, std::shared_ptr<vmci::Closer> closer) try {
   const Request request = request_of(head);
-  if (request == Request::show) return show_.ask(socket, head, viewer ? *viewer : Viewer::at(socket), std::move(connection));
+  if (request == Request::show) return show_.ask(socket, head, viewer ? *viewer : Viewer::at(socket), std::move(connection), std::move(closer));
   if (request == Request::set_direct) {
     SetDirectRequest body{};
     if (!body_of(packet, body)) return refuse(socket, head, EINVAL);
@@ -145,7 +145,9 @@ void PacketDesk::answer(const vmci::PacketSocket& socket, std::uint32_t guest_id
     case Request::add_backing: {
       AddBackingRequest body{};
       if (!body_of(packet, body) || descriptors.size() != 1) return refuse(socket, head, EINVAL);
-      return reply_with(desk_.on(guest, body, std::move(descriptors.front())));
+      auto file = descriptors.front().take_memory();
+      if (!file) return refuse(socket, head, EPERM);
+      return reply_with(desk_.on(guest, body, std::move(*file)));
     }
     case Request::add_pinned: {
       AddPinnedRequest body{};

@@ -30,10 +30,10 @@ class PacketDesk {
   std::uint32_t attach(const vmci::PacketSocket& socket, const control::Head& head, const control::AttachRequest& request,
                        AttachInfo info);
   // Any other packet, at least a head long. guest: whose socket it is, 0 if it has not attached. memory: that its machine
-  // lends. viewer: who asks, where the socket does not tell. connection: there for as long as the socket is open.
+  // lends. viewer: who asks, where the socket does not tell. connection: there for as long as the socket is open; closer: of copies of that.
   void answer(const vmci::PacketSocket& socket, std::uint32_t guest, const control::Head& head,
-              const std::vector<std::byte>& packet, std::vector<vmci::UniqueFd> descriptors, std::optional<PinnedPages> memory = {},
-              std::optional<Viewer> viewer = {}, std::weak_ptr<const void> connection = {});
+              const std::vector<std::byte>& packet, std::vector<vmci::GivenFd> descriptors, std::optional<PinnedPages> memory = {},
+              std::optional<Viewer> viewer = {}, std::weak_ptr<const void> connection = {}, std::shared_ptr<vmci::Closer> closer = {});
 
  private:
   void answer_how_reached(std::uint32_t guest, const control::Head& head, bool by_service);

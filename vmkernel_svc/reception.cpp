@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -41,8 +42,19 @@ bool sees_us(pid_t pid) {
 }
 }  // namespace
 
+// In its queue are those who were not accepted, with what they have said.
+Reception::~Reception() { std::make_shared<vmci::Closer>()->close(unwatched(listener_)); }
+
+// What is unread in it may wait when it is closed, so the closer is the last to do so, when he comes to it.
+Reception::Connection::~Connection() {
+  stop_watching(readable);
+  ::shutdown(socket.fd(), SHUT_RDWR);
+  closer->close(socket.release());
+}
+
 void Reception::open(vmci::UniqueFd listener) {
-  spare_ = vmci::UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  take_spare();
+  none_given_ = vmci::let_descriptors_in(listener.get(), false);
   listener_.assign(listener.release());
   accept_next();
 }
@@ -63,16 +75,22 @@ bool Reception::is_full_for(const Connection& connection) const {
   return true;
 }
 
+void Reception::take_spare() {
+  if (!spare_) spare_.reset(::eventfd(0, EFD_CLOEXEC));
+}
+
 // Who waits while no descriptor is left is told, by the spare one. False: nobody was.
 bool Reception::refuse_one() {
   spare_.reset();
-  const vmci::PacketSocket socket(vmci::UniqueFd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
-  if (socket) {
-    Head unread{};  // what it asks, most likely
-    unread.record.control = static_cast<std::uint32_t>(Request::attach);
-    PacketDesk::refuse(socket, unread, EMFILE);
-  }
-  return static_cast<bool>(socket);
+  vmci::PacketSocket socket(vmci::UniqueFd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
+  if (!socket) return false;
+  Head unread{};  // what it asks, most likely
+  unread.record.control = static_cast<std::uint32_t>(Request::attach);
+  PacketDesk::refuse(socket, unread, EMFILE);
+  if (none_given_) return true;
+  const auto peer = socket.peer();
+  users_[peer ? peer->uid : ~uid_t{0}].closer->close(socket.release());
+  return true;
 }
 
 bool Reception::somebody_knocks() {
@@ -85,16 +103,17 @@ void Reception::accept_next() {
     if (error) return;
     constexpr int at_once = 4;  // whoever knocks all the time does not keep the others waiting, nor signals and leases
     for (int left = at_once; left > 0; --left) {
-      vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      take_spare();  // first, or those who come have all there are, and nobody could be told any more
+      vmci::UniqueFd fd;
+      if (spare_) fd.reset(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      else errno = EMFILE;
       if (!fd) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         const int why = errno;
         if (why != EAGAIN) {  // out of descriptors: those who wait get their turn when others have left
           static constinit log::Sparing sparing;
           sparing.warn("cannot accept a guest ({}): raise the limit of open files", std::strerror(why));
-          const bool told = why == EMFILE && refuse_one();
-          if (!spare_) spare_ = vmci::UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-          if (told) continue;
+          if (why == EMFILE && spare_ && refuse_one()) continue;
           accept_timer_.expires_after(std::chrono::milliseconds(100));
           accept_timer_.async_wait([this](const boost::system::error_code& late) {
             if (!late) accept_next();
@@ -113,34 +132,65 @@ void Reception::accept_next() {
 }
 
 void Reception::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine) {
-  auto connection = std::make_shared<Connection>(io_, std::move(socket));
+  User& user = users_[uid];
+  const std::size_t closing = user.closer->pending();
+  auto connection = std::make_shared<Connection>(io_, std::move(socket), user.closer);
   connection->uid = uid;
   connection->machine = std::move(machine);
-  if (connections_of_[uid] >= limits_.of_one_user || is_for_root(connection->socket.fd(), uid) || !watch_copy(connection->readable, connection->socket.fd())) {
+  if (user.connections >= limits_.of_one_user || closing > limits_.of_one_user || is_for_root(connection->socket.fd(), uid) || !watch_copy(connection->readable, connection->socket.fd())) {
     Head unread{};  // what it asks, most likely
     unread.record.control = static_cast<std::uint32_t>(Request::attach);
     PacketDesk::refuse(connection->socket, unread, EDQUOT);
+    if (none_given_ && !connection->machine) connection->socket = {};  // at once, or those who are refused have root's descriptors until the closer comes to them
     static constinit log::Sparing sparing;
-    sparing.warn("a connection of uid {} was refused: it has {} of {}, or the limit of {} open files is reached, which is that of whoever started this service (ulimit -Hn)", uid,
-                 connections_of_[uid], limits_.of_one_user, limits_.open_files);
+    sparing.warn("a connection of uid {} was refused: it has {} of {}, and {} descriptors whose closing waits, or the limit of {} open files is reached, which is that of whoever started this "
+                 "service (ulimit -Hn)", uid, user.connections, limits_.of_one_user, closing, limits_.open_files);
     // Not from here: who admits is not ready for the news.
     if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
     return;
   }
-  ++connections_of_[uid];
+  vmci::let_descriptors_in(connection->socket.fd(), true);
+  ++user.connections;
   connections_.emplace(connection.get(), connection);
   read_next(connection);
 }
 
-namespace {
-void refuse_for_descriptors(const vmci::PacketSocket& socket, std::span<const std::byte> packet) {
+// This request fails, not the guest, if the one descriptor that a request brings is all that there was no room for. More than that is not taken out of
+// the socket here (given_descriptors.hpp), and waits until there is room. EBUSY: so does this one, as the spare was gone already.
+Status Reception::refuse_for_descriptors(const Connection& connection, std::span<std::byte> packet) {
   static constinit log::Sparing sparing;
   sparing.warn("what a guest gives to this service cannot be taken: raise the limit of open files (ulimit -n)");
+  spare_.reset();  // there is another one with the next packet
+  const auto received = vmci::receive_given(connection.socket.fd(), packet, connection.closer);
+  if (!received) return received.error();
+  if (received->descriptors_missing) return Errno{EBUSY};
   Head head{};
   std::memcpy(&head, packet.data(), sizeof(head));
-  PacketDesk::refuse(socket, head, EMFILE);
+  PacketDesk::refuse(connection.socket, head, EMFILE);
+  return ok();
 }
-}  // namespace
+
+Status Reception::take_packet(const ConnectionPtr& connection) {
+  if (connection->closer->pending() > limits_.of_one_user) {  // of all his programs: this one need not have given any, and waits
+    char byte;
+    return Errno{::recv(connection->socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0 ? ENOTCONN : EBUSY};
+  }
+  take_spare();
+  std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
+  auto received = vmci::receive_given(connection->socket.fd(), packet, connection->closer);
+  if (!received) return received.error();
+  if (received->bytes < sizeof(Head)) return Errno{EPROTO};  // 0: it has hung up
+  if (received->descriptors_missing) return refuse_for_descriptors(*connection, packet);
+  if (std::ranges::any_of(received->descriptors, [&](const vmci::GivenFd& fd) { return is_for_root(fd.get(), connection->uid); })) {
+    Head head{};
+    std::memcpy(&head, packet.data(), sizeof(head));
+    PacketDesk::refuse(connection->socket, head, EMFILE);
+    return ok();
+  }
+  packet.resize(received->bytes);
+  handle_packet(connection, std::move(packet), std::move(received->descriptors));
+  return ok();
+}
 
 void Reception::read_next(const ConnectionPtr& connection) {
   connection->readable.async_wait(
@@ -154,16 +204,9 @@ void Reception::read_next(const ConnectionPtr& connection) {
           }
         }
         if (has_to_wait(*connection)) return await_lease(connection);
-        std::vector<std::byte> packet(sizeof(Head) + body_bytes_max);
-        auto received = connection->socket.receive(packet);
-        if (!received && value(received.error()) == EAGAIN) return read_next(connection);
-        const auto is_too_high = [&](const vmci::UniqueFd& fd) { return is_for_root(fd.get(), connection->uid); };
-        if (received && (received->descriptors_missing || std::ranges::any_of(received->descriptors, is_too_high))) {  // this request fails, not the guest
-          refuse_for_descriptors(connection->socket, packet);
-        } else {
-          if (!received || received->bytes == 0) return lost(connection);
-          packet.resize(received->bytes);
-          handle_packet(connection, std::move(packet), std::move(received->descriptors));
+        if (const Status taken = take_packet(connection); !taken) {
+          if (value(taken.error()) == EBUSY) return read_later(connection);
+          return value(taken.error()) == EAGAIN ? read_next(connection) : lost(connection);
         }
         // One packet at a time: the next is looked at when the shard is through with this one, so that nobody can pile up work.
         shard_.submit([this, connection](Shard&) {
@@ -172,6 +215,13 @@ void Reception::read_next(const ConnectionPtr& connection) {
           });
         });
       });
+}
+
+void Reception::read_later(const ConnectionPtr& connection) {
+  connection->patience.expires_after(std::chrono::milliseconds(100));
+  connection->patience.async_wait([this, connection](const boost::system::error_code&) {
+    if (!connection->closed) read_next(connection);
+  });
 }
 
 // The packet stays where it is: whatever becomes of the connection meanwhile is found as ever when it is read.
@@ -202,7 +252,9 @@ void Reception::lost(const ConnectionPtr& connection) {
   stop_watching(connection->readable);
   stop_watching(connection->exited);
   connections_.erase(connection.get());
-  if (--connections_of_[connection->uid] == 0) connections_of_.erase(connection->uid);
+  --users_[connection->uid].connections;
+  // Whoever else has the closer may close by it yet, as this connection does when nobody has it any more: it is found when the next one ends.
+  std::erase_if(users_, [](const auto& known) { return known.second.connections == 0 && known.second.closer.use_count() == 1 && known.second.closer->pending() == 0; });
   const auto gone = [this, connection] {
     if (!connection->machine) return;
     boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
@@ -242,7 +294,7 @@ void Reception::attach(const ConnectionPtr& connection, const Head& head, const 
   if (pidfd && watch_copy(connection->exited, pidfd->get())) await_exit(connection);
   vmci::UniqueFd own_socket(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0));
   if (!own_socket) return PacketDesk::refuse(socket, head, EMFILE);
-  auto info = std::make_shared<AttachInfo>(AttachInfo{*credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), std::move(own_socket)});
+  auto info = std::make_shared<AttachInfo>(AttachInfo{*credentials, pidfd ? std::move(*pidfd) : vmci::UniqueFd(), vmci::GivenFd(std::move(own_socket), connection->closer)});
   shard_.submit([this, connection, head, request, info](Shard&) {
     if (is_full_for(*connection)) return PacketDesk::refuse(connection->socket, head, EDQUOT);
     connection->guest.store(packets_.attach(connection->socket, head, *request, std::move(*info)));
@@ -263,7 +315,7 @@ void Reception::attach_from_machine(const ConnectionPtr& connection, const Head&
   vmci::UniqueFd own_socket(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0));
   if (!own_socket) return PacketDesk::refuse(connection->socket, head, EMFILE);
   auto info = std::make_shared<AttachInfo>(AttachInfo{
-      {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, std::move(own_socket),
+      {static_cast<pid_t>(process.pid), process.tenant, 0}, {}, vmci::GivenFd(std::move(own_socket), connection->closer),
       std::make_unique<InMachine>(InMachine{process.machine, process.uid, process.pid, process.interrupts, process.in_bar, {}, static_cast<std::uint32_t>(pages->part_count())}), std::move(*arena)});
   shard_.submit([this, connection, head, request, info](Shard&) {
     if (is_full_for(*connection)) return PacketDesk::refuse(connection->socket, head, EDQUOT);
@@ -300,19 +352,18 @@ std::optional<PinnedPages> Reception::memory_of(const Connection& connection, Re
   return connection.machine->take_segment(body.segment);
 }
 
-void Reception::handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::UniqueFd> descriptors) {
+void Reception::handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::GivenFd> descriptors) {
   Head head{};
-  if (packet.size() < sizeof(head)) return lost(connection);
   std::memcpy(&head, packet.data(), sizeof(head));
   if (PacketDesk::request_of(head) == Request::attach) return attach(connection, head, packet);
   if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
-  auto given = std::make_shared<std::vector<vmci::UniqueFd>>(std::move(descriptors));
+  auto given = std::make_shared<std::vector<vmci::GivenFd>>(std::move(descriptors));
   auto memory = std::make_shared<std::optional<PinnedPages>>(memory_of(*connection, PacketDesk::request_of(head), packet));
   if (PacketDesk::request_of(head) == Request::show) before_show_();
   const auto viewer = connection->machine ? std::optional(Viewer::in(connection->machine->machine, connection->machine->uid)) : std::nullopt;
   shard_.submit([this, connection, head, given, memory, viewer, packet = std::move(packet)](Shard&) {
     if (PacketDesk::request_of(head) != Request::remove_backing && is_full_for(*connection)) return PacketDesk::refuse(connection->socket, head, EDQUOT);
-    packets_.answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer, connection);
+    packets_.answer(connection->socket, connection->guest.load(), head, packet, std::move(*given), std::move(*memory), viewer, connection, connection->closer);
   });
 }
 

@@ -266,7 +266,7 @@ void Shard::expel(Guest& guest) {
   log::warn("{} (uid {}, pid {}) does not speak the channel's protocol: detached", guest.name, guest.credentials.uid,
                guest.credentials.pid);
   ::shutdown(guest.socket.get(), SHUT_RDWR);
-  guest.socket.reset();
+  vmci::UniqueFd(guest.socket.release()).reset();  // the server has another copy
 }
 
 bool Shard::run_queue_pairs() {

@@ -249,8 +249,9 @@ bool ShowDesk::Unread::waits() const {
   return still_there && ::ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0;
 }
 
-void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer, std::weak_ptr<const void> connection) {
-  const auto refuse = [&](int status) { reply(socket, head, status); };
+void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer, std::weak_ptr<const void> connection,
+                   std::shared_ptr<vmci::Closer> closer) {
+  const auto refuse = [&](int status) { reply(socket.fd(), head, status); };
   std::erase_if(unread_, [](const Unread& one) { return !one.waits(); });
   const auto of_this_user = [&](const auto& one) { return one.uid == viewer.uid; };
   const auto has = std::count_if(unread_.begin(), unread_.end(), of_this_user) +
@@ -262,7 +263,7 @@ void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Vie
     job->viewer = viewer;
     job->head = head;
     job->unread = {viewer.uid, socket.fd(), std::move(connection)};
-    job->socket = vmci::PacketSocket(vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0)));
+    job->socket = vmci::GivenFd(vmci::UniqueFd(::fcntl(socket.fd(), F_DUPFD_CLOEXEC, 0)), std::move(closer));
     job->file.reset(::memfd_create("vrdma-show", MFD_CLOEXEC));
     if (!job->socket || !job->file) return refuse(value(last_error()));
     for (const auto& [id, guest] : shard_.fabric().guests)
@@ -303,7 +304,7 @@ void ShowDesk::step() {
   }
   job.text.clear();
   if (!done && status == 0) return step_soon();
-  reply(job.socket, job.head, status, job.file.get());
+  reply(job.socket.get(), job.head, status, job.file.get());
   if (status == 0 && job.unread.waits()) unread_.push_back(std::move(job.unread));
   jobs_.pop_front();
   if (!jobs_.empty()) step_soon();
@@ -330,13 +331,12 @@ bool ShowDesk::write_some(Job& job) {
   return true;
 }
 
-void ShowDesk::reply(const vmci::PacketSocket& socket, const Head& head, int status, int file) {
+void ShowDesk::reply(int socket, const Head& head, int status, int file) {
   Head out{};
   out.record.control = (head.record.control & control_user_mask) | reply_bit;
   out.sequence = head.sequence;
   out.status = status;
-  const auto packet = std::as_bytes(std::span(&out, 1));
-  (void)(status == 0 ? socket.send(packet, std::span(&file, 1)) : socket.send(packet));
+  (void)vmci::send_with_descriptors(socket, std::as_bytes(std::span(&out, 1)), std::span(&file, status == 0 ? 1 : 0));
 }
 
 }  // namespace vrdma::svc

@@ -32,8 +32,8 @@ class ShowDesk {
  public:
   explicit ShowDesk(Shard& shard) : shard_(shard) {}
   // Answered later. EBUSY: this user has many that were not answered yet, or that were and nobody has read.
-  // connection: whose socket it is, gone when that is closed.
-  void ask(const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer, std::weak_ptr<const void> connection);
+  // connection: whose socket it is, gone when that is closed; closer: of a copy of it.
+  void ask(const vmci::PacketSocket& socket, const control::Head& head, const Viewer& viewer, std::weak_ptr<const void> connection, std::shared_ptr<vmci::Closer> closer);
 
  private:
   // What was answered and nobody has read: memory of this service's.
@@ -46,7 +46,7 @@ class ShowDesk {
   struct Job {
     Viewer viewer;
     control::Head head;
-    vmci::PacketSocket socket;  // of its own: the connection may be closed meanwhile
+    vmci::GivenFd socket;       // of its own: the connection may be closed meanwhile
     Unread unread;              // once it is answered
     vmci::UniqueFd file;
     std::vector<std::uint32_t> guests;
@@ -58,7 +58,7 @@ class ShowDesk {
   void step_soon();
   void step();
   bool write_some(Job& job);
-  static void reply(const vmci::PacketSocket& socket, const control::Head& head, int status, int file = -1);
+  static void reply(int socket, const control::Head& head, int status, int file = -1);
 
   Shard& shard_;
   std::deque<std::unique_ptr<Job>> jobs_;

@@ -17,8 +17,8 @@ namespace vrdma::svc {
 using namespace control;
 
 namespace {
-// What a queue pair costs its creator's tenant: memory, the attacher's doorbell and the hangup; attached, only the last.
-constexpr std::uint32_t offered_descriptors = 3, attached_descriptors = 1;
+// What a queue pair costs its creator's tenant: memory, the attacher's doorbell and the hangup; attached, not the first.
+constexpr std::uint32_t offered_descriptors = 3, attached_descriptors = 2;
 }  // namespace
 
 Guest* VmciSwitch::find_guest(std::uint32_t context) const {
@@ -112,6 +112,7 @@ Result<QueuePairReply> VmciSwitch::alloc(Guest& guest, const QueuePairAllocReque
   vmci::UniqueFd memory_copy(::fcntl(memory->get(), F_DUPFD_CLOEXEC, 0));
   vmci::UniqueFd hangup(::fcntl(doorbells->first.get(), F_DUPFD_CLOEXEC, 0));
   if (!memory_copy || !hangup) return last_error();
+  for (const int end : {doorbells->first.get(), doorbells->second.get()}) vmci::let_descriptors_in(end, false);
   if (!tenant.take_object()) return Errno{EDQUOT};
   if (!tenant.take_descriptors(offered_descriptors)) return --tenant.objects, Errno{EDQUOT};
   tenant.queue_bytes += bytes;
@@ -123,8 +124,8 @@ Result<QueuePairReply> VmciSwitch::alloc(Guest& guest, const QueuePairAllocReque
   pair.creator_port = request.local_port;
   pair.tenant = &tenant;
   pair.memory = std::move(*memory);
-  pair.attacher_doorbell = std::move(doorbells->second);
-  pair.hangup = std::move(hangup);
+  pair.attacher_doorbell = vmci::GivenFd(std::move(doorbells->second), guest.socket.closer());
+  pair.hangup = vmci::GivenFd(std::move(hangup), guest.socket.closer());
   give.push_back(std::move(memory_copy));
   give.push_back(std::move(doorbells->first));
 
@@ -144,11 +145,13 @@ Result<QueuePairReply> VmciSwitch::attach(Guest& guest, const QueuePairAttachReq
     return Errno{ENOENT};
   if (request.local_port != 0 && !guest.vmci.ports.contains(request.local_port)) return Errno{EINVAL};
   QueuePair& pair = found->second;
+  vmci::UniqueFd doorbell(::fcntl(pair.attacher_doorbell.get(), F_DUPFD_CLOEXEC, 0));
+  if (!doorbell) return last_error();
   pair.attacher = &guest;
   pair.attacher_port = request.local_port;
   pair.tenant->descriptors -= offered_descriptors - attached_descriptors;
   give.push_back(std::move(pair.memory));
-  give.push_back(std::move(pair.attacher_doorbell));
+  give.push_back(std::move(doorbell));
   --guest.vmci.ports.at(pair.peer_port).offers;  // the port is bound: unbinding detaches what waits there
   ++guest.vmci.counters.stream_pairs;
   const QueuePairReply reply{pair.handle, pair.geometry, pair.handle.context, pair.creator_port};

@@ -25,6 +25,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "vmci_channel/given_descriptors.hpp"
 #include "vmci_channel/unique_fd.hpp"
 #include "vmkernel_svc/vmci_end.hpp"
 #include "vrdma/result.hpp"
@@ -73,8 +74,8 @@ class VmciSwitch {
     std::uint32_t peer_context, peer_port;            // to whom it was offered, and at which port
     std::uint32_t creator_port, attacher_port = 0;    // for notices; 0: none
     Tenant* tenant;                                   // who pays
-    vmci::UniqueFd memory, attacher_doorbell;         // until it is attached
-    vmci::UniqueFd hangup;                            // a duplicate of the creator's end
+    vmci::UniqueFd memory;                            // until it is attached
+    vmci::GivenFd attacher_doorbell, hangup;          // both ends: either side may have passed anything to the other, which is not to be closed here
   };
   std::size_t queue_pair_count() const { return queue_pairs_.size(); }
 

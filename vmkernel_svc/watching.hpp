@@ -20,8 +20,7 @@ inline bool watch_copy(boost::asio::posix::stream_descriptor& watched, int fd) {
 
 // Taken out of the reactor before it closes: close() leaves that to the kernel, which keeps the registration for as long as
 // anything else has the same file open, and its events go to the next descriptor that Asio watches.
-inline void stop_watching(boost::asio::posix::stream_descriptor& watched) {
-  if (watched.is_open()) vmci::UniqueFd(watched.release());
-}
+inline vmci::UniqueFd unwatched(boost::asio::posix::stream_descriptor& watched) { return vmci::UniqueFd(watched.is_open() ? watched.release() : -1); }
+inline void stop_watching(boost::asio::posix::stream_descriptor& watched) { unwatched(watched).reset(); }
 
 }  // namespace vrdma::svc

@@ -4,9 +4,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "tests/hostile/raid.hpp"
+#include "vmci_channel/test/lingering.hpp"
 
 namespace vrdma::hostile {
 
@@ -96,6 +99,8 @@ void raid_socket(Raid& raid) {
   const vmci::PacketSocket socket = std::move(*connected);
   ++raid.attached;
   const int null = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  std::vector<vmci::test::Lingering> lingering;  // as long as this connection
+  constexpr int lingering_s = 30;
   for (int i = 0; i < 400 && !raid.over(); ++i, ++raid.blows) {
     std::vector<std::byte> packet(dice.one_in(3) ? dice.below(8192) : sizeof(Head) + sizeof(AttachRequest));
     dice.fill(packet);
@@ -112,6 +117,10 @@ void raid_socket(Raid& raid) {
     }
     std::vector<int> given(dice.one_in(4) ? dice.below(vmci::packet_descriptors_max + 1) : 0, null);
     (void)socket.send(packet, given);
+    if (dice.one_in(16)) {  // a descriptor whose closing waits, with a packet that may be anything, and as short as nothing
+      vmci::test::Lingering slow(lingering_s);
+      if (slow && slow.pass(socket.fd(), std::span(packet).first(dice.one_in(8) ? std::min<std::size_t>(packet.size(), dice.below(sizeof(Head))) : packet.size()))) lingering.push_back(std::move(slow));
+    }
     if (dice.one_in(6)) {  // far too many descriptors at once
       std::vector<int> many(253, null);
       iovec part{packet.data(), packet.size()};

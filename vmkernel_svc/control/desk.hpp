@@ -14,7 +14,7 @@ namespace vrdma::svc {
 struct AttachInfo {
   vmci::Credentials credentials;
   vmci::UniqueFd pidfd;
-  vmci::UniqueFd socket;  // a duplicate: shut down to be rid of the guest
+  vmci::GivenFd socket;  // a duplicate: shut down to be rid of the guest
   std::unique_ptr<InMachine> machine = {};  // a process of a virtual machine; credentials.uid is then its tenant's
   vmci::Segment arena = {};                 // that the machine lends for it
 };
@@ -46,7 +46,7 @@ class ControlDesk {
   Status on(Guest& guest, const control::RemoveBackingRequest& request);
   Result<control::OpenContextReply> on(Guest& guest, const control::OpenContextRequest&, std::vector<vmci::UniqueFd>& give);
   Result<control::ChannelReply> on(Guest& guest, const control::CreateChannelRequest&, std::vector<vmci::UniqueFd>& give);
-  Result<control::HandleReply> on(Guest& guest, const control::OpenXrcdRequest& request, std::span<vmci::UniqueFd> file);
+  Result<control::HandleReply> on(Guest& guest, const control::OpenXrcdRequest& request, std::span<vmci::GivenFd> file);
   Result<control::CmOpenReply> on_cm_open(Guest& guest, std::vector<vmci::UniqueFd>& give);
   Result<control::MadOpenReply> on_mad_open(Guest& guest, std::vector<vmci::UniqueFd>& give);
   // How memory without a backing is to be reached: `answer`, whether by the service, comes at once or when its worker knows, never

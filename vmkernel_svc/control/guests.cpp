@@ -156,7 +156,7 @@ Result<AttachReply> ControlDesk::attach(const AttachRequest& request, AttachInfo
 void ControlDesk::end(Guest& guest) {
   if (std::exchange(guest.ended, true)) return;
   VRDMA_CRASH_POINT("service.detach.begun");
-  guest.socket.reset();
+  vmci::UniqueFd(guest.socket.release()).reset();  // the server has another copy
   // At once, whatever else it leaves: its ports, listeners and connections.
   fabric_.vmci.leave(guest);
   fabric_.cm->leave(guest);

@@ -19,7 +19,7 @@ struct TestService {
   Guest* attach() {
     std::vector<int> descriptors;
     std::vector<vmci::UniqueFd> keep;
-    const auto attached = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1000, 1000}, {}, vmci::UniqueFd(::dup(page.fd()))}, page.fd(), descriptors, keep);
+    const auto attached = desk.attach(control::AttachRequest{}, AttachInfo{{0, 1000, 1000}, {}, vmci::GivenFd(vmci::UniqueFd(::dup(page.fd())))}, page.fd(), descriptors, keep);
     REQUIRE(attached.has_value());
     Guest* const guest = shard.fabric().guest(GuestId{attached->guest});
     REQUIRE(guest != nullptr);

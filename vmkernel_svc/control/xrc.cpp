@@ -4,7 +4,9 @@
 //     initiator            ── connected ──▶ target            ─┴▶ its receive WQEs, its protection domain, its completion queue
 //
 // A target's receive half is the engine's (Responder::receive_by); what completes there goes to the SRQ's `completions`.
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include <algorithm>
 
@@ -17,15 +19,15 @@ namespace vrdma::svc {
 using namespace control;
 using engine::QpType;
 
-Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request, std::span<vmci::UniqueFd> file) {
+Result<HandleReply> ControlDesk::on(Guest& guest, const OpenXrcdRequest& request, std::span<vmci::GivenFd> file) {
   if (find(guest.contexts, request.context) == nullptr || file.size() > 1) return Errno{EINVAL};
   std::shared_ptr<XrcDomain> domain;
   const bool named = !file.empty() || (guest.machine && (request.flags & xrcd_file) != 0);
   XrcFile name{guest.tenant->uid, guest.machine ? guest.machine->name : "", guest.machine ? guest.machine->uid : 0, request.device, request.inode};
   if (named && !guest.machine) {
-    struct stat status;
-    if (::fstat(file.front().get(), &status) != 0) return Errno{errno};
-    name.device = status.st_dev, name.inode = status.st_ino;
+    struct statx status;  // as far as it is known: a file system that is a process (FUSE) is not asked
+    if (::statx(file.front().get(), "", AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_INO, &status) != 0) return last_error();
+    name.device = makedev(status.stx_dev_major, status.stx_dev_minor), name.inode = status.stx_ino;
   }
   if (named) {
     const auto found = fabric_.xrc_domains.find(name);

@@ -20,7 +20,8 @@ namespace vrdma::svc {
 
 namespace {
 
-constexpr std::chrono::milliseconds between_two{20};
+constexpr std::chrono::milliseconds between_two{20}, full_pause{100};
+constexpr std::size_t closing_max = 16;
 
 Result<vmci::UniqueFd> listen_stream(const std::string& path, uid_t tenant) {
   sockaddr_un address{};
@@ -46,7 +47,7 @@ Listener::Listener(boost::asio::io_context& io, std::string machine) : machine_(
 Listener::~Listener() {
   *alive_ = false;
   file_.remove();
-  stop_watching(listener_);
+  closer_->close(unwatched(listener_));  // with who was not accepted, and what he has passed
 }
 
 void Listener::open(const std::string& path, uid_t tenant, Handler take) {
@@ -62,7 +63,8 @@ void Listener::open(const std::string& path, uid_t tenant, Handler take) {
 void Listener::accept_next() {
   listener_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
     if (error || !*alive) return;
-    vmci::UniqueFd fd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (closer_->pending() > closing_max) return accept_after(full_pause);
+    vmci::GivenFd fd(vmci::UniqueFd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)), closer_);
     if (fd) {
       take_(std::move(fd));
       if (!*alive) return;
@@ -72,7 +74,7 @@ void Listener::accept_next() {
     if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
       // Out of descriptors: who waits gets in when others have left.
       log::warn("machine {}: cannot accept who connects to {} ({}): raise the limit of open files", machine_, path_, std::strerror(errno));
-      return accept_after(std::chrono::milliseconds(100));
+      return accept_after(full_pause);
     }
     accept_next();
   });

@@ -53,13 +53,18 @@ Monitor::Monitor(boost::asio::io_context& io, std::string machine, Handler handl
 
 Monitor::~Monitor() {
   *alive_ = false;
-  stop_watching(socket_);
+  close();
 }
 
-void Monitor::talk_to(vmci::UniqueFd qemu) {
+void Monitor::close() {
+  vmci::GivenFd(unwatched(socket_), closer_).reset();
+}
+
+void Monitor::talk_to(vmci::GivenFd qemu) {
   hang_up();
   boost::system::error_code refused;
   if (socket_.assign(qemu.get(), refused)) return;
+  closer_ = qemu.closer();
   qemu.release();
   // Without the first there are no events, and of migrations none without the second.
   say(R"({"execute":"qmp_capabilities"})");
@@ -83,7 +88,7 @@ void Monitor::await() {
 }
 
 void Monitor::hang_up() {
-  stop_watching(socket_);
+  close();
   line_.clear();
 }
 
@@ -101,12 +106,12 @@ void Monitor::drain() {
 
 bool Monitor::read() {
   std::array<char, 4096> text;
-  const ssize_t got = ::recv(socket_.native_handle(), text.data(), text.size(), MSG_DONTWAIT);
-  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  const auto got = vmci::receive_given(socket_.native_handle(), std::as_writable_bytes(std::span(text)), closer_);
+  if (!got && value(got.error()) == EAGAIN) return false;
   const auto alive = alive_;
-  const bool sound = got > 0 && take({text.data(), static_cast<std::size_t>(got)});
+  const bool sound = got && got->bytes != 0 && !got->descriptors_missing && take({text.data(), got->bytes});
   if (!*alive) return false;
-  if (!sound) stop_watching(socket_);
+  if (!sound) close();
   return sound;
 }
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-#include "vmci_channel/unique_fd.hpp"
+#include "vmci_channel/given_descriptors.hpp"
 
 namespace vrdma::svc {
 
@@ -39,7 +39,7 @@ class Monitor {
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 
-  void talk_to(vmci::UniqueFd qemu);  // in place of the one before
+  void talk_to(vmci::GivenFd qemu);   // in place of the one before
   int descriptor();                   // -1: there is none
   bool there() const { return socket_.is_open(); }
   void hang_up();
@@ -54,10 +54,12 @@ class Monitor {
   bool read();  // false: there is nothing more
   bool take(std::string_view text);  // false: it is no monitor
   void say(std::string_view command);
+  void close();
 
   std::string machine_;
   Handler handler_;
   boost::asio::posix::stream_descriptor socket_;
+  std::shared_ptr<vmci::Closer> closer_;  // of that
   std::string line_;  // its beginning
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // handlers that outlive this look here first
 };

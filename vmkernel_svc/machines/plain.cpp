@@ -16,7 +16,7 @@
 #include <stdexcept>
 
 #include "vmci_channel/backoff.hpp"
-#include "vmci_channel/descriptor_passing.hpp"
+#include "vmci_channel/given_descriptors.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
 #include "vmkernel_svc/watching.hpp"
@@ -30,19 +30,20 @@ constexpr std::uint64_t nap_ns_least = 50'000, nap_ns_processes = 1'000'000, nap
 constexpr std::uint64_t patience_ns = std::uint64_t{vm::agent_patience_ms} * 1'000'000;
 
 // The one descriptor that a launcher sends with its first byte. EAGAIN: it is not there yet.
-Result<vmci::UniqueFd> receive_ram(int launcher) {
+Result<vmci::UniqueFd> receive_ram(int launcher, const std::shared_ptr<vmci::Closer>& closer) {
   std::byte word[8];
-  auto got = vmci::receive_with_descriptors(launcher, word);
+  auto got = vmci::receive_given(launcher, word, closer);
   if (!got) return got.error();
   if (got->descriptors_missing) return Errno{EMFILE};
   if (got->bytes == 0 || got->descriptors.size() != 1) return Errno{EPROTO};
-  vmci::UniqueFd ram = std::move(got->descriptors.front());
+  auto ram = got->descriptors.front().take_memory();
+  if (!ram) return Errno{EMEDIUMTYPE};
   // Pages of another file system might be somebody's who never hands them out.
   struct statfs filesystem;
   struct stat status;
-  if (::fstatfs(ram.get(), &filesystem) != 0 || ::fstat(ram.get(), &status) != 0) return last_error();
+  if (::fstatfs(ram->get(), &filesystem) != 0 || ::fstat(ram->get(), &status) != 0) return last_error();
   if (filesystem.f_type != TMPFS_MAGIC || !S_ISREG(status.st_mode)) return Errno{EMEDIUMTYPE};
-  return ram;
+  return std::move(*ram);
 }
 
 }  // namespace
@@ -64,7 +65,7 @@ Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folde
   nap_ns_ = nap_ns_most;
   // Last: who finds it finds all of the rest.
   try {
-    door_.open(folder_ + "/" + launcher_name, tenant, [this](vmci::UniqueFd launcher) { take(std::move(launcher)); });
+    door_.open(folder_ + "/" + launcher_name, tenant, [this](vmci::GivenFd launcher) { take(std::move(launcher)); });
   } catch (...) {
     BusGuard::remove(bar_.data());
     throw;
@@ -74,7 +75,7 @@ Plain::Plain(boost::asio::io_context& io, std::string machine, std::string folde
 
 Plain::~Plain() {
   *alive_ = false;
-  stop_watching(launcher_);
+  let_go();
   BusGuard::remove(bar_.data());
 }
 
@@ -140,7 +141,9 @@ void Plain::look() {
   nap_ns_ = active ? nap_ns_least : std::min(nap_ns_ * 2, found == LinkActivity::processes ? nap_ns_processes : nap_ns_most);
 }
 
-void Plain::take(vmci::UniqueFd launcher) {
+void Plain::let_go() { door_.closer()->close(unwatched(launcher_)); }
+
+void Plain::take(vmci::GivenFd launcher) {
   if (launcher_.is_open()) {
     log::warn("machine {}: a second launcher wants to be it: refused", machine_);
     return;
@@ -156,11 +159,11 @@ void Plain::await_end() {
   launcher_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
     if (error || !*alive || !launcher_.is_open()) return;
     if (!ram_) {
-      auto ram = receive_ram(launcher_.native_handle());
+      auto ram = receive_ram(launcher_.native_handle(), door_.closer());
       if (!ram && value(ram.error()) == EAGAIN) return await_end();
       if (!ram) {
         log::warn("machine {}: its launcher brings no memory ({}): User Mode Linux keeps it on a tmpfs, see its TMPDIR", machine_, std::strerror(value(ram.error())));
-        return stop_watching(launcher_);
+        return let_go();
       }
       ram_ = std::move(*ram);
       log::info("machine {}: it is started", machine_);
@@ -168,10 +171,10 @@ void Plain::await_end() {
       return await_end();
     }
     std::byte ignored[64];
-    const ssize_t got = ::recv(launcher_.native_handle(), ignored, sizeof(ignored), MSG_DONTWAIT);
-    if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR))) return await_end();
+    const auto got = vmci::receive_given(launcher_.native_handle(), ignored, door_.closer());
+    if (got ? got->bytes != 0 && !got->descriptors_missing : value(got.error()) == EAGAIN) return await_end();
     log::info("machine {}: it has ended", machine_);
-    stop_watching(launcher_);
+    let_go();
     ram_.reset();
     alive_until_ns_ = 0;
     events_.went();

@@ -47,7 +47,8 @@ class Plain final : public MachineDevice {
   void open_bar(uid_t tenant, std::uint64_t bytes);
   void nap();
   void look();  // at the agent's line
-  void take(vmci::UniqueFd launcher);
+  void take(vmci::GivenFd launcher);
+  void let_go();  // of the launcher
   void await_end();
 
   std::string machine_, folder_;

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "vmci_channel/descriptor_passing.hpp"
+#include "vmci_channel/given_descriptors.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/watching.hpp"
 
@@ -49,13 +50,13 @@ Qemu::Qemu(boost::asio::io_context& io, std::string machine, std::string folder,
         if (!event) throw cannot("create its doorbells", errno);
       }
   }
-  link_door_.open(folder + "/ivshmem.sock", tenant, [this](vmci::UniqueFd fd) { take(std::move(fd)); });
-  monitor_door_.open(folder + "/monitor.sock", tenant, [this](vmci::UniqueFd fd) { take_monitor(std::move(fd)); });
+  link_door_.open(folder + "/ivshmem.sock", tenant, [this](vmci::GivenFd fd) { take(std::move(fd)); });
+  monitor_door_.open(folder + "/monitor.sock", tenant, [this](vmci::GivenFd fd) { take_monitor(std::move(fd)); });
 }
 
 Qemu::~Qemu() {
   *alive_ = false;
-  stop_watching(qemu_);
+  link_door_.closer()->close(unwatched(qemu_));
 }
 
 bool Qemu::ended() const {
@@ -64,7 +65,8 @@ bool Qemu::ended() const {
   return socket.is_open() && ::recv(socket.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
 }
 
-void Qemu::take(vmci::UniqueFd fd) {
+void Qemu::take(vmci::GivenFd fd) {
+  vmci::let_descriptors_in(fd.get(), false);
   if (ended()) lose();  // that of the one before may be the next that we hear of
   if (qemu_.is_open()) {
     if (!std::exchange(refused_, true))
@@ -131,7 +133,7 @@ bool Qemu::find_again(std::uint64_t bar_bytes) {
   auto event = kept.begin() + 2;
   for (const auto side : doorbells())
     for (auto& ours : side) ours = std::move(*event++);
-  if (event != kept.end()) monitor_.talk_to(std::move(*event));
+  if (event != kept.end()) monitor_.talk_to(vmci::GivenFd(std::move(*event), monitor_door_.closer()));
   log::info("machine {}: QEMU runs, and is found again", machine_);
   await_end();
   return true;
@@ -154,8 +156,8 @@ void Qemu::await_end() {
   qemu_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this, alive = alive_](const boost::system::error_code& error) {
     if (error || !*alive) return;
     std::byte ignored[64];
-    const ssize_t got = ::recv(qemu_.native_handle(), ignored, sizeof(ignored), MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return lose();
+    const auto got = vmci::receive_given(qemu_.native_handle(), ignored, link_door_.closer());
+    if (got ? got->bytes == 0 || got->descriptors_missing : value(got.error()) != EAGAIN) return lose();
     await_end();
   });
 }
@@ -164,12 +166,13 @@ void Qemu::lose() {
   monitor_.drain();  // its last words count
   monitor_.hang_up();
   log::info("machine {}: QEMU has gone", machine_);
-  stop_watching(qemu_);
+  link_door_.closer()->close(unwatched(qemu_));
   refused_ = false;
   events_.went();
 }
 
-void Qemu::take_monitor(vmci::UniqueFd fd) {
+void Qemu::take_monitor(vmci::GivenFd fd) {
+  vmci::let_descriptors_in(fd.get(), false);
   if (ended()) lose();
   monitor_.drain();  // the one before may have hung up
   if (monitor_.there()) {

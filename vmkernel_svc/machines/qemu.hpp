@@ -45,8 +45,8 @@ class Qemu final : public MachineDevice {
   void ask(std::uint64_t number) override { monitor_.ask(number); }
 
  private:
-  void take(vmci::UniqueFd fd);
-  void take_monitor(vmci::UniqueFd fd);
+  void take(vmci::GivenFd fd);
+  void take_monitor(vmci::GivenFd fd);
   bool ended() const;  // QEMU has, though nobody has noticed yet
   Status introduce(int qemu) const;  // the ivshmem protocol: who is who, and the descriptors
   std::array<std::span<vmci::UniqueFd>, 2> doorbells() { return {{service_events_, *machine_events_}}; }
