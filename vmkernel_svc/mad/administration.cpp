@@ -1,5 +1,7 @@
 #include "vmkernel_svc/mad/administration.hpp"
 
+#include <algorithm>
+#include <boost/unordered/unordered_flat_map.hpp>
 #include <cstring>
 
 #include "vmkernel_svc/mad/subnet_management.hpp"
@@ -81,8 +83,10 @@ struct Administration::Records {
   std::uint32_t modifier;
   bool is_trusted;  // a manager's key comes with it
   std::size_t record_bytes;
+  std::size_t records_max;
   std::vector<std::uint8_t> found;
   std::size_t count = 0;
+  bool too_many = false;  // there are more than that, and nobody looks further
 
   bool gives(unsigned component) const { return (mask >> component & 1) != 0; }
   void offer(std::span<const std::uint8_t> record) {
@@ -90,9 +94,8 @@ struct Administration::Records {
       if (gives(static_cast<unsigned>(i)) && !equal(wanted, record, fields[i])) return;
     take(record);
   }
-  bool is_full() const { return found.size() > table_bytes_max; }
   void take(std::span<const std::uint8_t> record) {
-    if (is_full()) return;
+    if (too_many || count == records_max) return void(too_many = true);
     found.insert(found.end(), record.begin(), record.end());
     found.resize(++count * record_bytes);
   }
@@ -136,15 +139,16 @@ bool Administration::answer(Guest& viewer, Mad& mad) {
   if (method != method_get && method != method_get_table) return mad.respond(status_bad_method), true;
 
   const std::vector<std::uint8_t> wanted(data.begin(), data.end());
-  Records records{kind->fields, wanted, get(mad.bytes, mask_field), mad.modifier(), get(mad.bytes, manager_key) != 0, kind->record_bytes, {}};
+  const std::size_t records_max = method == method_get ? 1 : table_bytes_max / kind->record_bytes;
+  Records records{kind->fields, wanted, get(mad.bytes, mask_field), mad.modifier(), get(mad.bytes, manager_key) != 0, kind->record_bytes, records_max, {}};
   (this->*kind->collect)(viewer, subnet_.view(viewer), records);
   put(mad.bytes, attribute_offset, kind->record_bytes / 8);
   if (method == method_get) {
-    if (records.count != 1) return mad.respond(records.count == 0 ? status_no_records : status_too_many_records), true;
+    if (records.too_many || records.count == 0) return mad.respond(records.too_many ? status_too_many_records : status_no_records), true;
     std::copy(records.found.begin(), records.found.end(), data.begin());
     return mad.respond(status_ok), true;
   }
-  if (records.is_full()) return mad.respond(status_no_resources), true;
+  if (records.too_many) return mad.respond(status_no_resources), true;
   // IBA 13.6.2: as one segment, the first and the last; an empty one has a MAD's length, and no offset.
   constexpr std::uint8_t version = 1, is_data = 1, active_first_last = 7, no_time = 0x1f << 3;
   mad.respond(status_ok);
@@ -255,6 +259,68 @@ void Administration::pkeys(Guest&, const View& view, Records& out) {
 
 // --- paths ----------------------------------------------------------------------------------------------------
 
+// Which of the ends that a path may lead to are in a partition with a source; of the two one is a full member.
+class Administration::Reach {
+ public:
+  // wanted_pkey: of that partition alone; 0: of any.
+  Reach(const std::vector<End>& ends, std::uint16_t wanted_pkey) : ends_(ends), wanted_(hosts::partition_of(wanted_pkey)) {
+    for (std::uint32_t i = 0; i < ends.size(); ++i) {
+      const End& end = ends[i];
+      if (end.tenant != nullptr) for (const std::uint16_t pkey : end.tenant->pkeys) add(i, pkey);
+      else if (end.pkey != 0) add(i, end.pkey);
+      else of_all_.push_back(i);
+    }
+  }
+
+  // Tells of each that `source` reaches, in their order, and by which P_Key of the source's: visit(end, pkey).
+  template <class Visit>
+  void from(const End& source, Visit&& visit) const {
+    std::vector<std::pair<std::uint32_t, std::uint16_t>> reached;  // place, P_Key
+    if (source.tenant == nullptr) {
+      for (std::uint32_t i = 0; i < ends_.size(); ++i)
+        if (const std::uint16_t pkey = first_of(ends_[i])) reached.emplace_back(i, pkey);
+    } else {
+      for (const std::uint16_t pkey : source.tenant->pkeys) {
+        if (!is_wanted(pkey)) continue;
+        if (const auto found = by_partition_.find(hosts::partition_of(pkey)); found != by_partition_.end())
+          for (const std::uint32_t i : (pkey & hosts::pkey_full) != 0 ? found->second.all : found->second.full) reached.emplace_back(i, pkey);
+        for (const std::uint32_t i : of_all_) reached.emplace_back(i, pkey);
+      }
+      // By the first of several.
+      std::stable_sort(reached.begin(), reached.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+      reached.erase(std::unique(reached.begin(), reached.end(), [](const auto& a, const auto& b) { return a.first == b.first; }), reached.end());
+    }
+    for (const auto& [place, pkey] : reached) visit(ends_[place], pkey);
+  }
+
+ private:
+  struct Members {
+    std::vector<std::uint32_t> all, full;
+  };
+  bool is_wanted(std::uint16_t pkey) const {
+    const std::uint16_t partition = hosts::partition_of(pkey);
+    return partition != 0 && (wanted_ == 0 || partition == wanted_);
+  }
+  void add(std::uint32_t place, std::uint16_t pkey) {
+    if (!is_wanted(pkey)) return;
+    Members& members = by_partition_[hosts::partition_of(pkey)];
+    members.all.push_back(place);
+    if ((pkey & hosts::pkey_full) != 0) members.full.push_back(place);
+  }
+  // By which P_Key who is of no tenant, a full member of every partition, reaches it. A group it reaches as a member of the default one. 0: by none.
+  std::uint16_t first_of(const End& end) const {
+    if (end.tenant == nullptr) return is_wanted(hosts::pkey_default) && (end.pkey == 0 || hosts::pkeys_match(end.pkey, hosts::pkey_default)) ? hosts::pkey_default : 0;
+    const auto& pkeys = end.tenant->pkeys;
+    const auto found = std::find_if(pkeys.begin(), pkeys.end(), [this](std::uint16_t pkey) { return is_wanted(pkey); });
+    return found != pkeys.end() ? *found : 0;
+  }
+
+  const std::vector<End>& ends_;
+  const std::uint16_t wanted_;
+  boost::unordered_flat_map<std::uint16_t, Members> by_partition_;
+  std::vector<std::uint32_t> of_all_;  // in every partition
+};
+
 // An address of another host's guest is not looked for: every GID ends in its LID.
 void Administration::paths(Guest& viewer, const View& view, Records& out) {
   // The answer's own choice, whatever the request would like at least or at most, as long as it can be had.
@@ -272,8 +338,9 @@ void Administration::paths(Guest& viewer, const View& view, Records& out) {
                       may_be(20, path::lifetime_selector, path::lifetime, lifetime);
   if (!can_be) return;
   const std::uint16_t wanted_pkey = out.gives(13) ? static_cast<std::uint16_t>(get(out.wanted, path::pkey)) : 0;
+  if (wanted_pkey != 0 && hosts::partition_of(wanted_pkey) == 0) return;  // 0x8000: of no partition
   // What is chosen, and what makes no difference here, is not compared: a request may give it as it likes.
-  out.mask = without(out.mask, {0, 1, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21});
+  out.mask = without(out.mask, {0, 1, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21});
 
   // Those that one end of it may be, by what the request says of it.
   const auto ends = [&](unsigned gid_component, Field gid_field, Field lid_field) {
@@ -292,28 +359,23 @@ void Administration::paths(Guest& viewer, const View& view, Records& out) {
   if (group != nullptr && is_in(viewer, group->pkey)) to.push_back({dgid, multicast_lid(dgid), nullptr, group->pkey});
   else if (out.gives(2) && to.empty() && !is_multicast(dgid) && subnet_.fabric().far != nullptr)
     to.push_back({dgid, lid_of(dgid.data()), nullptr, 0});
-  for (const End& source : ends(3, path::sgid, path::slid))
-    for (const End& destination : to) {
-      if (out.is_full()) return;
-      put_path(source, destination, wanted_pkey, out);
-    }
+  if (out.gives(4)) std::erase_if(to, [&](const End& end) { return end.lid != get(out.wanted, path::dlid); });
+  // Who has no partition in common with a source is not looked at, however many they are; and nothing is written before it is known to be a table.
+  const Reach reach(to, wanted_pkey);
+  const std::vector<End> from = ends(3, path::sgid, path::slid);
+  struct Path {
+    const End *from, *to;
+    std::uint16_t pkey;
+  };
+  std::vector<Path> found;
+  for (const End& source : from) {
+    reach.from(source, [&](const End& destination, std::uint16_t pkey) { found.push_back({&source, &destination, pkey}); });
+    if (found.size() > out.records_max) return void(out.too_many = true);
+  }
+  for (const Path& one : found) put_path(*one.from, *one.to, wanted_pkey != 0 ? wanted_pkey : one.pkey, out);
 }
 
-void Administration::put_path(const End& from, const End& to, std::uint16_t wanted_pkey, Records& out) {
-  std::uint16_t common = 0;
-  const auto consider = [&](std::uint16_t mine, std::uint16_t theirs) {
-    if (common == 0 && hosts::pkeys_match(mine, theirs) && (wanted_pkey == 0 || hosts::partition_of(mine) == hosts::partition_of(wanted_pkey)))
-      common = mine;
-  };
-  // Who is of no tenant is a full member of every partition, but for a group.
-  const hosts::PkeyTable any{hosts::pkey_default};
-  const Tenant* const one = from.tenant != nullptr ? from.tenant : to.tenant;
-  for (const std::uint16_t mine : one != nullptr ? one->pkeys : any) {
-    if (to.pkey != 0) consider(mine, to.pkey);
-    else if (from.tenant == nullptr || to.tenant == nullptr) consider(mine, mine | hosts::pkey_full);
-    else for (const std::uint16_t theirs : to.tenant->pkeys) consider(mine, theirs);
-  }
-  if (common == 0) return;
+void Administration::put_path(const End& from, const End& to, std::uint16_t pkey, Records& out) {
   std::array<std::uint8_t, 64> record{};
   put_gid(record, path::dgid, to.gid);
   put_gid(record, path::sgid, from.gid);
@@ -322,11 +384,11 @@ void Administration::put_path(const End& from, const End& to, std::uint16_t want
   put(record, path::reversible, 1);
   for (const Field given : {path::fields[0], path::fields[1], path::fields[8], path::hop_limit, path::fields[10], path::fields[14], path::fields[15]})
     put(record, given, get(out.wanted, given));
-  put(record, path::pkey, wanted_pkey != 0 ? wanted_pkey : common);
+  put(record, path::pkey, pkey);
   put(record, path::mtu_selector, exactly), put(record, path::mtu, subnet_.mtu());
   put(record, path::rate_selector, exactly), put(record, path::rate, rate_100);
   put(record, path::lifetime_selector, exactly), put(record, path::lifetime, lifetime);
-  out.offer(record);
+  out.take(record);  // all that is compared are its ends
 }
 
 // --- multicast groups -----------------------------------------------------------------------------------------
@@ -335,7 +397,7 @@ void Administration::members(Guest& viewer, const View&, Records& out) {
   // IBA 15.4.1.2: a group once, without its members, unless the request names one, or comes with a key. There is no secret in it: who asks is
   // in the partition.
   for (const auto& [gid, group] : groups_.all()) {
-    if (out.is_full()) return;
+    if (out.too_many) return;
     if (!is_in(viewer, group.pkey) || (out.gives(0) && gid != gid_at(out.wanted, member::group_at))) continue;
     std::uint8_t states = 0;
     for (const auto& [port, one] : group.members) {

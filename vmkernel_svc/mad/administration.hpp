@@ -36,7 +36,8 @@ class Administration {
     const Tenant* tenant;  // nullptr: the switch, a group, a guest of another host
     std::uint16_t pkey;    // of a group
   };
-  void put_path(const End& from, const End& to, std::uint16_t wanted_pkey, Records& out);
+  class Reach;
+  void put_path(const End& from, const End& to, std::uint16_t pkey, Records& out);
 
   void put_member(const Gid& gid, const Group& group, const Gid& port, std::uint8_t state, Records& out);
   void put_group(std::span<std::uint8_t> record, const Gid& gid, const Group& group) const;

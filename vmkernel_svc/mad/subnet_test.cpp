@@ -173,6 +173,66 @@ TEST_CASE("A path is in a partition that both ends have, and in the one that is 
   CHECK(status_of(path(0, subnet_manager_lid).bytes) == status_ok);
 }
 
+TEST_CASE("A table of paths has those of ports with a partition in common, each once; more than a table holds are none") {
+  TestHost host;
+  std::vector<std::unique_ptr<Program>> all;
+  const auto add = [&](uid_t uid, const hosts::PkeyTable& pkeys) {
+    all.push_back(std::make_unique<Program>(host, uid));
+    all.back()->guest.tenant->pkeys = pkeys;
+  };
+  Program& one = (add(1000, {0x8001, 0x8002, 0x0003}), *all.front());
+  add(1001, {0x8002, 0x8001}), add(1002, {0x0003, 0x0001}), add(1003, {0x0001}), add(1004, {0x8003});
+  const auto agent = one.agent(class_administration, 2);
+  const auto table = [&](std::uint16_t pkey = 0) {
+    Mad mad = one.request(class_administration, method_get_table, attribute_path_record, 0, 2);
+    put(mad.bytes, {384, 64}, pkey != 0 ? 1 << 13 | 1 << 7 : 0);  // and what is reserved, which means nothing
+    put(mad.data(administration_data, 64), {400, 16}, pkey);
+    put(mad.data(administration_data, 64), {353, 3}, 5);
+    return one.ask(agent, subnet_manager_lid, mad);
+  };
+  const auto pairs = [&](std::uint16_t pkey) {
+    std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint64_t> found;
+    const auto answer = table(pkey);
+    CHECK(status_of(answer.bytes) == status_ok);
+    for (std::size_t i = 0; i < records_in(answer); ++i) {
+      const auto record = std::span(answer.bytes).subspan(administration_data + i * 64, 64);
+      CHECK(found.emplace(std::pair(get(record, {336, 16}), get(record, {320, 16})), get(record, {400, 16})).second);
+    }
+    return found;
+  };
+  const auto joined = [](const Guest& from, const Guest& to) -> std::uint64_t {
+    for (const std::uint16_t mine : from.tenant->pkeys)
+      for (const std::uint16_t theirs : to.tenant->pkeys)
+        if (hosts::pkeys_match(mine, theirs)) return mine;
+    return 0;
+  };
+  const auto of_any = pairs(0), of_third = pairs(0x8003);
+  std::size_t paths = 1;  // the switch's to itself
+  for (const auto& from : all) {
+    CHECK(of_any.contains({from->guest.lid, subnet_manager_lid}));
+    CHECK(of_any.contains({subnet_manager_lid, from->guest.lid}));
+    paths += 2;
+    for (const auto& to : all) {
+      CAPTURE(from->guest.lid);
+      CAPTURE(to->guest.lid);
+      const auto found = of_any.find({from->guest.lid, to->guest.lid});
+      const std::uint64_t pkey = joined(from->guest, to->guest);
+      CHECK((found != of_any.end() ? found->second : 0) == pkey);
+      paths += pkey != 0;
+    }
+  }
+  CHECK(of_any.size() == paths);
+  // Two limited members do not reach each other, the full one reaches all and itself; with the switch both ways.
+  CHECK(of_third.size() == 1 + 4 + 2 * 3);
+  CHECK(pairs(0x8004).empty());
+  CHECK(pairs(0x8000).empty());  // of no partition, not of any
+  // Very many, of whom no two reach each other, but two of the first.
+  for (uid_t uid = 2000; uid < 3000; ++uid) host.put(uid).tenant->pkeys = {0x0001};
+  CHECK(pairs(0x8001).size() == 2 * 1004 + 1002 * 2 + 2 * 1004);
+  for (auto& [uid, tenant] : host.fabric.tenants) tenant.pkeys = {0x8001};
+  CHECK(status_of(table().bytes) == status_no_resources);
+}
+
 TEST_CASE("Groups count among their user's memberships") {
   TestHost host;
   Program one(host), other(host, 1001);
