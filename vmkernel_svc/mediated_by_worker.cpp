@@ -129,6 +129,9 @@ MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place&
   if (job && job->kind == ProcessJob::Kind::write) return ends(job->ok ? MemoryStatus::done : MemoryStatus::destination_fault);
   if (job && !job->ok) return ends(MemoryStatus::source_fault);
   if (!job) {
+    // What has begun may come to its end, but nothing more begins, or others' streams would keep a worker at it for ever.
+    if (source != nullptr && source->leaving) return ends(MemoryStatus::source_fault);
+    if (destination != nullptr && destination->leaving) return ends(MemoryStatus::destination_fault);
     Guest* const writer = destination != nullptr && by_process(*destination, destination_at, bytes) ? destination->guest : nullptr;
     Guest* const reader = source != nullptr && by_process(*source, source_at, bytes) ? source->guest : nullptr;
     if (must_wait_for_room(qp, writer, reader)) return MemoryStatus::pending;
@@ -273,7 +276,7 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
     return job->ok ? MemoryStatus::done : MemoryStatus::destination_fault;
   }
   const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
-  if (region == nullptr) return give_up_room(qp), MemoryStatus::destination_fault;
+  if (region == nullptr || region->leaving) return give_up_room(qp), MemoryStatus::destination_fault;
   if (region->frozen || must_wait_for_room(qp, region->guest, nullptr)) return MemoryStatus::pending;
   const Piece& piece = region->piece_at(at);
   auto job = std::make_unique<ProcessJob>();

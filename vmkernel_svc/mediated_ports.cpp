@@ -43,7 +43,7 @@ std::optional<Place> MediatedPorts::find_in(KeyHint& hint, std::uint64_t pd, std
     region = &fabric_.regions.slot(*slot);
     hint = {key.value, *slot, region->generation};
   }
-  if (region->pd != pd || (region->access & access) != access) return std::nullopt;
+  if (region->pd != pd || (region->access & access) != access || region->leaving) return std::nullopt;
   const std::uint64_t offset = address - region->iova;
   if (address < region->iova || offset > region->bytes || bytes > region->bytes - offset) return std::nullopt;
   if ((region->access & Region::is_window) != 0) [[unlikely]] {

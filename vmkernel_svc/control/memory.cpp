@@ -268,7 +268,8 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
   if (region.windows != 0) return guest.drop_staged(), Errno{EBUSY};
   const bool on_demand = Region::on_demand(region.access);
   if ((request.flags & change_access) && Region::on_demand(request.access) != on_demand) return guest.drop_staged(), Errno{EINVAL};
-  if (region.jobs != 0 || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
+  region.leaving = region.jobs != 0;
+  if (region.leaving || !shard_.direct().take_back(guest)) return Errno{EINPROGRESS};
   // Its key stays: other hosts have to ask anew which one the HCA has for it.
   if (const auto forgotten = forget_at_hca(fabric_, found->second); forgotten == HcaDesk::Forgotten::held || (forgotten == HcaDesk::Forgotten::known && may_wait(guest)))
     return Errno{EINPROGRESS};
@@ -311,6 +312,7 @@ Result<RegMrReply> ControlDesk::on<Request::rereg_mr>(Guest& guest, const ReregM
 bool ControlDesk::destroy_region(Guest& guest, std::uint32_t handle, bool force) {
   const auto found = guest.mrs.find(handle);
   Region& region = fabric_.regions.slot(found->second);
+  region.leaving = true;
   if (region.jobs != 0 && !force) return false;
   if (forget_at_hca(fabric_, found->second) == HcaDesk::Forgotten::held && !force) return false;
   shard_.direct().deregistering(guest, region);

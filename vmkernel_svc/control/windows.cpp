@@ -84,6 +84,7 @@ Result<Empty> ControlDesk::bind(Guest& guest, QueuePair& qp, const BindMwRequest
   const auto mr = guest.mrs.find(request.mr);
   if (mr == guest.mrs.end()) return Errno{EINVAL};
   const Region& region = fabric_.regions.slot(mr->second);
+  if (region.leaving) return Errno{EINVAL};
   if (region.pd != bound.pd || (region.access & access_mw_bind) == 0) return Errno{EACCES};
   const std::uint32_t rights = request.access & access_remote_any;
   if (!access_is_consistent(rights | (region.access & access_local_write))) return Errno{EACCES};

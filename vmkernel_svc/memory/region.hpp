@@ -47,6 +47,7 @@ struct alignas(64) Region {
   static bool on_demand(std::uint32_t access) { return (access & access_on_demand) != 0; }
   std::uint64_t bytes_held() const { return on_demand(access) ? 0 : bytes; }
   bool frozen = false;     // its guest is (Guest::frozen): nobody copies from or to it for now
+  bool leaving = false;    // it goes, or becomes another one, once its jobs are back: nobody begins anything there any more
   std::vector<Piece> pieces;
   ProtectionDomain* domain = nullptr;  // that of the number above; not a window's
 
