@@ -37,29 +37,44 @@ bool by_process(const Region& region, std::uint64_t offset, std::uint64_t bytes)
 
 }  // namespace
 
-// A worker takes so many jobs at a time; who finds no room stands in line, and is called when there is some. Who comes is given none that
-// somebody waits for. Whoever will write has its place from the beginning, so that what has been read never waits for room.
+// A worker takes so many jobs at a time; who finds no room stands in line, and is called when there is some, however often it is looked at before.
+// Who comes is given none that somebody waits for or has been called for. Who is called at one worker and finds none at the other is the next there.
+// Whoever will write has its place from the beginning, so that what has been read never waits for room.
 bool MediatedPorts::must_wait_for_room(Qp& qp, Guest* writer, Guest* reader) {
   QpPort& port = qp.port;
   const bool has_waited = port.waiting != 0;
+  if (has_waited && !port.called && fabric_.guest(port.waits_for) != nullptr) return true;
   Guest* const called_by = std::exchange(port.called, false) ? fabric_.guest(port.waits_for) : nullptr;  // which has taken it out of its line for that
   if (called_by != nullptr) --called_by->called_for_room;
   for (Guest* const guest : {writer, reader}) {
-    if (guest == nullptr || (guest->room_for_jobs() != 0 && (has_waited || guest->waiting_for_room.empty()))) continue;
-    const bool stands_there = has_waited && called_by == nullptr && port.waits_for == guest->id;
-    if (!stands_there) stand_in_line(qp, *guest, has_waited);
+    if (guest == nullptr) continue;
+    const bool is_free = called_by != nullptr ? guest->room_for_jobs() != 0 : guest->waiting_for_room.empty() && guest->may_call_for_room();
+    if (is_free) continue;
+    stand_in_line(qp, *guest, has_waited);
+    call_next(*guest);  // all others in the line may have left it
     if (called_by != nullptr && called_by != guest) call_next(*called_by);
     return true;
   }
   leave_line(qp);
+  port.has_moved_up |= has_waited;
+  if (called_by != nullptr && called_by != writer && called_by != reader) call_next(*called_by);
   if (writer != nullptr) ++writer->jobs, port.has_room_at = writer->id;
   return false;
+}
+
+// In a line, the others' turns are no time that it waits for its own copy: a worker that gets on comes to it. With a place it has to be served soon.
+bool MediatedPorts::moved_up(Qp& qp) {
+  QpPort& port = qp.port;
+  if (std::exchange(port.has_moved_up, false)) return true;
+  const Guest* const guest = port.waiting != 0 ? fabric_.guest(port.waits_for) : nullptr;
+  return guest != nullptr && std::exchange(port.jobs_ended_seen, guest->jobs_ended) != guest->jobs_ended;
 }
 
 void MediatedPorts::stand_in_line(Qp& qp, Guest& guest, bool at_its_head) {
   leave_line(qp);
   qp.port.waiting = fabric_.waiting.add(qp);
   qp.port.waits_for = guest.id;
+  qp.port.jobs_ended_seen = guest.jobs_ended;
   auto& line = guest.waiting_for_room;
   line.insert(at_its_head ? line.begin() : line.end(), qp.port.waiting);
   constexpr std::size_t left_kept = 1024;  // numbers of those who have left
@@ -87,16 +102,10 @@ void MediatedPorts::leave_line(Qp& qp) {
 
 void MediatedPorts::call_next(Guest& guest) {
   auto& line = guest.waiting_for_room;
-  const std::size_t room = guest.room_for_jobs();
-  for (std::size_t left = line.size(); left != 0 && guest.called_for_room < room; --left) {
-    const std::uint64_t number = line.front();
+  while (!line.empty() && guest.may_call_for_room()) {
+    Qp* const next = fabric_.waiting.find(line.front());
     line.pop_front();
-    Qp* const next = fabric_.waiting.find(number);
-    if (next == nullptr) continue;
-    if (next->port.owner != nullptr && next->port.owner->guest->frozen) {  // it does not come before its machine goes on
-      line.push_back(number);
-      continue;
-    }
+    if (next == nullptr) continue;  // it has left
     next->port.called = true;
     ++guest.called_for_room;
     runner_.make_runnable(*next);
@@ -114,7 +123,7 @@ bool MediatedPorts::frozen(const Place& place) {
 MemoryStatus MediatedPorts::copy_by_worker(Qp& qp, const Place& to, const Place& from, std::uint64_t bytes) {
   QpPort& port = qp.port;
   if (port.job_sequence != 0 && !port.finished_job) return MemoryStatus::pending;
-  if (frozen(to) || frozen(from)) return MemoryStatus::pending;  // what a job has brought waits, too
+  if (frozen(to) || frozen(from)) return leave_line(qp), MemoryStatus::pending;  // what a job has brought waits, too
   const std::unique_ptr<ProcessJob> job = std::move(port.finished_job);
   port.job_sequence = 0;
   const auto ends = [&](MemoryStatus status) { return give_up_room(qp), status; };
@@ -202,7 +211,7 @@ bool MediatedPorts::submit(Qp& qp, const Place& place, Region& region, std::uint
   const bool takes_its_room = job->changes_memory();
   port.reaches = region.guest->id;
   port.reached_by = {place.region, place.generation};
-  if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), false;
+  if (!region.guest->submit(std::move(job))) return fabric_.jobs.remove(sequence), call_next(*region.guest), false;  // the place stays free
   region.job_begins();
   if (takes_its_room) port.has_room_at = {};
   else ++region.guest->jobs;
@@ -277,7 +286,8 @@ MemoryStatus MediatedPorts::atomic_by_worker(Qp& qp, const Place& place, Process
   }
   const auto [region, slot, at] = fabric_.regions.reach(place.region, place.generation, place.address);
   if (region == nullptr || region->leaving) return give_up_room(qp), MemoryStatus::destination_fault;
-  if (region->frozen || must_wait_for_room(qp, region->guest, nullptr)) return MemoryStatus::pending;
+  if (region->frozen) return leave_line(qp), MemoryStatus::pending;
+  if (must_wait_for_room(qp, region->guest, nullptr)) return MemoryStatus::pending;
   const Piece& piece = region->piece_at(at);
   auto job = std::make_unique<ProcessJob>();
   job->kind = kind;

@@ -89,6 +89,8 @@ class MediatedPorts {
     std::uint64_t waiting = 0;     // its number among those who wait for room, 0: it does not; …
     GuestId waits_for{};           // … at whose worker, …
     bool called = false;           // … and whether there was some, and it was woken
+    std::uint64_t jobs_ended_seen = 0;  // of that worker
+    bool has_moved_up = false;          // it has got a place for which it waited (moved_up)
     GuestId has_room_at{};         // whose worker it will give what is being read
     std::optional<WcStatus> window_changed;  // how the BIND_MW or LOCAL_INV under way ended
     std::uint64_t window_since_ns = 0;       // for what it waits since then; 0: it does not
@@ -126,6 +128,10 @@ class MediatedPorts {
   void cut_off(const RegionRef& window);
   // Its worker has room again for what others wait to give it.
   void call_next(Guest& guest);
+  // Whoever waits for room at a worker and does not run: none is kept for it.
+  void leave_line(Qp& qp);
+  // Whether, since this was last asked, the copy that `qp` waits for has come nearer to its turn.
+  bool moved_up(Qp& qp);
   // Whether a worker has something under way that reaches memory by this window.
   bool is_reached_by(const RegionRef& window) const;
   // What was cut off of messages of or to `qp`, or by this window, may still be at its last step in memory of the owner: in how many ns to look
@@ -222,7 +228,6 @@ class MediatedPorts {
   bool must_wait_for_room(Qp& qp, Guest* writer, Guest* reader);  // nullptr: none
   void stand_in_line(Qp& qp, Guest& guest, bool at_its_head);
   void give_up_room(Qp& qp);
-  void leave_line(Qp& qp);
   bool submit(Qp& qp, const engine::Place& place, Region& region, std::uint32_t slot, std::unique_ptr<ProcessJob> job);
 
   struct Announcement {

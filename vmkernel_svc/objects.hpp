@@ -285,6 +285,11 @@ struct Guest {
   std::size_t room_for_jobs() const { return jobs_max - std::min(jobs_max, jobs); }
   std::deque<std::uint64_t> waiting_for_room;  // Fabric::waiting
   std::size_t called_for_room = 0;             // of whom so many have been called and have not come yet
+  bool may_call_for_room() const {             // one more
+    constexpr std::size_t jobs_of_a_copy = 2;  // at most: one reads, one writes
+    return (called_for_room + 1) * jobs_of_a_copy <= room_for_jobs();
+  }
+  std::uint64_t jobs_ended = 0;
   std::uint32_t take_doorbell() {
     if (free_doorbells.empty()) {
       by_doorbell.push_back(nullptr);

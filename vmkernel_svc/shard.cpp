@@ -180,7 +180,7 @@ bool Shard::run_finished_jobs() {
       continue;
     }
     if (Region* region = fabric_.regions.at(job->slot, job->generation)) region->job_ends();
-    if (guest != nullptr) --guest->jobs, ports_.call_next(*guest);
+    if (guest != nullptr) --guest->jobs, ++guest->jobs_ended, ports_.call_next(*guest);
     if (qp == nullptr) continue;  // given up
     // Its guest goes in a moment, and with it whoever waits for this: the peer of one that has ended is told so, and not of bad memory.
     if (job->gone) continue;

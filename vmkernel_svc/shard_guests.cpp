@@ -67,7 +67,7 @@ void Shard::unite() {
 
 void Shard::freeze(Guest& guest) {
   if (guest.frozen) return;
-  for (auto& [handle, qp] : guest.qps) take_out(qp->core);
+  for (auto& [handle, qp] : guest.qps) take_out(qp->core), ports_.leave_line(qp->core);
   for (const auto& [handle, slot] : guest.mrs) fabric_.regions.slot(slot).frozen = true;
   guest.frozen = true;
   ++fabric_.topology_generation;  // its peers look for it anew, and find nobody

@@ -255,13 +255,16 @@ class Requester {
 
   // Somebody's memory lets itself be waited for. To the requester that is a responder that does not answer: a reliable message
   // fails when all retries would have (IBA 9.9.2.1), an unreliable one is lost. Patience is counted in slices that begin when this is
-  // called: a machine that stood still, and all its guests with it, has used up one of them, however long that was.
+  // called: a machine that stood still, and all its guests with it, has used up one of them, however long that was. While others have their turns
+  // before this one there is somebody who answers.
   Step wait_for_copy(Qp<P>& qp) {
     Operation& op = qp.operation;
     const std::uint64_t timeout = ack_timeout_ns(qp.attributes.timeout);
     const bool for_ever = is_reliable(qp.type) && timeout == 0;
     const std::uint64_t now = ports_.now_ns();
-    if (op.wait != Operation::Wait::copy) {
+    bool moved_up = false;
+    if constexpr (requires(P& ports) { ports.moved_up(qp); }) moved_up = ports_.moved_up(qp);
+    if (op.wait != Operation::Wait::copy || moved_up) {
       op.wait = Operation::Wait::copy;
       const std::uint64_t retries_ns = is_reliable(qp.type) ? timeout * (qp.attributes.retry_cnt + 1u) : 0;
       op.slice_ns = std::max(retries_ns, copy_patience_ns) / copy_patience_slices;
