@@ -17,6 +17,9 @@ namespace {
 constexpr std::int64_t quantum_bytes = 128 * 1024;  // of a tenant in one round
 constexpr std::int64_t turn_bytes = 64 * 1024;      // of a queue pair in one turn
 constexpr std::int32_t turn_wqes = 32;
+// What moves no bytes, as bytes that move in about that time: one WQE, a turn in vain (RNR, say), a look at an empty queue. So that the others of a
+// round of some 20 µs are not kept waiting by however many queue pairs with messages of no bytes.
+constexpr std::int64_t wqe_bytes = 1024, vain_turn_bytes = 512, look_bytes = 64;
 constexpr int looks_per_turn = 8;
 constexpr std::uint32_t idle_turns_max = 16'000;    // then the queue pair rings when it has something
 constexpr std::uint32_t idle_turns_crowded = 64;
@@ -283,6 +286,7 @@ bool Shard::run_queue_pairs() {
 
 bool Shard::run_list(RunList& list) {
   bool worked = false;
+  const bool others_wait = running_.size() > 1;  // who is alone pays for bytes alone: its rounds need not be shorter
   for (std::size_t turns = list.queue_pairs.size(); turns > 0 && list.deficit_bytes > 0 && !list.queue_pairs.empty(); --turns) {
     Qp& qp = list.queue_pairs.current();
     if (qp.port.link != nullptr && !direct_->may_run(*qp.port.owner)) continue;  // it is out of the list
@@ -293,14 +297,17 @@ bool Shard::run_list(RunList& list) {
       if (flood == DirectDesk::Flood::waits) list.queue_pairs.pass();
       continue;
     }
+    std::int64_t moved = 0, cost = look_bytes;
     if (engine_.may_have_work(qp) || qp.port.hca != nullptr) {
-      engine::Budget budget{turn_bytes, flood == DirectDesk::Flood::to_boundary ? 1 : turn_wqes};
+      const std::int32_t wqes_max = flood == DirectDesk::Flood::to_boundary ? 1 : turn_wqes;
+      engine::Budget budget{turn_bytes, wqes_max};
       progress = qp.port.hca == nullptr ? engine_.run(qp, budget) : far_->hca()->run(qp, budget);
       ports_.announce();
-      const std::int64_t moved = turn_bytes - budget.bytes;
-      list.deficit_bytes -= moved;
+      moved = turn_bytes - budget.bytes;
+      cost = std::max({moved, (wqes_max - budget.wqes) * wqe_bytes, vain_turn_bytes});
       list.moved_bytes += static_cast<std::uint64_t>(moved);
     }
+    list.deficit_bytes -= others_wait ? cost : moved;
     if (progress == engine::Progress::worked) {
       qp.port.idle_turns = 0;
       worked = true;
