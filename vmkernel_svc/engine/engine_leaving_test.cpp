@@ -40,6 +40,21 @@ TEST_CASE("A copy that does not end is given up after its patience; a machine th
   }
 }
 
+TEST_CASE("A copy's patience does not pass while others have their turns before it") {
+  for (const bool atomic : {false, true}) {
+    SlowPair p;
+    p.world.ports.atomics_pend = p.world.ports.others_go_first = true;
+    p.a.post(atomic ? SendSpec{.wr_id = 1, .opcode = WrOpcode::atomic_fetch_and_add, .sges = {p.mine.sge(0, 8)}, .remote = p.theirs.remote(0, 1)} : p.write(8));
+    p.world.pass(30'000'000'000);
+    CHECK_FALSE(p.a.poll(Direction::send));
+    p.world.ports.others_go_first = false;
+    p.world.pass(800'000'000);
+    CHECK_FALSE(p.a.poll(Direction::send));
+    p.world.pass(2'000'000'000);
+    CHECK(p.a.poll(Direction::send)->status == WcStatus::retry_exc_err);
+  }
+}
+
 TEST_CASE("A flushed receive's buffer is its owner's: no copy that was pending writes to it afterwards") {
   SlowPair p;
   p.begin_send();

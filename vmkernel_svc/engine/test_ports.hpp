@@ -108,6 +108,7 @@ class TestPorts {
   std::vector<std::shared_ptr<Job>> jobs;       // pending copies, also given-up ones
   std::function<bool(const Qp&, std::uint64_t bytes)> copy_pends = [](const Qp&, std::uint64_t) { return false; };
   bool atomics_pend = false;  // FETCH_AND_ADD likewise
+  bool others_go_first = false;  // what pends has not been begun, and comes nearer to its turn
   std::function<void(Qp&, Direction, const Cqe&, CqeState)> on_completion = [](Qp&, Direction, const Cqe&, CqeState) {};
   std::function<void(Qp&)> on_state_changed = [](Qp&) {};
   std::uint64_t copies = 0;
@@ -178,6 +179,7 @@ class TestPorts {
     }
     return move(to, from, bytes);
   }
+  bool moved_up(Qp&) { return others_go_first; }
   MemoryStatus fetch_and_add(Qp& qp, const Place& place, std::uint64_t add, std::uint64_t& old_value) {
     if (qp.port.job) {
       const MemoryStatus status = qp.port.job->status;
