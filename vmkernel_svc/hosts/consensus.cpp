@@ -23,9 +23,9 @@ void Consensus::tick(std::uint64_t now_ms, Outbox& out) {
       if (now_ms - follower.sent_ms >= timing_.heartbeat_ms) send_append(now_ms, name, out);
     if (!heard_of_majority(now_ms)) {
       out.log.push_back("no majority of the managers answers: this host leads the subnet no more");
-      follow(memory_.term, "", now_ms, out);
+      return follow(memory_.term, "", now_ms, out);
     }
-    return;
+    return give_origin(now_ms, out);
   }
   if (managers_.size() == 1) return stand(false, now_ms, out);
   if (stand_at_ms_ == 0) return wait_again(now_ms);
@@ -37,10 +37,52 @@ void Consensus::receive(std::uint64_t now_ms, const Peer& from, const Message& m
   std::visit(
       [&](const auto& m) {
         using M = std::decay_t<decltype(m)>;
-        if constexpr (std::is_same_v<M, VoteRequest> || std::is_same_v<M, VoteReply> || std::is_same_v<M, Append> || std::is_same_v<M, AppendReply>)
-          on(now_ms, from, m, out);
+        if constexpr (std::is_same_v<M, VoteRequest> || std::is_same_v<M, VoteReply> || std::is_same_v<M, Append> || std::is_same_v<M, AppendReply>) {
+          std::uint64_t origin = 0;
+          if constexpr (std::is_same_v<M, AppendReply>) origin = m.origin.value_or(0);
+          else origin = m.origin;
+          if (!is_apart(now_ms, from.name, origin, out)) on(now_ms, from, m, out);
+        }
       },
       message);
+}
+
+bool Consensus::is_apart(std::uint64_t now_ms, const std::string& from, std::uint64_t origin, Outbox& out) {
+  if (origin == 0 || memory_.origin == 0 || origin == memory_.origin) {
+    apart_.erase(from);
+    return false;
+  }
+  if (apart_.insert_or_assign(from, now_ms).second)
+    out.warnings.push_back(fmt::format("manager \"{}\" belongs to a subnet that began apart from this manager's: what it says is not heard. Subnets cannot be merged (docs/subnet.md)", from));
+  return true;
+}
+
+std::vector<std::string> Consensus::apart(std::uint64_t now_ms) const {
+  std::vector<std::string> names;
+  for (const auto& [name, said_ms] : apart_)
+    if (now_ms - said_ms < 4 * timing_.election_ms) names.push_back(name);
+  return names;
+}
+
+void Consensus::believe(std::uint64_t origin, Outbox& out) {
+  if (memory_.origin != 0 || origin == 0) return;
+  memory_.origin = origin;
+  out.save = true;
+}
+
+// When all say in which they believe: none of them is of a version that would lose it, and one that is known to any of them is not given anew.
+void Consensus::give_origin(std::uint64_t now_ms, Outbox& out) {
+  if (memory_.state.origin() != 0 || !can_propose(now_ms)) return;
+  std::uint64_t origin = memory_.origin;
+  for (const auto& [name, follower] : followers_) {
+    if (!follower.origin) return;
+    if (origin != 0 && *follower.origin != 0 && *follower.origin != origin) return;  // which of the two, who knows of none cannot tell
+    if (origin == 0) origin = *follower.origin;
+  }
+  State next = committed_;
+  next.begin(memory_.term);
+  next.set_origin(origin != 0 ? origin : random_() | 1);
+  propose(now_ms, std::move(next), out);
 }
 
 void Consensus::follow(std::uint64_t term, const std::string& leader, std::uint64_t now_ms, Outbox& out) {
@@ -67,7 +109,7 @@ void Consensus::stand(bool trial, std::uint64_t now_ms, Outbox& out) {
   wait_again(now_ms);
   if (elected()) return lead(now_ms, out);
   for (const auto& name : managers_)
-    if (name != me_) out.send(name, VoteRequest{memory_.term + (trial ? 1 : 0), memory_.state.id(), trial});
+    if (name != me_) out.send(name, VoteRequest{memory_.term + (trial ? 1 : 0), memory_.state.id(), trial, memory_.origin});
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteRequest& m, Outbox& out) {
@@ -76,7 +118,7 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteRequest& m,
   const bool led = stance_ == Stance::leader || (!leader_.empty() && now_ms - heard_ms_ < timing_.election_ms);
   if (m.trial) {
     const bool would = !led && m.term > memory_.term && m.last >= memory_.state.id();
-    return out.send(from, VoteReply{would ? m.term : memory_.term, would, true, number()});
+    return out.send(from, VoteReply{would ? m.term : memory_.term, would, true, number(), memory_.origin});
   }
   if (m.term > memory_.term) {
     if (led) return;  // it will hear of the leader, or ask again
@@ -88,7 +130,7 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteRequest& m,
     memory_.voted_for = from.name;
     wait_again(now_ms);
   }
-  out.send(from, VoteReply{memory_.term, granted, false, number()});
+  out.send(from, VoteReply{memory_.term, granted, false, number(), memory_.origin});
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const VoteReply& m, Outbox& out) {
@@ -144,7 +186,7 @@ void Consensus::propose(std::uint64_t now_ms, State changed, Outbox& out) {
 
 void Consensus::send_append(std::uint64_t now_ms, const std::string& to, Outbox& out) {
   Follower& follower = followers_[to];
-  Append append{memory_.term, ++sequence_, std::nullopt, 0};
+  Append append{memory_.term, ++sequence_, std::nullopt, 0, memory_.origin};
   // A heartbeat first shows what it has; then it is sent what it lacks, or all.
   const bool first = follower.sent_ms == 0;
   if (!first && follower.blank) {
@@ -164,7 +206,7 @@ bool Consensus::may_learn(const Follower& blank) const {
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const Append& m, Outbox& out) {
-  if (m.term < memory_.term) return out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id(), number()});
+  if (m.term < memory_.term) return out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id(), number(), memory_.origin});
   if (m.term > memory_.term || stance_ != Stance::follower || leader_ != from.name) {
     if (leader_ != from.name) out.log.push_back(fmt::format("\"{}\" leads the subnet (term {})", from.name, m.term));
     follow(m.term, from.name, now_ms, out);
@@ -179,7 +221,8 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const Append& m, Outb
     const bool forward = ours.term != m.term || m.delta->to > ours;
     if (m.delta->to.term == m.term && fits && forward && memory_.state.apply(*m.delta)) out.save = true;
   }
-  out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id(), number()});
+  if (m.origin == memory_.state.origin()) believe(m.origin, out);
+  out.send(from, AppendReply{memory_.term, m.sequence, memory_.state.id(), number(), memory_.origin});
 }
 
 void Consensus::on(std::uint64_t now_ms, const Peer& from, const AppendReply& m, Outbox& out) {
@@ -198,6 +241,7 @@ void Consensus::on(std::uint64_t now_ms, const Peer& from, const AppendReply& m,
   const bool news = first || follower.in_our_history != ours || m.at != follower.has;
   follower.in_our_history = ours;
   follower.has = m.at;
+  follower.origin = m.origin;
   if (m.at != StateId{} || m.blank == 0) {  // 0: of an older version, which counts as it always did
     follower.blank.reset();
   } else if (follower.blank != m.blank) {
@@ -217,6 +261,7 @@ void Consensus::see_commit(Outbox& out) {
   if (have < majority()) return;
   const bool first = committed_.id() == StateId{};
   committed_ = memory_.state;
+  believe(committed_.origin(), out);
   if (first) out.log.push_back(fmt::format("the subnet has {} hosts", committed_.hosts().size()));
 }
 

@@ -19,6 +19,14 @@
 //
 // With the state it is as good as any. (An old copy of the file that is put back looks like a good one: nobody can know.)
 //
+// Two subnets that began apart have states of the same numbers. So a subnet has an *origin*, a random number: part of the state like
+// anything else, put into it by the first leader to whom all managers answer in a version that knows of origins. A manager believes
+// in it (`Memory::origin`) when it is committed, as the leader sees, or as the leader says of the state that the manager has. Every later
+// leader has what was committed, so no second origin is ever committed in one subnet. What a manager says to another that
+// believes in another origin is not heard at all, neither its vote nor its term: of each origin there would have to be a majority
+// for two to lead, and no state is put in the place of one of another origin. 0, not known or of an older version, goes with all; a manager
+// without a state has none, and takes it with the state.
+//
 // Elections are tried first (`trial`): who comes back from a partition does not unseat a leader that is well. A leader that has
 // not heard of a majority for election_ms stops leading.
 #pragma once
@@ -40,6 +48,7 @@ class Consensus final : public Agreement {
     std::uint64_t term = 0;
     std::string voted_for;
     State state;
+    std::uint64_t origin = 0;  // of our subnet, once it is committed; 0: not known
   };
 
   // `managers` without `me`: never votes, never leads.
@@ -56,6 +65,8 @@ class Consensus final : public Agreement {
   const Memory& memory() const { return memory_; }
   bool votes() const { return voter_; }
   bool blank() const { return memory_.state.id() == StateId{}; }
+  // Managers by our list who belong to a subnet that began apart from ours, as they said lately: each asks for votes more often than that.
+  std::vector<std::string> apart(std::uint64_t now_ms) const;
   // Leads, and what it changed has not come to a majority's disks for longer than an election takes.
   bool is_stuck(std::uint64_t now_ms) const {
     return stance_ == Stance::leader && committed_.id() != memory_.state.id() && now_ms - changed_ms_ >= timing_.election_ms;
@@ -73,6 +84,7 @@ class Consensus final : public Agreement {
     std::optional<std::uint64_t> blank;  // its number while it has no state
     std::uint64_t blank_since_ms = 0;    // when we heard of that number
     bool elected_us = false;             // under that number, as all others did
+    std::optional<std::uint64_t> origin;    // in which it believes; none: it has not said, or knows of none
     std::uint64_t heard_of_ms = 0;  // when the request was sent that it answered last
     std::uint64_t sent_ms = 0;
     std::map<std::uint64_t, std::uint64_t> sent_at;  // sequence → when; few
@@ -83,6 +95,9 @@ class Consensus final : public Agreement {
   void stand(bool trial, std::uint64_t now_ms, Outbox& out);
   void lead(std::uint64_t now_ms, Outbox& out);
   void send_append(std::uint64_t now_ms, const std::string& to, Outbox& out);
+  bool is_apart(std::uint64_t now_ms, const std::string& from, std::uint64_t origin, Outbox& out);
+  void give_origin(std::uint64_t now_ms, Outbox& out);
+  void believe(std::uint64_t origin, Outbox& out);
   bool may_learn(const Follower& follower) const;
   bool elected() const;
   std::uint64_t number() const { return blank() ? number_ : 0; }
@@ -114,6 +129,7 @@ class Consensus final : public Agreement {
   StateId led_from_;             // our state when the term began: with what we make, our history
   std::map<std::string, std::uint64_t> votes_for_us_;  // whose → its number if it is blank
   std::map<std::string, Follower> followers_;
+  std::map<std::string, std::uint64_t> apart_;  // when they said so last
 };
 
 }  // namespace vrdma::hosts

@@ -201,6 +201,73 @@ TEST_CASE("AManagerWithoutAStateTakesItOnlyUnderItsOwnNumber") {
   CHECK_FALSE(managers.at(one).blank());
 }
 
+TEST_CASE("ManagersOfASubnetBelieveInOneOriginAndThoseOfFilesWithoutOneAreGivenOne") {
+  Managers managers(3);
+  managers.start_all();
+  managers.run_for(20'000);
+  const std::uint64_t origin = managers.disk("a").origin;
+  CHECK(origin != 0);
+  for (const std::string name : {"a", "b", "c"}) CHECK(managers.disk(name).origin == origin);
+
+  // As an older version wrote them.
+  for (const std::string name : {"a", "b", "c"}) {
+    Consensus::Memory old = managers.disk(name);
+    old.origin = 0;
+    old.state.set_origin(0);
+    managers.start_with(name, old);
+  }
+  managers.stop("c");
+  managers.run_for(20'000);
+  REQUIRE(managers.leader() != "");
+  CHECK(managers.disk("a").origin == 0);  // not before all answer
+  CHECK(managers.change("x"));
+  managers.start("c");
+  managers.run_for(20'000);
+  const std::uint64_t later = managers.disk("a").origin;
+  CHECK(later != 0);
+  for (const std::string name : {"a", "b", "c"}) CHECK(managers.disk(name).origin == later);
+  CHECK(managers.at(managers.leader()).committed().find("x") != nullptr);
+}
+
+TEST_CASE("AnOriginThatWasLostOnTheWayThroughAnOlderVersionIsTheSameAgain") {
+  Managers managers(3);
+  managers.start_all();
+  managers.run_for(20'000);
+  const std::uint64_t origin = managers.disk("a").origin;
+  for (const std::string name : {"a", "b", "c"}) {
+    Consensus::Memory memory = managers.disk(name);
+    memory.state.set_origin(0);  // an older one led, and its states have none
+    if (name != "c") memory.origin = 0;
+    managers.start_with(name, memory);
+  }
+  managers.run_for(20'000);
+  for (const std::string name : {"a", "b", "c"}) CHECK(managers.disk(name).origin == origin);
+}
+
+TEST_CASE("NothingOfAManagerWhoseSubnetBeganApartIsHeard") {
+  Managers managers(3);
+  managers.start_all();
+  managers.run_for(20'000);
+  REQUIRE(managers.change("x"));
+  const std::string leader = managers.leader(), one = managers.other_than(leader);
+  const std::uint64_t term = managers.at(one).term(), other = managers.disk(one).origin ^ 2;
+  const auto answers = [&] { return managers.sent[{one, leader}].size(); };
+  const std::size_t before = answers();
+  State theirs;
+  theirs.begin(term + 1);
+  theirs.put({"y", "10.0.0.2", 1, 2, 0, *theirs.allocate(8), "ac", 0});
+  theirs.set_origin(other);
+  managers.receive(one, leader, Append{term + 1, 1, theirs.since({}), 0, other});
+  managers.receive(one, leader, VoteRequest{term + 1, {term + 1, 99}, false, other});
+  managers.receive(one, leader, AppendReply{term + 1, 1, {}, 0, other});
+  CHECK(answers() == before);
+  CHECK(managers.at(one).term() == term);
+  CHECK(managers.disk(one).state.find("x") != nullptr);
+  CHECK(managers.at(one).apart(managers.now()) == std::vector<std::string>{leader});
+  managers.run_for(2'000);  // it says otherwise
+  CHECK(managers.at(one).apart(managers.now()).empty());
+}
+
 TEST_CASE("WhoWasElectedByAllOfANewSubnetLeadsAtOnce") {
   Managers managers(3);
   managers.start_all();

@@ -32,6 +32,8 @@ Number number(const json& object, const char* key) {
     throw Malformed(fmt::format("\"{}\" is not a number that fits", key));
   return found->get<Number>();
 }
+// Older managers say none.
+std::uint64_t number_or_0(const json& object, const char* key) { return object.contains(key) ? number<std::uint64_t>(object, key) : 0; }
 std::string text(const json& object, const char* key) {
   const auto found = object.find(key);
   if (found == object.end() || !found->is_string() || found->get_ref<const std::string&>().size() > text_bytes_max)
@@ -112,6 +114,7 @@ Partitions partitions_of(const json& object) {
 json as_json(const Delta& delta) {
   json out{{"from", as_json(delta.from)}, {"to", as_json(delta.to)}, {"next_id", delta.next_host_id}, {"next_lid", delta.next_lid}};
   if (delta.partitions) out["partitions"] = as_json(*delta.partitions);
+  if (delta.origin != 0) out["origin"] = delta.origin;
   json& hosts = out["hosts"] = json::array();
   for (const auto& host : delta.hosts)
     hosts.push_back({{"name", host.name}, {"address", host.address}, {"port", host.port}, {"carrier_port", host.carrier_port}, {"id", host.id},
@@ -127,6 +130,7 @@ Delta delta_of(const json& object) {
   Delta delta{
       id_in(object, "from"), id_in(object, "to"), number<std::uint32_t>(object, "next_id"), number<std::uint16_t>(object, "next_lid"), {}, {}};
   if (const auto found = object.find("partitions"); found != object.end()) delta.partitions = partitions_of(*found);
+  delta.origin = number_or_0(object, "origin");
   for (const json& host : list(object, "hosts", hosts_max)) {
     if (!host.is_object()) throw Malformed("a host is not an object");
     delta.hosts.push_back({name_in(host, "name"), address_in(host, "address"), number<std::uint16_t>(host, "port"),
@@ -195,18 +199,25 @@ ChangePartition change_of(const json& o) {
 json body(const PartitionsReply& m) {
   return {{"type", "partitions"}, {"error", m.error}, {"leader", m.leader}, {"port", m.port}, {"partitions", as_json(m.partitions)}};
 }
-json body(const VoteRequest& m) { return {{"type", "vote"}, {"term", m.term}, {"last", as_json(m.last)}, {"trial", m.trial}}; }
-json with_blank(json out, std::uint64_t blank) {
+json with_numbers(json out, std::uint64_t blank, std::uint64_t origin) {
   if (blank != 0) out["blank"] = blank;
+  if (origin != 0) out["origin"] = origin;
   return out;
 }
-json body(const VoteReply& m) { return with_blank({{"type", "voted"}, {"term", m.term}, {"granted", m.granted}, {"trial", m.trial}}, m.blank); }
+json body(const VoteRequest& m) { return with_numbers({{"type", "vote"}, {"term", m.term}, {"last", as_json(m.last)}, {"trial", m.trial}}, 0, m.origin); }
+json body(const VoteReply& m) {
+  return with_numbers({{"type", "voted"}, {"term", m.term}, {"granted", m.granted}, {"trial", m.trial}}, m.blank, m.origin);
+}
 json body(const Append& m) {
   json out{{"type", "append"}, {"term", m.term}, {"sequence", m.sequence}};
   if (m.delta) out["delta"] = as_json(*m.delta);
-  return with_blank(out, m.blank);
+  return with_numbers(out, m.blank, m.origin);
 }
-json body(const AppendReply& m) { return with_blank({{"type", "appended"}, {"term", m.term}, {"sequence", m.sequence}, {"at", as_json(m.at)}}, m.blank); }
+json body(const AppendReply& m) {
+  json out = with_numbers({{"type", "appended"}, {"term", m.term}, {"sequence", m.sequence}, {"at", as_json(m.at)}}, m.blank, 0);
+  if (m.origin) out["origin"] = *m.origin;
+  return out;
+}
 json body(const Renew& m) {
   return {{"type", "renew"}, {"sequence", m.sequence}, {"run", m.run}, {"address", m.address}, {"port", m.port}, {"carrier_port", m.carrier_port},
           {"lids_wanted", m.lids_wanted}, {"held", as_json(m.held)}, {"known", as_json(m.known)}};
@@ -219,7 +230,8 @@ json body(const Redirect& m) { return {{"type", "redirect"}, {"sequence", m.sequ
 
 Message message_of(const json& o) {
   const auto n64 = [&](const char* key) { return number<std::uint64_t>(o, key); };
-  const auto blank = [&] { return o.contains("blank") ? n64("blank") : 0; };  // older managers say none
+  const auto blank = [&] { return number_or_0(o, "blank"); };
+  const auto origin = [&] { return number_or_0(o, "origin"); };
   const std::string type = text(o, "type");
   if (type == "hello") return hello_of(o);
   if (type == "ping") return Ping{n64("sequence")};
@@ -235,14 +247,18 @@ Message message_of(const json& o) {
     return PartitionsReply{printable(text(o, "error")), address_in(o, "leader", true), number<std::uint16_t>(o, "port"),
                            partitions_of(found == o.end() ? json() : *found)};
   }
-  if (type == "vote") return VoteRequest{n64("term"), id_in(o, "last"), truth(o, "trial")};
-  if (type == "voted") return VoteReply{n64("term"), truth(o, "granted"), truth(o, "trial"), blank()};
+  if (type == "vote") return VoteRequest{n64("term"), id_in(o, "last"), truth(o, "trial"), origin()};
+  if (type == "voted") return VoteReply{n64("term"), truth(o, "granted"), truth(o, "trial"), blank(), origin()};
   if (type == "append") {
-    Append m{n64("term"), n64("sequence"), std::nullopt, blank()};
+    Append m{n64("term"), n64("sequence"), std::nullopt, blank(), origin()};
     if (const auto found = o.find("delta"); found != o.end()) m.delta = delta_of(*found);
     return m;
   }
-  if (type == "appended") return AppendReply{n64("term"), n64("sequence"), id_in(o, "at"), blank()};
+  if (type == "appended") {
+    AppendReply m{n64("term"), n64("sequence"), id_in(o, "at"), blank()};
+    if (o.contains("origin")) m.origin = origin();
+    return m;
+  }
   if (type == "renew")
     return Renew{n64("sequence"),
                  printable(text(o, "run")),

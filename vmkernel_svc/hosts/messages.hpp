@@ -52,10 +52,11 @@ struct ChangePartition { std::uint16_t pkey = 0; bool add = false; std::vector<M
 struct PartitionsReply { std::string error, leader; std::uint16_t port = 0; Partitions partitions; };
 
 // Consensus of the managers (consensus.hpp). `blank`: the number of one that has no state; 0: it has one, or is older than such numbers.
-struct VoteRequest { std::uint64_t term = 0; StateId last; bool trial = false; };
-struct VoteReply { std::uint64_t term = 0; bool granted = false, trial = false; std::uint64_t blank = 0; };
-struct Append { std::uint64_t term = 0, sequence = 0; std::optional<Delta> delta; std::uint64_t blank = 0; };  // blank: whom alone it makes one that has
-struct AppendReply { std::uint64_t term = 0, sequence = 0; StateId at; std::uint64_t blank = 0; };
+// `origin`: the number of the subnet that it belongs to; 0: not known to it. None in an AppendReply: it is older than such numbers.
+struct VoteRequest { std::uint64_t term = 0; StateId last; bool trial = false; std::uint64_t origin = 0; };
+struct VoteReply { std::uint64_t term = 0; bool granted = false, trial = false; std::uint64_t blank = 0, origin = 0; };
+struct Append { std::uint64_t term = 0, sequence = 0; std::optional<Delta> delta; std::uint64_t blank = 0, origin = 0; };  // blank: whom alone it makes one that has
+struct AppendReply { std::uint64_t term = 0, sequence = 0; StateId at; std::uint64_t blank = 0; std::optional<std::uint64_t> origin = {}; };
 
 // Members and the manager that leads (member.hpp, manager.hpp).
 struct Renew {

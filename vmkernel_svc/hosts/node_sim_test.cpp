@@ -44,7 +44,7 @@ class Subnet {
     SimHost& host = *hosts_[i];
     if (host.node) return;
     const Member::Self self{host.name, host.serial, fmt::format("{:x}", random_()), "10.0.0.1", static_cast<std::uint16_t>(10 + i), 1, lids_};
-    host.node = std::make_unique<Node>(self, managers_, Timing{}, random_(), host.disk);
+    host.node = std::make_unique<Node>(self, host.managers.empty() ? managers_ : host.managers, Timing{}, random_(), host.disk);
     const auto life = ++host.life;
     at(now_ + below(tick_ms), [this, i, life] { tick(i, life); });
   }
@@ -62,6 +62,30 @@ class Subnet {
     managers_.clear();
     for (std::size_t i = 0; i < count; ++i) managers_.push_back(name_of(i));
     for (std::size_t i = 0; i < hosts_.size(); ++i) crash(i), start(i);
+  }
+  // `hosts` begin a subnet of their own, led by one of the first of them. What two subnets hold is not compared until they are merged.
+  void begin_apart(const std::vector<std::size_t>& hosts, std::size_t managers) {
+    apart_ = true;
+    for (const auto i : hosts) {
+      crash(i);
+      hosts_[i]->disk = {};
+      hosts_[i]->managers.clear();
+      for (std::size_t k = 0; k < managers; ++k) hosts_[i]->managers.push_back(name_of(hosts[k]));
+      start(i);
+    }
+  }
+  // All are given the common list of managers, and start anew.
+  void merge() {
+    for (std::size_t i = 0; i < hosts_.size(); ++i) crash(i), hosts_[i]->managers.clear();
+    apart_ = false;
+    given_.clear();
+    for (std::size_t i = 0; i < hosts_.size(); ++i) start(i);
+  }
+  // As an administrator does it, who is told to.
+  void remove_file(std::size_t i) {
+    crash(i);
+    hosts_[i]->disk = {};
+    start(i);
   }
   void part(std::size_t i, int island) { hosts_[i]->island = island; }
   void heal() {
@@ -102,6 +126,9 @@ class Subnet {
   bool may_give(std::size_t i) const { return alive(i) && hosts_[i]->node->member().may_give(time_of(*hosts_[i])); }
   LidRange lids(std::size_t i) const { return hosts_[i]->node->member().lids(); }
   bool is_blank(std::size_t i) const { return hosts_[i]->node->consensus().blank(); }
+  std::uint64_t origin(std::size_t i) const { return hosts_[i]->disk.consensus.origin; }
+  std::size_t apart_from(std::size_t i) const { return hosts_[i]->node->consensus().apart(time_of(*hosts_[i])).size(); }
+  const State& state(std::size_t i) const { return hosts_[i]->disk.consensus.state; }
   bool knows(std::size_t i, const std::string& name) const { return hosts_[i]->node->member().known().find(name) != nullptr; }
   std::size_t leader() const {
     for (std::size_t i = 0; i < hosts_.size(); ++i)
@@ -135,6 +162,7 @@ class Subnet {
   static constexpr std::uint64_t admin_route = ~0ull;
   struct SimHost {
     std::string name, serial;
+    std::vector<std::string> managers;  // empty: the common list
     std::unique_ptr<Node> node;
     Node::Memory disk;
     int island = 0;
@@ -183,6 +211,7 @@ class Subnet {
         perform(to, receiver.node->receive(time_of(receiver), {hosts_[i]->name, hosts_[i]->serial, i + 1}, *message));
       });
     }
+    if (apart_) return;
     check(i);
     check_committed(i);
   }
@@ -247,6 +276,7 @@ class Subnet {
   std::map<std::uint16_t, std::pair<std::uint16_t, std::size_t>> given_;  // first → last, who gave last
   std::uint64_t now_ = 0, numbers_ = 0;
   State committed_;  // the last that anybody has seen a leader commit
+  bool apart_ = false;
 };
 
 // A minute or two of trouble for everybody.
@@ -424,6 +454,52 @@ TEST_CASE("ManagersThatAreAddedLaterLearnWhatTheFirstOneKnows") {
     subnet.run_for(60'000);
     CHECK_MESSAGE(subnet.failure == "", again(seed));
     CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
+  });
+}
+
+TEST_CASE("SubnetsThatBeganApartAndAreMergedKeepTheirStatesAndSaySoUntilOneIsGivenUp") {
+  seeds(40, [](std::uint64_t seed) {
+    // Managers h0, h1 and h2; h3 and h4 are members. Two of the managers are of one subnet, or each of its own.
+    const bool pair = seed % 2 == 0;
+    Subnet subnet(seed, 5, 3, 64);
+    if (pair) subnet.begin_apart({0, 1, 3}, 2);
+    else subnet.begin_apart({0, 3}, 1), subnet.begin_apart({1}, 1);
+    subnet.begin_apart({2, 4}, 1);
+    subnet.run_for(30'000);
+    const std::uint64_t ours = subnet.origin(0), theirs = subnet.origin(2);
+    REQUIRE_MESSAGE((ours != 0 && theirs != 0 && ours != theirs), again(seed));
+    const auto hosts_of = [&](std::size_t i) { return subnet.state(i).hosts().size(); };
+    const std::size_t theirs_had = hosts_of(2);
+    subnet.merge();
+    for (int round = 0; round < 20 && subnet.failure.empty(); ++round) {
+      subnet.run_for(3'000 + subnet.below(8'000));
+      const std::size_t one = subnet.below(3);
+      switch (subnet.below(4)) {
+        case 0: subnet.crash(one); break;
+        case 1: subnet.part(one, 1); break;
+        case 2: subnet.lost_percent = subnet.below(30); break;
+        case 3: subnet.heal();
+      }
+      for (std::size_t i = 0; i < 3; ++i) subnet.start(i);
+    }
+    subnet.heal();
+    subnet.run_for(30'000);
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
+    // Nobody's state was put in the place of another's, and all managers have been told.
+    CHECK_MESSAGE(subnet.origin(0) == ours, again(seed));
+    CHECK_MESSAGE(subnet.origin(2) == theirs, again(seed));
+    CHECK_MESSAGE(hosts_of(2) == theirs_had, again(seed));
+    for (std::size_t i = 0; i < 3; ++i) CHECK_MESSAGE(subnet.apart_from(i) != 0, again(seed));
+    CHECK_MESSAGE((subnet.leader() < 2) == pair, again(seed));
+    for (std::size_t i = 0; i < 5; ++i) CHECK_MESSAGE((pair || !subnet.may_give(i)), again(seed));
+    // The subnet of h0 is chosen. Their hosts have LIDs that are others' there, perhaps.
+    for (std::size_t i = 1; i < 5; ++i)
+      if (i == 2 || i == 4 || (i == 1 && !pair)) subnet.remove_file(i);
+    for (int round = 0; round < 40 && !subnet.unsettled().empty(); ++round) subnet.run_for(5'000);
+    subnet.run_for(20'000);
+    CHECK_MESSAGE(subnet.failure == "", again(seed));
+    CHECK_MESSAGE(subnet.unsettled() == "", again(seed));
+    for (std::size_t i = 0; i < 3; ++i) CHECK_MESSAGE((subnet.origin(i) == ours && subnet.apart_from(i) == 0), again(seed));
   });
 }
 

@@ -1,4 +1,6 @@
 // What the service says to other threads.
+#include <fmt/format.h>
+
 #include <utility>
 
 #include "vmkernel_svc/hosts/etcd_agreement.hpp"
@@ -90,6 +92,12 @@ std::string Service::manager_problem() const {
   if (!consensus.votes() || unsaved_) return "";
   if (consensus.blank())
     return "this manager does not have the subnet's state yet, and counts for nothing until who leads gives it: where a majority of the managers has none, all must run";
+  if (const auto apart = consensus.apart(now_ms()); !apart.empty()) {
+    std::string who;
+    for (const auto& name : apart) who += (who.empty() ? "\"" : ", \"") + name + "\"";
+    return fmt::format("of the managers, {} and this one belong to subnets that began apart from each other, which cannot be merged: choose one, and on each manager of the other "
+                       "stop vrdmad, remove its subnet.json, and start it", who);
+  }
   if (consensus.is_stuck(now_ms()))
     return "this host leads, and what it changes does not come to a majority of the managers: nobody joins, and nothing else is changed, until it does";
   return "";

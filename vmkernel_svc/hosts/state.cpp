@@ -83,6 +83,7 @@ void State::set(Partitions partitions) {
 
 Delta State::since(StateId from) const {
   Delta delta{from, id_, next_host_id_, next_lid_, {}, {}};
+  delta.origin = origin_;
   if (partitions_changed_ > from.version) delta.partitions = partitions_;
   for (const auto& [name, host] : hosts_)
     if (host.changed > from.version) delta.hosts.push_back(host);
@@ -94,10 +95,11 @@ Delta State::since(StateId from) const {
 bool State::apply(const Delta& delta) {
   State next;
   if (delta.from != StateId{}) {
-    if (delta.from.version != id_.version) return false;
+    if (delta.from.version != id_.version || (delta.origin != 0 && origin_ != 0 && delta.origin != origin_)) return false;
     next = *this;
   }
   next.id_ = delta.to;
+  if (delta.origin != 0) next.origin_ = delta.origin;
   next.next_host_id_ = delta.next_host_id;
   next.next_lid_ = delta.next_lid == 0 || delta.next_lid > lid_max ? 1 : delta.next_lid;
   if (delta.partitions) {

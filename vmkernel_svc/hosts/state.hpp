@@ -54,6 +54,7 @@ struct Delta {
   std::vector<Host> hosts;
   std::vector<Removed> removed;
   std::optional<Partitions> partitions = {};  // all of them, where any has changed
+  std::uint64_t origin = 0;                   // of `to`
   bool operator==(const Delta&) const = default;
 };
 
@@ -63,6 +64,8 @@ class State {
   const std::map<std::string, Host>& hosts() const { return hosts_; }
   const std::map<std::string, Removed>& removed() const { return removed_; }
   const Partitions& partitions() const { return partitions_; }
+  // A random number of the subnet, given to it once (consensus.hpp). 0: not yet, or by a version that knew of none.
+  std::uint64_t origin() const { return origin_; }
   const Host* find(const std::string& name) const;
   const Host* holder(std::uint16_t lid) const;
   bool is_free(LidRange lids) const;
@@ -76,15 +79,17 @@ class State {
   void revoke(const std::string& serial, const std::string& name);  // the certificate of a host that was never there
   void end_rest(const std::string& serial);
   void set(Partitions partitions);
+  void set_origin(std::uint64_t origin) { origin_ = origin; }
 
   Delta since(StateId from) const;
-  // False, and nothing done, where it does not start here, or would give a LID to two.
+  // False, and nothing done, where it does not start here, is of another subnet's state, or would give a LID to two.
   bool apply(const Delta& delta);
 
  private:
   void forget(const std::string& name);
 
   StateId id_;
+  std::uint64_t origin_ = 0;
   std::uint32_t next_host_id_ = 1;
   std::uint16_t next_lid_ = 1;
   std::map<std::string, Host> hosts_;

@@ -49,6 +49,7 @@ SubnetFile load_subnet(const std::filesystem::path& file) {
     content.memory.serial = document.at("serial").get<std::string>();
     content.memory.consensus.term = document.at("term").get<std::uint64_t>();
     content.memory.consensus.voted_for = document.at("voted_for").get<std::string>();
+    content.memory.consensus.origin = document.value("origin", std::uint64_t{0});  // older versions wrote none
     for (const json& one : document.at("managers"))
       content.managers.push_back({one.at("name").get<std::string>(), one.at("address").get<std::string>(), one.at("port").get<std::uint16_t>()});
     delta = decode_delta(document.at("state").dump(), why);
@@ -67,6 +68,7 @@ void save_subnet(const std::filesystem::path& file, const SubnetFile& content) {
   const auto& memory = content.memory;
   json document{{"format", file_format}, {"lids", json::array({memory.lids.first, memory.lids.last})}, {"serial", memory.serial}, {"term", memory.consensus.term},
                 {"voted_for", memory.consensus.voted_for}, {"managers", json::array()}};
+  if (memory.consensus.origin != 0) document["origin"] = memory.consensus.origin;
   for (const auto& one : content.managers) document["managers"].push_back({{"name", one.name}, {"address", one.address}, {"port", one.port}});
   std::string text = document.dump();
   text.back() = ',';
