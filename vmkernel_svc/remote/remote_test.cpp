@@ -530,3 +530,33 @@ TEST_CASE("WhoIsBehindANarrowWayIsNotGivenUp") {
   CHECK(came->record().message == 2);
   CHECK(there.reconnects.load() == 1);
 }
+
+// From which nothing comes for longer than a connection may be mute: packets of the other one's were lost, and are behind others in a queue.
+TEST_CASE("WhoTakesMuchAndIsNotHeardForAWhileIsNotGivenUp") {
+  using namespace std::chrono_literals;
+  CuttablePair pair;
+  End &one = pair.one, &other = pair.other;
+  const Gauge &there = *one.carrier->gauge(0), &here = *other.carrier->gauge(0);
+  pair.drive_until([&] { return there.connected.load() && here.connected.load(); });
+  const auto news = one.carrier->receive();
+  REQUIRE(news != nullptr);
+  pair.middle.hold(1, true);
+  std::uint32_t sent = 0, came = 0;
+  const auto take = [&] {
+    while (const auto frame = other.carrier->receive()) came += frame->record().kind == FarKind::request;
+  };
+  while (sent < 20) {
+    one.send(++sent, engine::far_part_bytes, news->session);
+    const auto next = std::chrono::steady_clock::now() + 250ms;
+    pair.drive_until([&] { return take(), std::chrono::steady_clock::now() >= next; });
+  }
+  CHECK(there.reconnects.load() == 0);
+  pair.middle.hold(1, false);
+  pair.drive_until([&] { return take(), came == sent && there.queued_bytes.load() == 0; });
+  CHECK(there.reconnects.load() == 0);
+  CHECK(here.reconnects.load() == 0);
+  CHECK(there.resent.load() == 0);
+  // Who takes nothing more is: signs of life are not much.
+  pair.middle.hold(1, true);
+  pair.drive_until([&] { return take(), there.reconnects.load() == 1; });
+}

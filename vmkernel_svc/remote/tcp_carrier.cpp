@@ -225,7 +225,7 @@ void TcpCarrier::heard(Link& link, LinkKind kind, std::uint64_t now) {
 
 // Of a frame: one of 64 KiB takes longer than a host may be mute where the way is narrow, and its signs of life wait behind that.
 void TcpCarrier::bytes_came(Link& link) {
-  link.mute_ns = 0;
+  link.mute_ns = link.unheard_ns = 0;
   if (link.records.empty() && link.connection->received_bytes() >= proof_bytes) link.doubted = false;
   if (!link.doubted) link.gauge->silent_ns.store(0, std::memory_order_relaxed);
 }

@@ -70,6 +70,8 @@ class TcpCarrier final : public Carrier {
     std::uint64_t connects = 0;                 // that were tried since the last one that stood
     std::uint64_t said_ns = 0;
     std::uint64_t mute_ns = 0;                  // for how long nothing has come on this connection, while we looked
+    std::uint64_t unheard_ns = 0;               // likewise, whatever of ours was acknowledged meanwhile
+    std::uint64_t proven_bytes = 0;             // delivered when something came last, or when so much more was that it counted as that
     std::uint64_t opened_ns = 0, cut_ns = 0;    // when this connection stood; when one ended last on which something was stuck, 0: none did
     int mute_shakes = 0;                        // handshakes that nobody answered, since the last connection that stood
     bool doubted = false;                       // one ended so, and nothing has come since that shows that records pass: signs of life are none

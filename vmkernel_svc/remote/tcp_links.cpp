@@ -23,8 +23,11 @@ namespace vrdma::remote {
 namespace {
 constexpr std::uint64_t look_ns = 50'000'000, quiet_look_ns = 200'000'000, alive_ns = 200'000'000;
 // A host that could not be reached is tried again and again at first: a SYN that was lost is sent again after 1 s by the kernel, and later and
-// later, but whoever waits for an answer gives up after 5 s of silence.
-constexpr std::uint64_t connect_ns = 300'000'000, connects_in_haste = 10;
+// later, but whoever waits for an answer gives up after 5 s of silence. Each try but the second is longer than the one before: on a way whose queues
+// are deep an answer may take seconds, and none would come in time.
+constexpr std::uint64_t connect_ns = 300'000'000, connects_in_haste = 5;
+// What of ours is acknowledged counts as long as something that comes, after nothing came: a kernel takes bytes for a service that stands still.
+constexpr std::uint64_t unheard_max_ns = 10'000'000'000;
 constexpr std::uint64_t mute_max_ns = 3'000'000'000, shake_ns = 10'000'000'000, pause_min_ns = 50'000'000, pause_max_ns = 1'000'000'000;
 // Connections that are cut within this time of each other while something is stuck: not what one cable, or one host that stood still, does.
 constexpr std::uint64_t cut_again_ns = 20'000'000'000;
@@ -50,6 +53,11 @@ socklen_t address_of(const std::string& text, std::uint16_t port, sockaddr_stora
 }
 
 const sockaddr* generic(const sockaddr_storage& address) { return reinterpret_cast<const sockaddr*>(&address); }
+
+// How long a connect may take, of so many with the last of them: 300, 300, 600, 1200, 2400 ms, and as long as anything.
+std::uint64_t connect_max_ns(std::uint64_t connects) {
+  return connects <= 2 ? connect_ns : connects <= connects_in_haste ? connect_ns << (connects - 2) : shake_ns;
+}
 }  // namespace
 
 void TcpCarrier::listen() {
@@ -139,7 +147,7 @@ void TcpCarrier::dial(Link& link, std::uint64_t now) {
   ++link.connects;
   link.connection = std::make_unique<TcpConnection>(context_, std::move(socket), host, now);
   link.watched = 0;
-  link.mute_ns = 0;
+  link.mute_ns = link.unheard_ns = link.proven_bytes = 0;
   watch(*link.connection, link.watched);
 }
 
@@ -263,7 +271,7 @@ void TcpCarrier::note_end(Link& link, std::uint64_t now) {
 void TcpCarrier::opened(Link& link, std::uint64_t now) {
   link.greeted = link.knows_us = false;
   link.sent = 0;
-  link.mute_ns = 0;
+  link.mute_ns = link.unheard_ns = link.proven_bytes = 0;
   link.opened_ns = now;
   link.encrypts = link.connection->encrypts();
   say(link, LinkKind::hello, now);
@@ -322,6 +330,10 @@ void TcpCarrier::ready(std::size_t index, std::uint64_t now) {
 // A connection on which nothing comes for long is made anew: TCP's own patience is longer. Nothing comes only if nothing lies unread,
 // and while we do look: one that is slow is not gone, neither we nor the other. A way that fails in one direction is seen by the host at
 // its end, which hangs up. So nobody need judge how fast its own records are acknowledged, and signs of life may wait behind them.
+//
+// Where queues are deep and packets are lost in them, nothing comes for longer than that, though the way works. So while more is acknowledged than
+// signs of life, that counts like something that comes, for a while: neither large packets that are lost nor a way that is cut let so much pass, and a
+// service that stands still has its kernel take no more than its buffer.
 void TcpCarrier::look(std::uint64_t now) {
   using State = TcpConnection::State;
   const std::uint64_t passed = std::min(now - looked_ns_, 2 * quiet_look_ns);
@@ -329,18 +341,24 @@ void TcpCarrier::look(std::uint64_t now) {
   bool soon = false;
   for (auto& [id, link] : links_) {
     if (link->greeted && link->doubted && link->connection->delivered_bytes() >= proof_bytes) link->doubted = false;
-    if (link->connection && link->connection->state() == State::open && link->connection->has_unread()) {
+    const bool open = link->connection && link->connection->state() == State::open;
+    const bool unread = open && link->connection->has_unread();
+    if (unread) link->mute_ns = link->unheard_ns = 0;
+    const std::uint64_t delivered = open ? link->connection->delivered_bytes() : 0;
+    const bool takes = delivered >= link->proven_bytes + proof_bytes && link->unheard_ns < unheard_max_ns;
+    if (takes || link->mute_ns == 0) link->proven_bytes = std::max(link->proven_bytes, delivered);
+    if (unread || takes) {
       link->mute_ns = 0;
       if (!link->doubted) link->gauge->silent_ns.store(0, std::memory_order_relaxed);
     } else {
       link->mute_ns += passed;
       link->gauge->silent_ns.fetch_add(passed, std::memory_order_relaxed);
     }
+    if (!unread) link->unheard_ns += passed;
     if (link->connection) {
       const TcpConnection& connection = *link->connection;
       const bool connecting = connection.state() == State::connecting;
-      const std::uint64_t connect_max_ns = link->connects <= connects_in_haste ? connect_ns : shake_ns;
-      const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : connecting ? connect_max_ns : shake_ns);
+      const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : connecting ? connect_max_ns(link->connects) : shake_ns);
       if (connection.state() == State::broken || mute) {
         disconnect(*link, now);
         if (connecting && mute) link->dial_at_ns = now;

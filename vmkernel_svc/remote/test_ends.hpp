@@ -190,7 +190,7 @@ class Middle {
     }
     for (int side = 0; side < 2 && ends_[0]; ++side) {
       char bytes[16384];
-      if (stuck_[side]) continue;
+      if (stuck_[side] || held_[side]) continue;
       const std::size_t room = side == 0 ? narrow_room() : sizeof(bytes);
       if (room == 0) continue;
       const ssize_t got = ::recv(ends_[side].get(), bytes, std::min(room, sizeof(bytes)), MSG_DONTWAIT);
@@ -222,6 +222,8 @@ class Middle {
     narrow_passed_ = 0;
     narrow_since_ = std::chrono::steady_clock::now();
   }
+  // Nothing that one of them says passes until it may again; their kernels acknowledge what is there.
+  void hold(int side, bool held) { held_[side] = held; }
   int segment_bytes() const {
     int bytes = 0;
     socklen_t size = sizeof(bytes);
@@ -248,7 +250,7 @@ class Middle {
   vmci::UniqueFd listener_, ends_[2];
   std::uint64_t passed_ = 0;
   std::size_t passes_max_[2] = {~std::size_t{0}, ~std::size_t{0}};
-  bool stuck_[2] = {};
+  bool stuck_[2] = {}, held_[2] = {};
   std::size_t narrow_ = 0, narrow_passed_ = 0;
   std::chrono::steady_clock::time_point narrow_since_;
   std::function<void()> driven_ = [] {};
