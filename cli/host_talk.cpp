@@ -5,6 +5,7 @@
 #include <chrono>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/session.hpp"
@@ -112,37 +113,51 @@ std::string way_remedy(Failed::How how, const std::string& here, const std::stri
 namespace {
 enum class Question { looks, changes };
 
-// From a member to the leader, which may change meanwhile.
+// From a member to the leader, which may change meanwhile. One that has died is named for some seconds, until another is elected or nobody
+// leads: so the first one is asked again for a while.
 template <class Reply>
-Reply ask_leader(Tls& tls, std::string address, std::uint16_t port, const Message& question, Question kind) {
-  for (int hops = 0; hops < 3; ++hops) {
-    Reply reply;
+Reply ask_leader(Tls& tls, const std::string& first_address, std::uint16_t first_port, const Message& question, Question kind) {
+  constexpr std::chrono::milliseconds election{10'000}, pause{500};
+  constexpr int hops_max = 3;
+  std::optional<std::chrono::steady_clock::time_point> until;
+  std::string address = first_address, why;
+  std::uint16_t port = first_port;
+  for (int hops = 0;;) {
     try {
-      reply = converse<Reply>(tls, "", address, port, question);
+      const Reply reply = converse<Reply>(tls, "", address, port, question);
+      if (reply.error.empty() && reply.leader.empty()) return reply;
+      if (!reply.error.empty() && reply.error != no_leader) throw std::runtime_error(reply.error);
+      if (reply.error.empty() && ++hops < hops_max) {
+        address = reply.leader;
+        port = reply.port;
+        continue;
+      }
+      why = reply.error.empty() ? "each names another leader" : reply.error;
     } catch (const Failed& error) {
+      why = fmt::format("{}: {}", with_port(address, port), error.what());
       // A leader who reaches no majority keeps the wish until it does, or leads no more.
-      throw std::runtime_error(fmt::format(
-          "{}: {}{}", with_port(address, port), error.what(),
-          error.how == Failed::How::asked && kind == Question::changes
-              ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it"
-              : ""));
+      if (error.how == Failed::How::asked)
+        throw std::runtime_error(why + (kind == Question::changes ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it" : ""));
+      if (address == first_address && port == first_port) throw std::runtime_error(why);
     }
-    if (!reply.error.empty()) throw std::runtime_error(reply.error);
-    if (reply.leader.empty()) return reply;
-    address = reply.leader;
-    port = reply.port;
+    const auto now = std::chrono::steady_clock::now();
+    if (!until) until = now + election;
+    if (now >= *until) throw std::runtime_error(why + ": the subnet is about to elect a leader, or cannot: try again when \"vrdma show hosts\" says who leads");
+    std::this_thread::sleep_for(pause);
+    address = first_address;
+    port = first_port;
+    hops = 0;
   }
-  throw std::runtime_error("the subnet is about to elect a leader: try again");
 }
 }  // namespace
 
-void ask_removal(Tls& tls, std::string address, std::uint16_t port, const std::string& name, const std::string& serial) {
-  ask_leader<RemoveReply>(tls, std::move(address), port, Remove{name, serial}, Question::changes);
+void ask_removal(Tls& tls, const std::string& address, std::uint16_t port, const std::string& name, const std::string& serial) {
+  ask_leader<RemoveReply>(tls, address, port, Remove{name, serial}, Question::changes);
 }
 
-Partitions ask_partitions(Tls& tls, std::string address, std::uint16_t port, const ChangePartition& change) {
+Partitions ask_partitions(Tls& tls, const std::string& address, std::uint16_t port, const ChangePartition& change) {
   const Question kind = change.pkey != 0 ? Question::changes : Question::looks;
-  return ask_leader<PartitionsReply>(tls, std::move(address), port, change, kind).partitions;
+  return ask_leader<PartitionsReply>(tls, address, port, change, kind).partitions;
 }
 
 std::vector<Finding> examine_host(const std::string& folder, const std::string& target, const std::string& here, std::uint16_t port) {

@@ -509,6 +509,16 @@ class Tools(Subnet):
         self.assertEqual((after["a"], after["b"]), (before["a"], before["b"]))
         self.assertNotEqual(after["c"], before["c"])
 
+    def test_a_host_is_removed_while_another_leader_is_elected(self):
+        self.make("a", "b", "c", "d")
+        self.start("a", "b", "c", "d")
+        leader = self.settled("a", "b", "c", "d")["a"]["leader"]
+        other = next(name for name in MANAGERS if name != leader)
+        self.kill(leader)
+        # The one that is asked names the dead one, or knows of none, for a second or two.
+        self.good("host", "remove", "d", "--folder", self.root, "--address", self.at(other))
+        wait_until(lambda: not any(one["name"] == "d" for one in self.show(other)["others"]), "it knows d no more")
+
     def test_what_host_makes_and_refuses(self):
         root = self.folder / "root"
         text = self.good("host", "init", "a", "--folder", root, "--address", "10.0.0.1")

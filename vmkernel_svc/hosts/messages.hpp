@@ -49,6 +49,7 @@ struct Remove { std::string name, serial = {}; };
 struct RemoveReply { std::string error, leader; std::uint16_t port = 0; };  // leader: the address of who can do it
 // An administrator's: who is in a partition. No `members` to take out: the whole partition goes. `pkey` 0: only to be told.
 struct ChangePartition { std::uint16_t pkey = 0; bool add = false; std::vector<Membership> members; };
+constexpr const char* no_leader = "the subnet has no leader now: a majority of its managers must run";  // error of these, perhaps for some seconds
 struct PartitionsReply { std::string error, leader; std::uint16_t port = 0; Partitions partitions; };
 
 // Consensus of the managers (consensus.hpp). `blank`: the number of one that has no state; 0: it has one, or is older than such numbers.

@@ -192,7 +192,7 @@ void Service::wish(const SessionPtr& asker, const Message& message, const std::s
   const std::string& leader = node_->member().leader();
   const auto found = std::ranges::find(managers_, leader, &Endpoint::name);
   if (found != managers_.end() && leader != settings_.name) reply.leader = found->address, reply.port = found->port;
-  else reply.error = "the subnet has no leader now: a majority of its managers must run";
+  else reply.error = no_leader;
   asker->send(reply);
 }
 
