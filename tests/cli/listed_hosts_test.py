@@ -1,10 +1,11 @@
 """Two hosts that are listed in each other's configuration: vrdma doctor, show routes and the log say what is wrong between them."""
 import json
 import socket
+import subprocess
 import time
 import unittest
 
-from support import WATCHDOG_S, TestCase
+from support import BIN, WATCHDOG_S, TestCase, needs_root
 
 
 class ListedHosts(TestCase):
@@ -16,10 +17,12 @@ class ListedHosts(TestCase):
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
 
-    def flags(self, number, secret=b"s" * 32, **lids):
+    def flags(self, number, secret=b"s" * 32, address=None, port=None, **lids):
         """Of the vrdmad of host h0 or h1, which has its own idea of who has which LIDs."""
         lids = {"h0": "1-1000", "h1": "1001-2000", **lids}
         hosts = [{"name": name, "address": f"127.0.0.{i + 1}", "port": self.port, "lids": lids[name]} for i, name in enumerate(("h0", "h1"))]
+        hosts[number]["address"] = address or hosts[number]["address"]
+        hosts[number]["port"] = port or hosts[number]["port"]
         file, secret_file = self.folder / f"h{number}.json", self.folder / f"h{number}.secret"
         secret_file.write_bytes(secret)
         secret_file.chmod(0o600)
@@ -61,6 +64,28 @@ class ListedHosts(TestCase):
             self.assertEqual(result.returncode, 1, result.stdout)
             self.assertIn('copy "secret_file"', result.stdout)
             self.assertNotIn("nft", result.stdout)
+
+    @needs_root
+    def test_an_address_that_is_not_there_yet_is_waited_for(self):
+        log = self.folder / "h0.log"
+        # Any address can be bound to in a network without one, of which lo has the first.
+        process = subprocess.Popen(["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", str(BIN / "vrdmad"), "--socket", self.socket,
+                                    *map(str, self.flags(0, address="10.99.0.1")), "--log-file", str(log)],
+                                   env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            def until(*words):
+                end = time.monotonic() + WATCHDOG_S
+                while not (log.exists() and all(word in log.read_text() for word in words)):
+                    self.assertLess(time.monotonic(), end, log.exists() and log.read_text())
+                    self.assertIsNone(process.poll(), log.exists() and log.read_text())
+                    time.sleep(0.05)
+
+            until("waits for its address 10.99.0.1")
+            subprocess.run(["nsenter", f"--net=/proc/{process.pid}/ns/net", "ip", "address", "add", "10.99.0.1/32", "dev", "lo"], check=True, timeout=WATCHDOG_S)
+            until("serves")
+        finally:
+            process.terminate()
+            process.wait(WATCHDOG_S)
 
     def test_a_log_says_that_a_host_comes_and_goes(self):
         log = self.folder / "h0.log"

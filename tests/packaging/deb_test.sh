@@ -29,6 +29,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     vrdmad --log-level loud 2>/dev/null || code=$?
     [ "$code" = 2 ] || fail "exit code $code for a wrong configuration"
     for file in vrdmad.service vrdma-guestd.service; do
+        [ "$file" != vrdmad.service ] || { grep -q '^RestartSec=2$' "$unit" && grep -q '^StartLimitIntervalSec=0$' "$unit"; } || fail "$file gives up while its address is not there yet"
         grep -q '^RestartPreventExitStatus=2$' "${unit%/*}/$file" || fail "$file starts again after a wrong configuration"
     done
     drop_in=/etc/systemd/system/vrdmad.service.d/hosts.conf

@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <stdexcept>
 #include <utility>
@@ -45,6 +46,7 @@ Service::Service(Settings settings)
   if (error)
     throw std::runtime_error(fmt::format("cannot listen for other hosts at {} ({}): {}", with_port(settings_.address, settings_.port), error.message(),
                                          error == asio::error::address_family_not_supported ? "give the service its network (docs/hosts.md, \"As a service\")"
+                                         : error.value() == EADDRNOTAVAIL                   ? "no interface of this host has that address, or it cannot be used yet (an IPv6 address: \"tentative\" in \"ip address\")"
                                                                                             : "correct \"address\" and \"port\" in \"hosts\""));
   const Endpoint us{settings_.name, settings_.address, settings_.port};
   managers_ = !settings_.peers.empty() ? settings_.peers

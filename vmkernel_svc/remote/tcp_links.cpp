@@ -76,7 +76,7 @@ void TcpCarrier::listen() {
     const int why = bytes == 0 ? EINVAL : errno;
     throw std::runtime_error(fmt::format("cannot listen at {} port {} ({}): {}", here_.address, here_.port, std::strerror(why),
                                          why == EADDRINUSE      ? "is another vrdmad there?"
-                                         : why == EADDRNOTAVAIL ? "no interface of this host has that address; give one that it has as \"address\""
+                                         : why == EADDRNOTAVAIL ? "no interface of this host has that address, or it cannot be used yet (an IPv6 address: \"tentative\" in \"ip address\"); give one that it has as \"address\""
                                                                 : "give another address or port"));
   }
   epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
