@@ -36,6 +36,7 @@ void Manager::tick(std::uint64_t now_ms, Outbox& out) {
     partition_changes_.clear();
     partition_changers_.clear();
     resting_since_.clear();
+    refused_.clear();
     // Who had a lease of the leader before may have it still.
     if (leads)
       for (const auto& [name, host] : agreement_.committed().hosts()) holders_[name] = {"", host.address, host.port, now_ms};
@@ -159,12 +160,13 @@ void Manager::change(std::uint64_t now_ms, Outbox& out) {
     const bool was_there = next.find(name) != nullptr;
     const std::string why = next.removed().contains(asked.from.serial) ? "this host was removed from the subnet" : admit(next, asked);
     if (!why.empty()) {
-      out.log.push_back(fmt::format("\"{}\" ({} port {}) is refused: {}", name, asked.renew.address, asked.renew.port, why));
+      if (std::exchange(refused_[name], why) != why) out.log.push_back(fmt::format("\"{}\" ({} port {}) is refused: {}", name, asked.renew.address, asked.renew.port, why));
       out.send(asked.from, Refused{asked.renew.sequence, why});
       continue;
     }
     if (const Host& host = *next.find(name); !was_there)
       out.log.push_back(fmt::format("\"{}\" ({} port {}) joins with LIDs {}-{}", name, host.address, host.port, host.lids.first, host.lids.last));
+    refused_.erase(name);
     waiting_.push_back(asked);
     changed = true;
   }

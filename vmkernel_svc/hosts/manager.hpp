@@ -51,6 +51,7 @@ class Manager {
   std::vector<std::pair<Peer, ChangePartition>> partition_changes_;
   std::vector<Peer> partition_changers_;
   std::map<std::string, std::uint64_t> resting_since_;  // by serial, since we lead
+  std::map<std::string, std::string> refused_;          // by name: why, as it was logged; each asks again all the time
 };
 
 }  // namespace vrdma::hosts

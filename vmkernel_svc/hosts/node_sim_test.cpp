@@ -547,3 +547,20 @@ TEST_CASE("AThousandHostsConvergeAfterAnyTrouble") {
     MESSAGE(hosts << " hosts: " << subnet.delivered << " messages in " << took.count() << " s");
   });
 }
+
+TEST_CASE("WhoIsRefusedALeaseAgainAndAgainIsLoggedOnceForEachReason") {
+  Node leader({"a", "1", "run", "10.0.0.1", 1, 2, 16}, {"a"}, Timing{}, 1, {});
+  std::uint64_t now = 1;
+  for (; now < 1000; now += tick_ms) leader.tick(now);
+  REQUIRE(leader.leads(now));
+  const auto told = [&](LidRange held) {
+    std::size_t lines = 0;
+    for (int i = 0; i < 5; ++i, now += 2000) {
+      const Outbox out = leader.receive(now, {"b", "2", 1}, Renew{static_cast<std::uint64_t>(now), "run of b", "10.0.0.2", 1, 2, 16, held, {}});
+      for (const auto& line : out.log) lines += line.find("is refused") != std::string::npos;
+    }
+    return lines;
+  };
+  CHECK(told({1, 16}) == 1);
+  CHECK(told({2, 17}) == 1);
+}
