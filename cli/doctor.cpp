@@ -251,6 +251,16 @@ Finding look_at_carrier(const nlohmann::json& carrier, bool by_secret, const std
             what + ": connections stand and are cut again while something is under way: large packets are lost between the two, it seems", measure};
   if (!no_session.empty()) return {Level::problem, "messages", fmt::format("{}: {}", what, no_session), "see \"vrdma show hosts\""};
   const std::string rule = fmt::format("on {}, and likewise here: nft add rule inet filter input tcp dport {} accept", host, at ? at->second : 0);
+  if (const auto problem = carrier.value("problem", ""); problem == std::strerror(ECONNREFUSED))
+    return {Level::problem, "messages", fmt::format("{}: {}", what, problem), fmt::format("see that vrdmad runs on {}, and that it listens where this host's configuration says that it does", host)};
+  else if (problem == "no answer" && by_secret)
+    return {Level::problem, "messages", fmt::format("{}: {}", what, problem),
+            fmt::format("see that {} is up, at that address, and that its \"hosts\" in \"remote\" have this host at this one's: its port is closed to all others. If so, {}", host, rule)};
+  else if (!problem.empty() && problem != "no answer")
+    return {Level::problem, "messages", fmt::format("{}: {}", what, problem), fmt::format("correct the address or the route to it (\"ip route get {}\")", at ? at->first : address)};
+  if (state != "silent" && by_secret && !carrier.value("dials", true))
+    return {Level::problem, "messages", what + ": it is that host which connects to this one, and it has not",
+            fmt::format("see what \"vrdma doctor\" says there of this host; where it does not answer, {}", rule)};
   return {Level::problem, "messages", what + ": programs do not reach those of that host",
           state == "silent" ? fmt::format("it was heard of before: see that its vrdmad and its machine run and do not stand still; if they do run, {}", rule) : rule};
 }

@@ -69,7 +69,7 @@ std::vector<Finding> examine_listed_hosts(const nlohmann::json& state) {
   std::size_t count = 0;
   for (const auto& carrier : carriers)
     if (const auto its = carrier.at("state").get<std::string>(); its != "connected" && ++count <= named_max)
-      away += fmt::format("{}{} ({})", away.empty() ? "" : ", ", carrier.at("host").get<std::string>(), its);
+      away += fmt::format("{}{} ({}{}{})", away.empty() ? "" : ", ", carrier.at("host").get<std::string>(), its, carrier.value("problem", "").empty() ? "" : ": ", carrier.value("problem", ""));
   if (count > named_max) away += fmt::format(" and {} more", count - named_max);
   if (count == 0) return {{Finding::Level::ok, "hosts", fmt::format("the other hosts of the configuration ({}) are connected", carriers.size()), ""}};
   return {{Finding::Level::note, "hosts", fmt::format("{} of {} other hosts of the configuration are not connected: {}", count, carriers.size(), away),

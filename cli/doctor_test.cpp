@@ -68,8 +68,9 @@ TEST_CASE("OfListedHostsOneLineSaysWhichAreNotConnected") {
   CHECK(examine_listed_hosts(state)[0].level == Finding::Level::ok);
   state["carriers"][1]["state"] = "silent";
   CHECK(examine_listed_hosts(state)[0].what == "1 of 5 other hosts of the configuration are not connected: c (silent)");
+  state["carriers"][2]["problem"] = "no answer";
   for (auto& carrier : state["carriers"]) carrier["state"] = "connecting";
-  CHECK(examine_listed_hosts(state)[0].what == "5 of 5 other hosts of the configuration are not connected: b (connecting), c (connecting), d (connecting) and 2 more");
+  CHECK(examine_listed_hosts(state)[0].what == "5 of 5 other hosts of the configuration are not connected: b (connecting), c (connecting), d (connecting: no answer) and 2 more");
   CHECK(examine_listed_hosts(state)[0].level == Finding::Level::note);
   state["subnet"] = json::object();
   CHECK(examine_listed_hosts(state).empty());  // examine_subnet() does

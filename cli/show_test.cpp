@@ -31,7 +31,7 @@ const char* const whole = R"({
     "counters": {"sends": 1}}],
   "routes": [{"guest": 3, "name": "prog", "lid": 5, "gids": ["fe80::1"], "via": "local"}],
   "carriers": [{"host": "b", "address": "10.0.0.2:28251", "lids": "100-199", "via": "hca", "why": "both hosts have an HCA", "records_via": "tcp", "records_why": "none yet",
-    "fallen_back": "it broke", "encrypted": true, "disagreement": "of LIDs", "unauthenticated": 2, "small_packets": true, "other_protocol": true, "state": "silent", "silent_ms": 3000, "connections_here": 1,
+    "fallen_back": "it broke", "encrypted": true, "disagreement": "of LIDs", "unauthenticated": 2, "small_packets": true, "other_protocol": true, "problem": "refused", "state": "silent", "silent_ms": 3000, "connections_here": 1,
     "groups": 1, "multicast_datagrams": 4, "counters": {"sent_records": 1}}],
   "groups": [{"mgid": "ff12::1", "members": 1, "hosts": ["b"]}],
   "hca": {"state": "ACTIVE", "why": "", "device": "rxe0", "port": 1, "link_layer": "Ethernet", "gid": "fe80::3", "gid_index": 1, "mtu": 1024, "pfc": "off", "connections": 1,

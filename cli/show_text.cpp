@@ -169,7 +169,7 @@ void routes(Shown state, std::string& out) {
     if (host.at("via").is("hca")) line.add_quoted("records_via_tcp", host.at("records_why"));
     line.add_quoted("fallen_back", host.at("fallen_back"));
     if (host.at("silent_ms").number() > 1000) line.add("silent_ms", host.at("silent_ms"));
-    line.add_if(host.at("encrypted").is_true(), "encrypted", "yes").add_quoted("disagreement", host.at("disagreement"));
+    line.add_if(host.at("encrypted").is_true(), "encrypted", "yes").add_quoted("disagreement", host.at("disagreement")).add_quoted("problem", host.at("problem"));
     line.add_unless_zero("unauthenticated", host.at("unauthenticated")).add_if(host.at("small_packets").is_true(), "small_packets", "yes");
     line.add_if(host.at("other_protocol").is_true(), "other_protocol", "yes");
     line.add("connections_here", host.at("connections_here")).add_unless_zero("groups", host.at("groups"));

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -78,6 +79,7 @@ json describe_carriers(Fabric& fabric) {
     const std::uint64_t silent_ns = fabric.far->silent_ns(id);
     constexpr std::uint64_t quiet_ns = 2'000'000'000;  // it says something every 200 ms
     const bool known = fabric.far->session(id) != 0;
+    const int failed = count(gauge->connect_error);
     const HcaDesk* const hca = fabric.far->hca();
     const std::string why_not = hca != nullptr ? hca->why_not(id) : "only-carrier";
     out.push_back({{"host", host->name},
@@ -92,6 +94,8 @@ json describe_carriers(Fabric& fabric) {
                    {"disagreement", fabric.far->carrier().disagreement(id)},
                    {"unauthenticated", count(gauge->unauthenticated)},
                    {"small_packets", count(gauge->small_packets)},
+                   {"dials", fabric.far->carrier().dials(id)},
+                   {"problem", failed == 0 ? "" : failed == ETIMEDOUT ? "no answer" : std::strerror(failed)},
                    {"other_protocol", count(gauge->other_protocol)},
                    {"state", !known ? "connecting" : silent_ns > quiet_ns ? "silent" : "connected"},
                    {"silent_ms", known ? silent_ns / 1'000'000 : 0},

@@ -87,6 +87,24 @@ class ListedHosts(TestCase):
             process.terminate()
             process.wait(WATCHDOG_S)
 
+    def test_why_no_connection_comes_about_is_said(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.2", 0))
+            elsewhere = probe.getsockname()[1]
+        with self.service(*self.flags(0)):
+            deaf, self.socket = self.socket, str(self.folder / "other.sock")
+            with self.service(*self.flags(1, port=elsewhere)):
+                end = time.monotonic() + WATCHDOG_S
+                while "Connection refused" not in (result := self.vrdma("doctor", "h1", "--socket", deaf)).stdout:
+                    self.assertLess(time.monotonic(), end, result.stdout + result.stderr)
+                    time.sleep(0.05)
+                self.assertEqual(result.returncode, 1, result.stdout)
+                self.assertNotIn("nft", result.stdout)
+                self.assertIn("listens where", result.stdout)
+                self.assertIn('problem "Connection refused"', self.vrdma("show", "routes", "--socket", deaf).stdout)
+                result = self.vrdma("doctor", "h0", "--socket", self.socket)
+                self.assertIn("that host which connects to this one", result.stdout)
+
     def test_a_log_says_that_a_host_comes_and_goes(self):
         log = self.folder / "h0.log"
 

@@ -26,6 +26,7 @@ struct Gauge {
   // dials, and makes the next connection of small ones.
   std::atomic<bool> small_packets{false};
   std::atomic<bool> other_protocol{false};  // from its address connections came that are not of TLS, as those of very old services, and none stood since
+  std::atomic<int> connect_error{0};  // errno of the last connect of ours to it; ETIMEDOUT: nobody has answered; 0: none failed, or another host connects
   // For `vrdma show`.
   std::atomic<std::uint64_t> sent_bytes{0}, sent_records{0}, received_bytes{0}, received_records{0}, resent{0}, reconnects{0};
   std::atomic<std::uint64_t> bypassed_bytes{0}, bypassed_records{0};  // of what was sent

@@ -280,6 +280,7 @@ void TcpCarrier::hello(Link& link, const LinkHead& head, std::uint64_t now) {
   if (!link.doubted) link.gauge->silent_ns.store(0, std::memory_order_relaxed);
   void_what_nobody_repeats(link);
   link.gauge->connected.store(true, std::memory_order_relaxed);
+  link.gauge->connect_error.store(0, std::memory_order_relaxed);
   say(link, LinkKind::alive, now);
 }
 

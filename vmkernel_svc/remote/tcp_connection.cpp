@@ -55,7 +55,7 @@ void TcpConnection::go_on() {
   if (state_ == State::connecting) {
     int error = 0;
     socklen_t bytes = sizeof(error);
-    if (::getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 || error != 0) return break_off(Why::hung_up);
+    if (::getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 || error != 0) return connect_error_ = error, break_off(Why::hung_up);
     sockaddr_storage address;
     bytes = sizeof(address);
     if (::getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return;  // not yet

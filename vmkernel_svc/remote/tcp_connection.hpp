@@ -23,6 +23,7 @@ class TcpConnection {
   int socket() const { return socket_.get(); }
   State state() const { return state_; }
   Why why() const { return why_; }
+  int connect_error() const { return connect_error_; }  // why it did not come about; 0: it did, or may yet
   std::uint64_t since_ns() const { return since_ns_; }                            // of its beginning
   const std::shared_ptr<const PeerHost>& peer() const { return peer_; }  // of who is dialed; else once open; of a handshake that failed: who it was to be, if it came so far
   bool encrypts() const { return encrypts_; }
@@ -62,6 +63,7 @@ class TcpConnection {
   std::uint64_t since_ns_;
   State state_;
   Why why_ = Why::none;
+  int connect_error_ = 0;
   bool encrypts_ = false, wants_write_ = false, drained_ = false, is_tls_ = true, is_noted_ = false;
   std::optional<FrameSeal> sealing_, opening_;
   std::deque<std::shared_ptr<engine::FarFrame>> outgoing_;

@@ -142,8 +142,10 @@ void TcpCarrier::dial(Link& link, std::uint64_t now) {
     log::warn("cannot make a socket to connect to host {} ({}): raise the limit of open files", link.name, std::strerror(why));
   if (socket && link.gauge->small_packets.load(std::memory_order_relaxed)) ::setsockopt(socket.get(), IPPROTO_TCP, TCP_MAXSEG, &small_segment_bytes, sizeof(small_segment_bytes));
   // From the address that the other host knows us by.
-  if (!socket || ::bind(socket.get(), generic(ours), our_bytes) != 0) return;
-  if (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS) return;
+  if (!socket || ::bind(socket.get(), generic(ours), our_bytes) != 0 || (::connect(socket.get(), generic(theirs), bytes) != 0 && errno != EINPROGRESS)) {
+    if (socket) link.gauge->connect_error.store(errno, std::memory_order_relaxed);
+    return;
+  }
   ++link.connects;
   link.connection = std::make_unique<TcpConnection>(context_, std::move(socket), host, now);
   link.watched = 0;
@@ -238,6 +240,7 @@ void TcpCarrier::disconnect(Link& link, std::uint64_t now) {
     log::info("host {} has gone, or the way to it: its connection has ended", link.name);
   }
   note_end(link, now);
+  link.gauge->connect_error.store(link.connection->connect_error(), std::memory_order_relaxed);
   dispose(std::move(link.connection));
   link.greeted = link.knows_us = false;
   link.watched = 0;
@@ -361,7 +364,7 @@ void TcpCarrier::look(std::uint64_t now) {
       const bool mute = link->mute_ns > (connection.state() == State::open ? mute_max_ns : connecting ? connect_max_ns(link->connects) : shake_ns);
       if (connection.state() == State::broken || mute) {
         disconnect(*link, now);
-        if (connecting && mute) link->dial_at_ns = now;
+        if (connecting && mute) link->dial_at_ns = now, link->gauge->connect_error.store(ETIMEDOUT, std::memory_order_relaxed);
       } else if (link->greeted && now - link->said_ns >= alive_ns && !connection.wants_to_write()) say(*link, LinkKind::alive, now);
     }
     if (!link->connection && link->dials && now >= link->dial_at_ns) dial(*link, now);
