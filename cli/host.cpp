@@ -49,6 +49,14 @@ class NewFiles {
   std::vector<fs::path> made_;
 };
 
+// A host has another certificate of the same name and authority here: it is replaced.
+bool is_renewal(const fs::path& folder, const Invitation& invitation) {
+  if (!fs::exists(folder / "host.pem") || !fs::exists(folder / "host.key") || !fs::exists(folder / "ca.pem")) return false;
+  const auto before = describe(load_certificate(folder / "host.pem").get()), after = describe(invitation.host.certificate.get());
+  const auto authority = describe(load_certificate(folder / "ca.pem").get());
+  return before.name == after.name && before.serial != after.serial && authority.fingerprint == describe(invitation.authority.get()).fingerprint;
+}
+
 std::int64_t last_day(int days, const Identity& authority) {
   if (days < 1 || days > authority_days) throw std::runtime_error(fmt::format("--days {}: a certificate lasts from 1 to {} days", days, authority_days));
   return std::min<std::int64_t>(std::time(nullptr) + std::int64_t{days} * 86400, describe(authority.certificate.get()).not_after_s);
@@ -135,11 +143,23 @@ int host_join(const HostOptions& options) {
   if (const auto why = refusal(invitation.host.certificate.get(), invitation.authority.get(), std::time(nullptr)); !why.empty())
     throw std::runtime_error(fmt::format("{}: {}", options.file, why));
   make_folder(folder);
+  const bool renewal = is_renewal(folder, invitation);
+  const std::string beside = renewal ? ".new" : "";
   NewFiles files;
-  files.save(folder / "host.key", to_pem(invitation.host.key.get()), For::owner);
-  files.save(folder / "host.pem", to_pem(invitation.host.certificate.get()), For::everybody);
-  files.save(folder / "ca.pem", to_pem(invitation.authority.get()), For::everybody);
+  if (renewal) fs::remove(folder / "host.key.new"), fs::remove(folder / "host.pem.new");  // of an attempt that was killed
+  files.save(folder / ("host.key" + beside), to_pem(invitation.host.key.get()), For::owner);
+  files.save(folder / ("host.pem" + beside), to_pem(invitation.host.certificate.get()), For::everybody);
+  if (renewal) {
+    fs::rename(folder / "host.key.new", folder / "host.key");
+    fs::rename(folder / "host.pem.new", folder / "host.pem");
+  } else {
+    files.save(folder / "ca.pem", to_pem(invitation.authority.get()), For::everybody);
+  }
   files.keep();
+  if (renewal) {
+    print_all(fmt::format("\"{}\" has another certificate now: restart vrdmad, and remove {}.\n", describe(invitation.host.certificate.get()).name, options.file));
+    return 0;
+  }
   print_all(fmt::format("This host is \"{}\" now. Put this into the configuration of vrdmad, start it, and remove {}:\n\n    {}\n",
                         describe(invitation.host.certificate.get()).name, options.file, section(options.address, folder.string(), invitation.seed)));
   return 0;
