@@ -74,7 +74,9 @@ std::string section(const std::string& address, const std::string& folder, const
 }
 
 void check_address(const std::string& address) {
-  if (!address.empty() && !address_and_port(address))
+  const auto parsed = address_and_port(address);
+  if (const auto why = no_place(parsed ? parsed->first : address); !why.empty()) throw std::runtime_error(fmt::format("--address \"{}\", {}", address, why));
+  if (!address.empty() && !parsed)
     throw std::runtime_error(fmt::format("--address \"{}\": give a numeric address, with a port or without, as in 10.0.0.1:28250", address));
 }
 

@@ -287,37 +287,21 @@ void Config::read_text(const std::string& content, const std::string& origin) {
   apply(document, keys, origin, "the configuration");
 }
 
-namespace {
-
-// Why a numeric address is none by which hosts find each other; empty: it may be.
-std::string no_place(const std::string& address) {
-  if (vrdma::hosts::same_address(address, "0.0.0.0") || vrdma::hosts::same_address(address, "::"))
-    return "which names no host: give the one at which others reach it";
-  in6_addr v6{};
-  if (vrdma::hosts::is_v6(address) && ::inet_pton(AF_INET6, address.c_str(), &v6) == 1 && IN6_IS_ADDR_LINKLOCAL(&v6))
-    return "which is link-local, and means something else on each interface: give a global or a unique local one (fd00::/8)";
-  if (char v4[INET_ADDRSTRLEN]; IN6_IS_ADDR_V4MAPPED(&v6) && ::inet_ntop(AF_INET, v6.s6_addr + 12, v4, sizeof(v4)) != nullptr)
-    return fmt::format("which is an IPv4 address within an IPv6 one: give {}", v4);
-  return {};
-}
-
-}  // namespace
-
 void RemoteConfig::check() const {
   namespace addresses = vrdma::hosts;
   if (hosts.empty()) return;
   const auto require = [](bool good, const std::string& what) {
     if (!good) throw std::runtime_error("configuration: \"remote\": " + what);
   };
+  require(addresses::no_place(address).empty(), fmt::format("\"address\" is \"{}\", {}", address, addresses::no_place(address)));
   require(addresses::is_numeric(address), fmt::format("\"address\" is \"{}\": it must be the numeric address of this host's interface", address));
-  require(no_place(address).empty(), fmt::format("\"address\" is \"{}\", {}", address, no_place(address)));
   require(port != 0, "\"port\" is 0: give the port to listen at (28251 by default)");
   require(!secret_file.empty(), "\"secret_file\" is missing: the file with the subnet's secret, the same on all hosts");
   bool self = false;
   for (const RemoteHost& host : hosts) {
     require(!host.name.empty() && host.name.size() < 40, fmt::format("\"name\" is \"{}\": it must have 1 to 39 characters", host.name));
+    require(addresses::no_place(host.address).empty(), fmt::format("the \"address\" of host {} is \"{}\", {}", host.name, host.address, addresses::no_place(host.address)));
     require(addresses::is_numeric(host.address), fmt::format("the \"address\" of host {} is \"{}\": it must be numeric", host.name, host.address));
-    require(no_place(host.address).empty(), fmt::format("the \"address\" of host {} is \"{}\", {}", host.name, host.address, no_place(host.address)));
     require(host.port != 0, fmt::format("the \"port\" of host {} is 0", host.name));
     const auto named = std::count_if(hosts.begin(), hosts.end(), [&](const RemoteHost& other) { return other.name == host.name; });
     require(named == 1, fmt::format("host {} is named twice in \"hosts\"", host.name));
@@ -358,8 +342,8 @@ void require(bool good, const std::string& what) {
 
 void check_hosts(const hosts::Settings& section) {
   const auto endpoint = [](const std::string& what, const std::string& address, std::uint16_t port) {
+    require(hosts::no_place(address).empty(), fmt::format("\"address\" of {} is \"{}\", {}", what, address, hosts::no_place(address)));
     require(hosts::is_numeric(address), fmt::format("\"address\" of {} is \"{}\": it must be a numeric IP address", what, address));
-    require(no_place(address).empty(), fmt::format("\"address\" of {} is \"{}\", {}", what, address, no_place(address)));
     require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
   endpoint("\"hosts\"", section.address, section.port);
@@ -368,7 +352,7 @@ void check_hosts(const hosts::Settings& section) {
   };
   if (section.seed) {
     const std::string& address = section.seed->first;
-    require(no_place(address).empty(), fmt::format("\"seed\" is \"{}\", {}", address, no_place(address)));
+    require(hosts::no_place(address).empty(), fmt::format("\"seed\" is \"{}\", {}", address, hosts::no_place(address)));
     reachable("the \"seed\"", address);
   }
   require(section.port != 65535 || section.carrier_port != 0, "\"port\" of \"hosts\" is 65535: give a \"carrier_port\", as there is none after it");

@@ -86,6 +86,9 @@ class Configuration(TestCase):
         self.assert_refuses(remote({"address": "10.0.0.1"}), 2, "hosts a and b are both at 10.0.0.1:28251")
         self.assert_refuses(remote({"address": "fd00::2"}), 2, "10.0.0.1 (IPv4)", "host b fd00::2 (IPv6)")
         self.assert_refuses(remote(address="10.0.0.3"), 2, "10.0.0.3:28251", "10.0.0.1:28251")
+        for address, word in (("224.0.0.1", "many hosts"), ("ff05::1", "many hosts"), ("fe80::1%eth0", "link-local"), ("fe80::1", "link-local"), ("0.0.0.0", "names no host")):
+            self.assert_refuses(remote(address=address), 2, address, word)
+            self.assert_refuses(self.check(json.dumps({"hosts": {"address": address}}))[0], 2, address, word)
         for more in ({"seed": "fd00::2"}, {"peers": [{"name": "b", "address": "fd00::2"}]}):
             self.assert_refuses(self.check(json.dumps({"hosts": {"address": "10.0.0.1", **more}}))[0], 2, "10.0.0.1 (IPv4)", "fd00::2 (IPv6)")
         # What the start says of files, this says, too.

@@ -526,6 +526,11 @@ class Tools(Subnet):
         self.assertEqual(root.stat().st_mode & 0o777, 0o700)
         self.assert_refuses(self.vrdma("host", "init", "a", "--folder", root), 1, "is there already")
         self.assert_refuses(self.vrdma("host", "add", "Big", "--folder", root), 1, '"Big"', "a-z")
+        for address, word in (("0.0.0.0", "names no host"), ("[::]:28250", "names no host"), ("::ffff:10.0.0.1", "give 10.0.0.1"), ("fe80::1", "link-local"), ("fe80::1%eth0", "link-local"),
+                              ("224.0.0.1", "many hosts"), ("ff02::1", "many hosts")):
+            for words in (("init", "a"), ("add", "z")):
+                self.assert_refuses(self.vrdma("host", *words, "--folder", self.folder / "no", "--address", address), 1, address, word)
+        self.assertFalse((self.folder / "no").exists())
         invitation = self.folder / "b.invitation"
         self.good("host", "add", "b", "--folder", root, "--address", "10.0.0.1", "-o", invitation)
         self.assertEqual(invitation.stat().st_mode & 0o777, 0o600)

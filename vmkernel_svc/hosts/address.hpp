@@ -2,6 +2,7 @@
 #pragma once
 
 #include <arpa/inet.h>
+#include <netinet/in.h>
 
 #include <charconv>
 #include <cstdint>
@@ -26,6 +27,22 @@ inline bool same_address(const std::string& one, const std::string& other) {
   in6_addr first{}, second{};
   const int family = is_v6(one) ? AF_INET6 : AF_INET;
   return ::inet_pton(family, one.c_str(), &first) == 1 && ::inet_pton(family, other.c_str(), &second) == 1 && std::memcmp(&first, &second, sizeof(first)) == 0;
+}
+
+// Why an address is none by which hosts find each other, also one with a zone ("fe80::1%eth0"); empty: it may be, if it is numeric.
+inline std::string no_place(const std::string& text) {
+  const std::string address = text.substr(0, text.find('%'));
+  in_addr v4{};
+  in6_addr v6{};
+  const bool is_4 = ::inet_pton(AF_INET, address.c_str(), &v4) == 1, is_6 = ::inet_pton(AF_INET6, address.c_str(), &v6) == 1;
+  if (!is_4 && !is_6) return {};
+  if (is_6 ? IN6_IS_ADDR_UNSPECIFIED(&v6) : v4.s_addr == INADDR_ANY) return "which names no host: give the one at which others reach it";
+  if (is_6 ? IN6_IS_ADDR_MULTICAST(&v6) : ntohl(v4.s_addr) >> 28 == 0xe || v4.s_addr == INADDR_BROADCAST) return "which is that of many hosts, or of none: give the one at which others reach it";
+  if (!is_6) return {};
+  if (IN6_IS_ADDR_LINKLOCAL(&v6)) return "which is link-local, and means something else on each interface: give a global or a unique local one (fd00::/8)";
+  if (char within[INET_ADDRSTRLEN]; IN6_IS_ADDR_V4MAPPED(&v6) && ::inet_ntop(AF_INET, v6.s6_addr + 12, within, sizeof(within)) != nullptr)
+    return std::string("which is an IPv4 address within an IPv6 one: give ") + within;
+  return {};
 }
 
 // "10.0.0.1", "10.0.0.1:28250", "fd00::1", "[fd00::1]:28250".
