@@ -433,6 +433,28 @@ class Refused(Subnet):
         self.start("a", "b")
         wait_until(lambda: 'the lists of "peers" differ' in self.log("a") and 'the lists of "peers" differ' in self.log("b"), "both say so")
 
+    def test_subnets_that_began_apart_are_not_merged(self):
+        self.make("a", "b")
+        for name in "a", "b":
+            self.configure(name, peers=[self.peer(name)])
+        self.start("a", "b")
+        for name in "a", "b":
+            wait_until(lambda: self.show(name)["may_give"] and "origin" in json.loads((self.hosts[name]["folder"] / "subnet.json").read_text()), f"{name} leads a subnet of its own")
+        for name in "a", "b":
+            self.kill(name, signal.SIGTERM)
+            self.configure(name, peers=[self.peer("a"), self.peer("b")])
+        self.start("a", "b")
+        for name, other in ("a", "b"), ("b", "a"):
+            words = f'"{other}" and this one belong to subnets that began apart', "remove its subnet.json"
+            wait_until(lambda: all(word in self.show(name)["manager_problem"] for word in words), f"{name} says so")
+            self.assertFalse(self.show(name)["may_give"])
+            self.assert_says(self.vrdma("doctor", "--socket", self.hosts[name]["folder"] / "s.sock"), *words)
+            self.assertEqual(self.log(name).count(f'manager "{other}" belongs to a subnet that began apart'), 1, self.log(name))
+        self.kill("b", signal.SIGTERM)
+        (self.hosts["b"]["folder"] / "subnet.json").unlink()
+        self.start("b")
+        self.lids(self.settled("a", "b"))
+
     def test_what_vrdmad_says_of_a_folder_that_is_not_right(self):
         self.make("a")
         folder = self.hosts["a"]["folder"]
