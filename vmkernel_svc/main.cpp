@@ -90,6 +90,7 @@ int main(int argc, char** argv) {
     return app.exit(error) == 0 ? 0 : 2;
   }
 
+  std::signal(SIGPIPE, SIG_IGN);  // who reads its log may leave before it: a terminal, `| tee`
   std::signal(SIGXFSZ, SIG_IGN);  // what a limit of file sizes forbids, shared memory, too, fails by itself and is told
 
   if (!keeper.empty()) return vrdma::svc::Keeper::serve(keeper);

@@ -133,6 +133,31 @@ class Listening(TestCase):
         self.assertIn("SIGHUP: leaving", self.service_said)
         self.assertFalse(os.path.exists(self.socket))
 
+    def test_who_reads_the_log_may_leave_before_the_service(self):
+        """`vrdmad 2>&1 | tee`, a terminal that is closed. Fails where SIGPIPE ends it: by signal 13, and its socket stays."""
+        for when in "before it serves", "while it serves":
+            with self.subTest(when):
+                ready, ready_write = os.pipe()
+                log, log_write = os.pipe()
+                if when == "before it serves":
+                    os.close(log)
+                service = subprocess.Popen([str(BIN / "vrdmad"), "--socket", self.socket, "--ready-fd", str(ready_write)],
+                                           env=self.environment, pass_fds=[ready_write], stderr=log_write)
+                for end in ready_write, log_write:
+                    os.close(end)
+                try:
+                    with os.fdopen(ready, "rb") as serves:
+                        self.assertEqual(serves.read(1), b"\x01")
+                    if when == "while it serves":
+                        os.close(log)
+                    attach(self.socket)[0].close()
+                    self.assertEqual(self.vrdma("show", "--socket", self.socket).returncode, 0)
+                finally:
+                    service.terminate()
+                    service.wait(WATCHDOG_S)
+                self.assertEqual(service.returncode, 0)
+                self.assertFalse(os.path.exists(self.socket))
+
     def test_a_hangup_that_is_ignored_does_not_end_the_service(self):
         with self.service(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
             process.send_signal(signal.SIGHUP)
