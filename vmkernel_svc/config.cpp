@@ -50,6 +50,7 @@ Setter text(std::string& to, const std::string& origin, const std::string& key) 
   return [&to, origin, key](const json& value) {
     if (!value.is_string()) refuse(origin, fmt::format("\"{}\" is {}: it must be a string", key, shown(value)));
     to = value.get<std::string>();
+    if (to.find('\0') != std::string::npos) refuse(origin, fmt::format("\"{}\" is {}: it must be a string without NUL", key, shown(value)));
   };
 }
 
@@ -337,8 +338,21 @@ std::string Config::machines_folder() const {
 namespace {
 
 void require(bool good, const std::string& what) {
-  if (!good) throw std::runtime_error("configuration: " + what);
+  if (!good) throw WrongConfiguration("configuration: " + what);
 }
+
+}  // namespace
+
+void check_place_among_peers(const hosts::Settings& section, const std::string& name) {
+  for (const auto& peer : section.peers) {
+    const bool here = hosts::same_address(peer.address, section.address) && peer.port == section.port;
+    require((peer.name == name) == here,
+            fmt::format("\"peers\" has \"{}\" at {}, this host, \"{}\", is at {} by its \"address\" and \"port\": the others look for it by \"peers\"", peer.name,
+                        hosts::with_port(peer.address, peer.port), name, hosts::with_port(section.address, section.port)));
+  }
+}
+
+namespace {
 
 void check_hosts(const hosts::Settings& section) {
   const auto endpoint = [](const std::string& what, const std::string& address, std::uint16_t port) {
@@ -347,6 +361,8 @@ void check_hosts(const hosts::Settings& section) {
     require(port != 0, fmt::format("\"port\" of {} is 0: it must be from 1 to 65535", what));
   };
   endpoint("\"hosts\"", section.address, section.port);
+  require(section.carrier_port != section.port,
+          fmt::format("\"port\" and \"carrier_port\" of \"hosts\" are both {}: give each its own", section.port));
   const auto reachable = [&](const std::string& what, const std::string& address) {
     require(hosts::is_v6(address) == hosts::is_v6(section.address), one_family(section.address, what, address));
   };
@@ -382,10 +398,8 @@ void check_hosts(const hosts::Settings& section) {
     };
     require(std::count_if(section.peers.begin(), section.peers.end(), same) == 1,
             fmt::format("\"{}\" or its address is in \"peers\" twice", peer.name));
-    require(peer.name != section.name || (peer.address == section.address && peer.port == section.port),
-            fmt::format("\"peers\" has \"{}\" at {}, \"hosts\" itself at {}", peer.name, hosts::with_port(peer.address, peer.port),
-                        hosts::with_port(section.address, section.port)));
   }
+  if (!section.name.empty()) check_place_among_peers(section, section.name);
   const auto& timing = section.timing;
   require(timing.heartbeat_ms >= 10 && timing.election_ms >= 3 * timing.heartbeat_ms && timing.election_ms <= 600'000,
           fmt::format("\"election_ms\" is {}, \"heartbeat_ms\" {}: at least 10 ms between heartbeats, and three of them (to ten minutes) "
@@ -401,6 +415,8 @@ void check_hosts(const hosts::Settings& section) {
 
 void Config::check() const {
   require(!socket.empty(), "\"socket\" is empty: give the path of the socket to listen at");
+  require(socket.size() <= socket_characters_max,
+          fmt::format("\"socket\" is \"{}\" ({}): a socket's path has at most {} characters", socket, std::strerror(ENAMETOOLONG), socket_characters_max));
   require(link_layer == "infiniband" || link_layer == "ethernet",
           fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" (or \"ib\") or \"ethernet\"", link_layer));
   require(shards >= 1 && shards <= shards_max, fmt::format("\"shards\" is {}: 1 to {} are possible", shards, shards_max));

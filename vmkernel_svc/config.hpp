@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,11 @@
 #include "vmkernel_svc/hosts/settings.hpp"
 
 namespace vrdma::svc {
+
+// What is configured cannot be, or not beside what else there is: no time heals it, and who starts the service need not try again.
+struct WrongConfiguration : std::runtime_error {
+  using runtime_error::runtime_error;
+};
 
 struct Quota {  // of one tenant
   std::uint32_t guests = 1024;
@@ -51,6 +57,8 @@ struct HcaSettings {  // the physical HCA that takes connections to other hosts
   std::string library;  // a libibverbs.so.1; empty: the system's
 };
 
+constexpr std::size_t socket_characters_max = 107;  // unix(7): what sun_path holds
+
 constexpr std::uint32_t shards_max = 32;
 std::uint32_t default_shards();  // one for every four processors, at least one
 
@@ -88,5 +96,8 @@ struct Config {
   // Throws likewise where values contradict one another or are out of range.
   void check() const;
 };
+
+// Whether `peers`, where this host of that name is among them, have it where it listens; throws likewise.
+void check_place_among_peers(const hosts::Settings& section, const std::string& name);
 
 }  // namespace vrdma::svc

@@ -130,7 +130,10 @@ int main(int argc, char** argv) {
     });
     spdlog::set_level(spdlog::level::from_str(config.log_level));
     spdlog::flush_on(spdlog::level::info);
+    vrdma::svc::check_files(config);
     vrdma::svc::serve(config);
+  } catch (const vrdma::svc::WrongConfiguration& error) {
+    return fail(2, error);
   } catch (const std::exception& error) {
     return fail(1, error);
   }

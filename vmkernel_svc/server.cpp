@@ -28,6 +28,7 @@
 #include "vmci_channel/readiness.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
 #include "vmkernel_svc/hosts/certificates.hpp"
+#include "vmkernel_svc/hosts/etcd_client.hpp"
 #include "vmkernel_svc/mad/management.hpp"
 #include "vmkernel_svc/log/log.hpp"
 #include "vmkernel_svc/memory/bus_guard.hpp"
@@ -78,6 +79,15 @@ void await_address(const std::string& address) {
   while (is_missing(address) && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(pause);
 }
 
+std::string cannot_listen(const std::string& socket, int why) {
+  return fmt::format("cannot listen at {} ({}): {}", socket, std::strerror(why),
+                     why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
+                     : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
+                     : why == EISDIR ? "that is a folder; give the path of a socket in it"
+                     : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
+                     : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
+                                           : "give another --socket");
+}
 }  // namespace
 
 Server::Server(const Config& config) : config_(config) {
@@ -98,6 +108,15 @@ Server::Server(const Config& config) : config_(config) {
   if (!config_.remote.hosts.empty()) await_address(config_.remote.address);
   else if (config_.hosts) await_address(config_.hosts->address);
   listen();
+  try {
+    set_up(limits);
+  } catch (...) {
+    socket_file_.remove();
+    throw;
+  }
+}
+
+void Server::set_up(const Reception::Limits& limits) {
   if (!config_.remote.hosts.empty()) {
     const RemoteConfig& remote = config_.remote;
     directory_ = std::make_shared<remote::ConfiguredSubnet>(remote);
@@ -113,7 +132,7 @@ Server::Server(const Config& config) : config_(config) {
     const auto us = hosts_->snapshot()->us;
     carrier_place_ = {us.name, us.address, us.carrier_port, config_.hosts->encrypt};
   }
-  shard_ = std::make_unique<Shard>(config_, head);
+  shard_ = std::make_unique<Shard>(config_, *page_.at<ServicePage>(0));
   while (shard_->fabric().shards.all().size() < config_.shards) further_shards_.push_back(std::make_unique<Shard>(*shard_));
   if (directory_) {
     // Frames of 64 KiB come and go at the end of the heap: returned to the kernel each time, and cleared by it page by page, they would
@@ -150,17 +169,7 @@ void Server::listen() {
     throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket (programs look at $XDG_RUNTIME_DIR/vrdma/vrdmad.sock by themselves)",
                                          directory.string(), error.message()));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
-  if (!listening) {
-    const int why = value(listening.error());
-    throw std::runtime_error(fmt::format(
-        "cannot listen at {} ({}): {}", config_.socket, std::strerror(why),
-        why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
-        : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
-        : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
-        : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
-        : why == ENAMETOOLONG ? "a socket's path has at most 107 characters; give a shorter --socket"
-                              : "give another --socket"));
-  }
+  if (!listening) throw std::runtime_error(cannot_listen(config_.socket, value(listening.error())));
   listener_ = std::move(*listening);
   socket_file_ = vmci::SocketFile(config_.socket);
 }
@@ -332,9 +341,37 @@ bool Server::go_unmissed() {
   return false;
 }
 
+namespace {
+
+// As the host's certificate says that it is called.
+void check_name(const hosts::Settings& settings) {
+  const std::string name = hosts::describe(hosts::load_host(settings.folder).certificate.get()).name;
+  if (!settings.name.empty() && settings.name != name)
+    throw WrongConfiguration(fmt::format("this host is \"{}\" by the configuration, \"{}\" by its certificate {}", settings.name, name,
+                                         (settings.folder / "host.pem").string()));
+  check_place_among_peers(settings, name);
+}
+
+void check_log_file(const std::string& file) {
+  struct stat status;
+  const int error = ::stat(file.c_str(), &status) == 0 && S_ISDIR(status.st_mode) ? EISDIR : ::access(file.c_str(), W_OK) != 0 && errno != ENOENT ? errno : 0;
+  if (error != 0) throw WrongConfiguration(fmt::format("cannot open the log {} ({}): give another --log-file", file, std::strerror(error)));
+}
+
+}  // namespace
+
 void check_files(const Config& config) {
-  if (!config.remote.hosts.empty()) remote::ConfiguredSubnet{config.remote};
-  if (config.hosts) hosts::load_host(config.hosts->folder);
+  try {
+    if (!config.remote.hosts.empty()) remote::ConfiguredSubnet{config.remote};
+    boost::asio::io_context unused;
+    if (config.hosts && config.hosts->etcd) hosts::EtcdClient(unused, *config.hosts->etcd, 0);
+  } catch (const std::runtime_error& error) {
+    throw WrongConfiguration(error.what());
+  }
+  if (config.hosts) check_name(*config.hosts);
+  if (!config.log_file.empty()) check_log_file(config.log_file);
+  if (struct stat status; ::lstat(config.socket.c_str(), &status) == 0 && !S_ISSOCK(status.st_mode))
+    throw WrongConfiguration(cannot_listen(config.socket, S_ISDIR(status.st_mode) ? EISDIR : ENOTSOCK));
 }
 
 void serve(const Config& config) {

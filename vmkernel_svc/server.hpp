@@ -32,6 +32,7 @@ class Server {
   void start_shards();
   void stop_shards();
   void listen();
+  void set_up(const Reception::Limits& limits);  // all behind the socket
   void watch_idle();
   bool go_unmissed();
   void machines_changed();

@@ -44,6 +44,17 @@ class Configuration(TestCase):
         result, file = self.check('{"quota": {"guest": 1}}')
         self.assert_refuses(result, 2, file, 'unknown key "guest" in "quota"', "registered_bytes")
 
+    def test_places_that_are_none_are_seen_by_check_and_at_the_start(self):
+        file = self.folder / "a file"
+        file.write_text("")
+        for flags, *words in ((("--socket", self.folder / ("x" * 120)), "File name too long", "107"), (("--socket", self.folder), str(self.folder), "is a folder"),
+                              (("--socket", file), str(file), "not a socket"), (("--socket", self.socket, "--log-file", self.folder), str(self.folder), "--log-file")):
+            for check in (), ("--check",):
+                with self.subTest(flags, check=check):
+                    self.assert_refuses(self.vrdmad(*flags, *check), 2, *words)
+        result, _ = self.check(json.dumps({"socket": str(self.folder / "a\0b")}))
+        self.assert_refuses(result, 2, '"socket" is ', "without NUL")
+
     def test_an_hca_that_makes_no_sense(self):
         for text, *words in (('{"hca": 1}', '"hca"'), ('{"hca": {"ports": 1}}', "ports"), ('{"hca": {"port": 300}}', '"port" of "hca" is 300', "from 1 to 254"),
                              ('{"hca": {"mtu": 1500}}', '"mtu" of "hca" is 1500', "256, 512, 1024, 2048 or 4096"), ('{"hca": {"mtu": 0}}', '"mtu" of "hca" is 0'),

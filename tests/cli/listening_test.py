@@ -167,7 +167,7 @@ class Listening(TestCase):
     def test_a_file_that_is_no_socket_survives(self):
         file = self.folder / "precious"
         file.write_text("data")
-        self.assert_refuses(self.vrdmad("--socket", file), 1, str(file), "not a socket", "remove it")
+        self.assert_refuses(self.vrdmad("--socket", file), 2, str(file), "not a socket", "remove it")
         self.assertEqual(file.read_text(), "data")
         self.assert_refuses(self.vrdma("show", "--socket", file), 1, str(file), "not a socket of vrdmad")
         self.assertIn("not a socket of vrdmad", self.vrdma("doctor", "--socket", file).stdout)
@@ -177,7 +177,7 @@ class Listening(TestCase):
         program = readable_copy(self.folder)
         file = self.folder / "precious"
         file.write_text("data")
-        self.assert_refuses(self.run_program(*as_nobody(program / "vrdmad", "--socket", file)), 1, str(file), "not a socket")
+        self.assert_refuses(self.run_program(*as_nobody(program / "vrdmad", "--socket", file)), 2, str(file), "not a socket")
         self.assert_refuses(self.run_program(*as_nobody(program / "vrdma", "show", "--socket", file)), 1, str(file), "not a socket of vrdmad")
         with self.service():
             os.chmod(self.socket, 0o600)
@@ -185,7 +185,7 @@ class Listening(TestCase):
 
     def test_a_path_that_is_too_long_is_refused_with_the_limit(self):
         path = str(self.folder / ("x" * 120))
-        self.assert_refuses(self.vrdmad("--socket", path), 1, path, "File name too long", "107")
+        self.assert_refuses(self.vrdmad("--socket", path), 2, path, "File name too long", "107")
         self.assert_refuses(self.vrdma("show", "--socket", path), 1, path, "File name too long", "107")
 
     def test_a_folder_that_cannot_be_made_is_named(self):

@@ -466,9 +466,19 @@ class Refused(Subnet):
         self.assert_refuses(self.vrdmad(*configuration), 1, "subnet.json", "is damaged", "remove it")
         (folder / "subnet.json").unlink()
         self.configure("a", name="z")
-        self.assert_refuses(self.vrdmad(*configuration), 1, '"z" by the configuration', '"a" by its certificate')
+        self.assert_refuses(self.vrdmad(*configuration), 2, '"z" by the configuration', '"a" by its certificate')
         self.configure("a", address="192.0.2.1")
         self.assert_refuses(self.vrdmad(*configuration), 1, "cannot listen for other hosts at 192.0.2.1")
+        self.assertFalse((folder / "s.sock").exists(), "who has not begun leaves no socket")
+        # What no time heals is code 2, and --check sees it: also where the certificate alone says who this host is.
+        elsewhere = dict(self.peer("a"), address="192.0.2.1")
+        for wrong, *words in (({"name": "z"}, '"z" by the configuration'), ({"name": "", "peers": [elsewhere]}, '"peers" has "a" at 192.0.2.1', 'this host, "a", is at'),
+                              ({"peers": [dict(self.peer("a"), name="b")]}, '"peers" has "b" at', 'this host, "a"'), ({"carrier_port": self.hosts["a"]["port"]}, '"carrier_port"'),
+                              ({"etcd": {"endpoints": ["https://127.0.0.1:1"], "ca_file": str(folder / "none")}}, str(folder / "none"), "No such file")):
+            for check in (), ("--check",):
+                with self.subTest(wrong, check=check):
+                    self.configure("a", **wrong)
+                    self.assert_refuses(self.vrdmad(*configuration, *check), 2, *words)
         for wrong, *words in (({"address": "localhost"}, "numeric IP"), ({"address": "0.0.0.0"}, "names no host"), ({"address": "::ffff:10.0.0.1"}, "give 10.0.0.1"), ({"seed": "::ffff:10.0.0.1"}, "give 10.0.0.1"), ({"seed": "10.0.0.1:x"}, '"seed" is "10.0.0.1:x"'), ({"peers": [{"nam": "b"}]}, 'unknown key "nam"'),
                               ({"seed": "10.0.0.1", "peers": [self.peer("a")]}, '"peers" and "seed"'), ({"lids": 0}, '"lids" is 0'), ({"lease_s": 0}, '"lease_s" is 0'),
                               ({"peers": [self.peer("a"), self.peer("a")]}, "twice"), ({"election_ms": 100}, '"election_ms" is 100'), ({"port": 0}, '"port"')):
