@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cli/output.hpp"
 #include "cli/query.hpp"
 
 namespace vrdma::cli {
@@ -27,12 +28,12 @@ int direct(const DirectOptions& options) {
   }
   const auto guests = [](std::uint32_t count) { return fmt::format("{} guest{}", count, count == 1 ? "" : "s"); };
   if (mediated)
-    fmt::print("{}: through the service, from the next message on\n", guests(reply->guests));
+    print_all(fmt::format("{}: through the service, from the next message on\n", guests(reply->guests)));
   else if (reply->still_mediated == 0)
-    fmt::print("{}: direct where possible, from the next message on\n", guests(reply->guests));
+    print_all(fmt::format("{}: direct where possible, from the next message on\n", guests(reply->guests)));
   else
-    fmt::print("{}: still through the service, as \"vrdma direct mediated\" was said of {}\n", guests(reply->still_mediated),
-               options.guest != 0 ? "all guests" : "all guests of the service by its administrator");
+    print_all(fmt::format("{}: still through the service, as \"vrdma direct mediated\" was said of {}\n", guests(reply->still_mediated),
+                          options.guest != 0 ? "all guests" : "all guests of the service by its administrator"));
   return 0;
 }
 

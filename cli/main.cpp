@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -15,9 +16,11 @@
 #include "cli/direct.hpp"
 #include "cli/doctor.hpp"
 #include "cli/host.hpp"
+#include "cli/output.hpp"
 #include "cli/run.hpp"
 #include "cli/show.hpp"
 #include "cli/vm.hpp"
+#include "vmci_channel/standard_streams.hpp"
 
 namespace {
 
@@ -225,6 +228,7 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  vmci::occupy_standard_streams();
   CLI::App app{about};
   app.set_version_flag("--version", "vrdma " VRDMA_VERSION);
   app.require_subcommand(0, 1);  // 1 would hide what a misspelt one was
@@ -269,8 +273,19 @@ int main(int argc, char** argv) {
   });
   try {
     app.parse(argc, argv);
+  } catch (const CLI::Success& wish) {  // --help, --version
+    std::ostringstream text;
+    app.exit(wish, text, text);
+    try {
+      print_all(text.str());
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "vrdma: %s\n", error.what());
+      return 1;
+    }
+    return 0;
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : usage_error;
+    app.exit(error);
+    return usage_error;
   }
   try {
     if (run_command->parsed()) return run(run_options);

@@ -15,6 +15,7 @@
 #include "guest_agent/log.hpp"
 #include "guest_agent/mapper.hpp"
 #include "vmci_channel/journal.hpp"
+#include "vmci_channel/standard_streams.hpp"
 #include "vrdma/vm_device.hpp"
 
 namespace {
@@ -47,6 +48,7 @@ void serve(const vrdma::agent::Device& device, const vrdma::agent::Options& opti
 }  // namespace
 
 int main(int argc, char** argv) {
+  vmci::occupy_standard_streams();
   enum { device_flag = 1, socket_flag, ready_flag, foreground_flag, version_flag, help_flag };
   const option flags[] = {{"device", required_argument, nullptr, device_flag}, {"socket", required_argument, nullptr, socket_flag},
                           {"ready-fd", required_argument, nullptr, ready_flag}, {"foreground", no_argument, nullptr, foreground_flag},

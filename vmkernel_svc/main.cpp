@@ -1,20 +1,27 @@
 // vrdmad: the host service. Reads flags and configuration, sets up the log, runs the server.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/basic_file_sink.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
+#include <iostream>
 #include <iterator>
 #include <memory>
 #include <new>
 #include <system_error>
 
 #include "vmci_channel/journal.hpp"
+#include "vmci_channel/standard_streams.hpp"
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/serve.hpp"
@@ -43,6 +50,16 @@ void open_log(const std::string& file) try {
   throw std::runtime_error(fmt::format("cannot open the log: {}: give another --log-file", error.what()));
 }
 
+// Whether open_log() would, without making anything.
+void check_log(const std::string& file) {
+  struct stat status;
+  const int error = file.empty()                                                        ? 0
+                    : ::stat(file.c_str(), &status) == 0 && S_ISDIR(status.st_mode)     ? EISDIR
+                    : ::faccessat(AT_FDCWD, file.c_str(), W_OK, AT_EACCESS) != 0 && errno != ENOENT ? errno
+                                                                                        : 0;
+  if (error != 0) throw std::runtime_error(fmt::format("cannot open the log {} ({}): give another --log-file", file, std::strerror(error)));
+}
+
 // The exit code.
 int fail(int code, const std::exception& error) {
   const auto* const system = dynamic_cast<const std::system_error*>(&error);
@@ -57,6 +74,7 @@ int fail(int code, const std::exception& error) {
 
 int main(int argc, char** argv) {
   using vrdma::svc::Config;
+  vmci::occupy_standard_streams();
   CLI::App app{"vrdmad serves RDMA verbs to the processes, containers and VMs of this host that load libvrdma.\n"
                "It needs no HCA, no kernel module and no root."};
   app.set_version_flag("--version", "vrdmad " VRDMA_VERSION);
@@ -87,7 +105,8 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
+    if (app.exit(error) != 0) return 2;
+    return std::cout.flush() ? 0 : 1;  // --help, --version
   }
 
   std::signal(SIGPIPE, SIG_IGN);  // who reads its log may leave before it: a terminal, `| tee`
@@ -115,8 +134,9 @@ int main(int argc, char** argv) {
     }
     if (check_only) {
       vrdma::svc::check_files(config);
+      check_log(config.log_file);
       fmt::print("the configuration is good\n");
-      return 0;
+      return std::fflush(stdout) == 0 ? 0 : 1;
     }
     open_log(config.log_file);
   } catch (const std::exception& error) {

@@ -9,7 +9,7 @@ struct Config;
 void serve(const Config& config);
 
 // Whether the files that a good configuration names are there for this user, and good: the secret, or the certificates, of the hosts' subnet, those
-// of an etcd, the log; and whether anything but a socket stands where one is to be. Throws WrongConfiguration, but of a host's certificate, which
+// of an etcd; and whether anything but a socket stands where one is to be. Throws WrongConfiguration, but of a host's certificate, which
 // may come, or become good, as serve() would.
 void check_files(const Config& config);
 

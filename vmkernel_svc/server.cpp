@@ -352,12 +352,6 @@ void check_name(const hosts::Settings& settings) {
   check_place_among_peers(settings, name);
 }
 
-void check_log_file(const std::string& file) {
-  struct stat status;
-  const int error = ::stat(file.c_str(), &status) == 0 && S_ISDIR(status.st_mode) ? EISDIR : ::access(file.c_str(), W_OK) != 0 && errno != ENOENT ? errno : 0;
-  if (error != 0) throw WrongConfiguration(fmt::format("cannot open the log {} ({}): give another --log-file", file, std::strerror(error)));
-}
-
 }  // namespace
 
 void check_files(const Config& config) {
@@ -369,7 +363,6 @@ void check_files(const Config& config) {
     throw WrongConfiguration(error.what());
   }
   if (config.hosts) check_name(*config.hosts);
-  if (!config.log_file.empty()) check_log_file(config.log_file);
   if (struct stat status; ::lstat(config.socket.c_str(), &status) == 0 && !S_ISSOCK(status.st_mode))
     throw WrongConfiguration(cannot_listen(config.socket, S_ISDIR(status.st_mode) ? EISDIR : ENOTSOCK));
 }

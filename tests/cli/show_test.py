@@ -195,6 +195,21 @@ class Showing(TestCase):
             for command in ("show", "container"):
                 self.assert_refuses(self.vrdma(command, "--socket", self.socket, stdout=full), 1, "standard output", "No space left")
             self.assert_refuses(self.vrdma("container", "--format", "cdi", stdout=full), 1, "standard output", "No space left")
+            for command in ("--help", "--version", ("show", "--help")):
+                self.assert_refuses(self.vrdma(*([command] if isinstance(command, str) else command), stdout=full), 1, "standard output", "No space left")
+            for command in ("--help", "--version", "--check"):
+                self.assertEqual(self.vrdmad(command, stdout=full).returncode, 1, command)
+
+    def test_a_closed_output_is_said_and_nothing_goes_into_the_services_socket(self):
+        """Fails where descriptor 1 is free for the socket: code 0, and the service hangs up on what it is told."""
+        with self.service("--log-level", "debug"):
+            for command in "show", "metrics", "container", "--version":
+                with self.subTest(command):
+                    said = self.run_program("sh", "-c", 'exec "$@" >&-', "sh", BIN / "vrdma", command, env={"VRDMA_SOCKET": self.socket})
+                    self.assert_refuses(said, 1, "standard output", "Bad file descriptor")
+            look = "for fd in 0 1 2; do if [ -e /proc/$$/fd/$fd ]; then exit 1$fd; fi; done"
+            said = self.run_program("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", BIN / "vrdma", "run", "--", "sh", "-c", look, env={"VRDMA_SOCKET": self.socket})
+            self.assertEqual(said.returncode, 0, "the command of `vrdma run` finds its descriptors closed")
 
     def test_a_service_that_is_stopped_is_not_waited_for_for_ever(self):
         with self.service() as process:
