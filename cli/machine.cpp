@@ -203,9 +203,12 @@ Finding check_seccomp() {
 
 Finding check_devices() {
   std::string names;
+  bool under_vrdma = false;  // in a container of `vrdma container`, or by `vrdma run`: what is there is libvrdma's own
   std::error_code error;
   for (fs::directory_iterator at("/sys/class/infiniband", error), end; !error && at != end; at.increment(error))
-    names += (names.empty() ? "" : ", ") + at->path().filename().string();
+    if (first_line(at->path() / "hca_type") == "vrdma") under_vrdma = true;
+    else names += (names.empty() ? "" : ", ") + at->path().filename().string();
+  if (under_vrdma) return {Level::ok, "devices", "this program sees vrdma0, as libvrdma is loaded into it; RDMA devices of the kernel would be hidden from it", ""};
   if (names.empty()) return {Level::ok, "devices", "no RDMA device of the kernel: none is needed", ""};
   return {Level::note, "devices", "the kernel has " + names + ": programs under vrdma see vrdma0 only", "start a program without vrdma to use them"};
 }

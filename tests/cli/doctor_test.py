@@ -153,6 +153,12 @@ class Doctor(TestCase):
                 self.skipTest("no user and network namespaces here, or no ip")
             self.assertIn("ip neigh show 203.0.113.1", self.run_program(*in_a_network_of_its_own, *doctor, "203.0.113.1").stdout)
 
+    def test_under_vrdma_itself_vrdma0_is_no_device_of_the_kernel(self):
+        with self.service():
+            result = self.vrdma("run", "--", BIN / "vrdma", "doctor", "--json", env={"VRDMA_SOCKET": self.socket})
+        found = {finding["subject"]: finding for finding in json.loads(result.stdout)["findings"]}
+        self.assertEqual((found["devices"]["level"], found["devices"]["remedy"]), ("ok", ""), found["devices"])
+
     def test_few_open_files_are_noted(self):
         def limit():
             resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
