@@ -100,7 +100,8 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
       if (channel != fmt::format("{}.{}", control::version_major, control::version_minor))
         findings.push_back({Level::note, "version", fmt::format("the service speaks channel {}, this vrdma {}.{}: another major is refused at attach",
                                                                 channel, control::version_major, control::version_minor), "use one version of both"});
-      if (auto limit = examine_memory_of_service(service.at("pid").get<int>())) findings.push_back(std::move(*limit));
+      for (const auto examine : {examine_memory_of_service, examine_scheduling_of_service})
+        if (auto limit = examine(service.at("pid").get<int>())) findings.push_back(std::move(*limit));
       for (const auto examine : {examine_lease, examine_manager, examine_own_address, examine_subnet, examine_listed_hosts})
         for (auto& finding : examine(state)) findings.push_back(std::move(finding));
       examine_hca(state, findings);

@@ -34,5 +34,7 @@ std::vector<Finding> examine_machine();
 
 // Whether the service, a process that is seen here as that one, is in a control group with a limit of memory which is not ours.
 std::optional<Finding> examine_memory_of_service(pid_t pid);
+// Whether it gets less of the processors than this process.
+std::optional<Finding> examine_scheduling_of_service(pid_t pid);
 
 }  // namespace vrdma::cli

@@ -250,11 +250,26 @@ std::uint64_t memory_limit_of(fs::path group, const char* name) {
   return least == unlimited ? 0 : least;
 }
 
+// Not of another pid namespace, where that is the number of another process.
+bool is_service(pid_t pid) { return first_line("/proc/" + std::to_string(pid) + "/comm") == "vrdmad"; }
+
 }  // namespace
 
+std::optional<Finding> examine_scheduling_of_service(pid_t pid) {
+  if (!is_service(pid)) return std::nullopt;
+  const auto is_idle = [](pid_t process) { return (::sched_getscheduler(process) & ~SCHED_RESET_ON_FORK) == SCHED_IDLE; };
+  const auto niceness = [](pid_t process) { return ::getpriority(PRIO_PROCESS, static_cast<id_t>(process)); };
+  const bool idle = is_idle(pid) && !is_idle(0);
+  if (!idle && niceness(pid) <= niceness(0)) return std::nullopt;
+  return Finding{Level::note, "scheduling",
+                 fmt::format("vrdmad runs {}, as whoever started it did: where processors are busy, programs wait for it",
+                             idle ? "as SCHED_IDLE" : fmt::format("at niceness {}", niceness(pid))),
+                 "a private one leaves ten seconds after its last program: let it, and begin without nice(1) and chrt(1)"};
+}
+
 std::optional<Finding> examine_memory_of_service(pid_t pid) {
+  if (!is_service(pid)) return std::nullopt;
   const std::string process = std::to_string(pid);
-  if (first_line("/proc/" + process + "/comm") != "vrdmad") return std::nullopt;  // of another pid namespace
   const auto [group, name] = memory_group_of(process);
   if (group.empty() || group == memory_group_of("self").first) return std::nullopt;
   const std::uint64_t bytes = memory_limit_of(group, name);

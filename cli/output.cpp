@@ -8,8 +8,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "vrdma/write_all.hpp"
-
 namespace vrdma::cli {
 
 void print_all(std::string_view text) {

@@ -8,6 +8,7 @@
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,6 +25,7 @@
 
 #include "cli/fail.hpp"
 #include "cli/installed.hpp"
+#include "cli/output.hpp"
 #include "cli/private_folder.hpp"
 
 namespace vrdma::cli {
@@ -61,9 +63,13 @@ bool raise_to(decltype(RLIMIT_CPU) which, rlim_t wished) {
   return ::setrlimit(which, &limit) == 0;
 }
 
-// It serves more than the program that happens to be first, whose soft limits and niceness are its own.
+// It serves more than the program that happens to be first, whose soft limits, scheduling and niceness are its own.
 void raise_limits() {
-  (void)::setpriority(PRIO_PROCESS, 0, 0);  // where that is allowed
+  // Where that is allowed: without CAP_SYS_NICE and a RLIMIT_NICE, neither niceness is lowered nor SCHED_IDLE left (doctor says so).
+  const sched_param ordinary{};
+  (void)::sched_setscheduler(0, SCHED_OTHER, &ordinary);
+  (void)::setpriority(PRIO_PROCESS, 0, 0);
+  (void)::syscall(SYS_ioprio_set, 1 /* IOPRIO_WHO_PROCESS */, 0, 0 /* as the niceness is */);
   (void)raise_to(RLIMIT_NOFILE, 16 * open_files_wished);
   (void)raise_to(RLIMIT_CPU, RLIM_INFINITY);
   for (const auto which :
@@ -103,12 +109,11 @@ void note_open_files(const Service& service, bool is_new) {
   rlimit its, ours;
   if (!peer || peer->pid <= 0 || ::prlimit(peer->pid, RLIMIT_NOFILE, nullptr, &its) != 0 || ::getrlimit(RLIMIT_NOFILE, &ours) != 0) return;
   if (its.rlim_max >= open_files_wished || (!is_new && its.rlim_max >= ours.rlim_max)) return;
-  fmt::print(stderr,
-             "vrdma: note: the private service, which serves all of your programs, may have {} open files, as {} (ulimit -Hn), and a program needs "
-             "11 or more of them: {}\n",
-             its.rlim_max, is_new ? "is the limit here" : "was the limit where it was started",
-             is_new ? "for many at once, begin where it is higher"
-                    : fmt::format("for many at once, let it leave ({} s after the last program), and begin here", idle_exit_s()));
+  tell("vrdma: note: the private service, which serves all of your programs, may have {} open files, as {} (ulimit -Hn), and a program needs "
+       "11 or more of them: {}\n",
+       its.rlim_max, is_new ? "is the limit here" : "was the limit where it was started",
+       is_new ? "for many at once, begin where it is higher"
+              : fmt::format("for many at once, let it leave ({} s after the last program), and begin here", idle_exit_s()));
 }
 
 // What to do about a file of the private folder.
@@ -180,7 +185,7 @@ void start_private_service(const std::string& path, const char* direct) {
   ready_write.reset();
   Start start = start_of(ready_read, ready_note_ms);
   if (start == Start::under_way) {
-    fmt::print(stderr, "vrdma: waiting for the private service {}, which has been starting for {} s; its log is {}\n", program, ready_note_ms / 1000, log);
+    tell("vrdma: waiting for the private service {}, which has been starting for {} s; its log is {}\n", program, ready_note_ms / 1000, log);
     start = start_of(ready_read, ready_timeout_ms - ready_note_ms);
   }
   if (start == Start::under_way)
@@ -213,10 +218,9 @@ bool lock_patiently(const vmci::UniqueFd& lock, const std::string& path) {
     std::this_thread::sleep_for(10ms);
   }
   const pid_t holder = holder_of(lock);
-  fmt::print(stderr,
-             "vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 5 s; if it is stopped, "
-             "continue or kill it\n",
-             path, holder > 0 ? fmt::format("process {}", holder) : "another process");
+  tell("vrdma: waiting for {}, which {} holds: another \"vrdma run\" or a private service that has not gone on for 5 s; if it is stopped, "
+       "continue or kill it\n",
+       path, holder > 0 ? fmt::format("process {}", holder) : "another process");
   while (::flock(lock.get(), LOCK_EX) != 0)
     if (errno != EINTR) return false;
   return true;
@@ -267,8 +271,8 @@ Service find_or_start_service() {
   if (const auto host = vmci::PacketSocket::connect(host_socket);
       socket_in(private_folder()) != host_socket && !host && value(host.error()) != ENOENT) {
     const int error = value(host.error());
-    fmt::print(stderr, "vrdma: note: the host's service at {} cannot be reached ({}), a private one serves this program instead: {}\n", host_socket,
-               std::strerror(error), error == ECONNREFUSED ? "it has ended; start vrdmad again" : service_remedy(error));
+    tell("vrdma: note: the host's service at {} cannot be reached ({}), a private one serves this program instead: {}\n", host_socket,
+         std::strerror(error), error == ECONNREFUSED ? "it has ended; start vrdmad again" : service_remedy(error));
   }
   return start_or_find(private_folder(), "auto");
 }

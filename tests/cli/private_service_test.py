@@ -112,6 +112,24 @@ class PrivateService(TestCase):
         self.assertEqual(os.readlink(f"/proc/{pid}/cwd"), "/")
         self.stop_private_service()
 
+    def test_a_private_service_is_not_scheduled_as_the_first_program_is(self):
+        def modest():
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            os.nice(3)
+        result = self.vrdma("run", "--", BIN / "vrdma", "show", "--json", preexec_fn=modest)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        pid = json.loads(result.stdout)["service"]["pid"]
+        self.assertEqual(os.sched_getscheduler(pid), os.SCHED_OTHER)
+        if os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0):  # it might not
+            self.assertRegex(self.vrdma("doctor").stdout, rf"note +scheduling +vrdmad runs at niceness {os.getpriority(os.PRIO_PROCESS, pid)}")
+        self.stop_private_service()
+
+    @needs_root
+    def test_a_service_that_is_nicer_than_its_programs_is_noted(self):
+        with self.service(preexec_fn=lambda: os.nice(3)) as service:
+            found = json.loads(self.vrdma("doctor", "--json", "--socket", self.socket).stdout)["findings"]
+            self.assertIn(f"niceness {os.getpriority(os.PRIO_PROCESS, service.pid)}", [one["what"] for one in found if one["subject"] == "scheduling"][0])
+
     def user(self):
         """vrdma, and the environment, of who may raise no hard limit."""
         if os.geteuid() != 0:
