@@ -99,8 +99,8 @@ int container(const ContainerOptions& options) {
   if (!found && !options.socket.empty()) throw unreachable(options.socket);
   const Service service = found ? std::move(*found) : find_or_start_service();
   if (is_private(service))
-    fmt::print(stderr, "vrdma: note: {} serves only processes of your user, and leaves ten seconds after the last: containers that you start without root, "
-                       "as their root; for others let vrdmad run as a service\n", service.path);
+    tell("vrdma: note: {} serves only processes of your user, and leaves ten seconds after the last: containers that you start without root, "
+         "as their root; for others let vrdmad run as a service\n", service.path);
   print_options(additions(options, service.path, is_private(service)), options.format == "nspawn");
   return 0;
 }

@@ -16,6 +16,7 @@
 #include "cli/installed.hpp"
 #include "cli/loadable.hpp"
 #include "cli/machine_guest.hpp"
+#include "cli/output.hpp"
 #include "cli/private_service.hpp"
 #include "cli/query.hpp"
 #include "cli/stats.hpp"
@@ -95,9 +96,9 @@ int run(const RunOptions& options) {
   const std::string socket_path = lasting(service.path);
   const std::string link_layer = link_layer_of(service);
   if (const Apart apart = is_private(service) ? apart_from_host(service.path) : Apart{}; !apart.why.empty())
-    fmt::print(stderr, "vrdma: note: {} ({})\n", apart.why, apart.remedy);
+    tell("vrdma: note: {} ({})\n", apart.why, apart.remedy);
   if (const std::string why = why_not_loadable(options.command[0]); !why.empty())
-    fmt::print(stderr, "vrdma: note: {0} {1}: {0} does not see vrdma0 (programs that it starts may)\n", options.command[0], why);
+    tell("vrdma: note: {0} {1}: {0} does not see vrdma0 (programs that it starts may)\n", options.command[0], why);
 
   int failed[2];  // carries the errno of an exec that failed; closed by one that did not
   if (::pipe2(failed, O_CLOEXEC) != 0) throw std::runtime_error(fmt::format("cannot make a pipe ({})", std::strerror(errno)));
@@ -155,8 +156,8 @@ int run(const RunOptions& options) {
   int why = 0;
   if (::read(failed_read.get(), &why, sizeof(why)) == static_cast<ssize_t>(sizeof(why))) {
     const std::string interpreter = why == ENOENT ? missing_interpreter(options.command[0]) : "";
-    if (interpreter.empty()) fmt::print(stderr, "vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0], std::strerror(why));
-    else fmt::print(stderr, "vrdma: cannot run {}: its interpreter {} is not there\n", options.command[0], interpreter);
+    if (interpreter.empty()) tell("vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0], std::strerror(why));
+    else tell("vrdma: cannot run {}: its interpreter {} is not there\n", options.command[0], interpreter);
   }
   int status = 0;
   while (::waitpid(pid, &status, 0) < 0)

@@ -4,8 +4,10 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
+#include "cli/output.hpp"
 #include "cli/query.hpp"
 
 namespace vrdma::cli {
@@ -17,18 +19,17 @@ void print_stats(const Service& service, const std::string& command, pid_t pid) 
     if (!knows_user(state)) throw std::runtime_error("the service cannot tell this user from others, as its user namespace maps neither");
     for (const auto& guest : state.at("departed")) {
       if (guest.at("pid") != pid) continue;
-      fmt::print(stderr, "vrdma: {} (LID {}): {} control requests", guest.at("name").get<std::string>(),
-                 guest.at("lid").get<int>(), guest.at("requests").get<std::uint64_t>());
+      std::string counts = fmt::format("{} control requests", guest.at("requests").get<std::uint64_t>());
       for (const auto& [name, count] : guest.at("counters").items())
-        if (count.get<std::uint64_t>() != 0) fmt::print(stderr, ", {} {}", name, count.get<std::uint64_t>());
-      fmt::print(stderr, "\n");
+        if (count.get<std::uint64_t>() != 0) counts += fmt::format(", {} {}", name, count.get<std::uint64_t>());
+      tell("vrdma: {} (LID {}): {}\n", guest.at("name").get<std::string>(), guest.at("lid").get<int>(), counts);
       return;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  fmt::print(stderr, "vrdma: {} (pid {}) did not use RDMA itself; programs that it started are not counted\n", command, pid);
+  tell("vrdma: {} (pid {}) did not use RDMA itself; programs that it started are not counted\n", command, pid);
 } catch (const std::exception& error) {
-  fmt::print(stderr, "vrdma: no statistics: {}\n", error.what());
+  tell("vrdma: no statistics: {}\n", error.what());
 }
 
 }  // namespace vrdma::cli

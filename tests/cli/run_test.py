@@ -7,7 +7,7 @@ import signal
 import socket
 import unittest
 
-from support import BIN, LIB, TestCase, as_nobody, needs_root, readable_copy
+from support import BIN, LIB, TestCase, as_nobody, needs_full_device, needs_root, readable_copy
 
 
 class Running(TestCase):
@@ -83,6 +83,14 @@ class Running(TestCase):
                 return result.stderr
             self.assertRegex(run("ibv_devinfo"), r"control requests")
             self.assertRegex(run("sh", "-c", "ibv_devinfo; true"), r"sh \(pid \d+\) did not use RDMA itself")
+
+    @needs_full_device
+    def test_what_cannot_be_said_does_not_take_the_place_of_the_commands_exit_code(self):
+        """Notes, and statistics. Fails by 125 where what is told of them is an error of `vrdma run`."""
+        with self.service(), open("/dev/full", "w") as full:
+            for command in (("sh", "-c", "exit 7"), ("sh", "-c", "ibv_devinfo; exit 7")):
+                self.assertEqual(self.vrdma("run", "--stats", "--", *command, env={"VRDMA_SOCKET": self.socket}, stderr=full).returncode, 7)
+            self.assertEqual(self.vrdma("run", "--", "/nowhere/program", env={"VRDMA_SOCKET": self.socket}, stderr=full).returncode, 127)
 
     def test_arguments_and_streams_are_the_commands_own(self):
         with self.service():
