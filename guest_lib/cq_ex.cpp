@@ -82,7 +82,8 @@ void end_poll(ibv_cq_ex* verbs) {
 }
 
 constexpr std::uint32_t known_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
-constexpr std::uint32_t known_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
+// IGNORE_OVERRUN is the program's word that none comes; one that breaks it is told as on other queues, and loses no completion unseen.
+constexpr std::uint32_t known_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED | IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
 constexpr std::uint64_t times = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
 
 // Before anything completes there.
@@ -103,7 +104,7 @@ std::uint64_t wallclock_ns(Cq& cq) {
 
 Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wanted) {
   const std::uint32_t flags = wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS ? wanted.flags : 0;
-  if ((wanted.wc_flags & ~(std::uint64_t{IBV_WC_STANDARD_FLAGS} | times)) != 0 || (wanted.comp_mask & ~known_mask) != 0 || (flags & ~known_flags) != 0)
+  if ((wanted.wc_flags & ~std::uint64_t{IBV_CREATE_CQ_SUP_WC_FLAGS}) != 0 || (wanted.comp_mask & ~known_mask) != 0 || (flags & ~known_flags) != 0)
     return Errno{EOPNOTSUPP};
   Pd* domain = nullptr;
   if (wanted.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) {
@@ -137,6 +138,10 @@ Result<ibv_cq_ex*> create(ibv_context* context, const ibv_cq_init_attr_ex& wante
   cq.verbs.read_slid = [](ibv_cq_ex* from) -> std::uint32_t { return of(from).current.slid; };
   cq.verbs.read_sl = [](ibv_cq_ex* from) { return of(from).current.sl; };
   cq.verbs.read_dlid_path_bits = [](ibv_cq_ex* from) { return of(from).current.dlid_path_bits; };
+  // What no completion here has: nothing is of a VLAN, matched a flow or a tag.
+  cq.verbs.read_cvlan = [](ibv_cq_ex*) -> std::uint16_t { return 0; };
+  cq.verbs.read_flow_tag = [](ibv_cq_ex*) -> std::uint32_t { return 0; };
+  cq.verbs.read_tm_info = [](ibv_cq_ex*, ibv_wc_tm_info* info) { *info = {}; };
   return &cq.verbs;
 }
 

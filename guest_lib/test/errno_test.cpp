@@ -44,6 +44,13 @@ TEST_CASE("Verbs that succeed leave errno as it was") {
   ibv_comp_channel* const channel = KEEPS_ERRNO(ibv_create_comp_channel(context));
   ibv_cq* const cq = KEEPS_ERRNO(ibv_create_cq(context, 8, nullptr, channel, 0));
   KEEPS_ERRNO(ibv_resize_cq(cq, 16));
+  ibv_cq_init_attr_ex of_cq{};  // all that mlx5 takes
+  of_cq.cqe = 8;
+  of_cq.wc_flags = IBV_CREATE_CQ_SUP_WC_FLAGS;
+  of_cq.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+  of_cq.flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED | IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
+  ibv_cq_ex* const steps = KEEPS_ERRNO(ibv_create_cq_ex(context, &of_cq));
+  KEEPS_ERRNO(ibv_destroy_cq(ibv_cq_ex_to_cq(steps)));
   std::vector<char> memory(1 << 16);
   const int access = IBV_ACCESS_LOCAL_WRITE, more_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   ibv_mr* const mr = KEEPS_ERRNO(ibv_reg_mr(pd, memory.data(), memory.size(), access));
