@@ -108,7 +108,7 @@ std::string remedy(int error) {
       return "choose a VRDMA_SOCKET of at most 107 characters";
     case EMFILE:
     case ENFILE:
-      return "raise the limit of open files";
+      return "raise the limit of open files (ulimit -n) of this program, or that under which vrdmad was started";
     case ENOMEM:
       return "raise the limit of address space (ulimit -v) of this program, or the limits under which vrdmad was started; in a virtual machine, what vrdma-guestd says";
     case EFBIG:

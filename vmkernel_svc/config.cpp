@@ -13,7 +13,6 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -27,6 +26,8 @@ namespace {
 using nlohmann::json;
 using Setter = std::function<void(const json&)>;
 
+constexpr std::uint64_t arena_bytes_min = 1ull << 20, arena_bytes_max = 1ull << 40, machine_arena_bytes_max = 1ull << 32;
+
 [[noreturn]] void refuse(const std::string& origin, const std::string& what) {
   throw std::runtime_error(fmt::format("{}: {}", origin, what));
 }
@@ -36,12 +37,13 @@ std::string shown(const json& value) {
   return value.is_structured() ? value.type_name() : value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
+// `least` and `most` are for the message; whether a number is one of them, Config::check() says, also of those that flags give.
 template <class Number>
-Setter number(Number& to, const std::string& origin, const std::string& key) {
-  return [&to, origin, key](const json& value) {
+Setter number(Number& to, const std::string& origin, const std::string& key, std::uint64_t least = 0,
+              std::uint64_t most = std::numeric_limits<Number>::max()) {
+  return [&to, origin, key, least, most](const json& value) {
     if (!value.is_number_unsigned() || value.get<std::uint64_t>() > std::numeric_limits<Number>::max())
-      refuse(origin, fmt::format("\"{}\" is {}: it must be a whole number from 0 to {}", key, shown(value),
-                                 std::numeric_limits<Number>::max()));
+      refuse(origin, fmt::format("\"{}\" is {}: it must be a whole number from {} to {}", key, shown(value), least, most));
     to = value.get<Number>();
   };
 }
@@ -206,7 +208,9 @@ void read_partitions(const json& section, hosts::Partitions& to, const std::stri
                                  key));
     if (!members.is_array()) refuse(origin, fmt::format("\"{}\" in \"partitions\" must be a list of members, not {}", key, members.type_name()));
     for (const json& member : members) {
-      const auto one = member.is_string() ? hosts::membership_of(*pkey, member.get<std::string>()) : std::nullopt;
+      const auto one = member.is_string()            ? hosts::membership_of(*pkey, member.get<std::string>())
+                       : member.is_number_unsigned() ? hosts::membership_of(*pkey, member.dump())  // 1000 is as good as "1000"
+                                                     : std::nullopt;
       if (!one)
         refuse(origin, fmt::format("{} in \"{}\" of \"partitions\" is no member: give a uid, or a host and a uid, as in \"1000\", "
                                    "\"b/1000\", \"b/*\" or \"*\"",
@@ -258,14 +262,17 @@ void Config::read_file(const std::string& path) {
   if (std::filesystem::is_directory(path, error)) refuse(path, "that is a folder: give the file itself");
   std::ifstream file(path);
   if (!file) refuse(path, fmt::format("cannot read the configuration ({}): check the path and its permissions", std::strerror(errno)));
-  std::stringstream content;
-  content << file.rdbuf();
-  read_text(content.str(), path);
+  constexpr std::size_t most = 1 << 20;  // what has no end, as /dev/zero, is told too
+  std::string content(most + 1, '\0');
+  file.read(content.data(), static_cast<std::streamsize>(content.size()));
+  if (static_cast<std::size_t>(file.gcount()) > most) refuse(path, "that is longer than 1 MiB, and no configuration of vrdmad's");
+  content.resize(static_cast<std::size_t>(file.gcount()));
+  read_text(content, path);
 }
 
 void Config::read_text(const std::string& content, const std::string& origin) {
   const json document = document_of(content, origin);
-  const auto n = [&](auto& to, const std::string& key) { return std::pair{key, number(to, origin, key)}; };
+  const auto n = [&](auto& to, const std::string& key, auto... range) { return std::pair{key, number(to, origin, key, range...)}; };
   const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, key)}; };
   const auto named_layer = [&](const json& value) {
     text(link_layer, origin, "link_layer")(value);
@@ -274,10 +281,11 @@ void Config::read_text(const std::string& content, const std::string& origin) {
   std::map<std::string, Setter> keys{t(socket, "socket"),           {"link_layer", named_layer},
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      t(vm_folder, "vm_folder"),
-                                     {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards"),
-                                     n(arena_bytes, "arena_bytes"), n(machine_arena_bytes, "machine_arena_bytes"),
-                                     n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first"),
-                                     n(lid_count, "lid_count"),     n(active_mtu, "active_mtu"),
+                                     {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards", 1u, shards_max),
+                                     n(arena_bytes, "arena_bytes", arena_bytes_min, arena_bytes_max),
+                                     n(machine_arena_bytes, "machine_arena_bytes", arena_bytes_min, machine_arena_bytes_max),
+                                     n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first", 1u, hosts::lid_max),
+                                     n(lid_count, "lid_count", 1u, hosts::lid_max), n(active_mtu, "active_mtu", 256u, 4096u),
                                      n(idle_exit_s, "idle_exit_s"),
                                      t(process_memory, "process_memory"), t(direct, "direct")};
   keys["quota"] = [&](const json& value) { read_quota(value, quota, origin); };
@@ -405,7 +413,8 @@ void check_hosts(const hosts::Settings& section) {
           fmt::format("\"election_ms\" is {}, \"heartbeat_ms\" {}: at least 10 ms between heartbeats, and three of them (to ten minutes) "
                       "until an election",
                       timing.election_ms, timing.heartbeat_ms));
-  require(timing.refresh_ms >= 10 && timing.lease_ms >= 3 * timing.refresh_ms && timing.lease_ms <= 86'400'000,
+  require(timing.refresh_ms >= 10, fmt::format("\"refresh_ms\" is {}: it must be at least 10", timing.refresh_ms));
+  require(timing.lease_ms >= 3 * timing.refresh_ms && timing.lease_ms <= 86'400'000,
           fmt::format("\"lease_s\" is {}, \"refresh_ms\" {}: a lease lasts at least three of them, and at most a day", timing.lease_ms / 1000,
                       timing.refresh_ms));
   require(section.limits.opening_ms >= 100 && section.limits.silence_ms >= 1000, "\"opening_ms\" is at least 100, \"silence_ms\" at least 1000");
@@ -420,9 +429,9 @@ void Config::check() const {
   require(link_layer == "infiniband" || link_layer == "ethernet",
           fmt::format("\"link_layer\" is \"{}\": it must be \"infiniband\" (or \"ib\") or \"ethernet\"", link_layer));
   require(shards >= 1 && shards <= shards_max, fmt::format("\"shards\" is {}: 1 to {} are possible", shards, shards_max));
-  require(arena_bytes >= (1u << 20) && arena_bytes <= (1ull << 40) && arena_bytes % 4096 == 0,
+  require(arena_bytes >= arena_bytes_min && arena_bytes <= arena_bytes_max && arena_bytes % 4096 == 0,
           fmt::format("\"arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 1 TiB", arena_bytes));
-  require(machine_arena_bytes >= (1u << 20) && machine_arena_bytes <= (1ull << 32) && machine_arena_bytes % 4096 == 0,
+  require(machine_arena_bytes >= arena_bytes_min && machine_arena_bytes <= machine_arena_bytes_max && machine_arena_bytes % 4096 == 0,
           fmt::format("\"machine_arena_bytes\" is {}: it must be a multiple of 4096 from 1 MiB to 4 GiB", machine_arena_bytes));
   constexpr std::uint32_t lid_max = hosts::lid_max;
   require(lid_first >= 1 && lid_first <= lid_max && lid_count >= 1 && lid_count <= lid_max - lid_first + 1,

@@ -50,6 +50,11 @@ void open_log(const std::string& file) try {
   throw std::runtime_error(fmt::format("cannot open the log: {}: give another --log-file", error.what()));
 }
 
+bool can_be_written(int descriptor) {
+  const int flags = ::fcntl(descriptor, F_GETFL);
+  return flags >= 0 && (flags & O_PATH) == 0 && (flags & O_ACCMODE) != O_RDONLY;
+}
+
 // Whether open_log() would, without making anything.
 void check_log(const std::string& file) {
   struct stat status;
@@ -91,7 +96,7 @@ int main(int argc, char** argv) {
   app.add_option("--log-file", log_file, "log there instead of standard error");
   auto* const level = app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
   auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
-  app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
+  auto* const ready = app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
   std::string keeper;
   app.add_option("--keeper", keeper, "")->group("");  // vrdmad's own use, machines/keeper.hpp
   bool one_user = false;
@@ -125,6 +130,7 @@ int main(int argc, char** argv) {
     if (!log_file.empty()) config.log_file = log_file;
     if (level->count() != 0) config.log_level = log_level;
     if (idle->count() != 0) config.idle_exit_s = idle_exit_s;
+    if (ready->count() != 0 && !can_be_written(ready_fd)) throw std::runtime_error(fmt::format("--ready-fd is {}, which is no descriptor that is open for writing", ready_fd));
     config.ready_fd = ready_fd;
     config.one_user = one_user;
     try {

@@ -96,7 +96,9 @@ Server::Server(const Config& config) : config_(config) {
   auto page = vmci::Segment::create("vrdma-service-page", sizeof(ServicePage), vmci::HandedOut::read_only);
   if (!page)
     throw std::runtime_error(fmt::format("cannot create shared memory ({}): {}", std::strerror(value(page.error())),
-                                         value(page.error()) == EFBIG ? "raise the limit of file sizes (ulimit -f)" : "memfd_create must be allowed"));
+                                         value(page.error()) == EFBIG                                          ? "raise the limit of file sizes (ulimit -f)"
+                                         : value(page.error()) == EMFILE || value(page.error()) == ENFILE ? "raise the limit of open files (ulimit -n)"
+                                                                                                               : "memfd_create must be allowed"));
   page_ = std::move(*page);
   auto& head = *page_.at<ServicePage>(0);
   head.magic = magic;

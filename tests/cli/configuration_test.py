@@ -76,12 +76,13 @@ class Configuration(TestCase):
                              ('{"partitions": {"0x8001": ["b/1"]}}', 'there is no host "b"'),
                              ('{"partitions": {"0x8001": ["1"]}, "hosts": {"address": "127.0.0.1"}}', 'vrdma host partition'),
                              ('{"hosts": {"address": "127.0.0.1", "seed": "127.0.0.2", "etcd": {"endpoints": ["http://127.0.0.1:1"]}}}', '"etcd" and "peers" or "seed"'),
+                             ('{"hosts": {"address": "127.0.0.1", "refresh_ms": 1}}', '"refresh_ms" is 1', "at least 10"),
                              ('{"hosts": {"address": "127.0.0.1", "etcd": {}}}', 'no "endpoints"'),
                              ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["10.0.0.1"]}}}', '"10.0.0.1" in "endpoints"', "http://HOST:PORT"),
                              ('{"hosts": {"address": "127.0.0.1", "etcd": {"endpoints": ["http://127.0.0.1:1"], "key_file": "k"}}}', '"certificate_file" and "key_file"')):
             result, file = self.check(text)
             self.assert_refuses(result, 2, *words)
-        result, _ = self.check('{"partitions": {"0x8001": ["0", "*/1"], "0xffff": ["*"]}}')
+        result, _ = self.check('{"partitions": {"0x8001": ["0", "*/1", 1000], "0xffff": ["*"]}}')
         self.assertEqual(result.returncode, 0, result.stderr)
 
     def test_hosts_that_cannot_meet(self):
@@ -121,11 +122,11 @@ class Configuration(TestCase):
         self.assert_refuses(result, 2, file, "NUL")
 
     def test_a_wrong_type_is_named_with_its_value(self):
-        for text, *words in (('{"shards": "two"}', '"shards" is "two"', "whole number"),
+        for text, *words in (('{"shards": "two"}', '"shards" is "two"', "whole number from 1 to 32"),
                              ('{"shards": -1}', '"shards" is -1', "whole number"),
                              ('{"shards": 1.5}', '"shards" is 1.5', "whole number"),
                              ('{"socket": 7}', '"socket" is 7', "string"),
-                             ('{"active_mtu": 99999999999999}', '"active_mtu" is 99999999999999', "whole number from 0 to 4294967295"),
+                             ('{"active_mtu": 99999999999999}', '"active_mtu" is 99999999999999', "whole number from 256 to 4096"),
                              ('{"quota": []}', '"quota" must be a JSON object', "array"),
                              ('{"socket_mode": 666}', '"socket_mode" is 666', '"0660"'),
                              ('{"socket_mode": "0888"}', '"socket_mode" is "0888"', '"0660"'),
@@ -160,6 +161,15 @@ class Configuration(TestCase):
         packaged = pathlib.Path(__file__).parents[2] / "packaging" / "vrdmad.json"
         result = self.vrdmad("--config", packaged, "--check")
         self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_a_file_without_an_end_is_refused(self):
+        self.assert_refuses(self.vrdmad("--config", "/dev/zero", "--check"), 2, "/dev/zero", "longer than 1 MiB")
+
+    def test_a_descriptor_that_cannot_be_written_is_refused_not_passed_over(self):
+        with open("/dev/null") as read_only:
+            for descriptor in 99, read_only.fileno(), -1:
+                result = self.vrdmad("--socket", self.socket, "--ready-fd", descriptor, pass_fds=[read_only.fileno()])
+                self.assert_refuses(result, 2, f"--ready-fd is {descriptor}")
 
     def test_an_unknown_flag_is_a_usage_error(self):
         self.assert_refuses(self.vrdmad("--sokcet", "/tmp/x"), 2, "vrdmad:", "--sokcet", "--help")
