@@ -168,6 +168,8 @@ def measure(options):
         Parser().error(f"no row matches {options.only.pattern!r}: --list names them")
     folder = options.output or Path(time.strftime("vrdma-bench-%Y%m%d-%H%M%S"))
     try:
+        if (folder / "bench.json").exists() and (folder / "bench.json").stat().st_size:
+            raise SystemExit(f"vrdma: bench: {folder} has the figures of another run: name another folder with --output")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").open("a").close()
     except OSError as error:

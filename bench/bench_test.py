@@ -53,6 +53,7 @@ class Options(Command):
         self.refused(["--only", "^nothing$"], "no row matches '^nothing$'", "--list")
         self.refused(["--fast"], "unrecognized arguments: --fast", "vrdma bench --help")
         self.refused(["compare"], "required: old, new")
+        self.refused(["compare", "old", "new", "--tolerance=-5"], "'-5' is no number of 0 or more")
         self.refused(["--output", "/proc/nowhere", "--only", "^reg-rate"], "cannot write to /proc/nowhere", "--output", code=1)
 
     def test_help_and_the_list_of_rows(self):
@@ -87,6 +88,7 @@ class Run(Command):
             self.assertEqual((made / "mesh.png").read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
         else:
             print("\nSKIP  pictures: gnuplot is not installed", flush=True)
+        self.refused(["--only", "^reg-rate/4K$", "--output", "made"], "made has the figures of another run", "--output", code=1)
         self.assertIn("0 worse, 0 better, 8 the same", self.bench("compare", made / "bench.json", made / "bench.json"))
 
     def test_a_peer_that_is_not_installed_is_named_with_its_package(self):

@@ -1,6 +1,7 @@
 """`vrdma bench compare OLD.json NEW.json`: which figures of vrdma changed by more than noise."""
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -113,6 +114,13 @@ def fail(text):
     return 2
 
 
+def percent(text):
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
+
+
 def main(words):
     class Parser(argparse.ArgumentParser):
         def error(self, message):
@@ -123,7 +131,7 @@ def main(words):
                            "Exit code: 0 if nothing is worse, 1 if something is, 2 for wrong usage.")
     parser.add_argument("old", help="bench.json of the earlier run")
     parser.add_argument("new", help="bench.json of the later run")
-    parser.add_argument("--tolerance", metavar="PERCENT", type=float, default=10, help="a smaller change does not matter (default: 10)")
+    parser.add_argument("--tolerance", metavar="PERCENT", type=percent, default=10, help="a smaller change does not matter (default: 10)")
     parser.add_argument("--relative", action="store_true", help="compare ratios to each row's floor or peer: for runs of different machines or hours")
     parser.add_argument("--all", action="store_true", help="print what is the same, too")
     options = parser.parse_args(words)

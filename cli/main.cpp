@@ -15,6 +15,7 @@
 #include "cli/container.hpp"
 #include "cli/direct.hpp"
 #include "cli/doctor.hpp"
+#include "cli/fail.hpp"
 #include "cli/host.hpp"
 #include "cli/output.hpp"
 #include "cli/run.hpp"
@@ -269,7 +270,10 @@ int main(int argc, char** argv) {
   CLI::App* const host = add_host(app, host_options, host_command);
 
   app.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return std::string("vrdma: ") + error.what() + "\nvrdma --help, and --help after a subcommand, say what there is\n";
+    std::string what = error.what();
+    // "-- --bogus" is not what was typed: it is CLI11's mark of where the program would begin.
+    if (const auto mark = what.find(": -- "); error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError) && mark != what.npos) what.erase(mark + 2, 3);
+    return "vrdma: " + what + "\nvrdma --help, and --help after a subcommand, say what there is\n";
   });
   try {
     app.parse(argc, argv);
@@ -308,6 +312,9 @@ int main(int argc, char** argv) {
     }
     std::fprintf(stderr, "vrdma: nothing to do: name a subcommand, run, container, show, direct, doctor, metrics, bench, vm or host "
                          "(vrdma --help says more)\n");
+    return usage_error;
+  } catch (const WrongUsage& error) {
+    std::fprintf(stderr, "vrdma: %s\n", error.what());
     return usage_error;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "vrdma: %s\n", error.what());

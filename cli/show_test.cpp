@@ -109,3 +109,15 @@ TEST_CASE("WhatAnOlderServiceDoesNotSayIsLeftOut") {
   CHECK(show_text(state, "routes").find("records_via_tcp \"none yet\" silent_ms 3000") != std::string::npos);
   CHECK(metrics_text(state).find("vrdma_shard_turns_total{") == std::string::npos);
 }
+
+TEST_CASE("WhereThereIsNoSubnetAndNoHcaTheirViewsSayNone") {
+  json state = json::parse(whole);
+  state["subnet"] = state["hca"] = nullptr;
+  for (const char* const object : {"hosts", "hca"}) {
+    CHECK(show_json(state, object) == json::object());
+    CHECK(show_text(state, object).find(" state none why \"vrdmad was ") != std::string::npos);
+  }
+  CHECK(show_text(state, "hosts").find("see routes") != std::string::npos);
+  state.erase("carriers");
+  CHECK(show_text(state, "hosts") == "host state none why \"vrdmad was not told of any\"\n");
+}

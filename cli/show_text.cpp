@@ -185,7 +185,11 @@ std::string range(Shown lids) {
 
 void hosts(Shown state, std::string& out) {
   const Shown us = state.at("subnet");
-  if (!us.is_object()) return;
+  if (!us.is_object()) {
+    const bool listed = state.at("carriers").size() != 0;
+    Line("host").add("state", "none").add("why", listed ? "\"vrdmad was given a list of them: see routes\"" : "\"vrdmad was not told of any\"").end(out);
+    return;
+  }
   const std::string leader = us.at("leader").text();
   Line line("host " + us.at("name").text());
   line.add("address", us.at("address")).add("port", us.at("port")).add("lids", range(us.at("lids"))).add("state", "here");
@@ -279,8 +283,10 @@ std::string show_text(const json& state, const std::string& object) {
 json show_json(const json& answer, const std::string& object) {
   const Shown state(answer);
   if (object.empty()) return answer;
-  if (object == "hosts") return state.at("subnet").json();
-  if (object == "guests" || object == "cache" || object == "hca") return state.at(object.c_str()).json();
+  if (object == "guests" || object == "cache" || object == "hca" || object == "hosts") {
+    const json& shown = state.at(object == "hosts" ? "subnet" : object.c_str()).json();
+    return !shown.is_null() ? shown : object == "guests" ? json::array() : json::object();
+  }
   json out = json::array();
   if (object == "routes") {  // to this host's guests, then to other hosts, then to groups
     for (const char* kind : {"routes", "carriers", "groups"})

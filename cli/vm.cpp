@@ -198,14 +198,14 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
 
 void check_memory(std::uint64_t bytes) {
   if (bytes < memory_least || bytes > memory_most || bytes % mib != 0)
-    fail(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M and at most {}G, like --memory 2G", bytes,
-                     memory_least / mib, memory_most >> 30));
+    throw WrongUsage(fmt::format("a machine cannot have {} bytes of memory: give whole MiB, at least {}M and at most {}G, like --memory 2G", bytes,
+                                 memory_least / mib, memory_most >> 30));
 }
 
 void check_bar(std::uint64_t bytes) {
   if (!std::has_single_bit(bytes) || bytes < vm::lent_bar_bytes_min || bytes > vm::lent_bar_bytes_max)
-    fail(fmt::format("a device's BAR cannot have {} bytes: give a power of two from {}M to {}G, like --bar 256M", bytes, vm::lent_bar_bytes_min / mib,
-                     vm::lent_bar_bytes_max >> 30));
+    throw WrongUsage(fmt::format("a device's BAR cannot have {} bytes: give a power of two from {}M to {}G, like --bar 256M", bytes,
+                                 vm::lent_bar_bytes_min / mib, vm::lent_bar_bytes_max >> 30));
 }
 
 // Pages of a disk are written to it, again and again.

@@ -101,6 +101,7 @@ class Running(TestCase):
         self.assert_refuses(self.vrdma("run", "--link-layer", "token-ring", "--", "true"), 2, "token-ring", "ethernet")
         self.assert_refuses(self.vrdma("run", "--name", "x" * 32, "--", "true"), 2, "31 characters")
         self.assert_refuses(self.vrdma("run"), 2, "command")
+        self.assert_refuses(self.vrdma("run", "--bogus", "--", "true"), 2, "expected: --bogus\n")
         self.assert_refuses(self.vrdma("shwo"), 2, "shwo")
         self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
 

@@ -95,7 +95,7 @@ class Adding(VmCase):
         self.assertNotIn("-action", plain["qemu"])  # no other kernel has that memory
         self.assertIn("link.bar", self.vm("show", "plain").stdout)
         for wrong in ("63M", "16M", "128G", "0"):
-            self.assert_refuses(self.vm("add", "x", "--private-ram", "--bar", wrong), 1, "power of two")
+            self.assert_refuses(self.vm("add", "x", "--private-ram", "--bar", wrong), 2, "power of two")
         self.assert_refuses(self.vm("add", "x", "--bar", "64M"), 2, "--private-ram")
         for other in (("--memory", "64M"), ("--ram", "/dev/shm/x"), ("--uml",)):
             self.assert_refuses(self.vm("add", "x", "--private-ram", *other), 2, "--private-ram")
@@ -233,7 +233,7 @@ os._exit(3)
     def test_memory_that_is_none_is_refused(self):
         for size in ("0", "63M", "1000000001", "3000000T"):
             with self.subTest(size):
-                self.assert_refuses(self.vm("add", self.name, "--memory", size), 1, "whole MiB", "64M")
+                self.assert_refuses(self.vm("add", self.name, "--memory", size), 2, "whole MiB", "64M")
         for size in ("much", "-1", "-1G", "-18446744073642442752", "3.5G", "0x100M", "99999999999999999999", "16E", "16777216T", "1e3", "1Mx", "2GG", "5ib", "1 G"):
             with self.subTest(size):
                 self.assert_refuses(self.vm("add", self.name, f"--memory={size}"), 2, f'"{size}" is no size')
@@ -596,6 +596,11 @@ class Others(VmCase):
         self.assertIn("--memory", complete("vm", "add", "x", "--m"))
         self.assertEqual(complete("v"), ["vm"])
         self.assertEqual(complete("show", "h"), ["hosts", "hca"])
+        self.assertEqual(complete("run", "--link-layer", "=", "e"), ["ethernet"])  # as bash splits it
+        self.assertEqual(complete("run", "--link-layer", "="), ["ib", "infiniband", "ethernet"])
+        self.assertEqual(complete("run", "--link-layer", "=", "ib", "--st"), ["--stats"])
+        (self.folder / "a folder").mkdir()
+        self.assertEqual(" ".join(complete("host", "join", str(self.folder / "a f"))), str(self.folder / "a folder"))
         self.assertEqual(complete("host", "partition", ""), ["add", "remove", "list", "--help"])
         self.assertEqual(complete("host", "partition", "add", "--a"), ["--address"])
         self.assertIn("--json", complete("host", "partition", "list", "--"))
