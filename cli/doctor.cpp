@@ -63,6 +63,13 @@ void examine_hca(const nlohmann::json& state, std::vector<Finding>& findings) {
                         "put \"hca\": {} into its configuration, on both hosts (docs/hosts.md)"});
 }
 
+// Whether systemd knows vrdmad here: not where only a build folder has it.
+bool has_unit() {
+  for (const char* const folder : {"/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"})
+    if (std::error_code error; std::filesystem::exists(std::filesystem::path(folder) / "vrdmad.service", error)) return true;
+  return false;
+}
+
 // The service that programs would use: where, and what is wrong with it. Empty: none, and `vrdma run` would start one.
 std::optional<std::string> examine_service(const std::string& wanted, std::vector<Finding>& findings) {
   const ChosenBy chosen = chosen_by(wanted);
@@ -73,6 +80,8 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
       if (chosen == ChosenBy::user)
         findings.push_back({Level::problem, "service", fmt::format("cannot reach the host service at {} ({})", path, std::strerror(error)),
                             service_remedy(error)});
+      else if (error == ENAMETOOLONG)
+        findings.push_back({Level::note, "service", path + " is too long for a socket: no private service can be there", "set XDG_RUNTIME_DIR to a shorter folder of yours"});
       else if (error != ENOENT && error != ECONNREFUSED)
         findings.push_back({Level::note, "service",
                             error == ESRCH     ? path + " is for the programs of another pid namespace"
@@ -117,7 +126,8 @@ std::optional<std::string> examine_service(const std::string& wanted, std::vecto
   }
   try {
     findings.push_back({Level::note, "service", fmt::format("none is running; \"vrdma run\" starts a private one ({})", program_path("vrdmad")),
-                        "nothing to do, or start vrdmad for all users: systemctl start vrdmad"});
+                        has_unit() ? "nothing to do, or start vrdmad for all users: systemctl start vrdmad"
+                                   : "nothing to do, or start vrdmad for all users: as root, vrdmad &"});
   } catch (const std::exception& error) {
     findings.push_back({Level::problem, "service", fmt::format("none is running, and {}", error.what()), "install vrdmad"});
   }
@@ -147,7 +157,7 @@ const char* self_test_remedy(const std::string& error) {
       {EFBIG,
        "vrdmad was started under a limit of file sizes (ulimit -f): start it without; a private one leaves ten seconds after its last program"},
       {EDQUOT, "the service has as much of this user as its quota allows: its log says of what, and \"quota\" in vrdmad.conf(5) is how much"},
-      {EMFILE, "raise the limit of open files (ulimit -n)"}};
+      {EMFILE, "raise the limit of open files (ulimit -n) here, or that under which vrdmad was started"}};
   for (const auto& [number, remedy] : known)
     if (error == std::strerror(number)) return remedy;
   return "see the log of vrdmad; if it is a version mismatch, use one version of both";

@@ -1,7 +1,19 @@
 # bash completion for vrdma(1)
 
+# Names of files, which are written as such: a folder's ends in a slash, blanks are quoted.
+_vrdma_files() {
+    compopt -o filenames 2>/dev/null
+    mapfile -t COMPREPLY < <(compgen "$1" -- "$2")
+}
+
 _vrdma() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} subcommand= word i
+    # "--link-layer=e" is three words to bash.
+    if [[ $current == = ]]; then
+        current=
+    elif [[ $previous == = ]]; then
+        previous=${COMP_WORDS[COMP_CWORD - 2]}
+    fi
     for ((i = 1; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
         if [[ $word == run || $word == container || $word == show || $word == direct || $word == doctor || $word == metrics || $word == bench || $word == vm || $word == host ]]; then
@@ -13,7 +25,7 @@ _vrdma() {
         # After the command's name, its own completion goes on.
         for ((i++; i < COMP_CWORD; i++)); do
             case ${COMP_WORDS[i]} in
-                --link-layer | --name) ((i++)) ;;
+                --link-layer | --name) [[ ${COMP_WORDS[i + 1]} != = ]] || ((i++)); ((i++)) ;;
                 --) ((i++)); break ;;
                 -*) ;;
                 *) break ;;
@@ -25,10 +37,10 @@ _vrdma() {
         fi
     fi
     case $previous in
-        --socket | -s | --output | -o) COMPREPLY=($(compgen -f -- "$current")); return ;;
+        --socket | -s | --output | -o) _vrdma_files -f "$current"; return ;;
         --mode) COMPREPLY=($(compgen -W "direct mediated direct,mediated hosts vm" -- "$current")); return ;;
-        --vm-folder | --folder) COMPREPLY=($(compgen -d -- "$current")); return ;;
-        --ram) COMPREPLY=($(compgen -f -- "$current")); return ;;
+        --vm-folder | --folder) _vrdma_files -d "$current"; return ;;
+        --ram) _vrdma_files -f "$current"; return ;;
         --format) COMPREPLY=($(compgen -W "options nspawn cdi" -- "$current")); return ;;
         --link-layer) COMPREPLY=($(compgen -W "ib infiniband ethernet" -- "$current")); return ;;
         --name | --memory | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
@@ -60,7 +72,7 @@ _vrdma() {
                 [[ $word != add ]] || options+=" --output"
                 COMPREPLY=($(compgen -W "$options" -- "$current"))
             elif [[ $word == join ]]; then
-                COMPREPLY=($(compgen -f -- "$current"))
+                _vrdma_files -f "$current"
             fi
             ;;
         vm)
@@ -82,7 +94,7 @@ _vrdma() {
             elif [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--tolerance --relative --all --help" -- "$current"))
             else
-                COMPREPLY=($(compgen -f -- "$current"))
+                _vrdma_files -f "$current"
             fi
             ;;
         metrics) COMPREPLY=($(compgen -W "--socket --help" -- "$current")) ;;

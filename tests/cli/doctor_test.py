@@ -153,6 +153,13 @@ class Doctor(TestCase):
                 self.skipTest("no user and network namespaces here, or no ip")
             self.assertIn("ip neigh show 203.0.113.1", self.run_program(*in_a_network_of_its_own, *doctor, "203.0.113.1").stdout)
 
+    def test_a_runtime_folder_with_too_long_a_name_is_not_called_one_that_does_not_admit_us(self):
+        folder = self.folder / ("x" * 100)
+        folder.mkdir(mode=0o700)
+        said = self.vrdma("doctor", env={"XDG_RUNTIME_DIR": str(folder)}).stdout
+        self.assertRegex(said, r"note +service +\S+/vrdmad.sock is too long for a socket")
+        self.assertNotIn("does not admit us", said)
+
     def test_under_vrdma_itself_vrdma0_is_no_device_of_the_kernel(self):
         with self.service():
             result = self.vrdma("run", "--", BIN / "vrdma", "doctor", "--json", env={"VRDMA_SOCKET": self.socket})
