@@ -78,16 +78,6 @@ void await_address(const std::string& address) {
   const auto until = std::chrono::steady_clock::now() + patience;
   while (is_missing(address) && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(pause);
 }
-
-std::string cannot_listen(const std::string& socket, int why) {
-  return fmt::format("cannot listen at {} ({}): {}", socket, std::strerror(why),
-                     why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
-                     : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
-                     : why == EISDIR ? "that is a folder; give the path of a socket in it"
-                     : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
-                     : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
-                                           : "give another --socket");
-}
 }  // namespace
 
 Server::Server(const Config& config) : config_(config) {
@@ -148,6 +138,18 @@ void Server::set_up(const Reception::Limits& limits) {
   packets_ = std::make_unique<PacketDesk>(*shard_, *desk_, page_.fd());
   reception_ = std::make_unique<Reception>(io_, *shard_, *packets_, limits, config_.machine_arena_bytes, [this] { tell_of_machines(); });
 }
+
+namespace {
+std::string cannot_listen(const std::string& socket, int why) {
+  return fmt::format("cannot listen at {} ({}): {}", socket, std::strerror(why),
+                     why == EADDRINUSE ? "it is served already; stop that vrdmad, or give another --socket"
+                     : why == ENOTSOCK ? "a file that is not a socket stands there; remove it, or give another --socket"
+                     : why == EISDIR ? "that is a folder; give the path of a socket in it"
+                     : why == EACCES || why == EROFS ? "no permission there; run as another user, or give another --socket"
+                     : why == EAFNOSUPPORT ? "Unix sockets are not allowed here; where a unit started this, its RestrictAddressFamilies needs AF_UNIX"
+                                           : "give another --socket");
+}
+}  // namespace
 
 void Server::listen() {
   auto inherited = vmci::inherited_listener();
