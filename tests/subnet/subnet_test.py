@@ -474,7 +474,7 @@ class Refused(Subnet):
         elsewhere = dict(self.peer("a"), address="192.0.2.1")
         for wrong, *words in (({"name": "z"}, '"z" by the configuration'), ({"name": "", "peers": [elsewhere]}, '"peers" has "a" at 192.0.2.1', 'this host, "a", is at'),
                               ({"peers": [dict(self.peer("a"), name="b")]}, '"peers" has "b" at', 'this host, "a"'), ({"carrier_port": self.hosts["a"]["port"]}, '"carrier_port"'),
-                              ({"etcd": {"endpoints": ["https://127.0.0.1:1"], "ca_file": str(folder / "none")}}, str(folder / "none"), "No such file")):
+                              ({"etcd": {"endpoints": ["https://127.0.0.1:1"], "ca_file": str(folder / "none")}}, str(folder / "none"), "is no good")):
             for check in (), ("--check",):
                 with self.subTest(wrong, check=check):
                     self.configure("a", **wrong)
