@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "guest_agent/text_file.hpp"
 #include "vmci_channel/page_pin.hpp"
 
 #ifndef SYS_pidfd_getfd
@@ -44,19 +45,6 @@ Status close_for_good(int ring) {
   return ok();
 }
 
-Result<std::string> read_all(const std::string& path) {
-  UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file) return last_error();
-  std::string text;
-  for (char part[4096];;) {
-    const ssize_t got = ::read(file.get(), part, sizeof(part));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return last_error();
-    if (got == 0) return text;
-    text.append(part, static_cast<std::size_t>(got));
-  }
-}
-
 // Lets the kernel make huge pages of ordinary memory when they are touched, as long as this lives: who has none reserved gets some.
 class Surplus {
  public:
@@ -79,7 +67,7 @@ class Surplus {
  private:
   explicit Surplus(std::string folder) : folder_(std::move(folder)) {}
   Result<std::uint64_t> read(const char* what) const {
-    const auto text = read_all(folder_ + what);
+    const auto text = read_all(AT_FDCWD, folder_ + what);
     if (!text) return text.error();
     return std::strtoull(text->c_str(), nullptr, 10);
   }
@@ -167,7 +155,7 @@ Result<UniqueFd> take_ring(int pidfd, int descriptor, const std::shared_ptr<vmci
 Status covers(int ring, std::uint64_t address, std::uint64_t bytes) {
   const std::string path = "/proc/self/fdinfo/" + std::to_string(ring);
   for (int tries = 0;; ++tries) {
-    const auto text = read_all(path);
+    const auto text = read_all(AT_FDCWD, path);
     if (!text) return text.error();
     const Status covered = covers(*text, address, bytes);
     // Someone is inside the ring just now; one that is closed for good lets nobody stay.

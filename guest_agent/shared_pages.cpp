@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <sys/vfs.h>
-#include <unistd.h>
 
 #include <cstdio>
 #include <istream>
@@ -13,27 +12,11 @@
 #include <sstream>
 #include <string>
 
+#include "guest_agent/text_file.hpp"
 #include "vmci_channel/page_pin.hpp"
 #include "vmci_channel/segment.hpp"
 
 namespace vrdma::agent {
-
-namespace {
-
-Result<std::string> text_in(int folder, const char* name) {
-  const vmci::UniqueFd file(::openat(folder, name, O_RDONLY | O_CLOEXEC));
-  if (!file) return last_error();
-  std::string text;
-  for (char part[4096];;) {
-    const ssize_t got = ::read(file.get(), part, sizeof(part));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return last_error();
-    if (got == 0) return text;
-    text.append(part, static_cast<std::size_t>(got));
-  }
-}
-
-}  // namespace
 
 Result<SharedMapping> shared_mapping(std::istream& maps, std::uint64_t address, std::uint64_t bytes) {
   for (std::string line; std::getline(maps, line);) {
@@ -50,7 +33,7 @@ Result<SharedMapping> shared_mapping(std::istream& maps, std::uint64_t address, 
 }
 
 Result<SharedPages> pin_shared(int process, std::uint64_t address, std::uint64_t bytes) {
-  const auto maps = text_in(process, "maps");
+  const auto maps = read_all(process, "maps");
   if (!maps) return maps.error();
   std::istringstream lines(*maps);
   const auto mapping = shared_mapping(lines, address, bytes);
