@@ -1,9 +1,6 @@
 #include "cli/doctor_subnet.hpp"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,6 +8,8 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
+
+#include "vmkernel_svc/hosts/address.hpp"
 
 namespace vrdma::cli {
 
@@ -31,21 +30,6 @@ std::string unreached(const nlohmann::json& others, std::size_t& count) {
   return text + (count > named_max ? fmt::format(" and {} more", count - named_max) : "");
 }
 
-// Of an interface; what cannot be tried is taken for one.
-bool is_ours(const std::string& address) {
-  sockaddr_storage place{};
-  auto& v4 = reinterpret_cast<sockaddr_in&>(place);
-  auto& v6 = reinterpret_cast<sockaddr_in6&>(place);
-  const bool of_v6 = address.find(':') != std::string::npos;
-  place.ss_family = of_v6 ? AF_INET6 : AF_INET;
-  if (::inet_pton(place.ss_family, address.c_str(), of_v6 ? static_cast<void*>(&v6.sin6_addr) : &v4.sin_addr) != 1) return true;
-  const int fd = ::socket(place.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) return true;
-  const bool free = ::bind(fd, reinterpret_cast<const sockaddr*>(&place), of_v6 ? sizeof(v6) : sizeof(v4)) == 0 || errno != EADDRNOTAVAIL;
-  ::close(fd);
-  return free;
-}
-
 // Whether interfaces are looked at here as the service sees them.
 bool is_in_our_network(int pid) {
   struct stat ours {}, its {};
@@ -56,7 +40,7 @@ bool is_in_our_network(int pid) {
 
 std::vector<Finding> examine_own_address(const nlohmann::json& state) {
   const auto address = state.at("service").value("address", "");
-  if (address.empty() || is_ours(address) || !is_in_our_network(state.at("service").value("pid", 0))) return {};
+  if (address.empty() || !hosts::is_of_no_interface(address) || !is_in_our_network(state.at("service").value("pid", 0))) return {};
   return {{Finding::Level::problem, "address", fmt::format("{}, at which the configuration says that other hosts reach this one, is no address of this host now", address),
            "give it to an interface again, or another one to vrdmad, and to the other hosts, and restart it"}};
 }

@@ -1,11 +1,9 @@
 #include "vmkernel_svc/server.hpp"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <linux/futex.h>
 #include <malloc.h>
-#include <netinet/in.h>
 #include <pthread.h>
 #include <sys/file.h>
 #include <sys/resource.h>
@@ -27,6 +25,7 @@
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/readiness.hpp"
 #include "vmkernel_svc/cm/connection_manager.hpp"
+#include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/certificates.hpp"
 #include "vmkernel_svc/hosts/etcd_client.hpp"
 #include "vmkernel_svc/mad/management.hpp"
@@ -58,25 +57,14 @@ Reception::Limits raise_open_files(Config& config) {
   return limits;
 }
 
-bool is_missing(const std::string& address) {
-  sockaddr_storage place{};
-  auto& v4 = reinterpret_cast<sockaddr_in&>(place);
-  auto& v6 = reinterpret_cast<sockaddr_in6&>(place);
-  const bool of_v6 = address.find(':') != std::string::npos;
-  place.ss_family = of_v6 ? AF_INET6 : AF_INET;
-  if (::inet_pton(place.ss_family, address.c_str(), of_v6 ? static_cast<void*>(&v6.sin6_addr) : &v4.sin_addr) != 1) return false;
-  const vmci::UniqueFd probe(::socket(place.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  return probe && ::bind(probe.get(), reinterpret_cast<const sockaddr*>(&place), of_v6 ? sizeof(v6) : sizeof(v4)) != 0 && errno == EADDRNOTAVAIL;
-}
-
 // When a machine starts its address may be set a little later than we do, and a new IPv6 address is tentative for a second or two. Whoever is about to
 // listen there says what is wrong, if it has not come until then.
 void await_address(const std::string& address) {
   constexpr std::chrono::milliseconds patience{5000}, pause{100};
-  if (!is_missing(address)) return;
+  if (!hosts::is_of_no_interface(address)) return;
   log::warn("waits for its address {}: no interface of this host has it, or it cannot be used yet", address);
   const auto until = std::chrono::steady_clock::now() + patience;
-  while (is_missing(address) && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(pause);
+  while (hosts::is_of_no_interface(address) && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(pause);
 }
 }  // namespace
 

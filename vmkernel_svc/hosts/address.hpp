@@ -3,7 +3,10 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +24,21 @@ inline bool is_numeric(const std::string& address) {
 }
 
 inline bool is_v6(const std::string& numeric) { return numeric.find(':') != std::string::npos; }
+
+// No interface here has it, or it cannot be used yet (a tentative one). What cannot be tried is taken for one of ours.
+inline bool is_of_no_interface(const std::string& numeric) {
+  sockaddr_storage place{};
+  auto& v4 = reinterpret_cast<sockaddr_in&>(place);
+  auto& v6 = reinterpret_cast<sockaddr_in6&>(place);
+  const bool of_v6 = is_v6(numeric);
+  place.ss_family = of_v6 ? AF_INET6 : AF_INET;
+  if (::inet_pton(place.ss_family, numeric.c_str(), of_v6 ? static_cast<void*>(&v6.sin6_addr) : &v4.sin_addr) != 1) return false;
+  const int fd = ::socket(place.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool missing = ::bind(fd, reinterpret_cast<const sockaddr*>(&place), of_v6 ? sizeof(v6) : sizeof(v4)) != 0 && errno == EADDRNOTAVAIL;
+  ::close(fd);
+  return missing;
+}
 
 // Of two numeric ones: an IPv6 address has several spellings.
 inline bool same_address(const std::string& one, const std::string& other) {
