@@ -58,28 +58,40 @@ def check_case(options, world, config, preexec, kind, count, allowed):
 
 
 def check_late(options, world, kind, allowed):
-    """The service has its last descriptor when a program comes, and none left when it asks."""
+    """A program is there when another takes the service's last descriptor, and asks while none is left."""
     with Service(options.vrdmad) as service:
         environment = dict(os.environ, LD_PRELOAD=options.library, VRDMA_SOCKET=service.path)
-        asking = subprocess.Popen([options.limits, kind, "8", "wait"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        running = []
+
+        def run(*arguments, says):
+            running.append(subprocess.Popen([options.limits, *arguments], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            if running[-1].stdout.readline() != f"{says}\n":
+                raise Failure(f"it is not {says}: {arguments}")
+            return running[-1]
+
         try:
-            if asking.stdout.readline() != "ready\n":
-                raise Failure("it does not begin")
+            asking = run(kind, "8", "wait", says="ready")
             before = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
-            taken = {int(name) for name in os.listdir(f"/proc/{service.pid}/fd")}
-            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), before[1]))
+            taken = [int(name) for name in os.listdir(f"/proc/{service.pid}/fd")]
+            # Quotas are by what it might have when it began. What it keeps for such times is below this limit.
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (max(taken) + 30, before[1]))
+            holding = run("channel", "1000", "hold", says="full")
             said, _ = asking.communicate("go\n", timeout=90)
-            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
             found = re.fullmatch(r"made (\d+) refused (\w+) again \d+", said.strip())
             if asking.returncode != 0 or not found or (int(found[1]), found[2]) not in allowed:
                 raise Failure(f"ended with {asking.returncode}: {said}")
+            held, _ = holding.communicate(timeout=90)
+            if holding.returncode != 0 or not re.fullmatch(r"made [1-9]\d* refused EMFILE again \d+", held.strip()):
+                raise Failure(f"whoever had all ended with {holding.returncode}: {held}")
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, before)
             service.check_alive()
             service.expect_empty()
             world.check_new_pair(service, "send")
             return f"{found[1]}, then {found[2]}"
         finally:
-            asking.kill()
-            asking.wait()
+            for process in running:
+                process.kill()
+                process.wait()
 
 
 def check_others(options, world):
