@@ -257,6 +257,7 @@ struct Qp {
   std::uint32_t max_recv_sge = 0;
   std::uint32_t max_inline_data = 0;
   std::uint32_t implied_flags = 0;  // wr_signaled for sq_sig_all
+  std::uint32_t opcodes = 0;  // that it takes: 1 << enum ibv_wr_opcode of each
   std::unique_ptr<WrBatch> batch;   // of an extended one; under send_lock
   SpinLock send_lock;
   std::atomic<std::uint32_t> visits{0};  // by who polls, and found it by a lane
@@ -281,7 +282,6 @@ struct Qp {
   std::mutex mcast_mutex;
   std::vector<control::McastRequest> mcast_groups;
   std::uint32_t events_reported = 0;
-  bool has_windows = false;
   Xrcd* xrcd = nullptr;  // of an XRC target, and of what completes for an XRC SRQ
 
   static Qp& of(ibv_qp* qp) { return *reinterpret_cast<Qp*>(qp); }
@@ -293,6 +293,8 @@ static_assert(offsetof(Qp, verbs_comp_mask) == sizeof(ibv_qp_ex) && sizeof(ibv_q
               sizeof(verbs_context) - sizeof(pthread_mutex_t) >= 608 && sizeof(ibv_cq_ex) - sizeof(pthread_mutex_t) == 248);
 
 // The data verbs, which every context's ops point to.
+// Qp::opcodes. windows: the service offers memory windows.
+std::uint32_t opcodes_of(ibv_qp_type type, bool windows);
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);

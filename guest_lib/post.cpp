@@ -52,6 +52,12 @@ constexpr std::uint32_t window_opcodes(ibv_qp_type type) {
   return reliable ? local_opcodes | bit(IBV_WR_SEND_WITH_INV) : type == IBV_QPT_UC ? local_opcodes : 0;
 }
 
+}  // namespace
+
+std::uint32_t opcodes_of(ibv_qp_type type, bool windows) { return legal_opcodes(type) | (windows ? window_opcodes(type) : 0); }
+
+namespace {
+
 RemoteOperand remote_operand(const ibv_send_wr& wr) {
   if (bit(wr.opcode) & (bit(IBV_WR_ATOMIC_CMP_AND_SWP) | bit(IBV_WR_ATOMIC_FETCH_AND_ADD)))
     return {wr.wr.atomic.remote_addr, wr.wr.atomic.compare_add, wr.wr.atomic.swap, wr.wr.atomic.rkey, 0};
@@ -60,8 +66,8 @@ RemoteOperand remote_operand(const ibv_send_wr& wr) {
 
 // The payload bytes of an inline request, or -1: more than the queue pair takes.
 int inline_bytes(const Qp& qp, const ibv_send_wr& wr) {
-  std::uint64_t bytes = 0;
-  for (int i = 0; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
+  std::uint64_t bytes = wr.num_sge > 0 ? wr.sg_list[0].length : 0;
+  for (int i = 1; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
   return bytes > qp.max_inline_data ? -1 : static_cast<int>(bytes);
 }
 
@@ -76,11 +82,8 @@ struct Shape {
   const auto opcode = static_cast<std::uint32_t>(wr.opcode);
   if (opcode >= 32) return EINVAL;
   const std::uint32_t opcode_bit = 1u << opcode;
-  const ibv_qp_type type = qp.verbs.qp_base.qp_type;
-  if ((opcode_bit & legal_opcodes(type)) == 0) [[unlikely]] {
-    if (!qp.has_windows || (opcode_bit & window_opcodes(type)) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
-    if (opcode_bit & local_opcodes) return shape = {send_wqe_slots(0), 0}, check_window(qp, wr);
-  }
+  if ((opcode_bit & qp.opcodes) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
+  if (opcode_bit & local_opcodes) [[unlikely]] return shape = {send_wqe_slots(0), 0}, check_window(qp, wr);
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > qp.max_send_sge) return EINVAL;
 
   std::uint32_t payload_bytes = static_cast<std::uint32_t>(wr.num_sge) * static_cast<std::uint32_t>(sizeof(Sge));
@@ -91,7 +94,7 @@ struct Shape {
     payload_bytes = static_cast<std::uint32_t>(bytes);
     shape.count = static_cast<std::uint16_t>(bytes);
   }
-  if (type == IBV_QPT_UD && wr.wr.ud.ah == nullptr) return EINVAL;
+  if (qp.verbs.qp_base.qp_type == IBV_QPT_UD && wr.wr.ud.ah == nullptr) return EINVAL;
   shape.slots = send_wqe_slots(payload_bytes);
   return 0;
 }

@@ -159,7 +159,7 @@ Result<ibv_qp*> create_qp(ibv_pd* pd, ibv_qp_init_attr& wanted, Xrcd* xrcd, std:
   qp->doorbell = (*attachment)->doorbell();
   qp->implied_flags = init.sq_sig_all != 0 ? wr_signaled : 0;
   qp->sq_sig_all = init.sq_sig_all;
-  qp->has_windows = offers_windows(**attachment);
+  qp->opcodes = opcodes_of(init.qp_type, offers_windows(**attachment));
   qp->xrcd = xrcd;
   take_created(*qp, *reply, receives);
   show_verbs(qp->base(), pd, init);

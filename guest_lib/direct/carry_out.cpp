@@ -16,17 +16,13 @@ bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std
 
   engine::Place here = engine::Place::in_engine(reinterpret_cast<const void*>(wr.sg_list->addr)), there;
   if ((flags & wr_inline) == 0) {
-    const auto place = ports_.find(near_, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, rule.reads ? engine::access_local_write : engine::access_local_read);
-    if (!place) return false;
-    here = *place;
+    if (!ports_.find(here, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, rule.reads ? engine::access_local_write : engine::access_local_read)) return false;
   }
   if (rule.remote_access != 0) {
     const std::uint64_t address = rule.atomic ? wr.wr.atomic.remote_addr : wr.wr.rdma.remote_addr;
     if ((far_.attributes.access_flags & rule.remote_access) == 0 || (rule.atomic && address % sizeof(std::uint64_t) != 0)) return false;
     if (rule.reads && (near_.attributes.max_rd_atomic == 0 || far_.attributes.max_dest_rd_atomic == 0)) return false;
-    const auto place = ports_.find(near_, Key{rule.atomic ? wr.wr.atomic.rkey : wr.wr.rdma.rkey}, address, bytes, rule.remote_access);
-    if (!place) return false;
-    there = *place;
+    if (!ports_.find(there, Key{rule.atomic ? wr.wr.atomic.rkey : wr.wr.rdma.rkey}, address, bytes, rule.remote_access)) return false;
   }
   std::uint64_t receive_id = 0;
   if (rule.takes_receive) {
@@ -35,9 +31,7 @@ bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std
       if (far_.receive_record_slots != 1 || !next_receive(far_.receive_ring, rule.moves_to_receive, receive_id, buffer)) return false;
       if (rule.moves_to_receive) {
         if (buffer.bytes < bytes) return false;
-        const auto place = ports_.find_receive(buffer, bytes);
-        if (!place) return false;
-        there = *place;
+        if (!ports_.find_receive(there, buffer, bytes)) return false;
       } else {
         ports_.name_receive(buffer);
       }
@@ -71,15 +65,13 @@ bool DirectConnection::carry_out_as(SendQueue& queue, const ibv_send_wr& wr, std
   queue.pass(wr.wr_id);
   near_.send_ring.skip_to(queue.writer().position());
   const std::uint32_t packets = rule.atomic ? 1 : engine::packets(bytes, near_.attributes.path_mtu);
-  near_.send_psn = far_.expected_psn = advance(near_.send_psn, packets);
-  far_.counters.received_messages += 1;
+  near_.send_psn = advance(near_.send_psn, packets);
   if (rule.atomic) {
     ++near_.counters.atomics;
   } else if (rule.reads) {
     near_.counters.read_messages += 1, near_.counters.read_bytes += bytes;
   } else {
     near_.counters.sent_messages += 1, near_.counters.sent_bytes += bytes;
-    far_.counters.received_bytes += bytes;
   }
   if ((flags & wr_signaled) != 0) [[likely]] {
     Cqe cqe{};

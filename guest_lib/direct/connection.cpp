@@ -44,17 +44,17 @@ void DirectConnection::step_back() {
   near_.counters.sent_messages = at.sent_messages, near_.counters.sent_bytes = at.sent_bytes;
   near_.counters.read_messages = at.read_messages, near_.counters.read_bytes = at.read_bytes;
   near_.counters.atomics = at.atomics;
-  far_.counters.received_messages = at.received_messages, far_.counters.received_bytes = at.received_bytes;
   near_.send_ring.skip_to(at.send_head);
   if (ports_.shares()) receive_head_ = at.receive_head;
   else far_.receive_ring.skip_to(at.receive_head);
-  near_.send_psn = far_.expected_psn = Psn{at.psn & psn_mask};
+  near_.send_psn = Psn{at.psn & psn_mask};
 }
 
 bool DirectConnection::run_queue() {
   for (int turns_lost = 0; !near_.send_ring.empty();) {
     if (claim_.stop() || ports_.owes_turn()) return false;
     engine::Budget budget{static_cast<std::int64_t>(direct::message_bytes_max) + 1, 1};
+    far_.expected_psn = near_.send_psn;
     ports_.begin();
     engine_.run(near_, budget);
     if (ports_.given_up() || ports_.dropped() || engine_.busy(near_)) {

@@ -107,7 +107,6 @@ class DirectConnection {
   at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
   at.read_messages = near_.counters.read_messages, at.read_bytes = near_.counters.read_bytes;
   at.atomics = near_.counters.atomics;
-  at.received_messages = far_.counters.received_messages, at.received_bytes = far_.counters.received_bytes;
   VRDMA_CRASH_POINT("direct.guest.before_record");
   claim_.publish_positions();
   VRDMA_CRASH_POINT("direct.guest.recorded");

@@ -87,19 +87,13 @@ bool DatagramPath::deliver(DirectPorts::Qp& near, const ibv_send_wr& wr, std::ui
   if (bytes == 0 || bytes > engine::datagram_bytes_max(near.attributes) || qkey != far_.attributes.qkey || far_.receive_record_slots != 1) return false;
   ports_.begin();
   engine::Place from = engine::Place::in_engine(reinterpret_cast<const void*>(wr.sg_list->addr));
-  if ((flags & wr_inline) == 0) {
-    const auto place = ports_.find(near, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, engine::access_local_read);
-    if (!place) return false;
-    from = *place;
-  }
+  if ((flags & wr_inline) == 0 && !ports_.find(from, Key{wr.sg_list->lkey}, wr.sg_list->addr, bytes, engine::access_local_read)) return false;
   engine::Place to;
   std::uint64_t receive_id = 0;
   for (int tries = 0;; ++tries, ports_.seek_receive()) {
     Sge buffer{};
     if (!next_receive(far_.receive_ring, true, receive_id, buffer) || buffer.bytes < engine::grh_bytes + bytes) return false;
-    const auto place = ports_.find_receive(buffer, engine::grh_bytes + bytes);
-    if (!place) return false;
-    to = *place;
+    if (!ports_.find_receive(to, buffer, engine::grh_bytes + bytes)) return false;
     if (ports_.take_turn(receive_id)) break;
     if (!ports_.turn_lost() || tries == DirectConnection::turns_lost_max) return false;
   }

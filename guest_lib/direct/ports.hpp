@@ -127,22 +127,28 @@ class DirectPorts {
   bool take_solicited() { return std::exchange(solicited_, false); }  // … with that event, at the receiver
 
   std::optional<engine::Place> find(Qp&, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
-    return look(access & engine::access_remote_any ? peer_ : own_, key, address, bytes, access);
+    engine::Place place;
+    return find(place, key, address, bytes, access) ? std::optional(place) : std::nullopt;
+  }
+  // The same for who has a place already, which then stays in registers. False: there is none.
+  bool find(engine::Place& place, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    return look(place, access & engine::access_remote_any ? peer_ : own_, key, address, bytes, access);
   }
   // The buffer of a record that is about to be taken without being written to: with it, the record goes back should this process end.
   void name_receive(const Sge& buffer) { named_ = buffer; }
   std::optional<engine::Place> find_receive(Qp&, Key key, std::uint64_t address, std::uint64_t bytes) {
-    if (given_up_) return std::nullopt;  // what is missing is known already
-    return find_receive({address, static_cast<std::uint32_t>(bytes), key.value}, bytes);
+    engine::Place place;
+    // Given up: what is missing is known already.
+    return !given_up_ && find_receive(place, {address, static_cast<std::uint32_t>(bytes), key.value}, bytes) ? std::optional(place) : std::nullopt;
   }
   // Of `buffer`, what a message of so many bytes writes to: it may end beyond its region.
-  std::optional<engine::Place> find_receive(const Sge& buffer, std::uint64_t bytes) {
+  bool find_receive(engine::Place& place, const Sge& buffer, std::uint64_t bytes) {
     VRDMA_CRASH_POINT("direct.guest.receive_taken");
     // One that was taken and not completed is given back, with the one buffer that its poster can put on record.
-    if (receive_buffers_++ != 0 && shared_.turns) return give_up(), std::nullopt;
+    if (receive_buffers_++ != 0 && shared_.turns) return give_up(), false;
     named_ = buffer;
     into_receive_ = true;
-    return look(peer_, Key{buffer.lkey}, buffer.address, bytes, engine::access_local_write);
+    return look(place, peer_, Key{buffer.lkey}, buffer.address, bytes, engine::access_local_write);
   }
   [[gnu::always_inline]] engine::MemoryStatus copy(Qp&, const engine::Place& to, const engine::Place& from, std::uint64_t bytes) {
     if (given_up_ || (far_end_.inbound.active && !take_turn(far_end_.inbound.wr_id))) return give_up(), engine::MemoryStatus::destination_fault;
@@ -335,14 +341,18 @@ class DirectPorts {
     std::byte* data = nullptr;
   };
 
-  std::optional<engine::Place> look(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+  [[gnu::always_inline]] bool look(engine::Place& place, const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
     const Found& last = found_[&guest == &peer_];
     const std::uint64_t offset = address - last.address;
     if (key.value != last.key || (access & ~last.access) != 0 || offset > last.bytes || bytes > last.bytes - offset || bytes > direct::message_bytes_max)
-        [[unlikely]]
-      return look_up(guest, key, address, bytes, access);
+        [[unlikely]] {
+      const std::optional<engine::Place> found = look_up(guest, key, address, bytes, access);
+      if (found) place = *found;
+      return found.has_value();
+    }
     if ((access & (engine::access_local_write | engine::access_remote_write)) != 0) vmci::prefetch_for_write(last.data + offset);
-    return engine::Place::in_engine(last.data + offset);
+    place = engine::Place::in_engine(last.data + offset);
+    return true;
   }
 
   [[gnu::noinline]] std::optional<engine::Place> look_up(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
@@ -405,12 +415,14 @@ class DirectPorts {
   std::uint64_t last_turn_ = 0;
   Sge named_{};  // the buffer of the record that is looked at
   std::uint32_t receive_buffers_ = 0;
-  bool turn_taken_ = false, turn_lost_ = false;
-  std::uint64_t stamp_ = 0;  // of the message; 0: none yet
-  bool given_up_ = false, sent_ = false, received_ = false, solicited_ = false;
+  bool turn_taken_ = false;
+  bool sent_ = false, received_ = false, solicited_ = false;
+  // Of the message, side by side: begin() clears them at once.
+  std::uint64_t stamp_ = 0;  // 0: none yet
+  bool given_up_ = false, turn_lost_ = false;
   bool certain_ = false;  // others can know that the message was carried out
-  bool into_receive_ = false;     // the message goes to a receive buffer
-  bool through_process_ = false;  // the message needs memory that is not mapped here
+  bool through_process_ = false;  // it needs memory that is not mapped here
+  bool into_receive_ = false;     // it goes to a receive buffer
   Found found_[2];  // own, the peer's
   Run runs_[2];     // likewise
   std::optional<Unmapped> unmapped_;
