@@ -1,4 +1,4 @@
-// fstat(2) in front of libc's, for character devices (character_files.hpp) and directories of the synthetic tree (folder_descriptors.hpp), which are
+// fstat(2) in front of libc's, for character devices (character_files.hpp), and files and directories (folder_descriptors.hpp) of the synthetic tree, which are
 // something else to the kernel. Another file's costs one look at a bit and one load.
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -37,6 +37,14 @@ int fstat_path(int fd, struct stat* out, Real real) {
     SyntheticEntry entry = find_synthetic(folder);
     entry.kind = EntryKind::directory;  // also of a device that is gone
     return paths::stat_entry(entry, out);
+  }
+  if (S_ISREG(out->st_mode) && out->st_nlink == 0) [[unlikely]] {  // cp(1) and tar(1) compare with what stat(2) says
+    const off_t size = out->st_size;  // as it is: of a longer one the rest would pass for a hole
+    if (const SyntheticEntry entry = paths::described_text(fd); entry.kind != EntryKind::none) {
+      paths::stat_entry(entry, out);
+      out->st_size = size;
+      return result;
+    }
   }
   stat_character_device(fd, out);
   return result;

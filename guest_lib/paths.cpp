@@ -125,10 +125,13 @@ bool file_limit_allows(std::size_t bytes) {
   return false;
 }
 
-int text_descriptor(const SyntheticEntry& entry, int flags) {
+// The memfd has the entry's name, by which described_text() knows it again, also after dup(2) and exec(2).
+int text_descriptor(const char* path, const SyntheticEntry& entry, int flags) {
   const bool close_on_exec = (flags & O_CLOEXEC) != 0;
   if (entry.is_invalid) return epoll_create1(close_on_exec ? EPOLL_CLOEXEC : 0);  // which read(2) says EINVAL for
-  int fd = file_limit_allows(entry.text_bytes) ? memfd_create("vrdma-sysfs", MFD_ALLOW_SEALING | (close_on_exec ? MFD_CLOEXEC : 0u)) : -1;
+  char name[250];  // the kernel's most, and the end
+  if (!normalise_synthetic(path, name)) return fail(ENAMETOOLONG, -1);
+  int fd = file_limit_allows(entry.text_bytes) ? memfd_create(name, MFD_ALLOW_SEALING | (close_on_exec ? MFD_CLOEXEC : 0u)) : -1;
   if (fd >= 0) {
     write_all(fd, {entry.text, entry.text_bytes});
     lseek(fd, 0, SEEK_SET);
@@ -246,6 +249,19 @@ int stat_entry(const SyntheticEntry& entry, struct stat* out) {
   return 0;
 }
 
+SyntheticEntry described_text(int fd) {
+  constexpr std::string_view before = "/memfd:", after = " (deleted)";
+  char link[32], name[before.size() + 256 + after.size()];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  const ssize_t length = syscall(SYS_readlink, link, name, sizeof name - 1);
+  const std::string_view read(name, length < 0 ? 0 : static_cast<std::size_t>(length));
+  if (!read.starts_with(before) || !read.ends_with(after)) return {};
+  name[read.size() - after.size()] = '\0';
+  SyntheticEntry entry = find_synthetic(name + before.size());
+  if (entry.kind != EntryKind::text) entry.kind = EntryKind::none;
+  return entry;
+}
+
 int open_entry(const char* path, const SyntheticEntry& entry, int flags) {
   switch (entry.kind) {
     case EntryKind::rdma_cm_device: return open_connection_manager(flags);
@@ -258,7 +274,7 @@ int open_entry(const char* path, const SyntheticEntry& entry, int flags) {
   if ((flags & O_DIRECTORY) != 0) return fail(ENOTDIR, -1);
   if ((flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL)) return fail(EEXIST, -1);
   if ((flags & O_ACCMODE) != O_RDONLY) return fail(EACCES, -1);
-  return text_descriptor(entry, flags);
+  return text_descriptor(path, entry, flags);
 }
 
 }  // namespace paths

@@ -108,5 +108,7 @@ int open_entry(const char* path, const SyntheticEntry& entry, int flags);
 
 // As stat(2).
 int stat_entry(const SyntheticEntry& entry, struct stat* out);
+// The text that was opened as `fd`; of EntryKind::none: it is something else.
+SyntheticEntry described_text(int fd);
 
 }  // namespace vrdma::paths

@@ -89,6 +89,24 @@ TEST_CASE("the shell and coreutils read the device's files") {
   CHECK(run("cat " + dir + "/ports/1/gid_attrs/types/9").out == "cat: " + dir + "/ports/1/gid_attrs/types/9: Invalid argument\n");
 }
 
+TEST_CASE("what is copied and archived is what stat tells of") {
+  if (real_devices_present()) return;
+  const std::string state = "/sys/class/infiniband/vrdma0/ports/1/state";
+  const std::string folder = "d=$(mktemp -d) && trap 'rm -r \"$d\"' EXIT && unset VRDMA_SOCKET VRDMA_LINK_LAYER VRDMA_SERVED_LINK_LAYER; ";
+  CHECK(run(folder + "cp " + state + " $d/state && cat $d/state").out == "1: DOWN\n");
+  CHECK(run(folder + "cp -r /sys/class/infiniband/vrdma0/ports/1/pkeys $d && cat $d/pkeys/0").out == "0xffff\n");
+  const std::string same = "import os; d = os.open('" + state + "', os.O_RDONLY); print(os.path.samestat(os.stat('" + state + "'), os.fstat(os.dup(d))))";
+  if (installed("/usr/bin/python3")) CHECK(run("python3 -c \"" + same + "\"").out == "True\n");
+}
+
+TEST_CASE("where a child of vfork goes is no business of its parent's") {
+  if (real_devices_present() || !installed("/usr/bin/python3")) return;
+  const std::string program = "import os, subprocess as s; d = '/sys/class/infiniband/vrdma0/ports/1'; "
+                              "os.chdir('/tmp'); s.run(['true'], cwd=d); print(os.getcwd()); "
+                              "os.chdir(d); s.run(['true'], cwd='/'); print(os.getcwd(), open('pkeys/0').read())";
+  CHECK(run("python3 -c \"" + program + "\"").out == "/tmp\n/sys/class/infiniband/vrdma0/ports/1 0xffff\n\n");
+}
+
 TEST_CASE("listings show the tree") {
   if (real_devices_present()) return;
   CHECK(run("ls /sys/class/infiniband").out == "vrdma0\n");
