@@ -6,6 +6,7 @@
 #include <new>
 
 #include "guest_lib/cm/files.hpp"
+#include "guest_lib/cm/place.hpp"
 #include "guest_lib/interruption.hpp"
 
 namespace vrdma::guest {
@@ -43,6 +44,7 @@ void Process::watch_forks() {
         process.attachment.reset();
         CharacterFiles::unlock_in_child();
         cm::Account::abandon();
+        cm::forget_place();
         forget_sleepers();
         process.mutex.unlock();
       });

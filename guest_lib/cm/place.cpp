@@ -40,7 +40,26 @@ IbAddress to_ib(const CmAddress& from) {
   return {AF_IB, htobe16(from.pkey()), 0, from.ip, htobe64(service), service != 0 ? ~std::uint64_t{0} : 0, 0};
 }
 
+// What the service was told last.
+struct Place {
+  std::uint64_t service = 0, network = 0;
+  std::vector<CmAddress> addresses;
+  bool operator==(const Place&) const = default;
+};
+struct LastTold {
+  std::mutex mutex;
+  Place place;
+};
+union NeverDestroyed {  // exit handlers of others bind, too; and no guard of a first call that a fork could leave locked
+  constexpr NeverDestroyed() : it{} {}
+  ~NeverDestroyed() {}
+  LastTold it;
+};
+constinit NeverDestroyed last_told;
+
 }  // namespace
+
+void forget_place() { std::construct_at(&last_told.it); }
 
 Interfaces::Interfaces() {
   ifaddrs* list = nullptr;
@@ -125,11 +144,6 @@ std::size_t put_address(sockaddr_storage& out, const CmAddress& address) {
 }
 
 Status tell_place(Attachment& attachment, const Interfaces& interfaces) {
-  struct Place {
-    std::uint64_t service = 0, network = 0;
-    std::vector<CmAddress> addresses;
-    bool operator==(const Place&) const = default;
-  };
   Place place{attachment.ordinal(), 0, interfaces.addresses()};
   struct stat network;
   if (::stat("/proc/self/ns/net", &network) == 0) place.network = network.st_ino;
@@ -137,8 +151,7 @@ Status tell_place(Attachment& attachment, const Interfaces& interfaces) {
   std::stable_partition(place.addresses.begin(), place.addresses.end(), [](const CmAddress& one) { return one.scope == 0; });
   const std::size_t most = attachment.service_minor() >= control::minor_of_many_addresses ? control::cm_addresses_max : control::cm_addresses_at_once;
   place.addresses.resize(std::min(place.addresses.size(), most));
-  static std::mutex mutex;
-  static auto& told = *new Place;
+  auto& [mutex, told] = last_told.it;
   std::lock_guard lock(mutex);
   if (told == place) return ok();
   std::size_t done = 0;

@@ -24,6 +24,8 @@ class Interfaces {
 
 // Tells the service where this process is, if that is another place than it was told last.
 Status tell_place(Attachment& attachment, const Interfaces& interfaces);
+// In a fork's child: a thread of the parent's may have been telling it.
+void forget_place();
 // From which address one reaches that one, by the kernel's routes; family 0: none leads there.
 control::CmAddress source_for(const control::CmAddress& destination);
 
