@@ -97,7 +97,7 @@ class CharacterFiles {
   std::optional<int> close(int fd, int (*really)(int));
 
  private:
-  static constexpr int fds_max = 65536;
+  static constexpr int fds_max = 1 << 20;  // a page of zeroes is there only once it is written
   static std::atomic<std::uint64_t> marks_[fds_max / 64];
   static void mark(int fd, bool on);
   static Result<std::shared_ptr<Attachment>> attach(std::uint16_t minor_of_service);

@@ -7,7 +7,7 @@
 
 namespace vrdma::traffic_files {
 
-constexpr int fds_max = 1 << 16;
+constexpr int fds_max = 1 << 20;
 extern std::atomic<std::uint64_t> marks[fds_max / 64];
 
 // Whether `fd` may be one of them: all that a read of another file costs.
