@@ -140,6 +140,21 @@ TEST_CASE("objects in use are not destroyed") {
   CHECK(ibv_destroy_comp_channel(channel.get()) == EBUSY);
 }
 
+// As with rdma-core, where it is a file of its own.
+TEST_CASE("a completion channel may outlive its device") {
+  Service service;
+  service.start();
+  const Device device;
+  ibv_context* const context = ibv_open_device(device.context->device);
+  REQUIRE(context != nullptr);
+  ibv_comp_channel* const channel = ibv_create_comp_channel(context);
+  REQUIRE(channel != nullptr);
+  const int fd = channel->fd;
+  CHECK(ibv_close_device(context) == 0);
+  CHECK(ibv_destroy_comp_channel(channel) == 0);
+  CHECK(::fcntl(fd, F_GETFD) == -1);
+}
+
 TEST_CASE("a fork's child makes its own objects on the parent's context and cannot touch the parent's rings") {
   Service service;
   service.start();
