@@ -132,6 +132,7 @@ Status File::register_agent(void* argument) {
   if (!agent) return agent.error();
   wanted.id = agent->agent;
   std::memcpy(argument, &wanted, sizeof(wanted));
+  has_agents_.store(true, std::memory_order_relaxed);
   return ok();
 }
 
@@ -155,6 +156,7 @@ Status File::register_agent_2(void* argument) {
   if (!agent) return agent.error();
   wanted.id = agent->agent;
   std::memcpy(argument, &wanted, sizeof(wanted));
+  if (!has_agents_.exchange(true, std::memory_order_relaxed)) knows_pkey_index_.store(true, std::memory_order_relaxed);
   return ok();
 }
 
@@ -162,7 +164,10 @@ int File::control(unsigned long request, void* argument) {
   return as_minus_one([&]() -> Status {
     // The number is 32 bits of what a program may pass as an int.
     switch (static_cast<std::uint32_t>(request)) {
-      case IB_USER_MAD_ENABLE_PKEY: knows_pkey_index_.store(true, std::memory_order_relaxed); return ok();
+      case IB_USER_MAD_ENABLE_PKEY:
+        if (has_agents_.load(std::memory_order_relaxed)) return Errno{EINVAL};
+        knows_pkey_index_.store(true, std::memory_order_relaxed);
+        return ok();
       case IB_USER_MAD_REGISTER_AGENT: return argument == nullptr ? Errno{EFAULT} : register_agent(argument);
       case IB_USER_MAD_REGISTER_AGENT2: return argument == nullptr ? Errno{EFAULT} : register_agent_2(argument);
       case IB_USER_MAD_UNREGISTER_AGENT: {

@@ -23,6 +23,7 @@ class File final : public CharacterFile {
   Status register_agent_2(void* argument);
 
   std::atomic<bool> knows_pkey_index_{false};  // its program: the head has a field more
+  std::atomic<bool> has_agents_{false};        // or had: what the program knows is settled, by the first request it made
   std::mutex reading_;  // what is long is taken piece by piece
 };
 

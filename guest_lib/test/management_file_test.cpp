@@ -71,3 +71,28 @@ TEST_CASE("What is written by nobody, or read with too little room, is the kerne
   CHECK(answer.mad[17] == 0x11);
   ::close(fd);
 }
+
+// linux/drivers/infiniband/core/user_mad.c: ib_umad_reg_agent2, ib_umad_enable_pkey.
+TEST_CASE("Whose first registration is the newer one need not say that it knows of the index of P_Keys; afterwards it is too late to") {
+  Service service;
+  service.start();
+  ib_user_mad_reg_req2 newer{};
+  newer.mgmt_class = newer.mgmt_class_version = 1;
+  ib_user_mad_reg_req older{};
+  older.mgmt_class = older.mgmt_class_version = 1;
+  const int knows = ::open("/dev/infiniband/umad0", O_RDWR | O_CLOEXEC), does_not = ::open("/dev/infiniband/umad0", O_RDWR | O_CLOEXEC);
+  REQUIRE(::ioctl(knows, IB_USER_MAD_REGISTER_AGENT2, &newer) == 0);
+  REQUIRE(::ioctl(does_not, IB_USER_MAD_REGISTER_AGENT, &older) == 0);
+  for (const int fd : {knows, does_not}) {
+    CHECK(::ioctl(fd, IB_USER_MAD_ENABLE_PKEY) == -1);
+    CHECK(errno == EINVAL);
+  }
+  const Datagram request = node_info(newer.id);
+  REQUIRE(::write(knows, &request, sizeof(request)) == sizeof(request));
+  Datagram answer;
+  REQUIRE(::read(knows, &answer, sizeof(answer)) == sizeof(answer));
+  CHECK(answer.head.status == 0);
+  CHECK(answer.mad[3] == 0x81);
+  ::close(knows);
+  ::close(does_not);
+}
