@@ -92,7 +92,7 @@ int container(const ContainerOptions& options) {
   if (options.format == "cdi") {
     if (!options.link_layer.empty()) fail("--format cdi has a device for either link layer, ib and ethernet: choose when a container is started");
     // Read whenever a container starts: of the host's service, which need not run now.
-    print_all(specification(additions(options, options.socket.empty() ? host_socket : options.socket, false)).dump(2) + "\n");
+    print_all(json_text(specification(additions(options, options.socket.empty() ? host_socket : options.socket, false))));
     return 0;
   }
   auto found = find_service(options.socket);

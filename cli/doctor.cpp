@@ -337,7 +337,7 @@ int doctor(const DoctorOptions& options) {
     for (const auto& finding : findings)
       out["findings"].push_back(
           {{"level", name_of(finding.level)}, {"subject", finding.subject}, {"what", finding.what}, {"remedy", finding.remedy}});
-    print_all(out.dump(2) + "\n");
+    print_all(json_text(out));
   } else {
     std::string text;
     for (const auto& finding : findings) {

@@ -181,7 +181,7 @@ int host_list(const HostOptions& options) {
     out.push_back(as_json(info));
     text += as_line(info);
   }
-  print_all(options.json ? out.dump(2) + "\n" : text);
+  print_all(options.json ? json_text(out) : text);
   return 0;
 }
 
@@ -193,7 +193,7 @@ int host_show(const HostOptions& options) {
   const std::string why = refusal(certificate.get(), authority.get(), std::time(nullptr));
   auto out = as_json(info);
   out["problem"] = why;
-  print_all(options.json ? out.dump(2) + "\n" : as_line(info) + (why.empty() ? "" : "problem: " + why + "\n"));
+  print_all(options.json ? json_text(out) : as_line(info) + (why.empty() ? "" : "problem: " + why + "\n"));
   return why.empty() ? 0 : 1;
 }
 
@@ -218,7 +218,7 @@ void print(const Partitions& partitions, bool as_json) {
     out[pkey_text(one.pkey)].push_back(one.member());
     text += fmt::format("partition {} pkey {} {} member {}\n", pkey_text(partition_of(one.pkey)), pkey_text(one.pkey), (one.pkey & pkey_full) != 0 ? "full" : "limited", one.member());
   }
-  print_all(as_json ? out.dump(2) + "\n" : text.empty() ? "no partitions: everybody is a full member of the default one, 0xffff\n" : text);
+  print_all(as_json ? json_text(out) : text.empty() ? "no partitions: everybody is a full member of the default one, 0xffff\n" : text);
 }
 
 int change_partition(const HostOptions& options, bool add) {

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <nlohmann/json_fwd.hpp>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -14,6 +16,8 @@ namespace vrdma::cli {
 // Writes all of `text` to standard output. Throws std::runtime_error where that fails (a full disk); a reader that has gone
 // away (`| head`) ends the program as SIGPIPE would.
 void print_all(std::string_view text);
+// With a line end. What is not UTF-8, as JSON has to be and paths need not, becomes U+FFFD.
+std::string json_text(const nlohmann::json& value);
 
 // To standard error, in one piece. Where nothing can be written, that is no reason not to go on.
 template <class... Values>

@@ -21,7 +21,7 @@ json state_of(const std::string& socket) {
 
 int show(const ShowOptions& options) {
   const json state = state_of(options.socket);
-  const std::string text = options.json ? show_json(state, options.object).dump(2) + "\n" : show_text(state, options.object);
+  const std::string text = options.json ? json_text(show_json(state, options.object)) : show_text(state, options.object);
   print_all(text);
   if (!knows_user(state)) tell("vrdma: the service cannot tell this user from others, as its user namespace maps neither: guests and what is theirs are not shown\n");
   return 0;

@@ -174,7 +174,7 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
     std::string line = "   ";
     for (const auto& word : words) line += " " + word;
     print_all(as_json
-                  ? out.dump(2) + "\n"
+                  ? json_text(out)
                   : line_of(described) + "\nUser Mode Linux, started with vrdmad running, and with what else it needs:\n\n" + line + " …\n" + inside);
     return;
   }
@@ -183,7 +183,7 @@ void print_how_to_start(const json& described, const Vm& vm, bool as_json) {
     out["qemu"] = qemu_arguments(vm);
     if (!vm.plain) out["qemu_interrupts"] = qemu_interrupt_arguments();
     out["libvirt"] = libvirt_xml(vm);
-    return print_all(out.dump(2) + "\n");
+    return print_all(json_text(out));
   }
   std::string text = line_of(described) +
                      (vm.plain ? "\nQEMU's arguments, once vrdmad has made the link:\n\n" : "\nQEMU's arguments, with vrdmad running:\n\n") +
@@ -299,7 +299,7 @@ int vm_list(const VmOptions& options) {
       code = 1;
     }
   }
-  print_all(options.json ? all.dump(2) + "\n" : text);
+  print_all(options.json ? json_text(all) : text);
   return code;
 }
 

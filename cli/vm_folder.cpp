@@ -90,17 +90,23 @@ void VmFolder::require_unused(const std::string& ram) const {
 }
 
 void VmFolder::add(const VmRecord& record) {
-  const std::string own = path_ + "/" + record.name;
-  make_machine_folder(own);  // one that a service left behind is as good
   nlohmann::json json = nlohmann::json::object();
   if (!record.ram.empty()) json["ram"] = record.ram;
   if (record.plain) json["plain"] = true;
   if (record.private_ram()) json["bar_bytes"] = record.bar_bytes;
   if (!record.plain) json["vectors"] = record.vectors;
   if (record.tenant) json["tenant"] = *record.tenant;
+  std::string text;
+  try {
+    text = json.dump(2) + "\n";
+  } catch (const nlohmann::json::type_error&) {
+    fail(fmt::format("{} is not UTF-8, as vm.json has to be: name another file by --ram", record.ram));
+  }
+  const std::string own = path_ + "/" + record.name;
+  make_machine_folder(own);  // one that a service left behind is as good
   const std::string partial = fmt::format("{}/.vm.json.{}", own, ::getpid());
   try {
-    write_whole(partial, json.dump(2) + "\n");
+    write_whole(partial, text);
   } catch (...) {
     ::rmdir(own.c_str());
     throw;
