@@ -98,14 +98,14 @@ TEST_CASE("What the responder refuses is told to the requester, and the responde
          s.opcode = WrOpcode::rdma_read;
          s.remote = p.world.memory(64, 2, access_local_write | access_remote_write).remote(0);
        }},
-      {"queue pair without remote write", WcStatus::rem_access_err, AsyncEvent::qp_access_err,
+      {"queue pair without remote write", WcStatus::rem_inv_req_err, AsyncEvent::qp_req_err,
        [](Pair& p, SendSpec&) { p.b.core.attributes.access_flags = access_remote_read; }},
-      {"queue pair without remote read", WcStatus::rem_access_err, AsyncEvent::qp_access_err,
+      {"queue pair without remote read", WcStatus::rem_inv_req_err, AsyncEvent::qp_req_err,
        [](Pair& p, SendSpec& s) {
          s.opcode = WrOpcode::rdma_read;
          p.b.core.attributes.access_flags = access_remote_write;
        }},
-      {"queue pair without atomics", WcStatus::rem_access_err, AsyncEvent::qp_access_err,
+      {"queue pair without atomics", WcStatus::rem_inv_req_err, AsyncEvent::qp_req_err,
        [](Pair& p, SendSpec& s) {
          s.opcode = WrOpcode::atomic_fetch_and_add;
          p.b.core.attributes.access_flags = access_remote_write | access_remote_read;

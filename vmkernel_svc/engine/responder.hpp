@@ -290,8 +290,8 @@ class Responder {
     far.clear();
     if (rule.reads && qp.attributes.max_dest_rd_atomic == 0) return WcStatus::rem_inv_req_err;
     if (rule.word && request.remote_address % 8 != 0) return WcStatus::rem_inv_req_err;
-    // IBA 9.7.4.1.4 (C9-…): the queue pair's rights come before the region's, and count for a zero-length request too.
-    if ((qp.attributes.access_flags & rule.remote_access) == 0) return WcStatus::rem_access_err;
+    // IBA 9.9.3: a function that this queue pair is not set up for is an invalid request, whatever its key, and without bytes too.
+    if ((qp.attributes.access_flags & rule.remote_access) == 0) return WcStatus::rem_inv_req_err;
     if (request.bytes == 0) return WcStatus::success;
     const auto place = ports_.find(qp, request.rkey, request.remote_address, request.bytes, rule.remote_access);
     if (!place) return WcStatus::rem_access_err;
