@@ -85,14 +85,17 @@ Status migrate_id(const Command& command) {
 
 const sockaddr* socket_address(const void* address) { return static_cast<const sockaddr*>(address); }
 
-bool is_served(const Command& command, const CmAddress& address) {
-  return address.family == AF_IB ? command.attachment.service_minor() >= control::minor_of_cm_by_gid : address.family != 0;
+// linux/drivers/infiniband/core/ucma.c: an address of no family that there is is an invalid argument.
+Status check_family(const Command& command, const CmAddress& address) {
+  if (address.family == 0) return Errno{EINVAL};
+  if (address.family == AF_IB && command.attachment.service_minor() < control::minor_of_cm_by_gid) return Errno{EAFNOSUPPORT};
+  return ok();
 }
 
 template <class Address>
 Status bind_to(const Command& command, std::uint32_t id, const Address& address) {
   const CmAddress wanted = own_address_of(socket_address(&address), sizeof(address));
-  if (!is_served(command, wanted)) return Errno{EAFNOSUPPORT};
+  if (const Status known = check_family(command, wanted); !known) return known;
   if (const auto told = tell_place(command.attachment, Interfaces()); !told) return told.error();
   return command.call<Request::cm_bind>({command.id(id), wanted});
 }
@@ -112,9 +115,10 @@ Status resolve(const Command& command, std::uint32_t id, const Address& source, 
   control::CmResolveAddressRequest request{};
   request.id = command.id(id);
   request.destination = address_of(socket_address(&destination), sizeof(destination));
-  if (!is_served(command, request.destination)) return Errno{EAFNOSUPPORT};
+  if (const Status known = check_family(command, request.destination); !known) return known;
   request.source = own_address_of(socket_address(&source), sizeof(source));
-  if (socket_address(&source)->sa_family != 0 && !is_served(command, request.source)) return Errno{EAFNOSUPPORT};
+  if (socket_address(&source)->sa_family != 0)
+    if (const Status known = check_family(command, request.source); !known) return known;
   if (request.source.family == 0 || request.source.is_any()) {
     const CmAddress chosen = source_for(request.destination);
     if (chosen.family != 0) request.source = {chosen.family, request.source.port, chosen.scope, chosen.ip};
@@ -233,7 +237,7 @@ template <class Address>
 Status join_to(const Command& command, std::uint64_t response, std::uint32_t id, std::uint64_t uid, const Address& address, std::uint32_t flags) {
   if (command.answer_bytes() < sizeof(rdma_ucm_create_id_resp)) return Errno{ENOSPC};
   const CmAddress group = address_of(socket_address(&address), sizeof(address));
-  if (!is_served(command, group)) return Errno{EAFNOSUPPORT};
+  if (const Status known = check_family(command, group); !known) return known;
   Account& account = Account::instance();
   std::lock_guard lock(account.mutex);
   const auto joined = command.attachment.call<Request::cm_join>({command.id(id), uid, group, flags, 0});
