@@ -316,8 +316,8 @@ void begin_receiving(Qp& qp) {
 }
 
 int post_one_receive(ReceiveQueue& queue, std::uint32_t max_sge, const ibv_recv_wr& wr) {
-  if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > max_sge) return EINVAL;
   if (!queue.has_room()) return ENOMEM;
+  if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > max_sge) return EINVAL;
   VRDMA_CRASH_POINT("guest.post_recv.before_write");
   const auto count = static_cast<std::uint16_t>(wr.num_sge);
   put_sges(queue.writer(), receive_wqe_payload_offset, wr.sg_list, count);
