@@ -96,6 +96,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Before memory that no file backs is registered, under that mutex: asks how the service reaches it, and starts the thread that
   // copies where it cannot. Errors as the request's and pthread_create's.
   Status prepare_process_memory();
+  bool process_memory_known() const { return process_memory_known_; }  // that was done; under that mutex
 
   // In a fork's child, before anything else runs there.
   void become_inherited();
