@@ -79,15 +79,22 @@ Cq* count_event(Channel& channel, const control::CompletionRecord& record) {
   return &cq;
 }
 
-bool any_outstanding(Cq& cq) {
+struct Requests {
+  bool any_outstanding = false;
+  std::uint32_t posted = 0;  // ever
+};
+Requests requests_of(Cq& cq) {
+  Requests all;
+  const auto add = [&all](const auto& queue) { all.any_outstanding |= queue.any_outstanding(), all.posted += queue.posted(); };
   std::lock_guard lock(cq.lock);
   for (Lane* lane : cq.lanes) {
     if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
-    if (lane->reader.next() != nullptr) return true;
+    all.any_outstanding |= lane->reader.next() != nullptr;
     std::lock_guard queue(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
-    if (lane->send != nullptr ? lane->send->any_outstanding() : lane->receive->any_outstanding()) return true;
+    if (lane->send != nullptr) add(*lane->send);
+    else add(*lane->receive);
   }
-  return false;
+  return all;
 }
 
 bool holds_entries(Cq& cq) {
@@ -112,13 +119,20 @@ Cq* count_left_off_event(Channel& channel) {
   return nullptr;
 }
 
+// What is flushed once the service is gone counts as having come since the last event only where something was polled or posted since then: who arms
+// on each event, and polls after the last, would have one for ever.
+bool any_to_flush(Cq& cq) {
+  const Requests now = requests_of(cq);
+  return now.any_outstanding && (cq.polled.load(std::memory_order_relaxed) || now.posted != cq.posted_at_fatal_event);
+}
+
 // The service is gone: every armed CQ gets the event of its arm, later arms only where there is something to flush. It may
 // have died between claiming an arm and sending the event: that one is owed, too.
 bool fatal_event_due(Cq& cq) {
   const std::uint32_t now = std::atomic_ref(cq.shared->arm).load(std::memory_order_relaxed);
   if ((now & 3) == control::arm_fired) return now >> 2 != cq.reported_arm_sequence;
   if ((now & 3) != control::arm_next && (now & 3) != control::arm_solicited) return false;
-  return cq.fatal_event_owed || any_outstanding(cq);
+  return cq.fatal_event_owed || any_to_flush(cq);
 }
 
 Cq* count_fatal_event(Channel& channel) {
@@ -135,9 +149,9 @@ Cq* count_fatal_event(Channel& channel) {
     const auto arm = std::atomic_ref(found->shared->arm);
     const std::uint32_t now = arm.load(std::memory_order_relaxed);
     arm.store((now & ~3u) | control::arm_fired, std::memory_order_relaxed);
-    found->reported_arm_sequence = now >> 2;
+    count_reported(*found, now >> 2);
     found->fatal_event_owed = false;
-    ++found->completion_events_reported;
+    found->posted_at_fatal_event = requests_of(*found).posted;
   }
   // The closed pipe stays readable. Without a further event the descriptor must not be: applications that found it so
   // would block here, or spin.
@@ -243,7 +257,7 @@ void watch_after_death(Cq& cq) {
   Channel& channel = Channel::of(cq.verbs.channel);
   std::lock_guard lock(channel.attachment->objects_mutex());
   // Decided now: the application may well poll what is flushed before it fetches the event.
-  cq.fatal_event_owed |= any_outstanding(cq);
+  cq.fatal_event_owed |= any_to_flush(cq);
   if (!fatal_event_due(cq)) return;
   if (!channel.pipe_watched && watch_pipe(channel.verbs.fd, channel.pipe->get())) channel.pipe_watched = true;
 }

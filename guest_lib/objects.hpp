@@ -205,6 +205,7 @@ struct Cq {
   std::uint32_t completion_events_reported = 0;
   std::uint32_t async_events_reported = 0;
   bool fatal_event_owed = true;  // once the service is gone: whoever is armed then, and later where something is flushed
+  std::uint32_t posted_at_fatal_event = 0;  // of all queue pairs that complete here
 
   static Cq& of(ibv_cq* cq) { return *reinterpret_cast<Cq*>(cq); }
   ibv_cq* base() { return reinterpret_cast<ibv_cq*>(&verbs); }

@@ -64,6 +64,7 @@ class SendQueue {
   }
 
   // --- both locks held
+  std::uint32_t posted() const { return posted_; }
   bool any_outstanding() const { return posted_ != completed_.load(std::memory_order_relaxed); }
   // The oldest outstanding work request, which counts as completed from now on.
   bool take_oldest(std::uint64_t& wr_id) {
@@ -145,6 +146,7 @@ class ReceiveQueue {
   }
 
   // --- both locks held; not for an SRQ
+  std::uint32_t posted() const { return posted_; }
   bool any_outstanding() const { return posted_ != completed_.load(std::memory_order_relaxed); }
   bool take_oldest(std::uint64_t& wr_id) {
     const std::uint32_t completed = completed_.load(std::memory_order_relaxed);

@@ -109,6 +109,39 @@ TEST_CASE("a dead service flushes what is outstanding, in order, and says so onc
   CHECK(ibv_query_port(device.context, 1, &port) == EIO);
 }  // destruction of everything succeeds: the deleters check
 
+TEST_CASE("who arms on each event, and polls when there is no more, is not told of the service's death for ever") {
+  Service service;
+  service.start();
+  Device device;
+  ChannelPtr channel(ibv_create_comp_channel(device.context));
+  REQUIRE(channel != nullptr);
+  set_nonblocking(channel->fd);
+  CqPtr cq = make_cq(device, 16, channel.get());
+  QpPtr qp = make_qp(device, cq.get());
+  connect(qp.get(), qp->qp_num);
+  REQUIRE(post_recv(device, qp.get(), 1) == 0);
+  REQUIRE(ibv_req_notify_cq(cq.get(), 0) == 0);
+  service.kill_now();
+  const auto events = [&] {
+    int count = 0;
+    for (ibv_cq* event_cq = nullptr; count < 10; ++count) {
+      void* context = nullptr;
+      if (ibv_get_cq_event(channel.get(), &event_cq, &context) != 0) break;
+      ibv_ack_cq_events(event_cq, 1);
+      REQUIRE(ibv_req_notify_cq(event_cq, 0) == 0);
+    }
+    return count;
+  };
+  eventually("the channel is readable", [&] { return readable(channel->fd); });
+  CHECK(events() == 1);
+  CHECK_FALSE(readable(channel->fd));
+  CHECK(collect(cq.get(), 1)[0].status == IBV_WC_WR_FLUSH_ERR);
+  // It has polled: what it posts now is news again.
+  REQUIRE(post_recv(device, qp.get(), 2) == 0);
+  CHECK(events() == 1);
+  CHECK(collect(cq.get(), 1)[0].wr_id == 2);
+}
+
 TEST_CASE("threads that wait for events are woken when the service dies") {
   Service service;
   service.start();
