@@ -1,10 +1,13 @@
 // Processes and a service that say what they like, at random: whoever is good is served afterwards. Most is found with the sanitizers.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 
 #include <cstdlib>
+#include <optional>
 #include <random>
+#include <utility>
 
 #include "guest_agent/test/machine.hpp"
 #include "vmci_channel/test/lingering.hpp"
@@ -34,27 +37,36 @@ struct Chance {
   std::mt19937_64 engine;
 };
 
-// What others have asked before is still in the link: a good process's request is told by its number.
+bool hung_up(const vmci::PacketSocket& socket) {
+  pollfd end{socket.fd(), 0, 0};
+  return ::poll(&end, 1, 0) == 1 && (end.revents & POLLHUP) != 0;
+}
+
+// What others have asked before is still in the link: a good process's request is told by its number. As long as much of what its user has given
+// is not closed yet, it is turned away.
 bool served(Machine& machine) {
   constexpr std::uint32_t sequence = 0x900d900d;
-  auto socket = vmci::PacketSocket::connect(machine.socket);
-  if (!socket) {
-    MESSAGE("cannot connect: errno ", value(socket.error()));
-    return false;
+  for (std::optional<FrameIn> asked;;) {
+    auto socket = vmci::PacketSocket::connect(machine.socket);
+    if (!socket) {
+      MESSAGE("cannot connect: errno ", value(socket.error()));
+      return false;
+    }
+    control::Head head{};
+    head.record.control = static_cast<std::uint32_t>(Request::query_device);
+    head.sequence = sequence;
+    (void)socket->send(std::as_bytes(std::span(&head, 1)));
+    machine.until("a good process's request", [&] {
+      for (; !machine.frames.empty() && !asked; machine.frames.pop_front())
+        if (static_cast<Frame>(machine.frames.front().head.kind) == Frame::packet && machine.frames.front().request().sequence == sequence) asked = std::move(machine.frames.front());
+      return asked || hung_up(*socket);
+    });
+    if (!asked) continue;
+    machine.reply(*asked, 0);
+    head = {};
+    const auto reply = socket->receive(std::as_writable_bytes(std::span(&head, 1)), 10'000);
+    return reply && reply->bytes == sizeof(head) && head.sequence == sequence && head.status == 0;
   }
-  control::Head head{};
-  head.record.control = static_cast<std::uint32_t>(Request::query_device);
-  head.sequence = sequence;
-  if (!socket->send(std::as_bytes(std::span(&head, 1)))) return false;
-  for (FrameIn packet{};;) {
-    packet = machine.await(Frame::packet);
-    if (packet.request().sequence != sequence) continue;
-    machine.reply(packet, 0);
-    break;
-  }
-  head = {};
-  const auto reply = socket->receive(std::as_writable_bytes(std::span(&head, 1)), 10'000);
-  return reply && reply->bytes == sizeof(head) && head.sequence == sequence && head.status == 0;
 }
 
 }  // namespace
