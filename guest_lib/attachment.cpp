@@ -203,8 +203,8 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   if (const char* name = std::getenv("VRDMA_NAME"); name != nullptr) std::snprintf(request.name, sizeof(request.name), "%s", name);
 
   Parts parts{};
-  auto descriptors = exchange_packet(*socket, 0, 0, control::Request::attach, std::as_bytes(std::span(&request, 1)), {},
-                                     std::as_writable_bytes(std::span(&parts.reply, 1)), vmci::attach_within_ms);
+  auto descriptors = exchange_packet(*socket, {.kind = control::Request::attach, .body = std::as_bytes(std::span(&request, 1))},
+                                     std::as_writable_bytes(std::span(&parts.reply, 1)));
   if (value(descriptors.has_error() ? descriptors.error() : Errno{0}) == EPROTONOSUPPORT ||
       (descriptors && parts.reply.major != control::version_major)) {
     complain_of_version(path, parts.reply);
@@ -212,7 +212,7 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   }
   if (!descriptors) return descriptors.error();
   VRDMA_CRASH_POINT("guest.attach.answered");
-  if (descriptors->size() != 4) return not_brought(*descriptors);
+  if (descriptors->size() != 4) return vmci::not_brought(*descriptors);
   if (parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
 
   const bool in_bar = (parts.reply.flags & control::attach_in_bar) != 0;
@@ -329,7 +329,7 @@ Status Attachment::prepare_process_memory() {
   // An older service tries what it can, and says nothing.
   if (!reply && value(reply.error()) != EOPNOTSUPP) return reply.error();
   const bool by_service = !reply || reply->body.way == control::reach_by_service;
-  if (!by_service && reply->descriptors.size() != (bar_ ? 2 : 1)) return not_brought(reply->descriptors);
+  if (!by_service && reply->descriptors.size() != (bar_ ? 2 : 1)) return vmci::not_brought(reply->descriptors);
   if (by_service) return process_memory_known_ = true, ok();
   auto segment = (bar_ ? map_lent : map_segment)(reply->descriptors[0], copying::segment_bytes, Writable::yes);
   if (!segment) return segment.error();

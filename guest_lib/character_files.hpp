@@ -84,7 +84,7 @@ class CharacterFiles {
     auto opened = (*attachment)->template call_on_socket<Open>({});
     if (!opened) return opened.error();
     Provisional<Close> made(**attachment, opened->body.channel);
-    if (opened->descriptors.size() != 1) return not_brought(opened->descriptors);
+    if (opened->descriptors.size() != 1) return vmci::not_brought(opened->descriptors);
     auto file = make(*attachment, opened->body.channel, opened->descriptors[0].get());
     if (const auto prepared = prepare(file->fd, flags); !prepared) return prepared.error();
     add(std::move(file));

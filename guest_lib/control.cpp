@@ -2,12 +2,7 @@
 
 #include <poll.h>
 
-#include <algorithm>
-#include <array>
-#include <utility>
-
 #include "guest_lib/cancellation.hpp"
-#include "vmci_channel/answer.hpp"
 #include "vmci_channel/backoff.hpp"
 #include "vrdma/fault.hpp"
 
@@ -18,70 +13,20 @@ using vmci::store_load_fence;
 
 namespace {
 
-constexpr std::uint32_t local_port = 1;        // one requester per guest
-constexpr std::uint32_t control_member = 0;    // of the doorbell bitmap
+constexpr std::uint32_t control_member = 0;  // of the doorbell bitmap
 constexpr std::uint32_t head_bytes_in_ring = sizeof(RecordHead);
-
-Head make_head(control::Request request, std::uint32_t source_context, std::uint32_t sequence, std::size_t bytes) {
-  Head head{};
-  head.record.tag = control::address_of(control::host_context, control::control_port);
-  head.record.word = static_cast<std::uint32_t>(bytes);
-  head.record.control = static_cast<std::uint32_t>(request);
-  head.source_context = source_context;
-  head.source_port = local_port;
-  head.sequence = sequence;
-  return head;
-}
-
-bool answers(const Head& head, control::Request request, std::uint32_t sequence) {
-  return (head.record.control & ((control::reply_bit << 1) - 1)) == (static_cast<std::uint32_t>(request) | control::reply_bit) &&
-         head.sequence == sequence;
-}
-
-// The outcome that a reply states, its body copied to `reply`. A newer service may say more than we know.
-Status take_reply(const Head& head, std::span<const std::byte> body, std::span<std::byte> reply) {
-  if (head.status != 0) return Errno{head.status};
-  if (head.record.word > body.size() || head.record.word < reply.size()) return Errno{EPROTO};
-  std::copy_n(body.begin(), reply.size(), reply.begin());
-  return ok();
-}
 
 }  // namespace
 
-Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, std::uint32_t source_context,
-                                                    std::uint32_t sequence, control::Request request,
-                                                    std::span<const std::byte> body, std::span<const int> descriptors,
-                                                    std::span<std::byte> reply, int timeout_ms) {
-  std::array<std::byte, sizeof(Head) + control::body_bytes_max> packet;
-  Head head = make_head(request, source_context, sequence, body.size());
-  std::memcpy(packet.data(), &head, sizeof(head));
-  std::copy(body.begin(), body.end(), packet.begin() + sizeof(head));
-  bool closed = false;  // by the service; its last word, as of whom it does not admit, is still to be read
-  if (auto sent = socket.send(std::span(packet).first(sizeof(head) + body.size()), descriptors); !sent) {
-    const int error = value(sent.error());
-    if (error == ENOTCONN) return Errno{EIO};
-    if (error != EPIPE && error != ECONNRESET) return Errno{error};
-    closed = true;
-  }
+Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, const vmci::PacketRequest& request,
+                                                    std::span<std::byte> reply, vmci::Patience patience) {
+  if (const Status sent = vmci::send_request(socket, request); !sent) return sent.error();
   VRDMA_CRASH_POINT("guest.control.packet_sent");
-  for (;;) {
-    auto received = timeout_ms < 0 ? socket.receive(packet) : vmci::receive_answer(socket, packet, timeout_ms);
-    if (!received && value(received.error()) == ECONNRESET && !std::exchange(closed, true)) continue;  // said once, before what is there
-    if (!received) return Errno{value(received.error()) == ECONNRESET ? EIO : value(received.error())};
-    if (received->bytes == 0) return Errno{EIO};
-    if (received->bytes < sizeof(head)) return Errno{EPROTO};
-    std::memcpy(&head, packet.data(), sizeof(head));
-    if (!answers(head, request, sequence)) continue;  // an answer that nobody waited for
-    VRDMA_CRASH_POINT("guest.control.packet_answered");
-    const auto content = std::span(packet).subspan(sizeof(head), received->bytes - sizeof(head));
-    const Status outcome = take_reply(head, content, reply);
-    if (!outcome) {
-      // A refused attach says in its body which version the service speaks.
-      std::copy_n(content.begin(), std::min(content.size(), reply.size()), reply.begin());
-      return outcome.error();
-    }
-    return std::move(received->descriptors);
-  }
+  auto answer = vmci::receive_reply(socket, request, reply, patience);
+  if (!answer) return answer.error();
+  VRDMA_CRASH_POINT("guest.control.packet_answered");
+  if (answer->status != 0) return Errno{answer->status};
+  return std::move(answer->descriptors);
 }
 
 namespace {
@@ -110,7 +55,7 @@ Result<std::vector<vmci::UniqueFd>> ControlChannel::exchange_on_socket(control::
   std::lock_guard lock(mutex_);
   if (!has_descriptors()) return liveness_.mark_dead(), Errno{EIO};
   requests_sent_.fetch_add(1, std::memory_order_relaxed);
-  auto received = exchange_packet(Lent(socket_fd_), guest_, sequence_++, request, body, descriptors, reply);
+  auto received = exchange_packet(Lent(socket_fd_), {request, sequence_++, body, descriptors, guest_}, reply, vmci::patience_for_ever);
   if (!received && value(received.error()) == EIO) liveness_.mark_dead();
   return received;
 }
@@ -134,7 +79,7 @@ Status ControlChannel::send(const Outgoing& outgoing, std::uint32_t sequence) {
   if (slots > record_slots_max || slots >= requests_.slot_count()) return Errno{EMSGSIZE};
   if (Status room = wait_for_room(slots); !room) return room;
 
-  const Head head = make_head(request, guest_, sequence, body.size());
+  const Head head = vmci::request_head(request, guest_, sequence, body.size());
   requests_.write(head_bytes_in_ring, std::as_bytes(std::span(&head, 1)).subspan(head_bytes_in_ring));
   requests_.write(sizeof(Head), body);
   VRDMA_CRASH_POINT("guest.control.before_publish");
@@ -182,8 +127,8 @@ Status ControlChannel::wait_for_reply(control::Request request, std::uint32_t se
     VRDMA_CRASH_POINT("guest.control.consumed");
     Head head;
     std::memcpy(&head, record_, sizeof(head));
-    if (!answers(head, request, sequence)) continue;
-    return take_reply(head, std::span(record_).subspan(sizeof(head), slots * slot_bytes - sizeof(head)), reply);
+    if (!vmci::is_reply(head, request, sequence)) continue;
+    return vmci::take_reply(head, std::span(record_).subspan(sizeof(head), slots * slot_bytes - sizeof(head)), reply);
   }
 }
 

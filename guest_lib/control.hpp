@@ -14,6 +14,7 @@
 #include "guest_lib/doorbell.hpp"
 #include "guest_lib/liveness.hpp"
 #include "guest_lib/own_fd.hpp"
+#include "vmci_channel/control_exchange.hpp"
 #include "vmci_channel/packet_socket.hpp"
 #include "vmci_channel/queue_pair.hpp"
 #include "vmci_channel/record_ring.hpp"
@@ -31,18 +32,14 @@ struct SocketReply {
   ReplyBody<R> body;
   std::vector<vmci::UniqueFd> descriptors;  // none where this process may not open all that came along; what the answer says counts
 };
-// What is wrong with an answer that should have brought others.
-inline Errno not_brought(const std::vector<vmci::UniqueFd>& descriptors) { return Errno{descriptors.empty() ? EMFILE : EPROTO}; }
 
 template <class Body>
 constexpr std::size_t body_bytes = std::is_empty_v<Body> ? 0 : sizeof(Body);
 
-// One packet to the service and its answer, with its descriptors as in SocketReply; what attach and ControlChannel share. EIO: the service is gone. `reply` holds
-// what the service said also where the outcome is an error. ETIMEDOUT where it has said nothing for timeout_ms (-1: waits for ever).
-Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, std::uint32_t source_context,
-                                                    std::uint32_t sequence, control::Request request,
-                                                    std::span<const std::byte> body, std::span<const int> descriptors,
-                                                    std::span<std::byte> reply, int timeout_ms = -1);
+// One packet to the service and its answer, with its descriptors as in SocketReply; what attach and ControlChannel share. Errors are the service's, too,
+// and those of the two halves (vmci_channel/control_exchange.hpp).
+Result<std::vector<vmci::UniqueFd>> exchange_packet(const vmci::PacketSocket& socket, const vmci::PacketRequest& request,
+                                                    std::span<std::byte> reply, vmci::Patience patience = vmci::patience_to_attach);
 
 class ControlChannel {
  public:

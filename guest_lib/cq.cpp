@@ -20,7 +20,7 @@ Result<ibv_comp_channel*> create_channel(ibv_context* context) {
   auto reply = (*attachment)->call_on_socket<control::Request::create_channel>({Context::of(context).handle, control::interrupt_wanted});
   if (!reply) return reply.error();
   Provisional<control::Request::destroy_channel> made(**attachment, reply->body.handle);
-  if (reply->descriptors.empty() || reply->descriptors.size() > 2) return not_brought(reply->descriptors);
+  if (reply->descriptors.empty() || reply->descriptors.size() > 2) return vmci::not_brought(reply->descriptors);
   const bool second = reply->descriptors.size() == 2, interrupted = second && reply->body.ring != 0;
   channel->pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
   auto event_fd = make_event_fd(channel->pipe->get());

@@ -70,7 +70,7 @@ Result<OpenedContext> open_context(Attachment& attachment) {
   auto reply = attachment.call_on_socket<control::Request::open_context>({});
   if (!reply) return reply.error();
   Provisional<control::Request::close_context> made(attachment, reply->body.context);
-  if (reply->descriptors.size() != 1) return not_brought(reply->descriptors);
+  if (reply->descriptors.size() != 1) return vmci::not_brought(reply->descriptors);
   auto pipe = std::make_unique<PrivateFd>(std::move(reply->descriptors[0]));
   auto event_fd = make_event_fd(pipe->get());
   if (!event_fd) return event_fd.error();

@@ -32,9 +32,9 @@ using nlohmann::json;
 Result<std::string> ask_service() {
   const auto socket = connect_to_service();
   if (!socket) return socket.error();
-  const auto files = exchange_packet(*socket, 0, 1, control::Request::show, {}, {}, {}, vmci::attach_within_ms);
+  const auto files = exchange_packet(*socket, {.kind = control::Request::show}, {});
   if (!files) return files.error();
-  if (files->size() != 1) return not_brought(*files);
+  if (files->size() != 1) return vmci::not_brought(*files);
   std::string text;
   char part[65536];
   for (ssize_t got; (got = memory::raw_pread(files->front().get(), part, sizeof(part), static_cast<off_t>(text.size()))) > 0;)

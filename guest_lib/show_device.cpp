@@ -36,7 +36,7 @@ Status ask_for_link_layer() {
   const auto socket = connect_to_service(patience_ms);
   if (!socket) return socket.error();
   control::LinkLayerReply reply{};
-  const auto answered = exchange_packet(*socket, 0, 1, control::Request::query_link_layer, {}, {}, std::as_writable_bytes(std::span(&reply, 1)), patience_ms);
+  const auto answered = exchange_packet(*socket, {.kind = control::Request::query_link_layer}, std::as_writable_bytes(std::span(&reply, 1)), {patience_ms});
   if (answered) set_served_link_layer(reply.link_layer == control::link_layer_ethernet);
   is_known.store(true, std::memory_order_relaxed);  // an older service does not say
   return ok();

@@ -12,8 +12,8 @@
 #include <bit>
 #include <chrono>
 
-#include "vmci_channel/answer.hpp"
 #include "vmci_channel/backoff.hpp"
+#include "vmci_channel/control_exchange.hpp"
 
 namespace vmci {
 
@@ -24,7 +24,6 @@ using vrdma::Status;
 
 namespace {
 
-constexpr std::uint32_t reply_port = 1;  // where this class waits for replies; binding it is refused
 constexpr std::uint32_t control_member = 0;
 
 bool power_of_two(std::uint32_t n, std::uint32_t least) { return std::has_single_bit(n) && n >= least; }
@@ -33,13 +32,6 @@ bool watch(int epoll, int fd, std::uint32_t events) {
   epoll_event event{};
   event.events = events;
   return ::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
-}
-
-Status take_reply(const Head& head, std::span<const std::byte> body, std::span<std::byte> reply) {
-  if (head.status != 0) return Errno{head.status};
-  if (body.size() < reply.size()) return Errno{EPROTO};  // a newer service may say more than we know
-  std::copy_n(body.begin(), reply.size(), reply.begin());
-  return vrdma::ok();
 }
 
 }  // namespace
@@ -62,8 +54,8 @@ Result<std::shared_ptr<Context>> Context::attach(const Options& options) {
   const AttachReply& reply = context->reply_ = attached->body;
   auto& descriptors = attached->descriptors;
   if (reply.major != version_major) return Errno{EPROTONOSUPPORT};
-  if (descriptors.empty()) return Errno{EMFILE};
-  if (descriptors.size() != 4 || reply.shard >= std::size(ServicePage{}.shards)) return Errno{EPROTO};
+  if (descriptors.size() != 4) return not_brought(descriptors);
+  if (reply.shard >= std::size(ServicePage{}.shards)) return Errno{EPROTO};
 
   const auto map = [](const UniqueFd& fd, std::uint64_t bytes, Writable writable) -> Result<Mapping> {
     const auto sealed = sealed_bytes(fd.get());
@@ -120,40 +112,17 @@ void Context::ring_doorbell(std::uint32_t member) {
 Result<std::vector<UniqueFd>> Context::exchange_on_socket(Request request, std::span<const std::byte> body,
                                                           std::span<const int> descriptors, std::span<std::byte> reply) {
   std::lock_guard lock(socket_mutex_);
-  const std::uint32_t sequence = socket_sequence_++;
-  std::array<std::byte, sizeof(Head) + body_bytes_max> packet;
-  Head head{};
-  head.record = {address_of(host_context, control_port), static_cast<std::uint32_t>(request), static_cast<std::uint32_t>(body.size())};
-  head.source_context = reply_.guest;
-  head.source_port = reply_port;
-  head.sequence = sequence;
-  std::memcpy(packet.data(), &head, sizeof(head));
-  std::copy(body.begin(), body.end(), packet.begin() + sizeof(head));
-  const auto lost = [](Errno error) {
-    const int why = value(error);
-    return Errno{why == EPIPE || why == ECONNRESET || why == ENOTCONN ? EIO : why};
-  };
-  if (const auto sent = socket_.send(std::span(packet).first(sizeof(head) + body.size()), descriptors); !sent) return lost(sent.error());
-  for (;;) {
-    auto received = request == Request::attach ? receive_answer(socket_, packet) : socket_.receive(packet);
-    if (!received) return lost(received.error());
-    if (received->bytes == 0) return Errno{EIO};
-    if (received->bytes < sizeof(head)) return Errno{EPROTO};
-    std::memcpy(&head, packet.data(), sizeof(head));
-    if (head.sequence != sequence) continue;
-    const auto outcome = take_reply(head, std::span(packet).subspan(sizeof(head), received->bytes - sizeof(head)), reply);
-    if (!outcome) return outcome.error();
-    return std::move(received->descriptors);
-  }
+  const PacketRequest packet{request, socket_sequence_++, body, descriptors, reply_.guest};
+  if (const auto sent = send_request(socket_, packet); !sent) return sent.error();
+  auto answer = receive_reply(socket_, packet, reply, request == Request::attach ? patience_to_attach : patience_for_ever);
+  if (!answer) return answer.error();
+  if (answer->status != 0) return Errno{answer->status};
+  return std::move(answer->descriptors);
 }
 
 Status Context::exchange(Request request, std::span<const std::byte> body, std::span<std::byte> reply) {
   Lock lock(mutex_);
-  Head head{};
-  head.record.tag = address_of(host_context, control_port);
-  head.source_context = reply_.guest;
-  head.source_port = reply_port;
-  head.sequence = sequence_++;
+  const Head head = request_head(request, reply_.guest, sequence_++, body.size());
   Pending pending{request, reply, 0, false};
   pending_.emplace(head.sequence, &pending);
   Status outcome = put(lock, head, static_cast<std::uint32_t>(request), body);
@@ -296,7 +265,7 @@ void Context::sort(const Head& head, std::span<const std::byte> body) {
   const std::uint32_t user = head.record.control & vrdma::control_user_mask;
   if (port == reply_port) {
     const auto found = pending_.find(head.sequence);
-    if (found == pending_.end() || user != (static_cast<std::uint32_t>(found->second->request) | reply_bit)) return;
+    if (found == pending_.end() || !is_reply(head, found->second->request, head.sequence)) return;
     Pending& pending = *found->second;
     const auto outcome = take_reply(head, body, pending.reply);
     pending.status = outcome ? 0 : value(outcome.error());

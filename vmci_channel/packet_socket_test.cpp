@@ -19,7 +19,7 @@
 #include <fstream>
 #include <thread>
 
-#include "vmci_channel/answer.hpp"
+#include "vmci_channel/control_exchange.hpp"
 
 using vmci::PacketSocket;
 using vmci::UniqueFd;
@@ -244,15 +244,15 @@ TEST_CASE("Who waits for an answer gives up on a peer that is stopped, and not o
   int status = 0;
   REQUIRE(::waitpid(child, &status, WUNTRACED) == child);
   REQUIRE(WIFSTOPPED(status));
-  auto given_up = vmci::receive_answer(*asker, buffer, 10);
+  auto given_up = vmci::receive_answer(*asker, buffer, {10});
   REQUIRE(!given_up);
   CHECK(value(given_up.error()) == ETIMEDOUT);
   REQUIRE(::kill(child, SIGCONT) == 0);
-  auto answered = vmci::receive_answer(*asker, buffer, 10);
+  auto answered = vmci::receive_answer(*asker, buffer, {10});
   REQUIRE(answered.has_value());
   CHECK(answered->bytes == 6);
   // It runs, waiting for us, and says nothing any more.
-  auto silent = vmci::receive_answer(*asker, buffer, 10, 50);
+  auto silent = vmci::receive_answer(*asker, buffer, {10, 50});
   REQUIRE(!silent);
   CHECK(value(silent.error()) == ETIMEDOUT);
   REQUIRE(asker->send(bytes("end")).has_value());

@@ -7,6 +7,7 @@
 
 #include "vmci_channel/byte_queue.hpp"
 #include "vmci_channel/context.hpp"
+#include "vmci_channel/control_exchange.hpp"
 #include "vmci_channel/doorbell_pair.hpp"
 
 namespace vmci {
@@ -68,11 +69,11 @@ class QueuePair {
       (void)context->template call<vrdma::control::Request::queue_pair_detach>(reply.body.handle);
       return error;
     };
-    if (reply.descriptors.empty()) return give_up(vrdma::Errno{EMFILE});
+    if (reply.descriptors.size() != 2) return give_up(not_brought(reply.descriptors));
     const auto good = [](std::uint64_t slots) {
       return std::has_single_bit(slots) && slots * vrdma::slot_bytes <= vrdma::control::queue_bytes_max;
     };
-    if (reply.descriptors.size() != 2 || geometry.consume_kind != QueueKind::bytes || !good(geometry.produce_slots) ||
+    if (geometry.consume_kind != QueueKind::bytes || !good(geometry.produce_slots) ||
         !good(geometry.consume_entries))
       return give_up(vrdma::Errno{EPROTO});
     const auto sealed = sealed_bytes(reply.descriptors[0].get());
