@@ -19,13 +19,9 @@ inline Status keep_private(std::byte* data, std::uint64_t bytes) {
 }
 inline Status keep_private(const vmci::Mapping& mapping) { return keep_private(mapping.data(), mapping.bytes()); }
 
-// A sealed segment, mapped whole: more than `bytes` where it has huge pages, of which no part can be mapped. EPROTO: it is smaller.
 inline Result<vmci::Mapping> map_segment(const vmci::UniqueFd& fd, std::uint64_t bytes, vmci::Writable writable) {
-  auto sealed = vmci::sealed_bytes(fd.get());
-  if (!sealed) return sealed.error();
-  if (bytes > *sealed) return Errno{EPROTO};
   const SparseMapping sparse;
-  auto mapping = vmci::Mapping::map(fd.get(), 0, *sealed, writable);
+  auto mapping = vmci::map_sealed(fd, bytes, writable);
   if (!mapping) return mapping;
   if (Status kept = keep_private(*mapping); !kept) return kept.error();
   return mapping;

@@ -97,6 +97,13 @@ Result<std::uint64_t> sealed_bytes(int fd) {
   return static_cast<std::uint64_t>(status.st_size);
 }
 
+Result<Mapping> map_sealed(const UniqueFd& fd, std::uint64_t bytes, Writable writable) {
+  const auto sealed = sealed_bytes(fd.get());
+  if (!sealed) return sealed.error();
+  if (bytes > *sealed) return Errno{EPROTO};
+  return Mapping::map(fd.get(), 0, *sealed, writable);
+}
+
 Result<std::uint64_t> memory_file_bytes(int fd) {
   struct statfs filesystem;
   struct stat status;
@@ -107,10 +114,7 @@ Result<std::uint64_t> memory_file_bytes(int fd) {
 }
 
 Result<Segment> Segment::adopt(UniqueFd fd, std::uint64_t bytes, Writable writable) {
-  auto size = sealed_bytes(fd.get());
-  if (!size) return size.error();
-  if (bytes > *size) return Errno{ERANGE};
-  auto mapping = Mapping::map(fd.get(), 0, bytes, writable);
+  auto mapping = map_sealed(fd, bytes, writable);
   if (!mapping) return mapping.error();
   Segment segment;
   segment.fd_ = std::move(fd);

@@ -1,7 +1,7 @@
 // Shared memory segments on the process substrate: sealed memfds, mapped by Boost.Interprocess. A VM's substrate maps a BAR
 // or guest RAM instead; nothing above this header may know which it is.
 //
-// Any thread. A Segment never shrinks under its users: create() seals it, adopt() refuses one that is not sealed.
+// Any thread. A segment never shrinks under its users: create() seals it, map_sealed() refuses one that is not sealed.
 #pragma once
 
 #include <boost/interprocess/mapped_region.hpp>
@@ -53,7 +53,8 @@ class Segment {
   // A new, zero-filled, sparse memfd of `bytes`, sealed against shrinking and growing, mapped writable.
   // page_bytes: of huge pages, which the kernel must have when they are touched.
   static vrdma::Result<Segment> create(const char* name, std::uint64_t bytes, HandedOut handed_out = HandedOut::writable, std::uint64_t page_bytes = 4096);
-  // Takes over a descriptor from a peer: it must be sealed against shrinking and hold at least `bytes`. EPERM, ERANGE.
+
+  // The same of a peer's descriptor, by map_sealed().
   static vrdma::Result<Segment> adopt(UniqueFd fd, std::uint64_t bytes, Writable writable);
 
   // Over memory that somebody else owns: it has no descriptor. keeper: what lives for as long as the mapping.
@@ -92,6 +93,10 @@ vrdma::Result<UniqueFd> create_sealed(const char* name, std::uint64_t bytes);
 
 // Whether the descriptor is memory that its owner can no longer make smaller, and how much. EPERM if not.
 vrdma::Result<std::uint64_t> sealed_bytes(int fd);
+
+// A peer's segment, mapped whole: more than `bytes` where it has huge pages, of which no part can be mapped. EPERM: it could be made smaller;
+// EPROTO: it is smaller.
+vrdma::Result<Mapping> map_sealed(const UniqueFd& fd, std::uint64_t bytes, Writable writable);
 
 // Whether the descriptor is a file that is nothing but memory (a memfd, or a regular file of tmpfs or hugetlbfs), and of how many bytes. Unless
 // it is sealed, its owner can make it smaller at any time: only for who survives bus errors. EPERM if it is no such file.

@@ -46,34 +46,35 @@ TEST_CASE("A segment of the service page's kind can only be read by those who ge
   CHECK(reader->data()[7] == std::byte{42});
 }
 
-TEST_CASE("An adopted segment shows the same memory") {
+TEST_CASE("A peer's segment shows the same memory, whole") {
   auto ours = Segment::create("t", 8192);
   REQUIRE(ours.has_value());
-  auto theirs = Segment::adopt(copy_of(ours->fd()), 8192, Writable::yes);
+  auto theirs = vmci::map_sealed(copy_of(ours->fd()), 5000, Writable::yes);
   REQUIRE(theirs.has_value());
+  CHECK(theirs->bytes() == 8192);
   theirs->data()[5000] = std::byte{9};
   CHECK(ours->data()[5000] == std::byte{9});
 }
 
 TEST_CASE("Memory that its owner could make smaller is refused") {
-  CHECK(value(Segment::adopt(memfd(8192, 0), 8192, Writable::yes).error()) == EPERM);
-  CHECK(value(Segment::adopt(memfd(8192, F_SEAL_GROW), 8192, Writable::yes).error()) == EPERM);
-  CHECK(Segment::adopt(memfd(8192, F_SEAL_SHRINK), 8192, Writable::yes).has_value());
+  CHECK(value(vmci::map_sealed(memfd(8192, 0), 8192, Writable::yes).error()) == EPERM);
+  CHECK(value(vmci::map_sealed(memfd(8192, F_SEAL_GROW), 8192, Writable::yes).error()) == EPERM);
+  CHECK(vmci::map_sealed(memfd(8192, F_SEAL_SHRINK), 8192, Writable::yes).has_value());
 }
 
 TEST_CASE("Memory that is smaller than it is said to be is refused") {
-  CHECK(value(Segment::adopt(memfd(4096, F_SEAL_SHRINK), 4097, Writable::yes).error()) == ERANGE);
-  CHECK(value(Segment::adopt(memfd(0, F_SEAL_SHRINK), 1, Writable::yes).error()) == ERANGE);
-  CHECK(value(Segment::adopt(memfd(4096, F_SEAL_SHRINK), ~std::uint64_t{0}, Writable::yes).error()) == ERANGE);
+  CHECK(value(vmci::map_sealed(memfd(4096, F_SEAL_SHRINK), 4097, Writable::yes).error()) == EPROTO);
+  CHECK(value(vmci::map_sealed(memfd(0, F_SEAL_SHRINK), 1, Writable::yes).error()) == EPROTO);
+  CHECK(value(vmci::map_sealed(memfd(4096, F_SEAL_SHRINK), ~std::uint64_t{0}, Writable::yes).error()) == EPROTO);
 }
 
 TEST_CASE("What is no memory at all is refused") {
   int ends[2];
   REQUIRE(::pipe(ends) == 0);
   UniqueFd read_end(ends[0]), write_end(ends[1]);
-  CHECK(!Segment::adopt(std::move(read_end), 4096, Writable::yes).has_value());
-  CHECK(!Segment::adopt(UniqueFd(::open("/dev/null", O_RDWR)), 4096, Writable::yes).has_value());
-  CHECK(!Segment::adopt(UniqueFd(), 4096, Writable::yes).has_value());
+  CHECK(!vmci::map_sealed(read_end, 4096, Writable::yes).has_value());
+  CHECK(!vmci::map_sealed(UniqueFd(::open("/dev/null", O_RDWR)), 4096, Writable::yes).has_value());
+  CHECK(!vmci::map_sealed(UniqueFd(), 4096, Writable::yes).has_value());
 }
 
 TEST_CASE("at and range refuse what does not lie wholly inside, without overflow") {
