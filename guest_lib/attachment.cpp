@@ -168,11 +168,6 @@ void complain_of_version(const std::string& path, const control::AttachReply& re
                path.c_str(), reply.major, reply.minor, control::version_major, control::version_minor);
 }
 
-bool valid(const vmci::QueuePairGeometry& geometry) {
-  return std::has_single_bit(geometry.produce_slots) && geometry.produce_slots >= 2 &&
-         (geometry.consume_entries == 0 || std::has_single_bit(geometry.consume_entries));
-}
-
 }  // namespace
 
 void complain(const std::string& path, Errno error) {
@@ -202,46 +197,20 @@ Result<std::shared_ptr<Attachment>> Attachment::attach(const std::string& path) 
   request.pid = static_cast<std::uint32_t>(::getpid());
   if (const char* name = std::getenv("VRDMA_NAME"); name != nullptr) std::snprintf(request.name, sizeof(request.name), "%s", name);
 
-  Parts parts{};
+  control::AttachReply reply{};
   auto descriptors = exchange_packet(*socket, {.kind = control::Request::attach, .body = std::as_bytes(std::span(&request, 1))},
-                                     std::as_writable_bytes(std::span(&parts.reply, 1)));
-  if (value(descriptors.has_error() ? descriptors.error() : Errno{0}) == EPROTONOSUPPORT ||
-      (descriptors && parts.reply.major != control::version_major)) {
-    complain_of_version(path, parts.reply);
+                                     std::as_writable_bytes(std::span(&reply, 1)));
+  if (value(descriptors.has_error() ? descriptors.error() : Errno{0}) == EPROTONOSUPPORT || (descriptors && reply.major != control::version_major)) {
+    complain_of_version(path, reply);
     return Errno{EPROTONOSUPPORT};
   }
   if (!descriptors) return descriptors.error();
   VRDMA_CRASH_POINT("guest.attach.answered");
-  if (descriptors->size() != 4) return vmci::not_brought(*descriptors);
-  if (parts.reply.shard >= std::size(control::ServicePage{}.shards)) return Errno{EPROTO};
-
-  const bool in_bar = (parts.reply.flags & control::attach_in_bar) != 0;
-  const auto map = in_bar ? map_lent : map_segment;
-  auto arena = map((*descriptors)[0], parts.reply.arena_bytes, Writable::yes);
-  if (!arena) return arena.error();
-  auto page = map((*descriptors)[1], sizeof(control::ServicePage), Writable::no);
-  if (!page) return page.error();
-  parts.arena = std::move(*arena);
-  parts.page = std::move(*page);
-  if (in_bar) parts.bar = std::move((*descriptors)[0]);
-  parts.doorbell = std::move((*descriptors)[2]);
-  parts.wake = std::move((*descriptors)[3]);
-  parts.socket = std::move(*socket);
-
+  const bool in_bar = (reply.flags & control::attach_in_bar) != 0;
+  auto parts = vmci::AttachedParts::map(reply, *descriptors, in_bar ? map_lent : map_segment);
+  if (!parts) return parts.error();
   VRDMA_CRASH_POINT("guest.attach.mapped");
-  const std::uint64_t arena_bytes = parts.reply.arena_bytes;
-  const auto& geometry = parts.reply.control_geometry;
-  const auto inside = [&](std::uint64_t offset, std::uint64_t bytes) {
-    return offset <= arena_bytes && bytes <= arena_bytes - offset && offset % 128 == 0;
-  };
-  if (!valid(geometry) || geometry.consume_kind != vmci::QueueKind::records || geometry.consume_entries < 2 ||
-      !inside(parts.reply.control_offset, geometry.total_bytes()) ||
-      !inside(parts.reply.doorbell_offset, sizeof(vmci::ReadyWords)))
-    return Errno{EPROTO};
-  vmci::memcheck::hide(parts.arena.data(), parts.arena.bytes());
-  vmci::memcheck::show(parts.arena.data() + parts.reply.control_offset, geometry.total_bytes());
-  vmci::memcheck::show(parts.arena.data() + parts.reply.doorbell_offset, sizeof(vmci::ReadyWords));
-  return std::make_shared<Attachment>(std::move(parts));
+  return std::make_shared<Attachment>(std::move(*socket), reply, std::move(*parts), in_bar ? std::move((*descriptors)[0]) : UniqueFd());
 }
 
 std::uint64_t Attachment::next_ordinal() {
@@ -249,20 +218,17 @@ std::uint64_t Attachment::next_ordinal() {
   return made.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
-Attachment::Attachment(Parts parts)
+Attachment::Attachment(vmci::PacketSocket socket, const control::AttachReply& reply, vmci::AttachedParts parts, UniqueFd bar)
     : arena_(std::move(parts.arena)),
       page_mapping_(std::move(parts.page)),
       page_(reinterpret_cast<const control::ServicePage*>(page_mapping_.data())),
       doorbell_fd_(std::move(parts.doorbell)),
-      guest_(parts.reply.guest),
-      in_machine_((parts.reply.flags & control::attach_in_machine) != 0),
-      bar_(std::move(parts.bar)),
+      guest_(reply.guest),
+      in_machine_((reply.flags & control::attach_in_machine) != 0),
+      bar_(std::move(bar)),
       liveness_(page_),
-      doorbell_(reinterpret_cast<vmci::ReadyWords*>(arena_.data() + parts.reply.doorbell_offset),
-                &page_->shards[parts.reply.shard].sleeping, doorbell_fd_.get(), liveness_),
-      channel_(std::move(parts.socket), std::move(parts.wake),
-               vmci::QueuePairView(arena_.data() + parts.reply.control_offset, parts.reply.control_geometry), guest_, doorbell_,
-               liveness_) {}
+      doorbell_(parts.ready_words, &page_->shards[reply.shard].sleeping, doorbell_fd_.get(), liveness_),
+      channel_(std::move(socket), std::move(parts.wake), parts.rings, guest_, doorbell_, liveness_) {}
 
 namespace {
 
@@ -316,8 +282,9 @@ Result<control::DeviceReply> Attachment::device() {
 }
 
 Result<vmci::QueuePairView> Attachment::queue_pair_at(std::uint64_t offset, const vmci::QueuePairGeometry& geometry) const {
-  if (!valid(geometry)) return Errno{EPROTO};
-  if (offset > arena_.bytes() || geometry.total_bytes() > arena_.bytes() - offset || offset % 128 != 0) return Errno{EPROTO};
+  if (!std::has_single_bit(geometry.produce_slots) || geometry.produce_slots < 2 || (geometry.consume_entries != 0 && !std::has_single_bit(geometry.consume_entries)) ||
+      !vmci::lies_inside(arena_.bytes(), offset, geometry.total_bytes()))
+    return Errno{EPROTO};
   vmci::memcheck::show(arena_.data() + offset, geometry.total_bytes());
   return vmci::QueuePairView(arena_.data() + offset, geometry);
 }

@@ -17,8 +17,8 @@
 #include "guest_lib/copier.hpp"
 #include "guest_lib/direct/rooms.hpp"
 #include "guest_lib/own_fd.hpp"
+#include "vmci_channel/attached_parts.hpp"
 #include "vmci_channel/memcheck.hpp"
-#include "vmci_channel/segment.hpp"
 
 namespace vrdma::guest {
 
@@ -101,14 +101,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // In a fork's child, before anything else runs there.
   void become_inherited();
 
-  struct Parts {
-    vmci::PacketSocket socket;
-    vmci::UniqueFd doorbell, wake;
-    vmci::UniqueFd bar;
-    vmci::Mapping arena, page;
-    control::AttachReply reply;
-  };
-  explicit Attachment(Parts parts);
+  Attachment(vmci::PacketSocket socket, const control::AttachReply& reply, vmci::AttachedParts parts, vmci::UniqueFd bar);
 
  private:
   static Result<std::shared_ptr<Attachment>> attach(const std::string& path);

@@ -9,9 +9,9 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <chrono>
 
+#include "vmci_channel/attached_parts.hpp"
 #include "vmci_channel/backoff.hpp"
 #include "vmci_channel/control_exchange.hpp"
 
@@ -25,8 +25,6 @@ using vrdma::Status;
 namespace {
 
 constexpr std::uint32_t control_member = 0;
-
-bool power_of_two(std::uint32_t n, std::uint32_t least) { return std::has_single_bit(n) && n >= least; }
 
 bool watch(int epoll, int fd, std::uint32_t events) {
   epoll_event event{};
@@ -52,39 +50,18 @@ Result<std::shared_ptr<Context>> Context::attach(const Options& options) {
   auto attached = context->call_on_socket<Request::attach>(request);
   if (!attached) return attached.error();
   const AttachReply& reply = context->reply_ = attached->body;
-  auto& descriptors = attached->descriptors;
   if (reply.major != version_major) return Errno{EPROTONOSUPPORT};
-  if (descriptors.size() != 4) return not_brought(descriptors);
-  if (reply.shard >= std::size(ServicePage{}.shards)) return Errno{EPROTO};
-
-  const auto map = [](const UniqueFd& fd, std::uint64_t bytes, Writable writable) -> Result<Mapping> {
-    const auto sealed = sealed_bytes(fd.get());
-    if (!sealed) return sealed.error();
-    if (bytes == 0 || bytes > *sealed) return Errno{EPROTO};
-    return Mapping::map(fd.get(), 0, bytes, writable);
-  };
-  auto arena = map(descriptors[0], reply.arena_bytes, Writable::yes);
-  if (!arena) return arena.error();
-  auto page = map(descriptors[1], sizeof(ServicePage), Writable::no);
-  if (!page) return page.error();
-  const auto inside = [&](std::uint64_t offset, std::uint64_t bytes) {
-    return offset <= reply.arena_bytes && bytes <= reply.arena_bytes - offset && offset % 128 == 0;
-  };
-  const QueuePairGeometry& geometry = reply.control_geometry;
-  if (geometry.consume_kind != QueueKind::records || !power_of_two(geometry.produce_slots, 2) ||
-      !power_of_two(geometry.consume_entries, 2) || !inside(reply.control_offset, geometry.total_bytes()) ||
-      !inside(reply.doorbell_offset, sizeof(ReadyWords)))
-    return Errno{EPROTO};
-
-  context->arena_ = std::move(*arena);
-  context->page_ = std::move(*page);
-  context->doorbell_fd_ = std::move(descriptors[2]);
-  context->wake_ = std::move(descriptors[3]);
+  auto parts = AttachedParts::map(reply, attached->descriptors, map_sealed);
+  if (!parts) return parts.error();
+  context->arena_ = std::move(parts->arena);
+  context->page_ = std::move(parts->page);
+  context->doorbell_fd_ = std::move(parts->doorbell);
+  context->wake_ = std::move(parts->wake);
   if (::fcntl(context->wake_.get(), F_SETFL, O_NONBLOCK) != 0) return vrdma::last_error();
-  context->rings_ = QueuePairView(context->arena_.data() + reply.control_offset, geometry);
-  context->requests_ = RecordWriter(context->rings_.produce(), geometry.produce_slots);
-  context->replies_ = RecordReader(context->rings_.consume_records(), geometry.consume_entries);
-  context->doorbell_ = ReadyBitmap(reinterpret_cast<ReadyWords*>(context->arena_.data() + reply.doorbell_offset));
+  context->rings_ = parts->rings;
+  context->requests_ = RecordWriter(parts->rings.produce(), reply.control_geometry.produce_slots);
+  context->replies_ = RecordReader(parts->rings.consume_records(), reply.control_geometry.consume_entries);
+  context->doorbell_ = ReadyBitmap(parts->ready_words);
   return context;
 }
 

@@ -56,7 +56,7 @@ struct PacketReply {
   std::vector<UniqueFd> descriptors;  // none where this process may not open all that came along; what the reply says counts
 };
 // What is wrong with a reply that should have brought others.
-inline vrdma::Errno not_brought(const std::vector<UniqueFd>& descriptors) { return vrdma::Errno{descriptors.empty() ? EMFILE : EPROTO}; }
+inline vrdma::Errno not_brought(std::span<const UniqueFd> descriptors) { return vrdma::Errno{descriptors.empty() ? EMFILE : EPROTO}; }
 
 // Errors as sendmsg(2). One that has closed the connection is no error yet: its last word is still to be read.
 vrdma::Status send_request(const PacketSocket& socket, const PacketRequest& request);

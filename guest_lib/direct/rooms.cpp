@@ -7,17 +7,10 @@
 
 #include "guest_lib/objects.hpp"
 #include "guest_lib/segment_mapping.hpp"
+#include "vmci_channel/attached_parts.hpp"
 #include "vmci_channel/memcheck.hpp"
 
 namespace vrdma::guest {
-
-namespace {
-
-bool inside(const vmci::Mapping& arena, std::uint64_t offset, std::uint64_t bytes) {
-  return offset <= arena.bytes() && bytes <= arena.bytes() - offset && offset % 128 == 0;
-}
-
-}  // namespace
 
 void DirectRoom::abandon() {
   for (vmci::Mapping* mapping : {&words, &arena, &own_keys, &peer_keys}) mapping->abandon();
@@ -65,8 +58,8 @@ namespace {
 Status add_shared_receives(const control::OpenSharedReceivesReply& reply, std::uint32_t taker, const vmci::Mapping& arena, DirectConnection::Ends& ends) {
   const vmci::QueuePairGeometry& geometry = reply.queue.geometry;
   if (taker >= direct::takers_max || reply.queue.record_slots == 0 || reply.queue.record_slots > record_slots_max ||
-      !std::has_single_bit(geometry.produce_slots) || !inside(arena, reply.queue.offset, geometry.total_bytes()) ||
-      !inside(arena, reply.turns, sizeof(direct::Turns)))
+      !std::has_single_bit(geometry.produce_slots) || !vmci::lies_inside(arena.bytes(), reply.queue.offset, geometry.total_bytes()) ||
+      !vmci::lies_inside(arena.bytes(), reply.turns, sizeof(direct::Turns)))
     return Errno{EPROTO};
   vmci::memcheck::show(arena.data() + reply.queue.offset, geometry.total_bytes());
   vmci::memcheck::show(arena.data() + reply.turns, sizeof(direct::Turns));
@@ -90,7 +83,7 @@ Result<DirectRooms::Opened> DirectRooms::opened(Qp& qp, const control::OpenDirec
   auto room = room_of(reply, descriptors);
   if (!room) return room.error();
   const vmci::Mapping& arena = (*room)->arena;
-  if (!inside(arena, reply.peer_receive.offset, geometry.total_bytes()) || !inside(arena, reply.peer_cq, sizeof(control::CqShared))) return Errno{EPROTO};
+  if (!vmci::lies_inside(arena.bytes(), reply.peer_receive.offset, geometry.total_bytes()) || !vmci::lies_inside(arena.bytes(), reply.peer_cq, sizeof(control::CqShared))) return Errno{EPROTO};
   vmci::memcheck::show(arena.data() + reply.peer_receive.offset, geometry.total_bytes());
   vmci::memcheck::show(arena.data() + reply.peer_cq, sizeof(control::CqShared));
 
