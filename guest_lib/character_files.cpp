@@ -75,8 +75,6 @@ void CharacterFile::fall_silent() {
 
 // --- all of them ----------------------------------------------------------------------------------------------
 
-constinit std::atomic<std::uint64_t> CharacterFiles::marks_[fds_max / 64]{};
-
 CharacterFiles& CharacterFiles::instance() {
   static CharacterFiles* const files = new CharacterFiles;  // never destroyed: exit handlers of others close such files
   return *files;
@@ -85,12 +83,6 @@ CharacterFiles& CharacterFiles::instance() {
 void CharacterFiles::unlock_in_child() {
   instance().process_.store(::getpid(), std::memory_order_relaxed);
   instance().mutex_.unlock();
-}
-
-void CharacterFiles::mark(int fd, bool on) {
-  const std::uint64_t bit = std::uint64_t{1} << (fd % 64);
-  if (on) marks_[fd / 64].fetch_or(bit, std::memory_order_relaxed);
-  else marks_[fd / 64].fetch_and(~bit, std::memory_order_relaxed);
 }
 
 Result<std::shared_ptr<Attachment>> CharacterFiles::attach(std::uint16_t minor_of_service) {
@@ -104,7 +96,7 @@ Result<std::shared_ptr<Attachment>> CharacterFiles::attach(std::uint16_t minor_o
 }
 
 Status CharacterFiles::prepare(int fd, int flags) {
-  if (fd >= fds_max) return Errno{EMFILE};
+  if (!FdMarks::has_room_for(fd)) return Errno{EMFILE};
   if ((flags & O_CLOEXEC) == 0) ::fcntl(fd, F_SETFD, 0);
   if ((flags & O_NONBLOCK) != 0) ::fcntl(fd, F_SETFL, O_NONBLOCK);
   return ok();
@@ -114,7 +106,7 @@ void CharacterFiles::add(std::shared_ptr<CharacterFile> file) {
   process_.store(::getpid(), std::memory_order_relaxed);
   (void)file->blocks();  // as it was opened
   std::lock_guard lock(mutex_);
-  mark(file->fd, true);
+  marks_.set(file->fd);
   files_[file->fd] = std::move(file);
 }
 
@@ -139,7 +131,7 @@ void CharacterFiles::forget(int fd, const CharacterFile& which) {
     if (found == files_.end() || found->second.get() != &which || process_.load(std::memory_order_relaxed) != ::getpid()) return;
     file = std::move(found->second);
     files_.erase(found);
-    mark(fd, false);
+    marks_.clear(fd);
   }
   file->closed.store(true, std::memory_order_relaxed);
   file->forgotten();

@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "guest_lib/attachment.hpp"
+#include "guest_lib/fd_marks.hpp"
 #include "guest_lib/memory/vma.hpp"
 #include "guest_lib/own_fd.hpp"
 #include "guest_lib/provisional.hpp"
@@ -66,9 +67,7 @@ class CharacterFiles {
   static CharacterFiles& instance();
 
   // Whether it may be one of them: all that a call on another file costs.
-  static bool may_hold(int fd) {
-    return fd >= 0 && fd < fds_max && (marks_[fd / 64].load(std::memory_order_relaxed) >> (fd % 64) & 1) != 0;
-  }
+  static bool may_hold(int fd) { return marks_.may_hold(fd); }
 
   // Around fork(2), so that the child finds them whole. Its descriptors are its parent's and lead nowhere (Liveness::inherited).
   static void lock_for_fork() { instance().mutex_.lock(); }
@@ -97,9 +96,6 @@ class CharacterFiles {
   std::optional<int> close(int fd, int (*really)(int));
 
  private:
-  static constexpr int fds_max = 1 << 20;  // a page of zeroes is there only once it is written
-  static std::atomic<std::uint64_t> marks_[fds_max / 64];
-  static void mark(int fd, bool on);
   static Result<std::shared_ptr<Attachment>> attach(std::uint16_t minor_of_service);
   static Status prepare(int fd, int flags);
   void add(std::shared_ptr<CharacterFile> file);
@@ -108,6 +104,7 @@ class CharacterFiles {
   // Those whose descriptors somebody has closed by another way than close(2).
   void forget_closed();
 
+  static inline constinit FdMarks marks_;
   static inline constinit std::mutex mutex_;  // as Process::mutex
   std::atomic<pid_t> process_{0};  // a vfork's child, which works in this memory, is another one and closes what is its own
   std::unordered_map<int, std::shared_ptr<CharacterFile>> files_;

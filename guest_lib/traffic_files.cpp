@@ -14,8 +14,6 @@
 
 namespace vrdma::traffic_files {
 
-constinit std::atomic<std::uint64_t> marks[fds_max / 64]{};
-
 namespace {
 
 struct File {
@@ -26,12 +24,6 @@ struct File {
 constinit std::mutex mutex;
 constinit std::array<File, 64> files;
 constinit std::size_t next_file = 0;
-
-void mark(int fd, bool held) {
-  const std::uint64_t bit = std::uint64_t{1} << (fd % 64);
-  if (held) marks[fd / 64].fetch_or(bit, std::memory_order_relaxed);
-  else marks[fd / 64].fetch_and(~bit, std::memory_order_relaxed);
-}
 
 // In a fork's child nobody may be left to unlock it. It is held for some stores.
 std::unique_lock<std::mutex> lock_soon() {
@@ -50,14 +42,14 @@ File find(int fd) {
   if (lock && id)
     for (const File& file : files)
       if (file.fd == fd && file.id == *id) return file;
-  if (lock) mark(fd, false);
+  if (lock) marks.clear(fd);
   return {};
 }
 
 }  // namespace
 
 void remember(int fd, const char* path) {
-  if (fd < 0 || fd >= fds_max || std::strlen(path) >= sizeof(File::path)) return;
+  if (!FdMarks::has_room_for(fd) || std::strlen(path) >= sizeof(File::path)) return;
   const auto id = memory::file_id(fd);
   if (!id) return;
   const std::unique_lock lock = lock_soon();
@@ -66,7 +58,7 @@ void remember(int fd, const char* path) {
   file.fd = fd;
   file.id = *id;
   std::strcpy(file.path, path);
-  mark(fd, true);
+  marks.set(fd);
 }
 
 void refresh(int fd) {

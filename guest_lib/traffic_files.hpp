@@ -2,18 +2,14 @@
 // watch a counter keep it open: perftest -W, for one. So the text of ours is written anew before it is read from its beginning.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
+#include "guest_lib/fd_marks.hpp"
 
 namespace vrdma::traffic_files {
 
-constexpr int fds_max = 1 << 20;
-extern std::atomic<std::uint64_t> marks[fds_max / 64];
+inline constinit FdMarks marks;
 
 // Whether `fd` may be one of them: all that a read of another file costs.
-inline bool may_hold(int fd) {
-  return fd >= 0 && fd < fds_max && (marks[fd / 64].load(std::memory_order_relaxed) >> (fd % 64) & 1) != 0;
-}
+inline bool may_hold(int fd) { return marks.may_hold(fd); }
 
 // `fd` was opened at `path`, whose text changes. Of many the oldest is forgotten, and says what it said.
 void remember(int fd, const char* path);
