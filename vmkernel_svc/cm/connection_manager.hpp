@@ -107,7 +107,6 @@ class ConnectionManager {
   // It, its memberships, and who waits to be accepted by nobody else, for the request has not been read: what goes where it goes.
   std::set<std::uint32_t> with_its_own(const CmIdentifier& one) const;
   static std::uint32_t drop_events(CmChannel& channel, const std::set<std::uint32_t>& counted_at);  // 1: the last ones went
-  void announce(CmChannel& channel);
   // What an application is given of what the other one has said, in a message of so much private data.
   static control::CmParameters as_received(control::CmParameters parameters, std::uint32_t private_bytes);
   void raise(CmIdentifier& one, std::uint32_t event, std::int32_t status = 0, const CmMessage* with = nullptr, std::uint32_t private_bytes = 0);

@@ -1,6 +1,4 @@
 // Channels, their events, and what time brings.
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "vmci_channel/arch.hpp"
@@ -17,7 +15,7 @@ namespace {
 constexpr std::uint32_t written_max = 4096;
 
 // 1: there were events, and there are none now.
-std::uint32_t emptied(CmChannel& channel) { return channel.events.empty() && std::exchange(channel.announced, false) ? 1 : 0; }
+std::uint32_t emptied(CmChannel& channel) { return channel.events.empty() ? channel.pipe.emptied() : 0; }
 
 }  // namespace
 
@@ -30,7 +28,7 @@ Result<CmOpenReply> ConnectionManager::open(Guest& guest, vmci::UniqueFd pipe) {
   if (!guest.take_pipe()) return Errno{EDQUOT};
   if (!guest.tenant->take_object()) return guest.give_pipe(), Errno{EDQUOT};
   const std::uint32_t handle = new_number();
-  channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, std::move(pipe), false, CmEventQueue(guest.cm_written)}));
+  channels_.emplace(handle, std::make_unique<CmChannel>(CmChannel{handle, &guest, {std::move(pipe), handle}, CmEventQueue(guest.cm_written)}));
   return CmOpenReply{handle, 0};
 }
 
@@ -43,14 +41,6 @@ Status ConnectionManager::close(Guest& guest, std::uint32_t handle) {
   guest.give_pipe();
   --guest.tenant->objects;
   return ok();
-}
-
-// The pipe holds nothing when this is called, so it has room.
-void ConnectionManager::announce(CmChannel& channel) {
-  if (channel.announced || channel.events.empty()) return;
-  channel.announced = true;
-  const AsyncRecord record{0, channel.handle, 0};
-  [[maybe_unused]] const auto written = ::write(channel.pipe.get(), &record, sizeof(record));  // EPIPE: nobody reads it any more
 }
 
 std::set<std::uint32_t> ConnectionManager::with_its_own(const CmIdentifier& one) const {
@@ -75,7 +65,7 @@ std::uint32_t ConnectionManager::drop_events(CmChannel& channel, const std::set<
 void ConnectionManager::raise_on(CmChannel& channel, std::uint32_t counted_at, const CmEvent& event) {
   channel.events.push(++last_event_, {counted_at, event});
   if (const auto of = identifiers_.find(counted_at); of != identifiers_.end()) ++of->second->unread;
-  announce(channel);
+  channel.pipe.announce();
 }
 
 CmParameters ConnectionManager::as_received(CmParameters parameters, std::uint32_t private_bytes) {
@@ -151,7 +141,7 @@ Result<CmGone> ConnectionManager::migrate(Guest& guest, const CmMigrateRequest& 
     identifiers_.at(number)->channel = to;
   }
   reply.last = emptied(from);
-  announce(*to);
+  if (!to->events.empty()) to->pipe.announce();
   return reply;
 }
 

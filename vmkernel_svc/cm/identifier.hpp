@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "vmci_channel/unique_fd.hpp"
+#include "vmkernel_svc/announced.hpp"
 #include "vmkernel_svc/cm/event_queue.hpp"
 #include "vmkernel_svc/cm/message.hpp"
 #include "vmkernel_svc/engine/types.hpp"
@@ -21,8 +21,7 @@ struct Guest;
 struct CmChannel {
   std::uint32_t handle;
   Guest* guest;
-  vmci::UniqueFd pipe;    // write end; one record is in it while `announced`
-  bool announced = false;
+  Announced pipe;
   CmEventQueue events;
   std::set<std::uint32_t> identifiers{};
 };

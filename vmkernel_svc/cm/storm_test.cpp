@@ -45,7 +45,7 @@ const char* what_is_wrong(TestHost& host, const std::vector<std::unique_ptr<Test
   for (const auto& [handle, channel] : cm.channels()) {
     if (channel->handle != handle || !is_there(channel->guest)) return "a channel is that of a guest that is there";
     ++due[channel->guest->tenant].first, ++due[channel->guest->tenant].second;
-    if (channel->announced != !channel->events.empty()) return "events that wait are announced";
+    if (channel->pipe.is_announced() != !channel->events.empty()) return "events that wait are announced";
     for (const std::uint32_t id : channel->identifiers)
       if (!cm.identifiers().contains(id) || cm.identifiers().at(id)->channel != channel.get()) return "a channel has its own identifiers";
     of_channels += channel->identifiers.size();

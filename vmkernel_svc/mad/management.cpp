@@ -1,8 +1,7 @@
 #include "vmkernel_svc/mad/management.hpp"
 
-#include <unistd.h>
-
 #include "vmci_channel/arch.hpp"
+#include "vmkernel_svc/announced.hpp"
 #include "vmkernel_svc/mad/subnet_management.hpp"
 
 namespace vrdma::svc {
@@ -63,8 +62,7 @@ struct Management::Arrived {
 struct Management::Channel {
   std::uint32_t handle;
   Guest* guest;
-  vmci::UniqueFd pipe;  // write end; one record is in it while `announced`
-  bool announced = false;
+  Announced pipe;
   std::array<std::unique_ptr<Agent>, agents_max> agents{};
   std::deque<Arrived> arrived{};
   std::size_t unasked_bytes = 0, tables_bytes = 0, waiting = 0;
@@ -101,7 +99,7 @@ Result<MadOpenReply> Management::open(Guest& guest, vmci::UniqueFd pipe) {
   guest.tenant->queue_bytes += channel_bytes;
   do ++last_channel_;
   while (last_channel_ == 0 || channels_.contains(last_channel_));
-  channels_.emplace(last_channel_, std::make_unique<Channel>(Channel{last_channel_, &guest, std::move(pipe)}));
+  channels_.emplace(last_channel_, std::make_unique<Channel>(Channel{last_channel_, &guest, {std::move(pipe), last_channel_}}));
   return MadOpenReply{last_channel_, 0};
 }
 
@@ -285,7 +283,7 @@ bool Management::answered_here(Guest& from, const MadAddress& to, Mad& mad) {
 void Management::deliver(Channel& channel, Arrived arrived) {
   channel.count(arrived, true);
   channel.arrived.push_back(std::move(arrived));
-  announce(channel);
+  channel.pipe.announce();
 }
 
 void Management::deliver_answer(const MadAddress& from, Mad mad) {
@@ -315,14 +313,6 @@ bool Management::deliver_request(Guest& to, const MadAddress& from, const Mad& m
   return false;
 }
 
-// The pipe holds nothing when this is called, so it has room.
-void Management::announce(Channel& channel) {
-  if (channel.announced || channel.arrived.empty()) return;
-  channel.announced = true;
-  const AsyncRecord record{0, channel.handle, 0};
-  [[maybe_unused]] const auto written = ::write(channel.pipe.get(), &record, sizeof(record));  // EPIPE: nobody reads it any more
-}
-
 Result<MadTakeReply> Management::take(Guest& guest, const MadTakeRequest& request) {
   Channel* const channel = channel_of(guest, request.channel);
   if (channel == nullptr) return Errno{EINVAL};
@@ -342,7 +332,7 @@ Result<MadTakeReply> Management::take(Guest& guest, const MadTakeRequest& reques
       channel->arrived.pop_front();
     }
   }
-  if (channel->arrived.empty()) reply.last = std::exchange(channel->announced, false) ? 1 : 0;
+  if (channel->arrived.empty()) reply.last = channel->pipe.emptied();
   return reply;
 }
 

@@ -80,7 +80,6 @@ class Management {
   void deliver_answer(const control::MadAddress& from, mad::Mad mad);
   bool deliver_request(Guest& to, const control::MadAddress& from, const mad::Mad& mad);
   bool is_here(std::uint16_t lid) const;
-  void announce(Channel& channel);
 
   Fabric& fabric_;
   mad::Subnet subnet_;
