@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <span>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -39,6 +40,20 @@ bool sees_us(pid_t pid) {
     return std::distance(std::istream_iterator<pid_t>(numbers), std::istream_iterator<pid_t>()) == 1;
   }
   return false;
+}
+
+// Of a packet that is at least so long.
+Head head_in(std::span<const std::byte> packet) {
+  Head head{};
+  std::memcpy(&head, packet.data(), sizeof(head));
+  return head;
+}
+
+// Whoever is refused before anybody has read what he asks: to attach, most likely.
+void refuse_unread(const vmci::PacketSocket& socket, int status) {
+  Head unread{};
+  unread.record.control = static_cast<std::uint32_t>(Request::attach);
+  PacketDesk::refuse(socket, unread, status);
 }
 }  // namespace
 
@@ -84,9 +99,7 @@ bool Reception::refuse_one() {
   spare_.reset();
   vmci::PacketSocket socket(vmci::UniqueFd(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
   if (!socket) return false;
-  Head unread{};  // what it asks, most likely
-  unread.record.control = static_cast<std::uint32_t>(Request::attach);
-  PacketDesk::refuse(socket, unread, EMFILE);
+  refuse_unread(socket, EMFILE);
   if (none_given_) return true;
   const auto peer = socket.peer();
   users_[peer ? peer->uid : ~uid_t{0}].closer->close(socket.release());
@@ -138,9 +151,7 @@ void Reception::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<Mach
   connection->uid = uid;
   connection->machine = std::move(machine);
   if (user.connections >= limits_.of_one_user || closing > limits_.of_one_user || is_for_root(connection->socket.fd(), uid) || !watch_copy(connection->readable, connection->socket.fd())) {
-    Head unread{};  // what it asks, most likely
-    unread.record.control = static_cast<std::uint32_t>(Request::attach);
-    PacketDesk::refuse(connection->socket, unread, EDQUOT);
+    refuse_unread(connection->socket, EDQUOT);
     if (none_given_ && !connection->machine) connection->socket = {};  // at once, or those who are refused have root's descriptors until the closer comes to them
     static constinit log::Sparing sparing;
     sparing.warn("a connection of uid {} was refused: it has {} of {}, and {} descriptors whose closing waits, or the limit of {} open files is reached, which is that of whoever started this "
@@ -164,9 +175,7 @@ Status Reception::refuse_for_descriptors(const Connection& connection, std::span
   const auto received = vmci::receive_given(connection.socket.fd(), packet, connection.closer);
   if (!received) return received.error();
   if (received->descriptors_missing) return Errno{EBUSY};
-  Head head{};
-  std::memcpy(&head, packet.data(), sizeof(head));
-  PacketDesk::refuse(connection.socket, head, EMFILE);
+  PacketDesk::refuse(connection.socket, head_in(packet), EMFILE);
   return ok();
 }
 
@@ -182,9 +191,7 @@ Status Reception::take_packet(const ConnectionPtr& connection) {
   if (received->bytes < sizeof(Head)) return Errno{EPROTO};  // 0: it has hung up
   if (received->descriptors_missing) return refuse_for_descriptors(*connection, packet);
   if (std::ranges::any_of(received->descriptors, [&](const vmci::GivenFd& fd) { return is_for_root(fd.get(), connection->uid); })) {
-    Head head{};
-    std::memcpy(&head, packet.data(), sizeof(head));
-    PacketDesk::refuse(connection->socket, head, EMFILE);
+    PacketDesk::refuse(connection->socket, head_in(packet), EMFILE);
     return ok();
   }
   packet.resize(received->bytes);
@@ -353,8 +360,7 @@ std::optional<PinnedPages> Reception::memory_of(const Connection& connection, Re
 }
 
 void Reception::handle_packet(const ConnectionPtr& connection, std::vector<std::byte> packet, std::vector<vmci::GivenFd> descriptors) {
-  Head head{};
-  std::memcpy(&head, packet.data(), sizeof(head));
+  const Head head = head_in(packet);
   if (PacketDesk::request_of(head) == Request::attach) return attach(connection, head, packet);
   if (connection->machine && !may_come_from_machine(PacketDesk::request_of(head))) return PacketDesk::refuse(connection->socket, head, EOPNOTSUPP);
   auto given = std::make_shared<std::vector<vmci::GivenFd>>(std::move(descriptors));
