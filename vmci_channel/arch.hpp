@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "vmci_channel/found_once.hpp"
+
 namespace vmci {
 
 #if defined(__x86_64__)
@@ -43,16 +45,14 @@ inline std::uint64_t monotonic_ns() {
   return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(now.tv_nsec);
 }
 
-inline std::uint64_t cycles_per_us() {
-  static const std::uint64_t measured = [] {
-    const std::uint64_t ns0 = monotonic_ns(), c0 = cycles();
-    std::uint64_t ns1 = ns0;
-    while (ns1 - ns0 < 50'000) ns1 = monotonic_ns();
-    const std::uint64_t per_us = (cycles() - c0) * 1000 / (ns1 - ns0);
-    return per_us ? per_us : 1;
-  }();
-  return measured;
+inline std::uint64_t measure_cycles_per_us() {
+  const std::uint64_t ns0 = monotonic_ns(), c0 = cycles();
+  std::uint64_t ns1 = ns0;
+  while (ns1 - ns0 < 50'000) ns1 = monotonic_ns();
+  const std::uint64_t per_us = (cycles() - c0) * 1000 / (ns1 - ns0);
+  return per_us ? per_us : 1;
 }
+inline std::uint64_t cycles_per_us() { return found_once<measure_cycles_per_us>(); }
 
 // A store before it and a load after it stay in that order. ThreadSanitizer does not model fences: it gets a
 // read-modify-write of a variable that every fence shares, which orders the same way.

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "vmci_channel/arch.hpp"
+#include "vmci_channel/found_once.hpp"
 
 namespace vmci {
 
@@ -101,18 +102,16 @@ class Backoff {
   }
 
   // What a system call that does nothing takes here.
-  static std::uint64_t syscall_cycles() {
-    static const std::uint64_t measured = [] {
-      std::uint64_t least = ~std::uint64_t{0};
-      for (int i = 0; i < 16; ++i) {
-        const std::uint64_t before = cycles();
-        ::syscall(SYS_getppid);
-        least = std::min(least, cycles() - before);
-      }
-      return least;
-    }();
-    return measured;
+  static std::uint64_t measure_syscall() {
+    std::uint64_t least = ~std::uint64_t{0};
+    for (int i = 0; i < 16; ++i) {
+      const std::uint64_t before = cycles();
+      ::syscall(SYS_getppid);
+      least = std::min(least, cycles() - before);
+    }
+    return least ? least : 1;  // 0: of a coarse counter
   }
+  static std::uint64_t syscall_cycles() { return found_once<measure_syscall>(); }
 
   // About 60 µs with the default timer slack.
   void nap() {

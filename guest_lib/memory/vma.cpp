@@ -17,6 +17,7 @@
 #include "guest_lib/memory/raw_file.hpp"
 #include "guest_lib/memory/threads.hpp"
 #include "guest_lib/own_fd.hpp"
+#include "vmci_channel/found_once.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -234,10 +235,9 @@ Result<Vma> VmaReader::next_line() {
   }
 }
 
-std::uint64_t page_bytes() {
-  static const std::uint64_t bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  return bytes;
-}
+static std::uint64_t ask_page_bytes() { return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)); }
+
+std::uint64_t page_bytes() { return vmci::found_once<ask_page_bytes>(); }
 
 Result<std::uint64_t> count_mappings() {
   const vmci::UniqueFd maps = open_maps();
