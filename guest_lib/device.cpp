@@ -115,17 +115,9 @@ Result<ibv_context*> open_device(ibv_device* which) {
 }  // namespace
 
 ibv_device* device() {
-  static DeviceStorage* storage = [] {
-    auto* made = new DeviceStorage{};
-    made->device.node_type = IBV_NODE_CA;
-    made->device.transport_type = IBV_TRANSPORT_IB;
-    std::strcpy(made->device.name, "vrdma0");
-    std::strcpy(made->device.dev_name, "uverbs0");
-    std::strcpy(made->device.dev_path, "/sys/class/infiniband_verbs/uverbs0");
-    std::strcpy(made->device.ibdev_path, "/sys/class/infiniband/vrdma0");
-    return made;
-  }();
-  return &storage->device;
+  static constinit DeviceStorage storage{
+      {{}, IBV_NODE_CA, IBV_TRANSPORT_IB, "vrdma0", "uverbs0", "/sys/class/infiniband_verbs/uverbs0", "/sys/class/infiniband/vrdma0"}, {}};
+  return &storage.device;
 }
 
 Result<control::DeviceReply> Context::device() {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 
+#include "guest_lib/never_destroyed.hpp"
 #include "guest_lib/own_fd.hpp"
 #include "vmci_channel/arch.hpp"
 
@@ -75,24 +76,21 @@ class Handlers {
   OwnFd pending_;
 };
 
-Handlers& handlers() {
-  static Handlers* const all = new Handlers;  // never destroyed: threads may sleep while the process ends
-  return *all;
-}
+constinit NeverDestroyed<Handlers> handlers;
 
 // Which handler has run is not known: it goes on if all that there are ask for it.
 int sleep_and_guess(pollfd& one, const sigset_t* mask) {
   for (;;) {
     const int ready = mask != nullptr ? ::ppoll(&one, 1, nullptr, mask) : ::poll(&one, 1, -1);
     if (ready >= 0 || errno != EINTR) return ready;
-    if (handlers().look().any_interrupting) return errno = EINTR, -1;
+    if (handlers.it.look().any_interrupting) return errno = EINTR, -1;
   }
 }
 
 // Signals whose handlers have SA_RESTART wait while it sleeps, and wake it up; the others interrupt it.
 int sleep_and_tell(pollfd& one, const sigset_t& before) {
   Handled handled;
-  const int pending_fd = handlers().pending_fd(handled);
+  const int pending_fd = handlers.it.pending_fd(handled);
   if (pending_fd < 0) return sleep_and_guess(one, &before);
   sigset_t asleep, run;
   sigorset(&asleep, &before, &handled.restarting);
@@ -121,16 +119,16 @@ int wait_for_ever(bool blocks) {
   return -1;
 }
 
-void forget_sleepers() { handlers().forget(); }
+void forget_sleepers() { handlers.it.forget(); }
 
 int sleep_as_read(pollfd& one) {
-  if (!handlers().mixed()) return sleep_and_guess(one, nullptr);
+  if (!handlers.it.mixed()) return sleep_and_guess(one, nullptr);
   const Deafness deaf;
   return sleep_and_tell(one, deaf.before);
 }
 
 int sleep_as_read(pollfd& one, const Deafness& deaf) {
-  return handlers().mixed() ? sleep_and_tell(one, deaf.before) : sleep_and_guess(one, &deaf.before);
+  return handlers.it.mixed() ? sleep_and_tell(one, deaf.before) : sleep_and_guess(one, &deaf.before);
 }
 
 }  // namespace vrdma::guest

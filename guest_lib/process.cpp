@@ -25,6 +25,7 @@ void Process::remember(const std::shared_ptr<Attachment>& made) {
 void Process::watch_forks() {
   if (watching_forks_) return;
   watching_forks_ = true;
+  cm::Account::instance();  // or its guard may be locked where the child asks for it
   pthread_atfork(
       [] {
         Process::instance().mutex.lock();

@@ -28,17 +28,18 @@ bool ask_for_traffic(PortTraffic& now) {
   if (reply) now = {reply->sent_bytes, reply->sent_messages, reply->received_bytes, reply->received_messages};
   return static_cast<bool>(reply);
 }
+constinit std::atomic<bool> link_layer_is_known{false};
+
 // The one that this program would get, where `vrdma run` has not told it: once, and without becoming a guest.
 Status ask_for_link_layer() {
-  static std::atomic<bool> is_known{std::getenv("VRDMA_SERVED_LINK_LAYER") != nullptr};
   constexpr int patience_ms = 1000;
-  if (is_known.load(std::memory_order_relaxed)) return ok();
+  if (link_layer_is_known.load(std::memory_order_relaxed)) return ok();
   const auto socket = connect_to_service(patience_ms);
   if (!socket) return socket.error();
   control::LinkLayerReply reply{};
   const auto answered = exchange_packet(*socket, {.kind = control::Request::query_link_layer}, std::as_writable_bytes(std::span(&reply, 1)), {patience_ms});
   if (answered) set_served_link_layer(reply.link_layer == control::link_layer_ethernet);
-  is_known.store(true, std::memory_order_relaxed);  // an older service does not say
+  link_layer_is_known.store(true, std::memory_order_relaxed);  // an older service does not say
   return ok();
 }
 // Reading them makes a guest of a program of libibumad's that was none: ibstat, or who looks for the subnet manager before it opens umad0.
@@ -59,7 +60,10 @@ void ask_for_device() {
   });
   errno = before;
 }
-__attribute__((constructor)) void offer_to_ask() { set_device_source(ask_for_device); }
+__attribute__((constructor)) void offer_to_ask() {
+  link_layer_is_known.store(std::getenv("VRDMA_SERVED_LINK_LAYER") != nullptr, std::memory_order_relaxed);
+  set_device_source(ask_for_device);
+}
 
 }  // namespace
 

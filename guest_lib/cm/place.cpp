@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "guest_lib/never_destroyed.hpp"
+
 namespace vrdma::guest::cm {
 
 using control::CmAddress;
@@ -50,12 +52,7 @@ struct LastTold {
   std::mutex mutex;
   Place place;
 };
-union NeverDestroyed {  // exit handlers of others bind, too; and no guard of a first call that a fork could leave locked
-  constexpr NeverDestroyed() : it{} {}
-  ~NeverDestroyed() {}
-  LastTold it;
-};
-constinit NeverDestroyed last_told;
+constinit NeverDestroyed<LastTold> last_told;  // exit handlers of others bind, too
 
 }  // namespace
 

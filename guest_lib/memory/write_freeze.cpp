@@ -9,6 +9,7 @@
 
 #include "guest_lib/memory/raw_file.hpp"
 #include "guest_lib/memory/raw_map.hpp"
+#include "guest_lib/never_destroyed.hpp"
 
 namespace vrdma::memory {
 namespace {
@@ -94,16 +95,12 @@ struct WriteFreeze::Kept {
     fd = std::move(one);
     state.store(kept, std::memory_order_release);  // K2
   }
+  static NeverDestroyed<Kept[2]> all;
 };
+constinit NeverDestroyed<WriteFreeze::Kept[2]> WriteFreeze::Kept::all;
 
 WriteFreeze::Kept& WriteFreeze::kept_of(Memory memory) {
-  union NeverDestroyed {
-    Kept kept[2];
-    constexpr NeverDestroyed() : kept{} {}
-    ~NeverDestroyed() {}
-  };
-  static constinit NeverDestroyed all;
-  return all.kept[memory == Memory::window ? 1 : 0];
+  return Kept::all.it[memory == Memory::window ? 1 : 0];
 }
 
 Result<WriteFreeze> WriteFreeze::freeze(Range range, Memory memory) {

@@ -27,6 +27,8 @@ Function* there(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
 }
 
+int (*real_mutex_clocklock)(pthread_mutex_t*, clockid_t, const timespec*);
+
 #if defined(DLFO_STRUCT_HAS_EH_DBASE)
 int (*real_find_object)(void*, dl_find_object*);
 
@@ -62,6 +64,7 @@ __attribute__((constructor(101))) void take_what_is_there() {
 #if defined(DLFO_STRUCT_HAS_EH_DBASE)
   real_find_object = there<int(void*, dl_find_object*)>("_dl_find_object");
 #endif
+  real_mutex_clocklock = there<int(pthread_mutex_t*, clockid_t, const timespec*)>("pthread_mutex_clocklock");
   const auto* const offset = static_cast<const std::ptrdiff_t*>(dlsym(RTLD_DEFAULT, "__rseq_offset"));
   const auto* const size = static_cast<const unsigned*>(dlsym(RTLD_DEFAULT, "__rseq_size"));
   if (offset == nullptr || size == nullptr) return;
@@ -93,8 +96,7 @@ const char* vrdma_strerrorname(int error) {
 // 2.30. Without it, by the time of day: who sets that meanwhile changes how long it waits.
 int vrdma_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) __asm__("pthread_mutex_clocklock");
 int vrdma_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
-  static auto* const real = there<int(pthread_mutex_t*, clockid_t, const timespec*)>("pthread_mutex_clocklock");
-  if (real != nullptr) return real(mutex, clock, until);
+  if (real_mutex_clocklock != nullptr) return real_mutex_clocklock(mutex, clock, until);
   timespec now, today;
   ::clock_gettime(clock, &now);
   ::clock_gettime(CLOCK_REALTIME, &today);
