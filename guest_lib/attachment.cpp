@@ -255,6 +255,7 @@ Result<std::shared_ptr<Attachment>> Attachment::current() {
     complain(path, made.error());
     return made.error();
   }
+  OwnProcess::settle();
   process.remember(*made);
   share_address(**made, process);
   process.attachment = *made;

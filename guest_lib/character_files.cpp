@@ -11,6 +11,7 @@
 
 #include "guest_lib/cancellation.hpp"
 #include "guest_lib/interruption.hpp"
+#include "guest_lib/own_process.hpp"
 
 namespace vrdma::guest {
 
@@ -80,11 +81,6 @@ CharacterFiles& CharacterFiles::instance() {
   return *files;
 }
 
-void CharacterFiles::unlock_in_child() {
-  instance().process_.store(::getpid(), std::memory_order_relaxed);
-  instance().mutex_.unlock();
-}
-
 Result<std::shared_ptr<Attachment>> CharacterFiles::attach(std::uint16_t minor_of_service) {
   auto attachment = Attachment::current();
   if (!attachment) {
@@ -103,7 +99,6 @@ Status CharacterFiles::prepare(int fd, int flags) {
 }
 
 void CharacterFiles::add(std::shared_ptr<CharacterFile> file) {
-  process_.store(::getpid(), std::memory_order_relaxed);
   (void)file->blocks();  // as it was opened
   std::lock_guard lock(mutex_);
   marks_.set(file->fd);
@@ -128,7 +123,7 @@ void CharacterFiles::forget(int fd, const CharacterFile& which) {
   {
     std::lock_guard lock(mutex_);
     const auto found = files_.find(fd);
-    if (found == files_.end() || found->second.get() != &which || process_.load(std::memory_order_relaxed) != ::getpid()) return;
+    if (found == files_.end() || found->second.get() != &which || OwnProcess::is_visitor()) return;
     file = std::move(found->second);
     files_.erase(found);
     marks_.clear(fd);

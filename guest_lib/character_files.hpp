@@ -71,8 +71,7 @@ class CharacterFiles {
 
   // Around fork(2), so that the child finds them whole. Its descriptors are its parent's and lead nowhere (Liveness::inherited).
   static void lock_for_fork() { instance().mutex_.lock(); }
-  static void unlock_in_parent() { instance().mutex_.unlock(); }
-  static void unlock_in_child();
+  static void unlock_after_fork() { instance().mutex_.unlock(); }
 
   // As open(2) with these flags: make(attachment, pipe) is the file of a new channel of the service's, whose pipe it names and does not own.
   template <control::Request Open, control::Request Close, class Make>
@@ -99,14 +98,13 @@ class CharacterFiles {
   static Result<std::shared_ptr<Attachment>> attach(std::uint16_t minor_of_service);
   static Status prepare(int fd, int flags);
   void add(std::shared_ptr<CharacterFile> file);
-  // That file's number, unless it is another one's by now.
+  // That file's number, unless it is another one's by now, or a visitor's, who closes what is its own.
   void forget(int fd, const CharacterFile& file);
   // Those whose descriptors somebody has closed by another way than close(2).
   void forget_closed();
 
   static inline constinit FdMarks marks_;
   static inline constinit std::mutex mutex_;  // as Process::mutex
-  std::atomic<pid_t> process_{0};  // a vfork's child, which works in this memory, is another one and closes what is its own
   std::unordered_map<int, std::shared_ptr<CharacterFile>> files_;
 };
 

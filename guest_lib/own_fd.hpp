@@ -9,7 +9,7 @@
 // A file is known by the signal that it would send (F_SETSIG): none that is kept here sends any, a file of the program's says 0, and to ask
 // costs a third of fstat(2), which cannot tell two eventfds from each other. Other processes that have the same open file are not concerned.
 //
-// Any thread; no locks, no memory: also for signal handlers. A vfork's child, which works in this memory, has descriptors of its own to close.
+// Any thread; no locks, no memory: also for signal handlers.
 #pragma once
 
 #include <fcntl.h>
@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "guest_lib/own_process.hpp"
 #include "vmci_channel/unique_fd.hpp"
 
 namespace vrdma {
@@ -34,7 +35,7 @@ class OwnNumbers {
   static bool may_hold(int fd) { return static_cast<unsigned>(fd) < owners_.size() && owners_[static_cast<unsigned>(fd)].load(std::memory_order_relaxed) != 0; }
   // Whether it is one of this process's: not in a vfork's child, nor where the number is another file's by now, which is then forgotten.
   static bool holds(int fd) {
-    if (!may_hold(fd) || process_.load(std::memory_order_relaxed) != ::getpid()) return false;
+    if (!may_hold(fd) || OwnProcess::is_visitor()) return false;
     const auto index = static_cast<unsigned>(fd);
     Serial owner = owners_[index].load(std::memory_order_relaxed);
     if (owner != 0 && is_marked(fd)) return true;
@@ -46,7 +47,6 @@ class OwnNumbers {
 
   static Serial hold(int fd) {
     mark(fd);
-    process_.store(::getpid(), std::memory_order_relaxed);
     Serial serial = last_.fetch_add(1, std::memory_order_relaxed) + 1;
     if (serial == 0) serial = last_.fetch_add(1, std::memory_order_relaxed) + 1;
     if (static_cast<unsigned>(fd) >= owners_.size()) return serial;  // not left out of anything, but known
@@ -79,15 +79,11 @@ class OwnNumbers {
     if (is_marked(fd)) ::close(fd);
   }
 
-  // In a fork's child, which has what was held as its own.
-  static void become_child() { process_.store(::getpid(), std::memory_order_relaxed); }
-
  private:
   static constexpr int signal_of_ours = 62;  // a real-time signal's number, and not the first or the last, which others choose
   static inline constinit std::array<std::atomic<Serial>, 65536> owners_{};
   static inline constinit std::atomic<int> end_{0};
   static inline constinit std::atomic<Serial> last_{0};
-  static inline constinit std::atomic<pid_t> process_{0};
   static inline constinit std::atomic<bool> cannot_tell_{false};  // something other than Linux: every number is taken for what it was
 };
 

@@ -2,7 +2,6 @@
 // above that exists, and relative paths are looked up from where the program thinks it is. A program that is started there learns it from PWD.
 #include <fcntl.h>
 #include <limits.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +11,7 @@
 
 #include <atomic>
 
+#include "guest_lib/own_process.hpp"
 #include "guest_lib/paths.hpp"
 
 namespace vrdma::paths {
@@ -42,13 +42,6 @@ bool cut_to_parent(char* path) {
   return true;
 }
 
-// Whose folder this is about. A vfork's child has one of its own, but works in this memory: what it enters before its exec is no folder of ours.
-constinit std::atomic<pid_t> process{0};
-bool is_visitor() {
-  const pid_t known = process.load(std::memory_order_relaxed);  // 0: constructors of others
-  return known != 0 && known != getpid();
-}
-
 int real_chdir(const char* path) { return static_cast<int>(syscall(SYS_chdir, path)); }
 
 int enter(const char* path) {
@@ -57,7 +50,7 @@ int enter(const char* path) {
   memcpy(real, whole, sizeof real);
   while (cut_to_parent(real)) {
     if (real_chdir(real) != 0) continue;
-    if (is_visitor()) return 0;
+    if (OwnProcess::is_visitor()) return 0;  // what it enters before its exec is no folder of ours
     Folder& folder = entered[entered_count.fetch_add(1, std::memory_order_relaxed) % entered_max];
     memcpy(folder, whole, sizeof folder);
     return working_folder.store(&folder, std::memory_order_release), 0;
@@ -66,7 +59,7 @@ int enter(const char* path) {
 }
 
 int leave(int result) {
-  if (result == 0 && !is_visitor()) working_folder.store(nullptr, std::memory_order_release);
+  if (result == 0 && !OwnProcess::is_visitor()) working_folder.store(nullptr, std::memory_order_release);
   return result;
 }
 
@@ -88,8 +81,6 @@ __attribute__((constructor)) void take_over_working_folder() {
   next_getcwd.get();
   next___getcwd_chk.get();
   next_get_current_dir_name.get();
-  process.store(getpid(), std::memory_order_relaxed);
-  pthread_atfork(nullptr, nullptr, [] { process.store(getpid(), std::memory_order_relaxed); });
   const char* const named = getenv("PWD");
   Folder path;
   if (!ours(named) || find_synthetic(named).kind != EntryKind::directory || !normalise_synthetic(named, path)) return;

@@ -32,18 +32,17 @@ void Process::watch_forks() {
         CharacterFiles::lock_for_fork();
       },
       [] {
-        CharacterFiles::unlock_in_parent();
+        CharacterFiles::unlock_after_fork();
         Process::instance().mutex.unlock();
       },
       [] {
-        OwnNumbers::become_child();
         Process& process = Process::instance();
         for (const auto& weak : process.attachments)
           if (auto inherited = weak.lock()) inherited->become_inherited();
         for (OwnFd* fd : process.private_descriptors) fd->reset();
         process.attachments.clear();
         process.attachment.reset();
-        CharacterFiles::unlock_in_child();
+        CharacterFiles::unlock_after_fork();
         cm::Account::abandon();
         cm::forget_place();
         forget_sleepers();
