@@ -5,9 +5,11 @@
 #include <sys/auxv.h>
 
 #include <cstdlib>
+#include <mutex>
 #include <new>
 #include <string_view>
 
+#include "guest_lib/process.hpp"
 #include "vmci_channel/page_pin.hpp"
 
 namespace vrdma::guest {
@@ -109,7 +111,10 @@ Result<std::vector<control::Extent>> as_the_service_knows_them(Attachment& attac
 
 }  // namespace
 
-void prepare_reach() { (void)manager(); }
+void prepare_reach() {
+  std::lock_guard lock(Process::instance().mutex);  // held across a fork, which would leave the guard of the first use locked in the child
+  (void)manager();
+}
 
 Result<Reached> reach(Attachment& attachment, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
   if (attachment.bar() >= 0)
