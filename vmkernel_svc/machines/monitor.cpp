@@ -42,6 +42,8 @@ void understand_event(const std::string& name, const json& event, const Monitor:
   if (name == "RESET") return handler({Kind::reset, "", at_us});
   if (name == "STOP") return handler({Kind::stopped, "", at_us});
   if (name == "RESUME") return handler({Kind::resumed, "", at_us});
+  if (name == "SUSPEND") return handler({Kind::suspended, "", at_us});
+  if (name == "WAKEUP") return handler({Kind::woken, "", at_us});
   if (name != "MIGRATION") return;
   if (const json* const data = member(event, "data", json::value_t::object)) handler({Kind::migration, text_of(*data, "status"), at_us});
 }

@@ -21,6 +21,8 @@ struct MonitorNews {
     reset,      // the machine begins anew, with the same memory
     stopped,    // its processors stand still
     resumed,    // they run, perhaps with another state than they had: one that was loaded
+    suspended,  // by itself, to its RAM (ACPI's S3)
+    woken,      // from that
     migration,  // `text`: its status
     run_state,  // the answer to a question at the beginning; `text`: QEMU's run state
     answer,     // to ask(); `text`: its number

@@ -60,6 +60,12 @@ void MachinePort::take_news(const MonitorNews& news) {
     case MonitorNews::Kind::stopped:
       run_state_.stopped();
       break;
+    case MonitorNews::Kind::suspended:
+      run_state_.suspended();
+      break;
+    case MonitorNews::Kind::woken:
+      if (!run_state_.woken()) break;
+      [[fallthrough]];
     case MonitorNews::Kind::resumed:
       if (kept_ && !run_state_.loading() && !restored()) drop_kept();
       if (!session_) forget();  // nobody knows whether the agent's boot is of now

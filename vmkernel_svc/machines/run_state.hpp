@@ -5,6 +5,7 @@
 //   says "active"), or while the processors stand still (savevm, loadvm, the end of a migration), the machine is to be frozen:
 //
 //     STOP … RESUME                                     still
+//     SUSPEND … WAKEUP                                  still: a suspended adapter is off. It may be saved so, without a STOP
 //     MIGRATION setup, active … failed or cancelled     being saved; goes on
 //     MIGRATION setup, active … completed, QEMU ends    saved: a QEMU that is started with -incoming may go on with it
 //
@@ -24,7 +25,7 @@ class RunState {
   void qemu_came() { *this = {}; }
 
   // To freeze, or to thaw if it was. Called when the news have been taken.
-  bool still() const { return stopped_ || saving_; }
+  bool still() const { return stands() || saving_; }
   // QEMU may end: the machine is saved.
   bool saved() const { return saved_ && sound(); }
   // A machine that was saved was not frozen early enough.
@@ -42,12 +43,19 @@ class RunState {
   void ran_as(std::string_view run_state) {
     known_ = true;
     loading_ = run_state == "inmigrate";
+    suspended_ = run_state == "suspended";
     if (loading_) saving_ = false;  // that was its own, too
   }
   void stopped() { stopped_ = true; }
+  void suspended() { suspended_ = true; }
+  // True: and so it has resumed.
+  bool woken() {
+    suspended_ = false;
+    return !stopped_;
+  }
   void resumed() {
     if (saved_) saving_ = saved_ = false;  // it goes on here; what was saved is its past
-    stopped_ = loading_ = false;
+    stopped_ = suspended_ = loading_ = false;
   }
   void migrated(std::string_view status, std::uint64_t at_us) {
     if (loading_) return;  // its own
@@ -66,15 +74,16 @@ class RunState {
       saving_ = false;
     } else if (status == "completed") {
       // A machine that runs nevertheless has been saved in the background, as it was some time ago.
-      saved_ = stopped_;
-      saving_ = stopped_;
+      saved_ = stands();
+      saving_ = stands();
     }
   }
 
  private:
+  bool stands() const { return stopped_ || suspended_; }
   bool sound() const { return proven_ || (by_clock_ && frozen_at_us_ != 0 && frozen_at_us_ <= copied_from_us_); }
 
-  bool stopped_ = false, saving_ = false, saved_ = false, loading_ = false, known_ = false;
+  bool stopped_ = false, suspended_ = false, saving_ = false, saved_ = false, loading_ = false, known_ = false;
   bool answered_ = false;             // since it is frozen
   bool proven_ = false;               // the first page went out after that
   bool by_clock_ = true;              // the times can be compared

@@ -19,6 +19,42 @@ TEST_CASE("a machine stands still from STOP to RESUME") {
   CHECK(!state.still());
 }
 
+TEST_CASE("a machine that has suspended itself stands still until it wakes up, also where it was stopped meanwhile, and may be saved so") {
+  RunState state;
+  SUBCASE("and wakes up") {
+    state.suspended();
+    CHECK(state.still());
+    CHECK(state.woken());
+    CHECK(!state.still());
+  }
+  SUBCASE("as the service finds out when it begins") {
+    state.ran_as("suspended");
+    CHECK(state.still());
+    CHECK(state.woken());
+    CHECK(!state.still());
+  }
+  SUBCASE("and is stopped") {
+    state.suspended();
+    state.stopped();
+    CHECK(!state.woken());
+    CHECK(state.still());
+    state.resumed();
+    CHECK(!state.still());
+  }
+  SUBCASE("and is saved") {
+    state.suspended();
+    state.frozen(500);
+    state.migrated("setup", 1000);
+    state.migrated("active", 2000);
+    state.migrated("completed", 3000);
+    CHECK(state.saved());
+    CHECK(state.woken());
+    state.resumed();  // as the port does then
+    CHECK(!state.still());
+    CHECK(!state.saved());
+  }
+}
+
 TEST_CASE("a machine is frozen while it is saved, runs or not, and saved once it is completed") {
   RunState state;
   state.migrated("setup", 1000);
@@ -169,6 +205,8 @@ TEST_CASE("the monitor's lines are understood, and whatever else comes is left o
   CHECK(answer[0].text == "17");
   CHECK(heard(R"({"event": "STOP"})").at(0).kind == MonitorNews::Kind::stopped);
   CHECK(heard(R"({"event": "RESUME", "timestamp": 7})").at(0).kind == MonitorNews::Kind::resumed);
+  CHECK(heard(R"({"event": "SUSPEND"})").at(0).kind == MonitorNews::Kind::suspended);
+  CHECK(heard(R"({"event": "WAKEUP"})").at(0).kind == MonitorNews::Kind::woken);
   CHECK(heard(R"({"event": "RESET", "timestamp": {"seconds": -1, "microseconds": "x"}})").at(0).kind == MonitorNews::Kind::reset);
   for (const char* line : {"", "no JSON", "7", "[]", "{}", R"({"event": 7})", R"({"event": "MIGRATION"})", R"({"event": "MIGRATION", "data": []})",
                            R"({"return": {"status": "running"}})", R"({"id": "vrdma-run-state", "error": {}})", R"({"id": "vrdma-run-state", "return": []})"})
