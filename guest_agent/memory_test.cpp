@@ -108,7 +108,7 @@ TEST_CASE("Pinned memory is translated as it lies, and stays pinned until the se
   process.ask(Request::remove_backing, control::RemoveBackingRequest{40, 0});
   machine.reply(machine.await(Frame::packet), 0);
   CHECK(process.reply().head.status == 0);
-  CHECK(rings_open() == rings_before);
+  machine.until("the agent's ring is closed", [&] { return rings_open() == rings_before; });
 }
 
 TEST_CASE("Two pieces of memory have two segments, and one that the service refuses is let go at once") {
@@ -127,7 +127,7 @@ TEST_CASE("Two pieces of memory have two segments, and one that the service refu
   CHECK(process.reply().head.status == 0);
   a.ring.reset();
   b.ring.reset();
-  CHECK(rings_open() == rings_before + 1);
+  machine.until("the ring of what was refused is closed", [&] { return rings_open() == rings_before + 1; });
 }
 
 TEST_CASE("A process that registers very much leaves descriptors for others") {
@@ -179,7 +179,7 @@ TEST_CASE("Memory that is not pinned, not there or not described rightly never r
     REQUIRE(::munmap(buffer.data + vm::page_bytes, vm::page_bytes) == 0);
     CHECK(status_of(buffer.request(0, 4 * vm::page_bytes)) == EFAULT);
   }
-  CHECK(rings_open() == rings_before);
+  machine.until("the rings are closed, the last of them behind its answer", [&] { return rings_open() == rings_before; });
   CHECK(nothing_forwarded(machine, process));
   CHECK(machine.segments.size() == 1);  // the arena
 }
@@ -201,7 +201,7 @@ TEST_CASE("Pages that are others', too, are not lent, though the process has pin
   CHECK(status_with(PROT_READ, MAP_SHARED, program.get()) == EACCES);
   CHECK(status_with(PROT_READ, MAP_PRIVATE, program.get()) == EACCES);
   CHECK(status_with(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1) == EACCES);  // read only yet: everybody's page of zeroes
-  CHECK(rings_open() == rings_before);
+  machine.until("the rings are closed behind the answers", [&] { return rings_open() == rings_before; });
   CHECK(nothing_forwarded(machine, process));
 }
 
@@ -228,7 +228,7 @@ TEST_CASE("Memory that a process shares is pinned by the agent itself, until the
   process.ask(Request::remove_backing, control::RemoveBackingRequest{40, 0});
   machine.reply(machine.await(Frame::packet), 0);
   CHECK(process.reply().head.status == 0);
-  CHECK(rings_open() == rings_before);
+  machine.until("the agent's ring is closed", [&] { return rings_open() == rings_before; });
 }
 
 // As one is that has executed a set-group-ID program, or one of capabilities, before it was accepted.
