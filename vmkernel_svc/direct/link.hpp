@@ -91,7 +91,7 @@ inline direct::Positions& recorded(const vmci::ServiceClaim& claim) {
 // datagrams some are lost: an inbox has counts of its own.)
 inline void count_arrived(direct::Positions& at) {
   at.received_messages = at.sent_messages + at.read_messages + at.atomics;
-  at.received_bytes = at.sent_bytes + sizeof(std::uint64_t) * at.atomics;
+  at.received_bytes = at.sent_bytes;  // an atomic's operand is none of them, as in Responder::finish
 }
 // A copy, at a message boundary.
 inline direct::Positions positions(const DirectLink& link, int i) {
