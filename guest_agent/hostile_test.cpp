@@ -46,7 +46,8 @@ bool hung_up(const vmci::PacketSocket& socket) {
 // is not closed yet, it is turned away.
 bool served(Machine& machine) {
   constexpr std::uint32_t sequence = 0x900d900d;
-  for (std::optional<FrameIn> asked;;) {
+  const std::uint64_t end_ns = vmci::monotonic_ns() + 60'000'000'000;
+  for (std::optional<FrameIn> asked; vmci::monotonic_ns() < end_ns;) {
     auto socket = vmci::PacketSocket::connect(machine.socket);
     if (!socket) {
       MESSAGE("cannot connect: errno ", value(socket.error()));
@@ -67,6 +68,7 @@ bool served(Machine& machine) {
     const auto reply = socket->receive(std::as_writable_bytes(std::span(&head, 1)), 10'000);
     return reply && reply->bytes == sizeof(head) && head.sequence == sequence && head.status == 0;
   }
+  return false;  // turned away for a minute
 }
 
 }  // namespace

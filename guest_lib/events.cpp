@@ -90,8 +90,10 @@ Requests requests_of(Cq& cq) {
   for (Lane* lane : cq.lanes) {
     if (lane == nullptr || (lane->receive != nullptr && lane->qp->base().srq != nullptr)) continue;
     all.any_outstanding |= lane->reader.next() != nullptr;
-    std::lock_guard queue(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock);
-    if (lane->send != nullptr) add(*lane->send);
+    // Whoever holds it posts, perhaps this thread between its ibv_wr_start and ibv_wr_complete.
+    const std::unique_lock queue(lane->send != nullptr ? lane->qp->send_lock : lane->qp->receive_lock, std::try_to_lock);
+    if (!queue) all.any_outstanding = true;
+    else if (lane->send != nullptr) add(*lane->send);
     else add(*lane->receive);
   }
   return all;
@@ -160,6 +162,11 @@ Cq* count_fatal_event(Channel& channel) {
     channel.pipe_watched = false;
   }
   return found;
+}
+
+// The table is locked.
+void watch_if_due(Channel& channel, Cq& cq) {
+  if (fatal_event_due(cq) && !channel.pipe_watched && watch_pipe(channel.verbs.fd, channel.pipe->get())) channel.pipe_watched = true;
 }
 
 // --- asynchronous events
@@ -258,8 +265,14 @@ void watch_after_death(Cq& cq) {
   std::lock_guard lock(channel.attachment->objects_mutex());
   // Decided now: the application may well poll what is flushed before it fetches the event.
   cq.fatal_event_owed |= any_to_flush(cq);
-  if (!fatal_event_due(cq)) return;
-  if (!channel.pipe_watched && watch_pipe(channel.verbs.fd, channel.pipe->get())) channel.pipe_watched = true;
+  watch_if_due(channel, cq);
+}
+
+void watch_for_posted(Cq& cq) {
+  if (cq.verbs.channel == nullptr) return;
+  Channel& channel = Channel::of(cq.verbs.channel);
+  std::lock_guard lock(channel.attachment->objects_mutex());
+  watch_if_due(channel, cq);
 }
 
 }  // namespace vrdma::guest

@@ -297,6 +297,8 @@ static_assert(offsetof(Qp, verbs_comp_mask) == sizeof(ibv_qp_ex) && sizeof(ibv_q
 // Qp::opcodes. windows: the service offers memory windows.
 std::uint32_t opcodes_of(ibv_qp_type type, bool windows);
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
+// After a post, no lock of the queue pair held: tells who has armed where it is flushed, as the service is gone.
+void tell_if_gone(const Qp& qp, ibv_cq* cq);
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 // Carries out what is in the send queue, where the service has handed it out. send_lock is held.
@@ -315,6 +317,7 @@ int req_notify_cq(ibv_cq* cq, int solicited_only);
 
 // An arm of a dead device's CQ: its channel becomes readable again, so that whoever waits there is not left waiting.
 void watch_after_death(Cq& cq);
+void watch_for_posted(Cq& cq);  // likewise, after a post; no lock of the queue pair is held
 // The armed CQ holds completions that its application may not look for any more. False: there is no memory for the event, where its channel holds
 // more of them than it has completion queues.
 bool raise_missed(Cq& cq);

@@ -335,15 +335,25 @@ int refuse(Wr* wr, Wr** bad_wr, int error) {
 
 }  // namespace
 
+// Who has armed, and polled, since the service went is told of what is flushed now.
+void tell_if_gone(const Qp& qp, ibv_cq* cq) {  // nullptr: an XRC target's
+  if (cq != nullptr && cq->channel != nullptr && qp.liveness->gone()) [[unlikely]] watch_for_posted(Cq::of(cq));
+}
+
 int post_send(ibv_qp* verbs, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
   Qp& qp = Qp::of(verbs);
   if (qp.liveness->inherited()) [[unlikely]]
     return refuse(wr, bad_wr, EIO);
-  std::lock_guard guard(qp.send_lock);
-  // IBA 10.8.3.1: a request may be posted in RTS, SQD, SQE and ERR.
-  if (verbs->state < IBV_QPS_RTS) [[unlikely]]
-    return refuse(wr, bad_wr, EINVAL);
-  return post_sends(qp, wr, bad_wr);
+  int error = 0;
+  {
+    std::lock_guard guard(qp.send_lock);
+    // IBA 10.8.3.1: a request may be posted in RTS, SQD, SQE and ERR.
+    if (verbs->state < IBV_QPS_RTS) [[unlikely]]
+      return refuse(wr, bad_wr, EINVAL);
+    error = post_sends(qp, wr, bad_wr);
+  }
+  tell_if_gone(qp, verbs->send_cq);
+  return error;
 }
 
 int post_all(Qp& qp, ibv_send_wr* chain) {
@@ -371,12 +381,16 @@ int post_recv(ibv_qp* verbs, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
   Qp& qp = Qp::of(verbs);
   if (qp.liveness->inherited()) [[unlikely]]
     return refuse(wr, bad_wr, EIO);
-  std::lock_guard guard(qp.receive_lock);
-  if (verbs->state == IBV_QPS_RESET || verbs->srq != nullptr) [[unlikely]]
-    return refuse(wr, bad_wr, EINVAL);
-  if (!qp.has_received) [[unlikely]] begin_receiving(qp);
-  const int error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(qp.receive, qp.max_recv_sge, one); });
-  ring_for(qp.receive, qp.doorbell, qp.doorbell_member);
+  int error = 0;
+  {
+    std::lock_guard guard(qp.receive_lock);
+    if (verbs->state == IBV_QPS_RESET || verbs->srq != nullptr) [[unlikely]]
+      return refuse(wr, bad_wr, EINVAL);
+    if (!qp.has_received) [[unlikely]] begin_receiving(qp);
+    error = publish_chain(wr, bad_wr, [&](const ibv_recv_wr& one) { return post_one_receive(qp.receive, qp.max_recv_sge, one); });
+    ring_for(qp.receive, qp.doorbell, qp.doorbell_member);
+  }
+  tell_if_gone(qp, verbs->recv_cq);
   return error;
 }
 

@@ -100,6 +100,7 @@ int complete(ibv_qp_ex* verbs) {
   const int error = qp.batch->error() != 0 ? qp.batch->error() : post_all(qp, qp.batch->chain());
   qp.batch->clear();
   qp.send_lock.unlock();
+  tell_if_gone(qp, qp.base().send_cq);
   return error;
 }
 
