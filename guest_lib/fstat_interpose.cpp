@@ -1,5 +1,5 @@
 // fstat(2) in front of libc's, for character devices (character_files.hpp), and files and directories (folder_descriptors.hpp) of the synthetic tree, which are
-// something else to the kernel. Another file's costs one look at a bit and one load.
+// something else to the kernel. Another file's costs one look at a bit and one load; of one that has no name any more (memfds, too) also readlink(2).
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>

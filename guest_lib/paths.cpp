@@ -253,7 +253,9 @@ SyntheticEntry described_text(int fd) {
   constexpr std::string_view before = "/memfd:", after = " (deleted)";
   char link[32], name[before.size() + 256 + after.size()];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  const ssize_t length = syscall(SYS_readlink, link, name, sizeof name - 1);
+  const int errno_before = errno;
+  const ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, link, name, sizeof name - 1);  // aarch64 has no readlink
+  errno = errno_before;  // fstat(2) has succeeded, also where there is no /proc
   const std::string_view read(name, length < 0 ? 0 : static_cast<std::size_t>(length));
   if (!read.starts_with(before) || !read.ends_with(after)) return {};
   name[read.size() - after.size()] = '\0';
