@@ -92,7 +92,13 @@ int container(const ContainerOptions& options) {
   if (options.format == "cdi") {
     if (!options.link_layer.empty()) fail("--format cdi has a device for either link layer, ib and ethernet: choose when a container is started");
     // Read whenever a container starts: of the host's service, which need not run now.
-    print_all(json_text(specification(additions(options, options.socket.empty() ? host_socket : options.socket, false))));
+    std::string text;
+    try {
+      text = specification(additions(options, options.socket.empty() ? host_socket : options.socket, false)).dump(2) + "\n";
+    } catch (const nlohmann::json::type_error&) {  // another path would be mounted, or none
+      fail("a path that is not UTF-8 cannot stand in a CDI specification, which is JSON: choose another --socket, or a folder for the library whose name is");
+    }
+    print_all(text);
     return 0;
   }
   auto found = find_service(options.socket);
