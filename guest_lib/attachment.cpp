@@ -255,7 +255,7 @@ Result<std::shared_ptr<Attachment>> Attachment::current() {
     complain(path, made.error());
     return made.error();
   }
-  OwnProcess::settle();
+  OwnProcess::settle_in_own_memory();
   process.remember(*made);
   share_address(**made, process);
   process.attachment = *made;

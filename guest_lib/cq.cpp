@@ -153,7 +153,7 @@ VRDMA_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* verbs) {
     channel.readers.close(liveness.inherited());
     if (!liveness.gone()) {
       auto gone = channel.attachment->call<control::Request::destroy_channel>({channel.handle, 0});
-      // Else it is gone, also with its context: rdma-core asks no kernel, and closes what program waits at.
+      // Else it is gone, also with its context: rdma-core asks no kernel, and closes what the program waits at.
       if (!gone && value(gone.error()) == EBUSY) return channel.readers.reopen(), gone.error();
     }
     OwnNumbers::close_marked(verbs->fd);

@@ -10,6 +10,7 @@
 // Any thread; also for signal handlers.
 #pragma once
 
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -24,6 +25,12 @@ class OwnProcess {
     return owner != 0 && owner != ::getpid();
   }
   static void settle() { owner_.store(::getpid(), std::memory_order_relaxed); }
+  // Of who attaches: not a vfork's child, whose memory stays its parent's. Where the kernel does not tell (kcmp(2)), as settle().
+  static void settle_in_own_memory() {
+    constexpr int kcmp_vm = 1;
+    if (is_visitor() && ::syscall(SYS_kcmp, ::getpid(), owner_.load(std::memory_order_relaxed), kcmp_vm, 0, 0) == 0) return;
+    settle();
+  }
 
  private:
   static inline constinit std::atomic<pid_t> owner_{0};
