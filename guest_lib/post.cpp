@@ -77,11 +77,14 @@ struct Shape {
   std::uint16_t count;  // SGEs, or inline payload bytes
 };
 
-// 0, or the errno value for a request that this queue pair does not take.
-[[gnu::always_inline]] inline int check(const Qp& qp, const ibv_send_wr& wr, Shape& shape) {
+// 0: of no opcode that there is.
+std::uint32_t opcode_bit_of(const ibv_send_wr& wr) {
   const auto opcode = static_cast<std::uint32_t>(wr.opcode);
-  if (opcode >= 32) return EINVAL;
-  const std::uint32_t opcode_bit = 1u << opcode;
+  return opcode < 32 ? 1u << opcode : 0;
+}
+
+// 0, or the errno value for a request that this queue pair does not take.
+[[gnu::always_inline]] inline int check(const Qp& qp, const ibv_send_wr& wr, std::uint32_t opcode_bit, Shape& shape) {
   if ((opcode_bit & qp.opcodes) == 0) return opcode_bit & not_offered ? EOPNOTSUPP : EINVAL;
   if (opcode_bit & local_opcodes) [[unlikely]] return shape = {send_wqe_slots(0), 0}, check_window(qp, wr);
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > qp.max_send_sge) return EINVAL;
@@ -170,17 +173,18 @@ void write(Qp& qp, const ibv_send_wr& wr, const Shape& shape, std::uint32_t word
 template <class Direct>
 [[gnu::always_inline]] inline int post_one(Qp& qp, const ibv_send_wr& wr, Direct* direct) {
   Shape shape;
-  if (const int error = check(qp, wr, shape); error != 0) return error;
+  const std::uint32_t opcode_bit = opcode_bit_of(wr);
+  if (const int error = check(qp, wr, opcode_bit, shape); error != 0) return error;
   if (!qp.send.has_room(shape.slots)) return ENOMEM;
   if constexpr (std::is_same_v<Direct, DatagramSender>) {  // once it is posted, its address handle may go
     if (direct == nullptr && !qp.liveness->gone()) qp.datagrams->look_at(wr);
   }
-  if (bit(wr.opcode) & local_opcodes) [[unlikely]] {
+  if (opcode_bit & local_opcodes) [[unlikely]] {
     const auto outcome = changes_windows_in_turn(*qp.attachment) ? Result<std::uint32_t>(window_in_turn) : carry_out_window(qp, wr);
     if (!outcome) return value(outcome.error());
     return write(qp, wr, shape, *outcome), 0;
   }
-  if (direct == nullptr || !direct->carry_out(qp.send, wr, flags_of(qp, wr))) write(qp, wr, shape, bit(wr.opcode) & with_immediate ? wr.imm_data : 0);
+  if (direct == nullptr || !direct->carry_out(qp.send, wr, flags_of(qp, wr))) write(qp, wr, shape, opcode_bit & with_immediate ? wr.imm_data : 0);
   return 0;
 }
 
@@ -362,7 +366,7 @@ int post_all(Qp& qp, ibv_send_wr* chain) {
   std::uint32_t slots = 0, count = 0;
   Shape shape;
   for (const ibv_send_wr* wr = chain; wr != nullptr; wr = wr->next, ++count) {
-    if (const int error = check(qp, *wr, shape); error != 0) return error;
+    if (const int error = check(qp, *wr, opcode_bit_of(*wr), shape); error != 0) return error;
     slots += shape.slots;
   }
   if (count == 0) return 0;
