@@ -107,7 +107,7 @@ class DirectConnection {
   at.sent_messages = near_.counters.sent_messages, at.sent_bytes = near_.counters.sent_bytes;
   at.read_messages = near_.counters.read_messages, at.read_bytes = near_.counters.read_bytes;
   at.atomics = near_.counters.atomics;
-  // For services before this one, which do not work them out (count_arrived).
+  // What has arrived is what was sent, so it is not counted a second time.
   at.received_messages = at.sent_messages + at.read_messages + at.atomics, at.received_bytes = at.sent_bytes;
   VRDMA_CRASH_POINT("direct.guest.before_record");
   claim_.publish_positions();

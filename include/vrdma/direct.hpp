@@ -47,7 +47,7 @@ struct alignas(128) Positions {
   std::uint64_t sent_messages, sent_bytes;
   std::uint64_t read_messages, read_bytes;
   std::uint64_t atomics;
-  std::uint64_t received_messages, received_bytes;  // of an inbox alone: connections have them from the above
+  std::uint64_t received_messages, received_bytes;
   std::uint64_t reserved_too[6];
 };
 static_assert(WireRecord<Positions> && sizeof(Positions) == 128);

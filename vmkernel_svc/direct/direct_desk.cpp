@@ -34,7 +34,7 @@ bool DirectDesk::own(DirectLink& link, int i) {
   // complete goes back.
   const bool unfinished = !link.cut[i] && (link.revoked[i] || link.claims[i].direction().taking.unfinished != 0);
   if (const QueuePair* const to = link.ends[1 - i]; unfinished && to != nullptr && to->srq != nullptr)
-    settle_turn(link, i, positions(link, i));
+    settle_turn(link, i, recorded(link.claims[i]));
   import(link, i);
   return true;
 }
@@ -89,7 +89,7 @@ bool DirectDesk::take_from_ended(DirectLink& link, int i) {
 
 void DirectDesk::import(DirectLink& link, int i) {
   // Read once. Positions are only ever used modulo the size of their ring; wrong ones spoil queues of these two guests.
-  const direct::Positions at = positions(link, i);
+  const direct::Positions at = recorded(link.claims[i]);
   direct::Positions& seen = link.seen[i];
   if (at.sent_messages + at.read_messages + at.atomics - seen.sent_messages - seen.read_messages - seen.atomics >= (link.datagrams ? useful_datagrams : useful_messages))
     link.returns = 0;
@@ -148,7 +148,7 @@ void DirectDesk::import_receiver(DirectLink& link, int i, const direct::Position
 // Where the receiving end stands: at the poster's last record. At the receiver the completion is the commit point: where one more was
 // written the message has arrived and its receive WQE is used, else it has not been taken.
 direct::Positions DirectDesk::receiver_at(DirectLink& link, int i) {
-  direct::Positions at = positions(link, i);
+  direct::Positions at = recorded(link.claims[i]);
   const QueuePair* const to = link.ends[1 - i];
   if (to == nullptr) return at;
   const vmci::LaneReader lane(to->receive_view.consume_completions(), to->core.receive_lane.entry_count(), at.receive_lane);
@@ -323,24 +323,17 @@ engine::QpCounters DirectDesk::counters(const QueuePair& qp) const {
   const DirectLink* const link = qp.core.port.link;
   if (link == nullptr) return sum;
   const int i = link->side(qp);
-  const auto now_at = [&](int side) {  // whose poster may be at work
-    direct::Positions at = link->seen[side];
-    if (link->owned[side]) return at;
-    direct::Positions& now = recorded(link->claims[side]);
-    for (const auto member : {&direct::Positions::sent_messages, &direct::Positions::sent_bytes, &direct::Positions::read_messages, &direct::Positions::read_bytes,
-                              &direct::Positions::atomics, &direct::Positions::received_messages, &direct::Positions::received_bytes})
-      at.*member = std::atomic_ref(now.*member).load(std::memory_order_relaxed);
-    if (!link->datagrams) count_arrived(at);
-    return at;
+  const auto since = [&](int side, auto member) {
+    if (link->owned[side]) return std::uint64_t{0};
+    return std::atomic_ref(recorded(link->claims[side]).*member).load(std::memory_order_relaxed) - link->seen[side].*member;
   };
-  const direct::Positions sent = now_at(i), received = now_at(1 - i), &sent_before = link->seen[i], &received_before = link->seen[1 - i];
-  sum.sent_messages += sent.sent_messages - sent_before.sent_messages;
-  sum.sent_bytes += sent.sent_bytes - sent_before.sent_bytes;
-  sum.read_messages += sent.read_messages - sent_before.read_messages;
-  sum.read_bytes += sent.read_bytes - sent_before.read_bytes;
-  sum.atomics += sent.atomics - sent_before.atomics;
-  sum.received_messages += received.received_messages - received_before.received_messages;
-  sum.received_bytes += received.received_bytes - received_before.received_bytes;
+  sum.sent_messages += since(i, &direct::Positions::sent_messages);
+  sum.sent_bytes += since(i, &direct::Positions::sent_bytes);
+  sum.read_messages += since(i, &direct::Positions::read_messages);
+  sum.read_bytes += since(i, &direct::Positions::read_bytes);
+  sum.atomics += since(i, &direct::Positions::atomics);
+  sum.received_messages += since(1 - i, &direct::Positions::received_messages);
+  sum.received_bytes += since(1 - i, &direct::Positions::received_bytes);
   return sum;
 }
 

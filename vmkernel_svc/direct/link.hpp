@@ -87,19 +87,6 @@ inline direct::Positions& recorded(const vmci::ServiceClaim& claim) {
   return direction.positions[std::atomic_ref(direction.current).load(std::memory_order_acquire) & 1];
 }
 
-// What the messages of a connection's direction are at their receiver follows from what they are at their poster, who does not count them twice. (Of
-// datagrams some are lost: an inbox has counts of its own.)
-inline void count_arrived(direct::Positions& at) {
-  at.received_messages = at.sent_messages + at.read_messages + at.atomics;
-  at.received_bytes = at.sent_bytes;  // an atomic's operand is none of them, as in Responder::finish
-}
-// A copy, at a message boundary.
-inline direct::Positions positions(const DirectLink& link, int i) {
-  direct::Positions at = recorded(link.claims[i]);
-  if (!link.datagrams) count_arrived(at);
-  return at;
-}
-
 inline std::pair<std::uint32_t, std::uint32_t> key_of(const Guest& a, const Guest& b) { return std::minmax({a.id.value, b.id.value}); }
 
 // No completion queue that its work queues could overrun: a poster does not count what others complete there.
