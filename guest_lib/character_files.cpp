@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <string>
 #include <vector>
 
 #include "guest_lib/cancellation.hpp"
@@ -53,7 +52,10 @@ int CharacterFile::wait_until_readable(bool blocks) const {
   return ready > 0 ? 0 : -1;
 }
 
-bool CharacterFile::has_descriptor() const { return file_at(fd) == pipe_; }
+bool CharacterFile::has_descriptor() const {
+  const memory::FileId there = file_at(fd);
+  return there == pipe_ || (silenced_.load(std::memory_order_acquire) && there == silent_pipe_);  // S1: pairs with S2 in fall_silent
+}
 
 void CharacterFile::take_record() {
   // In a virtual machine its agent brings it, perhaps after the answer that said so.
@@ -70,8 +72,15 @@ void CharacterFile::take_record() {
 void CharacterFile::fall_silent() {
   std::lock_guard lock(descriptor_);
   if (writing_end_ || closed.load(std::memory_order_relaxed) || !has_descriptor()) return;
-  const std::string pipe = "/proc/self/fd/" + std::to_string(fd);
-  writing_end_.reset(vmci::UniqueFd(static_cast<int>(::syscall(SYS_openat, AT_FDCWD, pipe.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC))));
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) return;
+  const vmci::UniqueFd reading_end(ends[0]);
+  writing_end_.reset(vmci::UniqueFd(ends[1]));
+  silent_pipe_ = file_at(reading_end.get());
+  silenced_.store(true, std::memory_order_release);  // S2: pairs with S1 in has_descriptor, before the number is that file's
+  const int flags = ::fcntl(fd, F_GETFL), descriptor_flags = ::fcntl(fd, F_GETFD);
+  ::fcntl(reading_end.get(), F_SETFL, flags & O_NONBLOCK);
+  ::syscall(SYS_dup3, reading_end.get(), fd, (descriptor_flags & FD_CLOEXEC) != 0 ? O_CLOEXEC : 0);
 }
 
 // --- all of them ----------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   int wait_until_readable(bool blocks) const;
   // The record is the service's word that something waits; it has said that nothing does.
   void take_record();
-  // The service is gone, and all that there was to say of it has been said. poll(2) calls a pipe readable whose writing end is closed, for ever,
-  // and who asks it after every event, as rsockets' thread does, would spin: the end is opened again, and nobody writes there.
+  // The service is gone, and all that there was to say of it has been said. poll(2) calls a file readable whose writing end is closed, for ever,
+  // and who asks it after every event, as rsockets' thread does, would spin: the descriptor becomes that of a pipe into which nobody writes.
   void fall_silent();
 
  protected:
@@ -56,7 +56,9 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
  private:
   friend class CharacterFiles;
   bool has_descriptor() const;
-  const memory::FileId pipe_;  // another one means that the number is another file's by now
+  const memory::FileId pipe_;  // another one means that the number is another file's by now, but for the one with which it falls silent
+  memory::FileId silent_pipe_;
+  std::atomic<bool> silenced_{false};
   mutable std::atomic<bool> blocks_{true};  // when it was last asked, a hint that pairs with nothing
   std::mutex descriptor_;  // locked while the number must not become another file's
   OwnFd writing_end_;      // of one that has fallen silent

@@ -20,7 +20,7 @@ bool owes(const Context&) { return false; }
 // Whether there is nothing left to do for the record: it is on its way, or nobody can read it any more.
 template <class Record>
 bool put(int pipe, const Record& record) {
-  return ::write(pipe, &record, sizeof(record)) == static_cast<ssize_t>(sizeof(record)) || errno == EPIPE;
+  return ::write(pipe, &record, sizeof(record)) == static_cast<ssize_t>(sizeof(record)) || errno == EPIPE || errno == ECONNRESET;
 }
 bool put(Channel& channel, const control::CompletionRecord& record) {
   if (!channel.ring) return put(channel.pipe.get(), record);

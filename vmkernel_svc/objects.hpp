@@ -50,7 +50,7 @@ struct Channel {  // completion channel
   bool interrupt_owed = false;    // the kernel could not ring it yet
   // Another pipe, for reading and writing: what is given to posters in direct mode, whose records the guest reads, too. A poster that comes
   // too late still has a reader then, itself: no SIGPIPE. Empty: it has no direct connections.
-  vmci::UniqueFd peers = {};
+  vmci::GivenFd peers = {};
 };
 
 struct Context {

@@ -210,7 +210,7 @@ class Property {
   vmci::RecordWriter srq_writer;
   std::vector<OwnedQp> qps;
   std::deque<Memory> memories;  // addresses stay
-  std::vector<vmci::UniqueFd> pipes;  // async, completion: never read
+  std::vector<vmci::UniqueFd> pipes;  // async, completion: read by nobody but raid_events()
   bool reached = false;               // it has asked how
 
  private:

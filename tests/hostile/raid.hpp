@@ -33,6 +33,19 @@ void raid_machine_rings(Raid& raid);
 // A userfaultfd that holds up the kernel too, opened before privileges go: what a guest without any does by FUSE. -1: none.
 extern int faults;
 int open_userfaultfd();
+// A page that nobody supplies before it is told to or ends; without a userfaultfd there is none.
+class UnsuppliedPage {
+ public:
+  UnsuppliedPage();
+  ~UnsuppliedPage();
+  void supply();
+  UnsuppliedPage(const UnsuppliedPage&) = delete;
+  UnsuppliedPage& operator=(const UnsuppliedPage&) = delete;
+  std::byte* data() const { return page_; }
+
+ private:
+  std::byte* page_ = nullptr;
+};
 
 // Something like a WQE: mostly right, with a field or two that is not (raid_queues.cpp).
 void strike_with_wqe(Raid& raid, Property& own);

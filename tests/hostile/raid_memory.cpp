@@ -97,6 +97,21 @@ int open_userfaultfd() {
   return -1;
 }
 
+UnsuppliedPage::UnsuppliedPage() {
+  if (faults < 0) return;
+  void* const page = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  uffdio_register range{{reinterpret_cast<std::uint64_t>(page), 4096}, UFFDIO_REGISTER_MODE_MISSING, 0};
+  if (page != MAP_FAILED && ::ioctl(faults, UFFDIO_REGISTER, &range) == 0) page_ = static_cast<std::byte*>(page);
+}
+void UnsuppliedPage::supply() {
+  const uffdio_range range{reinterpret_cast<std::uint64_t>(page_), 4096};
+  if (page_ != nullptr) ::ioctl(faults, UFFDIO_UNREGISTER, &range);
+}
+UnsuppliedPage::~UnsuppliedPage() {
+  supply();
+  if (page_ != nullptr) ::munmap(page_, 4096);
+}
+
 // Memory of the process: gone, forbidden, or behind a userfaultfd that nobody answers.
 void raid_memory(Raid& raid) {
   Dice& dice = raid.dice;
@@ -167,11 +182,8 @@ void raid_copies(Raid& raid) {
   std::uint64_t probe[2] = {dice.any(), 0};
   ReachProcessRequest ask{reinterpret_cast<std::uint64_t>(probe), ~probe[0]};  // a lie: what it sees is somebody else's memory
   if (dice.one_in(8)) ask.probe_address = dice.nasty();
-  if (dice.one_in(8) && faults >= 0) {  // on a page that nobody supplies
-    void* const page = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    uffdio_register range{{reinterpret_cast<std::uint64_t>(page), 4096}, UFFDIO_REGISTER_MODE_MISSING, 0};
-    if (page != MAP_FAILED && ::ioctl(faults, UFFDIO_REGISTER, &range) == 0) ask.probe_address = range.range.start;
-  }
+  const UnsuppliedPage nowhere;
+  if (dice.one_in(8) && nowhere.data() != nullptr) ask.probe_address = reinterpret_cast<std::uint64_t>(nowhere.data());
   std::vector<vmci::UniqueFd> given;
   const auto reply = in.call_on_socket<Request::reach_process>(ask, {}, &given);
   if (dice.one_in(2)) (void)in.call_on_socket<Request::reach_process>(ask);

@@ -1,9 +1,13 @@
 // Garbage in what a guest shares: rings, cursors, lanes, CQs, doorbells, pipes.
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <thread>
+#include <vector>
 
 #include "tests/hostile/raid.hpp"
 
@@ -149,6 +153,19 @@ void raid_events(Raid& raid) {
   const Sge sge{reinterpret_cast<std::uint64_t>(memory.address), 8, memory.key};
   const RemoteOperand remote{sge.address + 64, 0, 0, memory.key, 0};
   in.control().header().creator.waiting = 1;  // every answer writes into the wake pipe
+  // Whatever read(2) holds while it waits for memory, what is written there must not wait for.
+  std::atomic<bool> over{false};
+  UnsuppliedPage nowhere;
+  std::vector<std::jthread> readers;
+  const auto read_into_nowhere = [&](int pipe) {
+    pollfd readable{pipe, POLLIN, 0};
+    while (!over)
+      if (::poll(&readable, 1, 20) == 1 && ::read(pipe, nowhere.data(), 64) <= 0) return;
+  };
+  if (nowhere.data() != nullptr && dice.one_in(2)) {
+    readers.emplace_back(read_into_nowhere, in.descriptor(3));
+    for (auto& pipe : own.pipes) readers.emplace_back(read_into_nowhere, pipe.get());
+  }
   for (int i = 0; i < 20000 && !raid.over() && !in.expelled(); ++i, ++raid.blows) {
     cq->arm = static_cast<std::uint32_t>(i) << 2 | arm_next;
     pretend_to_poll(in, own);
@@ -160,6 +177,8 @@ void raid_events(Raid& raid) {
       own.connect(qp, own.qps[&qp == own.qps.data() ? 1 : 0].made.qpn);
     }
   }
+  over = true;
+  nowhere.supply();
 }
 
 }  // namespace vrdma::hostile
