@@ -1,5 +1,7 @@
 #include "vmci_channel/descriptor_passing.hpp"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -63,6 +65,11 @@ Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffe
   if ((message.msg_flags & MSG_TRUNC) != 0 || ((message.msg_flags & MSG_CTRUNC) != 0 && !received.descriptors_missing)) return Errno{EMSGSIZE};
   if (received.descriptors_missing) received.descriptors.clear();
   return received;
+}
+
+std::uint64_t unread_bytes(int socket) {
+  int bytes = 0;
+  return ::ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0 ? static_cast<std::uint64_t>(bytes) : 0;
 }
 
 }  // namespace vmci

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -22,5 +23,7 @@ struct Received {
 vrdma::Status send_with_descriptors(int socket, std::span<const std::byte> bytes, std::span<const int> descriptors);
 // EMSGSIZE: there was more than fits, of either; nothing stays open then. Else as recvmsg(2), but for EINTR.
 vrdma::Result<Received> receive_with_descriptors(int socket, std::span<std::byte> buffer);
+// What was sent there and is unread, as the kernel counts it: with some 700 bytes a packet. 0 where there is no other end any more.
+std::uint64_t unread_bytes(int socket);
 
 }  // namespace vmci

@@ -1,6 +1,7 @@
 #include "vmkernel_svc/packet_desk.hpp"
 
 #include <sys/resource.h>
+#include <sys/socket.h>
 
 #include <cstring>
 #include <new>
@@ -22,7 +23,8 @@ bool body_of(const std::vector<std::byte>& packet, Body& body) {
   return true;
 }
 
-// To a socket that stays whose it is: to answer takes no descriptor, as there may be none.
+// To a socket that stays whose it is: to answer takes no descriptor, as there may be none. Who asks waits for an answer: whoever can have none is
+// hung up on. And whoever reads none gets no further descriptors: what is under way the kernel counts as ours, up to our limit of open files.
 void send_reply(int socket, const Head& request, int status, std::span<const std::byte> body = {},
                 std::span<const int> descriptors = {}) {
   std::vector<std::byte> packet(sizeof(Head) + body.size());
@@ -35,8 +37,14 @@ void send_reply(int socket, const Head& request, int status, std::span<const std
   head.status = status;
   std::memcpy(packet.data(), &head, sizeof(head));
   if (!body.empty()) std::memcpy(packet.data() + sizeof(head), body.data(), body.size());
-  if (const auto sent = vmci::send_with_descriptors(socket, packet, descriptors); !sent)
-    log::debug("a reply could not be sent: {}", std::strerror(value(sent.error())));
+  constexpr std::uint64_t unread_bytes_max = 4096;  // as the kernel counts: some four answers, of which a guest has one at a time
+  const bool leaves_unread = !descriptors.empty() && vmci::unread_bytes(socket) > unread_bytes_max;
+  const Status sent = leaves_unread ? Status(Errno{EBUSY}) : vmci::send_with_descriptors(socket, packet, descriptors);
+  if (sent) return;
+  ::shutdown(socket, SHUT_RDWR);
+  if (value(sent.error()) == EPIPE || value(sent.error()) == ECONNRESET) return;  // it has hung up itself
+  static constinit log::Sparing sparing;
+  sparing.warn("a guest is hung up on, as {}", leaves_unread ? "it does not read what it is answered" : fmt::format("no answer can be sent to it: {}", std::strerror(value(sent.error()))));
 }
 
 template <class Body>

@@ -67,6 +67,10 @@ Reception::Connection::~Connection() {
   closer->close(socket.release());
 }
 
+void Reception::User::forget_read() {
+  std::erase_if(unread, [](const vmci::GivenFd& socket) { return vmci::unread_bytes(socket.get()) == 0; });
+}
+
 void Reception::open(vmci::UniqueFd listener) {
   take_spare();
   none_given_ = vmci::let_descriptors_in(listener.get(), false);
@@ -146,16 +150,17 @@ void Reception::accept_next() {
 
 void Reception::admit(vmci::PacketSocket socket, uid_t uid, std::shared_ptr<MachineProcess> machine) {
   User& user = users_[uid];
+  user.forget_read();
   const std::size_t closing = user.closer->pending();
   auto connection = std::make_shared<Connection>(io_, std::move(socket), user.closer);
   connection->uid = uid;
   connection->machine = std::move(machine);
-  if (user.connections >= limits_.of_one_user || closing > limits_.of_one_user || is_for_root(connection->socket.fd(), uid) || !watch_copy(connection->readable, connection->socket.fd())) {
+  if (!user.has_room(limits_) || closing > limits_.of_one_user || is_for_root(connection->socket.fd(), uid) || !watch_copy(connection->readable, connection->socket.fd())) {
     refuse_unread(connection->socket, EDQUOT);
     if (none_given_ && !connection->machine) connection->socket = {};  // at once, or those who are refused have root's descriptors until the closer comes to them
     static constinit log::Sparing sparing;
-    sparing.warn("a connection of uid {} was refused: it has {} of {}, and {} descriptors whose closing waits, or the limit of {} open files is reached, which is that of whoever started this "
-                 "service (ulimit -Hn)", uid, user.connections, limits_.of_one_user, closing, limits_.open_files);
+    sparing.warn("a connection of uid {} was refused: it has {} of {}, {} that have ended and whose answers are unread, and {} descriptors whose closing waits, or the limit of {} open files is reached, which is that of whoever started this "
+                 "service (ulimit -Hn)", uid, user.connections, limits_.of_one_user, user.unread.size(), closing, limits_.open_files);
     // Not from here: who admits is not ready for the news.
     if (connection->machine) boost::asio::post(io_, [known = connection->machine] { if (known->detached) known->detached(); });
     return;
@@ -259,8 +264,13 @@ void Reception::lost(const ConnectionPtr& connection) {
   stop_watching(connection->readable);
   stop_watching(connection->exited);
   connections_.erase(connection.get());
-  --users_[connection->uid].connections;
+  User& user = users_[connection->uid];
+  --user.connections;
+  // A child of its process may have the socket.
+  if (vmci::unread_bytes(connection->socket.fd()) > 0)
+    if (vmci::UniqueFd copy(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)); copy) user.unread.emplace_back(std::move(copy), connection->closer);
   // Whoever else has the closer may close by it yet, as this connection does when nobody has it any more: it is found when the next one ends.
+  for (auto& [uid, known] : users_) known.forget_read();
   std::erase_if(users_, [](const auto& known) { return known.second.connections == 0 && known.second.closer.use_count() == 1 && known.second.closer->pending() == 0; });
   const auto gone = [this, connection] {
     if (!connection->machine) return;

@@ -64,9 +64,13 @@ class Reception {
     bool closed = false;
   };
   using ConnectionPtr = std::shared_ptr<Connection>;
+  static constexpr std::size_t descriptors_unread = 8;  // in one of them, or so
   struct User {
     std::uint32_t connections = 0;
     std::shared_ptr<vmci::Closer> closer = std::make_shared<vmci::Closer>();  // of what he gives, and of his sockets
+    std::vector<vmci::GivenFd> unread;  // sockets of connections that have ended with answers that somebody may still read, each with descriptors
+    bool has_room(const Limits& limits) const { return connections + unread.size() * descriptors_unread < limits.of_one_user; }
+    void forget_read();
   };
 
   void accept_next();

@@ -1,8 +1,12 @@
 // Guests that pass descriptors whose closing waits (given_descriptors.hpp), beside one that only wants an answer: without the closer's thread it
-// would wait as long as they like.
+// would wait as long as they like. And guests that do not read what they are answered: what is under way is the service's.
 #include "vmkernel_svc/reception.hpp"
 
 #include <doctest/doctest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
 
 #include <boost/asio/post.hpp>
 #include <cstdlib>
@@ -196,4 +200,47 @@ TEST_CASE("Who leaves such descriptors unread has them counted, though no other 
   }
   CHECK(left <= static_cast<int>(most) + 2);
   for (auto& one : slow) one.end();
+}
+
+TEST_CASE("Who does not read what he is answered gets no further descriptors, and is hung up on") {
+  Service service;
+  auto bad = admitted(service);
+  REQUIRE(bad.send(packet_of(Request::attach)).has_value());
+  for (int i = 0; i < 64; ++i)
+    if (!bad.send(packet_of(Request::open_context))) break;  // it has been
+  pollfd hung_up{bad.fd(), POLLRDHUP, 0};
+  CHECK(::poll(&hung_up, 1, patience_ms) == 1);
+  CHECK(ask(admitted(service)) == 0);
+}
+
+namespace {
+// A program that has attached, has not read the answer, and is gone, but for its socket, which somebody else has.
+vmci::UniqueFd left_behind(const Service& service) {
+  vmci::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  service.path().copy(address.sun_path, sizeof(address.sun_path) - 1);
+  const auto packet = packet_of(Request::attach);
+  const pid_t program = ::fork();
+  if (program == 0) {
+    pollfd answered{socket.get(), POLLIN, 0};
+    const bool done = ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 &&
+                      ::send(socket.get(), packet.data(), packet.size(), 0) >= 0 && ::poll(&answered, 1, patience_ms) == 1;
+    ::_exit(done ? 0 : 1);
+  }
+  int status = 1;
+  REQUIRE(::waitpid(program, &status, 0) == program);
+  REQUIRE(status == 0);
+  return socket;
+}
+}  // namespace
+
+TEST_CASE("Answers of programs that have ended count as their user's for as long as somebody can read them") {
+  Service service(16);
+  std::vector<vmci::UniqueFd> sockets;
+  for (int i = 0; i < 2; ++i) sockets.push_back(left_behind(service));
+  while (ask(connect(service)) == 0) {}  // until their ends are noticed, or the watchdog ends this
+  CHECK(answer(connect(service)) == EDQUOT);
+  sockets.clear();
+  while (ask(connect(service)) != 0) {}
 }

@@ -1,8 +1,6 @@
 #include "vmkernel_svc/show.hpp"
 
 #include <fcntl.h>
-#include <linux/sockios.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,6 +14,7 @@
 #include <string_view>
 #include <utility>
 
+#include "vmci_channel/descriptor_passing.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
 #include "vmkernel_svc/hosts/address.hpp"
 #include "vmkernel_svc/hosts/service.hpp"
@@ -248,9 +247,8 @@ json describe_service(Shard& shard, const Viewer& viewer) {
 }  // namespace
 
 bool ShowDesk::Unread::waits() const {
-  int bytes = 0;
   const auto still_there = connection.lock();
-  return still_there && ::ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+  return still_there && vmci::unread_bytes(socket) > 0;
 }
 
 void ShowDesk::ask(const vmci::PacketSocket& socket, const Head& head, const Viewer& viewer, std::weak_ptr<const void> connection,
