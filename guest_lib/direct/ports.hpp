@@ -356,6 +356,7 @@ class DirectPorts {
   }
 
   [[gnu::noinline]] std::optional<engine::Place> look_up(const ReachedGuest& guest, Key key, std::uint64_t address, std::uint64_t bytes, std::uint32_t access) {
+    if (key.value == 0) return give_up(), std::nullopt;  // nobody's: a free entry says 0
     for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {
       const std::uint32_t place = direct::key_place(key.value, probe);
       const direct::KeyEntry& entry = guest.keys->entries[place];

@@ -63,7 +63,10 @@ void KeyBook::add(Guest& guest, const Region& region) {
 void KeyBook::remove(Key key) {
   for (std::uint32_t probe = 0; probe < direct::key_probes; ++probe) {
     direct::KeyEntry& entry = table().entries[direct::key_place(key.value, probe)];
-    if (entry.key == key.value) std::atomic_ref(entry.key).store(0, std::memory_order_relaxed);
+    if (entry.key != key.value) continue;
+    std::atomic_ref(entry.key).store(0, std::memory_order_relaxed);
+    entry = {};  // nobody is inside a claim who could be reading it
+    return;
   }
 }
 
