@@ -56,7 +56,7 @@ struct Taken {
 inline void take(Lane& lane, const Cqe& entry, ibv_wc& wc, Taken& taken) {
   convert(entry, lane.qpn, wc);
   if (lane.timed != nullptr && &wc == &lane.timed->current) [[unlikely]]
-    lane.timed->current_time_ns = time_of(entry, lane.send != nullptr, lane.timed->clock_ns());
+    lane.timed->current_time_ns = time_of_stamp(stamp_of(entry, lane.send != nullptr), lane.timed->clock_ns() + stamps_ahead_max);
   taken.queue_position = entry.queue_position;
   ++taken.entries;
   lane.reader.pop();

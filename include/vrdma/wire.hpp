@@ -227,7 +227,7 @@ struct alignas(32) Cqe {
 static_assert(WireRecord<Cqe> && sizeof(Cqe) == 32);
 
 // Where it is asked for, when it completed: 40 bits in what the fields of its direction leave free. In nanoseconds of the service's monotonic
-// clock (9 minutes before and after) on completion queues with times (control::Request::time_cq), else in units of vmci::stamp_now().
+// clock (the last 18 minutes) on completion queues with times (control::Request::time_cq), else in units of vmci::stamp_now().
 constexpr unsigned cqe_stamp_bits = 40;
 inline void set_stamp(Cqe& cqe, bool sent, std::uint64_t stamp) {
   (sent ? cqe.src_qp : cqe.queue_position) = static_cast<std::uint32_t>(stamp);
@@ -235,15 +235,6 @@ inline void set_stamp(Cqe& cqe, bool sent, std::uint64_t stamp) {
 }
 inline std::uint64_t stamp_of(const Cqe& cqe, bool sent) {
   return (std::uint64_t{cqe.stamp_high} << 32) | (sent ? cqe.src_qp : cqe.queue_position);
-}
-// From the second of two stamps to the first; negative: that one is the earlier.
-inline std::int64_t stamps_apart(std::uint64_t a, std::uint64_t b) {
-  constexpr unsigned unknown_bits = 64 - cqe_stamp_bits;
-  return static_cast<std::int64_t>((a - b) << unknown_bits) >> unknown_bits;
-}
-// The whole of a time: that which is nearest to `now_ns` of the same clock, of which the reader need not know more than about.
-inline std::uint64_t time_of(const Cqe& cqe, bool sent, std::uint64_t now_ns) {
-  return now_ns + static_cast<std::uint64_t>(stamps_apart(stamp_of(cqe, sent), now_ns));
 }
 
 struct CqeState {  // apart, or two that were just stored are loaded as one word, which waits for all stores before them
