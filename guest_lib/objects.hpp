@@ -263,8 +263,9 @@ struct Qp {
   SpinLock send_lock;
   std::atomic<std::uint32_t> visits{0};  // by who polls, and found it by a lane
   SpinLock receive_lock;
-  // Modifies of ibv_qp.state, by which a query knows whether its answer may be older. All three are read under either lock and written under both.
-  std::uint32_t modifies_begun = 0, modifies_ended = 0;
+  // Modifies of ibv_qp.state, by which a query knows whether its answer may be older. All three are written under both locks, and the state is read
+  // under either.
+  std::atomic<std::uint32_t> modifies_begun{0}, modifies_ended{0};
   bool has_received = false;  // receives of its own have been posted; under receive_lock
   SendQueue send;
   ReceiveQueue receive;

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "guest_lib/abi/export.hpp"
 #include "guest_lib/namesakes.hpp"
@@ -278,19 +279,14 @@ Status modify_qp(Qp& qp, const ibv_qp_attr& attributes, int mask) {
 
 Status query_qp(Qp& qp, ibv_qp_attr& attributes, ibv_qp_init_attr* init) {
   if (qp.liveness->inherited()) return Errno{EIO};
-  std::uint32_t modifies;
-  {
-    const StateLock lock(qp);
-    modifies = qp.modifies_ended;
-  }
+  const std::uint32_t modifies = qp.modifies_ended.load(std::memory_order_acquire);
   auto reply = qp.attachment->call<control::Request::query_qp>({qp.base().handle, 0});
   if (!reply) return reply.error();
   attributes = from_wire(reply->attributes, qp.caps);
-  {
-    const StateLock lock(qp);
-    // Beside a modify of another thread nobody knows which of the two answers is the later one, and the modify's counts.
-    if (qp.modifies_begun == modifies) qp.base().state = attributes.qp_state;
-  }
+  // Beside a modify of another thread nobody knows which of the two answers is the later one, and the modify's counts. Who posts meanwhile, perhaps
+  // this thread between its ibv_wr_start and ibv_wr_complete, does so in the state that it has found.
+  const std::unique_lock sends(qp.send_lock, std::try_to_lock), receives(qp.receive_lock, std::try_to_lock);
+  if (sends && receives && qp.modifies_begun.load(std::memory_order_relaxed) == modifies) qp.base().state = attributes.qp_state;
   if (init != nullptr) {
     const ibv_qp& verbs = qp.base();
     *init = {verbs.qp_context, verbs.send_cq, verbs.recv_cq, verbs.srq, qp.caps, verbs.qp_type, qp.sq_sig_all};
