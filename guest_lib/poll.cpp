@@ -2,7 +2,7 @@
 //
 // What the two lanes of a queue pair hold is taken in the order in which it was written, and so is what those of several hold
 // (poll_in_order.cpp). A call never sleeps: when there is nothing, it carries out what the service has left in a send queue (take_up), lets
-// go of peers (let_go_of_ended), or makes one step of the adaptive wait, and looks once more.
+// go of peers (let_go_of_ended), or makes one step of the adaptive wait, one in a round of queues that a thread polls by turns, and looks once more.
 #include "guest_lib/lanes.hpp"
 
 #include <sched.h>
@@ -22,14 +22,22 @@ namespace {
 // The wait of each polling thread. Zero-initialised storage, so that the fast path needs no thread-local guard.
 struct PollWait {
   bool made;
+  std::uint32_t passed;  // empty queues since the last step
+  const Cq* round;       // the queue of that step
   alignas(vmci::Backoff) std::byte storage[sizeof(vmci::Backoff)];
 
-  void idle() {
+  // One step for all queues that the thread polls by turns: what it waits for may be in the next one. False: that was not this one's.
+  bool idle(const Cq& cq) {
+    constexpr std::uint32_t passed_max = 128;  // one that is not polled any more is waited for no longer
+    if (round != nullptr && round != &cq && ++passed < passed_max) return false;
+    round = &cq;
+    passed = 0;
     if (!made) {
       new (storage) vmci::Backoff;
       made = true;
     }
     reinterpret_cast<vmci::Backoff*>(storage)->idle();
+    return true;
   }
   void reset() {
     if (made) reinterpret_cast<vmci::Backoff*>(storage)->reset();
@@ -242,15 +250,17 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
     poll_wait.reset();
     return got;
   }
+  bool look_again = true;
   if (std::atomic_ref(cq.shared->left_work).load(std::memory_order_relaxed) != 0) [[unlikely]] {
     take_up(cq);
   } else {
     if (std::atomic_ref(cq.shared->offers_ended).load(std::memory_order_relaxed) != 0) [[unlikely]]
       let_go_of_ended(cq);
-    poll_wait.idle();  // also for who holds the send queue of one of those
+    look_again = poll_wait.idle(cq);  // also for who holds the send queue of one of those
   }
-  say_where(cq);
   const bool gone = cq.liveness->gone();
+  if (!look_again && !gone) return 0;
+  say_where(cq);
   cq.lock.lock();
   got = look(cq, count, wc);
   if (got == 0 && gone) [[unlikely]]

@@ -1,6 +1,8 @@
 #include "vmci_channel/backoff.hpp"
 
 #include <doctest/doctest.h>
+#include <sched.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <time.h>
 
@@ -50,4 +52,34 @@ TEST_CASE("Two threads that wait for each other by backoff both get on") {
   play(0);
   other.join();
   CHECK(turn.load() == 2 * rounds);
+}
+
+TEST_CASE("Beside a hog a thread whose timers are exact sleeps, too") {
+  std::atomic<bool> over{false};
+  const auto on_one_processor = [] {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<unsigned>(::sched_getcpu()), &one);
+    REQUIRE(::sched_setaffinity(0, sizeof(one), &one) == 0);
+  };
+  long sleeps = 0;
+  std::thread waiting([&] {
+    on_one_processor();
+    REQUIRE(::prctl(PR_SET_TIMERSLACK, 1) == 0);
+    std::thread hog([&] {
+      while (!over.load(std::memory_order_relaxed)) vmci::cpu_relax();
+    });
+    const auto slept = [] {
+      rusage now;
+      ::getrusage(RUSAGE_THREAD, &now);
+      return now.ru_nvcsw;  // a yield is none
+    };
+    const long before = slept();
+    vmci::Backoff backoff;
+    for (int turns = 0; turns < 100'000 && sleeps < 20; ++turns) backoff.idle(), sleeps = slept() - before;
+    over = true;
+    hog.join();
+  });
+  waiting.join();
+  CHECK(sleeps >= 20);
 }
