@@ -36,14 +36,23 @@ bool VmaBudget::take(std::uint64_t bytes) {
 }
 
 void VmaBudget::recount() {
-  moves_left_ = recount_after;
-  const auto count = count_mappings();
+  constexpr std::uint64_t mappings_per_move = 2, margin = mappings_per_move * (recount_after + 1);
+  const auto count = count_();
   if (limit_ == 0 && count) {
     limit_ = max_mappings() / 2;
     small_limit_ = mappings_are_read() ? std::min(limit_, *count + grown_max) : limit_;
   }
-  fits_ = count && *count + 2 * recount_after <= limit_;
-  small_fits_ = fits_ && *count + 2 * recount_after <= small_limit_;
+  fits_ = count && *count + margin <= limit_;
+  small_fits_ = fits_ && *count + margin <= small_limit_;
+  // The program's own mappings count, too: half of what is left is used before another look.
+  const std::uint64_t left = fits_ ? (small_fits_ ? small_limit_ : limit_) - *count : 0;
+  moves_left_ = fits_ ? std::max(left / 2 / mappings_per_move, recount_after) : refusals_;
+  if (small_fits_) {
+    refusals_ = recount_after;
+  } else {
+    moves_left_ = std::min(moves_left_, refusals_);
+    if (count) refusals_ = std::min(2 * refusals_, std::max(recount_after, limit_ / 8));
+  }
 }
 
 }  // namespace vrdma::memory

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "guest_lib/memory/test_support.hpp"
+#include "guest_lib/memory/vma_budget.hpp"
 
 using namespace vrdma;
 using namespace vrdma::memory;
@@ -159,4 +160,44 @@ TEST_CASE("Where no file can be opened the mappings are read from one that was k
           });
           return child == 0 ? 0 : 3;
         }) == 0);
+}
+
+namespace {
+std::uint64_t mappings, counted;  // of a process that is made up
+Result<std::uint64_t> count_made_up() {
+  ++counted;
+  return mappings;
+}
+}  // namespace
+
+TEST_CASE("Mappings are counted seldom, however many runs move or stay, and half of what the kernel allows is left") {
+  std::uint64_t most = 0;
+  std::ifstream("/proc/sys/vm/max_map_count") >> most;
+  REQUIRE(most > 4096);
+  constexpr std::uint64_t large = 1 << 20, others = 1000;
+  mappings = others, counted = 0;
+  VmaBudget budget(count_made_up);
+  for (std::uint64_t i = 0; i < most; ++i)
+    if (budget.take(large)) mappings += 2;
+  CHECK(mappings <= most / 2);
+  CHECK(mappings + 1000 > most / 2);
+  CHECK(counted < 64);  // not once in 128 times
+
+  // Where there is room again runs move again, not much later than they stayed.
+  mappings = others;
+  std::uint64_t refused = 0;
+  while (refused < most && !budget.take(large)) ++refused;
+  CHECK(refused <= most / 16);
+
+  // The program's own mappings are seen before it has none left.
+  mappings = others, counted = 0;
+  VmaBudget beside(count_made_up);
+  bool told = false;
+  for (std::uint64_t i = 0; i < most && mappings < most && !told; ++i) {
+    mappings += 1;
+    if (beside.take(large)) mappings += 2;
+    else told = true;
+  }
+  CHECK(told);
+  CHECK(mappings < most * 3 / 4);
 }
