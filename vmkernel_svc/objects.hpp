@@ -198,6 +198,19 @@ struct Guest {
   Guest();
   ~Guest();
 
+  // What the shard looks at of each guest all the time, in one cache line.
+  alignas(64) vmci::ReadyBitmap doorbell;
+  std::uint32_t silent_looks = 0;  // of the shard: in succession, nothing was found
+  bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
+  bool events_held = false;   // some backlog of its pipes is not empty
+  bool notices_held = false;  // vmci.held is not empty
+  bool broken = false;  // its bytes made no sense: to be detached
+  bool ended = false;   // it is being detached (ControlDesk::detach)
+  // Its machine stands still or is being saved: nothing of its memory, queues included, is read or written, and to its peers its
+  // queue pairs are silent. Shard::freeze() and thaw() say so.
+  bool frozen = false;
+  bool is_heard() const { return !broken && !ended && !frozen; }
+
   GuestId id;
   std::string name;
   Tenant* tenant;
@@ -217,7 +230,6 @@ struct Guest {
   vmci::QueuePairView control;
   vmci::RecordReader requests;
   vmci::RecordWriter replies;
-  vmci::ReadyBitmap doorbell;
   vmci::UniqueFd doorbell_fd;     // eventfd: the guest writes, the shard's epoll waits, nobody reads
   vmci::GivenFd socket;           // shut down to be rid of a guest whose bytes make no sense
   vmci::UniqueFd wake_pipe;       // write end: a thread of the guest sleeps for a reply
@@ -257,8 +269,6 @@ struct Guest {
   Table<Xrcd> xrcds;
   std::vector<QueuePair*> by_doorbell;  // index: QueuePair::doorbell; 0 is the control pair
   std::vector<std::uint32_t> free_doorbells;
-
-  bool events_held = false;  // some backlog of its pipes is not empty
 
   VmciEnd vmci;  // ports, datagrams and queue pairs between guests
 
@@ -305,14 +315,7 @@ struct Guest {
   engine::QpCounters totals{};  // of queue pairs that are gone
   std::uint64_t requests_served = 0;
   std::uint64_t protocol_errors = 0;
-  bool control_held = false;  // its control ring is to be looked at: rung for, not emptied, or its first request must wait
   std::uint64_t held_since_ns = 0;  // since when the request at the head waits; 0: it has not been tried
-  bool broken = false;  // its bytes made no sense: to be detached
-  bool ended = false;   // it is being detached (ControlDesk::detach)
-  // Its machine stands still or is being saved: nothing of its memory, queues included, is read or written, and to its peers its
-  // queue pairs are silent. Shard::freeze() and thaw() say so.
-  bool frozen = false;
-  bool is_heard() const { return !broken && !ended && !frozen; }
 };
 
 inline void QueuePair::set(const vmci::QueuePairView& view, bool on) {

@@ -28,18 +28,24 @@ constexpr std::uint32_t answer_patience_us = 2;
 constexpr std::uint64_t turns_between_looks = 1024;  // at the clock, while receivers of direct connections may sleep
 constexpr std::uint64_t try_again_ns = 50'000;  // what has to wait, where other shards are kept from their work meanwhile
 constexpr std::size_t crowd = 64;                   // queue pairs looked at without being rung
+// Guests that have nothing are looked at less often, where there are more than a few: one of them in so many ns, of which a look takes an eighth.
+constexpr std::size_t few_guests = 4;
+constexpr std::uint32_t silent_looks_max = 1024;
+constexpr std::uint64_t ns_per_silent_look = 40;
+std::uint64_t cycles_per_silent_look() { return std::max(vmci::cycles_per_us() * ns_per_silent_look / 1000, std::uint64_t{1}); }
 }  // namespace
 
 Shard::Shard(const Config& config, control::ServicePage& page)
     : number_(0), page_(page), common_(std::make_shared<Common>(config)), shards_(common_->shards), fabric_(common_->fabric),
-      direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)) {
+      direct_(std::make_unique<DirectDesk>(*this)), desk_(std::make_unique<ControlDesk>(*this)),
+      cycles_per_silent_look_(cycles_per_silent_look()) {
   make_descriptors();
   shards_.add(*this);
 }
 
 Shard::Shard(Shard& first)
     : number_(static_cast<std::uint32_t>(first.shards_.all().size())), page_(first.page_), common_(first.common_), shards_(common_->shards),
-      fabric_(common_->fabric), desk_(std::make_unique<ControlDesk>(first)) {
+      fabric_(common_->fabric), desk_(std::make_unique<ControlDesk>(first)), cycles_per_silent_look_(cycles_per_silent_look()) {
   make_descriptors();
   shards_.add(*this);
 }
@@ -195,23 +201,56 @@ bool Shard::run_finished_jobs() {
 }
 
 bool Shard::look_at_doorbells() {
-  bool worked = false, events_held = false;
-  control_due_ = false;
-  for (std::size_t i = 0; i < guests_.size(); ++i) {
+  bool worked = false;
+  control_due_ = events_held_ = false;
+  for (std::size_t i = 0; i < attended_;) {
     Guest& guest = *guests_[i];
-    events_held |= guest.events_held;
-    if (guest.broken) {
-      expel(guest);
+    if (look_at(guest)) {
+      worked = true;
+    } else if (++guest.silent_looks > silent_looks_max && guests_.size() > few_guests) {
+      std::swap(guests_[i], guests_[--attended_]);
       continue;
     }
-    if (!guest.is_heard()) continue;
-    if (!guest.vmci.held.empty()) fabric_.vmci.flush(guest);
-    control_due_ |= guest.control_held;
-    if (!guest.doorbell.any()) continue;
+    ++i;
+  }
+  if (attended_ < guests_.size()) worked |= look_at_silent();
+  if (events_held_) flush_held_events();
+  return worked;
+}
+
+// As many as the time since the last ones pays for: what they cost the others does not grow with their number.
+bool Shard::look_at_silent() {
+  bool worked = false;
+  const std::uint64_t now = vmci::cycles();
+  std::size_t left = guests_.size() - attended_;
+  for (; left > 0 && now - silent_looked_ >= cycles_per_silent_look_; --left) {
+    silent_looked_ += cycles_per_silent_look_;
+    if (next_silent_ < attended_ || next_silent_ >= guests_.size()) next_silent_ = attended_;
+    Guest& guest = *guests_[next_silent_];
+    worked |= look_at(guest);
+    if (guest.silent_looks == 0) std::swap(guests_[next_silent_], guests_[attended_++]);
+    ++next_silent_;
+  }
+  if (left == 0) silent_looked_ = now;  // the rest of the time is nobody's
+  return worked;
+}
+
+// Whether it rang. Guest::silent_looks begins anew while there is, or it is owed, anything.
+bool Shard::look_at(Guest& guest) {
+  if (guest.broken) {
+    expel(guest);
+    return false;
+  }
+  if (guest.events_held) events_held_ = true, guest.silent_looks = 0;
+  if (!guest.is_heard()) return false;
+  if (guest.notices_held) fabric_.vmci.flush(guest), guest.silent_looks = 0;
+  const bool rings = guest.doorbell.any();
+  if (rings) {
+    guest.silent_looks = 0;
     guest.doorbell.take([&](std::uint32_t member) {
       ++counters_.doorbells;
       if (member == 0) {
-        guest.control_held = control_due_ = true;
+        guest.control_held = true;
         return;
       }
       if (guest.copier && member == guest.copier->doorbell()) {
@@ -227,10 +266,9 @@ bool Shard::look_at_doorbells() {
         make_runnable(*sender);
       }
     });
-    worked = true;
   }
-  if (events_held) flush_held_events();
-  return worked;
+  if (guest.control_held) control_due_ = true, guest.silent_looks = 0;
+  return rings;
 }
 
 // Also while there is always something to do: who has emptied a full pipe waits for the rest.

@@ -55,6 +55,7 @@ class Shard final : public Runner {
   void change_window(Qp& qp) override;
   std::uint32_t number() const override { return number_; }
   std::size_t guest_count() const { return guests_.size(); }
+  std::size_t attended_guests() const { return attended_; }  // looked at in each turn
   // A group of this shard's guests is another's from now on, which takes it over.
   void give_up(const GuestGroup& group);
   void take_over(const GuestGroup& group);
@@ -125,6 +126,8 @@ class Shard final : public Runner {
   bool run_tasks();
   bool run_finished_jobs();
   bool look_at_doorbells();
+  bool look_at_silent();
+  bool look_at(Guest& guest);
   void flush_held_events();
   bool serve_control();
   void expel(Guest& guest);
@@ -161,12 +164,18 @@ class Shard final : public Runner {
   std::unique_ptr<FarDesk> far_;  // nullptr: no other hosts
 
   std::unique_ptr<ControlDesk> desk_;
+  // The first `attended_` are looked at in each turn. The others have been silent for a while, and are looked at by turns, in a small part of
+  // the time; all of them in the turn after a sleep, and by anything_waiting() before one.
   std::vector<Guest*> guests_;
+  std::size_t attended_ = 0;
+  std::size_t next_silent_ = 0;
+  std::uint64_t silent_looked_ = 0;  // cycles(): up to when the others have been paid for
+  std::uint64_t cycles_per_silent_look_;
   std::array<std::uint32_t, std::size(control::ServicePage{}.shards)> on_line_{};  // guests, by their lines
   std::bitset<std::size(control::ServicePage{}.shards)> asleep_on_;               // where it says that it sleeps
   std::vector<std::pair<GuestId, GuestId>> apart_;                                // guests that are to be one shard's, after this turn
   std::uint64_t tried_ns_ = 0;
-  bool control_due_ = false;
+  bool control_due_ = false, events_held_ = false;  // by some guest that was looked at in this turn
   // They stay where they are, and there: whoever made one queue pair run may make another tenant's runnable. As tenants do, they stay for
   // ever, for what they have moved; a turn looks only at those of running_, which has all that are not empty.
   std::unordered_map<const Tenant*, RunList> lists_;

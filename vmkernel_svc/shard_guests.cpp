@@ -17,12 +17,19 @@ Status Shard::add(Guest& guest) {
 
 void Shard::adopt(Guest& guest) {
   guests_.push_back(&guest);
+  guest.silent_looks = 0;
+  std::swap(guests_.back(), guests_[attended_++]);
   ++on_line_[guest.line];
   wake();  // it does not say on the guest's line that it sleeps
 }
 
 void Shard::remove(Guest& guest) {
-  if (std::erase(guests_, &guest) == 0) return;
+  const auto found = std::find(guests_.begin(), guests_.end(), &guest);
+  if (found == guests_.end()) return;
+  const auto index = static_cast<std::size_t>(found - guests_.begin());
+  guests_.erase(found);
+  if (index < attended_) --attended_;
+  if (index < next_silent_) --next_silent_;
   --on_line_[guest.line];
   if (guest.doorbell_fd) unwatch(guest.doorbell_fd.get());
 }

@@ -39,8 +39,11 @@ void Shard::wake() {
 bool Shard::anything_waiting() {
   if (stopping_.load(std::memory_order_acquire) || !tasks_.empty() || !jobs_.empty() || !apart_.empty() || !leaving_.empty() || runnable_count_ != 0) return true;
   if (far_ != nullptr && far_->anything_waiting()) return true;
-  for (Guest* guest : guests_)
+  // Of all, also those that turns seldom look at.
+  for (Guest* guest : guests_) {
+    if (guest->broken && guest->socket) return true;  // to be expelled
     if (guest->is_heard() && (guest->doorbell.any() || (guest->control_held && guest->held_since_ns == 0))) return true;
+  }
   return false;
 }
 
@@ -80,6 +83,7 @@ void Shard::sleep() {
   }
   say_asleep(false);
   asleep_.store(false, std::memory_order_relaxed);
+  silent_looked_ = 0;  // whoever woke it may be one of those
   shards_.turnstile.leave(number_);
   backoff_.reset();
 }

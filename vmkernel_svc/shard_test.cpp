@@ -231,3 +231,41 @@ TEST_CASE("A tenant that is alone has a turn of each of its queue pairs in a rou
   service.turn();
   for (const QueuePair* const qp : writers.queue_pairs) CHECK(Writers::written(qp) >= 32);
 }
+
+TEST_CASE("Guests that have been silent for long are not looked at in each turn, and are heard all the same") {
+  SharedService service;
+  std::vector<Guest*> guests;
+  for (int i = 0; i < 20; ++i) guests.push_back(service.attach());
+  const auto until_silent = [&] {
+    while (service.shard.attended_guests() > 0) service.turn();
+  };
+  const auto ask = [&](Guest& guest) {
+    const std::uint64_t served = guest.requests_served;
+    service.post<Request::create_pd>(guest, {0, 0});  // refused: there is no context 0
+    guest.doorbell.set(0);
+    while (guest.requests_served == served) service.turn();
+  };
+  until_silent();
+  for (Guest* const guest : guests) {
+    ask(*guest);
+    CHECK(service.shard.attended_guests() >= 1);
+  }
+  until_silent();
+  // Whoever goes, or comes, takes nobody's turn away.
+  for (std::size_t i = 0; i < 8; ++i) {
+    service.desk.detach(*guests[i]);
+    service.attach();
+    CHECK(service.shard.attended_guests() == i + 1);
+  }
+  for (std::size_t i = 8; i < guests.size(); ++i) ask(*guests[i]);
+  // And who has asked before its machine stood still has its answer when that goes on.
+  until_silent();
+  Guest& frozen = *guests.back();
+  frozen.frozen = true;
+  service.post<Request::create_pd>(frozen, {0, 0});
+  frozen.doorbell.set(0);
+  for (int i = 0; i < 2000; ++i) service.turn();
+  const std::uint64_t served = frozen.requests_served;
+  frozen.frozen = false;
+  while (frozen.requests_served == served) service.turn();
+}

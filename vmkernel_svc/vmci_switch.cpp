@@ -230,10 +230,10 @@ bool VmciSwitch::flush(Guest& guest) {
     head.source_context = host_context;
     head.source_port = control_port;
     if (!put_datagram(guest, head, datagram_bit | notice.kind, std::as_bytes(std::span(&notice.body, 1)), slots_for_replies))
-      return true;
+      return guest.notices_held = true;
     held.pop_front();
   }
-  return false;
+  return guest.notices_held = false;
 }
 
 void VmciSwitch::leave(Guest& guest) {
