@@ -52,12 +52,20 @@ Status reachable(const std::string& path) {
   return errno == EAGAIN ? ok() : Status(last_error());  // EAGAIN: its queue is full, so it lives
 }
 
+// Somebody named a service, or us, for this program or for those that it came from.
+bool was_asked_for() {
+  const char* const preloaded = std::getenv("LD_PRELOAD");
+  return std::getenv("VRDMA_SOCKET") != nullptr || (preloaded != nullptr && std::strstr(preloaded, "libvrdma") != nullptr);
+}
+
+// UCX, Open MPI and libfabric look for devices in every rank, RDMA or none. Where we are merely what the host has for libibverbs.so.1 (its linker's path,
+// /etc/ld.so.preload), they are told nothing, as rdma-core tells nothing of an adapter that is not there. Who has us in LD_PRELOAD or a socket in
+// VRDMA_SOCKET wanted this device: a sentence from each process that looks for it in vain, also from those that only probe.
 bool device_present() {
   if (Attachment::existing()) return true;
   const std::string path = service_socket_path();
   const Status reached = reachable(path);
-  if (!reached && (std::getenv("VRDMA_SOCKET") != nullptr || std::getenv("VRDMA_VERBOSE") != nullptr))
-    complain(path, reached.error());
+  if (!reached && was_asked_for()) complain(path, reached.error());
   return static_cast<bool>(reached);
 }
 

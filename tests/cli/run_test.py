@@ -26,6 +26,13 @@ class Running(TestCase):
         result = self.run_program("ibv_devinfo", env={"LD_PRELOAD": str(BIN.parent / "lib" / "libvrdma.so"), "VRDMA_SOCKET": self.socket})
         self.assert_refuses(result, 255, self.socket, "ENOENT", "vrdma run")
 
+    def test_a_library_without_any_service_says_so_where_it_was_preloaded(self):
+        if os.path.exists("/run/vrdma/vrdmad.sock"):
+            self.skipTest("a service runs on this host")
+        self.assert_refuses(self.run_program("ibv_devinfo", env={"LD_PRELOAD": str(LIB / "libvrdma.so")}), 255, "/run/vrdma/vrdmad.sock", "ENOENT", "vrdma run")
+        # Who only has it for libibverbs is told no more than of an adapter that is not there.
+        self.assertNotIn("vrdma:", self.run_program("ibv_devinfo", env={"LD_LIBRARY_PATH": str(LIB)}).stderr)
+
     @needs_root
     def test_a_socket_that_does_not_admit_us_is_named(self):
         programs = readable_copy(self.folder)
