@@ -103,7 +103,7 @@ Finding check_open_files() {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
   const std::string what = fmt::format("{} open files allowed (a program uses 6 for a device that it has open, 3 for each further one, "
-                                       "and for a completion channel 2, or 4 where direct mode is offered)",
+                                       "and for a completion channel 3, or 4 where direct mode is offered)",
                                        limit.rlim_cur);
   if (limit.rlim_cur < few) return {Level::problem, "open-files", what + ": too few", fmt::format("ulimit -n {}", some)};
   if (limit.rlim_cur < some) return {Level::note, "open-files", what + ": few for a service with many guests", fmt::format("ulimit -n {}", some)};
