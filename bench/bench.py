@@ -9,6 +9,8 @@
 """
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import re
@@ -72,7 +74,7 @@ def options_of(words):
                            "to a processor each. Peers that are not installed are named, with their Debian package, and left out.\n"
                            "Exit code: 0; 1 if a figure or a --mode could not be measured; 2 for wrong usage. See vrdma-bench(1).")
     parser.add_argument("--quick", action="store_true", help="the most important rows, one short repetition each")
-    parser.add_argument("--only", metavar="PATTERN", type=pattern, help="a regular expression: rows to measure, as --list names them")
+    parser.add_argument("--only", metavar="PATTERN", type=pattern, help="a regular expression: rows of direct and mediated to measure, as --list names them")
     parser.add_argument("--list", action="store_true", help="only print the rows, and who is measured in each")
     parser.add_argument("--mode", metavar="LIST", type=modes, default=["direct", "mediated"],
                         help="of direct, mediated, hosts (two of them over TCP), vm (default: direct,mediated)")
@@ -158,11 +160,16 @@ def table_of(script, options, *more):
 
 def measure(options):
     ours = [mode for mode in options.mode if mode in ("direct", "mediated")]
-    wanted = chosen(families(None, ours), options)
+    if options.only and not ours:
+        Parser().error("--only chooses among the rows of direct and mediated, and --mode names neither")
+    wanted = chosen(families(None, ours), options) if ours else []
     if options.list:
         for family in wanted:
             for point in family.points:
                 print(f"{point.name:18} {family.title}: {', '.join(point.series)}")
+        for mode in options.mode:
+            if mode not in ours:
+                print(f"{f'--mode {mode}':18} a table of its own")
         return 0
     if not wanted and ours:
         Parser().error(f"no row matches {options.only.pattern!r}: --list names them")
@@ -196,14 +203,45 @@ def measure(options):
     pictures, why_none = plots.draw(document["results"], folder)
     if (folder / "machines.svg").exists():
         pictures.append(("machines.svg", "virtual machines"))
-    (folder / "bench.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "bench.md").write_text(report.markdown(document, pictures))
+    try:
+        (folder / "bench.json").write_text(json.dumps(document, indent=1) + "\n")
+        (folder / "bench.md").write_text(report.markdown(document, pictures))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            (folder / "bench.json").write_text("")  # no half of the figures
+        print(report.text(document))
+        raise Failure(f"cannot write the figures to {folder} ({error.strerror}): above is what they are; name another folder with --output") from None
     print(report.text(document))
     if why_none:
         print(why_none)
     print(f"{folder}/bench.json, bench.md{', plots: ' if pictures else ''}{', '.join(name for name, _ in pictures)}")
     had_not = [mode for mode in options.mode if mode in document["missing"]]  # it was asked for; peers were not
     return 1 if document["failed"] or had_not else 0
+
+
+class Output:
+    """Standard output. What cannot be written there is another failure than what cannot be written to a file."""
+    class Failed(Exception):
+        pass
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def tried(self, function, *arguments):
+        try:
+            if self.stream is None:  # it was closed
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            return function(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self.Failed(f"vrdma: cannot write to standard output ({error.strerror}): redirect it to where there is room") from None
+
+    def write(self, text):
+        return self.tried(lambda: self.stream.write(text))
+
+    def flush(self):
+        return self.tried(lambda: self.stream.flush())
 
 
 def main(words):
@@ -221,10 +259,18 @@ def main(words):
 
 
 if __name__ == "__main__":
+    sys.stdout = Output(sys.__stdout__)
     try:
-        code = main(sys.argv[1:])
+        try:
+            code = main(sys.argv[1:])
+        except SystemExit as end:  # of argparse, too, behind --help
+            code = end.code
         sys.stdout.flush()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+    except (BrokenPipeError, Output.Failed) as error:  # | head, or a full disk
+        sys.stdout = sys.__stdout__
+        if sys.__stdout__ is not None:  # what it holds yet goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        if isinstance(error, Output.Failed):
+            print(error, file=sys.stderr)
+        code = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 2 if "compare" in sys.argv[1 + OWN_WORDS:2 + OWN_WORDS] else 1
     sys.exit(code)

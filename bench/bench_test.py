@@ -51,6 +51,8 @@ class Options(Command):
         self.refused(["--repetitions", "1.5"], "'1.5' is not a whole number from 1 to 50")
         self.refused(["--only", "("], "'(' is no regular expression")
         self.refused(["--only", "^nothing$"], "no row matches '^nothing$'", "--list")
+        self.refused(["--mode", "hosts,vm", "--only", "^send"], "--only chooses among the rows of direct and mediated")
+        self.assertEqual(list(self.folder.iterdir()), [])
         self.refused(["--fast"], "unrecognized arguments: --fast", "vrdma bench --help")
         self.refused(["compare"], "required: old, new")
         self.refused(["compare", "old", "new", "--tolerance=-5"], "'-5' is no number of 0 or more")
@@ -61,6 +63,17 @@ class Options(Command):
         listed = self.bench("--list").splitlines()
         self.assertTrue(any(line.startswith("send-lat/8 ") and "direct, mediated, ucx" in line for line in listed), listed)
         self.assertLess(len(self.bench("--list", "--quick").splitlines()), len(listed))
+        self.assertEqual(self.bench("--list", "--mode", "vm").splitlines(), ["--mode vm          a table of its own"])
+
+    def test_output_that_cannot_be_written_is_told(self):
+        (self.folder / "one.json").write_text(json.dumps(document(direct=(1, 1, 1))))
+        for words, code in ((["--list"], 1), (["--help"], 1), (["compare", "one.json", "one.json"], 2)):
+            for redirected in (">/dev/full", ">&-"):
+                with self.subTest(words, redirected=redirected):
+                    done = subprocess.run(["sh", "-c", f'exec "$@" {redirected}', "sh", self.vrdma, "bench", *words], env=self.environment, cwd=self.folder,
+                                          stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=WATCHDOG_S)
+                    self.assertEqual(done.returncode, code, done.stderr)
+                    self.assertRegex(done.stderr, "^vrdma: cannot write to standard output \\(.*\\): redirect it[^\n]*\n$")
 
     def test_without_python_it_says_what_is_missing(self):
         self.refused(["--list"], "needs python3", "apt-get install python3", code=1, env=dict(self.environment, PATH="/nowhere"))
@@ -168,6 +181,19 @@ class Compare(Command):
         self.refused(["compare", "/nowhere.json", good], "cannot read /nowhere.json")
         (self.folder / "new.json").write_text("[1, 2")
         self.refused(["compare", good, other], "is no result of vrdma bench")
+        (self.folder / "new.json").write_text("[" * 100_000)
+        self.refused(["compare", good, other], "is no result of vrdma bench")
+
+    def test_files_that_are_damaged_are_named(self):
+        """Each ended in a traceback, and 1, which is to say that something is worse."""
+        good = document(direct=(1, 1, 1))
+        for key, value in (("results", None), ("results", [1]), ("name", 1), ("unit", None), ("lower_is_better", "no"), ("series", []), ("series", {"direct": []}),
+                           ("series", {"direct": {"values": ["1"]}}), ("series", {"direct": {"values": [0]}}), ("series", {"direct": {"values": [float("nan")]}})):
+            with self.subTest(key, value=value):
+                broken = copy.deepcopy(good)
+                (broken if key == "results" else broken["results"][0])[key] = value
+                self.refused(["compare", *self.files(good, broken)], "new.json is damaged")
+        self.refused(["compare", *self.files({"schema": "vrdma-bench/1"}, good)], "old.json is damaged")
 
 
 if __name__ == "__main__":

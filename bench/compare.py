@@ -95,17 +95,27 @@ def drift(old, new):
     return 100 * (statistics.median(changes) - 1) if changes else None
 
 
+def is_result(made):
+    """Whether all is there, of its type, that is compared and printed."""
+    number = lambda value: isinstance(value, (int, float)) and 0 < value < math.inf
+    series = lambda one: isinstance(one, dict) and isinstance(one.get("values", []), list) and all(map(number, one.get("values", [])))
+    return isinstance(made, dict) and all(isinstance(made.get(key), str) for key in ("name", "figure", "unit")) and isinstance(made.get("lower_is_better"), bool) and \
+        isinstance(made.get("series"), dict) and all(map(series, made["series"].values()))
+
+
 def load(path):
     try:
         made = json.loads(Path(path).read_text())
     except OSError as error:
         raise SystemExit(fail(f"cannot read {path} ({error.strerror})")) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         made = None
     if not isinstance(made, dict) or not str(made.get("schema", "")).startswith("vrdma-bench/"):
         raise SystemExit(fail(f"{path} is no result of vrdma bench: give it the bench.json of two runs"))
     if made["schema"] != SCHEMA:
         raise SystemExit(fail(f"{path} has the schema {made['schema']}, this program knows {SCHEMA}: measure again"))
+    if not isinstance(made.get("results"), list) or not all(map(is_result, made["results"])):
+        raise SystemExit(fail(f"{path} is damaged, and no whole result of vrdma bench: give it the bench.json of two runs"))
     return made
 
 
