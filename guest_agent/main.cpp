@@ -5,10 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "guest_agent/agent.hpp"
 #include "guest_agent/keeper.hpp"
@@ -17,6 +19,7 @@
 #include "vmci_channel/journal.hpp"
 #include "vmci_channel/standard_streams.hpp"
 #include "vrdma/vm_device.hpp"
+#include "vrdma/write_all.hpp"
 
 namespace {
 
@@ -29,6 +32,12 @@ constexpr char usage[] =
     "  --ready-fd N     write a byte to this descriptor once processes can attach\n"
     "  --foreground     stay in the foreground (it always does; for scripts)\n"
     "  --version, --help\n";
+
+int print(std::string_view text) {
+  if (vrdma::write_all(STDOUT_FILENO, text)) return 0;
+  std::fprintf(stderr, "vrdma-guestd: cannot write to standard output (%s): redirect it to where there is room\n", std::strerror(errno));
+  return 1;
+}
 
 int mistake() {
   std::fputs("vrdma-guestd --help says what there is\n", stderr);
@@ -75,11 +84,9 @@ int main(int argc, char** argv) {
       case foreground_flag:
         break;
       case version_flag:
-        std::puts("vrdma-guestd " VRDMA_VERSION);
-        return 0;
+        return print("vrdma-guestd " VRDMA_VERSION "\n");
       case help_flag:
-        std::fputs(usage, stdout);
-        return 0;
+        return print(usage);
       default:
         return mistake();
     }

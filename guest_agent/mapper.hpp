@@ -11,7 +11,7 @@ namespace vrdma::agent {
 
 class MapperDevice {
  public:
-  // Throws std::runtime_error that says what to do.
+  // Throws std::runtime_error that says what to do; NoDevice where that is none.
   explicit MapperDevice(const std::string& path);
   MapperDevice(const MapperDevice&) = delete;
   MapperDevice& operator=(const MapperDevice&) = delete;
