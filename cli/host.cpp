@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cli/fail.hpp"
 #include "cli/host_talk.hpp"
 #include "cli/output.hpp"
 #include "vmkernel_svc/hosts/address.hpp"
@@ -20,8 +21,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using namespace hosts;
-
-constexpr int authority_days = 7300;
 
 void make_folder(const fs::path& folder) {
   std::error_code error;
@@ -58,7 +57,6 @@ bool is_renewal(const fs::path& folder, const Invitation& invitation) {
 }
 
 std::int64_t last_day(int days, const Identity& authority) {
-  if (days < 1 || days > authority_days) throw std::runtime_error(fmt::format("--days {}: a certificate lasts from 1 to {} days", days, authority_days));
   return std::min<std::int64_t>(std::time(nullptr) + std::int64_t{days} * 86400, describe(authority.certificate.get()).not_after_s);
 }
 
@@ -75,9 +73,18 @@ std::string section(const std::string& address, const std::string& folder, const
 
 void check_address(const std::string& address) {
   const auto parsed = address_and_port(address);
-  if (const auto why = no_place(parsed ? parsed->first : address); !why.empty()) throw std::runtime_error(fmt::format("--address \"{}\", {}", address, why));
-  if (!address.empty() && !parsed)
-    throw std::runtime_error(fmt::format("--address \"{}\": give a numeric address, with a port or without, as in 10.0.0.1:28250", address));
+  if (const auto why = no_place(parsed ? parsed->first : address); !why.empty()) throw WrongUsage(fmt::format("--address \"{}\", {}", address, why));
+  if (!parsed) throw WrongUsage(fmt::format("--address \"{}\": give a numeric address, with a port or without, as in 10.0.0.1:28250", address));
+}
+
+void check_name(const std::string& name) {
+  if (const auto why = host_name_error(name); !why.empty()) throw WrongUsage(fmt::format("\"{}\": {}", name, why));
+}
+
+// Of a host that is not there yet.
+void check_new(const HostOptions& options) {
+  check_name(options.name);
+  if (!options.address.empty()) check_address(options.address);
 }
 
 std::string word(Role role) { return role == Role::authority ? "authority" : role == Role::admin ? "administrator" : "host"; }
@@ -93,8 +100,8 @@ std::string as_line(const CertificateInfo& info) {
 }  // namespace
 
 int host_init(const HostOptions& options) {
+  check_new(options);
   const fs::path folder = fs::absolute(options.folder);
-  check_address(options.address);
   make_folder(folder);
   const Identity authority = make_authority(authority_days);
   const Identity host = issue(authority, options.name, Role::host, first_day(), last_day(options.days, authority));
@@ -115,8 +122,8 @@ int host_init(const HostOptions& options) {
 }
 
 int host_add(const HostOptions& options) {
+  check_new(options);
   const fs::path folder = options.folder;
-  check_address(options.address);
   Invitation invitation;
   const Identity authority = load_authority(folder);
   const fs::path issued = folder / "issued" / (options.name + ".pem");
@@ -139,8 +146,8 @@ int host_add(const HostOptions& options) {
 }
 
 int host_join(const HostOptions& options) {
+  if (!options.address.empty()) check_address(options.address);
   const fs::path folder = fs::absolute(options.folder);
-  check_address(options.address);
   const Invitation invitation = read_invitation(read_file(options.file), options.file);
   if (const auto why = refusal(invitation.host.certificate.get(), invitation.authority.get(), std::time(nullptr)); !why.empty())
     throw std::runtime_error(fmt::format("{}: {}", options.file, why));
@@ -187,7 +194,12 @@ int host_list(const HostOptions& options) {
 
 int host_show(const HostOptions& options) {
   const fs::path folder = options.folder;
-  const auto certificate = load_certificate(options.name.empty() ? folder / "host.pem" : folder / "issued" / (options.name + ".pem"));
+  const fs::path file = options.name.empty() ? folder / "host.pem" : folder / "issued" / (options.name + ".pem");
+  if (!fs::exists(file))
+    throw std::runtime_error(options.name.empty()
+                                 ? fmt::format("{}: no certificate of this host here: \"vrdma host init\" begins a subnet, \"vrdma host join\" joins one", folder.string())
+                                 : fmt::format("{} is not there: \"vrdma host list\" names the certificates that were made here", file.string()));
+  const auto certificate = load_certificate(file);
   const auto authority = load_certificate(folder / "ca.pem");
   const auto info = describe(certificate.get());
   const std::string why = refusal(certificate.get(), authority.get(), std::time(nullptr));
@@ -200,9 +212,8 @@ int host_show(const HostOptions& options) {
 namespace {
 
 std::pair<std::string, std::uint16_t> leader_near(const HostOptions& options) {
-  const auto at = address_and_port(options.address);
-  if (!at) throw std::runtime_error("--address is missing: that of a host of the subnet that runs, as in 10.0.0.1:28250");
-  return *at;
+  check_address(options.address);
+  return *address_and_port(options.address);
 }
 
 // An administrator for an hour, by the authority's key.
@@ -225,11 +236,11 @@ int change_partition(const HostOptions& options, bool add) {
   const auto [address, port] = leader_near(options);
   const auto pkey = pkey_of(options.pkey);
   if (!pkey)
-    throw std::runtime_error(fmt::format("\"{}\" is no P_Key: 0x and four digits, as in 0x8001 for full members of partition 1, or 0x0001 for limited ones", options.pkey));
+    throw WrongUsage(fmt::format("\"{}\" is no P_Key: 0x and four digits, as in 0x8001 for full members of partition 1, or 0x0001 for limited ones", options.pkey));
   ChangePartition change{*pkey, add, {}};
   for (const auto& member : options.members) {
     const auto one = membership_of(*pkey, member);
-    if (!one) throw std::runtime_error(fmt::format("\"{}\" is no member: give a uid, or a host and a uid, as in 1000, b/1000, b/* or *", member));
+    if (!one) throw WrongUsage(fmt::format("\"{}\" is no member: give a uid, or a host and a uid, as in 1000, b/1000, b/* or *", member));
     change.members.push_back(*one);
   }
   Tls tls = as_admin(options.folder);
@@ -250,6 +261,7 @@ int partition_list(const HostOptions& options) {
 }
 
 int host_remove(const HostOptions& options) {
+  check_name(options.name);
   const fs::path folder = options.folder;
   const auto [address, port] = leader_near(options);
   Tls tls = as_admin(folder);
@@ -262,10 +274,13 @@ int host_remove(const HostOptions& options) {
   } catch (const std::runtime_error&) {
     // A host that has joined is removed by its name.
   }
-  ask_removal(tls, address, port, options.name, serial);
+  const bool was_last = ask_removal(tls, address, port, options.name, serial);
   std::error_code ignored;
   if (known) fs::rename(issued, folder / "issued" / fmt::format("{}.removed-{}", options.name, std::time(nullptr)), ignored);
   print_all(fmt::format("\"{}\" is out of the subnet: its certificate is refused, its LIDs go to others when no lease can be left\n", options.name));
+  if (was_last)
+    tell("vrdma: note: it was the only manager of the subnet, which nobody leads now: make it another certificate by \"vrdma host add {0}\", take that by \"vrdma host "
+         "join {0}.invitation\" there, and restart its vrdmad\n", options.name);
   return 0;
 }
 

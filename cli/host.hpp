@@ -21,7 +21,9 @@ struct HostOptions {
   std::vector<std::string> members;  // HOST/UID
 };
 
-// Exit codes. Throw std::runtime_error with a message for a person.
+inline constexpr int authority_days = 7300;
+
+// Exit codes. Throw std::runtime_error, or WrongUsage, with a message for a person.
 int host_init(const HostOptions& options);
 int host_add(const HostOptions& options);
 int host_join(const HostOptions& options);

@@ -44,7 +44,7 @@ Failed::How how_of(const boost::system::error_code& error) {
 // One question to the vrdmad at an address, one answer.
 template <class Answer>
 Answer converse(Tls& tls, const std::string& from, const std::string& address, std::uint16_t port, const Message& question,
-                std::string* version = nullptr) {
+                Hello* peer = nullptr) {
   asio::io_context io;
   tcp::socket socket(io);
   boost::system::error_code error = asio::error::timed_out;
@@ -69,7 +69,7 @@ Answer converse(Tls& tls, const std::string& from, const std::string& address, s
   bool asked = false;
   Session::Events events{[&](const std::shared_ptr<Session>& session) {
                            asked = true;
-                           if (version != nullptr) *version = session->peer().version;
+                           if (peer != nullptr) *peer = session->peer();
                            session->send(question);
                          },
                          [&](const std::shared_ptr<Session>& session, const Message& message) {
@@ -116,7 +116,7 @@ enum class Question { looks, changes };
 // From a member to the leader, which may change meanwhile. One that has died is named for some seconds, until another is elected or nobody
 // leads: so the first one is asked again for a while.
 template <class Reply>
-Reply ask_leader(Tls& tls, const std::string& first_address, std::uint16_t first_port, const Message& question, Question kind) {
+Reply ask_leader(Tls& tls, const std::string& first_address, std::uint16_t first_port, const Message& question, Question kind, Hello* leader = nullptr) {
   constexpr std::chrono::milliseconds election{10'000}, pause{500};
   constexpr int hops_max = 3;
   std::optional<std::chrono::steady_clock::time_point> until;
@@ -124,7 +124,7 @@ Reply ask_leader(Tls& tls, const std::string& first_address, std::uint16_t first
   std::uint16_t port = first_port;
   for (int hops = 0;;) {
     try {
-      const Reply reply = converse<Reply>(tls, "", address, port, question);
+      const Reply reply = converse<Reply>(tls, "", address, port, question, leader);
       if (reply.error.empty() && reply.leader.empty()) return reply;
       if (!reply.error.empty() && reply.error != no_leader) throw std::runtime_error(reply.error);
       if (reply.error.empty() && ++hops < hops_max) {
@@ -138,7 +138,8 @@ Reply ask_leader(Tls& tls, const std::string& first_address, std::uint16_t first
       // A leader who reaches no majority keeps the wish until it does, or leads no more.
       if (error.how == Failed::How::asked)
         throw std::runtime_error(why + (kind == Question::changes ? ": the change may come all the same, once a majority of the managers runs; look again before you repeat it" : ""));
-      if (address == first_address && port == first_port) throw std::runtime_error(why);
+      if (address == first_address && port == first_port)
+        throw std::runtime_error(fmt::format("{} cannot be reached: {}: {}", with_port(address, port), error.what(), way_remedy(error.how, "", address, port)));
     }
     const auto now = std::chrono::steady_clock::now();
     if (!until) until = now + election;
@@ -151,8 +152,10 @@ Reply ask_leader(Tls& tls, const std::string& first_address, std::uint16_t first
 }
 }  // namespace
 
-void ask_removal(Tls& tls, const std::string& address, std::uint16_t port, const std::string& name, const std::string& serial) {
-  ask_leader<RemoveReply>(tls, address, port, Remove{name, serial}, Question::changes);
+bool ask_removal(Tls& tls, const std::string& address, std::uint16_t port, const std::string& name, const std::string& serial) {
+  Hello leader;
+  ask_leader<RemoveReply>(tls, address, port, Remove{name, serial}, Question::changes, &leader);
+  return leader.name == name && leader.manages && leader.managers.size() <= 1;
 }
 
 Partitions ask_partitions(Tls& tls, const std::string& address, std::uint16_t port, const ChangePartition& change) {
@@ -174,11 +177,11 @@ std::vector<Finding> examine_host(const std::string& folder, const std::string& 
              "\"join\" makes it (docs/subnet.md), and --folder says where"}};
   }
   std::vector<Finding> findings;
-  std::string version;
+  Hello peer;
   try {
     const auto probed = converse<Probed>(*tls, here, there->first, there->second,
-                                         Probe{here.empty() ? "127.0.0.1" : here, port == 0 ? default_port : port}, &version);
-    findings.push_back({Level::ok, "to", fmt::format("{} answers, with a certificate of this subnet: vrdmad {}", at, version), ""});
+                                         Probe{here.empty() ? "127.0.0.1" : here, port == 0 ? default_port : port}, &peer);
+    findings.push_back({Level::ok, "to", fmt::format("{} answers, with a certificate of this subnet: vrdmad {}", at, peer.version), ""});
     if (port == 0)
       findings.push_back({Level::note, "from", "the other direction was not tried: no vrdmad with \"hosts\" in its configuration runs here",
                           "start it, and try again"});

@@ -11,8 +11,9 @@
 
 namespace vrdma::cli {
 
-// Has the subnet's leader take a host out, and let nobody in by the certificate `serial` (empty: not known). Throws std::runtime_error with a message for a person.
-void ask_removal(hosts::Tls& tls, const std::string& address, std::uint16_t port, const std::string& name, const std::string& serial);
+// Has the subnet's leader take a host out, and let nobody in by the certificate `serial` (empty: not known). Whether that host was the only one that could
+// lead. Throws std::runtime_error with a message for a person.
+bool ask_removal(hosts::Tls& tls, const std::string& address, std::uint16_t port, const std::string& name, const std::string& serial);
 // Has the subnet's leader change a partition (or only tell), and returns what partitions there are then. Throws likewise.
 hosts::Partitions ask_partitions(hosts::Tls& tls, const std::string& address, std::uint16_t port, const hosts::ChangePartition& change);
 

@@ -42,6 +42,11 @@ void takes_guest_name(CLI::Option* option) {
   option->check([](const std::string& name) { return name.size() < 32 ? "" : "a name has at most 31 characters"; });
 }
 
+// An unset variable of a script would name the default.
+CLI::Option* takes_path(CLI::Option* option) {
+  return option->check([](const std::string& path) { return path.empty() ? "\"\" names nothing: leave the option out for the default" : ""; });
+}
+
 CLI::App* add_run(CLI::App& app, RunOptions& options) {
   CLI::App* const command = app.add_subcommand(
       "run", "Run a program with libvrdma in place of libibverbs. Starts a private vrdmad when no service is reachable;\n"
@@ -184,7 +189,7 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
   command->require_subcommand(0, 1);
   const auto add = [&](const char* name, const char* what, HostCommand function) {
     CLI::App* const sub = command->add_subcommand(name, what);
-    sub->add_option("--folder", options.folder, "where they are (default: /var/lib/vrdma/subnet)");
+    takes_path(sub->add_option("--folder", options.folder, "where they are (default: /var/lib/vrdma/subnet)"));
     sub->callback([&chosen, function] { chosen = function; });
     return sub;
   };
@@ -195,7 +200,7 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
   adding->add_option("name", options.name, "of the other host")->required();
   adding->add_option("--address", options.address, "of a host of the subnet: whom the new one asks first");
   adding->add_option("-o,--output", options.file, "the file (default: NAME.invitation)");
-  for (CLI::App* const sub : {init, adding}) sub->add_option("--days", options.days, "how long the certificate lasts (default: 1825)");
+  for (CLI::App* const sub : {init, adding}) sub->add_option("--days", options.days, "how long the certificate lasts (default: 1825)")->check(CLI::Range(1, authority_days));
   CLI::App* const joining = add("join", "Take what \"add\" made, on the host that joins.", host_join);
   joining->add_option("file", options.file, "the invitation")->required();
   joining->add_option("--address", options.address, "this host's, for the configuration that is printed");
@@ -207,10 +212,10 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
   removing->add_option("name", options.name, "of the host")->required();
   removing->add_option("--address", options.address, "of a host of the subnet that runs")->required();
   CLI::App* const partition = command->add_subcommand("partition", "Say which tenants are in which partition of the subnet: who has which P_Key.");
-  partition->require_subcommand(1);
+  partition->require_subcommand(0, 1);
   const auto add_partition = [&](const char* name, const char* what, HostCommand function) {
     CLI::App* const sub = partition->add_subcommand(name, what);
-    sub->add_option("--folder", options.folder, "where the authority is; for \"list\", this host's certificate (default: /var/lib/vrdma/subnet)");
+    takes_path(sub->add_option("--folder", options.folder, "where the authority is; for \"list\", this host's certificate (default: /var/lib/vrdma/subnet)"));
     sub->add_option("--address", options.address, "of a host of the subnet that runs")->required();
     sub->add_flag("-j,--json", options.json, "print JSON");
     sub->callback([&chosen, function] { chosen = function; });
@@ -307,6 +312,10 @@ int main(int argc, char** argv) {
     if (host_command != nullptr) return host_command(host_options);
     if (host->parsed()) {
       std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show, partition or remove "
+    if (host->got_subcommand("partition")) {
+      std::fprintf(stderr, "vrdma: host partition: nothing to do: name a subcommand, add, remove or list (vrdma host partition --help says more)\n");
+      return usage_error;
+    }
                            "(vrdma host --help says more)\n");
       return usage_error;
     }

@@ -288,10 +288,10 @@ class Hosts(Subnet, Partitions):
 
     def test_who_may_change_partitions_and_what_is_refused(self):
         self.ready("a", "b")
-        for words, why in ((["add", "1", "*"], "is no P_Key"), (["add", "0x8001", "b/x"], "is no member"), (["remove", "0x8005"], "there is no partition 0x0005"),
-                           (["remove", "0x8001", "b/1"], "has no P_Key")):
+        for words, code, why in ((["add", "1", "*"], 2, "is no P_Key"), (["add", "0x8001", "b/x"], 2, "is no member"), (["remove", "0x8005"], 1, "there is no partition 0x0005"),
+                                 (["remove", "0x8001", "b/1"], 1, "has no P_Key")):
             result = self.vrdma("host", "partition", *words, "--folder", self.root, "--address", self.at("a"))
-            self.assertEqual(result.returncode, 1, result.stderr)
+            self.assertEqual(result.returncode, code, result.stderr)
             self.assertIn(why, result.stderr)
         # No authority's key: nothing changes. Everybody of the subnet may look.
         result = self.vrdma("host", "partition", "add", "0x8001", "*", "--folder", self.hosts["b"]["folder"], "--address", self.at("a"))

@@ -539,6 +539,20 @@ class Tools(Subnet):
         self.assertEqual((after["a"], after["b"]), (before["a"], before["b"]))
         self.assertNotEqual(after["c"], before["c"])
 
+    def test_whoever_removes_the_only_manager_is_told_what_it_takes_to_go_on(self):
+        self.make("a", "b", managers=("a",))
+        self.start("a", "b")
+        before = self.lids(self.settled("a", "b"))
+        result = self.vrdma("host", "remove", "a", "--folder", self.root, "--address", self.at("b"))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("only manager of the subnet", result.stderr)
+        # As docs/subnet.md replaces a certificate.
+        self.good("host", "add", "a", "--folder", self.root, "-o", self.folder / "again")
+        self.good("host", "join", self.folder / "again", "--folder", self.root)
+        self.kill("a")
+        self.start("a")
+        self.assertEqual(self.lids(self.settled("a", "b"))["b"], before["b"])
+
     def test_a_host_is_removed_while_another_leader_is_elected(self):
         self.make("a", "b", "c", "d")
         self.start("a", "b", "c", "d")
@@ -557,11 +571,11 @@ class Tools(Subnet):
             self.assertEqual((root / secret).stat().st_mode & 0o777, 0o600)
         self.assertEqual(root.stat().st_mode & 0o777, 0o700)
         self.assert_refuses(self.vrdma("host", "init", "a", "--folder", root), 1, "is there already")
-        self.assert_refuses(self.vrdma("host", "add", "Big", "--folder", root), 1, '"Big"', "a-z")
+        self.assert_refuses(self.vrdma("host", "add", "Big", "--folder", root), 2, '"Big"', "a-z")
         for address, word in (("0.0.0.0", "names no host"), ("[::]:28250", "names no host"), ("::ffff:10.0.0.1", "give 10.0.0.1"), ("fe80::1", "link-local"), ("fe80::1%eth0", "link-local"),
                               ("224.0.0.1", "many hosts"), ("ff02::1", "many hosts")):
             for words in (("init", "a"), ("add", "z")):
-                self.assert_refuses(self.vrdma("host", *words, "--folder", self.folder / "no", "--address", address), 1, address, word)
+                self.assert_refuses(self.vrdma("host", *words, "--folder", self.folder / "no", "--address", address), 2, address, word)
         self.assertFalse((self.folder / "no").exists())
         invitation = self.folder / "b.invitation"
         self.good("host", "add", "b", "--folder", root, "--address", "10.0.0.1", "-o", invitation)
@@ -574,6 +588,22 @@ class Tools(Subnet):
         self.assertEqual([one["name"] for one in json.loads(self.good("host", "list", "--json", "--folder", root))], ["a", "b"])
         self.assertIn("host b authority vrdma-", self.good("host", "show", "--folder", self.folder / "b"))
         self.assert_refuses(self.vrdma("host"), 2, "name a subcommand")
+        # What is wrong usage is told as such, before anything is asked or made.
+        nobody = f"{self.net.format(self.first + 1)}:{self.free_port(self.net.format(self.first + 1))}"
+        for words, *said in ((("init", ""), '""', "a-z"), (("init", "a b"), '"a b"', "a-z"), (("init", "z", "--days", 0), "--days", "1 to 7300"), (("init", "z", "--days", "x"), "--days", "1 to 7300"),
+                             (("add", "z", "--days", 7301), "--days", "1 to 7300"), (("init", "z", "--folder", ""), "--folder", "names nothing"), (("remove", "", "--address", nobody), "a-z"),
+                             (("partition",), "host partition", "add, remove or list"), (("partition", "add", "8001", "1", "--address", nobody), '"8001" is no P_Key'),
+                             (("partition", "add", "0x8001", "x/y/z", "--address", nobody), '"x/y/z" is no member')):
+            with self.subTest(words):
+                self.assert_refuses(self.vrdma("host", *words), 2, *said)
+        for address in ("x", "127.0.0.1:0", "127.0.0.1:99999", "localhost", ""):
+            for words in (("remove", "b"), ("partition", "list")):
+                self.assert_refuses(self.vrdma("host", *words, "--folder", root, "--address", address), 2, f'--address "{address}": give a numeric address')
+        self.assert_refuses(self.vrdma("host", "remove", "b", "--folder", root, "--address", nobody), 1, f"{nobody} cannot be reached: Connection refused", "is vrdmad running there")
+        self.assert_refuses(self.vrdma("host", "join", "/dev/zero", "--folder", self.folder / "no"), 1, "/dev/zero", "longer than 64 MiB")
+        self.assert_refuses(self.vrdma("host", "show", "--folder", self.folder / "no"), 1, "no certificate of this host", "vrdma host join")
+        self.assert_refuses(self.vrdma("host", "show", "z", "--folder", root), 1, "z.pem", "vrdma host list")
+        self.assertFalse((self.folder / "no").exists())
 
 
 if __name__ == "__main__":

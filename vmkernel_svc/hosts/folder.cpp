@@ -8,7 +8,6 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
-#include <sstream>
 #include <stdexcept>
 
 #include "vmkernel_svc/hosts/certificates.hpp"
@@ -25,9 +24,17 @@ namespace {
 std::string read_file(const std::filesystem::path& file) {
   std::ifstream stream(file);
   if (stream && stream.peek() == std::ifstream::traits_type::eof() && !stream.bad()) return {};  // to take nothing over is a failure to a stream
-  std::stringstream content;
-  if (!stream || !(content << stream.rdbuf())) refuse(file, fmt::format("cannot be read ({})", std::strerror(errno)));
-  return content.str();
+  constexpr std::size_t most = 64u << 20, part = 64u << 10;  // what has no end, as /dev/zero, is told too
+  std::string content;
+  for (std::size_t got = part; got == part && stream;) {
+    content.resize(content.size() + part);
+    stream.read(content.data() + content.size() - part, part);
+    got = static_cast<std::size_t>(stream.gcount());
+    content.resize(content.size() - part + got);
+    if (content.size() > most) refuse(file, "is longer than 64 MiB, and none of vrdma's files");
+  }
+  if (!stream.eof()) refuse(file, fmt::format("cannot be read ({})", std::strerror(errno)));
+  return content;
 }
 
 void save_new(const std::filesystem::path& file, const std::string& text, For whom) {
@@ -54,7 +61,7 @@ KeyPtr load_key(const std::filesystem::path& file) {
 
 Identity load_authority(const Folder& folder) {
   if (!std::filesystem::exists(folder / "authority.key"))
-    refuse(folder, "the subnet's authority is not here: hosts are added where \"vrdma host init\" was run");
+    refuse(folder, "the subnet's authority is not here: hosts are added and removed, and partitions changed, where \"vrdma host init\" was run");
   Identity authority{load_certificate(folder / "ca.pem"), load_key(folder / "authority.key")};
   if (X509_check_private_key(authority.certificate.get(), authority.key.get()) != 1) refuse(folder, "authority.key does not fit ca.pem");
   return authority;
