@@ -43,7 +43,11 @@ _vrdma() {
         --ram) _vrdma_files -f "$current"; return ;;
         --format) COMPREPLY=($(compgen -W "options nspawn cdi" -- "$current")); return ;;
         --link-layer) COMPREPLY=($(compgen -W "ib infiniband ethernet" -- "$current")); return ;;
-        --name | --memory | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
+        --name | --memory | --bar | --tenant | --address | --days | --only | --seconds | --repetitions | --tolerance) return ;;
+        --guest | -g)
+            COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" show guests 2>/dev/null | sed -n 's/^link .* guest \([0-9]*\) .*/\1/p')" -- "$current"))
+            return
+            ;;
     esac
     case $subcommand in
         "") COMPREPLY=($(compgen -W "run container show direct doctor metrics bench vm host --help --version" -- "$current")) ;;
@@ -51,12 +55,18 @@ _vrdma() {
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --mediated --stats --help --" -- "$current"))
             else
-                COMPREPLY=($(compgen -c -- "$current"))
+                # Programs: no keywords, functions and builtins of the shell, which are none.
+                # Programs, and folders on the way to one: no keywords, functions and builtins of the shell, which are none.
+                COMPREPLY=($(compgen -c -- "$current" | sort -u | while read -r word; do [[ $word != */* ]] && ! type -P -- "$word" >/dev/null || echo "$word"; done))
             fi
             ;;
         container) COMPREPLY=($(compgen -W "--format --link-layer --name --socket --help" -- "$current")) ;;
         show) COMPREPLY=($(compgen -W "devices guests qps cqs mrs srqs cm_ids routes hosts hca cache counters --json --socket --help" -- "$current")) ;;
-        direct) COMPREPLY=($(compgen -W "auto mediated --guest --socket --help" -- "$current")) ;;
+        direct)
+            word="auto mediated "
+            [[ ! " ${COMP_WORDS[*]:i + 1:COMP_CWORD - i - 1} " =~ \ (auto|mediated)\  ]] || word=
+            COMPREPLY=($(compgen -W "$word--guest --socket --help" -- "$current"))
+            ;;
         doctor) COMPREPLY=($(compgen -W "--json --socket --folder --help" -- "$current")) ;;
         host)
             word=${COMP_WORDS[i + 1]}

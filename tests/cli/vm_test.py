@@ -602,6 +602,12 @@ class Others(VmCase):
         (self.folder / "a folder").mkdir()
         self.assertEqual(" ".join(complete("host", "join", str(self.folder / "a f"))), str(self.folder / "a folder"))
         self.assertEqual(complete("host", "partition", ""), ["add", "remove", "list", "--help"])
+        self.assertEqual(complete("vm", "add", "x", "--bar", ""), [])
+        self.assertEqual(complete("direct", ""), ["auto", "mediated", "--guest", "--socket", "--help"])
+        self.assertEqual(complete("direct", "auto", ""), ["--guest", "--socket", "--help"])
+        self.assertEqual(complete("direct", "auto", "-g", ""), [])  # there is no guest
+        self.assertEqual(complete("run", "whil"), [])  # a keyword
+        self.assertIn("env", complete("run", "en"))
         self.assertEqual(complete("host", "partition", "add", "--a"), ["--address"])
         self.assertIn("--json", complete("host", "partition", "list", "--"))
 
