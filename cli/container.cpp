@@ -32,11 +32,19 @@ struct Additions {
 };
 
 // The shell splits what $(vrdma container) prints at blanks, podman what stands behind --mount at commas, systemd-nspawn at colons.
+template <class Error = std::runtime_error>
 const std::string& plain(const std::string& text, const char* instead) {
   constexpr const char* special = " \t\n,:\"\\'*?[";
   if (text.find_first_of(special) != std::string::npos)
-    fail(fmt::format("\"{}\" cannot stand in the options of a container, because of a blank, comma, colon, quote or wildcard in it: {}", text, instead));
+    throw Error(fmt::format("\"{}\" cannot stand in the options of a container, because of a blank, comma, colon, quote or wildcard in it: {}", text, instead));
   return text;
+}
+
+bool is_utf8(const std::string& text) try {
+  (void)nlohmann::json(text).dump();
+  return true;
+} catch (const nlohmann::json::type_error&) {
+  return false;
 }
 
 Additions additions(const ContainerOptions& options, const std::string& socket_path, bool whole_folder) {
@@ -54,7 +62,7 @@ Additions additions(const ContainerOptions& options, const std::string& socket_p
   all.environment.push_back({"LD_PRELOAD", fmt::format("{}/libvrdma.so", library_inside)});
   all.environment.push_back({"VRDMA_SOCKET", plain(inside, other_path)});
   if (!options.link_layer.empty()) all.environment.push_back({"VRDMA_LINK_LAYER", options.link_layer});
-  if (!options.name.empty()) all.environment.push_back({"VRDMA_NAME", plain(options.name, "give a --name without")});
+  if (!options.name.empty()) all.environment.push_back({"VRDMA_NAME", plain<WrongUsage>(options.name, "give a --name without")});
   return all;
 }
 
@@ -90,7 +98,8 @@ void print_options(const Additions& all, bool nspawn) {
 
 int container(const ContainerOptions& options) {
   if (options.format == "cdi") {
-    if (!options.link_layer.empty()) fail("--format cdi has a device for either link layer, ib and ethernet: choose when a container is started");
+    if (!options.link_layer.empty()) throw WrongUsage("--format cdi has a device for either link layer, ib and ethernet: choose when a container is started");
+    if (!is_utf8(options.name)) throw WrongUsage("--name is not UTF-8, and cannot stand in a CDI specification, which is JSON");
     // Read whenever a container starts: of the host's service, which need not run now.
     std::string text;
     try {

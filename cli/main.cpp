@@ -76,7 +76,7 @@ CLI::App* add_container(CLI::App& app, ContainerOptions& options) {
   command->add_option("--link-layer", options.link_layer, "ib or ethernet: what the port of vrdma0 says it is there")
       ->check(CLI::IsMember({"ib", "infiniband", "ethernet"}));
   takes_guest_name(command->add_option("--name", options.name, "name of the guests there"));
-  command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
+  takes_path(command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's"));
   return command;
 }
 
@@ -88,7 +88,7 @@ CLI::App* add_show(CLI::App& app, ShowOptions& options) {
                       "devices, guests, qps, cqs, mrs, srqs, cm_ids, routes, hosts, hca, cache or counters; nothing: an overview")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(show_objects), std::end(show_objects))));
   command->add_flag("-j,--json", options.json, "print JSON");
-  command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
+  takes_path(command->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's"));
   return command;
 }
 
@@ -99,7 +99,7 @@ CLI::App* add_direct(CLI::App& app, DirectOptions& options) {
   command->add_option("mode", options.mode, "auto: whoever can be direct is; mediated: everything goes through the service")
       ->required()->check(CLI::IsMember({"auto", "mediated"}));
   command->add_option("-g,--guest", options.guest, "of one guest only: its number in vrdma show guests")->check(CLI::Range(1u, 0xffffffffu));
-  command->add_option("-s,--socket", options.socket, "socket of the service; default: as for vrdma show");
+  takes_path(command->add_option("-s,--socket", options.socket, "socket of the service; default: as for vrdma show"));
   return command;
 }
 
@@ -149,18 +149,17 @@ CLI::App* add_vm(CLI::App& app, VmOptions& options, VmCommand& chosen) {
   const auto add = [&](const char* name, const char* what, VmCommand function, Of which) {
     CLI::App* const sub = command->add_subcommand(name, what);
     if (which == Of::a_machine) sub->add_option("name", options.name, "of the machine")->required()->check(vm_name_error);
-    sub->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's");
-    sub->add_option("--vm-folder", options.folder, "folder of the machines, as the service has it; default: vm beside its socket");
+    takes_path(sub->add_option("-s,--socket", options.socket, "socket of the service; default: $VRDMA_SOCKET, your private one, then the host's"));
+    takes_path(sub->add_option("--vm-folder", options.folder, "folder of the machines, as the service has it; default: vm beside its socket"));
     sub->callback([&chosen, function] { chosen = function; });
     return sub;
   };
   CLI::App* const adding = add("add", "Register a machine, and print QEMU's arguments and libvirt's XML for it.", vm_add, Of::a_machine);
   takes_size(adding->add_option("--memory", options.memory_bytes, "RAM of the machine, like 512M or 2G"))->default_str("2G");
-  adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)")
-      ->check([](const std::string& file) { return file.empty() ? "\"\" names no file: leave the option out for the default" : ""; });
+  takes_path(adding->add_option("--ram", options.ram, "the file that becomes its RAM, on a tmpfs (default: /dev/shm/vrdma-vm-NAME.ram)"));
   takes_user(adding->add_option("--tenant", options.tenant,
                                 "user or uid for whose account its programs run, and as whom QEMU may run besides root "
-                                "(default: that of the service)"));
+                                "(default: that of the service)"))->type_name("USER");
   CLI::Option* const plain = adding->add_flag("--plain", options.plain, "without interrupts: QEMU's ivshmem-plain");
   CLI::Option* const private_ram =
       adding->add_flag("--private-ram", options.private_ram, "a machine whose RAM is QEMU's own (-m 1G and nothing else)")
@@ -252,14 +251,14 @@ int main(int argc, char** argv) {
   CLI::App* const doctor_command = app.add_subcommand(
       "doctor", "Say in plain words what is missing on this machine and what it costs. Exit code 1 if programs cannot work.");
   doctor_command->add_flag("-j,--json", doctor_options.json, "print JSON");
-  doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at");
+  takes_path(doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at"));
   CLI::Option* const far_host =
       doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
   doctor_command->add_option("--folder", doctor_options.folder,
                              "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)")
       ->needs(far_host);
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
-  metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at");
+  takes_path(metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at"));
 
   // Its own program has the options, and their help.
   CLI::App* const bench_command = app.add_subcommand("bench", "Measure how fast RDMA is here, beside peers and floors; compare two such runs.");
@@ -276,6 +275,9 @@ int main(int argc, char** argv) {
 
   app.failure_message([](const CLI::App*, const CLI::Error& error) {
     std::string what = error.what();
+    // An empty argument leaves a hole.
+    if (what.ends_with("expected: ")) what += "\"\"";
+    if (const auto hole = what.find(":  not in "); hole != what.npos) what.insert(hole + 2, "\"\"");
     // "-- --bogus" is not what was typed: it is CLI11's mark of where the program would begin.
     if (const auto mark = what.find(": -- "); error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError) && mark != what.npos) what.erase(mark + 2, 3);
     return "vrdma: " + what + "\nvrdma --help, and --help after a subcommand, say what there is\n";
@@ -310,12 +312,12 @@ int main(int argc, char** argv) {
       return usage_error;
     }
     if (host_command != nullptr) return host_command(host_options);
-    if (host->parsed()) {
-      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show, partition or remove "
     if (host->got_subcommand("partition")) {
       std::fprintf(stderr, "vrdma: host partition: nothing to do: name a subcommand, add, remove or list (vrdma host partition --help says more)\n");
       return usage_error;
     }
+    if (host->parsed()) {
+      std::fprintf(stderr, "vrdma: host: nothing to do: name a subcommand, init, add, join, list, show, partition or remove "
                            "(vrdma host --help says more)\n");
       return usage_error;
     }

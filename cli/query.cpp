@@ -16,6 +16,8 @@ namespace {
 std::runtime_error no_answer(const Service& service, int error) {
   if (error == ETIMEDOUT)
     return std::runtime_error(fmt::format("the service at {} did not answer in time: it is stopped, this machine is overloaded, or it is of another version", service.path));
+  if (error == EMFILE || error == ENFILE)
+    return std::runtime_error(fmt::format("what the service at {} answers cannot be taken ({}): raise the limit of open files (ulimit -n)", service.path, std::strerror(error)));
   return std::runtime_error(fmt::format("the service at {} did not answer ({}): is it of this version?", service.path, error == EIO ? "it has closed the connection" : std::strerror(error)));
 }
 

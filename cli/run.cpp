@@ -154,16 +154,17 @@ int run(const RunOptions& options) {
   ::sigprocmask(SIG_SETMASK, &before, nullptr);
 
   int why = 0;
-  if (::read(failed_read.get(), &why, sizeof(why)) == static_cast<ssize_t>(sizeof(why))) {
+  const bool never_ran = ::read(failed_read.get(), &why, sizeof(why)) == static_cast<ssize_t>(sizeof(why));
+  if (never_ran) {
     const std::string interpreter = why == ENOENT ? missing_interpreter(options.command[0]) : "";
-    if (interpreter.empty()) tell("vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0], std::strerror(why));
+    if (interpreter.empty()) tell("vrdma: cannot run {} ({}): check the name and its permissions\n", options.command[0].empty() ? "\"\"" : options.command[0], std::strerror(why));
     else tell("vrdma: cannot run {}: its interpreter {} is not there\n", options.command[0], interpreter);
   }
   int status = 0;
   while (::waitpid(pid, &status, 0) < 0)
     if (errno != EINTR) break;
   child_pid = 0;
-  if (options.stats) print_stats(service, options.command[0], pid);
+  if (options.stats && !never_ran) print_stats(service, options.command[0], pid);
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 

@@ -48,6 +48,13 @@ struct Place {
   json state;          // its answer; null: none answers
 };
 
+std::string told_folder(const std::string& folder) {
+  constexpr const char* replacement = "\xEF\xBF\xBD";  // U+FFFD: in JSON for what is not UTF-8
+  if (folder.find(replacement) != std::string::npos && !fs::exists(folder))
+    fail(fmt::format("the service's folder of machines, {}, has a name that is not UTF-8: give it by --vm-folder", folder));
+  return folder;
+}
+
 Place find_place(const VmOptions& options) {
   Place place;
   std::string& socket = place.socket;
@@ -60,8 +67,7 @@ Place find_place(const VmOptions& options) {
     socket = ::geteuid() == 0 ? paths.back() : paths.front();
   }
   if (!options.folder.empty()) place.folder = fs::absolute(options.folder).lexically_normal();
-  else if (place.state.is_object() && place.state.at("service").contains("vm_folder"))
-    place.folder = place.state.at("service").at("vm_folder").get<std::string>();
+  else if (place.state.is_object() && place.state.at("service").contains("vm_folder")) place.folder = told_folder(place.state.at("service").at("vm_folder"));
   else place.folder = fs::absolute(socket).lexically_normal().parent_path() / "vm";
   while (place.folder.size() > 1 && place.folder.back() == '/') place.folder.pop_back();
   return place;

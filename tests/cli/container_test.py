@@ -23,9 +23,10 @@ class Container(TestCase):
         self.assertEqual(devices["containerEdits"]["mounts"][0]["hostPath"], "/run/vrdma/vrdmad.sock")
         self.assert_refuses(self.vrdma("container", "--socket", self.socket), 1, self.socket, "start vrdmad")
         self.assert_refuses(self.vrdma("container", "--format", "cdi", "--socket", "/a,b/c.sock"), 1, "/a,b/c.sock", "comma")
-        self.assert_refuses(self.vrdma("container", "--format", "cdi", "--link-layer", "ib"), 1, "either link layer")
+        self.assert_refuses(self.vrdma("container", "--format", "cdi", "--link-layer", "ib"), 2, "either link layer")
         self.assert_refuses(self.vrdma("container", "--format", "pod"), 2, "pod", "nspawn")
-        self.assert_refuses(self.vrdma("container", "--format", "cdi", "--name", "a b"), 1, "a b", "--name without")
+        self.assert_refuses(self.vrdma("container", "--format", "cdi", "--name", "a b"), 2, "a b", "--name without")
+        self.assert_refuses(self.vrdma("container", "--format", "cdi", "--name", "\udcff"), 2, "--name is not UTF-8")
         private = self.vrdma("container")  # whose socket comes and goes
         self.assertIn(f"source={self.environment['XDG_RUNTIME_DIR']}/vrdma,target=/run/vrdma,readonly", private.stdout)
         self.assertIn("only processes of your user", private.stderr)

@@ -90,6 +90,9 @@ class Running(TestCase):
                 return result.stderr
             self.assertRegex(run("ibv_devinfo"), r"control requests")
             self.assertRegex(run("sh", "-c", "ibv_devinfo; true"), r"sh \(pid \d+\) did not use RDMA itself")
+            never = self.vrdma("run", "--stats", "--", "/nowhere/program", env={"VRDMA_SOCKET": self.socket})
+            self.assert_refuses(never, 127, "cannot run /nowhere/program")
+            self.assertNotIn("did not use RDMA", never.stderr)
 
     @needs_full_device
     def test_what_cannot_be_said_does_not_take_the_place_of_the_commands_exit_code(self):
@@ -110,6 +113,21 @@ class Running(TestCase):
         self.assert_refuses(self.vrdma("run"), 2, "command")
         self.assert_refuses(self.vrdma("run", "--bogus", "--", "true"), 2, "expected: --bogus\n")
         self.assert_refuses(self.vrdma("shwo"), 2, "shwo")
+        self.assert_refuses(self.vrdma(""), 2, 'expected: ""\n')
+        self.assert_refuses(self.vrdma("show", ""), 2, 'object: "" not in')
+        with self.service():
+            self.assert_refuses(self.run_under(""), 127, 'cannot run ""')
+            for words in (("show",), ("doctor",), ("metrics",), ("container",), ("direct", "auto"), ("vm", "list")):
+                self.assert_refuses(self.vrdma(*words, "--socket", "", env={"VRDMA_SOCKET": self.socket}), 2, "--socket", "names nothing")
+
+    def test_an_answer_that_brings_one_descriptor_too_many_says_so(self):
+        with self.service():
+            found = set()
+            for limit in range(4, 9):
+                result = self.vrdma("show", "--socket", self.socket, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)))
+                found.add("raise the limit of open files (ulimit -n)" in result.stderr)
+                self.assertNotIn("version", result.stderr)
+            self.assertIn(True, found)
         self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
 
     def test_a_program_that_is_not_admitted_is_told_why(self):

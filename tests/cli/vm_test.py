@@ -307,7 +307,7 @@ os._exit(3)
 
     def test_a_ram_without_a_name_is_not_the_default(self):
         self.addCleanup(self.ram(self.name).unlink, missing_ok=True)
-        self.assert_refuses(self.vm("add", self.name, "--ram", ""), 2, "--ram", "names no file")
+        self.assert_refuses(self.vm("add", self.name, "--ram", ""), 2, "--ram", "names nothing")
         self.assertFalse(self.ram(self.name).exists())
 
     def test_nobody_is_no_tenant(self):
@@ -586,6 +586,14 @@ class Others(VmCase):
         result = self.run_program("xmllint", "--noout", "--relaxng", CACHE / "libvirt/schemas/domain.rng", file)
         return "" if result.returncode == 0 else result.stderr or "refused"
 
+    def test_a_service_in_a_folder_that_is_not_utf_8_is_not_taken_for_one_without_machines(self):
+        folder = self.folder / "\udcff"
+        folder.mkdir()
+        self.socket = str(folder / "s.sock")
+        with self.service():
+            for words in (("add", self.name, "--private-ram"), ("list",)):
+                self.assert_refuses(self.vrdma("vm", *words, "--socket", self.socket), 1, "not UTF-8", "--vm-folder")
+
     def test_the_shell_completes_it(self):
         self.add("--ram", self.folder / "ram", name="build1")
         def complete(*words):
@@ -594,6 +602,12 @@ class Others(VmCase):
         self.assertEqual(complete("vm", ""), ["add", "list", "show", "uml", "remove", "--help"])
         self.assertEqual(complete("vm", "show", "b"), ["build1"])
         self.assertIn("--memory", complete("vm", "add", "x", "--m"))
+        self.assertEqual(complete("vm", "add", "x", "--bar", ""), [])
+        self.assertEqual(complete("direct", ""), ["auto", "mediated", "--guest", "--socket", "--help"])
+        self.assertEqual(complete("direct", "auto", ""), ["--guest", "--socket", "--help"])
+        self.assertEqual(complete("direct", "auto", "-g", ""), [])  # there is no guest
+        self.assertEqual(complete("run", "whil"), [])  # a keyword
+        self.assertIn("env", complete("run", "en"))
         self.assertEqual(complete("v"), ["vm"])
         self.assertEqual(complete("show", "h"), ["hosts", "hca"])
         self.assertEqual(complete("run", "--link-layer", "=", "e"), ["ethernet"])  # as bash splits it
@@ -602,12 +616,6 @@ class Others(VmCase):
         (self.folder / "a folder").mkdir()
         self.assertEqual(" ".join(complete("host", "join", str(self.folder / "a f"))), str(self.folder / "a folder"))
         self.assertEqual(complete("host", "partition", ""), ["add", "remove", "list", "--help"])
-        self.assertEqual(complete("vm", "add", "x", "--bar", ""), [])
-        self.assertEqual(complete("direct", ""), ["auto", "mediated", "--guest", "--socket", "--help"])
-        self.assertEqual(complete("direct", "auto", ""), ["--guest", "--socket", "--help"])
-        self.assertEqual(complete("direct", "auto", "-g", ""), [])  # there is no guest
-        self.assertEqual(complete("run", "whil"), [])  # a keyword
-        self.assertIn("env", complete("run", "en"))
         self.assertEqual(complete("host", "partition", "add", "--a"), ["--address"])
         self.assertIn("--json", complete("host", "partition", "list", "--"))
 
