@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -37,38 +37,42 @@ std::string shown(const json& value) {
   return value.is_structured() ? value.type_name() : value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-// `least` and `most` are for the message; whether a number is one of them, Config::check() says, also of those that flags give.
+// A key as a message names it: of the sections, several have a "port".
+std::string quoted(const std::string& key) { return "\"" + key + "\""; }
+std::string quoted(const std::string& key, const std::string& section) { return quoted(key) + " of " + section; }
+
+// `what`: the key, quoted. `least` and `most` are for the message; whether a number is one of them, Config::check() says, also of those that flags give.
 template <class Number>
-Setter number(Number& to, const std::string& origin, const std::string& key, std::uint64_t least = 0,
+Setter number(Number& to, const std::string& origin, const std::string& what, std::uint64_t least = 0,
               std::uint64_t most = std::numeric_limits<Number>::max()) {
-  return [&to, origin, key, least, most](const json& value) {
+  return [&to, origin, what, least, most](const json& value) {
     if (!value.is_number_unsigned() || value.get<std::uint64_t>() > std::numeric_limits<Number>::max())
-      refuse(origin, fmt::format("\"{}\" is {}: it must be a whole number from {} to {}", key, shown(value), least, most));
+      refuse(origin, fmt::format("{} is {}: it must be a whole number from {} to {}", what, shown(value), least, most));
     to = value.get<Number>();
   };
 }
 
-Setter text(std::string& to, const std::string& origin, const std::string& key) {
-  return [&to, origin, key](const json& value) {
-    if (!value.is_string()) refuse(origin, fmt::format("\"{}\" is {}: it must be a string", key, shown(value)));
+Setter text(std::string& to, const std::string& origin, const std::string& what) {
+  return [&to, origin, what](const json& value) {
+    if (!value.is_string()) refuse(origin, fmt::format("{} is {}: it must be a string", what, shown(value)));
     to = value.get<std::string>();
-    if (to.find('\0') != std::string::npos) refuse(origin, fmt::format("\"{}\" is {}: it must be a string without NUL", key, shown(value)));
+    if (to.find('\0') != std::string::npos) refuse(origin, fmt::format("{} is {}: it must be a string without NUL", what, shown(value)));
   };
 }
 
-Setter choice(bool& to, const std::string& origin, const std::string& key) {
-  return [&to, origin, key](const json& value) {
-    if (!value.is_boolean()) refuse(origin, fmt::format("\"{}\" is {}: it must be true or false", key, shown(value)));
+Setter choice(bool& to, const std::string& origin, const std::string& what) {
+  return [&to, origin, what](const json& value) {
+    if (!value.is_boolean()) refuse(origin, fmt::format("{} is {}: it must be true or false", what, shown(value)));
     to = value.get<bool>();
   };
 }
 
 // Permission bits as people write them: "0660".
-Setter mode(std::uint32_t& to, const std::string& origin, const std::string& key) {
-  return [&to, origin, key](const json& value) {
+Setter mode(std::uint32_t& to, const std::string& origin, const std::string& what) {
+  return [&to, origin, what](const json& value) {
     const std::string digits = value.is_string() ? value.get<std::string>() : "";
     if (digits.empty() || digits.size() > 4 || digits.find_first_not_of("01234567") != std::string::npos || std::stoul(digits, nullptr, 8) > 0777)
-      refuse(origin, fmt::format("\"{}\" is {}: it must be permission bits in a string, such as \"0666\" or \"0660\"", key, shown(value)));
+      refuse(origin, fmt::format("{} is {}: it must be permission bits in a string, such as \"0666\" or \"0660\"", what, shown(value)));
     to = static_cast<std::uint32_t>(std::stoul(digits, nullptr, 8));
   };
 }
@@ -86,19 +90,24 @@ void apply(const json& object, const std::map<std::string, Setter>& known, const
   }
 }
 
+// Digits alone, of a unicast LID.
+std::optional<std::uint16_t> lid_in(const std::string& text) {
+  std::uint16_t lid = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), lid);
+  if (error != std::errc() || end != text.data() + text.size() || lid < 1 || lid > hosts::lid_max) return std::nullopt;
+  return lid;
+}
+
 // "1-4095", or one LID.
 Setter lids(RemoteHost& to, const std::string& origin) {
   return [&to, origin](const json& value) {
     const std::string range = value.is_string() ? value.get<std::string>() : "";
-    unsigned first = 0, last = 0;
-    int end = 0;
-    const auto whole = [&](int fields, int wanted) { return fields == wanted && end == static_cast<int>(range.size()); };
-    const bool good = whole(std::sscanf(range.c_str(), "%5u-%5u%n", &first, &last, &end), 2) ||
-                      (end = 0, whole(std::sscanf(range.c_str(), "%5u%n", &first, &end), 1) && (last = first, true));
-    if (!good || first < 1 || last > hosts::lid_max || first > last)
+    const std::size_t dash = range.find('-');
+    const auto first = lid_in(range.substr(0, dash)), last = dash == std::string::npos ? first : lid_in(range.substr(dash + 1));
+    if (!first || !last || *first > *last)
       refuse(origin, fmt::format("\"lids\" is {}: it must be a range of unicast LIDs (1 to {}) in a string, such as \"1-4095\"", shown(value),
                                  hosts::lid_max));
-    to.lid_first = static_cast<std::uint16_t>(first), to.lid_last = static_cast<std::uint16_t>(last);
+    to.lid_first = *first, to.lid_last = *last;
   };
 }
 
@@ -107,17 +116,19 @@ void read_remote(const json& value, RemoteConfig& remote, const std::string& ori
     if (!list.is_array()) refuse(origin, fmt::format("\"hosts\" in \"remote\" must be a list, not {}", list.type_name()));
     for (const auto& entry : list) {
       RemoteHost host;
-      apply(entry, {{"name", text(host.name, origin, "name")}, {"address", text(host.address, origin, "address")},
-                    {"port", number(host.port, origin, "port")}, {"lids", lids(host, origin)}},
-            origin, "a host of \"remote\"");
+      const std::string where = "a host of \"remote\"";
+      apply(entry, {{"name", text(host.name, origin, quoted("name", where))}, {"address", text(host.address, origin, quoted("address", where))},
+                    {"port", number(host.port, origin, quoted("port", where), 1)}, {"lids", lids(host, origin)}},
+            origin, where);
       remote.hosts.push_back(std::move(host));
     }
   };
   remote.hosts.clear();
-  apply(value, {{"name", text(remote.name, origin, "name")}, {"address", text(remote.address, origin, "address")},
-                {"port", number(remote.port, origin, "port")}, {"secret_file", text(remote.secret_file, origin, "secret_file")},
-                {"encrypt", choice(remote.encrypt, origin, "encrypt")}, {"hosts", read_hosts}},
-        origin, "\"remote\"");
+  const std::string where = "\"remote\"";
+  apply(value, {{"name", text(remote.name, origin, quoted("name", where))}, {"address", text(remote.address, origin, quoted("address", where))},
+                {"port", number(remote.port, origin, quoted("port", where), 1)}, {"secret_file", text(remote.secret_file, origin, quoted("secret_file", where))},
+                {"encrypt", choice(remote.encrypt, origin, quoted("encrypt", where))}, {"hosts", read_hosts}},
+        origin, where);
   if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
 }
 
@@ -126,15 +137,16 @@ void read_hca(const json& section, std::optional<HcaSettings>& to, const std::st
   if (section.is_boolean() && !section.get<bool>()) return to.reset();
   HcaSettings& hca = to.emplace();
   if (section.is_boolean()) return;
+  const std::string where = "\"hca\"";
   std::uint16_t port = 0, gid_index = 0, ack_timeout = 0;
   apply(section,
-        {{"device", text(hca.device, origin, "device")},
-         {"port", number(port, origin, "port")},
-         {"gid_index", number(gid_index, origin, "gid_index")},
-         {"mtu", number(hca.mtu, origin, "mtu")},
-         {"ack_timeout", number(ack_timeout, origin, "ack_timeout")},
-         {"library", text(hca.library, origin, "library")}},
-        origin, "\"hca\"");
+        {{"device", text(hca.device, origin, quoted("device", where))},
+         {"port", number(port, origin, quoted("port", where), 1, 254)},
+         {"gid_index", number(gid_index, origin, quoted("gid_index", where))},
+         {"mtu", number(hca.mtu, origin, quoted("mtu", where), 256, 4096)},
+         {"ack_timeout", number(ack_timeout, origin, quoted("ack_timeout", where), 0, 31)},
+         {"library", text(hca.library, origin, quoted("library", where))}},
+        origin, where);
   if (section.contains("mtu") && (hca.mtu < 256 || hca.mtu > 4096 || (hca.mtu & (hca.mtu - 1)) != 0))
     refuse(origin, fmt::format("\"mtu\" of \"hca\" is {}: it must be 256, 512, 1024, 2048 or 4096", hca.mtu));
   if (ack_timeout > 31) refuse(origin, fmt::format("\"ack_timeout\" of \"hca\" is {}: it must be from 0 to 31", ack_timeout));
@@ -146,39 +158,42 @@ void read_hca(const json& section, std::optional<HcaSettings>& to, const std::st
 
 // A numeric address and port in one string, as for "seed"; or a list of them with names, as for "peers".
 void read_hosts(const json& section, hosts::Settings& to, const std::string& origin) {
-  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
-  const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, key)}; };
+  std::string where = "\"hosts\"";
+  const auto n = [&](auto& value, const std::string& key, auto... range) { return std::pair{key, number(value, origin, quoted(key, where), range...)}; };
+  const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, quoted(key, where))}; };
   std::string folder = to.folder, seed;
   std::uint32_t lease_s = static_cast<std::uint32_t>(to.timing.lease_ms / 1000);
   std::map<std::string, Setter> keys{t(to.name, "name"),
                                      t(to.address, "address"),
-                                     n(to.port, "port"),
+                                     n(to.port, "port", 1u),
                                      n(to.carrier_port, "carrier_port"),
-                                     n(to.lids, "lids"),
+                                     n(to.lids, "lids", 1u, hosts::lid_max),
                                      t(folder, "folder"),
                                      t(seed, "seed"),
-                                     n(lease_s, "lease_s"),
-                                     n(to.timing.heartbeat_ms, "heartbeat_ms"),
-                                     n(to.timing.election_ms, "election_ms"),
-                                     n(to.timing.refresh_ms, "refresh_ms"),
-                                     n(to.limits.opening_ms, "opening_ms"),
-                                     n(to.limits.silence_ms, "silence_ms")};
-  keys["encrypt"] = choice(to.encrypt, origin, "encrypt");
+                                     n(lease_s, "lease_s", 1u, 86'400u),
+                                     n(to.timing.heartbeat_ms, "heartbeat_ms", 10u, 200'000u),
+                                     n(to.timing.election_ms, "election_ms", 30u, 600'000u),
+                                     n(to.timing.refresh_ms, "refresh_ms", 10u, 28'800'000u),
+                                     n(to.limits.opening_ms, "opening_ms", 100u),
+                                     n(to.limits.silence_ms, "silence_ms", 1000u)};
+  keys["encrypt"] = choice(to.encrypt, origin, quoted("encrypt", where));
   keys["peers"] = [&](const json& peers) {
     if (!peers.is_array())
       refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
+    where = "\"peers\"";
     for (const json& peer : peers) {
       hosts::Endpoint& one = to.peers.emplace_back();
       one.port = hosts::default_port;
-      apply(peer, {t(one.name, "name"), t(one.address, "address"), n(one.port, "port")}, origin, "\"peers\"");
+      apply(peer, {t(one.name, "name"), t(one.address, "address"), n(one.port, "port", 1u)}, origin, where);
     }
   };
   keys["etcd"] = [&](const json& etcd) {
     hosts::EtcdSettings& one = to.etcd.emplace();
+    where = "\"etcd\"";
     const auto read_endpoints = [&](const json& list) {
       if (!list.is_array())
         refuse(origin, fmt::format("\"endpoints\" is {}: it must be a list of strings, as in [\"http://10.0.0.9:2379\"]", shown(list)));
-      for (const json& url : list) text(one.endpoints.emplace_back(), origin, "endpoints")(url);
+      for (const json& url : list) text(one.endpoints.emplace_back(), origin, quoted("endpoints", where))(url);
     };
     apply(etcd,
           {{"endpoints", read_endpoints},
@@ -186,7 +201,7 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
            t(one.ca_file, "ca_file"),
            t(one.certificate_file, "certificate_file"),
            t(one.key_file, "key_file")},
-          origin, "\"etcd\"");
+          origin, where);
   };
   apply(section, keys, origin, "\"hosts\"");
   to.folder = folder;
@@ -223,7 +238,7 @@ void read_partitions(const json& section, hosts::Partitions& to, const std::stri
 }
 
 void read_quota(const json& section, Quota& to, const std::string& origin) {
-  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, key)}; };
+  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, quoted(key, "\"quota\""))}; };
   apply(section,
         {n(to.guests, "guests"), n(to.objects, "objects"), n(to.registered_bytes, "registered_bytes"), n(to.queue_bytes, "queue_bytes"),
          n(to.pieces, "pieces"), n(to.mappings, "mappings"), n(to.descriptors, "descriptors"), n(to.memberships, "memberships")},
@@ -272,16 +287,16 @@ void Config::read_file(const std::string& path) {
 
 void Config::read_text(const std::string& content, const std::string& origin) {
   const json document = document_of(content, origin);
-  const auto n = [&](auto& to, const std::string& key, auto... range) { return std::pair{key, number(to, origin, key, range...)}; };
-  const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, key)}; };
+  const auto n = [&](auto& to, const std::string& key, auto... range) { return std::pair{key, number(to, origin, quoted(key), range...)}; };
+  const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, quoted(key))}; };
   const auto named_layer = [&](const json& value) {
-    text(link_layer, origin, "link_layer")(value);
+    text(link_layer, origin, quoted("link_layer"))(value);
     if (link_layer == "ib") link_layer = "infiniband";
   };
   std::map<std::string, Setter> keys{t(socket, "socket"),           {"link_layer", named_layer},
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      t(vm_folder, "vm_folder"),
-                                     {"socket_mode", mode(socket_mode, origin, "socket_mode")}, n(shards, "shards", 1u, shards_max),
+                                     {"socket_mode", mode(socket_mode, origin, quoted("socket_mode"))}, n(shards, "shards", 1u, shards_max),
                                      n(arena_bytes, "arena_bytes", arena_bytes_min, arena_bytes_max),
                                      n(machine_arena_bytes, "machine_arena_bytes", arena_bytes_min, machine_arena_bytes_max),
                                      n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first", 1u, hosts::lid_max),

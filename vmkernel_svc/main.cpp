@@ -1,23 +1,28 @@
 // vrdmad: the host service. Reads flags and configuration, sets up the log, runs the server.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/magic.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/basic_file_sink.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <iostream>
+#include <filesystem>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <new>
+#include <sstream>
 #include <system_error>
 
 #include "vmci_channel/journal.hpp"
@@ -25,6 +30,7 @@
 #include "vmkernel_svc/config.hpp"
 #include "vmkernel_svc/machines/keeper.hpp"
 #include "vmkernel_svc/serve.hpp"
+#include "vrdma/write_all.hpp"
 
 namespace {
 
@@ -55,14 +61,56 @@ bool can_be_written(int descriptor) {
   return flags >= 0 && (flags & O_PATH) == 0 && (flags & O_ACCMODE) != O_RDONLY;
 }
 
+// What keeps a file, and the folders that are missing above it, from being made: an errno; 0: nothing is known.
+int why_not_made(const std::string& file) {
+  std::filesystem::path folder = std::filesystem::absolute(file).parent_path();
+  struct stat status;
+  while (::stat(folder.c_str(), &status) != 0) {
+    if (errno != ENOENT || !folder.has_relative_path()) return errno;
+    folder = folder.parent_path();
+  }
+  if (!S_ISDIR(status.st_mode)) return ENOTDIR;
+  struct statfs system;
+  if (::statfs(folder.c_str(), &system) == 0 && (system.f_type == PROC_SUPER_MAGIC || system.f_type == SYSFS_MAGIC)) return EROFS;
+  return ::faccessat(AT_FDCWD, folder.c_str(), W_OK | X_OK, AT_EACCESS) == 0 ? 0 : errno;
+}
+
 // Whether open_log() would, without making anything.
 void check_log(const std::string& file) {
   struct stat status;
-  const int error = file.empty()                                                        ? 0
-                    : ::stat(file.c_str(), &status) == 0 && S_ISDIR(status.st_mode)     ? EISDIR
-                    : ::faccessat(AT_FDCWD, file.c_str(), W_OK, AT_EACCESS) != 0 && errno != ENOENT ? errno
-                                                                                        : 0;
+  const int error = file.empty()                                                    ? 0
+                    : ::stat(file.c_str(), &status) != 0                            ? errno == ENOENT ? why_not_made(file) : errno
+                    : S_ISDIR(status.st_mode)                                       ? EISDIR
+                    : ::faccessat(AT_FDCWD, file.c_str(), W_OK, AT_EACCESS) != 0    ? errno
+                                                                                    : 0;
   if (error != 0) throw std::runtime_error(fmt::format("cannot open the log {} ({}): give another --log-file", file, std::strerror(error)));
+}
+
+// Whoever checks a configuration need not be the user who will serve it, or its unit, that makes folders first.
+void check_socket(const std::string& socket) {
+  struct stat status;
+  if (::lstat(socket.c_str(), &status) == 0) return;  // check_files() looks at what it is
+  if (const int error = why_not_made(socket); error == ENOTDIR || error == EROFS)
+    throw std::runtime_error(fmt::format("cannot listen at {} ({}): give another --socket", socket, std::strerror(error)));
+}
+
+// The exit code.
+int print(const std::string& text) {
+  if (vrdma::write_all(STDOUT_FILENO, text)) return 0;
+  std::fprintf(stderr, "vrdmad: cannot write to standard output (%s): redirect it to where there is room\n", std::strerror(errno));
+  return 1;
+}
+
+// CLI11 says of a word that is no number that it could not convert it.
+template <class Number>
+CLI::Option* takes_whole(CLI::Option* option, Number least, Number most) {
+  return option->check([least, most](const std::string& text) {
+    Number value{};
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size() && value >= least && value <= most
+               ? std::string()
+               : fmt::format("\"{}\" is no whole number from {} to {}", text, least, most);
+  });
 }
 
 // The exit code.
@@ -92,11 +140,11 @@ int main(int argc, char** argv) {
   auto* const machines = app.add_option("--vm-folder", vm_folder, "folder of the virtual machines; default: vm beside the socket");
   auto* const layer = app.add_option("--link-layer", link_layer, "infiniband (or ib; default) or ethernet, for guests that do not ask");
   auto* const who_moves = app.add_option("--direct", direct, "auto: programs that may reach each other's memory move the data themselves; mediated (default): never");
-  auto* const threads = app.add_option("--shards", shards, "threads that move data; default: one for every four processors");
+  auto* const threads = takes_whole(app.add_option("--shards", shards, "threads that move data; default: one for every four processors"), 1u, vrdma::svc::shards_max);
   app.add_option("--log-file", log_file, "log there instead of standard error");
   auto* const level = app.add_option("--log-level", log_level, "trace, debug, info, warn, error or off");
-  auto* const idle = app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never");
-  auto* const ready = app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach");
+  auto* const idle = takes_whole(app.add_option("--idle-exit", idle_exit_s, "leave after so many seconds without a guest; 0: never"), 0u, std::numeric_limits<std::uint32_t>::max());
+  auto* const ready = takes_whole(app.add_option("--ready-fd", ready_fd, "write a byte to this descriptor once guests can attach"), 0, std::numeric_limits<int>::max());
   std::string keeper;
   app.add_option("--keeper", keeper, "")->group("");  // vrdmad's own use, machines/keeper.hpp
   bool one_user = false;
@@ -110,8 +158,9 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    if (app.exit(error) != 0) return 2;
-    return std::cout.flush() ? 0 : 1;  // --help, --version
+    std::ostringstream text;
+    if (app.exit(error, text) != 0) return 2;
+    return print(text.str());  // --help, --version
   }
 
   std::signal(SIGPIPE, SIG_IGN);  // who reads its log may leave before it: a terminal, `| tee`
@@ -141,8 +190,8 @@ int main(int argc, char** argv) {
     if (check_only) {
       vrdma::svc::check_files(config);
       check_log(config.log_file);
-      fmt::print("the configuration is good\n");
-      return std::fflush(stdout) == 0 ? 0 : 1;
+      check_socket(config.socket);
+      return print("the configuration is good\n");
     }
     open_log(config.log_file);
   } catch (const std::exception& error) {

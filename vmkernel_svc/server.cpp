@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -158,8 +159,8 @@ void Server::listen() {
     ::umask(before);
   }
   if (error)
-    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket (programs look at $XDG_RUNTIME_DIR/vrdma/vrdmad.sock by themselves)",
-                                         directory.string(), error.message()));
+    throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket (programs look at {} by themselves)", directory.string(),
+                                         error.message(), std::getenv("XDG_RUNTIME_DIR") != nullptr ? "$XDG_RUNTIME_DIR/vrdma/vrdmad.sock" : fmt::format("/tmp/vrdma-{}/vrdmad.sock", ::getuid())));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
   if (!listening) throw std::runtime_error(cannot_listen(config_.socket, value(listening.error())));
   listener_ = std::move(*listening);

@@ -3,7 +3,7 @@ import json
 import pathlib
 import unittest
 
-from support import TestCase, as_nobody, needs_root, readable_copy
+from support import TestCase, as_nobody, needs_full_device, needs_root, readable_copy
 
 
 class Configuration(TestCase):
@@ -52,6 +52,13 @@ class Configuration(TestCase):
             for check in (), ("--check",):
                 with self.subTest(flags, check=check):
                     self.assert_refuses(self.vrdmad(*flags, *check), 2, *words)
+        # What only the start would find, this says, too: nothing can be made there.
+        for flags, *words in ((("--socket", self.socket, "--log-file", "/proc/x"), "/proc/x", "--log-file"), (("--socket", self.socket, "--log-file", file / "log"), "Not a directory", "--log-file"),
+                              (("--socket", "/proc/x/s"), "/proc/x/s", "--socket"), (("--socket", "/dev/null/s"), "Not a directory", "--socket")):
+            with self.subTest(flags):
+                self.assert_refuses(self.vrdmad(*flags, "--check"), 2, *words)
+        self.assertEqual(self.vrdmad("--check", "--socket", self.folder / "new/s", "--log-file", self.folder / "new/log").returncode, 0)
+        self.assertFalse((self.folder / "new").exists())
         result, _ = self.check(json.dumps({"socket": str(self.folder / "a\0b")}))
         self.assert_refuses(result, 2, '"socket" is ', "without NUL")
 
@@ -135,6 +142,18 @@ class Configuration(TestCase):
                 result, file = self.check(text)
                 self.assert_refuses(result, 2, file, *words)
 
+    def test_which_of_several_keys_of_one_name_is_meant_and_its_range(self):
+        for text, *words in (('{"hca": {"port": -1}}', '"port" of "hca" is -1', "from 1 to 254"), ('{"hca": {"ack_timeout": -1}}', "from 0 to 31"), ('{"hca": {"mtu": -1}}', "from 256 to 4096"),
+                             ('{"remote": {"port": -1}}', '"port" of "remote" is -1', "from 1 to 65535"),
+                             ('{"remote": {"hosts": [{"port": -1}]}}', '"port" of a host of "remote" is -1'), ('{"hosts": {"port": -1}}', '"port" of "hosts" is -1', "from 1 to"),
+                             ('{"hosts": {"lids": "x"}}', '"lids" of "hosts" is "x"', "from 1 to 49150"), ('{"hosts": {"peers": [{"port": -1}]}}', '"port" of "peers" is -1'),
+                             ('{"hosts": {"etcd": {"prefix": 1}}}', '"prefix" of "etcd" is 1'), ('{"quota": {"guests": "x"}}', '"guests" of "quota" is "x"')):
+            with self.subTest(text):
+                self.assert_refuses(self.check(text)[0], 2, *words)
+        for lids in (" 1-5", "+1-5", "1- 5", "1-5 ", "-5", "1-", "5-1", "0-5", "1-49151", "", "0x1-5", "1-5-7"):
+            with self.subTest(lids):
+                self.assert_refuses(self.check(json.dumps({"remote": {"hosts": [{"lids": lids}]}}))[0], 2, '"lids" is', '"1-4095"')
+
     def test_a_value_out_of_range_says_what_is_allowed(self):
         for text, *words in (('{"link_layer": "token ring"}', '"token ring"', "infiniband", "ethernet"),
                              ('{"active_mtu": 1500}', "1500", "256, 512, 1024, 2048 or 4096"),
@@ -170,6 +189,18 @@ class Configuration(TestCase):
             for descriptor in 99, read_only.fileno():
                 result = self.vrdmad("--socket", self.socket, "--ready-fd", descriptor, pass_fds=[read_only.fileno()])
                 self.assert_refuses(result, 2, f"--ready-fd is {descriptor}")
+
+    def test_a_flag_that_is_no_number_says_what_is_one(self):
+        for flag, value, *words in (("--shards", "x", "from 1 to 32"), ("--shards", "0", "from 1 to 32"), ("--idle-exit", "-1", "from 0 to 4294967295"), ("--ready-fd", "x", "from 0 to"),
+                                    ("--shards", "", '""')):
+            with self.subTest(flag, value=value):
+                self.assert_refuses(self.vrdmad("--check", f"{flag}={value}" if value else flag, *([] if value else [""])), 2, flag, f'"{value}" is no whole number', *words)
+
+    @needs_full_device
+    def test_what_cannot_be_printed_is_told(self):
+        for words in (("--check", "--socket", self.socket), ("--help",), ("--version",)):
+            with self.subTest(words), open("/dev/full", "w") as full:
+                self.assert_refuses(self.vrdmad(*words, stdout=full), 1, "cannot write to standard output", "No space left")
 
     def test_an_unknown_flag_is_a_usage_error(self):
         self.assert_refuses(self.vrdmad("--sokcet", "/tmp/x"), 2, "vrdmad:", "--sokcet", "--help")
