@@ -240,6 +240,34 @@ TEST_CASE("a completion queue that is resized to what its work queues hold leave
   eventually("it is direct again", [&] { return message(), mode_of(pair.a.get()) == "direct"; });
 }
 
+TEST_CASE("A queue pair more, on a completion queue of several with room for all, takes no connection back") {
+  Service service;
+  service.start(with_direct);
+  Pair pair;
+  if (!pair.become_direct()) return;
+  const auto returned = [] { return show().at("counters").at("direct_returned").get<std::uint64_t>(); };
+  const auto message = [&] {
+    REQUIRE(pair.post(pair.a.get(), IBV_WR_RDMA_WRITE, 1, pair.near.sge(0, 8), 0) == 0);
+    CHECK(collect(pair.a_cq.get(), 1).front().status == IBV_WC_SUCCESS);
+  };
+  const QpPtr second = make_qp(pair.device, pair.a_cq.get());  // from here on its completions have an order
+  eventually("it is direct again", [&] { return message(), mode_of(pair.a.get()) == "direct"; });
+  const std::uint64_t before = returned();
+  const QpPtr third = make_qp(pair.device, pair.a_cq.get());
+  CHECK(returned() == before);
+  {
+    const Stopped stopped(service);
+    message();
+  }
+  // Without room for it, the others are mediated.
+  std::vector<QpPtr> many;
+  while (many.size() < 64) many.push_back(make_qp(pair.device, pair.a_cq.get()));
+  CHECK(mode_of(pair.a.get()) == "mediated");
+  message();
+  many.clear();
+  eventually("it is direct again", [&] { return message(), mode_of(pair.a.get()) == "direct"; });
+}
+
 namespace {
 
 // Writes a number that grows to the far end's first bytes, one WRITE after another, until one fails.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "vmci_channel/stamp.hpp"
 #include "vmkernel_svc/control/desk.hpp"
 #include "vmkernel_svc/control/find.hpp"
 #include "vmkernel_svc/direct/direct_desk.hpp"
@@ -64,12 +65,17 @@ Result<CreateQpReply> ControlDesk::create(Guest& guest, const CreateQpRequest& r
     return Errno{EINVAL};
   if (srq == nullptr && (request.max_recv_wr > limits::qp_wr_max || request.max_recv_sge > limits::sge_max)) return Errno{EINVAL};
   if (guest.qps.size() >= limits::qp_max || fabric_.by_qpn.size() >= 0x800000) return Errno{ENOMEM};
-  // Who completes by itself there counts on room for all.
+  const Rings rings(request, srq);
+  // Who completes by itself there counts on room for all, and goes on where there is; not from a queue without stamps to one with them.
+  const bool more_receives = srq == nullptr || !receive_cq->srqs.contains(srq);
+  const auto leaves_others_alone = [&](const CompletionQueue& cq) {
+    const std::uint64_t more = (&cq == send_cq ? rings.send_depth : 0u) + (&cq == receive_cq && more_receives ? rings.receive_depth : 0u);
+    return cq.depth + more <= cq.cqe && vmci::wants_stamps(*cq.shared);
+  };
   for (CompletionQueue* cq : {send_cq, receive_cq})
-    if (cq->direct_lanes != 0 && !shard_.direct().take_back(*cq)) return Errno{EINPROGRESS};
+    if (cq->direct_lanes != 0 && !leaves_others_alone(*cq) && !shard_.direct().take_back(*cq)) return Errno{EINPROGRESS};
   if (!guest.tenant->take_object()) return Errno{EDQUOT};
 
-  const Rings rings(request, srq);
   const auto send_offset = carve(guest, rings.send.total_bytes());
   if (!send_offset) return --guest.tenant->objects, send_offset.error();
   const auto receive_offset = carve(guest, rings.receive.total_bytes());
