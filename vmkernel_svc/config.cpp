@@ -38,8 +38,8 @@ std::string shown(const json& value) {
 }
 
 // A key as a message names it: of the sections, several have a "port".
-std::string quoted(const std::string& key) { return "\"" + key + "\""; }
-std::string quoted(const std::string& key, const std::string& section) { return quoted(key) + " of " + section; }
+std::string quoted_key(const std::string& key) { return "\"" + key + "\""; }
+std::string quoted_key(const std::string& key, const std::string& section) { return quoted_key(key) + " of " + section; }
 
 // `what`: the key, quoted. `least` and `most` are for the message; whether a number is one of them, Config::check() says, also of those that flags give.
 template <class Number>
@@ -117,17 +117,17 @@ void read_remote(const json& value, RemoteConfig& remote, const std::string& ori
     for (const auto& entry : list) {
       RemoteHost host;
       const std::string where = "a host of \"remote\"";
-      apply(entry, {{"name", text(host.name, origin, quoted("name", where))}, {"address", text(host.address, origin, quoted("address", where))},
-                    {"port", number(host.port, origin, quoted("port", where), 1)}, {"lids", lids(host, origin)}},
+      apply(entry, {{"name", text(host.name, origin, quoted_key("name", where))}, {"address", text(host.address, origin, quoted_key("address", where))},
+                    {"port", number(host.port, origin, quoted_key("port", where), 1)}, {"lids", lids(host, origin)}},
             origin, where);
       remote.hosts.push_back(std::move(host));
     }
   };
   remote.hosts.clear();
   const std::string where = "\"remote\"";
-  apply(value, {{"name", text(remote.name, origin, quoted("name", where))}, {"address", text(remote.address, origin, quoted("address", where))},
-                {"port", number(remote.port, origin, quoted("port", where), 1)}, {"secret_file", text(remote.secret_file, origin, quoted("secret_file", where))},
-                {"encrypt", choice(remote.encrypt, origin, quoted("encrypt", where))}, {"hosts", read_hosts}},
+  apply(value, {{"name", text(remote.name, origin, quoted_key("name", where))}, {"address", text(remote.address, origin, quoted_key("address", where))},
+                {"port", number(remote.port, origin, quoted_key("port", where), 1)}, {"secret_file", text(remote.secret_file, origin, quoted_key("secret_file", where))},
+                {"encrypt", choice(remote.encrypt, origin, quoted_key("encrypt", where))}, {"hosts", read_hosts}},
         origin, where);
   if (remote.hosts.empty()) refuse(origin, "\"remote\" has no \"hosts\": name every host of the subnet, this one among them");
 }
@@ -140,12 +140,12 @@ void read_hca(const json& section, std::optional<HcaSettings>& to, const std::st
   const std::string where = "\"hca\"";
   std::uint16_t port = 0, gid_index = 0, ack_timeout = 0;
   apply(section,
-        {{"device", text(hca.device, origin, quoted("device", where))},
-         {"port", number(port, origin, quoted("port", where), 1, 254)},
-         {"gid_index", number(gid_index, origin, quoted("gid_index", where))},
-         {"mtu", number(hca.mtu, origin, quoted("mtu", where), 256, 4096)},
-         {"ack_timeout", number(ack_timeout, origin, quoted("ack_timeout", where), 0, 31)},
-         {"library", text(hca.library, origin, quoted("library", where))}},
+        {{"device", text(hca.device, origin, quoted_key("device", where))},
+         {"port", number(port, origin, quoted_key("port", where), 1, 254)},
+         {"gid_index", number(gid_index, origin, quoted_key("gid_index", where))},
+         {"mtu", number(hca.mtu, origin, quoted_key("mtu", where), 256, 4096)},
+         {"ack_timeout", number(ack_timeout, origin, quoted_key("ack_timeout", where), 0, 31)},
+         {"library", text(hca.library, origin, quoted_key("library", where))}},
         origin, where);
   if (section.contains("mtu") && (hca.mtu < 256 || hca.mtu > 4096 || (hca.mtu & (hca.mtu - 1)) != 0))
     refuse(origin, fmt::format("\"mtu\" of \"hca\" is {}: it must be 256, 512, 1024, 2048 or 4096", hca.mtu));
@@ -159,8 +159,8 @@ void read_hca(const json& section, std::optional<HcaSettings>& to, const std::st
 // A numeric address and port in one string, as for "seed"; or a list of them with names, as for "peers".
 void read_hosts(const json& section, hosts::Settings& to, const std::string& origin) {
   std::string where = "\"hosts\"";
-  const auto n = [&](auto& value, const std::string& key, auto... range) { return std::pair{key, number(value, origin, quoted(key, where), range...)}; };
-  const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, quoted(key, where))}; };
+  const auto n = [&](auto& value, const std::string& key, auto... range) { return std::pair{key, number(value, origin, quoted_key(key, where), range...)}; };
+  const auto t = [&](std::string& value, const std::string& key) { return std::pair{key, text(value, origin, quoted_key(key, where))}; };
   std::string folder = to.folder, seed;
   std::uint32_t lease_s = static_cast<std::uint32_t>(to.timing.lease_ms / 1000);
   std::map<std::string, Setter> keys{t(to.name, "name"),
@@ -176,7 +176,7 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
                                      n(to.timing.refresh_ms, "refresh_ms", 10u, 28'800'000u),
                                      n(to.limits.opening_ms, "opening_ms", 100u),
                                      n(to.limits.silence_ms, "silence_ms", 1000u)};
-  keys["encrypt"] = choice(to.encrypt, origin, quoted("encrypt", where));
+  keys["encrypt"] = choice(to.encrypt, origin, quoted_key("encrypt", where));
   keys["peers"] = [&](const json& peers) {
     if (!peers.is_array())
       refuse(origin, fmt::format("\"peers\" is {}: it must be a list of objects with \"name\", \"address\" and \"port\"", shown(peers)));
@@ -193,7 +193,7 @@ void read_hosts(const json& section, hosts::Settings& to, const std::string& ori
     const auto read_endpoints = [&](const json& list) {
       if (!list.is_array())
         refuse(origin, fmt::format("\"endpoints\" is {}: it must be a list of strings, as in [\"http://10.0.0.9:2379\"]", shown(list)));
-      for (const json& url : list) text(one.endpoints.emplace_back(), origin, quoted("endpoints", where))(url);
+      for (const json& url : list) text(one.endpoints.emplace_back(), origin, quoted_key("endpoints", where))(url);
     };
     apply(etcd,
           {{"endpoints", read_endpoints},
@@ -238,7 +238,7 @@ void read_partitions(const json& section, hosts::Partitions& to, const std::stri
 }
 
 void read_quota(const json& section, Quota& to, const std::string& origin) {
-  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, quoted(key, "\"quota\""))}; };
+  const auto n = [&](auto& value, const std::string& key) { return std::pair{key, number(value, origin, quoted_key(key, "\"quota\""))}; };
   apply(section,
         {n(to.guests, "guests"), n(to.objects, "objects"), n(to.registered_bytes, "registered_bytes"), n(to.queue_bytes, "queue_bytes"),
          n(to.pieces, "pieces"), n(to.mappings, "mappings"), n(to.descriptors, "descriptors"), n(to.memberships, "memberships")},
@@ -287,16 +287,16 @@ void Config::read_file(const std::string& path) {
 
 void Config::read_text(const std::string& content, const std::string& origin) {
   const json document = document_of(content, origin);
-  const auto n = [&](auto& to, const std::string& key, auto... range) { return std::pair{key, number(to, origin, quoted(key), range...)}; };
-  const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, quoted(key))}; };
+  const auto n = [&](auto& to, const std::string& key, auto... range) { return std::pair{key, number(to, origin, quoted_key(key), range...)}; };
+  const auto t = [&](std::string& to, const std::string& key) { return std::pair{key, text(to, origin, quoted_key(key))}; };
   const auto named_layer = [&](const json& value) {
-    text(link_layer, origin, quoted("link_layer"))(value);
+    text(link_layer, origin, quoted_key("link_layer"))(value);
     if (link_layer == "ib") link_layer = "infiniband";
   };
   std::map<std::string, Setter> keys{t(socket, "socket"),           {"link_layer", named_layer},
                                      t(log_file, "log_file"),       t(log_level, "log_level"),
                                      t(vm_folder, "vm_folder"),
-                                     {"socket_mode", mode(socket_mode, origin, quoted("socket_mode"))}, n(shards, "shards", 1u, shards_max),
+                                     {"socket_mode", mode(socket_mode, origin, quoted_key("socket_mode"))}, n(shards, "shards", 1u, shards_max),
                                      n(arena_bytes, "arena_bytes", arena_bytes_min, arena_bytes_max),
                                      n(machine_arena_bytes, "machine_arena_bytes", arena_bytes_min, machine_arena_bytes_max),
                                      n(machine_keep_s, "machine_keep_s"), n(lid_first, "lid_first", 1u, hosts::lid_max),

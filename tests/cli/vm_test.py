@@ -590,7 +590,7 @@ class Others(VmCase):
         folder = self.folder / "\udcff"
         folder.mkdir()
         self.socket = str(folder / "s.sock")
-        with self.service():
+        with self.service(errors="replace"):
             for words in (("add", self.name, "--private-ram"), ("list",)):
                 self.assert_refuses(self.vrdma("vm", *words, "--socket", self.socket), 1, "not UTF-8", "--vm-folder")
 

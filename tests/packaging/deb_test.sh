@@ -37,6 +37,7 @@ if [ "${1:-}" = --inside ]; then  # in the overlay
     ! command -v systemd-analyze >/dev/null || systemd-analyze verify "$unit" || fail "the unit with a network"
     rm -r ${drop_in%/*}
     grep -q '^ExecStart=/usr/bin/vrdmad --config /etc/vrdma/vrdmad.json$' "$unit" || fail "the unit's paths"
+    [ ! -e /usr/share/vrdma/bench/bench_test.py ] || fail "a test among what is installed"
     for page in vrdma.1 vrdma-container.1 vrdma-run.1 vrdma-show.1 vrdma-direct.1 vrdma-doctor.1 vrdma-bench.1 vrdma-vm.1 vrdma-host.1 vrdma-guestd.8 vrdmad.8 vrdmad.conf.5; do
         ls /usr/share/man/man?/$page* >/dev/null || fail "no manual page $page"
     done
