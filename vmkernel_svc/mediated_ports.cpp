@@ -397,6 +397,9 @@ std::uint64_t MediatedPorts::far_session(Qp& qp) { return fabric_.far->session(q
 bool MediatedPorts::far_connected(Qp& qp) { return fabric_.far->is_connected(qp.far->host); }
 std::uint64_t MediatedPorts::far_silent_ns(Qp& qp) { return fabric_.far->silent_ns(qp.far->host); }
 std::uint32_t MediatedPorts::far_epoch() { return fabric_.far->new_epoch(); }
+void MediatedPorts::far_connected_again(Qp& qp) {
+  if (fabric_.far != nullptr) fabric_.far->connected_again(qp);
+}
 
 void MediatedPorts::far_describe(Qp& qp, engine::FarOpen& open) {
   const Guest& guest = *qp.port.owner->guest;
@@ -413,6 +416,7 @@ void MediatedPorts::far_say(engine::StandIn<MediatedPorts>& stand_in, engine::Fa
   fabric_.far->say(*stand_in.core.port.stand_in, std::move(frame), may_wait);
 }
 bool MediatedPorts::far_room(engine::StandIn<MediatedPorts>& stand_in) { return fabric_.far->has_room_for_answers(stand_in.host); }
+bool MediatedPorts::far_waits_for_mark(engine::StandIn<MediatedPorts>& stand_in) { return fabric_.far->waits_for_mark(*stand_in.core.port.stand_in); }
 void MediatedPorts::far_asked(engine::StandIn<MediatedPorts>& stand_in) {
   Qp& core = stand_in.core;
   if (Qp* const target = peer(core); target != nullptr && target->port.psn_from_records) target->expected_psn = core.operation.request.psn;

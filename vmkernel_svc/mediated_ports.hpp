@@ -13,6 +13,7 @@
 
 #include "cache/generation_cache.hpp"
 #include "vmci_channel/placement_copy.hpp"
+#include "vmkernel_svc/engine/far_marks.hpp"
 #include "vmkernel_svc/engine/ports.hpp"
 #include "vmkernel_svc/engine/qp.hpp"
 #include "vmkernel_svc/memory/process_memory.hpp"
@@ -98,6 +99,7 @@ class MediatedPorts {
     HcaConnection* hca = nullptr;   // by the HCA, …
     std::string no_hca;             // … or why not; empty: nobody has asked
     bool psn_from_records = false;  // messages went by an HCA: the first that comes otherwise says which PSN it is
+    engine::FarMark mark;           // it is connected anew: who is to send to it from there waits for that
     // The shard's own bookkeeping.
     bool runnable = false;       // stands in its tenant's list
     std::uint32_t idle_turns = 0;
@@ -200,10 +202,12 @@ class MediatedPorts {
   std::uint64_t far_silent_ns(Qp& qp);
   void far_describe(Qp& qp, engine::FarOpen& open);
   std::uint32_t far_epoch();
+  void far_connected_again(Qp& qp);
   void far_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
   // … and those who stand for their requesters (engine/far_responder.hpp).
   void far_say(engine::StandIn<MediatedPorts>& stand_in, engine::FarFramePtr frame, bool may_wait);
   bool far_room(engine::StandIn<MediatedPorts>& stand_in);
+  bool far_waits_for_mark(engine::StandIn<MediatedPorts>& stand_in);
   void far_asked(engine::StandIn<MediatedPorts>& stand_in);
   void far_speaks_for(engine::StandIn<MediatedPorts>& stand_in, const engine::FarDatagram& head);
   bool stands_still(Qp& qp);

@@ -104,7 +104,6 @@ class Schedule {
   Planted planted_;
   bool calm_, strict_;
   std::uint32_t payload_max_, slow_percent_, steps_, host_count_;
-  std::uint32_t connections_ = 0;  // made so far
   test::TestWorld world_;
   test::TestHosts hosts_{world_.ports, world_.engine};
   Checker checker_;

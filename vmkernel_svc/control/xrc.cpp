@@ -114,6 +114,7 @@ void ControlDesk::hand_over(QueuePair& from, QueuePair& heir) {
   fabric_.by_qpn[from.core.qpn.value] = &from;
   fabric_.by_qpn[heir.core.qpn.value] = &heir;
   heir.core.port.pkey = from.core.port.pkey;
+  heir.core.port.mark = from.core.port.mark;
   heir.inherited = from.inherited ? from.inherited : QueuePair::Address{from.guest->lid, from.guest->gids};
   heir.stands_for = nullptr;
   heir.stand_bys = std::move(from.stand_bys);

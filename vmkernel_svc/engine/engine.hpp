@@ -86,7 +86,13 @@ class Engine {
       return;
     }
     if (qp.state == QpState::init && before == QpState::reset) qp.communication_established = qp.last_wqe_reported = false;
-    if (qp.state == QpState::rtr && before == QpState::init) qp.expected_psn = Psn{qp.attributes.rq_psn & psn_mask};
+    if (qp.state == QpState::rtr && before == QpState::init) {
+      qp.expected_psn = Psn{qp.attributes.rq_psn & psn_mask};
+      const bool again = std::exchange(qp.was_connected, true);
+      if constexpr (FarPortsFor<P>) {
+        if (again && qp.type != QpType::ud) ports_.far_connected_again(qp);
+      }
+    }
     if (qp.state == QpState::rts && before == QpState::rtr) qp.send_psn = Psn{qp.attributes.sq_psn & psn_mask};
     if (qp.state == QpState::sqd && before != QpState::sqd) qp.drain_reported = false;
     // In SQD it may have been given another path.
@@ -199,6 +205,7 @@ class Engine {
     heir.expected_psn = qp.expected_psn;
     heir.send_psn = qp.send_psn;
     heir.communication_established = qp.communication_established;
+    heir.was_connected = qp.was_connected;
     if (!receives(heir)) return;
     heir.srq = qp.srq;
     heir.inbound = qp.inbound;

@@ -205,5 +205,85 @@ TEST_CASE("Who connects while the far host is away reaches the service that is t
   CHECK(pair.polled(later) == 1);
 }
 
+TEST_CASE("What is on its way when both ends are reset does not come in their next connection, and what is sent in that one does") {
+  for (const QpType type : {QpType::rc, QpType::uc})
+    for (const std::uint32_t ahead : {0u, 1u, 2u, 4u}) {  // records that come between the RESETs of the two ends: open, two requests, close
+      CAPTURE(static_cast<int>(type));
+      CAPTURE(ahead);
+      FarPair pair(type);
+      const std::vector<std::byte> as_it_was = pair.theirs.bytes;
+      const auto write = [&](std::uint64_t wr_id, std::uint64_t at) {
+        pair.a.post({.wr_id = wr_id, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 64)}, .remote = pair.theirs.remote(at)});
+      };
+      const auto send = [&](std::uint64_t wr_id) { pair.a.post({.wr_id = wr_id, .opcode = WrOpcode::send, .sges = {pair.mine.sge(0, 64)}}); };
+      write(1, 0), send(2);
+      pair.world.settle();
+      REQUIRE(pair.world.modify(pair.b, QpState::reset, {}));
+      if (ahead < 4) pair.hosts.deliver(0, 1, ahead), pair.hosts.run_stand_ins();
+      REQUIRE(pair.world.modify(pair.a, QpState::reset, {}));
+      if (ahead >= 4) pair.hosts.deliver(0, 1, ahead), pair.hosts.run_stand_ins();
+      pair.world.connect(pair.a, pair.b);
+      for (std::uint64_t wr_id : {7, 8}) pair.b.post(ReceiveSpec{.wr_id = wr_id, .sges = {pair.theirs.sge(1024 * wr_id, 64)}});
+      write(3, 512), send(4);  // before the mark can be back
+      pair.settle();
+      CHECK(pair.polled(pair.a) == 2);
+      const auto received = pair.b.poll(Direction::receive);
+      REQUIRE(received);
+      CHECK(received->status == WcStatus::success);
+      CHECK(!pair.b.poll(Direction::receive));
+      CHECK(pair.b.core.counters.received_messages == 2);
+      CHECK(std::equal(pair.theirs.bytes.begin(), pair.theirs.bytes.begin() + 64, as_it_was.begin()));
+      CHECK(std::equal(pair.theirs.bytes.begin() + 512, pair.theirs.bytes.begin() + 512 + 64, pair.mine.bytes.begin()));
+    }
+}
+
+TEST_CASE("A peer that was not reset is heard by who is connected anew") {
+  for (const QpType type : {QpType::rc, QpType::uc}) {
+    FarPair pair(type);
+    const auto write = [&] {
+      pair.a.post({.wr_id = 1, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+      pair.world.settle();
+    };
+    write();
+    pair.settle();
+    CHECK(pair.polled(pair.a) == 1);
+    REQUIRE(pair.world.modify(pair.b, QpState::reset, {}));
+    auto again = connection(pair.a.core.qpn.value, pair.a.core.port.lid);
+    again.rq_psn = pair.a.core.send_psn.value;
+    write();
+    pair.world.bring_up(pair.b, again);
+    write();
+    pair.settle();
+    CHECK(pair.polled(pair.a) == 2);
+    CHECK(pair.b.core.counters.received_messages == 3);
+  }
+}
+
+TEST_CASE("One mark is under way at a time, and none that was sent before it was wanted counts") {
+  FarMarks marks;
+  CHECK(marks.want() == 0);  // of a host that was not met, or sends none back
+  CHECK(marks.next() == 0);
+  marks.begin(true);
+  const auto one = marks.want();
+  CHECK(!marks.is_back(one));
+  CHECK(marks.next() == one);
+  const auto two = marks.want();
+  CHECK(marks.want() == two);
+  CHECK(marks.next() == 0);
+  CHECK(!marks.came_back(two));
+  CHECK(marks.came_back(one));
+  CHECK(!marks.came_back(one));
+  CHECK(marks.is_back(one));
+  CHECK(!marks.is_back(two));
+  CHECK(!marks.all_back());
+  CHECK(marks.next() == two);
+  const auto three = marks.want();
+  marks.begin(false);
+  CHECK(marks.is_back(three));
+  CHECK(marks.all_back());
+  CHECK(!marks.came_back(two));
+  CHECK(marks.want() == 0);
+}
+
 }  // namespace
 }  // namespace vrdma::engine::test

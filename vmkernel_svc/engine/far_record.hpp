@@ -14,6 +14,7 @@
 //       hca       what the two services agree on where the bytes go by HCAs (remote/hca_message.hpp), both ways
 //       groups    which multicast groups have members on the sender's host (remote/far_groups.hpp), both ways
 //       mad       a management datagram of a guest (mad/far_message.hpp), both ways
+//       mark      to be sent back at once (far_marks.hpp), both ways
 //       cm        what the hosts' connection managers say to each other (cm/message.hpp), both ways
 //
 // The carrier delivers these once each and in order, or says that the far end has lost what it knew. Each direction of a
@@ -29,7 +30,7 @@
 namespace vrdma::engine {
 
 // news: never between hosts; a carrier's word that the far end has begun anew. `bytes`: what that one understands (remote/link_head.hpp).
-enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca, groups, cm, mad };
+enum class FarKind : std::uint8_t { news = 0, open = 1, request, more, answer, part, credit, close, datagram, pkey, hca, groups, cm, mad, mark };
 
 constexpr std::uint32_t far_part_bytes = 64 * 1024 - 512;  // payload of one record
 constexpr std::uint64_t far_window_bytes = 1024 * 1024;    // under way in one direction of a connection
@@ -52,7 +53,7 @@ struct FarRecord {
   std::uint32_t message;     // counts the connection's messages
   std::uint32_t psn;         // request
   std::uint32_t imm_data;    // network order
-  std::uint64_t bytes;       // request: of the whole message; pkey: the P_Key; groups: the number of a change
+  std::uint64_t bytes;       // request: of the whole message; pkey: the P_Key; groups: the number of a change; mark: its number
   std::uint64_t taken;       // payload of this connection that the sender of the record has taken in so far
   std::uint64_t remote_address;
   std::uint64_t compare_add, swap;  // atomics
@@ -69,6 +70,7 @@ inline std::uint32_t srqn_of(const FarRecord& request, bool atomic) {
   return atomic ? request.imm_data : static_cast<std::uint32_t>(request.compare_add);
 }
 constexpr std::uint8_t far_solicited = 1;
+constexpr std::uint8_t far_back = 1;  // mark: it is on its way back
 
 // Payload of `open`: what the responder's rules ask of a requester.
 struct FarOpen {

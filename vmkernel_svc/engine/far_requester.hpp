@@ -26,6 +26,8 @@ concept FarPortsFor = requires(P p, Qp<P>& qp, FarFramePtr frame, FarOpen& open)
   { p.far_silent_ns(qp) } -> std::same_as<std::uint64_t>;
   { p.far_describe(qp, open) } -> std::same_as<void>;
   { p.far_epoch() } -> std::same_as<std::uint32_t>;
+  // `qp` has been connected before, and is so again: stand-ins that are for it wait until a mark is back (far_marks.hpp).
+  { p.far_connected_again(qp) } -> std::same_as<void>;
 };
 
 template <class P>

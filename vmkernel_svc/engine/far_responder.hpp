@@ -34,6 +34,8 @@ concept StandInPortsFor = FarPortsFor<P> && requires(P p, StandIn<P>& stand_in, 
   // Hands a record for its requester to the carrier. may_wait: for what is said next.
   { p.far_say(stand_in, std::move(frame), true /*may_wait*/) } -> std::same_as<void>;
   { p.far_room(stand_in) } -> std::same_as<bool>;
+  // What it brings may be from before its target was connected: it is run once that is known not to be so (far_marks.hpp).
+  { p.far_waits_for_mark(stand_in) } -> std::same_as<bool>;
   // A request is taken in that `stand_in` has in its operation.
   { p.far_asked(stand_in) } -> std::same_as<void>;
   // What it runs next was sent by whom `head` says.
@@ -110,6 +112,7 @@ class FarResponder {
     bool again = false;  // its budget is spent
   };
   Turn run(StandIn<P>& stand_in) {
+    if (ports_.far_waits_for_mark(stand_in)) return {};
     Operation& op = stand_in.core.operation;
     Budget budget{turn_bytes, 32};
     bool worked = false;

@@ -150,6 +150,7 @@ struct Qp {
   bool communication_established = false;
   bool drain_reported = false;
   bool last_wqe_reported = false;
+  bool was_connected = false;    // it has been ready to receive, in this life or a former one
   bool send_queue_lost = false;  // a record at its head makes no sense: nothing more is taken until RESET
   QpAttributes attributes{};
   Psn send_psn{};     // of the next request

@@ -26,6 +26,8 @@ class TestHosts final : public TestNetwork {
   TestHosts(TestPorts& ports, Engine<TestPorts>& engine) : ports_(ports), engine_(engine), responder_(ports, engine) {
     ports_.network = this;
     for (auto& sessions : seen_) sessions.fill(1);
+    for (auto& marks : marks_)
+      for (FarMarks& of_host : marks) of_host.begin(true);
   }
   ~TestHosts() override {
     for (auto& [key, stand_in] : stand_ins_) engine_.abandon(stand_in->core);
@@ -71,6 +73,7 @@ class TestHosts final : public TestNetwork {
       news->record().kind = FarKind::news;
       news->session = session_[host];
       put(host, other, std::move(news));
+      marks_[host][other].begin(true);
     }
   }
 
@@ -116,6 +119,19 @@ class TestHosts final : public TestNetwork {
     return std::max(here_since == 0 ? 0 : ports_.time_ns - here_since, there_since == 0 ? 0 : ports_.time_ns - there_since);
   }
   std::uint32_t epoch() override { return ++last_epoch_; }
+  void connected_again(TestPorts::Qp& qp) override {
+    qp.port.mark = {};
+    const auto host = host_of(qp.attributes.path.dlid);
+    if (!host || *host == qp.port.host) return;
+    qp.port.mark = {*host, marks_[qp.port.host][*host].want()};
+    send_mark(qp.port.host, *host);
+  }
+  bool waits_for_mark(StandIn<TestPorts>& stand_in) override {
+    const auto target = ports_.queue_pairs.find(stand_in.core.attributes.dest_qp_num);
+    if (stand_in.core.type == QpType::ud || target == ports_.queue_pairs.end()) return false;
+    const FarMark& mark = target->second->port.mark;
+    return mark.host == stand_in.host && !marks_[stand_in.core.port.host][mark.host].is_back(mark.number);
+  }
   void answer(StandIn<TestPorts>& stand_in, WcStatus status) override { responder_.answer(stand_in, status); }
   void send_datagram(TestPorts::Qp& qp, const Request& request, const UdOperand& ud, std::uint32_t qkey) override {
     const bool multicast = ud.remote_qpn == multicast_qpn.value;
@@ -150,11 +166,32 @@ class TestHosts final : public TestNetwork {
     link(from, to).frames.push_back(std::move(frame));
   }
 
+  void send_mark(std::uint32_t from, std::uint32_t to) {
+    const std::uint64_t number = marks_[from][to].next();
+    if (number == 0) return;
+    auto frame = FarFrame::make(0);
+    frame->record().kind = FarKind::mark;
+    frame->record().bytes = number;
+    frame->session = seen_[from][to];
+    put(from, to, std::move(frame));
+  }
+  void mark(std::uint32_t from, std::uint32_t to, FarFramePtr frame) {
+    if (frame->record().flags != far_back) {
+      frame->record().flags = far_back;
+      frame->session = seen_[to][from];
+      return put(to, from, std::move(frame));
+    }
+    require(marks_[to][from].came_back(frame->record().bytes), "no marks come that were not sent");
+    send_mark(to, from);
+    for (auto& [key, stand_in] : stand_ins_)
+      if (key.here == to && key.host == from) stand_in->core.port.runnable = true;
+  }
   void arrived(std::uint32_t from, std::uint32_t to, FarFramePtr frame, std::set<TestPorts::Qp*>& answered) {
     const FarRecord& record = frame->record();
     if (record.kind == FarKind::news) {
       seen_[to][from] = frame->session;
       drop_stand_ins(to, from);
+      marks_[to][from].begin(true);
       for (auto& [qpn, qp] : ports_.queue_pairs)
         if (qp->port.host == to && qp->far != nullptr && qp->far->host == from) qp->port.runnable = true;
       return;
@@ -170,6 +207,7 @@ class TestHosts final : public TestNetwork {
         stand_in.core.port.lid = said.lid;
         return;
       }
+      case FarKind::mark: return mark(from, to, std::move(frame));
       case FarKind::answer:
       case FarKind::part: return to_requester(from, to, std::move(frame), answered);
       case FarKind::credit:
@@ -245,6 +283,7 @@ class TestHosts final : public TestNetwork {
   std::array<std::array<Link, hosts_max>, hosts_max> links_;                     // from, to
   std::array<std::uint64_t, hosts_max> session_{1, 1, 1, 1};
   std::array<std::array<std::uint64_t, hosts_max>, hosts_max> seen_{};           // by, of
+  std::array<std::array<FarMarks, hosts_max>, hosts_max> marks_;                 // by, to
   std::map<Key, std::unique_ptr<StandIn<TestPorts>>> stand_ins_;
   std::uint32_t last_epoch_ = 0;
 };

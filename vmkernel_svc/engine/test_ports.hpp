@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "vmkernel_svc/engine/far_marks.hpp"
 #include "vmkernel_svc/engine/far_responder.hpp"
 
 namespace vrdma::engine::test {
@@ -43,6 +44,8 @@ class TestNetwork {
   virtual bool connected(std::uint32_t here, std::uint32_t host) = 0;
   virtual std::uint64_t silent_ns(std::uint32_t here, std::uint32_t host) = 0;
   virtual std::uint32_t epoch() = 0;
+  virtual void connected_again(Qp<TestPorts>& qp) = 0;
+  virtual bool waits_for_mark(StandIn<TestPorts>& stand_in) = 0;
   virtual void answer(StandIn<TestPorts>& stand_in, WcStatus status) = 0;
   virtual void send_datagram(Qp<TestPorts>& qp, const Request& request, const UdOperand& ud, std::uint32_t qkey) = 0;
 };
@@ -86,6 +89,7 @@ class TestPorts {
     std::uint16_t lid = 1;
     std::uint32_t host = 0;
     engine::StandIn<TestPorts>* stand_in = nullptr;  // of a stand-in's core
+    FarMark mark;
     std::uint64_t wake_ns = 0;  // 0: no timer
     bool runnable = false;
     std::shared_ptr<Job> job;
@@ -291,6 +295,10 @@ class TestPorts {
             static_cast<std::uint8_t>(a.path_mtu), 0, a.dest_qp_num, 0, {}};
   }
   std::uint32_t far_epoch() { return network->epoch(); }
+  void far_connected_again(Qp& qp) {
+    if (network != nullptr) network->connected_again(qp);
+  }
+  bool far_waits_for_mark(engine::StandIn<TestPorts>& stand_in) { return network->waits_for_mark(stand_in); }
   void far_datagram(Qp& qp, const Request& request, const UdOperand& ud, std::uint32_t qkey) {
     if (network != nullptr && qp.port.stand_in == nullptr) network->send_datagram(qp, request, ud, qkey);
   }

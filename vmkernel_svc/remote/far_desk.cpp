@@ -256,6 +256,7 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::news:
       new_session(frame->host, frame->session);
       at(frame->host).knows_flow_labels = (frame->record().bytes & remote::link_knows_flow_labels) != 0;
+      at(frame->host).marks.begin((frame->record().bytes & remote::link_knows_marks) != 0);
       cm_.new_session(frame->host, frame->record().bytes);
       management_.new_session(frame->host, frame->record().bytes);
       return groups_.new_session(frame->host, frame->record().bytes);
@@ -277,6 +278,7 @@ void FarDesk::arrived(FarFramePtr frame) {
     case FarKind::hca:
       if (hca_) hca_->arrived(std::move(frame));
       return;
+    case FarKind::mark: return mark(frame->host, frame->record());
     case FarKind::cm: malformed_ += !cm_.arrived(frame->host, *frame); return;
     case FarKind::mad: malformed_ += !management_.arrived(frame->host, *frame); return;
     case FarKind::groups: malformed_ += !groups_.arrived(frame->host, *frame); return;

@@ -33,6 +33,7 @@ struct StandIn : engine::StandIn<MediatedPorts> {
   bool is_of_its_host = true;      // the port, by what is known here of LIDs; else it finds nobody, as a packet from elsewhere would not get there
   std::array<control::GidEntry, 16> gids{};
   bool runnable = false;
+  bool waits_for_mark = false;
   std::uint64_t wake_ns = 0;
 };
 
@@ -68,10 +69,12 @@ class FarDesk final : private FarGroups::Post {
   std::uint64_t session(std::uint32_t host) { return at(host).session; }
   std::uint64_t silent_ns(std::uint32_t host);
   std::uint32_t new_epoch() { return ++last_epoch_; }
+  void connected_again(Qp& qp);
   void send_datagram(Qp& qp, const engine::Request& request, const UdOperand& ud, std::uint32_t qkey);
   void answer(StandIn& stand_in, WcStatus status) { responder_.answer(stand_in, status); }
   void say(StandIn& stand_in, engine::FarFramePtr frame, bool may_wait);
   void speaks_for(StandIn& stand_in, const engine::FarDatagram& head);
+  bool waits_for_mark(StandIn& stand_in);
   void make_runnable(StandIn& stand_in);
   void set_timer(StandIn& stand_in, std::uint64_t at_ns);
 
@@ -112,6 +115,7 @@ class FarDesk final : private FarGroups::Post {
   struct Host {
     std::uint64_t session = 0;
     bool knows_flow_labels = false;
+    engine::FarMarks marks;  // that are sent there
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
     std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them
@@ -128,6 +132,9 @@ class FarDesk final : private FarGroups::Post {
   void to_stand_in(engine::FarFramePtr frame);
   void to_datagrams(engine::FarFramePtr frame);
   void open(engine::FarFramePtr frame);
+  void send_mark(remote::HostId host);
+  void mark(remote::HostId host, const engine::FarRecord& record);
+  void end_waits();
   bool may_tell(remote::HostId host) override;
   void tell(remote::HostId host, engine::FarFramePtr frame) override { send_to(host, std::move(frame)); }
   void new_session(remote::HostId host, std::uint64_t session);
@@ -153,6 +160,7 @@ class FarDesk final : private FarGroups::Post {
   FarCm cm_{*this, shard_};
   FarManagement management_{*this, shard_};
   std::vector<StandIn*> runnable_;
+  std::vector<StandIn*> waiting_;  // for marks
   std::vector<Qp*> answered_;  // since the turn began
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;

@@ -17,6 +17,7 @@ using engine::QpType;
 namespace {
 constexpr std::size_t datagrams_waiting_max = 256;         // at a receiver's host, for a sixteenth of its receivers
 constexpr std::uint32_t stand_ins_max = 65536;             // of one host
+constexpr std::int64_t marks_queued_max = 64 << 20;         // bytes: more wait for no host that has one mark under way at a time
 
 bool can_be_a_port(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) {
   return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) && static_cast<std::uint16_t>(guid) == lid;
@@ -52,6 +53,7 @@ void FarDesk::drop(StandIn& stand_in) {
   shard_.forget(stand_in.core);
   if (stand_in.wake_ns != 0) timers_.erase({stand_in.wake_ns, &stand_in});
   std::replace(runnable_.begin(), runnable_.end(), &stand_in, static_cast<StandIn*>(nullptr));
+  if (stand_in.waits_for_mark) std::erase(waiting_, &stand_in);
 }
 
 bool FarDesk::run(StandIn& stand_in) {
@@ -98,6 +100,58 @@ void FarDesk::look_at_partitions() {
     make_runnable(*stand_in);
   }
   if (hca_) hca_->look_at_partitions();
+}
+
+// --- what is of former connections (engine/far_marks.hpp) --------------------------------------------------------
+
+void FarDesk::connected_again(Qp& qp) {
+  qp.port.mark = {};
+  const auto host = host_of(qp, qp.attributes.path.dlid, qp.attributes.path.is_global != 0, qp.attributes.path.dgid);
+  if (!host) return;
+  qp.port.mark = {*host, at(*host).marks.want()};
+  send_mark(*host);
+}
+
+void FarDesk::send_mark(remote::HostId host) {
+  const std::uint64_t number = at(host).marks.next();
+  if (number == 0) return;
+  auto frame = engine::FarFrame::make(0);
+  frame->record().kind = FarKind::mark;
+  frame->record().bytes = number;
+  give(address(host, std::move(frame)));
+}
+
+bool FarDesk::waits_for_mark(StandIn& stand_in) {
+  const auto& marks = at(stand_in.host).marks;
+  if (marks.all_back() || stand_in.core.type == QpType::ud) return false;
+  const auto target = fabric_.by_qpn.find(stand_in.core.attributes.dest_qp_num);
+  if (target == fabric_.by_qpn.end()) return false;
+  const engine::FarMark& mark = target->second->core.port.mark;
+  if (mark.host != stand_in.host || marks.is_back(mark.number)) return false;
+  if (!std::exchange(stand_in.waits_for_mark, true)) waiting_.push_back(&stand_in);
+  return true;
+}
+
+void FarDesk::end_waits() {
+  for (StandIn* const stand_in : std::exchange(waiting_, {})) {
+    stand_in->waits_for_mark = false;
+    make_runnable(*stand_in);
+  }
+}
+
+void FarDesk::mark(remote::HostId id, const FarRecord& record) {
+  Host& host = at(id);
+  if (record.flags == engine::far_back) {
+    if (!host.marks.came_back(record.bytes)) return void(++malformed_);
+    send_mark(id);  // for those who wanted one since
+    return end_waits();
+  }
+  if (host.gauge->queued_bytes.load(std::memory_order_relaxed) > marks_queued_max) return void(++malformed_);
+  auto frame = engine::FarFrame::make(0);
+  frame->record().kind = FarKind::mark;
+  frame->record().flags = engine::far_back;
+  frame->record().bytes = record.bytes;
+  give(address(id, std::move(frame)));
 }
 
 // --- what comes -----------------------------------------------------------------------------------------------

@@ -42,8 +42,9 @@ constexpr std::uint32_t link_knows_mads = 4;    // FarKind::mad
 constexpr std::uint32_t link_knows_cm_by_gid = 8;  // FarKind::cm with addresses of AF_IB
 constexpr std::uint32_t link_knows_flow_labels = 16;  // in FarDatagram's UdOperand
 constexpr std::uint32_t link_knows_ipv4_groups = 32;  // FarKind::groups of RoCE v2's MGIDs of IPv4 groups
-constexpr std::uint32_t link_features =
-    link_knows_groups | link_knows_cm | link_knows_mads | link_knows_cm_by_gid | link_knows_flow_labels | link_knows_ipv4_groups;
+constexpr std::uint32_t link_knows_marks = 64;  // FarKind::mark
+constexpr std::uint32_t link_features = link_knows_groups | link_knows_cm | link_knows_mads | link_knows_cm_by_gid | link_knows_flow_labels |
+                                        link_knows_ipv4_groups | link_knows_marks;
 constexpr std::size_t tagged_head_bytes = offsetof(LinkHead, tag);
 
 }  // namespace vrdma::remote
