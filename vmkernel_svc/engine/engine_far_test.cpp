@@ -89,6 +89,23 @@ TEST_CASE("UC: who has lost a message to a silent host loses the next ones witho
   CHECK(pair.a.core.counters.ack_timeouts > 0);
 }
 
+TEST_CASE("UC: who has no room with a silent host for what was sent of messages that are over loses the next ones, too") {
+  FarPair pair(QpType::uc);
+  const auto write = [&] {
+    pair.a.post({.wr_id = 1, .opcode = WrOpcode::rdma_write, .sges = {pair.mine.sge(0, 8)}, .remote = pair.theirs.remote(0)});
+  };
+  write();
+  pair.settle();
+  CHECK(pair.polled(pair.a) == 1);
+  pair.a.core.far->sent = pair.a.core.far->credited + FarLimits<TestPorts>::window_bytes;
+  pair.hosts.cut(1, 0);
+  write();
+  pair.world.pass(4 * second_ns);
+  CHECK(pair.polled(pair.a) == 0);
+  pair.world.pass(4 * second_ns);
+  CHECK(pair.polled(pair.a) == 1);
+}
+
 TEST_CASE("UC: a message whose sender's memory goes away in the middle leaves the receiver to the next one") {
   FarPair pair(QpType::uc);
   auto& gone = pair.world.memory(1 << 16, 1);

@@ -324,7 +324,9 @@ class FarRequester {
   bool watch_silence(Qp<P>& qp) {
     Half& far = *qp.far;
     const bool local = qp.operation.stage == Operation::Stage::routing && qp.operation.rule->local;  // it waits for nobody there, by timers of its own
-    if (qp.state == QpState::err || (far.outstanding.empty() && (!busy(qp) || local))) {
+    // Nothing is under way, and the window full: of what was sent of messages that are over, for which the far end has yet to make room.
+    const bool full = far.blocked && !busy(qp) && far.outstanding.empty();
+    if (qp.state == QpState::err || (far.outstanding.empty() && (busy(qp) ? local : !full))) {
       // Who has lost messages to a host that is not there loses the next ones without waiting for each, until it is heard.
       if (qp.type != QpType::uc || far.waiting_since_ns == 0 || ports_.far_silent_ns(qp) < uc_patience_ns) far.waiting_since_ns = 0;
       return false;
