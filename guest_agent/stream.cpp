@@ -12,7 +12,7 @@ Result<Stream> Stream::make(Use use, vmci::UniqueFd& read_end) {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) return last_error();
   Stream stream;
-  (void)::fchmod(ends[0], 0622);  // as the service's
+  (void)::fchmod(ends[0], 0622);  // who is given it, of whatever user, opens a writing end when we are gone (CharacterFile::fall_silent)
   read_end.reset(ends[0]);  // it blocks, unless its owner decides otherwise
   stream.pipe_.reset(ends[1]);
   stream.use_ = use;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <string>
 #include <vector>
 
 #include "guest_lib/cancellation.hpp"
@@ -72,6 +73,11 @@ void CharacterFile::take_record() {
 void CharacterFile::fall_silent() {
   std::lock_guard lock(descriptor_);
   if (writing_end_ || closed.load(std::memory_order_relaxed) || !has_descriptor()) return;
+  // A pipe's writing end can be opened again: then it is the same file for whoever else has it, a child that keeps it in an epoll instance of ours.
+  const std::string there = "/proc/self/fd/" + std::to_string(fd);
+  if (vmci::UniqueFd end(static_cast<int>(::syscall(SYS_openat, AT_FDCWD, there.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC))); end)
+    return writing_end_.reset(std::move(end));
+  // No socket's can (ENXIO).
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) return;
   const vmci::UniqueFd reading_end(ends[0]);

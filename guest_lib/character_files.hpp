@@ -47,7 +47,9 @@ class CharacterFile : public std::enable_shared_from_this<CharacterFile> {
   // The record is the service's word that something waits; it has said that nothing does.
   void take_record();
   // The service is gone, and all that there was to say of it has been said. poll(2) calls a file readable whose writing end is closed, for ever,
-  // and who asks it after every event, as rsockets' thread does, would spin: the descriptor becomes that of a pipe into which nobody writes.
+  // and who asks it after every event, as rsockets' thread does, would spin: a pipe's writing end is opened again, and nobody writes there. The descriptor
+  // of a socket becomes that of such a pipe: epoll instances forget it then (epoll_ctl(2): ENOENT), unless a child has the socket, too, which
+  // keeps them readable for as long.
   void fall_silent();
 
  protected:

@@ -40,7 +40,7 @@ void send_reply(int socket, const Head& request, int status, std::span<const std
   constexpr std::uint64_t unread_bytes_max = 4096;  // as the kernel counts: some four answers, of which a guest has one at a time
   const bool leaves_unread = !descriptors.empty() && vmci::unread_bytes(socket) > unread_bytes_max;
   const Status sent = leaves_unread ? Status(Errno{EBUSY}) : vmci::send_with_descriptors(socket, packet, descriptors);
-  if (sent) return;
+  if (sent || socket < 0) return;  // none: Shard::expel() has hung up
   ::shutdown(socket, SHUT_RDWR);
   if (value(sent.error()) == EPIPE || value(sent.error()) == ECONNRESET) return;  // it has hung up itself
   static constinit log::Sparing sparing;

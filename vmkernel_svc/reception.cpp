@@ -266,6 +266,7 @@ void Reception::lost(const ConnectionPtr& connection) {
   connections_.erase(connection.get());
   User& user = users_[connection->uid];
   --user.connections;
+  if (!connection->machine) ::shutdown(connection->socket.fd(), SHUT_RDWR);  // what the shard is yet to answer would come after it is counted
   // A child of its process may have the socket.
   if (vmci::unread_bytes(connection->socket.fd()) > 0)
     if (vmci::UniqueFd copy(::fcntl(connection->socket.fd(), F_DUPFD_CLOEXEC, 0)); copy) user.unread.emplace_back(std::move(copy), connection->closer);

@@ -83,7 +83,8 @@ void Shard::sleep() {
   }
   say_asleep(false);
   asleep_.store(false, std::memory_order_relaxed);
-  silent_looked_ = 0;  // whoever woke it may be one of those
+  silent_looked_ = 0;  // whoever woke it may be one of those; from the first on, or one that is swapped for another is passed over
+  next_silent_ = attended_;
   shards_.turnstile.leave(number_);
   backoff_.reset();
 }

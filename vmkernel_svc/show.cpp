@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -338,7 +339,7 @@ void ShowDesk::reply(int socket, const Head& head, int status, int file) {
   out.record.control = (head.record.control & control_user_mask) | reply_bit;
   out.sequence = head.sequence;
   out.status = status;
-  (void)vmci::send_with_descriptors(socket, std::as_bytes(std::span(&out, 1)), std::span(&file, status == 0 ? 1 : 0));
+  if (!vmci::send_with_descriptors(socket, std::as_bytes(std::span(&out, 1)), std::span(&file, status == 0 ? 1 : 0))) ::shutdown(socket, SHUT_RDWR);  // who asks waits
 }
 
 }  // namespace vrdma::svc

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -140,6 +141,8 @@ TEST_CASE("A channel whose identifiers have been told that the service is gone i
   epoll_event told{.events = EPOLLIN, .data = {}};
   REQUIRE(::epoll_ctl(watching.get(), EPOLL_CTL_ADD, channel.fd, &told) == 0);
   CHECK_FALSE(readable());
+  const pid_t child = ::fork();  // has the same open file
+  if (child == 0) ::prctl(PR_SET_PDEATHSIG, SIGKILL), ::pause(), ::_exit(0);
   service.kill_now();
   eventually("it is readable", readable);
   for (int i = 0; i < 2; ++i) {
@@ -152,6 +155,9 @@ TEST_CASE("A channel whose identifiers have been told that the service is gone i
   CHECK(channel.next_event() < 0);
   CHECK(errno == EIO);
   CHECK_FALSE(readable());
+  CHECK(::epoll_ctl(watching.get(), EPOLL_CTL_DEL, channel.fd, nullptr) == 0);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
   CHECK(::close(channel.fd) == 0);
 }
 

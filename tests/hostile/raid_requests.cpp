@@ -97,6 +97,7 @@ void raid_socket(Raid& raid) {
   auto connected = vmci::PacketSocket::connect(raid.path);
   if (!connected) return;
   const vmci::PacketSocket socket = std::move(*connected);
+  ::fcntl(socket.fd(), F_SETFL, O_NONBLOCK);  // while descriptors of ours are being closed, for as long as they linger, nobody reads what we send
   ++raid.attached;
   const int null = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   std::vector<vmci::test::Lingering> lingering;  // as long as this connection

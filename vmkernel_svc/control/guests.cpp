@@ -34,7 +34,7 @@ constexpr std::uint32_t control_slots = 256;        // 16 KiB of requests: one o
 constexpr std::uint32_t control_reply_slots = 1024;  // of replies, notices and datagrams (guest_mail.hpp)
 
 // Whose programs hold up nobody else: he has this service to himself, or its memory is that of a machine, of which we are the reader.
-bool is_trusted(const Tenant& tenant, bool in_machine) { return in_machine || tenant.uid == ::geteuid(); }
+bool is_trusted(const Tenant& tenant, bool in_machine) { return in_machine || (tenant.uid == ::geteuid() && !tenant.several_users); }
 
 // What is written to the second is read from the first. The reading end blocks (its owner decides); ours does not. For strangers a socket pair, which
 // costs half a microsecond a record more: in a pipe its reader, who may be reading into memory that never comes (FUSE, userfaultfd), holds what a

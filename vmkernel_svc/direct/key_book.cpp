@@ -65,7 +65,7 @@ void KeyBook::remove(Key key) {
     direct::KeyEntry& entry = table().entries[direct::key_place(key.value, probe)];
     if (entry.key != key.value) continue;
     std::atomic_ref(entry.key).store(0, std::memory_order_relaxed);
-    entry = {};  // nobody is inside a claim who could be reading it
+    entry = {};  // who may be reading it yet was cut off inside its claim (DirectDesk::cut_off), and writes nothing more
     return;
   }
 }

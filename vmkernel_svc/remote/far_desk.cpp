@@ -207,6 +207,8 @@ bool FarDesk::turn() {
     worked = true;
   }
   groups_.turn();
+  for (const auto& [id, host] : hosts_)
+    if (host.owed_mark != 0) pay_mark(id);
   const std::uint64_t now = timers_.empty() ? 0 : vmci::monotonic_ns();
   while (!timers_.empty() && timers_.begin()->first <= now) {
     StandIn& due = *timers_.begin()->second;
@@ -289,6 +291,7 @@ void FarDesk::arrived(FarFramePtr frame) {
 void FarDesk::new_session(remote::HostId id, std::uint64_t session) {
   Host& host = at(id);
   host.session = session;
+  host.owed_mark = 0;
   const auto first = stand_ins_.lower_bound({id, 0});
   auto last = first;
   for (; last != stand_ins_.end() && last->first.first == id; ++last) drop(*last->second);

@@ -116,6 +116,7 @@ class FarDesk final : private FarGroups::Post {
     std::uint64_t session = 0;
     bool knows_flow_labels = false;
     engine::FarMarks marks;  // that are sent there
+    std::uint64_t owed_mark = 0;  // one of its own that is to be sent back
     std::shared_ptr<remote::Gauge> gauge;
     std::uint32_t stand_ins = 0;
     std::map<std::uint16_t, bool> claims;  // P_Keys that it has claimed: whether some guest of it may have them
@@ -134,6 +135,7 @@ class FarDesk final : private FarGroups::Post {
   void open(engine::FarFramePtr frame);
   void send_mark(remote::HostId host);
   void mark(remote::HostId host, const engine::FarRecord& record);
+  void pay_mark(remote::HostId host);
   void end_waits();
   bool may_tell(remote::HostId host) override;
   void tell(remote::HostId host, engine::FarFramePtr frame) override { send_to(host, std::move(frame)); }

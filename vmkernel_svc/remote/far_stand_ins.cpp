@@ -17,7 +17,7 @@ using engine::QpType;
 namespace {
 constexpr std::size_t datagrams_waiting_max = 256;         // at a receiver's host, for a sixteenth of its receivers
 constexpr std::uint32_t stand_ins_max = 65536;             // of one host
-constexpr std::int64_t marks_queued_max = 64 << 20;         // bytes: more wait for no host that has one mark under way at a time
+constexpr std::int64_t marks_queued_max = 64 << 20;         // bytes: a host that does not listen is told none until it does
 
 bool can_be_a_port(std::uint64_t guid, std::uint16_t lid, std::uint32_t link_layer) {
   return (link_layer == control::link_layer_infiniband || link_layer == control::link_layer_ethernet) && static_cast<std::uint16_t>(guid) == lid;
@@ -146,11 +146,18 @@ void FarDesk::mark(remote::HostId id, const FarRecord& record) {
     send_mark(id);  // for those who wanted one since
     return end_waits();
   }
-  if (host.gauge->queued_bytes.load(std::memory_order_relaxed) > marks_queued_max) return void(++malformed_);
+  // Not answered, it would be waited for until the next session: rather owed. One is under way at a time, so that the last one is all there is.
+  host.owed_mark = record.bytes;
+  pay_mark(id);
+}
+
+void FarDesk::pay_mark(remote::HostId id) {
+  Host& host = at(id);
+  if (host.owed_mark == 0 || host.gauge->queued_bytes.load(std::memory_order_relaxed) > marks_queued_max) return;
   auto frame = engine::FarFrame::make(0);
   frame->record().kind = FarKind::mark;
   frame->record().flags = engine::far_back;
-  frame->record().bytes = record.bytes;
+  frame->record().bytes = std::exchange(host.owed_mark, 0);
   give(address(id, std::move(frame)));
 }
 
