@@ -195,7 +195,8 @@ int host_list(const HostOptions& options) {
 int host_show(const HostOptions& options) {
   const fs::path folder = options.folder;
   const fs::path file = options.name.empty() ? folder / "host.pem" : folder / "issued" / (options.name + ".pem");
-  if (!fs::exists(file))
+  std::error_code error;
+  if (!fs::exists(file, error) && !error)  // else load_certificate() says what is wrong
     throw std::runtime_error(options.name.empty()
                                  ? fmt::format("{}: no certificate of this host here: \"vrdma host init\" begins a subnet, \"vrdma host join\" joins one", folder.string())
                                  : fmt::format("{} is not there: \"vrdma host list\" names the certificates that were made here", file.string()));

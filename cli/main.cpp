@@ -198,7 +198,7 @@ CLI::App* add_host(CLI::App& app, HostOptions& options, HostCommand& chosen) {
   CLI::App* const adding = add("add", "Make a certificate for another host, where the authority is; a file lets that host join.", host_add);
   adding->add_option("name", options.name, "of the other host")->required();
   adding->add_option("--address", options.address, "of a host of the subnet: whom the new one asks first");
-  adding->add_option("-o,--output", options.file, "the file (default: NAME.invitation)");
+  takes_path(adding->add_option("-o,--output", options.file, "the file (default: NAME.invitation)"));
   for (CLI::App* const sub : {init, adding}) sub->add_option("--days", options.days, "how long the certificate lasts (default: 1825)")->check(CLI::Range(1, authority_days));
   CLI::App* const joining = add("join", "Take what \"add\" made, on the host that joins.", host_join);
   joining->add_option("file", options.file, "the invitation")->required();
@@ -254,8 +254,8 @@ int main(int argc, char** argv) {
   takes_path(doctor_command->add_option("-s,--socket", doctor_options.socket, "socket of the service to look at"));
   CLI::Option* const far_host =
       doctor_command->add_option("host", doctor_options.host, "try instead whether this host and that one reach each other: its name or address");
-  doctor_command->add_option("--folder", doctor_options.folder,
-                             "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)")
+  takes_path(doctor_command->add_option("--folder", doctor_options.folder,
+                                        "of this host's certificates (default: as the service has it, else /var/lib/vrdma/subnet)"))
       ->needs(far_host);
   CLI::App* const metrics_command = app.add_subcommand("metrics", "Print the counters as Prometheus text (for a textfile collector or a scrape).");
   takes_path(metrics_command->add_option("-s,--socket", metrics_socket, "socket of the service to look at"));

@@ -1,4 +1,4 @@
-// The descriptors that this process has of character devices below /dev/infiniband: each is the read end of a pipe in which the service
+// The descriptors that this process has of character devices below /dev/infiniband: each is the read end of a pipe, or of a pair of sockets, in which the service
 // keeps one record for as long as something waits to be read, so that waiting for it is what it is with the kernel's. What is written to
 // it, read from it and asked by ioctl(2) comes here (character_interpose.cpp), as does close(2), and fstat(2) (fstat_interpose.cpp).
 //

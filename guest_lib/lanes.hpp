@@ -42,6 +42,8 @@ inline std::uint64_t stamp_for(Cq& cq) { return cq.timed ? cq.clock_ns() : vmci:
 
 // A poll may find entries that are written after it has read the clock: as far beyond that.
 constexpr std::uint64_t stamps_ahead_max = std::uint64_t{1} << 30;
+// As times: by as much as the clock that was compared once (know_clock in cq_ex.cpp) has gone wrong meanwhile, too; a machine's is another than its host's.
+constexpr std::uint64_t times_ahead_max = std::uint64_t{1} << 37;
 // The whole of a stamp's time: the last that is not later than `latest`.
 constexpr std::uint64_t time_of_stamp(std::uint64_t stamp, std::uint64_t latest) {
   return latest - ((latest - stamp) & ((std::uint64_t{1} << cqe_stamp_bits) - 1));
@@ -56,7 +58,7 @@ struct Taken {
 inline void take(Lane& lane, const Cqe& entry, ibv_wc& wc, Taken& taken) {
   convert(entry, lane.qpn, wc);
   if (lane.timed != nullptr && &wc == &lane.timed->current) [[unlikely]]
-    lane.timed->current_time_ns = time_of_stamp(stamp_of(entry, lane.send != nullptr), lane.timed->clock_ns() + stamps_ahead_max);
+    lane.timed->current_time_ns = time_of_stamp(stamp_of(entry, lane.send != nullptr), lane.timed->clock_ns() + times_ahead_max);
   taken.queue_position = entry.queue_position;
   ++taken.entries;
   lane.reader.pop();

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/backoff.hpp"
@@ -24,12 +25,15 @@ struct PollWait {
   bool made;
   std::uint32_t passed;  // empty queues since the last step
   const Cq* round;       // the queue of that step
+  const Cq* last;        // the empty queue before
   alignas(vmci::Backoff) std::byte storage[sizeof(vmci::Backoff)];
 
   // One step for all queues that the thread polls by turns: what it waits for may be in the next one. False: that was not this one's.
   bool idle(const Cq& cq) {
     constexpr std::uint32_t passed_max = 128;  // one that is not polled any more is waited for no longer
-    if (round != nullptr && round != &cq && ++passed < passed_max) return false;
+    // Who looks at one again and again waits for that one: `while (ibv_poll_cq(send_cq) == 0);` and then the same for the other.
+    const bool by_turns = std::exchange(last, &cq) != &cq;
+    if (by_turns && round != nullptr && round != &cq && ++passed < passed_max) return false;
     round = &cq;
     passed = 0;
     if (!made) {
@@ -40,6 +44,7 @@ struct PollWait {
     return true;
   }
   void reset() {
+    last = nullptr;
     if (made) reinterpret_cast<vmci::Backoff*>(storage)->reset();
   }
 };
@@ -259,8 +264,8 @@ int poll_cq(ibv_cq* verbs, int count, ibv_wc* wc) {
     look_again = poll_wait.idle(cq);  // also for who holds the send queue of one of those
   }
   const bool gone = cq.liveness->gone();
-  if (!look_again && !gone) return 0;
   say_where(cq);
+  if (!look_again && !gone) return 0;
   cq.lock.lock();
   got = look(cq, count, wc);
   if (got == 0 && gone) [[unlikely]]

@@ -6,6 +6,7 @@
 #include <semaphore>
 #include <thread>
 
+#include "guest_lib/lanes.hpp"
 #include "guest_lib/objects.hpp"
 #include "vmci_channel/arch.hpp"
 #include "vmci_channel/ready_bitmap.hpp"
@@ -276,6 +277,11 @@ TEST_CASE("what has lain for longer than stamps tell apart does not wait behind 
       }
     }
   }
+}
+
+TEST_CASE("the time of a completion is what it was a quarter of an hour later, and where the reader's clock lags behind") {
+  constexpr std::uint64_t now = 7'000'000'000'000, second = 1'000'000'000, known = (std::uint64_t{1} << cqe_stamp_bits) - 1;
+  for (const std::uint64_t time : {now, now - 600 * second, now - 900 * second, now + 100 * second}) CHECK(time_of_stamp(time & known, now + times_ahead_max) == time);
 }
 
 TEST_CASE("what comes long after the last poll is in order also for who arms before the next") {

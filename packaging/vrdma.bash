@@ -55,7 +55,6 @@ _vrdma() {
             if [[ $current == -* ]]; then
                 COMPREPLY=($(compgen -W "--link-layer --name --mediated --stats --help --" -- "$current"))
             else
-                # Programs: no keywords, functions and builtins of the shell, which are none.
                 # Programs, and folders on the way to one: no keywords, functions and builtins of the shell, which are none.
                 COMPREPLY=($(compgen -c -- "$current" | sort -u | while read -r word; do [[ $word != */* ]] && ! type -P -- "$word" >/dev/null || echo "$word"; done))
             fi

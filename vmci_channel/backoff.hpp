@@ -119,8 +119,8 @@ class Backoff {
   // real-time class, and of those which asked for it (prctl(2)).
   static bool timers_are_exact() {
     constexpr long slack_ns = 20'000;
-    const int policy = ::sched_getscheduler(0);
-    return policy == SCHED_FIFO || policy == SCHED_RR || ::prctl(PR_GET_TIMERSLACK) < slack_ns;
+    const int policy = ::sched_getscheduler(0) & ~SCHED_RESET_ON_FORK;  // negative: not known
+    return policy == SCHED_FIFO || policy == SCHED_RR || policy == SCHED_DEADLINE || ::prctl(PR_GET_TIMERSLACK) < slack_ns;
   }
   void nap() {
     --naps_left_;

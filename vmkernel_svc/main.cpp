@@ -75,11 +75,17 @@ int why_not_made(const std::string& file) {
   return ::faccessat(AT_FDCWD, folder.c_str(), W_OK | X_OK, AT_EACCESS) == 0 ? 0 : errno;
 }
 
-// Whether open_log() would, without making anything.
+// The same, where it is nothing that another user, or the unit, does not meet.
+int why_never_made(const std::string& file) {
+  const int error = why_not_made(file);
+  return error == ENOTDIR || error == EROFS ? error : 0;
+}
+
+// Whether open_log() would, without making anything. Of one that is not there, what keeps anybody from it: see check_socket().
 void check_log(const std::string& file) {
   struct stat status;
   const int error = file.empty()                                                    ? 0
-                    : ::stat(file.c_str(), &status) != 0                            ? errno == ENOENT ? why_not_made(file) : errno
+                    : ::stat(file.c_str(), &status) != 0                            ? errno == ENOENT ? why_never_made(file) : errno
                     : S_ISDIR(status.st_mode)                                       ? EISDIR
                     : ::faccessat(AT_FDCWD, file.c_str(), W_OK, AT_EACCESS) != 0    ? errno
                                                                                     : 0;
@@ -90,7 +96,7 @@ void check_log(const std::string& file) {
 void check_socket(const std::string& socket) {
   struct stat status;
   if (::lstat(socket.c_str(), &status) == 0) return;  // check_files() looks at what it is
-  if (const int error = why_not_made(socket); error == ENOTDIR || error == EROFS)
+  if (const int error = why_never_made(socket); error != 0)
     throw std::runtime_error(fmt::format("cannot listen at {} ({}): give another --socket", socket, std::strerror(error)));
 }
 

@@ -158,9 +158,11 @@ void Server::listen() {
     std::filesystem::create_directories(directory, error);
     ::umask(before);
   }
+  const char* const runtime = std::getenv("XDG_RUNTIME_DIR");
+  const bool has_runtime_folder = runtime != nullptr && *runtime == '/';  // as private_folder() of cli/ takes it
   if (error)
     throw std::runtime_error(fmt::format("cannot make the folder {} of the socket ({}): make it, or give another --socket (programs look at {} by themselves)", directory.string(),
-                                         error.message(), std::getenv("XDG_RUNTIME_DIR") != nullptr ? "$XDG_RUNTIME_DIR/vrdma/vrdmad.sock" : fmt::format("/tmp/vrdma-{}/vrdmad.sock", ::getuid())));
+                                         error.message(), has_runtime_folder ? "$XDG_RUNTIME_DIR/vrdma/vrdmad.sock" : fmt::format("/tmp/vrdma-{}/vrdmad.sock", ::getuid())));
   auto listening = vmci::listen_packets(config_.socket, static_cast<mode_t>(config_.socket_mode));
   if (!listening) throw std::runtime_error(cannot_listen(config_.socket, value(listening.error())));
   listener_ = std::move(*listening);

@@ -227,7 +227,7 @@ struct alignas(32) Cqe {
 static_assert(WireRecord<Cqe> && sizeof(Cqe) == 32);
 
 // Where it is asked for, when it completed: 40 bits in what the fields of its direction leave free. In nanoseconds of the service's monotonic
-// clock (the last 18 minutes) on completion queues with times (control::Request::time_cq), else in units of vmci::stamp_now().
+// clock (16 minutes before and two after) on completion queues with times (control::Request::time_cq), else in units of vmci::stamp_now().
 constexpr unsigned cqe_stamp_bits = 40;
 inline void set_stamp(Cqe& cqe, bool sent, std::uint64_t stamp) {
   (sent ? cqe.src_qp : cqe.queue_position) = static_cast<std::uint32_t>(stamp);

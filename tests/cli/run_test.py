@@ -115,6 +115,7 @@ class Running(TestCase):
         self.assert_refuses(self.vrdma("shwo"), 2, "shwo")
         self.assert_refuses(self.vrdma(""), 2, 'expected: ""\n')
         self.assert_refuses(self.vrdma("show", ""), 2, 'object: "" not in')
+        self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
         with self.service():
             self.assert_refuses(self.run_under(""), 127, 'cannot run ""')
             for words in (("show",), ("doctor",), ("metrics",), ("container",), ("direct", "auto"), ("vm", "list")):
@@ -128,7 +129,6 @@ class Running(TestCase):
                 found.add("raise the limit of open files (ulimit -n)" in result.stderr)
                 self.assertNotIn("version", result.stderr)
             self.assertIn(True, found)
-        self.assert_refuses(self.vrdma("show", "quarks"), 2, "quarks", "qps")
 
     def test_a_program_that_is_not_admitted_is_told_why(self):
         """The service says so and hangs up, before or after the program has asked."""

@@ -60,7 +60,8 @@ KeyPtr load_key(const std::filesystem::path& file) {
 }
 
 Identity load_authority(const Folder& folder) {
-  if (!std::filesystem::exists(folder / "authority.key"))
+  std::error_code error;
+  if (!std::filesystem::exists(folder / "authority.key", error) && !error)
     refuse(folder, "the subnet's authority is not here: hosts are added and removed, and partitions changed, where \"vrdma host init\" was run");
   Identity authority{load_certificate(folder / "ca.pem"), load_key(folder / "authority.key")};
   if (X509_check_private_key(authority.certificate.get(), authority.key.get()) != 1) refuse(folder, "authority.key does not fit ca.pem");
