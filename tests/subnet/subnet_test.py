@@ -251,7 +251,13 @@ class Joining(Subnet):
         self.start("a")
         self.settled("a")
         beside = self.hosts["a"]["folder"] / "subnet.json.new"
-        beside.mkdir()  # nobody can write there, root neither
+        def in_its_place():
+            try:
+                beside.mkdir()  # nobody can write there, root neither
+            except FileExistsError:
+                return False  # it is being written just then
+            return True
+        wait_until(in_its_place, "the file beside it is not there")
         self.start("b")  # it is to be kept that b has LIDs
         us = wait_until(lambda: self.show("a")["problem"] and self.show("a"), "a says so")
         self.assertIn("cannot be written", us["problem"])
