@@ -207,8 +207,10 @@ bool FarDesk::turn() {
     worked = true;
   }
   groups_.turn();
-  for (const auto& [id, host] : hosts_)
-    if (host.owed_mark != 0) pay_mark(id);
+  if (std::exchange(marks_owed_, false)) [[unlikely]] {
+    for (const auto& [id, host] : hosts_)
+      if (host.owed_mark != 0) pay_mark(id);
+  }
   const std::uint64_t now = timers_.empty() ? 0 : vmci::monotonic_ns();
   while (!timers_.empty() && timers_.begin()->first <= now) {
     StandIn& due = *timers_.begin()->second;

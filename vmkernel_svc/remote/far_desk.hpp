@@ -163,6 +163,7 @@ class FarDesk final : private FarGroups::Post {
   FarManagement management_{*this, shard_};
   std::vector<StandIn*> runnable_;
   std::vector<StandIn*> waiting_;  // for marks
+  bool marks_owed_ = false;        // to some host: a turn looks at all of them only then
   std::vector<Qp*> answered_;  // since the turn began
   std::set<std::pair<std::uint64_t, StandIn*>> timers_;
   std::uint32_t last_epoch_ = 0;

@@ -153,7 +153,8 @@ void FarDesk::mark(remote::HostId id, const FarRecord& record) {
 
 void FarDesk::pay_mark(remote::HostId id) {
   Host& host = at(id);
-  if (host.owed_mark == 0 || host.gauge->queued_bytes.load(std::memory_order_relaxed) > marks_queued_max) return;
+  if (host.owed_mark == 0) return;
+  if (host.gauge->queued_bytes.load(std::memory_order_relaxed) > marks_queued_max) return void(marks_owed_ = true);  // to be tried in the next turn
   auto frame = engine::FarFrame::make(0);
   frame->record().kind = FarKind::mark;
   frame->record().flags = engine::far_back;
